@@ -1,0 +1,38 @@
+# Two commands for a fresh machine: `make demo` (install and train a small model) and `make test`.
+# Python: the newest of 3.12, 3.11, 3.10 that is there, or PYTHON=... .
+
+PYTHON ?= $(shell for p in python3.12 python3.11 python3.10 python3; do command -v $$p >/dev/null && $$p -c 'import venv' 2>/dev/null && { echo $$p; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+# torch from a CUDA build on machines with an NVIDIA GPU comes with the plain name; TORCH pins another build.
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test lint gpu-test install install-dev clean
+
+demo: install
+	$(BIN)/overcoat train configs/demo.toml
+
+test: install-dev lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+gpu-test: install-dev
+	$(BIN)/python -m pytest -m gpu
+
+install: $(VENV)/installed-hf
+install-dev: $(VENV)/installed-dev
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+
+$(VENV)/installed-%: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,63 @@
+"""How an op gets its three faces: schema and fake, readable reference, CUDA kernel.
+
+Every numerical op of the project is one `Op` in the `overcoat::` namespace of `torch.library`:
+
+    @op
+    def amax(x: Tensor) -> Tensor:          # the reference: plain PyTorch, the specification, runs on every device
+        ...
+
+    @amax.fake                              # shapes and dtypes only: what torch.compile sees
+    def _(x): ...
+
+    @amax.cuda                              # the Triton kernel's launcher, where one exists
+    def _(x): ...
+
+The reference is registered for all backends, so an op without a kernel works on a GPU too; a CUDA registration
+overrides it there. Ops carry no autograd formula: `overcoat.ops` pairs forward and backward ops in
+`torch.autograd.Function`s. An op never returns one of its inputs or a view of it (a rule of `torch.library`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+_library = torch.library.Library("overcoat", "DEF")
+
+# All registered ops by name: tests walk it, so that no op escapes `opcheck`.
+CATALOGUE: dict[str, Op] = {}
+
+
+class Op:
+    """A registered op; calling it dispatches through `torch.ops.overcoat`."""
+
+    def __init__(self, reference: Callable[..., Any], mutates: tuple[str, ...]) -> None:
+        self.name = reference.__name__
+        self.reference = reference
+        self.__doc__ = reference.__doc__
+        schema = torch.library.infer_schema(reference, mutates_args=mutates)
+        _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(self.name, reference, "CompositeExplicitAutograd")
+        self.overload = getattr(torch.ops.overcoat, self.name).default
+        CATALOGUE[self.name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.overload(*args, **kwargs)
+
+    def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Register the shape function."""
+        torch.library.register_fake(f"overcoat::{self.name}", function, lib=_library)
+        return function
+
+    def cuda(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Register the kernel's launcher for CUDA tensors."""
+        _library.impl(self.name, function, "CUDA")
+        return function
+
+
+def op(reference: Callable[..., Any] | None = None, *, mutates: tuple[str, ...] = ()) -> Any:
+    """Decorator: register an annotated function as `overcoat::<its name>`; `mutates` names arguments written to."""
+    if reference is None:
+        return lambda function: Op(function, mutates)
+    return Op(reference, mutates)

@@ -1,0 +1,96 @@
+"""SwiGLU fused with the quantization of its input (kept) and of its output (the down projection's operand).
+
+    h = silu(g) * u,  silu(g) = g * sigmoid(g)              g, u = the halves of gate_up
+    dg = dh * u * sigmoid(g) * (1 + g * (1 - sigmoid(g)))
+    du = dh * silu(g)
+
+One pass over gate_up writes its 8-bit groups and each row's max |h|; a second writes h in FP8 (Group Scaling, as in
+norm.py). h itself is never kept: the backward rebuilds it from the codes, as the transposed operand of the down
+projection's weight gradient, with the scale of the forward.
+
+Legend: T tokens, I intermediate width, P = T padded to a multiple of 16, G group size, n = ceil(I / G).
+"""
+
+from __future__ import annotations
+
+from typing import Tuple
+
+import torch
+from torch import Tensor
+
+from overcoat.formats import E4M3, Quantized, cast_float8, decode_groups, encode_groups, group_code, quantize_tensor
+from overcoat.kernels.catalogue import op
+from overcoat.kernels.quantize import padded_tokens, transpose_padded
+
+
+def _product(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, -1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def _decode(codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tensor:
+    halves = codes.unflatten(-1, (2, -1))
+    return decode_groups(Quantized(halves, group_amax.view(-1, group_amax.shape[-1])), code, group_size).flatten(1)
+
+
+@op
+def swiglu_encode(gate_up: Tensor, code: str, group_size: int) -> Tuple[Tensor, Tensor, Tensor]:
+    """First pass over gate_up (T, 2I): codes (T, 2I), BF16 group maxima (T, 2, n), each row's max |h| (T,) FP32.
+
+    Groups never span gate and up.
+    """
+    codes, group_amax = encode_groups(gate_up.unflatten(-1, (2, -1)), code, group_size)
+    return codes.flatten(1), group_amax.view(gate_up.shape[0], 2, -1), _product(gate_up).abs().amax(-1)
+
+
+@swiglu_encode.fake
+def _(gate_up, code, group_size):
+    tokens, columns = gate_up.shape
+    groups = (columns // 2 + group_size - 1) // group_size
+    return (
+        gate_up.new_empty(gate_up.shape, dtype=group_code(code).dtype),
+        gate_up.new_empty((tokens, 2, groups), dtype=torch.bfloat16),
+        gate_up.new_empty((tokens,), dtype=torch.float32),
+    )
+
+
+@op
+def swiglu_quantize(gate_up: Tensor, amax: Tensor) -> Tuple[Tensor, Tensor]:
+    """Second pass: h in E4M3 (T, I), per tensor, and its 0-d FP32 scale for `amax` = max |h|."""
+    data, scale = quantize_tensor(_product(gate_up), E4M3, amax)
+    return data, scale
+
+
+@swiglu_quantize.fake
+def _(gate_up, amax):
+    tokens, columns = gate_up.shape
+    return gate_up.new_empty((tokens, columns // 2), dtype=E4M3.dtype), gate_up.new_empty((), dtype=torch.float32)
+
+
+@op
+def swiglu_backward(
+    dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, code: str, group_size: int
+) -> Tuple[Tensor, Tensor]:
+    """Backward from the kept codes.
+
+    Args:
+        dh: (T, I), gradient of h.
+        codes, group_amax: from `swiglu_encode`; scale: from `swiglu_quantize`.
+
+    Returns:
+        gradient of gate_up (T, 2I) of dh's dtype; h rebuilt as transposed E4M3 operand (I, P).
+    """
+    values = _decode(codes, group_amax, code, group_size)
+    gate, up = values.chunk(2, -1)
+    sigmoid, wide = torch.sigmoid(gate), dh.float()
+    dgate = wide * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    dup = wide * gate * sigmoid
+    h = cast_float8(gate * sigmoid * up * (1.0 / scale), E4M3)
+    return torch.cat((dgate, dup), -1).to(dh.dtype), transpose_padded(h)
+
+
+@swiglu_backward.fake
+def _(dh, codes, group_amax, scale, code, group_size):
+    tokens, columns = dh.shape
+    transposed = dh.new_empty((columns, padded_tokens(tokens)), dtype=E4M3.dtype)
+    return dh.new_empty(codes.shape), transposed

@@ -1,0 +1,163 @@
+"""Where the memory goes: every byte a forward pass keeps for the backward, by op and tensor.
+
+Activation memory is what autograd holds between a layer's forward and its backward. `record_kept` sees each tensor as
+autograd packs it (torch's saved-tensor hooks), counts every storage once, and leaves parameters out, since they are
+there anyway. Overcoat's ops name what they keep (`keep`); whatever other modules save appears under the module's path.
+
+    with overcoat.memory.record_kept(model) as kept:
+        loss = model(**batch).loss
+    print(kept)
+
+Unit U: tokens * hidden * 2 bytes, one BF16 copy of the residual stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Iterator, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class KeptTensor(NamedTuple):
+    """One tensor that waits for the backward."""
+
+    op: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
+
+@dataclass
+class KeptReport:
+    """What `record_kept` saw; printable. Sizes in bytes."""
+
+    rows: list[KeptTensor] = field(default_factory=list)
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum over all tensors, each storage counted once."""
+        return sum(row.bytes for row in self.rows)
+
+    def by_op(self) -> dict[str, int]:
+        """Bytes of each op, in order of appearance."""
+        totals: dict[str, int] = defaultdict(int)
+        for row in self.rows:
+            totals[row.op] += row.bytes
+        return dict(totals)
+
+    def by_tensor(self) -> dict[tuple[str, str], int]:
+        """Bytes of each (op, tensor), summed over layers, in order of appearance."""
+        totals: dict[tuple[str, str], int] = defaultdict(int)
+        for row in self.rows:
+            totals[row.op, row.name] += row.bytes
+        return dict(totals)
+
+    def units(self, tokens: int, hidden: int) -> float:
+        """Total in U = tokens * hidden * 2 bytes."""
+        return self.total_bytes / (tokens * hidden * 2)
+
+    def __str__(self) -> str:
+        lines = [f"{'op':24s} {'tensor':24s} {'MiB':>10s}  share"]
+        total = max(self.total_bytes, 1)
+        for (op, name), size in self.by_tensor().items():
+            lines.append(f"{op:24s} {name:24s} {size / 2**20:10.3f}  {100 * size / total:5.1f}%")
+        lines.append(f"{'total':24s} {'':24s} {self.total_bytes / 2**20:10.3f}")
+        return "\n".join(lines)
+
+
+class _Recorder:
+    """Saved-tensor hooks that fill a report, and module hooks that know which module is running."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.report = KeptReport()
+        self.names: dict[int, tuple[str, str]] = {}
+        self.seen: dict[int, int] = {}
+        self.holders: list[Tensor] = []
+        self.modules: list[str] = []
+        self.paths = {id(m): path for path, m in model.named_modules()} if model is not None else {}
+        self.inputs = {_storage(t) for t in _parameters_and_buffers(model)}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = _storage(tensor)
+        if isinstance(tensor, nn.Parameter) or storage in self.inputs or storage in self.seen:
+            return tensor
+        # Hold the tensor, so that its address is not given to another one while we record.
+        self.holders.append(tensor.detach())
+        size = tensor.untyped_storage().nbytes()
+        self.seen[storage] = size
+        place = self.modules[-1] if self.modules else "other"
+        op, name = self.names.get(storage, (place, f"{str(tensor.dtype).removeprefix('torch.')}"))
+        self.report.rows.append(KeptTensor(op, name, tuple(tensor.shape), tensor.dtype, size))
+        return tensor
+
+    def enter(self, module: nn.Module, _args: object) -> None:
+        self.modules.append(self.paths.get(id(module)) or type(module).__name__)
+
+    def leave(self, _module: nn.Module, _args: object, _result: object) -> None:
+        self.modules.pop()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _parameters_and_buffers(model: nn.Module | None) -> Iterator[Tensor]:
+    if model is not None:
+        yield from model.parameters()
+        yield from model.buffers()
+
+
+_active: list[_Recorder] = []
+
+
+@contextlib.contextmanager
+def record_kept(model: nn.Module | None = None) -> Iterator[KeptReport]:
+    """Record what autograd keeps for the backward inside the block.
+
+    Args:
+        model: names the modules that keep tensors and leaves the model's parameters and buffers (and views of them)
+            out of the count; without it only `nn.Parameter`s themselves are left out.
+
+    Yields:
+        a `KeptReport`, filled as the forward runs. The tensors stay alive until the block ends.
+    """
+    recorder = _Recorder(model)
+    handles: list[RemovableHandle] = [
+        nn.modules.module.register_module_forward_pre_hook(recorder.enter),
+        nn.modules.module.register_module_forward_hook(recorder.leave, always_call=True),
+    ]
+    _active.append(recorder)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+            yield recorder.report
+    finally:
+        _active.remove(recorder)
+        for handle in handles:
+            handle.remove()
+        recorder.holders.clear()
+
+
+def keep(ctx: torch.autograd.function.FunctionCtx, op: str, **tensors: Tensor | None) -> None:
+    """`ctx.save_for_backward` with names: `ctx.saved_tensors` gives the values back in the order of the keywords."""
+    ctx.save_for_backward(*tensors.values())  # type: ignore[arg-type]
+    if _active and not torch.compiler.is_compiling():
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                for recorder in _active:
+                    recorder.names.setdefault(_storage(tensor), (op, name))
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors in an optimizer's state."""
+    return sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )

@@ -1,0 +1,192 @@
+"""`convert`: turn a model's decoder layers to FP8, in place.
+
+A layer keeps its parameters, submodules, hooks and names; only its class changes, to a subclass of its own class whose
+forward computes in FP8 while training (`models/llama.py`). So checkpoints, `save_pretrained`, `from_pretrained`, FSDP2
+and `generate` see the model they know.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch
+from torch import nn
+
+from overcoat.kernels.gemm import has_float8_tensor_cores
+from overcoat.models.llama import SUPPORTED, Fp8DecoderLayer, why_unsupported
+from overcoat.recipe import Recipe
+
+FilterFn = Callable[[nn.Module, str], bool]
+
+
+class LayerReport(NamedTuple):
+    """What happened to one decoder layer: `converted`, and the treatment or the reason why not."""
+
+    name: str
+    kind: str
+    converted: bool
+    detail: str
+
+
+@dataclass
+class Report:
+    """The result of `convert`; prints as a table, equal neighbours folded into one line."""
+
+    recipe: Recipe
+    layers: list[LayerReport] = field(default_factory=list)
+
+    @property
+    def converted(self) -> list[str]:
+        """Names of the layers that now train in FP8."""
+        return [layer.name for layer in self.layers if layer.converted]
+
+    @property
+    def left_alone(self) -> dict[str, str]:
+        """Names of the decoder layers that stay as they were, with the reason."""
+        return {layer.name: layer.detail for layer in self.layers if not layer.converted}
+
+    def __str__(self) -> str:
+        rows = []
+        for first, last, count in _runs(self.layers):
+            name = first.name if count == 1 else f"{first.name} .. {last.name} ({count})"
+            rows.append((name, first.kind, "FP8" if first.converted else "left alone", first.detail))
+        head = ("layer", "class", "treatment", "detail")
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(3)]
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=True)), row[3]])
+            for row in [head, *rows]
+        ]
+        total = f"{len(self.converted)} of {len(self.layers)} decoder layers train in FP8"
+        return "\n".join([*lines, total])
+
+
+def _runs(layers: list[LayerReport]) -> list[tuple[LayerReport, LayerReport, int]]:
+    runs: list[tuple[LayerReport, LayerReport, int]] = []
+    for layer in layers:
+        if runs and runs[-1][0][1:] == layer[1:]:
+            first, _, count = runs[-1]
+            runs[-1] = (first, layer, count + 1)
+        else:
+            runs.append((layer, layer, 1))
+    return runs
+
+
+def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Optional[FilterFn] = None) -> Report:
+    """Convert the decoder layers of a Hugging Face model to FP8 training, in place.
+
+    In `train()` mode converted layers compute in FP8 and keep 8-bit tensors for the backward; in `eval()` they run
+    their original forward. While training no key/value cache is built (`use_cache` is off for the call unless given).
+
+    Args:
+        model: any module that contains transformers decoder layers (Llama, Mistral, Qwen2, Qwen3). Parameters are
+            shared, names unchanged. Converting again changes the recipe.
+        recipe: what is kept, and in which format; `Recipe()` if None.
+        filter_fn: `filter_fn(module, name) -> bool`; False leaves that decoder layer alone.
+
+    Returns:
+        a `Report` saying for each decoder layer what it got, or why it was left alone.
+
+    Raises:
+        ValueError: the model lies on a GPU without FP8 tensor cores, or contains no decoder layer.
+    """
+    recipe = recipe or Recipe()
+    report = Report(recipe)
+    layers = [(name, module) for name, module in model.named_modules() if _is_decoder_layer(module)]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} contains no decoder layer (a module named *DecoderLayer); overcoat.convert takes "
+            f"transformers models of the kinds {', '.join(SUPPORTED.values())}"
+        )
+    if recipe.fp8:
+        _check_device(model)
+    for name, layer in layers:
+        report.layers.append(_convert_layer(layer, name, recipe, filter_fn))
+    if report.converted and not getattr(model, "_overcoat_no_cache", False):
+        model.register_forward_pre_hook(_no_cache_while_training, with_kwargs=True)
+        model._overcoat_no_cache = True  # type: ignore[assignment]
+    return report
+
+
+def _original_class(layer: nn.Module) -> type[nn.Module]:
+    """The layer's transformers class, whatever was mixed in (by this module or by FSDP2)."""
+    for cls in type(layer).__mro__:
+        if cls.__module__.startswith("transformers."):
+            return cls
+    return type(layer)
+
+
+def _is_decoder_layer(module: nn.Module) -> bool:
+    return _original_class(module).__name__.endswith("DecoderLayer")
+
+
+def _check_device(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.is_cuda and not has_float8_tensor_cores(parameter.device):
+            name = torch.cuda.get_device_name(parameter.device)
+            major, minor = torch.cuda.get_device_capability(parameter.device)
+            raise ValueError(
+                f"{name} (sm_{major}{minor}) has no FP8 tensor cores; FP8 training needs sm_89 (Ada), sm_90 (Hopper) "
+                "or newer. Use Recipe.bf16() on this GPU, or only overcoat.AdamW: its 8-bit states need no FP8."
+            )
+
+
+def _convert_layer(layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optional[FilterFn]) -> LayerReport:
+    original = _original_class(layer)
+    kind = original.__name__
+
+    def left_alone(reason: str) -> LayerReport:
+        if isinstance(layer, Fp8DecoderLayer):
+            layer.__class__ = original  # type: ignore[assignment]
+        return LayerReport(name, kind, False, reason)
+
+    if not recipe.fp8:
+        return left_alone("Recipe.bf16()")
+    if filter_fn is not None and not filter_fn(layer, name):
+        return left_alone("filter_fn said no")
+    if SUPPORTED.get(original.__module__) != kind:
+        return left_alone(f"{kind} is not among the supported kinds ({', '.join(SUPPORTED.values())})")
+    reason = why_unsupported(layer)
+    if reason is not None:
+        return left_alone(reason)
+    if not isinstance(layer, Fp8DecoderLayer):
+        layer.__class__ = fp8_class(original)  # type: ignore[arg-type]
+    layer.overcoat_recipe = recipe  # type: ignore[assignment]
+    return LayerReport(name, kind, True, _describe(layer, recipe))
+
+
+@functools.cache
+def fp8_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a decoder layer's class that trains in FP8."""
+    return type(f"Fp8{original.__name__}", (Fp8DecoderLayer, original), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    """Make `Fp8<Layer>` classes importable by name, so that a converted module can be unpickled."""
+    for module_name, kind in SUPPORTED.items():
+        if name == f"Fp8{kind}":
+            module = __import__(module_name, fromlist=[kind])
+            return fp8_class(getattr(module, kind))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _describe(layer: nn.Module, recipe: Recipe) -> str:
+    kept = f"kept {recipe.kept_format} 1x{recipe.group_size}"
+    if recipe.checkpoint == "block":
+        kept = f"block input {kept}, the rest recomputed"
+    else:
+        kept += ", attention " + (recipe.kept_format if recipe.kept_attention == "8bit" else "bf16")
+    extras = []
+    if layer.get_submodule("self_attn.q_proj").bias is not None:
+        extras.append("biases")
+    if hasattr(layer.get_submodule("self_attn"), "q_norm"):
+        extras.append("q/k norm")
+    return ", ".join([f"GEMMs e4m3/{recipe.grad_format}", kept, *extras])
+
+
+def _no_cache_while_training(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    # A cache would hold every layer's K and V in BF16, and transformers reads packed position_ids only without one.
+    if module.training and kwargs.get("past_key_values") is None:
+        kwargs.setdefault("use_cache", False)
+    return args, kwargs

@@ -1,0 +1,158 @@
+"""The FP8 forward of a Llama-shaped decoder layer: Llama, Mistral, Qwen2 (biases), Qwen3 (q/k norm).
+
+    qkv, x = norm_linear(x, input_layernorm, [Wq, Wk, Wv])
+    o      = attention(qkv)
+    x      = linear_residual(o, Wo, x)
+    gu, x  = norm_linear(x, post_attention_layernorm, [Wgate, Wup])
+    x      = swiglu_linear(gu, Wdown, x)
+
+`Fp8DecoderLayer` is mixed into the layer's own class (convert.py), so parameters, names, hooks and the original forward
+stay. It computes in FP8 in `train()` mode; otherwise, and whenever something other than a plain linear
+layer sits in a projection's place (a LoRA adapter, a hook), the original forward runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Optional
+
+from torch import Tensor, nn
+
+from overcoat.ops.attention import Heads, Rotary, attention
+from overcoat.ops.block import Block, Linear, checkpointed_block
+from overcoat.ops.linear import Norm, linear_residual, norm_linear
+from overcoat.ops.mlp import swiglu_linear
+from overcoat.recipe import Recipe
+
+# The linear layers a Llama-shaped layer must have, by attribute path.
+PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+# Decoder layers of transformers whose forward is the one above.
+SUPPORTED = {
+    "transformers.models.llama.modeling_llama": "LlamaDecoderLayer",
+    "transformers.models.mistral.modeling_mistral": "MistralDecoderLayer",
+    "transformers.models.qwen2.modeling_qwen2": "Qwen2DecoderLayer",
+    "transformers.models.qwen3.modeling_qwen3": "Qwen3DecoderLayer",
+}
+
+
+def why_unsupported(layer: nn.Module) -> Optional[str]:
+    """The reason why a Llama-shaped layer cannot run in FP8, or None if it can."""
+    for path in PROJECTIONS:
+        module = layer.get_submodule(path)
+        if type(module) is not nn.Linear:
+            return f"{path} is a {type(module).__name__}, not nn.Linear"
+    attention_module: Any = layer.get_submodule("self_attn")
+    if getattr(attention_module, "attention_dropout", 0.0):
+        return f"attention_dropout is {attention_module.attention_dropout}; only 0 is supported"
+    config = attention_module.config
+    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
+        return f"hidden_act is {config.hidden_act!r}; only silu is supported"
+    partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        return f"partial_rotary_factor is {partial}; only 1.0 is supported"
+    return None
+
+
+class Fp8DecoderLayer(nn.Module):
+    """Mixin before the layer's own class: FP8 while training, the original forward otherwise."""
+
+    overcoat_recipe: Recipe
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's own signature (transformers): hidden_states (B, S, H) -> (B, S, H)."""
+        embeddings = kwargs.get("position_embeddings")
+        if args or embeddings is None or not self._runs_in_fp8(kwargs.get("past_key_values")):
+            return super().forward(hidden_states, *args, **kwargs)
+        mask = check_mask(kwargs.get("attention_mask"), hidden_states.shape[1])
+        batch, sequence, hidden = hidden_states.shape
+        rotary, heads = self._attention_inputs(embeddings, mask, batch)
+        x = decoder_block(hidden_states.reshape(-1, hidden), self._block(), rotary, heads, self.overcoat_recipe)
+        return x.view(batch, sequence, hidden)
+
+    def _runs_in_fp8(self, cache: Any) -> bool:
+        # Not `torch.is_grad_enabled()`: a reentrant checkpoint runs its first forward without gradients, and the
+        # recomputation must repeat the same numbers.
+        if not self.training:
+            return False
+        if cache is not None and cache.get_seq_length() > 0:
+            return False
+        for path in PROJECTIONS:
+            module = self.get_submodule(path)
+            if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+                warnings.warn(
+                    f"{path} was replaced or hooked after overcoat.convert: this layer runs in its original "
+                    "precision. Convert after adding adapters, or leave the projections unhooked.",
+                    stacklevel=2,
+                )
+                return False
+        return True
+
+    def _attention_inputs(self, embeddings: tuple[Tensor, Tensor], mask: Optional[Tensor], batch: int) -> Any:
+        module: Any = self.get_submodule("self_attn")
+        cos, sin = (table.flatten(0, -2) for table in embeddings)
+        q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+        width = module.head_dim
+        heads = Heads(
+            batch,
+            module.q_proj.out_features // width,
+            module.k_proj.out_features // width,
+            width,
+            module.scaling,
+            q_norm.variance_epsilon if q_norm is not None else 0.0,
+        )
+        rotary = Rotary(
+            cos,
+            sin,
+            mask,
+            q_norm.weight if q_norm is not None else None,
+            k_norm.weight if k_norm is not None else None,
+        )
+        return rotary, heads
+
+    def _block(self) -> Block:
+        norms: list[Any] = [self.get_submodule(path) for path in NORMS]
+        linears: list[Any] = [self.get_submodule(path) for path in PROJECTIONS]
+        first, second = (Norm(norm.weight, None, norm.variance_epsilon) for norm in norms)
+        return Block(first, second, *(Linear(linear.weight, linear.bias) for linear in linears))
+
+
+def decoder_block(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe) -> Tensor:
+    """One Llama-shaped block on tokens x (T, H): five ops, each keeping its own few tensors."""
+    if recipe.checkpoint == "block":
+        return checkpointed_block(x, block, rotary, heads, recipe)
+    qkv, x = norm_linear(
+        x,
+        block.attention_norm,
+        [block.q.weight, block.k.weight, block.v.weight],
+        [block.q.bias, block.k.bias, block.v.bias],
+        recipe,
+    )
+    o, encoded = attention(qkv, rotary, heads, recipe)
+    x = linear_residual(o, block.o.weight, block.o.bias, x, recipe, encoded)
+    gate_up, x = norm_linear(
+        x, block.mlp_norm, [block.gate.weight, block.up.weight], [block.gate.bias, block.up.bias], recipe
+    )
+    return swiglu_linear(gate_up, block.down.weight, block.down.bias, x, recipe)
+
+
+def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:
+    """The mask a layer received, as `attention` takes it; ValueError for kinds that only other attention code reads."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-2:] != (sequence, sequence):
+        kind = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask is {kind}; Overcoat's attention takes None or (batch, heads or 1, {sequence}, {sequence})"
+            '. Load the model with attn_implementation="sdpa" (or "eager").'
+        )
+    return mask

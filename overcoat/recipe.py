@@ -1,0 +1,94 @@
+"""`Recipe`: every numerical choice of the FP8 flow, in one frozen dataclass.
+
+The defaults are what measurement says (docs/numerics.md); `Recipe.paper()` is COAT as published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+KeptFormat = Literal["sqrt8", "e4m3", "int8"]
+KeptAttention = Literal["8bit", "bf16"]
+Checkpoint = Literal["block"]
+LinearScaling = Literal["tensor", "block"]
+GradFormat = Literal["e5m2", "e4m3"]
+
+GROUP_SIZES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a converted layer computes and what it keeps for the backward.
+
+    Attributes:
+        kept_format: 8-bit code of the tensors that non-linear layers and attention keep; they enter no GEMM.
+            The paper uses "e4m3"; "sqrt8" has about 10 dB less error at the same bytes.
+        group_size: their 1xG groups along the hidden axis (paper: 16). Attention uses one group per token and head.
+        kept_attention: Q, K, V and O kept for attention's backward in "8bit" or in "bf16" (paper).
+        checkpoint: None, or "block": keep one 8-bit copy of each block's input and recompute the rest.
+        linear_scaling: GEMM scales: "tensor", COAT's just-in-time scale for the whole tensor; "block", 1x128 for
+            activations and gradients and 128x128 for weights.
+        grad_format: FP8 format of the output gradients entering dgrad and wgrad.
+        fp8: False leaves every layer in its original precision: the baseline through the same code path.
+
+    Raises:
+        ValueError: a field has a value that is not listed above.
+    """
+
+    kept_format: KeptFormat = "sqrt8"
+    group_size: int = 128
+    kept_attention: KeptAttention = "8bit"
+    checkpoint: Checkpoint | None = None
+    linear_scaling: LinearScaling = "tensor"
+    grad_format: GradFormat = "e5m2"
+    fp8: bool = True
+
+    def __post_init__(self) -> None:
+        allowed: dict[str, tuple[Any, ...]] = {
+            "kept_format": get_args(KeptFormat),
+            "group_size": GROUP_SIZES,
+            "kept_attention": get_args(KeptAttention),
+            "checkpoint": (None, *get_args(Checkpoint)),
+            "linear_scaling": get_args(LinearScaling),
+            "grad_format": get_args(GradFormat),
+            "fp8": (True, False),
+        }
+        for name, values in allowed.items():
+            value = getattr(self, name)
+            if value not in values:
+                choices = ", ".join(repr(v) for v in values)
+                raise ValueError(f"Recipe.{name} = {value!r} is not known; choose one of {choices}")
+
+    @classmethod
+    def paper(cls) -> Recipe:
+        """COAT as published: E4M3 in 1x16 groups, attention's tensors kept in BF16."""
+        return cls(kept_format="e4m3", group_size=16, kept_attention="bf16")
+
+    @classmethod
+    def leanest(cls) -> Recipe:
+        """The least memory: one 8-bit copy of each block's input, everything else recomputed."""
+        return cls(checkpoint="block")
+
+    @classmethod
+    def bf16(cls) -> Recipe:
+        """The baseline: `convert` changes nothing."""
+        return cls(fp8=False)
+
+    @classmethod
+    def from_name(cls, name: str, **overrides: Any) -> Recipe:
+        """Build a recipe from its name ("default", "paper", "leanest", "bf16") and field overrides."""
+        recipes: dict[str, Callable[[], Recipe]] = {
+            "default": cls,
+            "paper": cls.paper,
+            "leanest": cls.leanest,
+            "bf16": cls.bf16,
+        }
+        if name not in recipes:
+            raise ValueError(f"unknown recipe {name!r}; choose one of {', '.join(recipes)}")
+        known = {field.name for field in fields(cls)}
+        for key in overrides:
+            if key not in known:
+                raise ValueError(f"Recipe has no field {key!r}; its fields are {', '.join(sorted(known))}")
+        return cls(**{**asdict(recipes[name]()), **overrides})

@@ -1,0 +1,261 @@
+"""`overcoat.convert`: what it changes and what it must not change. `pytest tests/models/test_convert.py`."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
+
+import overcoat
+from overcoat import Recipe
+from overcoat.models.llama import PROJECTIONS, check_mask
+from tests.models.zoo import KINDS, VOCAB, make_batch, make_model
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return make_model("llama", layers=2)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_names_and_state_dict_are_shared(kind: str) -> None:
+    model = make_model(kind, layers=2)
+    before = dict(model.named_parameters())
+    keys = list(model.state_dict())
+    report = overcoat.convert(model)
+    after = dict(model.named_parameters())
+    assert report.converted == ["model.layers.0", "model.layers.1"]
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eval_and_generate_are_untouched(kind: str) -> None:
+    model = make_model(kind, layers=2)
+    original = copy.deepcopy(model).eval()
+    overcoat.convert(model)
+    model.eval()
+    ids = make_batch()["input_ids"]
+    assert torch.equal(model(input_ids=ids).logits, original(input_ids=ids).logits)
+    tokens = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids[:, :7], **tokens), original.generate(ids[:, :7], **tokens))
+
+
+def test_training_runs_in_fp8_and_fills_every_gradient(model: nn.Module) -> None:
+    inputs = make_batch()
+    original = copy.deepcopy(model)
+    overcoat.convert(model)
+    loss, exact = model(**inputs).loss, original(**inputs).loss
+    assert loss.item() != exact.item()
+    assert abs(loss.item() - exact.item()) < 0.05
+    loss.backward()
+    assert gradients(model).keys() == dict(model.named_parameters()).keys()
+
+
+def test_no_cache_is_built_while_training_so_packing_is_seen(model: nn.Module) -> None:
+    inputs = make_batch("packed")
+    overcoat.convert(model)
+    packed = model(**inputs)
+    assert packed.past_key_values is None
+    inputs["input_ids"][:, 0] = (inputs["input_ids"][:, 0] + 1) % VOCAB  # in the first document
+    changed = model(**inputs)
+    last = slice(61 // 2 + 3, None)  # the last document
+    # Its tokens do not see the first document; only the tensor-wide FP8 scales could carry the change over.
+    difference = (packed.logits[:, last] - changed.logits[:, last]).float().norm() / packed.logits[:, last].norm()
+    assert difference < 0.05
+    first = (packed.logits[:, 0] - changed.logits[:, 0]).float().norm() / packed.logits[:, 0].norm()
+    assert first > 0.5
+
+
+def test_saved_model_loads_in_plain_transformers(model: nn.Module, tmp_path) -> None:
+    overcoat.convert(model)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert type(loaded.model.layers[0]).__name__ == "LlamaDecoderLayer"
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    plain = make_model("llama", layers=2, seed=1)
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+
+
+def test_converted_modules_copy_and_pickle(model: nn.Module) -> None:
+    overcoat.convert(model)
+    inputs = make_batch()
+    expected = model(**inputs).loss
+    assert torch.equal(copy.deepcopy(model)(**inputs).loss, expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(**inputs).loss, expected)
+
+
+def test_filter_leaves_layers_alone_and_the_report_says_so(model: nn.Module) -> None:
+    report = overcoat.convert(model, filter_fn=lambda module, name: not name.endswith(".1"))
+    assert report.converted == ["model.layers.0"]
+    assert report.left_alone == {"model.layers.1": "filter_fn said no"}
+    text = str(report)
+    assert "model.layers.0" in text
+    assert "filter_fn said no" in text
+    assert "1 of 2 decoder layers" in text
+
+
+def test_converting_again_changes_the_recipe_and_bf16_undoes_it(model: nn.Module) -> None:
+    original = copy.deepcopy(model)
+    inputs = make_batch()
+    overcoat.convert(model)
+    default = model(**inputs).loss
+    overcoat.convert(model, Recipe.paper())
+    assert model.model.layers[0].overcoat_recipe == Recipe.paper()
+    assert len(model._forward_pre_hooks) == 1
+    report = overcoat.convert(model, Recipe.bf16())
+    assert not report.converted
+    assert type(model.model.layers[0]) is type(original.model.layers[0])
+    assert torch.equal(model(**inputs).loss, original(**inputs).loss)
+    assert not torch.equal(default, original(**inputs).loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda layer: setattr(layer.mlp, "up_proj", nn.Sequential(layer.mlp.up_proj)), "mlp.up_proj is a Sequential"),
+        (lambda layer: setattr(layer.self_attn, "attention_dropout", 0.1), "attention_dropout is 0.1"),
+    ],
+)
+def test_an_unsupported_layer_is_left_alone_with_its_reason(model: nn.Module, change, reason: str) -> None:
+    change(model.model.layers[1])
+    report = overcoat.convert(model)
+    assert report.converted == ["model.layers.0"]
+    assert reason in report.left_alone["model.layers.1"]
+    model(**make_batch()).loss.backward()
+
+
+def test_other_activations_are_left_alone() -> None:
+    report = overcoat.convert(make_model("llama", layers=2, hidden_act="gelu"))
+    assert all("gelu" in reason for reason in report.left_alone.values())
+
+
+def test_a_model_of_another_kind_is_refused_with_the_known_kinds() -> None:
+    with pytest.raises(ValueError, match="LlamaDecoderLayer"):
+        overcoat.convert(nn.Sequential(nn.Linear(4, 4)))
+    config = GPTNeoXConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=64
+    )
+    with pytest.raises(ValueError, match="GPTNeoXForCausalLM contains no"):
+        overcoat.convert(GPTNeoXForCausalLM(config))
+
+
+def test_a_hook_or_adapter_added_later_falls_back_with_a_warning(model: nn.Module) -> None:
+    original = copy.deepcopy(model)
+    overcoat.convert(model)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda module, args, output: output)
+    with pytest.warns(UserWarning, match="down_proj was replaced or hooked"):
+        loss = model(**make_batch()).loss
+    assert torch.equal(loss, original(**make_batch()).loss)
+
+
+def test_hooks_on_layers_and_gradients_run(model: nn.Module) -> None:
+    overcoat.convert(model)
+    seen = []
+    model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append("forward"))
+    model.model.layers[1].register_full_backward_hook(lambda module, gi, go: seen.append("backward"))
+    model.model.layers[0].mlp.up_proj.weight.register_post_accumulate_grad_hook(lambda p: seen.append("parameter"))
+    model(**make_batch()).loss.backward()
+    assert seen == ["forward", "backward", "parameter"]
+
+
+def test_output_hidden_states(model: nn.Module) -> None:
+    overcoat.convert(model)
+    output = model(**make_batch(), output_hidden_states=True)
+    assert len(output.hidden_states) == 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(model: nn.Module, reentrant: bool) -> None:
+    inputs = make_batch()
+    overcoat.convert(model)
+    model(**inputs).loss.backward()
+    expected = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model(**inputs).loss.backward()
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, expected[name]), name
+
+
+def test_gradient_accumulation_adds_up(model: nn.Module) -> None:
+    overcoat.convert(model)
+    batches = [make_batch(seed=seed) for seed in (1, 2)]
+    singles = []
+    for batch in batches:
+        model.zero_grad()
+        model(**batch).loss.backward()
+        singles.append({name: grad.clone() for name, grad in gradients(model).items()})
+    model.zero_grad()
+    for batch in batches:
+        model(**batch).loss.backward()
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, singles[0][name] + singles[1][name]), name
+
+
+def test_frozen_parameters_get_no_gradient(model: nn.Module) -> None:
+    overcoat.convert(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1.mlp" in name)
+    model(**make_batch()).loss.backward()
+    assert set(gradients(model)) == {
+        f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_compiles_without_graph_breaks(kind: str) -> None:
+    model = make_model(kind, layers=2)
+    overcoat.convert(model)
+    inputs = make_batch(length=64)
+    loss = model(**inputs).loss
+    loss.backward()
+    expected = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled = model(**inputs).loss
+    compiled.backward()
+    assert torch.equal(compiled, loss)
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, expected[name.replace("._orig_mod", "")]), name
+
+
+def test_fp32_and_eager_attention_masks() -> None:
+    model = make_model("llama", layers=2, attn_implementation="eager").float()
+    inputs = make_batch("left-padded")
+    exact = copy.deepcopy(model)(**inputs).loss
+    overcoat.convert(model)
+    assert abs(model(**inputs).loss.item() - exact.item()) < 0.05
+
+
+def test_masks_of_other_attention_code_are_refused() -> None:
+    with pytest.raises(ValueError, match="attn_implementation"):
+        check_mask(torch.ones(2, 61), 61)
+    with pytest.raises(ValueError, match="dict"):
+        check_mask({}, 61)
+
+
+def test_unknown_recipe_values_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"kept_format = 'int4'.*sqrt8"):
+        Recipe(kept_format="int4")
+    with pytest.raises(ValueError, match=r"unknown recipe 'fast'.*leanest"):
+        Recipe.from_name("fast")
+
+
+def test_projections_named_in_messages_exist(model: nn.Module) -> None:
+    for path in PROJECTIONS:
+        assert isinstance(model.model.layers[0].get_submodule(path), nn.Linear)
