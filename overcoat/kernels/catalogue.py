@@ -19,6 +19,8 @@ overrides it there. Ops carry no autograd formula: `overcoat.ops` pairs forward 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any, Callable
 
 import torch
@@ -29,16 +31,33 @@ _library = torch.library.Library("overcoat", "DEF")
 CATALOGUE: dict[str, Op] = {}
 
 
+def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """References compute in FP32 by contract; autocast would lower their matrix products."""
+
+    @functools.wraps(reference)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        active = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
+        if not active:
+            return reference(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for name in active:
+                stack.enter_context(torch.autocast(name, enabled=False))
+            return reference(*args, **kwargs)
+
+    return run
+
+
 class Op:
     """A registered op; calling it dispatches through `torch.ops.overcoat`."""
 
     def __init__(self, reference: Callable[..., Any], mutates: tuple[str, ...]) -> None:
         self.name = reference.__name__
         self.reference = reference
+        self.kernel: Callable[..., Any] | None = None
         self.__doc__ = reference.__doc__
         schema = torch.library.infer_schema(reference, mutates_args=mutates)
         _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(self.name, reference, "CompositeExplicitAutograd")
+        _library.impl(self.name, _without_autocast(reference), "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.overcoat, self.name).default
         CATALOGUE[self.name] = self
 
@@ -53,6 +72,7 @@ class Op:
     def cuda(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Register the kernel's launcher for CUDA tensors."""
         _library.impl(self.name, function, "CUDA")
+        self.kernel = function
         return function
 
 

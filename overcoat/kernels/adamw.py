@@ -1,0 +1,267 @@
+"""One AdamW step over many parameters, states decoded and re-encoded on the way: `overcoat::adamw_step_`.
+
+For each parameter, in FP32 (COAT, section 4; Loshchilov and Hutter for the decoupled decay, as
+torch.optim.AdamW):
+
+    m = beta1 m' + (1 - beta1) g                 m', v' decoded from the state
+    v = beta2 v' + (1 - beta2) g^2
+    w = w' (1 - lr decay) - lr / (1 - beta1^t) * m / ( sqrt(v) / sqrt(1 - beta2^t) + eps )
+
+The weight moves by the fresh FP32 moments; only what is stored for the next step is quantized. A parameter is
+seen as [dim0, the rest flattened] (0-d and 1-d: one row), a group as `group_size` neighbours in a row:
+sharding along dim 0 never cuts a group of a matrix.
+
+`skip` and `grad_factor` live on the device: a step with a non-finite gradient changes nothing, not even the
+step count, without the host ever waiting for the answer. `grad_factor` unscales and clips; it multiplies
+every gradient.
+
+The functions below are the specification. The Triton kernel (`gpu/adamw.py`) equals them bit for bit on a
+GPU: every operation is exactly rounded, products and sums are never contracted to an FMA.
+
+Legend: R rows, C columns, G group size, n = ceil(C / G) groups of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import List, NamedTuple
+
+import torch
+from torch import Tensor
+
+from overcoat.formats import from_groups, to_groups
+from overcoat.hardware import reciprocal, sqrt
+from overcoat.kernels.catalogue import op
+from overcoat.masters import RANDOM_BITS, decode_master, encode_master, random_bits
+from overcoat.moments import (
+    MOMENT_CODES,
+    Encoded,
+    MomentCode,
+    decode_first,
+    decode_second,
+    encode_first,
+    encode_second,
+)
+
+# Elements that the reference handles at once: its temporaries stay in a CPU's cache and never grow with the model.
+CHUNK = 1 << 17
+
+
+class Rows(NamedTuple):
+    """A parameter as rows of groups: R, C, n."""
+
+    rows: int
+    columns: int
+    groups: int
+
+
+def rows_of(shape: torch.Size | tuple[int, ...], group_size: int) -> Rows:
+    """How `shape` is cut: [dim0, rest]; 0-d and 1-d are one row."""
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = math.prod(shape[1:] if len(shape) > 1 else shape)
+    return Rows(rows, columns, -(-columns // group_size))
+
+
+class Hyper(NamedTuple):
+    """What one update needs besides its tensors: Python floats, and 0-d FP32 tensors that depend on the step t."""
+
+    beta1: float
+    beta2: float
+    step_size: Tensor  # lr sqrt(1 - beta2^t) / (1 - beta1^t)
+    eps: Tensor  # eps sqrt(1 - beta2^t)
+    keep: Tensor  # 1 - lr weight_decay
+
+
+def adamw_update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
+    """AdamW on FP32 tensors of one shape: returns the new (w, m, v).
+
+    The correction of v's bias is moved out of the fraction: m / (sqrt(v)/s + eps) = m s / (sqrt(v) + eps s).
+    """
+    m = m * hyper.beta1 + g * (1.0 - hyper.beta1)
+    v = v * hyper.beta2 + (g * (1.0 - hyper.beta2)) * g
+    w = w * hyper.keep - (m * reciprocal(sqrt(v) + hyper.eps)) * hyper.step_size
+    return w, m, v
+
+
+def step_coefficients(steps: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float) -> Tensor:
+    """(step_size, eps, keep) of `Hyper` for each parameter, FP32 (T, 3), from step counts (T,), computed in FP64.
+
+    Shared by the reference and the kernel, so that they cannot differ.
+    """
+    t, rate = steps.double(), lr.double()
+    bias = torch.sqrt(1.0 - beta2**t)
+    step_size = rate * bias / (1.0 - beta1**t)
+    keep = (1.0 - rate * weight_decay).expand_as(t)
+    return torch.stack([step_size, bias * eps, keep], dim=1).float()
+
+
+@op(
+    mutates=(
+        "params",
+        "exp_avgs",
+        "exp_avg_amaxes",
+        "exp_avg_exponents",
+        "exp_avg_sqs",
+        "exp_avg_sq_scales",
+        "remainders",
+        "steps",
+    )
+)
+def adamw_step_(
+    params: List[torch.Tensor],
+    grads: List[torch.Tensor],
+    exp_avgs: List[torch.Tensor],
+    exp_avg_amaxes: List[torch.Tensor],
+    exp_avg_exponents: List[torch.Tensor],
+    exp_avg_sqs: List[torch.Tensor],
+    exp_avg_sq_scales: List[torch.Tensor],
+    remainders: List[torch.Tensor],
+    steps: List[torch.Tensor],
+    lr: torch.Tensor,
+    grad_factor: torch.Tensor,
+    skip: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    m_code: str,
+    v_code: str,
+    master: str,
+    group_size: int,
+    keys: List[int],
+    first_groups: List[int],
+) -> None:
+    """Step every parameter in place; all share dtype, codes, master and hyperparameters.
+
+    Args:
+        params: T tensors, BF16 or FP32, any shape. grads: their gradients, any floating dtype.
+        exp_avgs, exp_avg_sqs: codes in the parameters' shapes, contiguous.
+        exp_avg_amaxes: BF16 (R, n); exp_avg_exponents: uint8 (R, n), empty unless m's code is expanded;
+            exp_avg_sq_scales: packed int32 (R, n). The lists are empty for "bf16" and "fp32".
+        remainders: int8 or int16 in the parameters' shapes; empty list unless master is "bf16+8" or "bf16+16".
+        steps: 0-d FP32 each: steps taken so far; incremented.
+        lr, grad_factor: 0-d FP32. skip: 0-d bool.
+        m_code, v_code: names of the moments' codes. master: resolved, not "auto".
+        keys: `masters.parameter_key` of each parameter.
+        first_groups: number of each tensor's first group in its unsharded parameter.
+    """
+    if bool(skip):
+        return
+    torch._foreach_add_(steps, 1.0)
+    coefficients = step_coefficients(torch.stack(steps), lr, beta1, beta2, eps, weight_decay)
+    codes = (MOMENT_CODES[m_code], MOMENT_CODES[v_code])
+    lists = {
+        "exp_avg": exp_avgs,
+        "amax": exp_avg_amaxes,
+        "exponent": exp_avg_exponents,
+        "exp_avg_sq": exp_avg_sqs,
+        "scale": exp_avg_sq_scales,
+        "remainder": remainders,
+    }
+    for i, param in enumerate(params):
+        state = {name: tensors[i] for name, tensors in lists.items() if tensors}
+        hyper = Hyper(beta1, beta2, *coefficients[i])
+        draw = Draw(keys[i], steps[i], first_groups[i], RANDOM_BITS[master])
+        _step_parameter(param, grads[i], state, hyper, grad_factor, codes, master, group_size, draw)
+
+
+@adamw_step_.fake
+def _(*args):
+    return None
+
+
+class Draw(NamedTuple):
+    """Where a parameter's random numbers come from: see `masters.random_bits`."""
+
+    key: int
+    step: Tensor
+    first_group: int
+    bits: int
+
+    def of_rows(self, chunk: slice, groups: int, group_size: int) -> Tensor | None:
+        """Random numbers (r, n, G) of some rows; None if none are needed."""
+        if not self.bits:
+            return None
+        numbers = torch.arange(chunk.start * groups, chunk.stop * groups, device=self.step.device) + self.first_group
+        return random_bits(self.key, self.step, numbers.to(torch.int32).view(-1, groups), group_size, self.bits)
+
+
+def _step_parameter(
+    param: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    hyper: Hyper,
+    grad_factor: Tensor,
+    codes: tuple[MomentCode, MomentCode],
+    master: str,
+    group_size: int,
+    draw: Draw,
+) -> None:
+    """Step one parameter in place, some rows at a time."""
+    layout = rows_of(param.shape, group_size)
+    if not param.numel():
+        return
+    flat, grad = param.reshape(layout.rows, layout.columns), grad.reshape(layout.rows, layout.columns)
+    state = {name: tensor.view(layout.rows, -1) for name, tensor in state.items()}
+    per_chunk = max(1, CHUNK // layout.columns)
+    for start in range(0, layout.rows, per_chunk):
+        chunk = slice(start, min(start + per_chunk, layout.rows))
+        random = draw.of_rows(chunk, layout.groups, group_size)
+        rows = {name: tensor[chunk] for name, tensor in state.items()}
+        _step_rows(flat[chunk], grad[chunk], rows, hyper, grad_factor, codes, master, group_size, random)
+    if flat.data_ptr() != param.data_ptr():  # a non-contiguous parameter was copied by reshape
+        param.copy_(flat.view(param.shape))
+
+
+def _step_rows(
+    param: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    hyper: Hyper,
+    grad_factor: Tensor,
+    codes: tuple[MomentCode, MomentCode],
+    master: str,
+    group_size: int,
+    random: Tensor | None,
+) -> None:
+    """Step some rows of one parameter in place: all tensors are (r, C) or (r, n) views; random is (r, n, G)."""
+    m_code, v_code = codes
+    first = Encoded(_groups(state["exp_avg"], group_size), state.get("amax"), state.get("exponent"))
+    second = Encoded(_groups(state["exp_avg_sq"], group_size), state.get("scale"))
+    remainder = _groups(state["remainder"], group_size) if "remainder" in state else None
+    w = decode_master(_groups(param, group_size), remainder)
+    g = to_groups(grad.float(), group_size) * grad_factor
+    w, m, v = adamw_update(w, g, decode_first(first, m_code), decode_second(second, v_code), hyper)
+
+    new_param, new_remainder = encode_master(w, master, random)
+    first, second = encode_first(m, m_code), encode_second(v, v_code)
+    shape = param.shape
+    param.copy_(from_groups(new_param, shape))
+    state["exp_avg"].copy_(from_groups(first.codes, shape))
+    state["exp_avg_sq"].copy_(from_groups(second.codes, shape))
+    for name, value in (("amax", first.amax), ("exponent", first.shape), ("scale", second.amax)):
+        if value is not None:
+            state[name].copy_(value)
+    if new_remainder is not None:
+        state["remainder"].copy_(from_groups(new_remainder, shape))
+
+
+def _groups(x: Tensor, group_size: int) -> Tensor:
+    """`to_groups` for any dtype: padding does not know the 8-bit floats."""
+    if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return to_groups(x.view(torch.uint8), group_size).view(x.dtype)
+    return to_groups(x, group_size)
+
+
+@op
+def gradients_sum_squares(grads: List[torch.Tensor]) -> torch.Tensor:
+    """Sum of the squares of all elements of all tensors, 0-d FP32; inf or NaN if any element is not finite."""
+    total = torch.zeros((), dtype=torch.float32, device=grads[0].device)
+    for grad in grads:
+        total += grad.float().square().sum()
+    return total
+
+
+@gradients_sum_squares.fake
+def _(grads):
+    return grads[0].new_empty((), dtype=torch.float32)

@@ -1,0 +1,128 @@
+"""The fused AdamW step in Triton: any number of parameters, one launch, one pass over memory.
+
+A program owns a tile of GROUPS whole groups of one parameter: decode both moments and the master, update in FP32
+registers, find each group's statistics, encode, store. With 8-bit moments and a 24-bit master that is 12.1 bytes of
+traffic per parameter, and nothing else touches memory.
+
+Which tile of which parameter a program owns stands in two tables on the device:
+
+    tiles    int64 (programs,)           tensor | tile << 32
+    table    int64 (T, FIELDS)           addresses and layout of each parameter, in the order of `FIELDS`
+
+Learning rate, step counts and scales are read from device memory, so no value recompiles anything.
+`adamw_launch` builds the tables.
+
+Legend: G group size, GROUPS groups per tile, T tensors.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from overcoat.kernels.gpu import adamw_codes as codes
+from overcoat.kernels.gpu.hardware import reciprocal, sqrt
+
+FIELDS = (
+    "param", "exp_avg", "exp_avg_sq", "remainder", "amax", "exponent", "scale", "groups", "columns", "groups_per_row",
+    "first_group", "key", "step",
+)  # fmt: skip
+
+
+@triton.jit
+def _pointer(row, FIELD: tl.constexpr, TYPE: tl.constexpr):
+    return tl.load(row + FIELD).to(tl.pointer_type(TYPE))
+
+
+@triton.jit
+def _elements(base, offset, ALIGN: tl.constexpr):
+    """Pointers to a tile, with the promise that groups start at multiples of ALIGN bytes and are contiguous."""
+    return tl.multiple_of(tl.max_contiguous(base + offset, (1, offset.shape[1])), (ALIGN, ALIGN))
+
+
+@triton.jit
+def _place(group, lane, groups, columns, per_row, G: tl.constexpr, FLAT: tl.constexpr):
+    """(offset, mask) of a tile's elements, (GROUPS, G); FLAT: rows are whole groups, so groups follow one another."""
+    if FLAT:
+        offset = group[:, None] * G + lane[None, :]
+        mask = (group < groups)[:, None] & (lane >= 0)[None, :]
+    else:
+        column = (group % per_row) * G
+        offset = (group // per_row * columns + column)[:, None] + lane[None, :]
+        mask = (group < groups)[:, None] & (column[:, None] + lane[None, :] < columns)
+    return offset, mask
+
+
+@triton.jit
+def adamw_kernel(
+    tiles, table, grads, coefficients, steps, grad_factor, skip, de8_first, de8_second,
+    beta1, complement1, beta2, complement2,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, REMAINDER: tl.constexpr,
+    M_CODE: tl.constexpr, M_EXPANDED: tl.constexpr, M_RANGE: tl.constexpr,
+    V_CODE: tl.constexpr, V_EXPANDED: tl.constexpr, V_RANGE: tl.constexpr,
+    MASTER: tl.constexpr, RANDOM: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr,
+    FLAT: tl.constexpr, ALIGN: tl.constexpr, NUM_FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One tile of one parameter. ALIGN: bytes that the start of every group is a multiple of."""
+    M_GROUPED: tl.constexpr = M_CODE != "bf16" and M_CODE != "fp32"
+    V_GROUPED: tl.constexpr = V_CODE != "bf16" and V_CODE != "fp32"
+    entry = tl.load(tiles + tl.program_id(0))
+    tensor = (entry & 0xFFFFFFFF).to(tl.int32)
+    row = table + tensor * NUM_FIELDS
+    param_base, grad_base = _pointer(row, 0, PARAM), tl.load(grads + tensor).to(tl.pointer_type(GRAD))
+    first_base, second_base = _pointer(row, 1, FIRST), _pointer(row, 2, SECOND)
+    amax_base, k16_base = _pointer(row, 4, tl.bfloat16), _pointer(row, 5, tl.uint8)
+    packed_base = _pointer(row, 6, tl.int32)
+    groups = tl.where(tl.load(skip), 0, tl.load(row + 7))  # a skipped step masks everything
+    columns, per_row = tl.multiple_of(tl.load(row + 8), ALIGN), tl.load(row + 9)
+    factor = tl.load(grad_factor)
+    step_size, eps = tl.load(coefficients + tensor * 3), tl.load(coefficients + tensor * 3 + 1)
+    keep = tl.load(coefficients + tensor * 3 + 2)
+    lane = tl.arange(0, G)
+    group = (entry >> 32) * GROUPS + tl.arange(0, GROUPS)
+    valid = group < groups
+    offset, mask = _place(group, lane, groups, columns, per_row, G, FLAT)
+    param = tl.load(_elements(param_base, offset, ALIGN), mask, 0.0)
+    g = tl.load(_elements(grad_base, offset, ALIGN), mask, 0.0).to(tl.float32) * factor
+    first = tl.load(_elements(first_base, offset, ALIGN), mask, 0.0)
+    second = tl.load(_elements(second_base, offset, ALIGN), mask, 0.0)
+    remainder = param
+    if REMAINDER is not None:
+        remainder = tl.load(_elements(_pointer(row, 3, REMAINDER), offset, ALIGN), mask, 0)
+    amax = tl.load(amax_base + group, valid & M_GROUPED, 0.0).to(tl.float32)
+    k16 = tl.load(k16_base + group, valid & M_EXPANDED, 16).to(tl.int32)
+    packed = tl.load(packed_base + group, valid & V_GROUPED, 0)
+
+    m = codes.decode_first(first, amax, k16, de8_first, M_CODE, M_EXPANDED)
+    v = codes.decode_second(second, packed, de8_second, V_CODE, V_EXPANDED)
+    w = codes.decode_master(param, remainder, MASTER)
+    m = m * beta1 + g * complement1
+    v = v * beta2 + (g * complement2) * g
+    w = w * keep - (m * reciprocal(sqrt(v) + eps)) * step_size
+
+    random = remainder
+    if RANDOM > 0:
+        number = (tl.load(row + 10) + group).to(tl.int32)
+        random = codes.random_bits(tl.load(row + 11).to(tl.int32), tl.load(steps + tensor), number, lane, RANDOM)
+    param, remainder = codes.encode_master(w, random, MASTER)
+    tl.store(_elements(param_base, offset, ALIGN), param, mask)
+    if REMAINDER is not None:
+        tl.store(_elements(_pointer(row, 3, REMAINDER), offset, ALIGN), remainder, mask)
+    first, amax, k16 = codes.encode_first(m, de8_first, M_CODE, M_EXPANDED, M_RANGE, FIRST)
+    second, packed = codes.encode_second(v, de8_second, V_CODE, V_EXPANDED, V_RANGE, SECOND)
+    tl.store(_elements(first_base, offset, ALIGN), first, mask)
+    tl.store(_elements(second_base, offset, ALIGN), second, mask)
+    tl.store(amax_base + group, amax, valid & M_GROUPED)
+    tl.store(k16_base + group, k16.to(tl.uint8), valid & M_EXPANDED)
+    tl.store(packed_base + group, packed, valid & V_GROUPED)
+
+
+@triton.jit
+def count_steps_kernel(table, steps, skip, tensors, NUM_FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Increment every parameter's own step counter, unless skipped, and gather them: steps (T,)."""
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = tensor < tensors
+    counter = tl.load(table + tensor * NUM_FIELDS + 12, mask, 0).to(tl.pointer_type(tl.float32))
+    step = tl.load(counter, mask, 0.0) + tl.where(tl.load(skip), 0.0, 1.0)
+    tl.store(counter, step, mask)
+    tl.store(steps + tensor, step, mask)

@@ -1,0 +1,288 @@
+"""Device functions of the optimizer kernel: `overcoat.moments` and `overcoat.masters` in Triton, bit for bit.
+
+Each function names its plain twin; the formulas are explained there. Compiled without FMA contraction. A tile is
+(GROUPS, G) FP32, a group's statistics (GROUPS,).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from overcoat.kernels.gpu.hardware import exp2, log2, reciprocal, sqrt, to_bfloat16, to_float8
+
+_ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, in the low bits
+_GOLDEN: tl.constexpr = tl.constexpr(-1640531527)  # 0x9E3779B9
+
+
+@triton.jit
+def normalize(x, amax):
+    """`expansion.normalize`; amax per group."""
+    scale = tl.where(amax < 2.0**-62, 2.0**64, 1.0)
+    inverse = tl.where(amax > 0.0, reciprocal(amax * scale), 0.0)
+    return (x * scale[:, None]) * inverse[:, None]
+
+
+@triton.jit
+def copysign(magnitude, sign):
+    """torch.copysign for a magnitude >= 0."""
+    bits = magnitude.to(tl.int32, bitcast=True) | (sign.to(tl.int32, bitcast=True) & -2147483648)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def reference_log2(amax):
+    """`expansion.reference_log2`."""
+    return tl.where(amax >= 1.1754943508222875e-38, log2(amax), 0.0)
+
+
+@triton.jit
+def exponent_of_range(amax, smallest, RANGE_16: tl.constexpr):
+    """`expansion.exponent_of_range`, as int32; RANGE_16 = 16 log2(R_format)."""
+    octaves = tl.maximum(reference_log2(amax) - log2(smallest), 0.0)
+    steps = tl.floor(reciprocal(octaves) * RANGE_16)
+    steps = tl.minimum(tl.maximum(steps, 1.0), 255.0)
+    return tl.where(amax > 0.0, steps, 16.0).to(tl.int32)
+
+
+@triton.jit
+def expand(x, amax, k16):
+    """`expansion.expand`; amax and k16 (int32) per group."""
+    exponent = (k16.to(tl.float32) * 0.0625)[:, None]
+    return copysign(exp2((log2(tl.abs(x)) - reference_log2(amax)[:, None]) * exponent), x)
+
+
+@triton.jit
+def contract(z, k16):
+    """`expansion.contract`."""
+    exponent = (reciprocal(k16.to(tl.float32)) * 16.0)[:, None]
+    return copysign(exp2(log2(tl.abs(z)) * exponent), z)
+
+
+@triton.jit
+def decode_unit(codes, table, CODE: tl.constexpr):
+    """`moments._decode_unit`; table: the 256 values of DE8."""
+    if CODE == "de8":
+        return tl.load(table + codes.to(tl.int32))
+    elif CODE == "e4m3":
+        return codes.to(tl.float32) * (1.0 / 448.0)
+    else:
+        return codes.to(tl.float32) * (1.0 / 57344.0)
+
+
+@triton.jit
+def encode_de8(y, de8):
+    """`de8.encode`: binary search for the number of midpoints <= y, then that value's byte.
+
+    de8: 256 values, 256 midpoints, 256 bytes in ascending order of value.
+    """
+    rank = tl.zeros(y.shape, tl.int32)
+    for bit in tl.static_range(7, -1, -1):
+        candidate = rank + (1 << bit)
+        rank = tl.where(tl.load(de8 + 255 + candidate) <= y, candidate, rank)
+    return tl.load(de8 + 512 + rank).to(tl.int32)
+
+
+@triton.jit
+def decode_first(codes, amax, k16, table, CODE: tl.constexpr, EXPANDED: tl.constexpr):
+    """`moments.decode_first`; amax FP32, k16 int32 per group."""
+    if CODE == "fp32" or CODE == "bf16":
+        return codes.to(tl.float32)
+    elif CODE == "sqrt8":
+        root = codes.to(tl.float32) * (sqrt(amax) * (1.0 / 127.0))[:, None]
+        return root * tl.abs(root)
+    else:
+        z = decode_unit(codes, table, CODE)
+        if EXPANDED:
+            z = contract(z, k16)
+        return z * amax[:, None]
+
+
+@triton.jit
+def log8_step(bits, shape):
+    """`moments._log8_step`."""
+    limit = (bits.to(tl.uint32, bitcast=True) // 255).to(tl.int32, bitcast=True)
+    return tl.minimum((16 + (shape & 15)) << ((shape >> 4) + 5), limit)
+
+
+@triton.jit
+def decode_second(codes, packed, table, CODE: tl.constexpr, EXPANDED: tl.constexpr):
+    """`moments.decode_second`; packed int32 per group."""
+    if CODE == "fp32" or CODE == "bf16":
+        return codes.to(tl.float32)
+    bits = packed & -256
+    shape = packed & 255
+    if CODE == "log8":
+        level = codes.to(tl.int32)
+        step = log8_step(bits, shape)
+        value = (bits - 255 * step)[:, None] + level * step[:, None]
+        return tl.where(level > 0, value.to(tl.float32, bitcast=True), 0.0)
+    else:
+        return decode_first(codes, bits.to(tl.float32, bitcast=True), shape, table, CODE, EXPANDED)
+
+
+@triton.jit
+def round_to_byte(x):
+    """rint(x) in the low 8 bits, for |x| <= 255."""
+    return (x + _ROUND).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def encode_sqrt8(x, amax):
+    """`moments._encode_sqrt8`, int8."""
+    factor = tl.where(amax >= 1.1754943508222875e-38, reciprocal(sqrt(amax)) * 127.0, 0.0)
+    root = sqrt(tl.abs(x)) * factor[:, None]
+    return round_to_byte(copysign(root, x)).to(tl.int8)
+
+
+@triton.jit
+def smallest_positive(x):
+    """`expansion.smallest_positive` per group, for x >= 0."""
+    return tl.min(tl.where(x > 0.0, x, float("inf")), 1)
+
+
+@triton.jit
+def store_wide(x, TYPE: tl.constexpr, POSITIVE: tl.constexpr):
+    """A moment as "fp32" or "bf16"; with POSITIVE, `moments._never_zero`: BF16 lacks FP32's smallest denormals."""
+    if tl.float32 == TYPE:
+        return x
+    elif POSITIVE:
+        bits = to_bfloat16(x).to(tl.int16, bitcast=True)
+        return tl.where((x > 0.0) & (bits == 0), 1, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return to_bfloat16(x)
+
+
+@triton.jit
+def encode_first(x, de8, CODE: tl.constexpr, EXPANDED: tl.constexpr, RANGE_16: tl.constexpr, TYPE: tl.constexpr):
+    """`moments.encode_first`: (codes, amax BF16, k16 int32) of a tile."""
+    amax = to_bfloat16(tl.minimum(tl.max(tl.abs(x), 1), 3.3895313892515355e38))
+    stored = amax.to(tl.float32)
+    k16 = tl.full(stored.shape, 16, tl.int32)
+    if CODE == "bf16" or CODE == "fp32":
+        return store_wide(x, TYPE, False), amax, k16
+    elif CODE == "sqrt8":
+        return encode_sqrt8(x, stored), amax, k16
+    else:
+        if EXPANDED:
+            k16 = exponent_of_range(stored, smallest_positive(tl.abs(x)), RANGE_16)
+            y = expand(x, stored, k16)
+        else:
+            y = normalize(x, stored)
+        if CODE == "de8":
+            return encode_de8(y, de8).to(tl.uint8), amax, k16
+        elif CODE == "e4m3":
+            return to_float8(y * 448.0, tl.float8e4nv, 3, -9), amax, k16
+        else:
+            return to_float8(y * 57344.0, tl.float8e5, 2, -16), amax, k16
+
+
+@triton.jit
+def packed_maximum(amax):
+    """`moments.packed_maximum`."""
+    bits = amax.to(tl.int32, bitcast=True)
+    rounded = tl.maximum(tl.minimum(bits, 0x7F7FFF00) + 128, 256)
+    return tl.where(bits > 0, tl.minimum(rounded, 0x7F7FFF00), 0) & -256
+
+
+@triton.jit
+def encode_log8(x, bits):
+    """`moments._encode_log8`: (uint8 codes, shape byte int32)."""
+    x_bits = x.to(tl.int32, bitcast=True)
+    # The smallest positive value by its bits less 1, unsigned: zeros are the largest then.
+    smallest = tl.min((x_bits - 1).to(tl.uint32, bitcast=True), 1).to(tl.int32, bitcast=True) + 1
+    span = tl.maximum(bits - tl.where(bits > 0, smallest, 0), 0)
+    needed = ((span + 253).to(tl.uint32, bitcast=True) // 254).to(tl.int32, bitcast=True).to(tl.float32)
+    shape = tl.maximum(((needed.to(tl.int32, bitcast=True) + 0x7FFFF) >> 19) - 2176, 1)
+    inverse = reciprocal(tl.where(bits > 0, log8_step(bits, shape), 1).to(tl.float32))
+    origin = tl.where(bits > 0, bits, 1073741824)
+    distance = (origin[:, None] - x_bits).to(tl.float32) * inverse[:, None]
+    level = 255 - round_to_byte(tl.minimum(distance, 255.0))
+    return level.to(tl.uint8), shape
+
+
+@triton.jit
+def encode_second(x, de8, CODE: tl.constexpr, EXPANDED: tl.constexpr, RANGE_16: tl.constexpr, TYPE: tl.constexpr):
+    """`moments.encode_second`: (codes, packed int32) of a tile; v > 0 never becomes 0."""
+    bits = packed_maximum(tl.max(x, 1))
+    if CODE == "bf16" or CODE == "fp32":
+        return store_wide(x, TYPE, True), bits
+    elif CODE == "log8":
+        bits = tl.where(bits < 262144, 0, bits)
+        codes, shape = encode_log8(x, bits)
+        return codes, bits | shape
+    else:
+        stored = bits.to(tl.float32, bitcast=True)
+        if CODE == "sqrt8":
+            codes = encode_sqrt8(tl.minimum(x, stored[:, None]), stored)
+            return tl.where((x > 0.0) & (codes == 0), 1, codes).to(tl.int8), bits
+        else:
+            shape = tl.zeros(bits.shape, tl.int32)
+            if EXPANDED:
+                shape = exponent_of_range(stored, smallest_positive(x), RANGE_16)
+                y = expand(x, stored, shape)
+            else:
+                y = normalize(x, stored)
+            if CODE == "de8":
+                codes = encode_de8(y, de8)
+                return tl.where((x > 0.0) & (codes == 0), 1, codes).to(tl.uint8), bits | shape
+            elif CODE == "e4m3":
+                y = tl.where(x > 0.0, tl.maximum(y * 448.0, 0.001953125), 0.0)
+                return to_float8(y, tl.float8e4nv, 3, -9), bits | shape
+            else:
+                y = tl.where(x > 0.0, tl.maximum(y * 57344.0, 1.52587890625e-05), 0.0)
+                return to_float8(y, tl.float8e5, 2, -16), bits | shape
+
+
+# ---- master weights -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def mix(x):
+    """`masters.mix` on uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def random_bits(key, step, group, lane, BITS: tl.constexpr):
+    """`masters.random_bits`: int32 below 2^BITS, (GROUPS, G)."""
+    start = (key + step.to(tl.int32) * _GOLDEN).to(tl.uint32, bitcast=True)
+    group_key = mix(mix(start) ^ group.to(tl.uint32, bitcast=True))
+    x = group_key[:, None] + (lane * _GOLDEN).to(tl.uint32, bitcast=True)[None, :]
+    x = (x ^ (x >> 15)) * 0x2C1B3C6D
+    return (x >> (32 - BITS)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def decode_master(param, remainder, MASTER: tl.constexpr):
+    """`masters.decode_master`."""
+    value = param.to(tl.float32)
+    if MASTER == "bf16+8" or MASTER == "bf16+16":
+        shift: tl.constexpr = 8 if MASTER == "bf16+8" else 0
+        bits = value.to(tl.int32, bitcast=True) + (remainder.to(tl.int32) << shift)
+        exact = bits.to(tl.float32, bitcast=True)
+        value = tl.where(exact != exact, value, exact)
+    return value
+
+
+@triton.jit
+def encode_master(value, random, MASTER: tl.constexpr):
+    """`masters.encode_master`: (parameter, remainder); the remainder is meaningless for "fp32" and "bf16"."""
+    bits = tl.minimum(value.to(tl.int32, bitcast=True), 0x7FC00000)
+    if MASTER == "fp32":
+        return value, bits
+    elif MASTER == "bf16":
+        return upper_half(bits + random), bits
+    elif MASTER == "bf16+16":
+        return upper_half(bits + 0x8000), bits.to(tl.int16)
+    else:
+        bits = bits + random
+        return upper_half(bits + 0x8000), (bits >> 8).to(tl.int8)
+
+
+@triton.jit
+def upper_half(bits):
+    """The BF16 in the upper half of FP32 bits."""
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -1,0 +1,105 @@
+"""The instructions of `overcoat.hardware` for Triton kernels, and as elementwise kernels for the reference on a GPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overcoat import hardware
+
+# Triton's interpreter knows no inline assembly: there the functions are NumPy's.
+_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def log2(x):
+    """lg2.approx.ftz.f32"""
+    if _INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def exp2(x):
+    """ex2.approx.ftz.f32"""
+    if _INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def sqrt(x):
+    """sqrt.approx.ftz.f32"""
+    if _INTERPRETED:
+        return tl.sqrt_rn(x)
+    return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reciprocal(x):
+    """rcp.approx.ftz.f32"""
+    if _INTERPRETED:
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def to_bfloat16(x):
+    """FP32 rounded to the nearest even BF16; the interpreter's own cast truncates."""
+    if _INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def to_float8(x, TYPE: tl.constexpr, MANTISSA: tl.constexpr, TINY_LOG2: tl.constexpr):
+    """FP32 within the format's range, rounded to the nearest even; the interpreter's own cast does not.
+
+    MANTISSA: stored bits of it. TINY_LOG2: exponent of the smallest positive value.
+    """
+    if _INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        last = (bits >> (23 - MANTISSA)) & 1
+        normal = (bits + (1 << (22 - MANTISSA)) - 1 + last) & -(1 << (23 - MANTISSA))
+        magic: tl.constexpr = 1.5 * 2.0 ** (23 + TINY_LOG2)
+        small = ((tl.abs(x) + magic) - magic).to(tl.int32, bitcast=True) | (bits & -2147483648)
+        return tl.where(tl.abs(x) < 2.0 ** (TINY_LOG2 + MANTISSA), small, normal).to(tl.float32, bitcast=True).to(TYPE)
+    return x.to(TYPE)
+
+
+@triton.jit
+def _elementwise_kernel(x, y, count, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + offset, offset < count, 1.0)
+    tl.store(y + offset, FUNCTION(value), offset < count)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Launch on the tensors' own GPU; on a CPU Triton's interpreter runs the kernels."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _launcher(function):
+    def launch(x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        if x.numel():
+            with on_device(x.device):
+                _elementwise_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), function, 1024)
+        return y
+
+    return launch
+
+
+for _op, _function in (
+    (hardware.log2, log2),
+    (hardware.exp2, exp2),
+    (hardware.sqrt, sqrt),
+    (hardware.reciprocal, reciprocal),
+):
+    _op.cuda(_launcher(_function))

@@ -1,0 +1,141 @@
+"""Master weights in fewer bits: a BF16 parameter plus 0, 8 or 16 bits more.
+
+Training needs steps far below BF16's spacing (2^-8 of the value) to accumulate. The usual FP32 copy costs 4
+bytes; but the BF16 weight already holds half of it. Reading FP32 bits as a sign and an integer magnitude,
+which grows with the value through every exponent, zero and denormals included:
+
+    "bf16+16"   bits = (p << 16) + r,  r int16     p = (bits + 2^15) >> 16: the nearest BF16;  exact FP32
+    "bf16+8"    bits = (p << 16) + (r << 8), int8  the top 24 bits of FP32: 2^8 levels between BF16 neighbours
+    "bf16"      bits = p << 16                     nothing extra
+    "fp32"      the parameter itself is FP32
+
+"bf16+8" and "bf16" round *stochastically*: a uniform random number below one unit of the last kept place is
+added before truncation, so the expected value is exact and steps of any size accumulate. Nothing is bounded
+away: the error is below one unit, 2^-15 of the value with "bf16+8" (round to nearest would halve that, but
+lose every step below half a unit: with 1.0 as weight, every learning rate below 2^-17).
+
+The random numbers come from a counter, not from a generator's state: a hash of (seed, parameter, step,
+position of the element in the unsharded parameter). Same seed, same result, on any device, for any sharding
+and after any resume.
+
+All functions work on FP32 values or int32 bit patterns of any shape. NaN and inf pass unharmed.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+MASTERS = ("auto", "bf16+8", "bf16+16", "bf16")
+# dtype of the remainder kept beside a BF16 parameter.
+REMAINDER_DTYPE = {"bf16+8": torch.int8, "bf16+16": torch.int16, "bf16": None, "fp32": None}
+# How many random bits rounding consumes.
+RANDOM_BITS = {"bf16+8": 8, "bf16+16": 0, "bf16": 16, "fp32": 0}
+
+GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: consecutive multiples are spread evenly
+_LANE = 0x2C1B3C6D
+_NAN = 0x7FC00000
+
+
+def resolve_master(master: str, dtype: torch.dtype) -> str:
+    """The master of a parameter of `dtype`: "fp32" for FP32 parameters; ValueError for what cannot be trained."""
+    if master not in MASTERS:
+        raise ValueError(f"unknown master {master!r}; choose one of {', '.join(MASTERS)}")
+    if dtype == torch.float32:
+        return "fp32"
+    if dtype == torch.bfloat16:
+        return "bf16+8" if master == "auto" else master
+    raise ValueError(
+        f"parameters of {dtype} cannot be trained by overcoat.AdamW; convert the model to bfloat16 or float32"
+    )
+
+
+def decode_master(param: Tensor, remainder: Optional[Tensor]) -> Tensor:
+    """FP32 value of a parameter and its remainder.
+
+    A remainder that would carry the value through zero is ignored: it is stale, the weight was set from outside.
+    """
+    if remainder is None:
+        return param.float()
+    bits = param.float().view(torch.int32) + (remainder.int() << (8 if remainder.dtype == torch.int8 else 0))
+    value = bits.view(torch.float32)
+    return torch.where(value.isnan(), param.float(), value)  # below zero lie the patterns of NaN
+
+
+def encode_master(value: Tensor, master: str, random: Optional[Tensor] = None) -> tuple[Tensor, Optional[Tensor]]:
+    """Split an FP32 value into the parameter and its remainder.
+
+    Args:
+        value: FP32, the updated weight.
+        master: "fp32", "bf16+16", "bf16+8" or "bf16".
+        random: int32 in [0, 2^RANDOM_BITS), for the masters that round stochastically.
+
+    Returns:
+        (parameter, remainder or None), in the shape of value.
+    """
+    if master == "fp32":
+        return value, None
+    # NaN as a GPU makes it, 0x7FFFFFFF, would wrap around to zero. No other NaN has low bits set here.
+    bits = value.view(torch.int32).clamp(max=_NAN)
+    if master == "bf16+16":
+        return _bfloat16(bits + 0x8000), bits.to(torch.int16)  # the low half, read as signed, is the difference
+    if random is None:
+        raise ValueError(f"master {master!r} rounds stochastically; pass `random`")
+    bits = bits + random
+    if master == "bf16":
+        return _bfloat16(bits), None
+    return _bfloat16(bits + 0x8000), (bits >> 8).to(torch.int8)
+
+
+def _bfloat16(bits: Tensor) -> Tensor:
+    """The BF16 in the upper half of FP32 bits."""
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+# ---- counter-based random bits -------------------------------------------------------------------------
+
+
+def _wrap(constant: int) -> int:
+    """A 32-bit constant as the signed number that int32 tensors want."""
+    return constant - (1 << 32) if constant >= 1 << 31 else constant
+
+
+def _shift_right(x: Tensor, places: int) -> Tensor:
+    """Logical right shift of int32."""
+    return (x >> places) & ((1 << (32 - places)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """A 32-bit integer hash with full avalanche (the "lowbias32" constants), on int32 tensors."""
+    x = (x ^ _shift_right(x, 16)) * _wrap(0x7FEB352D)
+    x = (x ^ _shift_right(x, 15)) * _wrap(0x846CA68B)
+    return x ^ _shift_right(x, 16)
+
+
+def parameter_key(seed: int, index: int) -> int:
+    """One signed 32-bit key per (seed, index of the parameter in the optimizer)."""
+    x = (seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7) & (2**64 - 1)
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    return _wrap((x ^ (x >> 31)) >> 32)
+
+
+def random_bits(key: int, step: Tensor, group: Tensor, group_size: int, bits: int) -> Tensor:
+    """Uniform random integers below 2^bits, one per element.
+
+    Args:
+        key: `parameter_key`.
+        step: 0-d, the step that is being taken.
+        group: int32, any shape: numbers of groups in the unsharded parameter.
+        group_size: G.
+        bits: 8 or 16.
+
+    Returns:
+        int32, (*group.shape, G).
+    """
+    group_key = mix(mix(key + step.to(torch.int32) * _wrap(GOLDEN)) ^ group)
+    lane = torch.arange(group_size, dtype=torch.int32, device=group.device) * _wrap(GOLDEN)
+    x = group_key.unsqueeze(-1) + lane
+    x = (x ^ _shift_right(x, 15)) * _wrap(_LANE)
+    return _shift_right(x, 32 - bits)

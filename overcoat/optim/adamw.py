@@ -1,0 +1,337 @@
+"""`AdamW`: torch.optim.AdamW with moments in 8 bits and 24-bit weights, one fused step (COAT, section 4).
+
+    optimizer = overcoat.AdamW(model.parameters(), lr=2e-5)
+    loss.backward()
+    optimizer.step(clip_grad_norm=1.0)
+
+A BF16 parameter costs 2 bytes of weight, 2 of gradient, 2.05 of moments and 1 of remainder: 7.05 in all,
+where BF16 training with FP32 masters and moments costs 16. How moments are coded is `overcoat.moments`, how
+weights keep more than BF16's bits is `overcoat.masters`, the maths is `overcoat.kernels.adamw`; here is only
+what makes it a `torch.optim.Optimizer`.
+
+The step never waits for the GPU: learning rate, step count, gradient scale, clipping and the decision to skip
+a step whose gradients are not finite are tensors on the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import operator
+from typing import Any, Callable, Iterable, Optional, Union
+
+import torch
+from torch import Tensor
+
+from overcoat.kernels.adamw import adamw_step_, gradients_sum_squares
+from overcoat.masters import parameter_key, resolve_master
+from overcoat.moments import resolve_moments
+from overcoat.optim.state import check_state, init_state, restore_state, state_bytes
+from overcoat.recipe import GROUP_SIZES
+
+if importlib.util.find_spec("triton") is not None:
+    from overcoat.kernels.gpu.adamw_launch import Options, Plan
+else:  # the reference runs everywhere
+    Plan = Options = None  # type: ignore[assignment,misc]
+
+# Options that decide the layout of the state: a saved state can only be loaded under the same.
+LAYOUT_OPTIONS = ("moments", "master", "group_size")
+
+
+class _Bucket:
+    """Parameters of one group that are stepped together, and the lists of their state tensors.
+
+    It is kept from step to step: with a thousand parameters, collecting those lists costs the host more time than the
+    step costs the GPU. `serves` says whether it still describes the optimizer.
+    """
+
+    def __init__(self, group: dict[str, Any], params: list[Tensor], indices: list[int], states: list[Any]) -> None:
+        def collect(name: str) -> list[Tensor]:
+            return [state[name] for state in states] if name in states[0] else []
+
+        self.params, self.states = params, states
+        self.addresses = [param.data_ptr() for param in params]
+        self.master = resolve_master(group["master"], params[0].dtype)
+        self.group_size = group["group_size"]
+        self.tensors = {
+            "param": params,
+            "exp_avg": collect("exp_avg"),
+            "amax": collect("exp_avg_amax"),
+            "exponent": collect("exp_avg_exponent"),
+            "exp_avg_sq": collect("exp_avg_sq"),
+            "scale": collect("exp_avg_sq_scale"),
+            "remainder": collect("remainder"),
+            "step": collect("step"),
+        }
+        self.keys = [parameter_key(group["seed"], index) for index in indices]
+        self.first_groups = [0] * len(params)
+        self.grads: list[Tensor] = []
+        self.plan: Any = None
+        if Plan is not None and params[0].is_cuda and all(param.is_contiguous() for param in params):
+            self.plan = Plan(self.tensors, self.group_size, self.keys, self.first_groups)
+
+    def serves(self, params: list[Tensor], states: list[Any]) -> bool:
+        """Whether these are the same parameters in the same memory with the same states."""
+        return (
+            len(params) == len(self.params)
+            and all(map(operator.is_, params, self.params))
+            and all(map(operator.is_, states, self.states))
+            and all(state["exp_avg"] is kept for state, kept in zip(states, self.tensors["exp_avg"], strict=True))
+            and [param.data_ptr() for param in params] == self.addresses
+        )
+
+    def take_gradients(self, grads: list[Tensor]) -> None:
+        """The gradients of the coming step, one per parameter."""
+        self.grads = grads
+        if self.fused():
+            self.plan.set_gradients(grads)
+
+    def fused(self) -> bool:
+        """Whether the kernel is launched from here; torch.compile sees the op instead."""
+        return self.plan is not None and not torch.compiler.is_compiling()
+
+    def sum_squares(self) -> Tensor:
+        """Of all gradients, 0-d FP32."""
+        return self.plan.sum_squares() if self.fused() else gradients_sum_squares(self.grads)
+
+    def step(self, group: dict[str, Any], factor: Tensor, skip: Tensor) -> None:
+        """One step by the gradients taken; they are let go."""
+        grads, self.grads = self.grads, []
+        device = self.params[0].device
+        lr, factor, skip = _scalar_on(group["lr"], device), factor.to(device), skip.to(device)
+        beta1, beta2 = group["betas"]
+        m_code, v_code = group["moments"]
+        options = (beta1, beta2, group["eps"], group["weight_decay"], m_code, v_code, self.master, self.group_size)
+        if self.fused():
+            self.plan.step(lr, factor, skip, Options(*options))
+            return
+        of = self.tensors
+        adamw_step_(
+            self.params, grads, of["exp_avg"], of["amax"], of["exponent"], of["exp_avg_sq"], of["scale"],
+            of["remainder"], of["step"], lr, factor, skip, *options, self.keys, self.first_groups,
+        )  # fmt: skip
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with quantized moments.
+
+    Args:
+        params: parameters or parameter groups, BF16 or FP32; a group may override any option below.
+        lr: learning rate, a float or a 0-d tensor (then schedules can change it inside a CUDA graph).
+        betas: decay of the two moments.
+        eps: added to sqrt(v).
+        weight_decay: decoupled, as in torch.optim.AdamW.
+        moments: "8bit" (default), "fp8" (the paper's), "bf16", "fp32", or a pair of codes (m, v): `overcoat.moments`.
+        master: what is kept beside BF16 parameters: "bf16+8" ("auto"), "bf16+16" or "bf16": `overcoat.masters`.
+        group_size: elements that share one maximum: 128, 64, 32 or 16.
+        seed: of stochastic rounding; the same seed repeats a run bit for bit.
+        check_finite: skip a step if any gradient is inf or NaN: costs one more read of the gradients, which clipping
+            (`step(clip_grad_norm=...)`) needs anyway. False trusts the gradients, or GradScaler's own check.
+
+    Attributes:
+        skipped_steps: 0-d int32 tensor on the device of the parameters: steps skipped so far.
+        grad_norm: 0-d FP32 tensor: norm of all gradients at the last step, unscaled, before clipping; None if unknown.
+
+    Raises:
+        ValueError: an option is out of range, a parameter is neither BF16 nor FP32, a gradient is sparse.
+    """
+
+    # torch.amp.GradScaler then hands over `grad_scale` and `found_inf` instead of unscaling and synchronizing itself.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Union[float, Tensor] = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        moments: Union[str, tuple[str, str]] = "8bit",
+        master: str = "auto",
+        group_size: int = 128,
+        seed: int = 0,
+        check_finite: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "moments": moments,
+            "master": master,
+            "group_size": group_size,
+            "seed": seed,
+        }
+        self.check_finite = check_finite
+        self.skipped_steps: Optional[Tensor] = None
+        self.grad_norm: Optional[Tensor] = None
+        self._kept_buckets: dict[Any, _Bucket] = {}
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy; torch's own keeps only defaults, state and groups."""
+        extra = {name: getattr(self, name) for name in ("check_finite", "skipped_steps", "grad_norm")}
+        return {**super().__getstate__(), **extra, "_kept_buckets": {}}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group after checking its options and its parameters."""
+        group = {**self.defaults, **param_group}
+        _check_hyperparameters(group)
+        param_group["moments"] = resolve_moments(group["moments"])
+        if isinstance(param_group["params"], Tensor):
+            param_group["params"] = [param_group["params"]]
+        param_group["params"] = list(param_group["params"])
+        for entry in param_group["params"]:
+            param = entry[1] if isinstance(entry, tuple) else entry
+            if isinstance(param, Tensor):
+                resolve_master(group["master"], param.dtype)
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Optional[Callable[[], Any]] = None, *, clip_grad_norm: Optional[float] = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+            clip_grad_norm: scale all gradients together so that their norm is at most this, inside the step; the
+                gradients themselves stay as they are.
+
+        Returns:
+            The closure's loss, or None.
+        """
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm {clip_grad_norm!r} must be positive; pass None for no clipping")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        buckets = self._buckets()
+        if buckets:
+            factor, skip = self._gradient_factor([bucket for _, bucket in buckets], clip_grad_norm)
+            for group, bucket in buckets:
+                bucket.step(group, factor, skip)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state saved under the same moments, master and group size, bit for bit.
+
+        torch's own loading casts every state tensor to the dtype of its parameter, which would destroy the codes.
+        """
+        saved_groups = state_dict["param_groups"]
+        for group, saved in zip(self.param_groups, saved_groups, strict=False):
+            for option in LAYOUT_OPTIONS:
+                old, new = saved.get(option), group[option]
+                if (tuple(old) if option == "moments" and old is not None else old) != new:
+                    raise ValueError(
+                        f"the state was saved with {option}={old!r}, this optimizer has {option}={new!r}; "
+                        f"build overcoat.AdamW(..., {option}={old!r}) to load it"
+                    )
+        indices = [index for saved in saved_groups for index in saved["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        owners = [group for group in self.param_groups for _ in group["params"]]
+        saved_state = state_dict["state"]
+        for index, param, group in zip(indices, params, owners, strict=False):
+            if index in saved_state:
+                check_state(saved_state[index], param, group, index)
+        super().load_state_dict({**state_dict, "state": {}})
+        for group in self.param_groups:
+            group["moments"] = tuple(group["moments"])
+        for index, param in zip(indices, params, strict=True):
+            if index in saved_state:
+                self.state[param] = restore_state(saved_state[index], param)
+
+    def state_bytes(self) -> int:
+        """Bytes of all state tensors."""
+        return sum(state_bytes(state) for state in self.state.values())
+
+    # ---- inside a step --------------------------------------------------------------------------------
+
+    def _buckets(self) -> list[tuple[dict[str, Any], _Bucket]]:
+        """Parameters that have gradients, by group, device and dtypes; their states exist afterwards."""
+        result: list[tuple[dict[str, Any], _Bucket]] = []
+        first = 0
+        for number, group in enumerate(self.param_groups):
+            found: dict[Any, tuple[list[Tensor], list[int], list[Any], list[Tensor]]] = {}
+            for index, param in enumerate(group["params"], start=first):
+                grad = param.grad
+                if grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state.update(init_state(param, group))
+                kind = (param.device, param.dtype, grad.dtype, grad.layout)
+                lists = found.get(kind)
+                if lists is None:
+                    lists = found[kind] = _lists_for(param, grad)
+                lists[0].append(param)
+                lists[1].append(index)
+                lists[2].append(state)
+                lists[3].append(grad)
+            first += len(group["params"])
+            for kind, (params, indices, states, grads) in found.items():
+                bucket = self._kept_buckets.get((number, kind))
+                if bucket is None or not bucket.serves(params, states):
+                    bucket = self._kept_buckets[number, kind] = _Bucket(group, params, indices, states)
+                bucket.take_gradients(grads)
+                result.append((group, bucket))
+        return result
+
+    def _gradient_factor(self, buckets: list[_Bucket], max_norm: Optional[float]) -> tuple[Tensor, Tensor]:
+        """(factor, skip): what multiplies every gradient (FP32), and whether this step does nothing (bool); 0-d."""
+        device = buckets[0].params[0].device
+        factor = torch.ones((), device=device)
+        skip = torch.zeros((), dtype=torch.bool, device=device)
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if grad_scale is not None:
+            factor = 1.0 / grad_scale.to(device, torch.float32)
+        if found_inf is not None:
+            skip = found_inf.to(device) != 0
+        self.grad_norm = None
+        if self.check_finite or max_norm is not None:
+            parts = [bucket.sum_squares().to(device) for bucket in buckets]
+            total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+            self.grad_norm = total.sqrt() * factor
+            skip = skip | ~torch.isfinite(self.grad_norm)
+            if max_norm is not None:
+                factor = factor * (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+        if self.skipped_steps is None:
+            self.skipped_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self.skipped_steps += skip
+        return factor, skip
+
+
+def _lists_for(param: Tensor, grad: Tensor) -> tuple[list[Tensor], list[int], list[Any], list[Tensor]]:
+    """Empty lists (params, indices, states, grads) for a new kind of parameter, if its gradients can be used."""
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"overcoat.AdamW got a {grad.layout} gradient for a parameter of shape {tuple(param.shape)}; "
+            f"build the embedding with sparse=False"
+        )
+    return [], [], [], []
+
+
+def _scalar_on(value: Union[float, Tensor], device: torch.device) -> Tensor:
+    """A 0-d FP32 tensor on `device`; a Python float travels as a kernel argument, without a copy to wait for."""
+    if isinstance(value, Tensor) and value.device == device:
+        return value.float()
+    return torch.full((), float(value), device=device)
+
+
+def _check_hyperparameters(group: dict[str, Any]) -> None:
+    lr, eps, decay, betas = group["lr"], group["eps"], group["weight_decay"], group["betas"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
+    elif not 0.0 <= lr < math.inf:
+        raise ValueError(f"lr {lr!r} must be a number >= 0")
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas {betas!r} must be two numbers in [0, 1)")
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps {eps!r} must be a number >= 0")
+    if not 0.0 <= decay < math.inf:
+        raise ValueError(f"weight_decay {decay!r} must be a number >= 0")
+    if group["group_size"] not in GROUP_SIZES:
+        raise ValueError(f"group_size {group['group_size']!r} must be one of {', '.join(map(str, GROUP_SIZES))}")
+    if not isinstance(group["seed"], int):
+        raise ValueError(f"seed {group['seed']!r} must be an integer")

@@ -1,0 +1,484 @@
+"""`overcoat.optim.adamw.AdamW` as a torch optimizer: equality with torch's, options, resume, scaling, errors."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from overcoat.kernels.adamw import adamw_step_, gradients_sum_squares
+from overcoat.moments import MOMENT_CODES, MOMENTS
+from overcoat.optim.adamw import AdamW
+from overcoat.optim.state import init_state
+
+SHAPES = [(), (1,), (5,), (300,), (3, 128), (4, 200), (6, 3, 3, 5), (0, 7), (2, 0)]
+
+
+def make_params(dtype=torch.float32, shapes=SHAPES, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def set_grads(params, step, scale=1.0):
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale * (1 + step % 3)).to(p.dtype)
+
+
+def train(params, optimizer, steps, first=0, **kwargs):
+    for step in range(first, first + steps):
+        set_grads(params, step)
+        optimizer.step(**kwargs)
+
+
+def snapshot(params, optimizer):
+    states = [optimizer.state[p] for p in params if p in optimizer.state]
+    return [p.detach().clone() for p in params] + [v.clone() for state in states for v in state.values()]
+
+
+def assert_same_bits(left, right):
+    assert len(left) == len(right)
+    for a, b in zip(left, right):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        assert torch.equal(
+            a.contiguous().view(torch.uint8) if a.dim() else a,
+            b.contiguous().view(torch.uint8) if b.dim() else b,
+        )
+
+
+def test_fp32_moments_equal_torch_over_100_steps():
+    ours, theirs = make_params(), make_params()
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+    train(ours, AdamW(ours, moments="fp32", **options), 100)
+    train(theirs, torch.optim.AdamW(theirs, **options), 100)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+def test_bf16_16_equals_fp32_parameters_bit_for_bit():
+    """The BF16 weight is the rounded FP32 weight at every step; gradients are the same BF16 values."""
+    wide = [torch.nn.Parameter(p.detach().bfloat16().float()) for p in make_params()]
+    narrow = [torch.nn.Parameter(p.detach().bfloat16()) for p in wide]
+    first, second = AdamW(wide, master="bf16+16"), AdamW(narrow, master="bf16+16")
+    for step in range(20):
+        set_grads(narrow, step)
+        for a, b in zip(wide, narrow):
+            a.grad = b.grad.float()
+        first.step()
+        second.step()
+    for a, b in zip(wide, narrow):
+        assert torch.equal(a.bfloat16(), b)
+        if a.numel():
+            assert torch.equal(
+                (b.float().view(torch.int32) + second.state[b]["remainder"].int()).view(torch.float32), a
+            )
+
+
+@pytest.mark.parametrize(
+    "moments", [*MOMENTS, ("de8x", "e5m2"), ("e5m2x", "de8"), ("bf16", "log8"), ("sqrt8", "sqrt8")]
+)
+def test_every_code_follows_fp32_moments(moments):
+    """Fifty steps of Gaussian gradients: the distance to FP32 is a small part of the way."""
+    shapes = [(16, 384)]
+    ours, exact, start = (make_params(shapes=shapes) for _ in range(3))
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    train(ours, AdamW(ours, moments=moments, **options), 50)
+    train(exact, AdamW(exact, moments="fp32", **options), 50)
+    way = (exact[0] - start[0]).norm()
+    # The E formats without expansion lose small v: their smallest code stands for many octaves.
+    limit = {("de8x", "e5m2"): 0.3, "fp8": 0.1, "fp32": 0.0}.get(moments, 0.05)
+    assert (ours[0] - exact[0]).norm() / way <= limit
+
+
+@pytest.mark.parametrize(("moments", "tolerance"), [("fp32", 0.01), ("8bit", 0.02)])
+@pytest.mark.parametrize("lr", [1e-5, 3e-7])
+def test_ten_thousand_tiny_constant_updates(lr, moments, tolerance):
+    """Each is below a BF16 spacing by 2^9 or 2^14 (3e-7: below the 24-bit spacing by 2^6); they must accumulate.
+
+    Where a gradient is constant, m's BF16 maximum stops up to (2^-9 / 0.1) = 2% short of it: hence the 2%.
+    """
+    w = torch.nn.Parameter(torch.full((512,), 1.0, dtype=torch.bfloat16))
+    optimizer = AdamW([w], lr=lr, weight_decay=0.0, master="bf16+8", moments=moments, check_finite=False)
+    w.grad = torch.ones_like(w)
+    for _ in range(10_000):
+        optimizer.step()
+    remainder = optimizer.state[w]["remainder"].int() << 8
+    moved = 1.0 - (w.detach().float().view(torch.int32) + remainder).view(torch.float32).double()
+    assert abs(moved.mean() / (10_000 * lr) - 1) < tolerance
+
+
+def test_stochastic_bf16_moves_on_average():
+    w = torch.nn.Parameter(torch.full((8192,), 1.0, dtype=torch.bfloat16))
+    optimizer = AdamW([w], lr=1e-4, weight_decay=0.0, master="bf16")
+    w.grad = torch.ones_like(w)
+    for _ in range(200):
+        optimizer.step()
+    moved = 1.0 - w.detach().double()
+    standard_error = moved.std() / 8192**0.5
+    assert abs(moved.mean() - 0.02) < 5 * standard_error
+    assert moved.std() > 0
+    assert "remainder" not in optimizer.state[w]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_runs_repeat_and_seeds_differ(dtype):
+    def run(seed):
+        params = make_params(dtype)
+        optimizer = AdamW(params, lr=1e-3, seed=seed)
+        train(params, optimizer, 5)
+        return snapshot(params, optimizer)
+
+    assert_same_bits(run(0), run(0))
+    if dtype == torch.bfloat16:
+        with pytest.raises(AssertionError):
+            assert_same_bits(run(0), run(1))
+
+
+@pytest.mark.parametrize("moments", [*MOMENTS, ("de8x", "de8")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resume_is_not_stopping(moments, dtype):
+    """Through torch.save and a weights_only load, into an optimizer that has already stepped."""
+    params = make_params(dtype)
+    optimizer = AdamW(params, lr=1e-3, moments=moments)
+    train(params, optimizer, 3)
+    file = io.BytesIO()
+    torch.save({"params": [p.detach() for p in params], "optimizer": optimizer.state_dict()}, file)
+    train(params, optimizer, 3, first=3)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make_params(dtype, seed=5)
+    other = AdamW(resumed, lr=7.0, moments=moments)
+    train(resumed, other, 1)
+    for p, value in zip(resumed, saved["params"]):
+        p.data.copy_(value)
+    other.load_state_dict(saved["optimizer"])
+    assert other.param_groups[0]["lr"] == 1e-3
+    train(resumed, other, 3, first=3)
+    assert_same_bits(snapshot(params, optimizer), snapshot(resumed, other))
+
+
+def test_loaded_state_is_a_copy():
+    params, others = make_params(), make_params()
+    optimizer, other = AdamW(params), AdamW(others)
+    train(params, optimizer, 1)
+    other.load_state_dict(optimizer.state_dict())
+    before = snapshot(params, optimizer)
+    train(others, other, 1)
+    assert_same_bits(before, snapshot(params, optimizer))
+
+
+def test_deepcopied_optimizer_keeps_its_options():
+    params = make_params(torch.bfloat16)
+    optimizer = AdamW(params, moments="fp8")
+    train(params, optimizer, 1)
+    twin = copy.deepcopy(optimizer)
+    assert twin.param_groups[0]["moments"] == ("e4m3x", "e4m3x")
+    assert twin.check_finite
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"moments": "fp8"}, "moments"),
+        ({"group_size": 64}, "group_size"),
+        ({"master": "bf16+16"}, "master"),
+    ],
+)
+def test_loading_under_other_options_is_an_error_that_names_them(options, words):
+    params = make_params(torch.bfloat16)
+    optimizer = AdamW(params)
+    train(params, optimizer, 1)
+    other = AdamW(params, **options)
+    with pytest.raises(ValueError, match=words):
+        other.load_state_dict(optimizer.state_dict())
+    assert not other.state
+
+
+def test_loading_another_models_state_is_an_error():
+    params, others = make_params(), make_params(shapes=[*SHAPES[:-1], (2, 9)])
+    optimizer = AdamW(params)
+    train(params, optimizer, 1)
+    with pytest.raises(ValueError, match="another model"):
+        AdamW(others).load_state_dict(optimizer.state_dict())
+
+
+def test_torch_adamw_state_is_refused_before_anything_changes():
+    params = make_params()
+    theirs = torch.optim.AdamW(params)
+    train(params, theirs, 1)
+    ours = AdamW(params)
+    with pytest.raises(ValueError, match="moments"):
+        ours.load_state_dict(theirs.state_dict())
+
+
+# ---- what a torch optimizer can do ---------------------------------------------------------------------
+
+
+def test_parameter_groups_schedulers_and_missing_gradients():
+    params = make_params()
+    frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+    optimizer = AdamW(
+        [
+            {"params": params[:5], "weight_decay": 0.0},
+            {"params": [*params[5:], frozen], "lr": 1e-2, "moments": "fp32"},
+        ],
+        lr=1e-3,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    set_grads(params, 0)
+    params[3].grad = None
+    before = params[3].detach().clone()
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 5e-3]
+    assert torch.equal(params[3], before)
+    assert params[3] not in optimizer.state
+    assert frozen not in optimizer.state
+    assert torch.equal(frozen, torch.ones(4))
+    assert optimizer.state[params[4]]["exp_avg"].dtype == torch.int8
+    assert optimizer.state[params[5]]["exp_avg"].dtype == torch.float32
+
+
+def test_named_parameters():
+    layer = torch.nn.Linear(8, 8)
+    optimizer = AdamW(layer.named_parameters())
+    layer(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+def test_learning_rate_as_tensor_equals_float():
+    left, right = make_params(), make_params()
+    train(left, AdamW(left, lr=torch.tensor(3e-3)), 3)
+    train(right, AdamW(right, lr=3e-3), 3)
+    for a, b in zip(left, right):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_closure():
+    w = torch.nn.Parameter(torch.tensor([3.0, -2.0]))
+    optimizer = AdamW([w], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = w.square().sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(60)]
+    assert losses[0] == 13.0
+    assert losses[-1] < 0.1
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (256,)])
+def test_non_contiguous_parameters_equal_contiguous_ones(shape):
+    generator = torch.Generator().manual_seed(0)
+    start, grad = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    plain = torch.nn.Parameter(start.clone())
+    strided = torch.nn.Parameter(start.t().contiguous().t() if len(shape) > 1 else start.repeat_interleave(2)[::2])
+    assert not strided.is_contiguous()
+    for p in (plain, strided):
+        optimizer = AdamW([p])
+        for _ in range(3):
+            p.grad = grad.t().contiguous().t() if len(shape) > 1 else grad.clone()
+            optimizer.step()
+    assert torch.equal(plain, strided)
+
+
+def test_rows_shard_like_the_whole():
+    """Stepping two halves along dim 0 gives the bits of stepping the whole: FSDP's layout, weights rounded too."""
+    whole = make_params(torch.bfloat16, shapes=[(8, 200)])[0]
+    grad = torch.randn(8, 200).bfloat16()
+    group = AdamW([whole]).param_groups[0]
+
+    def step(param, grad, first_group):
+        state = init_state(param, group)
+        for _ in range(3):
+            adamw_step_(
+                [param], [grad], [state["exp_avg"]], [state["exp_avg_amax"]], [], [state["exp_avg_sq"]],
+                [state["exp_avg_sq_scale"]], [state["remainder"]], [state["step"]], torch.tensor(1e-3),
+                torch.tensor(1.0), torch.tensor(False), 0.9, 0.999, 1e-8, 0.01, *group["moments"], "bf16+8", 128,
+                [17], [first_group],
+            )  # fmt: skip
+        return [param, *state.values()]
+
+    halves = [
+        step(whole.detach()[rows].clone(), grad[rows], first) for rows, first in ((slice(3), 0), (slice(3, 8), 6))
+    ]
+    full = step(whole.detach().clone(), grad, 0)
+    for entire, top, bottom in zip(full, *halves):
+        if entire.dim():
+            assert torch.equal(entire, torch.cat([top, bottom]))
+
+
+# ---- gradient scaling, clipping, skipping --------------------------------------------------------------
+
+
+def test_clipping_equals_torch_clipping_before_the_step():
+    left, right = make_params(), make_params()
+    ours, theirs = AdamW(left, moments="fp32"), AdamW(right, moments="fp32")
+    for step in range(3):
+        set_grads(left, step, 5.0)
+        set_grads(right, step, 5.0)
+        norm = torch.nn.utils.clip_grad_norm_(right, 0.7)
+        ours.step(clip_grad_norm=0.7)
+        theirs.step()
+        torch.testing.assert_close(ours.grad_norm, norm, rtol=1e-5, atol=0)
+    for a, b in zip(left, right):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("moments", ["8bit", "fp8"])
+def test_a_non_finite_gradient_changes_nothing_and_is_counted(bad, moments):
+    params = make_params(torch.bfloat16)
+    optimizer = AdamW(params, moments=moments)
+    train(params, optimizer, 2)
+    before = snapshot(params, optimizer)
+    set_grads(params, 2)
+    params[4].grad[1, 77] = bad
+    optimizer.step()
+    assert_same_bits(before, snapshot(params, optimizer))
+    assert optimizer.skipped_steps.item() == 1
+    train(params, optimizer, 1)
+    assert optimizer.skipped_steps.item() == 1
+    assert optimizer.state[params[4]]["step"].item() == 3
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler(unscale):
+    """Scaled gradients through torch.amp.GradScaler give the unscaled run's weights; an overflow is skipped."""
+    left, right = make_params(), make_params()
+    ours, plain = AdamW(left), AdamW(right)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for step in range(3):
+        set_grads(left, step)
+        set_grads(right, step)
+        loss = sum((p * p.grad.clone()).sum() for p in left)
+        for p in left:
+            p.grad = None
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(ours)
+        scaler.step(ours)
+        scaler.update()
+        plain.step()
+    for a, b in zip(left, right):
+        assert torch.equal(a, b)
+
+    before = snapshot(left, ours)
+    scaler.scale(sum((p * torch.inf).sum() for p in left)).backward()
+    scaler.step(ours)
+    scaler.update()
+    assert_same_bits(before, snapshot(left, ours))
+    assert ours.skipped_steps.item() == 1
+    assert scaler.get_scale() == 512.0
+
+
+def test_unchecked_gradients_are_trusted():
+    w = torch.nn.Parameter(torch.ones(4))
+    optimizer = AdamW([w], check_finite=False)
+    w.grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.grad_norm is None
+    assert optimizer.skipped_steps.item() == 0
+
+
+# ---- bytes, errors, the op -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("moments", "limit"), [("8bit", 2.047), ("fp8", 2.055), ("bf16", 4.0), ("fp32", 8.0)])
+def test_state_bytes_per_parameter(moments, limit):
+    w = torch.nn.Parameter(torch.zeros(256, 1024))
+    optimizer = AdamW([w], moments=moments)
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    assert optimizer.state_bytes() / w.numel() == pytest.approx(limit, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -1.0}, "lr -1.0"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": float("nan")}, "weight_decay"),
+        ({"moments": "int4"}, "int4"),
+        ({"master": "fp64"}, "fp64"),
+        ({"group_size": 100}, "group_size 100"),
+        ({"seed": 0.5}, "seed"),
+        ({"lr": torch.ones(2)}, "one element"),
+    ],
+)
+def test_wrong_options_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        AdamW(make_params(torch.bfloat16), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64, torch.float64])
+def test_unsupported_parameters_are_named(dtype):
+    with pytest.raises(ValueError, match=str(dtype)):
+        AdamW([torch.nn.Parameter(torch.ones(3, dtype=dtype))])
+
+
+def test_sparse_gradients_and_wrong_clipping_are_refused():
+    embedding = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = AdamW(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse=False"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="clip_grad_norm 0"):
+        optimizer.step(clip_grad_norm=0)
+
+
+@pytest.mark.parametrize("group_size", [16, 32, 64])
+def test_group_sizes(group_size):
+    w = torch.nn.Parameter(torch.randn(4, 200))
+    optimizer = AdamW([w], group_size=group_size)
+    w.grad = torch.randn(4, 200)
+    optimizer.step()
+    assert optimizer.state[w]["exp_avg_amax"].shape == (4, -(-200 // group_size))
+
+
+def test_every_moment_code_has_a_state():
+    for name, code in MOMENT_CODES.items():
+        w = torch.nn.Parameter(torch.randn(2, 130))
+        moments = ("sqrt8", name) if name == "log8" else (name, name)
+        state = init_state(w, {"moments": moments, "group_size": 128, "master": "auto"})
+        assert state["exp_avg_sq"].dtype == code.dtype
+        assert (state["exp_avg_sq"].float() == 0).all()
+
+
+def op_arguments(dtype=torch.bfloat16, moments=("sqrt8", "log8"), master="bf16+8", shapes=((3, 130), (200,))):
+    params = [p.detach() for p in make_params(dtype, shapes)]
+    group = {"moments": moments, "group_size": 128, "master": "auto"}
+    states = [init_state(p, group) for p in params]
+
+    def collect(name):
+        return [state[name] for state in states if name in state]
+
+    return (
+        params, [torch.randn_like(p) for p in params], collect("exp_avg"), collect("exp_avg_amax"),
+        collect("exp_avg_exponent"), collect("exp_avg_sq"), collect("exp_avg_sq_scale"), collect("remainder"),
+        collect("step"), torch.tensor(1e-3), torch.tensor(1.0), torch.tensor(False), 0.9, 0.999, 1e-8, 0.01, *moments,
+        master, 128, [1, 2], [0, 0],
+    )  # fmt: skip
+
+
+def test_opcheck():
+    torch.library.opcheck(adamw_step_.overload, op_arguments())
+    torch.library.opcheck(adamw_step_.overload, op_arguments(torch.float32, ("de8x", "de8x"), "fp32"))
+    torch.library.opcheck(gradients_sum_squares.overload, ([torch.randn(3), torch.randn(2, 2).bfloat16()],))
+
+
+def test_the_op_traces_in_one_graph():
+    arguments = op_arguments()
+
+    def step(*args):
+        adamw_step_(*args)
+        return args[0][0] + 0
+
+    expected = step(*copy.deepcopy(arguments))
+    assert torch.equal(torch.compile(step, backend="eager", fullgraph=True)(*arguments), expected)

@@ -1,0 +1,216 @@
+"""Codes of AdamW's moments: error bounds, exact cases, and what must never happen."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overcoat import de8
+from overcoat.formats import to_groups
+from overcoat.moments import (
+    MOMENT_CODES,
+    decode_first,
+    decode_second,
+    encode_first,
+    encode_second,
+    packed_maximum,
+    resolve_moments,
+)
+
+FIRST = [name for name in MOMENT_CODES if name != "log8"]
+SECOND = list(MOMENT_CODES)
+GROUPED_SECOND = [name for name in SECOND if MOMENT_CODES[name].grouped]
+
+
+def first(x: torch.Tensor, name: str) -> torch.Tensor:
+    code = MOMENT_CODES[name]
+    return decode_first(encode_first(x, code), code)
+
+
+def second(x: torch.Tensor, name: str) -> torch.Tensor:
+    code = MOMENT_CODES[name]
+    return decode_second(encode_second(x, code), code)
+
+
+def relative_error(x: torch.Tensor, y: torch.Tensor) -> float:
+    return float((x - y).norm() / x.norm())
+
+
+def moments_like(seed: int = 0, shape: tuple[int, ...] = (64, 512)) -> tuple[torch.Tensor, torch.Tensor]:
+    """m and v as training makes them: Gaussian, with log-normal scales per row and per element."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.exp(torch.randn(shape[0], 1, generator=generator) - 8)
+    m = torch.randn(shape, generator=generator) * scale
+    v = (torch.randn(shape, generator=generator) * 1.5).exp() * scale**2
+    return to_groups(m, 128), to_groups(v, 128)
+
+
+# Relative RMS error of each code on such moments: twice what the format's spacing predicts.
+FIRST_LIMIT = {
+    "e4m3": 0.03, "e5m2": 0.06, "de8": 0.02, "sqrt8": 0.012, "bf16": 0.002, "fp32": 0.0,
+    "e4m3x": 0.02, "e5m2x": 0.02, "de8x": 0.012,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_first_moment_error(name):
+    m, _ = moments_like()
+    assert relative_error(m, first(m, name)) <= FIRST_LIMIT[name]
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_moment_error_of_the_root(name):
+    """Adam divides by sqrt(v), so that is where the error counts."""
+    _, v = moments_like()
+    limit = {"sqrt8": 0.02, "bf16": 0.002, "fp32": 0.0}.get(name, 0.03)
+    assert relative_error(v.sqrt(), second(v, name).sqrt()) <= limit
+
+
+def test_expansion_lowers_the_error_of_every_float_code():
+    m, _ = moments_like()
+    for name in ("e4m3", "e5m2"):
+        assert relative_error(m, first(m, name + "x")) < 0.75 * relative_error(m, first(m, name))
+
+
+@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("low", [-8.0, -60.0, -140.0])
+def test_positive_v_is_never_stored_as_zero_and_zero_always_is(name, low):
+    exponents = torch.linspace(low, 0, 120)
+    v = torch.cat([torch.exp2(exponents), torch.zeros(8)]).view(1, 1, 128)
+    decoded = second(v, name)
+    codes = encode_second(v, MOMENT_CODES[name]).codes
+    zero = codes.view(torch.uint8) == 0 if codes.element_size() == 1 else codes == 0
+    assert zero[v == 0].all()
+    assert not zero[v >= 2.0**-126].any()
+    assert not zero[v > 0].any() or name == "log8"  # where denormals, |g| < 1e-19, count as zero
+    assert (decoded[v == 0] == 0).all()
+    assert decoded.isfinite().all()
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_v_decodes_positive_over_any_sane_range(name):
+    """Twenty octaves in one group: beyond what training shows."""
+    v = torch.exp2(torch.linspace(-40, -20, 128)).view(1, 1, 128)
+    assert (second(v, name) > 0).all()
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("value", [0.0, 1.0, -3e-30, 1e-41, 2.0**127])
+def test_constant_groups_of_m_decode_to_their_stored_maximum(name, value):
+    m = torch.full((2, 1, 128), value)
+    expected = m if name == "fp32" else m.bfloat16().float()
+    # DE8 has +1 but no -1: its most negative value is the middle of the last bin.
+    tolerance = 1.0001 + de8.decode_table(True).min().item() if name.startswith("de8") and value < 0 else 1e-7
+    torch.testing.assert_close(first(m, name), expected, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("value", [0.0, 1.0, 1e-12, 1e-42, 2.0**126])
+def test_constant_groups_of_v_decode_to_their_stored_maximum(name, value):
+    v = torch.full((2, 1, 128), value)
+    code = MOMENT_CODES[name]
+    expected = packed_maximum(v).view(torch.float32) if code.grouped else v.to(code.dtype).float()
+    denormal = 2.0**-133 if value < 1e-38 else 0.0  # one unit of a BF16, half a unit of a packed maximum
+    torch.testing.assert_close(second(v, name), expected, rtol=1e-7, atol=denormal)
+
+
+@pytest.mark.parametrize("name", GROUPED_SECOND)
+def test_one_value_in_a_padded_tail(name):
+    v = to_groups(torch.cat([torch.rand(3, 128), torch.tensor([[2e-5], [0.0], [7.0]])], 1), 128)
+    decoded = second(v, name)
+    torch.testing.assert_close(decoded[:, 1, 0], v[:, 1, 0], rtol=2**-15, atol=0)
+    assert (decoded[:, 1, 1:] == 0).all()
+
+
+@pytest.mark.parametrize("name", GROUPED_SECOND)
+def test_a_maximum_decays_when_gradients_vanish(name):
+    """beta2 = 0.999 moves M by 2^-10: with M in BF16 it would be rounded back to itself for ever."""
+    start = torch.rand(1, 1, 128) + 0.5
+    v = start
+    for _ in range(2000):
+        v = second(v * 0.999, name)
+    assert abs(v.max() / (start.max() * 0.999**2000) - 1) < 0.05
+    stalled = start.max().bfloat16()
+    assert (stalled.float() * 0.999).bfloat16() == stalled
+
+
+@pytest.mark.parametrize("name", GROUPED_SECOND)
+def test_overflowing_v_saturates(name):
+    v = torch.tensor([float("inf"), 3.4e38, 1.0, 0.0]).view(1, 1, 4)
+    decoded = second(v, name)
+    assert decoded.isfinite().all()
+    assert (decoded[..., :2] > 3e38).all()
+    assert decoded[..., 3] == 0
+
+
+@given(st.lists(st.floats(0, 2.0**100, width=32), min_size=1, max_size=128))
+@settings(max_examples=200, deadline=None)
+def test_log8_is_within_half_a_step(values):
+    """Half a step is 1/508 of the group's range of bits, the step rounded up to 4 bits of mantissa."""
+    v = torch.tensor(values, dtype=torch.float32)
+    v = v[v >= 2.0**-126].view(1, 1, -1)
+    if not v.numel():
+        return
+    decoded = second(v, "log8")
+    assert (decoded > 0).all()
+    bits, out = v.view(torch.int32), decoded.view(torch.int32)
+    span = int(bits.max() - bits.min()) + 128  # 128: M's own rounding
+    assert (bits - out).abs().max() <= max(272, span / 508 * (1 + 1 / 16) + 16) + 1
+
+
+@given(st.integers(0, 2**31 - 1), st.floats(0.1, 30.0))
+@settings(max_examples=50, deadline=None)
+def test_log8_is_idempotent(seed, octaves):
+    v = torch.exp2(-octaves * torch.rand(4, 1, 128, generator=torch.Generator().manual_seed(seed)))
+    once = second(v, "log8")
+    assert torch.equal(second(once, "log8").max(-1).values, once.max(-1).values)
+    torch.testing.assert_close(second(once, "log8"), once, rtol=octaves / 254, atol=0)
+
+
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=128), st.sampled_from(FIRST))
+@settings(max_examples=300, deadline=None)
+def test_m_stays_within_its_group(values, name):
+    """Signs are kept, zeros stay zero, nothing grows past the stored maximum, the maximum itself survives."""
+    m = torch.tensor(values, dtype=torch.float32).view(1, 1, -1)
+    decoded = first(m, name)
+    assert decoded.isfinite().all()
+    assert (decoded * m >= 0).all()
+    assert (decoded[m == 0] == 0).all()
+    assert decoded.abs().max() <= m.abs().max() * (1 + 2**-7)
+    if not (name.startswith("de8") and -m.min() == m.abs().max()):  # DE8 has no -1
+        assert decoded.abs().max() >= m.abs().max() * 0.99 or m.abs().max() < 2.0**-130
+
+
+def test_packed_maximum_keeps_24_bits_and_never_reaches_zero_or_inf():
+    values = torch.tensor([0.0, 1e-45, 1.0, 1.00001, 3.4e38, float("inf")])
+    packed = packed_maximum(values).view(torch.float32)
+    assert (packed_maximum(values) & 0xFF == 0).all()
+    assert packed[0] == 0
+    assert packed[1] > 0
+    assert packed.isfinite().all()
+    torch.testing.assert_close(packed[2:5], values[2:5], rtol=2**-15, atol=0)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_de8_is_the_dynamic_tree(signed):
+    table = de8.decode_table(signed)
+    assert len(table.unique()) == 256
+    assert table[0] == 0
+    assert table.max() == 1
+    assert torch.equal(de8.decode(de8.encode(table, signed), signed), table)
+    y = torch.linspace(-1 if signed else 0, 1, 4001)
+    nearest = (y[:, None] - table[None]).abs().amin(1)
+    torch.testing.assert_close((de8.decode(de8.encode(y, signed), signed) - y).abs(), nearest, rtol=0, atol=1e-7)
+    per_decade = ((table > 0.1) & (table < 1)).sum()
+    assert per_decade == (64 if signed else 128)
+
+
+def test_names():
+    assert resolve_moments("8bit") == ("sqrt8", "log8")
+    assert resolve_moments("fp8") == ("e4m3x", "e4m3x")
+    assert resolve_moments(("de8", "e5m2x")) == ("de8", "e5m2x")
+    for wrong in ("fp16", ("sqrt8",), ("sqrt8", "nope")):
+        with pytest.raises(ValueError, match="sqrt8"):
+            resolve_moments(wrong)
+    with pytest.raises(ValueError, match="no sign"):
+        resolve_moments(("log8", "log8"))
