@@ -1,7 +1,7 @@
 # Two commands for a fresh machine: `make demo` (install and train a small model) and `make test`.
 # Python: the newest of 3.12, 3.11, 3.10 that is there, or PYTHON=... .
 
-PYTHON ?= $(shell for p in python3.12 python3.11 python3.10 python3; do command -v $$p >/dev/null && $$p -c 'import venv' 2>/dev/null && { echo $$p; break; }; done)
+PYTHON ?= $(shell for p in python3.12 python3.11 python3.10 python3; do command -v $$p >/dev/null && $$p -c 'import ensurepip, venv' 2>/dev/null && { echo $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 # torch from a CUDA build on machines with an NVIDIA GPU comes with the plain name; TORCH pins another build.
@@ -14,6 +14,7 @@ demo: install
 
 test: install-dev lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels/gpu
 
 lint: install-dev
 	$(BIN)/ruff check .

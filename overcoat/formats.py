@@ -37,6 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overcoat import hardware
+
 # Below this a group's maximum counts as zero: 1/M would leave FP32's range, and no activation is that small.
 AMAX_FLOOR = 2.0**-100
 # The smallest normal FP32 number: a smaller scale would have no finite reciprocal.
@@ -78,7 +80,8 @@ def cast_float8(x: Tensor, fmt: Float8) -> Tensor:
 
 def scale_from_amax(amax: Tensor, fmt: Float8) -> Tensor:
     """Dequantization scale (FP32) that maps `amax` to the format's maximum; 1 where amax is 0; NaN and inf pass."""
-    scale = (amax.float() / fmt.max).clamp_min(SCALE_FLOOR)
+    # Times the reciprocal: what PyTorch makes of a division by a constant on CUDA, so that all devices agree.
+    scale = (amax.float() * (1.0 / fmt.max)).clamp_min(SCALE_FLOOR)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
@@ -160,7 +163,7 @@ def _encode_e4m3(groups: Tensor, amax: Tensor) -> Tensor:
 
 
 def _decode_e4m3(codes: Tensor, amax: Tensor) -> Tensor:
-    return codes.float() * (amax / 448.0)
+    return codes.float() * (amax * (1.0 / 448.0))
 
 
 def _encode_int8(groups: Tensor, amax: Tensor) -> Tensor:
@@ -168,22 +171,23 @@ def _encode_int8(groups: Tensor, amax: Tensor) -> Tensor:
 
 
 def _decode_int8(codes: Tensor, amax: Tensor) -> Tensor:
-    return codes.float() * (amax / 127.0)
+    return codes.float() * (amax * (1.0 / 127.0))
 
 
 def _encode_sqrt8(groups: Tensor, amax: Tensor) -> Tensor:
-    root = torch.round(torch.sqrt(groups.abs() * _ratio(16129.0, amax)))
+    root = torch.round(hardware.sqrt(groups.abs() * _ratio(16129.0, amax)))
     return _to_int8(torch.copysign(root, groups))
 
 
 def _decode_sqrt8(codes: Tensor, amax: Tensor) -> Tensor:
     c = codes.float()
-    return c * c.abs() * (amax / 16129.0)
+    return c * c.abs() * (amax * (1.0 / 16129.0))
 
 
 def _ratio(top: float, amax: Tensor) -> Tensor:
     """top / amax, or 0 where amax is (nearly) zero or NaN: such a group is all zero codes."""
-    return torch.where(amax >= AMAX_FLOOR, top / amax, torch.zeros_like(amax))
+    # Divided first: 1 / amax alone may leave FP32's range.
+    return torch.where(amax >= AMAX_FLOOR, hardware.reciprocal(amax * (1.0 / top)), torch.zeros_like(amax))
 
 
 def _to_int8(x: Tensor) -> Tensor:

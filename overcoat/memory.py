@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Iterator, NamedTuple
+from typing import Any, Iterator, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -145,12 +145,20 @@ def record_kept(model: nn.Module | None = None) -> Iterator[KeptReport]:
 
 def keep(ctx: torch.autograd.function.FunctionCtx, op: str, **tensors: Tensor | None) -> None:
     """`ctx.save_for_backward` with names: `ctx.saved_tensors` gives the values back in the order of the keywords."""
-    ctx.save_for_backward(*tensors.values())  # type: ignore[arg-type]
+    keep_parts(ctx, (op, tensors))
+
+
+def keep_parts(ctx: torch.autograd.function.FunctionCtx, *parts: tuple[str, dict[str, Tensor | None]]) -> None:
+    """`keep` for a Function that runs several ops: (op, its tensors by name) each, saved one after the other."""
+    saved: list[Any] = [tensor for _, tensors in parts for tensor in tensors.values()]
+    ctx.save_for_backward(*saved)
     if _active and not torch.compiler.is_compiling():
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                for recorder in _active:
-                    recorder.names.setdefault(_storage(tensor), (op, name))
+        for op, tensors in parts:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    for recorder in _active:
+                        # The newest name wins: an address named earlier may have been freed and given to this tensor.
+                        recorder.names[_storage(tensor)] = (op, name)
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

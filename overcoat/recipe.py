@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 KeptFormat = Literal["sqrt8", "e4m3", "int8"]
 KeptAttention = Literal["8bit", "bf16"]
 Checkpoint = Literal["block"]
-LinearScaling = Literal["tensor", "block"]
 GradFormat = Literal["e5m2", "e4m3"]
 
 GROUP_SIZES = (16, 32, 64, 128)
@@ -28,8 +27,6 @@ class Recipe:
         group_size: their 1xG groups along the hidden axis (paper: 16). Attention uses one group per token and head.
         kept_attention: Q, K, V and O kept for attention's backward in "8bit" or in "bf16" (paper).
         checkpoint: None, or "block": keep one 8-bit copy of each block's input and recompute the rest.
-        linear_scaling: GEMM scales: "tensor", COAT's just-in-time scale for the whole tensor; "block", 1x128 for
-            activations and gradients and 128x128 for weights.
         grad_format: FP8 format of the output gradients entering dgrad and wgrad.
         fp8: False leaves every layer in its original precision: the baseline through the same code path.
 
@@ -41,7 +38,6 @@ class Recipe:
     group_size: int = 128
     kept_attention: KeptAttention = "8bit"
     checkpoint: Checkpoint | None = None
-    linear_scaling: LinearScaling = "tensor"
     grad_format: GradFormat = "e5m2"
     fp8: bool = True
 
@@ -51,7 +47,6 @@ class Recipe:
             "group_size": GROUP_SIZES,
             "kept_attention": get_args(KeptAttention),
             "checkpoint": (None, *get_args(Checkpoint)),
-            "linear_scaling": get_args(LinearScaling),
             "grad_format": get_args(GradFormat),
             "fp8": (True, False),
         }

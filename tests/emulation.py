@@ -17,7 +17,7 @@ from overcoat.formats import E4M3, FLOAT8, Float8, quantize_tensor
 
 def sqnr(reference: Tensor, value: Tensor) -> float:
     """Signal to quantization noise, in dB."""
-    reference, value = reference.double(), value.double()
+    reference, value = reference.detach().double(), value.detach().double()
     noise = (reference - value).norm()
     return float(20 * torch.log10(reference.norm() / noise.clamp_min(1e-300)))
 

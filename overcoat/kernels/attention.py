@@ -9,8 +9,10 @@ The backward needs neither S nor P: with D = sum_d(do * o) per query,
 so what attention keeps is q, k, v, o and lse, and the caller may hand them back decoded from 8 bits. Grouped-query
 heads: query head i reads key/value head i // (num_q / num_kv).
 
-The reference forms S in FP32. On CUDA the library's fused kernels run: FlashAttention without a mask, the
-memory-efficient kernel with one.
+The reference forms S in FP32. On CUDA the library's fused kernels run, chosen by rule: with a mask the memory-efficient
+one; causal, cuDNN's on Hopper and newer where it takes the shape (1.7 times as fast as FlashAttention there: B4 S2048
+32 x 128 heads, forward 0.30 ms against 0.49, backward 0.88 against 1.56), FlashAttention otherwise, and whenever
+`torch.use_deterministic_algorithms` asks for one result each time (cuDNN adds up dq in any order).
 
 Legend: B batch, S sequence length, D head width, T = B * S. Column layout of a fused buffer: [q heads | k | v].
 """
@@ -32,10 +34,15 @@ def _heads(qkv: Tensor, batch: int, num_q: int, num_kv: int) -> Tuple[Tensor, Te
     return q, k, v
 
 
-def _tokens_first(*parts: Tensor) -> Tensor:
-    """Parts (B, heads, S, D) -> one buffer (T, sum of heads * D)."""
-    joined = torch.cat([part.transpose(1, 2) for part in parts], dim=2) if len(parts) > 1 else parts[0].transpose(1, 2)
-    return joined.reshape(joined.shape[0] * joined.shape[1], -1)
+def _tokens_first(x: Tensor) -> Tensor:
+    """(B, heads, S, D) -> (T, heads * D)."""
+    return x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], -1)
+
+
+def _token_rows(dtype: torch.dtype, *parts: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Parts (B, heads, S, D), each as (T, heads * D) contiguous; a view where the kernel wrote tokens first."""
+    dq, dk, dv = (_tokens_first(part).to(dtype) for part in parts)
+    return dq, dk, dv
 
 
 def _scores(q: Tensor, k: Tensor, mask: Optional[Tensor], scale: float) -> Tensor:
@@ -102,8 +109,8 @@ def attention_backward(
     num_q: int,
     num_kv: int,
     scale: float,
-) -> Tensor:
-    """Gradient of the fused q/k/v buffer (T, (num_q + 2 num_kv) * D) from do (T, num_q * D)."""
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q (T, num_q * D), k and v (T, num_kv * D) from do (T, num_q * D)."""
     q, k, v = _heads(qkv, batch, num_q, num_kv)
     sequence = qkv.shape[0] // batch
 
@@ -117,12 +124,13 @@ def attention_backward(
     dq = (ds @ k.float().unsqueeze(2)).flatten(1, 2)
     dk = (ds.transpose(-1, -2) @ q.float().unflatten(1, (num_kv, -1))).sum(2)
     dv = (p.transpose(-1, -2) @ do_).sum(2)
-    return _tokens_first(dq, dk, dv).to(qkv.dtype)
+    return _token_rows(qkv.dtype, dq, dk, dv)
 
 
 @attention_backward.fake
 def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale):
-    return qkv.new_empty(qkv.shape)
+    tokens, width = qkv.shape[0], qkv.shape[1] // (num_q + 2 * num_kv)
+    return tuple(qkv.new_empty((tokens, heads * width)) for heads in (num_q, num_kv, num_kv))
 
 
 # ---- CUDA: the library's fused kernels --------------------------------------------------------------------------
@@ -148,25 +156,40 @@ def _repeat_kv(x: Tensor, ratio: int) -> Tensor:
     return x if ratio == 1 else x.repeat_interleave(ratio, dim=1)
 
 
+def _cudnn_takes(qkv: Tensor, sequence: int, width: int) -> bool:
+    """Where cuDNN's attention runs, and runs faster than FlashAttention: Hopper and newer, heads up to 128 wide."""
+    if torch.are_deterministic_algorithms_enabled() or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    return width <= 128 and sequence > 1 and torch.cuda.get_device_capability(qkv.device) >= (9, 0)
+
+
 @attention.cuda
 def _(qkv, mask, batch, num_q, num_kv, scale):
+    # cuDNN takes heads that lie apart, but crashes on elements that do.
+    qkv = qkv.contiguous()
     q, k, v = _heads(qkv, batch, num_q, num_kv)
     sequence, width = q.shape[2], q.shape[3]
     if not _library_kernel_takes(qkv, width):
         return attention.reference(qkv, mask, batch, num_q, num_kv, scale)
-    if mask is None:
-        o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)
-    else:
+    if mask is not None:
         ratio = num_q // num_kv
         bias = _additive(mask, qkv.dtype, batch, num_q, sequence)
         o, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, _repeat_kv(k, ratio), _repeat_kv(v, ratio), bias, True, 0.0, False, scale=scale
         )
+    elif _cudnn_takes(qkv, sequence, width):
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, True, False, scale=scale
+        )
+        lse = lse.squeeze(-1)
+    else:
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)
     return _tokens_first(o), lse[..., :sequence].contiguous()
 
 
 @attention_backward.cuda
 def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale):
+    do, qkv, o = do.contiguous(), qkv.contiguous(), o.contiguous()
     q, k, v = _heads(qkv, batch, num_q, num_kv)
     sequence, width = q.shape[2], q.shape[3]
     if not _library_kernel_takes(qkv, width):
@@ -174,19 +197,24 @@ def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale):
     do_, o_ = (x.view(batch, sequence, num_q, width).transpose(1, 2) for x in (do, o))
     # Without dropout the kernels read no random state; their schemas want the tensors all the same.
     unused = torch.zeros((), dtype=torch.int64, device=qkv.device)
-    if mask is None:
+    if mask is not None:
+        ratio = num_q // num_kv
+        bias = _additive(mask, qkv.dtype, batch, num_q, sequence)
+        lse = torch.nn.functional.pad(lse, (0, -sequence % 32))
+        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            do_, q, _repeat_kv(k, ratio), _repeat_kv(v, ratio), bias, o_, lse, unused, unused, 0.0,
+            [True, True, True, False], False, scale=scale,
+        )  # fmt: skip
+        if ratio > 1:
+            dk, dv = (x.unflatten(1, (num_kv, ratio)).sum(2) for x in (dk, dv))
+    elif _cudnn_takes(qkv, sequence, width):
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            do_, q, k, v, o_, lse.unsqueeze(-1), unused, unused, None, None, None, sequence, sequence, 0.0, True,
+            scale=scale,
+        )  # fmt: skip
+    else:
         rng = torch.zeros(2, dtype=torch.uint64, device=qkv.device)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             do_, q, k, v, o_, lse, None, None, sequence, sequence, 0.0, True, rng, unused, scale=scale
         )
-        return _tokens_first(dq, dk, dv)
-    ratio = num_q // num_kv
-    bias = _additive(mask, qkv.dtype, batch, num_q, sequence)
-    lse = torch.nn.functional.pad(lse, (0, -sequence % 32))
-    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        do_, q, _repeat_kv(k, ratio), _repeat_kv(v, ratio), bias, o_, lse, unused, unused, 0.0,
-        [True, True, True, False], False, scale=scale,
-    )  # fmt: skip
-    if ratio > 1:
-        dk, dv = (x.unflatten(1, (num_kv, ratio)).sum(2) for x in (dk, dv))
-    return _tokens_first(dq, dk, dv)
+    return _token_rows(qkv.dtype, dq, dk, dv)

@@ -43,6 +43,7 @@ def _affine(xhat: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> T
 @op
 def rmsnorm_stats(x: Tensor, weight: Optional[Tensor], eps: float) -> Tuple[Tensor, Tensor]:
     """Statistics of RMSNorm: rstd (T,) FP32 and each row's max |y| (T,) FP32 of x (T, H)."""
+    x = x.contiguous()
     rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
     return rstd, _affine(_normalize(x, None, rstd), weight, None).abs().amax(-1)
 
@@ -52,20 +53,34 @@ def _(x, weight, eps):
     return x.new_empty(x.shape[:1], dtype=torch.float32), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
+@rmsnorm_stats.cuda
+def _(x, weight, eps):
+    from overcoat.kernels.gpu import norm as gpu
+
+    return gpu.stats(x, weight, None, eps, False)[1:]
+
+
 @op
 def layernorm_stats(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Statistics of LayerNorm: mean, rstd and each row's max |y|, each (T,) FP32, of x (T, H)."""
-    wide = x.float()
+    wide = x.contiguous().float()
     mean = wide.mean(-1)
     rstd = torch.rsqrt((wide - mean[:, None]).square().mean(-1) + eps)
-    return mean, rstd, _affine(_normalize(x, mean, rstd), weight, bias).abs().amax(-1)
+    return mean, rstd, _affine(_normalize(wide, mean, rstd), weight, bias).abs().amax(-1)
 
 
 @layernorm_stats.fake
 def _(x, weight, bias, eps):
     return tuple(x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(3))
+
+
+@layernorm_stats.cuda
+def _(x, weight, bias, eps):
+    from overcoat.kernels.gpu import norm as gpu
+
+    return gpu.stats(x, weight, bias, eps, True)
 
 
 @op
@@ -88,7 +103,7 @@ def norm_quantize(
     Returns:
         y in E4M3 (T, H); its 0-d FP32 scale; codes of xhat (T, H); their BF16 group maxima (T, n).
     """
-    xhat = _normalize(x, mean, rstd)
+    xhat = _normalize(x.contiguous(), mean, rstd)
     data, scale = quantize_tensor(_affine(xhat, weight, bias), E4M3, amax)
     codes, group_amax = encode_groups(xhat, code, group_size)
     return data, scale, codes, group_amax
@@ -103,6 +118,13 @@ def _(x, mean, rstd, weight, bias, amax, code, group_size):
         x.new_empty(x.shape, dtype=group_code(code).dtype),
         x.new_empty((x.shape[0], groups), dtype=torch.bfloat16),
     )
+
+
+@norm_quantize.cuda
+def _(x, mean, rstd, weight, bias, amax, code, group_size):
+    from overcoat.kernels.gpu import norm as gpu
+
+    return gpu.norm_quantize(x, mean, rstd, weight, bias, amax, code, group_size)
 
 
 @op
@@ -129,7 +151,7 @@ def norm_backward(
         dx (T, H) of dy's dtype; dweight (H,) FP32; dbias (H,) FP32.
     """
     xhat = decode_groups(Quantized(codes, group_amax), code, group_size)
-    wide = dy.float()
+    wide = dy.contiguous().float()
     g = wide if weight is None else wide * weight.float()
     dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
     if centered:
@@ -144,3 +166,10 @@ def norm_backward(
 def _(dy, codes, group_amax, rstd, weight, dresidual, centered, code, group_size):
     dparameter = dy.new_empty(dy.shape[1:], dtype=torch.float32)
     return dy.new_empty(dy.shape), dparameter, torch.empty_like(dparameter)
+
+
+@norm_backward.cuda
+def _(dy, codes, group_amax, rstd, weight, dresidual, centered, code, group_size):
+    from overcoat.kernels.gpu import norm as gpu
+
+    return gpu.norm_backward(dy, codes, group_amax, rstd, weight, dresidual, centered, code, group_size)

@@ -61,6 +61,13 @@ def _(x):
     return x.new_empty((), dtype=torch.float32)
 
 
+@amax.cuda
+def _(x):
+    from overcoat.kernels.gpu import quantize as gpu
+
+    return gpu.amax_of([x])
+
+
 @op
 def quantize(x: Tensor, amax: Tensor, fmt: str) -> Tuple[Tensor, Tensor]:
     """Per-tensor FP8 of x (T, C): data (T, C) and the 0-d FP32 dequantization scale for `amax`."""
@@ -71,6 +78,13 @@ def quantize(x: Tensor, amax: Tensor, fmt: str) -> Tuple[Tensor, Tensor]:
 @quantize.fake
 def _(x, amax, fmt):
     return x.new_empty(x.shape, dtype=FLOAT8[fmt].dtype), x.new_empty((), dtype=torch.float32)
+
+
+@quantize.cuda
+def _(x, amax, fmt):
+    from overcoat.kernels.gpu import quantize as gpu
+
+    return gpu.quantize(x, amax, fmt)
 
 
 @op
@@ -88,6 +102,13 @@ def _(x, amax, fmt):
     return x.new_empty(x.shape, dtype=dtype), transposed, x.new_empty((), dtype=torch.float32)
 
 
+@quantize_both.cuda
+def _(x, amax, fmt):
+    from overcoat.kernels.gpu import quantize as gpu
+
+    return gpu.quantize_both(x, amax, fmt, padded_tokens(x.shape[0]))
+
+
 @op
 def stack_amax(weights: List[Tensor]) -> Tensor:
     """max |w| over several weights, 0-d FP32: they share one scale, being one operand of one GEMM."""
@@ -97,6 +118,13 @@ def stack_amax(weights: List[Tensor]) -> Tensor:
 @stack_amax.fake
 def _(weights):
     return weights[0].new_empty((), dtype=torch.float32)
+
+
+@stack_amax.cuda
+def _(weights):
+    from overcoat.kernels.gpu import quantize as gpu
+
+    return gpu.amax_of(weights)
 
 
 @op
@@ -117,6 +145,13 @@ def _(weights, amax, transposed):
     return weights[0].new_empty(shape, dtype=E4M3.dtype), weights[0].new_empty((), dtype=torch.float32)
 
 
+@stack_weights.cuda
+def _(weights, amax, transposed):
+    from overcoat.kernels.gpu import quantize as gpu
+
+    return gpu.stack_weights(weights, amax, transposed)
+
+
 class Encoded(NamedTuple):
     """A kept tensor (T, C): 8-bit codes (T, C), BF16 group maxima (T, n), and the FP32 (C,) taken out before."""
 
@@ -135,13 +170,20 @@ def token_center(x: Tensor) -> Tensor:
     Biases and outlier channels add the same vector to every token's k and v. It cancels in attention's gradients
     (softmax does not see it), its quantization error would not. Any vector decodes exactly, so a sample will do.
     """
-    step = max(1, x.shape[0] // CENTER_ROWS)
+    step = max(1, -(-x.shape[0] // CENTER_ROWS))
     return x[::step].float().mean(0)
 
 
 @token_center.fake
 def _(x):
     return x.new_empty(x.shape[1:], dtype=torch.float32)
+
+
+@token_center.cuda
+def _(x):
+    from overcoat.kernels.gpu import groups as gpu
+
+    return gpu.token_center(x, -(-x.shape[0] // CENTER_ROWS))
 
 
 @op
@@ -161,6 +203,37 @@ def _(x, center, code, group_size):
     )
 
 
+@group_encode.cuda
+def _(x, center, code, group_size):
+    from overcoat.kernels.gpu import groups as gpu
+
+    return gpu.group_encode(x, center, code, group_size, False)[:2]
+
+
+@op
+def group_encode_amax(x: Tensor, center: Optional[Tensor], code: str, group_size: int) -> Tuple[Tensor, Tensor, Tensor]:
+    """`group_encode`, and max |x| as 0-d FP32 from the same pass: x is kept in groups and is a GEMM's operand."""
+    codes, group_amax = group_encode.reference(x, center, code, group_size)
+    return codes, group_amax, amax.reference(x)
+
+
+@group_encode_amax.fake
+def _(x, center, code, group_size):
+    groups = (x.shape[-1] + group_size - 1) // group_size
+    return (
+        x.new_empty(x.shape, dtype=group_code(code).dtype),
+        x.new_empty((x.shape[0], groups), dtype=torch.bfloat16),
+        x.new_empty((), dtype=torch.float32),
+    )
+
+
+@group_encode_amax.cuda
+def _(x, center, code, group_size):
+    from overcoat.kernels.gpu import groups as gpu
+
+    return gpu.group_encode(x, center, code, group_size, True)
+
+
 @op
 def group_decode(
     codes: Tensor, group_amax: Tensor, center: Optional[Tensor], code: str, group_size: int, dtype: torch.dtype
@@ -173,6 +246,13 @@ def group_decode(
 @group_decode.fake
 def _(codes, group_amax, center, code, group_size, dtype):
     return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@group_decode.cuda
+def _(codes, group_amax, center, code, group_size, dtype):
+    from overcoat.kernels.gpu import groups as gpu
+
+    return gpu.group_decode(codes, group_amax, center, code, group_size, dtype)
 
 
 @op
@@ -203,6 +283,14 @@ def _(codes, group_amax, weight, bias, scale, code, group_size):
     return codes.new_empty((codes.shape[1], padded_tokens(codes.shape[0])), dtype=E4M3.dtype)
 
 
+@requantize_t.cuda
+def _(codes, group_amax, weight, bias, scale, code, group_size):
+    from overcoat.kernels.gpu import groups as gpu
+
+    padded = padded_tokens(codes.shape[0])
+    return gpu.requantize_t(codes, group_amax, weight, bias, scale, code, group_size, padded)
+
+
 @op
 def quantize_t(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     """x (T, C) as transposed FP8 operand (C, P) with a scale that the forward found."""
@@ -212,3 +300,10 @@ def quantize_t(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
 @quantize_t.fake
 def _(x, scale, fmt):
     return x.new_empty((x.shape[1], padded_tokens(x.shape[0])), dtype=FLOAT8[fmt].dtype)
+
+
+@quantize_t.cuda
+def _(x, scale, fmt):
+    from overcoat.kernels.gpu import quantize as gpu
+
+    return gpu.quantize_t(x, scale, fmt, padded_tokens(x.shape[0]))

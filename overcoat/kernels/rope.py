@@ -21,7 +21,9 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from overcoat.formats import FLOAT8, group_code, quantize_tensor
 from overcoat.kernels.catalogue import op
+from overcoat.kernels.quantize import group_decode, group_encode, padded_tokens, transpose_padded
 
 
 def _split(qkv: Tensor, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, Tensor]:
@@ -92,6 +94,15 @@ def _(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
     return qkv.new_empty(qkv.shape)
 
 
+@qk_rope.cuda
+def _(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
+    if (q_weight is None) != (k_weight is None):
+        return qk_rope.reference(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv)
+    from overcoat.kernels.gpu import rope as gpu
+
+    return gpu.qk_rope(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv)
+
+
 @op
 def qk_rope_backward(
     dqkv: Tensor,
@@ -126,3 +137,144 @@ def _(dqkv, qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
     dq_weight = empty if q_weight is None else torch.empty_like(q_weight, dtype=torch.float32)
     dk_weight = torch.empty_like(empty) if k_weight is None else torch.empty_like(k_weight, dtype=torch.float32)
     return dqkv.new_empty(dqkv.shape), dq_weight, dk_weight
+
+
+@qk_rope_backward.cuda
+def _(dqkv, qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
+    if q_weight is not None or k_weight is not None:
+        return qk_rope_backward.reference(dqkv, qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv)
+    dqkv = dqkv.contiguous()
+    from overcoat.kernels.gpu import rope_backward as gpu
+
+    width = dqkv.shape[1] // (num_q + 2 * num_kv)
+    dq, dk, dv = dqkv.split((num_q * width, num_kv * width, num_kv * width), 1)
+    none = dqkv.new_empty(0, dtype=torch.float32)
+    return gpu.qk_rope_backward(dq, dk, dv, cos, sin, num_q), none, torch.empty_like(none)
+
+
+# ---- fused with the kept codes, and with the quantization of the gradient ---------------------------------------
+
+
+@op(mutates=("qkv",))
+def qk_rope_encode_(
+    qkv: Tensor,
+    center: Optional[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    eps: float,
+    num_q: int,
+    num_kv: int,
+    code: str,
+) -> Tuple[Tensor, Tensor]:
+    """`qk_rope` in place; returns what was there before, minus center, as codes (T, ...) and BF16 maxima (T, heads)."""
+    codes, amax = group_encode.reference(qkv, center, code, qkv.shape[1] // (num_q + 2 * num_kv))
+    qkv.copy_(qk_rope.reference(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv))
+    return codes, amax
+
+
+@qk_rope_encode_.fake
+def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
+    amax = qkv.new_empty((qkv.shape[0], num_q + 2 * num_kv), dtype=torch.bfloat16)
+    return qkv.new_empty(qkv.shape, dtype=group_code(code).dtype), amax
+
+
+@qk_rope_encode_.cuda
+def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
+    if (q_weight is None) != (k_weight is None):
+        return qk_rope_encode_.reference(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
+    from overcoat.kernels.gpu import rope as gpu
+
+    return gpu.qk_rope_encode_(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
+
+
+@op
+def qk_rope_decode(
+    codes: Tensor,
+    group_amax: Tensor,
+    center: Optional[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    eps: float,
+    num_q: int,
+    num_kv: int,
+    code: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Decode q/k/v from `qk_rope_encode_` and normalise and rotate q and k again; rounded once, to `dtype`."""
+    width = codes.shape[1] // group_amax.shape[1]
+    values = group_decode.reference(codes, group_amax, center, code, width, torch.float32)
+    return qk_rope.reference(values, cos, sin, q_weight, k_weight, eps, num_q, num_kv).to(dtype)
+
+
+@qk_rope_decode.fake
+def _(codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code, dtype):
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@qk_rope_decode.cuda
+def _(codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code, dtype):
+    if (q_weight is None) != (k_weight is None):
+        return qk_rope_decode.reference(
+            codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code, dtype
+        )
+    from overcoat.kernels.gpu import rope as gpu
+
+    return gpu.qk_rope_decode(codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code, dtype)
+
+
+def _rope_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
+    """Gradient of the fused buffer in FP32, without head norms."""
+    dqkv = torch.cat((dq, dk, dv), 1).float()
+    num_kv = dk.shape[1] // (dq.shape[1] // num_q)
+    return qk_rope_backward.reference(dqkv, None, cos, sin, None, None, 0.0, num_q, num_kv)[0]
+
+
+@op
+def qk_rope_backward_amax(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
+    """First of two passes that write the gradient of q/k/v straight in FP8: its max |.|, 0-d FP32.
+
+    Args:
+        dq: (T, num_q * D); dk, dv: (T, num_kv * D): gradients of the rotated q and k, and of v. No head norms.
+    """
+    return _rope_gradient(dq, dk, dv, cos, sin, num_q).abs().amax()
+
+
+@qk_rope_backward_amax.fake
+def _(dq, dk, dv, cos, sin, num_q):
+    return dq.new_empty((), dtype=torch.float32)
+
+
+@qk_rope_backward_amax.cuda
+def _(dq, dk, dv, cos, sin, num_q):
+    from overcoat.kernels.gpu import rope_backward as gpu
+
+    return gpu.qk_rope_backward_amax(dq, dk, dv, cos, sin, num_q)
+
+
+@op
+def qk_rope_backward_quantize(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, amax: Tensor, fmt: str, num_q: int
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """Second pass: the gradient in FP8 in both layouts, (T, C) and (C, P), and its scale for `amax`."""
+    data, scale = quantize_tensor(_rope_gradient(dq, dk, dv, cos, sin, num_q), FLOAT8[fmt], amax)
+    return data, transpose_padded(data), scale
+
+
+@qk_rope_backward_quantize.fake
+def _(dq, dk, dv, cos, sin, amax, fmt, num_q):
+    dtype = FLOAT8[fmt].dtype
+    tokens, columns = dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1]
+    transposed = dq.new_empty((columns, padded_tokens(tokens)), dtype=dtype)
+    return dq.new_empty((tokens, columns), dtype=dtype), transposed, dq.new_empty((), dtype=torch.float32)
+
+
+@qk_rope_backward_quantize.cuda
+def _(dq, dk, dv, cos, sin, amax, fmt, num_q):
+    from overcoat.kernels.gpu import rope_backward as gpu
+
+    padded = padded_tokens(dq.shape[0])
+    return gpu.qk_rope_backward_quantize(dq, dk, dv, cos, sin, amax, fmt, num_q, padded)

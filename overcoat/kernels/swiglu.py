@@ -18,14 +18,31 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from overcoat.formats import E4M3, Quantized, cast_float8, decode_groups, encode_groups, group_code, quantize_tensor
+from overcoat import hardware
+from overcoat.formats import (
+    E4M3,
+    FLOAT8,
+    Quantized,
+    cast_float8,
+    decode_groups,
+    encode_groups,
+    group_code,
+    quantize_tensor,
+)
 from overcoat.kernels.catalogue import op
 from overcoat.kernels.quantize import padded_tokens, transpose_padded
+
+LOG2E = 1.4426950408889634
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + 2^(-x log2 e)) in FP32, by the GPU's own instructions where there is one; right to about 2e-6."""
+    return hardware.reciprocal(1.0 + hardware.exp2(x * -LOG2E))
 
 
 def _product(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, -1)
-    return gate * torch.sigmoid(gate) * up
+    return gate * sigmoid(gate) * up
 
 
 def _decode(codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tensor:
@@ -54,10 +71,17 @@ def _(gate_up, code, group_size):
     )
 
 
+@swiglu_encode.cuda
+def _(gate_up, code, group_size):
+    from overcoat.kernels.gpu import swiglu as gpu
+
+    return gpu.swiglu_encode(gate_up, code, group_size)
+
+
 @op
 def swiglu_quantize(gate_up: Tensor, amax: Tensor) -> Tuple[Tensor, Tensor]:
     """Second pass: h in E4M3 (T, I), per tensor, and its 0-d FP32 scale for `amax` = max |h|."""
-    data, scale = quantize_tensor(_product(gate_up), E4M3, amax)
+    data, scale = quantize_tensor(_product(gate_up.contiguous()), E4M3, amax)
     return data, scale
 
 
@@ -65,6 +89,21 @@ def swiglu_quantize(gate_up: Tensor, amax: Tensor) -> Tuple[Tensor, Tensor]:
 def _(gate_up, amax):
     tokens, columns = gate_up.shape
     return gate_up.new_empty((tokens, columns // 2), dtype=E4M3.dtype), gate_up.new_empty((), dtype=torch.float32)
+
+
+@swiglu_quantize.cuda
+def _(gate_up, amax):
+    from overcoat.kernels.gpu import swiglu as gpu
+
+    return gpu.swiglu_quantize(gate_up, amax)
+
+
+def _gradient(dh: Tensor, codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tuple[Tensor, Tensor]:
+    """Gradient of gate_up (T, 2I) and h (T, I), both FP32, from the kept codes."""
+    gate, up = _decode(codes, group_amax, code, group_size).chunk(2, -1)
+    s, wide = sigmoid(gate), dh.float()
+    dgate = wide * up * s * (1.0 + gate * (1.0 - s))
+    return torch.cat((dgate, wide * gate * s), -1), gate * s * up
 
 
 @op
@@ -80,13 +119,8 @@ def swiglu_backward(
     Returns:
         gradient of gate_up (T, 2I) of dh's dtype; h rebuilt as transposed E4M3 operand (I, P).
     """
-    values = _decode(codes, group_amax, code, group_size)
-    gate, up = values.chunk(2, -1)
-    sigmoid, wide = torch.sigmoid(gate), dh.float()
-    dgate = wide * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    dup = wide * gate * sigmoid
-    h = cast_float8(gate * sigmoid * up * (1.0 / scale), E4M3)
-    return torch.cat((dgate, dup), -1).to(dh.dtype), transpose_padded(h)
+    gradient, product = _gradient(dh, codes, group_amax, code, group_size)
+    return gradient.to(dh.dtype), transpose_padded(cast_float8(product * (1.0 / scale), E4M3))
 
 
 @swiglu_backward.fake
@@ -94,3 +128,65 @@ def _(dh, codes, group_amax, scale, code, group_size):
     tokens, columns = dh.shape
     transposed = dh.new_empty((columns, padded_tokens(tokens)), dtype=E4M3.dtype)
     return dh.new_empty(codes.shape), transposed
+
+
+@swiglu_backward.cuda
+def _(dh, codes, group_amax, scale, code, group_size):
+    from overcoat.kernels.gpu import swiglu as gpu
+
+    padded = padded_tokens(dh.shape[0])
+    return gpu.swiglu_backward(dh, codes, group_amax, scale, code, group_size, padded)
+
+
+@op
+def swiglu_backward_amax(
+    dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, code: str, group_size: int
+) -> Tuple[Tensor, Tensor]:
+    """First of two passes that write the gradient of gate_up straight in FP8; arguments as `swiglu_backward`.
+
+    Returns:
+        max |gradient of gate_up|, 0-d FP32; h rebuilt as transposed E4M3 operand (I, P).
+    """
+    gradient, product = _gradient(dh, codes, group_amax, code, group_size)
+    return gradient.abs().amax(), transpose_padded(cast_float8(product * (1.0 / scale), E4M3))
+
+
+@swiglu_backward_amax.fake
+def _(dh, codes, group_amax, scale, code, group_size):
+    tokens, columns = dh.shape
+    transposed = dh.new_empty((columns, padded_tokens(tokens)), dtype=E4M3.dtype)
+    return dh.new_empty((), dtype=torch.float32), transposed
+
+
+@swiglu_backward_amax.cuda
+def _(dh, codes, group_amax, scale, code, group_size):
+    from overcoat.kernels.gpu import swiglu as gpu
+
+    padded = padded_tokens(dh.shape[0])
+    return gpu.swiglu_backward_amax(dh, codes, group_amax, scale, code, group_size, padded)
+
+
+@op
+def swiglu_backward_quantize(
+    dh: Tensor, codes: Tensor, group_amax: Tensor, amax: Tensor, fmt: str, code: str, group_size: int
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """Second pass: gradient of gate_up in FP8 in both layouts, (T, 2I) and (2I, P), and its scale for `amax`."""
+    gradient, _ = _gradient(dh, codes, group_amax, code, group_size)
+    data, scale = quantize_tensor(gradient, FLOAT8[fmt], amax)
+    return data, transpose_padded(data), scale
+
+
+@swiglu_backward_quantize.fake
+def _(dh, codes, group_amax, amax, fmt, code, group_size):
+    tokens, columns = codes.shape
+    dtype = FLOAT8[fmt].dtype
+    transposed = dh.new_empty((columns, padded_tokens(tokens)), dtype=dtype)
+    return dh.new_empty(codes.shape, dtype=dtype), transposed, dh.new_empty((), dtype=torch.float32)
+
+
+@swiglu_backward_quantize.cuda
+def _(dh, codes, group_amax, amax, fmt, code, group_size):
+    from overcoat.kernels.gpu import swiglu as gpu
+
+    padded = padded_tokens(dh.shape[0])
+    return gpu.swiglu_backward_quantize(dh, codes, group_amax, amax, fmt, code, group_size, padded)

@@ -16,12 +16,12 @@ from __future__ import annotations
 import warnings
 from typing import Any, Optional
 
+import torch
 from torch import Tensor, nn
 
-from overcoat.ops.attention import Heads, Rotary, attention
-from overcoat.ops.block import Block, Linear, checkpointed_block
-from overcoat.ops.linear import Norm, linear_residual, norm_linear
-from overcoat.ops.mlp import swiglu_linear
+from overcoat.ops.attention import Heads, Rotary
+from overcoat.ops.block import Block, Linear, decoder_block
+from overcoat.ops.linear import Norm
 from overcoat.recipe import Recipe
 
 # The linear layers a Llama-shaped layer must have, by attribute path.
@@ -109,6 +109,7 @@ class Fp8DecoderLayer(nn.Module):
             width,
             module.scaling,
             q_norm.variance_epsilon if q_norm is not None else 0.0,
+            biased=module.k_proj.bias is not None,
         )
         rotary = Rotary(
             cos,
@@ -126,25 +127,6 @@ class Fp8DecoderLayer(nn.Module):
         return Block(first, second, *(Linear(linear.weight, linear.bias) for linear in linears))
 
 
-def decoder_block(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe) -> Tensor:
-    """One Llama-shaped block on tokens x (T, H): five ops, each keeping its own few tensors."""
-    if recipe.checkpoint == "block":
-        return checkpointed_block(x, block, rotary, heads, recipe)
-    qkv, x = norm_linear(
-        x,
-        block.attention_norm,
-        [block.q.weight, block.k.weight, block.v.weight],
-        [block.q.bias, block.k.bias, block.v.bias],
-        recipe,
-    )
-    o, encoded = attention(qkv, rotary, heads, recipe)
-    x = linear_residual(o, block.o.weight, block.o.bias, x, recipe, encoded)
-    gate_up, x = norm_linear(
-        x, block.mlp_norm, [block.gate.weight, block.up.weight], [block.gate.bias, block.up.bias], recipe
-    )
-    return swiglu_linear(gate_up, block.down.weight, block.down.bias, x, recipe)
-
-
 def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:
     """The mask a layer received, as `attention` takes it; ValueError for kinds that only other attention code reads."""
     if mask is None:
@@ -154,5 +136,10 @@ def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:
         raise ValueError(
             f"attention_mask is {kind}; Overcoat's attention takes None or (batch, heads or 1, {sequence}, {sequence})"
             '. Load the model with attn_implementation="sdpa" (or "eager").'
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask is {mask.dtype}; Overcoat's attention takes bool (True = visible) or an additive floating "
+            "mask. Write mask.bool() for one of zeros and ones."
         )
     return mask

@@ -15,17 +15,31 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from overcoat.kernels.attention import attention as attention_op
 from overcoat.kernels.attention import attention_backward as attention_backward_op
-from overcoat.kernels.quantize import Encoded, group_decode, group_encode, token_center
-from overcoat.kernels.rope import qk_rope, qk_rope_backward
+from overcoat.kernels.quantize import Encoded, group_decode, group_encode_amax, token_center
+from overcoat.kernels.rope import (
+    qk_rope,
+    qk_rope_backward,
+    qk_rope_backward_amax,
+    qk_rope_backward_quantize,
+    qk_rope_decode,
+    qk_rope_encode_,
+)
 from overcoat.memory import keep
+from overcoat.ops.linear import Gradient
 from overcoat.recipe import Recipe
 
 
 class Heads(NamedTuple):
-    """Shape of attention: batch, query heads, key/value heads, head width, softmax scale, eps of the q/k norm."""
+    """Shape of attention: batch, query heads, key/value heads, head width, softmax scale, eps of the q/k norm.
+
+    biased: the projections have biases, so the tokens' keys share a large vector. Then dS must sum to zero over the
+    keys: the backward runs the forward again on the decoded q, k, v instead of decoding o (one more attention forward;
+    it takes k_proj's bias gradient from 1.3 dB below FP8 GEMMs alone to 0.6 dB, docs/log.md).
+    """
 
     batch: int
     num_q: int
@@ -33,6 +47,7 @@ class Heads(NamedTuple):
     width: int
     scale: float
     eps: float = 0.0
+    biased: bool = False
 
 
 class AttentionKept(NamedTuple):
@@ -62,44 +77,79 @@ class Rotary(NamedTuple):
     k_weight: Optional[Tensor] = None
 
 
-def attention_forward(qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe) -> tuple[Tensor, AttentionKept]:
-    """qkv (T, (num_q + 2 num_kv) * D) as the projections leave it -> o (T, num_q * D)."""
+def attention_forward(
+    qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe, in_place: bool = False
+) -> tuple[Tensor, Optional[Tensor], AttentionKept]:
+    """qkv (T, (num_q + 2 num_kv) * D) as the projections leave it -> o (T, num_q * D), max |o| if known.
+
+    With `in_place` qkv is the caller's to give: with 8-bit codes it is rotated where it lies.
+    """
     cos, sin, mask, q_weight, k_weight = rotary
-    rotated = qk_rope(qkv, cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
-    o, lse = attention_op(rotated, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
+    tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
+    shape = (mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
     if recipe.kept_attention == "bf16":
-        return o, AttentionKept(lse, qkv, None, None, o, None, None)
-    return o, AttentionKept(lse, *_encode(qkv, recipe, heads.width), *_encode(o, recipe, heads.width))
+        o, lse = attention_op(qk_rope(qkv, *tables), *shape)
+        return o, None, AttentionKept(lse, qkv, None, None, o, None, None)
+    center = token_center(qkv)
+    qkv = qkv if in_place else qkv.clone()
+    codes, group_amax = qk_rope_encode_(qkv, center, *tables, recipe.kept_format)
+    o, lse = attention_op(qkv, *shape)
+    o_center = token_center(o)
+    o_codes, o_group_amax, o_amax = group_encode_amax(o, o_center, recipe.kept_format, heads.width)
+    return o, o_amax, AttentionKept(lse, codes, group_amax, center, o_codes, o_group_amax, o_center)
 
 
-def _encode(x: Tensor, recipe: Recipe, width: int) -> Encoded:
-    center = token_center(x)
-    codes, group_amax = group_encode(x, center, recipe.kept_format, width)
-    return Encoded(codes, group_amax, center)
+def _rotated_gradients(
+    do: Tensor, kept: AttentionKept, rotary: Rotary, heads: Heads, recipe: Recipe
+) -> tuple[tuple[Tensor, Tensor, Tensor], Optional[Tensor]]:
+    """Gradients of the rotated q and k, and of v; with head norms also their input q/k/v, else None."""
+    cos, sin, mask, q_weight, k_weight = rotary
+    tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
+    has_norms = q_weight is not None or k_weight is not None
+    shape = (mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
+    qkv, o, lse, code = kept.qkv, kept.o, kept.lse, recipe.kept_format
+    if kept.qkv_amax is not None:
+        if has_norms:
+            qkv = group_decode(qkv, kept.qkv_amax, kept.qkv_center, code, heads.width, do.dtype)
+            rotated = qk_rope(qkv, *tables)
+        else:
+            rotated = qk_rope_decode(qkv, kept.qkv_amax, kept.qkv_center, *tables, code, do.dtype)
+        if heads.biased:
+            o, lse = attention_op(rotated, *shape)
+        else:
+            o = group_decode(o, kept.o_amax, kept.o_center, code, heads.width, do.dtype)
+    else:
+        rotated = qk_rope(qkv, *tables)
+    gradients = attention_backward_op(do.contiguous(), rotated, o, lse, *shape)
+    return gradients, qkv if has_norms else None
 
 
 def attention_backward(
     do: Tensor, kept: AttentionKept, rotary: Rotary, heads: Heads, recipe: Recipe
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
     """Gradients of qkv and of the q/k norm weights."""
-    cos, sin, mask, q_weight, k_weight = rotary
-    qkv, o, code = kept.qkv, kept.o, recipe.kept_format
-    if kept.qkv_amax is not None:
-        qkv = group_decode(qkv, kept.qkv_amax, kept.qkv_center, code, heads.width, do.dtype)
-        o = group_decode(o, kept.o_amax, kept.o_center, code, heads.width, do.dtype)
-    rotated = qk_rope(qkv, cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
-    drotated = attention_backward_op(
-        do.contiguous(), rotated, o, kept.lse, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale
-    )
-    inputs = None if q_weight is None and k_weight is None else qkv
+    cos, sin, _, q_weight, k_weight = rotary
+    gradients, inputs = _rotated_gradients(do, kept, rotary, heads, recipe)
     dqkv, dq_weight, dk_weight = qk_rope_backward(
-        drotated, inputs, cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv
+        torch.cat(gradients, 1), inputs, cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv
     )
     return (
         dqkv,
         None if q_weight is None else dq_weight.to(q_weight.dtype),
         None if k_weight is None else dk_weight.to(k_weight.dtype),
     )
+
+
+def attention_backward_quantized(
+    do: Tensor, kept: AttentionKept, rotary: Rotary, heads: Heads, recipe: Recipe
+) -> Gradient:
+    """Gradient of qkv straight in both FP8 layouts; without q/k norms."""
+    gradients, _ = _rotated_gradients(do, kept, rotary, heads, recipe)
+    top = qk_rope_backward_amax(*gradients, rotary.cos, rotary.sin, heads.num_q)
+    data, transposed, scale = qk_rope_backward_quantize(
+        *gradients, rotary.cos, rotary.sin, top, recipe.grad_format, heads.num_q
+    )
+    return Gradient(data, transposed, scale, None, do.dtype)
 
 
 class _Attention(torch.autograd.Function):
@@ -116,7 +166,7 @@ class _Attention(torch.autograd.Function):
         recipe: Recipe,
     ) -> tuple[Optional[Tensor], ...]:
         rotary = Rotary(cos, sin, mask, q_weight, k_weight)
-        o, kept = attention_forward(qkv, rotary, heads, recipe)
+        o, _, kept = attention_forward(qkv, rotary, heads, recipe)
         ctx.heads, ctx.recipe = heads, recipe
         keep(ctx, "attention", **kept._asdict(), **rotary._asdict())
         if kept.encoded_o is None:
@@ -125,6 +175,7 @@ class _Attention(torch.autograd.Function):
         return o, *kept.encoded_o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do: Tensor, *_: None) -> tuple[Optional[Tensor], ...]:
         saved = ctx.saved_tensors
         dqkv, dq_weight, dk_weight = attention_backward(

@@ -1,8 +1,12 @@
-"""A whole decoder block that keeps one 8-bit copy of its input: `Recipe.checkpoint = "block"`.
+"""A whole decoder block as one autograd node: gradients pass between its ops in FP8, and it may checkpoint itself.
 
-The forward runs the block's ops and keeps nothing of them but the block's input in 8-bit groups (0.5 U). The backward
-decodes it, runs the forward's ops again up to the MLP's gate and up (the down projection's result is not needed), and
-then their backwards in reverse. Cheaper than `torch.utils.checkpoint`, which keeps 1 U and recomputes everything.
+Ops that are neighbours in a block can save passes over memory that separate autograd nodes cannot: the gradients of
+gate and up, and of q, k and v, are written straight into the two FP8 layouts that the products read, and never exist in
+16 bits; q and k are rotated in place; max |o| comes with o's codes.
+
+With `Recipe.checkpoint = "block"` the forward keeps nothing but the block's input in 8-bit groups (0.5 U). The backward
+decodes it, runs the forward again, and then the ops' backwards in reverse. Cheaper than `torch.utils.checkpoint`, which
+keeps 1 U.
 
 The ops' pure functions are called here without autograd, so this file is also the shortest description of how data and
 gradients flow through a block.
@@ -10,15 +14,24 @@ gradients flow through a block.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from overcoat.kernels.quantize import group_decode, group_encode
-from overcoat.memory import keep
-from overcoat.ops.attention import AttentionKept, Heads, Rotary, attention_backward, attention_forward
+from overcoat.memory import keep_parts
+from overcoat.ops.attention import (
+    AttentionKept,
+    Heads,
+    Rotary,
+    attention_backward,
+    attention_backward_quantized,
+    attention_forward,
+)
 from overcoat.ops.linear import (
+    Gradient,
     LinearResidualKept,
     Norm,
     NormLinearKept,
@@ -80,30 +93,62 @@ class BlockKept(NamedTuple):
 def block_forward(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe) -> tuple[Tensor, BlockKept]:
     """x (T, H) -> x (T, H), and what the ops keep."""
     qkv, kept_qkv = norm_linear_forward(x, block.attention_norm, *block.qkv, recipe)
-    o, kept_attention = attention_forward(qkv, rotary, heads, recipe)
-    x, kept_o = linear_residual_forward(o, block.o.weight, block.o.bias, x)
+    o, o_amax, kept_attention = attention_forward(qkv, rotary, heads, recipe, in_place=True)
+    x, kept_o = linear_residual_forward(o, block.o.weight, block.o.bias, x, o_amax)
     gate_up, kept_gate_up = norm_linear_forward(x, block.mlp_norm, *block.gate_up, recipe)
     x, kept_down = swiglu_linear_forward(gate_up, block.down.weight, block.down.bias, x, recipe)
     return x, BlockKept(kept_qkv, kept_attention, kept_o, kept_gate_up, kept_down)
 
 
+class Wanted(NamedTuple):
+    """Which weight gradients are wanted (frozen weights have none); the names of `Block`'s products."""
+
+    qkv: bool = True
+    o: bool = True
+    gate_up: bool = True
+    down: bool = True
+
+
 def block_backward(
-    dx: Tensor, kept: BlockKept, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe
+    dx: Tensor,
+    kept: BlockKept,
+    block: Block,
+    rotary: Rotary,
+    heads: Heads,
+    recipe: Recipe,
+    wanted: Wanted = Wanted(),  # noqa: B008
 ) -> tuple[Tensor, list[Optional[Tensor]]]:
-    """Gradients of the block's input and of its parameters, in the order of `_parameters`."""
-    dgate_up, down = swiglu_linear_backward(dx, kept.down, block.down.weight, block.down.bias, recipe)
-    dx, dmlp_norm, dmlp_norm_bias, gate_up = norm_linear_backward(
-        dgate_up, dx, kept.gate_up, block.mlp_norm, *block.gate_up, recipe
+    """Gradients of the block's input and of its parameters, in the order of `_parameters`.
+
+    Gradients between the ops go straight into FP8, except where a bias or a head norm reads them too.
+    """
+    quantized = all(bias is None for bias in block.gate_up[1])
+    dgate_up, down = swiglu_linear_backward(
+        dx, kept.down, block.down.weight, block.down.bias, recipe, quantized, wanted.down
     )
-    o_t = rebuild_input_t(kept.attention.o, kept.attention.encoded_o, kept.o.x_scale, recipe)
+    dx, dmlp_norm, dmlp_norm_bias, gate_up = norm_linear_backward(
+        dgate_up, dx, kept.gate_up, block.mlp_norm, *block.gate_up, recipe, wanted.gate_up
+    )
+    o_t = rebuild_input_t(kept.attention.o, kept.attention.encoded_o, kept.o.x_scale, recipe) if wanted.o else None
     o = product_backward(dx, o_t, kept.o.x_scale, [block.o.weight], [block.o.bias], kept.o.w_amax, recipe)
     assert o.dx is not None
-    dqkv, dq_weight, dk_weight = attention_backward(o.dx, kept.attention, rotary, heads, recipe)
-    dx, dnorm, dnorm_bias, qkv = norm_linear_backward(dqkv, dx, kept.qkv, block.attention_norm, *block.qkv, recipe)
+    dqkv, dq_weight, dk_weight = _attention_backward(o.dx, kept.attention, block, rotary, heads, recipe)
+    dx, dnorm, dnorm_bias, qkv = norm_linear_backward(
+        dqkv, dx, kept.qkv, block.attention_norm, *block.qkv, recipe, wanted.qkv
+    )
     weights = (*qkv.dweights, *o.dweights, *gate_up.dweights, *down.dweights)
     biases = (*qkv.dbiases, *o.dbiases, *gate_up.dbiases, *down.dbiases)
     norms = [dnorm, dnorm_bias, dmlp_norm, dmlp_norm_bias, dq_weight, dk_weight]
     return dx, [*norms, *weights, *biases]
+
+
+def _attention_backward(
+    do: Tensor, kept: AttentionKept, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe
+) -> tuple[Tensor | Gradient, Optional[Tensor], Optional[Tensor]]:
+    has_norms = rotary.q_weight is not None or rotary.k_weight is not None
+    if has_norms or any(bias is not None for bias in block.qkv[1]):
+        return attention_backward(do, kept, rotary, heads, recipe)
+    return attention_backward_quantized(do, kept, rotary, heads, recipe), None, None
 
 
 def _parameters(block: Block, rotary: Rotary) -> list[Optional[Tensor]]:
@@ -121,7 +166,30 @@ def _from_parameters(flat: tuple[Any, ...], norms: tuple[Norm, Norm]) -> Block:
     return Block(first, second, *(Linear(w, b) for w, b in zip(flat[6:13], flat[13:20], strict=True)))
 
 
-class _CheckpointedBlock(torch.autograd.Function):
+# The ops of a block in the order of `BlockKept`, as the memory report names them, and what each keeps.
+_OPS = (
+    ("norm_linear", NormLinearKept),
+    ("attention", AttentionKept),
+    ("linear_residual", LinearResidualKept),
+    ("norm_linear", NormLinearKept),
+    ("swiglu_linear", SwigluLinearKept),
+)
+
+
+def _kept_from(tensors: Sequence[Any]) -> BlockKept:
+    """`BlockKept` from the flat list of its tensors."""
+    parts: list[Any] = []
+    first = 0
+    for _, kind in _OPS:
+        last = first + len(kind._fields)
+        parts.append(kind(*tensors[first:last]))
+        first = last
+    return BlockKept(*parts)
+
+
+class _Block(torch.autograd.Function):
+    """A whole block; keeps what its ops keep, or with `Recipe.checkpoint` its input in 8 bits."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -135,28 +203,44 @@ class _CheckpointedBlock(torch.autograd.Function):
         *flat: Optional[Tensor],
     ) -> Tensor:
         block = _from_parameters(flat, constants)
-        y, _ = block_forward(x, block, Rotary(cos, sin, mask, flat[4], flat[5]), heads, recipe)
-        codes, group_amax = group_encode(x, None, recipe.kept_format, recipe.group_size)
+        x = x.contiguous()
+        y, kept = block_forward(x, block, Rotary(cos, sin, mask, flat[4], flat[5]), heads, recipe)
         ctx.constants, ctx.heads, ctx.recipe, ctx.dtype = constants, heads, recipe, x.dtype
-        parameters = {f"parameter{i}": p for i, p in enumerate(flat)}
-        keep(ctx, "block", codes=codes, group_amax=group_amax, cos=cos, sin=sin, mask=mask, **parameters)
+        inputs = {"cos": cos, "sin": sin, "mask": mask, **{f"parameter{i}": p for i, p in enumerate(flat)}}
+        if recipe.checkpoint == "block":
+            codes, group_amax = group_encode(x, None, recipe.kept_format, recipe.group_size)
+            keep_parts(ctx, ("block", inputs), ("block", {"codes": codes, "group_amax": group_amax}))
+        else:
+            ops: Sequence[Any] = kept
+            parts = [(op, part._asdict()) for (op, _), part in zip(_OPS, ops, strict=True)]
+            keep_parts(ctx, ("block", inputs), *parts)
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
-        codes, group_amax, cos, sin, mask, *flat = ctx.saved_tensors
-        recipe = ctx.recipe
+        cos, sin, mask, *rest = ctx.saved_tensors
+        recipe, flat, tensors = ctx.recipe, rest[:20], rest[20:]
         block = _from_parameters(tuple(flat), ctx.constants)
         rotary = Rotary(cos, sin, mask, flat[4], flat[5])
-        x = group_decode(codes, group_amax, None, recipe.kept_format, recipe.group_size, ctx.dtype)
-        _, kept = block_forward(x, block, rotary, ctx.heads, recipe)
-        dx, grads = block_backward(dy, kept, block, rotary, ctx.heads, recipe)
+        if recipe.checkpoint == "block":
+            x = group_decode(*tensors, None, recipe.kept_format, recipe.group_size, ctx.dtype)
+            _, kept = block_forward(x, block, rotary, ctx.heads, recipe)
+        else:
+            kept = _kept_from(tensors)
+        weights = ctx.needs_input_grad[7 + 6 : 7 + 13]
+        wanted = Wanted(any(weights[:3]), weights[3], any(weights[4:6]), weights[6])
+        dx, grads = block_backward(dy.contiguous(), kept, block, rotary, ctx.heads, recipe, wanted)
         return (dx, None, None, None, None, None, None, *grads)
 
 
-def checkpointed_block(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe) -> Tensor:
-    """One Llama-shaped block on tokens x (T, H) that keeps 0.5 U and recomputes the rest in the backward."""
-    constants = tuple(norm._replace(weight=None, bias=None) for norm in block[:2])
-    return _CheckpointedBlock.apply(
-        x, rotary.cos, rotary.sin, rotary.mask, constants, heads, recipe, *_parameters(block, rotary)
+def decoder_block(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe) -> Tensor:
+    """One Llama-shaped block on tokens x (T, H) as one autograd node.
+
+    Computes what the five ops in a row compute, with gradients between them handed on in FP8. Keeps what they keep
+    (5.8 U in Llama-2-7B), or with `Recipe.checkpoint = "block"` 0.5 U, and recomputes the rest.
+    """
+    first, second = (norm._replace(weight=None, bias=None) for norm in block[:2])
+    return _Block.apply(
+        x, rotary.cos, rotary.sin, rotary.mask, (first, second), heads, recipe, *_parameters(block, rotary)
     )

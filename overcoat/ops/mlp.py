@@ -10,12 +10,19 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from overcoat.kernels.gemm import gemm
-from overcoat.kernels.quantize import amax, quantize_both, stack_weights
-from overcoat.kernels.swiglu import swiglu_backward, swiglu_encode, swiglu_quantize
+from overcoat.kernels.quantize import amax, stack_weights
+from overcoat.kernels.swiglu import (
+    swiglu_backward,
+    swiglu_backward_amax,
+    swiglu_backward_quantize,
+    swiglu_encode,
+    swiglu_quantize,
+)
 from overcoat.memory import keep
-from overcoat.ops.linear import LinearGrads, product
+from overcoat.ops.linear import FAST_DGRAD, Gradient, LinearGrads, product, quantize_gradient
 from overcoat.recipe import Recipe
 
 
@@ -39,18 +46,33 @@ def swiglu_linear_forward(
 
 
 def swiglu_linear_backward(
-    dy: Tensor, kept: SwigluLinearKept, weight: Tensor, bias: Optional[Tensor], recipe: Recipe
-) -> tuple[Tensor, LinearGrads]:
-    """Gradients of gate_up (T, 2I) and of the down projection; the residual's gradient is dy itself."""
-    dy = dy.contiguous()
-    d8, d8_t, d_scale = quantize_both(dy, amax(dy), recipe.grad_format)
+    dy: Tensor,
+    kept: SwigluLinearKept,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    recipe: Recipe,
+    quantized: bool = False,
+    want_weight: bool = True,
+) -> tuple[Tensor | Gradient, LinearGrads]:
+    """Gradients of gate_up (T, 2I) and of the down projection; the residual's gradient is dy itself.
+
+    With `quantized` the gradient of gate_up goes straight into both FP8 layouts and never exists in 16 bits.
+    """
+    d = quantize_gradient(dy, [bias], recipe)
     w_t, w_scale = stack_weights([weight], kept.w_amax, True)
-    dh = gemm(d8, w_t, d_scale, w_scale, None, dy.dtype, False)
-    dgate_up, h_t = swiglu_backward(
-        dh, kept.codes, kept.group_amax, kept.h_scale, recipe.kept_format, recipe.group_size
-    )
-    dweight = gemm(d8_t, h_t, d_scale, kept.h_scale, None, weight.dtype, False)
-    dbias = None if bias is None else dy.sum(0, dtype=torch.float32).to(bias.dtype)
+    dh = gemm(d.data, w_t, d.scale, w_scale, None, d.dtype, FAST_DGRAD)
+    code, group_size = recipe.kept_format, recipe.group_size
+    dgate_up: Tensor | Gradient
+    if quantized:
+        top, h_t = swiglu_backward_amax(dh, kept.codes, kept.group_amax, kept.h_scale, code, group_size)
+        data, transposed, scale = swiglu_backward_quantize(
+            dh, kept.codes, kept.group_amax, top, recipe.grad_format, code, group_size
+        )
+        dgate_up = Gradient(data, transposed, scale, None, d.dtype)
+    else:
+        dgate_up, h_t = swiglu_backward(dh, kept.codes, kept.group_amax, kept.h_scale, code, group_size)
+    dweight = gemm(d.transposed, h_t, d.scale, kept.h_scale, None, weight.dtype, False) if want_weight else None
+    dbias = None if bias is None or d.sums is None else d.sums.to(bias.dtype)
     return dgate_up, LinearGrads(None, (dweight,), (dbias,))
 
 
@@ -65,10 +87,12 @@ class _SwigluLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
         saved = ctx.saved_tensors
         weight, bias = saved[4:]
         dgate_up, grads = swiglu_linear_backward(dy, SwigluLinearKept(*saved[:4]), weight, bias, ctx.recipe)
+        assert isinstance(dgate_up, Tensor)
         return dgate_up, grads.dweights[0], grads.dbiases[0], dy, None
 
 

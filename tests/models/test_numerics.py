@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -124,12 +125,12 @@ MUTATIONS = {
     ),
     "norm: projection term dropped": (norm.norm_backward, lambda r, a: (_no_projection(*a), *r[1:])),
     "norm weight gradient mis-scaled": (norm.norm_backward, lambda r, a: (r[0], r[1] * 1.2, r[2])),
-    "gate gradient mis-scaled": (swiglu.swiglu_backward, lambda r, a: (_scale_half(r[0], 0, 0.85), r[1])),
-    "up gradient mis-scaled": (swiglu.swiglu_backward, lambda r, a: (_scale_half(r[0], 1, 0.85), r[1])),
-    "rotation not undone": (rope.qk_rope_backward, lambda r, a: (a[0].clone(), *r[1:])),
-    "query gradient dropped": (attention.attention_backward, lambda r, a: _zero_columns(r, 0, 256)),
-    "key gradient dropped": (attention.attention_backward, lambda r, a: _zero_columns(r, 256, 384)),
-    "value gradient dropped": (attention.attention_backward, lambda r, a: _zero_columns(r, 384, 512)),
+    "gate gradient mis-scaled": (swiglu.swiglu_backward_quantize, lambda r, a: _scale_half(r, 0, 0.85)),
+    "up gradient mis-scaled": (swiglu.swiglu_backward_quantize, lambda r, a: _scale_half(r, 1, 0.85)),
+    "rotation not undone": (rope.qk_rope_backward_quantize, lambda r, a: _not_rotated(*a)),
+    "query gradient dropped": (attention.attention_backward, lambda r, a: _zero_part(r, 0)),
+    "key gradient dropped": (attention.attention_backward, lambda r, a: _zero_part(r, 1)),
+    "value gradient dropped": (attention.attention_backward, lambda r, a: _zero_part(r, 2)),
     "weight gradients see another scale": (quantize.requantize_t, lambda r, a: (r.float() * 0.75).to(r.dtype)),
 }
 
@@ -139,16 +140,22 @@ def _no_projection(dy, codes, amax, rstd, weight, dresidual, *_rest):
     return (dx + dresidual.float()).to(dy.dtype)
 
 
-def _scale_half(x: Tensor, half: int, factor: float) -> Tensor:
-    parts = list(x.chunk(2, -1))
-    parts[half] = parts[half] * factor
-    return torch.cat(parts, -1)
+def _scale_half(quantized: tuple[Tensor, ...], half: int, factor: float) -> tuple[Tensor, ...]:
+    data, transposed, scale = quantized
+    spoiled = []
+    for x, dim in ((data, 1), (transposed, 0)):
+        parts = list(x.float().chunk(2, dim))
+        parts[half] = parts[half] * factor
+        spoiled.append(torch.cat(parts, dim).to(x.dtype))
+    return *spoiled, scale
 
 
-def _zero_columns(x: Tensor, start: int, stop: int) -> Tensor:
-    x = x.clone()
-    x[:, start:stop] = 0
-    return x
+def _not_rotated(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return rope.qk_rope_backward_quantize.reference(dq, dk, dv, torch.ones_like(cos), torch.zeros_like(sin), *rest)
+
+
+def _zero_part(parts: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(part) if i == index else part for i, part in enumerate(parts))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

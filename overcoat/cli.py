@@ -1,0 +1,86 @@
+"""The `overcoat` command.
+
+    overcoat train CONFIG.toml [section.key=value ...]    train, resume or fine-tune as the file says
+    overcoat train --keys                                 every key with its default and meaning
+
+Exit status: 0 done; 2 a mistake in what was asked for, nothing done; 1 training failed; 130 and 143 stopped
+by Ctrl-C and SIGTERM after writing a checkpoint (as shells number signals, so a script can tell a stopped run
+from a finished one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from overcoat.version import VERSION
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="overcoat", description="Train large models in FP8 (COAT).")
+    parser.add_argument("--version", action="version", version=f"overcoat {VERSION}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train, resume or fine-tune a model", description=train_command.__doc__)
+    train.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the run's configuration")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it, the last one wins")
+    train.add_argument("--keys", action="store_true", help="list every key with its default and meaning, and exit")
+    train.add_argument(
+        "--json", action="store_true", help="print the results as one JSON line on stdout, all else on stderr"
+    )
+    train.set_defaults(function=train_command)
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(parsed.function(parsed))
+    except ValueError as error:
+        print(f"overcoat: {error}", file=sys.stderr)
+        return 2
+    except FloatingPointError as error:
+        print(f"overcoat: training failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("overcoat: interrupted", file=sys.stderr)
+        return 130
+
+
+def train_command(parsed: argparse.Namespace) -> int:
+    """Train as a TOML file says. The same command again continues an interrupted run."""
+    from overcoat.train.extras import load_extra
+
+    load_extra("rich", "hf", "overcoat train")
+    from overcoat.train.configfile import help_text, load_config
+
+    if parsed.keys:
+        print(help_text())
+        return 0
+    if parsed.config is None:
+        raise ValueError("overcoat train needs a CONFIG.toml (overcoat train --keys lists what it may hold)")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("WORLD_SIZE is above 1, but this version trains on one device: start it without torchrun")
+    config = load_config(parsed.config, parsed.overrides)
+
+    # Importing PyTorch and transformers takes seconds; a mistake in the configuration is found before.
+    from rich.console import Console
+
+    from overcoat.train.loop import RunStoppedError
+    from overcoat.train.run import run
+    from overcoat.train.summary import summarize
+
+    console = Console(stderr=parsed.json)
+    try:
+        results = run(config, console)
+    except RunStoppedError as stop:
+        console.print(f"{stop}; the same command continues it", highlight=False, markup=False, soft_wrap=True)
+        return 128 + stop.signum
+    summary = summarize(results, Path(config.train.run_dir), console)
+    if parsed.json:
+        print(json.dumps(summary))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""What the kernels share: scales, 8-bit codes and NaN-preserving maxima as device functions, and the launch helpers.
+
+To equal plain PyTorch bit for bit, a kernel does the same FP32 operations in the same order. Three things need care:
+
+* a product that feeds a sum would be contracted into one FMA: kernels are launched with `EXACT`, which forbids it, and
+  write `tl.fma` where they want one;
+* roots, powers and reciprocals per element: the hardware's instructions, on both sides (overcoat/hardware.py); at ten
+  bytes per element and 4 TB/s there is time for 25 instructions, a correctly rounded root takes ten. Divisions per
+  group or tensor are IEEE-rounded;
+* maxima: the plain floating-point maximum drops NaN; here NaN wins, as in PyTorch.
+
+Legend: G group size; shapes of device functions are those of their operands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overcoat.formats import FLOAT8
+from overcoat.kernels.gpu.hardware import exp2, reciprocal, sqrt
+
+# True under TRITON_INTERPRET=1: inline assembly does not exist on the CPU.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+SCALE_FLOOR = tl.constexpr(2.0**-126)
+AMAX_FLOOR = tl.constexpr(2.0**-100)
+# Adding 1.5 * 2^23 to |x| < 2^22 rounds x to an integer (half to even), which is then the low bits of the sum.
+ROUNDER = tl.constexpr(1.5 * 2.0**23)
+SIGN = tl.constexpr(-(2**31))
+LOG2E = tl.constexpr(1.4426950408889634)
+
+# Kept-tensor codes as compile-time constants.
+SQRT8 = tl.constexpr(0)
+E4M3_CODE = tl.constexpr(1)
+INT8 = tl.constexpr(2)
+CODES = {"sqrt8": 0, "e4m3": 1, "int8": 2}
+
+# Launch option: no contraction of products and sums into FMAs.
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+
+
+def inverse_max(fmt: str) -> float:
+    """1 / (largest finite value) of an FP8 format: the compile-time factor from amax to scale."""
+    return 1.0 / FLOAT8[fmt].max
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Make the tensor's GPU current: Triton launches on the current device and its current stream."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+# ---- maxima ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of a and b; NaN if one is NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def max_magnitude(x, axis: tl.constexpr):
+    """max |x| along an axis; NaN if one is NaN."""
+    if INTERPRETED:
+        # Its general reduction walks in Python; the bits of |x| as integers order like the values, NaN on top.
+        return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)
+    else:
+        return tl.reduce(tl.abs(x), axis, larger)
+
+
+@triton.jit
+def atomic_amax(pointer, amax):
+    """Raise the FP32 at `pointer`, given as int32, to amax >= 0; any order of arrival gives the same bits."""
+    tl.atomic_max(pointer, amax.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+# ---- per-tensor FP8 -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scale_of(amax, INVERSE_MAX: tl.constexpr):
+    """`formats.scale_from_amax`: the scale that maps amax to the format's maximum; 1 for 0; NaN passes."""
+    scale = amax * INVERSE_MAX
+    scale = tl.where(scale < SCALE_FLOOR, SCALE_FLOOR, scale)
+    return tl.where(amax == 0, 1.0, scale)
+
+
+@triton.jit
+def inverse_of(scale):
+    """1 / scale, IEEE-rounded: what values are multiplied by before the cast."""
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def to_float8(x, TYPE: tl.constexpr):
+    """FP32 to E4M3 or E5M2, to nearest even and saturating: what the hardware does; NaN stays NaN."""
+    if INTERPRETED:
+        top: tl.constexpr = 57344.0 if tl.float8e5 == TYPE else 448.0
+        x = tl.where(x > top, top, tl.where(x < -top, -top, x))
+    return x.to(TYPE)
+
+
+@triton.jit
+def pack_rows(even, odd, TYPE: tl.constexpr):
+    """FP8 bytes of two neighbouring rows as one int16, the even row's in the low half.
+
+    Transposed through 16-bit words, bytes move two at a time: Triton has fast paths for 16 bits, for 8 it stores single
+    bytes to shared memory (and Triton 3.6 gets some of them wrong). One instruction converts and packs both.
+    """
+    if INTERPRETED:
+        low = to_float8(even, TYPE).to(tl.uint8, bitcast=True).to(tl.int16)
+        return low | (to_float8(odd, TYPE).to(tl.uint8, bitcast=True).to(tl.int16) << 8)
+    elif TYPE == tl.float8e4nv:  # noqa: SIM300
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f", [odd, even], tl.int16, True, 1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e5m2x2.f32 $0, $1, $2;", "=h,f,f", [odd, even], tl.int16, True, 1
+        )
+
+
+# ---- 8-bit codes per group --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _ratio(TOP: tl.constexpr, amax):
+    """TOP / amax, or 0 where amax is (nearly) zero or NaN. `formats._ratio`."""
+    return tl.where(amax >= AMAX_FLOOR, reciprocal(amax * (1.0 / TOP)), 0.0)
+
+
+@triton.jit
+def encode(x, amax, CODE: tl.constexpr):
+    """Codes of x (..., G) for the groups' stored maxima amax (..., 1), both FP32. `formats.encode_groups`."""
+    if CODE == E4M3_CODE:
+        return to_float8(x * _ratio(448.0, amax), tl.float8e4nv)
+    elif CODE == INT8:
+        y = x * _ratio(127.0, amax)
+        y = tl.where(y == y, tl.minimum(tl.maximum(y, -127.0), 127.0), 0.0)
+        return (y + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        # max() turns NaN into code 0: the group's maximum carries the NaN.
+        root = sqrt(tl.maximum(tl.abs(x) * _ratio(16129.0, amax), 0.0))
+        sign = x.to(tl.int32, bitcast=True) & SIGN
+        signed = (root.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        return (signed + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def decode(codes, amax, CODE: tl.constexpr):
+    """FP32 values of codes (..., G) with maxima amax (..., 1) in FP32. `formats.decode_groups`."""
+    c = codes.to(tl.float32)
+    if CODE == E4M3_CODE:
+        return c * (amax * (1.0 / 448.0))
+    elif CODE == INT8:
+        return c * (amax * (1.0 / 127.0))
+    else:
+        return c * tl.abs(c) * (amax * (1.0 / 16129.0))
+
+
+# ---- sigmoid ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sigmoid(x):
+    """`swiglu.sigmoid`: 1 / (1 + 2^(-x log2 e))."""
+    return reciprocal(1.0 + exp2(x * -LOG2E))

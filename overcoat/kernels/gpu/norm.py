@@ -1,0 +1,291 @@
+"""Kernels of kernels/norm.py: row statistics, the norm's output in FP8 with its kept codes, and the backward.
+
+Bytes moved, with U = T * H * 2: statistics 1 U; norm_quantize 2 U (reads x, writes one byte each of y and codes);
+norm_backward 3.5 U (reads dy, codes and dresidual, writes dx).
+
+A row's sums are taken in another order than PyTorch's, so rstd may differ from the reference's in its last bits, and
+with it dx by one BF16 step. Given the statistics, norm_quantize equals the reference bit for bit. The parameter
+gradients are deterministic: each program adds up its own rows, and a second kernel adds the programs' sums in order.
+
+Legend: T tokens, H hidden, HP = H rounded up to a power of 2, G group size, n = ceil(H / G), Q programs.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overcoat.formats import E4M3, group_code
+from overcoat.kernels.gpu.common import (
+    CODES,
+    EXACT,
+    decode,
+    encode,
+    inverse_max,
+    inverse_of,
+    max_magnitude,
+    on_device,
+    power_of_2,
+    scale_of,
+    to_float8,
+)
+from overcoat.kernels.gpu.groups import GROUP_TILE
+
+# Programs of the backward: two resident on each of an H200's 132 multiprocessors.
+BACKWARD_PROGRAMS = 264
+
+
+# Elements of a row that one thread holds.
+STATS_ELEMENTS = 32
+BACKWARD_ELEMENTS = 16
+
+
+def _row_warps(width: int, elements: int) -> int:
+    """Warps for a program that holds a whole row: between 4 and 32."""
+    return min(max(width // (32 * elements), 4), 32)
+
+
+# ---- statistics -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _stats_kernel(
+    x_ptr,  # (T, H)
+    weight_ptr,  # (H,), if HAS_WEIGHT
+    bias_ptr,  # (H,), if HAS_BIAS
+    mean_ptr,  # (T,) FP32, if CENTERED
+    rstd_ptr,  # (T,) FP32
+    row_amax_ptr,  # (T,) FP32: max |y|
+    H,
+    eps,
+    CENTERED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HP)
+    inside = h < H
+    x = tl.load(x_ptr + row * H + h, mask=inside, other=0.0).to(tl.float32)
+    if CENTERED:
+        mean = tl.sum(x, 0) / H
+        tl.store(mean_ptr + row, mean)
+        x = tl.where(inside, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    tl.store(rstd_ptr + row, rstd)
+    y = x * rstd
+    if HAS_WEIGHT:
+        y = y * tl.load(weight_ptr + h, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y = y + tl.load(bias_ptr + h, mask=inside, other=0.0).to(tl.float32)
+    tl.store(row_amax_ptr + row, max_magnitude(y, 0))
+
+
+def stats(
+    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """mean (garbage unless `centered`), rstd and each row's max |y|, (T,) FP32 each, of x (T, H)."""
+    x = x.contiguous()
+    tokens, hidden = x.shape
+    mean, rstd, row_amax = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(3))
+    padded = power_of_2(hidden)
+    with on_device(x):
+        _stats_kernel[(tokens,)](
+            x, x if weight is None else weight, x if bias is None else bias,
+            mean, rstd, row_amax, hidden, eps,
+            centered, weight is not None, bias is not None, padded,
+            num_warps=_row_warps(padded, STATS_ELEMENTS), **EXACT,
+        )  # fmt: skip
+    return mean, rstd, row_amax
+
+
+# ---- output in FP8, kept codes --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _norm_quantize_kernel(
+    x_ptr,  # (T, H)
+    mean_ptr,  # (T,) FP32, if CENTERED
+    rstd_ptr,  # (T,) FP32
+    weight_ptr,  # (H,), if HAS_WEIGHT
+    bias_ptr,  # (H,), if HAS_BIAS
+    amax_ptr,  # 0-d FP32
+    y_ptr,  # (T, H) E4M3
+    scale_ptr,  # 0-d FP32
+    codes_ptr,  # (T, H) 8-bit
+    group_amax_ptr,  # (T * n,) BF16
+    groups,  # T * n
+    n,
+    H,
+    INVERSE_MAX: tl.constexpr,
+    CENTERED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    CODE: tl.constexpr,
+    NG: tl.constexpr,
+):
+    scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
+    tl.store(scale_ptr, scale, mask=tl.program_id(0) == 0)
+    group = tl.program_id(0) * NG + tl.arange(0, NG)
+    known = group < groups
+    row = group // n
+    h = (group % n)[:, None] * G + tl.arange(0, GP)[None, :]
+    inside = known[:, None] & (h < H) & (tl.arange(0, GP) < G)[None, :]
+    offsets = row.to(tl.int64)[:, None] * H + h
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if CENTERED:
+        x = tl.where(inside, x - tl.load(mean_ptr + row, mask=known, other=0.0)[:, None], 0.0)
+    xhat = x * tl.load(rstd_ptr + row, mask=known, other=0.0)[:, None]
+    group_amax = max_magnitude(xhat, 1).to(tl.bfloat16)
+    tl.store(group_amax_ptr + group, group_amax, mask=known)
+    tl.store(codes_ptr + offsets, encode(xhat, group_amax.to(tl.float32)[:, None], CODE), mask=inside)
+    y = xhat
+    if HAS_WEIGHT:
+        y = y * tl.load(weight_ptr + h, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y = y + tl.load(bias_ptr + h, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offsets, to_float8(y * inverse_of(scale), tl.float8e4nv), mask=inside)
+
+
+def norm_quantize(
+    x: Tensor,
+    mean: Optional[Tensor],
+    rstd: Tensor,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    amax: Tensor,
+    code: str,
+    group_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y in E4M3 (T, H), its scale, codes of xhat (T, H), their maxima (T, n)."""
+    x = x.contiguous()
+    tokens, hidden = x.shape
+    n, padded = triton.cdiv(hidden, group_size), power_of_2(group_size)
+    y, scale = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device), torch.empty_like(amax)
+    codes = torch.empty(x.shape, dtype=group_code(code).dtype, device=x.device)
+    group_amax = torch.empty((tokens, n), dtype=torch.bfloat16, device=x.device)
+    count = max(GROUP_TILE // padded, 1)
+    with on_device(x):
+        _norm_quantize_kernel[(triton.cdiv(tokens * n, count),)](
+            x, rstd if mean is None else mean, rstd, x if weight is None else weight, x if bias is None else bias,
+            amax, y, scale, codes, group_amax, tokens * n, n, hidden,
+            inverse_max("e4m3"), mean is not None, weight is not None, bias is not None,
+            group_size, padded, CODES[code], count, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return y, scale, codes, group_amax
+
+
+# ---- backward -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _norm_backward_kernel(
+    dy_ptr,  # (T, H)
+    codes_ptr,  # (T, H) 8-bit
+    group_amax_ptr,  # (T, n) BF16
+    rstd_ptr,  # (T,) FP32
+    weight_ptr,  # (H,), if HAS_WEIGHT
+    dresidual_ptr,  # (T, H), if HAS_RESIDUAL
+    dx_ptr,  # (T, H)
+    partial_ptr,  # (2, Q, H) FP32: each program's sums of dy * xhat and of dy
+    T,
+    H,
+    n,
+    CENTERED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    NGP: tl.constexpr,  # n rounded up to a power of 2
+    CODE: tl.constexpr,
+):
+    g = tl.arange(0, NGP)
+    h = g[:, None] * G + tl.arange(0, GP)[None, :]
+    inside = (h < H) & (tl.arange(0, GP) < G)[None, :]
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + h, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros((NGP, GP), tl.float32)
+    dbias = tl.zeros((NGP, GP), tl.float32)
+    for row in range(tl.program_id(0), T, tl.num_programs(0)):
+        start = tl.cast(row, tl.int64) * H
+        dy = tl.load(dy_ptr + start + h, mask=inside, other=0.0).to(tl.float32)
+        codes = tl.load(codes_ptr + start + h, mask=inside, other=0.0)
+        amax = tl.load(group_amax_ptr + tl.cast(row, tl.int64) * n + g, mask=g < n, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            dresidual = tl.load(dresidual_ptr + start + h, mask=inside, other=0.0).to(tl.float32)
+        xhat = decode(codes, amax[:, None], CODE)
+        product = dy * xhat
+        dweight += product
+        dbias += dy
+        gradient = dy
+        if HAS_WEIGHT:
+            gradient = dy * weight
+        dx = gradient - xhat * (tl.sum(tl.sum(gradient * xhat, 1), 0) / H)
+        if CENTERED:
+            dx = dx - tl.sum(tl.sum(gradient, 1), 0) / H
+        dx = dx * tl.load(rstd_ptr + row)
+        if HAS_RESIDUAL:
+            dx = dx + dresidual
+        tl.store(dx_ptr + start + h, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    mine = partial_ptr + tl.program_id(0) * H + h
+    tl.store(mine, dweight, mask=inside)
+    tl.store(mine + tl.num_programs(0) * H, dbias, mask=inside)
+
+
+@triton.jit
+def _add_partials_kernel(
+    partial_ptr,  # (2, Q, H) FP32
+    dweight_ptr,  # (H,) FP32
+    dbias_ptr,  # (H,) FP32
+    Q,
+    H,
+    BQ: tl.constexpr,
+    BH: tl.constexpr,
+):
+    h = tl.program_id(0) * BH + tl.arange(0, BH)
+    total = tl.zeros((BQ, BH), tl.float32)
+    for q0 in range(0, Q, BQ):
+        q = q0 + tl.arange(0, BQ)
+        rows = (tl.program_id(1) * Q + q)[:, None] * H + h[None, :]
+        total += tl.load(partial_ptr + rows, mask=(q < Q)[:, None] & (h < H)[None, :], other=0.0)
+    if tl.program_id(1) == 0:
+        tl.store(dweight_ptr + h, tl.sum(total, 0), mask=h < H)
+    else:
+        tl.store(dbias_ptr + h, tl.sum(total, 0), mask=h < H)
+
+
+def norm_backward(
+    dy: Tensor,
+    codes: Tensor,
+    group_amax: Tensor,
+    rstd: Tensor,
+    weight: Optional[Tensor],
+    dresidual: Optional[Tensor],
+    centered: bool,
+    code: str,
+    group_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx (T, H) with dresidual added, dweight and dbias (H,) FP32."""
+    dy = dy.contiguous()
+    dresidual = None if dresidual is None else dresidual.contiguous()
+    tokens, hidden = dy.shape
+    n, gp = group_amax.shape[1], power_of_2(group_size)
+    programs = min(tokens, BACKWARD_PROGRAMS)
+    dx = torch.empty_like(dy)
+    partial = torch.empty((2, programs, hidden), dtype=torch.float32, device=dy.device)
+    dweight, dbias = (torch.empty(hidden, dtype=torch.float32, device=dy.device) for _ in range(2))
+    with on_device(dy):
+        _norm_backward_kernel[(programs,)](
+            dy, codes, group_amax, rstd, dy if weight is None else weight, dy if dresidual is None else dresidual,
+            dx, partial, tokens, hidden, n, centered, weight is not None, dresidual is not None,
+            group_size, gp, power_of_2(n), CODES[code],
+            num_warps=_row_warps(power_of_2(n) * gp, BACKWARD_ELEMENTS), **EXACT,
+        )  # fmt: skip
+        _add_partials_kernel[(triton.cdiv(hidden, 64), 2)](partial, dweight, dbias, programs, hidden, 16, 64)
+    return dx, dweight, dbias

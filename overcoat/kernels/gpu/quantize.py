@@ -1,0 +1,186 @@
+"""Kernels of kernels/quantize.py for GEMM operands: maxima, and per-tensor FP8 in one or both layouts.
+
+All are bound by memory. With N elements of 2 bytes the bytes moved are: amax 2N; quantize 3N; quantize_both 4N;
+quantize_t and stack_weights 3N. A tile (BT tokens, BC columns) is read once, and written as it lies and / or transposed
+through shared memory, as 16-bit words that hold the FP8 of two neighbouring tokens.
+
+Legend: T tokens (rows), C columns, P padded tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overcoat.formats import E4M3, FLOAT8
+from overcoat.kernels.gpu.common import (
+    EXACT,
+    atomic_amax,
+    inverse_max,
+    inverse_of,
+    larger,
+    max_magnitude,
+    on_device,
+    pack_rows,
+    scale_of,
+    to_float8,
+)
+
+# Below this many elements one program finds the maximum; above, many programs share an atomic maximum.
+AMAX_BLOCK = 8192
+AMAX_ONE_PROGRAM = 8 * AMAX_BLOCK
+AMAX_PROGRAMS = 132 * 16
+
+# (tokens, columns) of one program of the per-tensor kernel, without and with the transposed layout.
+PLAIN_TILE, TRANSPOSED_TILE = (16, 512), (64, 128)
+
+
+# ---- maxima ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _amax_kernel(
+    x_ptr,  # N elements
+    out_ptr,  # int32: bits of the FP32 maximum
+    N,
+    ATOMIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    top = tl.zeros((BLOCK,), tl.float32)
+    offsets = tl.arange(0, BLOCK)
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, step):
+        x = tl.load(x_ptr + start + offsets, mask=offsets < N - start, other=0.0)
+        top = larger(top, tl.abs(x.to(tl.float32)))
+    if ATOMIC:
+        atomic_amax(out_ptr, max_magnitude(top, 0))
+    else:
+        tl.store(out_ptr, max_magnitude(top, 0).to(tl.int32, bitcast=True))
+
+
+def amax_of(tensors: list[Tensor]) -> Tensor:
+    """max |x| over one or several tensors, 0-d FP32."""
+    one_program = len(tensors) == 1 and tensors[0].numel() <= AMAX_ONE_PROGRAM
+    out = (torch.empty if one_program else torch.zeros)((), dtype=torch.int32, device=tensors[0].device)
+    with on_device(out):
+        for x in tensors:
+            x = x.contiguous()
+            programs = 1 if one_program else min(triton.cdiv(x.numel(), AMAX_BLOCK), AMAX_PROGRAMS)
+            if x.numel() or one_program:
+                _amax_kernel[(programs,)](x, out, x.numel(), not one_program, AMAX_BLOCK, num_warps=8)
+    return out.view(torch.float32)
+
+
+# ---- per-tensor FP8 -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _quantize_tile(x_ptr, out_ptr, t, c, rows, columns, stride, inverse, PLAIN: tl.constexpr):
+    """Scale the rows t and columns c of a tile, of which `rows` and `columns` exist; store them if PLAIN."""
+    inside = (t < rows)[:, None] & (c < columns)[None, :]
+    offsets = t[:, None] * stride + c[None, :]
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    # Padding stays zero even where the scale is not finite.
+    x = tl.where(inside, x * inverse, 0.0)
+    if PLAIN:
+        tl.store(out_ptr + offsets, to_float8(x, out_ptr.dtype.element_ty), mask=inside)
+    return x
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,  # (T, C)
+    factor_ptr,  # 0-d FP32: amax, or the scale itself if GIVEN_SCALE
+    out_ptr,  # (T, C) FP8, written if PLAIN
+    out_t_ptr,  # (C, P / 2) int16, pairs of FP8, row stride `stride_t`; if TRANSPOSED
+    scale_ptr,  # 0-d FP32, unless GIVEN_SCALE
+    T,
+    C,
+    P,
+    stride_t,
+    INVERSE_MAX: tl.constexpr,
+    GIVEN_SCALE: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+):
+    factor = tl.load(factor_ptr)
+    scale = factor if GIVEN_SCALE else scale_of(factor, INVERSE_MAX)
+    if not GIVEN_SCALE:
+        tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
+    inverse = inverse_of(scale)
+    t0, c0 = tl.program_id(0) * BT, tl.program_id(1) * BC
+    c = tl.arange(0, BC)
+    x_ptr += t0.to(tl.int64) * C + c0
+    out_ptr += t0.to(tl.int64) * C + c0
+    if TRANSPOSED:
+        pair = tl.arange(0, BT // 2)
+        even = _quantize_tile(x_ptr, out_ptr, 2 * pair, c, T - t0, C - c0, C, inverse, PLAIN)
+        odd = _quantize_tile(x_ptr, out_ptr, 2 * pair + 1, c, T - t0, C - c0, C, inverse, PLAIN)
+        words = tl.trans(pack_rows(even, odd, out_ptr.dtype.element_ty))
+        inside_t = (c < C - c0)[:, None] & (pair < (P - t0) // 2)[None, :]
+        out_t_ptr += c0.to(tl.int64) * stride_t + t0 // 2
+        tl.store(out_t_ptr + (c[:, None] * stride_t + pair[None, :]), words, mask=inside_t)
+    else:
+        _quantize_tile(x_ptr, out_ptr, tl.arange(0, BT), c, T - t0, C - c0, C, inverse, PLAIN)
+
+
+def _launch_quantize(
+    x: Tensor, factor: Tensor, out: Optional[Tensor], out_t: Optional[Tensor], scale: Optional[Tensor], fmt: str
+) -> None:
+    """x (T, C) contiguous -> out (T, C) and / or out_t (C, P), whose rows may lie apart; `scale` None: it is given."""
+    rows, columns = x.shape
+    padded = rows if out_t is None else out_t.shape[1]
+    tile = PLAIN_TILE if out_t is None else TRANSPOSED_TILE
+    grid = (triton.cdiv(padded, tile[0]), triton.cdiv(columns, tile[1]))
+    words = x if out_t is None else out_t.view(torch.int16)
+    with on_device(x):
+        _quantize_kernel[grid](
+            x, factor, out_t if out is None else out, words, scale if scale is not None else factor,
+            rows, columns, padded, words.stride(0),
+            inverse_max(fmt), scale is None, out is not None, out_t is not None, *tile, num_warps=4, **EXACT,
+        )  # fmt: skip
+
+
+def quantize(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
+    """Per-tensor FP8 of x (T, C) and its scale."""
+    out, scale = torch.empty(x.shape, dtype=FLOAT8[fmt].dtype, device=x.device), torch.empty_like(amax)
+    _launch_quantize(x.contiguous(), amax, out, None, scale, fmt)
+    return out, scale
+
+
+def quantize_both(x: Tensor, amax: Tensor, fmt: str, padded: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Per-tensor FP8 of x (T, C) in both layouts, the transposed one `padded` tokens wide."""
+    out, scale = torch.empty(x.shape, dtype=FLOAT8[fmt].dtype, device=x.device), torch.empty_like(amax)
+    out_t = torch.empty((x.shape[1], padded), dtype=out.dtype, device=x.device)
+    _launch_quantize(x.contiguous(), amax, out, out_t, scale, fmt)
+    return out, out_t, scale
+
+
+def quantize_t(x: Tensor, scale: Tensor, fmt: str, padded: int) -> Tensor:
+    """x (T, C) with a given scale, transposed only."""
+    out_t = torch.empty((x.shape[1], padded), dtype=FLOAT8[fmt].dtype, device=x.device)
+    _launch_quantize(x.contiguous(), scale, None, out_t, None, fmt)
+    return out_t
+
+
+def stack_weights(weights: list[Tensor], amax: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Weights (N_i, K) with one scale, written into the slices of one buffer: (sum N, K) or (K, sum N)."""
+    if transposed and any(w.shape[0] % 2 for w in weights):
+        data, scale = stack_weights(weights, amax, False)
+        return data.view(torch.uint8).t().contiguous().view(data.dtype), scale
+    rows, columns = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    shape = (columns, rows) if transposed else (rows, columns)
+    out, scale = torch.empty(shape, dtype=E4M3.dtype, device=amax.device), torch.empty_like(amax)
+    first = 0
+    for w in weights:
+        last = first + w.shape[0]
+        part, part_t = (None, out[:, first:last]) if transposed else (out[first:last], None)
+        _launch_quantize(w.contiguous(), amax, part, part_t, scale, "e4m3")
+        first = last
+    return out, scale

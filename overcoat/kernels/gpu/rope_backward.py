@@ -1,0 +1,205 @@
+"""Kernels of the backward in kernels/rope.py: the gradient of q/k/v rotated back, as it is or straight into FP8.
+
+Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for multi-head attention):
+
+    qk_rope_backward            1 V read, 1 V written
+    qk_rope_backward_amax       1 V read
+    qk_rope_backward_quantize   1 V read, 1/2 V + 1/2 V written: both FP8 layouts
+
+Attention's backward leaves dq, dk and dv apart; each has its launch, and writes its columns of the fused buffer (its
+rows of the transposed one). A tile takes several heads, which share the tile's cos and sin. Everything equals the
+reference bit for bit.
+
+Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, P padded tokens, NH heads of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overcoat.formats import FLOAT8
+from overcoat.kernels.gpu.common import (
+    EXACT,
+    atomic_amax,
+    inverse_max,
+    inverse_of,
+    larger,
+    max_magnitude,
+    on_device,
+    pack_rows,
+    power_of_2,
+    scale_of,
+    to_float8,
+)
+
+
+@triton.jit
+def _load_tables(cos_ptr, sin_ptr, position, e, inside, D, E):
+    """The halves of cos and sin (BT, EP) at the rows' positions, in FP32."""
+    place = position[:, None] * D + e[None, :]
+    cos1 = tl.load(cos_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos_ptr + place + E, mask=inside, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin_ptr + place + E, mask=inside, other=0.0).to(tl.float32)
+    return cos1, cos2, sin1, sin2
+
+
+@triton.jit
+def _rotate_back(dy_ptr, offsets, E, inside, cos1, cos2, sin1, sin2, inverse, ROTATE: tl.constexpr):
+    """The halves (BT, EP) of one head's gradient, times `inverse`; zero outside."""
+    x1 = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(dy_ptr + offsets + E, mask=inside, other=0.0).to(tl.float32)
+    d1, d2 = x1, x2
+    if ROTATE:
+        d1, d2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
+    return tl.where(inside, d1 * inverse, 0.0), tl.where(inside, d2 * inverse, 0.0)
+
+
+@triton.jit
+def _rope_gradient_kernel(
+    dy_ptr,  # (T, heads * D), row stride `stride_dy`: gradient of the rotated q or k, or of v
+    cos_ptr,  # (positions, D)
+    sin_ptr,  # (positions, D)
+    out_ptr,  # (T, heads * D), row stride `stride_out`: the part's columns of the fused buffer; if VALUES
+    amax_ptr,  # 0-d int32: bits of max |gradient|, unless VALUES
+    T,
+    positions,
+    heads,
+    D,
+    stride_dy,
+    stride_out,
+    ROTATE: tl.constexpr,
+    VALUES: tl.constexpr,
+    EP: tl.constexpr,
+    BT: tl.constexpr,
+    NH: tl.constexpr,
+):
+    t0, E = tl.program_id(0) * BT, D // 2
+    t, e = tl.arange(0, BT), tl.arange(0, EP)
+    inside = (t < T - t0)[:, None] & (e < E)[None, :]
+    tables = _load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, inside, D, E)
+    top = tl.zeros((BT, EP), tl.float32)
+    dy_ptr += t0.to(tl.int64) * stride_dy
+    out_ptr += t0.to(tl.int64) * stride_out
+    for head in range(tl.program_id(1) * NH, tl.minimum(tl.program_id(1) * NH + NH, heads)):
+        source = t[:, None] * stride_dy + (head * D + e)[None, :]
+        d1, d2 = _rotate_back(dy_ptr, source, E, inside, *tables, 1.0, ROTATE)
+        if VALUES:
+            target = out_ptr + (t[:, None] * stride_out + (head * D + e)[None, :])
+            tl.store(target, d1.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(target + E, d2.to(out_ptr.dtype.element_ty), mask=inside)
+        else:
+            top = larger(top, larger(tl.abs(d1), tl.abs(d2)))
+    if not VALUES:
+        atomic_amax(amax_ptr, max_magnitude(max_magnitude(top, 1), 0))
+
+
+@triton.jit
+def _store_float8(out_ptr, offsets, E, d1, d2, inside):
+    tl.store(out_ptr + offsets, to_float8(d1, out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + offsets + E, to_float8(d2, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rope_quantize_kernel(
+    dy_ptr,  # (T, heads * D), row stride `stride_dy`: gradient of the rotated q or k, or of v
+    cos_ptr,  # (positions, D)
+    sin_ptr,  # (positions, D)
+    amax_ptr,  # 0-d FP32
+    out_ptr,  # (T, heads * D) FP8, row stride `stride_out`: the part's columns of the fused buffer
+    out_t_ptr,  # (heads * D, P / 2) int16, pairs of FP8: the part's rows of the transposed buffer
+    scale_ptr,  # 0-d FP32
+    T,
+    P,
+    positions,
+    heads,
+    D,
+    stride_dy,
+    stride_out,
+    ROTATE: tl.constexpr,
+    INVERSE_MAX: tl.constexpr,
+    EP: tl.constexpr,
+    BT: tl.constexpr,
+    NH: tl.constexpr,
+):
+    t0, E = tl.program_id(0) * BT, D // 2
+    pair, e = tl.arange(0, BT // 2), tl.arange(0, EP)
+    t = 2 * pair
+    even, odd = (t < T - t0)[:, None] & (e < E)[None, :], (t + 1 < T - t0)[:, None] & (e < E)[None, :]
+    tables0 = _load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, even, D, E)
+    tables1 = _load_tables(cos_ptr, sin_ptr, (t0 + t + 1) % positions, e, odd, D, E)
+    scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
+    tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
+    inverse = inverse_of(scale)
+    dy_ptr += t0.to(tl.int64) * stride_dy
+    out_ptr += t0.to(tl.int64) * stride_out
+    for head in range(tl.program_id(1) * NH, tl.minimum(tl.program_id(1) * NH + NH, heads)):
+        column = (head * D + e)[None, :]
+        a1, a2 = _rotate_back(dy_ptr, t[:, None] * stride_dy + column, E, even, *tables0, inverse, ROTATE)
+        b1, b2 = _rotate_back(dy_ptr + stride_dy, t[:, None] * stride_dy + column, E, odd, *tables1, inverse, ROTATE)
+        _store_float8(out_ptr, t[:, None] * stride_out + column, E, a1, a2, even)
+        _store_float8(out_ptr + stride_out, t[:, None] * stride_out + column, E, b1, b2, odd)
+        inside_t = (e < E)[:, None] & (pair < (P - t0) // 2)[None, :]
+        target = out_t_ptr + tl.cast(head * D, tl.int64) * (P // 2) + t0 // 2
+        target += e[:, None] * (P // 2) + pair[None, :]
+        tl.store(target, tl.trans(pack_rows(a1, b1, out_ptr.dtype.element_ty)), mask=inside_t)
+        tl.store(target + E * (P // 2), tl.trans(pack_rows(a2, b2, out_ptr.dtype.element_ty)), mask=inside_t)
+
+
+# Tile of the backward: tokens, and heads that share the tables.
+BACKWARD_TILE = (32, 8)
+
+
+def _launch_gradient(parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor, width: int, out: Optional[Tensor]) -> Tensor:
+    """Run the kernel on dq, dk, dv (T, heads * D) in turn, into out (T, all heads * D) or for the maximum only."""
+    bits = torch.zeros((), dtype=torch.int32, device=cos.device)
+    cos, sin, tokens, first = cos.contiguous(), sin.contiguous(), parts[0].shape[0], 0
+    with on_device(cos):
+        for part, rotate in zip(parts, (True, True, False), strict=True):
+            heads, last = part.shape[1] // width, first + part.shape[1]
+            target = part if out is None else out[:, first:last]
+            _rope_gradient_kernel[(triton.cdiv(tokens, BACKWARD_TILE[0]), triton.cdiv(heads, BACKWARD_TILE[1]))](
+                part, cos, sin, target, bits, tokens, cos.shape[0], heads, width, part.stride(0), target.stride(0),
+                rotate, out is not None, power_of_2(width // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
+            )  # fmt: skip
+            first = last
+    return bits.view(torch.float32)
+
+
+def qk_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
+    """Gradient of the fused buffer (T, (num_q + 2 num_kv) * D), without head norms."""
+    columns = dq.shape[1] + dk.shape[1] + dv.shape[1]
+    out = torch.empty((dq.shape[0], columns), dtype=dq.dtype, device=dq.device)
+    _launch_gradient((dq, dk, dv), cos, sin, dq.shape[1] // num_q, out)
+    return out
+
+
+def qk_rope_backward_amax(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
+    """max |gradient of the fused buffer|, 0-d FP32."""
+    return _launch_gradient((dq, dk, dv), cos, sin, dq.shape[1] // num_q, None)
+
+
+def qk_rope_backward_quantize(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, amax: Tensor, fmt: str, num_q: int, padded: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the fused buffer in FP8: (T, columns), transposed (columns, padded), and its scale."""
+    tokens, columns, width = dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1], dq.shape[1] // num_q
+    out = torch.empty((tokens, columns), dtype=FLOAT8[fmt].dtype, device=dq.device)
+    out_t = torch.empty((columns, padded), dtype=out.dtype, device=dq.device)
+    scale, first = torch.empty_like(amax), 0
+    cos, sin = cos.contiguous(), sin.contiguous()
+    with on_device(dq):
+        for part, rotate in zip((dq, dk, dv), (True, True, False), strict=True):
+            heads, last = part.shape[1] // width, first + part.shape[1]
+            _rope_quantize_kernel[(triton.cdiv(padded, BACKWARD_TILE[0]), triton.cdiv(heads, BACKWARD_TILE[1]))](
+                part, cos, sin, amax, out[:, first:last], out_t[first:last].view(torch.int16), scale,
+                tokens, padded, cos.shape[0], heads, width, part.stride(0), out.stride(0),
+                rotate, inverse_max(fmt), power_of_2(width // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
+            )  # fmt: skip
+            first = last
+    return out, out_t, scale

@@ -1,0 +1,104 @@
+"""The model, the recipe and the optimizer, from their sections of the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+import torch
+from torch import nn
+
+import overcoat
+from overcoat.train.config import Config, ModelConfig, OptimizerConfig, RecipeConfig, require
+from overcoat.train.extras import load_extra
+
+
+def choose_device(name: str) -> torch.device:
+    """`train.device` as a device; "auto" is the GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"train.device = {name!r}: expected cuda, cpu or auto") from error
+    require(
+        device.type != "cuda" or torch.cuda.is_available(),
+        f"train.device = {name!r}: PyTorch sees no CUDA GPU here",
+    )
+    return device
+
+
+def build_model(config: Config, tokenizer: Any | None) -> Any:
+    """The transformers model, on the CPU, parameters in `model.dtype`; weights from the seed or from
+    `model.name`."""
+    transformers = load_extra("transformers", "hf", "building the model")
+    transformers.utils.logging.disable_progress_bar()  # it would cut through ours at every checkpoint
+    settings = {"dtype": getattr(torch, config.model.dtype), "attn_implementation": config.model.attention}
+    if config.model.name:
+        try:
+            return transformers.AutoModelForCausalLM.from_pretrained(config.model.name, **settings)
+        except OSError as error:
+            raise ValueError(f"cannot load model.name = {config.model.name!r}: {error}") from error
+    model_config = inline_config(config.model, tokenizer, config.data.sequence_length)
+    torch.manual_seed(config.train.seed)
+    return transformers.AutoModelForCausalLM.from_config(model_config, **settings)
+
+
+def inline_config(model: ModelConfig, tokenizer: Any | None, length: int) -> Any:
+    """[model.config] as a transformers configuration, completed with what the tokenizer and the rows
+    decide."""
+    transformers = load_extra("transformers", "hf", "building the model")
+    values = dict(model.config)
+    model_type = values.pop("model_type", "")
+    if model_type not in transformers.CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, list(transformers.CONFIG_MAPPING), n=1) or ["llama"]
+        raise ValueError(
+            f"model.config.model_type = {model_type!r}: not known to transformers; did you mean {near[0]!r}?"
+        )
+    known = transformers.AutoConfig.for_model(model_type).to_dict().keys() | {"rope_theta"}
+    for key in values.keys() - known:
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"; did you mean model.config.{near[0]}?" if near else ""
+        raise ValueError(f"unknown key model.config.{key} for a {model_type} model{hint}")
+    if tokenizer is not None:
+        values.setdefault("vocab_size", len(tokenizer))
+        require(
+            values["vocab_size"] >= len(tokenizer),
+            f"model.config.vocab_size = {values['vocab_size']}: the tokenizer has {len(tokenizer)} tokens",
+        )
+        # Not the padding token, which is EOS: nn.Embedding would never train its row.
+        for name in ("bos_token_id", "eos_token_id"):
+            values.setdefault(name, getattr(tokenizer, name))
+    require("vocab_size" in values, "model.config.vocab_size: needed for token binaries without a tokenizer")
+    values.setdefault("max_position_embeddings", length)
+    return transformers.AutoConfig.for_model(model_type, **values)
+
+
+def make_recipe(section: RecipeConfig) -> overcoat.Recipe:
+    """The named recipe with the section's replacements."""
+    changes = {key: value for key, value in dataclasses.asdict(section).items() if key != "name" and value is not None}
+    if changes.get("checkpoint") == "none":
+        changes["checkpoint"] = None
+    return overcoat.Recipe.from_name(section.name, **changes)
+
+
+def make_optimizer(model: nn.Module, section: OptimizerConfig, seed: int) -> overcoat.AdamW:
+    """AdamW with weight decay on matrices only: shrinking norm weights and biases would change what they
+    mean."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    moments = section.moments if isinstance(section.moments, str) else (section.moments[0], section.moments[1])
+    return overcoat.AdamW(
+        [group for group in groups if group["params"]],
+        lr=section.lr,
+        betas=(section.betas[0], section.betas[1]),
+        eps=section.eps,
+        moments=moments,
+        master=section.master,
+        group_size=section.group_size,
+        seed=seed,
+    )

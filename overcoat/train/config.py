@@ -1,0 +1,240 @@
+"""What a training run is: nested frozen dataclasses, filled from defaults, then a TOML file, then dotted
+arguments.
+
+    overcoat train configs/demo.toml train.steps=50 optimizer.lr=1e-3 data.files='["a.txt", "b.txt"]'
+
+Later sources win: the dataclass default, the file, the arguments in their order. A key that no dataclass has
+is an error that names the nearest one that exists; a value of the wrong type, or out of range, is an error
+that names the key and what it accepts. All of it happens before a file is opened, so a typing mistake costs
+nothing.
+
+Each field carries its explanation (`help_text()` prints them all, `overcoat train --keys`). `Config` is plain
+data: it is dumped as `config.toml` into the run directory, and a later run into the same directory compares
+itself with that. Keys in `FREE_KEYS` do not decide what is computed (where logs go, how often to evaluate):
+they may differ on resuming.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FREE_KEYS = (
+    "train.run_dir",
+    "train.resume",
+    "train.log_every",
+    "train.tensorboard",
+    "data.cache_dir",
+    "checkpoint.",
+    "eval.every",
+    "sample.",
+    "compare.",
+)
+
+
+def option(default: Any, text: str) -> Any:
+    """One configuration field: its default and the sentence that `--keys` prints for it."""
+    return field(default=default, metadata={"help": text})
+
+
+def require(condition: bool, message: str) -> None:
+    """A check of what the user asked for; the message names the value and the remedy."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = option("", "Hugging Face model name or local path to start from (fine-tuning)")
+    config: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "inline model configuration to train from scratch: model_type and its fields"},
+    )
+    dtype: Literal["bfloat16", "float32"] = option("bfloat16", "type of the parameters")
+    attention: str = option("sdpa", "transformers' attn_implementation")
+
+    def __post_init__(self) -> None:
+        require(not (self.name and self.config), "set model.name or [model.config], not both")
+
+
+@dataclass(frozen=True)
+class RecipeConfig:
+    name: Literal["default", "paper", "leanest", "bf16"] = option("default", "the named overcoat.Recipe to start from")
+    kept_format: str | None = option(None, "replaces the recipe's 8-bit code of kept tensors: sqrt8, e4m3, int8")
+    group_size: int | None = option(None, "replaces the recipe's group size: 128, 64, 32, 16")
+    kept_attention: str | None = option(None, "replaces how Q, K, V, O are kept: 8bit, bf16")
+    checkpoint: str | None = option(None, 'replaces the recipe\'s recomputation: "block", or "none"')
+    grad_format: str | None = option(None, "replaces the format of output gradients: e5m2, e4m3")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = option(3e-4, "peak learning rate")
+    betas: list[float] = field(
+        default_factory=lambda: [0.9, 0.95], metadata={"help": "decay of the first and the second moment"}
+    )
+    eps: float = option(1e-8, "added to the root of the second moment")
+    weight_decay: float = option(0.1, "decoupled weight decay, on matrices only (not on norm weights and biases)")
+    moments: str | list[str] = field(
+        default="8bit",
+        metadata={"help": 'code of the moments: "8bit", "fp8", "bf16", "fp32", or a pair of codes'},
+    )
+    master: str = option("auto", 'what accompanies a BF16 weight: "auto", "bf16+8", "bf16+16" (exact FP32), "bf16"')
+    group_size: int = option(128, "elements that share one scale in the moments")
+    clip: float = option(1.0, "largest norm of the gradient over all parameters; 0 does not clip")
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"optimizer.lr = {self.lr}: must be above 0")
+        require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            f"optimizer.betas = {self.betas}: two numbers in [0, 1)",
+        )
+        require(self.clip >= 0, f"optimizer.clip = {self.clip}: 0 (off) or above")
+        require(
+            isinstance(self.moments, str) or len(self.moments) == 2,
+            f"optimizer.moments = {self.moments}: a name, or two codes such as ['sqrt8', 'log8']",
+        )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    kind: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "shape after the warm-up")
+    warmup_steps: int = option(100, "steps of linear warm-up from 0 to the peak")
+    decay_steps: int = option(0, "wsd only: length of the final linear decay; 0 means a fifth of all steps")
+    final_ratio: float = option(0.1, "learning rate at the end over the peak")
+
+    def __post_init__(self) -> None:
+        require(self.warmup_steps >= 0, f"schedule.warmup_steps = {self.warmup_steps}: 0 or above")
+        require(self.decay_steps >= 0, f"schedule.decay_steps = {self.decay_steps}: 0 or above")
+        require(0 <= self.final_ratio <= 1, f"schedule.final_ratio = {self.final_ratio}: between 0 and 1")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    files: list[str] = field(
+        default_factory=list,
+        metadata={"help": 'paths or patterns of .txt, .jsonl, .bin, ...; or "stdlib", "site-packages"'},
+    )
+    dataset: str = option("", "name for datasets.load_dataset; with data.files these become its data_files")
+    dataset_config: str = option("", "the configuration (second argument) of the dataset")
+    split: str = option("train", "split of the dataset to train on")
+    text_key: str = option("text", "field that holds the text, in JSONL and datasets")
+    token_dtype: Literal["uint16", "uint32"] = option("uint16", "element type of .bin files")
+    streaming: bool = option(False, "tokenize on the fly instead of once into data.cache_dir")
+    shuffle_rows: int = option(256, "streaming only: rows held back to draw the next one from")
+    max_bytes: int = option(0, "read at most this much text; 0 reads all")
+    sequence_length: int = option(1024, "tokens in a row")
+    document_mask: bool = option(
+        False, "keep attention and loss inside a document of a packed row (else EOS separates)"
+    )
+    held_out: float = option(0.01, "share of the text kept for evaluation, whole documents chosen by their content")
+    cache_dir: str = option("", "where tokens are kept; default: data/ in the run directory")
+
+    def __post_init__(self) -> None:
+        require(bool(self.files or self.dataset), "no data: set data.files or data.dataset")
+        require(self.sequence_length >= 2, f"data.sequence_length = {self.sequence_length}: at least 2")
+        require(0 < self.held_out < 1, f"data.held_out = {self.held_out}: between 0 and 1, both excluded")
+        require(self.shuffle_rows >= 1, f"data.shuffle_rows = {self.shuffle_rows}: at least 1 (no shuffling)")
+        require(
+            not (self.streaming and self.max_bytes),
+            "data.max_bytes does not apply to data.streaming: drop one",
+        )
+        binaries = [name for name in self.files if name.endswith(".bin")]
+        require(len(binaries) in (0, len(self.files)), "data.files mixes .bin with text: tokenize the text first")
+
+    @property
+    def is_tokens(self) -> bool:
+        """Whether the data are token binaries already."""
+        return bool(self.files) and not self.dataset and self.files[0].endswith(".bin")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    name: str = option("", "Hugging Face name or local path; default: the model's, else one trained on the data")
+    vocab_size: int = option(0, "train a byte-level BPE of this size on the data")
+    train_bytes: int = option(32_000_000, "text to train it on, taken evenly from the data")
+
+    def __post_init__(self) -> None:
+        require(not (self.name and self.vocab_size), "set tokenizer.name or tokenizer.vocab_size, not both")
+        require(
+            self.vocab_size == 0 or self.vocab_size >= 257,
+            f"tokenizer.vocab_size = {self.vocab_size}: a byte-level vocabulary needs 257 (bytes, EOS)",
+        )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    run_dir: str = option("", "everything the run writes goes here; default: runs/ and the config file's name")
+    steps: int = option(1000, "optimizer steps")
+    batch_size: int = option(8, "rows in one forward pass")
+    accumulation: int = option(1, "forward passes in one optimizer step")
+    seed: int = option(0, "of the model's initialisation, the data order and stochastic rounding")
+    device: str = option("auto", '"cuda", "cpu", or "auto"')
+    resume: str = option("auto", '"auto" (newest checkpoint of run_dir, if any), or the path of a checkpoint')
+    log_every: int = option(10, "steps between two reads of the loss from the device")
+    tensorboard: bool = option(True, "also write TensorBoard events")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulation", "log_every"):
+            require(getattr(self, name) >= 1, f"train.{name} = {getattr(self, name)}: at least 1")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = option(100, "steps between evaluations; 0 evaluates at the end only")
+    rows: int = option(64, "held-out rows to evaluate on, always the same")
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, f"eval.every = {self.every}: 0 (only at the end) or above")
+        require(self.rows >= 1, f"eval.rows = {self.rows}: at least 1")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = option(500, "steps between checkpoints; 0 writes one at the end only (and on SIGTERM or Ctrl-C)")
+    keep: int = option(2, "how many of the newest to keep")
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, f"checkpoint.every = {self.every}: 0 (only at the end) or above")
+        require(self.keep >= 1, f"checkpoint.keep = {self.keep}: at least 1")
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    prompt: str = option("", "text that the sample at the end continues; empty begins a new document")
+    tokens: int = option(64, "tokens to generate; 0 generates none")
+    temperature: float = option(0.8, "0 is greedy")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    name: str = option("BF16 + FP32 AdamW", "title of the second run in the table")
+    overrides: list[str] = field(
+        default_factory=list,
+        metadata={"help": 'train again with these changes, e.g. ["recipe.name=bf16", "optimizer.moments=fp32"]'},
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig
+    data: DataConfig
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
+
+    def __post_init__(self) -> None:
+        require(bool(self.model.name or self.model.config), "no model: set model.name or [model.config]")
+        warmup, steps = self.schedule.warmup_steps, self.train.steps
+        require(warmup < steps, f"schedule.warmup_steps = {warmup}: must be below train.steps = {steps}")
+        decay = self.schedule.decay_steps
+        require(
+            self.schedule.kind != "wsd" or warmup + decay <= steps,
+            f"schedule: warmup_steps + decay_steps = {warmup + decay} must not exceed train.steps = {steps}",
+        )

@@ -1,0 +1,213 @@
+"""From TOML and dotted arguments to a `Config`, and back.
+
+Every value meets the type hint of its dataclass field here: whole numbers widen to floats, one value stands
+for a list of one, nothing else is converted. An argument's text is read as a TOML value first and as bare
+text where that fails, so `train.device=cpu`, `optimizer.lr=1e-3` and `data.files='["a.txt", "b.txt"]'` all do
+what they look like.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import sys
+import types
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from overcoat.train.config import FREE_KEYS, Config, require
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def load_config(path: str | Path, arguments: list[str] | None = None) -> Config:
+    """Read `path`, apply dotted `section.key=value` arguments, check everything."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the config {path}: {error.strerror}") from error
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    values.setdefault("train", {}).setdefault("run_dir", f"runs/{path.stem}")
+    return build_config(values, arguments or [])
+
+
+def build_config(values: dict[str, Any], arguments: list[str]) -> Config:
+    """A Config from nested `values` and dotted `arguments`, which win."""
+    values = copy.deepcopy(values)
+    for argument in arguments:
+        _apply_argument(values, argument)
+    config: Config = _build(Config, values, "")
+    return config
+
+
+def _build(cls: type, values: Any, prefix: str) -> Any:
+    require(isinstance(values, dict), f"{prefix[:-1]} = {values!r}: expected a table [{prefix[:-1]}]")
+    hints = get_type_hints(cls)
+    for key in values:
+        if key not in hints:
+            raise ValueError(_unknown_key(prefix + key))
+    built = {}
+    for spec in fields(cls):
+        hint = hints[spec.name]
+        if is_dataclass(hint):
+            built[spec.name] = _build(hint, values.get(spec.name, {}), f"{prefix}{spec.name}.")  # type: ignore[arg-type]
+        elif spec.name in values:
+            built[spec.name] = _coerce(values[spec.name], hint, prefix + spec.name)
+    return cls(**built)
+
+
+def _apply_argument(values: dict[str, Any], argument: str) -> None:
+    """Set `section.key=value` (deeper for free tables: model.config.hidden_size=64) in `values`."""
+    key, separator, text = argument.partition("=")
+    require(bool(separator), f"{argument!r}: arguments look like section.key=value")
+    path = key.split(".")
+    hint: Any = Config
+    for depth, part in enumerate(path):
+        hints = get_type_hints(hint) if is_dataclass(hint) else {}
+        if part not in hints:
+            raise ValueError(_unknown_key(key))
+        hint = hints[part]
+        if get_origin(hint) is dict and depth < len(path) - 1:
+            hint = Any  # the keys of a free table are checked by whoever reads it
+            break
+    require(not is_dataclass(hint), f"{argument!r}: {key} is a section; set one of its keys, {key}.NAME=value")
+    table = values
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+        require(isinstance(table, dict), f"{argument!r}: {part} is not a table")
+    table[path[-1]] = _parse(text) if hint is Any else _coerce_text(text, hint, key)
+
+
+def _parse(text: str) -> Any:
+    """A TOML value, or the text itself where it is none: `lr=1e-3`, `name=gpt2`, `files=["a", "b"]`."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _coerce_text(text: str, hint: Any, key: str) -> Any:
+    try:
+        return _coerce(_parse(text), hint, key)
+    except ValueError as error:
+        try:
+            return _coerce(text, hint, key)
+        except ValueError:
+            raise error from None
+
+
+def _coerce(value: Any, hint: Any, key: str) -> Any:
+    """`value` as `hint` demands, widening only int -> float and one element -> list of one."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        for choice in arguments:
+            if choice is not type(None) and (get_origin(choice) is not list or isinstance(value, list)):
+                try:
+                    return _coerce(value, choice, key)
+                except ValueError:
+                    continue
+    elif origin is Literal:
+        if value in arguments:
+            return value
+    elif origin is list:
+        return [_coerce(element, arguments[0], key) for element in (value if isinstance(value, list) else [value])]
+    elif origin is dict:
+        if isinstance(value, dict):
+            return value
+    elif type(value) is hint:
+        return value
+    elif hint is float and type(value) is int:
+        return float(value)
+    raise ValueError(f"{key} = {value!r}: expected {_describe(hint)}")
+
+
+def _describe(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, arguments))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe(choice) for choice in arguments if choice is not type(None))
+    if origin is list:
+        return f"a list of {_describe(arguments[0])}"
+    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    return names.get(hint, "a table")
+
+
+def all_keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key with its dataclass field."""
+    found: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    for spec in fields(cls):
+        if is_dataclass(hints[spec.name]):
+            found |= all_keys(hints[spec.name], f"{prefix}{spec.name}.")
+        else:
+            found[prefix + spec.name] = spec
+    return found
+
+
+def _unknown_key(key: str) -> str:
+    """Nearest first by the last part alone (train.lr -> optimizer.lr), then by the whole key
+    (optimiser.lr)."""
+    leaves = {name.rpartition(".")[2]: name for name in all_keys()}
+    leaf = key.rpartition(".")[2]
+    nearest = difflib.get_close_matches(key, [*all_keys(), *(spec.name for spec in fields(Config))], n=1, cutoff=0.7)
+    if leaf in leaves or not nearest:
+        nearest = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1)] or nearest
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"unknown key {key}{hint} (overcoat train --keys lists all)"
+
+
+def help_text() -> str:
+    """All keys with default and explanation, one per line."""
+    lines = []
+    for key, spec in all_keys().items():
+        default = spec.default if spec.default is not MISSING else spec.default_factory()
+        lines.append(f"{key} = {json.dumps(default)}\n    {spec.metadata['help']}")
+    return "\n".join(lines)
+
+
+def dump_toml(config: Config) -> str:
+    """The resolved configuration as TOML that `load_config` reads back to an equal Config."""
+    lines: list[str] = []
+    _dump_table(asdict(config), "", lines)
+    return "\n".join(lines) + "\n"
+
+
+def _dump_table(table: dict[str, Any], name: str, lines: list[str]) -> None:
+    """JSON's numbers, strings, booleans and lists are TOML too; None is left out, which means the default."""
+    if name:
+        lines.append(f"\n[{name}]" if lines else f"[{name}]")
+    for key, value in table.items():
+        if value is not None and not isinstance(value, dict):
+            lines.append(f"{key} = {json.dumps(value)}")
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            _dump_table(value, f"{name}.{key}" if name else key, lines)
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """Keys, outside FREE_KEYS, in which two configurations differ: "optimizer.lr: 0.001 -> 0.002"."""
+    before, after = _flatten(asdict(old)), _flatten(asdict(new))
+    return [
+        f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not key.startswith(FREE_KEYS)
+    ]
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

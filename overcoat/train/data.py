@@ -1,0 +1,167 @@
+"""Tokens in, packed batches out, with a position that fits in a checkpoint.
+
+Packing: the documents of an epoch, each ended by EOS, form one long stream of tokens, cut into rows of T
+tokens. A row is stored with one token more, so inputs are row[:-1] and labels row[1:]; nothing is padded.
+
+    PackedRows    tokens in a file, mapped into memory. Seed and epoch alone decide the order of documents in
+                  the stream and of the rows drawn from it, so the position is (epoch, rows done).
+    StreamedRows  text tokenized on the way. Rows wait in a pool from which the next one is drawn; the
+                  position is the source's own, the pool, the tokens not yet in a row, and the generator.
+
+With `document_mask`, `position_ids` restart after every EOS (transformers turns that into a block-diagonal
+attention mask) and the label that would cross from one document into the next is IGNORED.
+
+Legend: B rows, T sequence length, D documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from overcoat.train.sources import DocumentStream
+from overcoat.train.tokenizer import encode
+
+IGNORED = -100
+ENCODED_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward pass: everything int64 on one device."""
+
+    input_ids: torch.Tensor  # (B, T)
+    labels: torch.Tensor  # (B, T), already shifted: labels[:, t] follows input_ids[:, t]
+    position_ids: torch.Tensor | None  # (B, T) under document_mask
+    num_labels: int  # labels that count, known without asking the device
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on `device`; the copy to a GPU does not wait for the work queued there."""
+        if device.type == "cpu":
+            return self
+        moved = [
+            tensor if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
+            for tensor in (self.input_ids, self.labels, self.position_ids)
+        ]
+        return Batch(moved[0], moved[1], moved[2], self.num_labels)  # type: ignore[arg-type]
+
+
+def make_batch(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> Batch:
+    """Split rows (B, T + 1) into inputs and labels."""
+    rows = torch.from_numpy(rows_BT)
+    inputs, labels = rows[:, :-1].clone(), rows[:, 1:].clone()  # the two overlap in `rows`, and labels are edited
+    if not document_mask or eos is None:
+        return Batch(inputs, labels, None, labels.numel())
+    places = torch.arange(inputs.shape[1]).expand_as(inputs)
+    is_start = torch.zeros_like(inputs, dtype=torch.bool)
+    is_start[:, 1:] = inputs[:, :-1] == eos
+    starts = torch.where(is_start, places, 0).cummax(dim=1).values
+    labels[inputs == eos] = IGNORED
+    return Batch(inputs, labels, places - starts, int((labels != IGNORED).sum()))
+
+
+class RowSource(Protocol):
+    """Where training rows come from."""
+
+    def next_rows(self, count: int) -> np.ndarray:
+        """The next `count` rows, (count, T + 1) int64."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class PackedRows:
+    """Rows over tokens (N,) on disk whose documents are the ranges `documents` (D, 2), EOS included."""
+
+    def __init__(self, tokens: Any, documents: np.ndarray, length: int, seed: int, shuffle: bool = True):
+        self.tokens, self.documents, self.length = tokens, documents, length
+        self.seed, self.shuffle = seed, shuffle
+        self.num_rows = max(0, (int((documents[:, 1] - documents[:, 0]).sum()) - 1) // length)
+        self.epoch, self.num_done = 0, 0
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Lay out this epoch: documents in a new order, then rows in a new order."""
+        generator = np.random.default_rng([self.seed, self.epoch])
+        ranges = self.documents[generator.permutation(len(self.documents))] if self.shuffle else self.documents
+        self._begins = ranges[:, 0]
+        self._ends = np.cumsum(ranges[:, 1] - ranges[:, 0])
+        self._rows = generator.permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)
+
+    def next_rows(self, count: int) -> np.ndarray:
+        rows = np.empty((count, self.length + 1), dtype=np.int64)
+        for row in rows:
+            if self.num_done == self.num_rows:
+                self.epoch, self.num_done = self.epoch + 1, 0
+                self._arrange()
+            self._gather(int(self._rows[self.num_done]) * self.length, row)
+            self.num_done += 1
+        return rows
+
+    def _gather(self, start: int, row: np.ndarray) -> None:
+        """Fill `row` from position `start` of the epoch's stream, across as many documents as it takes."""
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        filled = 0
+        while filled < len(row):
+            size = min(len(row) - filled, int(self._ends[index]) - start)
+            length = int(self._ends[index]) - (int(self._ends[index - 1]) if index else 0)
+            begin = int(self._begins[index]) + length - (int(self._ends[index]) - start)
+            row[filled : filled + size] = self.tokens[begin : begin + size]
+            filled, start, index = filled + size, start + size, index + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "num_done": self.num_done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.num_done = state["epoch"], state["num_done"]
+        self._arrange()
+
+
+class StreamedRows:
+    """Rows from documents tokenized on the way, leaving out the held-out ones."""
+
+    def __init__(self, stream: DocumentStream, tokenizer: Any, length: int, pool_rows: int, is_held_out: Any):
+        self.stream, self.tokenizer, self.length = stream, tokenizer, length
+        self.pool_rows, self.is_held_out = pool_rows, is_held_out
+        self._generator = torch.Generator().manual_seed(stream.seed)
+        self._pool: list[np.ndarray] = []
+        self._pending = np.empty(0, dtype=np.int64)
+
+    def next_rows(self, count: int) -> np.ndarray:
+        return np.stack([self._draw() for _ in range(count)])
+
+    def _draw(self) -> np.ndarray:
+        while len(self._pool) < self.pool_rows:
+            self._refill()
+        index = int(torch.randint(len(self._pool), (), generator=self._generator))
+        self._pool[index], self._pool[-1] = self._pool[-1], self._pool[index]
+        return self._pool.pop()
+
+    def _refill(self) -> None:
+        texts = [text for text in self.stream.take(ENCODED_AT_ONCE) if text.strip() and not self.is_held_out(text)]
+        encoded = [np.asarray(ids, dtype=np.int64) for ids in encode(self.tokenizer, texts)]
+        pending = np.concatenate([self._pending, *encoded])
+        num_rows = max(0, (len(pending) - 1) // self.length)
+        for row in range(num_rows):
+            start = row * self.length
+            self._pool.append(pending[start : start + self.length + 1].copy())
+        self._pending = pending[num_rows * self.length :].copy()
+
+    def state_dict(self) -> dict[str, Any]:
+        pool = np.stack(self._pool) if self._pool else np.empty((0, self.length + 1), dtype=np.int64)
+        return {
+            "stream": self.stream.state_dict(),
+            "pool": torch.from_numpy(pool),
+            "pending": torch.from_numpy(self._pending.copy()),
+            "generator": self._generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stream.load_state_dict(state["stream"])
+        self._pool = list(state["pool"].numpy())
+        self._pending = state["pending"].numpy()
+        self._generator.set_state(state["generator"])

@@ -1,0 +1,226 @@
+"""The training loop: one optimizer step, an evaluation, and the loop that calls them.
+
+One step with A accumulated batches, N labels in all of them and gradient g (summed over the batches):
+
+    loss = sum of -log p(label) / N                 every token counts the same, in whichever batch it is
+    g    = g * min(1, clip / |g|)                   inside overcoat.AdamW, |g| over all parameters in FP32
+    AdamW with lr(step)                             which leaves the weights alone where |g| is not finite
+
+Nothing here makes the host wait for the GPU within a step: losses and norms stay on the device until the next log
+interval, where they are read together, checked (a loss that is not finite ends the run before it can reach a
+checkpoint) and written, one row per step. The logits become FP32 once, inside log_softmax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from overcoat import memory
+from overcoat.train.config import Config
+from overcoat.train.data import Batch, make_batch
+from overcoat.train.metrics import MetricsLog, ProgressReport, Row, peak_bytes
+from overcoat.train.schedule import multiplier
+from overcoat.train.state import TrainState
+
+
+class RunStoppedError(Exception):
+    """SIGTERM or Ctrl-C ended the run after a complete step; `checkpoint` continues it."""
+
+    def __init__(self, signum: int, checkpoint: Path):
+        super().__init__(f"{signal.Signals(signum).name}: stopped after writing {checkpoint}")
+        self.signum, self.checkpoint = signum, checkpoint
+
+
+class StopRequest:
+    """Turns SIGTERM and the first Ctrl-C into a request the loop honours between two steps; a second Ctrl-C
+    insists."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                self._previous[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def _handle(self, signum: int, _frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and self.signum is not None:
+            raise KeyboardInterrupt
+        self.signum = signum
+
+
+@dataclass
+class StepRecord:
+    """What one step leaves behind; the tensors are on the device, unread."""
+
+    step: int
+    lr: float
+    num_tokens: int
+    loss: torch.Tensor  # () fp32
+    gradient_norm: torch.Tensor  # () fp32, before clipping
+
+
+def summed_loss(model: Any, batch: Batch) -> torch.Tensor:
+    """Sum of the cross-entropy over the batch's labels, () fp32."""
+    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits  # (B, T, V)
+    log_probabilities = F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32)
+    return F.nll_loss(log_probabilities, batch.labels.flatten(), reduction="sum")
+
+
+def train_step(state: TrainState, config: Config) -> StepRecord:
+    """One optimizer step over `train.accumulation` batches."""
+    lr = config.optimizer.lr * multiplier(config.schedule, state.step, config.train.steps)
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    batches = [
+        make_batch(state.rows.next_rows(config.train.batch_size), state.eos, config.data.document_mask)
+        for _ in range(config.train.accumulation)
+    ]
+    num_labels = sum(batch.num_labels for batch in batches)
+    total = torch.zeros((), device=state.device)
+    for batch in batches:
+        with _measured(state):
+            loss = summed_loss(state.model, batch.to(state.device)) / num_labels
+        loss.backward()
+        total += loss.detach()
+    state.optimizer.step(clip_grad_norm=config.optimizer.clip or None)
+    norm = state.optimizer.grad_norm
+    assert norm is not None
+    state.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    num_tokens = sum(batch.input_ids.numel() for batch in batches)
+    state.num_tokens += num_tokens
+    return StepRecord(state.step, lr, num_tokens, total, norm)
+
+
+@contextlib.contextmanager
+def _measured(state: TrainState) -> Any:
+    """Count what the very first forward pass keeps for its backward; every later one keeps the same."""
+    if state.kept_bytes:
+        yield
+        return
+    with memory.record_kept(state.model) as kept:
+        yield
+    state.kept_bytes, state.kept_table = kept.total_bytes, str(kept)
+
+
+def evaluate(state: TrainState, config: Config, rows: np.ndarray) -> float:
+    """Mean loss per label over held-out rows (rows, T + 1), in eval mode."""
+    state.model.eval()
+    total = torch.zeros((), device=state.device, dtype=torch.float64)
+    num_labels = 0
+    with torch.no_grad():
+        for start in range(0, len(rows), config.train.batch_size):
+            chunk = rows[start : start + config.train.batch_size]
+            batch = make_batch(chunk, state.eos, config.data.document_mask)
+            total += summed_loss(state.model, batch.to(state.device))
+            num_labels += batch.num_labels
+    state.model.train()
+    return float(total) / num_labels
+
+
+def check_finite(rows: list[Row]) -> None:
+    """Steps with an infinite gradient were skipped and are only marked; a loss that is lost ends the run."""
+    for row in rows:
+        if not math.isfinite(row["gradient_norm"]):
+            row["gradient_norm"] = None
+    skipped = sum(row["gradient_norm"] is None for row in rows)
+    bad = next((row for row in rows if not math.isfinite(row["loss"])), None)
+    if bad is not None or skipped == len(rows):
+        what = f"the loss is {bad['loss']}" if bad else "no gradient since the last report was finite"
+        raise FloatingPointError(
+            f"step {(bad or rows[-1])['step']}: {what}, and this reached no checkpoint; "
+            "lower optimizer.lr or lengthen schedule.warmup_steps"
+        )
+
+
+class IntervalLog:
+    """Collects step records and turns them into rows at each log interval, with the rate since the last
+    one."""
+
+    def __init__(self, log: MetricsLog, report: ProgressReport, device: torch.device):
+        self._log, self._report, self._device = log, report, device
+        self._records: list[StepRecord] = []
+        self._mark = time.perf_counter()
+
+    def add(self, record: StepRecord) -> None:
+        self._records.append(record)
+
+    def flush(self) -> None:
+        """Read the pending losses from the device and write their rows."""
+        if not self._records:
+            return
+        pairs = [torch.stack((record.loss, record.gradient_norm)) for record in self._records]
+        values = torch.stack(pairs).tolist()
+        seconds = time.perf_counter() - self._mark
+        common = {
+            "tokens_per_second": round(sum(record.num_tokens for record in self._records) / seconds, 1),
+            "peak_bytes": peak_bytes(self._device),
+        }
+        rows = [
+            {"kind": "train", "step": record.step, "loss": loss, "lr": record.lr, "gradient_norm": norm, **common}
+            for record, (loss, norm) in zip(self._records, values, strict=True)
+        ]
+        self._records.clear()
+        check_finite(rows)
+        self._log.write(*rows)
+        self._report.update(rows[-1]["step"], rows[-1])
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave what happened since the last flush (an evaluation, a checkpoint) out of the rate."""
+        self._mark = time.perf_counter()
+
+
+def train_steps(
+    state: TrainState,
+    config: Config,
+    held_out: np.ndarray,
+    log: MetricsLog,
+    report: ProgressReport,
+    save: Callable[[], Path],
+) -> None:
+    """Train until `train.steps`, evaluate and save when due; a stop request saves and raises
+    RunStoppedError."""
+
+    def due(every: int) -> bool:
+        return state.step == config.train.steps or bool(every and state.step % every == 0)
+
+    state.model.train()
+    interval = IntervalLog(log, report, state.device)
+    with StopRequest() as stop:
+        while state.step < config.train.steps:
+            interval.add(train_step(state, config))
+            if due(config.train.log_every) or state.step == 1:
+                interval.flush()
+            if due(config.eval.every) and stop.signum is None:
+                interval.flush()
+                loss = evaluate(state, config, held_out)
+                log.write({"kind": "eval", "step": state.step, "loss": loss})
+                report.say(f"step {state.step}  held-out loss {loss:.4f}")
+                interval.restart_clock()
+            if due(config.checkpoint.every) or stop.signum is not None:
+                interval.flush()
+                path = save()
+                if stop.signum is not None and state.step < config.train.steps:
+                    raise RunStoppedError(stop.signum, path)
+                interval.restart_clock()

@@ -1,0 +1,211 @@
+"""A whole run: from a configuration to a trained, exported model and its figures; twice where a comparison is
+wanted.
+
+RUN_DIR/config.toml      the resolved configuration
+        data/            tokens and tokenizer
+        checkpoints/     step-00000500/ ... (see checkpoint.py for what resumes and what is an error)
+        metrics.jsonl    one row per step; tensorboard/ has the same numbers
+        export/          the model as a Hugging Face folder
+        loss.png, kept.txt, results.json
+        twin/            the same of the run that [compare] asks for, on the same tokens
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import overcoat
+from overcoat import memory
+from overcoat.train.build import build_model, choose_device, make_optimizer, make_recipe
+from overcoat.train.checkpoint import (
+    RECORDED_CONFIG,
+    checkpoint_dir,
+    choose_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    set_aside_newer,
+    write_model,
+)
+from overcoat.train.config import Config
+from overcoat.train.configfile import build_config, dump_toml
+from overcoat.train.corpus import Corpus, open_corpus
+from overcoat.train.files import sweep, write_directory
+from overcoat.train.loop import evaluate, train_steps
+from overcoat.train.metrics import MetricsLog, ProgressReport, peak_bytes, read_metrics
+from overcoat.train.state import TrainState
+
+
+@dataclass
+class RunResult:
+    """The figures of one finished run."""
+
+    title: str
+    steps: int
+    num_tokens: int
+    num_parameters: int
+    train_loss: float  # mean over the last tenth of the steps
+    held_out_loss: float
+    tokens_per_second: float  # median over log intervals
+    peak_bytes: int
+    kept_bytes: int  # of one forward pass, for its backward
+    optimizer_bytes: int
+    device: str
+    checkpoint: str
+    export: str
+    metrics: str
+    sample: str
+
+
+def run(config: Config, console: Console) -> list[RunResult]:
+    """The configured run, then its twin if [compare] asks for one; both resume if they were interrupted."""
+    twin = twin_config(config) if config.compare.overrides else None
+    results = [run_once(config, console, "Overcoat")]
+    if twin is not None:
+        results.append(run_once(twin, console, config.compare.name))
+    return results
+
+
+def twin_config(config: Config) -> Config:
+    """The configuration of the run to compare with: same tokens, seed and steps, and what `compare.overrides`
+    changes."""
+    run_dir = Path(config.train.run_dir)
+    mine = replace(
+        config,
+        compare=replace(config.compare, overrides=[]),
+        train=replace(config.train, run_dir=str(run_dir / "twin"), resume="auto"),
+        data=replace(config.data, cache_dir=config.data.cache_dir or str(run_dir / "data")),
+        sample=replace(config.sample, tokens=0),
+    )
+    return build_config(asdict(mine), config.compare.overrides)
+
+
+def run_once(config: Config, console: Console, title: str) -> RunResult:
+    """Train (or go on training) one model and finish it."""
+    start_from = choose_checkpoint(config)
+    device = choose_device(config.train.device)
+    recipe = make_recipe(config.recipe)
+    run_dir = Path(config.train.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with locked(run_dir):
+        say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        corpus = open_corpus(config, say)
+        state, report = make_state(config, corpus, device, recipe)
+        say(str(report))
+        folder = checkpoint_dir(config)
+        if start_from is not None:
+            load_checkpoint(start_from, state)
+            say(f"resuming from {start_from}")
+        if folder.exists():
+            sweep(folder)
+            set_aside_newer(folder, state.step)
+        (run_dir / RECORDED_CONFIG).write_text(dump_toml(config), encoding="utf-8")
+        return _train_and_finish(config, console, title, corpus, state)
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold `run_dir` for this process; the system lets go of it even when the process is killed."""
+    with (run_dir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another process is training in {run_dir}: choose another train.run_dir") from error
+        yield
+
+
+def make_state(
+    config: Config, corpus: Corpus, device: torch.device, recipe: overcoat.Recipe
+) -> tuple[TrainState, overcoat.Report]:
+    """Model, optimizer and data at step 0, and what `convert` did."""
+    model = build_model(config, corpus.tokenizer).to(device)
+    report = overcoat.convert(model, recipe)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    state = TrainState(
+        model=model,
+        optimizer=make_optimizer(model, config.optimizer, config.train.seed),
+        rows=corpus.rows,
+        data_identity=corpus.identity,
+        eos=corpus.eos,
+        device=device,
+    )
+    return state, report
+
+
+def _train_and_finish(config: Config, console: Console, title: str, corpus: Corpus, state: TrainState) -> RunResult:
+    run_dir = Path(config.train.run_dir)
+    log = MetricsLog(config, state.step)
+    report = ProgressReport(console, title, config.train.steps, state.step)
+    try:
+        train_steps(
+            state,
+            config,
+            corpus.held_out,
+            log,
+            report,
+            lambda: save_checkpoint(state, config, corpus.tokenizer),
+        )
+        if state.step not in read_metrics(run_dir / "metrics.jsonl")["eval"]:
+            log.write({"kind": "eval", "step": state.step, "loss": evaluate(state, config, corpus.held_out)})
+    finally:
+        report.close()
+        log.close()
+    if state.kept_table:
+        (run_dir / "kept.txt").write_text(state.kept_table + "\n", encoding="utf-8")
+    export = run_dir / "export"
+    write_directory(export, lambda folder: write_model(state.model, corpus.tokenizer, folder), {"step": state.step})
+    return _result(config, title, corpus, state, export)
+
+
+def _result(config: Config, title: str, corpus: Corpus, state: TrainState, export: Path) -> RunResult:
+    metrics_path = Path(config.train.run_dir) / "metrics.jsonl"
+    metrics = read_metrics(metrics_path)
+    last = list(metrics["train"].values())[-max(1, config.train.steps // 10) :]
+    return RunResult(
+        title=title,
+        steps=state.step,
+        num_tokens=state.num_tokens,
+        num_parameters=sum(parameter.numel() for parameter in state.model.parameters()),
+        train_loss=statistics.fmean(row["loss"] for row in last),
+        held_out_loss=metrics["eval"][state.step]["loss"],
+        tokens_per_second=statistics.median(row["tokens_per_second"] for row in metrics["train"].values()),
+        peak_bytes=peak_bytes(state.device),
+        kept_bytes=state.kept_bytes,
+        optimizer_bytes=memory.optimizer_bytes(state.optimizer),
+        device=torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "CPU",
+        checkpoint=str(list_checkpoints(checkpoint_dir(config))[-1]),
+        export=str(export),
+        metrics=str(metrics_path),
+        sample=generate_sample(config, corpus, state),
+    )
+
+
+def generate_sample(config: Config, corpus: Corpus, state: TrainState) -> str:
+    """Text that the trained model writes after `sample.prompt`; leaves the global generators as they were."""
+    tokenizer, wanted = corpus.tokenizer, config.sample
+    if tokenizer is None or not wanted.tokens:
+        return ""
+    ids = tokenizer(wanted.prompt).input_ids or [tokenizer.eos_token_id]
+    inputs = torch.tensor([ids], device=state.device)
+    state.model.eval()
+    choice = {"do_sample": True, "temperature": wanted.temperature, "top_k": 50} if wanted.temperature else {}
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(config.train.seed)
+        output = state.model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=wanted.tokens,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            **choice,
+        )
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))

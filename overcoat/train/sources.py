@@ -1,0 +1,179 @@
+"""Where text comes from: files, Python's own source, JSONL, or a `datasets` name, all seen as documents.
+
+`documents(config)` yields every document once, in an order that depends on names only and is not alphabetical
+(sorted by the checksum of the name): any prefix is a fair sample, for the tokenizer or under
+`data.max_bytes`.
+
+    "stdlib"          the .py files of the running Python, without tests and tables (STDLIB_SKIPPED)
+    "site-packages"   the .py files of everything installed beside it
+    *.jsonl           one JSON object per line, its `data.text_key`
+    other files       one document each; a file above CORPUS_BYTES is a corpus rather than a document and is
+                      cut at line ends into pieces of PIECE_BYTES, so that some of it can be held out
+    data.dataset      datasets.load_dataset(..., streaming=True): nothing is downloaded ahead or copied
+
+`DocumentStream` walks the same documents again and again, reshuffled in each epoch, and can say where it
+stands: for local files (epoch, documents done), for a dataset the state of its own iterator.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import site
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from overcoat.train.config import DataConfig
+from overcoat.train.extras import load_extra
+
+CORPUS_BYTES = 1 << 18
+PIECE_BYTES = 1 << 16
+NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__"}
+# Tests, which distributions leave out, and tables of characters and help texts, which are not code.
+STDLIB_SKIPPED = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+def find_files(patterns: list[str]) -> list[Path]:
+    """The files behind `data.files`, each once, ordered by the checksum of the name."""
+    found: dict[Path, str] = {}
+    for pattern in patterns:
+        if pattern == "stdlib":
+            matches = list(_python_files(Path(sysconfig.get_paths()["stdlib"]), NOT_SOURCE | STDLIB_SKIPPED))
+        elif pattern == "site-packages":
+            matches = [match for root in _package_roots() for match in _python_files(root, {"__pycache__"})]
+        else:
+            named = [Path(name) for name in glob.glob(pattern, recursive=True)]
+            matches = [(path, path.name) for path in named if path.is_file()]
+        if not matches:
+            raise ValueError(f"data.files: nothing found for {pattern!r} (looked from {Path.cwd()})")
+        found |= {path.resolve(): name for path, name in matches}
+    return sorted(found, key=lambda path: (zlib.crc32(found[path].encode()), str(path)))
+
+
+def _python_files(root: Path, excluded: set[str]) -> Iterator[tuple[Path, str]]:
+    """Every .py file below `root` with its name relative to it, which is the same on every machine."""
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        if excluded.isdisjoint(relative.parts) and path.is_file():
+            yield path, str(relative)
+
+
+def _package_roots() -> list[Path]:
+    paths = {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"], *site.getsitepackages()}
+    return sorted(Path(path) for path in paths if Path(path).is_dir())
+
+
+def read_documents(path: Path, text_key: str) -> Iterator[str]:
+    """The documents of one file."""
+    if path.suffix == ".jsonl":
+        yield from _read_jsonl(path, text_key)
+        return
+    if path.stat().st_size <= CORPUS_BYTES:
+        yield path.read_text(encoding="utf-8", errors="replace")
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while lines := file.readlines(PIECE_BYTES):
+            yield "".join(lines)
+
+
+def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    text = json.loads(line)[text_key]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{path}:{number}: no JSON object with text under {text_key!r}") from error
+                yield str(text)
+
+
+def open_dataset(config: DataConfig) -> Any:
+    """The streaming `datasets.IterableDataset` that the configuration names."""
+    datasets = load_extra("datasets", "hf", f"data.dataset = {config.dataset!r}")
+    name = config.dataset_config or None
+    files = config.files or None
+    try:
+        return datasets.load_dataset(config.dataset, name, data_files=files, split=config.split, streaming=True)
+    except (FileNotFoundError, ConnectionError, ValueError) as error:
+        raise ValueError(f"data.dataset = {config.dataset!r}: {error}") from error
+
+
+def documents(config: DataConfig) -> Iterator[str]:
+    """Every document once, exact duplicates and empty ones left out, at most `data.max_bytes` of text."""
+    seen: set[int] = set()
+    num_bytes = 0
+    for text in _all_documents(config):
+        key = hash(text)
+        if not text.strip() or key in seen:
+            continue
+        seen.add(key)
+        num_bytes += len(text)
+        if config.max_bytes and num_bytes > config.max_bytes:
+            return
+        yield text
+
+
+def _all_documents(config: DataConfig) -> Iterator[str]:
+    if config.dataset:
+        for example in open_dataset(config):
+            yield _text_of(example, config)
+    else:
+        for path in find_files(config.files):
+            yield from read_documents(path, config.text_key)
+
+
+def _text_of(example: dict[str, Any], config: DataConfig) -> str:
+    if config.text_key not in example:
+        keys = ", ".join(example)
+        raise ValueError(f"data.text_key = {config.text_key!r}: the dataset's fields are {keys}")
+    return str(example[config.text_key])
+
+
+class DocumentStream:
+    """Documents without end, reshuffled in each epoch, with a position that can be saved and restored.
+
+    Local files are visited in an order drawn from (seed, epoch); a dataset reorders its shards by itself.
+    """
+
+    def __init__(self, config: DataConfig, seed: int):
+        self.config, self.seed = config, seed
+        self.epoch, self.num_done = 0, 0
+        self._dataset = open_dataset(config).shuffle(seed=seed, buffer_size=1) if config.dataset else None
+        self._files = [] if config.dataset else find_files(config.files)
+        self._iterator = self._open()
+
+    def take(self, count: int) -> list[str]:
+        """The next `count` documents, fewer at the end of an epoch."""
+        taken = [text for _, text in zip(range(count), self._iterator, strict=False)]
+        self.num_done += len(taken)
+        if len(taken) < count:
+            if not self.num_done:
+                raise ValueError("the data hold no documents")
+            self.epoch, self.num_done = self.epoch + 1, 0
+            self._iterator = self._open()
+        return taken
+
+    def _open(self) -> Iterator[str]:
+        if self._dataset is not None:
+            self._dataset.set_epoch(self.epoch)
+            return (_text_of(example, self.config) for example in self._dataset)
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self._files))
+        return (text for index in order for text in read_documents(self._files[index], self.config.text_key))
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = self._dataset.state_dict() if self._dataset is not None and self.num_done else None
+        return {"epoch": self.epoch, "num_done": self.num_done, "dataset": inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.num_done = state["epoch"], state["num_done"]
+        if self._dataset is not None and state["dataset"] is not None:
+            self._dataset.load_state_dict(state["dataset"])
+        self._iterator = self._open()
+        if self._dataset is None:
+            for _ in range(self.num_done):
+                next(self._iterator)

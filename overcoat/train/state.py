@@ -1,0 +1,79 @@
+"""Everything that changes while training, in one object: what a checkpoint holds is what this holds.
+
+The learning-rate schedule is a function of the step and needs no state of its own. `rng_state` covers every
+generator that a model or a library might draw from (dropout, for one); stochastic rounding has its own inside
+the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import overcoat
+from overcoat.train.data import RowSource
+
+# What load_state_dict takes from the checkpoint although the configuration says it, and may say it anew.
+RECONFIGURABLE = ("betas", "eps", "weight_decay")
+
+
+@dataclass
+class TrainState:
+    model: Any
+    optimizer: overcoat.AdamW
+    rows: RowSource
+    data_identity: str
+    eos: int | None
+    device: torch.device
+    step: int = 0
+    num_tokens: int = 0
+    kept_bytes: int = 0  # kept for the backward by one forward pass; 0 until measured
+    kept_table: str = ""
+
+    def training_dict(self) -> dict[str, Any]:
+        """All but the model's weights, as plain containers and tensors (loadable with weights_only)."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "rows": self.rows.state_dict(),
+            "data_identity": self.data_identity,
+            "rng": rng_state(),
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "kept_bytes": self.kept_bytes,
+        }
+
+    def load_training_dict(self, saved: dict[str, Any]) -> None:
+        chosen = [{key: group[key] for key in RECONFIGURABLE} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(saved["optimizer"])
+        for group, options in zip(self.optimizer.param_groups, chosen, strict=True):
+            group.update(options)
+        self.rows.load_state_dict(saved["rows"])
+        self.step, self.num_tokens, self.kept_bytes = saved["step"], saved["num_tokens"], saved["kept_bytes"]
+        set_rng_state(saved["rng"])
+
+
+def rng_state() -> dict[str, Any]:
+    """The global generators of Python, NumPy and PyTorch."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_state(saved: dict[str, Any]) -> None:
+    """Put the global generators back; GPUs that are not here any more are left out."""
+    version, numbers, gauss = saved["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = saved["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(saved["torch"])
+    for index, state in enumerate(saved["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, index)

@@ -1,0 +1,119 @@
+"""What a run leaves for its reader: a table, a loss plot, a JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from overcoat.train.extras import load_extra
+from overcoat.train.metrics import format_bytes, read_metrics
+from overcoat.train.run import RunResult
+
+# Line of the table: label, figure, how it is written, how a second run relates to the first.
+Line = tuple[str, Callable[[RunResult], float], Callable[[float], str], Callable[[float, float], str]]
+
+
+def _percent(mine: float, other: float) -> str:
+    return f"{100 * (mine / other - 1):+.2f} %"
+
+
+def _times(mine: float, other: float) -> str:
+    return f"{mine / other:.3f} x" if other else ""
+
+
+LINES: tuple[Line, ...] = (
+    ("train loss, last tenth", lambda r: r.train_loss, "{:.4f}".format, _percent),
+    ("held-out loss", lambda r: r.held_out_loss, "{:.4f}".format, _percent),
+    ("kept for the backward", lambda r: r.kept_bytes, format_bytes, _times),
+    ("optimizer state", lambda r: r.optimizer_bytes, format_bytes, _times),
+    ("optimizer bytes / parameter", lambda r: r.optimizer_bytes / r.num_parameters, "{:.2f}".format, _times),
+    ("tokens / s (median)", lambda r: r.tokens_per_second, "{:,.0f}".format, _times),
+)
+GPU_LINE: Line = ("peak GPU memory", lambda r: r.peak_bytes, format_bytes, _times)
+
+
+def summarize(results: list[RunResult], run_dir: Path, console: Console) -> dict[str, Any]:
+    """Write loss.png and results.json, print the table, the sample and the places; returns what results.json
+    holds."""
+    plot = run_dir / "loss.png"
+    plot_losses(results, plot)
+    summary: dict[str, Any] = {"runs": [asdict(result) for result in results], "plot": str(plot)}
+    if len(results) == 2:
+        summary["held_out_gap"] = results[0].held_out_loss / results[1].held_out_loss - 1
+    (run_dir / "results.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    console.print(_table(results))
+    first = results[0]
+    if first.sample:
+        console.print(Panel(Text(first.sample), title="a sample", title_align="left"))
+    for label, place in (
+        ("checkpoint", first.checkpoint),
+        ("model (Hugging Face)", first.export),
+        ("loss plot", str(plot)),
+        ("metrics", first.metrics),
+        ("these figures", str(run_dir / "results.json")),
+    ):
+        console.print(f"{label:22s}{place}", highlight=False, markup=False, soft_wrap=True)
+    return summary
+
+
+def _table(results: list[RunResult]) -> Table:
+    first = results[0]
+    table = Table()
+    table.add_column(f"{first.num_parameters / 1e6:.1f} M parameters, {first.num_tokens / 1e6:.2f} M tokens")
+    for result in results:
+        table.add_column(result.title, justify="right")
+    if len(results) == 2:
+        table.add_column("", justify="right")
+    for label, figure, write, relate in (*LINES, *((GPU_LINE,) if first.device != "CPU" else ())):
+        values = [figure(result) for result in results]
+        relation = [relate(*values)] if len(results) == 2 else []
+        table.add_row(label, *map(write, values), *relation)
+    return table
+
+
+def plot_losses(results: list[RunResult], path: Path) -> None:
+    """Training loss (running mean over a fiftieth of the steps) and held-out loss over tokens, one colour per
+    run."""
+    load_extra("matplotlib", "hf", "the loss plot").use("Agg")
+    pyplot = load_extra("matplotlib.pyplot", "hf", "the loss plot")
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), dpi=120)
+    for result, color in zip(results, ("tab:blue", "tab:orange"), strict=False):
+        metrics = read_metrics(Path(result.metrics))
+        per_step = result.num_tokens / result.steps / 1e6
+        steps = list(metrics["train"])
+        losses = _running_mean([row["loss"] for row in metrics["train"].values()], max(1, result.steps // 50))
+        axes.plot(
+            [step * per_step for step in steps],
+            losses,
+            color=color,
+            label=f"{result.title}, training",
+            alpha=0.7,
+        )
+        held_out = metrics["eval"]
+        axes.plot(
+            [step * per_step for step in held_out],
+            [row["loss"] for row in held_out.values()],
+            color=color,
+            linestyle="",
+            marker="o" if result is results[0] else "x",
+            label=f"{result.title}, held out {result.held_out_loss:.4f}",
+        )
+    axes.set_xlabel("million tokens")
+    axes.set_ylabel("loss per token (nats)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _running_mean(values: list[float], width: int) -> list[float]:
+    return [sum(values[max(0, i + 1 - width) : i + 1]) / min(i + 1, width) for i in range(len(values))]

@@ -1,0 +1,81 @@
+"""The tokenizer: a named one, the model's own, or a byte-level BPE trained on the corpus.
+
+A byte-level BPE has no unknown token: its alphabet is the 256 bytes, merged by frequency until
+`tokenizer.vocab_size`. One special token, `<|endoftext|>`, ends every document in a packed row, begins
+generation, and pads. Text that happens to contain those characters (source code about tokenizers does) is
+encoded as ordinary text, never as the special token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from overcoat.train.config import Config
+from overcoat.train.extras import load_extra
+from overcoat.train.sources import documents
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def make_tokenizer(config: Config) -> Any | None:
+    """The transformers tokenizer of this run; None for token binaries that come without one."""
+    name = config.tokenizer.name or (config.model.name if not config.tokenizer.vocab_size else "")
+    if name:
+        return load_tokenizer(name)
+    if config.tokenizer.vocab_size and not config.data.is_tokens:
+        return train_tokenizer(config)
+    if config.data.is_tokens:
+        return None
+    raise ValueError("no tokenizer: set tokenizer.vocab_size (train one on the data) or tokenizer.name")
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """A tokenizer by Hugging Face name or folder, set to read special tokens in plain text as plain text."""
+    transformers = load_extra("transformers", "hf", "loading a tokenizer")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(name))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot load the tokenizer {str(name)!r}: {error}") from error
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer {str(name)!r} must be a fast one with an end-of-text token to pack documents")
+    tokenizer.backend_tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def train_tokenizer(config: Config) -> Any:
+    """Train a byte-level BPE on the first `tokenizer.train_bytes` of the corpus, whose order is a fair
+    sample."""
+    tokenizers = load_extra("tokenizers", "hf", "training a tokenizer")
+    transformers = load_extra("transformers", "hf", "training a tokenizer")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = byte_level(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=config.tokenizer.vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_sample(config), trainer)
+    backend.encode_special_tokens = True
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def _sample(config: Config) -> Iterator[str]:
+    num_bytes = 0
+    for text in documents(config.data):
+        yield text
+        num_bytes += len(text)
+        if num_bytes >= config.tokenizer.train_bytes:
+            return
+
+
+def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Token ids of each text followed by the end-of-text token, on all CPU cores."""
+    end = tokenizer.eos_token_id
+    return [[*item.ids, end] for item in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

@@ -1,0 +1,45 @@
+"""What all tests share: the `device` fixture, the GPU marker's meaning, threads, hypothesis profiles.
+
+pytest                                    everything that this machine can run
+pytest -m gpu                             the tests that need an FP8 GPU
+pytest --hypothesis-profile explore       property tests with fresh random examples, many of them
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Tests run side by side (pytest -n): one thread each.
+torch.set_num_threads(1)
+
+# The same examples every time: a red test is red again when looked at.
+settings.register_profile("default", deadline=None, max_examples=50, derandomize=True, database=None)
+settings.register_profile("explore", deadline=None, max_examples=2000, database=None)
+settings.load_profile("default")
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where a test's tensors live; the "cuda" variant carries the `gpu` marker."""
+    return torch.device(request.param)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests, with the reason, where no GPU has FP8 tensor cores."""
+    reason = _why_no_gpu()
+    if reason:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str:
+    if not torch.cuda.is_available():
+        return "needs an NVIDIA GPU; torch sees none"
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):
+        name = torch.cuda.get_device_name()
+        return f"needs FP8 tensor cores (sm_89 or newer); {name} is sm_{capability[0]}{capability[1]}"
+    return ""

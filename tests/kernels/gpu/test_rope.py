@@ -1,0 +1,72 @@
+"""The kernels of kernels/gpu/rope.py equal their references (with head norms, summed otherwise, nearly)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overcoat.kernels import rope as ops
+from overcoat.kernels.quantize import amax
+from tests.kernels.gpu.compare import DEVICE, INTERPRETED, NEEDS_GPU, assert_equal, awkward
+
+pytestmark = NEEDS_GPU
+
+# Tokens, positions, query heads, key/value heads, head width.
+CASES = [(1, 1, 1, 1, 16), (14, 7, 2, 2, 80), (61, 61, 4, 2, 128), (40, 20, 3, 1, 64)]
+CASES += [] if INTERPRETED else [(2000, 1000, 32, 32, 128), (1000, 1000, 28, 4, 128)]
+
+
+def tables(positions: int, width: int, dtype: torch.dtype = torch.bfloat16):
+    """cos and sin; the halves differ, as the op's contract allows."""
+    angle = torch.randn(positions, width, device=DEVICE) * 3
+    return (1.3 * angle.cos()).to(dtype), (1.3 * angle.sin()).to(dtype)
+
+
+def head_weights(width: int, wanted: bool):
+    return tuple(torch.randn(width, device=DEVICE).bfloat16() if wanted else None for _ in range(2))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("head_norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_qk_rope(case, head_norm, dtype):
+    tokens, positions, num_q, num_kv, width = case
+    qkv = awkward(tokens, (num_q + 2 * num_kv) * width, dtype)
+    arguments = (*tables(positions, width, dtype), *head_weights(width, head_norm), 1e-6, num_q, num_kv)
+    ours, theirs = ops.qk_rope.kernel(qkv, *arguments), ops.qk_rope.reference(qkv, *arguments)
+    assert_equal(ours, theirs, exact=not head_norm)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("head_norm", [False, True])
+@pytest.mark.parametrize("code", ["sqrt8", "e4m3", "int8"])
+def test_encode_and_decode(case, head_norm, code):
+    tokens, positions, num_q, num_kv, width = case
+    qkv = awkward(tokens, (num_q + 2 * num_kv) * width)
+    center = None if width == 80 else torch.randn(qkv.shape[1], device=DEVICE)
+    arguments = (center, *tables(positions, width), *head_weights(width, head_norm), 1e-6, num_q, num_kv, code)
+    ours, theirs = qkv.clone(), qkv.clone()
+    kept_reference = ops.qk_rope_encode_.reference(theirs, *arguments)
+    assert_equal(ops.qk_rope_encode_.kernel(ours, *arguments), kept_reference)
+    assert_equal(ours, theirs, exact=not head_norm)
+    decoded = ops.qk_rope_decode.kernel(*kept_reference, *arguments, torch.bfloat16)
+    reference = ops.qk_rope_decode.reference(*kept_reference, *arguments, torch.bfloat16)
+    assert_equal(decoded, reference, exact=not head_norm)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("fmt", ["e5m2", "e4m3"])
+def test_backward(case, fmt):
+    tokens, positions, num_q, num_kv, width = case
+    dqkv = awkward(tokens, (num_q + 2 * num_kv) * width)
+    parts = dqkv.split((num_q * width, num_kv * width, num_kv * width), 1)
+    cos, sin = tables(positions, width)
+    arguments = (None, cos, sin, None, None, 0.0, num_q, num_kv)
+    ours, theirs = ops.qk_rope_backward.kernel(dqkv, *arguments), ops.qk_rope_backward.reference(dqkv, *arguments)
+    assert_equal(ours[0], theirs[0])
+    for inputs in (parts, [part.contiguous() for part in parts]):
+        top = ops.qk_rope_backward_amax.kernel(*inputs, cos, sin, num_q)
+        assert_equal(top, ops.qk_rope_backward_amax.reference(*inputs, cos, sin, num_q))
+        assert top >= 0.99 * amax.reference(theirs[0])
+        ours = ops.qk_rope_backward_quantize.kernel(*inputs, cos, sin, top, fmt, num_q)
+        assert_equal(ours, ops.qk_rope_backward_quantize.reference(*inputs, cos, sin, top, fmt, num_q))

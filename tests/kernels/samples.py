@@ -1,0 +1,179 @@
+"""Arguments for every op of the catalogue, on the CPU: what `opcheck` and the compile tests run on.
+
+`SAMPLES[op name]` is a list of argument tuples. The sizes are those that break kernels: one token, odd token counts,
+widths that fit no tile and no group, BF16 and FP32, strided inputs. Add an op's samples here, or list how its file's
+name begins in `CHECKED_ELSEWHERE`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overcoat.formats import encode_groups, quantize_tensor
+
+# Kernel files whose ops are run through opcheck by a test of their own.
+CHECKED_ELSEWHERE = ("adamw",)
+
+# (tokens, columns, dtype)
+SIZES = [(1, 24, torch.bfloat16), (7, 130, torch.float32), (61, 200, torch.bfloat16)]
+SAMPLES: dict[str, list[tuple[Any, ...]]] = {}
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Gaussian values that depend on shape and seed alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def amax(x: Tensor) -> Tensor:
+    """max |x| as the ops want it: 0-d FP32."""
+    return x.abs().amax().float()
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same matrix, stored column by column."""
+    return x.t().contiguous().t()
+
+
+def add(name: str, *arguments: Any) -> None:
+    """Register one tuple of arguments."""
+    SAMPLES.setdefault(name, []).append(arguments)
+
+
+def _quantize() -> None:
+    codes = ("sqrt8", "e4m3", "int8")
+    for i, (tokens, columns, dtype) in enumerate(SIZES):
+        x = normal(tokens, columns, dtype=dtype)
+        weights = [normal(n, columns, dtype=dtype, seed=n) for n in (8, 3, 5)[: i + 1]]
+        affine = normal(columns, dtype=dtype)
+        for fmt in ("e4m3", "e5m2"):
+            add("quantize", x, amax(x), fmt)
+            add("quantize_both", x, amax(x), fmt)
+            add("quantize_t", x, amax(x) / 448, fmt)
+        add("amax", x)
+        add("stack_amax", weights)
+        for transposed in (False, True):
+            add("stack_weights", weights, torch.stack([amax(w) for w in weights]).amax(), transposed)
+        code, group_size = codes[i], (16, 128, 64)[i]
+        add("token_center", x)
+        kept = encode_groups(x, code, group_size)
+        for center in (None, x.float().mean(0)):
+            add("group_encode", x, center, code, group_size)
+            add("group_encode_amax", x, center, code, group_size)
+            add("group_decode", *kept, center, code, group_size, dtype)
+        for weight, bias in ((affine, None), (None, None), (affine, affine)):
+            add("requantize_t", *kept, weight, bias, amax(x) / 448, code, group_size)
+    x = strided(normal(7, 48, dtype=torch.bfloat16))
+    add("amax", torch.empty(0, 4))
+    add("amax", x)
+    add("quantize", x, amax(x), "e4m3")
+    add("quantize_both", x, amax(x), "e5m2")
+    add("quantize_t", x, amax(x) / 448, "e4m3")
+    add("token_center", normal(700, 3))
+    add("token_center", x)
+    kept = encode_groups(x, "int8", 16)
+    add("group_encode", x, None, "sqrt8", 16)
+    add("group_encode", x, x.float().mean(0), "sqrt8", 16)
+    add("group_decode", strided(kept.data), kept.scale, None, "int8", 16, torch.float32)
+
+
+def _gemm() -> None:
+    for (m, k, n), dtype in zip([(1, 24, 5), (7, 130, 48), (61, 200, 33)], (torch.bfloat16, torch.float32) * 2):
+        a, b = quantize_tensor(normal(m, k)), quantize_tensor(normal(n, k, seed=1))
+        for bias in (None, normal(n, dtype=dtype, seed=2)):
+            add("gemm", a.data, b.data, a.scale, b.scale, bias, dtype, bias is None)
+
+
+def _norm() -> None:
+    for i, (tokens, columns, dtype) in enumerate(SIZES):
+        x, dy = normal(tokens, columns, dtype=dtype), normal(tokens, columns, dtype=dtype, seed=1)
+        weight, bias = normal(columns, dtype=dtype, seed=2), normal(columns, dtype=dtype, seed=3)
+        rstd, mean = x.float().square().mean(1).rsqrt(), x.float().mean(1)
+        code, group_size = ("sqrt8", "e4m3", "int8")[i], (16, 128, 64)[i]
+        kept = encode_groups(x, code, group_size)
+        for w in (weight, None):
+            add("rmsnorm_stats", x, w, 1e-6)
+            add("norm_backward", dy, *kept, rstd, w, None, False, code, group_size)
+            for b in (bias, None):
+                add("layernorm_stats", x, w, b, 1e-5)
+        add("norm_quantize", x, None, rstd, weight, None, amax(x) * 4, code, group_size)
+        add("norm_quantize", x, mean, rstd, weight, bias, amax(x) * 4, code, group_size)
+        add("norm_quantize", x, mean, rstd, None, None, amax(x) * 4, code, group_size)
+        add("norm_backward", dy, *kept, rstd, weight, x, True, code, group_size)
+    x = strided(normal(7, 48, dtype=torch.bfloat16))
+    rstd = x.float().square().mean(1).rsqrt()
+    kept = encode_groups(x, "sqrt8", 16)
+    add("rmsnorm_stats", x, None, 1e-6)
+    add("layernorm_stats", x, None, None, 1e-6)
+    add("norm_quantize", x, None, rstd, None, None, amax(x) * 4, "sqrt8", 16)
+    add("norm_backward", x, *kept, rstd, None, x, False, "sqrt8", 16)
+    add("norm_backward", x.contiguous(), *kept, rstd, None, x, False, "sqrt8", 16)
+
+
+def _rope() -> None:
+    for tokens, positions, (num_q, num_kv), width, dtype in (
+        (1, 1, (1, 1), 8, torch.bfloat16),
+        (14, 7, (4, 2), 24, torch.float32),
+        (61, 61, (6, 2), 16, torch.bfloat16),
+    ):
+        qkv = normal(tokens, (num_q + 2 * num_kv) * width, dtype=dtype)
+        cos, sin = normal(positions, width, dtype=dtype, seed=1), normal(positions, width, dtype=dtype, seed=2)
+        weight = normal(width, dtype=dtype, seed=3)
+        for q_weight, k_weight in ((None, None), (weight, weight.neg())):
+            shared = (cos, sin, q_weight, k_weight, 1e-6, num_q, num_kv)
+            add("qk_rope", qkv, *shared)
+            add("qk_rope_backward", qkv.flip(0), None if q_weight is None else qkv, *shared)
+            center = None if q_weight is None else qkv.float().mean(0)
+            add("qk_rope_encode_", qkv, center, *shared, "sqrt8")
+            add("qk_rope_decode", *encode_groups(qkv, "int8", width), center, *shared, "int8", dtype)
+        parts = qkv.flip(0).split((num_q * width, num_kv * width, num_kv * width), 1)
+        add("qk_rope_backward_amax", *parts, cos, sin, num_q)
+        add("qk_rope_backward_quantize", *parts, cos, sin, amax(qkv) * 4, "e5m2", num_q)
+    add("qk_rope", strided(qkv), *shared)
+    add("qk_rope_backward", strided(qkv), strided(qkv), *shared)
+
+
+def _swiglu() -> None:
+    for i, (tokens, columns, dtype) in enumerate(SIZES):
+        gate_up, dh = normal(tokens, 2 * columns, dtype=dtype), normal(tokens, columns, dtype=dtype, seed=1)
+        code, group_size = ("sqrt8", "e4m3", "int8")[i], (16, 128, 64)[i]
+        halves = encode_groups(gate_up.unflatten(1, (2, -1)), code, group_size)
+        kept = halves.data.flatten(1), halves.scale.unflatten(0, (tokens, 2))
+        add("swiglu_encode", gate_up, code, group_size)
+        add("swiglu_quantize", gate_up, amax(gate_up).square())
+        scale = amax(gate_up).square() / 448
+        add("swiglu_backward", dh, *kept, scale, code, group_size)
+        add("swiglu_backward_amax", dh, *kept, scale, code, group_size)
+        add("swiglu_backward_quantize", dh, *kept, amax(gate_up) * 4, "e5m2", code, group_size)
+    add("swiglu_encode", strided(gate_up), "sqrt8", 16)
+    add("swiglu_quantize", strided(gate_up), amax(gate_up).square())
+    add("swiglu_backward", strided(dh), *kept, amax(gate_up).square() / 448, code, group_size)
+
+
+def _attention() -> None:
+    for batch, sequence, (num_q, num_kv), width, dtype in (
+        (1, 1, (1, 1), 8, torch.bfloat16),
+        (2, 7, (4, 2), 24, torch.float32),
+        (1, 61, (6, 2), 16, torch.bfloat16),
+    ):
+        tokens = batch * sequence
+        qkv = normal(tokens, (num_q + 2 * num_kv) * width, dtype=dtype)
+        do, o = (normal(tokens, num_q * width, dtype=dtype, seed=seed) for seed in (1, 2))
+        lse = normal(batch, num_q, sequence, seed=3) + 8
+        visible = torch.ones(batch, 1, sequence, sequence, dtype=torch.bool).tril()
+        visible[0, :, 0] = False
+        additive = torch.zeros(1, num_q, sequence, sequence, dtype=dtype).masked_fill(
+            ~visible[:1], torch.finfo(dtype).min
+        )
+        for mask in (None, visible, additive):
+            shared = (mask, batch, num_q, num_kv, width**-0.5)
+            add("attention", qkv, *shared)
+            add("attention_backward", do, qkv, o, lse, *shared)
+    add("attention", strided(qkv), None, *shared[1:])
+    add("attention_backward", do, strided(qkv), o, lse, None, *shared[1:])
+
+
+for make in (_quantize, _gemm, _norm, _rope, _swiglu, _attention):
+    make()

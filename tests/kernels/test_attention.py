@@ -1,0 +1,148 @@
+"""Attention forward and backward against FP64 autograd: `pytest tests/kernels/test_attention.py`.
+
+Causal, boolean and additive masks, grouped-query heads, queries that see nothing. FP32 inputs run the reference and are
+held to FP32 rounding; BF16 inputs run the library's fused kernels on CUDA and are held to BF16's noise.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overcoat.kernels.attention import attention, attention_backward
+from tests import exact
+from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db, leaf
+from tests.kernels.samples import normal
+
+# batch, sequence, query heads, key/value heads, width
+SHAPES = [(1, 1, 1, 1, 8), (2, 7, 4, 2, 24), (1, 61, 6, 1, 16), (3, 20, 2, 2, 32)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
+MASKS = ["causal", "window", "padded", "packed", "per head", "additive", "additive min", "bias"]
+masks = pytest.mark.parametrize("kind", MASKS)
+
+
+def make_mask(kind, shape, device, dtype=torch.float32):
+    """None, or (B or 1, 1 or num_q, S, S). "padded" and its additive forms hide every key from some queries."""
+    batch, sequence, num_q, _, _ = shape
+    causal = torch.ones(sequence, sequence, dtype=torch.bool).tril()
+    if kind == "causal":
+        return None
+    if kind == "window":
+        mask = (causal & causal.t().roll(3, 0).logical_or(torch.eye(sequence, dtype=torch.bool)))[None, None]
+    elif kind == "packed":
+        document = torch.arange(sequence) // 5
+        mask = (causal & (document[:, None] == document))[None, None]
+    elif kind == "per head":
+        random = torch.rand(batch, num_q, sequence, sequence, generator=torch.Generator().manual_seed(0)) < 0.5
+        mask = random | torch.eye(sequence, dtype=torch.bool)
+    else:
+        # Left padding: row b hides its first b + 1 keys, so its first queries see nothing (with 1 token: all).
+        start = torch.arange(batch)[:, None, None] + 1
+        mask = (causal & (torch.arange(sequence) >= start)).unsqueeze(1)
+        if kind == "additive":
+            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
+        elif kind == "additive min":
+            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        elif kind == "bias":
+            distance = torch.arange(sequence)[:, None] - torch.arange(sequence)
+            mask = (-0.3 * distance.abs()).to(dtype)[None, None]
+    return mask.to(device)
+
+
+def run(shape, kind, dtype, device):
+    """(truth, got), each o, lse, dqkv by name."""
+    batch, sequence, num_q, num_kv, width = shape
+    scale = 0.7 * width**-0.5  # not the default
+    qkv = (2 * normal(batch * sequence, (num_q + 2 * num_kv) * width)).to(device, dtype)
+    do = normal(batch * sequence, num_q * width, seed=1).to(device, dtype)
+    mask = make_mask(kind, shape, device, dtype)
+    arguments = (mask, batch, num_q, num_kv, scale)
+
+    truth = leaf(qkv)
+    o = exact.attention(truth, *arguments)
+    o.backward(do.double())
+    got_o, got_lse = attention(qkv, *arguments)
+    got = torch.cat(attention_backward(do, qkv, got_o, got_lse, *arguments), 1)
+    assert got_o.dtype == got.dtype == dtype
+    assert got_lse.dtype == torch.float32
+    assert got_lse.shape == (batch, num_q, sequence)
+    sizes = (num_q * width, num_kv * width, num_kv * width)
+    names = ("o", "dq", "dk", "dv")
+    return dict(zip(names, (o.detach(), *truth.grad.split(sizes, 1)))), dict(zip(names, (got_o, *got.split(sizes, 1))))
+
+
+@shapes
+@masks
+def test_fp32_equals_fp64_autograd(shape, kind, device):
+    truth, got = run(shape, kind, torch.float32, device)
+    _, sequence, num_q, num_kv, width = shape
+    # A score is a sum of `width` products (an error counts in the exponent, times the score, at most 2 * 2 * 4 * sqrt D
+    # here), a probability's normaliser and o sums over `sequence`, dk and dv over the heads that share them as well.
+    terms = 16 * width + 4 * sequence * num_q // num_kv
+    largest = max(float(x.abs().max()) for name, x in truth.items() if name != "o")
+    for name, x in truth.items():
+        if float(x.abs().max()) < 1e-9 * largest or not x.any():  # one visible key: no gradient reaches q and k
+            assert float(got[name].abs().max()) <= terms * 2.0**-24 * max(largest, 1.0), name
+        else:
+            assert_close_float32(name, x, got[name], terms)
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=lambda s: "-".join(map(str, s)))
+@masks
+def test_bf16_equals_fp64_autograd(shape, kind, device):
+    """BF16 results: one rounding on the CPU; the fused kernels also round P, dS, o and P dP (4 more).
+
+    o, rounded to BF16, enters dS = P (dP - D) through D, a difference that can be small against its terms: 6 dB.
+    """
+    truth, got = run(shape, kind, torch.bfloat16, device)
+    for name, x in truth.items():
+        sources = [BF16_DB] * (1 if name in ("o", "dv") and device.type == "cpu" else 5)
+        batch, sequence = shape[:2]
+        visible = x
+        value = got[name]
+        if kind in ("padded", "additive", "additive min") and device.type == "cuda" and name == "o":
+            # The fused kernel gives padding's own rows the mean of v: nobody reads them.
+            real = (torch.arange(sequence)[None] > torch.arange(batch)[:, None]).flatten()
+            visible, value = x[real.to(device)], value[real.to(device)]
+        assert_close(name, visible, value, combined_db(*sources) - (0 if name in ("o", "dv") else 6))
+
+
+@pytest.mark.parametrize("kind", ["padded", "additive", "additive min"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_query_that_sees_nothing_gets_zeros_and_gives_none(kind, dtype):
+    """Not the sum of all values (which a max over tokens would then see), not NaN. CPU: CUDA's kernels differ."""
+    shape = (2, 7, 4, 2, 24)
+    truth, got = run(shape, kind, dtype, torch.device("cpu"))
+    padding = [0, 7, 8]  # the first query of row 0, the first two of row 1
+    for name in ("o", "dq"):
+        assert truth[name][padding].count_nonzero() == 0
+        assert got[name][padding].count_nonzero() == 0
+
+
+@shapes
+def test_log_sum_exp(shape, device):
+    batch, sequence, num_q, num_kv, width = shape
+    qkv = normal(batch * sequence, (num_q + 2 * num_kv) * width).to(device)
+    _, lse = attention(qkv, None, batch, num_q, num_kv, 0.5)
+    heads = qkv.double().view(batch, sequence, -1, width).transpose(1, 2)
+    k = heads[:, num_q : num_q + num_kv].repeat_interleave(num_q // num_kv, 1)
+    scores = 0.5 * heads[:, :num_q] @ k.transpose(-1, -2)
+    future = torch.ones(sequence, sequence, dtype=torch.bool, device=device).triu(1)
+    expected = scores.masked_fill(future, -torch.inf).logsumexp(-1)
+    assert_close_float32("lse", expected, lse, width + sequence)
+
+
+def test_batch_rows_do_not_see_each_other(device):
+    shape = (2, 7, 4, 2, 24)
+    qkv = normal(14, 8 * 24).to(device)
+    both, _ = attention(qkv, None, 2, 4, 2, 0.5)
+    alone, _ = attention(qkv[7:], None, 1, 4, 2, 0.5)
+    assert_close_float32("second row", alone.double(), both[7:], 16 * shape[4])
+
+
+@pytest.mark.parametrize("kind", ["causal", "padded"])
+def test_non_finite_input_reaches_the_output(kind, device):
+    qkv = normal(7, 3 * 16).to(device)
+    qkv[3, -1] = torch.nan
+    o, _ = attention(qkv, make_mask(kind, (1, 7, 1, 1, 16), device), 1, 1, 1, 0.25)
+    assert o[3:, -1].isnan().all()

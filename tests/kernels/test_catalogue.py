@@ -1,0 +1,141 @@
+"""Every op of the catalogue through opcheck and torch.compile: `pytest tests/kernels/test_catalogue.py`.
+
+opcheck runs each op on the samples of samples.py and compares the real result with the fake's (shape, dtype, strides),
+with the schema (nothing mutated or aliased that the schema does not name) and with itself under AOT dispatch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import overcoat.kernels
+from overcoat.kernels.catalogue import CATALOGUE, op
+from tests.kernels.samples import CHECKED_ELSEWHERE, SAMPLES, normal
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+for module in pkgutil.iter_modules(overcoat.kernels.__path__):
+    if not module.ispkg and not module.name.startswith(CHECKED_ELSEWHERE):
+        importlib.import_module(f"overcoat.kernels.{module.name}")
+
+
+def test_no_op_escapes():
+    missing = [
+        f"{name} ({op.reference.__module__})" for name, op in CATALOGUE.items() if is_ours(op) and name not in SAMPLES
+    ]
+    assert not missing, f"add arguments to tests/kernels/samples.py for {', '.join(missing)}"
+
+
+def test_no_sample_without_an_op():
+    assert set(SAMPLES) <= set(CATALOGUE)
+
+
+def is_ours(op):
+    """Whether the op belongs to a file of overcoat.kernels that no test of its own checks."""
+    package, _, file = op.reference.__module__.rpartition(".")
+    return package == "overcoat.kernels" and not file.startswith(CHECKED_ELSEWHERE)
+
+
+def bits(x):
+    """A tensor's bytes."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def on(device, arguments):
+    """A copy of the arguments on a device, strides kept."""
+
+    def move(x):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+    return tree_map_only(torch.Tensor, move, arguments)
+
+
+def has_float8_input(arguments):
+    return any(isinstance(x, torch.Tensor) and x.dtype in FLOAT8 for x in tree_leaves(arguments))
+
+
+def run(name, arguments):
+    """The op's results, and the arguments after it, as lists of tensors."""
+    results = CATALOGUE[name](*arguments)
+    return tree_leaves(results), [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize(
+    ("name", "index"), [(name, i) for name, samples in SAMPLES.items() for i in range(len(samples))]
+)
+def test_opcheck(name, index, device):
+    arguments = on(device, SAMPLES[name][index])
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if has_float8_input(arguments):
+        checks.remove("test_schema")  # compares inputs by allclose, which FP8 lacks; the test below compares bytes
+    torch.library.opcheck(CATALOGUE[name].overload, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("name", list(SAMPLES))
+def test_op_is_deterministic_mutates_nothing_else_and_returns_no_views(name, device):
+    mutated = [argument.alias_info is not None for argument in CATALOGUE[name].overload._schema.arguments]
+    for sample in SAMPLES[name]:
+        arguments = on(device, sample)
+        first, inputs = run(name, arguments)
+        second, _ = run(name, on(device, sample))
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(bits(a), bits(b))
+            assert a.numel() == 0 or all(
+                a.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for x in inputs
+            )
+            if len(a) > 1 if a.dim() else True:  # one row is contiguous in a wider buffer: not worth a copy
+                assert a.untyped_storage().nbytes() == a.numel() * a.element_size(), "the result drags padding along"
+        for before, after, may_change in zip(sample, arguments, mutated):
+            for x, y in zip(tree_leaves(before), tree_leaves(after), strict=True):
+                if isinstance(x, torch.Tensor) and not may_change:
+                    assert torch.equal(bits(x), bits(y.cpu()))
+
+
+@pytest.mark.parametrize("name", list(SAMPLES))
+def test_compiled_op_equals_eager_bit_for_bit(name, device):
+    """fullgraph: no op breaks a graph. The graph holds the op itself, so the bits are the op's."""
+    overload, sample = CATALOGUE[name].overload, SAMPLES[name][-1]
+    torch.compiler.reset()
+    arguments, compiled_arguments = on(device, sample), on(device, sample)
+    expected = tree_leaves((overload(*arguments), arguments))
+    compiled = torch.compile(overload, fullgraph=True, backend="aot_eager")(*compiled_arguments)
+    for a, b in zip(expected, tree_leaves((compiled, compiled_arguments)), strict=True):
+        if isinstance(a, torch.Tensor):
+            assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+            assert torch.equal(bits(a), bits(b))
+
+
+def test_an_op_registers_its_schema_and_keeps_its_docstring():
+    """What `op` promises its users, on an op made for the test; mutated arguments are declared in the schema."""
+
+    @op(mutates=("x",))
+    def test_only_scale_(x: torch.Tensor, factor: float) -> None:
+        """Multiply in place."""
+        x.mul_(factor)
+
+    try:
+        assert test_only_scale_.__doc__ == "Multiply in place."
+        assert "Tensor(a0!) x" in str(test_only_scale_.overload._schema)
+        x = normal(3)
+        expected = x * 2
+        test_only_scale_(x, 2.0)
+        assert torch.equal(x, expected)
+    finally:
+        del CATALOGUE["test_only_scale_"]
+
+
+@pytest.mark.parametrize("name", ["gemm", "attention"])
+def test_autocast_does_not_reach_into_a_reference(name):
+    """FP32 products inside an op stay FP32 in a region that autocasts the model around it."""
+    for args in SAMPLES[name]:
+        expected = tree_leaves(CATALOGUE[name](*args))
+        with torch.autocast("cpu", torch.bfloat16):
+            results = tree_leaves(CATALOGUE[name](*args))
+        for result, value in zip(results, expected):
+            assert result.dtype == value.dtype
+            assert torch.equal(result, value)

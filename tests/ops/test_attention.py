@@ -1,0 +1,182 @@
+"""`attention` against FP64 autograd: `pytest tests/ops/test_attention.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import overcoat.ops.attention as attention_ops
+from overcoat import Recipe
+from overcoat.models.llama import check_mask
+from tests.emulation import sqnr
+from tests.kernels.samples import normal
+from tests.ops.harness import RECIPES, attention_case, check, double, evaluate, run
+
+SEQUENCE = 31
+
+
+def masks(batch=2, heads=4):
+    """One of each kind that a model hands over; none hides a query's every key."""
+    causal = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+    eye = torch.eye(SEQUENCE, dtype=torch.bool)
+    padded = torch.stack([causal & (torch.arange(SEQUENCE) >= 5 * row) for row in range(batch)])[:, None] | eye
+    documents = torch.arange(SEQUENCE) // 9
+    return {
+        "padded": padded,
+        "packed": (causal & (documents == documents[:, None]))[None, None],
+        "additive": torch.zeros(padded.shape).masked_fill(~padded, torch.finfo(torch.bfloat16).min),
+        "per head": (-0.2 * torch.arange(heads)[:, None, None] * (causal.sum(1)[:, None] - torch.arange(SEQUENCE)))
+        .masked_fill(~causal, -torch.inf)[None],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("head_norm", [False, True], ids=["", "head norm"])
+def test_attention(head_norm, recipe, device):
+    check(attention_case(head_norm=head_norm, device=device), recipe)
+
+
+@pytest.mark.parametrize("kind", list(masks()))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_masks(kind, dtype, device):
+    mask = masks()[kind]
+    mask = mask if mask.dtype == torch.bool else mask.to(dtype)
+    check(attention_case(mask=mask, head_norm=True, dtype=dtype, device=device), Recipe())
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 3), (8, 1)], ids=["one", "grouped", "multi-query"])
+@pytest.mark.parametrize("shared_positions", [False, True], ids=["own positions", "shared positions"])
+def test_heads_and_positions(heads, shared_positions, device):
+    check(attention_case(2, 17, *heads, width=32, shared_positions=shared_positions, device=device), Recipe())
+
+
+@pytest.mark.parametrize("head_norm", [False, True], ids=["", "head norm"])
+def test_exact_where_nothing_is_rounded(head_norm, device):
+    """FP32 kept as it is: forward and backward equal FP64 to FP32 rounding, so no term is left out or mis-scaled."""
+    recipe = Recipe(kept_attention="bf16")
+    check(attention_case(head_norm=head_norm, dtype=torch.float32, device=device), recipe)
+
+
+def test_forward_does_not_read_the_codes(device):
+    """What is kept is for the backward alone: the output is the same under every recipe."""
+    outputs = [run(attention_case(device=device), recipe)[0][0] for recipe in RECIPES.values()]
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])
+
+
+def test_one_token(device):
+    """Softmax over one key: dv = do, and no gradient reaches q and k but what the codes of o and v leave.
+
+    dS = P (do v - do o) would be 0 for o = v; each decoded o and v is off by at most half a step of sqrt8, M / 127, so
+    |dS| <= 2 M / 127 * sum |do| and |dk| <= scale * |dS| * max |q|.
+    """
+    case = attention_case(1, 1, 4, 4, 64, dtype=torch.float32, device=device)
+    outputs, grads = run(case, Recipe())
+    do = case.grads[0]
+    torch.testing.assert_close(outputs[0], case.inputs["v"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(grads["v"], do, rtol=1e-5, atol=1e-6)
+    largest = max(float(case.inputs[name].abs().max()) for name in "qkv")
+    bound = 64**-0.5 * largest * 2 * largest / 127 * float(do.view(4, 64).abs().sum(1).max())
+    for name in "qk":
+        assert float(grads[name].abs().max()) <= bound
+
+
+def gradients_db(case):
+    """SQNR of dq, dk and dv."""
+    _, truth = evaluate(case.truth, double(case.inputs), case.names(), list(case.grads))
+    _, grads = run(case, Recipe())
+    return {name: sqnr(truth[name], grads[name]) for name in "qkv"}
+
+
+def with_common_vector(name, sigmas):
+    case = attention_case(dtype=torch.float32)  # FP32: adding the vector does not itself round
+    case.inputs[name] = case.inputs[name] + sigmas * normal(case.inputs[name].shape[1], seed=9)
+    return case
+
+
+def test_a_bias_of_v_costs_nothing():
+    """The center is taken out before encoding, so every gradient stays as good as without (to 1 dB: other numbers)."""
+    plain, biased = gradients_db(with_common_vector("v", 0)), gradients_db(with_common_vector("v", 30))
+    for name in "qkv":
+        assert biased[name] >= plain[name] - 1.0, name
+
+
+def test_taking_the_center_out_helps(monkeypatch):
+    """v with a bias of 10 sigma: sqrt8's step grows with the square root of the value, so without centering v has
+    10 log10(10) = 10 dB more noise; half of that must arrive in dq and dk, which read v."""
+    centered = gradients_db(with_common_vector("v", 10))
+    monkeypatch.setattr(attention_ops, "token_center", lambda x: torch.zeros(x.shape[1]))
+    plain = gradients_db(with_common_vector("v", 10))
+    for name in "qk":
+        assert centered[name] >= plain[name] + 5.0, name
+
+
+@pytest.mark.parametrize("which", ["q_weight", "k_weight"])
+def test_head_norm_of_q_or_k_alone(which, device):
+    case = attention_case(head_norm=True, device=device)
+    case.inputs["k_weight" if which == "q_weight" else "q_weight"] = None
+    check(case, Recipe())
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_non_finite_reaches_output_and_gradients(bad, device):
+    case = attention_case(device=device)
+    case.inputs["v"][3, 5] = bad
+    outputs, grads = run(case, Recipe())
+    assert not outputs[0].isfinite().all()
+    assert not grads["q"].isfinite().all()
+
+
+# ---- tests of the tests ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.95])
+@pytest.mark.parametrize("part", ["q", "k", "v", "q_weight", "k_weight"])
+def test_a_wrong_gradient_is_seen(part, factor, monkeypatch):
+    original = attention_ops.qk_rope_backward
+
+    def spoiled(*args):
+        dqkv, dq_weight, dk_weight = original(*args)
+        parts = dict(zip("qkv", dqkv.split((4 * 64, 2 * 64, 2 * 64), 1)))
+        parts |= {"q_weight": dq_weight, "k_weight": dk_weight}
+        parts[part] = parts[part] * factor
+        return torch.cat([parts[name] for name in "qkv"], 1), parts["q_weight"], parts["k_weight"]
+
+    monkeypatch.setattr(attention_ops, "qk_rope_backward", spoiled)
+    with pytest.raises(AssertionError, match=f"d{part}:"):
+        check(attention_case(head_norm=True), Recipe())
+
+
+def test_a_missing_second_rotation_is_seen(monkeypatch):
+    """The backward must rotate the decoded q and k again: on the unrotated ones P would not match lse."""
+
+    def spoiled(codes, group_amax, center, *args):
+        code, dtype = args[-2:]
+        return attention_ops.group_decode(codes, group_amax, center, code, codes.shape[1] // group_amax.shape[1], dtype)
+
+    monkeypatch.setattr(attention_ops, "qk_rope_decode", spoiled)
+    with pytest.raises(AssertionError):
+        check(attention_case(), Recipe())
+
+
+# ---- wrong masks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(2, 31), r"shape \(2, 31\).*attn_implementation=\"sdpa\""),
+        (torch.ones(2, 1, 1, 31), r"shape \(2, 1, 1, 31\)"),
+        ("block", "is str"),
+        (torch.ones(2, 1, 31, 31, dtype=torch.int64), r"torch.int64.*mask.bool\(\)"),
+    ],
+    ids=["two axes", "one query", "not a tensor", "integers"],
+)
+def test_wrong_masks_are_named_with_the_remedy(mask, message):
+    with pytest.raises(ValueError, match=message):
+        check_mask(mask, 31)
+
+
+@pytest.mark.parametrize("mask", [None, *masks().values()], ids=["none", *masks()])
+def test_right_masks_pass(mask):
+    assert check_mask(mask, SEQUENCE) is mask

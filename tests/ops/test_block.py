@@ -1,0 +1,135 @@
+"""A whole block, op by op and as `Recipe.checkpoint = "block"`: `pytest tests/ops/test_block.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import overcoat.ops.block as block_ops
+from overcoat import Recipe
+from overcoat.ops.block import Block, Linear, _from_parameters, _parameters
+from overcoat.ops.linear import Norm
+from tests.exact import E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
+from tests.ops.harness import RECIPES, block_case, check, run
+from tests.ops.test_attention import SEQUENCE, masks
+
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+kinds = pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"biases": True}, {"head_norm": True}, {"biases": True, "head_norm": True}],
+    ids=["llama", "biases", "head norm", "both"],
+)
+
+
+@recipes
+@kinds
+def test_block(kwargs, recipe, device):
+    check(block_case(device=device, **kwargs), recipe)
+
+
+@kinds
+@pytest.mark.parametrize("kind", [None, *masks()])
+def test_checkpointed_block(kwargs, kind, device):
+    mask = None if kind is None else masks()[kind]
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(torch.bfloat16)
+    check(block_case(sequence=SEQUENCE, mask=mask, device=device, **kwargs), Recipe.leanest())
+
+
+@recipes
+def test_checkpointed_gradients_are_those_of_the_block(recipe, device):
+    """The backward of the block at x' = decode(encode(x)) instead of x.
+
+    The outputs are equal to the bit. Between the gradients stands the noise of x' (the kept code's), and what it makes
+    fall differently: every value that enters a GEMM is rounded anew, and where x' differs from x by more than a step
+    of FP8 that rounding is independent of the other. So at worst the two are as far apart as two independent FP8
+    backwards: each at the distance `check` allows from the truth.
+    """
+    case = block_case(biases=True, head_norm=True, device=device)
+    outputs, grads = run(case, recipe)
+    checkpointed_outputs, checkpointed = run(case, replace(recipe, checkpoint="block"))
+    assert torch.equal(outputs[0], checkpointed_outputs[0])
+    limits = case.limits(recipe)
+    for name, grad in grads.items():
+        allowed = combined_db(limits[name], limits[name])
+        assert_close(f"d{name}", grad, checkpointed[name], allowed, extra=0.5)
+
+
+def test_checkpointed_gradients_are_equal_where_the_input_is_kept_exactly():
+    """x made of a code's own values decodes to itself: recomputing the block must then repeat every bit."""
+    case = block_case(biases=True, head_norm=True)
+    recipe = Recipe(kept_format="int8", group_size=16)
+    x = torch.randint(-127, 128, case.inputs["x"].shape, generator=torch.Generator().manual_seed(0))
+    x[:, ::16] = 127
+    case.inputs["x"] = (x / 127 * 2).to(torch.bfloat16)
+    encoded = block_ops.group_encode(case.inputs["x"], None, "int8", 16)
+    decoded = block_ops.group_decode(*encoded, None, "int8", 16, torch.bfloat16)
+    assert torch.equal(decoded, case.inputs["x"])
+    _, grads = run(case, recipe)
+    _, checkpointed = run(case, replace(recipe, checkpoint="block"))
+    for name, grad in grads.items():
+        if name == "x":  # op by op, autograd sums the two branches of a norm in one pass as well: same bits
+            assert torch.equal(grad, checkpointed[name])
+        assert torch.equal(grad, checkpointed[name]), name
+
+
+def test_one_token_and_odd_counts(device):
+    """T = 7 pads the tokens of every wgrad; one token is one key for attention."""
+    check(block_case(1, 7, device=device), Recipe())
+    for recipe in (Recipe(), Recipe.leanest()):
+        outputs, grads = run(block_case(1, 1, device=device), recipe)
+        assert outputs[0].isfinite().all()
+        assert all(grad.isfinite().all() for grad in grads.values())
+        # One key: its probability is 1 whatever q and k are. What is left is the noise of decoded o and v.
+        assert grads["q"].norm() < 0.05 * grads["v"].norm()
+
+
+def test_parameters_there_and_back():
+    """`_parameters` and `_from_parameters` agree on the order: 20 different tensors come back in their places."""
+    tensors = iter([torch.tensor(float(i)) for i in range(18)])
+    norms = [Norm(next(tensors), next(tensors), 0.1 + i, bool(i)) for i in range(2)]
+    block = Block(*norms, *(Linear(next(tensors), next(tensors)) for _ in range(7)))
+    rotary = block_ops.Rotary(torch.zeros(1), torch.zeros(1), None, torch.tensor(100.0), torch.tensor(101.0))
+    flat = _parameters(block, rotary)
+    assert flat[4:6] == [rotary.q_weight, rotary.k_weight]
+    assert len(flat) == 20
+    constants = tuple(norm._replace(weight=None, bias=None) for norm in norms)
+    assert _from_parameters(tuple(flat), constants) == block
+
+
+@pytest.mark.parametrize("part", ["swiglu_linear_backward", "attention_backward_quantized"])
+def test_a_missing_branch_is_seen(part, monkeypatch):
+    """The checkpointed block adds the branches' gradients itself: drop one and `check` must fail."""
+    original = getattr(block_ops, part)
+
+    def spoiled(*args):
+        results = original(*args)
+        gradient = results if part == "attention_backward_quantized" else results[0]
+        zeros = gradient._replace(
+            data=torch.zeros_like(gradient.data), transposed=torch.zeros_like(gradient.transposed)
+        )
+        return zeros if gradient is results else (zeros, *results[1:])
+
+    monkeypatch.setattr(block_ops, part, spoiled)
+    with pytest.raises(AssertionError):
+        check(block_case(), Recipe.leanest())
+
+
+def test_gradients_reach_the_input_through_both_residual_branches(device):
+    """With all projections 0 the block is the identity, forward and backward, to the bit."""
+    for recipe in (Recipe(), Recipe.leanest()):
+        case = block_case(device=device)
+        for name in ("o", "down"):
+            case.inputs[name] = torch.zeros_like(case.inputs[name])
+        outputs, grads = run(case, recipe)
+        assert torch.equal(outputs[0], case.inputs["x"])
+        assert torch.equal(grads["x"], case.grads[0])
+
+
+def test_limits_are_those_of_the_formats():
+    """The derivation used by `check`, once with numbers: 28.5 dB forward, 24.5 dB backward, 24.4 with sqrt8."""
+    assert combined_db(E4M3_DB, E4M3_DB) == pytest.approx(28.5, abs=0.05)
+    assert combined_db(FLOAT8_DB["e5m2"], E4M3_DB) == pytest.approx(24.5, abs=0.05)
+    assert combined_db(FLOAT8_DB["e5m2"], E4M3_DB, KEPT_DB["sqrt8"]) == pytest.approx(24.45, abs=0.05)

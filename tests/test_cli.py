@@ -1,0 +1,104 @@
+"""The command line: exit status, messages, the JSON line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from overcoat import cli
+from overcoat.version import VERSION
+
+CONFIG = """
+[model.config]
+model_type = "llama"
+hidden_size = 128
+intermediate_size = 128
+num_hidden_layers = 1
+num_attention_heads = 2
+[tokenizer]
+vocab_size = 300
+[data]
+files = ["{files}"]
+sequence_length = 16
+held_out = 0.2
+[schedule]
+warmup_steps = 1
+[train]
+steps = 3
+batch_size = 2
+device = "cpu"
+tensorboard = false
+[sample]
+tokens = 0
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_text(f"document {number} " * 30)
+    path = tmp_path / "small.toml"
+    path.write_text(CONFIG.format(files=tmp_path / "*.txt"))
+    return str(path)
+
+
+def test_train_prints_one_json_line(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", config, f"train.run_dir={tmp_path / 'run'}", "--json"]) == 0
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out)
+    assert summary["runs"][0]["steps"] == 3
+    assert "held-out loss" in captured.err
+
+
+def test_a_mistake_is_one_line_and_status_2(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", config, "train.stepz=3"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "overcoat: unknown key train.stepz; did you mean train.steps? (overcoat train --keys lists all)\n"
+    )
+
+
+def test_a_diverging_run_is_status_1(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"train.run_dir={tmp_path / 'run'}", "optimizer.lr=1e30", "optimizer.clip=0", "recipe.name=bf16"]
+    assert cli.main(["train", config, *arguments, "train.steps=9"]) == 1
+    assert "training failed: step" in capsys.readouterr().err
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_many_processes_are_refused(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["train", config]) == 2
+
+
+def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--keys"]) == 0
+    assert "optimizer.lr = 0.0003" in capsys.readouterr().out
+
+
+def test_train_without_a_config_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train"]) == 2
+    assert "needs a CONFIG.toml" in capsys.readouterr().err
+
+
+def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert VERSION in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        cli.main([])
+    assert stop.value.code == 2
+
+
+def test_a_missing_extra_names_it(config: str) -> None:
+    """Without rich (the extra `hf`), in a process of its own since it must not be imported yet."""
+    code = (
+        f"import sys; sys.modules['rich'] = None; from overcoat import cli; sys.exit(cli.main(['train', {config!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "overcoat train needs the package 'rich': pip install 'overcoat[hf]'" in done.stderr

@@ -1,0 +1,315 @@
+"""What a forward keeps, as reported and as truly alive: `pytest tests/test_memory.py`.
+
+U = tokens * hidden * 2 bytes. On a Llama block with I = 2.6875 H the design's sum is 0.5 (norm) + 2 (q, k, v, o) + 0.5
+(norm) + 2.6875 (gate, up) = 5.6875 U, and with it the groups' maxima (1/64 of that) and the log-sum-exp (1/64 U for
+heads 128 wide). cos, sin and the mask are shared by all layers and counted once for the model.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from overcoat import Recipe, memory
+from overcoat.memory import KeptReport, KeptTensor, keep, optimizer_bytes, record_kept
+from tests.ops.harness import CASES, block_case
+
+TOKENS, HIDDEN, INTERMEDIATE = 256, 1024, 2752
+UNIT = TOKENS * HIDDEN * 2
+SHARED = {("attention", "cos"), ("attention", "sin"), ("block", "cos"), ("block", "sin")}
+OURS = {"norm_linear", "attention", "linear_residual", "swiglu_linear", "block"}
+
+
+class OneBlock(nn.Module):
+    """A case's op as a module, so that its parameters are known as such."""
+
+    def __init__(self, case, recipe):
+        super().__init__()
+        self.case, self.recipe = case, recipe
+        for name, x in case.inputs.items():
+            if x is not None and name not in ("x", *case.constants):
+                self.register_parameter(f"p_{name}", nn.Parameter(x))
+
+    def forward(self, x):
+        parameters = {name.removeprefix("p_"): p for name, p in self.named_parameters()}
+        return self.case.op({**self.case.inputs, **parameters, "x": x}, self.recipe)[0]
+
+
+@pytest.fixture(scope="module")
+def large_case():
+    return block_case(2, TOKENS // 2, HIDDEN, intermediate=INTERMEDIATE, num_q=8, num_kv=8)
+
+
+def record(case, recipe, blocks=1):
+    """The report of a few blocks in a row, and what came out (its graph holds what is kept)."""
+    module = OneBlock(case, recipe)
+    x = case.inputs["x"].clone().requires_grad_()
+    with record_kept(module) as kept:
+        out = x
+        for _ in range(blocks):
+            out = module(out)
+    return kept, out
+
+
+def units(kept, leave_out=SHARED):
+    return sum(size for row, size in kept.by_tensor().items() if row not in leave_out) / UNIT
+
+
+def graph_storages(out, without):
+    """Bytes of every tensor that the nodes below `out` hold, by storage: autograd's own account, not the report's."""
+    seen, todo, storages = set(), [out.grad_fn], {}
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        saved = list(getattr(node, "saved_tensors", ())) if hasattr(node, "saved_tensors") else []
+        saved += [getattr(node, name) for name in dir(node) if name.startswith("_saved_") and name != "_saved_tensors"]
+        for x in saved:
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in without:
+                storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return storages
+
+
+def pointers(*tensors):
+    return {x.untyped_storage().data_ptr() for x in tensors}
+
+
+LIMITS = {
+    "default": (Recipe(), 5.9),
+    "attention bf16": (Recipe(kept_attention="bf16"), 7.9),
+    "int8": (Recipe(kept_format="int8"), 5.9),
+    "leanest": (Recipe.leanest(), 0.6),
+    # 1x16 groups of BF16 maxima cost 1/8 on norms, gate and up: 0.125 * 3.6875 U more.
+    "paper": (Recipe.paper(), 7.9 + 0.46),
+}
+
+
+@pytest.mark.parametrize(("recipe", "limit"), LIMITS.values(), ids=LIMITS)
+def test_a_block_keeps_no_more_than_the_design_says(large_case, recipe, limit):
+    kept, _ = record(large_case, recipe)
+    assert units(kept) <= limit
+    assert kept.units(TOKENS, HIDDEN) == pytest.approx(kept.total_bytes / UNIT)
+    assert {row.op for row in kept.rows} <= OURS, "something unnamed is kept"
+
+
+def test_the_parts_are_named_with_their_sizes(large_case):
+    kept, _ = record(large_case, Recipe())
+    sizes = {row: size / UNIT for row, size in kept.by_tensor().items()}
+    maxima = 1 / 64  # one BF16 number for 128 codes
+    expected = {
+        ("norm_linear", "codes"): 2 * 0.5,
+        ("norm_linear", "group_amax"): 2 * 0.5 * maxima,
+        ("attention", "qkv"): 1.5,
+        ("attention", "qkv_amax"): 1.5 * maxima,
+        ("attention", "o"): 0.5,
+        ("attention", "o_amax"): 0.5 * maxima,
+        ("attention", "lse"): 1 / 64,
+        ("swiglu_linear", "codes"): 2.6875,
+        ("swiglu_linear", "group_amax"): 2 * 22 / 1024,  # 21.5 groups a half
+    }
+    for row, size in expected.items():
+        assert sizes.pop(row) == pytest.approx(size), row
+    for row in SHARED & sizes.keys():
+        assert sizes.pop(row) == pytest.approx(TOKENS / 2 * 128 * 2 / UNIT)
+    # What remains is a few numbers a token or a channel: rstd, centers, scales.
+    assert sum(sizes.values()) < 0.05, sizes
+    text = str(kept)
+    for op in ("norm_linear", "attention", "swiglu_linear", "total"):
+        assert op in text
+
+
+def test_the_leanest_keeps_the_input_alone(large_case):
+    kept, _ = record(large_case, Recipe.leanest())
+    assert set(kept.by_tensor()) == {("block", "codes"), ("block", "group_amax"), ("block", "cos"), ("block", "sin")}
+    assert units(kept) == pytest.approx(0.5 * (1 + 1 / 64))
+
+
+def test_grouped_queries_keep_less(large_case):
+    grouped = block_case(2, TOKENS // 2, HIDDEN, intermediate=INTERMEDIATE, num_q=8, num_kv=2)
+    saved = units(record(large_case, Recipe())[0]) - units(record(grouped, Recipe())[0])
+    center = 2 * 0.75 * HIDDEN * 4 / UNIT  # FP32, one for each column
+    assert saved == pytest.approx(2 * 0.75 * 0.5 * (1 + 1 / 64) + center)
+
+
+def test_shared_tensors_are_counted_once_for_all_blocks(large_case):
+    one, _ = record(large_case, Recipe())
+    three, _ = record(large_case, Recipe(), blocks=3)
+    assert units(three) == pytest.approx(3 * units(one))
+    for row in (("block", "cos"), ("block", "sin")):
+        assert three.by_tensor()[row] == one.by_tensor()[row]
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe, _ in LIMITS.values()], ids=LIMITS)
+def test_the_report_is_what_autograd_holds(recipe):
+    """Walk the graph and add up every node's saved tensors: the same bytes as reported, no more and no less."""
+    case = block_case(biases=True, head_norm=True)
+    module = OneBlock(case, recipe)
+    x = case.inputs["x"].clone().requires_grad_()
+    with record_kept(module) as kept:
+        pass
+    assert kept.total_bytes == 0
+    out = module(x)  # the graph of an unrecorded forward shows its tensors as they are
+    storages = graph_storages(out, pointers(*module.parameters()))
+    with record_kept(module) as kept:
+        again = module(x)
+    assert sum(storages.values()) == kept.total_bytes
+    assert again.shape == out.shape
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(kept_attention="bf16"), Recipe.leanest()], ids=["8", "16", "lean"])
+def test_nothing_else_stays_alive(recipe):
+    """Every tensor born in the forward and alive after it is the output or in the report; after the backward, none."""
+    case = block_case(biases=True, head_norm=True)
+    module = OneBlock(case, recipe)
+    x = case.inputs["x"].clone().requires_grad_()
+    out = module(x)  # warm up
+    del out
+    gc.collect()
+    before = pointers(x, *module.parameters(), *(t for t in case.inputs.values() if t is not None))
+    born = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for t in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(t, torch.Tensor):
+                    born.append((weakref.ref(t.untyped_storage()), t.untyped_storage().nbytes()))
+            return result
+
+    with Watch():
+        out = module(x)
+    gc.collect()
+    alive = {}
+    for reference, size in born:
+        storage = reference()
+        if storage is not None and storage.data_ptr() not in before:
+            alive[storage.data_ptr()] = size
+    held = graph_storages(out, pointers(*module.parameters()))
+    assert set(held) <= set(alive) | before, "the watch misses tensors"
+    expected = set(held) | pointers(out)
+    assert set(alive) <= expected, f"{sum(s for p, s in alive.items() if p not in expected)} bytes are alive unreported"
+    out.sum().backward()
+
+
+def test_backward_frees_what_was_kept():
+    case = block_case()
+    kept_tensors = []
+    module = OneBlock(case, Recipe())
+    x = case.inputs["x"].clone().requires_grad_()
+
+    def pack(t):
+        kept_tensors.append(weakref.ref(t.untyped_storage()))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = module(x)
+    assert sum(ref() is not None for ref in kept_tensors) == len(kept_tensors)
+    out.sum().backward()
+    inputs = pointers(x, *module.parameters(), *(t for t in case.inputs.values() if t is not None))
+    del out
+    gc.collect()
+    alive = [ref() for ref in kept_tensors if ref() is not None and ref().data_ptr() not in inputs]
+    assert not alive
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_every_op_names_what_it_keeps(make):
+    case = make()
+    leaves = {
+        name: x if x is None else nn.Parameter(x) if x.is_floating_point() else x for name, x in case.inputs.items()
+    }
+    with record_kept() as kept:
+        case.op(leaves, Recipe())
+    assert kept.rows
+    assert {row.op for row in kept.rows} <= OURS
+    assert not any(row.name.startswith("parameter") for row in kept.rows), "a parameter was counted"
+
+
+def test_names_do_not_outlive_their_tensors():
+    """A forward without gradients names tensors that nobody keeps: others get their addresses, but not their names."""
+    case = block_case()
+    clean = OneBlock(case, Recipe())
+    x = case.inputs["x"].clone().requires_grad_()
+    with record_kept(clean) as expected:
+        out = clean(x)
+    del out
+    with record_kept(clean) as kept:
+        with torch.no_grad():
+            clean(x)
+        out = clean(x)
+    assert kept.by_tensor() == expected.by_tensor()
+    del out
+
+
+def test_an_address_used_again_takes_the_new_name():
+    class Context:
+        def save_for_backward(self, *tensors):
+            pass
+
+    x = torch.ones(4, requires_grad=True)
+    with record_kept() as kept:
+        keep(Context(), "old", a=x * 1)
+        y = torch.zeros(4)
+        keep(Context(), "old", a=y)
+        keep(Context(), "new", b=y)
+        _ = (x * y).sum()
+    assert ("new", "b") in kept.by_tensor()
+    assert ("old", "a") not in kept.by_tensor()
+
+
+def test_other_modules_appear_under_their_path():
+    """Plain torch modules inside a recorded model: saved inputs by path, parameters and their views left out."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    x = torch.randn(3, 8, requires_grad=True)
+    with record_kept(model) as kept:
+        model(x)
+    assert kept.by_op() == {"0": 3 * 8 * 4, "1": 3 * 16 * 4, "2": 3 * 16 * 4}
+    assert memory._active == []
+    with record_kept(model) as twice:
+        model(x)
+        model(x)  # x itself is the same storage
+    assert twice.total_bytes == 2 * kept.total_bytes - 3 * 8 * 4
+
+
+def test_a_checkpointed_region_counts_its_input():
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+    x = torch.randn(3, 8, requires_grad=True)
+    with record_kept(model) as kept:
+        checkpoint(model, x, use_reentrant=False)
+    assert kept.total_bytes == x.numel() * 4
+
+
+def test_hooks_are_removed_after_an_error():
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), record_kept(model):
+        model(torch.ones(1, 3))
+    assert memory._active == []
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_report_sums():
+    rows = [KeptTensor("a", "x", (2,), torch.int8, 2), KeptTensor("b", "x", (3,), torch.int8, 3)]
+    report = KeptReport([*rows, rows[0]])
+    assert report.total_bytes == 7
+    assert report.by_op() == {"a": 4, "b": 3}
+    assert report.by_tensor() == {("a", "x"): 4, ("b", "x"): 3}
+    assert report.units(1, 2) == 7 / 4
+    assert KeptReport().total_bytes == 0
+    assert "total" in str(KeptReport())
+
+
+def test_optimizer_bytes():
+    parameter = nn.Parameter(torch.zeros(10))
+    optimizer = torch.optim.AdamW([parameter])
+    assert optimizer_bytes(optimizer) == 0
+    parameter.grad = torch.ones(10)
+    optimizer.step()
+    assert optimizer_bytes(optimizer) == 2 * 40 + 4  # two moments and the step count

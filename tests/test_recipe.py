@@ -1,0 +1,71 @@
+"""`Recipe`: names, validation, immutability. `pytest tests/test_recipe.py`."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from overcoat import Recipe
+
+
+def test_names_are_what_the_documents_say():
+    assert Recipe() == Recipe("sqrt8", 128, "8bit", None, "e5m2", True)
+    assert Recipe.paper() == Recipe(kept_format="e4m3", group_size=16, kept_attention="bf16")
+    assert Recipe.leanest() == Recipe(checkpoint="block")
+    assert Recipe.bf16() == Recipe(fp8=False)
+
+
+@pytest.mark.parametrize("name", ["default", "paper", "leanest", "bf16"])
+def test_from_name_gives_the_same_recipe(name):
+    expected = Recipe() if name == "default" else getattr(Recipe, name)()
+    assert Recipe.from_name(name) == expected
+
+
+def test_overrides_replace_only_their_fields():
+    recipe = Recipe.from_name("paper", group_size=32, grad_format="e4m3")
+    assert recipe == Recipe(kept_format="e4m3", group_size=32, kept_attention="bf16", grad_format="e4m3")
+
+
+def test_an_override_is_validated():
+    with pytest.raises(ValueError, match=r"group_size = 48.*16, 32, 64, 128"):
+        Recipe.from_name("paper", group_size=48)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("kept_format", "fp4", "'sqrt8', 'e4m3', 'int8'"),
+        ("group_size", 0, "16, 32, 64, 128"),
+        ("group_size", 256, "16, 32, 64, 128"),
+        ("kept_attention", "fp8", "'8bit', 'bf16'"),
+        ("checkpoint", "layer", "None, 'block'"),
+        ("checkpoint", False, "None, 'block'"),
+        ("grad_format", "bf16", "'e5m2', 'e4m3'"),
+        ("fp8", "no", "True, False"),
+    ],
+)
+def test_wrong_values_are_named_with_the_remedy(field, value, remedy):
+    with pytest.raises(ValueError, match=rf"Recipe\.{field} = {value!r} .*{remedy}"):
+        Recipe(**{field: value})
+
+
+def test_unknown_names_are_errors_that_list_the_known():
+    with pytest.raises(ValueError, match=r"'coat'.*default, paper, leanest, bf16"):
+        Recipe.from_name("coat")
+    with pytest.raises(ValueError, match=r"'groupsize'.*group_size"):
+        Recipe.from_name("paper", groupsize=16)
+
+
+def test_frozen_and_hashable():
+    with pytest.raises(FrozenInstanceError):
+        Recipe().group_size = 16  # type: ignore[misc]
+    assert len({Recipe(), Recipe.from_name("default"), Recipe.paper()}) == 2
+
+
+def test_every_field_has_more_than_one_legal_value():
+    """STYLE.md habit 6: no option with a single legal value, and none without validation."""
+    for field in fields(Recipe):
+        with pytest.raises(ValueError, match=field.name) as error:
+            Recipe(**{field.name: "nonsense"})
+        assert str(error.value).split("choose one of ")[1].count(",") >= 1

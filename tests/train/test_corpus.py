@@ -1,0 +1,189 @@
+"""Sources of documents, the tokenizer, and the token cache."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from overcoat.train import sources
+from overcoat.train.config import Config, DataConfig
+from overcoat.train.corpus import open_corpus
+from overcoat.train.files import DamagedError
+from overcoat.train.sources import documents, find_files
+from overcoat.train.tokenizer import END_OF_TEXT, encode, load_tokenizer, train_tokenizer
+
+MakeConfig = Callable[..., Config]
+
+
+def silent(_text: str) -> None:
+    pass
+
+
+def test_stdlib_is_found_without_tests_and_packages() -> None:
+    root = Path(sysconfig.get_paths()["stdlib"]).resolve()
+    files = find_files(["stdlib"])
+    assert root / "json" / "decoder.py" in files
+    assert not [
+        path for path in files if {"test", "tests", "site-packages", "encodings"} & set(path.relative_to(root).parts)
+    ]
+    assert len(files) == len(set(files)) > 300
+
+
+def test_site_packages_are_found() -> None:
+    import torch
+
+    assert Path(torch.__file__).resolve() in find_files(["site-packages"])
+
+
+def test_a_pattern_without_files_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nothing found for '.*absent"):
+        find_files([str(tmp_path / "absent*.txt")])
+
+
+def test_documents_of_text_and_jsonl(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "b.txt").write_text("  \n")  # nothing in it
+    (tmp_path / "c.txt").write_text("one\ntwo\n")  # a duplicate
+    (tmp_path / "d.jsonl").write_text('{"body": "three"}\n\n{"body": "four"}\n')
+    found = list(documents(DataConfig(files=[str(tmp_path / "*")], text_key="body")))
+    assert sorted(found) == ["four", "one\ntwo\n", "three"]
+
+
+def test_a_bad_jsonl_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": "three"}\n{"txt": "four"}\n')
+    with pytest.raises(ValueError, match=r"d.jsonl:2: no JSON object with text under 'text'"):
+        list(documents(DataConfig(files=[str(tmp_path / "d.jsonl")])))
+
+
+def test_a_large_file_is_cut_at_line_ends(tmp_path: Path) -> None:
+    text = "".join(f"line {number}\n" for number in range(40_000))
+    assert len(text) > sources.CORPUS_BYTES
+    (tmp_path / "large.txt").write_text(text)
+    pieces = list(documents(DataConfig(files=[str(tmp_path / "large.txt")])))
+    assert "".join(pieces) == text
+    assert len(pieces) > 5
+    assert all(piece.endswith("\n") for piece in pieces)
+
+
+def test_max_bytes_bounds_the_text(corpus_files: str) -> None:
+    whole = list(documents(DataConfig(files=[corpus_files])))
+    some = list(documents(DataConfig(files=[corpus_files], max_bytes=5000)))
+    assert 0 < sum(map(len, some)) <= 5000
+    assert some == whole[: len(some)]
+
+
+def test_trained_tokenizer_round_trips_any_text_and_ends_documents(make_config: MakeConfig, tmp_path: Path) -> None:
+    train_tokenizer(make_config()).save_pretrained(tmp_path / "tok")
+    tokenizer = load_tokenizer(tmp_path / "tok")
+    assert len(tokenizer) <= 320
+    for text in ("x = 1\n\treturn  alpha", "\u00e9\u4e2d\U0001f600", f"source that says {END_OF_TEXT} in it"):
+        (ids,) = encode(tokenizer, [text])
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.eos_token_id not in ids[:-1]
+        assert tokenizer.decode(ids[:-1]) == text
+
+
+def test_tokens_are_written_once_and_reused(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    first = open_corpus(make_config(), said.append)
+    assert len(said) == 1
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("tokenized again")
+
+    monkeypatch.setattr("overcoat.train.corpus.write_tokens", forbidden)
+    second = open_corpus(make_config("train.seed=5"), said.append)
+    assert second.identity == first.identity
+    assert np.array_equal(first.held_out, second.held_out)  # whatever the seed
+
+
+def test_training_and_held_out_text_are_apart_and_complete(make_config: MakeConfig) -> None:
+    config = make_config("data.sequence_length=8", "eval.rows=10000")
+    corpus = open_corpus(config, silent)
+    texts = list(documents(config.data))
+    tokenizer = corpus.tokenizer
+    assert tokenizer is not None
+    held = tokenizer.decode(corpus.held_out[:, 1:].ravel().tolist())
+    rows = corpus.rows.next_rows(corpus.rows.num_rows)  # type: ignore[attr-defined]
+    trained = tokenizer.decode(np.unique(rows, axis=0).ravel().tolist())
+    titles = {text.splitlines()[0] for text in texts}
+    in_held = {title for title in titles if f"{title}\n" in held}
+    assert in_held
+    assert all(f"{title}\n" not in trained for title in in_held)
+    total = sum(len(ids) for ids in encode(tokenizer, texts))
+    assert corpus.num_tokens + sum(len(i) for t, i in zip(texts, encode(tokenizer, texts)) if _held(t, in_held)) >= (
+        0.97 * total
+    )
+
+
+def _held(text: str, titles: set[str]) -> bool:
+    return text.splitlines()[0] in titles
+
+
+def test_other_data_in_the_same_cache_is_an_error(make_config: MakeConfig) -> None:
+    open_corpus(make_config(), silent)
+    with pytest.raises(ValueError, match="tokenized from other data"):
+        open_corpus(make_config("tokenizer.vocab_size=300"), silent)
+
+
+def test_a_damaged_cache_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
+    open_corpus(make_config(), silent)
+    with (tmp_path / "run/data/tokens/tokens.bin").open("r+b") as file:
+        file.write(b"\xff\xff")
+    with pytest.raises(DamagedError, match=r"contents of tokens\.bin"):
+        open_corpus(make_config(), silent)
+
+
+def test_rows_longer_than_the_data_are_an_error(make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match=r"no full row of data\.sequence_length = 100000"):
+        open_corpus(make_config("data.sequence_length=100000"), silent)
+
+
+@pytest.mark.parametrize("eos", [0, None])
+def test_token_binaries(make_config: MakeConfig, tmp_path: Path, eos: int | None) -> None:
+    generator = np.random.default_rng(0)
+    for name, size in (("a", 700), ("b", 400)):
+        tokens = generator.integers(1, 300, size).astype(np.uint16)
+        tokens[49::50] = 0
+        tokens.tofile(tmp_path / f"{name}.bin")
+    extra = [f"model.config.eos_token_id={eos}"] if eos is not None else []
+    config = make_config(
+        f"data.files={tmp_path}/*.bin", "tokenizer.vocab_size=0", "model.config.vocab_size=300", *extra
+    )
+    corpus = open_corpus(config, silent)
+    assert corpus.tokenizer is None
+    assert corpus.eos == eos
+    assert 900 <= corpus.num_tokens < 1100
+    row = corpus.rows.next_rows(1)[0]
+    assert row.shape == (33,)
+    assert 0 <= row.min() <= row.max() < 300
+
+
+def test_a_torn_binary_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"123")
+    config = make_config(f"data.files={tmp_path}/a.bin", "tokenizer.vocab_size=0")
+    with pytest.raises(ValueError, match="is not a file of uint16 tokens"):
+        open_corpus(config, silent)
+
+
+def test_no_tokenizer_is_an_error(make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match="no tokenizer"):
+        open_corpus(make_config("tokenizer.vocab_size=0"), silent)
+
+
+def test_streaming_holds_out_the_same_rows_every_time(make_config: MakeConfig) -> None:
+    config = make_config("data.streaming=true", "data.held_out=0.3", "data.shuffle_rows=4")
+    first, second = open_corpus(config, silent), open_corpus(config, silent)
+    assert len(first.held_out) == config.eval.rows
+    assert np.array_equal(first.held_out, second.held_out)
+    assert np.array_equal(first.rows.next_rows(5), second.rows.next_rows(5))
+
+
+def test_a_missing_extra_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'overcoat\[hf\]'"):
+        list(documents(DataConfig(dataset="some/name")))

@@ -1,0 +1,190 @@
+"""Packing, masks and resumable positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from overcoat.train.config import DataConfig
+from overcoat.train.corpus import Shards, choose_held_out
+from overcoat.train.data import IGNORED, PackedRows, StreamedRows, make_batch
+from overcoat.train.sources import DocumentStream
+
+EOS = 0
+
+
+def documents_of(lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Documents 1 1 1 0, 2 2 0, ...: token = number of the document, EOS = 0; lengths include EOS."""
+    tokens = np.concatenate([[number] * (length - 1) + [EOS] for number, length in enumerate(lengths, 1)])
+    ends = np.cumsum(lengths)
+    return tokens.astype(np.uint16), np.stack([ends - lengths, ends], axis=1)
+
+
+def test_unshuffled_rows_are_the_stream_cut_with_one_token_of_overlap() -> None:
+    tokens, ranges = documents_of([5, 1, 9, 3, 2, 7])
+    rows = PackedRows(tokens, ranges, length=4, seed=0, shuffle=False).next_rows(6)
+    assert rows.shape == (6, 5)
+    for number, row in enumerate(rows):
+        assert row.tolist() == tokens[4 * number : 4 * number + 5].tolist()
+
+
+def test_an_epoch_trains_on_every_position_once_and_reorders_the_next() -> None:
+    lengths = [5, 1, 9, 3, 2, 7, 11, 4]
+    tokens, ranges = documents_of(lengths)
+    rows = PackedRows(tokens, ranges, length=4, seed=1)
+    epochs = [rows.next_rows(rows.num_rows) for _ in range(2)]
+    # The last, incomplete row of an epoch is dropped; everything else is a label exactly once.
+    assert rows.num_rows == (sum(lengths) - 1) // 4
+    for epoch in epochs:
+        counts = np.bincount(epoch[:, 1:].ravel(), minlength=len(lengths) + 1)
+        whole = np.bincount(tokens, minlength=len(lengths) + 1)
+        assert np.all(counts <= whole)
+        assert whole.sum() - counts.sum() < 4 + 1
+    assert not np.array_equal(epochs[0], epochs[1])
+
+
+def test_documents_stay_whole_and_ended_by_eos_in_the_shuffled_stream() -> None:
+    tokens, ranges = documents_of([5, 3, 9, 3, 2, 7])
+    stream = PackedRows(tokens, ranges, length=1, seed=3)
+    # With rows of one token in stream order, the rows spell the stream.
+    stream._rows = np.sort(stream._rows)
+    rows = stream.next_rows(stream.num_rows)
+    spelled = [int(rows[0, 0]), *rows[:, 1].tolist()]
+    pieces = " ".join(map(str, spelled)).split(" 0")
+    found = sorted(piece.split() for piece in pieces if piece.strip())
+    assert found == sorted([str(n)] * (length - 1) for n, length in enumerate([5, 3, 9, 3, 2, 7], 1))
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 7, 11, 12, 13, 30])
+def test_packed_rows_continue_exactly(stop_after: int) -> None:
+    tokens, ranges = documents_of([9] * 6)
+    whole, first, second = (PackedRows(tokens, ranges, length=4, seed=5) for _ in range(3))
+    expected = whole.next_rows(40)
+    taken = first.next_rows(stop_after) if stop_after else np.empty((0, 5), dtype=np.int64)
+    second.load_state_dict(first.state_dict())
+    assert np.array_equal(np.concatenate([taken, second.next_rows(40 - stop_after)]), expected)
+
+
+def test_seeds_differ() -> None:
+    tokens, ranges = documents_of([9] * 6)
+    first, second = (PackedRows(tokens, ranges, length=4, seed=seed).next_rows(12) for seed in (0, 1))
+    assert not np.array_equal(first, second)
+
+
+def test_labels_follow_inputs() -> None:
+    batch = make_batch(np.arange(12).reshape(2, 6), EOS, document_mask=False)
+    assert batch.input_ids.tolist() == [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10]]
+    assert batch.labels.tolist() == [[1, 2, 3, 4, 5], [7, 8, 9, 10, 11]]
+    assert batch.position_ids is None
+    assert batch.num_labels == 10
+
+
+def test_document_mask_restarts_positions_and_ignores_the_crossing_label() -> None:
+    row = np.array([[5, 5, EOS, 6, EOS, EOS, 7, 7, 7]])
+    batch = make_batch(row, EOS, document_mask=True)
+    assert batch.position_ids is not None
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
+    assert batch.labels.tolist() == [[5, EOS, IGNORED, EOS, IGNORED, IGNORED, 7, 7]]
+    assert batch.num_labels == 5
+
+
+def test_a_single_masked_row_keeps_its_inputs() -> None:
+    row = np.array([[5, EOS, 6, 7]])
+    assert make_batch(row, EOS, document_mask=True).input_ids.tolist() == [[5, EOS, 6]]
+
+
+def test_document_mask_separates_documents_in_the_model() -> None:
+    """Changing one document of a row must not move the logits of the next one; without the mask it does."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=16)
+    ).eval()
+    rows = np.array([[3, 4, EOS, 5, 6, 7, 8], [9, 9, EOS, 5, 6, 7, 8]])
+    with torch.no_grad():
+        masked, plain = (make_batch(rows, EOS, document_mask) for document_mask in (True, False))
+        apart = model(masked.input_ids, position_ids=masked.position_ids, use_cache=False).logits
+        joined = model(plain.input_ids, use_cache=False).logits
+    torch.testing.assert_close(apart[0, 3:], apart[1, 3:])
+    assert (joined[0, 3:] - joined[1, 3:]).abs().max() > 1e-4
+
+
+def test_shards_read_as_one_array() -> None:
+    shards = Shards([np.arange(0, 5), np.arange(5, 7), np.arange(7, 20)])
+    assert len(shards) == 20
+    for begin, end in [(0, 5), (1, 3), (5, 7), (7, 20), (8, 9)]:
+        assert shards[begin:end].tolist() == list(range(begin, end))
+
+
+def test_held_out_is_decided_by_content_alone() -> None:
+    keys, lengths = np.array([50, 10, 40, 20, 30]), np.array([10, 10, 10, 10, 60])
+    assert choose_held_out(keys, lengths, 0.15).tolist() == [False, True, False, True, False]
+    assert choose_held_out(keys, lengths, 1e-9).sum() == 1  # at least one document
+    order = np.array([3, 1, 4, 0, 2])
+    assert choose_held_out(keys[order], lengths[order], 0.15).tolist() == [True, True, False, False, False]
+
+
+class OneTokenPerCharacter:
+    """Stands in for a tokenizer in the streaming tests."""
+
+    eos_token_id = EOS
+
+    class Encoded:
+        def __init__(self, text: str):
+            self.ids = [ord(character) for character in text]
+
+    @property
+    def backend_tokenizer(self) -> OneTokenPerCharacter:
+        return self
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[Encoded]:
+        assert not add_special_tokens
+        return [self.Encoded(text) for text in texts]
+
+
+def streamed(config: DataConfig, pool: int) -> StreamedRows:
+    stream = DocumentStream(config, seed=7)
+    return StreamedRows(stream, OneTokenPerCharacter(), 8, pool, lambda text: text.startswith("held"))
+
+
+def stream_config(kind: str, folder: Path) -> DataConfig:
+    for number in range(3):
+        lines = [f'{{"text": "{"held" if i % 5 == 0 else "doc"} {number} {i} {"x" * (i % 7)}"}}' for i in range(30)]
+        (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+    if kind == "dataset":
+        return DataConfig(dataset="json", files=[str(folder / "*.jsonl")], streaming=True)
+    return DataConfig(files=[str(folder / "*.jsonl")], streaming=True)
+
+
+@pytest.mark.parametrize("kind", ["files", "dataset"])
+@pytest.mark.parametrize("stop_after", [1, 60, 130, 300])
+def test_streamed_rows_continue_exactly(tmp_path: Path, kind: str, stop_after: int) -> None:
+    """Over several epochs of about 100 rows, from files and from a `datasets` builder that needs no network."""
+    config = stream_config(kind, tmp_path)
+    expected = streamed(config, pool=16).next_rows(320)
+    first = streamed(config, pool=16)
+    taken = first.next_rows(stop_after)
+    saved = tmp_path / "state.pt"
+    torch.save(first.state_dict(), saved)
+    second = streamed(config, pool=16)
+    second.load_state_dict(torch.load(saved, weights_only=True))
+    assert np.array_equal(np.concatenate([taken, second.next_rows(320 - stop_after)]), expected)
+
+
+def test_streamed_rows_leave_out_what_is_held_out(tmp_path: Path) -> None:
+    config = stream_config("files", tmp_path)
+    rows = streamed(config, pool=1).next_rows(80)
+    text = "".join(chr(token) for row in rows for token in row[1:])
+    assert "doc" in text
+    assert "held" not in text
+
+
+def test_streaming_an_empty_corpus_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    config = DataConfig(files=[str(tmp_path / "empty.jsonl")], streaming=True)
+    with pytest.raises(ValueError, match="no documents"):
+        streamed(config, pool=1).next_rows(1)

@@ -1,0 +1,100 @@
+"""Atomic directories: nothing half-written is ever visible, damage is found."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from overcoat.train import files
+from overcoat.train.files import DamagedError, remove_directory, sweep, verify_directory, write_directory
+
+
+def fill(folder: Path) -> None:
+    (folder / "a.bin").write_bytes(b"hello")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "b.txt").write_text("world")
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_manifest_describes_every_file(tmp_path: Path) -> None:
+    write_directory(tmp_path / "x", fill, {"step": 3})
+    manifest = verify_directory(tmp_path / "x")
+    assert manifest["step"] == 3
+    assert set(manifest["files"]) == {"a.bin", "deep/b.txt"}
+    assert visible(tmp_path) == ["x"]
+
+
+def test_an_existing_directory_is_replaced(tmp_path: Path) -> None:
+    write_directory(tmp_path / "x", fill, {"step": 1})
+    write_directory(tmp_path / "x", fill, {"step": 2})
+    assert verify_directory(tmp_path / "x")["step"] == 2
+    assert visible(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("fails_at", range(6))
+def test_failing_at_any_sync_leaves_old_or_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
+    """An existing directory survives an interruption at every step of its replacement."""
+    write_directory(tmp_path / "x", fill, {"step": 1})
+    calls = iter(range(100))
+    real = files.sync
+
+    def failing(path: Path) -> None:
+        if next(calls) == fails_at:
+            raise OSError("power cut")
+        real(path)
+
+    monkeypatch.setattr(files, "sync", failing)
+    with contextlib.suppress(OSError):
+        write_directory(tmp_path / "x", fill, {"step": 2})
+    monkeypatch.setattr(files, "sync", real)
+    sweep(tmp_path)
+    # Syncs: a.bin, deep/b.txt, manifest, the directory itself, (renamed here), the parent; the sixth does not happen.
+    assert verify_directory(tmp_path / "x")["step"] == (1 if fails_at < 4 else 2)
+    assert visible(tmp_path) == ["x"]
+
+
+def test_interruption_between_the_two_renames_is_undone(tmp_path: Path) -> None:
+    write_directory(tmp_path / "x", fill, {"step": 1})
+    (tmp_path / "x").rename(tmp_path / ".discarded-x")
+    (tmp_path / ".partial-x").mkdir()
+    sweep(tmp_path)
+    assert verify_directory(tmp_path / "x")["step"] == 1
+    assert visible(tmp_path) == ["x"]
+
+
+def test_interrupted_removal_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_directory(tmp_path / "x", fill, {})
+
+    def killed(_path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove_directory(tmp_path / "x")
+    monkeypatch.undo()
+    assert not (tmp_path / "x").exists()
+    sweep(tmp_path)
+    assert visible(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "a.bin").write_bytes(b"hellO"), "contents of a.bin"),
+        (lambda folder: (folder / "a.bin").write_bytes(b"hell"), "a.bin has 4 bytes instead of 5"),
+        (lambda folder: (folder / "a.bin").unlink(), "a.bin is missing"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing or unreadable"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json is missing or unreadable"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json is missing or unreadable"),
+    ],
+)
+def test_damage_is_found(tmp_path: Path, damage: object, message: str) -> None:
+    write_directory(tmp_path / "x", fill, {})
+    damage(tmp_path / "x")  # type: ignore[operator]
+    with pytest.raises(DamagedError, match=message):
+        verify_directory(tmp_path / "x")

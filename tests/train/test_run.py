@@ -1,0 +1,167 @@
+"""A whole run and its twin: what they leave behind."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from overcoat.train.build import build_model, inline_config, make_recipe
+from overcoat.train.config import Config
+from overcoat.train.configfile import differences
+from overcoat.train.metrics import read_metrics
+from overcoat.train.run import RunResult, run, run_once, twin_config
+from overcoat.train.summary import summarize
+
+MakeConfig = Callable[..., Config]
+TWIN = "compare.overrides=['recipe.name=bf16', 'optimizer.moments=fp32', 'optimizer.master=bf16+16']"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, corpus_files: str) -> tuple[Config, list[RunResult], str, dict]:
+    """A run with a twin, a sample and TensorBoard: config, results, printed text, summary."""
+    from overcoat.train.configfile import build_config
+    from tests.train.conftest import TINY
+
+    folder = tmp_path_factory.mktemp("run")
+    arguments = [f"data.files={corpus_files}", f"train.run_dir={folder}", TWIN, "sample.tokens=8", "sample.prompt=file"]
+    config = build_config(TINY, [*arguments, "train.tensorboard=true", "model.config.tie_word_embeddings=false"])
+    console = Console(file=io.StringIO(), width=120)
+    results = run(config, console)
+    summary = summarize(results, folder, console)
+    return config, results, console.file.getvalue(), summary  # type: ignore[attr-defined]
+
+
+def test_export_loads_in_plain_transformers_with_equal_logits(finished: tuple) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config, (result, _), _, _ = finished
+    model = AutoModelForCausalLM.from_pretrained(result.export, dtype=torch.bfloat16).eval()
+    assert type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
+    tokenizer = AutoTokenizer.from_pretrained(result.export)
+    assert tokenizer.decode(tokenizer("file 3\nalpha").input_ids) == "file 3\nalpha"
+    # The very weights of the last checkpoint, under the very names of a model that was never converted.
+    plain = build_model(config, tokenizer)
+    plain.load_state_dict(load_file(Path(result.checkpoint) / "model.safetensors"))
+    inputs = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        assert torch.equal(model(inputs).logits, plain.eval()(inputs).logits)
+    # And the held-out loss that the run reported belongs to them.
+    from overcoat.train.corpus import open_corpus
+    from overcoat.train.data import make_batch
+    from overcoat.train.loop import summed_loss
+
+    batch = make_batch(open_corpus(config, print).held_out, tokenizer.eos_token_id, document_mask=False)
+    with torch.no_grad():
+        assert float(summed_loss(model, batch)) / batch.num_labels == pytest.approx(result.held_out_loss, rel=1e-4)
+
+
+def test_a_checkpoint_is_a_hugging_face_folder(finished: tuple) -> None:
+    from transformers import AutoModelForCausalLM
+
+    result = finished[1][0]
+    loaded, exported = (AutoModelForCausalLM.from_pretrained(path) for path in (result.checkpoint, result.export))
+    expected = exported.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_a_run_starts_from_an_exported_model(finished: tuple, make_config: MakeConfig, console: Console) -> None:
+    result = finished[1][0]
+    config = make_config(f"model.name={result.export}", "model.config={}", "tokenizer.vocab_size=0", "train.steps=3")
+    tuned = run_once(config, console, "tuned")
+    assert tuned.steps == 3
+    assert read_metrics(Path(tuned.metrics))["train"][1]["loss"] < 1.2 * result.held_out_loss
+
+
+def test_twin_differs_in_nothing_but_the_overrides(finished: tuple) -> None:
+    config, (mine, twin), _, _ = finished
+    assert differences(config, twin_config(config)) == [
+        "optimizer.master: 'auto' -> 'bf16+16'",
+        "optimizer.moments: '8bit' -> 'fp32'",
+        "recipe.name: 'default' -> 'bf16'",
+    ]
+    assert (mine.steps, mine.num_tokens, mine.num_parameters) == (twin.steps, twin.num_tokens, twin.num_parameters)
+    first, second = (read_metrics(Path(result.metrics))["train"] for result in (mine, twin))
+    assert first[1]["loss"] == pytest.approx(second[1]["loss"], rel=5e-3)  # same weights, same batch
+    assert [row["loss"] for row in first.values()] != [row["loss"] for row in second.values()]
+    assert mine.kept_bytes < twin.kept_bytes
+    assert mine.optimizer_bytes < 0.4 * twin.optimizer_bytes  # 3 bytes and groups against 10 bytes a parameter
+
+
+def test_summary_says_where_everything_lies(finished: tuple) -> None:
+    config, (mine, twin), printed, summary = finished
+    run_dir = Path(config.train.run_dir)
+    assert json.loads((run_dir / "results.json").read_text()) == summary
+    assert summary["held_out_gap"] == pytest.approx(mine.held_out_loss / twin.held_out_loss - 1)
+    for expected in ("held-out loss", f"{mine.held_out_loss:.4f}", f"{twin.held_out_loss:.4f}", "BF16 + FP32 AdamW"):
+        assert expected in printed
+    for place in (mine.checkpoint, mine.export, summary["plot"], mine.metrics):
+        assert place in printed
+        assert Path(place).exists()
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run_dir / "tensorboard").glob("events*"))
+    assert "total" in (run_dir / "kept.txt").read_text()
+    assert mine.sample.startswith("file")
+    assert len(mine.sample) > len("file")
+
+
+def test_figures_add_up(finished: tuple) -> None:
+    config, (mine, _), _, _ = finished
+    metrics = read_metrics(Path(mine.metrics))
+    assert list(metrics["train"]) == list(range(1, 13))
+    assert list(metrics["eval"]) == [6, 12]
+    assert mine.num_tokens == 12 * 2 * 32
+    assert mine.train_loss == metrics["train"][12]["loss"]
+    assert mine.held_out_loss == metrics["eval"][12]["loss"]
+    assert metrics["train"][12]["loss"] < metrics["train"][1]["loss"] - 0.2
+    assert all(row["tokens_per_second"] > 0 and row["peak_bytes"] > 1e6 for row in metrics["train"].values())
+    assert config.train.steps == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["model.config.hiden_size=3"],
+            "model.config.hiden_size for a llama model; did you mean model.config.hidden_size",
+        ),
+        (["model.config.model_type=lama"], "model.config.model_type = 'lama'.*did you mean 'llama'"),
+        (["model.config.vocab_size=5"], "model.config.vocab_size = 5: the tokenizer has"),
+        (["train.device=quantum"], "train.device = 'quantum'"),
+        (["recipe.kept_format=e9m9"], "kept_format = 'e9m9'"),
+        (["model.config={}", "model.name=/nowhere/at/all"], "cannot load the tokenizer '/nowhere/at/all'|cannot load"),
+    ],
+)
+def test_mistakes_are_errors_before_training(
+    make_config: MakeConfig, console: Console, arguments: list[str], message: str
+) -> None:
+    config = make_config(*arguments)
+    with pytest.raises(ValueError, match=message):
+        run(config, console)
+    assert not (Path(config.train.run_dir) / "checkpoints").exists()
+    # The corrected command may use the same directory: nothing in it counts as another run.
+    assert not (Path(config.train.run_dir) / "config.toml").exists()
+
+
+def test_a_mistake_in_the_comparison_is_found_first(make_config: MakeConfig, console: Console, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"did you mean optimizer\.moments"):
+        run(make_config("compare.overrides=['optimizer.moment=fp32']"), console)
+    assert not (tmp_path / "run").exists()
+
+
+def test_inline_config_is_completed(make_config: MakeConfig) -> None:
+    config = make_config("model.config.vocab_size=77")
+    built = inline_config(config.model, None, 32)
+    assert (built.vocab_size, built.max_position_embeddings, built.hidden_size) == (77, 32, 128)
+
+
+def test_recipe_overrides(make_config: MakeConfig) -> None:
+    recipe = make_recipe(make_config("recipe.name=leanest", "recipe.group_size=32").recipe)
+    assert (recipe.checkpoint, recipe.group_size) == ("block", 32)
+    assert make_recipe(make_config("recipe.name=leanest", "recipe.checkpoint=none").recipe).checkpoint is None
