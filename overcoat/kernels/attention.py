@@ -137,15 +137,22 @@ def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale):
 
 
 def _library_kernel_takes(qkv: Tensor, width: int) -> bool:
-    """The fused kernels take 16-bit heads up to 256 wide, a multiple of 8; the reference serves the rest."""
-    return qkv.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    """The fused kernels take heads up to 256 wide, a multiple of 8; the reference serves the rest."""
+    return qkv.dtype in (torch.bfloat16, torch.float16, torch.float32) and width % 8 == 0 and width <= 256
 
 
-def _additive(mask: Tensor, dtype: torch.dtype, batch: int, num_q: int, sequence: int) -> Tensor:
+def _memory_efficient(qkv: Tensor, mask: Optional[Tensor]) -> bool:
+    """Masks and FP32 are for the memory-efficient kernel; the faster ones take neither."""
+    return mask is not None or qkv.dtype == torch.float32
+
+
+def _additive(mask: Optional[Tensor], dtype: torch.dtype, batch: int, num_q: int, sequence: int) -> Optional[Tensor]:
     """Mask as the memory-efficient kernel wants it: additive, rows aligned to 16 bytes, expanded to all heads.
 
     Hidden keys get the dtype's most negative number, not -inf, so that an all-hidden row stays finite.
     """
+    if mask is None:
+        return None
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
     aligned = torch.nn.functional.pad(mask.to(dtype), (0, -sequence % 16))[..., :sequence]
@@ -171,11 +178,11 @@ def _(qkv, mask, batch, num_q, num_kv, scale):
     sequence, width = q.shape[2], q.shape[3]
     if not _library_kernel_takes(qkv, width):
         return attention.reference(qkv, mask, batch, num_q, num_kv, scale)
-    if mask is not None:
+    if _memory_efficient(qkv, mask):
         ratio = num_q // num_kv
         bias = _additive(mask, qkv.dtype, batch, num_q, sequence)
         o, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, _repeat_kv(k, ratio), _repeat_kv(v, ratio), bias, True, 0.0, False, scale=scale
+            q, _repeat_kv(k, ratio), _repeat_kv(v, ratio), bias, True, 0.0, mask is None, scale=scale
         )
     elif _cudnn_takes(qkv, sequence, width):
         o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -197,13 +204,13 @@ def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale):
     do_, o_ = (x.view(batch, sequence, num_q, width).transpose(1, 2) for x in (do, o))
     # Without dropout the kernels read no random state; their schemas want the tensors all the same.
     unused = torch.zeros((), dtype=torch.int64, device=qkv.device)
-    if mask is not None:
+    if _memory_efficient(qkv, mask):
         ratio = num_q // num_kv
         bias = _additive(mask, qkv.dtype, batch, num_q, sequence)
         lse = torch.nn.functional.pad(lse, (0, -sequence % 32))
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             do_, q, _repeat_kv(k, ratio), _repeat_kv(v, ratio), bias, o_, lse, unused, unused, 0.0,
-            [True, True, True, False], False, scale=scale,
+            [True, True, True, False], mask is None, scale=scale,
         )  # fmt: skip
         if ratio > 1:
             dk, dv = (x.unflatten(1, (num_kv, ratio)).sum(2) for x in (dk, dv))

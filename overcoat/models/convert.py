@@ -94,7 +94,7 @@ def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Option
     recipe = recipe or Recipe()
     report = Report(recipe)
     layers = [(name, module) for name, module in model.named_modules() if _is_decoder_layer(module)]
-    if not layers:
+    if not layers and recipe.fp8:
         raise ValueError(
             f"{type(model).__name__} contains no decoder layer (a module named *DecoderLayer); overcoat.convert takes "
             f"transformers models of the kinds {', '.join(SUPPORTED.values())}"
@@ -187,6 +187,6 @@ def _describe(layer: nn.Module, recipe: Recipe) -> str:
 
 def _no_cache_while_training(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     # A cache would hold every layer's K and V in BF16, and transformers reads packed position_ids only without one.
-    if module.training and kwargs.get("past_key_values") is None:
-        kwargs.setdefault("use_cache", False)
+    if module.training and kwargs.get("past_key_values") is None and kwargs.get("use_cache") is None:
+        kwargs["use_cache"] = False
     return args, kwargs

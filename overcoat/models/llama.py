@@ -7,8 +7,8 @@
     x      = swiglu_linear(gu, Wdown, x)
 
 `Fp8DecoderLayer` is mixed into the layer's own class (convert.py), so parameters, names, hooks and the original forward
-stay. It computes in FP8 in `train()` mode; otherwise, and whenever something other than a plain linear
-layer sits in a projection's place (a LoRA adapter, a hook), the original forward runs.
+stay. It computes in FP8 in `train()` mode; otherwise, and whenever a module of it was replaced or hooked since (a
+LoRA adapter, say) or a cache is asked for, the original forward runs.
 """
 
 from __future__ import annotations
@@ -45,22 +45,52 @@ SUPPORTED = {
 }
 
 
+# Modules whose forward the FP8 block stands in for: a hook on one of them would not run.
+WATCHED = (*PROJECTIONS, *NORMS, "self_attn", "mlp")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Attention code of transformers that hands every mask to the layer; others read position_ids or lengths instead.
+ATTENTION = ("sdpa", "eager")
+
+
 def why_unsupported(layer: nn.Module) -> Optional[str]:
     """The reason why a Llama-shaped layer cannot run in FP8, or None if it can."""
-    for path in PROJECTIONS:
-        module = layer.get_submodule(path)
-        if type(module) is not nn.Linear:
-            return f"{path} is a {type(module).__name__}, not nn.Linear"
     attention_module: Any = layer.get_submodule("self_attn")
+    config = attention_module.config
     if getattr(attention_module, "attention_dropout", 0.0):
         return f"attention_dropout is {attention_module.attention_dropout}; only 0 is supported"
-    config = attention_module.config
     if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
         return f"hidden_act is {config.hidden_act!r}; only silu is supported"
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     if partial != 1.0:
         return f"partial_rotary_factor is {partial}; only 1.0 is supported"
+    return why_replaced(layer)
+
+
+def why_replaced(layer: nn.Module) -> Optional[str]:
+    """The reason why the layer's modules or attention are not what the FP8 block computes; checked at each forward."""
+    for path in WATCHED:
+        module = layer.get_submodule(path)
+        if path in PROJECTIONS and type(module) is not nn.Linear:
+            return f"{path} is a {type(module).__name__}, not nn.Linear"
+        if path in NORMS and not type(module).__module__.startswith("transformers."):
+            return f"{path} is a {type(module).__name__}, not the model's own norm"
+        if _has_hooks(module):
+            return f"{path} has hooks, which the FP8 block would not run"
+    config: Any = layer.get_submodule("self_attn").config
+    if config._attn_implementation not in ATTENTION:
+        return f"attn_implementation is {config._attn_implementation!r}; only sdpa and eager masks are read"
+    if getattr(config, "is_causal", True) is False:
+        return "config.is_causal is False; only causal attention is supported"
     return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody hooked the module: not transformers, whose recording hooks stay on it and sleep."""
+    return any(
+        not getattr(hook, "__module__", "").startswith("transformers.utils")
+        for hooks in HOOKS
+        for hook in getattr(module, hooks).values()
+    )
 
 
 class Fp8DecoderLayer(nn.Module):
@@ -84,18 +114,10 @@ class Fp8DecoderLayer(nn.Module):
         # recomputation must repeat the same numbers.
         if not self.training:
             return False
-        if cache is not None and cache.get_seq_length() > 0:
-            return False
-        for path in PROJECTIONS:
-            module = self.get_submodule(path)
-            if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
-                warnings.warn(
-                    f"{path} was replaced or hooked after overcoat.convert: this layer runs in its original "
-                    "precision. Convert after adding adapters, or leave the projections unhooked.",
-                    stacklevel=2,
-                )
-                return False
-        return True
+        reason = "a key/value cache was asked for (use_cache=True)" if cache is not None else why_replaced(self)
+        if reason is not None:
+            warnings.warn(f"this layer trains in its original precision: {reason}", stacklevel=3)
+        return reason is None
 
     def _attention_inputs(self, embeddings: tuple[Tensor, Tensor], mask: Optional[Tensor], batch: int) -> Any:
         module: Any = self.get_submodule("self_attn")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import overcoat
 from overcoat import Recipe
-from overcoat.models.llama import PROJECTIONS, check_mask
+from overcoat.models.llama import PROJECTIONS, check_mask, why_replaced
 from tests.models.zoo import KINDS, VOCAB, make_batch, make_model
 
 
@@ -156,9 +156,47 @@ def test_a_hook_or_adapter_added_later_falls_back_with_a_warning(model: nn.Modul
     overcoat.convert(model)
     for layer in model.model.layers:
         layer.mlp.down_proj.register_forward_hook(lambda module, args, output: output)
-    with pytest.warns(UserWarning, match="down_proj was replaced or hooked"):
+    with pytest.warns(UserWarning, match="mlp.down_proj has hooks"):
         loss = model(**make_batch()).loss
     assert torch.equal(loss, original(**make_batch()).loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model, layer: layer.self_attn.register_forward_hook(lambda *args: None), "self_attn has hooks"),
+        (lambda model, layer: layer.mlp.register_full_backward_hook(lambda *args: None), "mlp has hooks"),
+        (lambda model, layer: setattr(layer, "input_layernorm", nn.RMSNorm(256)), "input_layernorm is a RMSNorm"),
+        (lambda model, layer: setattr(model.config, "is_causal", False), "is_causal is False"),
+        (lambda model, layer: setattr(model.config, "_attn_implementation", "flash_attention_2"), "flash_attention_2"),
+    ],
+)
+def test_what_the_fp8_block_would_not_compute_is_left_to_the_original(model: nn.Module, change, reason: str) -> None:
+    overcoat.convert(model)
+    change(model, model.model.layers[0])
+    assert reason in why_replaced(model.model.layers[0])
+    assert reason in overcoat.convert(model).left_alone["model.layers.0"]
+
+
+def test_generating_in_train_mode_reads_its_context(model: nn.Module) -> None:
+    original = copy.deepcopy(model)
+    overcoat.convert(model)
+    ids = make_batch()["input_ids"][:, :7]
+    tokens = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    with pytest.warns(UserWarning, match="use_cache=True"):
+        generated = model.generate(ids, **tokens)
+    assert torch.equal(generated, original.generate(ids, **tokens))
+
+
+def test_converting_the_inner_model_trains_in_fp8_too(model: nn.Module) -> None:
+    whole = copy.deepcopy(model)
+    overcoat.convert(whole)
+    overcoat.convert(model.model)
+    assert torch.equal(model(**make_batch()).loss, whole(**make_batch()).loss)
+
+
+def test_the_bf16_recipe_takes_any_model() -> None:
+    assert not overcoat.convert(nn.Linear(2, 2), Recipe.bf16()).layers
 
 
 def test_hooks_on_layers_and_gradients_run(model: nn.Module) -> None:
@@ -173,8 +211,11 @@ def test_hooks_on_layers_and_gradients_run(model: nn.Module) -> None:
 
 def test_output_hidden_states(model: nn.Module) -> None:
     overcoat.convert(model)
+    loss = model(**make_batch()).loss
     output = model(**make_batch(), output_hidden_states=True)
     assert len(output.hidden_states) == 3
+    assert torch.equal(output.loss, loss)
+    assert torch.equal(model(**make_batch()).loss, loss)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
