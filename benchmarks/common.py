@@ -7,6 +7,7 @@ figures of one run: ours and the peers' from the same run, since only their rati
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -57,17 +58,27 @@ def environment() -> dict[str, str]:
     """Where and with what a row was measured."""
     import triton
 
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+    # A copy without its repository (a GPU machine, say) is told its commit.
+    commit = os.environ.get("OVERCOAT_COMMIT") or _git_commit()
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit,
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python -m", _module_name(), *sys.argv[1:]]),
     }
+
+
+def _git_commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return result.stdout.strip() or "unknown"
+
+
+def _module_name() -> str:
+    path = Path(sys.argv[0])
+    return f"{path.parent.name}.{path.stem}"
 
 
 def append_row(path: Path, figures: dict[str, Any]) -> None:

@@ -50,8 +50,9 @@ def test_eval_and_generate_are_untouched(kind: str) -> None:
     assert torch.equal(model.generate(ids[:, :7], **tokens), original.generate(ids[:, :7], **tokens))
 
 
-def test_training_runs_in_fp8_and_fills_every_gradient(model: nn.Module) -> None:
-    inputs = make_batch()
+def test_training_runs_in_fp8_and_fills_every_gradient(model: nn.Module, device: torch.device) -> None:
+    model = model.to(device)
+    inputs = {name: value.to(device) for name, value in make_batch().items()}
     original = copy.deepcopy(model)
     overcoat.convert(model)
     loss, exact = model(**inputs).loss, original(**inputs).loss
@@ -258,10 +259,10 @@ def test_frozen_parameters_get_no_gradient(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_compiles_without_graph_breaks(kind: str) -> None:
-    model = make_model(kind, layers=2)
+def test_compiles_without_graph_breaks(kind: str, device: torch.device) -> None:
+    model = make_model(kind, layers=2).to(device)
     overcoat.convert(model)
-    inputs = make_batch(length=64)
+    inputs = {name: value.to(device) for name, value in make_batch(length=64).items()}
     loss = model(**inputs).loss
     loss.backward()
     expected = {name: grad.clone() for name, grad in gradients(model).items()}
