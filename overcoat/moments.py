@@ -13,7 +13,7 @@ first, and the *stored* M encodes, so encoder and decoder agree.
 
 The pair ("sqrt8", "log8") is named "8bit" and is the default: on the states of a trained model its error of m
 / sqrt(v) is 3 to 5 times below the paper's pair, "fp8" = ("e4m3x", "e4m3x"), at the same bytes
-(docs/numerics.md).
+(docs/log.md).
 
 **log8.** The bits of a positive FP32 number, read as an integer, are its logarithm: 2^23 per octave, linear
 within one. So a grid with a constant step S in bits is a logarithmic grid, and needs neither log2 nor exp2:
