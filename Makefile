@@ -1,7 +1,9 @@
 # Two commands for a fresh machine: `make demo` (install and train a small model) and `make test`.
-# Python: the newest of 3.12, 3.11, 3.10 that is there, or PYTHON=... .
 
-PYTHON ?= $(shell for p in python3.12 python3.11 python3.10 python3; do command -v $$p >/dev/null && $$p -c 'import ensurepip, venv' 2>/dev/null && { echo $$p; break; }; done)
+# The Python to build the environment with: 3.10 to 3.12, with venv.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3.10 python3; do \
+	$$p -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null \
+	&& { echo $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 # torch from a CUDA build on machines with an NVIDIA GPU comes with the plain name; TORCH pins another build.
@@ -28,6 +30,7 @@ install: $(VENV)/installed-hf
 install-dev: $(VENV)/installed-dev
 
 $(BIN)/python:
+	$(if $(PYTHON),,$(error Python 3.10 to 3.12 with venv is needed: install one, or give its path as PYTHON=...))
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 
