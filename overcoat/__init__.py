@@ -9,9 +9,10 @@ README.md shows the whole; docs/design.md says how data flows.
 from overcoat import memory
 from overcoat.models.convert import Report, convert
 from overcoat.optim.adamw import AdamW
+from overcoat.optim.release import release_gradients
 from overcoat.recipe import Recipe
 from overcoat.version import VERSION
 
 __version__ = VERSION
 
-__all__ = ["AdamW", "Recipe", "Report", "convert", "memory"]
+__all__ = ["AdamW", "Recipe", "Report", "convert", "memory", "release_gradients"]

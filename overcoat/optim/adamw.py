@@ -15,101 +15,24 @@ a step whose gradients are not finite are tensors on the device.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import operator
-from typing import Any, Callable, Iterable, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Optional, Union
 
 import torch
 from torch import Tensor
 
-from overcoat.kernels.adamw import adamw_step_, gradients_sum_squares
-from overcoat.masters import parameter_key, resolve_master
+from overcoat.masters import resolve_master
 from overcoat.moments import resolve_moments
+from overcoat.optim.bucket import Bucket
+from overcoat.optim.shards import check_gradient_placements, check_placements, layout_of
 from overcoat.optim.state import check_state, init_state, restore_state, state_bytes
 from overcoat.recipe import GROUP_SIZES
 
-if importlib.util.find_spec("triton") is not None:
-    from overcoat.kernels.gpu.adamw_launch import Options, Plan
-else:  # the reference runs everywhere
-    Plan = Options = None  # type: ignore[assignment,misc]
+if TYPE_CHECKING:
+    from overcoat.optim.release import GradientRelease
 
 # Options that decide the layout of the state: a saved state can only be loaded under the same.
 LAYOUT_OPTIONS = ("moments", "master", "group_size")
-
-
-class _Bucket:
-    """Parameters of one group that are stepped together, and the lists of their state tensors.
-
-    It is kept from step to step: with a thousand parameters, collecting those lists costs the host more time than the
-    step costs the GPU. `serves` says whether it still describes the optimizer.
-    """
-
-    def __init__(self, group: dict[str, Any], params: list[Tensor], indices: list[int], states: list[Any]) -> None:
-        def collect(name: str) -> list[Tensor]:
-            return [state[name] for state in states] if name in states[0] else []
-
-        self.params, self.states = params, states
-        self.addresses = [param.data_ptr() for param in params]
-        self.master = resolve_master(group["master"], params[0].dtype)
-        self.group_size = group["group_size"]
-        self.tensors = {
-            "param": params,
-            "exp_avg": collect("exp_avg"),
-            "amax": collect("exp_avg_amax"),
-            "exponent": collect("exp_avg_exponent"),
-            "exp_avg_sq": collect("exp_avg_sq"),
-            "scale": collect("exp_avg_sq_scale"),
-            "remainder": collect("remainder"),
-            "step": collect("step"),
-        }
-        self.keys = [parameter_key(group["seed"], index) for index in indices]
-        self.first_groups = [0] * len(params)
-        self.grads: list[Tensor] = []
-        self.plan: Any = None
-        if Plan is not None and params[0].is_cuda and all(param.is_contiguous() for param in params):
-            self.plan = Plan(self.tensors, self.group_size, self.keys, self.first_groups)
-
-    def serves(self, params: list[Tensor], states: list[Any]) -> bool:
-        """Whether these are the same parameters in the same memory with the same states."""
-        return (
-            len(params) == len(self.params)
-            and all(map(operator.is_, params, self.params))
-            and all(map(operator.is_, states, self.states))
-            and all(state["exp_avg"] is kept for state, kept in zip(states, self.tensors["exp_avg"], strict=True))
-            and [param.data_ptr() for param in params] == self.addresses
-        )
-
-    def take_gradients(self, grads: list[Tensor]) -> None:
-        """The gradients of the coming step, one per parameter."""
-        self.grads = grads
-        if self.fused():
-            self.plan.set_gradients(grads)
-
-    def fused(self) -> bool:
-        """Whether the kernel is launched from here; torch.compile sees the op instead."""
-        return self.plan is not None and not torch.compiler.is_compiling()
-
-    def sum_squares(self) -> Tensor:
-        """Of all gradients, 0-d FP32."""
-        return self.plan.sum_squares() if self.fused() else gradients_sum_squares(self.grads)
-
-    def step(self, group: dict[str, Any], factor: Tensor, skip: Tensor) -> None:
-        """One step by the gradients taken; they are let go."""
-        grads, self.grads = self.grads, []
-        device = self.params[0].device
-        lr, factor, skip = _scalar_on(group["lr"], device), factor.to(device), skip.to(device)
-        beta1, beta2 = group["betas"]
-        m_code, v_code = group["moments"]
-        options = (beta1, beta2, group["eps"], group["weight_decay"], m_code, v_code, self.master, self.group_size)
-        if self.fused():
-            self.plan.step(lr, factor, skip, Options(*options))
-            return
-        of = self.tensors
-        adamw_step_(
-            self.params, grads, of["exp_avg"], of["amax"], of["exponent"], of["exp_avg_sq"], of["scale"],
-            of["remainder"], of["step"], lr, factor, skip, *options, self.keys, self.first_groups,
-        )  # fmt: skip
 
 
 class AdamW(torch.optim.Optimizer):
@@ -131,6 +54,7 @@ class AdamW(torch.optim.Optimizer):
     Attributes:
         skipped_steps: 0-d int32 tensor on the device of the parameters: steps skipped so far.
         grad_norm: 0-d FP32 tensor: norm of all gradients at the last step, unscaled, before clipping; None if unknown.
+        release: the handle of `overcoat.release_gradients` while it is in force, else None.
 
     Raises:
         ValueError: an option is out of range, a parameter is neither BF16 nor FP32, a gradient is sparse.
@@ -138,6 +62,8 @@ class AdamW(torch.optim.Optimizer):
 
     # torch.amp.GradScaler then hands over `grad_scale` and `found_inf` instead of unscaling and synchronizing itself.
     _step_supports_amp_scaling = True
+    # On the class: a copied or unpickled optimizer is not released, the hooks stay with the original.
+    release: Optional[GradientRelease] = None
 
     def __init__(
         self,
@@ -166,7 +92,7 @@ class AdamW(torch.optim.Optimizer):
         self.check_finite = check_finite
         self.skipped_steps: Optional[Tensor] = None
         self.grad_norm: Optional[Tensor] = None
-        self._kept_buckets: dict[Any, _Bucket] = {}
+        self._kept_buckets: dict[Any, Bucket] = {}
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,6 +102,8 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group after checking its options and its parameters."""
+        if self.release is not None:
+            raise ValueError("add_param_group: release_gradients would not see the new parameters; remove() its handle")
         group = {**self.defaults, **param_group}
         _check_hyperparameters(group)
         param_group["moments"] = resolve_moments(group["moments"])
@@ -186,6 +114,7 @@ class AdamW(torch.optim.Optimizer):
             param = entry[1] if isinstance(entry, tuple) else entry
             if isinstance(param, Tensor):
                 resolve_master(group["master"], param.dtype)
+                check_placements(param)
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -202,6 +131,8 @@ class AdamW(torch.optim.Optimizer):
         """
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm {clip_grad_norm!r} must be positive; pass None for no clipping")
+        if self.release is not None:
+            self.release.check_step(clip_grad_norm)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -211,7 +142,27 @@ class AdamW(torch.optim.Optimizer):
             factor, skip = self._gradient_factor([bucket for _, bucket in buckets], clip_grad_norm)
             for group, bucket in buckets:
                 bucket.step(group, factor, skip)
+        if self.release is not None:
+            self.release.end_step()
         return loss
+
+    @torch.no_grad()
+    def step_parameter(self, number: int, index: int, param: Tensor) -> Optional[Tensor]:
+        """Step one parameter by its gradient, for `release_gradients`; returns the gradient's norm if it was needed."""
+        assert param.grad is not None
+        _check_gradient(param, param.grad)
+        group = self.param_groups[number]
+        state = self._state_of(group, param)
+        bucket = self._bucket(("alone", index), group, [param], [index], [state], [param.grad])
+        factor, skip = self._gradient_factor([bucket], None)
+        bucket.step(group, factor, skip)
+        return self.grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free the gradients; with released gradients also a mark between two steps, as `step` is."""
+        super().zero_grad(set_to_none)
+        if self.release is not None:
+            self.release.end_step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved under the same moments, master and group size, bit for bit.
@@ -247,37 +198,55 @@ class AdamW(torch.optim.Optimizer):
 
     # ---- inside a step --------------------------------------------------------------------------------
 
-    def _buckets(self) -> list[tuple[dict[str, Any], _Bucket]]:
-        """Parameters that have gradients, by group, device and dtypes; their states exist afterwards."""
-        result: list[tuple[dict[str, Any], _Bucket]] = []
-        first = 0
+    def indexed_parameters(self) -> Iterator[tuple[int, int, Tensor]]:
+        """(number of the group, index, parameter): the index counts through all groups, as in a state dict."""
+        index = 0
         for number, group in enumerate(self.param_groups):
-            found: dict[Any, tuple[list[Tensor], list[int], list[Any], list[Tensor]]] = {}
-            for index, param in enumerate(group["params"], start=first):
-                grad = param.grad
-                if grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state.update(init_state(param, group))
-                kind = (param.device, param.dtype, grad.dtype, grad.layout)
-                lists = found.get(kind)
-                if lists is None:
-                    lists = found[kind] = _lists_for(param, grad)
-                lists[0].append(param)
-                lists[1].append(index)
-                lists[2].append(state)
-                lists[3].append(grad)
-            first += len(group["params"])
-            for kind, (params, indices, states, grads) in found.items():
-                bucket = self._kept_buckets.get((number, kind))
-                if bucket is None or not bucket.serves(params, states):
-                    bucket = self._kept_buckets[number, kind] = _Bucket(group, params, indices, states)
-                bucket.take_gradients(grads)
-                result.append((group, bucket))
-        return result
+            for param in group["params"]:
+                yield number, index, param
+                index += 1
 
-    def _gradient_factor(self, buckets: list[_Bucket], max_norm: Optional[float]) -> tuple[Tensor, Tensor]:
+    def _state_of(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+        state = self.state[param]
+        if not state:
+            state.update(init_state(param, group))
+        return state
+
+    def _bucket(
+        self,
+        key: Any,
+        group: dict[str, Any],
+        params: list[Tensor],
+        indices: list[int],
+        states: list[Any],
+        grads: list[Tensor],
+    ) -> Bucket:
+        """The bucket kept under `key`, renewed if it does not serve any more, with the gradients of this step."""
+        bucket = self._kept_buckets.get(key)
+        if bucket is None or not bucket.serves(params, states):
+            bucket = self._kept_buckets[key] = Bucket(group, params, indices, states)
+        bucket.take_gradients(grads)
+        return bucket
+
+    def _buckets(self) -> list[tuple[dict[str, Any], Bucket]]:
+        """Parameters that have gradients, by group, device and dtypes; their states exist afterwards."""
+        found: dict[Any, tuple[dict[str, Any], list[Tensor], list[int], list[Any], list[Tensor]]] = {}
+        for number, index, param in self.indexed_parameters():
+            grad, group = param.grad, self.param_groups[number]
+            if grad is None:
+                continue
+            kind = (number, param.device, param.dtype, grad.dtype, layout_of(param))
+            lists = found.get(kind)
+            if lists is None:
+                lists = found[kind] = (group, [], [], [], [])
+            _check_gradient(param, grad)
+            lists[1].append(param)
+            lists[2].append(index)
+            lists[3].append(self._state_of(group, param))
+            lists[4].append(grad)
+        return [(lists[0], self._bucket(kind, *lists)) for kind, lists in found.items()]
+
+    def _gradient_factor(self, buckets: list[Bucket], max_norm: Optional[float]) -> tuple[Tensor, Tensor]:
         """(factor, skip): what multiplies every gradient (FP32), and whether this step does nothing (bool); 0-d."""
         device = buckets[0].params[0].device
         factor = torch.ones((), device=device)
@@ -301,21 +270,14 @@ class AdamW(torch.optim.Optimizer):
         return factor, skip
 
 
-def _lists_for(param: Tensor, grad: Tensor) -> tuple[list[Tensor], list[int], list[Any], list[Tensor]]:
-    """Empty lists (params, indices, states, grads) for a new kind of parameter, if its gradients can be used."""
+def _check_gradient(param: Tensor, grad: Tensor) -> None:
+    """ValueError if the gradient cannot be used."""
     if grad.layout != torch.strided:
         raise ValueError(
             f"overcoat.AdamW got a {grad.layout} gradient for a parameter of shape {tuple(param.shape)}; "
             f"build the embedding with sparse=False"
         )
-    return [], [], [], []
-
-
-def _scalar_on(value: Union[float, Tensor], device: torch.device) -> Tensor:
-    """A 0-d FP32 tensor on `device`; a Python float travels as a kernel argument, without a copy to wait for."""
-    if isinstance(value, Tensor) and value.device == device:
-        return value.float()
-    return torch.full((), float(value), device=device)
+    check_gradient_placements(param, grad)
 
 
 def _check_hyperparameters(group: dict[str, Any]) -> None:

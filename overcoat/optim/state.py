@@ -9,7 +9,8 @@ dict.
     exp_avg_sq_scale   int32, same shape as exp_avg_amax: packed maximum and shape byte of v's groups
     remainder          int8 or int16 in the parameter's shape, only for the masters "bf16+8" and "bf16+16"
 
-No tensor subclass: a state dict is saved, sliced and sharded by whatever handles plain tensors.
+No tensor subclass of our own: a state dict is saved, sliced and sharded by whatever handles plain tensors. The
+state of a sharded parameter is sharded like it (`overcoat.optim.shards`); shapes above are the unsharded ones.
 
 n = number of groups in a row (`overcoat.kernels.adamw.rows_of`).
 """
@@ -25,6 +26,7 @@ from overcoat.expansion import EXPONENT_STEPS
 from overcoat.kernels.adamw import rows_of
 from overcoat.masters import REMAINDER_DTYPE, resolve_master
 from overcoat.moments import MOMENT_CODES
+from overcoat.optim.shards import local, place_state, state_shape, wrap_state
 
 
 class Field(NamedTuple):
@@ -58,12 +60,12 @@ def state_fields(param: Tensor, group: dict[str, Any]) -> dict[str, Field]:
 
 def init_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     """The state before the first step: both moments zero, the master equal to the parameter."""
-    return {
-        name: torch.full(field.shape, field.fill, dtype=torch.uint8, device=param.device).view(field.dtype)
-        if field.dtype.itemsize == 1
-        else torch.full(field.shape, field.fill, dtype=field.dtype, device=param.device)
-        for name, field in state_fields(param, group).items()
-    }
+    state = {}
+    for name, field in state_fields(param, group).items():
+        dtype = torch.uint8 if field.dtype.itemsize == 1 else field.dtype  # the 8-bit floats cannot be filled
+        value = torch.full(state_shape(param, field.shape), field.fill, dtype=dtype, device=param.device)
+        state[name] = wrap_state(param, value.view(field.dtype), field.shape)
+    return state
 
 
 def check_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], index: Any) -> None:
@@ -84,10 +86,10 @@ def check_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], ind
 
 
 def restore_state(saved: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
-    """A copy of a saved state on the parameter's device, every tensor with its own dtype and bits."""
-    return {name: value.detach().to(param.device, copy=True).contiguous() for name, value in saved.items()}
+    """A copy of a saved state, laid out as the parameter, every tensor with its own dtype and bits."""
+    return {name: place_state(param, value) for name, value in saved.items()}
 
 
 def state_bytes(state: dict[str, Tensor]) -> int:
-    """Bytes of one parameter's state."""
-    return sum(value.numel() * value.element_size() for value in state.values())
+    """Bytes of one parameter's state in this process."""
+    return sum(local(value).numel() * value.element_size() for value in state.values())

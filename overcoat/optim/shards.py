@@ -1,0 +1,152 @@
+"""Sharded parameters (DTensor, as FSDP2's `fully_shard` makes them): what one process steps, and what its state is.
+
+A group of codes never crosses a row, so shards along dimension 0 never cut a group of a matrix. The rest follows:
+
+    matrix     Every process steps its rows. Codes, metadata and remainders are DTensors with the parameter's
+               placements: `torch.distributed.checkpoint` gathers and reshards them. Random numbers count groups in the
+               unsharded parameter, so any number of processes holds the same codes.
+    vector     A 1-d parameter (bias, norm) is one row, and a shard's edge would cut its groups. Every process gathers
+               parameter and gradient, does the whole step and keeps its own part of the parameter. The state is whole
+               on every process, plain tensors like `step`: also independent of the sharding. Price: two small
+               all-gathers per vector and step, and 3 bytes of state per element not divided among the processes;
+               vectors are under 0.1% of a model.
+
+Shards along other dimensions (tensor parallelism) would cut the rows of matrices and are refused.
+
+Checkpoints of `torch.distributed.checkpoint` need no communication of the states. `full_state_dict=True` does, and
+torch then sends the tensors as they are: "bf16+16" keeps int16, which no backend sends, and gloo lacks 8-bit floats.
+
+Norms are summed over the processes that hold different shards. The order of that sum depends on their number, so with
+clipping the last bits of a run may depend on it too; without clipping nothing does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+def check_placements(param: Tensor) -> None:
+    """ValueError if `param` is a DTensor that is laid out in a way that the step cannot work on."""
+    if not isinstance(param, DTensor) or param.dim() < 2:
+        return
+    sharded = [placement for placement in param.placements if placement != Replicate()]
+    if len(sharded) > 1 or any(type(placement) is not Shard or placement.dim != 0 for placement in sharded):
+        raise ValueError(
+            f"overcoat.AdamW cannot step a parameter of shape {tuple(param.shape)} with placements "
+            f"{list(param.placements)}: it works on whole rows, one shard along dimension 0; use fully_shard without "
+            "tensor parallelism, and without shard_placement_fn"
+        )
+
+
+def check_gradient_placements(param: Tensor, grad: Tensor) -> None:
+    """ValueError if the gradient of a sharded parameter is not sharded like it."""
+    if isinstance(param, DTensor) and not is_whole(param):
+        placements = grad.placements if isinstance(grad, DTensor) else None
+        if placements != param.placements:
+            raise ValueError(
+                f"overcoat.AdamW got a gradient with placements {placements} for a parameter with placements "
+                f"{param.placements}; redistribute it to those of the parameter"
+            )
+
+
+def is_whole(param: Tensor) -> bool:
+    """Whether every process does the whole step of this sharded parameter: it is a vector."""
+    return isinstance(param, DTensor) and param.dim() < 2
+
+
+def layout_of(param: Tensor) -> Hashable:
+    """Equal for parameters that can be stepped together."""
+    return (param.device_mesh, param.placements, is_whole(param)) if isinstance(param, DTensor) else None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process' part; of a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(param: Tensor) -> int:
+    """Number of this process' first row in the unsharded parameter."""
+    if isinstance(param, DTensor):
+        for dim, placement in enumerate(param.placements):
+            if placement == Shard(0):
+                mesh, rows = param.device_mesh, param.shape[0]
+                return min(-(-rows // mesh.size(dim)) * mesh.get_local_rank(dim), rows)
+    return 0
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """All of a DTensor, on every process."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    own = tensor.to_local()
+    if tensor.dtype == torch.int16:  # which neither gloo nor NCCL sends
+        return _from_local(tensor, own.int(), tensor.shape).full_tensor().to(torch.int16)
+    if tensor.dtype.itemsize == 1:  # gloo does not send 8-bit floats
+        return _from_local(tensor, own.view(torch.uint8), tensor.shape).full_tensor().view(tensor.dtype)
+    return tensor.full_tensor()
+
+
+def whole_buffer(param: Tensor) -> Tensor:
+    """Memory for all of a sharded parameter."""
+    return torch.empty(param.shape, dtype=param.dtype, device=param.device)
+
+
+def keep_own_part(param: Tensor, whole: Tensor) -> None:
+    """Write this process' part of `whole` into the sharded parameter."""
+    own, start = local(param), first_row(param)
+    own.copy_(whole[start : start + len(own)] if whole.dim() else whole)
+
+
+def sum_over_shards(part: Tensor, param: Tensor) -> Tensor:
+    """A sum over this process' shards as the sum over all, on every process; vectors were whole already."""
+    if isinstance(param, DTensor) and not is_whole(param):
+        for dim, placement in enumerate(param.placements):
+            if placement == Shard(0):
+                dist.all_reduce(part, group=param.device_mesh.get_group(dim))
+    return part
+
+
+# ---- state tensors ---------------------------------------------------------------------------------------
+
+
+def state_shape(param: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """This process' part of a state tensor of the given unsharded shape."""
+    return (len(local(param)), *shape[1:]) if shape and _shards_state(param) else shape
+
+
+def wrap_state(param: Tensor, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """This process' part of a state tensor, as the parameter's kind of tensor."""
+    if not shape or not _shards_state(param):
+        return value
+    assert isinstance(param, DTensor)
+    return _from_local(param, value, torch.Size(shape))
+
+
+def place_state(param: Tensor, saved: Tensor) -> Tensor:
+    """A copy of a saved state tensor, however it was laid out, laid out for `param` and on its device."""
+    shape = tuple(saved.shape)
+    if isinstance(saved, DTensor) and layout_of(saved) == layout_of(param):
+        return wrap_state(param, _copy(saved.to_local(), param), shape)
+    whole = gather(saved.detach())
+    start = first_row(param) if shape and _shards_state(param) else 0
+    part = whole[start : start + state_shape(param, shape)[0]] if shape else whole
+    return wrap_state(param, _copy(part, param), shape)
+
+
+def _from_local(like: DTensor, value: Tensor, shape: torch.Size) -> DTensor:
+    """A contiguous DTensor with this process' part `value`, laid out as `like`; no communication."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(value, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _copy(value: Tensor, param: Tensor) -> Tensor:
+    return value.detach().to(param.device, copy=True).contiguous()
+
+
+def _shards_state(param: Tensor) -> bool:
+    return isinstance(param, DTensor) and not is_whole(param)

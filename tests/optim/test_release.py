@@ -1,0 +1,273 @@
+"""`overcoat.release_gradients`: the numbers of the ordinary step, one gradient alive at a time, clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from overcoat import AdamW, release_gradients
+
+WIDTH = 24
+
+
+class Tied(nn.Module):
+    """Embedding and head share one weight; blocks may be checkpointed, `shared` blocks are one and the same."""
+
+    def __init__(self, reentrant=None, shared=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, WIDTH)
+        blocks = [nn.Sequential(nn.Linear(WIDTH, 200), nn.GELU(), nn.Linear(200, WIDTH)) for _ in range(2)]
+        self.blocks = nn.ModuleList([blocks[0], blocks[0]] if shared else blocks)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.reentrant = reentrant
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + (block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant))
+        return nn.functional.cross_entropy(self.head(self.norm(x)).float(), tokens.roll(1))
+
+
+def make_pair(dtype=torch.bfloat16, model=None, **options):
+    model = (Tied() if model is None else model).to(dtype)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return model, AdamW(groups, lr=1e-2, **options)
+
+
+def loss_of(model, step):
+    return model(torch.randint(50, (40,), generator=torch.Generator().manual_seed(step)))
+
+
+def train(model, optimizer, steps=4):
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.7**step)
+    for step in range(steps):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def snapshot(model, optimizer):
+    states = [optimizer.state[p] for p in model.parameters()]
+    return [p.detach().clone() for p in model.parameters()] + [v.clone() for s in states for v in s.values()]
+
+
+def same_bits(left, right):
+    def bits(x):
+        return x.reshape(-1).view(torch.uint8)
+
+    return len(left) == len(right) and all(torch.equal(bits(a), bits(b)) for a, b in zip(left, right))
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize(("dtype", "moments"), [(torch.bfloat16, "8bit"), (torch.float32, "fp8")])
+def test_released_steps_equal_ordinary_ones_bit_for_bit(dtype, moments, reentrant):
+    """With tied weights, two parameter groups, a schedule, and checkpointing of both kinds."""
+    released, optimizer = make_pair(dtype, Tied(reentrant), moments=moments)
+    plain, ordinary = make_pair(dtype, Tied(reentrant), moments=moments)
+    release_gradients(released, optimizer)
+    train(released, optimizer)
+    train(plain, ordinary)
+    assert same_bits(snapshot(released, optimizer), snapshot(plain, ordinary))
+    assert all(optimizer.state[p]["step"] == 4 for p in released.parameters())
+    torch.testing.assert_close(optimizer.grad_norm, ordinary.grad_norm, rtol=1e-6, atol=0)
+    assert optimizer.skipped_steps == 0
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_one_gradient_is_alive_at_a_time(reentrant):
+    model, optimizer = make_pair(model=Tied(reentrant))
+    seen = []  # (name, weak reference to the gradient); the hook runs before the one that steps
+
+    def record(name):
+        def hook(param):
+            alive = [other for other, grad in seen if grad() is not None]
+            assert not alive
+            assert [n for n, p in model.named_parameters() if p.grad is not None] == [name]
+            seen.append((name, weakref.ref(param.grad)))
+
+        return hook
+
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(record(name))
+    release_gradients(model, optimizer)
+    loss_of(model, 0).backward()
+    assert sorted(name for name, _ in seen) == sorted(name for name, _ in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_loading_a_state_while_released_takes_its_learning_rate_too():
+    model, optimizer = make_pair()
+    plain, ordinary = make_pair()
+    release_gradients(model, optimizer)
+    train(plain, ordinary, 2)
+    train(model, optimizer, 1)
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(ordinary.state_dict())
+    for m, o in ((model, optimizer), (plain, ordinary)):
+        loss_of(m, 2).backward()
+        o.step()
+        o.zero_grad()
+    assert same_bits(snapshot(model, optimizer), snapshot(plain, ordinary))
+
+
+def test_remove_gives_back_the_ordinary_step():
+    model, optimizer = make_pair()
+    plain, ordinary = make_pair()
+    handle = release_gradients(model, optimizer)
+    train(model, optimizer, 2)
+    handle.remove()
+    loss_of(model, 9).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.step(clip_grad_norm=1e-3)
+    train(plain, ordinary, 2)
+    loss_of(plain, 9).backward()
+    ordinary.step(clip_grad_norm=1e-3)
+    assert same_bits(snapshot(model, optimizer), snapshot(plain, ordinary))
+    optimizer.zero_grad()
+    release_gradients(model, optimizer)
+
+
+def test_a_non_finite_gradient_skips_its_own_parameter_only():
+    model, optimizer = make_pair()
+    release_gradients(model, optimizer)
+    train(model, optimizer, 1)
+    before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state[model.norm.weight])
+    model.norm.weight.register_hook(lambda grad: grad * torch.inf)
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert torch.equal(model.norm.weight, before.norm.weight)
+    assert all(torch.equal(optimizer.state[model.norm.weight][name], value) for name, value in state.items())
+    assert not torch.equal(model.head.weight, before.head.weight)
+    assert not torch.equal(model.norm.bias, before.norm.bias)
+    assert optimizer.skipped_steps == 1
+
+
+def test_closure_and_frozen_parameters():
+    model, optimizer = make_pair()
+    model.norm.requires_grad_(False)
+    release_gradients(model, optimizer)
+    before = model.norm.weight.clone()
+
+    def closure():
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(15)]
+    assert losses[-1] < losses[0]
+    assert torch.equal(model.norm.weight, before)
+
+
+# ---- refusals: each names the reason, and nothing has changed -------------------------------------------
+
+
+@pytest.mark.parametrize("mark", ["step", "zero_grad"])
+def test_accumulation_is_refused_at_the_second_forward(mark):
+    model, optimizer = make_pair()
+    release_gradients(model, optimizer)
+    loss_of(model, 0).backward()
+    before = snapshot(model, optimizer)
+    with pytest.raises(ValueError, match=r"accumulation.*optimizer\.step\(\)"):
+        loss_of(model, 1)
+    with torch.no_grad():
+        loss_of(model, 1)
+    assert same_bits(before, snapshot(model, optimizer))
+    getattr(optimizer, mark)()
+    loss_of(model, 1).backward()
+    assert not same_bits(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize("twice", ["one graph", "two graphs"])
+def test_a_second_backward_is_refused_before_anything_moves(twice):
+    model, optimizer = make_pair()
+    release_gradients(model, optimizer)
+    first = model.embedding(torch.arange(5)).sum()  # not through the model's forward, which would refuse
+    second = first if twice == "one graph" else model.embedding(torch.arange(9)).square().sum()
+    first.backward(retain_graph=True)
+    before = snapshot_of(model.embedding.weight, optimizer)
+    with pytest.raises(ValueError, match=r"second gradient for 'embedding\.weight'.*add the losses"):
+        second.backward()
+    assert same_bits(before, snapshot_of(model.embedding.weight, optimizer))
+    assert model.embedding.weight.grad is None
+
+
+def snapshot_of(param, optimizer):
+    return [param.detach().clone(), *(value.clone() for value in optimizer.state[param].values())]
+
+
+def test_weights_shared_by_reentrant_segments_are_refused_and_work_without():
+    model, optimizer = make_pair(model=Tied(reentrant=True, shared=True))
+    release_gradients(model, optimizer)
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        loss_of(model, 0).backward()
+    released, optimizer = make_pair(model=Tied(reentrant=False, shared=True))
+    plain, ordinary = make_pair(model=Tied(reentrant=False, shared=True))
+    release_gradients(released, optimizer)
+    train(released, optimizer)
+    train(plain, ordinary)
+    assert same_bits(snapshot(released, optimizer), snapshot(plain, ordinary))
+
+
+def test_the_whole_model_checkpointed_is_not_taken_for_accumulation():
+    model, optimizer = make_pair()
+    release_gradients(model, optimizer)
+    for _ in range(2):
+        checkpoint(model, torch.arange(40), use_reentrant=False).backward()
+        optimizer.step()
+    assert optimizer.state[model.head.weight]["step"] == 2
+
+
+def test_clipping_is_refused():
+    model, optimizer = make_pair()
+    release_gradients(model, optimizer)
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match="global norm"):
+        optimizer.step(clip_grad_norm=1.0)
+
+
+def test_grad_scaler_is_refused():
+    model, optimizer = make_pair(torch.float32)
+    release_gradients(model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="bfloat16"):
+        loss_of(model, 0)
+    assert same_bits(before, list(model.parameters()))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(ValueError, match="GradScaler"):
+        scaler.step(optimizer)
+
+
+def test_what_cannot_be_released_is_named():
+    model, optimizer = make_pair()
+    with pytest.raises(ValueError, match="not in the model"):
+        release_gradients(model.norm, optimizer)
+    with pytest.raises(ValueError, match="got SGD"):
+        release_gradients(model, torch.optim.SGD(model.parameters()))
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match="gradients already"):
+        release_gradients(model, optimizer)
+    optimizer.zero_grad()
+    release_gradients(model, optimizer)
+    with pytest.raises(ValueError, match="released already"):
+        release_gradients(model, optimizer)
+    with pytest.raises(ValueError, match="new parameters"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def test_a_copied_optimizer_is_not_released():
+    model, optimizer = make_pair()
+    release_gradients(model, optimizer)
+    train(model, optimizer, 1)
+    assert copy.deepcopy(optimizer).release is None

@@ -1,0 +1,264 @@
+"""AdamW on FSDP2's sharded parameters: two gloo processes on the CPU hold what one process holds, bit for bit.
+
+Each process also trains an unsharded twin, and compares. Matrices with rows that two does not divide, rows that
+the group does not divide, and vectors whose shards cut groups.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from overcoat import AdamW, release_gradients
+
+OPTIONS = {
+    "8bit": {},
+    "fp8": {"moments": "fp8", "master": "bf16+16"},
+    "stochastic": {"moments": ("de8x", "sqrt8"), "master": "bf16", "group_size": 16},
+}
+
+
+def make(sharded, kind="8bit", seed=0, released=False):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(200, 301), nn.LayerNorm(301), nn.GELU(), nn.Linear(301, 1)).bfloat16()
+    if sharded:
+        fully_shard(model[0])
+        fully_shard(model)
+    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == big]} for big in (True, False)]
+    optimizer = AdamW(groups, lr=1e-2, **OPTIONS[kind])
+    if released:
+        release_gradients(model, optimizer)
+    return model, optimizer
+
+
+def train(model, optimizer, steps, first=0, **kwargs):
+    """Every process sees the same batch, so the averaged gradient is that of one process."""
+    for step in range(first, first + steps):
+        x = torch.randn(16, 200, generator=torch.Generator().manual_seed(step)).bfloat16()
+        model(x).square().mean().backward()
+        optimizer.step(**kwargs)
+        optimizer.zero_grad()
+
+
+def whole(tensor):
+    """A DTensor gathered as bytes, which pickle: 8-bit floats do not."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, tensor.to_local().contiguous().view(torch.uint8))
+    return torch.cat(parts).view(tensor.dtype)
+
+
+def everything(model, optimizer):
+    """Unsharded parameters and states by name."""
+    result = {}
+    for name, param in model.named_parameters():
+        result[name] = whole(param)
+        result |= {f"{name}.{key}": whole(value) for key, value in optimizer.state[param].items()}
+    return result
+
+
+def assert_same_bits(left, right):
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert value.dtype == right[name].dtype, name
+        assert value.shape == right[name].shape, name
+        assert torch.equal(value.reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8)), name
+
+
+def _process(rank, port, work, arguments):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        work(rank, *arguments)
+        dist.barrier()  # one that leaves early takes its connections from the other
+        # Rarely (2 of some 60 pairs seen) a process aborts: "terminate called without an active exception", cause not
+        # found, taken to be threads at Python's exit. All that was to be tested has been by now, so that is left out.
+        os._exit(0)
+    finally:
+        dist.destroy_process_group()
+
+
+def on_two(work, *arguments):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    mp.spawn(_process, args=(port, work, arguments), nprocs=2)
+
+
+# ---- the step ------------------------------------------------------------------------------------------
+
+
+def _steps_alike(rank):
+    for kind in OPTIONS:
+        plain = make(False, kind)
+        train(*plain, 3)
+        for released in (False, True):
+            sharded = make(True, kind, released=released)
+            train(*sharded, 3)
+            assert_same_bits(everything(*plain), everything(*sharded))
+    model, optimizer = make(True)
+    train(model, optimizer, 1)
+    for param in model.parameters():
+        for name, value in optimizer.state[param].items():
+            assert isinstance(value, DTensor) == (param.dim() > 1 and name != "step")
+            if isinstance(value, DTensor):
+                assert value.placements == param.placements
+                assert len(value) == len(param)
+                assert len(value.to_local()) == len(param.to_local())
+
+
+def test_two_processes_hold_the_codes_of_one():
+    on_two(_steps_alike)
+
+
+def _clips_and_skips_together(rank):
+    plain, sharded = make(False), make(True)
+    for limit in (1e9, 1e-3):
+        train(*plain, 1, clip_grad_norm=limit)
+        train(*sharded, 1, clip_grad_norm=limit)
+        torch.testing.assert_close(sharded[1].grad_norm, plain[1].grad_norm, rtol=1e-5, atol=0)
+    left, right = everything(*plain), everything(*sharded)
+    torch.testing.assert_close(left["0.weight"], right["0.weight"], rtol=1e-2, atol=1e-4)
+
+    before = everything(*sharded)
+    for param in sharded[0].parameters():
+        param.grad = torch.zeros_like(param)
+    if rank == 1:
+        sharded[0][0].weight.grad.to_local()[3, 5] = torch.inf
+    sharded[1].step()
+    assert_same_bits(before, everything(*sharded))
+    assert sharded[1].skipped_steps == 1
+
+
+def test_clipping_and_skipping_are_global():
+    on_two(_clips_and_skips_together)
+
+
+def _other_layouts(rank):
+    meshes = {shape: init_device_mesh("cpu", shape) for shape in ((2,), (1, 2), (2, 1))}
+
+    def values():
+        return torch.randn(6, 200, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+    def parameter(*placements, mesh=(2,)):
+        return nn.Parameter(distribute_tensor(values(), meshes[mesh], placements))
+
+    for placements, mesh in (([Shard(1)], (2,)), ([Shard(0), Shard(0)], (2, 1))):
+        with pytest.raises(ValueError, match="tensor parallelism"):
+            AdamW([parameter(*placements, mesh=mesh)])
+    expected = nn.Parameter(values())
+    layouts = [
+        parameter(Shard(0)),
+        parameter(Replicate()),
+        parameter(Replicate(), Shard(0), mesh=(1, 2)),
+        parameter(Replicate(), Shard(0), mesh=(2, 1)),
+    ]
+    for param in [expected, *layouts]:
+        optimizer = AdamW([param])
+        param.grad = param.detach() * 2
+        optimizer.step()
+        torch.testing.assert_close(optimizer.grad_norm, 2 * values().float().norm())
+    for param in layouts:
+        assert torch.equal(param.detach().full_tensor(), expected)
+    param = parameter(Shard(0))
+    param.grad = parameter(Replicate()).detach()
+    with pytest.raises(ValueError, match="redistribute"):
+        AdamW([param]).step()
+
+
+def test_replicas_step_alike_and_shards_along_other_dimensions_are_refused():
+    on_two(_other_layouts)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------
+
+
+def save(model, optimizer, folder):
+    dcp.save({"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)},
+             checkpoint_id=folder)  # fmt: skip
+
+
+def load(model, optimizer, folder):
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optim"])
+
+
+def _save_on_two(rank, kind, folder):
+    sharded = make(True, kind)
+    train(*sharded, 2)
+    save(*sharded, f"{folder}/two")
+
+
+def _load_on_two(rank, kind, folder):
+    for saved in ("two", "one"):
+        expected = torch.load(f"{folder}/{saved}.pt")
+        sharded = make(True, kind, seed=9)
+        load(*sharded, f"{folder}/{saved}")
+        assert_same_bits(expected, everything(*sharded))
+    train(*sharded, 1, first=3)
+    assert_same_bits(torch.load(f"{folder}/end.pt"), everything(*sharded))
+
+
+@pytest.mark.parametrize("kind", ["8bit", "fp8"])
+def test_save_on_two_load_on_one_and_back(kind, tmp_path):
+    """Exactly the state of a run on one process, which goes on as if nothing had happened."""
+    on_two(_save_on_two, kind, str(tmp_path))
+    plain = make(False, kind)
+    train(*plain, 2)
+    torch.save(everything(*plain), tmp_path / "two.pt")
+    loaded = make(False, kind, seed=5)
+    load(*loaded, str(tmp_path / "two"))
+    assert_same_bits(everything(*plain), everything(*loaded))
+
+    for run in (plain, loaded):
+        train(*run, 1, first=2)
+    assert_same_bits(everything(*plain), everything(*loaded))
+    save(*loaded, str(tmp_path / "one"))
+    torch.save(everything(*loaded), tmp_path / "one.pt")
+    train(*plain, 1, first=3)
+    torch.save(everything(*plain), tmp_path / "end.pt")
+    on_two(_load_on_two, kind, str(tmp_path))
+
+
+def _plain_state_into_shards(rank, kind):
+    plain = make(False, kind)
+    train(*plain, 2)
+    sharded = make(True, kind, seed=4)
+    sharded[1].load_state_dict(plain[1].state_dict())
+    if kind != "fp8":  # torch gathers here, and gloo sends neither 8-bit floats nor int16
+        full = get_optimizer_state_dict(*sharded, options=StateDictOptions(full_state_dict=True))
+        for name, param in plain[0].named_parameters():
+            assert_same_bits(plain[1].state[param], full["state"][name])
+    for again in (make(True, kind, seed=5), make(False, kind, seed=5)):
+        again[1].load_state_dict(sharded[1].state_dict())
+        for (name, param), original in zip(again[0].named_parameters(), plain[0].parameters()):
+            state = {key: whole(value) for key, value in again[1].state[param].items()}
+            assert_same_bits(plain[1].state[original], state)
+            is_sharded = isinstance(param, DTensor) and param.dim() > 1
+            assert isinstance(again[1].state[param]["exp_avg"], DTensor) == is_sharded, name
+
+
+@pytest.mark.parametrize("kind", ["8bit", "fp8"])
+def test_an_unsharded_state_loads_into_shards_and_is_gathered_again(kind):
+    on_two(_plain_state_into_shards, kind)
