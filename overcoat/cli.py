@@ -33,7 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--json", action="store_true", help="print the results as one JSON line on stdout, all else on stderr"
     )
     train.set_defaults(function=train_command)
-    parsed = parser.parse_args(arguments)
+    # argparse gives all positionals up at the first option after one; what follows it comes back as unknown.
+    parsed, rest = parser.parse_known_args(arguments)
+    if unknown := [argument for argument in rest if argument.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    parsed.overrides += rest
     try:
         return int(parsed.function(parsed))
     except ValueError as error:
@@ -48,14 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train_command(parsed: argparse.Namespace) -> int:
-    """Train as a TOML file says. The same command again continues an interrupted run."""
+    """Train as a TOML file says. The same command again (without train.resume) continues an interrupted
+    run."""
     from overcoat.train.extras import load_extra
 
     load_extra("rich", "hf", "overcoat train")
     from overcoat.train.configfile import help_text, load_config
 
     if parsed.keys:
-        print(help_text())
+        _write(help_text())
         return 0
     if parsed.config is None:
         raise ValueError("overcoat train needs a CONFIG.toml (overcoat train --keys lists what it may hold)")
@@ -74,12 +79,23 @@ def train_command(parsed: argparse.Namespace) -> int:
     try:
         results = run(config, console)
     except RunStoppedError as stop:
-        console.print(f"{stop}; the same command continues it", highlight=False, markup=False, soft_wrap=True)
+        # With the path the same command would go back to that checkpoint and set aside all newer ones.
+        again = "" if config.train.resume == "auto" else " without train.resume (or with train.resume=auto)"
+        console.print(f"{stop}; the same command{again} continues it", highlight=False, markup=False, soft_wrap=True)
         return 128 + stop.signum
     summary = summarize(results, Path(config.train.run_dir), console)
     if parsed.json:
-        print(json.dumps(summary))
+        _write(json.dumps(summary))
     return 0
+
+
+def _write(text: str) -> None:
+    """Print on stdout; a reader that has seen enough (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes stdout again at exit, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from overcoat import cli
+from overcoat.train import loop
 from overcoat.version import VERSION
 
 CONFIG = """
@@ -64,7 +68,7 @@ def test_a_mistake_is_one_line_and_status_2(config: str, capsys: pytest.CaptureF
 
 def test_a_diverging_run_is_status_1(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"train.run_dir={tmp_path / 'run'}", "optimizer.lr=1e30", "optimizer.clip=0", "recipe.name=bf16"]
-    assert cli.main(["train", config, *arguments, "train.steps=9"]) == 1
+    assert cli.main(["train", config, *arguments, "train.steps=12"]) == 1
     assert "training failed: step" in capsys.readouterr().err
     assert not (tmp_path / "run/checkpoints").exists()
 
@@ -102,3 +106,52 @@ def test_a_missing_extra_names_it(config: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert "overcoat train needs the package 'rich': pip install 'overcoat[hf]'" in done.stderr
+
+
+def test_options_may_stand_between_and_before_the_arguments(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", config, "--json", f"train.run_dir={tmp_path / 'a'}", "train.steps=2"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["steps"] == 2
+    for arguments in (["--json", config, "train.stepz=3"], [config, "train.steps=2", "--json", "train.stepz=3"]):
+        assert cli.main(["train", *arguments]) == 2
+        assert "unknown key train.stepz" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", config, "--jsonn", "train.steps=2"])
+    assert stop.value.code == 2
+    assert "unrecognized arguments: --jsonn" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """`overcoat train --keys | head`: here the other end is closed before the first byte."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "overcoat.cli", "train", "--keys"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_resumed_and_stopped_run_says_how_to_go_on(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repeating train.resume=PATH would go back to PATH; what the message says goes on from the newest."""
+    arguments = ["train", config, f"train.run_dir={tmp_path / 'run'}", "checkpoint.every=1"]
+    real, stop_at = loop.train_step, [1]
+
+    def step(state: Any, config: Any) -> Any:
+        if state.step + 1 in stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(state, config)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    checkpoints = tmp_path / "run/checkpoints"
+    assert cli.main(arguments) == 128 + signal.SIGTERM
+    assert "step-00000001; the same command continues it" in capsys.readouterr().out
+    stop_at[:] = [2]
+    assert cli.main([*arguments, f"train.resume={checkpoints / 'step-00000001'}"]) == 128 + signal.SIGTERM
+    assert "the same command without train.resume (or with train.resume=auto) continues it" in capsys.readouterr().out
+    stop_at.clear()
+    assert cli.main(arguments) == 0
+    assert f"resuming from {checkpoints / 'step-00000002'}" in capsys.readouterr().out
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002", "step-00000003"]

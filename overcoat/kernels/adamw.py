@@ -29,9 +29,9 @@ from typing import List, NamedTuple
 import torch
 from torch import Tensor
 
+from overcoat.catalogue import op
 from overcoat.formats import from_groups, to_groups
 from overcoat.hardware import reciprocal, sqrt
-from overcoat.kernels.catalogue import op
 from overcoat.masters import RANDOM_BITS, decode_master, encode_master, random_bits
 from overcoat.moments import (
     MOMENT_CODES,

@@ -24,7 +24,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.kernels.catalogue import op
+from overcoat.catalogue import op
 
 
 def _heads(qkv: Tensor, batch: int, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat.kernels.catalogue import op
+from overcoat.catalogue import op
 
 
 @op

@@ -24,8 +24,8 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from overcoat.catalogue import op
 from overcoat.formats import E4M3, Quantized, decode_groups, encode_groups, group_code, quantize_tensor
-from overcoat.kernels.catalogue import op
 
 
 def _normalize(x: Tensor, mean: Optional[Tensor], rstd: Tensor) -> Tensor:

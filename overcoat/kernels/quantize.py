@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overcoat.catalogue import op
 from overcoat.formats import (
     E4M3,
     FLOAT8,
@@ -32,7 +33,6 @@ from overcoat.formats import (
     quantize_tensor,
     scale_from_amax,
 )
-from overcoat.kernels.catalogue import op
 
 TOKEN_MULTIPLE = 16
 

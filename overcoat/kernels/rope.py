@@ -21,8 +21,8 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from overcoat.catalogue import op
 from overcoat.formats import FLOAT8, group_code, quantize_tensor
-from overcoat.kernels.catalogue import op
 from overcoat.kernels.quantize import group_decode, group_encode, padded_tokens, transpose_padded
 
 

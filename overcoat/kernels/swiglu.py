@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from overcoat import hardware
+from overcoat.catalogue import op
 from overcoat.formats import (
     E4M3,
     FLOAT8,
@@ -29,7 +30,6 @@ from overcoat.formats import (
     group_code,
     quantize_tensor,
 )
-from overcoat.kernels.catalogue import op
 from overcoat.kernels.quantize import padded_tokens, transpose_padded
 
 LOG2E = 1.4426950408889634

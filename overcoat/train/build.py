@@ -13,6 +13,8 @@ import overcoat
 from overcoat.train.config import Config, ModelConfig, OptimizerConfig, RecipeConfig, require
 from overcoat.train.extras import load_extra
 
+MODEL_TYPES = "transformers.models.auto.modeling_auto"
+
 
 def choose_device(name: str) -> torch.device:
     """`train.device` as a device; "auto" is the GPU where there is one."""
@@ -27,6 +29,19 @@ def choose_device(name: str) -> torch.device:
         f"train.device = {name!r}: PyTorch sees no CUDA GPU here",
     )
     return device
+
+
+def check_config(config: Config) -> None:
+    """Find what is wrong with the device, the recipe, the optimizer and the inline model before anything is
+    read."""
+    choose_device(config.train.device)
+    make_recipe(config.recipe)
+    try:
+        make_optimizer(nn.Linear(1, 1, dtype=getattr(torch, config.model.dtype)), config.optimizer, config.train.seed)
+    except ValueError as error:
+        raise ValueError(f"[optimizer]: {error}") from error
+    if not config.model.name:
+        check_inline(config.model)
 
 
 def build_model(config: Config, tokenizer: Any | None) -> Any:
@@ -45,27 +60,54 @@ def build_model(config: Config, tokenizer: Any | None) -> Any:
     return transformers.AutoModelForCausalLM.from_config(model_config, **settings)
 
 
+def check_vocabulary(model: Any, num_ids: int, is_tokens: bool) -> None:
+    """Token ids at or above the size of the embedding would be an IndexError, or an assertion on the GPU; they come
+    from the tokenizer, or from binaries (`is_tokens`)."""
+    size = model.get_input_embeddings().num_embeddings
+    if num_ids <= size:
+        return
+    if not is_tokens:
+        raise ValueError(
+            f"the tokenizer has {num_ids} tokens, but the model's vocabulary (model.config.vocab_size) is {size}: "
+            "use the model's own tokenizer, or a smaller tokenizer.vocab_size"
+        )
+    raise ValueError(
+        f"data.files hold the token id {num_ids - 1}, but the model's vocabulary (model.config.vocab_size) is {size}: "
+        f"it must be at least {num_ids}, unless data.token_dtype is not the files' own"
+    )
+
+
+def check_inline(model: ModelConfig) -> str:
+    """The model type of [model.config], after a look at it and at the names of the other keys."""
+    transformers = load_extra("transformers", "hf", "building the model")
+    supported = list(load_extra(MODEL_TYPES, "hf", "building the model").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    model_type = model.config.get("model_type", "")
+    if model_type not in supported:
+        near = difflib.get_close_matches(str(model_type), supported, n=1) or ["llama"]
+        raise ValueError(
+            f"model.config.model_type = {model_type!r}: no causal language model of transformers; "
+            f"did you mean {near[0]!r}?"
+        )
+    known = transformers.AutoConfig.for_model(model_type).to_dict().keys() | {"rope_theta"}
+    for key in model.config.keys() - known:
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"; did you mean model.config.{near[0]}?" if near else ""
+        raise ValueError(f"unknown key model.config.{key} for a {model_type} model{hint}")
+    return str(model_type)
+
+
 def inline_config(model: ModelConfig, tokenizer: Any | None, length: int) -> Any:
     """[model.config] as a transformers configuration, completed with what the tokenizer and the rows
     decide."""
     transformers = load_extra("transformers", "hf", "building the model")
-    values = dict(model.config)
-    model_type = values.pop("model_type", "")
-    if model_type not in transformers.CONFIG_MAPPING:
-        near = difflib.get_close_matches(model_type, list(transformers.CONFIG_MAPPING), n=1) or ["llama"]
-        raise ValueError(
-            f"model.config.model_type = {model_type!r}: not known to transformers; did you mean {near[0]!r}?"
-        )
-    known = transformers.AutoConfig.for_model(model_type).to_dict().keys() | {"rope_theta"}
-    for key in values.keys() - known:
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"; did you mean model.config.{near[0]}?" if near else ""
-        raise ValueError(f"unknown key model.config.{key} for a {model_type} model{hint}")
+    model_type = check_inline(model)
+    values = {key: value for key, value in model.config.items() if key != "model_type"}
     if tokenizer is not None:
         values.setdefault("vocab_size", len(tokenizer))
         require(
             values["vocab_size"] >= len(tokenizer),
-            f"model.config.vocab_size = {values['vocab_size']}: the tokenizer has {len(tokenizer)} tokens",
+            f"model.config.vocab_size = {values['vocab_size']}: the tokenizer has {len(tokenizer)} tokens; "
+            "raise it to that, or leave it out",
         )
         # Not the padding token, which is EOS: nn.Embedding would never train its row.
         for name in ("bos_token_id", "eos_token_id"):

@@ -14,7 +14,7 @@ Which one a run starts from (`choose_checkpoint`), decided before anything is wr
     continues it;
   * a run of another configuration, or files that are not ours: an error that names the difference;
   * `train.resume=PATH`: that checkpoint, whatever else differs; the way past a damaged newest one and to
-    fine-tune on.
+    fine-tune on. Repeating that command goes back to PATH; without train.resume it continues.
 A checkpoint that does not match its manifest is never used and never replaced silently: the error names the
 one before.
 """
@@ -28,6 +28,7 @@ import torch
 
 from overcoat.train.config import Config
 from overcoat.train.configfile import differences, load_config
+from overcoat.train.corpus import STREAMED
 from overcoat.train.extras import load_extra
 from overcoat.train.files import DamagedError, remove_directory, verify_directory, write_directory
 from overcoat.train.state import TrainState
@@ -85,10 +86,10 @@ def load_checkpoint(path: Path, state: TrainState) -> None:
     """Put the (verified) checkpoint at `path` into `state`, weights in place."""
     saved = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
     if saved["data_identity"] != state.data_identity:
-        raise ValueError(
-            f"{path} was trained on other tokens than these (or in another order of files); "
-            "set data.cache_dir to the data/ folder of its run"
-        )
+        remedy = "set data.cache_dir to the data/ folder of its run"
+        if state.data_identity.startswith(STREAMED):
+            remedy = "stream the same files (names and sizes) with the same data.held_out and eval.rows"
+        raise ValueError(f"{path} was trained on other tokens than these (or in another order of files); {remedy}")
     load_weights(path, state.model)
     state.load_training_dict(saved)
 

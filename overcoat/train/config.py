@@ -122,7 +122,7 @@ class DataConfig:
     token_dtype: Literal["uint16", "uint32"] = option("uint16", "element type of .bin files")
     streaming: bool = option(False, "tokenize on the fly instead of once into data.cache_dir")
     shuffle_rows: int = option(256, "streaming only: rows held back to draw the next one from")
-    max_bytes: int = option(0, "read at most this much text; 0 reads all")
+    max_bytes: int = option(0, "read at most this much text, in UTF-8; 0 reads all")
     sequence_length: int = option(1024, "tokens in a row")
     document_mask: bool = option(
         False, "keep attention and loss inside a document of a packed row (else EOS separates)"
@@ -141,6 +141,11 @@ class DataConfig:
         )
         binaries = [name for name in self.files if name.endswith(".bin")]
         require(len(binaries) in (0, len(self.files)), "data.files mixes .bin with text: tokenize the text first")
+        for name in ("streaming", "max_bytes"):
+            require(
+                not (self.is_tokens and getattr(self, name)),
+                f"data.{name} = {getattr(self, name)}: does not apply to .bin files, which are used whole: drop it",
+            )
 
     @property
     def is_tokens(self) -> bool:

@@ -13,6 +13,8 @@ threshold.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -21,13 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from overcoat.train.config import Config
+from overcoat.train.config import Config, DataConfig
 from overcoat.train.data import PackedRows, RowSource, StreamedRows
 from overcoat.train.files import DamagedError, verify_directory, write_directory
-from overcoat.train.sources import DocumentStream, documents, find_files
-from overcoat.train.tokenizer import encode, load_tokenizer, make_tokenizer
+from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files
+from overcoat.train.tokenizer import encode, load_tokenizer, make_tokenizer, tokenizer_name
 
 ENCODED_BYTES = 16 << 20
+STREAMED = "streamed"  # how the identity of a stream begins
 # What decides the tokens; the rest of [data] (packing, masks, streaming) does not.
 TOKEN_KEYS = ("files", "dataset", "dataset_config", "split", "text_key", "max_bytes", "held_out")
 
@@ -40,8 +43,13 @@ class Corpus:
     eos: int | None
     rows: RowSource
     held_out: np.ndarray  # (rows, T + 1) int64
-    num_tokens: int  # in the training share; 0 when streamed, as nobody knows
+    num_ids: int  # every token id is below it: the tokenizer's size, or what binaries hold
     identity: str  # a checkpoint refuses to continue on other tokens
+
+
+def cache_dir(config: Config) -> Path:
+    """Where tokens and a trained tokenizer are kept."""
+    return Path(config.data.cache_dir or Path(config.train.run_dir) / "data")
 
 
 def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
@@ -50,7 +58,7 @@ def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
         return _open_binaries(config)
     if config.data.streaming:
         return _open_stream(config)
-    folder = Path(config.data.cache_dir or Path(config.train.run_dir) / "data") / "tokens"
+    folder = cache_dir(config) / "tokens"
     if not folder.exists():
         say(f"tokenizing into {folder}")
         write_tokens(config, folder)
@@ -59,7 +67,8 @@ def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
     table = np.load(folder / "documents.npy")
     tokenizer = load_tokenizer(folder / "tokenizer")
     identity = manifest["files"]["tokens.bin"]["sha256"]
-    return _packed(config, tokens, table[:, :2], table[:, 2] == 1, tokenizer, tokenizer.eos_token_id, identity)
+    rows, held_out = _packed(config, tokens, table[:, :2], table[:, 2] == 1)
+    return Corpus(tokenizer, tokenizer.eos_token_id, rows, held_out, len(tokenizer), identity)
 
 
 def write_tokens(config: Config, folder: Path) -> None:
@@ -94,7 +103,7 @@ def _grouped(texts: Iterator[str]) -> Iterator[list[str]]:
     size = 0
     for text in texts:
         group.append(text)
-        size += len(text)
+        size += encoded_size(text)
         if size >= ENCODED_BYTES:
             yield group
             group, size = [], 0
@@ -118,8 +127,8 @@ def choose_held_out(keys: np.ndarray, lengths: np.ndarray, share: float) -> np.n
 
 def _made_from(config: Config) -> dict[str, Any]:
     data = asdict(config.data)
-    name = config.tokenizer.name or ("" if config.tokenizer.vocab_size else config.model.name)
-    return {**{key: data[key] for key in TOKEN_KEYS}, "tokenizer": {**asdict(config.tokenizer), "name": name}}
+    tokenizer = {**asdict(config.tokenizer), "name": tokenizer_name(config)}
+    return {**{key: data[key] for key in TOKEN_KEYS}, "tokenizer": tokenizer}
 
 
 def _checked_manifest(config: Config, folder: Path) -> dict[str, Any]:
@@ -152,7 +161,9 @@ def _open_binaries(config: Config) -> Corpus:
     keys = np.asarray([content_key(tokens[begin:end].tobytes()) for begin, end in ranges])
     held_out = choose_held_out(keys, ranges[:, 1] - ranges[:, 0], config.data.held_out)
     identity = f"{len(tokens)} tokens, {zlib.crc32(keys.tobytes()):08x}"
-    return _packed(config, tokens, ranges, held_out, tokenizer, eos, identity)
+    num_ids = 1 + max(int(part.max()) for part in tokens.parts)
+    rows, held_rows = _packed(config, tokens, ranges, held_out)
+    return Corpus(tokenizer, eos, rows, held_rows, num_ids, identity)
 
 
 class Shards:
@@ -184,14 +195,9 @@ def _document_ends(tokens: np.ndarray, eos: int | None, length: int) -> np.ndarr
 
 
 def _packed(
-    config: Config,
-    tokens: np.ndarray | Shards,
-    ranges: np.ndarray,
-    held_out: np.ndarray,
-    tokenizer: Any | None,
-    eos: int | None,
-    identity: str,
-) -> Corpus:
+    config: Config, tokens: np.ndarray | Shards, ranges: np.ndarray, held_out: np.ndarray
+) -> tuple[PackedRows, np.ndarray]:
+    """Training rows, and the held-out rows to evaluate on, of documents at `ranges` in `tokens`."""
     length = config.data.sequence_length
     rows = PackedRows(tokens, ranges[~held_out], length, config.train.seed)
     held_rows = PackedRows(tokens, ranges[held_out], length, 0, shuffle=False)
@@ -201,9 +207,7 @@ def _packed(
                 f"the {name} share of the data has no full row of data.sequence_length = {length} tokens: "
                 "add data, shorten the rows, or change data.held_out"
             )
-    num_tokens = int((ranges[~held_out, 1] - ranges[~held_out, 0]).sum())
-    held = held_rows.next_rows(min(config.eval.rows, held_rows.num_rows))
-    return Corpus(tokenizer, eos, rows, held, num_tokens, identity)
+    return rows, held_rows.next_rows(min(config.eval.rows, held_rows.num_rows))
 
 
 def _open_stream(config: Config) -> Corpus:
@@ -225,12 +229,23 @@ def _open_stream(config: Config) -> Corpus:
     rows = np.stack([np.asarray(held[row * length : (row + 1) * length + 1]) for row in range(num_rows)])
     stream = DocumentStream(config.data, config.train.seed)
     streamed = StreamedRows(stream, tokenizer, length, config.data.shuffle_rows, is_held_out)
-    return Corpus(tokenizer, tokenizer.eos_token_id, streamed, rows, 0, "streamed")
+    identity = _stream_identity(config.data, rows)
+    return Corpus(tokenizer, tokenizer.eos_token_id, streamed, rows, len(tokenizer), identity)
+
+
+def _stream_identity(data: DataConfig, held_out: np.ndarray) -> str:
+    """What can be known of a stream without reading it: what it is made of, and the held-out rows."""
+    made_of: list[Any] = [data.dataset, data.dataset_config, data.split, data.files]
+    if not data.dataset:  # by name, as find_files orders them: the folder may have been moved
+        made_of = [(path.name, path.stat().st_size) for path in find_files(data.files)]
+    digest = hashlib.sha256(json.dumps(made_of).encode())
+    digest.update(held_out.astype(np.int64).tobytes())
+    return f"{STREAMED} {digest.hexdigest()}"
 
 
 def _streaming_tokenizer(config: Config) -> Any:
     """A tokenizer trained on a stream is kept beside the run: trained again, it might see other text."""
-    folder = Path(config.data.cache_dir or Path(config.train.run_dir) / "data") / "tokenizer"
+    folder = cache_dir(config) / "tokenizer"
     if not folder.exists():
         tokenizer = make_tokenizer(config)
         assert tokenizer is not None

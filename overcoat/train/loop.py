@@ -35,6 +35,8 @@ from overcoat.train.metrics import MetricsLog, ProgressReport, Row, peak_bytes
 from overcoat.train.schedule import multiplier
 from overcoat.train.state import TrainState
 
+MOST_SKIPPED = 10  # steps in a row: one odd batch is survived, a model that is lost is not trained on
+
 
 class RunStoppedError(Exception):
     """SIGTERM or Ctrl-C ended the run after a complete step; `checkpoint` continues it."""
@@ -138,19 +140,27 @@ def evaluate(state: TrainState, config: Config, rows: np.ndarray) -> float:
     return float(total) / num_labels
 
 
-def check_finite(rows: list[Row]) -> None:
-    """Steps with an infinite gradient were skipped and are only marked; a loss that is lost ends the run."""
+def check_finite(rows: list[Row], skipped: int = 0) -> int:
+    """Steps with an infinite gradient were skipped and are only marked; MOST_SKIPPED of them in a row, or a loss that
+    is lost, end the run.
+
+    `skipped` steps in a row came before `rows`; returns how many end with them.
+    """
+    remedy = "lower optimizer.lr or lengthen schedule.warmup_steps"
     for row in rows:
-        if not math.isfinite(row["gradient_norm"]):
+        if not math.isfinite(row["loss"]):
+            raise FloatingPointError(
+                f"step {row['step']}: the loss is {row['loss']}, and this reached no checkpoint; {remedy}"
+            )
+        skipped = 0 if math.isfinite(row["gradient_norm"]) else skipped + 1
+        if skipped:
             row["gradient_norm"] = None
-    skipped = sum(row["gradient_norm"] is None for row in rows)
-    bad = next((row for row in rows if not math.isfinite(row["loss"])), None)
-    if bad is not None or skipped == len(rows):
-        what = f"the loss is {bad['loss']}" if bad else "no gradient since the last report was finite"
-        raise FloatingPointError(
-            f"step {(bad or rows[-1])['step']}: {what}, and this reached no checkpoint; "
-            "lower optimizer.lr or lengthen schedule.warmup_steps"
-        )
+        if skipped == MOST_SKIPPED:
+            raise FloatingPointError(
+                f"step {row['step']}: the gradients of {skipped} steps in a row were not finite, and all of them were "
+                f"skipped; {remedy}"
+            )
+    return skipped
 
 
 class IntervalLog:
@@ -160,6 +170,7 @@ class IntervalLog:
     def __init__(self, log: MetricsLog, report: ProgressReport, device: torch.device):
         self._log, self._report, self._device = log, report, device
         self._records: list[StepRecord] = []
+        self._skipped = 0
         self._mark = time.perf_counter()
 
     def add(self, record: StepRecord) -> None:
@@ -181,7 +192,7 @@ class IntervalLog:
             for record, (loss, norm) in zip(self._records, values, strict=True)
         ]
         self._records.clear()
-        check_finite(rows)
+        self._skipped = check_finite(rows, self._skipped)
         self._log.write(*rows)
         self._report.update(rows[-1]["step"], rows[-1])
         self.restart_clock()
@@ -221,6 +232,6 @@ def train_steps(
             if due(config.checkpoint.every) or stop.signum is not None:
                 interval.flush()
                 path = save()
-                if stop.signum is not None and state.step < config.train.steps:
+                if stop.signum is not None:  # after the last step too: a twin would start next
                     raise RunStoppedError(stop.signum, path)
                 interval.restart_clock()

@@ -25,7 +25,14 @@ from rich.console import Console
 
 import overcoat
 from overcoat import memory
-from overcoat.train.build import build_model, choose_device, make_optimizer, make_recipe
+from overcoat.train.build import (
+    build_model,
+    check_config,
+    check_vocabulary,
+    choose_device,
+    make_optimizer,
+    make_recipe,
+)
 from overcoat.train.checkpoint import (
     RECORDED_CONFIG,
     checkpoint_dir,
@@ -38,10 +45,10 @@ from overcoat.train.checkpoint import (
 )
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, dump_toml
-from overcoat.train.corpus import Corpus, open_corpus
+from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.files import sweep, write_directory
 from overcoat.train.loop import evaluate, train_steps
-from overcoat.train.metrics import MetricsLog, ProgressReport, peak_bytes, read_metrics
+from overcoat.train.metrics import MetricsLog, ProgressReport, read_metrics
 from overcoat.train.state import TrainState
 
 
@@ -69,10 +76,33 @@ class RunResult:
 def run(config: Config, console: Console) -> list[RunResult]:
     """The configured run, then its twin if [compare] asks for one; both resume if they were interrupted."""
     twin = twin_config(config) if config.compare.overrides else None
+    check_before_training(config)
+    if twin is not None:
+        check_twin(twin)
     results = [run_once(config, console, "Overcoat")]
     if twin is not None:
         results.append(run_once(twin, console, config.compare.name))
     return results
+
+
+def check_before_training(config: Config) -> Path | None:
+    """Every mistake that shows without reading data, in the configuration or in what its run directory holds; the
+    checkpoint to start from."""
+    check_config(config)
+    return choose_checkpoint(config)
+
+
+def check_twin(twin: Config) -> None:
+    """The same of the second run, before the first one has spent its hours."""
+    try:
+        check_config(twin)
+    except ValueError as error:
+        raise ValueError(f"the run of [compare]: {error}") from error
+    try:
+        choose_checkpoint(twin)
+    except ValueError as error:
+        again = f"delete {twin.train.run_dir} to train it anew"
+        raise ValueError(f"the run of [compare]: {error}; for this run: {again}") from error
 
 
 def twin_config(config: Config) -> Config:
@@ -83,7 +113,7 @@ def twin_config(config: Config) -> Config:
         config,
         compare=replace(config.compare, overrides=[]),
         train=replace(config.train, run_dir=str(run_dir / "twin"), resume="auto"),
-        data=replace(config.data, cache_dir=config.data.cache_dir or str(run_dir / "data")),
+        data=replace(config.data, cache_dir=str(cache_dir(config))),
         sample=replace(config.sample, tokens=0),
     )
     return build_config(asdict(mine), config.compare.overrides)
@@ -91,7 +121,7 @@ def twin_config(config: Config) -> Config:
 
 def run_once(config: Config, console: Console, title: str) -> RunResult:
     """Train (or go on training) one model and finish it."""
-    start_from = choose_checkpoint(config)
+    start_from = check_before_training(config)
     device = choose_device(config.train.device)
     recipe = make_recipe(config.recipe)
     run_dir = Path(config.train.run_dir)
@@ -127,7 +157,9 @@ def make_state(
     config: Config, corpus: Corpus, device: torch.device, recipe: overcoat.Recipe
 ) -> tuple[TrainState, overcoat.Report]:
     """Model, optimizer and data at step 0, and what `convert` did."""
-    model = build_model(config, corpus.tokenizer).to(device)
+    model = build_model(config, corpus.tokenizer)
+    check_vocabulary(model, corpus.num_ids, config.data.is_tokens)
+    model = model.to(device)
     report = overcoat.convert(model, recipe)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -179,7 +211,8 @@ def _result(config: Config, title: str, corpus: Corpus, state: TrainState, expor
         train_loss=statistics.fmean(row["loss"] for row in last),
         held_out_loss=metrics["eval"][state.step]["loss"],
         tokens_per_second=statistics.median(row["tokens_per_second"] for row in metrics["train"].values()),
-        peak_bytes=peak_bytes(state.device),
+        # Not this process's own: it may have done nothing but read a finished run.
+        peak_bytes=max(row["peak_bytes"] for row in metrics["train"].values()),
         kept_bytes=state.kept_bytes,
         optimizer_bytes=memory.optimizer_bytes(state.optimizer),
         device=torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "CPU",

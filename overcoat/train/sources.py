@@ -103,6 +103,11 @@ def open_dataset(config: DataConfig) -> Any:
         raise ValueError(f"data.dataset = {config.dataset!r}: {error}") from error
 
 
+def encoded_size(text: str) -> int:
+    """Bytes of the text in UTF-8; JSON can hold a lone surrogate, which counts as what it would take."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", errors="surrogatepass"))
+
+
 def documents(config: DataConfig) -> Iterator[str]:
     """Every document once, exact duplicates and empty ones left out, at most `data.max_bytes` of text."""
     seen: set[int] = set()
@@ -112,7 +117,7 @@ def documents(config: DataConfig) -> Iterator[str]:
         if not text.strip() or key in seen:
             continue
         seen.add(key)
-        num_bytes += len(text)
+        num_bytes += encoded_size(text)
         if config.max_bytes and num_bytes > config.max_bytes:
             return
         yield text
@@ -175,5 +180,9 @@ class DocumentStream:
             self._dataset.load_state_dict(state["dataset"])
         self._iterator = self._open()
         if self._dataset is None:
-            for _ in range(self.num_done):
-                next(self._iterator)
+            for skipped in range(self.num_done):
+                if next(self._iterator, None) is None:
+                    raise ValueError(
+                        f"the stream ends after {skipped} documents, but the checkpoint had read {self.num_done}: "
+                        "data.files have changed; restore them, or start another train.run_dir"
+                    )

@@ -14,15 +14,19 @@ from typing import Any
 
 from overcoat.train.config import Config
 from overcoat.train.extras import load_extra
-from overcoat.train.sources import documents
+from overcoat.train.sources import documents, encoded_size
 
 END_OF_TEXT = "<|endoftext|>"
 
 
+def tokenizer_name(config: Config) -> str:
+    """The tokenizer to load: the one named, else the model's own; "" where one is trained, or none is named."""
+    return config.tokenizer.name or (config.model.name if not config.tokenizer.vocab_size else "")
+
+
 def make_tokenizer(config: Config) -> Any | None:
     """The transformers tokenizer of this run; None for token binaries that come without one."""
-    name = config.tokenizer.name or (config.model.name if not config.tokenizer.vocab_size else "")
-    if name:
+    if name := tokenizer_name(config):
         return load_tokenizer(name)
     if config.tokenizer.vocab_size and not config.data.is_tokens:
         return train_tokenizer(config)
@@ -70,7 +74,7 @@ def _sample(config: Config) -> Iterator[str]:
     num_bytes = 0
     for text in documents(config.data):
         yield text
-        num_bytes += len(text)
+        num_bytes += encoded_size(text)
         if num_bytes >= config.tokenizer.train_bytes:
             return
 

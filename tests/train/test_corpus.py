@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overcoat.train import sources
+from overcoat.train import sources, tokenizer
 from overcoat.train.config import Config, DataConfig
 from overcoat.train.corpus import open_corpus
 from overcoat.train.files import DamagedError
@@ -76,6 +77,21 @@ def test_max_bytes_bounds_the_text(corpus_files: str) -> None:
     assert some == whole[: len(some)]
 
 
+def test_sizes_are_counted_in_bytes(tmp_path: Path, make_config: MakeConfig) -> None:
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(f"{number:02d}" + "\u4e2d" * 100, encoding="utf-8")  # 302 bytes
+    files = [str(tmp_path / "*.txt")]
+    assert len(list(documents(DataConfig(files=files, max_bytes=1000)))) == 3
+    config = make_config(f"data.files={files[0]}", "tokenizer.train_bytes=1000")
+    assert len(list(tokenizer._sample(config))) == 4  # the one that reaches it is the last
+
+
+@pytest.mark.parametrize("argument", ["data.max_bytes=10", "data.streaming=true"])
+def test_what_binaries_ignore_is_an_error(make_config: MakeConfig, argument: str) -> None:
+    with pytest.raises(ValueError, match=r"does not apply to \.bin files"):
+        make_config("data.files=a.bin", argument)
+
+
 def test_trained_tokenizer_round_trips_any_text_and_ends_documents(make_config: MakeConfig, tmp_path: Path) -> None:
     train_tokenizer(make_config()).save_pretrained(tmp_path / "tok")
     tokenizer = load_tokenizer(tmp_path / "tok")
@@ -115,7 +131,8 @@ def test_training_and_held_out_text_are_apart_and_complete(make_config: MakeConf
     assert in_held
     assert all(f"{title}\n" not in trained for title in in_held)
     total = sum(len(ids) for ids in encode(tokenizer, texts))
-    assert corpus.num_tokens + sum(len(i) for t, i in zip(texts, encode(tokenizer, texts)) if _held(t, in_held)) >= (
+    in_training = np.diff(corpus.rows.documents).sum()  # type: ignore[attr-defined]
+    assert in_training + sum(len(i) for t, i in zip(texts, encode(tokenizer, texts)) if _held(t, in_held)) >= (
         0.97 * total
     )
 
@@ -157,7 +174,8 @@ def test_token_binaries(make_config: MakeConfig, tmp_path: Path, eos: int | None
     corpus = open_corpus(config, silent)
     assert corpus.tokenizer is None
     assert corpus.eos == eos
-    assert 900 <= corpus.num_tokens < 1100
+    assert 900 <= np.diff(corpus.rows.documents).sum() < 1100  # type: ignore[attr-defined]
+    assert corpus.num_ids == 300
     row = corpus.rows.next_rows(1)[0]
     assert row.shape == (33,)
     assert 0 <= row.min() <= row.max() < 300
@@ -187,3 +205,26 @@ def test_a_missing_extra_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'overcoat\[hf\]'"):
         list(documents(DataConfig(dataset="some/name")))
+
+
+def test_the_identity_of_a_stream_is_what_it_is_made_of(make_config: MakeConfig, tmp_path: Path) -> None:
+    def identity(folder: str, *arguments: str) -> str:
+        return open_corpus(
+            make_config(
+                "data.streaming=true", "data.held_out=0.3", f"data.files={tmp_path / folder}/*.txt", *arguments
+            ),
+            silent,
+        ).identity
+
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        for number in range(40):
+            (tmp_path / folder / f"{number}.txt").write_text(f"document {number} " * 30)
+    first = identity("one")
+    assert identity("one", "train.seed=3") == first
+    shutil.rmtree(tmp_path / "run")
+    assert identity("two") == first  # a moved folder is the same data
+    with (tmp_path / "one/7.txt").open("a") as file:
+        file.write("more")
+    shutil.rmtree(tmp_path / "run")
+    assert identity("one") != first

@@ -188,3 +188,13 @@ def test_streaming_an_empty_corpus_is_an_error(tmp_path: Path) -> None:
     config = DataConfig(files=[str(tmp_path / "empty.jsonl")], streaming=True)
     with pytest.raises(ValueError, match="no documents"):
         streamed(config, pool=1).next_rows(1)
+
+
+def test_a_stream_that_ends_before_its_position_is_an_error(tmp_path: Path) -> None:
+    config = stream_config("files", tmp_path)
+    first = streamed(config, pool=16)
+    first.next_rows(60)
+    (tmp_path / "1.jsonl").write_text('{"text": "little"}\n')
+    (tmp_path / "2.jsonl").write_text('{"text": "little"}\n')
+    with pytest.raises(ValueError, match=r"the stream ends after 32 documents, but the checkpoint had read \d+"):
+        streamed(config, pool=16).load_state_dict(first.state_dict())

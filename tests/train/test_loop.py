@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 
 import overcoat
+from overcoat.train import loop
 from overcoat.train.build import build_model, make_optimizer
 from overcoat.train.config import Config
 from overcoat.train.data import PackedRows, make_batch
 from overcoat.train.loop import check_finite, evaluate, summed_loss, train_step
 from overcoat.train.metrics import MetricsLog, format_bytes, read_metrics
+from overcoat.train.run import run_once
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 
 MakeConfig = Callable[..., Config]
@@ -129,8 +132,40 @@ def test_a_skipped_step_is_marked_and_a_lost_loss_ends_the_run() -> None:
     assert [r["gradient_norm"] for r in rows] == [1.0, None, 1.0]
     with pytest.raises(FloatingPointError, match="step 5: the loss is nan"):
         check_finite([row(4), row(5, loss=float("nan")), row(6, loss=float("nan"))])
-    with pytest.raises(FloatingPointError, match="step 2: no gradient"):
-        check_finite([row(1, norm=float("nan")), row(2, norm=float("inf"))])
+
+
+def test_ten_skipped_steps_in_a_row_end_the_run_however_they_are_reported() -> None:
+    bad = [row(step, norm=float("inf")) for step in range(1, 10)]
+    for size in (1, 4, 9):
+        skipped = 0
+        for start in range(0, 9, size):
+            skipped = check_finite([dict(r) for r in bad[start : start + size]], skipped)
+        assert skipped == 9
+        assert check_finite([row(10), row(11, norm=float("nan"))], skipped) == 1
+        with pytest.raises(FloatingPointError, match="step 10: the gradients of 10 steps in a row were not finite"):
+            check_finite([row(10, norm=float("nan")), row(11)], skipped)
+
+
+@pytest.mark.parametrize("num_bad", [1, 10])
+def test_a_skipped_step_alone_in_its_interval_is_survived(
+    make_config: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch, num_bad: int
+) -> None:
+    real = loop.train_step
+
+    def step(state: TrainState, config: Config) -> loop.StepRecord:
+        record = real(state, config)
+        if 2 <= record.step < 2 + num_bad:
+            record.gradient_norm = torch.tensor(float("inf"))
+        return record
+
+    monkeypatch.setattr(loop, "train_step", step)
+    config = make_config("train.log_every=1", "checkpoint.every=1")
+    if num_bad == 1:
+        metrics = read_metrics(Path(run_once(config, console, "run").metrics))["train"]
+        assert [s for s, r in metrics.items() if r["gradient_norm"] is None] == [2]
+    else:
+        with pytest.raises(FloatingPointError, match="step 11: the gradients of 10 steps in a row"):
+            run_once(config, console, "run")
 
 
 def test_metrics_forget_what_a_dead_process_logged_after_its_checkpoint(

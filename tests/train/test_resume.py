@@ -270,3 +270,19 @@ def test_the_recorded_run_can_be_moved(stopped: Path, resumed: Callable[..., Any
     shutil.move(stopped, tmp_path / "moved")
     resumed(f"train.run_dir={tmp_path / 'moved'}")
     assert list(losses(tmp_path / "moved")["train"]) == list(range(1, 13))
+
+
+def test_a_stream_of_changed_files_is_refused(
+    resumed: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"document {number} " * 30)
+    stream = ["data.streaming=true", "data.shuffle_rows=8", "data.held_out=0.3", f"data.files={tmp_path}/*.txt"]
+    with monkeypatch.context() as patch:
+        stop_at(3, patch)
+        with pytest.raises(RunStoppedError):
+            resumed(*stream)
+    with (tmp_path / "7.txt").open("a") as file:
+        file.write("more")
+    with pytest.raises(ValueError, match=r"trained on other tokens.*stream the same files"):
+        resumed(*stream)

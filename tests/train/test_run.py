@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
+from overcoat.train import loop
 from overcoat.train.build import build_model, inline_config, make_recipe
 from overcoat.train.config import Config
-from overcoat.train.configfile import differences
+from overcoat.train.configfile import differences, dump_toml
 from overcoat.train.metrics import read_metrics
 from overcoat.train.run import RunResult, run, run_once, twin_config
+from overcoat.train.state import TrainState
 from overcoat.train.summary import summarize
 
 MakeConfig = Callable[..., Config]
@@ -153,6 +161,90 @@ def test_a_mistake_in_the_comparison_is_found_first(make_config: MakeConfig, con
     with pytest.raises(ValueError, match=r"did you mean optimizer\.moments"):
         run(make_config("compare.overrides=['optimizer.moment=fp32']"), console)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("optimizer.moments=fp9", r"\[optimizer\]: unknown moments 'fp9'"),
+        ("optimizer.master=bf17", r"\[optimizer\]: unknown master 'bf17'"),
+        ("optimizer.group_size=7", r"\[optimizer\]: group_size 7 must be one of"),
+        ("optimizer.weight_decay=-1.0", r"\[optimizer\]: weight_decay"),
+        ("model.config.hiden_size=3", "did you mean model.config.hidden_size"),
+        ("model.config.model_type=lama", "did you mean 'llama'"),
+        ("model.config.model_type=clip", "no causal language model"),
+        ("recipe.kept_format=e9m9", "kept_format = 'e9m9'"),
+    ],
+)
+@pytest.mark.parametrize("of_the_twin", [False, True])
+def test_mistakes_are_found_before_the_data_are_read(
+    make_config: MakeConfig, console: Console, tmp_path: Path, argument: str, message: str, of_the_twin: bool
+) -> None:
+    changes = [f'compare.overrides=["{argument}"]'] if of_the_twin else [argument]
+    with pytest.raises(ValueError, match=message):
+        run(make_config(*changes, f"data.files={tmp_path}/nowhere.txt"), console)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_twin_of_another_configuration_is_found_before_the_first_run(
+    finished: tuple, console: Console, tmp_path: Path
+) -> None:
+    config = finished[0]
+    run_dir = tmp_path / "run"
+    shutil.copytree(Path(config.train.run_dir) / "twin", run_dir / "twin")
+    (run_dir / "config.toml").write_text(dump_toml(config))
+    other = replace(config, train=replace(config.train, run_dir=str(run_dir)))
+    other = replace(other, compare=replace(config.compare, overrides=["optimizer.lr=0.5"]))
+    with pytest.raises(ValueError, match=r"the run of \[compare\]: .*another configuration.*delete .*twin to train"):
+        run(other, console)
+    assert sorted(path.name for path in run_dir.iterdir()) == ["config.toml", "twin"]
+
+
+def test_a_stop_in_the_last_step_starts_no_twin(
+    make_config: MakeConfig, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loop.train_step
+
+    def step(state: TrainState, config: Config) -> loop.StepRecord:
+        if state.step + 1 == config.train.steps and not (tmp_path / "run/twin").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(state, config)
+
+    config = make_config(TWIN, "train.steps=3")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", step)
+        with pytest.raises(loop.RunStoppedError, match="step-00000003"):
+            run(config, console)
+    assert not (tmp_path / "run/twin").exists()
+    assert [result.steps for result in run(config, console)] == [3, 3]
+
+
+def test_a_finished_run_keeps_its_peak(finished: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the process that only reads it needed."""
+    config, (mine, _), _, _ = finished
+    monkeypatch.setattr("resource.getrusage", lambda _who: SimpleNamespace(ru_maxrss=1))
+    again = run_once(config, Console(quiet=True), "again")
+    rows = read_metrics(Path(mine.metrics))["train"].values()
+    assert again.peak_bytes == mine.peak_bytes == max(row["peak_bytes"] for row in rows)
+
+
+def test_ids_beyond_the_vocabulary_are_found_before_training(
+    finished: tuple, make_config: MakeConfig, console: Console, tmp_path: Path
+) -> None:
+    tokens = np.random.default_rng(0).integers(1, 400, 4000).astype(np.uint16)
+    tokens[777] = 400
+    tokens.tofile(tmp_path / "a.bin")
+    binary = (f"data.files={tmp_path}/a.bin", "tokenizer.vocab_size=0")
+    with pytest.raises(
+        ValueError, match=r"token id 400, but the model's vocabulary .* is 400: it must be at least 401"
+    ):
+        run_once(make_config(*binary, "model.config.vocab_size=400"), console, "binary")
+    assert run_once(make_config(*binary, "model.config.vocab_size=401"), console, "binary").steps == 12
+    model = (f"model.name={finished[1][0].export}", "model.config={}", f"train.run_dir={tmp_path / 'other'}")
+    with pytest.raises(
+        ValueError, match=r"the tokenizer has 3[3-9]\d tokens, but the model's vocabulary .* is 3[12]\d"
+    ):
+        run_once(make_config(*model, "tokenizer.vocab_size=340"), console, "tokenizer")
 
 
 def test_inline_config_is_completed(make_config: MakeConfig) -> None:

@@ -1,4 +1,4 @@
-"""Every op of the catalogue through opcheck and torch.compile: `pytest tests/kernels/test_catalogue.py`.
+"""Every op of the catalogue through opcheck and torch.compile: `pytest tests/test_catalogue.py`.
 
 opcheck runs each op on the samples of samples.py and compares the real result with the fake's (shape, dtype, strides),
 with the schema (nothing mutated or aliased that the schema does not name) and with itself under AOT dispatch.
@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import overcoat.kernels
-from overcoat.kernels.catalogue import CATALOGUE, op
+from overcoat.catalogue import CATALOGUE, op
 from tests.kernels.samples import CHECKED_ELSEWHERE, SAMPLES, normal
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
