@@ -172,8 +172,13 @@ class AdamW(torch.optim.Optimizer):
         saved_groups = state_dict["param_groups"]
         for group, saved in zip(self.param_groups, saved_groups, strict=False):
             for option in LAYOUT_OPTIONS:
-                old, new = saved.get(option), group[option]
-                if (tuple(old) if option == "moments" and old is not None else old) != new:
+                if option not in saved:
+                    raise ValueError(
+                        f"the state has no {option!r} in its parameter groups: another optimizer saved it. Start "
+                        "overcoat.AdamW without a state, or go on with the optimizer that saved it"
+                    )
+                old, new = saved[option], group[option]
+                if (tuple(old) if option == "moments" else old) != new:
                     raise ValueError(
                         f"the state was saved with {option}={old!r}, this optimizer has {option}={new!r}; "
                         f"build overcoat.AdamW(..., {option}={old!r}) to load it"

@@ -482,3 +482,12 @@ def test_the_op_traces_in_one_graph():
 
     expected = step(*copy.deepcopy(arguments))
     assert torch.equal(torch.compile(step, backend="eager", fullgraph=True)(*arguments), expected)
+
+
+def test_the_state_of_another_optimizer_is_refused_by_name():
+    param = torch.nn.Parameter(torch.ones(2, 3))
+    other = torch.optim.AdamW([param])
+    param.grad = torch.ones(2, 3)
+    other.step()
+    with pytest.raises(ValueError, match="another optimizer saved it"):
+        AdamW([param]).load_state_dict(other.state_dict())
