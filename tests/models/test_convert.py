@@ -301,3 +301,14 @@ def test_unknown_recipe_values_are_refused() -> None:
 def test_projections_named_in_messages_exist(model: nn.Module) -> None:
     for path in PROJECTIONS:
         assert isinstance(model.model.layers[0].get_submodule(path), nn.Linear)
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_fp8_is_refused_before_anything_changes(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overcoat.models.convert.has_float8_tensor_cores", lambda device: False)
+    model = model.cuda()
+    with pytest.raises(ValueError, match=r"no FP8 tensor cores.*Recipe\.bf16"):
+        overcoat.convert(model)
+    assert type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
