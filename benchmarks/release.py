@@ -9,6 +9,7 @@ over a whole step, with gradients kept until `step()` and with `release_gradient
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def main() -> None:
             name = f"{master}, {'released' if released else 'kept'} gradients"
             figures[name] = measure(released, master)
             print(name, figures[name])
+            gc.collect()  # a released optimizer and its hooks hold each other
             torch.cuda.empty_cache()
     append_row(arguments.out, {"parameters": WIDTH * WIDTH * LAYERS, "runs": figures})
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Optional, U
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from overcoat.masters import resolve_master
 from overcoat.moments import resolve_moments
@@ -235,21 +236,30 @@ class AdamW(torch.optim.Optimizer):
 
     def _buckets(self) -> list[tuple[dict[str, Any], Bucket]]:
         """Parameters that have gradients, by group, device and dtypes; their states exist afterwards."""
-        found: dict[Any, tuple[dict[str, Any], list[Tensor], list[int], list[Any], list[Tensor]]] = {}
-        for number, index, param in self.indexed_parameters():
-            grad, group = param.grad, self.param_groups[number]
-            if grad is None:
-                continue
-            kind = (number, param.device, param.dtype, grad.dtype, layout_of(param))
-            lists = found.get(kind)
-            if lists is None:
-                lists = found[kind] = (group, [], [], [], [])
-            _check_gradient(param, grad)
-            lists[1].append(param)
-            lists[2].append(index)
-            lists[3].append(self._state_of(group, param))
-            lists[4].append(grad)
-        return [(lists[0], self._bucket(kind, *lists)) for kind, lists in found.items()]
+        result: list[tuple[dict[str, Any], Bucket]] = []
+        first = 0
+        for number, group in enumerate(self.param_groups):
+            found: dict[Any, tuple[list[Tensor], list[int], list[Any], list[Tensor]]] = {}
+            # No call for a plain parameter with a state: with a thousand of them each one costs the host 0.1 ms.
+            for index, param in enumerate(group["params"], start=first):
+                grad = param.grad
+                if grad is None:
+                    continue
+                layout = None
+                if isinstance(param, DTensor) or grad.layout != torch.strided:
+                    _check_gradient(param, grad)
+                    layout = layout_of(param)
+                kind = (number, param.device, param.dtype, grad.dtype, layout)
+                lists = found.get(kind)
+                if lists is None:
+                    lists = found[kind] = ([], [], [], [])
+                lists[0].append(param)
+                lists[1].append(index)
+                lists[2].append(self.state[param] or self._state_of(group, param))
+                lists[3].append(grad)
+            first += len(group["params"])
+            result += [(group, self._bucket(kind, group, *lists)) for kind, lists in found.items()]
+        return result
 
     def _gradient_factor(self, buckets: list[Bucket], max_norm: Optional[float]) -> tuple[Tensor, Tensor]:
         """(factor, skip): what multiplies every gradient (FP32), and whether this step does nothing (bool); 0-d."""

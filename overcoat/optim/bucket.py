@@ -10,6 +10,7 @@ from typing import Any, Union
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from overcoat.kernels.adamw import adamw_step_, gradients_sum_squares, rows_of
 from overcoat.masters import parameter_key, resolve_master
@@ -33,8 +34,9 @@ class Bucket:
             return [local(state[name]) for state in states] if name in states[0] else []
 
         self.owners, self.states = params, states
+        self.sharded = any(isinstance(param, DTensor) for param in params)
         self.first_moments = [state["exp_avg"] for state in states]
-        self.addresses = [local(param).data_ptr() for param in params]
+        self.addresses = self._addresses(params)
         self.whole = is_whole(params[0])
         # What is stepped: this process' rows, or buffers for whole vectors, filled before every step and not here:
         # processes need not build their buckets at the same time, but gathering takes all of them.
@@ -68,12 +70,19 @@ class Bucket:
             and all(map(operator.is_, params, self.owners))
             and all(map(operator.is_, states, self.states))
             and all(state["exp_avg"] is kept for state, kept in zip(states, self.first_moments, strict=True))
-            and [local(param).data_ptr() for param in params] == self.addresses
+            and self._addresses(params) == self.addresses
         )
+
+    def _addresses(self, params: list[Tensor]) -> list[int]:
+        if self.sharded:
+            return [local(param).data_ptr() for param in params]
+        return [param.data_ptr() for param in params]
 
     def take_gradients(self, grads: list[Tensor]) -> None:
         """The gradients of the coming step, one per parameter; whole vectors are gathered from all processes."""
-        grads = self.grads = [gather(grad) if self.whole else local(grad) for grad in grads]
+        if self.sharded:
+            grads = [gather(grad) if self.whole else local(grad) for grad in grads]
+        self.grads = grads
         if self.whole:
             for buffer, owner in zip(self.params, self.owners, strict=True):
                 buffer.copy_(gather(owner))
