@@ -142,7 +142,7 @@ def test_a_tensor_of_more_than_2_to_31_elements():
     """Its last rows step like a small tensor of the same rows: 32-bit offsets would wrap."""
     rows, columns = 2**20 + 8, 2048
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
-        pytest.skip("needs 24 GiB")
+        pytest.skip("needs 24 GiB of free GPU memory")
     group = {"moments": ("sqrt8", "log8"), "group_size": 128, "master": "auto"}
     from overcoat.optim.state import init_state
 
