@@ -120,7 +120,7 @@ def quantize_blocks(x: Tensor, block: tuple[int, int], fmt: Float8 = E4M3) -> Qu
         raise ValueError(f"quantize_blocks wants a matrix, got shape {tuple(x.shape)}; flatten the leading axes first")
     blocks = _to_blocks(x.float(), block)  # (R/r, r, C/c, c)
     scale = scale_from_amax(blocks.abs().amax((1, 3)), fmt)
-    data = cast_float8(blocks * (1.0 / scale)[:, None, :, None], fmt)
+    data = cast_float8(blocks * hardware.reciprocal(scale)[:, None, :, None], fmt)
     return Quantized(_from_blocks(data, x.shape), scale)
 
 
@@ -138,7 +138,7 @@ def _to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
     flat = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
-    return flat[: shape[0], : shape[1]].contiguous()
+    return flat[: shape[0], : shape[1]].clone(memory_format=torch.contiguous_format)  # not the padding's bytes
 
 
 # ---- one maximum per group: kept tensors -----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any, Iterator, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 
@@ -104,7 +105,8 @@ class _Recorder:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    # The storage's own address, not its data's: those of the meta device have none.
+    return tensor.untyped_storage()._cdata
 
 
 def _parameters_and_buffers(model: nn.Module | None) -> Iterator[Tensor]:
@@ -161,11 +163,11 @@ def keep_parts(ctx: torch.autograd.function.FunctionCtx, *parts: tuple[str, dict
                         recorder.names[_storage(tensor)] = (op, name)
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors in an optimizer's state."""
-    return sum(
-        value.numel() * value.element_size()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
+def optimizer_bytes(optimizer: torch.optim.Optimizer, device_type: str | None = None) -> int:
+    """Bytes of all tensors in an optimizer's state, of sharded ones this process' part.
+
+    device_type: count only what lies there: "cuda", or "cpu" for offloaded states.
+    """
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.nbytes for tensor in own if device_type in (None, tensor.device.type))

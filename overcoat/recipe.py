@@ -12,7 +12,9 @@ from typing import Any, Literal, get_args
 KeptFormat = Literal["sqrt8", "e4m3", "int8"]
 KeptAttention = Literal["8bit", "bf16"]
 Checkpoint = Literal["block"]
+LinearScaling = Literal["tensor", "block"]
 GradFormat = Literal["e5m2", "e4m3"]
+Head = Literal["bf16", "fp8"]
 
 GROUP_SIZES = (16, 32, 64, 128)
 
@@ -27,34 +29,50 @@ class Recipe:
         group_size: their 1xG groups along the hidden axis (paper: 16). Attention uses one group per token and head.
         kept_attention: Q, K, V and O kept for attention's backward in "8bit" or in "bf16" (paper).
         checkpoint: None, or "block": keep one 8-bit copy of each block's input and recompute the rest.
-        grad_format: FP8 format of the output gradients entering dgrad and wgrad.
+        linear_scaling: what shares an FP8 scale in the linear layers' products: "tensor" (COAT), or "block", 1x128
+            activations and gradients and 128x128 weights (DeepSeek-V3), which on a GPU needs a Hopper.
+        grad_format: FP8 format of the output gradients entering dgrad and wgrad. Left out: "e5m2" (the paper's), with
+            block scales "e4m3", since PyTorch multiplies no other block-scaled operands.
         fp8: False leaves every layer in its original precision: the baseline through the same code path.
+        head: products of lm_head and its loss, which is computed without holding the logits: "bf16" (the model's own
+            dtype), "fp8" (logits' gradient in `grad_format`), or None: Hugging Face's loss, with all logits.
 
     Raises:
-        ValueError: a field has a value that is not listed above.
+        ValueError: a field has a value that is not listed above, or two do not go together.
     """
 
     kept_format: KeptFormat = "sqrt8"
     group_size: int = 128
     kept_attention: KeptAttention = "8bit"
     checkpoint: Checkpoint | None = None
-    grad_format: GradFormat = "e5m2"
+    linear_scaling: LinearScaling = "tensor"
+    grad_format: GradFormat = None  # type: ignore[assignment]  # never None once constructed
     fp8: bool = True
+    head: Head | None = "bf16"
 
     def __post_init__(self) -> None:
+        if self.grad_format is None:
+            object.__setattr__(self, "grad_format", "e4m3" if self.linear_scaling == "block" else "e5m2")
         allowed: dict[str, tuple[Any, ...]] = {
             "kept_format": get_args(KeptFormat),
             "group_size": GROUP_SIZES,
             "kept_attention": get_args(KeptAttention),
             "checkpoint": (None, *get_args(Checkpoint)),
+            "linear_scaling": get_args(LinearScaling),
             "grad_format": get_args(GradFormat),
             "fp8": (True, False),
+            "head": (None, *get_args(Head)),
         }
         for name, values in allowed.items():
             value = getattr(self, name)
             if value not in values:
                 choices = ", ".join(repr(v) for v in values)
                 raise ValueError(f"Recipe.{name} = {value!r} is not known; choose one of {choices}")
+        if self.linear_scaling == "block" and self.grad_format != "e4m3":
+            raise ValueError(
+                f"Recipe.grad_format = {self.grad_format!r} does not go with linear_scaling='block', whose products "
+                "take E4M3 only; leave grad_format out"
+            )
 
     @classmethod
     def paper(cls) -> Recipe:
@@ -69,7 +87,7 @@ class Recipe:
     @classmethod
     def bf16(cls) -> Recipe:
         """The baseline: `convert` changes nothing."""
-        return cls(fp8=False)
+        return cls(fp8=False, head=None)
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> Recipe:
@@ -86,4 +104,6 @@ class Recipe:
         for key in overrides:
             if key not in known:
                 raise ValueError(f"Recipe has no field {key!r}; its fields are {', '.join(sorted(known))}")
-        return cls(**{**asdict(recipes[name]()), **overrides})
+        chosen = asdict(recipes[name]())
+        del chosen["grad_format"]  # follows linear_scaling
+        return cls(**{**chosen, **overrides})

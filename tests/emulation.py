@@ -1,8 +1,9 @@
 """The same model with FP8 GEMMs alone: every other tensor exact, in FP64.
 
 `emulate_fp8_gemms(model)` replaces each group of linear layers that read one input (q, k, v; o; gate, up; down) by an
-FP64 product of quantized operands: E4M3 per tensor for input and (stacked) weights, the recipe's format for the output
-gradient. That is the error floor of any FP8 trainer; what Overcoat adds by keeping 8-bit tensors is held against it.
+FP64 product of quantized operands: E4M3 for input and (stacked) weights, the recipe's format for the output gradient,
+with one scale per tensor or per block. That is the error floor of any FP8 trainer; what Overcoat adds by keeping 8-bit
+tensors is held against it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from overcoat.formats import E4M3, FLOAT8, Float8, quantize_tensor
+from overcoat.formats import E4M3, FLOAT8, Float8, dequantize_blocks, quantize_blocks, quantize_tensor
 
 
 def sqnr(reference: Tensor, value: Tensor) -> float:
@@ -22,37 +23,43 @@ def sqnr(reference: Tensor, value: Tensor) -> float:
     return float(20 * torch.log10(reference.norm() / noise.clamp_min(1e-300)))
 
 
-def rounded(x: Tensor, fmt: Float8) -> Tensor:
-    """x as FP8 with one scale for the tensor, back in FP64."""
+def rounded(x: Tensor, fmt: Float8, block: tuple[int, int] | None = None) -> Tensor:
+    """x as FP8 with one scale for the tensor, or for each block of (rows, columns), back in FP64."""
+    if block is not None:
+        return dequantize_blocks(quantize_blocks(x, block, fmt), block).double()
     data, scale = quantize_tensor(x, fmt)
     return data.double() * scale.double()
 
 
 class _Product(torch.autograd.Function):
+    """y = x W^T; blocks lie along the axis that a product contracts, so dy and x are rounded once for each product."""
+
     @staticmethod
-    def forward(ctx, x, weight, grad_format):
-        x8, weight8 = rounded(x, E4M3), rounded(weight, E4M3)
-        ctx.save_for_backward(x8, weight8)
+    def forward(ctx, x, weight, grad_format, in_blocks):
+        ctx.row, ctx.column, square = ((1, 128), (128, 1), (128, 128)) if in_blocks else (None, None, None)
+        weight8 = rounded(weight, E4M3, square)
+        ctx.save_for_backward(x, weight8)
         ctx.grad_format = grad_format
-        return x8 @ weight8.t()
+        return rounded(x, E4M3, ctx.row) @ weight8.t()
 
     @staticmethod
     def backward(ctx, dy):
-        x8, weight8 = ctx.saved_tensors
-        dy8 = rounded(dy, FLOAT8[ctx.grad_format])
-        return dy8 @ weight8, dy8.t() @ x8, None
+        x, weight8 = ctx.saved_tensors
+        fmt = FLOAT8[ctx.grad_format]
+        dweight = rounded(dy, fmt, ctx.column).t() @ rounded(x, E4M3, ctx.column)
+        return rounded(dy, fmt, ctx.row) @ weight8, dweight, None, None
 
 
 class _Stack:
     """Linear layers with one input: computed together when the first is called, handed out one by one."""
 
-    def __init__(self, layers: list[nn.Linear], grad_format: str) -> None:
-        self.layers, self.grad_format, self.outputs = layers, grad_format, {}
+    def __init__(self, layers: list[nn.Linear], grad_format: str, in_blocks: bool) -> None:
+        self.layers, self.grad_format, self.in_blocks, self.outputs = layers, grad_format, in_blocks, {}
 
     def __call__(self, index: int, x: Tensor) -> Tensor:
         if index == 0:
             weight = torch.cat([layer.weight for layer in self.layers])
-            y = _Product.apply(x.flatten(0, -2), weight, self.grad_format).unflatten(0, x.shape[:-1])
+            y = _Product.apply(x.flatten(0, -2), weight, self.grad_format, self.in_blocks).unflatten(0, x.shape[:-1])
             self.outputs = dict(enumerate(y.split([layer.out_features for layer in self.layers], -1)))
         y, bias = self.outputs.pop(index), self.layers[index].bias
         return y if bias is None else y + bias
@@ -78,13 +85,16 @@ STACKS = (
 )
 
 
-def emulate_fp8_gemms(model: nn.Module, grad_format: str = "e5m2") -> nn.Module:
-    """A copy of `model` in FP64 whose decoder layers' linear layers multiply FP8 values; all else exact."""
+def emulate_fp8_gemms(model: nn.Module, grad_format: str = "e5m2", in_blocks: bool = False) -> nn.Module:
+    """A copy of `model` in FP64 whose decoder layers' linear layers multiply FP8 values; all else exact.
+
+    in_blocks: scales for 1x128 activations and gradients and 128x128 weights instead of one per tensor.
+    """
     model = copy.deepcopy(model).double()
     for layer in model.model.layers:
         for names in STACKS:
             members = [_Member.of(layer.get_submodule(name)) for name in names]
-            stack = _Stack(members, grad_format)
+            stack = _Stack(members, grad_format, in_blocks)
             for index, member in enumerate(members):
                 member.stack = (stack, index)
     return model

@@ -62,7 +62,11 @@ def has_float8_input(arguments):
 def run(name, arguments):
     """The op's results, and the arguments after it, as lists of tensors."""
     results = CATALOGUE[name](*arguments)
-    return tree_leaves(results), [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+    return tensors(results), tensors(arguments)
+
+
+def tensors(tree):
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from overcoat import Recipe, memory
 from overcoat.memory import KeptReport, KeptTensor, keep, optimizer_bytes, record_kept
+from overcoat.ops.block import Scales
 from tests.ops.harness import CASES, block_case
 
 TOKENS, HIDDEN, INTERMEDIATE = 256, 1024, 2752
@@ -85,6 +86,7 @@ LIMITS = {
     "default": (Recipe(), 5.9),
     "attention bf16": (Recipe(kept_attention="bf16"), 7.9),
     "int8": (Recipe(kept_format="int8"), 5.9),
+    "blocks": (Recipe(linear_scaling="block"), 5.9),
     "leanest": (Recipe.leanest(), 0.6),
     # 1x16 groups of BF16 maxima cost 1/8 on norms, gate and up: 0.125 * 3.6875 U more.
     "paper": (Recipe.paper(), 7.9 + 0.46),
@@ -127,8 +129,11 @@ def test_the_parts_are_named_with_their_sizes(large_case):
 
 def test_the_leanest_keeps_the_input_alone(large_case):
     kept, _ = record(large_case, Recipe.leanest())
-    assert set(kept.by_tensor()) == {("block", "codes"), ("block", "group_amax"), ("block", "cos"), ("block", "sin")}
-    assert units(kept) == pytest.approx(0.5 * (1 + 1 / 64))
+    sizes = kept.by_tensor()
+    scalars = [sizes.pop(("block", name)) for name in Scales._fields]
+    assert scalars == [4] * 5
+    assert set(sizes) == {("block", "codes"), ("block", "group_amax"), ("block", "cos"), ("block", "sin")}
+    assert units(kept) == pytest.approx(0.5 * (1 + 1 / 64), abs=sum(scalars) / UNIT)
 
 
 def test_grouped_queries_keep_less(large_case):
@@ -163,7 +168,11 @@ def test_the_report_is_what_autograd_holds(recipe):
     assert again.shape == out.shape
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(kept_attention="bf16"), Recipe.leanest()], ids=["8", "16", "lean"])
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(), Recipe(kept_attention="bf16"), Recipe.leanest(), Recipe(linear_scaling="block")],
+    ids=["8", "16", "lean", "blocks"],
+)
 def test_nothing_else_stays_alive(recipe):
     """Every tensor born in the forward and alive after it is the output or in the report; after the backward, none."""
     case = block_case(biases=True, head_norm=True)
@@ -313,3 +322,5 @@ def test_optimizer_bytes():
     parameter.grad = torch.ones(10)
     optimizer.step()
     assert optimizer_bytes(optimizer) == 2 * 40 + 4  # two moments and the step count
+    assert optimizer_bytes(optimizer, "cpu") == 2 * 40 + 4
+    assert optimizer_bytes(optimizer, "cuda") == 0

@@ -10,10 +10,10 @@ from overcoat import Recipe
 
 
 def test_names_are_what_the_documents_say():
-    assert Recipe() == Recipe("sqrt8", 128, "8bit", None, "e5m2", True)
+    assert Recipe() == Recipe("sqrt8", 128, "8bit", None, "tensor", "e5m2", True)
     assert Recipe.paper() == Recipe(kept_format="e4m3", group_size=16, kept_attention="bf16")
     assert Recipe.leanest() == Recipe(checkpoint="block")
-    assert Recipe.bf16() == Recipe(fp8=False)
+    assert Recipe.bf16() == Recipe(fp8=False, head=None)
 
 
 @pytest.mark.parametrize("name", ["default", "paper", "leanest", "bf16"])
@@ -25,6 +25,13 @@ def test_from_name_gives_the_same_recipe(name):
 def test_overrides_replace_only_their_fields():
     recipe = Recipe.from_name("paper", group_size=32, grad_format="e4m3")
     assert recipe == Recipe(kept_format="e4m3", group_size=32, kept_attention="bf16", grad_format="e4m3")
+
+
+def test_gradients_with_block_scales_are_e4m3():
+    assert Recipe(linear_scaling="block").grad_format == "e4m3"
+    assert Recipe.from_name("leanest", linear_scaling="block").grad_format == "e4m3"
+    with pytest.raises(ValueError, match="e5m2"):
+        Recipe(linear_scaling="block", grad_format="e5m2")
 
 
 def test_an_override_is_validated():
@@ -41,6 +48,7 @@ def test_an_override_is_validated():
         ("kept_attention", "fp8", "'8bit', 'bf16'"),
         ("checkpoint", "layer", "None, 'block'"),
         ("checkpoint", False, "None, 'block'"),
+        ("linear_scaling", "row", "'tensor', 'block'"),
         ("grad_format", "bf16", "'e5m2', 'e4m3'"),
         ("fp8", "no", "True, False"),
     ],

@@ -1,14 +1,18 @@
-"""The FP8 matrix product: D = A @ B^T with per-tensor scales, both operands K-major.
+"""The FP8 matrix products: D = A @ B^T, both operands K-major, with one scale per tensor (`gemm`) or per block.
 
-On GPUs with FP8 tensor cores (sm_89 and newer) this is cuBLASLt through `torch._scaled_mm`; elsewhere the decoded
+On GPUs with FP8 tensor cores (sm_89 and newer) `gemm` is cuBLASLt through `torch._scaled_mm`; elsewhere the decoded
 values are multiplied in FP32, which is the same product: an FP8 product is exact in FP32, only the summation order
 differs.
+
+`block_gemm` takes A with 1x128 scales and B with 1x128 or 128x128 (blockwise.py): cuBLASLt again, but only on Hopper.
+It adds up 128 products at a time in the tensor cores and the scaled sums in FP32, so its accumulation is always full.
 
 Legend: M rows of A, N rows of B, K the contraction axis.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Optional
 
 import torch
@@ -16,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overcoat.catalogue import op
+from overcoat.formats import Quantized, dequantize_blocks
+from overcoat.kernels.blockwise import BLOCK, blocks
 
 
 @op
@@ -52,6 +58,7 @@ def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation):
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
+@functools.cache
 def has_float8_tensor_cores(device: torch.device) -> bool:
     """Whether FP8 GEMMs run in hardware: NVIDIA Ada (sm_89), Hopper (sm_90) and newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
@@ -81,3 +88,82 @@ def _pad_last(x: Tensor) -> Tensor:
 def _pad_first(x: Tensor) -> Tensor:
     missing = -x.shape[0] % 16
     return F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype) if missing else x
+
+
+# ---- scales per block ---------------------------------------------------------------------------------------------
+
+
+@op
+def block_gemm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    square: bool,
+    bias: Optional[Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """D = A @ B^T + bias of operands with block scales.
+
+    Args:
+        a: (M, K) FP8; scale_a: (ceil(K / 128), M) FP32.
+        b: (N, K) FP8; scale_b: (ceil(K / 128), N), or if `square` (ceil(N / 128), L4). Tensor cores multiply E4M3 only.
+        bias: (N,) or None; dtype: of the result.
+
+    Returns:
+        (M, N) of `dtype`.
+    """
+    wide_a = dequantize_blocks(Quantized(a, scale_a.t()), (1, BLOCK))
+    if square:
+        wide_b = dequantize_blocks(Quantized(b, scale_b[:, : blocks(b.shape[1])]), (BLOCK, BLOCK))
+    else:
+        wide_b = dequantize_blocks(Quantized(b, scale_b.t()), (1, BLOCK))
+    product = wide_a @ wide_b.t()
+    if bias is not None:
+        product = product + bias.float()
+    return product.to(dtype)
+
+
+@block_gemm.fake
+def _(a, b, scale_a, scale_b, square, bias, dtype):
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def why_no_block_gemm(device: torch.device) -> Optional[str]:
+    """The reason why products with block scales do not run in a device's tensor cores, or None if they do."""
+    if device.type != "cuda":
+        return f"{device} has no FP8 tensor cores"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        name = torch.cuda.get_device_name(device)
+        return f"cuBLAS multiplies with 1x128 and 128x128 scales on Hopper (sm_90) alone, {name} is sm_{major}{minor}"
+    version = torch.version.cuda or "0.0"
+    if tuple(int(part) for part in version.split(".")[:2]) < (12, 9):
+        return f"cuBLAS multiplies with 1x128 and 128x128 scales since CUDA 12.9, this PyTorch was built with {version}"
+    return None
+
+
+@functools.cache
+def _has_block_gemm(device: torch.device) -> bool:
+    return why_no_block_gemm(device) is None
+
+
+@block_gemm.cuda
+def _(a, b, scale_a, scale_b, square, bias, dtype):
+    # PyTorch takes no E5M2 operand with block scales.
+    if not _has_block_gemm(a.device) or torch.float8_e5m2 in (a.dtype, b.dtype):
+        return block_gemm.reference(a, b, scale_a, scale_b, square, bias, dtype)
+    rows, columns = a.shape[0], b.shape[0]
+    if (rows | columns | a.shape[1]) % 16:
+        a, b = _pad_first(_pad_last(a)), _pad_first(_pad_last(b))
+        scale_a = F.pad(scale_a, (0, a.shape[0] - rows))
+        # A 128x128 scale covers the rows that are added.
+        scale_b = scale_b if square else F.pad(scale_b, (0, b.shape[0] - columns))
+    fused = bias is not None and dtype != torch.float32 and b.shape[0] == columns
+    inner_bias = bias.to(dtype) if fused else None
+    recipe_b = F.ScalingType.BlockWise128x128 if square else F.ScalingType.BlockWise1x128
+    out = F.scaled_mm(
+        a, b.t(), scale_a.t(), F.ScalingType.BlockWise1x128, scale_b.t(), recipe_b, bias=inner_bias, output_dtype=dtype
+    )
+    out = out if out.shape == (rows, columns) else out[:rows, :columns].clone(memory_format=torch.contiguous_format)
+    return out if fused or bias is None else out.add_(bias)

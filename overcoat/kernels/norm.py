@@ -28,14 +28,14 @@ from overcoat.catalogue import op
 from overcoat.formats import E4M3, Quantized, decode_groups, encode_groups, group_code, quantize_tensor
 
 
-def _normalize(x: Tensor, mean: Optional[Tensor], rstd: Tensor) -> Tensor:
+def normalize(x: Tensor, mean: Optional[Tensor], rstd: Tensor) -> Tensor:
     x = x.float()
     if mean is not None:
         x = x - mean[:, None]
     return x * rstd[:, None]
 
 
-def _affine(xhat: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
+def affine(xhat: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
     y = xhat if weight is None else xhat * weight.float()
     return y if bias is None else y + bias.float()
 
@@ -45,7 +45,7 @@ def rmsnorm_stats(x: Tensor, weight: Optional[Tensor], eps: float) -> Tuple[Tens
     """Statistics of RMSNorm: rstd (T,) FP32 and each row's max |y| (T,) FP32 of x (T, H)."""
     x = x.contiguous()
     rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
-    return rstd, _affine(_normalize(x, None, rstd), weight, None).abs().amax(-1)
+    return rstd, affine(normalize(x, None, rstd), weight, None).abs().amax(-1)
 
 
 @rmsnorm_stats.fake
@@ -61,6 +61,29 @@ def _(x, weight, eps):
 
 
 @op
+def add_rmsnorm_stats(
+    y: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """x = residual + y (T, H), and `rmsnorm_stats` of x: the residual stream is written and read in one pass."""
+    x = (residual + y).contiguous()
+    return x, *rmsnorm_stats.reference(x, weight, eps)
+
+
+@add_rmsnorm_stats.fake
+def _(y, residual, weight, eps):
+    return y.new_empty(y.shape), *(y.new_empty(y.shape[:1], dtype=torch.float32) for _ in range(2))
+
+
+@add_rmsnorm_stats.cuda
+def _(y, residual, weight, eps):
+    from overcoat.kernels.gpu import norm as gpu
+
+    if y.dtype != residual.dtype:
+        return add_rmsnorm_stats.reference(y, residual, weight, eps)
+    return gpu.add_stats(y, residual, weight, eps)
+
+
+@op
 def layernorm_stats(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> Tuple[Tensor, Tensor, Tensor]:
@@ -68,7 +91,7 @@ def layernorm_stats(
     wide = x.contiguous().float()
     mean = wide.mean(-1)
     rstd = torch.rsqrt((wide - mean[:, None]).square().mean(-1) + eps)
-    return mean, rstd, _affine(_normalize(wide, mean, rstd), weight, bias).abs().amax(-1)
+    return mean, rstd, affine(normalize(wide, mean, rstd), weight, bias).abs().amax(-1)
 
 
 @layernorm_stats.fake
@@ -103,8 +126,8 @@ def norm_quantize(
     Returns:
         y in E4M3 (T, H); its 0-d FP32 scale; codes of xhat (T, H); their BF16 group maxima (T, n).
     """
-    xhat = _normalize(x.contiguous(), mean, rstd)
-    data, scale = quantize_tensor(_affine(xhat, weight, bias), E4M3, amax)
+    xhat = normalize(x.contiguous(), mean, rstd)
+    data, scale = quantize_tensor(affine(xhat, weight, bias), E4M3, amax)
     codes, group_amax = encode_groups(xhat, code, group_size)
     return data, scale, codes, group_amax
 
@@ -136,9 +159,10 @@ def norm_backward(
     weight: Optional[Tensor],
     dresidual: Optional[Tensor],
     centered: bool,
+    has_bias: bool,
     code: str,
     group_size: int,
-) -> Tuple[Tensor, Tensor, Tensor]:
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Backward of the norm, with the residual branch's gradient added in the same pass.
 
     Args:
@@ -146,9 +170,11 @@ def norm_backward(
         codes, group_amax: kept xhat; rstd: (T,) FP32; weight: (H,) or None.
         dresidual: (T, H), gradient of x from its other use, or None.
         centered: True for LayerNorm.
+        has_bias: whether the norm has a bias.
 
     Returns:
-        dx (T, H) of dy's dtype; dweight (H,) FP32; dbias (H,) FP32.
+        dx (T, H) of dy's dtype; dweight (H,), summed in FP32, of the weight's dtype; dbias (H,) FP32, empty without a
+        bias; max |dx|, 0-d FP32, for the product that reads dx next.
     """
     xhat = decode_groups(Quantized(codes, group_amax), code, group_size)
     wide = dy.contiguous().float()
@@ -159,17 +185,20 @@ def norm_backward(
     dx = dx * rstd[:, None]
     if dresidual is not None:
         dx = dx + dresidual.float()
-    return dx.to(dy.dtype), (wide * xhat).sum(0), wide.sum(0)
+    dx = dx.to(dy.dtype)
+    dweight = (wide * xhat).sum(0).to(torch.float32 if weight is None else weight.dtype)
+    return dx, dweight, wide.sum(0) if has_bias else wide.new_empty(0), dx.abs().amax().float()
 
 
 @norm_backward.fake
-def _(dy, codes, group_amax, rstd, weight, dresidual, centered, code, group_size):
-    dparameter = dy.new_empty(dy.shape[1:], dtype=torch.float32)
-    return dy.new_empty(dy.shape), dparameter, torch.empty_like(dparameter)
+def _(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size):
+    dweight = dy.new_empty(dy.shape[1:], dtype=torch.float32 if weight is None else weight.dtype)
+    dbias = dy.new_empty(dy.shape[1] if has_bias else 0, dtype=torch.float32)
+    return dy.new_empty(dy.shape), dweight, dbias, dy.new_empty((), dtype=torch.float32)
 
 
 @norm_backward.cuda
-def _(dy, codes, group_amax, rstd, weight, dresidual, centered, code, group_size):
+def _(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size):
     from overcoat.kernels.gpu import norm as gpu
 
-    return gpu.norm_backward(dy, codes, group_amax, rstd, weight, dresidual, centered, code, group_size)
+    return gpu.norm_backward(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size)

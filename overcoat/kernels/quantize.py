@@ -65,7 +65,7 @@ def _(x):
 def _(x):
     from overcoat.kernels.gpu import quantize as gpu
 
-    return gpu.amax_of([x])
+    return gpu.amax_of(x)
 
 
 @op
@@ -122,9 +122,9 @@ def _(weights):
 
 @stack_amax.cuda
 def _(weights):
-    from overcoat.kernels.gpu import quantize as gpu
+    from overcoat.kernels.gpu import stack as gpu
 
-    return gpu.amax_of(weights)
+    return gpu.stack_amax(weights)
 
 
 @op
@@ -147,7 +147,7 @@ def _(weights, amax, transposed):
 
 @stack_weights.cuda
 def _(weights, amax, transposed):
-    from overcoat.kernels.gpu import quantize as gpu
+    from overcoat.kernels.gpu import stack as gpu
 
     return gpu.stack_weights(weights, amax, transposed)
 

@@ -226,7 +226,7 @@ def _(codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_k
     return gpu.qk_rope_decode(codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code, dtype)
 
 
-def _rope_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
+def rope_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
     """Gradient of the fused buffer in FP32, without head norms."""
     dqkv = torch.cat((dq, dk, dv), 1).float()
     num_kv = dk.shape[1] // (dq.shape[1] // num_q)
@@ -240,7 +240,7 @@ def qk_rope_backward_amax(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: 
     Args:
         dq: (T, num_q * D); dk, dv: (T, num_kv * D): gradients of the rotated q and k, and of v. No head norms.
     """
-    return _rope_gradient(dq, dk, dv, cos, sin, num_q).abs().amax()
+    return rope_gradient(dq, dk, dv, cos, sin, num_q).abs().amax()
 
 
 @qk_rope_backward_amax.fake
@@ -260,7 +260,7 @@ def qk_rope_backward_quantize(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, amax: Tensor, fmt: str, num_q: int
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Second pass: the gradient in FP8 in both layouts, (T, C) and (C, P), and its scale for `amax`."""
-    data, scale = quantize_tensor(_rope_gradient(dq, dk, dv, cos, sin, num_q), FLOAT8[fmt], amax)
+    data, scale = quantize_tensor(rope_gradient(dq, dk, dv, cos, sin, num_q), FLOAT8[fmt], amax)
     return data, transpose_padded(data), scale
 
 

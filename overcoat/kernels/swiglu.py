@@ -40,7 +40,7 @@ def sigmoid(x: Tensor) -> Tensor:
     return hardware.reciprocal(1.0 + hardware.exp2(x * -LOG2E))
 
 
-def _product(gate_up: Tensor) -> Tensor:
+def gated_product(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, -1)
     return gate * sigmoid(gate) * up
 
@@ -57,7 +57,7 @@ def swiglu_encode(gate_up: Tensor, code: str, group_size: int) -> Tuple[Tensor, 
     Groups never span gate and up.
     """
     codes, group_amax = encode_groups(gate_up.unflatten(-1, (2, -1)), code, group_size)
-    return codes.flatten(1), group_amax.view(gate_up.shape[0], 2, -1), _product(gate_up).abs().amax(-1)
+    return codes.flatten(1), group_amax.view(gate_up.shape[0], 2, -1), gated_product(gate_up).abs().amax(-1)
 
 
 @swiglu_encode.fake
@@ -81,7 +81,7 @@ def _(gate_up, code, group_size):
 @op
 def swiglu_quantize(gate_up: Tensor, amax: Tensor) -> Tuple[Tensor, Tensor]:
     """Second pass: h in E4M3 (T, I), per tensor, and its 0-d FP32 scale for `amax` = max |h|."""
-    data, scale = quantize_tensor(_product(gate_up.contiguous()), E4M3, amax)
+    data, scale = quantize_tensor(gated_product(gate_up.contiguous()), E4M3, amax)
     return data, scale
 
 
@@ -98,7 +98,7 @@ def _(gate_up, amax):
     return gpu.swiglu_quantize(gate_up, amax)
 
 
-def _gradient(dh: Tensor, codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tuple[Tensor, Tensor]:
+def gated_gradient(dh: Tensor, codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tuple[Tensor, Tensor]:
     """Gradient of gate_up (T, 2I) and h (T, I), both FP32, from the kept codes."""
     gate, up = _decode(codes, group_amax, code, group_size).chunk(2, -1)
     s, wide = sigmoid(gate), dh.float()
@@ -119,7 +119,7 @@ def swiglu_backward(
     Returns:
         gradient of gate_up (T, 2I) of dh's dtype; h rebuilt as transposed E4M3 operand (I, P).
     """
-    gradient, product = _gradient(dh, codes, group_amax, code, group_size)
+    gradient, product = gated_gradient(dh, codes, group_amax, code, group_size)
     return gradient.to(dh.dtype), transpose_padded(cast_float8(product * (1.0 / scale), E4M3))
 
 
@@ -147,7 +147,7 @@ def swiglu_backward_amax(
     Returns:
         max |gradient of gate_up|, 0-d FP32; h rebuilt as transposed E4M3 operand (I, P).
     """
-    gradient, product = _gradient(dh, codes, group_amax, code, group_size)
+    gradient, product = gated_gradient(dh, codes, group_amax, code, group_size)
     return gradient.abs().amax(), transpose_padded(cast_float8(product * (1.0 / scale), E4M3))
 
 
@@ -171,7 +171,7 @@ def swiglu_backward_quantize(
     dh: Tensor, codes: Tensor, group_amax: Tensor, amax: Tensor, fmt: str, code: str, group_size: int
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Second pass: gradient of gate_up in FP8 in both layouts, (T, 2I) and (2I, P), and its scale for `amax`."""
-    gradient, _ = _gradient(dh, codes, group_amax, code, group_size)
+    gradient, _ = gated_gradient(dh, codes, group_amax, code, group_size)
     data, scale = quantize_tensor(gradient, FLOAT8[fmt], amax)
     return data, transpose_padded(data), scale
 

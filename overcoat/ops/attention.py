@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from overcoat.kernels.attention import attention as attention_op
 from overcoat.kernels.attention import attention_backward as attention_backward_op
+from overcoat.kernels.blockwise import BLOCK
+from overcoat.kernels.blockwise_fused import qk_rope_block_backward
 from overcoat.kernels.quantize import Encoded, group_decode, group_encode_amax, token_center
 from overcoat.kernels.rope import (
     qk_rope,
@@ -29,7 +31,8 @@ from overcoat.kernels.rope import (
     qk_rope_encode_,
 )
 from overcoat.memory import keep
-from overcoat.ops.linear import Gradient
+from overcoat.ops.blockwise import whole_blocks
+from overcoat.ops.linear import Gradient, quantize_gradient
 from overcoat.recipe import Recipe
 
 
@@ -145,11 +148,27 @@ def attention_backward_quantized(
 ) -> Gradient:
     """Gradient of qkv straight in both FP8 layouts; without q/k norms."""
     gradients, _ = _rotated_gradients(do, kept, rotary, heads, recipe)
+    if recipe.linear_scaling == "block":
+        return _quantized_in_blocks(gradients, rotary, heads, recipe)
     top = qk_rope_backward_amax(*gradients, rotary.cos, rotary.sin, heads.num_q)
     data, transposed, scale = qk_rope_backward_quantize(
         *gradients, rotary.cos, rotary.sin, top, recipe.grad_format, heads.num_q
     )
     return Gradient(data, transposed, scale, None, do.dtype)
+
+
+def _quantized_in_blocks(
+    gradients: tuple[Tensor, Tensor, Tensor], rotary: Rotary, heads: Heads, recipe: Recipe
+) -> Gradient:
+    """Gradients of the rotated q and k, and of v -> gradient of qkv in both FP8 layouts with block scales."""
+    cos, sin, dtype = rotary.cos, rotary.sin, gradients[0].dtype
+    if BLOCK % heads.width == 0 and whole_blocks(*(part.shape[1] for part in gradients)):
+        data, scale, data_t, scale_t = qk_rope_block_backward(*gradients, cos, sin, recipe.grad_format, heads.num_q)
+        return Gradient(data, data_t, scale, None, dtype, scale_t)
+    dqkv, _, _ = qk_rope_backward(
+        torch.cat(gradients, 1), None, cos, sin, None, None, heads.eps, heads.num_q, heads.num_kv
+    )
+    return quantize_gradient(dqkv, [None], recipe)
 
 
 class _Attention(torch.autograd.Function):

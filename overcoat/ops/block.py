@@ -4,9 +4,10 @@ Ops that are neighbours in a block can save passes over memory that separate aut
 gate and up, and of q, k and v, are written straight into the two FP8 layouts that the products read, and never exist in
 16 bits; q and k are rotated in place; max |o| comes with o's codes.
 
-With `Recipe.checkpoint = "block"` the forward keeps nothing but the block's input in 8-bit groups (0.5 U). The backward
-decodes it, runs the forward again, and then the ops' backwards in reverse. Cheaper than `torch.utils.checkpoint`, which
-keeps 1 U.
+With `Recipe.checkpoint = "block"` the forward keeps the block's input in 8-bit groups (0.5 U) and a few scalars: the
+weights' maxima and the scale of the MLP's product. The backward decodes the input, runs the forward again up to gate
+and up, and then the ops' backwards in reverse. Cheaper than `torch.utils.checkpoint`, which keeps 1 U, finds all
+maxima again, and computes the block's result a second time only to throw it away.
 
 The ops' pure functions are called here without autograd, so this file is also the shortest description of how data and
 gradients flow through a block.
@@ -35,13 +36,19 @@ from overcoat.ops.linear import (
     LinearResidualKept,
     Norm,
     NormLinearKept,
-    linear_residual_forward,
+    add_norm_linear_forward,
+    linear_forward,
     norm_linear_backward,
     norm_linear_forward,
     product_backward,
     rebuild_input_t,
 )
-from overcoat.ops.mlp import SwigluLinearKept, swiglu_linear_backward, swiglu_linear_forward
+from overcoat.ops.mlp import (
+    SwigluLinearKept,
+    swiglu_linear_again,
+    swiglu_linear_backward,
+    swiglu_linear_forward,
+)
 from overcoat.recipe import Recipe
 
 
@@ -90,14 +97,41 @@ class BlockKept(NamedTuple):
     down: SwigluLinearKept
 
 
+class Scales(NamedTuple):
+    """What a forward has found and its recomputation need not find again; None where unknown (or with block scales).
+
+    Maxima of the weights, 0-d; the MLP product's scale.
+    """
+
+    qkv: Optional[Tensor] = None
+    o: Optional[Tensor] = None
+    gate_up: Optional[Tensor] = None
+    down: Optional[Tensor] = None
+    product: Optional[Tensor] = None
+
+
 def block_forward(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe) -> tuple[Tensor, BlockKept]:
     """x (T, H) -> x (T, H), and what the ops keep."""
-    qkv, kept_qkv = norm_linear_forward(x, block.attention_norm, *block.qkv, recipe)
-    o, o_amax, kept_attention = attention_forward(qkv, rotary, heads, recipe, in_place=True)
-    x, kept_o = linear_residual_forward(o, block.o.weight, block.o.bias, x, o_amax)
-    gate_up, kept_gate_up = norm_linear_forward(x, block.mlp_norm, *block.gate_up, recipe)
+    x, gate_up, kept = _to_gate_up(x, block, rotary, heads, recipe, Scales())
     x, kept_down = swiglu_linear_forward(gate_up, block.down.weight, block.down.bias, x, recipe)
-    return x, BlockKept(kept_qkv, kept_attention, kept_o, kept_gate_up, kept_down)
+    return x, BlockKept(*kept, kept_down)
+
+
+def block_again(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe, scales: Scales) -> BlockKept:
+    """What `block_forward` keeps, once more."""
+    _, gate_up, kept = _to_gate_up(x, block, rotary, heads, recipe, scales)
+    return BlockKept(*kept, swiglu_linear_again(gate_up, scales.product, scales.down, recipe))
+
+
+def _to_gate_up(
+    x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe, scales: Scales
+) -> tuple[Tensor, Tensor, tuple[NormLinearKept, AttentionKept, LinearResidualKept, NormLinearKept]]:
+    """The residual stream before the MLP, the projections gate and up, and what four ops keep on the way."""
+    qkv, kept_qkv = norm_linear_forward(x, block.attention_norm, *block.qkv, recipe, scales.qkv)
+    o, o_amax, kept_attention = attention_forward(qkv, rotary, heads, recipe, in_place=True)
+    y, kept_o = linear_forward(o, block.o.weight, block.o.bias, x.dtype, recipe, o_amax, scales.o)
+    x, gate_up, kept_gate_up = add_norm_linear_forward(y, x, block.mlp_norm, *block.gate_up, recipe, scales.gate_up)
+    return x, gate_up, (kept_qkv, kept_attention, kept_o, kept_gate_up)
 
 
 class Wanted(NamedTuple):
@@ -126,14 +160,14 @@ def block_backward(
     dgate_up, down = swiglu_linear_backward(
         dx, kept.down, block.down.weight, block.down.bias, recipe, quantized, wanted.down
     )
-    dx, dmlp_norm, dmlp_norm_bias, gate_up = norm_linear_backward(
+    dx, dmlp_norm, dmlp_norm_bias, gate_up, dx_amax = norm_linear_backward(
         dgate_up, dx, kept.gate_up, block.mlp_norm, *block.gate_up, recipe, wanted.gate_up
     )
     o_t = rebuild_input_t(kept.attention.o, kept.attention.encoded_o, kept.o.x_scale, recipe) if wanted.o else None
-    o = product_backward(dx, o_t, kept.o.x_scale, [block.o.weight], [block.o.bias], kept.o.w_amax, recipe)
+    o = product_backward(dx, o_t, [block.o.weight], [block.o.bias], kept.o.w_amax, recipe, dx_amax)
     assert o.dx is not None
     dqkv, dq_weight, dk_weight = _attention_backward(o.dx, kept.attention, block, rotary, heads, recipe)
-    dx, dnorm, dnorm_bias, qkv = norm_linear_backward(
+    dx, dnorm, dnorm_bias, qkv, _ = norm_linear_backward(
         dqkv, dx, kept.qkv, block.attention_norm, *block.qkv, recipe, wanted.qkv
     )
     weights = (*qkv.dweights, *o.dweights, *gate_up.dweights, *down.dweights)
@@ -209,7 +243,9 @@ class _Block(torch.autograd.Function):
         inputs = {"cos": cos, "sin": sin, "mask": mask, **{f"parameter{i}": p for i, p in enumerate(flat)}}
         if recipe.checkpoint == "block":
             codes, group_amax = group_encode(x, None, recipe.kept_format, recipe.group_size)
-            keep_parts(ctx, ("block", inputs), ("block", {"codes": codes, "group_amax": group_amax}))
+            scales = Scales(kept.qkv.w_amax, kept.o.w_amax, kept.gate_up.w_amax, kept.down.w_amax, kept.down.h_scale)
+            kept_input = {"codes": codes, "group_amax": group_amax}
+            keep_parts(ctx, ("block", inputs), ("block", kept_input), ("block", scales._asdict()))
         else:
             ops: Sequence[Any] = kept
             parts = [(op, part._asdict()) for (op, _), part in zip(_OPS, ops, strict=True)]
@@ -224,8 +260,8 @@ class _Block(torch.autograd.Function):
         block = _from_parameters(tuple(flat), ctx.constants)
         rotary = Rotary(cos, sin, mask, flat[4], flat[5])
         if recipe.checkpoint == "block":
-            x = group_decode(*tensors, None, recipe.kept_format, recipe.group_size, ctx.dtype)
-            _, kept = block_forward(x, block, rotary, ctx.heads, recipe)
+            x = group_decode(*tensors[:2], None, recipe.kept_format, recipe.group_size, ctx.dtype)
+            kept = block_again(x, block, rotary, ctx.heads, recipe, Scales(*tensors[2:]))
         else:
             kept = _kept_from(tensors)
         weights = ctx.needs_input_grad[7 + 6 : 7 + 13]

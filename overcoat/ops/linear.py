@@ -9,6 +9,8 @@ The three products of a linear layer, with T tokens, K in, N out (kernels/quanti
     dx = dy W           dy in the recipe's gradient format (E5M2)
     dW = dy^T x         x rebuilt from its 8-bit kept form, with the forward's scale
 
+With `Recipe.linear_scaling="block"` operands have a scale per block instead, and no scale is kept (blockwise.py).
+
 Weights that read the same input (q, k, v; gate, up) are one stacked operand of one GEMM. Autograd keeps the parameters
 themselves, never their FP8 copies: those are made where they are used and freed after.
 """
@@ -21,8 +23,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from overcoat.formats import Quantized
+from overcoat.kernels.blockwise import block_quantize, block_quantize_both, block_quantize_t, block_requantize_t
+from overcoat.kernels.blockwise_fused import add_norm_block_quantize, norm_block_quantize
 from overcoat.kernels.gemm import gemm
-from overcoat.kernels.norm import layernorm_stats, norm_backward, norm_quantize, rmsnorm_stats
+from overcoat.kernels.norm import (
+    add_rmsnorm_stats,
+    layernorm_stats,
+    norm_backward,
+    norm_quantize,
+    rmsnorm_stats,
+)
 from overcoat.kernels.quantize import (
     Encoded,
     amax,
@@ -34,6 +45,7 @@ from overcoat.kernels.quantize import (
     stack_weights,
 )
 from overcoat.memory import keep
+from overcoat.ops import blockwise
 from overcoat.recipe import Recipe
 
 
@@ -63,10 +75,16 @@ def stack_biases(weights: Sequence[Tensor], biases: Sequence[Optional[Tensor]]) 
 
 
 def product(
-    x8: Tensor, x_scale: Tensor, weights: Sequence[Tensor], bias: Optional[Tensor], dtype: torch.dtype
+    x8: Tensor,
+    x_scale: Tensor,
+    weights: Sequence[Tensor],
+    bias: Optional[Tensor],
+    dtype: torch.dtype,
+    w_amax: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """y = x W^T + bias of the stacked weights; also their common maximum, which the backward uses again."""
-    w_amax = stack_amax(list(weights))
+    """y = x W^T + bias of the stacked weights; also their common maximum (found unless given), for the backward."""
+    if w_amax is None:
+        w_amax = stack_amax(list(weights))
     w8, w_scale = stack_weights(list(weights), w_amax, False)
     return gemm(x8, w8, x_scale, w_scale, bias, dtype, True), w_amax
 
@@ -83,7 +101,7 @@ class Gradient(NamedTuple):
     """An output gradient (T, N) as FP8 operand of both products that read it, made once for both.
 
     data (T, N), for dgrad; transposed (N, P), for wgrad; their 0-d scale; sums (N,) FP32 over the tokens, for biases,
-    or None; dtype of the activations.
+    or None; dtype of the activations. With block scales `scale` is data's and `scale_t` transposed's.
     """
 
     data: Tensor
@@ -91,37 +109,58 @@ class Gradient(NamedTuple):
     scale: Tensor
     sums: Optional[Tensor]
     dtype: torch.dtype
+    scale_t: Optional[Tensor] = None
 
 
-def quantize_gradient(dy: Tensor, biases: Sequence[Optional[Tensor]], recipe: Recipe) -> Gradient:
-    """dy (T, N) in the recipe's gradient format."""
+def quantize_gradient(
+    dy: Tensor, biases: Sequence[Optional[Tensor]], recipe: Recipe, dy_amax: Optional[Tensor] = None
+) -> Gradient:
+    """dy (T, N) in the recipe's gradient format; dy_amax: max |dy| if known."""
     dy = dy.contiguous()
-    data, transposed, scale = quantize_both(dy, amax(dy), recipe.grad_format)
     sums = None if all(bias is None for bias in biases) else dy.sum(0, dtype=torch.float32)
+    if recipe.linear_scaling == "block":
+        data, scale, transposed, scale_t = block_quantize_both(dy, recipe.grad_format)
+        return Gradient(data, transposed, scale, sums, dy.dtype, scale_t)
+    data, transposed, scale = quantize_both(dy, amax(dy) if dy_amax is None else dy_amax, recipe.grad_format)
     return Gradient(data, transposed, scale, sums, dy.dtype)
+
+
+def dgrad(d: Gradient, weights: Sequence[Tensor], w_amax: Optional[Tensor]) -> Tensor:
+    """dx = dy W (T, K) of the stacked weights; w_amax: their maximum, None with block scales."""
+    if w_amax is None:
+        return blockwise.dgrad(Quantized(d.data, d.scale), weights, d.dtype)
+    w_t, w_scale = stack_weights(list(weights), w_amax, True)
+    return gemm(d.data, w_t, d.scale, w_scale, None, d.dtype, FAST_DGRAD)
+
+
+def wgrad(d: Gradient, x_t: Quantized, dtype: torch.dtype) -> Tensor:
+    """dW = dy^T x (N, K), with x as transposed operand (K, P)."""
+    if d.scale_t is not None:
+        return blockwise.wgrad(Quantized(d.transposed, d.scale_t), x_t, dtype)
+    return gemm(d.transposed, x_t.data, d.scale, x_t.scale, None, dtype, False)
 
 
 def product_backward(
     dy: Tensor | Gradient,
-    x_t: Optional[Tensor],
-    x_scale: Tensor,
+    x_t: Optional[Quantized],
     weights: Sequence[Tensor],
     biases: Sequence[Optional[Tensor]],
-    w_amax: Tensor,
+    w_amax: Optional[Tensor],
     recipe: Recipe,
+    dy_amax: Optional[Tensor] = None,
 ) -> LinearGrads:
     """dgrad and wgrad from dy (T, N), quantized already or not.
 
     Args:
         x_t: the input as transposed E4M3 operand (K, P), or None when no weight wants a gradient.
+        dy_amax: max |dy| if known.
     """
-    d = dy if isinstance(dy, Gradient) else quantize_gradient(dy, biases, recipe)
-    w_t, w_scale = stack_weights(list(weights), w_amax, True)
-    dx = gemm(d.data, w_t, d.scale, w_scale, None, d.dtype, FAST_DGRAD)
+    d = dy if isinstance(dy, Gradient) else quantize_gradient(dy, biases, recipe, dy_amax)
+    dx = dgrad(d, weights, w_amax)
     sizes = [w.shape[0] for w in weights]
     dweights: tuple[Optional[Tensor], ...] = (None,) * len(weights)
     if x_t is not None:
-        dweights = gemm(d.transposed, x_t, d.scale, x_scale, None, weights[0].dtype, False).split(sizes)
+        dweights = wgrad(d, x_t, weights[0].dtype).split(sizes)
     dbiases: tuple[Optional[Tensor], ...] = (None,) * len(weights)
     if d.sums is not None:
         sums = d.sums.split(sizes)
@@ -133,29 +172,88 @@ def product_backward(
 
 
 class NormLinearKept(NamedTuple):
-    """What `norm_linear` keeps: the normalised input in 8-bit groups (0.5 U) and a few small tensors."""
+    """What `norm_linear` keeps: the normalised input in 8-bit groups (0.5 U), rstd, two scales (none per block)."""
 
     codes: Tensor
     group_amax: Tensor
     rstd: Tensor
-    y_scale: Tensor
-    w_amax: Tensor
+    y_scale: Optional[Tensor]
+    w_amax: Optional[Tensor]
+
+
+def add_norm_linear_forward(
+    y: Tensor,
+    residual: Tensor,
+    norm: Norm,
+    weights: Sequence[Tensor],
+    biases: Sequence[Optional[Tensor]],
+    recipe: Recipe,
+    w_amax: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor, NormLinearKept]:
+    """x = residual + y (T, H), and `norm_linear_forward` of x, in one pass less."""
+    if recipe.linear_scaling == "block":
+        x, *parts = add_norm_block_quantize(y, residual, *norm, recipe.kept_format, recipe.group_size)
+        return x, *_norm_linear_blocks(parts, weights, biases, x.dtype)
+    if norm.centered:
+        x = residual + y
+        return x, *norm_linear_forward(x, norm, weights, biases, recipe, w_amax)
+    x, rstd, row_amax = add_rmsnorm_stats(y, residual, norm.weight, norm.eps)
+    return x, *_norm_linear_forward(x, None, rstd, row_amax, norm, weights, biases, recipe, w_amax)
 
 
 def norm_linear_forward(
-    x: Tensor, norm: Norm, weights: Sequence[Tensor], biases: Sequence[Optional[Tensor]], recipe: Recipe
+    x: Tensor,
+    norm: Norm,
+    weights: Sequence[Tensor],
+    biases: Sequence[Optional[Tensor]],
+    recipe: Recipe,
+    w_amax: Optional[Tensor] = None,
 ) -> tuple[Tensor, NormLinearKept]:
-    """Norm(x) times the stacked weights: x (T, H) -> (T, sum N)."""
+    """Norm(x) times the stacked weights: x (T, H) -> (T, sum N); w_amax: the weights' maximum if known."""
+    if recipe.linear_scaling == "block":
+        parts = norm_block_quantize(x, *norm, recipe.kept_format, recipe.group_size)
+        return _norm_linear_blocks(parts, weights, biases, x.dtype)
     mean = None
     if norm.centered:
         mean, rstd, row_amax = layernorm_stats(x, norm.weight, norm.bias, norm.eps)
     else:
         rstd, row_amax = rmsnorm_stats(x, norm.weight, norm.eps)
+    return _norm_linear_forward(x, mean, rstd, row_amax, norm, weights, biases, recipe, w_amax)
+
+
+def _norm_linear_forward(
+    x: Tensor,
+    mean: Optional[Tensor],
+    rstd: Tensor,
+    row_amax: Tensor,
+    norm: Norm,
+    weights: Sequence[Tensor],
+    biases: Sequence[Optional[Tensor]],
+    recipe: Recipe,
+    w_amax: Optional[Tensor],
+) -> tuple[Tensor, NormLinearKept]:
     y8, y_scale, codes, group_amax = norm_quantize(
         x, mean, rstd, norm.weight, norm.bias, amax(row_amax), recipe.kept_format, recipe.group_size
     )
-    y, w_amax = product(y8, y_scale, weights, stack_biases(weights, biases), x.dtype)
+    y, w_amax = product(y8, y_scale, weights, stack_biases(weights, biases), x.dtype, w_amax)
     return y, NormLinearKept(codes, group_amax, rstd, y_scale, w_amax)
+
+
+def _norm_linear_blocks(
+    parts: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Optional[Tensor]], dtype: torch.dtype
+) -> tuple[Tensor, NormLinearKept]:
+    """`norm_linear_forward` from the results of `norm_block_quantize`."""
+    y8, y_scale, codes, group_amax, rstd = parts
+    y = blockwise.forward_product(Quantized(y8, y_scale), weights, stack_biases(weights, biases), dtype)
+    return y, NormLinearKept(codes, group_amax, rstd, None, None)
+
+
+def _rebuild_norm_t(kept: NormLinearKept, norm: Norm, recipe: Recipe) -> Quantized:
+    """The norm's output as transposed E4M3 operand, with the forward's scale if kept."""
+    inputs, code = (kept.codes, kept.group_amax, norm.weight, norm.bias), (recipe.kept_format, recipe.group_size)
+    if kept.y_scale is None:
+        return Quantized(*block_requantize_t(*inputs, *code))
+    return Quantized(requantize_t(*inputs, kept.y_scale, *code), kept.y_scale)
 
 
 def norm_linear_backward(
@@ -167,18 +265,17 @@ def norm_linear_backward(
     biases: Sequence[Optional[Tensor]],
     recipe: Recipe,
     want_weights: bool = True,
-) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], LinearGrads]:
-    """Gradients of x (the residual's own gradient added), norm weight, norm bias, and of the linear layers."""
-    code, group_size = recipe.kept_format, recipe.group_size
-    x_t = None
-    if want_weights:
-        x_t = requantize_t(kept.codes, kept.group_amax, norm.weight, norm.bias, kept.y_scale, code, group_size)
-    grads = product_backward(dy, x_t, kept.y_scale, weights, biases, kept.w_amax, recipe)
-    dx, dweight, dbias = norm_backward(
-        grads.dx, kept.codes, kept.group_amax, kept.rstd, norm.weight, dresidual, norm.centered, code, group_size
-    )
-    dnorm = None if norm.weight is None else dweight.to(norm.weight.dtype)
-    return dx, dnorm, None if norm.bias is None else dbias.to(norm.bias.dtype), grads
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], LinearGrads, Tensor]:
+    """Gradients of x (the residual's own added), norm weight, norm bias, and of the linear layers; and max |dx|."""
+    x_t = _rebuild_norm_t(kept, norm, recipe) if want_weights else None
+    grads = product_backward(dy, x_t, weights, biases, kept.w_amax, recipe)
+    has_bias = norm.bias is not None
+    dx, dweight, dbias, dx_amax = norm_backward(
+        grads.dx, kept.codes, kept.group_amax, kept.rstd, norm.weight, dresidual, norm.centered, has_bias,
+        recipe.kept_format, recipe.group_size,
+    )  # fmt: skip
+    dnorm = None if norm.weight is None else dweight
+    return dx, dnorm, dbias.to(norm.bias.dtype) if norm.bias is not None else None, grads, dx_amax
 
 
 class _NormLinear(torch.autograd.Function):
@@ -212,7 +309,7 @@ class _NormLinear(torch.autograd.Function):
         weights, biases = parameters[: ctx.count], parameters[ctx.count :]
         norm = Norm(norm_weight, norm_bias, ctx.eps, ctx.centered)
         want_weights = any(ctx.needs_input_grad[6 : 6 + ctx.count])
-        dx, dnorm, dnorm_bias, grads = norm_linear_backward(
+        dx, dnorm, dnorm_bias, grads, _ = norm_linear_backward(
             dy, dresidual, kept, norm, weights, biases, ctx.recipe, want_weights
         )
         return (dx, dnorm, dnorm_bias, None, None, None, *grads.dweights, *grads.dbiases)
@@ -246,28 +343,41 @@ def norm_linear(
 
 
 class LinearResidualKept(NamedTuple):
-    """What `linear_residual` keeps of its own: scales. Its input is what attention keeps already."""
+    """What `linear_residual` keeps of its own: scales (none per block). Its input is what attention keeps already."""
 
-    x_scale: Tensor
-    w_amax: Tensor
+    x_scale: Optional[Tensor]
+    w_amax: Optional[Tensor]
 
 
-def linear_residual_forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], residual: Tensor, x_amax: Optional[Tensor] = None
+def linear_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dtype: torch.dtype,
+    recipe: Recipe,
+    x_amax: Optional[Tensor] = None,
+    w_amax: Optional[Tensor] = None,
 ) -> tuple[Tensor, LinearResidualKept]:
-    """residual + x W^T + bias, with x (T, K) quantized per tensor; x_amax: max |x| if known."""
+    """x W^T + bias in `dtype`, x (T, K); x_amax, w_amax: max |x| and max |weight| if known."""
+    if recipe.linear_scaling == "block":
+        x_blocks = Quantized(*block_quantize(x, "e4m3"))
+        return blockwise.forward_product(x_blocks, [weight], bias, dtype), LinearResidualKept(None, None)
     x8, x_scale = quantize(x, amax(x) if x_amax is None else x_amax, "e4m3")
-    y, w_amax = product(x8, x_scale, [weight], bias, residual.dtype)
-    return residual + y, LinearResidualKept(x_scale, w_amax)
+    y, w_amax = product(x8, x_scale, [weight], bias, dtype, w_amax)
+    return y, LinearResidualKept(x_scale, w_amax)
 
 
-def rebuild_input_t(x: Tensor, encoded: Optional[Encoded], scale: Tensor, recipe: Recipe) -> Tensor:
-    """The kept input (16-bit x, or its 8-bit form) as transposed E4M3 operand with the forward's scale."""
+def rebuild_input_t(x: Tensor, encoded: Optional[Encoded], scale: Optional[Tensor], recipe: Recipe) -> Quantized:
+    """The kept input (16-bit x, or its 8-bit form) as transposed E4M3 operand, with the forward's scale if kept."""
     if encoded is None:
-        return quantize_t(x, scale, "e4m3")
+        if scale is None:
+            return Quantized(*block_quantize_t(x, "e4m3"))
+        return Quantized(quantize_t(x, scale, "e4m3"), scale)
     codes, group_amax, center = encoded
-    width = codes.shape[1] // group_amax.shape[1]
-    return requantize_t(codes, group_amax, None, center, scale, recipe.kept_format, width)
+    code, width = recipe.kept_format, codes.shape[1] // group_amax.shape[1]
+    if scale is None:
+        return Quantized(*block_requantize_t(codes, group_amax, None, center, code, width))
+    return Quantized(requantize_t(codes, group_amax, None, center, scale, code, width), scale)
 
 
 class _LinearResidual(torch.autograd.Function):
@@ -283,12 +393,12 @@ class _LinearResidual(torch.autograd.Function):
         group_amax: Optional[Tensor],
         center: Optional[Tensor],
     ) -> Tensor:
-        y, kept = linear_residual_forward(x, weight, bias, residual)
+        y, kept = linear_forward(x, weight, bias, residual.dtype, recipe)
         ctx.recipe = recipe
         source = x if codes is None else codes
         inputs = {"x": source, "group_amax": group_amax, "center": center}
         keep(ctx, "linear_residual", **kept._asdict(), **inputs, weight=weight, bias=bias)
-        return y
+        return residual + y
 
     @staticmethod
     @once_differentiable
@@ -296,7 +406,7 @@ class _LinearResidual(torch.autograd.Function):
         x_scale, w_amax, source, group_amax, center, weight, bias = ctx.saved_tensors
         encoded = None if group_amax is None else Encoded(source, group_amax, center)
         x_t = rebuild_input_t(source, encoded, x_scale, ctx.recipe) if ctx.needs_input_grad[1] else None
-        grads = product_backward(dy, x_t, x_scale, [weight], [bias], w_amax, ctx.recipe)
+        grads = product_backward(dy, x_t, [weight], [bias], w_amax, ctx.recipe)
         return grads.dx, grads.dweights[0], grads.dbiases[0], dy, None, None, None, None
 
 

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from overcoat.kernels.gemm import gemm
-from overcoat.kernels.quantize import amax, stack_weights
+from overcoat.formats import Quantized
+from overcoat.kernels.blockwise_fused import (
+    swiglu_block_backward,
+    swiglu_block_backward_quantize,
+    swiglu_block_quantize,
+)
+from overcoat.kernels.quantize import amax
 from overcoat.kernels.swiglu import (
     swiglu_backward,
     swiglu_backward_amax,
@@ -22,27 +27,62 @@ from overcoat.kernels.swiglu import (
     swiglu_quantize,
 )
 from overcoat.memory import keep
-from overcoat.ops.linear import FAST_DGRAD, Gradient, LinearGrads, product, quantize_gradient
+from overcoat.ops.blockwise import forward_product, whole_blocks
+from overcoat.ops.linear import Gradient, LinearGrads, dgrad, product, quantize_gradient, wgrad
 from overcoat.recipe import Recipe
 
 
 class SwigluLinearKept(NamedTuple):
-    """What `swiglu_linear` keeps: gate and up in 8-bit groups, and two scales."""
+    """What `swiglu_linear` keeps: gate and up in 8-bit groups, and two scales (none per block)."""
 
     codes: Tensor
     group_amax: Tensor
-    h_scale: Tensor
-    w_amax: Tensor
+    h_scale: Optional[Tensor]
+    w_amax: Optional[Tensor]
 
 
 def swiglu_linear_forward(
     gate_up: Tensor, weight: Tensor, bias: Optional[Tensor], residual: Tensor, recipe: Recipe
 ) -> tuple[Tensor, SwigluLinearKept]:
     """residual + (silu(gate) * up) W^T + bias: gate_up (T, 2I) -> (T, N)."""
+    if recipe.linear_scaling == "block":
+        h8, h_scale, codes, group_amax = swiglu_block_quantize(gate_up, recipe.kept_format, recipe.group_size)
+        y = forward_product(Quantized(h8, h_scale), [weight], bias, residual.dtype)
+        return residual + y, SwigluLinearKept(codes, group_amax, None, None)
     codes, group_amax, row_amax = swiglu_encode(gate_up, recipe.kept_format, recipe.group_size)
     h8, h_scale = swiglu_quantize(gate_up, amax(row_amax))
     y, w_amax = product(h8, h_scale, [weight], bias, residual.dtype)
     return residual + y, SwigluLinearKept(codes, group_amax, h_scale, w_amax)
+
+
+def swiglu_linear_again(
+    gate_up: Tensor, h_scale: Optional[Tensor], w_amax: Optional[Tensor], recipe: Recipe
+) -> SwigluLinearKept:
+    """What `swiglu_linear_forward` keeps, without its result: a recomputation needs no product (5% of a block)."""
+    codes, group_amax, _ = swiglu_encode(gate_up, recipe.kept_format, recipe.group_size)
+    return SwigluLinearKept(codes, group_amax, h_scale, w_amax)
+
+
+def _gate_up_gradient(
+    dh: Tensor, kept: SwigluLinearKept, recipe: Recipe, quantized: bool
+) -> tuple[Tensor | Gradient, Quantized]:
+    """Gradient of gate_up, `quantized` in both FP8 layouts or in 16 bits, and h as transposed operand."""
+    fmt, code, group_size = recipe.grad_format, recipe.kept_format, recipe.group_size
+    codes, group_amax, scale = kept.codes, kept.group_amax, kept.h_scale
+    if scale is None:
+        if quantized and whole_blocks(dh.shape[1]):
+            data, d_scale, data_t, d_scale_t, h_t, h_scale = swiglu_block_backward_quantize(
+                dh, codes, group_amax, fmt, code, group_size
+            )
+            return Gradient(data, data_t, d_scale, None, dh.dtype, d_scale_t), Quantized(h_t, h_scale)
+        dgate_up, h_t, h_scale = swiglu_block_backward(dh, codes, group_amax, code, group_size)
+        return dgate_up, Quantized(h_t, h_scale)
+    if quantized:
+        top, h_t = swiglu_backward_amax(dh, codes, group_amax, scale, code, group_size)
+        data, data_t, d_scale = swiglu_backward_quantize(dh, codes, group_amax, top, fmt, code, group_size)
+        return Gradient(data, data_t, d_scale, None, dh.dtype), Quantized(h_t, scale)
+    dgate_up, h_t = swiglu_backward(dh, codes, group_amax, scale, code, group_size)
+    return dgate_up, Quantized(h_t, scale)
 
 
 def swiglu_linear_backward(
@@ -56,22 +96,13 @@ def swiglu_linear_backward(
 ) -> tuple[Tensor | Gradient, LinearGrads]:
     """Gradients of gate_up (T, 2I) and of the down projection; the residual's gradient is dy itself.
 
-    With `quantized` the gradient of gate_up goes straight into both FP8 layouts and never exists in 16 bits.
+    With `quantized` the gradient of gate_up goes straight into both FP8 layouts and never exists in 16 bits (unless
+    a block of it would span gate and up).
     """
     d = quantize_gradient(dy, [bias], recipe)
-    w_t, w_scale = stack_weights([weight], kept.w_amax, True)
-    dh = gemm(d.data, w_t, d.scale, w_scale, None, d.dtype, FAST_DGRAD)
-    code, group_size = recipe.kept_format, recipe.group_size
-    dgate_up: Tensor | Gradient
-    if quantized:
-        top, h_t = swiglu_backward_amax(dh, kept.codes, kept.group_amax, kept.h_scale, code, group_size)
-        data, transposed, scale = swiglu_backward_quantize(
-            dh, kept.codes, kept.group_amax, top, recipe.grad_format, code, group_size
-        )
-        dgate_up = Gradient(data, transposed, scale, None, d.dtype)
-    else:
-        dgate_up, h_t = swiglu_backward(dh, kept.codes, kept.group_amax, kept.h_scale, code, group_size)
-    dweight = gemm(d.transposed, h_t, d.scale, kept.h_scale, None, weight.dtype, False) if want_weight else None
+    dh = dgrad(d, [weight], kept.w_amax)
+    dgate_up, h_t = _gate_up_gradient(dh, kept, recipe, quantized)
+    dweight = wgrad(d, h_t, weight.dtype) if want_weight else None
     dbias = None if bias is None or d.sums is None else d.sums.to(bias.dtype)
     return dgate_up, LinearGrads(None, (dweight,), (dbias,))
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat.formats import encode_groups, quantize_tensor
+from overcoat.formats import encode_groups, quantize_blocks, quantize_tensor
 
 # Kernel files whose ops are run through opcheck by a test of their own.
 CHECKED_ELSEWHERE = ("adamw",)
@@ -95,21 +96,23 @@ def _norm() -> None:
         kept = encode_groups(x, code, group_size)
         for w in (weight, None):
             add("rmsnorm_stats", x, w, 1e-6)
-            add("norm_backward", dy, *kept, rstd, w, None, False, code, group_size)
+            add("add_rmsnorm_stats", dy, x, w, 1e-6)
+            add("norm_backward", dy, *kept, rstd, w, None, False, False, code, group_size)
             for b in (bias, None):
                 add("layernorm_stats", x, w, b, 1e-5)
         add("norm_quantize", x, None, rstd, weight, None, amax(x) * 4, code, group_size)
         add("norm_quantize", x, mean, rstd, weight, bias, amax(x) * 4, code, group_size)
         add("norm_quantize", x, mean, rstd, None, None, amax(x) * 4, code, group_size)
-        add("norm_backward", dy, *kept, rstd, weight, x, True, code, group_size)
+        add("norm_backward", dy, *kept, rstd, weight, x, True, True, code, group_size)
     x = strided(normal(7, 48, dtype=torch.bfloat16))
     rstd = x.float().square().mean(1).rsqrt()
     kept = encode_groups(x, "sqrt8", 16)
     add("rmsnorm_stats", x, None, 1e-6)
     add("layernorm_stats", x, None, None, 1e-6)
     add("norm_quantize", x, None, rstd, None, None, amax(x) * 4, "sqrt8", 16)
-    add("norm_backward", x, *kept, rstd, None, x, False, "sqrt8", 16)
-    add("norm_backward", x.contiguous(), *kept, rstd, None, x, False, "sqrt8", 16)
+    add("add_rmsnorm_stats", x, x, None, 1e-6)
+    add("norm_backward", x, *kept, rstd, None, x, False, False, "sqrt8", 16)
+    add("norm_backward", x.contiguous(), *kept, rstd, None, x, False, False, "sqrt8", 16)
 
 
 def _rope() -> None:
@@ -175,5 +178,72 @@ def _attention() -> None:
     add("attention_backward", do, strided(qkv), o, lse, None, *shared[1:])
 
 
-for make in (_quantize, _gemm, _norm, _rope, _swiglu, _attention):
+def _loss() -> None:
+    for (tokens, columns, dtype), vocabulary in zip(SIZES, (33, 130, 1000)):
+        logits = normal(tokens, vocabulary, dtype=dtype, seed=4)
+        labels = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(tokens))
+        labels[: tokens // 3] = -100
+        padded = torch.empty(tokens, vocabulary + 31, dtype=dtype)[:, :vocabulary].copy_(logits)
+        for x, gradient in ((logits, True), (logits, False), (padded, True), (strided(logits), True)):
+            add("cross_entropy_", x, labels, -100, 1e-3, gradient)
+        hidden, weight = normal(tokens, columns, dtype=dtype), normal(vocabulary, columns, dtype=dtype, seed=1)
+        for fmt, chunk in ((None, None), (None, 16), ("e5m2", 16), ("e4m3", None)):
+            add("linear_cross_entropy", hidden, weight, labels, -100, 0.0, fmt, chunk, True, True)
+        add("linear_cross_entropy", hidden, weight, labels, -100, 1e-3, None, 5, False, tokens > 7)
+        add("linear_cross_entropy", hidden, strided(weight), labels, -100, 0.0, "e5m2", 5, tokens > 7, False)
+        add("scale_", hidden, torch.tensor(1 / 3))
+        add("scale_", strided(hidden), torch.tensor(1 / 3))
+
+
+def _blockwise() -> None:
+    for i, (tokens, columns, dtype) in enumerate([*SIZES, (130, 384, torch.bfloat16)]):
+        x = normal(tokens, columns, dtype=dtype)
+        affine = normal(columns, dtype=dtype, seed=1)
+        weights = [normal(n, columns, dtype=dtype, seed=n) for n in ((8,), (3, 5, 7), (128, 70), (128, 256, 2))[i]]
+        code, group_size = ("sqrt8", "e4m3", "int8", "sqrt8")[i], (16, 128, 48, 64)[i]
+        for fmt in ("e4m3", "e5m2"):
+            for name in ("block_quantize", "block_quantize_both", "block_quantize_t"):
+                add(name, x, fmt)
+        for weight, bias in ((affine, None), (None, None), (affine, affine)):
+            add("block_requantize_t", *encode_groups(x, code, group_size), weight, bias, code, group_size)
+            add("norm_block_quantize", x, weight, bias, 1e-5, bias is not None, code, group_size)
+            add("add_norm_block_quantize", x, x.flip(0), weight, bias, 1e-5, bias is not None, code, group_size)
+        for transposed in (False, True):
+            add("block_stack_weights", weights, transposed)
+        gate_up, dh = normal(tokens, 2 * columns, dtype=dtype), normal(tokens, columns, dtype=dtype, seed=1)
+        add("swiglu_block_quantize", gate_up, code, group_size)
+        halves = encode_groups(gate_up.unflatten(1, (2, -1)), code, group_size)
+        kept = halves.data.flatten(1), halves.scale.unflatten(0, (tokens, 2))
+        add("swiglu_block_backward", dh, *kept, code, group_size)
+        add("swiglu_block_backward_quantize", dh, *kept, "e5m2", code, group_size)
+    for name in ("block_quantize", "block_quantize_both", "block_quantize_t"):
+        add(name, strided(normal(7, 48, dtype=torch.bfloat16)), "e4m3")
+    add("norm_block_quantize", strided(x), None, None, 1e-5, False, "sqrt8", 16)
+    add("add_norm_block_quantize", strided(x), x, None, None, 1e-5, False, "sqrt8", 16)
+    add("swiglu_block_quantize", strided(gate_up), "sqrt8", 16)
+    add("swiglu_block_backward", strided(dh), *kept, code, group_size)
+    for tokens, positions, (num_q, num_kv), width in ((7, 7, (1, 1), 24), (14, 7, (4, 2), 64), (130, 130, (2, 1), 128)):
+        parts = [normal(tokens, heads * width, seed=heads) for heads in (num_q, num_kv, num_kv)]
+        cos, sin = normal(positions, width, seed=1), normal(positions, width, seed=2)
+        add("qk_rope_block_backward", *parts, cos, sin, "e5m2", num_q)
+
+
+def _block_gemm() -> None:
+    for (m, k, n), dtype in zip(
+        [(1, 24, 5), (7, 130, 48), (61, 400, 200), (16, 256, 144)], (torch.bfloat16, torch.float32) * 2
+    ):
+        bias = normal(n, dtype=dtype, seed=2)
+        for square in (False, True):
+            a, b, *scales = block_operands(normal(m, k), normal(n, k, seed=1), square)
+            add("block_gemm", a, b, *scales, square, None if square else bias, dtype)
+
+
+def block_operands(a: Tensor, b: Tensor, square: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """a in 1x128 blocks and b in 1x128 or 128x128, in E4M3, with their scales as `block_gemm` takes them."""
+    left, right = quantize_blocks(a, (1, 128)), quantize_blocks(b, (128 if square else 1, 128))
+    scale = F.pad(right.scale, (0, -right.scale.shape[1] % 4)) if square else right.scale.t().contiguous()
+    return left.data, right.data, left.scale.t().contiguous(), scale
+
+
+for make in (_quantize, _gemm, _norm, _rope, _swiglu, _attention, _loss, _blockwise, _block_gemm):
     make()

@@ -6,12 +6,16 @@ The tensor cores keep 14 bits of a sum ("fast accumulation") and promote to FP32
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from overcoat.formats import E4M3, FLOAT8, quantize_tensor
-from overcoat.kernels.gemm import gemm
+from overcoat.kernels.blockwise import block_quantize, block_stack_weights
+from overcoat.kernels.gemm import block_gemm, gemm, why_no_block_gemm
 from tests.kernels.samples import normal
+from tests.kernels.test_blockwise import decoded, decoded_weights
 
 SHAPES = [(1, 1, 1), (1, 24, 5), (7, 130, 48), (61, 200, 33), (16, 512, 16)]
 
@@ -50,3 +54,60 @@ def test_non_finite_operands_reach_the_result(device):
 def test_zero_operand_gives_zero(device):
     a, b = quantize_tensor(torch.zeros(4, 32, device=device)), quantize_tensor(normal(8, 32).to(device))
     assert gemm(a.data, b.data, a.scale, b.scale, None, torch.float32, False).count_nonzero() == 0
+
+
+# ---- scales per block ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (130, 272, 144)])
+@pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x128"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_block_product(shape, square, dtype, fmt, with_bias, device):
+    rows, inner, columns = shape
+    # Rows and columns of very different size: a scale taken from a neighbour shows.
+    x = (10.0 ** (torch.arange(rows) % 5 - 2)[:, None] * normal(rows, inner)).to(device)
+    w = (10.0 ** (torch.arange(inner) // 128 % 3)[None, :] * normal(columns, inner, seed=1)).to(device)
+    bias = normal(columns, dtype=dtype, seed=2).to(device) if with_bias else None
+    a, scale_a = block_quantize(x, fmt)
+    b, scale_b = block_stack_weights([w], False) if square else block_quantize(w, "e4m3")
+    got = block_gemm(a, b, scale_a, scale_b, square, bias, dtype)
+    exact_a, exact_b = decoded(a, scale_a), (decoded_weights if square else decoded)(b, scale_b)
+    exact, size = exact_a @ exact_b.t(), exact_a.abs() @ exact_b.abs().t()
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    assert (got.dtype, got.shape) == (dtype, (rows, columns))
+    bits = 14 if device.type == "cuda" else 24
+    bound = (inner + 4) * 2.0**-bits * size  # + 4: the operands' scales, the bias, the result
+    if dtype == torch.bfloat16:
+        bound += 2 * 2.0**-8 * size
+    assert ((got.double() - exact).abs() <= bound).all()
+
+
+def test_non_finite_blocks_reach_their_rows_of_the_result(device):
+    x = normal(4, 300).to(device)
+    x[2, 200] = torch.nan
+    a, scale_a = block_quantize(x, "e4m3")
+    b, scale_b = block_stack_weights([normal(8, 300, seed=1).to(device)], False)
+    finite = block_gemm(a, b, scale_a, scale_b, True, None, torch.bfloat16).isfinite()
+    assert finite.all(1).tolist() == [True, True, False, True]
+    assert not finite[2].any()
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "reason"),
+    [
+        ((9, 0), "12.9", None),
+        ((9, 0), "13.0", None),
+        ((9, 0), "12.8", "CUDA 12.9"),
+        ((10, 0), "13.0", r"Hopper.*sm_100"),
+        ((8, 9), "13.0", r"Hopper.*sm_89"),
+    ],
+)
+def test_where_the_library_multiplies_blocks(capability, cuda, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Example")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    answer = why_no_block_gemm(torch.device("cuda", 0))
+    assert (answer is None) if reason is None else re.search(reason, answer)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from overcoat.formats import Quantized, decode_groups, encode_groups
-from overcoat.kernels.norm import layernorm_stats, norm_backward, norm_quantize, rmsnorm_stats
+from overcoat.kernels.norm import add_rmsnorm_stats, layernorm_stats, norm_backward, norm_quantize, rmsnorm_stats
 from tests import exact
 from tests.exact import E4M3_DB, KEPT_DB, assert_close, assert_close_float32, leaf
 from tests.kernels.samples import normal
@@ -44,6 +44,16 @@ def stats(x, weight, bias, eps, centered):
     if centered:
         return layernorm_stats(x, weight, bias, eps)
     return None, *rmsnorm_stats(x, weight, eps)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_statistics_of_a_sum(tokens, device):
+    y, residual = (normal(tokens, HIDDEN, seed=seed).to(device, torch.bfloat16) for seed in (0, 1))
+    weight, _ = parameters("weight", False, device)
+    x, *of_sum = add_rmsnorm_stats(y, residual, weight, EPS)
+    assert torch.equal(x, residual + y)
+    for a, b in zip(of_sum, rmsnorm_stats(x, weight, EPS), strict=True):
+        torch.testing.assert_close(a, b, rtol=HIDDEN * 2**-24, atol=0.0)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -83,10 +93,11 @@ def test_backward_arithmetic(tokens, centered, affine, with_residual, device):
 
     rstd = (1 / size[:, 0]).to(device)
     kept = encode_groups(exactly_kept(tokens).to(device), "e4m3", 128)
-    dx, dweight, dbias = norm_backward(
+    dx, dweight, dbias, dx_amax = norm_backward(
         dy, *kept, rstd, None if weight is None else weight.detach().float(), dresidual if with_residual else None,
-        centered, "e4m3", 128,
+        centered, bias is not None, "e4m3", 128,
     )  # fmt: skip
+    assert dx_amax == dx.abs().amax()
     # x itself is rounded to FP32 before FP64 sees it, which moves xhat by (|place| / size) * 2^-24: up to 40 more.
     assert_close_float32("dx", x.grad + (dresidual.double() if with_residual else 0), dx, HIDDEN + 40)
     if weight is not None:
@@ -106,7 +117,7 @@ def test_backward_from_kept_codes(code, centered, device):
     w, b = weight.detach().float(), None if bias is None else bias.detach().float()
     mean, rstd, row_amax = stats(x.detach().float(), w, b, EPS, centered)
     _, _, codes, group_amax = norm_quantize(x.detach().float(), mean, rstd, w, b, row_amax.amax(), code, 128)
-    dx, dweight, dbias = norm_backward(dy, codes, group_amax, rstd, w, dresidual, centered, code, 128)
+    dx, dweight, dbias, _ = norm_backward(dy, codes, group_amax, rstd, w, dresidual, centered, b is not None, code, 128)
     # xhat enters dx once as a factor and once inside a mean over H: its noise counts at most once for each.
     assert_close("dx", x.grad, dx.double() - dresidual.double(), KEPT_DB[code] - 3.0)
     for size in (0.0, 1e-4, 1.0, 10.0):

@@ -42,6 +42,7 @@ RECIPES = {
     "groups of 64": Recipe(group_size=64),
     "attention bf16": Recipe(kept_attention="bf16"),
     "e4m3 gradients": Recipe(grad_format="e4m3"),
+    "blocks": Recipe(linear_scaling="block"),
 }
 
 

@@ -75,10 +75,19 @@ def test_checkpointed_gradients_are_equal_where_the_input_is_kept_exactly():
         assert torch.equal(grad, checkpointed[name]), name
 
 
+@pytest.mark.parametrize(("intermediate", "num_kv"), [(384, 2), (384, 1), (344, 2)])
+@pytest.mark.parametrize("checkpoint", [None, "block"])
+def test_blocks_that_span_two_tensors(intermediate, num_kv, checkpoint, device):
+    """128 divides gate's width and k's, or not: the gradients go straight to FP8, or by way of BF16."""
+    recipe = Recipe(linear_scaling="block", checkpoint=checkpoint)
+    check(block_case(intermediate=intermediate, num_kv=num_kv, device=device), recipe)
+
+
 def test_one_token_and_odd_counts(device):
     """T = 7 pads the tokens of every wgrad; one token is one key for attention."""
     check(block_case(1, 7, device=device), Recipe())
-    for recipe in (Recipe(), Recipe.leanest()):
+    check(block_case(1, 7, device=device), Recipe(linear_scaling="block"))
+    for recipe in (Recipe(), Recipe.leanest(), Recipe(linear_scaling="block")):
         outputs, grads = run(block_case(1, 1, device=device), recipe)
         assert outputs[0].isfinite().all()
         assert all(grad.isfinite().all() for grad in grads.values())

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from overcoat.kernels.gpu import adamw_codes as codes
 from overcoat.kernels.gpu.hardware import reciprocal, sqrt
+from overcoat.kernels.gpu.launch import kernel
 
 FIELDS = (
     "param", "exp_avg", "exp_avg_sq", "remainder", "amax", "exponent", "scale", "groups", "columns", "groups_per_row",
@@ -53,7 +54,7 @@ def _place(group, lane, groups, columns, per_row, G: tl.constexpr, FLAT: tl.cons
     return offset, mask
 
 
-@triton.jit
+@kernel
 def adamw_kernel(
     tiles, table, grads, coefficients, steps, grad_factor, skip, de8_first, de8_second,
     beta1, complement1, beta2, complement2,
@@ -117,7 +118,7 @@ def adamw_kernel(
     tl.store(packed_base + group, packed, valid & V_GROUPED)
 
 
-@triton.jit
+@kernel
 def count_steps_kernel(table, steps, skip, tensors, NUM_FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     """Increment every parameter's own step counter, unless skipped, and gather them: steps (T,)."""
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

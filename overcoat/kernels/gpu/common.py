@@ -14,13 +14,10 @@ Legend: G group size; shapes of device functions are those of their operands.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from overcoat.formats import FLOAT8
 from overcoat.kernels.gpu.hardware import exp2, reciprocal, sqrt
@@ -48,13 +45,6 @@ EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 def inverse_max(fmt: str) -> float:
     """1 / (largest finite value) of an FP8 format: the compile-time factor from amax to scale."""
     return 1.0 / FLOAT8[fmt].max
-
-
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Make the tensor's GPU current: Triton launches on the current device and its current stream."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
 
 
 def power_of_2(n: int) -> int:

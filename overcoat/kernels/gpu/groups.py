@@ -27,16 +27,16 @@ from overcoat.kernels.gpu.common import (
     encode,
     inverse_of,
     max_magnitude,
-    on_device,
     pack_rows,
     power_of_2,
 )
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 
 # Elements of one program in the kernels that take a list of groups.
-GROUP_TILE = 2048
+GROUP_TILE = 4096
 
 
-@triton.jit
+@kernel
 def _token_center_kernel(
     x_ptr,  # (T, C)
     center_ptr,  # (C,) FP32
@@ -61,11 +61,11 @@ def token_center(x: Tensor, step: int) -> Tensor:
     tokens, columns = x.shape
     center = torch.empty(columns, dtype=torch.float32, device=x.device)
     with on_device(x):
-        _token_center_kernel[(triton.cdiv(columns, 64),)](x, center, tokens, columns, max(step, 1), 32, 64)
+        _token_center_kernel[(cdiv(columns, 64),)](x, center, tokens, columns, max(step, 1), 32, 64)
     return center
 
 
-@triton.jit
+@kernel
 def _group_encode_kernel(
     x_ptr,  # (T, C)
     center_ptr,  # (C,) FP32, if HAS_CENTER
@@ -102,20 +102,20 @@ def group_encode(
     """Codes of x (T, C) minus center (C,), their BF16 maxima (T, n), and max |x| (garbage unless wanted)."""
     x = x.contiguous()
     tokens, columns = x.shape
-    n, padded = triton.cdiv(columns, group_size), power_of_2(group_size)
+    n, padded = cdiv(columns, group_size), power_of_2(group_size)
     codes = torch.empty(x.shape, dtype=group_code(code).dtype, device=x.device)
     group_amax = torch.empty((tokens, n), dtype=torch.bfloat16, device=x.device)
     amax = (torch.zeros if want_amax else torch.empty)((), dtype=torch.int32, device=x.device)
     count = max(GROUP_TILE // padded, 1)
     with on_device(x):
-        _group_encode_kernel[(triton.cdiv(tokens * n, count),)](
+        _group_encode_kernel[(cdiv(tokens * n, count),)](
             x, amax if center is None else center, codes, group_amax, amax, tokens * n, n, columns,
             center is not None, want_amax, group_size, padded, CODES[code], count, num_warps=4, **EXACT,
         )  # fmt: skip
     return codes, group_amax, amax.view(torch.float32)
 
 
-@triton.jit
+@kernel
 def _group_decode_kernel(
     codes_ptr,  # (T, C) 8-bit
     amax_ptr,  # (T * n,) BF16
@@ -153,7 +153,7 @@ def group_decode(
     padded = power_of_2(group_size)
     count = max(GROUP_TILE // padded, 1)
     with on_device(codes):
-        _group_decode_kernel[(triton.cdiv(tokens * n, count),)](
+        _group_decode_kernel[(cdiv(tokens * n, count),)](
             codes, group_amax, codes if center is None else center, out, tokens * n, n, columns,
             center is not None, group_size, padded, CODES[code], count, num_warps=4, **EXACT,
         )  # fmt: skip
@@ -161,7 +161,7 @@ def group_decode(
 
 
 @triton.jit
-def _decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: tl.constexpr):
+def decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: tl.constexpr):
     """Rows t of a tile of groups (BT, NG, GP), of which `rows` and `groups` exist: values and which are inside."""
     inside = (t < rows)[:, None, None] & real[None, :, :]
     codes = tl.load(codes_ptr + (t[:, None, None] * C + c[None, :, :]), mask=inside, other=0.0)
@@ -170,7 +170,7 @@ def _decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: t
     return decode(codes, amax.to(tl.float32)[:, :, None], CODE), inside
 
 
-@triton.jit
+@kernel
 def _requantize_t_kernel(
     codes_ptr,  # (T, C) 8-bit
     amax_ptr,  # (T, n) BF16
@@ -196,8 +196,8 @@ def _requantize_t_kernel(
     real = (c < C - g0 * G) & (i < G)[None, :]
     codes_ptr += t0.to(tl.int64) * C + g0 * G
     amax_ptr += t0.to(tl.int64) * n + g0
-    even, inside0 = _decode_rows(codes_ptr, amax_ptr, 2 * pair, c, g, real, T - t0, n - g0, C, n, CODE)
-    odd, inside1 = _decode_rows(codes_ptr, amax_ptr, 2 * pair + 1, c, g, real, T - t0, n - g0, C, n, CODE)
+    even, inside0 = decode_rows(codes_ptr, amax_ptr, 2 * pair, c, g, real, T - t0, n - g0, C, n, CODE)
+    odd, inside1 = decode_rows(codes_ptr, amax_ptr, 2 * pair + 1, c, g, real, T - t0, n - g0, C, n, CODE)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + g0 * G + c, mask=real, other=0.0).to(tl.float32)[None, :, :]
         even, odd = even * weight, odd * weight
@@ -228,7 +228,7 @@ def requantize_t(
     n, gp = group_amax.shape[1], power_of_2(group_size)
     count = max(128 // gp, 1)
     with on_device(codes):
-        _requantize_t_kernel[(triton.cdiv(padded, 64), triton.cdiv(n, count))](
+        _requantize_t_kernel[(cdiv(padded, 64), cdiv(n, count))](
             codes, group_amax, codes if weight is None else weight, codes if bias is None else bias,
             scale, out_t.view(torch.int16),
             tokens, columns, padded, n, weight is not None, bias is not None,

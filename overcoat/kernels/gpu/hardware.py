@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from overcoat import hardware
+from overcoat.kernels.gpu.launch import cdiv, on_device
 
 # Triton's interpreter knows no inline assembly: there the functions are NumPy's.
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
@@ -79,18 +78,13 @@ def _elementwise_kernel(x, y, count, FUNCTION: tl.constexpr, BLOCK: tl.constexpr
     tl.store(y + offset, FUNCTION(value), offset < count)
 
 
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on the tensors' own GPU; on a CPU Triton's interpreter runs the kernels."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def _launcher(function):
     def launch(x: Tensor) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
         if x.numel():
-            with on_device(x.device):
-                _elementwise_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), function, 1024)
+            with on_device(x):
+                _elementwise_kernel[(cdiv(x.numel(), 1024),)](x, y, x.numel(), function, 1024)
         return y
 
     return launch

@@ -1,7 +1,7 @@
 """Kernels of kernels/norm.py: row statistics, the norm's output in FP8 with its kept codes, and the backward.
 
-Bytes moved, with U = T * H * 2: statistics 1 U; norm_quantize 2 U (reads x, writes one byte each of y and codes);
-norm_backward 3.5 U (reads dy, codes and dresidual, writes dx).
+Bytes moved, with U = T * H * 2: statistics 1 U, 3 U with the residual's addition; norm_quantize 2 U (reads x, writes
+one byte each of y and codes); norm_backward 3.5 U (reads dy, codes and dresidual, writes dx).
 
 A row's sums are taken in another order than PyTorch's, so rstd may differ from the reference's in its last bits, and
 with it dx by one BF16 step. Given the statistics, norm_quantize equals the reference bit for bit. The parameter
@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Optional
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -27,21 +26,22 @@ from overcoat.kernels.gpu.common import (
     encode,
     inverse_max,
     inverse_of,
+    larger,
     max_magnitude,
-    on_device,
     power_of_2,
     scale_of,
     to_float8,
 )
 from overcoat.kernels.gpu.groups import GROUP_TILE
-
-# Programs of the backward: two resident on each of an H200's 132 multiprocessors.
-BACKWARD_PROGRAMS = 264
-
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 
 # Elements of a row that one thread holds.
 STATS_ELEMENTS = 32
-BACKWARD_ELEMENTS = 16
+BACKWARD_ELEMENTS = 8
+# The backward is bound by the loads in flight: with 64 registers a thread two programs of 4096 columns fit on each of
+# an H200's 132 multiprocessors, left to itself the compiler takes 81 and one fits (122 us instead of 85).
+BACKWARD_REGISTERS = 64
+BACKWARD_RESIDENT = 132 * 65536 // BACKWARD_REGISTERS * BACKWARD_ELEMENTS
 
 
 def _row_warps(width: int, elements: int) -> int:
@@ -52,9 +52,11 @@ def _row_warps(width: int, elements: int) -> int:
 # ---- statistics -------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@kernel
 def _stats_kernel(
     x_ptr,  # (T, H)
+    residual_ptr,  # (T, H), if ADD
+    sum_ptr,  # (T, H): residual + x, of which the statistics are then, if ADD
     weight_ptr,  # (H,), if HAS_WEIGHT
     bias_ptr,  # (H,), if HAS_BIAS
     mean_ptr,  # (T,) FP32, if CENTERED
@@ -62,6 +64,7 @@ def _stats_kernel(
     row_amax_ptr,  # (T,) FP32: max |y|
     H,
     eps,
+    ADD: tl.constexpr,
     CENTERED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -71,6 +74,11 @@ def _stats_kernel(
     h = tl.arange(0, HP)
     inside = h < H
     x = tl.load(x_ptr + row * H + h, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + row * H + h, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * H + h, rounded, mask=inside)
+        x = rounded.to(tl.float32)
     if CENTERED:
         mean = tl.sum(x, 0) / H
         tl.store(mean_ptr + row, mean)
@@ -85,28 +93,46 @@ def _stats_kernel(
     tl.store(row_amax_ptr + row, max_magnitude(y, 0))
 
 
-def stats(
-    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool
+def _launch_stats(
+    x: Tensor,
+    added: Optional[tuple[Tensor, Tensor]],
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    eps: float,
+    centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mean (garbage unless `centered`), rstd and each row's max |y|, (T,) FP32 each, of x (T, H)."""
-    x = x.contiguous()
+    """mean (garbage unless `centered`), rstd, row maxima; `added`: the residual, and where its sum with x goes."""
     tokens, hidden = x.shape
     mean, rstd, row_amax = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(3))
     padded = power_of_2(hidden)
     with on_device(x):
         _stats_kernel[(tokens,)](
-            x, x if weight is None else weight, x if bias is None else bias,
+            x, *((x, x) if added is None else added), x if weight is None else weight, x if bias is None else bias,
             mean, rstd, row_amax, hidden, eps,
-            centered, weight is not None, bias is not None, padded,
+            added is not None, centered, weight is not None, bias is not None, padded,
             num_warps=_row_warps(padded, STATS_ELEMENTS), **EXACT,
         )  # fmt: skip
     return mean, rstd, row_amax
 
 
+def stats(
+    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """mean (garbage unless `centered`), rstd and each row's max |y|, (T,) FP32 each, of x (T, H)."""
+    return _launch_stats(x.contiguous(), None, weight, bias, eps, centered)
+
+
+def add_stats(y: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x = residual + y (T, H); rstd and row maxima (T,) FP32 of RMSNorm of x."""
+    y = y.contiguous()
+    x = torch.empty_like(y)
+    return x, *_launch_stats(y, (residual.contiguous(), x), weight, None, eps, False)[1:]
+
+
 # ---- output in FP8, kept codes --------------------------------------------------------------------------------------
 
 
-@triton.jit
+@kernel
 def _norm_quantize_kernel(
     x_ptr,  # (T, H)
     mean_ptr,  # (T,) FP32, if CENTERED
@@ -166,13 +192,13 @@ def norm_quantize(
     """y in E4M3 (T, H), its scale, codes of xhat (T, H), their maxima (T, n)."""
     x = x.contiguous()
     tokens, hidden = x.shape
-    n, padded = triton.cdiv(hidden, group_size), power_of_2(group_size)
+    n, padded = cdiv(hidden, group_size), power_of_2(group_size)
     y, scale = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device), torch.empty_like(amax)
     codes = torch.empty(x.shape, dtype=group_code(code).dtype, device=x.device)
     group_amax = torch.empty((tokens, n), dtype=torch.bfloat16, device=x.device)
     count = max(GROUP_TILE // padded, 1)
     with on_device(x):
-        _norm_quantize_kernel[(triton.cdiv(tokens * n, count),)](
+        _norm_quantize_kernel[(cdiv(tokens * n, count),)](
             x, rstd if mean is None else mean, rstd, x if weight is None else weight, x if bias is None else bias,
             amax, y, scale, codes, group_amax, tokens * n, n, hidden,
             inverse_max("e4m3"), mean is not None, weight is not None, bias is not None,
@@ -184,7 +210,7 @@ def norm_quantize(
 # ---- backward -----------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@kernel
 def _norm_backward_kernel(
     dy_ptr,  # (T, H)
     codes_ptr,  # (T, H) 8-bit
@@ -193,11 +219,13 @@ def _norm_backward_kernel(
     weight_ptr,  # (H,), if HAS_WEIGHT
     dresidual_ptr,  # (T, H), if HAS_RESIDUAL
     dx_ptr,  # (T, H)
-    partial_ptr,  # (2, Q, H) FP32: each program's sums of dy * xhat and of dy
+    partial_ptr,  # (1 or 2, Q, H) FP32: each program's sums of dy * xhat, and of dy if HAS_BIAS
+    top_ptr,  # (Q,) FP32: each program's max |dx|
     T,
     H,
     n,
     CENTERED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     G: tl.constexpr,
@@ -211,7 +239,9 @@ def _norm_backward_kernel(
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + h, mask=inside, other=0.0).to(tl.float32)
     dweight = tl.zeros((NGP, GP), tl.float32)
-    dbias = tl.zeros((NGP, GP), tl.float32)
+    if HAS_BIAS:
+        dbias = tl.zeros((NGP, GP), tl.float32)
+    top = tl.zeros((NGP, GP), tl.float32)
     for row in range(tl.program_id(0), T, tl.num_programs(0)):
         start = tl.cast(row, tl.int64) * H
         dy = tl.load(dy_ptr + start + h, mask=inside, other=0.0).to(tl.float32)
@@ -222,7 +252,8 @@ def _norm_backward_kernel(
         xhat = decode(codes, amax[:, None], CODE)
         product = dy * xhat
         dweight += product
-        dbias += dy
+        if HAS_BIAS:
+            dbias += dy
         gradient = dy
         if HAS_WEIGHT:
             gradient = dy * weight
@@ -232,22 +263,32 @@ def _norm_backward_kernel(
         dx = dx * tl.load(rstd_ptr + row)
         if HAS_RESIDUAL:
             dx = dx + dresidual
-        tl.store(dx_ptr + start + h, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        dx = dx.to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + start + h, dx, mask=inside)
+        top = larger(top, tl.abs(dx.to(tl.float32)))
     mine = partial_ptr + tl.program_id(0) * H + h
     tl.store(mine, dweight, mask=inside)
-    tl.store(mine + tl.num_programs(0) * H, dbias, mask=inside)
+    if HAS_BIAS:
+        tl.store(mine + tl.num_programs(0) * H, dbias, mask=inside)
+    tl.store(top_ptr + tl.program_id(0), max_magnitude(max_magnitude(tl.where(inside, top, 0.0), 1), 0))
 
 
-@triton.jit
+@kernel
 def _add_partials_kernel(
-    partial_ptr,  # (2, Q, H) FP32
-    dweight_ptr,  # (H,) FP32
-    dbias_ptr,  # (H,) FP32
+    partial_ptr,  # (1 or 2, Q, H) FP32
+    top_ptr,  # (Q,) FP32
+    dweight_ptr,  # (H,)
+    dbias_ptr,  # (H,) FP32, if the grid's second axis is 2 long
+    amax_ptr,  # 0-d FP32
     Q,
     H,
+    QP: tl.constexpr,  # Q rounded up to a power of 2
     BQ: tl.constexpr,
     BH: tl.constexpr,
 ):
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        q = tl.arange(0, QP)
+        tl.store(amax_ptr, max_magnitude(tl.load(top_ptr + q, mask=q < Q, other=0.0), 0))
     h = tl.program_id(0) * BH + tl.arange(0, BH)
     total = tl.zeros((BQ, BH), tl.float32)
     for q0 in range(0, Q, BQ):
@@ -255,7 +296,7 @@ def _add_partials_kernel(
         rows = (tl.program_id(1) * Q + q)[:, None] * H + h[None, :]
         total += tl.load(partial_ptr + rows, mask=(q < Q)[:, None] & (h < H)[None, :], other=0.0)
     if tl.program_id(1) == 0:
-        tl.store(dweight_ptr + h, tl.sum(total, 0), mask=h < H)
+        tl.store(dweight_ptr + h, tl.sum(total, 0).to(dweight_ptr.dtype.element_ty), mask=h < H)
     else:
         tl.store(dbias_ptr + h, tl.sum(total, 0), mask=h < H)
 
@@ -268,24 +309,31 @@ def norm_backward(
     weight: Optional[Tensor],
     dresidual: Optional[Tensor],
     centered: bool,
+    has_bias: bool,
     code: str,
     group_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx (T, H) with dresidual added, dweight and dbias (H,) FP32."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx (T, H) with dresidual added, dweight (H,) of the weight's dtype, dbias (H,) or (0,) FP32, max |dx|."""
     dy = dy.contiguous()
     dresidual = None if dresidual is None else dresidual.contiguous()
     tokens, hidden = dy.shape
     n, gp = group_amax.shape[1], power_of_2(group_size)
-    programs = min(tokens, BACKWARD_PROGRAMS)
+    width = power_of_2(n) * gp
+    programs, sums = min(tokens, max(BACKWARD_RESIDENT // width, 132)), 2 if has_bias else 1
     dx = torch.empty_like(dy)
-    partial = torch.empty((2, programs, hidden), dtype=torch.float32, device=dy.device)
-    dweight, dbias = (torch.empty(hidden, dtype=torch.float32, device=dy.device) for _ in range(2))
+    partial = torch.empty((sums, programs, hidden), dtype=torch.float32, device=dy.device)
+    top = torch.empty(programs, dtype=torch.float32, device=dy.device)
+    dweight = torch.empty(hidden, dtype=torch.float32 if weight is None else weight.dtype, device=dy.device)
+    dbias = torch.empty(hidden if has_bias else 0, dtype=torch.float32, device=dy.device)
+    amax = torch.empty((), dtype=torch.float32, device=dy.device)
     with on_device(dy):
         _norm_backward_kernel[(programs,)](
             dy, codes, group_amax, rstd, dy if weight is None else weight, dy if dresidual is None else dresidual,
-            dx, partial, tokens, hidden, n, centered, weight is not None, dresidual is not None,
+            dx, partial, top, tokens, hidden, n, centered, has_bias, weight is not None, dresidual is not None,
             group_size, gp, power_of_2(n), CODES[code],
-            num_warps=_row_warps(power_of_2(n) * gp, BACKWARD_ELEMENTS), **EXACT,
+            num_warps=_row_warps(width, BACKWARD_ELEMENTS), maxnreg=BACKWARD_REGISTERS, **EXACT,
         )  # fmt: skip
-        _add_partials_kernel[(triton.cdiv(hidden, 64), 2)](partial, dweight, dbias, programs, hidden, 16, 64)
-    return dx, dweight, dbias
+        _add_partials_kernel[(cdiv(hidden, 64), sums)](
+            partial, top, dweight, dbias if has_bias else partial, amax, programs, hidden, power_of_2(programs), 16, 64
+        )
+    return dx, dweight, dbias, amax

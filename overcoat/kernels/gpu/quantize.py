@@ -1,7 +1,7 @@
 """Kernels of kernels/quantize.py for GEMM operands: maxima, and per-tensor FP8 in one or both layouts.
 
 All are bound by memory. With N elements of 2 bytes the bytes moved are: amax 2N; quantize 3N; quantize_both 4N;
-quantize_t and stack_weights 3N. A tile (BT tokens, BC columns) is read once, and written as it lies and / or transposed
+quantize_t 3N. A tile (BT tokens, BC columns) is read once, and written as it lies and / or transposed
 through shared memory, as 16-bit words that hold the FP8 of two neighbouring tokens.
 
 Legend: T tokens (rows), C columns, P padded tokens.
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overcoat.formats import E4M3, FLOAT8
+from overcoat.formats import FLOAT8
 from overcoat.kernels.gpu.common import (
     EXACT,
     atomic_amax,
@@ -24,11 +24,11 @@ from overcoat.kernels.gpu.common import (
     inverse_of,
     larger,
     max_magnitude,
-    on_device,
     pack_rows,
     scale_of,
     to_float8,
 )
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 
 # Below this many elements one program finds the maximum; above, many programs share an atomic maximum.
 AMAX_BLOCK = 8192
@@ -42,7 +42,7 @@ PLAIN_TILE, TRANSPOSED_TILE = (16, 512), (64, 128)
 # ---- maxima ---------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@kernel
 def _amax_kernel(
     x_ptr,  # N elements
     out_ptr,  # int32: bits of the FP32 maximum
@@ -62,16 +62,14 @@ def _amax_kernel(
         tl.store(out_ptr, max_magnitude(top, 0).to(tl.int32, bitcast=True))
 
 
-def amax_of(tensors: list[Tensor]) -> Tensor:
-    """max |x| over one or several tensors, 0-d FP32."""
-    one_program = len(tensors) == 1 and tensors[0].numel() <= AMAX_ONE_PROGRAM
-    out = (torch.empty if one_program else torch.zeros)((), dtype=torch.int32, device=tensors[0].device)
-    with on_device(out):
-        for x in tensors:
-            x = x.contiguous()
-            programs = 1 if one_program else min(triton.cdiv(x.numel(), AMAX_BLOCK), AMAX_PROGRAMS)
-            if x.numel() or one_program:
-                _amax_kernel[(programs,)](x, out, x.numel(), not one_program, AMAX_BLOCK, num_warps=8)
+def amax_of(x: Tensor) -> Tensor:
+    """max |x|, 0-d FP32."""
+    x = x.contiguous()
+    one_program = x.numel() <= AMAX_ONE_PROGRAM
+    programs = 1 if one_program else min(cdiv(x.numel(), AMAX_BLOCK), AMAX_PROGRAMS)
+    out = (torch.empty if one_program else torch.zeros)((), dtype=torch.int32, device=x.device)
+    with on_device(x):
+        _amax_kernel[(programs,)](x, out, x.numel(), not one_program, AMAX_BLOCK, num_warps=8)
     return out.view(torch.float32)
 
 
@@ -91,7 +89,7 @@ def _quantize_tile(x_ptr, out_ptr, t, c, rows, columns, stride, inverse, PLAIN: 
     return x
 
 
-@triton.jit
+@kernel
 def _quantize_kernel(
     x_ptr,  # (T, C)
     factor_ptr,  # 0-d FP32: amax, or the scale itself if GIVEN_SCALE
@@ -137,7 +135,7 @@ def _launch_quantize(
     rows, columns = x.shape
     padded = rows if out_t is None else out_t.shape[1]
     tile = PLAIN_TILE if out_t is None else TRANSPOSED_TILE
-    grid = (triton.cdiv(padded, tile[0]), triton.cdiv(columns, tile[1]))
+    grid = (cdiv(padded, tile[0]), cdiv(columns, tile[1]))
     words = x if out_t is None else out_t.view(torch.int16)
     with on_device(x):
         _quantize_kernel[grid](
@@ -167,20 +165,3 @@ def quantize_t(x: Tensor, scale: Tensor, fmt: str, padded: int) -> Tensor:
     out_t = torch.empty((x.shape[1], padded), dtype=FLOAT8[fmt].dtype, device=x.device)
     _launch_quantize(x.contiguous(), scale, None, out_t, None, fmt)
     return out_t
-
-
-def stack_weights(weights: list[Tensor], amax: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Weights (N_i, K) with one scale, written into the slices of one buffer: (sum N, K) or (K, sum N)."""
-    if transposed and any(w.shape[0] % 2 for w in weights):
-        data, scale = stack_weights(weights, amax, False)
-        return data.view(torch.uint8).t().contiguous().view(data.dtype), scale
-    rows, columns = sum(w.shape[0] for w in weights), weights[0].shape[1]
-    shape = (columns, rows) if transposed else (rows, columns)
-    out, scale = torch.empty(shape, dtype=E4M3.dtype, device=amax.device), torch.empty_like(amax)
-    first = 0
-    for w in weights:
-        last = first + w.shape[0]
-        part, part_t = (None, out[:, first:last]) if transposed else (out[first:last], None)
-        _launch_quantize(w.contiguous(), amax, part, part_t, scale, "e4m3")
-        first = last
-    return out, scale

@@ -29,9 +29,9 @@ from overcoat.kernels.gpu.common import (
     encode,
     larger,
     max_magnitude,
-    on_device,
     power_of_2,
 )
+from overcoat.kernels.gpu.launch import kernel, on_device
 
 # (token, head) elements of one tile in the kernels that walk along a token's heads.
 HEAD_TILE = 2048
@@ -85,7 +85,7 @@ def _take_heads(
     return x1, x2, first, inside
 
 
-@triton.jit
+@kernel
 def _rope_kernel(
     source_ptr,  # (T, heads * D): values, or codes if DECODE
     amax_ptr,  # (T, heads) BF16: written if ENCODE, read if DECODE

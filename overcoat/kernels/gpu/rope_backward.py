@@ -6,9 +6,9 @@ Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for 
     qk_rope_backward_amax       1 V read
     qk_rope_backward_quantize   1 V read, 1/2 V + 1/2 V written: both FP8 layouts
 
-Attention's backward leaves dq, dk and dv apart; each has its launch, and writes its columns of the fused buffer (its
-rows of the transposed one). A tile takes several heads, which share the tile's cos and sin. Everything equals the
-reference bit for bit.
+Attention's backward leaves dq, dk and dv apart; one launch takes all three, told apart by the third axis of its grid.
+Each writes its columns of the fused buffer (its rows of the transposed one). A tile takes several heads, which share
+the tile's cos and sin. Everything equals the reference bit for bit.
 
 Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, P padded tokens, NH heads of a tile.
 """
@@ -30,12 +30,12 @@ from overcoat.kernels.gpu.common import (
     inverse_of,
     larger,
     max_magnitude,
-    on_device,
     pack_rows,
     power_of_2,
     scale_of,
     to_float8,
 )
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 
 
 @triton.jit
@@ -61,24 +61,11 @@ def _rotate_back(dy_ptr, offsets, E, inside, cos1, cos2, sin1, sin2, inverse, RO
 
 
 @triton.jit
-def _rope_gradient_kernel(
-    dy_ptr,  # (T, heads * D), row stride `stride_dy`: gradient of the rotated q or k, or of v
-    cos_ptr,  # (positions, D)
-    sin_ptr,  # (positions, D)
-    out_ptr,  # (T, heads * D), row stride `stride_out`: the part's columns of the fused buffer; if VALUES
-    amax_ptr,  # 0-d int32: bits of max |gradient|, unless VALUES
-    T,
-    positions,
-    heads,
-    D,
-    stride_dy,
-    stride_out,
-    ROTATE: tl.constexpr,
-    VALUES: tl.constexpr,
-    EP: tl.constexpr,
-    BT: tl.constexpr,
-    NH: tl.constexpr,
-):
+def _gradient_tile(
+    dy_ptr, cos_ptr, sin_ptr, out_ptr, amax_ptr, T, positions, heads, D, stride_dy, stride_out,
+    ROTATE: tl.constexpr, VALUES: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+):  # fmt: skip
+    """One program of `_rope_gradient_kernel` on one of its parts."""
     t0, E = tl.program_id(0) * BT, D // 2
     t, e = tl.arange(0, BT), tl.arange(0, EP)
     inside = (t < T - t0)[:, None] & (e < E)[None, :]
@@ -99,6 +86,47 @@ def _rope_gradient_kernel(
         atomic_amax(amax_ptr, max_magnitude(max_magnitude(top, 1), 0))
 
 
+@kernel
+def _rope_gradient_kernel(
+    dq_ptr,  # (T, num_q * D), row stride `stride_q`: gradient of the rotated q
+    dk_ptr,  # (T, num_kv * D), row stride `stride_k`: of the rotated k
+    dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
+    cos_ptr,  # (positions, D)
+    sin_ptr,  # (positions, D)
+    out_ptr,  # (T, (num_q + 2 num_kv) * D), if VALUES
+    amax_ptr,  # 0-d int32: bits of max |gradient|, unless VALUES
+    T,
+    positions,
+    num_q,
+    num_kv,
+    D,
+    stride_q,
+    stride_k,
+    stride_v,
+    VALUES: tl.constexpr,
+    EP: tl.constexpr,
+    BT: tl.constexpr,
+    NH: tl.constexpr,
+):
+    width = (num_q + 2 * num_kv) * D
+    if tl.program_id(2) == 0:
+        _gradient_tile(
+            dq_ptr, cos_ptr, sin_ptr, out_ptr, amax_ptr, T, positions, num_q, D, stride_q, width,
+            True, VALUES, EP, BT, NH,
+        )  # fmt: skip
+    elif tl.program_id(1) * NH < num_kv:
+        if tl.program_id(2) == 1:
+            _gradient_tile(
+                dk_ptr, cos_ptr, sin_ptr, out_ptr + num_q * D, amax_ptr, T, positions, num_kv, D, stride_k, width,
+                True, VALUES, EP, BT, NH,
+            )  # fmt: skip
+        else:
+            _gradient_tile(
+                dv_ptr, cos_ptr, sin_ptr, out_ptr + (num_q + num_kv) * D, amax_ptr, T, positions, num_kv, D, stride_v,
+                width, False, VALUES, EP, BT, NH,
+            )  # fmt: skip
+
+
 @triton.jit
 def _store_float8(out_ptr, offsets, E, d1, d2, inside):
     tl.store(out_ptr + offsets, to_float8(d1, out_ptr.dtype.element_ty), mask=inside)
@@ -106,36 +134,17 @@ def _store_float8(out_ptr, offsets, E, d1, d2, inside):
 
 
 @triton.jit
-def _rope_quantize_kernel(
-    dy_ptr,  # (T, heads * D), row stride `stride_dy`: gradient of the rotated q or k, or of v
-    cos_ptr,  # (positions, D)
-    sin_ptr,  # (positions, D)
-    amax_ptr,  # 0-d FP32
-    out_ptr,  # (T, heads * D) FP8, row stride `stride_out`: the part's columns of the fused buffer
-    out_t_ptr,  # (heads * D, P / 2) int16, pairs of FP8: the part's rows of the transposed buffer
-    scale_ptr,  # 0-d FP32
-    T,
-    P,
-    positions,
-    heads,
-    D,
-    stride_dy,
-    stride_out,
-    ROTATE: tl.constexpr,
-    INVERSE_MAX: tl.constexpr,
-    EP: tl.constexpr,
-    BT: tl.constexpr,
-    NH: tl.constexpr,
-):
+def _quantize_tile(
+    dy_ptr, cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, heads, D, stride_dy, stride_out,
+    ROTATE: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+):  # fmt: skip
+    """One program of `_rope_quantize_kernel` on one of its parts."""
     t0, E = tl.program_id(0) * BT, D // 2
     pair, e = tl.arange(0, BT // 2), tl.arange(0, EP)
     t = 2 * pair
     even, odd = (t < T - t0)[:, None] & (e < E)[None, :], (t + 1 < T - t0)[:, None] & (e < E)[None, :]
     tables0 = _load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, even, D, E)
     tables1 = _load_tables(cos_ptr, sin_ptr, (t0 + t + 1) % positions, e, odd, D, E)
-    scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
-    tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
-    inverse = inverse_of(scale)
     dy_ptr += t0.to(tl.int64) * stride_dy
     out_ptr += t0.to(tl.int64) * stride_out
     for head in range(tl.program_id(1) * NH, tl.minimum(tl.program_id(1) * NH + NH, heads)):
@@ -151,23 +160,75 @@ def _rope_quantize_kernel(
         tl.store(target + E * (P // 2), tl.trans(pack_rows(a2, b2, out_ptr.dtype.element_ty)), mask=inside_t)
 
 
+@kernel
+def _rope_quantize_kernel(
+    dq_ptr,  # (T, num_q * D), row stride `stride_q`: gradient of the rotated q
+    dk_ptr,  # (T, num_kv * D), row stride `stride_k`: of the rotated k
+    dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
+    cos_ptr,  # (positions, D)
+    sin_ptr,  # (positions, D)
+    amax_ptr,  # 0-d FP32
+    out_ptr,  # (T, (num_q + 2 num_kv) * D) FP8
+    out_t_ptr,  # ((num_q + 2 num_kv) * D, P / 2) int16, pairs of FP8
+    scale_ptr,  # 0-d FP32
+    T,
+    P,
+    positions,
+    num_q,
+    num_kv,
+    D,
+    stride_q,
+    stride_k,
+    stride_v,
+    INVERSE_MAX: tl.constexpr,
+    EP: tl.constexpr,
+    BT: tl.constexpr,
+    NH: tl.constexpr,
+):
+    scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
+    tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
+    inverse = inverse_of(scale)
+    width = (num_q + 2 * num_kv) * D
+    if tl.program_id(2) == 0:
+        _quantize_tile(
+            dq_ptr, cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, num_q, D, stride_q, width,
+            True, EP, BT, NH,
+        )  # fmt: skip
+    elif tl.program_id(1) * NH < num_kv:
+        k = num_q * D
+        v = k + num_kv * D
+        if tl.program_id(2) == 1:
+            _quantize_tile(
+                dk_ptr, cos_ptr, sin_ptr, out_ptr + k, out_t_ptr + k.to(tl.int64) * (P // 2), inverse,
+                T, P, positions, num_kv, D, stride_k, width, True, EP, BT, NH,
+            )  # fmt: skip
+        else:
+            _quantize_tile(
+                dv_ptr, cos_ptr, sin_ptr, out_ptr + v, out_t_ptr + v.to(tl.int64) * (P // 2), inverse,
+                T, P, positions, num_kv, D, stride_v, width, False, EP, BT, NH,
+            )  # fmt: skip
+
+
 # Tile of the backward: tokens, and heads that share the tables.
 BACKWARD_TILE = (32, 8)
 
 
-def _launch_gradient(parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor, width: int, out: Optional[Tensor]) -> Tensor:
-    """Run the kernel on dq, dk, dv (T, heads * D) in turn, into out (T, all heads * D) or for the maximum only."""
+def _grid(tokens: int, num_q: int) -> tuple[int, int, int]:
+    return cdiv(tokens, BACKWARD_TILE[0]), cdiv(num_q, BACKWARD_TILE[1]), 3
+
+
+def _launch_gradient(
+    parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, num_q: int, out: Optional[Tensor]
+) -> Tensor:
+    """Run the kernel on dq, dk, dv (T, heads * D), into out (T, all heads * D) or for the maximum only."""
     bits = torch.zeros((), dtype=torch.int32, device=cos.device)
-    cos, sin, tokens, first = cos.contiguous(), sin.contiguous(), parts[0].shape[0], 0
+    tokens, width = parts[0].shape[0], parts[0].shape[1] // num_q
     with on_device(cos):
-        for part, rotate in zip(parts, (True, True, False), strict=True):
-            heads, last = part.shape[1] // width, first + part.shape[1]
-            target = part if out is None else out[:, first:last]
-            _rope_gradient_kernel[(triton.cdiv(tokens, BACKWARD_TILE[0]), triton.cdiv(heads, BACKWARD_TILE[1]))](
-                part, cos, sin, target, bits, tokens, cos.shape[0], heads, width, part.stride(0), target.stride(0),
-                rotate, out is not None, power_of_2(width // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
-            )  # fmt: skip
-            first = last
+        _rope_gradient_kernel[_grid(tokens, num_q)](
+            *parts, cos.contiguous(), sin.contiguous(), parts[0] if out is None else out, bits,
+            tokens, cos.shape[0], num_q, parts[1].shape[1] // width, width, *(part.stride(0) for part in parts),
+            out is not None, power_of_2(width // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
+        )  # fmt: skip
     return bits.view(torch.float32)
 
 
@@ -175,13 +236,13 @@ def qk_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tenso
     """Gradient of the fused buffer (T, (num_q + 2 num_kv) * D), without head norms."""
     columns = dq.shape[1] + dk.shape[1] + dv.shape[1]
     out = torch.empty((dq.shape[0], columns), dtype=dq.dtype, device=dq.device)
-    _launch_gradient((dq, dk, dv), cos, sin, dq.shape[1] // num_q, out)
+    _launch_gradient((dq, dk, dv), cos, sin, num_q, out)
     return out
 
 
 def qk_rope_backward_amax(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
     """max |gradient of the fused buffer|, 0-d FP32."""
-    return _launch_gradient((dq, dk, dv), cos, sin, dq.shape[1] // num_q, None)
+    return _launch_gradient((dq, dk, dv), cos, sin, num_q, None)
 
 
 def qk_rope_backward_quantize(
@@ -191,15 +252,11 @@ def qk_rope_backward_quantize(
     tokens, columns, width = dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1], dq.shape[1] // num_q
     out = torch.empty((tokens, columns), dtype=FLOAT8[fmt].dtype, device=dq.device)
     out_t = torch.empty((columns, padded), dtype=out.dtype, device=dq.device)
-    scale, first = torch.empty_like(amax), 0
-    cos, sin = cos.contiguous(), sin.contiguous()
+    scale = torch.empty_like(amax)
     with on_device(dq):
-        for part, rotate in zip((dq, dk, dv), (True, True, False), strict=True):
-            heads, last = part.shape[1] // width, first + part.shape[1]
-            _rope_quantize_kernel[(triton.cdiv(padded, BACKWARD_TILE[0]), triton.cdiv(heads, BACKWARD_TILE[1]))](
-                part, cos, sin, amax, out[:, first:last], out_t[first:last].view(torch.int16), scale,
-                tokens, padded, cos.shape[0], heads, width, part.stride(0), out.stride(0),
-                rotate, inverse_max(fmt), power_of_2(width // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
-            )  # fmt: skip
-            first = last
+        _rope_quantize_kernel[_grid(padded, num_q)](
+            dq, dk, dv, cos.contiguous(), sin.contiguous(), amax, out, out_t.view(torch.int16), scale,
+            tokens, padded, cos.shape[0], num_q, dk.shape[1] // width, width, dq.stride(0), dk.stride(0), dv.stride(0),
+            inverse_max(fmt), power_of_2(width // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
+        )  # fmt: skip
     return out, out_t, scale

@@ -35,13 +35,13 @@ from overcoat.kernels.gpu.common import (
     inverse_of,
     larger,
     max_magnitude,
-    on_device,
     pack_rows,
     power_of_2,
     scale_of,
     sigmoid,
     to_float8,
 )
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 
 # Columns of gate (and of up) that a row's program takes at a time.
 ROW_TILE = 1024
@@ -61,7 +61,7 @@ def _encode_half(values_ptr, codes_ptr, amax_ptr, offsets, group, inside, known,
     return x
 
 
-@triton.jit
+@kernel
 def _swiglu_encode_kernel(
     gate_up_ptr,  # (T, 2I)
     codes_ptr,  # (T, 2I) 8-bit
@@ -93,7 +93,7 @@ def swiglu_encode(gate_up: Tensor, code: str, group_size: int) -> tuple[Tensor, 
     """Codes (T, 2I), maxima (T, 2, n), each row's max |h| (T,) of gate_up (T, 2I)."""
     gate_up = gate_up.contiguous()
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    n, gp = triton.cdiv(width, group_size), power_of_2(group_size)
+    n, gp = cdiv(width, group_size), power_of_2(group_size)
     codes = torch.empty(gate_up.shape, dtype=group_code(code).dtype, device=gate_up.device)
     amax = torch.empty((tokens, 2, n), dtype=torch.bfloat16, device=gate_up.device)
     row_amax = torch.empty(tokens, dtype=torch.float32, device=gate_up.device)
@@ -105,7 +105,7 @@ def swiglu_encode(gate_up: Tensor, code: str, group_size: int) -> tuple[Tensor, 
     return codes, amax, row_amax
 
 
-@triton.jit
+@kernel
 def _swiglu_quantize_kernel(
     gate_up_ptr,  # (T, 2I)
     amax_ptr,  # 0-d FP32
@@ -132,7 +132,7 @@ def swiglu_quantize(gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     h, scale = torch.empty((tokens, width), dtype=E4M3.dtype, device=gate_up.device), torch.empty_like(amax)
     with on_device(gate_up):
-        _swiglu_quantize_kernel[(tokens, triton.cdiv(width, 2 * ROW_TILE))](
+        _swiglu_quantize_kernel[(tokens, cdiv(width, 2 * ROW_TILE))](
             gate_up, amax, h, scale, width, inverse_max("e4m3"), 2 * ROW_TILE, num_warps=4, **EXACT
         )
     return h, scale
@@ -142,7 +142,7 @@ def swiglu_quantize(gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _gradient_rows(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, CODE: tl.constexpr):  # noqa: E741
+def gradient_rows(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, CODE: tl.constexpr):  # noqa: E741
     """Rows t of a tile (BT, NG, GP), of which `rows` and `groups` exist: dgate, dup, h, and which are inside."""
     inside = (t < rows)[:, None, None] & real[None, :, :]
     dh = tl.load(dh_ptr + (t[:, None, None] * I + c[None, :, :]), mask=inside, other=0.0).to(tl.float32)
@@ -157,7 +157,7 @@ def _gradient_rows(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, 
     return dh * up * s * (1.0 + gate * (1.0 - s)), dh * gate * s, gate * s * up, inside
 
 
-@triton.jit
+@kernel
 def _swiglu_product_kernel(
     dh_ptr,  # (T, I)
     codes_ptr,  # (T, 2I) 8-bit
@@ -185,8 +185,8 @@ def _swiglu_product_kernel(
     start = t0.to(tl.int64) * 2 * I + g0 * G
     amax_ptr += t0.to(tl.int64) * 2 * n + g0
     rows, groups, t = T - t0, n - g0, 2 * pair
-    a0, b0, h0, in0 = _gradient_rows(dh_ptr, codes_ptr + start, amax_ptr, t, c, g, real, rows, groups, I, n, CODE)
-    a1, b1, h1, in1 = _gradient_rows(dh_ptr, codes_ptr + start, amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE)
+    a0, b0, h0, in0 = gradient_rows(dh_ptr, codes_ptr + start, amax_ptr, t, c, g, real, rows, groups, I, n, CODE)
+    a1, b1, h1, in1 = gradient_rows(dh_ptr, codes_ptr + start, amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE)
     inverse = inverse_of(tl.load(scale_ptr))
     words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
     inside_t = real[:, :, None] & (pair < (P - t0) // 2)[None, None, :]
@@ -214,7 +214,7 @@ def _store_pair(even, odd, out_ptr, out_t_ptr, stride, offsets, offsets_t, in0, 
     tl.store(out_t_ptr + offsets_t, words, mask=inside_t)
 
 
-@triton.jit
+@kernel
 def _swiglu_gradient_kernel(
     dh_ptr,  # (T, I)
     codes_ptr,  # (T, 2I) 8-bit
@@ -242,8 +242,8 @@ def _swiglu_gradient_kernel(
     start = t0.to(tl.int64) * 2 * I + g0 * G
     group_amax_ptr += t0.to(tl.int64) * 2 * n + g0
     rows, groups, t = T - t0, n - g0, 2 * pair
-    a0, b0, _, in0 = _gradient_rows(dh_ptr, codes_ptr + start, group_amax_ptr, t, c, g, real, rows, groups, I, n, CODE)
-    a1, b1, _, in1 = _gradient_rows(
+    a0, b0, _, in0 = gradient_rows(dh_ptr, codes_ptr + start, group_amax_ptr, t, c, g, real, rows, groups, I, n, CODE)
+    a1, b1, _, in1 = gradient_rows(
         dh_ptr, codes_ptr + start, group_amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE
     )
     scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
@@ -283,7 +283,7 @@ def _launch_product(
     n, gp = group_amax.shape[2], power_of_2(group_size)
     count = max(PRODUCT_TILE[1] // gp, 1)
     with on_device(dh):
-        _swiglu_product_kernel[(triton.cdiv(padded, PRODUCT_TILE[0]), triton.cdiv(n, count))](
+        _swiglu_product_kernel[(cdiv(padded, PRODUCT_TILE[0]), cdiv(n, count))](
             dh, codes, group_amax, scale, dh if out is None else out, h_t.view(torch.int16), bits, tokens, width,
             padded, n, out is not None, group_size, gp, CODES[code], count, PRODUCT_TILE[0],
             num_warps=PRODUCT_WARPS, **EXACT,
@@ -317,7 +317,7 @@ def swiglu_backward_quantize(
     n, gp = group_amax.shape[2], power_of_2(group_size)
     count = max(GRADIENT_TILE[1] // gp, 1)
     with on_device(dh):
-        _swiglu_gradient_kernel[(triton.cdiv(padded, GRADIENT_TILE[0]), triton.cdiv(n, count))](
+        _swiglu_gradient_kernel[(cdiv(padded, GRADIENT_TILE[0]), cdiv(n, count))](
             dh, codes, group_amax, amax, out, out_t.view(torch.int16), scale, *dh.shape, padded, n,
             inverse_max(fmt), group_size, gp, CODES[code], count, GRADIENT_TILE[0],
             num_warps=GRADIENT_WARPS, **EXACT,

@@ -36,6 +36,16 @@ def test_stats(shape, affine, dtype):
     assert_equal(ours, ops.layernorm_stats.reference(x, weight, bias, 1e-5), False)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("affine", ["none", "weight"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_add_stats(shape, affine, dtype):
+    y, residual, (weight, _) = awkward(*shape, dtype), awkward(*shape, dtype, seed=1), parameters(shape[1], affine)
+    ours = ops.add_rmsnorm_stats.kernel(y, residual, weight, 1e-5)
+    assert_equal(ours[0], residual + y)
+    assert_equal(ours[1:], ops.rmsnorm_stats.reference(ours[0], weight, 1e-5), False)
+
+
 def test_stats_pass_nan_on():
     x = torch.randn(3, 100, device=DEVICE)
     x[1, 5] = torch.nan
@@ -57,8 +67,9 @@ def test_norm_quantize(shape, affine, centered, code, group_size):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("code", "group_size"), [("sqrt8", 128), ("e4m3", 16)])
-def test_norm_backward(shape, centered, with_residual, code, group_size):
+def test_norm_backward(shape, centered, with_residual, has_bias, code, group_size):
     x, (weight, _) = awkward(*shape), parameters(shape[1], "weight")
     dy = torch.randn(shape, device=DEVICE).bfloat16()
     dresidual = torch.randn(shape, device=DEVICE).bfloat16() if with_residual else None
@@ -66,11 +77,13 @@ def test_norm_backward(shape, centered, with_residual, code, group_size):
     _, _, codes, group_amax = ops.norm_quantize.reference(
         x, mean, rstd, weight, None, amax.reference(row_amax), code, group_size
     )
-    arguments = (dy, codes, group_amax, rstd, weight, dresidual, centered, code, group_size)
+    arguments = (dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size)
     ours, theirs = ops.norm_backward.kernel(*arguments), ops.norm_backward.reference(*arguments)
     assert_equal(ours[0], theirs[0], False)
-    for a, b in zip(ours[1:], theirs[1:]):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * shape[0] ** 0.5)
+    for a, b in zip(ours[1:3], theirs[1:3]):
+        rounding = 2**-7 if a.dtype == torch.bfloat16 else 0.0
+        torch.testing.assert_close(a, b, rtol=1e-4 + rounding, atol=1e-4 * shape[0] ** 0.5)
+    assert ours[3] == ours[0].abs().amax()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="one program after another: nothing to race")
@@ -78,6 +91,6 @@ def test_parameter_gradients_are_deterministic():
     dy, x = (torch.randn(4096, 4096, device=DEVICE).bfloat16() for _ in range(2))
     rstd, row_amax = ops.rmsnorm_stats(x, None, 1e-5)
     _, _, codes, group_amax = ops.norm_quantize(x, None, rstd, None, None, amax(row_amax), "sqrt8", 128)
-    runs = [ops.norm_backward(dy, codes, group_amax, rstd, None, None, False, "sqrt8", 128) for _ in range(3)]
+    runs = [ops.norm_backward(dy, codes, group_amax, rstd, None, None, False, True, "sqrt8", 128) for _ in range(3)]
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))

@@ -50,9 +50,10 @@ def test_quantize_extreme_scales(amax, fmt):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("sizes", [[16], [48, 16, 16], [100, 61]])
-def test_stack_weights(sizes, transposed):
-    weights = [awkward(rows, 336, seed=i) for i, rows in enumerate(sizes)]
+@pytest.mark.parametrize("columns", [336, 1040, 77])
+@pytest.mark.parametrize("sizes", [[16], [48, 16, 16], [100, 61], [130, 2, 4, 64, 18]])
+def test_stack_weights(sizes, columns, transposed):
+    weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
     amax = ops.stack_amax.kernel(weights)
     assert_equal(amax, ops.stack_amax.reference(weights))
     ours = ops.stack_weights.kernel(weights, amax, transposed)
