@@ -1,8 +1,8 @@
-"""`convert`: turn a model's decoder layers to FP8, in place.
+"""`convert`: turn a model's decoder layers to FP8 and its loss to one without logits, in place.
 
 A layer keeps its parameters, submodules, hooks and names; only its class changes, to a subclass of its own class whose
-forward computes in FP8 while training (`models/llama.py`). So checkpoints, `save_pretrained`, `from_pretrained`, FSDP2
-and `generate` see the model they know.
+forward computes in FP8 while training (`models/llama.py`); the model and its lm_head likewise (`models/head.py`). So
+checkpoints, `save_pretrained`, `from_pretrained`, FSDP2 and `generate` see the model they know.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch
 from torch import nn
 
-from overcoat.kernels.gemm import has_float8_tensor_cores
-from overcoat.models.llama import SUPPORTED, Fp8DecoderLayer, why_unsupported
+from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
+from overcoat.models.head import find_causal_model, install_head, remove_head, why_head_unsupported
+from overcoat.models.llama import SUPPORTED, Fp8DecoderLayer, original_class, why_unsupported
 from overcoat.recipe import Recipe
 
 FilterFn = Callable[[nn.Module, str], bool]
 
 
 class LayerReport(NamedTuple):
-    """What happened to one decoder layer: `converted`, and the treatment or the reason why not."""
+    """What happened to one decoder layer, or to the head: `converted`, and the treatment or the reason why not."""
 
     name: str
     kind: str
@@ -32,10 +33,14 @@ class LayerReport(NamedTuple):
 
 @dataclass
 class Report:
-    """The result of `convert`; prints as a table, equal neighbours folded into one line."""
+    """The result of `convert`; prints as a table, equal neighbours folded into one line.
+
+    head: what became of lm_head and the loss; None if the model has none (a bare `LlamaModel`, say).
+    """
 
     recipe: Recipe
     layers: list[LayerReport] = field(default_factory=list)
+    head: Optional[LayerReport] = None
 
     @property
     def converted(self) -> list[str]:
@@ -52,6 +57,9 @@ class Report:
         for first, last, count in _runs(self.layers):
             name = first.name if count == 1 else f"{first.name} .. {last.name} ({count})"
             rows.append((name, first.kind, "FP8" if first.converted else "left alone", first.detail))
+        if self.head is not None:
+            treatment = "lean loss" if self.head.converted else "left alone"
+            rows.append((self.head.name, self.head.kind, treatment, self.head.detail))
         head = ("layer", "class", "treatment", "detail")
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(3)]
         lines = [
@@ -74,22 +82,26 @@ def _runs(layers: list[LayerReport]) -> list[tuple[LayerReport, LayerReport, int
 
 
 def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Optional[FilterFn] = None) -> Report:
-    """Convert the decoder layers of a Hugging Face model to FP8 training, in place.
+    """Convert a Hugging Face model to FP8 training, in place: its decoder layers, and the loss at its end.
 
     In `train()` mode converted layers compute in FP8 and keep 8-bit tensors for the backward; in `eval()` they run
     their original forward. While training no key/value cache is built (`use_cache` is off for the call unless given).
+
+    Given labels, the model in `train()` mode computes its loss in chunks of tokens and returns no logits; with
+    `output_logits=True`, without labels and in `eval()` it returns them as ever (`models/head.py`).
 
     Args:
         model: any module that contains transformers decoder layers (Llama, Mistral, Qwen2, Qwen3). Parameters are
             shared, names unchanged. Converting again changes the recipe.
         recipe: what is kept, and in which format; `Recipe()` if None.
-        filter_fn: `filter_fn(module, name) -> bool`; False leaves that decoder layer alone.
+        filter_fn: `filter_fn(module, name) -> bool`; False leaves that decoder layer, or lm_head, alone.
 
     Returns:
-        a `Report` saying for each decoder layer what it got, or why it was left alone.
+        a `Report` saying for each decoder layer and the head what it got, or why it was left alone.
 
     Raises:
-        ValueError: the model lies on a GPU without FP8 tensor cores, or contains no decoder layer.
+        ValueError: the model lies on a GPU without FP8 tensor cores (or without products of block scales, if the
+            recipe wants them), or contains no decoder layer.
     """
     recipe = recipe or Recipe()
     report = Report(recipe)
@@ -99,29 +111,22 @@ def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Option
             f"{type(model).__name__} contains no decoder layer (a module named *DecoderLayer); overcoat.convert takes "
             f"transformers models of the kinds {', '.join(SUPPORTED.values())}"
         )
-    if recipe.fp8:
-        _check_device(model)
+    if recipe.fp8 or recipe.head == "fp8":
+        _check_device(model, recipe)
     for name, layer in layers:
         report.layers.append(_convert_layer(layer, name, recipe, filter_fn))
+    report.head = _convert_head(model, recipe, filter_fn)
     if report.converted and not getattr(model, "_overcoat_no_cache", False):
         model.register_forward_pre_hook(_no_cache_while_training, with_kwargs=True)
         model._overcoat_no_cache = True  # type: ignore[assignment]
     return report
 
 
-def _original_class(layer: nn.Module) -> type[nn.Module]:
-    """The layer's transformers class, whatever was mixed in (by this module or by FSDP2)."""
-    for cls in type(layer).__mro__:
-        if cls.__module__.startswith("transformers."):
-            return cls
-    return type(layer)
-
-
 def _is_decoder_layer(module: nn.Module) -> bool:
-    return _original_class(module).__name__.endswith("DecoderLayer")
+    return original_class(module).__name__.endswith("DecoderLayer")
 
 
-def _check_device(model: nn.Module) -> None:
+def _check_device(model: nn.Module, recipe: Recipe) -> None:
     for parameter in model.parameters():
         if parameter.is_cuda and not has_float8_tensor_cores(parameter.device):
             name = torch.cuda.get_device_name(parameter.device)
@@ -130,10 +135,17 @@ def _check_device(model: nn.Module) -> None:
                 f"{name} (sm_{major}{minor}) has no FP8 tensor cores; FP8 training needs sm_89 (Ada), sm_90 (Hopper) "
                 "or newer. Use Recipe.bf16() on this GPU, or only overcoat.AdamW: its 8-bit states need no FP8."
             )
+        if parameter.is_cuda and recipe.linear_scaling == "block":
+            reason = why_no_block_gemm(parameter.device)
+            if reason is not None:
+                raise ValueError(
+                    f"Recipe.linear_scaling = 'block' cannot run on {parameter.device}: {reason}. "
+                    "Use linear_scaling='tensor' there."
+                )
 
 
 def _convert_layer(layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optional[FilterFn]) -> LayerReport:
-    original = _original_class(layer)
+    original = original_class(layer)
     kind = original.__name__
 
     def left_alone(reason: str) -> LayerReport:
@@ -154,6 +166,26 @@ def _convert_layer(layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optio
         layer.__class__ = fp8_class(original)  # type: ignore[arg-type]
     layer.overcoat_recipe = recipe  # type: ignore[assignment]
     return LayerReport(name, kind, True, _describe(layer, recipe))
+
+
+def _convert_head(model: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> Optional[LayerReport]:
+    found = find_causal_model(model)
+    if found is None:
+        return None
+    path, causal = found
+    name = f"{path}.lm_head".removeprefix(".")
+    reason = why_head_unsupported(causal)
+    if recipe.head is None:
+        reason = "Recipe.head is None"
+    elif reason is None and filter_fn is not None and not filter_fn(causal.get_submodule("lm_head"), name):
+        reason = "filter_fn said no"
+    if reason is not None:
+        remove_head(causal)
+        return LayerReport(name, original_class(causal).__name__, False, reason)
+    install_head(causal, recipe)
+    products = f"e4m3/{recipe.grad_format}" if recipe.head == "fp8" else "in the model's own dtype"
+    detail = f"no logits with labels in train(), products {products}"
+    return LayerReport(name, original_class(causal).__name__, True, detail)
 
 
 @functools.cache
@@ -182,7 +214,8 @@ def _describe(layer: nn.Module, recipe: Recipe) -> str:
         extras.append("biases")
     if hasattr(layer.get_submodule("self_attn"), "q_norm"):
         extras.append("q/k norm")
-    return ", ".join([f"GEMMs e4m3/{recipe.grad_format}", kept, *extras])
+    scales = " in 1x128 and 128x128 blocks" if recipe.linear_scaling == "block" else ""
+    return ", ".join([f"GEMMs e4m3/{recipe.grad_format}{scales}", kept, *extras])
 
 
 def _no_cache_while_training(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

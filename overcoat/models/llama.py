@@ -52,6 +52,14 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 ATTENTION = ("sdpa", "eager")
 
 
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The module's transformers class, whatever was mixed in (by this package or by FSDP2)."""
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("transformers."):
+            return cls
+    return type(module)
+
+
 def why_unsupported(layer: nn.Module) -> Optional[str]:
     """The reason why a Llama-shaped layer cannot run in FP8, or None if it can."""
     attention_module: Any = layer.get_submodule("self_attn")

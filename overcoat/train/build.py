@@ -14,6 +14,7 @@ from overcoat.train.config import Config, ModelConfig, OptimizerConfig, RecipeCo
 from overcoat.train.extras import load_extra
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
+CPU = torch.device("cpu")
 
 
 def choose_device(name: str) -> torch.device:
@@ -44,20 +45,44 @@ def check_config(config: Config) -> None:
         check_inline(config.model)
 
 
-def build_model(config: Config, tokenizer: Any | None) -> Any:
-    """The transformers model, on the CPU, parameters in `model.dtype`; weights from the seed or from
-    `model.name`."""
+def build_model(config: Config, tokenizer: Any | None, device: torch.device = CPU) -> Any:
+    """The transformers model on `device`, parameters in `model.dtype`; weights from the seed or from `model.name`.
+
+    No parameter exists twice on the way, on the host or the device. Random ones are drawn on the device, so a seed
+    means other weights on a GPU than on a CPU.
+    """
     transformers = load_extra("transformers", "hf", "building the model")
     transformers.utils.logging.disable_progress_bar()  # it would cut through ours at every checkpoint
     settings = {"dtype": getattr(torch, config.model.dtype), "attn_implementation": config.model.attention}
     if config.model.name:
-        try:
-            return transformers.AutoModelForCausalLM.from_pretrained(config.model.name, **settings)
-        except OSError as error:
-            raise ValueError(f"cannot load model.name = {config.model.name!r}: {error}") from error
+        return load_model(config.model.name, device, settings)
     model_config = inline_config(config.model, tokenizer, config.data.sequence_length)
     torch.manual_seed(config.train.seed)
-    return transformers.AutoModelForCausalLM.from_config(model_config, **settings)
+    with device:
+        return transformers.AutoModelForCausalLM.from_config(model_config, **settings)
+
+
+def load_model(name: str, device: torch.device, settings: dict[str, Any]) -> Any:
+    """The causal model of a checkpoint on `device`, complete, tensor by tensor.
+
+    transformers maps the files into memory and converts one tensor at a time. With accelerate each goes to the device
+    at once; without it, tensors whose dtype changes wait for the device in host memory.
+    """
+    transformers = load_extra("transformers", "hf", "loading the model")
+    where = {"device_map": {"": device}} if transformers.utils.is_accelerate_available() else {}
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            name, **settings, **where, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except OSError as error:
+        raise ValueError(f"cannot load model.name = {name!r}: {error}") from error
+    wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
+    wrong += [f"{key} is {tuple(found)}, not {tuple(needed)}" for key, found, needed in info["mismatched_keys"]]
+    if wrong:
+        # transformers makes up random weights for these, and trains on.
+        listed = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise ValueError(f"model.name = {name!r} does not hold the weights of a {type(model).__name__}: {listed}")
+    return model.to(device)
 
 
 def check_vocabulary(model: Any, num_ids: int, is_tokens: bool) -> None:
@@ -120,8 +145,9 @@ def inline_config(model: ModelConfig, tokenizer: Any | None, length: int) -> Any
 def make_recipe(section: RecipeConfig) -> overcoat.Recipe:
     """The named recipe with the section's replacements."""
     changes = {key: value for key, value in dataclasses.asdict(section).items() if key != "name" and value is not None}
-    if changes.get("checkpoint") == "none":
-        changes["checkpoint"] = None
+    for key in ("checkpoint", "head"):
+        if changes.get(key) == "none":
+            changes[key] = None
     return overcoat.Recipe.from_name(section.name, **changes)
 
 
@@ -142,5 +168,6 @@ def make_optimizer(model: nn.Module, section: OptimizerConfig, seed: int) -> ove
         moments=moments,
         master=section.master,
         group_size=section.group_size,
+        offload=section.offload,
         seed=seed,
     )

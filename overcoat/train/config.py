@@ -24,6 +24,7 @@ FREE_KEYS = (
     "train.resume",
     "train.log_every",
     "train.tensorboard",
+    "optimizer.offload",
     "data.cache_dir",
     "checkpoint.",
     "eval.every",
@@ -64,7 +65,9 @@ class RecipeConfig:
     group_size: int | None = option(None, "replaces the recipe's group size: 128, 64, 32, 16")
     kept_attention: str | None = option(None, "replaces how Q, K, V, O are kept: 8bit, bf16")
     checkpoint: str | None = option(None, 'replaces the recipe\'s recomputation: "block", or "none"')
+    linear_scaling: str | None = option(None, "replaces what shares an FP8 scale in linear layers: tensor, block")
     grad_format: str | None = option(None, "replaces the format of output gradients: e5m2, e4m3")
+    head: str | None = option(None, 'replaces the products of the loss: "bf16", "fp8", or "none" (all logits at once)')
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class OptimizerConfig:
     )
     master: str = option("auto", 'what accompanies a BF16 weight: "auto", "bf16+8", "bf16+16" (exact FP32), "bf16"')
     group_size: int = option(128, "elements that share one scale in the moments")
+    offload: bool = option(False, "keep the moments in host memory and stream them through the GPU: same steps, slower")
     clip: float = option(1.0, "largest norm of the gradient over all parameters; 0 does not clip")
 
     def __post_init__(self) -> None:

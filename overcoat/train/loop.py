@@ -8,7 +8,8 @@ One step with A accumulated batches, N labels in all of them and gradient g (sum
 
 Nothing here makes the host wait for the GPU within a step: losses and norms stay on the device until the next log
 interval, where they are read together, checked (a loss that is not finite ends the run before it can reach a
-checkpoint) and written, one row per step. The logits become FP32 once, inside log_softmax.
+checkpoint) and written, one row per step. Logits exist only in a model whose head `convert` left alone; they become
+FP32 once, inside log_softmax.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from overcoat import memory
+from overcoat.models.head import LeanLossModel
 from overcoat.train.config import Config
 from overcoat.train.data import Batch, make_batch
 from overcoat.train.metrics import MetricsLog, ProgressReport, Row, peak_bytes
@@ -82,8 +84,13 @@ class StepRecord:
 
 
 def summed_loss(model: Any, batch: Batch) -> torch.Tensor:
-    """Sum of the cross-entropy over the batch's labels, () fp32."""
-    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits  # (B, T, V)
+    """Sum of the cross-entropy over the batch's labels, () fp32; without logits where the model can."""
+    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    if isinstance(model, LeanLossModel):
+        # The labels are shifted already; divided by one item, the loss is the sum.
+        labels = {"labels": batch.labels, "shift_labels": batch.labels, "num_items_in_batch": 1}
+        return model(**inputs, **labels, output_logits=False).loss
+    logits = model(**inputs).logits  # (B, T, V)
     log_probabilities = F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32)
     return F.nll_loss(log_probabilities, batch.labels.flatten(), reduction="sum")
 

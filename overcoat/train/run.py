@@ -157,9 +157,8 @@ def make_state(
     config: Config, corpus: Corpus, device: torch.device, recipe: overcoat.Recipe
 ) -> tuple[TrainState, overcoat.Report]:
     """Model, optimizer and data at step 0, and what `convert` did."""
-    model = build_model(config, corpus.tokenizer)
+    model = build_model(config, corpus.tokenizer, device)
     check_vocabulary(model, corpus.num_ids, config.data.is_tokens)
-    model = model.to(device)
     report = overcoat.convert(model, recipe)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -65,10 +65,10 @@ def test_training_runs_in_fp8_and_fills_every_gradient(model: nn.Module, device:
 def test_no_cache_is_built_while_training_so_packing_is_seen(model: nn.Module) -> None:
     inputs = make_batch("packed")
     overcoat.convert(model)
-    packed = model(**inputs)
+    packed = model(**inputs, output_logits=True)
     assert packed.past_key_values is None
     inputs["input_ids"][:, 0] = (inputs["input_ids"][:, 0] + 1) % VOCAB  # in the first document
-    changed = model(**inputs)
+    changed = model(**inputs, output_logits=True)
     last = slice(61 // 2 + 3, None)  # the last document
     # Its tokens do not see the first document; only the tensor-wide FP8 scales could carry the change over.
     difference = (packed.logits[:, last] - changed.logits[:, last]).float().norm() / packed.logits[:, last].norm()
@@ -158,7 +158,7 @@ def test_a_hook_or_adapter_added_later_falls_back_with_a_warning(model: nn.Modul
     for layer in model.model.layers:
         layer.mlp.down_proj.register_forward_hook(lambda module, args, output: output)
     with pytest.warns(UserWarning, match="mlp.down_proj has hooks"):
-        loss = model(**make_batch()).loss
+        loss = model(**make_batch(), output_logits=True).loss
     assert torch.equal(loss, original(**make_batch()).loss)
 
 
@@ -258,10 +258,12 @@ def test_frozen_parameters_get_no_gradient(model: nn.Module) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_compiles_without_graph_breaks(kind: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("kind", "scaling"), [("llama", "tensor"), ("qwen2", "tensor"), ("qwen3", "tensor"), ("llama", "block")]
+)
+def test_compiles_without_graph_breaks(kind: str, scaling: str, device: torch.device) -> None:
     model = make_model(kind, layers=2).to(device)
-    overcoat.convert(model)
+    overcoat.convert(model, Recipe(linear_scaling=scaling))
     inputs = {name: value.to(device) for name, value in make_batch(length=64).items()}
     loss = model(**inputs).loss
     loss.backward()
@@ -311,4 +313,20 @@ def test_a_gpu_without_fp8_is_refused_before_anything_changes(
     model = model.cuda()
     with pytest.raises(ValueError, match=r"no FP8 tensor cores.*Recipe\.bf16"):
         overcoat.convert(model)
+    assert type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
+
+
+def test_a_gpu_without_products_of_blocks_is_refused_with_the_remedy(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason is the device's; on a CPU the reference multiplies, whatever the scales."""
+    recipe = Recipe(linear_scaling="block")
+    report = overcoat.convert(model, recipe)
+    assert "1x128 and 128x128 blocks" in str(report)
+    overcoat.convert(model, Recipe.bf16())
+    monkeypatch.setattr("overcoat.models.convert.has_float8_tensor_cores", lambda device: True)
+    monkeypatch.setattr("overcoat.models.convert.why_no_block_gemm", lambda device: "it is a Blackwell")
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    with pytest.raises(ValueError, match=r"linear_scaling = 'block'.*it is a Blackwell.*linear_scaling='tensor'"):
+        overcoat.convert(model, recipe)
     assert type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"

@@ -25,6 +25,8 @@ def _worker(rank: int, port: int, recipe: Recipe, folder: str) -> None:
         overcoat.convert(model, recipe)
         for layer in model.model.layers:
             fully_shard(layer)
+        if recipe.checkpoint is None:
+            fully_shard(model.lm_head)  # by itself: its weight is gathered by the hooks of its own call
         fully_shard(model)
         # Both ranks see the same batch, so the averaged gradient is that of one process.
         model(**make_batch()).loss.backward()

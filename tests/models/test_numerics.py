@@ -18,7 +18,7 @@ from torch import Tensor
 
 import overcoat
 from overcoat import Recipe
-from overcoat.kernels import attention, norm, quantize, rope, swiglu
+from overcoat.kernels import attention, blockwise, blockwise_fused, norm, quantize, rope, swiglu
 from tests.emulation import emulate_fp8_gemms
 from tests.models.zoo import make_batch, make_model
 
@@ -32,7 +32,11 @@ def run(model: torch.nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     output.loss.backward()
     real = inputs["labels"] != -100
     results = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-    results["logits"] = output.logits[real].detach().double()
+    logits = output.logits
+    if logits is None:  # the converted model's loss does without
+        with torch.no_grad():
+            logits = model(**{**inputs, "labels": None}, use_cache=False).logits
+    results["logits"] = logits[real].detach().double()
     return results
 
 
@@ -55,7 +59,8 @@ def losses_in_db(
         model = make_model(kind, seed=seed).to(device, dtype)
         inputs = {name: value.to(device) for name, value in make_batch(mask, seed=seed).items()}
         reference = run(copy.deepcopy(model).double(), inputs)
-        emulated = run(emulate_fp8_gemms(model, recipe.grad_format), inputs)
+        in_blocks = recipe.linear_scaling == "block"
+        emulated = run(emulate_fp8_gemms(model, recipe.grad_format, in_blocks), inputs)
         report = overcoat.convert(model, recipe)
         assert len(report.converted) == 4
         converted = run(model, inputs)
@@ -103,8 +108,10 @@ def test_converted_model_is_as_good_as_fp8_gemms_alone(
         Recipe(grad_format="e4m3"),
         Recipe.paper(),
         Recipe.leanest(),
+        Recipe(linear_scaling="block"),
+        Recipe(linear_scaling="block", checkpoint="block"),
     ],
-    ids=["attention-bf16", "int8", "grad-e4m3", "paper", "leanest"],
+    ids=["attention-bf16", "int8", "grad-e4m3", "paper", "leanest", "blocks", "blocks-grad-e4m3-leanest"],
 )
 def test_recipes_stay_within_the_limit(recipe: Recipe) -> None:
     losses = losses_in_db("llama", "causal", recipe, seeds=8)
@@ -131,7 +138,7 @@ MUTATIONS = {
         lambda r, a: ((r[0].float() + 0.1 * (r[0].float() - a[5].float())).to(r[0].dtype), *r[1:]),
     ),
     "norm: projection term dropped": (norm.norm_backward, lambda r, a: (_no_projection(*a), *r[1:])),
-    "norm weight gradient mis-scaled": (norm.norm_backward, lambda r, a: (r[0], r[1] * 1.2, r[2])),
+    "norm weight gradient mis-scaled": (norm.norm_backward, lambda r, a: (r[0], r[1] * 1.2, *r[2:])),
     "gate gradient mis-scaled": (swiglu.swiglu_backward_quantize, lambda r, a: _scale_half(r, 0, 0.85)),
     "up gradient mis-scaled": (swiglu.swiglu_backward_quantize, lambda r, a: _scale_half(r, 1, 0.85)),
     "rotation not undone": (rope.qk_rope_backward_quantize, lambda r, a: _not_rotated(*a)),
@@ -165,8 +172,35 @@ def _zero_part(parts: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(part) if i == index else part for i, part in enumerate(parts))
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_broken_backward_is_caught(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    op, broken = patched(*MUTATIONS[mutation])
+def _neighbours_scale(index: int) -> Any:
+    """Each block of one result decoded with the scale of the block beside it."""
+    return lambda r, a: tuple(x.roll(1, -1) if i == index else x for i, x in enumerate(r))
+
+
+BLOCK_MUTATIONS = {
+    "forward: scales of other tokens": (blockwise_fused.norm_block_quantize, _neighbours_scale(1)),
+    "weights: scales of other columns": (blockwise.block_stack_weights, _neighbours_scale(1)),
+    "dgrad: scales of other tokens": (blockwise.block_quantize_both, _neighbours_scale(1)),
+    "wgrad: scales of other columns of dy": (blockwise.block_quantize_both, _neighbours_scale(3)),
+    "wgrad: scales of other columns of x": (blockwise.block_requantize_t, _neighbours_scale(1)),
+    "wgrad: scales of other columns of h": (blockwise_fused.swiglu_block_backward, _neighbours_scale(2)),
+    "rotation not undone": (
+        blockwise_fused.qk_rope_block_backward,
+        lambda r, a: blockwise_fused.qk_rope_block_backward.reference(
+            *a[:3], torch.ones_like(a[3]), torch.zeros_like(a[4]), *a[5:]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("mutation", "recipe"),
+    [(mutation, Recipe()) for mutation in MUTATIONS.values()]
+    + [(mutation, Recipe(linear_scaling="block")) for mutation in BLOCK_MUTATIONS.values()],
+    ids=[*MUTATIONS, *(f"blocks, {name}" for name in BLOCK_MUTATIONS)],
+)
+def test_a_broken_backward_is_caught(mutation: Any, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, broken = patched(*mutation)
     monkeypatch.setattr(op, "overload", broken)
-    assert offenders(losses_in_db("llama", "causal", Recipe(), seeds=1)), "the limit let a wrong gradient pass"
+    monkeypatch.setattr(op, "kernel", None)  # on a GPU it is called without the dispatcher
+    assert offenders(losses_in_db("llama", "causal", recipe, seeds=1)), "the limit let a wrong gradient pass"

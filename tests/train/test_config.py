@@ -37,6 +37,7 @@ def test_defaults_then_file_then_arguments(tmp_path: Path) -> None:
         ("optimizer.moments=fp32", "optimizer", "moments", "fp32"),
         ("optimizer.moments=['sqrt8', 'log8']", "optimizer", "moments", ["sqrt8", "log8"]),
         ("recipe.group_size=16", "recipe", "group_size", 16),
+        ("optimizer.offload=true", "optimizer", "offload", True),
         ("data.streaming=true", "data", "streaming", True),
         ("sample.prompt=a = b", "sample", "prompt", "a = b"),
     ],

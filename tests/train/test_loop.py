@@ -48,6 +48,26 @@ def test_summed_loss_is_the_models_own(make_config: MakeConfig) -> None:
     torch.testing.assert_close(summed_loss(state.model, batch) / batch.num_labels, own)
 
 
+def test_a_converted_model_sums_the_same_loss_without_logits(make_config: MakeConfig) -> None:
+    state = make_state(make_config(*EXACT, "data.document_mask=true"))
+    batch = make_batch(state.rows.next_rows(3), 0, document_mask=True)
+    expected = summed_loss(state.model, batch)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in state.model.named_parameters()}
+    state.model.zero_grad()
+    overcoat.convert(state.model, overcoat.Recipe(fp8=False))
+    with overcoat.memory.record_kept(state.model) as kept:
+        loss = summed_loss(state.model, batch)
+    assert "linear_cross_entropy" in kept.by_op()
+    assert not any(row.shape[-1:] == (50,) for row in kept.rows)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    for name, parameter in state.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(summed_loss(state.model.eval(), batch), expected.detach())
+
+
 def test_one_step_is_adamw_on_the_mean_gradient_with_clipping(make_config: MakeConfig) -> None:
     config = make_config(*EXACT, "optimizer.clip=0.01", "optimizer.eps=1e-3", "train.accumulation=2")
     state, other = make_state(config), make_state(config)

@@ -1,0 +1,210 @@
+"""Cross-entropy of a linear head without ever holding its logits.
+
+    x = hidden W^T                                   logits, a chunk of tokens at a time
+    lse = log sum_v e^(x_v),  p = e^(x - lse)        FP32
+    loss = lse - x_label + z lse^2                   z: weight of the z-loss (arXiv 2204.02311), usually 0
+    dx = p (1 + 2 z lse) - onehot(label)             written over x, in x's dtype
+    dhidden = dx W,  dW += dx^T hidden
+
+A token with the label `ignore_index` has loss and gradient 0. The gradients are those of the SUM over the tokens;
+whatever factor follows (1 / number of labels, a loss scale) is applied in the backward by `scale_`, in FP32. PyTorch's
+own product with a 0-d tensor on a GPU rounds the factor to BF16 first: up to 0.2% off, in every gradient of the model.
+
+Gradients are computed beside the loss, since the logits are there: three products. Computing them in the backward would
+take a fourth, and save nothing: dW is the first gradient that a backward makes, and hidden (needed again) is as large
+as dhidden. The chunk bounds the memory: `chunk_rows`.
+
+Legend: T tokens, H hidden, V vocabulary, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from overcoat.catalogue import op
+from overcoat.kernels.gemm import gemm
+from overcoat.kernels.quantize import amax, quantize_both, stack_amax, stack_weights
+
+# What the logits of one chunk may take, unless even MIN_CHUNK tokens take more. The products are efficient from some
+# thousand tokens on; below, dW += dx^T hidden reads and writes dW for too little arithmetic.
+CHUNK_BYTES = 256 * 2**20
+MIN_CHUNK = 2048
+CHUNK_MULTIPLE = 256
+# Rows of logits begin at multiples of 128 bytes (64 in BF16), however odd the vocabulary: the products need it.
+ROW_MULTIPLE = 64
+
+
+def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
+    """C: as many tokens as CHUNK_BYTES of logits hold, at least MIN_CHUNK, the chunks of nearly equal size."""
+    most = max(CHUNK_BYTES // (vocabulary * itemsize) // CHUNK_MULTIPLE * CHUNK_MULTIPLE, MIN_CHUNK)
+    if tokens <= most:
+        return tokens
+    count = -(-tokens // most)
+    return -(-tokens // (count * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
+
+
+# ---- on a chunk of logits -----------------------------------------------------------------------------------------
+
+
+@op(mutates=("logits",))
+def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool) -> Tensor:
+    """Loss of each token; its gradient takes the place of the logits.
+
+    Args:
+        logits: (C, V), rows contiguous, possibly further apart than V; overwritten if `gradient`.
+        labels: (C,) int64. One that is neither `ignore_index` nor in [0, V) gives NaN, loss and gradient.
+        z_loss: weight of lse^2.
+
+    Returns:
+        (C,) FP32. A row with non-finite logits has a non-finite loss.
+    """
+    x = logits.float()
+    vocabulary = x.shape[1]
+    real = labels != ignore_index
+    known = (labels >= 0) & (labels < vocabulary)
+    column = torch.where(known, labels, 0)[:, None]
+    lse = torch.logsumexp(x, 1)
+    losses = lse - x.gather(1, column)[:, 0] + z_loss * lse.square()
+    losses = torch.where(known, losses, torch.nan)
+    if gradient:
+        slope = torch.where(known, 1.0 + 2.0 * z_loss * lse, torch.nan)
+        dx = torch.exp(x - lse[:, None]) * slope[:, None]
+        dx.scatter_add_(1, column, torch.full_like(dx[:, :1], -1.0))
+        logits.copy_(torch.where(real[:, None], dx, 0.0))
+    return torch.where(real, losses, 0.0)
+
+
+@cross_entropy_.fake
+def _(logits, labels, ignore_index, z_loss, gradient):
+    return logits.new_empty(labels.shape, dtype=torch.float32)
+
+
+@cross_entropy_.cuda
+def _(logits, labels, ignore_index, z_loss, gradient):
+    from overcoat.kernels.gpu import loss as gpu
+
+    return gpu.cross_entropy_(logits, labels, ignore_index, z_loss, gradient)
+
+
+@op(mutates=("x",))
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """x *= factor, the product in FP32 and rounded once; factor: 0-d FP32 on x's device, never read by the host."""
+    x.copy_(x.float() * factor)
+
+
+@scale_.fake
+def _(x, factor):
+    return None
+
+
+@scale_.cuda
+def _(x, factor):
+    from overcoat.kernels.gpu import loss as gpu
+
+    gpu.scale_(x, factor)
+
+
+# ---- the head -----------------------------------------------------------------------------------------------------
+
+
+class _Head:
+    """The head's three products in the operands' own dtype; one buffer serves the logits of all chunks."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, rows: int) -> None:
+        self.hidden, self.weight = hidden, weight
+        vocabulary = weight.shape[0]
+        padded = -(-vocabulary // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.buffer = hidden.new_empty((rows, padded))[:, :vocabulary]
+
+    def logits(self, rows: slice) -> Tensor:
+        x = self.hidden[rows]
+        return torch.mm(x, self.weight.t(), out=self.buffer[: x.shape[0]])
+
+    def add_gradients(self, dx: Tensor, rows: slice, dhidden: Optional[Tensor], dweight: Optional[Tensor]) -> None:
+        if dhidden is not None:
+            torch.mm(dx, self.weight, out=dhidden[rows])
+        if dweight is not None:
+            # Accumulated in the weight's dtype, rounded once a chunk: docs/log.md has the error.
+            dweight.addmm_(dx.t(), self.hidden[rows], beta=0 if rows.start == 0 else 1)
+
+
+class _Float8Head:
+    """The same products in FP8, one scale per tensor: hidden and weight in E4M3, dx in `fmt`."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, fmt: str) -> None:
+        self.hidden, self.fmt, self.dtype = hidden, fmt, hidden.dtype
+        self.amax, w_amax = amax(hidden), stack_amax([weight])
+        self.w8, self.w_scale = stack_weights([weight], w_amax, False)
+        self.w8_t, _ = stack_weights([weight], w_amax, True)
+
+    def logits(self, rows: slice) -> Tensor:
+        x8, self.x8_t, self.x_scale = quantize_both(self.hidden[rows], self.amax, "e4m3")
+        return gemm(x8, self.w8, self.x_scale, self.w_scale, None, self.dtype, True)
+
+    def add_gradients(self, dx: Tensor, rows: slice, dhidden: Optional[Tensor], dweight: Optional[Tensor]) -> None:
+        if dhidden is None and dweight is None:
+            return
+        d8, d8_t, d_scale = quantize_both(dx, amax(dx), self.fmt)
+        if dhidden is not None:
+            dhidden[rows] = gemm(d8, self.w8_t, d_scale, self.w_scale, None, self.dtype, True)
+        if dweight is not None:
+            part = gemm(d8_t, self.x8_t, d_scale, self.x_scale, None, self.dtype, False)
+            if rows.start == 0:
+                dweight.copy_(part)
+            else:
+                dweight.add_(part)
+
+
+@op
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    z_loss: float,
+    fmt: Optional[str],
+    chunk_tokens: Optional[int],
+    want_hidden: bool,
+    want_weight: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """Sum of the tokens' losses, and its gradients, a chunk of tokens at a time.
+
+    One op, so that torch.compile leaves the chunks and their buffer as they are.
+
+    Args:
+        hidden: (T, H); weight: (V, H), of the same dtype; labels: (T,) int64.
+        fmt: None for products in that dtype; "e5m2" or "e4m3" for FP8 products, with dx in that format.
+        chunk_tokens: C, or None for `chunk_rows`.
+        want_hidden, want_weight: which gradients to compute; the others come back empty, (0,).
+
+    Returns:
+        the sum, 0-d FP32; dhidden (T, H); dweight (V, H).
+    """
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    hidden, weight = hidden.contiguous(), weight.contiguous()
+    dhidden = torch.empty_like(hidden) if want_hidden else None
+    dweight = torch.empty_like(weight) if want_weight else None
+    if dweight is not None and tokens == 0:
+        dweight.zero_()
+    losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+    size = max(min(chunk_tokens or chunk_rows(tokens, vocabulary, hidden.element_size()), tokens), 1)
+    head = _Head(hidden, weight, size) if fmt is None else _Float8Head(hidden, weight, fmt)
+    for start in range(0, tokens, size):
+        rows = slice(start, min(start + size, tokens))
+        logits = head.logits(rows)
+        losses[rows] = cross_entropy_(logits, labels[rows], ignore_index, z_loss, want_hidden or want_weight)
+        head.add_gradients(logits, rows, dhidden, dweight)
+    gradients = (hidden.new_empty(0) if grad is None else grad for grad in (dhidden, dweight))
+    return losses.sum(), *gradients  # type: ignore[return-value]
+
+
+@linear_cross_entropy.fake
+def _(hidden, weight, labels, ignore_index, z_loss, fmt, chunk_tokens, want_hidden, want_weight):
+    return (
+        hidden.new_empty((), dtype=torch.float32),
+        hidden.new_empty(hidden.shape if want_hidden else (0,)),
+        weight.new_empty(weight.shape if want_weight else (0,)),
+    )

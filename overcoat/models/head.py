@@ -1,0 +1,201 @@
+"""The end of a converted model: `model(input_ids, labels=...)` computes its loss without ever holding the logits.
+
+Llama, Mistral, Qwen2 and Qwen3 end alike: final norm, `lm_head` (a linear layer without bias, perhaps tied to the
+embedding), `ForCausalLMLoss` on shifted labels. The model and its lm_head get subclasses of their own classes, as the
+decoder layers do (convert.py), with the same parameters and names:
+
+    LossHead         lm_head(hidden) gives logits as ever; lm_head(hidden, labels) their loss, in chunks (ops/loss.py).
+                     The call goes through the module, so that FSDP2 may wrap lm_head by itself.
+    LeanLossModel    forward(labels=...) calls it so in `train()` mode and leaves `logits` out of its result (None).
+
+Everything else is the original forward: without labels, in `eval()`, with `output_logits=True` or `logits_to_keep`,
+with another loss function, and when lm_head was replaced or hooked since. The subclass of the model keeps the name of
+its class, which `save_pretrained` writes into config.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, Optional, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overcoat.models.llama import HOOKS, SUPPORTED, original_class
+from overcoat.ops.loss import linear_cross_entropy
+from overcoat.recipe import Recipe
+
+# Models of transformers whose forward is the one below, by their module.
+SUPPORTED_MODELS = {module: kind.replace("DecoderLayer", "ForCausalLM") for module, kind in SUPPORTED.items()}
+# Hooks that expect nothing of lm_head's result: transformers' sleeping recorders, FSDP2's gathering.
+HARMLESS_HOOKS = ("transformers.utils", "torch.distributed")
+
+
+class LossHead(nn.Linear):
+    """lm_head with a second face: given labels, the loss of its logits instead of the logits."""
+
+    def forward(self, input: Tensor, labels: Optional[Tensor] = None, **options: Any) -> Tensor:
+        """input (..., H) -> logits (..., V); with labels (...) the loss, 0-d FP32; options: `linear_cross_entropy`."""
+        if labels is None:
+            return super().forward(input)
+        return linear_cross_entropy(input, self.weight, labels, **options)
+
+
+class LeanLossModel(nn.Module):
+    """Mixin before a causal model's own class: the loss without logits while training."""
+
+    overcoat_recipe: Recipe
+
+    def forward(
+        self,
+        input_ids: Optional[Tensor] = None,
+        attention_mask: Optional[Tensor] = None,
+        position_ids: Optional[Tensor] = None,
+        past_key_values: Any = None,
+        inputs_embeds: Optional[Tensor] = None,
+        labels: Optional[Tensor] = None,
+        use_cache: Optional[bool] = None,
+        logits_to_keep: int | Tensor = 0,
+        output_logits: Optional[bool] = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The model's own arguments and result (transformers), and one argument more.
+
+        Args:
+            labels: (B, S), shifted here. With them and in `train()` mode the result's `logits` are None.
+            output_logits: True: logits, whatever the mode; False: none where labels are given, in `eval()` too;
+                None: none in `train()` mode.
+            kwargs: `num_items_in_batch`, `shift_labels` and `ignore_index` mean what transformers' loss makes of them.
+        """
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            **kwargs,
+        }
+        wants_logits = not self.training if output_logits is None else output_logits
+        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if labels is None or wants_logits or not keeps_all or not self._has_lean_head():
+            return super().forward(**inputs, labels=labels, logits_to_keep=logits_to_keep)
+        return self._loss_only(labels, inputs)
+
+    def _has_lean_head(self) -> bool:
+        reason = why_head_replaced(self)
+        if reason is not None:
+            warnings.warn(f"the loss is computed from all logits: {reason}", stacklevel=4)
+        return reason is None
+
+    def _loss_only(self, labels: Tensor, inputs: dict[str, Any]) -> Any:
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        return_dict = inputs.pop("return_dict", None)
+        outputs = self.get_submodule("model")(**inputs, return_dict=True)
+        result = CausalLMOutputWithPast(
+            loss=self._loss(outputs.last_hidden_state, labels, inputs),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        if return_dict is None:
+            return_dict = cast(Any, self).config.return_dict
+        return result if return_dict else result.to_tuple()
+
+    def _loss(self, hidden: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
+        ignore_index, num_items = inputs.get("ignore_index", -100), inputs.get("num_items_in_batch")
+        targets = inputs.get("shift_labels")
+        if targets is None:
+            targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        loss = self.get_submodule("lm_head")(
+            hidden,
+            targets.to(hidden.device).reshape(hidden.shape[:-1]),
+            ignore_index=ignore_index,
+            reduction="mean" if num_items is None else "sum",
+            fp8=self.overcoat_recipe.grad_format if self.overcoat_recipe.head == "fp8" else None,
+        )
+        if num_items is None:
+            return loss
+        return loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
+
+
+def find_causal_model(model: nn.Module) -> Optional[tuple[str, nn.Module]]:
+    """Name and module of transformers' causal model in `model` (itself, or inside a PEFT model, say), or None."""
+    for name, module in model.named_modules():
+        original = original_class(module)
+        if original.__module__.startswith("transformers.") and original.__name__.endswith("ForCausalLM"):
+            return name, module
+    return None
+
+
+def why_head_unsupported(model: nn.Module) -> Optional[str]:
+    """The reason why a causal model's loss cannot be computed without logits, or None if it can."""
+    original: Any = original_class(model)
+    if SUPPORTED_MODELS.get(original.__module__) != original.__name__:
+        return f"{original.__name__} is not among the supported kinds ({', '.join(SUPPORTED_MODELS.values())})"
+    if type(model) not in (original, lean_class(original)):
+        return f"the model is wrapped already, as {type(model).__name__}: convert it before"
+    if "forward" in vars(model):
+        return "the model's forward was replaced on the object: convert it before"
+    head = model.get_submodule("lm_head")
+    if type(head) not in (nn.Linear, LossHead):
+        return f"lm_head is a {type(head).__name__}, not nn.Linear"
+    return _why_not_lean(model, head)
+
+
+def why_head_replaced(model: nn.Module) -> Optional[str]:
+    """The reason why a converted model's head is not what it was any more; checked at each forward with labels."""
+    head = model.get_submodule("lm_head")
+    if not isinstance(head, LossHead):
+        return f"lm_head is a {type(head).__name__} now; convert the model again if it is nn.Linear"
+    return _why_not_lean(model, head)
+
+
+def _why_not_lean(model: Any, head: Any) -> Optional[str]:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if head.bias is not None:
+        return "lm_head has a bias"
+    for hooks in HOOKS:
+        for hook in getattr(head, hooks).values():
+            if not (getattr(hook, "__module__", None) or "").startswith(HARMLESS_HOOKS):
+                return "lm_head has hooks, which would not see logits"
+    if model.loss_function is not ForCausalLMLoss:
+        return f"the loss function is {getattr(model.loss_function, '__name__', model.loss_function)}"
+    return None
+
+
+def install_head(model: nn.Module, recipe: Recipe) -> None:
+    """Give a supported model the lean loss, in place; again to change the recipe."""
+    original: Any = original_class(model)
+    model.__class__ = lean_class(original)
+    model.get_submodule("lm_head").__class__ = LossHead
+    model.overcoat_recipe = recipe  # type: ignore[assignment]
+
+
+def remove_head(model: nn.Module) -> None:
+    """Undo `install_head`."""
+    original: Any = original_class(model)
+    if type(model) is lean_class(original):
+        model.__class__ = original
+        head: nn.Module = model.get_submodule("lm_head")
+        if type(head) is LossHead:
+            head.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+@functools.cache
+def lean_class(original: Any) -> Any:
+    """The subclass of a causal model's class that leaves its logits out; of the same name, and of its own to pickle."""
+    names = {"__module__": __name__, "__qualname__": f"Lean{original.__name__}"}
+    return type(original.__name__, (LeanLossModel, original), names)
+
+
+def __getattr__(name: str) -> Any:
+    """Make `Lean<Model>` classes importable by name, so that a converted model can be unpickled."""
+    for module_name, kind in SUPPORTED_MODELS.items():
+        if name == f"Lean{kind}":
+            module = __import__(module_name, fromlist=[kind])
+            return lean_class(getattr(module, kind))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,144 @@
+"""Cross-entropy without logits against FP64: `pytest tests/kernels/test_loss.py`.
+
+Where the products run in BF16 the truth starts from the same BF16 logits; what is left is the rounding of dx, of the
+result and of what dW accumulates. FP8 has its own limit, from its operands.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from overcoat.kernels import loss as ops
+from overcoat.kernels.loss import CHUNK_BYTES, CHUNK_MULTIPLE, MIN_CHUNK, chunk_rows
+from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db
+from tests.kernels.samples import normal
+
+HIDDEN = 96
+VOCABULARIES = (33, 512, 1001)
+Z = 1e-2
+
+
+def make(tokens, vocabulary, dtype=torch.bfloat16, device="cpu"):
+    """hidden, weight and labels with some ignored; logits of about +-3."""
+    hidden = normal(tokens, HIDDEN, dtype=dtype).to(device)
+    weight = (normal(vocabulary, HIDDEN, seed=1) * (3 / HIDDEN**0.5)).to(device, dtype)
+    labels = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(tokens)).to(device)
+    labels[tokens // 2 : tokens // 2 + tokens // 5] = -100
+    return hidden, weight, labels
+
+
+def logits(hidden, weight, chunk_tokens):
+    """The head's logits: the same products, so the same roundings."""
+    size = chunk_tokens or len(hidden)
+    head = ops._Head(hidden, weight, size)
+    rows = [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
+    return torch.cat([head.logits(part).clone() for part in rows])
+
+
+def truth(x, labels, z_loss=0.0):
+    """Losses and the gradient of their sum, by torch's own functions in FP64."""
+    x = x.detach().double().requires_grad_()
+    losses = F.cross_entropy(x, labels, reduction="none") + z_loss * x.logsumexp(1).square() * (labels != -100)
+    losses.sum().backward()
+    return losses.detach(), x.grad
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 61])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("z_loss", [0.0, Z])
+def test_loss_and_gradient_in_place(tokens, vocabulary, z_loss, device):
+    hidden, weight, labels = make(tokens, vocabulary, torch.float32, device)
+    x = hidden @ weight.t()
+    expected, dx = truth(x, labels, z_loss)
+    alone = ops.cross_entropy_(x, labels, -100, z_loss, False)
+    losses = ops.cross_entropy_(x, labels, -100, z_loss, True)
+    assert torch.equal(alone, losses)
+    assert_close_float32("losses", expected, losses, 32)
+    assert_close_float32("dx", dx, x, 64)
+    assert x[labels == -100].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("label", [512, -1])
+def test_a_label_outside_the_vocabulary_is_nan(label, device):
+    hidden, weight, labels = make(7, 512, device=device)
+    labels[2] = label
+    total, dhidden, dweight = ops.linear_cross_entropy(hidden, weight, labels, -100, 0.0, None, None, True, True)
+    assert total.isnan()
+    assert dhidden.isnan().any(1).tolist() == [index == 2 for index in range(7)]
+    assert dweight.isnan().all()
+
+
+def test_scale_is_rounded_once(device):
+    """A third in BF16 is off by 2^-10: products with it would be, all in one direction."""
+    x = normal(50, 40, dtype=torch.bfloat16).to(device)
+    factor = torch.tensor(1 / 3, device=device)
+    expected = (x.double() * factor.double()).bfloat16()
+    ops.scale_(x, factor)
+    assert torch.equal(x, expected)
+    assert not torch.equal(expected, normal(50, 40, dtype=torch.bfloat16).to(device) * factor.bfloat16())
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 16, 60])
+def test_head_in_bf16(vocabulary, chunk_tokens, device):
+    hidden, weight, labels = make(61, vocabulary, device=device)
+    total, dhidden, dweight = ops.linear_cross_entropy(
+        hidden, weight, labels, -100, 0.0, None, chunk_tokens, True, True
+    )
+    expected, dx = truth(logits(hidden, weight, chunk_tokens), labels)
+    assert_close_float32("loss", expected.sum(), total, 256)
+    noise = combined_db(BF16_DB, BF16_DB)  # of dx and of the result
+    # The rounding of one large element of dx, p - 1 at the label, is in a whole row of either gradient.
+    assert_close("dhidden", dx @ weight.double(), dhidden, noise, sharing=HIDDEN)
+    chunks = -(-61 // (chunk_tokens or 61))
+    # One rounding a chunk, half of them on average of sums that are smaller than the last.
+    noise = combined_db(BF16_DB, *[BF16_DB] * ((chunks + 1) // 2))
+    assert_close("dweight", dx.t() @ hidden.double(), dweight, noise, sharing=HIDDEN)
+
+
+def test_head_in_fp32_is_exact(device):
+    hidden, weight, labels = make(61, 1001, torch.float32, device)
+    total, dhidden, dweight = ops.linear_cross_entropy(hidden, weight, labels, -100, Z, None, 16, True, True)
+    expected, dx = truth(hidden.double() @ weight.double().t(), labels, Z)
+    assert_close_float32("loss", expected.sum(), total, 256)
+    assert_close_float32("dhidden", dx @ weight.double(), dhidden, 256)
+    assert_close_float32("dweight", dx.t() @ hidden.double(), dweight, 256)
+
+
+@pytest.mark.parametrize("fmt", [None, "e5m2"])
+@pytest.mark.parametrize("chunk_tokens", [None, 16])
+def test_gradients_not_asked_for_change_nothing_else(fmt, chunk_tokens, device):
+    hidden, weight, labels = make(61, 1001, device=device)
+    arguments = (hidden, weight, labels, -100, 0.0, fmt, chunk_tokens)
+    total, dhidden, dweight = ops.linear_cross_entropy(*arguments, True, True)
+    for want_hidden, want_weight in ((True, False), (False, True), (False, False)):
+        part = ops.linear_cross_entropy(*arguments, want_hidden, want_weight)
+        assert torch.equal(part[0], total)
+        assert torch.equal(part[1], dhidden) if want_hidden else part[1].shape == (0,)
+        assert torch.equal(part[2], dweight) if want_weight else part[2].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary"), [(8192, 32000), (8192, 128256), (8193, 151936), (100, 50257), (1, 1), (10**6, 256000)]
+)
+def test_chunks_are_bounded_even_and_cover_all_tokens(tokens, vocabulary):
+    rows = chunk_rows(tokens, vocabulary, 2)
+    assert rows <= max(CHUNK_BYTES // (2 * vocabulary), MIN_CHUNK)
+    count = -(-tokens // rows)
+    assert rows == tokens or rows % CHUNK_MULTIPLE == 0
+    # None is left with a stump: all but the last are equal, and the last lacks less than the rounding of each.
+    assert count * rows - tokens < count * CHUNK_MULTIPLE
+    assert chunk_rows(8192, 32000, 2) == 4096
+
+
+def test_no_tokens(device):
+    hidden, weight, labels = make(8, 33, device=device)
+    total, dhidden, dweight = ops.linear_cross_entropy(
+        hidden[:0], weight, labels[:0], -100, 0.0, None, None, True, True
+    )
+    assert total == 0
+    assert dhidden.shape == (0, HIDDEN)
+    assert dweight.count_nonzero() == 0
+    assert dweight.shape == weight.shape

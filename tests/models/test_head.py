@@ -1,0 +1,336 @@
+"""The loss without logits against Hugging Face's, and what it leaves alone: `pytest tests/models/test_head.py`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GemmaConfig, GemmaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import overcoat
+from overcoat import Recipe
+from overcoat.models.head import SUPPORTED_MODELS, LossHead, why_head_replaced
+from tests.emulation import sqnr
+from tests.models.zoo import KINDS, VOCAB, make_batch, make_model
+
+# The head alone: the decoder layers compute what Hugging Face's do.
+ONLY_HEAD = Recipe(fp8=False)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return make_model("llama", layers=1)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_training(model: nn.Module, original: nn.Module, inputs: dict[str, Any], **options: Any) -> None:
+    """Loss and gradients to the rounding of BF16, which passes through the layers; k's bias is little else."""
+    ours, theirs = model(**inputs, **options), original(**inputs, **options)
+    assert ours.logits is None
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-4, atol=0)
+    assert ours.loss.dtype == theirs.loss.dtype
+    ours.loss.backward()
+    theirs.loss.backward()
+    expected = gradients(original)
+    assert gradients(model).keys() == expected.keys()
+    for name, grad in gradients(model).items():
+        assert sqnr(expected[name], grad) > (20 if name.endswith("k_proj.bias") else 35), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_hugging_face(kind: str, device: torch.device) -> None:
+    original = make_model(kind, layers=1).to(device)
+    model = copy.deepcopy(original)
+    report = overcoat.convert(model, ONLY_HEAD)
+    assert report.head is not None
+    assert report.head.converted
+    inputs = {name: value.to(device) for name, value in make_batch("left-padded").items()}
+    assert_same_training(model, original, inputs)
+
+
+def test_tied_embeddings_sum_their_gradients(device: torch.device) -> None:
+    original = make_model("qwen2", layers=1, tie_word_embeddings=True).to(device)
+    model = copy.deepcopy(original)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    overcoat.convert(model, ONLY_HEAD)
+    inputs = {name: value.to(device) for name, value in make_batch().items()}
+    assert_same_training(model, original, inputs)
+    assert "lm_head.weight" not in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_items_in_batch": 50},
+        {"num_items_in_batch": torch.tensor(50)},
+        {"ignore_index": 7},
+        {"shift_labels": torch.arange(122).view(2, 61)},
+    ],
+    ids=["number", "tensor", "ignore_index", "shift_labels"],
+)
+def test_arguments_of_the_loss_function(model: nn.Module, options: dict[str, Any]) -> None:
+    original = copy.deepcopy(model)
+    overcoat.convert(model, ONLY_HEAD)
+    assert_same_training(model, original, make_batch(), **options)
+
+
+def test_without_any_label_the_loss_is_nan_and_the_gradients_are_zero(model: nn.Module) -> None:
+    original = copy.deepcopy(model)
+    overcoat.convert(model, ONLY_HEAD)
+    inputs = make_batch()
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    for each in (model, original):
+        loss = each(**inputs).loss
+        assert loss.isnan()
+        loss.backward()
+        assert all(grad.count_nonzero() == 0 for grad in gradients(each).values())
+
+
+def test_non_finite_weights_reach_the_loss(model: nn.Module) -> None:
+    overcoat.convert(model)
+    with torch.no_grad():
+        model.model.norm.weight[3] = torch.nan
+    assert not model(**make_batch()).loss.isfinite()
+
+
+def test_logits_are_there_when_asked_for(model: nn.Module) -> None:
+    original = copy.deepcopy(model)
+    overcoat.convert(model, ONLY_HEAD)
+    inputs = make_batch()
+    expected = original(**inputs)
+    asked = model(**inputs, output_logits=True)
+    assert torch.equal(asked.logits, expected.logits)
+    assert torch.equal(asked.loss, expected.loss)
+    ids = inputs["input_ids"]
+    assert torch.equal(model(ids).logits, expected.logits)
+    assert torch.equal(model(ids, logits_to_keep=1).logits, expected.logits[:, -1:])
+    # A loss of the user's own, in train() mode.
+    for each in (model, original):
+        F.cross_entropy(each(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    for name, grad in gradients(original).items():
+        assert torch.equal(gradients(model)[name], grad), name
+
+
+def test_eval_is_the_original_forward_unless_told_otherwise(model: nn.Module) -> None:
+    original = copy.deepcopy(model).eval()
+    overcoat.convert(model)
+    model.eval()
+    inputs = make_batch()
+    expected, got = original(**inputs), model(**inputs)
+    assert torch.equal(got.logits, expected.logits)
+    assert torch.equal(got.loss, expected.loss)
+    with torch.no_grad():
+        lean = model(**inputs, output_logits=False)
+    assert lean.logits is None
+    torch.testing.assert_close(lean.loss, expected.loss.detach(), rtol=1e-5, atol=0)
+
+
+def test_results_keep_their_other_fields(model: nn.Module) -> None:
+    overcoat.convert(model)
+    inputs = make_batch()
+    with pytest.warns(UserWarning, match="cache was asked for"):
+        result = model(**inputs, output_hidden_states=True, use_cache=True)
+    assert isinstance(result, CausalLMOutputWithPast)
+    assert len(result.hidden_states) == 2
+    assert result.past_key_values is not None
+    plain = model(**inputs).loss
+    (as_tuple,) = model(**inputs, return_dict=False)
+    assert torch.equal(as_tuple, plain)
+    model.config.return_dict = False
+    assert torch.equal(model(**inputs)[0], plain)
+    positional = model(inputs["input_ids"], None, None, None, None, inputs["labels"], return_dict=True)
+    assert torch.equal(positional.loss, plain)
+
+
+def test_memory_of_the_logits_is_gone() -> None:
+    """What waits for the backward at the head: the gradients of its inputs, not the logits in FP32."""
+    model = make_model("llama", layers=1, vocab_size=4000)
+    inputs = make_batch()
+    with overcoat.memory.record_kept(model) as original:
+        model(**inputs)
+    overcoat.convert(model, ONLY_HEAD)
+    with overcoat.memory.record_kept(model) as lean:
+        model(**inputs)
+    head = {name: size for (op, name), size in lean.by_tensor().items() if op == "linear_cross_entropy"}
+    assert head == {"dhidden": 122 * 256 * 2, "dweight": 4000 * 256 * 2}
+    assert original.total_bytes - lean.total_bytes > 122 * 4000 * 4 - sum(head.values())
+
+
+def test_frozen_head_makes_no_gradient_for_it(model: nn.Module) -> None:
+    model.lm_head.weight.requires_grad_(False)
+    original = copy.deepcopy(model)
+    overcoat.convert(model, ONLY_HEAD)
+    with overcoat.memory.record_kept(model) as kept:
+        model(**make_batch())
+    assert [row.name for row in kept.rows if row.op == "linear_cross_entropy"] == ["dhidden"]
+    assert_same_training(model, original, make_batch())
+
+
+def test_report_says_what_became_of_the_head(model: nn.Module) -> None:
+    report = overcoat.convert(model)
+    assert report.head == ("lm_head", "LlamaForCausalLM", True, report.head.detail)
+    assert "lean loss" in str(report)
+    assert report.converted == ["model.layers.0"]
+    assert overcoat.convert(model.model).head is None
+    fp8 = overcoat.convert(model, Recipe(head="fp8")).head
+    assert fp8.detail.endswith("e4m3/e5m2")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: setattr(model, "lm_head", nn.Linear(256, VOCAB, dtype=torch.bfloat16)), "lm_head has a bias"),
+        (lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)), "lm_head is a Sequential"),
+        (lambda model: model.lm_head.register_forward_hook(lambda *args: None), "lm_head has hooks"),
+        (lambda model: setattr(model, "loss_function", F.cross_entropy), "the loss function is cross_entropy"),
+        (lambda model: setattr(model, "forward", model.forward), "forward was replaced on the object"),
+    ],
+)
+def test_what_the_lean_loss_would_not_compute_is_left_alone(model: nn.Module, change: Any, reason: str) -> None:
+    change(model)
+    report = overcoat.convert(model)
+    assert not report.head.converted
+    assert reason in report.head.detail
+    assert reason in str(report)
+    assert type(model).__module__.startswith("transformers.")
+    assert model(model.dummy_inputs["input_ids"]).logits is not None
+
+
+def test_what_changes_later_falls_back_with_a_warning(model: nn.Module) -> None:
+    original = copy.deepcopy(model)
+    overcoat.convert(model, ONLY_HEAD)
+    model.lm_head.register_forward_hook(lambda module, args, output: output)
+    with pytest.warns(UserWarning, match="lm_head has hooks"):
+        result = model(**make_batch())
+    expected = original(**make_batch())
+    assert torch.equal(result.loss, expected.loss)
+    assert torch.equal(result.logits, expected.logits)
+    model.lm_head = copy.deepcopy(original.lm_head)
+    assert "convert the model again" in why_head_replaced(model)
+    overcoat.convert(model, ONLY_HEAD)
+    assert why_head_replaced(model) is None
+
+
+def test_other_models_and_filters_are_left_alone(model: nn.Module) -> None:
+    report = overcoat.convert(model, filter_fn=lambda module, name: name != "lm_head")
+    assert report.head == ("lm_head", "LlamaForCausalLM", False, "filter_fn said no")
+    config = GemmaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=32, vocab_size=64
+    )
+    report = overcoat.convert(GemmaForCausalLM(config), filter_fn=lambda module, name: False)
+    assert "GemmaForCausalLM is not among" in report.head.detail
+
+
+def test_the_bf16_recipe_and_no_head_undo_it(model: nn.Module) -> None:
+    kinds = type(model), type(model.lm_head)
+    for recipe in (Recipe.bf16(), Recipe(head=None)):
+        overcoat.convert(model)
+        assert isinstance(model.lm_head, LossHead)
+        assert overcoat.convert(model, recipe).head.detail == "Recipe.head is None"
+        assert (type(model), type(model.lm_head)) == kinds
+        assert model(**make_batch()).logits is not None
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_what_others_read_of_the_class_stays(kind: str, tmp_path: Any) -> None:
+    model = make_model(kind, layers=1)
+    original = type(model)
+    overcoat.convert(model)
+    assert isinstance(model, original)
+    assert type(model).__name__ == original.__name__ in SUPPORTED_MODELS.values()
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [original.__name__]
+    # The HF Trainer drops the columns of a dataset that forward has no argument for.
+    parameters = inspect.signature(model.forward).parameters
+    assert parameters.keys() >= inspect.signature(original.forward).parameters.keys() - {"self", "cache_position"}
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again) is type(model)
+    assert torch.equal(again(**make_batch()).loss, model(**make_batch()).loss)
+    assert type(copy.deepcopy(model)) is type(model)
+
+
+def test_compiles_without_graph_breaks(model: nn.Module) -> None:
+    overcoat.convert(model)
+    inputs = make_batch(length=64)
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    expected = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    again = compiled(**inputs, use_cache=False).loss
+    again.backward()
+    assert torch.equal(again, loss)
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, expected[name]), name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_the_whole_model(model: nn.Module, reentrant: bool) -> None:
+    overcoat.convert(model)
+    inputs = make_batch()
+    embedded = model.model.embed_tokens(inputs["input_ids"]).detach()
+    results = []
+    for wrap in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=reentrant)):
+        model.zero_grad()
+        x = embedded.clone().requires_grad_()
+        loss = wrap(lambda x: model(inputs_embeds=x, labels=inputs["labels"]).loss, x)
+        (loss / 3).backward()
+        results.append((loss.detach(), x.grad, gradients(model)["lm_head.weight"].clone()))
+    for expected, got in zip(*results):
+        assert torch.equal(expected, got)
+
+
+def test_accumulation_weighs_every_token_the_same(model: nn.Module) -> None:
+    """Two micro-batches with `num_items_in_batch` give the gradient of one batch, as the HF Trainer does it."""
+    overcoat.convert(model, ONLY_HEAD)
+    whole = make_batch("right-padded", batch=4)
+    items = int((whole["labels"][:, 1:] != -100).sum())
+    model(**whole, num_items_in_batch=items).loss.backward()
+    expected = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad()
+    for half in (slice(0, 2), slice(2, 4)):
+        part = {name: value[half] for name, value in whole.items()}
+        model(**part, num_items_in_batch=items).loss.backward()
+    for name, grad in gradients(model).items():
+        assert sqnr(expected[name], grad) > 35, name
+
+
+def test_a_peft_like_wrapper_trains_lean_too(model: nn.Module) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_model = model
+
+        def forward(self, **inputs: Any) -> Any:
+            return self.base_model(**inputs)
+
+    wrapper = Wrapper()
+    assert overcoat.convert(wrapper).head.name == "base_model.lm_head"
+    assert wrapper(**make_batch()).logits is None
+
+
+def test_fp8_head_on_a_model(model: nn.Module, device: torch.device) -> None:
+    original = model.to(device)
+    model = copy.deepcopy(original)
+    overcoat.convert(model, Recipe(fp8=False, head="fp8"))
+    inputs = {name: value.to(device) for name, value in make_batch().items()}
+    ours, theirs = model(**inputs).loss, original(**inputs).loss
+    assert 0 < abs(ours.item() - theirs.item()) < 0.02
+    ours.backward()
+    theirs.backward()
+    expected = gradients(original)
+    for name, grad in gradients(model).items():
+        assert sqnr(expected[name], grad) > 15, name

@@ -1,0 +1,128 @@
+"""Where a model comes from, and that it comes whole: `pytest tests/train/test_build.py`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from overcoat.train.build import build_model, load_model, make_recipe
+from overcoat.train.config import Config, RecipeConfig
+
+CPU = torch.device("cpu")
+SETTINGS = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+
+
+def checkpoint(folder: Path, tied: bool = False, **options: object) -> LlamaForCausalLM:
+    """A small FP32 checkpoint in `folder`, and its model."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=80,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "60KB"}], ids=["one file", "sharded"])
+def test_a_checkpoint_is_loaded_whole_in_the_dtype_asked_for(tied: bool, shards: dict, tmp_path: Path) -> None:
+    original = checkpoint(tmp_path, tied, **shards)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 or shards
+    model = load_model(str(tmp_path), CPU, SETTINGS)
+    parameters = dict(model.named_parameters())
+    for name, value in original.named_parameters():
+        assert torch.equal(parameters[name], value.bfloat16()), name
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    # Not in the checkpoint, and not to be rounded.
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(model.model.rotary_emb.inv_freq, original.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), r"layers\.1\.mlp\.up_proj\.weight is miss"),
+        (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(79, 64)}), r"is \(79, 64\), not \(80, 64\)"),
+    ],
+    ids=["missing", "shape"],
+)
+def test_weights_that_would_be_made_up_are_refused(change: Callable, message: str, tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load_model(str(tmp_path), CPU, SETTINGS)
+
+
+def test_a_name_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot load model\.name"):
+        load_model(str(tmp_path / "nothing"), CPU, SETTINGS)
+
+
+def test_random_weights_are_drawn_on_the_device(make_config: Callable[..., Config], device: torch.device) -> None:
+    config = make_config("model.config.vocab_size=50")
+    models = [build_model(config, None, device) for _ in range(2)]
+    for first, second in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert first.device.type == device.type
+        assert first.dtype == torch.bfloat16
+        assert torch.equal(first, second)
+    assert models[0].model.embed_tokens.weight.float().std() > 0.01
+    assert models[0].model.rotary_emb.inv_freq.dtype == torch.float32
+    assert models[0].model.rotary_emb.inv_freq.device.type == device.type
+
+
+PEAK = """
+import sys, threading, time, torch
+from overcoat.train.build import load_model
+
+def resident():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
+
+def watch():
+    while not done:
+        peak[0] = max(peak[0], resident())
+        time.sleep(0.001)
+
+settings = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+load_model(sys.argv[1] + "/small", torch.device("cpu"), settings)  # imports, pools
+before, peak, done = resident(), [0], False
+thread = threading.Thread(target=watch)
+thread.start()
+model = load_model(sys.argv[1] + "/large", torch.device("cpu"), settings)
+done = True
+thread.join()
+print(peak[0] - before, sum(p.nbytes for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_loading_holds_nothing_twice(tmp_path: Path) -> None:
+    """An FP32 checkpoint loaded in BF16: the host's own (not mapped) memory grows by the BF16 model alone."""
+    checkpoint(tmp_path / "small")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8, vocab_size=32000
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "large", max_shard_size="50MB")
+    command = [sys.executable, "-c", PEAK, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    grown, size = map(int, result.stdout.split())
+    assert size > 120e6
+    assert grown < size + 16e6
+
+
+def test_recipe_names_none() -> None:
+    assert make_recipe(RecipeConfig(head="none")).head is None
+    assert make_recipe(RecipeConfig(name="bf16", head="bf16")).head == "bf16"
+    assert make_recipe(RecipeConfig(name="bf16")).head is None
+    assert make_recipe(RecipeConfig(name="leanest", checkpoint="none")).checkpoint is None
