@@ -16,17 +16,19 @@ a step whose gradients are not finite are tensors on the device.
 from __future__ import annotations
 
 import math
+import operator
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Optional, Union
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from overcoat.masters import resolve_master
 from overcoat.moments import resolve_moments
 from overcoat.optim.bucket import Bucket
-from overcoat.optim.shards import check_gradient_placements, check_placements, layout_of
-from overcoat.optim.state import check_state, init_state, restore_state, state_bytes
+from overcoat.optim.offload import SLOTS, Staging, is_on_host, move_to_host
+from overcoat.optim.roster import Roster
+from overcoat.optim.shards import check_placements, copy_of
+from overcoat.optim.state import State, bytes_to_offload, check_state, init_state, restore_state
 from overcoat.recipe import GROUP_SIZES
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
 # Options that decide the layout of the state: a saved state can only be loaded under the same.
 LAYOUT_OPTIONS = ("moments", "master", "group_size")
+# What a copy of the optimizer takes along besides torch's own.
+ATTRIBUTES = ("check_finite", "offload", "offload_buffer", "skipped_steps", "grad_norm")
+_GRAD = operator.attrgetter("grad")
 
 
 class AdamW(torch.optim.Optimizer):
@@ -51,6 +56,9 @@ class AdamW(torch.optim.Optimizer):
         seed: of stochastic rounding; the same seed repeats a run bit for bit.
         check_finite: skip a step if any gradient is inf or NaN: costs one more read of the gradients, which clipping
             (`step(clip_grad_norm=...)`) needs anyway. False trusts the gradients, or GradScaler's own check.
+        offload: keep moments and remainders in page-locked host memory and stream them through the GPU during the step,
+            bit for bit the same step: `overcoat.optim.offload`. On a CPU they are in host memory anyway.
+        offload_buffer: bytes of GPU memory that they pass through, in three parts.
 
     Attributes:
         skipped_steps: 0-d int32 tensor on the device of the parameters: steps skipped so far.
@@ -79,6 +87,8 @@ class AdamW(torch.optim.Optimizer):
         group_size: int = 128,
         seed: int = 0,
         check_finite: bool = True,
+        offload: bool = False,
+        offload_buffer: int = 192 * 2**20,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -90,16 +100,29 @@ class AdamW(torch.optim.Optimizer):
             "group_size": group_size,
             "seed": seed,
         }
+        _check_offload(offload, offload_buffer)
         self.check_finite = check_finite
+        self.offload, self.offload_buffer = offload, offload_buffer
         self.skipped_steps: Optional[Tensor] = None
         self.grad_norm: Optional[Tensor] = None
-        self._kept_buckets: dict[Any, Bucket] = {}
+        self._forget()
         super().__init__(params, defaults)
+
+    def _forget(self) -> None:
+        """Start with nothing kept from earlier steps but the states."""
+        self._rosters: dict[int, Roster] = {}  # by number of the group
+        self._known_states: tuple[list[Tensor], list[Any]] = ([], [])
+        self._staging: dict[torch.device, Staging] = {}
+        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; torch's own keeps only defaults, state and groups."""
-        extra = {name: getattr(self, name) for name in ("check_finite", "skipped_steps", "grad_norm")}
-        return {**super().__getstate__(), **extra, "_kept_buckets": {}}
+        self._wait_for_offload()
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in ATTRIBUTES}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group after checking its options and its parameters."""
@@ -117,6 +140,8 @@ class AdamW(torch.optim.Optimizer):
                 resolve_master(group["master"], param.dtype)
                 check_placements(param)
         super().add_param_group(param_group)
+        self._wait_for_offload()
+        self._forget()  # staging buffers may be too small now
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None, *, clip_grad_norm: Optional[float] = None) -> Any:
@@ -147,23 +172,22 @@ class AdamW(torch.optim.Optimizer):
             self.release.end_step()
         return loss
 
-    @torch.no_grad()
-    def step_parameter(self, number: int, index: int, param: Tensor) -> Optional[Tensor]:
-        """Step one parameter by its gradient, for `release_gradients`; returns the gradient's norm if it was needed."""
-        assert param.grad is not None
-        _check_gradient(param, param.grad)
-        group = self.param_groups[number]
-        state = self._state_of(group, param)
-        bucket = self._bucket(("alone", index), group, [param], [index], [state], [param.grad])
-        factor, skip = self._gradient_factor([bucket], None)
-        bucket.step(group, factor, skip)
-        return self.grad_norm
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the gradients; with released gradients also a mark between two steps, as `step` is."""
         super().zero_grad(set_to_none)
         if self.release is not None:
+            self.release.drop_pending()
             self.release.end_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; offloaded states are copied, since later steps write to theirs while the host goes on."""
+        self._wait_for_offload()
+        result = super().state_dict()
+        result["state"] = {
+            index: {name: copy_of(value) if self.offload else value for name, value in state.items()}
+            for index, state in result["state"].items()
+        }
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved under the same moments, master and group size, bit for bit.
@@ -191,16 +215,14 @@ class AdamW(torch.optim.Optimizer):
         for index, param, group in zip(indices, params, owners, strict=False):
             if index in saved_state:
                 check_state(saved_state[index], param, group, index)
+        self._wait_for_offload()
         super().load_state_dict({**state_dict, "state": {}})
         for group in self.param_groups:
             group["moments"] = tuple(group["moments"])
         for index, param in zip(indices, params, strict=True):
             if index in saved_state:
-                self.state[param] = restore_state(saved_state[index], param)
-
-    def state_bytes(self) -> int:
-        """Bytes of all state tensors."""
-        return sum(state_bytes(state) for state in self.state.values())
+                state = restore_state(saved_state[index], param, self.offload)
+                self.state[param] = State(move_to_host(state, param) if self.offload else state)
 
     # ---- inside a step --------------------------------------------------------------------------------
 
@@ -212,60 +234,77 @@ class AdamW(torch.optim.Optimizer):
                 yield number, index, param
                 index += 1
 
-    def _state_of(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
-        state = self.state[param]
-        if not state:
-            state.update(init_state(param, group))
+    def _wait_for_offload(self) -> None:
+        for staging in self._staging.values():
+            staging.synchronize()
+
+    def _state_of(self, group: dict[str, Any], param: Tensor) -> State:
+        """The state of a parameter, made before its first step, and where it belongs."""
+        state: Any = self.state.get(param)
+        is_new = not state
+        if is_new:
+            state = init_state(param, group, self.offload)
+        if self.offload and (is_new or not is_on_host(state, param)):
+            state = move_to_host(state, param)
+        if not isinstance(state, State):
+            state = self.state[param] = State(state)
         return state
 
-    def _bucket(
-        self,
-        key: Any,
-        group: dict[str, Any],
-        params: list[Tensor],
-        indices: list[int],
-        states: list[Any],
-        grads: list[Tensor],
-    ) -> Bucket:
-        """The bucket kept under `key`, renewed if it does not serve any more, with the gradients of this step."""
-        bucket = self._kept_buckets.get(key)
-        if bucket is None or not bucket.serves(params, states):
-            bucket = self._kept_buckets[key] = Bucket(group, params, indices, states)
-        bucket.take_gradients(grads)
-        return bucket
+    def bucket_of(self, group: dict[str, Any], params: list[Tensor], indices: list[int]) -> Bucket:
+        """A new bucket of some parameters of a group, which can be stepped together; their states exist afterwards."""
+        states = [self._state_of(group, param) for param in params]
+        staging = self._staging_on(params[0].device) if self.offload else None
+        return Bucket(group, params, indices, states, staging)
+
+    def _staging_on(self, device: torch.device) -> Staging:
+        if device not in self._staging:
+            all_params = [(param, group) for group in self.param_groups for param in group["params"]]
+            needed = sum(bytes_to_offload(param, group) for param, group in all_params if param.device == device)
+            self._staging[device] = Staging(device, min(self.offload_buffer // SLOTS, needed))
+        return self._staging[device]
 
     def _buckets(self) -> list[tuple[dict[str, Any], Bucket]]:
         """Parameters that have gradients, by group, device and dtypes; their states exist afterwards."""
         result: list[tuple[dict[str, Any], Bucket]] = []
+        if not self._states_are_the_same():
+            self._rosters = {}
         first = 0
         for number, group in enumerate(self.param_groups):
-            found: dict[Any, tuple[list[Tensor], list[int], list[Any], list[Tensor]]] = {}
-            # No call for a plain parameter with a state: with a thousand of them each one costs the host 0.1 ms.
-            for index, param in enumerate(group["params"], start=first):
-                grad = param.grad
-                if grad is None:
-                    continue
-                layout = None
-                if isinstance(param, DTensor) or grad.layout != torch.strided:
-                    _check_gradient(param, grad)
-                    layout = layout_of(param)
-                kind = (number, param.device, param.dtype, grad.dtype, layout)
-                lists = found.get(kind)
-                if lists is None:
-                    lists = found[kind] = ([], [], [], [])
-                lists[0].append(param)
-                lists[1].append(index)
-                lists[2].append(self.state[param] or self._state_of(group, param))
-                lists[3].append(grad)
-            first += len(group["params"])
-            result += [(group, self._bucket(kind, group, *lists)) for kind, lists in found.items()]
+            grads = list(map(_GRAD, group["params"]))
+            roster = self._rosters.get(number)
+            if roster is None or not roster.serves(group, first, grads):
+                roster = self._rosters[number] = Roster(group, first, grads, self.bucket_of)
+                self._known_states = (list(self.state), list(self.state.values()))
+            result += [(group, bucket) for bucket in roster.take_gradients(grads)]
+            first += len(grads)
         return result
+
+    def _states_are_the_same(self) -> bool:
+        """Whether the parameters have the states, as objects, that they had when the last roster was made."""
+        params, states = self._known_states
+        return (
+            len(params) == len(self.state)
+            and all(map(operator.is_, self.state, params))
+            and all(map(operator.is_, self.state.values(), states))
+        )
+
+    def constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(1.0, False), 0-d on the device: a factor that changes nothing and no skip."""
+        if device not in self._constants:
+            false = torch.zeros((), dtype=torch.bool, device=device)
+            self._constants[device] = (torch.ones((), device=device), false)
+        return self._constants[device]
+
+    def count_skipped(self, skip: Tensor) -> None:
+        """Add to `skipped_steps`: a flag or a number of steps, 0-d."""
+        if self.skipped_steps is None:
+            self.skipped_steps = torch.zeros((), dtype=torch.int32, device=skip.device)
+        self.skipped_steps += skip.to(self.skipped_steps.device)
 
     def _gradient_factor(self, buckets: list[Bucket], max_norm: Optional[float]) -> tuple[Tensor, Tensor]:
         """(factor, skip): what multiplies every gradient (FP32), and whether this step does nothing (bool); 0-d."""
-        device = buckets[0].params[0].device
-        factor = torch.ones((), device=device)
-        skip = torch.zeros((), dtype=torch.bool, device=device)
+        device = buckets[0].device
+        factor, skip = self.constants(device)
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if grad_scale is not None:
             factor = 1.0 / grad_scale.to(device, torch.float32)
@@ -275,24 +314,20 @@ class AdamW(torch.optim.Optimizer):
         if self.check_finite or max_norm is not None:
             parts = [bucket.sum_squares().to(device) for bucket in buckets]
             total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-            self.grad_norm = total.sqrt() * factor
-            skip = skip | ~torch.isfinite(self.grad_norm)
+            norm = total.sqrt()
+            self.grad_norm = norm if grad_scale is None else norm * factor
+            skip = skip | ~(self.grad_norm < math.inf)  # NaN is not below anything
             if max_norm is not None:
                 factor = factor * (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
-        if self.skipped_steps is None:
-            self.skipped_steps = torch.zeros((), dtype=torch.int32, device=device)
-        self.skipped_steps += skip
+        self.count_skipped(skip)
         return factor, skip
 
 
-def _check_gradient(param: Tensor, grad: Tensor) -> None:
-    """ValueError if the gradient cannot be used."""
-    if grad.layout != torch.strided:
-        raise ValueError(
-            f"overcoat.AdamW got a {grad.layout} gradient for a parameter of shape {tuple(param.shape)}; "
-            f"build the embedding with sparse=False"
-        )
-    check_gradient_placements(param, grad)
+def _check_offload(offload: bool, offload_buffer: int) -> None:
+    if not isinstance(offload, bool):
+        raise ValueError(f"offload {offload!r} must be True (states in host memory) or False")
+    if isinstance(offload_buffer, bool) or not isinstance(offload_buffer, int) or offload_buffer < 1:
+        raise ValueError(f"offload_buffer {offload_buffer!r} must be a number of bytes, for example {192 * 2**20}")
 
 
 def _check_hyperparameters(group: dict[str, Any]) -> None:

@@ -1,128 +1,213 @@
-"""Parameters that one optimizer step handles together, and their state tensors as the op and the kernel want
-them.
-"""
+"""Parameters that one optimizer step handles together, and their state tensors as the op and the kernel want them."""
 
 from __future__ import annotations
 
-import importlib.util
+import math
 import operator
-from typing import Any, Union
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from overcoat.kernels.adamw import adamw_step_, gradients_sum_squares, rows_of
+from overcoat.kernels.adamw import gradients_sum_squares, rows_of
 from overcoat.masters import parameter_key, resolve_master
-from overcoat.optim.shards import first_row, gather, is_whole, keep_own_part, local, sum_over_shards, whole_buffer
+from overcoat.optim.arguments import STATE_LISTS, Arguments, Hyper
+from overcoat.optim.offload import Staging, Streamed
+from overcoat.optim.shards import (
+    check_gradient_placements,
+    first_row,
+    gather,
+    is_whole,
+    keep_own_part,
+    local,
+    sum_over_shards,
+    whole_buffer,
+)
+from overcoat.optim.state import State
 
-if importlib.util.find_spec("triton") is not None:
-    from overcoat.kernels.gpu.adamw_launch import Options, Plan
-else:  # the reference runs everywhere
-    Plan = Options = None  # type: ignore[assignment,misc]
+_FIRST_MOMENT = operator.itemgetter("exp_avg")
+# States of which every tensor's address is looked at before every step.
+FULLY_CHECKED = 16
 
 
 class Bucket:
-    """Parameters of one group that are stepped together, and the lists of their state tensors.
+    """Parameters of one group, device and pair of dtypes that are stepped together, and the lists of their tensors.
 
     It is kept from step to step: with a thousand parameters, collecting those lists costs the host more time than the
     step costs the GPU. `serves` says whether it still describes the optimizer.
+
+    Args:
+        group: their parameter group.
+        params: as the optimizer holds them, DTensors of one layout or plain tensors.
+        indices: their numbers in the optimizer.
+        states: their states.
+        staging: where the states pass through the device, if they live in host memory.
     """
 
-    def __init__(self, group: dict[str, Any], params: list[Tensor], indices: list[int], states: list[Any]) -> None:
-        def collect(name: str) -> list[Tensor]:
-            return [local(state[name]) for state in states] if name in states[0] else []
-
-        self.owners, self.states = params, states
-        self.sharded = any(isinstance(param, DTensor) for param in params)
-        self.first_moments = [state["exp_avg"] for state in states]
-        self.addresses = self._addresses(params)
+    def __init__(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        indices: Sequence[int],
+        states: Sequence[State],
+        staging: Optional[Staging] = None,
+    ) -> None:
+        self.owners, self.indices, self.states = params, indices, states
+        self.sharded = isinstance(params[0], DTensor)
         self.whole = is_whole(params[0])
-        # What is stepped: this process' rows, or buffers for whole vectors, filled before every step and not here:
-        # processes need not build their buckets at the same time, but gathering takes all of them.
-        self.params = params = [whole_buffer(param) if self.whole else local(param) for param in params]
-        self.master = resolve_master(group["master"], params[0].dtype)
-        self.group_size = group["group_size"]
-        self.tensors = {
-            "param": params,
-            "exp_avg": collect("exp_avg"),
-            "amax": collect("exp_avg_amax"),
-            "exponent": collect("exp_avg_exponent"),
-            "exp_avg_sq": collect("exp_avg_sq"),
-            "scale": collect("exp_avg_sq_scale"),
-            "remainder": collect("remainder"),
-            "step": collect("step"),
-        }
-        self.keys = [parameter_key(group["seed"], index) for index in indices]
-        self.first_groups = [self._first_group(owner) for owner in self.owners]
-        self.grads: list[Tensor] = []
-        self.plan: Any = None
-        if Plan is not None and params[0].is_cuda and all(param.is_contiguous() for param in params):
-            self.plan = Plan(self.tensors, self.group_size, self.keys, self.first_groups)
-
-    def _first_group(self, owner: Tensor) -> int:
-        return 0 if self.whole else first_row(owner) * rows_of(owner.shape, self.group_size).groups
-
-    def serves(self, params: list[Tensor], states: list[Any]) -> bool:
-        """Whether these are the same parameters in the same memory with the same states."""
-        return (
-            len(params) == len(self.owners)
-            and all(map(operator.is_, params, self.owners))
-            and all(map(operator.is_, states, self.states))
-            and all(state["exp_avg"] is kept for state, kept in zip(states, self.first_moments, strict=True))
-            and self._addresses(params) == self.addresses
+        self.writes = State.writes
+        self.state_tensors = list(chain.from_iterable(map(dict.values, states)))
+        self.addresses = self._addresses()
+        own = [local(param) for param in params]
+        # What is stepped: this process' rows, or buffers for whole vectors, and for what chunks of rows cannot be cut
+        # from. They are filled before every step and not here: processes need not build their buckets at the same time,
+        # but gathering takes all of them.
+        self.buffered = self.whole or (staging is not None and not all(map(Tensor.is_contiguous, own)))
+        stepped = [_buffer(param) for param in params] if self.buffered else own
+        names = states[0].keys()
+        self.arguments = Arguments(
+            params=stepped,
+            states={
+                name: [local(state[key]) for state in states] if key in names else []
+                for name, key in STATE_LISTS.items()
+            },
+            keys=[parameter_key(group["seed"], index) for index in indices],
+            first_groups=[self._first_group(param, group["group_size"]) for param in params],
+            master=resolve_master(group["master"], params[0].dtype),
+            group_size=group["group_size"],
         )
+        self.device = self.arguments.device
+        self.on_kernel = self.arguments.kernel_runs()
+        # The kernel's tables (`kernels.gpu`), where it runs: of the gradients, and of all else.
+        self.gradients: Any = self.arguments.gradients() if self.on_kernel else None
+        self.streamed = None if staging is None else Streamed(self.arguments, staging)
+        self.plan: Any = self.arguments.plan() if self.on_kernel and self.streamed is None else None
+        self.grads: list[Tensor] = []
 
-    def _addresses(self, params: list[Tensor]) -> list[int]:
-        if self.sharded:
-            return [local(param).data_ptr() for param in params]
-        return [param.data_ptr() for param in params]
+    def _first_group(self, param: Tensor, group_size: int) -> int:
+        return 0 if self.whole else first_row(param) * rows_of(param.shape, group_size).groups
 
-    def take_gradients(self, grads: list[Tensor]) -> None:
+    def serves(self) -> bool:
+        """Whether the states still hold the same tensors, and parameters and tensors lie where they did.
+
+        A tensor moved by assigning to its `data` has another address. Those of all parameters and first moments are
+        compared, and of all tensors of a few states: all would cost the host as much as the rest of the step, and such
+        moves concern whole models.
+        """
+        return self._unchanged() and self._addresses() == self.addresses
+
+    def _unchanged(self) -> bool:
+        if self.writes == State.writes:
+            return True
+        tensors = list(chain.from_iterable(map(dict.values, self.states)))
+        self.writes = State.writes
+        return len(tensors) == len(self.state_tensors) and all(map(operator.is_, tensors, self.state_tensors))
+
+    def _addresses(self) -> list[int]:
+        few = chain.from_iterable(map(dict.values, self.states[:FULLY_CHECKED]))
+        tensors = chain(self.owners, map(_FIRST_MOMENT, self.states), few)
+        return list(map(Tensor.data_ptr, map(local, tensors) if self.sharded else tensors))
+
+    def take_gradients(self, grads: Sequence[Tensor]) -> None:
         """The gradients of the coming step, one per parameter; whole vectors are gathered from all processes."""
-        if self.sharded:
-            grads = [gather(grad) if self.whole else local(grad) for grad in grads]
-        self.grads = grads
-        if self.whole:
-            for buffer, owner in zip(self.params, self.owners, strict=True):
-                buffer.copy_(gather(owner))
+        if self.sharded or not all(map(Tensor.is_contiguous, grads)):
+            for param, grad in zip(self.owners, grads, strict=True):
+                check_gradient(param, grad)
+            grads = [_whole(grad).contiguous() for grad in grads]
+        self.grads = list(grads)
+        if self.buffered:
+            for buffer, owner in zip(self.arguments.params, self.owners, strict=True):
+                buffer.copy_(_whole(owner))
         if self.fused():
-            self.plan.set_gradients(grads)
+            self.gradients.set(self.grads)
 
     def fused(self) -> bool:
         """Whether the kernel is launched from here; torch.compile sees the op instead."""
-        return self.plan is not None and not torch.compiler.is_compiling()
+        return self.on_kernel and not torch.compiler.is_compiling()
 
     def sum_squares(self) -> Tensor:
         """Of all gradients, 0-d FP32, over all processes."""
-        part = self.plan.sum_squares() if self.fused() else gradients_sum_squares(self.grads)
+        part = self.gradients.sum_squares() if self.fused() else gradients_sum_squares(self.grads)
         return sum_over_shards(part, self.owners[0])
 
-    def step(self, group: dict[str, Any], factor: Tensor, skip: Tensor) -> None:
-        """One step by the gradients taken; they are let go."""
-        self._step(group, factor, skip)
-        if self.whole:
-            for buffer, owner in zip(self.params, self.owners, strict=True):
-                keep_own_part(owner, buffer)
+    def sums_of_squares(self, sums: Any = None) -> tuple[Tensor, Tensor]:
+        """Of each gradient, FP32 (T,), and which are not finite, bool (T,), over all processes.
 
-    def _step(self, group: dict[str, Any], factor: Tensor, skip: Tensor) -> None:
-        grads, self.grads = self.grads, []
-        device = self.params[0].device
-        lr, factor, skip = _scalar_on(group["lr"], device), factor.to(device), skip.to(device)
-        beta1, beta2 = group["betas"]
-        m_code, v_code = group["moments"]
-        options = (beta1, beta2, group["eps"], group["weight_decay"], m_code, v_code, self.master, self.group_size)
+        sums: where the kernel may write them, `gpu.sum_squares.Sums`.
+        """
+        if self.fused() and not self.sharded:
+            return self.gradients.sums_of_squares(sums)
         if self.fused():
-            self.plan.step(lr, factor, skip, Options(*options))
-            return
-        of = self.tensors
-        adamw_step_(
-            self.params, grads, of["exp_avg"], of["amax"], of["exponent"], of["exp_avg_sq"], of["scale"],
-            of["remainder"], of["step"], lr, factor, skip, *options, self.keys, self.first_groups,
-        )  # fmt: skip
+            squares = self.gradients.sums_of_squares().squares
+        else:
+            squares = torch.stack([gradients_sum_squares([grad]) for grad in self.grads])
+        squares = sum_over_shards(squares, self.owners[0])
+        return squares, ~(squares < math.inf)  # NaN is not below anything
+
+    def step(self, group: dict[str, Any], factor: Tensor, skip: Tensor, upcoming: Any = None) -> None:
+        """One step by the gradients taken; they are let go.
+
+        Args:
+            group: the parameter group, for its hyperparameters.
+            factor: 0-d FP32, multiplies every gradient.
+            skip: bool, 0-d or one per parameter (T,).
+            upcoming: `gpu.adamw_launch.Upcoming` of these parameters, if whoever calls counts their steps.
+        """
+        grads, self.grads = self.grads, []
+        factor, skip, hyper = factor.to(self.device), skip.to(self.device), Hyper.of(group)
+        if upcoming is not None and self.plan is not None:
+            gradients, options = self.gradients, self.arguments.options(hyper)
+            self.plan.launch(gradients.addresses, gradients.dtype, upcoming, factor, skip, options)
+        else:
+            self._count_and_step(grads, scalar_on(group["lr"], self.device), factor, skip, hyper)
+        if self.gradients is not None:
+            self.gradients.forget_copies()
+        if self.buffered:
+            for buffer, owner in zip(self.arguments.params, self.owners, strict=True):
+                _write_back(owner, buffer)
+
+    def _count_and_step(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+        if self.streamed is not None:
+            self.streamed.step(grads, self.gradients if self.fused() else None, lr, factor, skip, hyper)
+        elif self.fused():
+            self.plan.step(self.gradients, lr, factor, skip, self.arguments.options(hyper))
+        else:
+            self.arguments.call(grads, lr, factor, skip, hyper)
 
 
-def _scalar_on(value: Union[float, Tensor], device: torch.device) -> Tensor:
+def check_gradient(param: Tensor, grad: Tensor) -> None:
+    """ValueError if the gradient cannot be used."""
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"overcoat.AdamW got a {grad.layout} gradient for a parameter of shape {tuple(param.shape)}; "
+            f"build the embedding with sparse=False"
+        )
+    check_gradient_placements(param, grad)
+
+
+def _buffer(param: Tensor) -> Tensor:
+    """Contiguous memory for what `_whole` returns."""
+    if is_whole(param):
+        return whole_buffer(param)
+    return torch.empty_like(local(param), memory_format=torch.contiguous_format)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a sharded vector; of anything else this process' part."""
+    return gather(tensor) if is_whole(tensor) else local(tensor)
+
+
+def _write_back(param: Tensor, buffer: Tensor) -> None:
+    if is_whole(param):
+        keep_own_part(param, buffer)
+    else:
+        local(param).copy_(buffer)
+
+
+def scalar_on(value: Union[float, Tensor], device: torch.device) -> Tensor:
     """A 0-d FP32 tensor on `device`; a Python float travels as a kernel argument, without a copy to wait for."""
     if isinstance(value, Tensor) and value.device == device:
         return value.float()

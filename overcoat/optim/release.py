@@ -1,4 +1,4 @@
-"""Gradient release: each parameter takes its step inside the backward pass and its gradient is freed at once.
+"""Gradient release: parameters take their step inside the backward pass and their gradients are freed.
 
     handle = overcoat.release_gradients(model, optimizer)
     for batch in batches:
@@ -6,9 +6,12 @@
         optimizer.step()                  # marks the end of the step; learning rate schedules go on as ever
         scheduler.step()
 
-Gradients of a whole model cost 2 bytes per BF16 parameter; released, only the gradient that is being worked on
-exists. In a layer that `convert` made, all gradients of one decoder block are born together, so there it is those of
-one block. What moves is bit for bit what the ordinary step without clipping moves, with one difference:
+Gradients of a whole model cost 2 bytes per BF16 parameter; released, only those that are being worked on exist.
+Completed gradients are taken from their parameters and collected until they hold `batch_bytes`, or until backward ends,
+and then stepped by one launch: a step of its own for every small parameter would cost more time on the host than the
+whole backward pass. A larger gradient is stepped at once. In a layer that `convert` made, all gradients of one decoder
+block are born together, so there at least those of one block exist. What moves is bit for bit what the ordinary step
+without clipping moves, with one difference:
 
     ordinary    a gradient that is not finite skips the whole step         skipped_steps counts steps
     released    it skips its own parameter's step: the others have moved   skipped_steps counts parameters' steps
@@ -33,20 +36,24 @@ of its own per segment, so the gradient of a weight shared between segments arri
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor, nn
 
 from overcoat.optim.adamw import AdamW
+from overcoat.optim.released import Batch, Entry, ReleasedSteps, current_stream, raw_stream
 
 
-def release_gradients(model: nn.Module, optimizer: AdamW) -> GradientRelease:
+def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = 32 * 2**20) -> GradientRelease:
     """Step every parameter of `optimizer` inside the backward pass from now on; see the module's text.
 
     Args:
         model: owns all parameters of the optimizer; its forward pass is watched for gradient accumulation.
         optimizer: an `overcoat.AdamW` whose parameters have no gradients yet.
+        batch_bytes: completed gradients are stepped when they hold so many bytes; 1 steps every parameter on its own.
+            At most these bytes and the gradients that are completed last are alive beside autograd's own.
 
     Returns:
         A handle; `handle.remove()` goes back to ordinary steps.
@@ -54,17 +61,19 @@ def release_gradients(model: nn.Module, optimizer: AdamW) -> GradientRelease:
     Raises:
         ValueError: what was passed cannot work; nothing has been changed.
     """
-    return GradientRelease(model, optimizer)
+    return GradientRelease(model, optimizer, batch_bytes)
 
 
 class GradientRelease:
     """The handle of `release_gradients`: the hooks, and what has happened since the last `optimizer.step()`."""
 
-    def __init__(self, model: nn.Module, optimizer: AdamW) -> None:
-        _check(model, optimizer)
-        self.optimizer = optimizer
-        self.stepped: set[int] = set()  # indices of the parameters that have moved in this step
-        self.norms: list[Tensor] = []
+    def __init__(self, model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
+        _check(model, optimizer, batch_bytes)
+        self.optimizer, self.batch_bytes = optimizer, batch_bytes
+        self.taken: set[int] = set()  # indices of the parameters whose gradients have been taken in this step
+        self.batches: dict[torch.device, Batch] = {}  # backward runs in a thread of its own on every device
+        self.streams: dict[torch.device, Optional[torch.cuda.Stream]] = {}  # that stepped last
+        self.steps = ReleasedSteps(optimizer)
         self.names = {id(param): name for name, param in model.named_parameters()}
         self.handles = [model.register_forward_pre_hook(self._before_forward)]
         for number, index, param in optimizer.indexed_parameters():
@@ -77,6 +86,7 @@ class GradientRelease:
         for handle in self.handles:
             handle.remove()
         self.handles = []
+        self.finish_backward()
         if self.optimizer.release is self:
             self.optimizer.release = None
 
@@ -97,12 +107,23 @@ class GradientRelease:
                 "call handle.remove()"
             )
 
+    def finish_backward(self) -> None:
+        """Step what has been collected: called when backward ends, and by `step`, should backward have failed."""
+        for device in list(self.batches):
+            self._step_batch(device)
+        for device in self.streams:
+            self._follow(device, current_stream(device))
+        self.steps.count()
+
+    def drop_pending(self) -> None:
+        """Forget gradients that have been collected and not used: backward has failed."""
+        self.batches.clear()
+
     def end_step(self) -> None:
         """The mark between two steps, set by `optimizer.step` and `zero_grad`."""
-        if self.norms:
-            norms = [norm.to(self.norms[0].device) for norm in self.norms]
-            self.optimizer.grad_norm = torch.linalg.vector_norm(torch.stack(norms))
-        self.stepped, self.norms = set(), []
+        self.finish_backward()
+        self.steps.end()
+        self.taken = set()
 
     # ---- hooks ----------------------------------------------------------------------------------------
 
@@ -110,7 +131,7 @@ class GradientRelease:
         # Not in inference, and not when checkpointing recomputes the model inside its backward pass.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        if self.stepped:
+        if self.taken:
             raise ValueError(
                 "release_gradients: the model runs forward again before optimizer.step(). Gradient accumulation "
                 "cannot work: the first backward pass has already moved the weights. Call optimizer.step() after every "
@@ -124,26 +145,57 @@ class GradientRelease:
             )
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
-        def step_and_free(param: Tensor) -> None:
-            if index in self.stepped:
-                param.grad = None  # no later step must use a part of a gradient
+        def take(param: Tensor) -> None:
+            grad, param.grad = param.grad, None
+            assert grad is not None
+            if index in self.taken:
                 raise ValueError(
                     f"release_gradients: a second gradient for {self.names[id(param)]!r} before optimizer.step(). Two "
                     "backward passes cannot be accumulated: the first has already moved the weights. Call "
                     "optimizer.step() after every backward(), or add the losses and call backward() once. (If there "
                     "was one pass: segments under reentrant checkpointing share this weight; use_reentrant=False)"
                 )
-            self.stepped.add(index)
-            norm = self.optimizer.step_parameter(number, index, param)
-            if norm is not None:
-                self.norms.append(norm)
-            param.grad = None
+            self.taken.add(index)
+            self._collect(number, index, param, grad)
 
-        return step_and_free
+        return take
+
+    def _collect(self, number: int, index: int, param: Tensor, grad: Tensor) -> None:
+        device = grad.device
+        in_backward = torch._C._current_graph_task_id() != -1
+        batch = self.batches.get(device)
+        if batch is not None and batch.raw_stream != raw_stream(device):
+            self._step_batch(device)
+            batch = None
+        if batch is None:
+            batch = self.batches[device] = Batch(device)
+            if in_backward:
+                torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+        batch.add(Entry(number, index, param, grad))
+        if batch.bytes >= self.batch_bytes or not in_backward:
+            self._step_batch(device)
+
+    def _step_batch(self, device: torch.device) -> None:
+        batch = self.batches.pop(device)
+        self._follow(device, batch.stream)
+        elsewhere = batch.stream is not None and batch.raw_stream != raw_stream(device)
+        with torch.cuda.stream(batch.stream) if elsewhere else contextlib.nullcontext():
+            self.steps.step(batch)
+
+    def _follow(self, device: torch.device, stream: Optional[torch.cuda.Stream]) -> None:
+        """Let `stream` wait for the one that stepped last: FSDP2 completes gradients on a stream of its own."""
+        last = self.streams.get(device)
+        if stream is not None and last is not None and last != stream:
+            stream.wait_stream(last)
+        self.streams[device] = stream
 
 
-def _check(model: nn.Module, optimizer: AdamW) -> None:
+def _check(model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
     """ValueError for what can be told before the first backward pass."""
+    if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 1:
+        raise ValueError(
+            f"release_gradients: batch_bytes {batch_bytes!r} must be a number of bytes, for example {32 * 2**20}"
+        )
     if not isinstance(optimizer, AdamW):
         raise ValueError(f"release_gradients steps an overcoat.AdamW, got {type(optimizer).__name__}")
     if optimizer.release is not None:

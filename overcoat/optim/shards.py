@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def check_placements(param: Tensor) -> None:
@@ -83,6 +84,8 @@ def gather(tensor: Tensor) -> Tensor:
     """All of a DTensor, on every process."""
     if not isinstance(tensor, DTensor):
         return tensor
+    if tensor.to_local().device.type != tensor.device_mesh.device_type:  # an offloaded state
+        tensor = _from_local(tensor, tensor.to_local().to(tensor.device_mesh.device_type), tensor.shape)
     own = tensor.to_local()
     if tensor.dtype == torch.int16:  # which neither gloo nor NCCL sends
         return _from_local(tensor, own.int(), tensor.shape).full_tensor().to(torch.int16)
@@ -127,25 +130,40 @@ def wrap_state(param: Tensor, value: Tensor, shape: tuple[int, ...]) -> Tensor:
     return _from_local(param, value, torch.Size(shape))
 
 
-def place_state(param: Tensor, saved: Tensor) -> Tensor:
-    """A copy of a saved state tensor, however it was laid out, laid out for `param` and on its device."""
+def place_state(param: Tensor, saved: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device` of a saved state tensor, however it was laid out, laid out for `param`."""
     shape = tuple(saved.shape)
     if isinstance(saved, DTensor) and layout_of(saved) == layout_of(param):
-        return wrap_state(param, _copy(saved.to_local(), param), shape)
+        return wrap_state(param, _copy(saved.to_local(), device), shape)
     whole = gather(saved.detach())
     start = first_row(param) if shape and _shards_state(param) else 0
     part = whole[start : start + state_shape(param, shape)[0]] if shape else whole
-    return wrap_state(param, _copy(part, param), shape)
+    return wrap_state(param, _copy(part, device), shape)
+
+
+def copy_of(state: Tensor) -> Tensor:
+    """A copy of a state tensor in memory of its own."""
+    return rewrap(state, local(state.detach()).clone())
+
+
+def rewrap(like: Tensor, value: Tensor) -> Tensor:
+    """This process' part `value` as the same kind of tensor as the state tensor `like`."""
+    return _from_local(like, value, like.shape) if isinstance(like, DTensor) else value
 
 
 def _from_local(like: DTensor, value: Tensor, shape: torch.Size) -> DTensor:
-    """A contiguous DTensor with this process' part `value`, laid out as `like`; no communication."""
+    """A contiguous DTensor with this process' part `value`, laid out as `like`; no communication, no copy."""
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(value, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    mesh, placements = like.device_mesh, like.placements
+    if value.device.type == mesh.device_type:
+        return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
+    # `from_local` would move an offloaded state to the mesh's device. FSDP2 builds its own offloaded parameters so.
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, value.dtype))
+    return DTensor(value, spec, requires_grad=False)
 
 
-def _copy(value: Tensor, param: Tensor) -> Tensor:
-    return value.detach().to(param.device, copy=True).contiguous()
+def _copy(value: Tensor, device: torch.device) -> Tensor:
+    return value.detach().to(device, copy=True).contiguous()
 
 
 def _shards_state(param: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """What AdamW keeps for a parameter: plain tensors, their shapes and dtypes, and how they travel in a state
 dict.
 
-    step               0-d FP32, on the parameter's device, as torch's fused AdamW
+    step               0-d FP32, on the parameter's device, as torch's fused AdamW; the rest may be offloaded
     exp_avg            codes of m in the parameter's shape
     exp_avg_amax       BF16 (dim0, n): maxima of m's groups; (n,) for a 1-d parameter
     exp_avg_exponent   uint8, same shape: k16, only if m's code is expanded
@@ -17,6 +17,8 @@ n = number of groups in a row (`overcoat.kernels.adamw.rows_of`).
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +28,33 @@ from overcoat.expansion import EXPONENT_STEPS
 from overcoat.kernels.adamw import rows_of
 from overcoat.masters import REMAINDER_DTYPE, resolve_master
 from overcoat.moments import MOMENT_CODES
-from overcoat.optim.shards import local, place_state, state_shape, wrap_state
+from overcoat.optim.pieces import packed
+from overcoat.optim.shards import place_state, state_shape, wrap_state
+
+
+class State(dict[str, Tensor]):
+    """The state of one parameter. It counts writes to any state of any optimizer, in `State.writes`.
+
+    A step must know whether somebody has replaced a tensor since the last one; to look at thousands of them every time
+    would cost the host more than the rest of its work.
+    """
+
+    writes = 0
+
+
+def _counted(name: str) -> Any:
+    method = getattr(dict, name)
+
+    @functools.wraps(method)
+    def write(self: State, *args: Any, **kwargs: Any) -> Any:
+        State.writes += 1
+        return method(self, *args, **kwargs)
+
+    return write
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(State, _name, _counted(_name))
 
 
 class Field(NamedTuple):
@@ -58,12 +86,13 @@ def state_fields(param: Tensor, group: dict[str, Any]) -> dict[str, Field]:
     return fields
 
 
-def init_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+def init_state(param: Tensor, group: dict[str, Any], offload: bool = False) -> dict[str, Tensor]:
     """The state before the first step: both moments zero, the master equal to the parameter."""
     state = {}
     for name, field in state_fields(param, group).items():
         dtype = torch.uint8 if field.dtype.itemsize == 1 else field.dtype  # the 8-bit floats cannot be filled
-        value = torch.full(state_shape(param, field.shape), field.fill, dtype=dtype, device=param.device)
+        device = _home(name, param, offload)
+        value = torch.full(state_shape(param, field.shape), field.fill, dtype=dtype, device=device)
         state[name] = wrap_state(param, value.view(field.dtype), field.shape)
     return state
 
@@ -85,11 +114,21 @@ def check_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], ind
             )
 
 
-def restore_state(saved: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+def restore_state(saved: dict[str, Any], param: Tensor, offload: bool = False) -> dict[str, Tensor]:
     """A copy of a saved state, laid out as the parameter, every tensor with its own dtype and bits."""
-    return {name: place_state(param, value) for name, value in saved.items()}
+    return {name: place_state(param, value, _home(name, param, offload)) for name, value in saved.items()}
 
 
-def state_bytes(state: dict[str, Tensor]) -> int:
-    """Bytes of one parameter's state in this process."""
-    return sum(local(value).numel() * value.element_size() for value in state.values())
+def _home(name: str, param: Tensor, offload: bool) -> torch.device:
+    return torch.device("cpu") if offload and name != "step" else param.device
+
+
+def bytes_to_offload(param: Tensor, group: dict[str, Any]) -> int:
+    """Bytes of one parameter's state that offload keeps in this process' host memory, padding included."""
+    fields = state_fields(param, group)
+    sizes = [
+        math.prod(state_shape(param, field.shape)) * field.dtype.itemsize
+        for name, field in fields.items()
+        if name != "step"
+    ]
+    return packed(sizes)[1]

@@ -6,45 +6,12 @@ import io
 import pytest
 import torch
 
+from overcoat import memory
 from overcoat.kernels.adamw import adamw_step_, gradients_sum_squares
 from overcoat.moments import MOMENT_CODES, MOMENTS
 from overcoat.optim.adamw import AdamW
 from overcoat.optim.state import init_state
-
-SHAPES = [(), (1,), (5,), (300,), (3, 128), (4, 200), (6, 3, 3, 5), (0, 7), (2, 0)]
-
-
-def make_params(dtype=torch.float32, shapes=SHAPES, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
-
-
-def set_grads(params, step, scale=1.0):
-    generator = torch.Generator().manual_seed(1000 + step)
-    for p in params:
-        p.grad = (torch.randn(p.shape, generator=generator) * scale * (1 + step % 3)).to(p.dtype)
-
-
-def train(params, optimizer, steps, first=0, **kwargs):
-    for step in range(first, first + steps):
-        set_grads(params, step)
-        optimizer.step(**kwargs)
-
-
-def snapshot(params, optimizer):
-    states = [optimizer.state[p] for p in params if p in optimizer.state]
-    return [p.detach().clone() for p in params] + [v.clone() for state in states for v in state.values()]
-
-
-def assert_same_bits(left, right):
-    assert len(left) == len(right)
-    for a, b in zip(left, right):
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
-        assert torch.equal(
-            a.contiguous().view(torch.uint8) if a.dim() else a,
-            b.contiguous().view(torch.uint8) if b.dim() else b,
-        )
+from tests.optim.harness import SHAPES, assert_same_bits, make_params, set_grads, snapshot, train
 
 
 def test_fp32_moments_equal_torch_over_100_steps():
@@ -395,7 +362,7 @@ def test_state_bytes_per_parameter(moments, limit):
     optimizer = AdamW([w], moments=moments)
     w.grad = torch.ones_like(w)
     optimizer.step()
-    assert optimizer.state_bytes() / w.numel() == pytest.approx(limit, abs=5e-4)
+    assert memory.optimizer_bytes(optimizer) / w.numel() == pytest.approx(limit, abs=5e-4)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ def make_pair(dtype=torch.bfloat16, model=None, **options):
 
 
 def loss_of(model, step):
-    return model(torch.randint(50, (40,), generator=torch.Generator().manual_seed(step)))
+    tokens = torch.randint(50, (40,), generator=torch.Generator().manual_seed(step))
+    return model(tokens.to(model.head.weight.device))
 
 
 def train(model, optimizer, steps=4):
@@ -85,25 +86,34 @@ def test_released_steps_equal_ordinary_ones_bit_for_bit(dtype, moments, reentran
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_one_gradient_is_alive_at_a_time(reentrant):
+@pytest.mark.parametrize("batch_bytes", [1, 12_000])
+def test_gradients_alive_are_bounded(reentrant, batch_bytes):
+    """One at a time, or fewer bytes than asked for and the newest; the second steps some together."""
     model, optimizer = make_pair(model=Tied(reentrant))
-    seen = []  # (name, weak reference to the gradient); the hook runs before the one that steps
+    seen, most = [], 0  # (name, bytes, weak reference to the gradient); the hook runs before the one that takes it
 
     def record(name):
         def hook(param):
-            alive = [other for other, grad in seen if grad() is not None]
-            assert not alive
+            nonlocal most
+            alive = sum(size for _, size, grad in seen if grad() is not None)
+            assert alive < batch_bytes
+            most = max(most, alive)
             assert [n for n, p in model.named_parameters() if p.grad is not None] == [name]
-            seen.append((name, weakref.ref(param.grad)))
+            seen.append((name, param.grad.nbytes, weakref.ref(param.grad)))
 
         return hook
 
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(record(name))
-    release_gradients(model, optimizer)
-    loss_of(model, 0).backward()
-    assert sorted(name for name, _ in seen) == sorted(name for name, _ in model.named_parameters())
-    assert all(p.grad is None for p in model.parameters())
+    release_gradients(model, optimizer, batch_bytes=batch_bytes)
+    for step in range(2):
+        loss_of(model, step).backward()
+        assert sorted(name for name, *_ in seen) == sorted(name for name, _ in model.named_parameters())
+        assert all(p.grad is None for p in model.parameters())
+        assert all(grad() is None for *_, grad in seen)
+        assert (most > 0) == (batch_bytes > 1)
+        optimizer.step()
+        seen.clear()
 
 
 def test_loading_a_state_while_released_takes_its_learning_rate_too():
@@ -167,6 +177,62 @@ def test_closure_and_frozen_parameters():
     losses = [optimizer.step(closure).item() for _ in range(15)]
     assert losses[-1] < losses[0]
     assert torch.equal(model.norm.weight, before)
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 3000, 2**25])
+def test_any_size_of_batches_gives_the_same_bits(batch_bytes, device):
+    runs = [make_pair(model=Tied().to(device)) for _ in range(2)]
+    release_gradients(*runs[0], batch_bytes=batch_bytes)
+    for run in runs:
+        train(*run, 5)
+    assert same_bits(snapshot(*runs[0]), snapshot(*runs[1]))
+    torch.testing.assert_close(runs[0][1].grad_norm, runs[1][1].grad_norm, rtol=1e-6, atol=0)
+
+
+def test_other_batches_than_last_time():
+    """Parameters drop out and come back, so that kept buckets do not fit."""
+    runs = [make_pair() for _ in range(2)]
+    release_gradients(*runs[0], batch_bytes=8000)
+    for model, optimizer in runs:
+        for step in range(6):
+            model.norm.requires_grad_(step % 3 != 1)
+            model.blocks[0].requires_grad_(step % 2 == 0)
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_bits(snapshot(*runs[0]), snapshot(*runs[1]))
+    steps = [int(runs[0][1].state[p]["step"]) for p in (runs[0][0].norm.bias, runs[0][0].head.weight)]
+    assert steps == [4, 6]
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("then", ["zero_grad", "step"])
+def test_gradients_of_a_backward_pass_that_failed(then):
+    """zero_grad forgets what was collected, step uses it; in neither case is anything left for later."""
+    model, optimizer = make_pair()
+    release_gradients(model, optimizer)
+    train(model, optimizer, 1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    x = Broken.apply(model.embedding(torch.arange(9)))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.head(model.norm(x)).square().sum().backward()
+    getattr(optimizer, then)()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == ({"norm.weight", "norm.bias"} if then == "step" else set())
+    optimizer.step()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert optimizer.state[model.norm.bias]["step"] == (3 if then == "step" else 2)
+    assert optimizer.state[model.head.weight]["step"] == 2
 
 
 # ---- refusals: each names the reason, and nothing has changed -------------------------------------------
@@ -253,6 +319,9 @@ def test_what_cannot_be_released_is_named():
     model, optimizer = make_pair()
     with pytest.raises(ValueError, match="not in the model"):
         release_gradients(model.norm, optimizer)
+    for wrong in (0, 1.5, True):
+        with pytest.raises(ValueError, match=f"batch_bytes {wrong}"):
+            release_gradients(model, optimizer, batch_bytes=wrong)
     with pytest.raises(ValueError, match="got SGD"):
         release_gradients(model, torch.optim.SGD(model.parameters()))
     loss_of(model, 0).backward()
@@ -271,3 +340,79 @@ def test_a_copied_optimizer_is_not_released():
     release_gradients(model, optimizer)
     train(model, optimizer, 1)
     assert copy.deepcopy(optimizer).release is None
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch_bytes", [1, 3000])
+def test_the_host_never_waits(batch_bytes):
+    model, optimizer = make_pair(model=Tied().cuda())
+    release_gradients(model, optimizer, batch_bytes=batch_bytes)
+    train(model, optimizer, 3)
+    tokens = torch.arange(40, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            model(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.state[model.head.weight]["step"] == 6
+
+
+@pytest.mark.gpu
+def test_a_non_finite_gradient_on_the_gpu_skips_its_own_parameter_only():
+    """Also where its step was foreseen: it is not counted."""
+    model, optimizer = make_pair(model=Tied().cuda())
+    release_gradients(model, optimizer)
+    train(model, optimizer, 3)
+    before = [p.detach().clone() for p in model.parameters()]
+    states = {p: copy.deepcopy(optimizer.state[p]) for p in (model.norm.weight, model.head.weight)}
+    for param in states:
+        param.register_hook(lambda grad: grad * torch.nan)
+    loss_of(model, 3).backward()
+    optimizer.step()
+    moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before)]
+    assert moved == [all(p is not skipped for skipped in states) for p in model.parameters()]
+    for param, state in states.items():
+        assert same_bits(list(optimizer.state[param].values()), list(state.values()))
+    assert optimizer.skipped_steps == 2
+    assert optimizer.state[model.norm.bias]["step"] == 4
+    assert optimizer.grad_norm.isnan()
+
+
+@pytest.mark.gpu
+def test_gradients_that_another_stream_has_made():
+    """Forward on a stream of its own: autograd runs the hooks there, and ends the backward pass on the caller's."""
+    runs = [make_pair(model=Tied().cuda()) for _ in range(2)]
+    release_gradients(*runs[0], batch_bytes=3000)
+    side = torch.cuda.Stream()
+    for model, optimizer in runs:
+        for step in range(5):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                loss = loss_of(model, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_bits(snapshot(*runs[0]), snapshot(*runs[1]))
+
+
+@pytest.mark.gpu
+def test_gradient_memory_of_a_backward_pass():
+    """32 matrices of 2 MB: two of them alive and a little more, instead of 64 MB."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32))).to("cuda", torch.bfloat16)
+    optimizer = AdamW(model.parameters())
+    release_gradients(model, optimizer, batch_bytes=2**21)
+    x = torch.randn(1, 1024, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 6 * 2**20

@@ -1,15 +1,20 @@
 """Launching the fused AdamW step: the CUDA face of `overcoat::adamw_step_`.
 
-A `Plan` holds what stays the same from step to step: the device tables of addresses and tiles. It is built when a list
-of parameters is seen for the first time and found again by the addresses of all its tensors. The gradients' addresses
-change with every step: they travel through pinned memory of their own, without synchronization.
+A `Plan` holds what stays the same from step to step: the device tables of addresses and tiles. Who steps the same
+parameters again and again keeps it (`optim.bucket`); the op itself finds it again by the addresses of all its tensors.
+
+`skip` may be one flag for all or one per tensor. The kernels read a single flag, so a tensor that is skipped alone gets
+another row of the table: no groups, and a step counter that nobody reads.
+
+Legend: T tensors.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from functools import lru_cache
-from typing import Any, List, NamedTuple
+from itertools import chain
+from typing import Any, List, NamedTuple, Optional
 
 import torch
 import triton
@@ -19,9 +24,9 @@ from overcoat import de8
 from overcoat.expansion import EXPONENT_STEPS
 from overcoat.kernels.adamw import adamw_step_, rows_of, step_coefficients
 from overcoat.kernels.gpu.adamw import FIELDS, adamw_kernel, count_steps_kernel
-from overcoat.kernels.gpu.hardware import on_device
-from overcoat.kernels.gpu.multi_tensor import TRITON_TYPE, readable, tile_table, upload
-from overcoat.kernels.gpu.sum_squares import NormTables, partial_sums
+from overcoat.kernels.gpu.launch import cdiv, on_device
+from overcoat.kernels.gpu.multi_tensor import TRITON_TYPE, contiguous, tile_table
+from overcoat.kernels.gpu.sum_squares import Gradients
 from overcoat.masters import RANDOM_BITS
 from overcoat.moments import MOMENT_CODES, range_log2
 
@@ -31,6 +36,11 @@ TILE = 2048
 NUM_WARPS = 4
 # Expansion waits for the special function unit, so more programs at once pay: 4.00 ms instead of 4.25 with "fp8".
 MAX_REGISTERS_EXPANDED = 72
+# Step counters that one program counts.
+COUNTERS = 128
+# Triton's interpreter runs the kernels on CPU tensors.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+_GROUPS, _STEP = FIELDS.index("groups"), FIELDS.index("step")
 
 
 @lru_cache(maxsize=16)
@@ -44,6 +54,7 @@ class _Launch(NamedTuple):
     """One launch: the tiles of all tensors whose rows lie in memory in the same way."""
 
     tiles: Tensor  # int64 (programs,)
+    programs: int
     flat: bool
     align: int
 
@@ -65,11 +76,73 @@ class Options(NamedTuple):
     group_size: int
 
 
+class Upcoming(NamedTuple):
+    """The step that each of T parameters takes next: its number, FP32 (T,), and `step_coefficients`, FP32 (T, 3)."""
+
+    steps: Tensor
+    coefficients: Tensor
+
+
+class Table:
+    """The device table of T parameters, rows int64 (T, FIELDS): counting their steps, and skipping some of them."""
+
+    def __init__(self, rows: Tensor, device: torch.device) -> None:
+        self.device, self.tensors = device, len(rows)
+        self.rows = rows.to(device)
+        self.steps = torch.empty(self.tensors, dtype=torch.float32, device=device)
+        self.never = torch.zeros((), dtype=torch.bool, device=device)
+        self.always = torch.ones((), dtype=torch.bool, device=device)
+        self.idle: Optional[Tensor] = None  # the rows of parameters that are skipped
+
+    @classmethod
+    def of_counters(cls, counters: List[Tensor]) -> Table:
+        """Of step counters alone, 0-d FP32 tensors that lie anywhere on one device."""
+        rows = torch.zeros(len(counters), len(FIELDS), dtype=torch.int64)
+        rows[:, _STEP] = torch.tensor(list(map(Tensor.data_ptr, counters)))
+        return cls(rows, counters[0].device)
+
+    def skipping(self, skip: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, one flag) that stand for `skip`, 0-d or (T,)."""
+        if not skip.dim():
+            return self.rows, skip
+        if self.idle is None:
+            self.nobodys = torch.zeros((), device=self.device)
+            self.idle = self.rows.clone()
+            self.idle[:, _GROUPS] = 0
+            self.idle[:, _STEP] = self.nobodys.data_ptr()
+        return torch.where(skip.unsqueeze(1), self.idle, self.rows), self.never
+
+    def count(self, rows: Tensor, skip: Tensor) -> Tensor:
+        """Increment every counter unless skipped (0-d); returns all, FP32 (T,), valid until the next call."""
+        count_steps_kernel[(cdiv(self.tensors, COUNTERS),)](rows, self.steps, skip, self.tensors, len(FIELDS), COUNTERS)
+        return self.steps
+
+    def count_step(self, skip: Tensor) -> None:
+        """Count the step of every parameter; skip 0-d or (T,)."""
+        with on_device(self.device):
+            self.count(*self.skipping(skip))
+
+    def take_step(self, lr: Tensor, skip: Tensor, options: Options) -> Upcoming:
+        """The same, and return what the step needs."""
+        with on_device(self.device):
+            return _upcoming(self.count(*self.skipping(skip)), lr, options)
+
+    def foresee_step(self, lr: Tensor, options: Options) -> Upcoming:
+        """What `take_step` will return, without counting."""
+        with on_device(self.device):
+            return _upcoming(self.count(self.rows, self.always) + 1.0, lr, options)
+
+
+def _upcoming(steps: Tensor, lr: Tensor, of: Options) -> Upcoming:
+    return Upcoming(steps, step_coefficients(steps, lr, of.beta1, of.beta2, of.eps, of.weight_decay))
+
+
 class Plan:
     """What stays the same from step to step for one list of parameters: device tables and compile-time choices.
 
     Args:
-        tensors: the lists of `adamw_step_`, by the names in `gpu.adamw.FIELDS`; contiguous, not empty.
+        tensors: the lists of `adamw_step_`, by the names in `gpu.adamw.FIELDS`; contiguous, not empty. Without "step"
+            only `launch` works.
         group_size, keys, first_groups: as `adamw_step_` takes them.
     """
 
@@ -98,98 +171,104 @@ class Plan:
                 "key": keys[i],
             }
             rows.append([fields.get(name, 0) for name in FIELDS])
-        self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
-        self.launches = [_Launch(tile_table(count).to(self.device), *kind) for kind, count in counts.items()]
-        self.steps = torch.empty(len(params), dtype=torch.float32, device=self.device)
-        self.norm = NormTables([param.numel() for param in params], self.device)
-        self.addresses: List[int] = []
-        self.grads = self.table  # int64 (T,) once `set_gradients` was called
-        self.grad_dtype = self.dtype
-        self.copies: List[Tensor] = []
+        self.table = Table(torch.tensor(rows, dtype=torch.int64), self.device)
+        self.launches = [
+            _Launch(tile_table(count).to(self.device), sum(count), *kind) for kind, count in counts.items()
+        ]
 
-    def set_gradients(self, grads: List[Tensor]) -> None:
-        """Tell where the gradients of the coming step lie; they are uploaded if that changed."""
-        as_read = readable(grads)
-        self.copies = [] if as_read is grads else as_read  # alive until the step has been launched
-        self.grad_dtype = grads[0].dtype
-        addresses = [grad.data_ptr() for grad in as_read]
-        if addresses != self.addresses:
-            self.addresses, self.grads = addresses, upload(addresses, self.device)
-
-    def sum_squares(self) -> Tensor:
-        """`gradients_sum_squares` of the gradients that were set."""
+    def step(self, gradients: Gradients, lr: Tensor, grad_factor: Tensor, skip: Tensor, options: Options) -> None:
+        """Step every parameter; the arguments are those of `adamw_step_`, but skip may be (T,)."""
         with on_device(self.device):
-            return partial_sums(self.norm, self.grads, self.grad_dtype).sum()
+            rows, skip = self.table.skipping(skip)
+            upcoming = _upcoming(self.table.count(rows, skip), lr, options)
+            self._launch(rows, gradients.addresses, gradients.dtype, upcoming, grad_factor, skip, options)
 
-    def step(self, lr: Tensor, grad_factor: Tensor, skip: Tensor, options: Options) -> None:
-        """Step every parameter by the gradients that were set; the arguments are those of `adamw_step_`."""
-        block = 128
-        with on_device(self.device):
-            count_steps_kernel[(triton.cdiv(len(self.addresses), block),)](
-                self.table, self.steps, skip, len(self.addresses), len(FIELDS), block
-            )
-            coefficients = step_coefficients(
-                self.steps, lr, options.beta1, options.beta2, options.eps, options.weight_decay
-            )
-            for launch in self.launches:
-                if len(launch.tiles):
-                    self._launch(launch, coefficients, grad_factor, skip, options)
-        self.copies = []
-
-    def _launch(
+    def launch(
         self,
-        launch: _Launch,
-        coefficients: Tensor,
+        addresses: Tensor,
+        grad_dtype: torch.dtype,
+        upcoming: Upcoming,
         grad_factor: Tensor,
         skip: Tensor,
         options: Options,
     ) -> None:
-        m, v = MOMENT_CODES[options.m_code], MOMENT_CODES[options.v_code]
-        adamw_kernel[(len(launch.tiles),)](
-            launch.tiles,
-            self.table,
-            self.grads,
-            coefficients,
-            self.steps,
-            grad_factor,
-            skip,
-            _de8_tables(True, self.device),
-            _de8_tables(False, self.device),
-            options.beta1,
-            1.0 - options.beta1,
-            options.beta2,
-            1.0 - options.beta2,
-            PARAM=TRITON_TYPE[self.dtype],
-            GRAD=TRITON_TYPE[self.grad_dtype],
-            FIRST=TRITON_TYPE[m.dtype],
-            SECOND=TRITON_TYPE[v.dtype],
-            REMAINDER=None if self.remainder_dtype is None else TRITON_TYPE[self.remainder_dtype],
-            M_CODE=m.base,
-            M_EXPANDED=m.expanded,
-            M_RANGE=EXPONENT_STEPS * range_log2(m.base, signed=True) if m.expanded else 0.0,
-            V_CODE=v.base,
-            V_EXPANDED=v.expanded,
-            V_RANGE=EXPONENT_STEPS * range_log2(v.base, signed=False) if v.expanded else 0.0,
-            MASTER=options.master,
-            RANDOM=RANDOM_BITS[options.master],
-            G=options.group_size,
-            GROUPS=TILE // options.group_size,
-            FLAT=launch.flat,
-            ALIGN=launch.align,
-            NUM_FIELDS=len(FIELDS),
-            num_warps=NUM_WARPS,
-            maxnreg=MAX_REGISTERS_EXPANDED if m.expanded or v.expanded else None,
-            enable_fp_fusion=False,
-        )
+        """The update alone, where somebody else counts the steps; addresses of the gradients, int64 (T,)."""
+        with on_device(self.device):
+            rows, skip = self.table.skipping(skip)
+            self._launch(rows, addresses, grad_dtype, upcoming, grad_factor, skip, options)
+
+    def _launch(
+        self,
+        rows: Tensor,
+        addresses: Tensor,
+        grad_dtype: torch.dtype,
+        upcoming: Upcoming,
+        grad_factor: Tensor,
+        skip: Tensor,
+        options: Options,
+    ) -> None:
+        constants = _constants(self.dtype, grad_dtype, self.remainder_dtype, options)
+        signed, unsigned = _de8_tables(True, self.device), _de8_tables(False, self.device)
+        for launch in self.launches:
+            if launch.programs:
+                adamw_kernel[(launch.programs,)](
+                    launch.tiles,
+                    rows,
+                    addresses,
+                    upcoming.coefficients,
+                    upcoming.steps,
+                    grad_factor,
+                    skip,
+                    signed,
+                    unsigned,
+                    options.beta1,
+                    1.0 - options.beta1,
+                    options.beta2,
+                    1.0 - options.beta2,
+                    FLAT=launch.flat,
+                    ALIGN=launch.align,
+                    **constants,
+                )
+
+
+@lru_cache(maxsize=64)
+def _constants(
+    dtype: torch.dtype, grad_dtype: torch.dtype, remainder_dtype: Optional[torch.dtype], options: Options
+) -> dict[str, Any]:
+    """Compile-time arguments of the kernel and its launch options."""
+    m, v = MOMENT_CODES[options.m_code], MOMENT_CODES[options.v_code]
+    return {
+        "PARAM": TRITON_TYPE[dtype],
+        "GRAD": TRITON_TYPE[grad_dtype],
+        "FIRST": TRITON_TYPE[m.dtype],
+        "SECOND": TRITON_TYPE[v.dtype],
+        "REMAINDER": None if remainder_dtype is None else TRITON_TYPE[remainder_dtype],
+        "M_CODE": m.base,
+        "M_EXPANDED": m.expanded,
+        "M_RANGE": EXPONENT_STEPS * range_log2(m.base, signed=True) if m.expanded else 0.0,
+        "V_CODE": v.base,
+        "V_EXPANDED": v.expanded,
+        "V_RANGE": EXPONENT_STEPS * range_log2(v.base, signed=False) if v.expanded else 0.0,
+        "MASTER": options.master,
+        "RANDOM": RANDOM_BITS[options.master],
+        "G": options.group_size,
+        "GROUPS": TILE // options.group_size,
+        "NUM_FIELDS": len(FIELDS),
+        "num_warps": NUM_WARPS,
+        "maxnreg": MAX_REGISTERS_EXPANDED if m.expanded or v.expanded else None,
+        "enable_fp_fusion": False,
+    }
 
 
 # ---- the op ---------------------------------------------------------------------------------------------------
 
-_plans: OrderedDict[Any, Plan] = OrderedDict()
+_plans: OrderedDict[Any, tuple[Plan, Gradients]] = OrderedDict()
 _MAX_PLANS = 16
 
 
-def _plan(tensors: dict[str, List[Tensor]], group_size: int, keys: List[int], first_groups: List[int]) -> Plan:
+def _plan(
+    tensors: dict[str, List[Tensor]], group_size: int, keys: List[int], first_groups: List[int]
+) -> tuple[Plan, Gradients]:
     """The plan of these very tensors; the few used last are kept."""
     params = tensors["param"]
     identity = (
@@ -198,13 +277,16 @@ def _plan(tensors: dict[str, List[Tensor]], group_size: int, keys: List[int], fi
         tuple(keys),
         tuple(first_groups),
         tuple((param.dtype, param.shape) for param in params),
-        tuple(tensor.data_ptr() for of in tensors.values() for tensor in of),
+        tuple(map(Tensor.data_ptr, chain.from_iterable(tensors.values()))),
     )
-    plan = _plans.pop(identity, None) or Plan(tensors, group_size, keys, first_groups)
-    _plans[identity] = plan
+    found = _plans.pop(identity, None)
+    if found is None:
+        gradients = Gradients([param.numel() for param in params], params[0].device)
+        found = (Plan(tensors, group_size, keys, first_groups), gradients)
+    _plans[identity] = found
     if len(_plans) > _MAX_PLANS:
         _plans.popitem(last=False)
-    return plan
+    return found
 
 
 @adamw_step_.cuda
@@ -213,9 +295,9 @@ def adamw_step_triton(
     lr, grad_factor, skip, beta1, beta2, eps, weight_decay, m_code, v_code, master, group_size, keys, first_groups,
 ) -> None:  # fmt: skip
     """`adamw_step_` by the fused kernel; a non-contiguous parameter is copied there and back."""
-    contiguous = [param.contiguous() for param in params]
+    whole = [param.contiguous() for param in params]
     tensors = {
-        "param": contiguous,
+        "param": whole,
         "exp_avg": exp_avgs,
         "exp_avg_sq": exp_avg_sqs,
         "remainder": remainders,
@@ -224,9 +306,11 @@ def adamw_step_triton(
         "scale": exp_avg_sq_scales,
         "step": steps,
     }
-    plan = _plan(tensors, group_size, keys, first_groups)
-    plan.set_gradients(grads)
-    plan.step(lr, grad_factor, skip, Options(beta1, beta2, eps, weight_decay, m_code, v_code, master, group_size))
-    for param, copy in zip(params, contiguous, strict=True):
+    plan, gradients = _plan(tensors, group_size, keys, first_groups)
+    gradients.set(contiguous(grads))
+    options = Options(beta1, beta2, eps, weight_decay, m_code, v_code, master, group_size)
+    plan.step(gradients, lr, grad_factor, skip, options)
+    gradients.forget_copies()
+    for param, copy in zip(params, whole, strict=True):
         if copy is not param:
             param.copy_(copy)

@@ -6,6 +6,8 @@ lie. Addresses that change from step to step travel through pinned memory, witho
 
 from __future__ import annotations
 
+import operator
+from functools import reduce
 from typing import List
 
 import torch
@@ -37,9 +39,20 @@ def upload(values: List[int], device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def readable(tensors: List[Tensor]) -> List[Tensor]:
-    """The tensors as vector loads want them: contiguous and aligned to 16 bytes; copies where they are not."""
-    if all(map(Tensor.is_contiguous, tensors)) and not any(tensor.data_ptr() & 15 for tensor in tensors):
+def contiguous(tensors: List[Tensor]) -> List[Tensor]:
+    """The tensors; contiguous copies if any of them is not."""
+    if all(map(Tensor.is_contiguous, tensors)):
         return tensors
-    contiguous = [tensor.contiguous() for tensor in tensors]
-    return [tensor.clone() if tensor.data_ptr() & 15 else tensor for tensor in contiguous]
+    return [tensor.contiguous() for tensor in tensors]
+
+
+def aligned(tensors: List[Tensor]) -> tuple[List[Tensor], List[int]]:
+    """Contiguous tensors aligned to 16 bytes, as vector loads want them (else copies), and their addresses.
+
+    No Python call per tensor: a step does this for a thousand gradients.
+    """
+    addresses = list(map(Tensor.data_ptr, tensors))
+    if reduce(operator.or_, addresses, 0) & 15:
+        tensors = [tensor.clone() if tensor.data_ptr() & 15 else tensor for tensor in tensors]
+        addresses = list(map(Tensor.data_ptr, tensors))
+    return tensors, addresses

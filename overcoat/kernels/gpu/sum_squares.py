@@ -2,29 +2,33 @@
 
 It reads every gradient once, 2 bytes per parameter, and serves clipping and the check for inf and NaN at the same time.
 The order of the sum is fixed, so the result repeats bit for bit.
+
+Legend: T tensors.
 """
 
 from __future__ import annotations
 
-from typing import List
+from itertools import accumulate
+from typing import List, NamedTuple, Optional
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from overcoat.kernels.adamw import gradients_sum_squares
-from overcoat.kernels.gpu.hardware import on_device
-from overcoat.kernels.gpu.multi_tensor import TRITON_TYPE, readable, tile_table, upload
+from overcoat.kernels.gpu.launch import kernel, on_device
+from overcoat.kernels.gpu.multi_tensor import TRITON_TYPE, aligned, contiguous, tile_table, upload
 
 # Elements that a program reads at once, how often, its warps, and the depth of its pipeline.
 TILE = 4096
 SPAN = 16
 WARPS = 8
 STAGES = 1
+# Partial sums that a program of the second launch reads at once.
+BLOCK = 1024
 
 
-@triton.jit
+@kernel
 def _sum_squares_kernel(
     tiles, addresses, sizes, partials,
     TYPE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
@@ -42,34 +46,102 @@ def _sum_squares_kernel(
     tl.store(partials + tl.program_id(0), tl.sum(total))
 
 
-class NormTables:
-    """The tables of a list of tensors of these sizes: tiles (programs,) and sizes (T,), int64 on the device."""
+@kernel
+def _sum_partials_kernel(partials, first, sums, skips, BLOCK: tl.constexpr):
+    """sums FP32 (T,): of each tensor's partials, numbers first[t] to first[t + 1] - 1; skips bool (T,): not finite.
+
+    first int64 (T + 1,).
+    """
+    tensor = tl.program_id(0)
+    start, end = tl.load(first + tensor).to(tl.int32), tl.load(first + tensor + 1).to(tl.int32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    while start < end:
+        number = start + tl.arange(0, BLOCK)
+        total += tl.load(partials + number, number < end, 0.0)
+        start += BLOCK
+    sum_ = tl.sum(total)
+    tl.store(sums + tensor, sum_)
+    tl.store(skips + tensor, tl.where(sum_ < float("inf"), 0, 1).to(tl.int8))  # NaN is not below anything
+
+
+class Sums(NamedTuple):
+    """Of squares of T tensors, FP32 (T,), and which of them are not finite, bool (T,)."""
+
+    squares: Tensor
+    skips: Tensor
+
+
+class Gradients:
+    """The gradients of a list of parameters as kernels find them: their addresses on the device, and their squares.
+
+    Addresses change from step to step: they travel through pinned memory, without synchronization, when they did.
+
+    Args:
+        sizes: elements of each.
+        device: where they are.
+
+    Attributes:
+        addresses: int64 (T,) on the device, once `set` has been called.
+        dtype: of the gradients.
+    """
 
     def __init__(self, sizes: List[int], device: torch.device) -> None:
-        self.tiles = tile_table([-(-size // (TILE * SPAN)) for size in sizes]).to(device)
+        self.device = device
+        counts = [-(-size // (TILE * SPAN)) for size in sizes]
+        self.count, self.programs = len(sizes), sum(counts)
+        self.tiles = tile_table(counts).to(device)
         self.sizes = torch.tensor(sizes, dtype=torch.int64).to(device)
+        self.first = torch.tensor([0, *accumulate(counts)], dtype=torch.int64).to(device)
+        self.partials = torch.empty(self.programs, dtype=torch.float32, device=device)
+        self.addresses = self.sizes
+        self.dtype = torch.float32
+        self._known: List[int] = []
+        self._copies: List[Tensor] = []
 
+    def set(self, grads: List[Tensor]) -> None:
+        """Tell which gradients, contiguous, the coming launches read."""
+        vectors, addresses = aligned(grads)
+        self._copies = [] if vectors is grads else vectors
+        self.dtype = grads[0].dtype
+        if addresses != self._known:
+            self._known, self.addresses = addresses, upload(addresses, self.device)
 
-def partial_sums(tables: NormTables, addresses: Tensor, dtype: torch.dtype) -> Tensor:
-    """One FP32 sum of squares per program; addresses int64 (T,) on the device."""
-    partials = torch.empty(len(tables.tiles), dtype=torch.float32, device=tables.tiles.device)
-    if len(partials):
-        _sum_squares_kernel[(len(partials),)](
-            tables.tiles, addresses, tables.sizes, partials, TRITON_TYPE[dtype], TILE, SPAN, STAGES, num_warps=WARPS
-        )
-    return partials
+    def forget_copies(self) -> None:
+        """All that reads the gradients has been launched."""
+        self._copies = []
+
+    def sum_squares(self) -> Tensor:
+        """Of all elements of all gradients, 0-d FP32."""
+        with on_device(self.device):
+            return self._partial_sums().sum()
+
+    def sums_of_squares(self, sums: Optional[Sums] = None) -> Sums:
+        """Of each gradient; into `sums` if given, whose tensors begin at multiples of 16 bytes."""
+        if sums is None:
+            squares = torch.empty(self.count, dtype=torch.float32, device=self.device)
+            sums = Sums(squares, torch.empty(self.count, dtype=torch.bool, device=self.device))
+        with on_device(self.device):
+            _sum_partials_kernel[(self.count,)](self._partial_sums(), self.first, sums.squares, sums.skips, BLOCK)
+        return sums
+
+    def _partial_sums(self) -> Tensor:
+        """One FP32 sum of squares per program, valid until the next call."""
+        if self.programs:
+            _sum_squares_kernel[(self.programs,)](
+                self.tiles, self.addresses, self.sizes, self.partials, TRITON_TYPE[self.dtype], TILE, SPAN, STAGES,
+                num_warps=WARPS,
+            )  # fmt: skip
+        return self.partials
 
 
 @gradients_sum_squares.cuda
 def gradients_sum_squares_triton(grads: List[Tensor]) -> Tensor:
     by_dtype: dict[torch.dtype, List[Tensor]] = {}
-    for grad in grads:
+    for grad in contiguous(grads):
         by_dtype.setdefault(grad.dtype, []).append(grad)
-    device = grads[0].device
-    with on_device(device):
-        parts = []
-        for dtype, group in by_dtype.items():
-            group = readable(group)
-            addresses = upload([grad.data_ptr() for grad in group], device)
-            parts.append(partial_sums(NormTables([grad.numel() for grad in group], device), addresses, dtype))
-        return torch.cat(parts).sum()
+    parts = []
+    for same in by_dtype.values():
+        gradients = Gradients([grad.numel() for grad in same], grads[0].device)
+        gradients.set(same)
+        parts.append(gradients.sum_squares())
+    return torch.stack(parts).sum()

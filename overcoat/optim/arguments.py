@@ -1,0 +1,110 @@
+"""What a call of `overcoat::adamw_step_` takes, for parameters that are stepped together again and again."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from overcoat.kernels.adamw import adamw_step_
+
+if importlib.util.find_spec("triton") is not None:
+    from overcoat.kernels.gpu import adamw_launch, sum_squares
+else:  # the reference runs everywhere
+    adamw_launch = sum_squares = None  # type: ignore[assignment]
+
+# Names of the state tensors, by the op's and the kernel's names for their lists.
+STATE_LISTS = {
+    "exp_avg": "exp_avg",
+    "amax": "exp_avg_amax",
+    "exponent": "exp_avg_exponent",
+    "exp_avg_sq": "exp_avg_sq",
+    "scale": "exp_avg_sq_scale",
+    "remainder": "remainder",
+    "step": "step",
+}
+
+
+class Hyper(NamedTuple):
+    """Hyperparameters as the op takes them, but the learning rate."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    m_code: str
+    v_code: str
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Hyper:
+        """Those of a parameter group."""
+        beta1, beta2 = group["betas"]
+        m_code, v_code = group["moments"]
+        return cls(beta1, beta2, group["eps"], group["weight_decay"], m_code, v_code)
+
+
+class Arguments(NamedTuple):
+    """Lists of equal length, of plain tensors on one device, and what their parameters share.
+
+    Attributes:
+        params: of one dtype.
+        states: lists by the names of `STATE_LISTS`; empty where the codes need no such tensor.
+        keys, first_groups, master, group_size: as `adamw_step_` takes them.
+    """
+
+    params: list[Tensor]
+    states: dict[str, list[Tensor]]
+    keys: list[int]
+    first_groups: list[int]
+    master: str
+    group_size: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
+    def kernel_runs(self) -> bool:
+        """Whether the kernel can be launched on these very tensors: on a GPU, and in Triton's interpreter."""
+        return (
+            adamw_launch is not None
+            and (self.params[0].is_cuda or adamw_launch.INTERPRETED)
+            and all(map(Tensor.is_contiguous, self.params))
+        )
+
+    def plan(self) -> adamw_launch.Plan:
+        """The kernel's tables."""
+        return adamw_launch.Plan({"param": self.params, **self.states}, self.group_size, self.keys, self.first_groups)
+
+    def gradients(self) -> sum_squares.Gradients:
+        """The table of their gradients."""
+        return sum_squares.Gradients([param.numel() for param in self.params], self.device)
+
+    def options(self, hyper: Hyper) -> adamw_launch.Options:
+        """What the kernel is compiled for."""
+        return adamw_launch.Options(*hyper, self.master, self.group_size)
+
+    def call(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+        """Step by the op; skip may be one flag (0-d) or one per parameter (T,)."""
+        if skip.dim():
+            for i, grad in enumerate(grads):
+                self.part([i]).call([grad], lr, factor, skip[i], hyper)
+            return
+        of = self.states
+        adamw_step_(
+            self.params, grads, of["exp_avg"], of["amax"], of["exponent"], of["exp_avg_sq"], of["scale"],
+            of["remainder"], of["step"], lr, factor, skip, *hyper, self.master, self.group_size, self.keys,
+            self.first_groups,
+        )  # fmt: skip
+
+    def part(self, indices: list[int]) -> Arguments:
+        """Those of some of the parameters."""
+
+        def pick(values: list[Any]) -> list[Any]:
+            return [values[i] for i in indices] if values else []
+
+        states = {name: pick(tensors) for name, tensors in self.states.items()}
+        return self._replace(
+            params=pick(self.params), states=states, keys=pick(self.keys), first_groups=pick(self.first_groups)
+        )

@@ -1,0 +1,256 @@
+"""Offload: moments and remainders live in host memory and pass through the GPU in chunks while it steps.
+
+    host memory     page-locked, all states of a parameter in one buffer; step counts stay on the GPU
+    GPU             SLOTS staging buffers; parameters and gradients as ever
+
+    copy-in stream    [chunk 0][chunk 1][chunk 2]          [chunk 3] ...
+    current stream             [step 0] [step 1] [step 2]           ...
+    copy-out stream                     [chunk 0][chunk 1][chunk 2] ...
+
+A chunk is what fits into one staging buffer: whole parameters, or some rows of a large one (some groups of a large
+vector). A group is never cut and random numbers count groups in the whole parameter, so every bit is that of the step
+without offload. Events order the three streams; the host waits for nothing. Time: the states cross PCIe once each way
+per step, both ways at once; 3.05 bytes per parameter with "8bit" and "bf16+8".
+
+The last chunks are still on their way to host memory when `step` returns: read a state through `state_dict()`, which
+waits and copies, or after `torch.cuda.synchronize()`.
+
+On a CPU the same code runs with plain memory on both sides.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from overcoat.optim.arguments import Arguments, Hyper, adamw_launch
+from overcoat.optim.pieces import Piece, cut, packed, states_of
+from overcoat.optim.shards import local, rewrap
+
+# Staging buffers: one is filled, one is stepped, one is emptied.
+SLOTS = 3
+
+
+# ---- host memory -----------------------------------------------------------------------------------------
+
+
+class _PageLocked(mmap.mmap):
+    """Anonymous memory, locked for copies that the host does not wait for.
+
+    torch's own `pin_memory` rounds up to powers of two, which would cost a third more on average.
+    """
+
+    address = 0
+
+    def __new__(cls, size: int) -> _PageLocked:
+        return super().__new__(cls, -1, size)
+
+    def lock(self, address: int) -> None:
+        error = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 1))  # portable: for all GPUs
+        if error:
+            raise RuntimeError(
+                f"offload: CUDA error {error} while page-locking {len(self)} bytes of host memory for the optimizer's "
+                "states; free host memory, raise the container's limit, or use AdamW without offload"
+            )
+        self.address = address
+
+    def __del__(self) -> None:
+        if self.address and not sys.is_finalizing():
+            torch.cuda.synchronize()  # copies may still be on their way
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def _host_buffer(size: int, page_locked: bool) -> Tensor:
+    """uint8 (size,)."""
+    if not page_locked or not size:
+        return torch.empty(size, dtype=torch.uint8)
+    memory = _PageLocked(size)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    memory.lock(buffer.data_ptr())
+    return buffer
+
+
+def move_to_host(state: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
+    """A parameter's state with everything but the step count in one host buffer, page-locked if `param` is on a GPU."""
+    names = [name for name in state if name != "step"]
+    offsets, size = packed([local(state[name]).nbytes for name in names])
+    buffer = _host_buffer(size, param.is_cuda)
+    moved = dict(state)
+    for name, offset in zip(names, offsets, strict=True):
+        value = local(state[name])
+        host = buffer[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
+        _bytes(host).copy_(_bytes(value))
+        moved[name] = rewrap(state[name], host)
+    return moved
+
+
+def is_on_host(state: dict[str, Tensor], param: Tensor) -> bool:
+    """Whether a state is where `move_to_host` puts it."""
+    value = local(state["exp_avg"])
+    return value.device.type == "cpu" and (not param.is_cuda or not value.numel() or value.is_pinned())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+# ---- the device's side -----------------------------------------------------------------------------------
+
+
+class Staging:
+    """Staging buffers on one device, and the streams of copies, for all buckets of an optimizer.
+
+    Args:
+        device: of the parameters.
+        size: bytes of one buffer.
+    """
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.device, self.size = device, size
+        self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self.freed: list[Optional[torch.cuda.Event]] = [None] * SLOTS
+        self.next_slot = 0
+        if device.type == "cuda":
+            self.copy_in, self.copy_out = (torch.cuda.Stream(device) for _ in range(2))
+            self.copy_in.wait_stream(torch.cuda.current_stream(device))
+            for slot in self.slots:
+                slot.record_stream(self.copy_in)
+                slot.record_stream(self.copy_out)
+
+    def take_slot(self) -> int:
+        """Chunks use the buffers in turn."""
+        self.next_slot += 1
+        return (self.next_slot - 1) % SLOTS
+
+    @contextmanager
+    def holding(self, chunk: Chunk) -> Iterator[None]:
+        """Inside, the current stream finds the chunk's states on the device; what it makes of them goes back."""
+        if self.device.type != "cuda":
+            chunk.copy(to_device=True)
+            yield
+            chunk.copy(to_device=False)
+            return
+        current = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self.copy_in):
+            for event in (self.freed[chunk.slot], chunk.written):
+                if event is not None:
+                    self.copy_in.wait_event(event)
+            chunk.copy(to_device=True)
+        current.wait_stream(self.copy_in)
+        yield
+        with torch.cuda.stream(self.copy_out):
+            self.copy_out.wait_stream(current)
+            chunk.copy(to_device=False)
+            chunk.written = self.freed[chunk.slot] = self.copy_out.record_event()
+
+    def synchronize(self) -> None:
+        """Wait until all states are in host memory."""
+        if self.device.type == "cuda":
+            self.copy_out.synchronize()
+
+
+class Chunk:
+    """Pieces of parameters whose states fit into one staging buffer together.
+
+    Args:
+        whole: the bucket's parameters and states in host memory.
+        pieces: what the chunk has of them.
+        staging: holds the buffers.
+    """
+
+    def __init__(self, whole: Arguments, pieces: list[Piece], staging: Staging) -> None:
+        self.slot = staging.take_slot()
+        self.written: Optional[torch.cuda.Event] = None  # its states are in host memory again
+        self.pieces = pieces
+        host = [(name, piece.of(of[piece.owner])) for piece in pieces for name, of in states_of(whole).items()]
+        offsets, _ = packed([tensor.nbytes for _, tensor in host])
+        states: dict[str, list[Tensor]] = {name: [] for name in whole.states}
+        pairs = []
+        for (name, tensor), offset in zip(host, offsets, strict=True):
+            staged = staging.slots[self.slot][offset : offset + tensor.nbytes]
+            states[name].append(staged.view(tensor.dtype).view(tensor.shape))
+            pairs.append((tensor, offset))
+        self.spans = list(_merged(pairs, staging.slots[self.slot]))
+        self.arguments = whole._replace(
+            params=[piece.of(whole.params[piece.owner]) for piece in pieces],
+            states=states,
+            keys=[whole.keys[piece.owner] for piece in pieces],
+            first_groups=[whole.first_groups[piece.owner] + piece.first_group for piece in pieces],
+        )
+        self.plan: Any = self.arguments.plan() if whole.kernel_runs() else None
+        device = staging.device
+        self.owners = torch.tensor([piece.owner for piece in pieces]).to(device)
+        self.first_elements = torch.tensor([piece.first_element for piece in pieces]).to(device)
+
+    def copy(self, *, to_device: bool) -> None:
+        """All states, one way; on the current stream."""
+        for host, staged in self.spans:
+            if to_device:
+                staged.copy_(host, non_blocking=True)
+            else:
+                host.copy_(staged, non_blocking=True)
+
+
+def _merged(pairs: list[tuple[Tensor, int]], slot: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(host, staged) bytes to copy, for pairs of a host tensor and its offset in `slot`.
+
+    What lies one after the other on both sides, with the same padding, is copied at once: a whole parameter.
+    """
+    spans: list[list[Any]] = []  # [host storage, start, stop, offset in the slot]
+    for tensor, offset in pairs:
+        memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        start = tensor.data_ptr() - memory.data_ptr()
+        last = spans[-1] if spans else None
+        if last and last[0].data_ptr() == memory.data_ptr() and start - last[1] == offset - last[3]:
+            last[2] = start + tensor.nbytes
+        else:
+            spans.append([memory, start, start + tensor.nbytes, offset])
+    for memory, start, stop, offset in spans:
+        yield memory[start:stop], slot[offset : offset + stop - start]
+
+
+class Streamed:
+    """The step of a bucket whose states are in host memory.
+
+    Args:
+        arguments: parameters, contiguous, on the device; states in host memory, step counts on the device.
+        staging: the way between them.
+    """
+
+    def __init__(self, arguments: Arguments, staging: Staging) -> None:
+        self.arguments, self.staging = arguments, staging
+        self.chunks = [Chunk(arguments, pieces, staging) for pieces in cut(arguments, staging.size)]
+        self.table: Any = adamw_launch.Table.of_counters(arguments.states["step"]) if arguments.kernel_runs() else None
+
+    def step(self, grads: list[Tensor], gradients: Any, lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+        """One step; the arguments are those of `Bucket.step`. gradients: their table, or None to step by the op."""
+        if gradients is None:
+            self._step_by_op(grads, lr, factor, skip, hyper)
+            return
+        options = self.arguments.options(hyper)
+        upcoming = self.table.take_step(lr, skip, options)
+        for chunk in self.chunks:
+            with self.staging.holding(chunk):
+                addresses = gradients.addresses.index_select(0, chunk.owners)
+                addresses += chunk.first_elements * gradients.dtype.itemsize
+                skipped = skip.index_select(0, chunk.owners) if skip.dim() else skip
+                of_pieces = adamw_launch.Upcoming(*(values.index_select(0, chunk.owners) for values in upcoming))
+                chunk.plan.launch(addresses, gradients.dtype, of_pieces, factor, skipped, options)
+
+    def _step_by_op(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+        counters = self.arguments.states["step"]
+        for chunk in self.chunks:
+            # The op counts steps: each piece has a counter of its own for that.
+            chunk.arguments.states["step"][:] = [counters[piece.owner].clone() for piece in chunk.pieces]
+            parts = [piece.of(grads[piece.owner]) for piece in chunk.pieces]
+            skipped = skip.index_select(0, chunk.owners) if skip.dim() else skip
+            with self.staging.holding(chunk):
+                chunk.arguments.call(parts, lr, factor, skipped, hyper)
+        for counter, skipped in zip(counters, skip.expand(len(counters)), strict=True):
+            counter += ~skipped

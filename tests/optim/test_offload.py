@@ -1,0 +1,295 @@
+"""Offloaded states: every bit of the ordinary step, in host memory, through buffers of bounded size."""
+
+import copy
+import gc
+import io
+
+import pytest
+import torch
+
+from overcoat import AdamW, memory, release_gradients
+from overcoat.optim import offload
+from tests.optim.harness import SHAPES, assert_same_bits, make_params, set_grads, snapshot, train
+
+# One row of the widest matrix takes up to 1600 bytes: many chunks, larger parameters cut.
+SMALL = 3 * 2048
+KINDS = {
+    "8bit": {},
+    "fp8": {"moments": "fp8", "master": "bf16+16"},
+    "stochastic": {"moments": ("de8x", "sqrt8"), "master": "bf16", "group_size": 16},
+    "plain": {"moments": "fp32"},
+}
+
+
+def make(device, dtype=torch.bfloat16, offloaded=True, shapes=SHAPES, seed=0, buffer=SMALL, **options):
+    """Two parameter groups on a device, and their optimizer."""
+    params = make_params(dtype, shapes, seed, device)
+    groups = [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.0, "lr": 3e-3}]
+    if offloaded:
+        options |= {"offload": True, "offload_buffer": buffer}
+    return params, AdamW(groups, lr=1e-2, **options)
+
+
+def chunks_of(optimizer):
+    return [chunk for roster in optimizer._rosters.values() for bucket, _ in roster.parts
+            for chunk in bucket.streamed.chunks]  # fmt: skip
+
+
+@pytest.mark.parametrize("buffer", [SMALL, 2**20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_offloaded_steps_equal_ordinary_ones_bit_for_bit(kind, dtype, buffer, device):
+    """Clipped, with parameters that have no gradient at some steps."""
+    ordinary = make(device, dtype, offloaded=False, **KINDS[kind])
+    offloaded = make(device, dtype, buffer=buffer, **KINDS[kind])
+    for step in range(4):
+        for params, optimizer in (ordinary, offloaded):
+            set_grads(params, step)
+            if step == 1:
+                params[3].grad = None
+            optimizer.step(clip_grad_norm=0.5)
+    assert_same_bits(snapshot(*ordinary), snapshot(*offloaded))
+    torch.testing.assert_close(ordinary[1].grad_norm, offloaded[1].grad_norm, rtol=0, atol=0)
+    assert (len(chunks_of(offloaded[1])) > 2) == (buffer == SMALL)  # one for each group at least
+
+
+def test_states_are_in_host_memory_and_buffers_are_bounded(device):
+    params, optimizer = make(device, shapes=[(512, 512), (700,), (64, 384)], buffer=3 * 30_000)
+    train(params, optimizer, 2)
+    numel = sum(p.numel() for p in params)
+    assert memory.optimizer_bytes(optimizer, "cpu") > 3 * numel
+    if device.type == "cuda":
+        assert memory.optimizer_bytes(optimizer, "cuda") == 4 * len(params)  # the step counts
+        assert all(v.is_pinned() for s in optimizer.state.values() for k, v in s.items() if k != "step")
+    (staging,) = optimizer._staging.values()
+    assert [slot.numel() for slot in staging.slots] == [30_000] * 3
+    assert all(slot.device.type == device.type for slot in staging.slots)
+
+
+def test_a_small_model_does_not_take_the_whole_buffer():
+    params, optimizer = make("cpu", shapes=[(3, 130), (5,)], buffer=192 * 2**20)
+    train(params, optimizer, 1)
+    (staging,) = optimizer._staging.values()
+    assert staging.size < 2000
+    assert len(chunks_of(optimizer)) == 2  # one for each group
+
+
+def test_a_parameter_is_copied_at_once_when_it_fits(device):
+    params, optimizer = make(device, shapes=[(16, 384)], buffer=2**20)
+    train(params, optimizer, 1)
+    (chunk,) = chunks_of(optimizer)
+    assert len(chunk.spans) == 1
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["into offloaded", "out of offloaded"])
+def test_checkpoints_are_those_of_the_ordinary_step(first, device):
+    """Saved by torch.save under one and loaded under the other, either way."""
+    params, optimizer = make(device, offloaded=first)
+    train(params, optimizer, 2)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    state_bytes = memory.optimizer_bytes(optimizer)
+    assert file.tell() < state_bytes + 60_000  # views into larger memory would be saved with all of it
+    file.seek(0)
+    others, other = make(device, offloaded=not first, seed=5)
+    train(others, other, 1)
+    for p, q in zip(others, params):
+        p.data.copy_(q)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for run in ((params, optimizer), (others, other)):
+        train(*run, 2, first=2)
+    assert_same_bits(snapshot(params, optimizer), snapshot(others, other))
+
+
+def test_a_state_dict_stays_as_it_was(device):
+    params, optimizer = make(device)
+    train(params, optimizer, 1)
+    saved = optimizer.state_dict()["state"]
+    before = copy.deepcopy(saved)
+    train(params, optimizer, 1, first=1)
+    for index, state in before.items():
+        for name, value in state.items():
+            if name != "step":
+                assert torch.equal(value, saved[index][name]), name
+    assert not torch.equal(optimizer.state_dict()["state"][2]["exp_avg"], before[2]["exp_avg"])
+
+
+def test_copies_go_on_alike(device):
+    params, optimizer = make(device)
+    train(params, optimizer, 1)
+    twins, twin = copy.deepcopy((params, optimizer))
+    for run in ((params, optimizer), (twins, twin)):
+        train(*run, 2, first=1)
+    assert_same_bits(snapshot(params, optimizer), snapshot(twins, twin))
+
+
+def test_non_contiguous_parameters(device):
+    start = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    runs = []
+    for offloaded in (False, True):
+        param = torch.nn.Parameter(start.t().contiguous().t())
+        optimizer = AdamW([param], offload=offloaded, offload_buffer=SMALL)
+        train([param], optimizer, 3)
+        assert not param.is_contiguous()
+        runs.append(snapshot([param], optimizer))
+    assert_same_bits(*runs)
+
+
+def test_skipped_steps_change_nothing(device):
+    params, optimizer = make(device)
+    train(params, optimizer, 2)
+    before = snapshot(params, optimizer)
+    set_grads(params, 2)
+    params[4].grad[1, 77] = torch.inf
+    optimizer.step()
+    assert_same_bits(before, snapshot(params, optimizer))
+    assert optimizer.skipped_steps.item() == 1
+
+
+def test_grad_scaler(device):
+    runs = [make(device, torch.float32, offloaded) for offloaded in (False, True)]
+    for params, optimizer in runs:
+        scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=1000)
+        for factor in (1.0, 2.0, torch.inf):
+            scaler.scale(sum((p * p).sum() * factor for p in params)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps.item() == 1
+    assert_same_bits(snapshot(*runs[0]), snapshot(*runs[1]))
+
+
+def test_released_gradients(device):
+    runs = []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(96, 200), torch.nn.GELU(), torch.nn.Linear(200, 96))
+        model = model.to(device, torch.bfloat16)
+        optimizer = AdamW(model.parameters(), lr=1e-2, offload=offloaded, offload_buffer=SMALL)
+        release_gradients(model, optimizer, batch_bytes=4000)
+        for step in range(3):
+            x = torch.randn(8, 96, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
+            model(x).float().square().mean().backward()
+            optimizer.step()
+        runs.append(snapshot(list(model.parameters()), optimizer))
+    assert_same_bits(*runs)
+
+
+def test_parameters_added_later_may_be_larger():
+    params, optimizer = make("cpu", shapes=[(3, 130), (5,)], buffer=2**20)
+    train(params, optimizer, 1)
+    late = torch.nn.Parameter(torch.ones(2, 4000))
+    optimizer.add_param_group({"params": [late]})
+    train([*params, late], optimizer, 1, first=1)
+    assert optimizer.state[late]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"offload": "cpu"}, "offload 'cpu'"),
+        ({"offload": True, "offload_buffer": 0}, "offload_buffer 0"),
+        ({"offload": True, "offload_buffer": 1.5e8}, "offload_buffer 150000000.0"),
+        ({"offload": True, "offload_buffer": True}, "offload_buffer True"),
+    ],
+)
+def test_wrong_options_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        AdamW(make_params(), **options)
+
+
+def test_a_buffer_too_small_for_a_row_is_named():
+    params, optimizer = make("cpu", buffer=300)
+    with pytest.raises(ValueError, match="offload_buffer"):
+        train(params, optimizer, 1)
+
+
+# ---- page-locked memory ----------------------------------------------------------------------------------
+
+
+class Cudart:
+    """Stands in for `torch.cuda.cudart()`: what has been registered, in bytes by address."""
+
+    def __init__(self, error=0):
+        self.error, self.registered = error, {}
+
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802
+        self.registered[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        del self.registered[address]
+        return 0
+
+
+def test_host_memory_is_unlocked_when_its_last_tensor_goes(monkeypatch):
+    cudart, waited = Cudart(), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(len(cudart.registered)))
+    buffer = offload._host_buffer(10_001, page_locked=True)
+    view = buffer[100:108].view(torch.int32)
+    assert cudart.registered == {buffer.data_ptr(): 10_001}
+    assert buffer.count_nonzero() == 0
+    del buffer
+    gc.collect()
+    view.fill_(7)
+    assert len(cudart.registered) == 1
+    del view
+    gc.collect()
+    assert cudart.registered == {}
+    assert waited == [1]
+
+
+def test_memory_that_cannot_be_locked_is_an_error(monkeypatch):
+    cudart = Cudart(error=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    with pytest.raises(RuntimeError, match="page-locking 64 bytes"):
+        offload._host_buffer(64, page_locked=True)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits():
+    params, optimizer = make("cuda", shapes=[(256, 1024)] * 4, buffer=3 * 100_000)
+    train(params, optimizer, 2)
+    torch.cuda.synchronize()
+    gradients = [torch.randn_like(p) for p in params]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            for p, g in zip(params, gradients):
+                p.grad = g + 0
+            optimizer.step(clip_grad_norm=1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_gpu_memory_of_a_step_is_the_buffers():
+    """A matrix of 400 MB of states passes through 12 MB."""
+    param = torch.nn.Parameter(torch.randn(16384, 8192, device="cuda", dtype=torch.bfloat16))
+    param.grad = torch.randn_like(param)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer = AdamW([param], offload=True, offload_buffer=12 * 2**20)
+    for _ in range(2):
+        optimizer.step()
+    torch.cuda.synchronize()
+    assert memory.optimizer_bytes(optimizer) > 400e6
+    assert torch.cuda.max_memory_allocated() - before < 16 * 2**20
+
+
+@pytest.mark.gpu
+def test_steps_in_a_row_read_what_the_one_before_has_written():
+    """No gradient work between the steps, so copies of one step and of the next overlap as far as they may."""
+    ordinary = make("cuda", offloaded=False, shapes=[(512, 4096)] * 3)
+    offloaded = make("cuda", shapes=[(512, 4096)] * 3, buffer=3 * 2**20)
+    for params, optimizer in (ordinary, offloaded):
+        set_grads(params, 0)
+        for _ in range(10):
+            optimizer.step()
+    assert_same_bits(snapshot(*ordinary), snapshot(*offloaded))
