@@ -2,6 +2,7 @@
 
     overcoat train CONFIG.toml [section.key=value ...]    train, resume or fine-tune as the file says
     overcoat train --keys                                 every key with its default and meaning
+    overcoat bench layer                                  this project beside its peers (optimizer, kernels, model)
 
 Exit status: 0 done; 2 a mistake in what was asked for, nothing done; 1 training failed; 130 and 143 stopped
 by Ctrl-C and SIGTERM after writing a checkpoint (as shells number signals, so a script can tell a stopped run
@@ -16,7 +17,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from overcoat.bench.command import add_parser as add_bench_parser
 from overcoat.version import VERSION
 
 
@@ -25,19 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="overcoat", description="Train large models in FP8 (COAT).")
     parser.add_argument("--version", action="version", version=f"overcoat {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train, resume or fine-tune a model", description=train_command.__doc__)
-    train.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the run's configuration")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it, the last one wins")
-    train.add_argument("--keys", action="store_true", help="list every key with its default and meaning, and exit")
-    train.add_argument(
-        "--json", action="store_true", help="print the results as one JSON line on stdout, all else on stderr"
-    )
-    train.set_defaults(function=train_command)
+    _add_train_parser(commands)
+    add_bench_parser(commands)
+    words = sys.argv[1:] if arguments is None else list(arguments)
     # argparse gives all positionals up at the first option after one; what follows it comes back as unknown.
-    parsed, rest = parser.parse_known_args(arguments)
-    if unknown := [argument for argument in rest if argument.startswith("-")]:
+    parsed, rest = parser.parse_known_args(words)
+    parsed.argv = words
+    takes_rest = hasattr(parsed, "overrides")
+    if unknown := [argument for argument in rest if argument.startswith("-") or not takes_rest]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    parsed.overrides += rest
+    if takes_rest:
+        parsed.overrides += rest
     try:
         return int(parsed.function(parsed))
     except ValueError as error:
@@ -49,6 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("overcoat: interrupted", file=sys.stderr)
         return 130
+
+
+def _add_train_parser(commands: Any) -> None:
+    train = commands.add_parser("train", help="train, resume or fine-tune a model", description=train_command.__doc__)
+    train.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the run's configuration")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it, the last one wins")
+    train.add_argument("--keys", action="store_true", help="list every key with its default and meaning, and exit")
+    train.add_argument(
+        "--json", action="store_true", help="print the results as one JSON line on stdout, all else on stderr"
+    )
+    train.set_defaults(function=train_command)
 
 
 def train_command(parsed: argparse.Namespace) -> int:

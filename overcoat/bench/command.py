@@ -1,0 +1,31 @@
+"""`overcoat bench optimizer | layer | kernels | model`: the sub-commands and their options."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from overcoat.bench import kernels, layer, model, optimizer
+
+BENCHMARKS: dict[str, tuple[Any, str]] = {
+    "optimizer": (optimizer, "one optimizer step: ours and the installed peers"),
+    "layer": (layer, "one decoder block, forward and backward: ours and the installed peers"),
+    "kernels": (kernels, "every kernel against the copy bandwidth"),
+    "model": (model, "whole training steps of a whole model: ours and assembled peers"),
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add `bench` to the command line's sub-commands."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure this project beside its peers",
+        description="Measure this project and the peers that are installed, in one run on one NVIDIA GPU.",
+    )
+    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, (module, summary) in BENCHMARKS.items():
+        parser = benchmarks.add_parser(
+            name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(parser)
+        parser.set_defaults(function=module.run)

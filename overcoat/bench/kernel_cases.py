@@ -1,0 +1,180 @@
+"""Every kernel of a decoder block and of the loss, as it is called on a model's shape: what `bench kernels` times.
+
+Legend: T tokens, H hidden, I intermediate, D head width, V vocabulary, G group size of kept codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Callable, NamedTuple
+
+import torch
+from torch import Tensor
+
+from overcoat.bench.shapes import BlockShape
+from overcoat.catalogue import Op
+from overcoat.kernels import blockwise, blockwise_fused, loss, norm, quantize, rope, swiglu
+
+CODE, G = "sqrt8", 128
+EPS = 1e-5
+
+
+class KernelCase(NamedTuple):
+    """One call of an op. `unwritten`: bytes of its mutated arguments that it does not write."""
+
+    name: str
+    op: Op
+    arguments: tuple[Any, ...]
+    unwritten: int = 0
+
+    def call(self) -> Any:
+        return self.op(*self.arguments)
+
+    def moved_bytes(self, result: Any) -> int:
+        """Bytes that the call must move: all tensors it is given are read, all it mutates or returns are written."""
+        read = sum(_bytes(argument) for argument in self.arguments)
+        schema = self.op.overload._schema.arguments
+        mutated = sum(
+            _bytes(argument)
+            for argument, declared in zip(self.arguments, schema, strict=False)
+            if declared.alias_info is not None and declared.alias_info.is_write
+        )
+        return read + mutated - self.unwritten + _bytes(result)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _normal(device: str, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+def _widths(shape: BlockShape) -> tuple[int, int, int]:
+    """Columns of q, k and v."""
+    model = shape.model
+    return model.heads * model.head_dim, model.kv_heads * model.head_dim, model.kv_heads * model.head_dim
+
+
+def _tables(shape: BlockShape, device: str) -> tuple[Tensor, Tensor]:
+    """In place of cos and sin."""
+    return tuple(_normal(device, shape.sequence, shape.model.head_dim) for _ in range(2))  # type: ignore[return-value]
+
+
+def quantize_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
+    """Layouts, weights, groups."""
+    tokens, hidden = shape.tokens, shape.model.hidden
+    x, norm_weight, scale = _normal(device, tokens, hidden), _normal(device, hidden), torch.tensor(0.01, device=device)
+    weights = [_normal(device, rows, hidden) for rows in _widths(shape)]
+    top, center = quantize.amax(x), quantize.token_center(x)
+    codes, group_amax = quantize.group_encode(x, center, CODE, G)
+    weight_top = quantize.stack_amax(weights)
+    yield KernelCase("amax", quantize.amax, (x,))
+    yield KernelCase("quantize", quantize.quantize, (x, top, "e4m3"))
+    yield KernelCase("quantize_both", quantize.quantize_both, (x, top, "e5m2"))
+    yield KernelCase("stack_amax", quantize.stack_amax, (weights,))
+    yield KernelCase("stack_weights", quantize.stack_weights, (weights, weight_top, False))
+    yield KernelCase("stack_weights^T", quantize.stack_weights, (weights, weight_top, True))
+    yield KernelCase("group_encode_amax", quantize.group_encode_amax, (x, center, CODE, G))
+    decode = (codes, group_amax, center, CODE, G, x.dtype)
+    yield KernelCase("group_decode", quantize.group_decode, decode)
+    rebuild = (codes, group_amax, norm_weight, None, scale, CODE, G)
+    yield KernelCase("requantize_t", quantize.requantize_t, rebuild)
+
+
+def norm_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
+    """RMSNorm forward and backward."""
+    tokens, hidden = shape.tokens, shape.model.hidden
+    x, dy, dresidual = (_normal(device, tokens, hidden) for _ in range(3))
+    weight = _normal(device, hidden)
+    rstd, row_amax = norm.rmsnorm_stats(x, weight, EPS)
+    top = quantize.amax(row_amax)
+    forward = (x, None, rstd, weight, None, top, CODE, G)
+    _, _, codes, group_amax = norm.norm_quantize(*forward)
+    yield KernelCase("rmsnorm_stats", norm.rmsnorm_stats, (x, weight, EPS))
+    yield KernelCase("norm_quantize", norm.norm_quantize, forward)
+    backward = (dy, codes, group_amax, rstd, weight, dresidual, False, False, CODE, G)
+    yield KernelCase("norm_backward", norm.norm_backward, backward)
+
+
+def rope_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
+    """Rotation, forward and backward. In place, v is read but not written."""
+    tokens, heads, kv_heads = shape.tokens, shape.model.heads, shape.model.kv_heads
+    qkv = _normal(device, tokens, sum(_widths(shape)))
+    cos, sin = _tables(shape, device)
+    gradients = tuple(_normal(device, tokens, width) for width in _widths(shape))
+    center = quantize.token_center(qkv)
+    tables = (cos, sin, None, None, 0.0, heads, kv_heads, CODE)
+    codes, group_amax = rope.qk_rope_encode_(qkv, center, *tables)
+    top = rope.qk_rope_backward_amax(*gradients, cos, sin, heads)
+    yield KernelCase("qk_rope_encode_", rope.qk_rope_encode_, (qkv, center, *tables), unwritten=gradients[2].nbytes)
+    decode = (codes, group_amax, center, *tables, torch.bfloat16)
+    yield KernelCase("qk_rope_decode", rope.qk_rope_decode, decode)
+    yield KernelCase("qk_rope_backward_amax", rope.qk_rope_backward_amax, (*gradients, cos, sin, heads))
+    backward = (*gradients, cos, sin, top, "e5m2", heads)
+    yield KernelCase("qk_rope_backward_quantize", rope.qk_rope_backward_quantize, backward)
+
+
+def swiglu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
+    """SwiGLU forward and backward."""
+    tokens, width = shape.tokens, shape.model.intermediate
+    gate_up, dh = _normal(device, tokens, 2 * width), _normal(device, tokens, width)
+    codes, group_amax, row_amax = swiglu.swiglu_encode(gate_up, CODE, G)
+    top = quantize.amax(row_amax)
+    _, scale = swiglu.swiglu_quantize(gate_up, top)
+    backward = (dh, codes, group_amax, scale, CODE, G)
+    gradient_top, _ = swiglu.swiglu_backward_amax(*backward)
+    yield KernelCase("swiglu_encode", swiglu.swiglu_encode, (gate_up, CODE, G))
+    yield KernelCase("swiglu_quantize", swiglu.swiglu_quantize, (gate_up, top))
+    yield KernelCase("swiglu_backward", swiglu.swiglu_backward, backward)
+    yield KernelCase("swiglu_backward_amax", swiglu.swiglu_backward_amax, backward)
+    both = (dh, codes, group_amax, gradient_top, "e5m2", CODE, G)
+    yield KernelCase("swiglu_backward_quantize", swiglu.swiglu_backward_quantize, both)
+
+
+def blockwise_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
+    """The same work with 1x128 and 128x128 scales."""
+    tokens, hidden, width = shape.tokens, shape.model.hidden, shape.model.intermediate
+    x, weight = _normal(device, tokens, hidden), _normal(device, hidden)
+    gate_up, dh = _normal(device, tokens, 2 * width), _normal(device, tokens, width)
+    gradients = tuple(_normal(device, tokens, columns) for columns in _widths(shape))
+    weights = [_normal(device, rows, hidden) for rows in _widths(shape)]
+    codes, group_amax = quantize.group_encode(x, None, CODE, G)
+    _, _, kept, kept_amax = blockwise_fused.swiglu_block_quantize(gate_up, CODE, G)
+    fused = blockwise_fused
+    yield KernelCase("block_quantize", blockwise.block_quantize, (x, "e4m3"))
+    yield KernelCase("block_quantize_both", blockwise.block_quantize_both, (x, "e5m2"))
+    yield KernelCase("block_quantize_t", blockwise.block_quantize_t, (x, "e4m3"))
+    rebuild = (codes, group_amax, weight, None, CODE, G)
+    yield KernelCase("block_requantize_t", blockwise.block_requantize_t, rebuild)
+    yield KernelCase("block_stack_weights", blockwise.block_stack_weights, (weights, False))
+    yield KernelCase("block_stack_weights^T", blockwise.block_stack_weights, (weights, True))
+    yield KernelCase("norm_block_quantize", fused.norm_block_quantize, (x, weight, None, EPS, False, CODE, G))
+    yield KernelCase("swiglu_block_quantize", fused.swiglu_block_quantize, (gate_up, CODE, G))
+    yield KernelCase("swiglu_block_backward", fused.swiglu_block_backward, (dh, kept, kept_amax, CODE, G))
+    both = (dh, kept, kept_amax, "e5m2", CODE, G)
+    yield KernelCase("swiglu_block_backward_quantize", fused.swiglu_block_backward_quantize, both)
+    rotation = (*gradients, *_tables(shape, device), "e5m2", shape.model.heads)
+    yield KernelCase("qk_rope_block_backward", fused.qk_rope_block_backward, rotation)
+
+
+def loss_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
+    """The loss on one chunk of logits, and a gradient's scaling."""
+    vocabulary = shape.model.vocab
+    rows = loss.chunk_rows(shape.tokens, vocabulary, torch.bfloat16.itemsize)
+    logits = _normal(device, rows, vocabulary)
+    labels = torch.randint(vocabulary, (rows,), device=device)
+    yield KernelCase("cross_entropy_", loss.cross_entropy_, (logits, labels, -100, 0.0, True))
+    yield KernelCase("scale_", loss.scale_, (_normal(device, rows, vocabulary), torch.tensor(-1.0, device=device)))
+
+
+FAMILIES: dict[str, Callable[[BlockShape, str], Iterator[KernelCase]]] = {
+    "quantize": quantize_cases,
+    "norm": norm_cases,
+    "rope": rope_cases,
+    "swiglu": swiglu_cases,
+    "blockwise": blockwise_cases,
+    "loss": loss_cases,
+}

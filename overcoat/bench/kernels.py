@@ -1,0 +1,66 @@
+"""`overcoat bench kernels`: bytes, time and share of the copy bandwidth of every kernel, on a model's shape.
+
+Bytes are those that the call must move: every tensor given is read once, every one returned or mutated written once.
+Times are of the device alone, with cold caches. Below 80% is a regression, or has its reason in docs/log-kernels.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+
+from overcoat.bench.kernel_cases import FAMILIES, KernelCase
+from overcoat.bench.session import Session, add_common_arguments, matches, positive
+from overcoat.bench.shapes import BLOCKS, BlockShape
+from overcoat.bench.table import Column, decimals, percent
+from overcoat.bench.timing import time_ms
+from overcoat.bench.worker import Figures, attempt
+
+COLUMNS = (
+    Column("MB", "bytes", decimals(1, 1e-6)),
+    Column("ms", "ms", decimals(4)),
+    Column("TB/s", "TB_per_s", decimals(2)),
+    Column("of copy", "share", percent),
+)
+
+
+def measure_family(
+    family: str, shape: BlockShape, only: Sequence[str] | None, repeats: int, copy_rate: float
+) -> Figures:
+    """{kernel: figures} of one family's kernels that `only` leaves in; their inputs come from each other."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        cases = (case for case in FAMILIES[family](shape, "cuda") if matches(case.name, only))
+        return {case.name: attempt(measure, case, repeats, copy_rate) for case in cases}
+
+
+def measure(case: KernelCase, repeats: int, copy_rate: float) -> Figures:
+    """Bytes, ms and share of `copy_rate`, in bytes per second, of one kernel."""
+    moved = case.moved_bytes(case.call())
+    timing = time_ms(case.call, repeats)
+    rate = moved / timing["ms"] * 1e3
+    return {"bytes": moved, **timing, "TB_per_s": rate / 1e12, "share": rate / copy_rate}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", default="7b-s2048", choices=BLOCKS, help="default 7b-s2048")
+    parser.add_argument("--repeats", type=positive, default=20, help="timed calls (default 20)")
+    add_common_arguments(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure every family; of a family that fails, say so and go on."""
+    shape = BLOCKS[parsed.shape]
+    with Session("kernels", parsed, COLUMNS) as session:
+        session.table(f"{parsed.shape}: batch {shape.batch}, sequence {shape.sequence}, {shape.model}")
+        for family in FAMILIES:
+            arguments = (family, shape, parsed.only, parsed.repeats, session.copy_rate)
+            found = session.worker.call(measure_family, *arguments, timeout=parsed.timeout)
+            if "error" in found:
+                session.add({"shape": parsed.shape, "name": family, **found})
+                continue
+            for name, figures in found.items():
+                session.add({"shape": parsed.shape, "name": name, **figures})
+    return 0

@@ -1,0 +1,175 @@
+"""`overcoat bench layer`: one decoder block, forward and backward, ours and its peers on the same weights and input.
+
+    forward, backward, total   ms in steady state, launches included; backward is total - forward
+    kept                       allocated between forward and backward, without the result, and with the input if the
+                               block holds on to it: what each block of a model adds. U = tokens x hidden x 2 bytes
+    peak                       the most allocated during forward and backward, parameter gradients included
+
+`--accuracy` adds the SQNR in dB of the output and of every gradient against the same block in FP64, on one sequence of
+1024 tokens with outlier channels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overcoat.bench.blocks import Block, make_block, makers
+from overcoat.bench.plot import Metric
+from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument, positive
+from overcoat.bench.shapes import BLOCKS, MODELS, BlockShape, build_block
+from overcoat.bench.table import Column, decimals
+from overcoat.bench.timing import steady_ms
+from overcoat.bench.worker import Figures
+
+STEPS = 10
+OUTLIER_CHANNELS, OUTLIER = 8, 20.0
+ACCURACY_SHAPE = BlockShape(MODELS["llama-2-7b"], 1, 1024)
+MEBI = 2.0**-20
+COLUMNS = (
+    Column("fwd ms", "forward_ms", decimals(3)),
+    Column("bwd ms", "backward_ms", decimals(3)),
+    Column("total ms", "total_ms", decimals(3)),
+    Column("kept U", "kept_units", decimals(2)),
+    Column("kept MiB", "kept_bytes", decimals(1, MEBI)),
+    Column("peak U", "peak_units", decimals(2)),
+    Column("peak MiB", "peak_bytes", decimals(1, MEBI)),
+)
+METRICS = (
+    Metric("ms, forward + backward", ("forward_ms", "backward_ms")),
+    Metric("kept for the backward, MiB", ("kept_bytes",), MEBI, 0),
+)
+# Columns of the accuracy table: title and result.
+RESULTS = {
+    "output": "output",
+    "dx": "dx",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "norm 1": "input_layernorm.weight",
+    "norm 2": "post_attention_layernorm.weight",
+}
+SQNR_COLUMNS = tuple(Column(title, key, decimals(1)) for title, key in RESULTS.items())
+
+
+def measure(name: str, shape: BlockShape, windows: int, attention: str) -> Figures:
+    """Times in ms and bytes of one contestant."""
+    model, tables = build_block(shape, torch.bfloat16, "cuda")
+    block = make_block(name, model, tables, compiled=True, attention=attention)
+    size = (shape.batch, shape.sequence, shape.model.hidden)
+    x, dy = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+
+    def forward() -> Tensor:
+        return block.call(x)
+
+    def step() -> None:
+        x.grad = None
+        block.module.zero_grad(set_to_none=True)
+        forward().backward(dy)
+
+    # Waking autograd's own thread takes up to a millisecond. A model pays that once per step, not once per block: here
+    # everyone's backward runs on the calling thread.
+    with torch.autograd.set_multithreading_enabled(False):
+        total = steady_ms(step, windows, STEPS)["ms"]
+        ahead = steady_ms(forward, windows, STEPS)["ms"]
+    x.grad = None
+    block.module.zero_grad(set_to_none=True)
+    return {
+        "forward_ms": ahead,
+        "backward_ms": total - ahead,
+        "total_ms": total,
+        **_memory(block, x, dy),
+    }
+
+
+def _memory(block: Block, x: Tensor, dy: Tensor) -> dict[str, float]:
+    """Bytes kept and at the peak of one forward and backward."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    # The input is made here and let go, so that it counts if and only if the block holds on to it.
+    y = block.call(x.clone())
+    kept = torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes()
+    y.backward(dy)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    return {
+        "kept_bytes": kept,
+        "kept_units": kept / x.nbytes,
+        "peak_bytes": peak,
+        "peak_units": peak / x.nbytes,
+    }
+
+
+def accuracy(name: str, shape: BlockShape, device: str = "cuda") -> Figures:
+    """SQNR in dB of one contestant's output and gradients against the same block in FP64."""
+    model, tables = build_block(shape, torch.bfloat16, device)
+    outliers = torch.ones(shape.model.hidden, device=device)
+    outliers[:: shape.model.hidden // OUTLIER_CHANNELS] = OUTLIER
+    x = (torch.randn(shape.batch, shape.sequence, shape.model.hidden, device=device) * outliers).bfloat16()
+    dy = torch.randn_like(x)
+    exact, _ = build_block(shape, torch.bfloat16, device)
+    exact_tables = (tables[0].double(), tables[1].double())
+    truth = results(make_block("bf16 eager", exact.double(), exact_tables, False, "default"), x.double(), dy.double())
+    got = results(make_block(name, model, tables, False, "default"), x, dy)
+    return {key: sqnr(truth[key], value) for key, value in got.items()}
+
+
+def results(block: Block, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """Output, gradient of the input, gradients of the parameters."""
+    x = x.clone().requires_grad_()
+    y = block.call(x)
+    y.backward(dy)
+    assert x.grad is not None
+    return {"output": y.detach(), "dx": x.grad, **block.gradients()}
+
+
+def sqnr(truth: Tensor, got: Tensor) -> float:
+    """10 log10 of signal over noise power, in dB."""
+    noise = (got.double() - truth.double()).square().sum()
+    return 10 * math.log10(truth.double().square().sum() / noise) if noise > 0 else math.inf
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", nargs="+", default=["7b-s2048"], choices=[*BLOCKS, "all"], help="default 7b-s2048")
+    parser.add_argument("--repeats", type=positive, default=7, help=f"windows of {STEPS} steps (default 7)")
+    parser.add_argument("--accuracy", action="store_true", help="also the SQNR of every result against FP64")
+    parser.add_argument(
+        "--attention",
+        choices=("cudnn", "default"),
+        default="cudnn",
+        help="the peers' order of PyTorch's attention backends: cuDNN first, or PyTorch's own",
+    )
+    add_common_arguments(parser)
+    add_plot_argument(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure everyone wanted on every shape."""
+    shapes = list(BLOCKS) if "all" in parsed.shapes else parsed.shapes
+    wanted: dict[str, Any] = makers()
+    with Session("layer", parsed, COLUMNS, ("transformers",)) as session:
+        wanted = {name: maker for name, maker in wanted.items() if session.wants(name)}
+        for shape in shapes:
+            block = BLOCKS[shape]
+            session.table(f"{shape}: batch {block.batch}, sequence {block.sequence}, {block.model}")
+            rows = []
+            for name, maker in wanted.items():
+                arguments = (name, block, parsed.repeats, parsed.attention)
+                rows.append(session.run(Case(name, measure, arguments, maker.needs), shape=shape))
+            session.draw(rows, group=shape)
+        session.plot(METRICS)
+        if parsed.accuracy:
+            session.table("SQNR in dB against FP64, 1024 tokens", SQNR_COLUMNS)
+            for name, maker in wanted.items():
+                session.run(Case(name, accuracy, (name, ACCURACY_SHAPE), maker.needs), shape="accuracy")
+    return 0

@@ -1,0 +1,180 @@
+"""`overcoat bench model`: whole training steps of a whole model with a real optimizer, ours and assembled peers.
+
+    tokens/s    batch x sequence over the median time of a step: forward, loss, backward, optimizer
+    TFLOP/s     what the model needs, whatever is recomputed or quantized: per step of T tokens in sequences of S
+                    6 N T            forward and backward of all products; N: parameters without the embedding's table,
+                                     which is looked up, not multiplied (tied to the head it counts, as the head)
+                  + 6 L T S d        attention; L layers, d = heads x head width: 4 S^2 d forward per sequence, twice
+                                     that backward, halved because causal
+    peak        the most allocated during the timed steps: weights, gradients, optimizer, activations
+
+Random tokens, fresh in every step. First all at one batch; with `--best` each also at larger ones, doubled until memory
+is out or doubling brings less than 1%, then bisected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from overcoat.bench.plot import Metric
+from overcoat.bench.rows import Row
+from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument, positive, say
+from overcoat.bench.shapes import MODELS, ModelShape, build_model
+from overcoat.bench.table import Column, decimals, line
+from overcoat.bench.timing import steady_ms
+from overcoat.bench.trainers import trainers
+from overcoat.bench.worker import OUT_OF_MEMORY, Figures
+
+WARMUP = 3
+# Doubling the batch must bring this much, or larger ones are not tried.
+LEAST_GAIN = 1.01
+GIBI = 2.0**-30
+COLUMNS = (
+    Column("batch", "batch", str),
+    Column("tok/s", "tokens_per_second", decimals(0)),
+    Column("TFLOP/s", "TFLOP_per_s", decimals(0)),
+    Column("step ms", "ms", decimals(1)),
+    Column("peak GiB", "peak_bytes", decimals(1, GIBI)),
+    Column("reserved", "reserved_bytes", decimals(1, GIBI)),
+    Column("loss", "loss", decimals(3)),
+)
+METRICS = (
+    Metric("tokens per second", ("tokens_per_second",), digits=0),
+    Metric("peak memory, GiB", ("peak_bytes",), GIBI),
+)
+
+
+def step_flops(parameters: int, tokens: int, sequence: int, shape: ModelShape) -> float:
+    """Floating-point operations of one training step, by the formula above; `parameters` is its N."""
+    return 6.0 * parameters * tokens + 6.0 * shape.layers * tokens * sequence * shape.heads * shape.head_dim
+
+
+def multiplied_parameters(model: Any) -> int:
+    """N: all parameters but the embedding's table, unless it is the head as well."""
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return total if table is head else total - table.numel()
+
+
+def measure(name: str, shape: ModelShape, batch: int, sequence: int, steps: int) -> Figures:
+    """Time and memory of one contestant's training steps."""
+    trainer = trainers()[name]
+    model: Any = build_model(shape, torch.bfloat16, "cuda")
+    parameters = multiplied_parameters(model)
+    forward, optimizer = trainer.prepare(model), trainer.optimizer(model)
+    loss = torch.zeros((), device="cuda")
+
+    def step() -> None:
+        ids = torch.randint(shape.vocab, (batch, sequence), device="cuda")
+        value = forward(ids)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.copy_(value.detach())
+
+    for _ in range(WARMUP):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    timing = steady_ms(step, steps, warmup=0)
+    if not math.isfinite(loss.item()):
+        raise FloatingPointError(f"the loss is {loss.item()} after {WARMUP + steps} steps")
+    tokens = batch * sequence
+    return {
+        **timing,
+        "tokens_per_second": tokens / timing["ms"] * 1e3,
+        "TFLOP_per_s": step_flops(parameters, tokens, sequence, shape) / timing["ms"] / 1e9,
+        "parameters": parameters,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "loss": loss.item(),
+    }
+
+
+def search_best_batch(run: Callable[[int], Row], first: Row) -> Row:
+    """The row with the most tokens per second, over batches from the first one's on, or below it if it did not fit.
+
+    Args:
+        run: batch -> its row; {"error": OUT_OF_MEMORY} if it does not fit. Any other error ends the search.
+        first: the row of the batch to begin with.
+    """
+    best = fits = first if "error" not in first else None
+    too_large = first["batch"] if first.get("error") == OUT_OF_MEMORY else None
+    while True:
+        batch = _next_batch(fits["batch"] if fits else 0, too_large)
+        if batch is None:
+            return best or first
+        found = run(batch)
+        if found.get("error") == OUT_OF_MEMORY:
+            too_large = batch
+            continue
+        if "error" in found:
+            return best or first
+        enough = too_large is None and fits is not None and _gain(fits, found) < LEAST_GAIN
+        best = found if best is None or _gain(best, found) > 1.0 else best
+        fits = found
+        if enough:
+            return best
+
+
+def _next_batch(fits: int, too_large: int | None) -> int | None:
+    """Doubled, or the middle between what fits and what does not; None when that is known to an eighth."""
+    if too_large is None:
+        return 2 * fits or None
+    # Within an eighth the throughput hardly differs.
+    return (fits + too_large) // 2 if too_large - fits > max(1, fits // 8) else None
+
+
+def _gain(before: Row, after: Row) -> float:
+    return after["tokens_per_second"] / before["tokens_per_second"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", default=["llama-2-7b"], choices=MODELS, help="default llama-2-7b")
+    parser.add_argument("--batch", type=positive, default=4, help="sequences per step, for all (default 4)")
+    parser.add_argument("--sequence", type=positive, default=2048, help="tokens per sequence (default 2048)")
+    parser.add_argument("--best", action="store_true", help="then search each one's best batch")
+    parser.add_argument("--steps", type=positive, default=10, help=f"timed steps, after {WARMUP} (default 10)")
+    parser.add_argument("--layers", type=positive, help="build only this many layers")
+    add_common_arguments(parser, timeout=400.0)
+    add_plot_argument(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure everyone wanted on every model."""
+    with Session("model", parsed, COLUMNS, ("transformers",)) as session:
+        for name in parsed.models:
+            shape = MODELS[name]
+            if parsed.layers is not None:
+                shape = replace(shape, layers=parsed.layers)
+            _measure_model(session, name, shape)
+        session.plot(METRICS)
+    return 0
+
+
+def _measure_model(session: Session, model: str, shape: ModelShape) -> None:
+    """Everyone at the common batch, then, if asked for, everyone at larger ones, and the best of each."""
+    parsed = session.parsed
+    wanted = {name: trainer for name, trainer in trainers().items() if session.wants(name)}
+
+    def at(batch: int, name: str) -> Row:
+        case = Case(name, measure, (name, shape, batch, parsed.sequence, parsed.steps), wanted[name].needs)
+        return session.run(case, model=model, layers=shape.layers, sequence=parsed.sequence, batch=batch)
+
+    session.table(f"{model}, batch {parsed.batch}, sequence {parsed.sequence}: {shape}")
+    equal = [at(parsed.batch, name) for name in wanted]
+    session.draw(equal, group=f"{model}, batch {parsed.batch}")
+    if parsed.best:
+        session.table(f"{model}, other batches")
+        best = [search_best_batch(partial(at, name=row["name"]), row) for row in equal if "absent" not in row]
+        session.table(f"{model}, each one's best batch")
+        for row in best:
+            say(line(row, COLUMNS))
+        session.draw(best, group=f"{model}, best batch")

@@ -1,0 +1,184 @@
+"""`overcoat bench optimizer`: one step of ours and of every installed peer, on the same parameters and gradients.
+
+    ms          median of many steps one right after the other, the host running ahead as in training
+    state       bytes the optimizer holds on the GPU per parameter: allocated, not summed on paper
+    host        bytes of state per parameter in host memory: what offload has moved there
+    temporary   bytes per parameter that a step allocates and frees again, at their peak
+    all in      weights, gradients, state and temporaries: the peak of allocated memory in a step, per parameter
+    traffic     bytes per parameter that a step cannot avoid: weight and state read and written, gradient read
+    TB/s, share that traffic over the time, and its share of the bandwidth of a copy
+
+The traffic follows from the state that is there, so it holds for peers too. Checking for non-finite gradients, or
+clipping, reads the gradients once more: all of them decide before the first weight moves. State in host memory crosses
+PCIe, which is another limit, so those rows have no traffic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from typing import Any, Callable, NamedTuple
+
+import torch
+
+from overcoat.bench.plot import Metric
+from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument, positive
+from overcoat.bench.table import Column, decimals, percent
+from overcoat.bench.timing import steady_ms
+from overcoat.bench.worker import Figures
+from overcoat.optim.adamw import AdamW
+
+# Name: (tensors, shape of each)
+SIZES = {"64x16M": (64, (4096, 4096)), "1000x1M": (1000, (1024, 1024)), "1x1G": (1, (262144, 4096))}
+LR = 1e-4
+COLUMNS = (
+    Column("ms", "ms", decimals(3)),
+    Column("state B", "state_bytes_per_parameter", decimals(3)),
+    Column("host B", "host_bytes_per_parameter", decimals(3)),
+    Column("temp. B", "temporary_bytes_per_parameter", decimals(4)),
+    Column("all in B", "all_in_bytes_per_parameter", decimals(3)),
+    Column("traffic B", "traffic_bytes_per_parameter", decimals(2)),
+    Column("TB/s", "TB_per_s", decimals(2)),
+    Column("of copy", "share", percent),
+)
+METRICS = (
+    Metric("ms per step", ("ms",), digits=2),
+    Metric("state, bytes per parameter", ("state_bytes_per_parameter",), digits=3),
+)
+
+
+class Contestant(NamedTuple):
+    """An optimizer: how it is made, what its parameters are, the packages it needs."""
+
+    make: Callable[[list[torch.nn.Parameter]], Any]
+    dtype: torch.dtype = torch.bfloat16
+    needs: tuple[str, ...] = ()
+    gradient_reads: int = 1
+
+
+def ours(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Contestant:
+    """`overcoat.AdamW` with these options."""
+    reads = 2 if options.get("check_finite", True) else 1
+    return Contestant(lambda params: AdamW(params, lr=LR, **options), dtype, gradient_reads=reads)
+
+
+def _imported(path: str, **options: Any) -> Callable[[list[torch.nn.Parameter]], Any]:
+    """Make `module:Class` with these options."""
+
+    def make(params: list[torch.nn.Parameter]) -> Any:
+        module, name = path.split(":")
+        return getattr(__import__(module, fromlist=[name]), name)(params, lr=LR, **options)
+
+    return make
+
+
+def _original_coat(params: list[torch.nn.Parameter]) -> Any:
+    """COAT's own AdamW: FP32 parameters only, since it makes scales in the parameters' type and reads FP32."""
+    from coat.optimizer.fp8_adamw import CoatAdamW
+    from coat.utils._fp8_quantization_config import QuantizationConfig
+
+    return CoatAdamW(params, lr=LR, qargs=QuantizationConfig())
+
+
+CONTESTANTS = {
+    "overcoat 8bit, bf16+8": ours(),
+    "overcoat 8bit, bf16+8, unchecked": ours(check_finite=False),
+    "overcoat fp8, bf16+8": ours(moments="fp8"),
+    "overcoat fp8, bf16+8, unchecked": ours(moments="fp8", check_finite=False),
+    "overcoat 8bit, bf16+16": ours(master="bf16+16"),
+    "overcoat 8bit, bf16+16, unchecked": ours(master="bf16+16", check_finite=False),
+    "overcoat 8bit, bf16": ours(master="bf16"),
+    "overcoat 8bit, bf16, unchecked": ours(master="bf16", check_finite=False),
+    "overcoat 8bit, bf16+8, offload": ours(offload=True),
+    "overcoat fp8, FP32 parameters": ours(torch.float32, moments="fp8", check_finite=False),
+    "torch fused BF16": Contestant(_imported("torch.optim:AdamW", fused=True)),
+    "torch fused FP32": Contestant(_imported("torch.optim:AdamW", fused=True), torch.float32),
+    "FlashAdamW 24-bit": Contestant(_imported("flashoptim:FlashAdamW", master_weight_bits=24), needs=("flashoptim",)),
+    "FlashAdamW no master": Contestant(
+        _imported("flashoptim:FlashAdamW", master_weight_bits=None), needs=("flashoptim",)
+    ),
+    "torchao AdamWFp8": Contestant(_imported("torchao.optim:AdamWFp8"), needs=("torchao",)),
+    "torchao AdamWFp8, stochastic": Contestant(
+        _imported("torchao.optim:AdamWFp8", bf16_stochastic_round=True), needs=("torchao",)
+    ),
+    "torchao AdamW8bit": Contestant(_imported("torchao.optim:AdamW8bit"), needs=("torchao",)),
+    "bitsandbytes AdamW8bit": Contestant(_imported("bitsandbytes.optim:AdamW8bit"), needs=("bitsandbytes",)),
+    "original COAT, FP32 parameters": Contestant(_original_coat, torch.float32, ("coat.optimizer", "qoptim_cuda")),
+}
+
+
+def measure(name: str, count: int, shape: tuple[int, ...], repeats: int, copy_rate: float) -> Figures:
+    """Time and memory of one optimizer on `count` fresh parameters of `shape`; `copy_rate` in bytes per second."""
+    contestant = CONTESTANTS[name]
+    torch.manual_seed(0)
+    start = torch.cuda.memory_allocated()
+    params = [torch.nn.Parameter(_normal(shape, contestant.dtype, 0.02)) for _ in range(count)]
+    for param in params:
+        param.grad = _normal(shape, contestant.dtype, 1e-3)
+    first = params[0].detach().clone()
+    start += first.nbytes
+    total = sum(param.numel() for param in params)
+    before = torch.cuda.memory_allocated()
+    optimizer = contestant.make(params)
+    optimizer.step()
+    gc.collect()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    timing = steady_ms(optimizer.step, repeats)
+    if not all(bool(param.isfinite().all()) for param in params):
+        raise FloatingPointError("the step made parameters that are not finite")
+    if torch.equal(params[0], first):
+        raise RuntimeError("the step did not change the parameters")
+    width = first.element_size()
+    state, host = (held - before) / total, host_bytes(optimizer) / total
+    figures = {
+        **timing,
+        "parameters": total,
+        "state_bytes_per_parameter": state,
+        "host_bytes_per_parameter": host,
+        "temporary_bytes_per_parameter": (peak - held) / total,
+        "all_in_bytes_per_parameter": (peak - start) / total,
+    }
+    if not host:
+        traffic = 2 * (width + state) + contestant.gradient_reads * width
+        rate = traffic * total / timing["ms"] * 1e3
+        figures |= {"traffic_bytes_per_parameter": traffic, "TB_per_s": rate / 1e12, "share": rate / copy_rate}
+    return figures
+
+
+def host_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of state in host memory, step counters aside."""
+    tensors = (value for state in optimizer.state.values() for value in state.values())
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor) and not t.is_cuda and t.numel() > 1)
+
+
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, std: float) -> torch.Tensor:
+    return torch.empty(shape, device="cuda", dtype=dtype).normal_(std=std)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", nargs="+", default=["64x16M"], choices=[*SIZES, "all"], help="default 64x16M")
+    parser.add_argument("--repeats", type=positive, default=20, help="timed steps (default 20)")
+    add_common_arguments(parser)
+    add_plot_argument(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure every wanted optimizer at every size."""
+    sizes = list(SIZES) if "all" in parsed.sizes else parsed.sizes
+    with Session("optimizer", parsed, COLUMNS) as session:
+        for size in sizes:
+            count, shape = SIZES[size]
+            session.table(f"{size}: {count} tensors, {count * torch.Size(shape).numel() / 1e9:.2f} B parameters")
+            rows = []
+            for name, contestant in CONTESTANTS.items():
+                if session.wants(name):
+                    arguments = (name, count, shape, parsed.repeats, session.copy_rate)
+                    rows.append(session.run(Case(name, measure, arguments, contestant.needs), size=size))
+            session.draw(rows, group=size)
+        session.plot(METRICS)
+    return 0

@@ -1,0 +1,73 @@
+"""Results as horizontal bars: one row of panels per shape or size, one panel per quantity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from overcoat.bench.rows import Row
+from overcoat.train.extras import load_extra
+
+OURS, PEERS = "tab:blue", "tab:gray"
+BAR_INCHES = 0.28
+
+
+class Metric(NamedTuple):
+    """What a panel shows: its title, the keys whose figures are stacked into one bar, their scale, decimals."""
+
+    title: str
+    keys: tuple[str, ...]
+    scale: float = 1.0
+    digits: int = 1
+
+
+def bar_chart(path: Path, title: str, rows: Sequence[Row], metrics: Sequence[Metric]) -> None:
+    """Draw the rows that have figures into an image file, grouped by their "group"; ours have "overcoat" in the name.
+
+    Raises:
+        ValueError: matplotlib is not installed, or no row has figures.
+    """
+    load_extra("matplotlib", "bench", "--plot").use("Agg")
+    pyplot = load_extra("matplotlib.pyplot", "bench", "--plot")
+    keys = [key for metric in metrics for key in metric.keys]
+    drawn = [row for row in rows if all(row.get(key) is not None for key in keys)]
+    if not drawn:
+        raise ValueError(f"--plot {path.name}: nothing was measured, so there is nothing to draw")
+    groups = list(dict.fromkeys(row["group"] for row in drawn))
+    counts = [sum(row["group"] == name for row in drawn) for name in groups]
+    figure, axes = pyplot.subplots(
+        len(groups),
+        len(metrics),
+        figsize=(5.5 * len(metrics), 0.9 * len(groups) + BAR_INCHES * sum(counts) + 0.5),
+        height_ratios=counts,
+        squeeze=False,
+        dpi=120,
+    )
+    for line, name in zip(axes, groups, strict=True):
+        members = [row for row in drawn if row["group"] == name]
+        for panel, metric in zip(line, metrics, strict=True):
+            _draw_panel(panel, members, metric)
+            panel.set_title(f"{name}: {metric.title}", fontsize=9)
+        for panel in line[1:]:
+            panel.set_yticklabels([])
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _draw_panel(panel: Any, rows: Sequence[Row], metric: Metric) -> None:
+    names = [row["name"] for row in rows]
+    colors = [OURS if "overcoat" in name else PEERS for name in names]
+    left = [0.0] * len(rows)
+    for shade, key in enumerate(metric.keys):
+        widths = [row[key] * metric.scale for row in rows]
+        bars = panel.barh(range(len(rows)), widths, left=left, color=colors, alpha=1.0 - 0.4 * shade)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    panel.bar_label(bars, [f"{value:,.{metric.digits}f}" for value in left], padding=2, fontsize=7)
+    panel.set_yticks(range(len(rows)), names, fontsize=7)
+    panel.tick_params(axis="x", labelsize=7)
+    panel.set_xlim(0, max(left) * 1.15 or 1.0)
+    panel.invert_yaxis()

@@ -1,0 +1,155 @@
+"""`overcoat bench` from the command line; the measurements themselves are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overcoat import cli
+from overcoat.bench import kernels, layer, model, optimizer
+from overcoat.bench import session as sessions
+from overcoat.bench.command import BENCHMARKS
+from overcoat.bench.worker import OUT_OF_MEMORY, Worker
+
+
+def figures(function: Any, *arguments: Any) -> dict[str, Any]:
+    """What a measurement could have returned."""
+    if function is sessions.describe:
+        where = dict.fromkeys(("date", "commit", "gpu", "torch", "triton"), "some")
+        return {**where, "peers": {}, "command": arguments[0], "copy_TB_per_s": 4.0}
+    if function is optimizer.measure:
+        return {column.key: 1.0 for column in optimizer.COLUMNS}
+    if function is layer.measure:
+        return {column.key: 2.0 for column in layer.COLUMNS}
+    if function is layer.accuracy:
+        return {column.key: 25.0 for column in layer.SQNR_COLUMNS}
+    if function is kernels.measure_family:
+        assert arguments[2] == ["stack"]
+        return {f"{arguments[0]} stack": {"bytes": 8, "ms": 1.0, "TB_per_s": 3.0, "share": 0.75}}
+    assert function is model.measure
+    batch = arguments[2]
+    if batch > 8:
+        return {"error": OUT_OF_MEMORY}
+    return {**{column.key: 3.0 for column in model.COLUMNS}, "batch": batch, "tokens_per_second": 100.0 * batch}
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "require_gpu", lambda _benchmark: None)
+    monkeypatch.setattr(Worker, "call", lambda _self, function, *arguments, timeout: figures(function, *arguments))
+
+
+def bench(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run `overcoat bench` and return the rows it wrote."""
+    path = tmp_path / "rows.jsonl"
+    assert cli.main(["bench", *arguments, "--json", str(path)]) == 0
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("made_up")
+def test_optimizer(tmp_path: Path) -> None:
+    plot = str(tmp_path / "bars.png")
+    rows = bench(tmp_path, "optimizer", "--sizes", "64x16M", "1x1G", "--only", "fused", "8bit, bf16,", "--plot", plot)
+    names = ["overcoat 8bit, bf16, unchecked", "torch fused BF16", "torch fused FP32"]
+    assert [(row["size"], row["name"]) for row in rows] == [
+        (size, name) for size in ("64x16M", "1x1G") for name in names
+    ]
+    assert rows[0]["command"].endswith("--plot bars.png --json rows.jsonl")
+    assert Path(plot).stat().st_size > 1000
+
+
+@pytest.mark.usefixtures("made_up")
+def test_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = str(tmp_path / "bars.png")
+    rows = bench(tmp_path, "layer", "--shapes", "all", "--only", "eager", "engine", "--accuracy", "--plot", plot)
+    assert [row["shape"] for row in rows] == [*layer.BLOCKS, "accuracy"]
+    assert rows[-1]["dx"] == 25.0
+    out = capsys.readouterr().out
+    assert out.count("not installed: transformer_engine") == 3 * len(rows)
+    assert Path(plot).stat().st_size > 1000
+
+
+@pytest.mark.usefixtures("made_up")
+def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = bench(tmp_path, "kernels", "--shape", "13b", "--only", "stack")
+    assert [row["name"] for row in rows] == [f"{family} stack" for family in kernels.FAMILIES]
+    assert rows[0]["shape"] == "13b"
+    assert "75%" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("made_up")
+def test_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = str(tmp_path / "bars.png")
+    arguments = ("--models", "124m", "olmo-1b", "--layers", "2", "--batch", "4", "--best", "--plot", plot)
+    rows = bench(tmp_path, "model", *arguments, "--only", "eager", "flash")
+    assert [row["batch"] for row in rows] == 2 * [4, 8, 16, 12, 10, 9]
+    assert {row["layers"] for row in rows} == {2}
+    assert [row.get("error") for row in rows[:3]] == [None, None, OUT_OF_MEMORY]
+    best = capsys.readouterr().out.split("each one's best batch")[1].splitlines()[2]
+    assert best.split()[:6] == ["bf16", "eager,", "torch", "AdamW", "8", "800"]
+    assert Path(plot).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_without_a_gpu_it_is_one_line_and_status_2(
+    benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", benchmark]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        f"overcoat: overcoat bench {benchmark} needs an NVIDIA GPU, and PyTorch {torch.__version__} sees none\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["layer", "7b"],
+        ["layer", "--shapes", "8b"],
+        ["layer", "--repeats", "0"],
+        ["kernels", "--plot", "x.png"],
+        ["model", "--nope"],
+    ],
+)
+def test_what_it_does_not_know_is_status_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", *arguments])
+    assert stop.value.code == 2
+
+
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize(("missing", "arguments"), [("transformers", ["layer"]), ("matplotlib", ["optimizer"])])
+def test_a_missing_package_is_said_before_anything_is_measured(
+    missing: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sessions, "is_installed", lambda package: package != missing)
+    monkeypatch.setattr(Worker, "call", None)
+    assert cli.main(["bench", *arguments, "--plot", "x.png"]) == 2
+    assert f"needs the package '{missing}' for this: pip install 'overcoat[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_help_says_what_is_measured(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", benchmark, "--help"])
+    assert stop.value.code == 0
+    assert str(BENCHMARKS[benchmark][0].__doc__).splitlines()[0] in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_a_run_on_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything for real, child process and all, on tensors small enough for seconds."""
+    monkeypatch.setitem(optimizer.SIZES, "tiny", (4, (1024, 1024)))
+    rows = bench(tmp_path, "optimizer", "--sizes", "tiny", "--only", "8bit, bf16+8", "torch", "--repeats", "3")
+    measured = {row["name"]: row for row in rows}
+    assert "NVIDIA" in rows[0]["gpu"]
+    assert rows[0]["copy_TB_per_s"] > 0.05
+    for name in ("overcoat 8bit, bf16+8", "torch fused BF16"):
+        assert measured[name]["ms"] > 0, measured[name]

@@ -1,0 +1,59 @@
+"""`bench kernels`: every case runs as written, and its bytes are those one counts by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overcoat.bench.kernel_cases import FAMILIES
+from overcoat.bench.kernels import measure_family
+from overcoat.bench.shapes import BlockShape, ModelShape
+from overcoat.catalogue import CATALOGUE
+
+SHAPE = BlockShape(ModelShape(256, 384, 1, 2, 1, 96), 2, 64)
+T, H, I = 128, 256, 384  # noqa: E741
+# By hand: reads + writes of the large tensors; the rest (scales, maxima, tables) is within 5%.
+BYTES = {
+    "amax": 2 * T * H,
+    "quantize": (2 + 1) * T * H,
+    "quantize_both": (2 + 2) * T * H,
+    "stack_weights": (2 + 1) * 2 * H * H,
+    "group_decode": (1 + 2) * T * H,
+    "norm_backward": (2 + 2 + 1 + 2) * T * H,
+    # q and k in place, v only read; codes of all three. q is H wide, k and v half of it.
+    "qk_rope_encode_": (2 + 1) * 2 * T * H + 2 * (H + H // 2) * T + 2 * 2 * 64 * 128,
+    "swiglu_quantize": (2 * 2 + 1) * T * I,
+    "swiglu_backward_quantize": (2 + 2 + 4) * T * I,
+    "block_quantize_both": (2 + 2) * T * H,
+    "cross_entropy_": (2 + 2) * T * 96,
+    "scale_": (2 + 2) * T * 96,
+}
+
+
+@torch.no_grad()
+def test_every_case_runs_and_its_bytes_add_up() -> None:
+    found = {}
+    for family in FAMILIES.values():
+        for case in family(SHAPE, "cpu"):
+            found[case.name] = case.moved_bytes(case.call())
+            assert case.op is CATALOGUE[case.op.name]
+    for name, expected in BYTES.items():
+        assert found[name] == pytest.approx(expected, rel=0.05), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tiny_run_measures_every_kernel(family: str) -> None:
+    for name, figures in measure_family(family, SHAPE, None, 3, 4e12).items():
+        assert "error" not in figures, (name, figures)
+        assert figures["ms"] > 0
+        assert figures["share"] == pytest.approx(figures["bytes"] / figures["ms"] * 1e3 / 4e12)
+
+
+@pytest.mark.gpu
+def test_only_picks_kernels() -> None:
+    assert set(measure_family("quantize", SHAPE, ["stack"], 2, 4e12)) == {
+        "stack_amax",
+        "stack_weights",
+        "stack_weights^T",
+    }

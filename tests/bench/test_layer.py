@@ -1,0 +1,64 @@
+"""`bench layer`: everyone computes the same block, under the same names; on a GPU, what a tiny run measures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from overcoat.bench.blocks import make_block, makers
+from overcoat.bench.layer import RESULTS, accuracy, measure, sqnr
+from overcoat.bench.shapes import BlockShape, ModelShape, build_block
+
+SHAPE = BlockShape(ModelShape(128, 256, 1, 4, 2, 32), 2, 16)
+EAGER = [name for name, maker in makers().items() if not maker.needs and not maker.compiles]
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_everyone_computes_the_same_block(name: str) -> None:
+    """A wrong weight or a wrong name leaves no signal at all."""
+    found = accuracy(name, SHAPE, "cpu")
+    assert set(found) == set(RESULTS.values())
+    for key, decibels in found.items():
+        assert decibels > (30 if name == "bf16 eager" else 15), key
+
+
+def test_attention_backends_in_another_order_give_the_same() -> None:
+    outputs = []
+    for attention in ("default", "cudnn"):
+        model, tables = build_block(SHAPE, torch.float32, "cpu")
+        block = make_block("bf16 eager", model, tables, compiled=False, attention=attention)
+        outputs.append(block.call(torch.ones(1, SHAPE.sequence, SHAPE.model.hidden)))
+    assert sqnr(*outputs) > 80
+
+
+def test_sqnr() -> None:
+    signal = torch.tensor([3.0, 4.0])
+    assert sqnr(signal, signal) == math.inf
+    assert sqnr(signal, signal + torch.tensor([0.3, 0.4])) == pytest.approx(20.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["overcoat", "overcoat leanest", "bf16 eager", "bf16 compile"])
+def test_a_tiny_run_measures_time_and_bytes(name: str) -> None:
+    shape = BlockShape(ModelShape(512, 1024, 1, 4, 2, 32), 2, 256)
+    figures = measure(name, shape, 2, "default")
+    unit = shape.tokens * shape.model.hidden * 2
+    assert figures["total_ms"] > figures["forward_ms"] > 0
+    assert figures["backward_ms"] == pytest.approx(figures["total_ms"] - figures["forward_ms"])
+    assert figures["kept_units"] == pytest.approx(figures["kept_bytes"] / unit)
+    assert figures["peak_bytes"] > figures["kept_bytes"] > 0
+    if name == "overcoat leanest":
+        assert figures["kept_units"] < 1.0
+    if name == "bf16 eager":
+        assert figures["kept_units"] > 10.0
+
+
+@pytest.mark.gpu
+def test_a_tiny_accuracy_run() -> None:
+    shape = BlockShape(ModelShape(512, 1024, 1, 4, 2, 32), 1, 64)
+    ours, bf16 = accuracy("overcoat", shape), accuracy("bf16 eager", shape)
+    assert set(ours) == set(RESULTS.values())
+    # The output is mostly the residual, which both round to BF16.
+    assert all(bf16[key] > ours[key] - 1 > 5 for key in ours)

@@ -1,0 +1,118 @@
+"""`bench model`: the FLOP count, the search for the best batch, and that everyone takes a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from overcoat.bench.model import measure, multiplied_parameters, search_best_batch, step_flops
+from overcoat.bench.shapes import ModelShape, build_model
+from overcoat.bench.trainers import trainers
+from overcoat.bench.worker import OUT_OF_MEMORY
+
+SHAPE = ModelShape(128, 256, 2, 2, 1, 320)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_are_those_that_pytorch_counts(tied: bool) -> None:
+    """PyTorch counts the products as run: all of attention's square, where the formula counts the causal half."""
+    shape = replace(SHAPE, tied=tied)
+    model: Any = build_model(shape, torch.float32, "cpu")
+    model.set_attn_implementation("eager")
+    ids = torch.randint(shape.vocab, (2, 64))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    counted = counter.get_total_flops()
+    parameters = multiplied_parameters(model)
+    ours = step_flops(parameters, ids.numel(), 64, shape)
+    products = step_flops(parameters, ids.numel(), 0, shape)
+    assert products + 2 * (ours - products) == pytest.approx(counted, rel=0.01)
+
+
+class Runs:
+    """Tokens per second by batch: rises towards 1000 tokens/s; nothing above `limit` fits."""
+
+    def __init__(self, limit: int, half: float, broken: int | None = None) -> None:
+        self.limit, self.half, self.broken, self.tried = limit, half, broken, [0]
+
+    def __call__(self, batch: int) -> dict[str, Any]:
+        self.tried.append(batch)
+        if batch == self.broken:
+            return {"batch": batch, "error": "RuntimeError: no kernel"}
+        if batch > self.limit:
+            return {"batch": batch, "error": OUT_OF_MEMORY}
+        return {"batch": batch, "tokens_per_second": 1000.0 * batch / (batch + self.half)}
+
+
+@pytest.mark.parametrize(
+    ("limit", "start", "best", "tried"),
+    [
+        (13, 4, 13, [8, 16, 12, 14, 13]),
+        (16, 4, 16, [8, 16, 32, 24, 20, 18]),
+        (1, 4, 1, [2, 1]),
+        (0, 4, None, [2, 1]),
+        (3, 3, 3, [6, 4]),
+    ],
+)
+def test_the_largest_batch_that_fits_is_found(limit: int, start: int, best: int | None, tried: list[int]) -> None:
+    runs = Runs(limit, half=8.0)
+    first = runs(start)
+    found = search_best_batch(runs, first)
+    assert runs.tried[2:] == tried
+    assert found == (first if best is None else runs(best))
+
+
+def test_the_search_ends_when_larger_batches_bring_nothing() -> None:
+    runs = Runs(10**6, half=0.05)
+    assert search_best_batch(runs, runs(4))["batch"] == 8
+    assert runs.tried == [0, 4, 8]
+
+
+def test_the_fastest_wins_and_not_the_largest() -> None:
+    speeds = {4: 100.0, 8: 120.0, 12: 110.0, 14: 109.0}
+
+    def run(batch: int) -> dict[str, Any]:
+        if batch not in speeds:
+            return {"batch": batch, "error": OUT_OF_MEMORY}
+        return {"batch": batch, "tokens_per_second": speeds[batch]}
+
+    assert search_best_batch(run, run(4))["batch"] == 8
+
+
+def test_another_error_ends_the_search() -> None:
+    runs = Runs(100, half=8.0, broken=16)
+    assert search_best_batch(runs, runs(4))["batch"] == 8
+    broken = {"batch": 4, "error": "RuntimeError: no kernel"}
+    assert search_best_batch(runs, broken) is broken
+
+
+@pytest.mark.parametrize("name", [n for n, t in trainers().items() if not t.needs and "compile" not in n])
+def test_everyone_takes_steps_that_move_every_weight(name: str) -> None:
+    trainer = trainers()[name]
+    model: Any = build_model(SHAPE, torch.bfloat16, "cpu")
+    forward, optimizer = trainer.prepare(model), trainer.optimizer(model)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    # Every token, so that every row of the embedding moves.
+    loss = forward(torch.randperm(SHAPE.vocab)[None])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert loss.isfinite()
+    for key, p in model.named_parameters():
+        assert not torch.equal(p, before[key]), key
+        assert p.grad is None, key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["overcoat", "overcoat leanest, released", "bf16 compile, torch AdamW"])
+def test_a_tiny_run_measures_speed_and_memory(name: str) -> None:
+    figures = measure(name, ModelShape(512, 1024, 2, 4, 4, 1024), 2, 256, 2)
+    assert figures["tokens_per_second"] == pytest.approx(2 * 256 / figures["ms"] * 1e3)
+    assert figures["reserved_bytes"] >= figures["peak_bytes"] > 2 * figures["parameters"]
+    assert 0 < figures["loss"] < 20
