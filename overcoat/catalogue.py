@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from typing import Any, Callable
 
 import torch
@@ -73,7 +74,8 @@ class Op:
         self.name = reference.__name__
         self.reference = reference
         self.kernel: Callable[..., Any] | None = None
-        self.mutates = mutates
+        names = list(inspect.signature(reference).parameters)
+        self.written = [names.index(name) for name in mutates]  # places among the arguments
         self.__doc__ = reference.__doc__
         schema = torch.library.infer_schema(reference, mutates_args=mutates)
         _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -82,8 +84,7 @@ class Op:
         CATALOGUE[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The dispatcher counts the versions of what an op writes to: so autograd sees that a saved tensor has changed.
-        if self.kernel is not None and not self.mutates and args and _needs_no_dispatcher(args[0]):
+        if self.kernel is not None and args and _needs_no_dispatcher(args[0]):
             return self.kernel(*args, **kwargs)
         return self.overload(*args, **kwargs)
 
@@ -94,9 +95,21 @@ class Op:
 
     def cuda(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Register the kernel's launcher for CUDA tensors."""
-        _library.impl(self.name, function, "CUDA")
-        self.kernel = function
+        self.kernel = self._counting_versions(function) if self.written else function
+        _library.impl(self.name, self.kernel, "CUDA")
         return function
+
+    def _counting_versions(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """PyTorch counts what its own ops write to, so that autograd sees when a saved tensor has changed."""
+
+        @functools.wraps(function)
+        def run(*args: Any) -> Any:
+            result = function(*args)
+            for place in self.written:
+                torch.autograd.graph.increment_version(args[place])
+            return result
+
+        return run
 
 
 def op(reference: Callable[..., Any] | None = None, *, mutates: tuple[str, ...] = ()) -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor
 from overcoat.masters import resolve_master
 from overcoat.moments import resolve_moments
 from overcoat.optim.bucket import Bucket
-from overcoat.optim.offload import SLOTS, Staging, is_on_host, move_to_host
+from overcoat.optim.offload import SLOTS, Staging, check_options, is_on_host, move_to_host
 from overcoat.optim.roster import Roster
 from overcoat.optim.shards import check_placements, copy_of
 from overcoat.optim.state import State, bytes_to_offload, check_state, init_state, restore_state
@@ -100,7 +100,7 @@ class AdamW(torch.optim.Optimizer):
             "group_size": group_size,
             "seed": seed,
         }
-        _check_offload(offload, offload_buffer)
+        check_options(offload, offload_buffer)
         self.check_finite = check_finite
         self.offload, self.offload_buffer = offload, offload_buffer
         self.skipped_steps: Optional[Tensor] = None
@@ -234,6 +234,11 @@ class AdamW(torch.optim.Optimizer):
                 yield number, index, param
                 index += 1
 
+    def begin_step(self) -> None:
+        """The mark before every step, and before the first of released gradients."""
+        for staging in self._staging.values():
+            staging.begin_step()
+
     def _wait_for_offload(self) -> None:
         for staging in self._staging.values():
             staging.synchronize()
@@ -266,6 +271,7 @@ class AdamW(torch.optim.Optimizer):
     def _buckets(self) -> list[tuple[dict[str, Any], Bucket]]:
         """Parameters that have gradients, by group, device and dtypes; their states exist afterwards."""
         result: list[tuple[dict[str, Any], Bucket]] = []
+        self.begin_step()
         if not self._states_are_the_same():
             self._rosters = {}
         first = 0
@@ -321,13 +327,6 @@ class AdamW(torch.optim.Optimizer):
                 factor = factor * (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
         self.count_skipped(skip)
         return factor, skip
-
-
-def _check_offload(offload: bool, offload_buffer: int) -> None:
-    if not isinstance(offload, bool):
-        raise ValueError(f"offload {offload!r} must be True (states in host memory) or False")
-    if isinstance(offload_buffer, bool) or not isinstance(offload_buffer, int) or offload_buffer < 1:
-        raise ValueError(f"offload_buffer {offload_buffer!r} must be a number of bytes, for example {192 * 2**20}")
 
 
 def _check_hyperparameters(group: dict[str, Any]) -> None:

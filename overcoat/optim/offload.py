@@ -37,6 +37,14 @@ from overcoat.optim.shards import local, rewrap
 SLOTS = 3
 
 
+def check_options(offload: bool, offload_buffer: int) -> None:
+    """ValueError for what `AdamW` does not take."""
+    if not isinstance(offload, bool):
+        raise ValueError(f"offload {offload!r} must be True (states in host memory) or False")
+    if isinstance(offload_buffer, bool) or not isinstance(offload_buffer, int) or offload_buffer < 1:
+        raise ValueError(f"offload_buffer {offload_buffer!r} must be a number of bytes, for example {192 * 2**20}")
+
+
 # ---- host memory -----------------------------------------------------------------------------------------
 
 
@@ -123,6 +131,11 @@ class Staging:
                 slot.record_stream(self.copy_in)
                 slot.record_stream(self.copy_out)
 
+    def begin_step(self) -> None:
+        """States that the last step wrote may be read again; until the next call each is stepped at most once."""
+        if self.device.type == "cuda":
+            self.copy_in.wait_stream(self.copy_out)
+
     def take_slot(self) -> int:
         """Chunks use the buffers in turn."""
         self.next_slot += 1
@@ -138,16 +151,16 @@ class Staging:
             return
         current = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self.copy_in):
-            for event in (self.freed[chunk.slot], chunk.written):
-                if event is not None:
-                    self.copy_in.wait_event(event)
+            freed = self.freed[chunk.slot]
+            if freed is not None:
+                self.copy_in.wait_event(freed)
             chunk.copy(to_device=True)
         current.wait_stream(self.copy_in)
         yield
         with torch.cuda.stream(self.copy_out):
             self.copy_out.wait_stream(current)
             chunk.copy(to_device=False)
-            chunk.written = self.freed[chunk.slot] = self.copy_out.record_event()
+            self.freed[chunk.slot] = self.copy_out.record_event()
 
     def synchronize(self) -> None:
         """Wait until all states are in host memory."""
@@ -166,7 +179,6 @@ class Chunk:
 
     def __init__(self, whole: Arguments, pieces: list[Piece], staging: Staging) -> None:
         self.slot = staging.take_slot()
-        self.written: Optional[torch.cuda.Event] = None  # its states are in host memory again
         self.pieces = pieces
         host = [(name, piece.of(of[piece.owner])) for piece in pieces for name, of in states_of(whole).items()]
         offsets, _ = packed([tensor.nbytes for _, tensor in host])

@@ -2,8 +2,8 @@
 
 A backward pass asks for dozens of them, so the host's time for one counts. Buckets with their tables are kept for each
 set of parameters that came together before. And what depends on the step counts, two powers and a dozen small
-operations on a GPU, is computed for all parameters of a group at once when the first gradient of a backward pass
-arrives; the counts themselves are written when it ends.
+operations on a GPU, is computed at once for all parameters of a group, those of the last backward pass, when the first
+gradient arrives; the counts themselves are written when backward ends.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class ReleasedSteps:
     @torch.no_grad()
     def step(self, batch: Batch) -> None:
         """Step every parameter of a batch; one whose gradient is not finite is skipped alone."""
+        if not self.used:
+            self.optimizer.begin_step()
         parts: dict[Any, list[Entry]] = {}
         for entry in batch.entries:
             parts.setdefault((entry.group_number, *kind_of(entry.param, entry.grad)), []).append(entry)
@@ -135,7 +137,8 @@ class ReleasedSteps:
             foresight = self.foresights.get(key)
             if foresight is None or list(foresight.prepared) != buckets:
                 self.foresights[key] = Foresight(buckets)
-            self.foresights[key].fresh = None
+        for foresight in self.foresights.values():
+            foresight.fresh = None
         self.buckets, self.used, self.sums = self.used, {}, []
 
 

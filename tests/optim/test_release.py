@@ -59,6 +59,8 @@ def train(model, optimizer, steps=4):
 
 
 def snapshot(model, optimizer):
+    if optimizer.offload and torch.cuda.is_available():
+        torch.cuda.synchronize()  # states are on their way to host memory
     states = [optimizer.state[p] for p in model.parameters()]
     return [p.detach().clone() for p in model.parameters()] + [v.clone() for s in states for v in s.values()]
 
@@ -189,20 +191,24 @@ def test_any_size_of_batches_gives_the_same_bits(batch_bytes, device):
     torch.testing.assert_close(runs[0][1].grad_norm, runs[1][1].grad_norm, rtol=1e-6, atol=0)
 
 
-def test_other_batches_than_last_time():
-    """Parameters drop out and come back, so that kept buckets do not fit."""
-    runs = [make_pair() for _ in range(2)]
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_other_batches_than_last_time(offloaded, device):
+    """Parameters and, at the fifth step, the whole second group drop out and come back: what is kept does not fit."""
+    runs = [make_pair(model=Tied().to(device), offload=offloaded, offload_buffer=12_000) for _ in range(2)]
     release_gradients(*runs[0], batch_bytes=8000)
     for model, optimizer in runs:
-        for step in range(6):
+        for step in range(8):
             model.norm.requires_grad_(step % 3 != 1)
             model.blocks[0].requires_grad_(step % 2 == 0)
+            if step == 4:
+                model.blocks.requires_grad_(False)
             loss_of(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
+            model.blocks.requires_grad_(True)
     assert same_bits(snapshot(*runs[0]), snapshot(*runs[1]))
     steps = [int(runs[0][1].state[p]["step"]) for p in (runs[0][0].norm.bias, runs[0][0].head.weight)]
-    assert steps == [4, 6]
+    assert steps == [5, 8]
 
 
 class Broken(torch.autograd.Function):

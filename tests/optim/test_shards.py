@@ -36,9 +36,9 @@ OPTIONS = {
 }
 
 
-def make(sharded, kind="8bit", seed=0, released=False):
+def make(sharded, kind="8bit", seed=0, released=False, device="cpu"):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(200, 301), nn.LayerNorm(301), nn.GELU(), nn.Linear(301, 1)).bfloat16()
+    model = nn.Sequential(nn.Linear(200, 301), nn.LayerNorm(301), nn.GELU(), nn.Linear(301, 1)).to(device).bfloat16()
     if sharded:
         fully_shard(model[0])
         fully_shard(model)
@@ -53,6 +53,7 @@ def train(model, optimizer, steps, first=0, **kwargs):
     """Every process sees the same batch, so the averaged gradient is that of one process."""
     for step in range(first, first + steps):
         x = torch.randn(16, 200, generator=torch.Generator().manual_seed(step)).bfloat16()
+        x = x.to(next(model.parameters()).device)
         model(x).square().mean().backward()
         optimizer.step(**kwargs)
         optimizer.zero_grad()
@@ -82,7 +83,8 @@ def assert_same_bits(left, right):
     for name, value in left.items():
         assert value.dtype == right[name].dtype, name
         assert value.shape == right[name].shape, name
-        assert torch.equal(value.reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8)), name
+        mine, other = (x.cpu().reshape(-1).view(torch.uint8) for x in (value, right[name]))
+        assert torch.equal(mine, other), name
 
 
 def _process(rank, port, work, arguments):
@@ -129,6 +131,30 @@ def _steps_alike(rank):
 
 def test_two_processes_hold_the_codes_of_one():
     on_two(_steps_alike)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("released", [False, True])
+def test_offloaded_states_of_a_mesh_of_gpus(released):
+    """The states are DTensors on the host whose mesh is one of GPUs; one process is enough for that."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain = make(False, device="cuda")
+        sharded = make(True, "offloaded", released=released, device="cuda")
+        for run in (plain, sharded):
+            train(*run, 3)
+        torch.cuda.synchronize()  # states are on their way to host memory
+        assert_same_bits(everything(*plain), everything(*sharded))
+        moments = sharded[1].state[sharded[0][0].weight]["exp_avg"]
+        assert isinstance(moments, DTensor)
+        assert moments.to_local().is_pinned()
+        again = make(True, "offloaded", seed=4, device="cuda")
+        again[1].load_state_dict(sharded[1].state_dict())
+        for param, original in zip(again[0].parameters(), sharded[0].parameters()):
+            for name, value in sharded[1].state[original].items():
+                assert_same_bits({name: whole(value)}, {name: whole(again[1].state[param][name])})
+    finally:
+        dist.destroy_process_group()
 
 
 def _clips_and_skips_together(rank):

@@ -7,6 +7,7 @@ import torch
 
 from overcoat.kernels.adamw import adamw_step_, gradients_sum_squares
 from overcoat.optim.adamw import AdamW
+from overcoat.optim.arguments import adamw_launch, sum_squares
 from tests.kernels.gpu.adamw_cases import SHAPES, arguments, differing_bytes, gradients, reference, run
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +48,48 @@ def test_sum_of_squares():
     torch.testing.assert_close(gradients_sum_squares(grads).double(), expected, rtol=1e-5, atol=0)
     grads[2][70_001] = float("inf")
     assert not gradients_sum_squares(grads).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_squares_of_each_tensor(dtype):
+    """One tensor, many programs, more partial sums than a program reads at once; which sums are not finite."""
+    sizes = (3, 100_003, 0, 1, 80_000_001, 65_536)
+    grads = [torch.randn(size, device="cuda", dtype=dtype) for size in sizes]
+    gradients = sum_squares.Gradients(list(sizes), torch.device("cuda"))
+    gradients.set(grads)
+    first = gradients.sums_of_squares()
+    expected = torch.stack([g.double().square().sum() for g in grads])
+    torch.testing.assert_close(first.squares.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradients.sum_squares().double(), expected.sum(), rtol=1e-5, atol=0)
+    assert not first.skips.any()
+    grads[4][70_001_000], grads[0][1] = torch.nan, -torch.inf
+    second = gradients.sums_of_squares(first)
+    assert second.skips.tolist() == [True, False, False, False, True, False]
+    assert second.squares is first.squares
+
+
+def test_single_tensors_are_skipped():
+    """Flags for each tensor: those skipped keep every byte, the others step as they do alone."""
+    args = arguments(device="cuda")
+    skips = torch.arange(len(SHAPES), device="cuda") % 2 == 0
+    stepped, kept = run(adamw_step_, args), run(lambda *args: None, args)
+
+    def step_some(*args):
+        params, grads, *lists = args[:9]
+        tensors = dict(zip(("exp_avg", "amax", "exponent", "exp_avg_sq", "scale", "remainder", "step"), lists))
+        plan = adamw_launch.Plan({"param": params, **tensors}, 128, args[20], args[21])
+        gradients = sum_squares.Gradients([p.numel() for p in params], params[0].device)
+        gradients.set([g.contiguous() for g in grads])
+        plan.step(gradients, args[9], args[10], skips, adamw_launch.Options(*args[12:20]))
+
+    for found, new, old in zip(by_tensor(run(step_some, args)), by_tensor(stepped), by_tensor(kept)):
+        for i in range(len(found)):
+            assert differing_bytes([found[i]], [old[i] if i % 2 == 0 else new[i]]) == 0
+
+
+def by_tensor(tensors):
+    """Results of `run` as lists of one tensor for each parameter."""
+    return [tensors[i : i + len(SHAPES)] for i in range(0, len(tensors), len(SHAPES))]
 
 
 def test_non_contiguous_parameters_and_unaligned_gradients():

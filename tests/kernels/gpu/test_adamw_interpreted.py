@@ -19,7 +19,7 @@ import torch
 from adamw_cases import SHAPES, arguments, differing_bytes, gradients, reference, run
 from overcoat.kernels.adamw import gradients_sum_squares
 from overcoat.kernels.gpu.adamw_launch import adamw_step_triton
-from overcoat.kernels.gpu.sum_squares import gradients_sum_squares_triton
+from overcoat.kernels.gpu.sum_squares import Gradients, gradients_sum_squares_triton
 
 CASES = [
     (("sqrt8", "log8"), "bf16+8", {}),
@@ -45,6 +45,11 @@ skipped[11] = torch.tensor(True)
 assert differing_bytes(run(adamw_step_triton, skipped), run(lambda *args: None, skipped)) == 0
 grads = gradients(arguments()[0], 0)
 torch.testing.assert_close(gradients_sum_squares_triton(grads), gradients_sum_squares(grads))
+table = Gradients([g.numel() for g in grads], torch.device("cpu"))
+table.set(grads)
+torch.testing.assert_close(table.sums_of_squares().squares, torch.stack([g.float().square().sum() for g in grads]))
+grads[0][1, 2] = torch.nan
+assert table.sums_of_squares().skips.tolist() == [True] + [False] * (len(grads) - 1)
 """
 
 
