@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.figures import pyplot, save
 from overcoat.expansion import EXPONENT_STEPS, FORMAT_RANGE_LOG2
 from overcoat.formats import E4M3
-from overcoat.train.extras import load_extra
 
 MOMENT_TITLES = {"m": "first moment m", "v": "second moment v"}
 EIGHT_BIT = {"m": "sqrt8", "v": "log8"}
@@ -21,8 +21,7 @@ EIGHT_BIT = {"m": "sqrt8", "v": "log8"}
 
 def draw_ranges(row: dict[str, Any], path: Path) -> None:
     """Figure 2: per moment, the dynamic range of the groups before and after expansion, and the histogram of k."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6.5), dpi=110)
+    figure, axes = pyplot().subplots(2, 2, figsize=(10, 6.5), dpi=110)
     for (key, title), (left, right) in zip(MOMENT_TITLES.items(), axes, strict=True):
         for name, color, label in (
             ("octaves", "tab:blue", "as it is"),
@@ -48,14 +47,13 @@ def draw_ranges(row: dict[str, Any], path: Path) -> None:
         axis.set_ylabel("share of groups")
         axis.set_ylim(top=1.25 * axis.get_ylim()[1])  # room for the legend
         axis.legend(fontsize=8)
-    _save(pyplot, figure, path)
+    save(figure, path)
 
 
 def draw_codes(row: dict[str, Any], path: Path) -> None:
     """Figure 3: per moment, how often each magnitude of E4M3 occurs, before and after expansion, and each code of
     "8bit"."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6.5), dpi=110)
+    figure, axes = pyplot().subplots(2, 2, figsize=(10, 6.5), dpi=110)
     values = torch.arange(127, dtype=torch.uint8).view(E4M3.dtype).float().tolist()
     marks = [index for index, value in enumerate(values) if value in (2.0**-6, 2.0**-3, 1.0, 8.0, 64.0, 448.0)]
     for (key, title), (left, right) in zip(MOMENT_TITLES.items(), axes, strict=True):
@@ -76,19 +74,7 @@ def draw_codes(row: dict[str, Any], path: Path) -> None:
         axis.set_ylabel("share of elements")
         axis.set_ylim(top=1.25 * axis.get_ylim()[1])  # room for the legend
         axis.legend(fontsize=8)
-    _save(pyplot, figure, path)
-
-
-def _pyplot() -> Any:
-    load_extra("matplotlib", "bench", "drawing the figures").use("Agg")
-    return load_extra("matplotlib.pyplot", "bench", "drawing the figures")
-
-
-def _save(pyplot: Any, figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _shares(counts: list[int]) -> list[float]:
