@@ -40,10 +40,10 @@ from overcoat.hardware import exp2, log2, reciprocal
 EXPONENT_STEPS = 16
 # log2 of the dynamic range that a format offers: its maximum over its smallest positive value.
 FORMAT_RANGE_LOG2 = {fmt.name: math.log2(fmt.max / fmt.tiny) for fmt in (E4M3, E5M2)}
-# Below this maximum the reciprocal leaves FP32's range.
-SMALL_AMAX = 2.0**-62
+# Beyond these maxima the reciprocal leaves FP32's normal range.
+SMALL_AMAX, LARGE_AMAX = 2.0**-62, 2.0**62
 SMALLEST_NORMAL = 2.0**-126
-SMALL_SCALE = 2.0**64
+SMALL_SCALE, LARGE_SCALE = 2.0**64, 2.0**-64
 
 
 def smallest_positive(groups: Tensor) -> Tensor:
@@ -62,8 +62,8 @@ def normalize(x: Tensor, amax: Tensor) -> Tensor:
 
 
 def normalizer(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """(s, 1 / (amax * s)) of `normalize`: s = 2^64 where amax is so small that 1 / amax could overflow, else 1."""
-    scale = torch.where(amax < SMALL_AMAX, SMALL_SCALE, 1.0)
+    """(s, 1 / (amax * s)) of `normalize`: s = 2^64 or 2^-64 where 1 / amax could overflow or be denormal, else 1."""
+    scale = torch.where(amax < SMALL_AMAX, SMALL_SCALE, torch.where(amax > LARGE_AMAX, LARGE_SCALE, 1.0))
     return scale, torch.where(amax > 0, reciprocal(amax * scale), 0.0)
 
 

@@ -111,6 +111,7 @@ def measure(name: str, count: int, shape: tuple[int, ...], repeats: int, copy_ra
     """Time and memory of one optimizer on `count` fresh parameters of `shape`; `copy_rate` in bytes per second."""
     contestant = CONTESTANTS[name]
     torch.manual_seed(0)
+    gc.collect()  # what an earlier measurement left must not be freed during this one
     start = torch.cuda.memory_allocated()
     params = [torch.nn.Parameter(_normal(shape, contestant.dtype, 0.02)) for _ in range(count)]
     for param in params:

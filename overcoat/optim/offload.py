@@ -180,14 +180,14 @@ class Chunk:
     def __init__(self, whole: Arguments, pieces: list[Piece], staging: Staging) -> None:
         self.slot = staging.take_slot()
         self.pieces = pieces
-        host = [(name, piece.of(of[piece.owner])) for piece in pieces for name, of in states_of(whole).items()]
-        offsets, _ = packed([tensor.nbytes for _, tensor in host])
+        host = [(piece, name, piece.of(of[piece.owner])) for piece in pieces for name, of in states_of(whole).items()]
+        offsets, _ = packed([tensor.nbytes for _, _, tensor in host])
         states: dict[str, list[Tensor]] = {name: [] for name in whole.states}
         pairs = []
-        for (name, tensor), offset in zip(host, offsets, strict=True):
+        for (piece, name, tensor), offset in zip(host, offsets, strict=True):
             staged = staging.slots[self.slot][offset : offset + tensor.nbytes]
             states[name].append(staged.view(tensor.dtype).view(tensor.shape))
-            pairs.append((tensor, offset))
+            pairs.append((tensor, offset, piece.is_whole))
         self.spans = list(_merged(pairs, staging.slots[self.slot]))
         self.arguments = whole._replace(
             params=[piece.of(whole.params[piece.owner]) for piece in pieces],
@@ -209,16 +209,17 @@ class Chunk:
                 host.copy_(staged, non_blocking=True)
 
 
-def _merged(pairs: list[tuple[Tensor, int]], slot: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(host, staged) bytes to copy, for pairs of a host tensor and its offset in `slot`.
+def _merged(pairs: list[tuple[Tensor, int, bool]], slot: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(host, staged) bytes to copy, for a host tensor, its offset in `slot` and whether it is of a whole parameter.
 
-    What lies one after the other on both sides, with the same padding, is copied at once: a whole parameter.
+    The tensors of a whole parameter lie one after the other on both sides, with the same padding, and are copied at
+    once. Between those of a part lie other parts, which must not be written back: another chunk may be doing that.
     """
     spans: list[list[Any]] = []  # [host storage, start, stop, offset in the slot]
-    for tensor, offset in pairs:
+    for tensor, offset, is_whole in pairs:
         memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         start = tensor.data_ptr() - memory.data_ptr()
-        last = spans[-1] if spans else None
+        last = spans[-1] if spans and is_whole else None
         if last and last[0].data_ptr() == memory.data_ptr() and start - last[1] == offset - last[3]:
             last[2] = start + tensor.nbytes
         else:

@@ -44,6 +44,10 @@ class Piece(NamedTuple):
     stop: int
 
     @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == self.layout.units
+
+    @property
     def first_group(self) -> int:
         return self.start * self.layout.groups
 

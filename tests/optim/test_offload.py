@@ -9,6 +9,7 @@ import torch
 
 from overcoat import AdamW, memory, release_gradients
 from overcoat.optim import offload
+from overcoat.optim.pieces import states_of
 from tests.optim.harness import SHAPES, assert_same_bits, make_params, set_grads, snapshot, train
 
 # One row of the widest matrix takes up to 1600 bytes: many chunks, larger parameters cut.
@@ -51,6 +52,30 @@ def test_offloaded_steps_equal_ordinary_ones_bit_for_bit(kind, dtype, buffer, de
     assert_same_bits(snapshot(*ordinary), snapshot(*offloaded))
     torch.testing.assert_close(ordinary[1].grad_norm, offloaded[1].grad_norm, rtol=0, atol=0)
     assert (len(chunks_of(offloaded[1])) > 2) == (buffer == SMALL)  # one for each group at least
+
+
+def extent(tensor):
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_copy_nothing_of_each_other(kind, dtype, device):
+    """Else one would write back, on its own stream, what the other has written since."""
+    params, optimizer = make(device, dtype, **KINDS[kind])
+    train(params, optimizer, 1)
+    owner = {}
+    for roster in optimizer._rosters.values():
+        for bucket, _ in roster.parts:
+            whole = states_of(bucket.streamed.arguments)
+            for chunk in bucket.streamed.chunks:
+                for piece in chunk.pieces:
+                    for of in whole.values():
+                        owner.update(dict.fromkeys(extent(piece.of(of[piece.owner])), chunk))
+    for chunk in chunks_of(optimizer):
+        copied = [byte for host, _ in chunk.spans for byte in extent(host)]
+        assert {owner.get(byte, chunk) for byte in copied} == {chunk}
+        assert set(copied) >= {byte for byte, of in owner.items() if of is chunk}
 
 
 def test_states_are_in_host_memory_and_buffers_are_bounded(device):

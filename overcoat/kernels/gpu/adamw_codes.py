@@ -18,7 +18,7 @@ _GOLDEN: tl.constexpr = tl.constexpr(-1640531527)  # 0x9E3779B9
 @triton.jit
 def normalize(x, amax):
     """`expansion.normalize`; amax per group."""
-    scale = tl.where(amax < 2.0**-62, 2.0**64, 1.0)
+    scale = tl.where(amax < 2.0**-62, 2.0**64, tl.where(amax > 2.0**62, 2.0**-64, 1.0))
     inverse = tl.where(amax > 0.0, reciprocal(amax * scale), 0.0)
     return (x * scale[:, None]) * inverse[:, None]
 
