@@ -36,6 +36,8 @@ class Recipe:
         fp8: False leaves every layer in its original precision: the baseline through the same code path.
         head: products of lm_head and its loss, which is computed without holding the logits: "bf16" (the model's own
             dtype), "fp8" (logits' gradient in `grad_format`), or None: Hugging Face's loss, with all logits.
+        reuse_weights: keep the weights' FP8 copies until the weights change, 2 bytes per weight, for gradient
+            accumulation (ops/weights.py); per-tensor scales only, without effect under FSDP2 and torch.compile.
 
     Raises:
         ValueError: a field has a value that is not listed above, or two do not go together.
@@ -49,6 +51,7 @@ class Recipe:
     grad_format: GradFormat = None  # type: ignore[assignment]  # never None once constructed
     fp8: bool = True
     head: Head | None = "bf16"
+    reuse_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.grad_format is None:
@@ -62,6 +65,7 @@ class Recipe:
             "grad_format": get_args(GradFormat),
             "fp8": (True, False),
             "head": (None, *get_args(Head)),
+            "reuse_weights": (True, False),
         }
         for name, values in allowed.items():
             value = getattr(self, name)

@@ -83,6 +83,7 @@ STACKS = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
+GELU_STACKS = (*STACKS[:2], ("mlp.c_fc",), ("mlp.c_proj",))
 
 
 def emulate_fp8_gemms(model: nn.Module, grad_format: str = "e5m2", in_blocks: bool = False) -> nn.Module:
@@ -92,7 +93,7 @@ def emulate_fp8_gemms(model: nn.Module, grad_format: str = "e5m2", in_blocks: bo
     """
     model = copy.deepcopy(model).double()
     for layer in model.model.layers:
-        for names in STACKS:
+        for names in STACKS if hasattr(layer.mlp, "gate_proj") else GELU_STACKS:
             members = [_Member.of(layer.get_submodule(name)) for name in names]
             stack = _Stack(members, grad_format, in_blocks)
             for index, member in enumerate(members):

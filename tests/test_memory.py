@@ -23,7 +23,7 @@ from tests.ops.harness import CASES, block_case
 TOKENS, HIDDEN, INTERMEDIATE = 256, 1024, 2752
 UNIT = TOKENS * HIDDEN * 2
 SHARED = {("attention", "cos"), ("attention", "sin"), ("block", "cos"), ("block", "sin")}
-OURS = {"norm_linear", "attention", "linear_residual", "swiglu_linear", "block"}
+OURS = {"norm_linear", "attention", "linear_residual", "swiglu_linear", "gelu_linear", "block"}
 
 
 class OneBlock(nn.Module):
@@ -134,6 +134,19 @@ def test_the_leanest_keeps_the_input_alone(large_case):
     assert scalars == [4] * 5
     assert set(sizes) == {("block", "codes"), ("block", "group_amax"), ("block", "cos"), ("block", "sin")}
     assert units(kept) == pytest.approx(0.5 * (1 + 1 / 64), abs=sum(scalars) / UNIT)
+
+
+def test_an_mlp_without_gate_keeps_its_one_projection():
+    """Starcoder2's block, I = 4 H: 0.5 + 2 + 0.5 + 2 U, and the groups' maxima; nothing for biases and norm biases."""
+    case = block_case(2, TOKENS // 2, HIDDEN, intermediate=4 * HIDDEN, num_q=8, num_kv=8, biases=True, gelu="tanh")
+    kept, _ = record(case, Recipe())
+    sizes = {row: size / UNIT for row, size in kept.by_tensor().items()}
+    assert sizes["gelu_linear", "codes"] == 2
+    assert sizes["gelu_linear", "group_amax"] == pytest.approx(2 / 64)
+    assert {op for op, _ in sizes} == {"norm_linear", "attention", "linear_residual", "gelu_linear", "block"}
+    centers = 4 * HIDDEN * 4 / UNIT  # of q, k, v and o, FP32
+    assert units(kept) == pytest.approx(5 * (1 + 1 / 64) + 1 / 64 + centers, abs=0.01)
+    assert units(record(case, Recipe.leanest())[0]) == pytest.approx(0.5 * (1 + 1 / 64), abs=5 * 4 / UNIT)
 
 
 def test_grouped_queries_keep_less(large_case):

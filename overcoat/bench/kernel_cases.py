@@ -13,7 +13,7 @@ from torch import Tensor
 
 from overcoat.bench.shapes import BlockShape
 from overcoat.catalogue import Op
-from overcoat.kernels import blockwise, blockwise_fused, loss, norm, quantize, rope, swiglu
+from overcoat.kernels import blockwise, blockwise_fused, gelu, gelu_blockwise, loss, norm, quantize, rope, swiglu
 
 CODE, G = "sqrt8", 128
 EPS = 1e-5
@@ -134,6 +134,30 @@ def swiglu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     yield KernelCase("swiglu_backward_quantize", swiglu.swiglu_backward_quantize, both)
 
 
+def gelu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
+    """GELU forward and backward in the tanh form (Starcoder2's), with one scale and in blocks; two in the erf form."""
+    tokens, width = shape.tokens, shape.model.intermediate
+    u, dh = _normal(device, tokens, width), _normal(device, tokens, width)
+    how = ("tanh", CODE, G)
+    codes, group_amax, row_amax = gelu.gelu_encode(u, *how)
+    top = quantize.amax(row_amax)
+    _, scale = gelu.gelu_quantize(u, top, "tanh")
+    kept = (dh, codes, group_amax)
+    gradient_top, _ = gelu.gelu_backward_amax(*kept, scale, *how)
+    yield KernelCase("gelu_encode", gelu.gelu_encode, (u, *how))
+    yield KernelCase("gelu_quantize", gelu.gelu_quantize, (u, top, "tanh"))
+    yield KernelCase("gelu_quantize erf", gelu.gelu_quantize, (u, top, "none"))
+    yield KernelCase("gelu_backward", gelu.gelu_backward, (*kept, scale, *how))
+    yield KernelCase("gelu_backward_amax", gelu.gelu_backward_amax, (*kept, scale, *how))
+    yield KernelCase("gelu_backward_amax erf", gelu.gelu_backward_amax, (*kept, scale, "none", CODE, G))
+    both = (*kept, gradient_top, "e5m2", True, *how)
+    yield KernelCase("gelu_backward_quantize", gelu.gelu_backward_quantize, both)
+    fused = gelu_blockwise
+    yield KernelCase("gelu_block_quantize", fused.gelu_block_quantize, (u, *how))
+    yield KernelCase("gelu_block_backward", fused.gelu_block_backward, (*kept, *how))
+    yield KernelCase("gelu_block_backward_quantize", fused.gelu_block_backward_quantize, (*kept, "e5m2", True, *how))
+
+
 def blockwise_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     """The same work with 1x128 and 128x128 scales."""
     tokens, hidden, width = shape.tokens, shape.model.hidden, shape.model.intermediate
@@ -175,6 +199,7 @@ FAMILIES: dict[str, Callable[[BlockShape, str], Iterator[KernelCase]]] = {
     "norm": norm_cases,
     "rope": rope_cases,
     "swiglu": swiglu_cases,
+    "gelu": gelu_cases,
     "blockwise": blockwise_cases,
     "loss": loss_cases,
 }

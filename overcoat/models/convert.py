@@ -16,7 +16,8 @@ from torch import nn
 
 from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
 from overcoat.models.head import find_causal_model, install_head, remove_head, why_head_unsupported
-from overcoat.models.llama import SUPPORTED, Fp8DecoderLayer, original_class, why_unsupported
+from overcoat.models.llama import SUPPORTED, Fp8DecoderLayer, has_gate, original_class, why_unsupported
+from overcoat.ops.weights import reuse
 from overcoat.recipe import Recipe
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -91,8 +92,8 @@ def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Option
     `output_logits=True`, without labels and in `eval()` it returns them as ever (`models/head.py`).
 
     Args:
-        model: any module that contains transformers decoder layers (Llama, Mistral, Qwen2, Qwen3). Parameters are
-            shared, names unchanged. Converting again changes the recipe.
+        model: any module that contains transformers decoder layers (Llama, Mistral, Qwen2, Qwen3, Starcoder2).
+            Parameters are shared, names unchanged. Converting again changes the recipe.
         recipe: what is kept, and in which format; `Recipe()` if None.
         filter_fn: `filter_fn(module, name) -> bool`; False leaves that decoder layer, or lm_head, alone.
 
@@ -115,6 +116,9 @@ def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Option
         _check_device(model, recipe)
     for name, layer in layers:
         report.layers.append(_convert_layer(layer, name, recipe, filter_fn))
+        linears = [module.weight for module in layer.modules() if isinstance(module, nn.Linear)]
+        reused = recipe.reuse_weights and recipe.linear_scaling == "tensor" and report.layers[-1].converted
+        reuse(linears, reused)
     report.head = _convert_head(model, recipe, filter_fn)
     if report.converted and not getattr(model, "_overcoat_no_cache", False):
         model.register_forward_pre_hook(_no_cache_while_training, with_kwargs=True)
@@ -209,12 +213,14 @@ def _describe(layer: nn.Module, recipe: Recipe) -> str:
         kept = f"block input {kept}, the rest recomputed"
     else:
         kept += ", attention " + (recipe.kept_format if recipe.kept_attention == "8bit" else "bf16")
-    extras = []
+    extras = [] if has_gate(layer) else ["LayerNorm", "GELU"]
     if layer.get_submodule("self_attn.q_proj").bias is not None:
         extras.append("biases")
     if hasattr(layer.get_submodule("self_attn"), "q_norm"):
         extras.append("q/k norm")
     scales = " in 1x128 and 128x128 blocks" if recipe.linear_scaling == "block" else ""
+    if recipe.reuse_weights and not scales:
+        extras.append("weights' FP8 copies reused")
     return ", ".join([f"GEMMs e4m3/{recipe.grad_format}{scales}", kept, *extras])
 
 

@@ -1,8 +1,8 @@
 """The end of a converted model: `model(input_ids, labels=...)` computes its loss without ever holding the logits.
 
-Llama, Mistral, Qwen2 and Qwen3 end alike: final norm, `lm_head` (a linear layer without bias, perhaps tied to the
-embedding), `ForCausalLMLoss` on shifted labels. The model and its lm_head get subclasses of their own classes, as the
-decoder layers do (convert.py), with the same parameters and names:
+The supported models end alike: final norm, `lm_head` (a linear layer without bias, perhaps tied to the embedding),
+`ForCausalLMLoss` on shifted labels. The model and its lm_head get subclasses of their own classes, as the decoder
+layers do (convert.py), with the same parameters and names:
 
     LossHead         lm_head(hidden) gives logits as ever; lm_head(hidden, labels) their loss, in chunks (ops/loss.py).
                      The call goes through the module, so that FSDP2 may wrap lm_head by itself.

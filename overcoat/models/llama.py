@@ -1,10 +1,13 @@
-"""The FP8 forward of a Llama-shaped decoder layer: Llama, Mistral, Qwen2 (biases), Qwen3 (q/k norm).
+"""The FP8 forward of a Llama-shaped decoder layer: Llama, Mistral, Qwen2 (biases), Qwen3 (q/k norm), Starcoder2.
 
     qkv, x = norm_linear(x, input_layernorm, [Wq, Wk, Wv])
     o      = attention(qkv)
     x      = linear_residual(o, Wo, x)
     gu, x  = norm_linear(x, post_attention_layernorm, [Wgate, Wup])
     x      = swiglu_linear(gu, Wdown, x)
+
+Starcoder2 has LayerNorm, biases, and an MLP without gate: the last two are u, x = norm_linear(..., [Wfc]) and
+x = gelu_linear(u, Wproj, x).
 
 `Fp8DecoderLayer` is mixed into the layer's own class (convert.py), so parameters, names, hooks and the original forward
 stay. It computes in FP8 in `train()` mode; otherwise, and whenever a module of it was replaced or hooked since (a
@@ -24,16 +27,10 @@ from overcoat.ops.block import Block, Linear, decoder_block
 from overcoat.ops.linear import Norm
 from overcoat.recipe import Recipe
 
-# The linear layers a Llama-shaped layer must have, by attribute path.
-PROJECTIONS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
+# The linear layers a layer must have, by attribute path: Llama's, and one's without a gate.
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+PROJECTIONS = (*_ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+GELU_PROJECTIONS = (*_ATTENTION, "mlp.c_fc", "mlp.c_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 # Decoder layers of transformers whose forward is the one above.
@@ -42,11 +39,18 @@ SUPPORTED = {
     "transformers.models.mistral.modeling_mistral": "MistralDecoderLayer",
     "transformers.models.qwen2.modeling_qwen2": "Qwen2DecoderLayer",
     "transformers.models.qwen3.modeling_qwen3": "Qwen3DecoderLayer",
+    "transformers.models.starcoder2.modeling_starcoder2": "Starcoder2DecoderLayer",
+}
+# transformers' names of the GELUs, and the form of each.
+GELUS = {
+    "gelu": "none",
+    "gelu_python": "none",
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_python_tanh": "tanh",
+    "gelu_new": "tanh",
+    "gelu_fast": "tanh",
 }
 
-
-# Modules whose forward the FP8 block stands in for: a hook on one of them would not run.
-WATCHED = (*PROJECTIONS, *NORMS, "self_attn", "mlp")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Attention code of transformers that hands every mask to the layer; others read position_ids or lengths instead.
 ATTENTION = ("sdpa", "eager")
@@ -60,14 +64,22 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return type(module)
 
 
+def has_gate(layer: nn.Module) -> bool:
+    """Whether a supported layer's MLP is SwiGLU; else it is GELU, and its norms are LayerNorm."""
+    return hasattr(layer.get_submodule("mlp"), "gate_proj")
+
+
 def why_unsupported(layer: nn.Module) -> Optional[str]:
-    """The reason why a Llama-shaped layer cannot run in FP8, or None if it can."""
-    attention_module: Any = layer.get_submodule("self_attn")
-    config = attention_module.config
-    if getattr(attention_module, "attention_dropout", 0.0):
-        return f"attention_dropout is {attention_module.attention_dropout}; only 0 is supported"
-    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
-        return f"hidden_act is {config.hidden_act!r}; only silu is supported"
+    """The reason why a layer of a supported kind cannot run in FP8, or None if it can."""
+    config: Any = layer.get_submodule("self_attn").config
+    for part in ("self_attn", "mlp"):
+        for name in ("attention_dropout", "residual_dropout"):
+            dropout = getattr(layer.get_submodule(part), name, 0.0)
+            if dropout:
+                return f"{name} is {dropout}; only 0 is supported"
+    known = ("silu", "swish") if has_gate(layer) else tuple(GELUS)
+    if config.hidden_act not in known:
+        return f"hidden_act is {config.hidden_act!r}; only {', '.join(known)} are supported"
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     if partial != 1.0:
         return f"partial_rotary_factor is {partial}; only 1.0 is supported"
@@ -76,11 +88,14 @@ def why_unsupported(layer: nn.Module) -> Optional[str]:
 
 def why_replaced(layer: nn.Module) -> Optional[str]:
     """The reason why the layer's modules or attention are not what the FP8 block computes; checked at each forward."""
-    for path in WATCHED:
+    gated = has_gate(layer)
+    projections = PROJECTIONS if gated else GELU_PROJECTIONS
+    # A hook on a module whose forward the FP8 block stands in for would not run.
+    for path in (*projections, *NORMS, "self_attn", "mlp"):
         module = layer.get_submodule(path)
-        if path in PROJECTIONS and type(module) is not nn.Linear:
+        if path in projections and type(module) is not nn.Linear:
             return f"{path} is a {type(module).__name__}, not nn.Linear"
-        if path in NORMS and not type(module).__module__.startswith("transformers."):
+        if path in NORMS and not _is_own_norm(module, gated):
             return f"{path} is a {type(module).__name__}, not the model's own norm"
         if _has_hooks(module):
             return f"{path} has hooks, which the FP8 block would not run"
@@ -90,6 +105,10 @@ def why_replaced(layer: nn.Module) -> Optional[str]:
     if getattr(config, "is_causal", True) is False:
         return "config.is_causal is False; only causal attention is supported"
     return None
+
+
+def _is_own_norm(module: nn.Module, gated: bool) -> bool:
+    return type(module).__module__.startswith("transformers.") if gated else type(module) is nn.LayerNorm
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -152,9 +171,17 @@ class Fp8DecoderLayer(nn.Module):
 
     def _block(self) -> Block:
         norms: list[Any] = [self.get_submodule(path) for path in NORMS]
-        linears: list[Any] = [self.get_submodule(path) for path in PROJECTIONS]
-        first, second = (Norm(norm.weight, None, norm.variance_epsilon) for norm in norms)
-        return Block(first, second, *(Linear(linear.weight, linear.bias) for linear in linears))
+        if has_gate(self):
+            first, second = (Norm(norm.weight, None, norm.variance_epsilon) for norm in norms)
+            return Block(first, second, *self._linears(PROJECTIONS))
+        first, second = (Norm(norm.weight, norm.bias, norm.eps, centered=True) for norm in norms)
+        q, k, v, o, up, down = self._linears(GELU_PROJECTIONS)
+        config: Any = self.get_submodule("self_attn").config
+        return Block(first, second, q, k, v, o, None, up, down, GELUS[config.hidden_act])
+
+    def _linears(self, paths: tuple[str, ...]) -> list[Any]:
+        linears: list[Any] = [self.get_submodule(path) for path in paths]
+        return [Linear(linear.weight, linear.bias) for linear in linears]
 
 
 def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:

@@ -31,8 +31,10 @@ from overcoat.ops.attention import (
     attention_backward_quantized,
     attention_forward,
 )
+from overcoat.ops.gelu import gelu_linear_again, gelu_linear_backward, gelu_linear_forward
 from overcoat.ops.linear import (
     Gradient,
+    LinearGrads,
     LinearResidualKept,
     Norm,
     NormLinearKept,
@@ -44,7 +46,7 @@ from overcoat.ops.linear import (
     rebuild_input_t,
 )
 from overcoat.ops.mlp import (
-    SwigluLinearKept,
+    MlpKept,
     swiglu_linear_again,
     swiglu_linear_backward,
     swiglu_linear_forward,
@@ -60,7 +62,10 @@ class Linear(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The parameters of a Llama-shaped block."""
+    """The parameters of a Llama-shaped block, or of one whose MLP has no gate.
+
+    gate: None without; gelu: then the `approximate` of the GELU between up and down, else None (SwiGLU).
+    """
 
     attention_norm: Norm
     mlp_norm: Norm
@@ -68,9 +73,10 @@ class Block(NamedTuple):
     k: Linear
     v: Linear
     o: Linear
-    gate: Linear
+    gate: Optional[Linear]
     up: Linear
     down: Linear
+    gelu: Optional[str] = None
 
     @property
     def qkv(self) -> tuple[list[Tensor], list[Optional[Tensor]]]:
@@ -80,7 +86,7 @@ class Block(NamedTuple):
     @property
     def gate_up(self) -> tuple[list[Tensor], list[Optional[Tensor]]]:
         """Weights and biases that read the MLP norm's output."""
-        return _unzip(self.gate, self.up)
+        return _unzip(self.up) if self.gate is None else _unzip(self.gate, self.up)
 
 
 def _unzip(*layers: Linear) -> tuple[list[Tensor], list[Optional[Tensor]]]:
@@ -94,7 +100,7 @@ class BlockKept(NamedTuple):
     attention: AttentionKept
     o: LinearResidualKept
     gate_up: NormLinearKept
-    down: SwigluLinearKept
+    down: MlpKept
 
 
 class Scales(NamedTuple):
@@ -113,14 +119,18 @@ class Scales(NamedTuple):
 def block_forward(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe) -> tuple[Tensor, BlockKept]:
     """x (T, H) -> x (T, H), and what the ops keep."""
     x, gate_up, kept = _to_gate_up(x, block, rotary, heads, recipe, Scales())
-    x, kept_down = swiglu_linear_forward(gate_up, block.down.weight, block.down.bias, x, recipe)
+    if block.gelu is None:
+        x, kept_down = swiglu_linear_forward(gate_up, *block.down, x, recipe)
+    else:
+        x, kept_down = gelu_linear_forward(gate_up, *block.down, x, recipe, block.gelu)
     return x, BlockKept(*kept, kept_down)
 
 
 def block_again(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe, scales: Scales) -> BlockKept:
     """What `block_forward` keeps, once more."""
     _, gate_up, kept = _to_gate_up(x, block, rotary, heads, recipe, scales)
-    return BlockKept(*kept, swiglu_linear_again(gate_up, scales.product, scales.down, recipe))
+    again = swiglu_linear_again if block.gelu is None else gelu_linear_again
+    return BlockKept(*kept, again(gate_up, scales.product, scales.down, recipe))
 
 
 def _to_gate_up(
@@ -156,10 +166,7 @@ def block_backward(
 
     Gradients between the ops go straight into FP8, except where a bias or a head norm reads them too.
     """
-    quantized = all(bias is None for bias in block.gate_up[1])
-    dgate_up, down = swiglu_linear_backward(
-        dx, kept.down, block.down.weight, block.down.bias, recipe, quantized, wanted.down
-    )
+    dgate_up, down = _mlp_backward(dx, kept.down, block, recipe, wanted.down)
     dx, dmlp_norm, dmlp_norm_bias, gate_up, dx_amax = norm_linear_backward(
         dgate_up, dx, kept.gate_up, block.mlp_norm, *block.gate_up, recipe, wanted.gate_up
     )
@@ -170,10 +177,20 @@ def block_backward(
     dx, dnorm, dnorm_bias, qkv, _ = norm_linear_backward(
         dqkv, dx, kept.qkv, block.attention_norm, *block.qkv, recipe, wanted.qkv
     )
-    weights = (*qkv.dweights, *o.dweights, *gate_up.dweights, *down.dweights)
-    biases = (*qkv.dbiases, *o.dbiases, *gate_up.dbiases, *down.dbiases)
+    no_gate = (None,) if block.gate is None else ()
+    weights = (*qkv.dweights, *o.dweights, *no_gate, *gate_up.dweights, *down.dweights)
+    biases = (*qkv.dbiases, *o.dbiases, *no_gate, *gate_up.dbiases, *down.dbiases)
     norms = [dnorm, dnorm_bias, dmlp_norm, dmlp_norm_bias, dq_weight, dk_weight]
     return dx, [*norms, *weights, *biases]
+
+
+def _mlp_backward(
+    dx: Tensor, kept: MlpKept, block: Block, recipe: Recipe, want_weight: bool
+) -> tuple[Tensor | Gradient, LinearGrads]:
+    has_bias = any(bias is not None for bias in block.gate_up[1])
+    if block.gelu is None:
+        return swiglu_linear_backward(dx, kept, *block.down, recipe, not has_bias, want_weight)
+    return gelu_linear_backward(dx, kept, *block.down, recipe, block.gelu, True, has_bias, want_weight)
 
 
 def _attention_backward(
@@ -187,34 +204,35 @@ def _attention_backward(
 
 def _parameters(block: Block, rotary: Rotary) -> list[Optional[Tensor]]:
     """All parameters as one flat list: norms, q/k norms, weights, biases."""
-    linears = block[2:]
+    linears = [layer or (None, None) for layer in block[2:9]]
     norms = [block.attention_norm, block.mlp_norm]
     flat = [tensor for norm in norms for tensor in (norm.weight, norm.bias)]
-    weights, biases = _unzip(*linears)
+    weights, biases = zip(*linears, strict=True)
     return [*flat, rotary.q_weight, rotary.k_weight, *weights, *biases]
 
 
-def _from_parameters(flat: tuple[Any, ...], norms: tuple[Norm, Norm]) -> Block:
+def _from_parameters(flat: tuple[Any, ...], norms: tuple[Norm, Norm], gelu: Optional[str] = None) -> Block:
     """Undo `_parameters` with the tensors that autograd hands back; `norms` gives the norms' constants."""
     first, second = norms[0]._replace(weight=flat[0], bias=flat[1]), norms[1]._replace(weight=flat[2], bias=flat[3])
-    return Block(first, second, *(Linear(w, b) for w, b in zip(flat[6:13], flat[13:20], strict=True)))
+    layers: list[Any] = [None if w is None else Linear(w, b) for w, b in zip(flat[6:13], flat[13:20], strict=True)]
+    return Block(first, second, *layers)._replace(gelu=gelu)
 
 
-# The ops of a block in the order of `BlockKept`, as the memory report names them, and what each keeps.
-_OPS = (
-    ("norm_linear", NormLinearKept),
-    ("attention", AttentionKept),
-    ("linear_residual", LinearResidualKept),
-    ("norm_linear", NormLinearKept),
-    ("swiglu_linear", SwigluLinearKept),
-)
+# What each op of a block keeps, in the order of `BlockKept`.
+_KINDS = (NormLinearKept, AttentionKept, LinearResidualKept, NormLinearKept, MlpKept)
+
+
+def _op_names(block: Block) -> tuple[str, ...]:
+    """The ops as the memory report names them, in the order of `BlockKept`."""
+    mlp = "swiglu_linear" if block.gelu is None else "gelu_linear"
+    return "norm_linear", "attention", "linear_residual", "norm_linear", mlp
 
 
 def _kept_from(tensors: Sequence[Any]) -> BlockKept:
     """`BlockKept` from the flat list of its tensors."""
     parts: list[Any] = []
     first = 0
-    for _, kind in _OPS:
+    for kind in _KINDS:
         last = first + len(kind._fields)
         parts.append(kind(*tensors[first:last]))
         first = last
@@ -231,12 +249,12 @@ class _Block(torch.autograd.Function):
         cos: Tensor,
         sin: Tensor,
         mask: Optional[Tensor],
-        constants: tuple[Norm, Norm],
+        constants: tuple[tuple[Norm, Norm], Optional[str]],
         heads: Heads,
         recipe: Recipe,
         *flat: Optional[Tensor],
     ) -> Tensor:
-        block = _from_parameters(flat, constants)
+        block = _from_parameters(flat, *constants)
         x = x.contiguous()
         y, kept = block_forward(x, block, Rotary(cos, sin, mask, flat[4], flat[5]), heads, recipe)
         ctx.constants, ctx.heads, ctx.recipe, ctx.dtype = constants, heads, recipe, x.dtype
@@ -248,7 +266,7 @@ class _Block(torch.autograd.Function):
             keep_parts(ctx, ("block", inputs), ("block", kept_input), ("block", scales._asdict()))
         else:
             ops: Sequence[Any] = kept
-            parts = [(op, part._asdict()) for (op, _), part in zip(_OPS, ops, strict=True)]
+            parts = [(op, part._asdict()) for op, part in zip(_op_names(block), ops, strict=True)]
             keep_parts(ctx, ("block", inputs), *parts)
         return y
 
@@ -257,7 +275,7 @@ class _Block(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
         cos, sin, mask, *rest = ctx.saved_tensors
         recipe, flat, tensors = ctx.recipe, rest[:20], rest[20:]
-        block = _from_parameters(tuple(flat), ctx.constants)
+        block = _from_parameters(tuple(flat), *ctx.constants)
         rotary = Rotary(cos, sin, mask, flat[4], flat[5])
         if recipe.checkpoint == "block":
             x = group_decode(*tensors[:2], None, recipe.kept_format, recipe.group_size, ctx.dtype)
@@ -271,12 +289,11 @@ class _Block(torch.autograd.Function):
 
 
 def decoder_block(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe) -> Tensor:
-    """One Llama-shaped block on tokens x (T, H) as one autograd node.
+    """One decoder block on tokens x (T, H) as one autograd node.
 
     Computes what the five ops in a row compute, with gradients between them handed on in FP8. Keeps what they keep
     (5.8 U in Llama-2-7B), or with `Recipe.checkpoint = "block"` 0.5 U, and recomputes the rest.
     """
     first, second = (norm._replace(weight=None, bias=None) for norm in block[:2])
-    return _Block.apply(
-        x, rotary.cos, rotary.sin, rotary.mask, (first, second), heads, recipe, *_parameters(block, rotary)
-    )
+    constants = (first, second), block.gelu
+    return _Block.apply(x, rotary.cos, rotary.sin, rotary.mask, constants, heads, recipe, *_parameters(block, rotary))

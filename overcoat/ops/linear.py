@@ -41,11 +41,10 @@ from overcoat.kernels.quantize import (
     quantize_both,
     quantize_t,
     requantize_t,
-    stack_amax,
-    stack_weights,
 )
 from overcoat.memory import keep
 from overcoat.ops import blockwise
+from overcoat.ops.weights import operand
 from overcoat.recipe import Recipe
 
 
@@ -83,9 +82,7 @@ def product(
     w_amax: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     """y = x W^T + bias of the stacked weights; also their common maximum (found unless given), for the backward."""
-    if w_amax is None:
-        w_amax = stack_amax(list(weights))
-    w8, w_scale = stack_weights(list(weights), w_amax, False)
+    w8, w_scale, w_amax = operand(weights, False, w_amax)
     return gemm(x8, w8, x_scale, w_scale, bias, dtype, True), w_amax
 
 
@@ -129,7 +126,7 @@ def dgrad(d: Gradient, weights: Sequence[Tensor], w_amax: Optional[Tensor]) -> T
     """dx = dy W (T, K) of the stacked weights; w_amax: their maximum, None with block scales."""
     if w_amax is None:
         return blockwise.dgrad(Quantized(d.data, d.scale), weights, d.dtype)
-    w_t, w_scale = stack_weights(list(weights), w_amax, True)
+    w_t, w_scale, _ = operand(weights, True, w_amax)
     return gemm(d.data, w_t, d.scale, w_scale, None, d.dtype, FAST_DGRAD)
 
 

@@ -32,8 +32,8 @@ from overcoat.ops.linear import Gradient, LinearGrads, dgrad, product, quantize_
 from overcoat.recipe import Recipe
 
 
-class SwigluLinearKept(NamedTuple):
-    """What `swiglu_linear` keeps: gate and up in 8-bit groups, and two scales (none per block)."""
+class MlpKept(NamedTuple):
+    """What `swiglu_linear` (`gelu_linear`) keeps: gate and up (u) in 8-bit groups, and two scales (none per block)."""
 
     codes: Tensor
     group_amax: Tensor
@@ -43,28 +43,28 @@ class SwigluLinearKept(NamedTuple):
 
 def swiglu_linear_forward(
     gate_up: Tensor, weight: Tensor, bias: Optional[Tensor], residual: Tensor, recipe: Recipe
-) -> tuple[Tensor, SwigluLinearKept]:
+) -> tuple[Tensor, MlpKept]:
     """residual + (silu(gate) * up) W^T + bias: gate_up (T, 2I) -> (T, N)."""
     if recipe.linear_scaling == "block":
         h8, h_scale, codes, group_amax = swiglu_block_quantize(gate_up, recipe.kept_format, recipe.group_size)
         y = forward_product(Quantized(h8, h_scale), [weight], bias, residual.dtype)
-        return residual + y, SwigluLinearKept(codes, group_amax, None, None)
+        return residual + y, MlpKept(codes, group_amax, None, None)
     codes, group_amax, row_amax = swiglu_encode(gate_up, recipe.kept_format, recipe.group_size)
     h8, h_scale = swiglu_quantize(gate_up, amax(row_amax))
     y, w_amax = product(h8, h_scale, [weight], bias, residual.dtype)
-    return residual + y, SwigluLinearKept(codes, group_amax, h_scale, w_amax)
+    return residual + y, MlpKept(codes, group_amax, h_scale, w_amax)
 
 
 def swiglu_linear_again(
     gate_up: Tensor, h_scale: Optional[Tensor], w_amax: Optional[Tensor], recipe: Recipe
-) -> SwigluLinearKept:
+) -> MlpKept:
     """What `swiglu_linear_forward` keeps, without its result: a recomputation needs no product (5% of a block)."""
     codes, group_amax, _ = swiglu_encode(gate_up, recipe.kept_format, recipe.group_size)
-    return SwigluLinearKept(codes, group_amax, h_scale, w_amax)
+    return MlpKept(codes, group_amax, h_scale, w_amax)
 
 
 def _gate_up_gradient(
-    dh: Tensor, kept: SwigluLinearKept, recipe: Recipe, quantized: bool
+    dh: Tensor, kept: MlpKept, recipe: Recipe, quantized: bool
 ) -> tuple[Tensor | Gradient, Quantized]:
     """Gradient of gate_up, `quantized` in both FP8 layouts or in 16 bits, and h as transposed operand."""
     fmt, code, group_size = recipe.grad_format, recipe.kept_format, recipe.group_size
@@ -87,7 +87,7 @@ def _gate_up_gradient(
 
 def swiglu_linear_backward(
     dy: Tensor,
-    kept: SwigluLinearKept,
+    kept: MlpKept,
     weight: Tensor,
     bias: Optional[Tensor],
     recipe: Recipe,
@@ -122,7 +122,7 @@ class _SwigluLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
         saved = ctx.saved_tensors
         weight, bias = saved[4:]
-        dgate_up, grads = swiglu_linear_backward(dy, SwigluLinearKept(*saved[:4]), weight, bias, ctx.recipe)
+        dgate_up, grads = swiglu_linear_backward(dy, MlpKept(*saved[:4]), weight, bias, ctx.recipe)
         assert isinstance(dgate_up, Tensor)
         return dgate_up, grads.dweights[0], grads.dbiases[0], dy, None
 

@@ -155,6 +155,32 @@ def _swiglu() -> None:
     add("swiglu_backward", strided(dh), *kept, amax(gate_up).square() / 448, code, group_size)
 
 
+def _gelu() -> None:
+    for i, (tokens, columns, dtype) in enumerate([*SIZES, (130, 384, torch.bfloat16)]):
+        u, dh = normal(tokens, columns, dtype=dtype), normal(tokens, columns, dtype=dtype, seed=1)
+        code, group_size = ("sqrt8", "e4m3", "int8", "sqrt8")[i], (16, 128, 48, 64)[i]
+        kept = encode_groups(u, code, group_size)
+        for approximate in ("none", "tanh"):
+            how = approximate, code, group_size
+            add("gelu_encode", u, *how)
+            add("gelu_quantize", u, amax(u), approximate)
+            add("gelu_backward", dh, *kept, amax(u) / 448, *how)
+            add("gelu_backward_amax", dh, *kept, amax(u) / 448, *how)
+            add("gelu_block_quantize", u, *how)
+            add("gelu_block_backward", dh, *kept, *how)
+            for has_bias in (True, False):
+                add("gelu_backward_quantize", dh, *kept, amax(dh) * 2, "e5m2", has_bias, *how)
+                add("gelu_block_backward_quantize", dh, *kept, "e5m2", has_bias, *how)
+    add("gelu_encode", strided(u), "none", "sqrt8", 16)
+    add("gelu_quantize", strided(u), amax(u), "none")
+    add("gelu_backward", strided(dh), *kept, amax(u) / 448, *how)
+    add("gelu_backward_amax", strided(dh), *kept, amax(u) / 448, *how)
+    add("gelu_backward_quantize", strided(dh), *kept, amax(dh) * 2, "e5m2", True, *how)
+    add("gelu_block_quantize", strided(u), "none", "sqrt8", 16)
+    add("gelu_block_backward", strided(dh), *kept, *how)
+    add("gelu_block_backward_quantize", strided(dh), *kept, "e5m2", True, *how)
+
+
 def _attention() -> None:
     for batch, sequence, (num_q, num_kv), width, dtype in (
         (1, 1, (1, 1), 8, torch.bfloat16),
@@ -245,5 +271,5 @@ def block_operands(a: Tensor, b: Tensor, square: bool) -> tuple[Tensor, Tensor, 
     return left.data, right.data, left.scale.t().contiguous(), scale
 
 
-for make in (_quantize, _gemm, _norm, _rope, _swiglu, _attention, _loss, _blockwise, _block_gemm):
+for make in (_quantize, _gemm, _norm, _rope, _swiglu, _gelu, _attention, _loss, _blockwise, _block_gemm):
     make()

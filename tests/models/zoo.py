@@ -14,6 +14,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 VOCAB = 512
@@ -23,6 +25,7 @@ KINDS: dict[str, tuple[type[PretrainedConfig], type[nn.Module], dict]] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 24, "head_dim": 64}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 64}),
+    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM, {"sliding_window": 24}),
 }
 
 
@@ -43,10 +46,10 @@ def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides:
     model = model_class(config(**{**values, **extra, **overrides})).to(torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 parameter.copy_(0.1 * torch.randn_like(parameter))
+            elif "norm" in name:
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
     return model.train()
 
 

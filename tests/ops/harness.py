@@ -4,7 +4,7 @@ The limits are sums of noise powers (tests/exact.py): a GEMM's two operands, and
 
     forward          x and W in E4M3                        combined(31.5, 31.5) = 28.5 dB
     dgrad, wgrad     dy in E5M2 (or E4M3), W or x in E4M3   combined(25.5, 31.5) = 24.5 dB
-    norm, swiglu     the dgrad's noise, and one or two kept codes (43.4 dB for sqrt8)
+    norm, the MLP    the dgrad's noise, and one or two kept codes (43.4 dB for sqrt8)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from overcoat import Recipe
 from overcoat.models.llama import decoder_block
 from overcoat.ops.attention import Heads, Rotary, attention
 from overcoat.ops.block import Block, Linear
+from overcoat.ops.gelu import gelu_linear
 from overcoat.ops.linear import Norm, linear_residual, norm_linear
 from overcoat.ops.mlp import swiglu_linear
 from tests import exact
@@ -269,6 +270,44 @@ def swiglu_linear_case(
     return Case(inputs, op, truth, limits, heavy=0.5, sharing=few_tokens(tokens))
 
 
+def gelu_linear_case(
+    tokens: int = 61,
+    width: int = 200,
+    bias: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    approximate: str = "tanh",
+) -> Case:
+    """The MLP without a gate."""
+    inputs: Inputs = {
+        "u": normal(tokens, width),
+        "weight": 0.15 * normal(80, width, seed=2),
+        "bias": normal(80, seed=3) if bias else None,
+        "residual": normal(tokens, 80, seed=4),
+    }
+    inputs = {name: x if x is None else x.to(device, dtype) for name, x in inputs.items()}
+
+    def op(inputs: Inputs, recipe: Recipe) -> Outputs:
+        y = gelu_linear(inputs["u"], inputs["weight"], inputs["bias"], inputs["residual"], recipe, approximate)
+        return (y - inputs["residual"].detach(),)
+
+    def truth(inputs: Inputs) -> Outputs:
+        h = F.gelu(inputs["u"], approximate=approximate)
+        return (F.linear(h, inputs["weight"], inputs["bias"]) + (inputs["residual"] - inputs["residual"].detach()),)
+
+    def limits(recipe: Recipe) -> dict[str, float]:
+        kept = KEPT_DB[recipe.kept_format]
+        return {
+            "out0": combined_db(E4M3_DB, E4M3_DB, BF16_DB),
+            "u": gemm_db(recipe, kept),
+            "weight": gemm_db(recipe, kept),
+            "bias": BF16_DB,
+            "residual": UNTOUCHED_DB,
+        }
+
+    return Case(inputs, op, truth, limits, heavy=0.5, sharing=few_tokens(tokens))
+
+
 def attention_case(
     batch: int = 2,
     sequence: int = 31,
@@ -342,17 +381,21 @@ def block_case(
     intermediate: int = 344,
     num_q: int = 4,
     num_kv: int = 2,
+    gelu: Optional[str] = None,
 ) -> Case:
-    """A whole Llama-shaped block."""
+    """A whole Llama-shaped block; with `gelu` (its `approximate`) one of LayerNorms and an MLP without a gate."""
     width = hidden // num_q
     inner = attention_case(batch, sequence, num_q, num_kv, width, head_norm, mask, True, dtype, device).inputs
     shapes = {
         "q": (hidden, hidden), "k": (num_kv * width, hidden), "v": (num_kv * width, hidden), "o": (hidden, hidden),
         "gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate),
     }  # fmt: skip
+    if gelu is not None:
+        del shapes["gate"]
     inputs: Inputs = {"x": normal(batch * sequence, hidden, seed=30)}
     for i, name in enumerate(("attention_norm", "mlp_norm")):
         inputs[name] = 1 + 0.3 * normal(hidden, seed=40 + i)
+        inputs[f"{name}_bias"] = None if gelu is None else 0.3 * normal(hidden, seed=45 + i)
     for i, (name, shape) in enumerate(shapes.items()):
         inputs[name] = normal(*shape, seed=50 + i) * shape[1] ** -0.5
         inputs[f"{name}_bias"] = 0.3 * normal(shape[0], seed=60 + i) if biases else None
@@ -361,8 +404,11 @@ def block_case(
     heads = Heads(batch, num_q, num_kv, width, width**-0.5, EPS)
 
     def op(inputs: Inputs, recipe: Recipe) -> Outputs:
-        norms = [Norm(inputs[name], None, EPS) for name in ("attention_norm", "mlp_norm")]
-        block = Block(*norms, *(Linear(inputs[name], inputs[f"{name}_bias"]) for name in LINEARS))
+        norms = [
+            Norm(inputs[name], inputs[f"{name}_bias"], EPS, gelu is not None) for name in ("attention_norm", "mlp_norm")
+        ]
+        linears = [Linear(inputs[name], inputs[f"{name}_bias"]) if name in shapes else None for name in LINEARS]
+        block = Block(*norms, *linears, gelu)
         rotary = Rotary(*(inputs[name] for name in ("cos", "sin", "mask", "q_weight", "k_weight")))
         return (decoder_block(inputs["x"], block, rotary, heads, recipe),)
 
@@ -370,16 +416,23 @@ def block_case(
         def linear(name: str, y: Tensor) -> Tensor:
             return F.linear(y, inputs[name], inputs[f"{name}_bias"])
 
+        def norm(name: str, x: Tensor) -> Tensor:
+            return exact.norm(x, inputs[name], inputs[f"{name}_bias"], EPS, gelu is not None)
+
+        def mlp(y: Tensor) -> Tensor:
+            if gelu is not None:
+                return F.gelu(linear("up", y), approximate=gelu)
+            return exact.swiglu(torch.cat((linear("gate", y), linear("up", y)), 1))
+
         x = inputs["x"]
-        y = exact.norm(x, inputs["attention_norm"], None, EPS, False)
+        y = norm("attention_norm", x)
         qkv = torch.cat([linear(name, y) for name in ("q", "k", "v")], 1)
         rotated = exact.rope(
             qkv, inputs["cos"], inputs["sin"], inputs["q_weight"], inputs["k_weight"], EPS, num_q, num_kv
         )
         o = exact.attention(rotated, inputs["mask"], batch, num_q, num_kv, heads.scale)
         x = x + linear("o", o)
-        y = exact.norm(x, inputs["mlp_norm"], None, EPS, False)
-        return (x + linear("down", exact.swiglu(torch.cat((linear("gate", y), linear("up", y)), 1))),)
+        return (x + linear("down", mlp(norm("mlp_norm", x))),)
 
     def limits(recipe: Recipe) -> dict[str, float]:
         # A gradient passes at most four dgrads and wgrads (down, gate/up, o, qkv) of values that four forward products
@@ -399,5 +452,7 @@ CASES: dict[str, Callable[..., Case]] = {
     "attention": attention_case,
     "attention head norm": lambda **kwargs: attention_case(head_norm=True, **kwargs),
     "swiglu_linear": swiglu_linear_case,
+    "gelu_linear": gelu_linear_case,
     "block": lambda **kwargs: block_case(biases=True, head_norm=True, **kwargs),
+    "block gelu": lambda **kwargs: block_case(biases=True, gelu="tanh", **kwargs),
 }

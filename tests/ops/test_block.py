@@ -18,8 +18,15 @@ from tests.ops.test_attention import SEQUENCE, masks
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 kinds = pytest.mark.parametrize(
     "kwargs",
-    [{}, {"biases": True}, {"head_norm": True}, {"biases": True, "head_norm": True}],
-    ids=["llama", "biases", "head norm", "both"],
+    [
+        {},
+        {"biases": True},
+        {"head_norm": True},
+        {"biases": True, "head_norm": True},
+        {"gelu": "tanh", "biases": True},
+        {"gelu": "none"},
+    ],
+    ids=["llama", "biases", "head norm", "both", "gelu with biases", "gelu"],
 )
 
 
@@ -106,10 +113,21 @@ def test_parameters_there_and_back():
     assert len(flat) == 20
     constants = tuple(norm._replace(weight=None, bias=None) for norm in norms)
     assert _from_parameters(tuple(flat), constants) == block
+    without_gate = block._replace(gate=None, gelu="tanh")
+    flat = _parameters(without_gate, rotary)
+    assert len(flat) == 20
+    assert _from_parameters(tuple(flat), constants, "tanh") == without_gate
 
 
-@pytest.mark.parametrize("part", ["swiglu_linear_backward", "attention_backward_quantized"])
-def test_a_missing_branch_is_seen(part, monkeypatch):
+@pytest.mark.parametrize(
+    ("part", "kwargs"),
+    [
+        ("swiglu_linear_backward", {}),
+        ("attention_backward_quantized", {}),
+        ("gelu_linear_backward", {"gelu": "tanh", "biases": True}),
+    ],
+)
+def test_a_missing_branch_is_seen(part, kwargs, monkeypatch):
     """The checkpointed block adds the branches' gradients itself: drop one and `check` must fail."""
     original = getattr(block_ops, part)
 
@@ -123,7 +141,7 @@ def test_a_missing_branch_is_seen(part, monkeypatch):
 
     monkeypatch.setattr(block_ops, part, spoiled)
     with pytest.raises(AssertionError):
-        check(block_case(), Recipe.leanest())
+        check(block_case(**kwargs), Recipe.leanest())
 
 
 def test_gradients_reach_the_input_through_both_residual_branches(device):

@@ -1,0 +1,247 @@
+"""GELU fused with the quantization of its input (kept) and of its output (the second projection's operand).
+
+    h  = gelu(u) = u * phi        u (T, I), the first projection with its bias
+    du = dh * (phi + u * phi')
+
+`approximate`, named as in `torch.nn.functional.gelu`, says which phi:
+
+    "none"   the normal distribution function. 1 - phi(|u|) = (a1 t + ... + a5 t^5) / 2 * 2^(-u^2 log2(e) / 2),
+             t = 1 / (1 + p |u| / sqrt(2)); Abramowitz and Stegun 7.1.26, |error| <= 0.75e-7
+    "tanh"   (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2 / pi) * (u + 0.044715 u^3), which is 1 / (1 + 2^(...))
+
+One exp2 and one reciprocal either way, and the derivative from the same two: by the GPU's own instructions where there
+is one (hardware.py), so that kernel and reference agree bit for bit there.
+
+Passes and what is kept are those of swiglu.py, but the first pass needs no gelu per element: the function rises from
+u = -0.75 on and is at least -0.17, so a row's max |h| is gelu(max u), wherever that exceeds 0.17 (`row_maxima`). Layers
+of this kind have biases: the pass that writes du in FP8 also sums it over the tokens; du in 16 bits never exists.
+
+Legend: T tokens, I intermediate width, P = T padded to a multiple of 16, G group size, n = ceil(I / G).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Tuple
+
+import torch
+from torch import Tensor
+
+from overcoat import hardware
+from overcoat.catalogue import op
+from overcoat.formats import (
+    E4M3,
+    FLOAT8,
+    Quantized,
+    cast_float8,
+    decode_groups,
+    encode_groups,
+    group_code,
+    quantize_tensor,
+)
+from overcoat.kernels.quantize import padded_tokens, transpose_padded
+
+LOG2E = math.log2(math.e)
+
+# "tanh": phi = 1 / (1 + 2^(u (TANH_1 + TANH_3 u^2))), phi' = phi (1 - phi) (SLOPE_1 + SLOPE_3 u^2).
+SLOPE_1 = 2 * math.sqrt(2 / math.pi)
+SLOPE_3 = 3 * 0.044715 * SLOPE_1
+TANH_1 = -SLOPE_1 * LOG2E
+TANH_3 = 0.044715 * TANH_1
+# From |u| = 16 on phi is 0 or 1 to the last bit; a larger square would make phi' 0 * inf.
+SQUARE_MAX = 256.0
+
+# "none": p and half of each coefficient of 7.1.26; 2^(EXPONENT u^2) = exp(-u^2 / 2); phi' = DENSITY exp(-u^2 / 2).
+ERF_P = 0.3275911 / math.sqrt(2)
+ERF = ERF_1, ERF_2, ERF_3, ERF_4, ERF_5 = (0.127414796, -0.142248368, 0.7107068705, -0.7265760135, 0.5307027145)
+EXPONENT = -LOG2E / 2
+DENSITY = 1 / math.sqrt(2 * math.pi)
+
+# -u of the lowest h, in both forms to three digits.
+VALLEY = 0.752
+
+
+def gelu(u: Tensor, approximate: str) -> Tuple[Tensor, Tensor]:
+    """gelu(u), right to 2e-7 * max(|u|, 1), and its derivative, right to 5e-6; of FP32 u.
+
+    Raises:
+        ValueError: `approximate` is neither "none" nor "tanh".
+    """
+    if approximate == "tanh":
+        square = (u * u).clamp(max=SQUARE_MAX)
+        phi = hardware.reciprocal(1.0 + hardware.exp2(u * (square * TANH_3 + TANH_1)))
+        return u * phi, phi + phi * (1.0 - phi) * u * (square * SLOPE_3 + SLOPE_1)
+    if approximate != "none":
+        raise ValueError(f"approximate = {approximate!r} is not known; choose 'none' (erf) or 'tanh'")
+    t = hardware.reciprocal(u.abs() * ERF_P + 1.0)
+    e = hardware.exp2(u * u * EXPONENT)
+    tail = ((((t * ERF_5 + ERF_4) * t + ERF_3) * t + ERF_2) * t + ERF_1) * t * e
+    phi = torch.where(u < 0, tail, 1.0 - tail)
+    return u * phi, phi + u * e * DENSITY
+
+
+def row_maxima(u: Tensor, approximate: str) -> Tensor:
+    """Each row's max |gelu(u)| (T,) FP32 of u (T, I), from its largest u and its largest |u|.
+
+    0.17 instead where u spans the valley (min u < -0.75) without rising above 0.28: more than the maximum then, unless
+    the row has a u in the valley.
+    """
+    wide = u.float()
+    high, low = wide.amax(-1).clamp(min=0.0), wide.abs().amax(-1).clamp(max=VALLEY)
+    return torch.maximum(gelu(high, approximate)[0], gelu(-low, approximate)[0].abs())
+
+
+@op
+def gelu_encode(u: Tensor, approximate: str, code: str, group_size: int) -> Tuple[Tensor, Tensor, Tensor]:
+    """First pass over u (T, I): codes (T, I), BF16 group maxima (T, n), `row_maxima` of h (T,) FP32."""
+    codes, group_amax = encode_groups(u, code, group_size)
+    return codes, group_amax, row_maxima(u, approximate)
+
+
+@gelu_encode.fake
+def _(u, approximate, code, group_size):
+    tokens, columns = u.shape
+    return (
+        u.new_empty(u.shape, dtype=group_code(code).dtype),
+        u.new_empty((tokens, (columns + group_size - 1) // group_size), dtype=torch.bfloat16),
+        u.new_empty((tokens,), dtype=torch.float32),
+    )
+
+
+@gelu_encode.cuda
+def _(u, approximate, code, group_size):
+    from overcoat.kernels.gpu import gelu as gpu
+
+    return gpu.gelu_encode(u, approximate, code, group_size)
+
+
+@op
+def gelu_quantize(u: Tensor, amax: Tensor, approximate: str) -> Tuple[Tensor, Tensor]:
+    """Second pass: h in E4M3 (T, I), per tensor, and its 0-d FP32 scale for `amax` = max |h|."""
+    data, scale = quantize_tensor(gelu(u.contiguous().float(), approximate)[0], E4M3, amax)
+    return data, scale
+
+
+@gelu_quantize.fake
+def _(u, amax, approximate):
+    return u.new_empty(u.shape, dtype=E4M3.dtype), u.new_empty((), dtype=torch.float32)
+
+
+@gelu_quantize.cuda
+def _(u, amax, approximate):
+    from overcoat.kernels.gpu import gelu as gpu
+
+    return gpu.gelu_quantize(u, amax, approximate)
+
+
+def gelu_gradient(
+    dh: Tensor, codes: Tensor, group_amax: Tensor, approximate: str, code: str, group_size: int
+) -> Tuple[Tensor, Tensor]:
+    """du and h, both (T, I) FP32, from the kept codes."""
+    h, slope = gelu(decode_groups(Quantized(codes, group_amax), code, group_size), approximate)
+    return dh.contiguous().float() * slope, h
+
+
+def token_sums(gradient: Tensor, has_bias: bool) -> Tensor:
+    """Gradient of a bias (I,) FP32 from that of the layer's output (T, I) FP32; empty without a bias."""
+    return gradient.sum(0) if has_bias else gradient.new_empty(0)
+
+
+@op
+def gelu_backward(
+    dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, approximate: str, code: str, group_size: int
+) -> Tuple[Tensor, Tensor]:
+    """Backward from the kept codes.
+
+    Args:
+        dh: (T, I), gradient of h.
+        codes, group_amax: from `gelu_encode`; scale: from `gelu_quantize`.
+
+    Returns:
+        du (T, I) of dh's dtype; h rebuilt as transposed E4M3 operand (I, P).
+    """
+    gradient, h = gelu_gradient(dh, codes, group_amax, approximate, code, group_size)
+    return gradient.to(dh.dtype), transpose_padded(cast_float8(h * (1.0 / scale), E4M3))
+
+
+@gelu_backward.fake
+def _(dh, codes, group_amax, scale, approximate, code, group_size):
+    tokens, columns = dh.shape
+    return dh.new_empty(dh.shape), dh.new_empty((columns, padded_tokens(tokens)), dtype=E4M3.dtype)
+
+
+@gelu_backward.cuda
+def _(dh, codes, group_amax, scale, approximate, code, group_size):
+    from overcoat.kernels.gpu import gelu as gpu
+
+    return gpu.gelu_backward(dh, codes, group_amax, scale, approximate, code, group_size)
+
+
+@op
+def gelu_backward_amax(
+    dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, approximate: str, code: str, group_size: int
+) -> Tuple[Tensor, Tensor]:
+    """First of two passes that write du straight in FP8; arguments as `gelu_backward`.
+
+    Returns:
+        max |du|, 0-d FP32; h rebuilt as transposed E4M3 operand (I, P).
+    """
+    gradient, h = gelu_gradient(dh, codes, group_amax, approximate, code, group_size)
+    return gradient.abs().amax(), transpose_padded(cast_float8(h * (1.0 / scale), E4M3))
+
+
+@gelu_backward_amax.fake
+def _(dh, codes, group_amax, scale, approximate, code, group_size):
+    tokens, columns = dh.shape
+    transposed = dh.new_empty((columns, padded_tokens(tokens)), dtype=E4M3.dtype)
+    return dh.new_empty((), dtype=torch.float32), transposed
+
+
+@gelu_backward_amax.cuda
+def _(dh, codes, group_amax, scale, approximate, code, group_size):
+    from overcoat.kernels.gpu import gelu as gpu
+
+    return gpu.gelu_backward_amax(dh, codes, group_amax, scale, approximate, code, group_size)
+
+
+@op
+def gelu_backward_quantize(
+    dh: Tensor,
+    codes: Tensor,
+    group_amax: Tensor,
+    amax: Tensor,
+    fmt: str,
+    has_bias: bool,
+    approximate: str,
+    code: str,
+    group_size: int,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Second pass: du in FP8 in both layouts, and the gradient of u's bias.
+
+    Args:
+        amax: max |du|, from `gelu_backward_amax`; fmt: "e4m3" or "e5m2".
+        has_bias: whether u's projection has a bias.
+
+    Returns:
+        du (T, I); du transposed (I, P); their 0-d FP32 scale; sum of du over the tokens (I,) FP32, before it is
+        rounded, empty without a bias.
+    """
+    gradient, _ = gelu_gradient(dh, codes, group_amax, approximate, code, group_size)
+    data, scale = quantize_tensor(gradient, FLOAT8[fmt], amax)
+    return data, transpose_padded(data), scale, token_sums(gradient, has_bias)
+
+
+@gelu_backward_quantize.fake
+def _(dh, codes, group_amax, amax, fmt, has_bias, approximate, code, group_size):
+    tokens, columns = dh.shape
+    dtype = FLOAT8[fmt].dtype
+    transposed = dh.new_empty((columns, padded_tokens(tokens)), dtype=dtype)
+    sums = dh.new_empty(columns if has_bias else 0, dtype=torch.float32)
+    return dh.new_empty(dh.shape, dtype=dtype), transposed, dh.new_empty((), dtype=torch.float32), sums
+
+
+@gelu_backward_quantize.cuda
+def _(dh, codes, group_amax, amax, fmt, has_bias, approximate, code, group_size):
+    from overcoat.kernels.gpu import gelu as gpu
+
+    return gpu.gelu_backward_quantize(dh, codes, group_amax, amax, fmt, has_bias, approximate, code, group_size)
