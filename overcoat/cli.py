@@ -2,6 +2,7 @@
 
     overcoat train CONFIG.toml [section.key=value ...]    train, resume or fine-tune as the file says
     overcoat train --keys                                 every key with its default and meaning
+    overcoat estimate --model llama-2-7b --batch 4        what a training step will hold, without a GPU
     overcoat bench layer                                  this project beside its peers (optimizer, kernels, model)
 
 Exit status: 0 done; 2 a mistake in what was asked for, nothing done; 1 training failed; 130 and 143 stopped
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from overcoat.bench.command import add_parser as add_bench_parser
+from overcoat.estimate.command import add_parser as add_estimate_parser
 from overcoat.version import VERSION
 
 
@@ -29,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"overcoat {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train_parser(commands)
+    add_estimate_parser(commands)
     add_bench_parser(commands)
     words = sys.argv[1:] if arguments is None else list(arguments)
     # argparse gives all positionals up at the first option after one; what follows it comes back as unknown.

@@ -28,6 +28,7 @@ FREE_KEYS = (
     "data.cache_dir",
     "checkpoint.",
     "eval.every",
+    "memory.",
     "sample.",
     "compare.",
 )
@@ -67,6 +68,7 @@ class RecipeConfig:
     checkpoint: str | None = option(None, 'replaces the recipe\'s recomputation: "block", or "none"')
     linear_scaling: str | None = option(None, "replaces what shares an FP8 scale in linear layers: tensor, block")
     grad_format: str | None = option(None, "replaces the format of output gradients: e5m2, e4m3")
+    reuse_weights: bool | None = option(None, "true keeps the weights' FP8 copies for all micro-batches of a step")
     head: str | None = option(None, 'replaces the products of the loss: "bf16", "fp8", or "none" (all logits at once)')
 
 
@@ -85,6 +87,9 @@ class OptimizerConfig:
     master: str = option("auto", 'what accompanies a BF16 weight: "auto", "bf16+8", "bf16+16" (exact FP32), "bf16"')
     group_size: int = option(128, "elements that share one scale in the moments")
     offload: bool = option(False, "keep the moments in host memory and stream them through the GPU: same steps, slower")
+    release_gradients: bool = option(
+        False, "step each parameter inside the backward pass and free its gradient; needs clip = 0, no accumulation"
+    )
     clip: float = option(1.0, "largest norm of the gradient over all parameters; 0 does not clip")
 
     def __post_init__(self) -> None:
@@ -94,6 +99,10 @@ class OptimizerConfig:
             f"optimizer.betas = {self.betas}: two numbers in [0, 1)",
         )
         require(self.clip >= 0, f"optimizer.clip = {self.clip}: 0 (off) or above")
+        require(
+            not (self.release_gradients and self.clip),
+            f"optimizer.release_gradients cannot clip at {self.clip}: no moment has all gradients; set it to 0",
+        )
         require(
             isinstance(self.moments, str) or len(self.moments) == 2,
             f"optimizer.moments = {self.moments}: a name, or two codes such as ['sqrt8', 'log8']",
@@ -209,6 +218,13 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    report: bool = option(
+        False, "measure the second step's memory by phase, beside the prediction: memory.txt, memory.png, memory.json"
+    )
+
+
+@dataclass(frozen=True)
 class SampleConfig:
     prompt: str = option("", "text that the sample at the end continues; empty begins a new document")
     tokens: int = option(64, "tokens to generate; 0 generates none")
@@ -235,11 +251,17 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
 
     def __post_init__(self) -> None:
         require(bool(self.model.name or self.model.config), "no model: set model.name or [model.config]")
+        require(
+            not (self.optimizer.release_gradients and self.train.accumulation > 1),
+            f"optimizer.release_gradients cannot accumulate (train.accumulation = {self.train.accumulation}): the "
+            "weights move in the first backward pass. Set train.accumulation=1, or raise train.batch_size",
+        )
         warmup, steps = self.schedule.warmup_steps, self.train.steps
         require(warmup < steps, f"schedule.warmup_steps = {warmup}: must be below train.steps = {steps}")
         decay = self.schedule.decay_steps

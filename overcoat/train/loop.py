@@ -209,6 +209,12 @@ class IntervalLog:
         self._mark = time.perf_counter()
 
 
+def _reporting_step(report: ProgressReport) -> Callable[[TrainState, Config], StepRecord]:
+    from overcoat.train.memory_report import ReportingStep
+
+    return ReportingStep(train_step, summed_loss, report.say)
+
+
 def train_steps(
     state: TrainState,
     config: Config,
@@ -225,9 +231,10 @@ def train_steps(
 
     state.model.train()
     interval = IntervalLog(log, report, state.device)
+    take_step = _reporting_step(report) if config.memory.report else train_step
     with StopRequest() as stop:
         while state.step < config.train.steps:
-            interval.add(train_step(state, config))
+            interval.add(take_step(state, config))
             if due(config.train.log_every) or state.step == 1:
                 interval.flush()
             if due(config.eval.every) and stop.signum is None:

@@ -83,10 +83,29 @@ def read_metrics(path: Path) -> dict[str, dict[int, Row]]:
     return found
 
 
+# Peaks of GPUs from before `restart_peak`.
+_earlier_peaks: dict[torch.device, int] = {}
+
+
+def forget_peak(device: torch.device) -> None:
+    """A run begins: `peak_bytes` counts from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        _earlier_peaks.pop(device, None)
+
+
+def restart_peak(device: torch.device) -> int:
+    """Most bytes allocated on a GPU since the last call; `peak_bytes` goes on from the most of all calls."""
+    peak = torch.cuda.max_memory_allocated(device)
+    _earlier_peaks[device] = max(peak, _earlier_peaks.get(device, 0))
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
 def peak_bytes(device: torch.device) -> int:
     """Most memory in use so far: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return max(torch.cuda.max_memory_allocated(device), _earlier_peaks.get(device, 0))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

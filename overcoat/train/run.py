@@ -6,7 +6,7 @@ RUN_DIR/config.toml      the resolved configuration
         checkpoints/     step-00000500/ ... (see checkpoint.py for what resumes and what is an error)
         metrics.jsonl    one row per step; tensorboard/ has the same numbers
         export/          the model as a Hugging Face folder
-        loss.png, kept.txt, results.json
+        loss.png, kept.txt, results.json; memory.txt, memory.png and memory.json with memory.report=true
         twin/            the same of the run that [compare] asks for, on the same tokens
 """
 
@@ -48,7 +48,7 @@ from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.files import sweep, write_directory
 from overcoat.train.loop import evaluate, train_steps
-from overcoat.train.metrics import MetricsLog, ProgressReport, read_metrics
+from overcoat.train.metrics import MetricsLog, ProgressReport, forget_peak, read_metrics
 from overcoat.train.state import TrainState
 
 
@@ -160,11 +160,13 @@ def make_state(
     model = build_model(config, corpus.tokenizer, device)
     check_vocabulary(model, corpus.num_ids, config.data.is_tokens)
     report = overcoat.convert(model, recipe)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    forget_peak(device)
+    optimizer = make_optimizer(model, config.optimizer, config.train.seed)
+    if config.optimizer.release_gradients:
+        overcoat.release_gradients(model, optimizer)
     state = TrainState(
         model=model,
-        optimizer=make_optimizer(model, config.optimizer, config.train.seed),
+        optimizer=optimizer,
         rows=corpus.rows,
         data_identity=corpus.identity,
         eos=corpus.eos,

@@ -6,8 +6,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import overcoat
+from overcoat.train.build import make_optimizer
 from overcoat.train.config import Config, RecipeConfig
 from overcoat.train.configfile import all_keys, build_config, differences, dump_toml, help_text, load_config
 
@@ -70,11 +72,20 @@ def test_argument_values(argument: str, section: str, key: str, value: object) -
         ("model.config.model_type=llama", "not both"),
         ("tokenizer.vocab_size=100", "at least 257|needs 257"),
         ('data.files=["a.bin", "b.txt"]', "mixes .bin with text"),
+        ("optimizer.release_gradients=true", "optimizer.release_gradients cannot clip at 1.0.*set it to 0"),
+        ("memory.report=yes", "memory.report = 'yes': expected true or false"),
     ],
 )
 def test_mistakes_name_the_remedy(argument: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         build_config(MINIMAL, [argument])
+
+
+def test_released_gradients_cannot_accumulate() -> None:
+    words = ["optimizer.release_gradients=true", "optimizer.clip=0"]
+    assert build_config(MINIMAL, words).optimizer.release_gradients
+    with pytest.raises(ValueError, match=r"cannot accumulate \(train.accumulation = 2\)"):
+        build_config(MINIMAL, [*words, "train.accumulation=2"])
 
 
 def test_unknown_key_in_the_file_names_the_nearest(tmp_path: Path) -> None:
@@ -101,9 +112,18 @@ def test_dump_reads_back_equal(tmp_path: Path) -> None:
     assert load_config(tmp_path / "config.toml", ["train.run_dir="]) == config
 
 
+def test_offload_reaches_the_optimizer_and_may_change_on_resuming() -> None:
+    config = build_config(MINIMAL, ["optimizer.offload=true"])
+    layer = torch.nn.Linear(2, 2)
+    assert make_optimizer(layer, config.optimizer, 0).offload
+    assert not make_optimizer(layer, build_config(MINIMAL, []).optimizer, 0).offload
+    assert differences(build_config(MINIMAL, []), config) == []
+
+
 def test_differences_ignore_what_decides_nothing() -> None:
     old = build_config(MINIMAL, [])
     free = ["train.run_dir=x", "checkpoint.keep=9", "eval.every=3", "train.resume=y", "sample.tokens=1"]
+    free.append("memory.report=true")
     assert differences(old, build_config(MINIMAL, free)) == []
     assert differences(old, build_config(MINIMAL, ["train.seed=1"])) == ["train.seed: 0 -> 1"]
 

@@ -257,3 +257,22 @@ def test_recipe_overrides(make_config: MakeConfig) -> None:
     recipe = make_recipe(make_config("recipe.name=leanest", "recipe.group_size=32").recipe)
     assert (recipe.checkpoint, recipe.group_size) == ("block", 32)
     assert make_recipe(make_config("recipe.name=leanest", "recipe.checkpoint=none").recipe).checkpoint is None
+
+
+def test_released_gradients_train_the_same_model(make_config: MakeConfig, console: Console, tmp_path: Path) -> None:
+    """Bit for bit as without release and without clipping, also after going back to a checkpoint."""
+    losses = {}
+    for flag in ("false", "true"):
+        words = (f"optimizer.release_gradients={flag}", "optimizer.clip=0", f"train.run_dir={tmp_path / flag}")
+        config = make_config(*words, "checkpoint.keep=9")
+        run_once(config, console, "Overcoat")
+        rows = read_metrics(tmp_path / flag / "metrics.jsonl")["train"]
+        losses[flag] = [row["loss"] for row in rows.values()]
+    assert losses["true"] == losses["false"]
+    assert all(row["gradient_norm"] > 0 for row in rows.values())
+    again = run_once(replace_resume(config, tmp_path / "true" / "checkpoints" / "step-00000006"), console, "again")
+    assert again.train_loss == losses["true"][-1]
+
+
+def replace_resume(config: Config, checkpoint: Path) -> Config:
+    return replace(config, train=replace(config.train, resume=str(checkpoint)))

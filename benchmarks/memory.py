@@ -1,0 +1,243 @@
+"""Peak memory predicted and measured: whole training steps on one GPU against `overcoat.estimate`.
+
+    python -m benchmarks.memory                        every case of CASES
+    python -m benchmarks.memory --only 7b leanest      those with both words in their name
+    python -m benchmarks.memory --configs              configs/*.toml, with random weights and tokens
+
+Two steps each, the second one measured: its optimizer states are there from the start. One row of results/memory.jsonl
+for each case: bytes predicted and measured, their relative difference (the goal: within 5%), peaks by kind of phase,
+what the allocator reserved and what lies outside it. And one row of what attention's backward allocates inside, by
+shape, beside what the predictor takes for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import overcoat
+from benchmarks.common import RESULTS, append_row
+from overcoat import Recipe
+from overcoat.bench.shapes import MODELS, ModelShape
+from overcoat.estimate.measure import measure_step
+from overcoat.estimate.meter import workspace
+from overcoat.estimate.phases import kind_of
+from overcoat.estimate.predict import Phase, Predictor, Setup
+from overcoat.kernels.attention import attention, attention_backward
+from overcoat.train.configfile import load_config
+from overcoat.train.memory_setup import training
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+# Configurations for a laptop and for a first run.
+SMALL = ("demo", "llama-124m")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step: transformers configuration, batch, sequence, setup."""
+
+    name: str
+    config: Any
+    batch: int
+    sequence: int
+    setup: Setup
+
+
+def shape(name: str, layers: int | None = None) -> ModelShape:
+    """A built-in shape, with fewer layers if given."""
+    return MODELS[name] if layers is None else replace(MODELS[name], layers=layers)
+
+
+BASELINE = Setup(Recipe.bf16(), moments="fp32", master="bf16+16")
+PAPER = Setup(Recipe.paper(), moments="fp8")
+LEANEST = Setup(Recipe.leanest())
+RELEASED = replace(LEANEST, release_gradients=True)
+WIDE_ATTENTION = Setup(Recipe(kept_attention="bf16"), release_gradients=True)
+FP8_HEAD = Setup(Recipe(head="fp8"), accumulation=2)
+BLOCK_SCALES = Setup(Recipe(linear_scaling="block"))
+# (name, shape, batch, sequence, setup)
+CASES = (
+    ("124m", shape("124m"), 32, 1024, Setup()),
+    ("124m bf16, fp32 states", shape("124m"), 32, 1024, BASELINE),
+    ("124m paper", shape("124m"), 8, 1024, PAPER),
+    ("olmo-1b", shape("olmo-1b"), 8, 2048, Setup()),
+    ("olmo-1b leanest", shape("olmo-1b"), 16, 2048, LEANEST),
+    ("olmo-1b bf16 attention, released", shape("olmo-1b"), 8, 4096, WIDE_ATTENTION),
+    ("7b 8 layers, logits", shape("llama-2-7b", 8), 4, 2048, Setup(Recipe(head=None))),
+    ("7b 8 layers, fp8 head, accumulation", shape("llama-2-7b", 8), 4, 2048, FP8_HEAD),
+    ("7b 8 layers, block scales", shape("llama-2-7b", 8), 8, 2048, BLOCK_SCALES),
+    ("7b 8 layers, bf16", shape("llama-2-7b", 8), 4, 2048, BASELINE),
+    ("llama-3-8b 8 layers", shape("llama-3-8b", 8), 8, 2048, Setup()),
+    ("qwen2.5-7b 8 layers", shape("qwen2.5-7b", 8), 8, 2048, Setup()),
+    ("llama-30b 6 layers, leanest", shape("llama-30b", 6), 4, 2048, replace(LEANEST, master="bf16")),
+    ("7b", shape("llama-2-7b"), 4, 2048, Setup()),
+    ("7b batch 1", shape("llama-2-7b"), 1, 2048, Setup()),
+    ("7b batch 16, released", shape("llama-2-7b"), 16, 2048, Setup(release_gradients=True)),
+    ("7b batch 1, leanest, released, bf16 weights", shape("llama-2-7b"), 1, 2048, replace(RELEASED, master="bf16")),
+    ("7b batch 1, leanest, released, offload", shape("llama-2-7b"), 1, 2048, replace(RELEASED, offload=True)),
+)
+# Attention of (shape, batch, sequence).
+ATTENTION = (("llama-2-7b", 4, 2048), ("llama-3-8b", 4, 2048), ("qwen2.5-7b", 4, 2048), ("olmo-1b", 8, 2048))
+
+
+def cases() -> Iterator[Case]:
+    """`CASES` with their configurations."""
+    for name, model, batch, sequence, setup in CASES:
+        yield Case(name, model.config(), batch, sequence, setup)
+
+
+def config_cases() -> Iterator[Case]:
+    """The shipped training configurations."""
+    for path in sorted(CONFIGS.glob("*.toml")):
+        if path.stem not in SMALL:
+            asked = training(load_config(path))
+            yield Case(f"configs/{path.name}", asked.model, asked.batch, asked.sequence, asked.setup)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Predicted and measured bytes of a step, and their relative difference."""
+    began = time.perf_counter()
+    prediction = Predictor(case.config).predict(case.batch, case.sequence, case.setup)
+    predict_seconds = time.perf_counter() - began
+    phases = measured_step(case, "cuda")
+    reserved = torch.cuda.memory_reserved()
+    measured = max(phase.peak for phase in phases)
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "case": case.name,
+        "parameters": prediction.parameters,
+        "batch": case.batch,
+        "sequence": case.sequence,
+        "predicted": prediction.peak_bytes,
+        "measured": measured,
+        "difference": prediction.peak_bytes / measured - 1,
+        "predicted_moment": prediction.moment,
+        "measured_moment": max(phases, key=lambda phase: phase.peak).label,
+        "components": prediction.components,
+        "predicted_peaks": peaks(prediction.phases),
+        "measured_peaks": peaks(phases),
+        "reserved": reserved,
+        "outside": total - free - reserved,
+        "predict_seconds": predict_seconds,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def measured_step(case: Case, device: str) -> list[Phase]:
+    """Phases of the second step of a model with random weights."""
+    from transformers import AutoModelForCausalLM
+
+    setup = case.setup
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            case.config, dtype=setup.torch_dtype, attn_implementation="sdpa"
+        ).train()
+    overcoat.convert(model, setup.recipe)
+    options: dict[str, Any] = {**setup.group, "offload": setup.offload, "offload_buffer": setup.offload_buffer}
+    optimizer = overcoat.AdamW(model.parameters(), lr=1e-5, **options)
+    if setup.release_gradients:
+        overcoat.release_gradients(model, optimizer)
+    clip = None if setup.release_gradients else 1.0
+
+    def step() -> None:
+        for _ in range(setup.accumulation):
+            ids = torch.randint(case.config.vocab_size, (case.batch, case.sequence), device=device)
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            (loss / setup.accumulation).backward()
+        optimizer.step(clip_grad_norm=clip)
+        optimizer.zero_grad()
+
+    step()
+    with measure_step(model, optimizer) as phases:
+        step()
+    return phases
+
+
+def peaks(phases: list[Phase]) -> dict[str, int]:
+    """The most bytes in any phase of each kind."""
+    most: dict[str, int] = {}
+    for phase in phases:
+        kind = kind_of(phase.label)
+        most[kind] = max(most.get(kind, 0), phase.peak)
+    return most
+
+
+def attention_workspaces() -> dict[str, dict[str, int]]:
+    """Bytes that attention's backward allocates besides its results, predicted and measured."""
+    found = {}
+    for name, batch, sequence in ATTENTION:
+        model = MODELS[name]
+        heads = (batch, model.heads, model.kv_heads)
+        columns = (model.heads + 2 * model.kv_heads) * model.head_dim
+        qkv = torch.randn(batch * sequence, columns, device="cuda", dtype=torch.bfloat16)
+        scale = model.head_dim**-0.5
+        o, lse = attention(qkv, None, *heads, scale)
+        args = (torch.randn_like(o), qkv, o, lse, None, *heads, scale)
+        attention_backward(*args)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        results: tuple[Tensor, ...] = attention_backward(*args)
+        kept = torch.cuda.memory_allocated()
+        found[f"{name} B{batch} S{sequence}"] = {
+            "predicted": workspace(attention_backward.overload, args),
+            "measured": torch.cuda.max_memory_allocated() - kept,
+            "results": kept - before,
+        }
+        del results
+    return found
+
+
+def main() -> None:
+    """Measure, print a line for each case and append the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cases whose names hold all these words")
+    parser.add_argument("--configs", action="store_true", help="measure configs/*.toml instead")
+    parser.add_argument("--out", type=Path, default=RESULTS / "memory.jsonl")
+    arguments = parser.parse_args()
+    if not arguments.configs and not arguments.only:
+        found = attention_workspaces()
+        print("attention backward, MiB inside:", {name: _mib(sizes) for name, sizes in found.items()}, flush=True)
+        append_row(arguments.out, {"case": "attention backward", "workspaces": found})
+    for case in config_cases() if arguments.configs else cases():
+        if all(word in case.name for word in arguments.only):
+            row = attempt(case)
+            print(line(row), flush=True)
+            append_row(arguments.out, row)
+            gc.collect()  # a released optimizer and its hooks hold each other
+            torch.cuda.empty_cache()
+
+
+def attempt(case: Case) -> dict[str, Any]:
+    """The row of a case, or why there is none."""
+    try:
+        return measure(case)
+    except torch.OutOfMemoryError as error:
+        return {"case": case.name, "error": str(error).splitlines()[0]}
+
+
+def _mib(sizes: dict[str, int]) -> dict[str, float]:
+    return {name: round(size / 2**20, 1) for name, size in sizes.items()}
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as text."""
+    if "error" in row:
+        return f"{row['case']:46s} {row['error']}"
+    return (
+        f"{row['case']:46s} predicted {row['predicted'] / 2**30:7.2f} GiB, measured {row['measured'] / 2**30:7.2f} "
+        f"({row['difference']:+.2%}), {row['predicted_moment']} / {row['measured_moment']}, reserved "
+        f"{row['reserved'] / 2**30:7.2f}, outside {row['outside'] / 2**30:5.2f}, {row['seconds']:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

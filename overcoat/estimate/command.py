@@ -1,0 +1,162 @@
+"""`overcoat estimate`: what a training step will hold on the GPU, before renting it.
+
+    overcoat estimate --model llama-2-7b --batch 4 --seq 2048 --gpu-memory 80GB
+    overcoat estimate --model ./config.json --batch 1 --seq 4096 --recipe leanest --release-gradients
+    overcoat estimate --config configs/llama-2-7b.toml train.batch_size=2 --gpu-memory 80GB
+
+Prints the components at the step's fullest moment; with --gpu-memory also the largest batch that fits and, where the
+batch asked for does not, the cheapest changes that make it fit. Needs a model's configuration: no weights, no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from typing import Any
+
+from overcoat.bench.session import positive
+from overcoat.bench.shapes import MODELS
+from overcoat.estimate.predict import DTYPES, Predictor, Setup
+from overcoat.masters import MASTERS
+from overcoat.moments import MOMENTS
+from overcoat.recipe import GROUP_SIZES, Recipe
+
+# Options that a training configuration replaces, and their values where they are not given.
+DEFAULTS: dict[str, Any] = {
+    "batch": 1,
+    "seq": 2048,
+    "recipe": ["default"],
+    "moments": "8bit",
+    "master": "auto",
+    "group_size": 128,
+    "release_gradients": False,
+    "offload": False,
+    "accumulation": 1,
+    "dtype": "bfloat16",
+    "document_mask": False,
+}
+# Values of a recipe's fields that are no text.
+WORDS = {"none": None, "true": True, "false": False}
+UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def add_parser(commands: Any) -> None:
+    """Add `estimate` to the command line's sub-commands."""
+    parser = commands.add_parser(
+        "estimate",
+        help="predict the memory of training, without a GPU",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    built_in = ", ".join(MODELS)
+    what.add_argument("--model", metavar="NAME|PATH", help=f"{built_in}, a config.json or its folder, or a hub name")
+    what.add_argument("--config", metavar="FILE.toml", help="a training configuration; what it says replaces the rest")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to --config")
+    parser.add_argument("--batch", type=positive, help="rows in a forward pass, on each GPU (default 1)")
+    parser.add_argument("--seq", type=positive, help="tokens in a row (default 2048)")
+    parser.add_argument("--gpus", type=positive, default=1, help="GPUs that share the model (FSDP2; default 1)")
+    parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="of one GPU: 80GB, 141GB, 24GiB")
+    parser.add_argument("--json", action="store_true", help="one JSON line instead of the tables")
+    _add_setup_arguments(parser)
+    parser.set_defaults(function=run, **DEFAULTS)
+
+
+def _add_setup_arguments(parser: argparse.ArgumentParser) -> None:
+    setup = parser.add_argument_group("how it is trained, with --model")
+    setup.add_argument(
+        "--recipe",
+        nargs="+",
+        metavar=("NAME", "FIELD=VALUE"),
+        help="default, paper, leanest or bf16, and fields of overcoat.Recipe: --recipe default head=fp8",
+    )
+    setup.add_argument("--moments", help=f"{', '.join(MOMENTS)}, or a pair of codes M,V (default 8bit)")
+    setup.add_argument("--master", choices=MASTERS, help="beside BF16 weights (default auto: bf16+8)")
+    setup.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="of the moments (default 128)")
+    setup.add_argument("--release-gradients", action="store_true", help="overcoat.release_gradients")
+    setup.add_argument("--offload", action="store_true", help="AdamW(offload=True): states in host memory")
+    setup.add_argument("--accumulation", type=positive, help="forward passes in a step (default 1)")
+    setup.add_argument("--dtype", choices=DTYPES, help="of the parameters (default bfloat16)")
+    setup.add_argument("--document-mask", action="store_true", help="several documents in a row, attention masked")
+
+
+def memory_size(text: str) -> int:
+    """Bytes from "80GB", "24 GiB" or a plain number; argparse prints what it raises."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 80GB (10^9 bytes) or 80GiB (2^30)")
+    size = int(float(match[1]) * UNITS[match[2].upper()])
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
+    return size
+
+
+def parse_recipe(words: list[str]) -> Recipe:
+    """A recipe from its name and field=value words.
+
+    Raises:
+        ValueError: the name, a field or its value is not known.
+    """
+    fields: dict[str, Any] = {}
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"--recipe {word!r}: after the name come field=value, for example kept_attention=bf16")
+        fields[key] = WORDS[value] if value in WORDS else int(value) if value.isdigit() else value
+    return Recipe.from_name(words[0], **fields)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print the estimate."""
+    from overcoat.estimate import table
+    from overcoat.estimate.fit import Room, advise
+
+    predictor, batch, sequence, setup = _what(parsed)
+    prediction = predictor.predict(batch, sequence, setup, parsed.gpus)
+    room = advice = None
+    if parsed.gpu_memory is not None:
+        room = Room(predictor, batch, sequence, parsed.gpus, parsed.gpu_memory)
+        advice = advise(room, setup)
+    if parsed.json:
+        print(json.dumps({"model": parsed.model or parsed.config, **table.as_data(prediction, room, advice)}))
+        return 0
+    gpus = f", {parsed.gpus} GPUs" if parsed.gpus > 1 else ""
+    print(f"{prediction.parameters / 1e9:.3f} B parameters, batch {batch} x {sequence} tokens{gpus}")
+    if note := table.not_converted(prediction):
+        print(note)
+    print(table.component_table(prediction))
+    if room is not None and advice is not None:
+        print(f"\n{table.rung_table(room, advice)}\n\n{table.recommendation(room, advice)}")
+    return 0
+
+
+def _what(parsed: argparse.Namespace) -> tuple[Predictor, int, int, Setup]:
+    """The model, batch, sequence and setup asked for."""
+    if parsed.config is not None:
+        from overcoat.train.configfile import load_config
+        from overcoat.train.memory_setup import training
+
+        for name, value in DEFAULTS.items():
+            if getattr(parsed, name) != value:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} does not go with --config; change that: train.batch_size=8, and the like")
+        asked = training(load_config(parsed.config, parsed.overrides))
+        return Predictor(asked.model), asked.batch, asked.sequence, asked.setup
+    if parsed.overrides:
+        raise ValueError(f"{parsed.overrides[0]!r}: section.key=value changes a --config, and there is none")
+    from overcoat.estimate.models import load_model_config
+
+    codes = parsed.moments.split(",")
+    setup = Setup(
+        recipe=parse_recipe(parsed.recipe),
+        moments=parsed.moments if len(codes) == 1 else (codes[0], codes[1]),
+        master=parsed.master,
+        group_size=parsed.group_size,
+        release_gradients=parsed.release_gradients,
+        offload=parsed.offload,
+        accumulation=parsed.accumulation,
+        dtype=parsed.dtype,
+        document_mask=parsed.document_mask,
+    )
+    return Predictor(load_model_config(parsed.model)), parsed.batch, parsed.seq, setup

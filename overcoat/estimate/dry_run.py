@@ -1,0 +1,260 @@
+"""One training step on the meta device: the real model's forward and backward, shapes without data, under a `Meter`.
+
+What a step holds follows from the order in which the ops of the forward and backward allocate and free. Instead of
+repeating that order in formulas, the predictor runs it: the model of the configuration, at its full depth, converted by
+`overcoat.convert`, with autograd's own engine. A block that keeps a tensor more, or frees one earlier, changes the
+prediction by itself.
+
+Not run, since nothing of theirs is alive at a peak but what can be counted from shapes: the optimizer's step (states of
+`overcoat.optim.state`) and FSDP2, whose hooks are stood in for by `_Sharded`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor, nn
+
+from overcoat.estimate.meter import Account, LibraryAttention, Meter, aligned
+from overcoat.estimate.phases import LOSS, OPTIMIZER, decoder_layers, watch
+from overcoat.memory import KeptReport, record_kept
+from overcoat.models.convert import Report, convert
+from overcoat.ops.weights import kept_bytes
+from overcoat.recipe import Recipe
+from overcoat.train.extras import load_extra
+
+GRADIENTS, KEPT, FLOWING = "gradients", "kept activations", "residual stream"
+LOSS_PART, WORKSPACE = "loss", "workspace"
+
+META = torch.device("meta")
+# model, batch, sequence -> scalar loss
+LossOf = Callable[[Any, int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the dry run depends on.
+
+    Attributes:
+        recipe: of `overcoat.convert`.
+        batch, sequence: rows in one forward pass, and their tokens.
+        dtype: of the parameters.
+        accumulation: forward passes in an optimizer step; from the second on, gradients are there from the start.
+        release_bytes: batch of `overcoat.release_gradients`, or None: gradients are kept until the step.
+        gpus: processes of FSDP2.
+        document_mask: rows hold several documents, so attention has a mask.
+    """
+
+    recipe: Recipe = field(default_factory=Recipe)
+    batch: int = 1
+    sequence: int = 2048
+    dtype: torch.dtype = torch.bfloat16
+    accumulation: int = 1
+    release_bytes: Optional[int] = None
+    gpus: int = 1
+    document_mask: bool = False
+
+
+class DryRun(NamedTuple):
+    """What the run saw.
+
+    account: living bytes by category, without parameters, and without gradients that were there before.
+    gathered: bytes of parameters that FSDP2 holds unsharded.
+    reused: bytes of the weights' FP8 copies that last from step to step (`Recipe.reuse_weights`).
+    """
+
+    account: Account
+    report: Report
+    gathered: int
+    reused: int
+
+
+def meta_model(config: Any, dtype: torch.dtype) -> Any:
+    """The transformers causal model of a configuration without its weights, in training mode.
+
+    Raises:
+        ValueError: it is the configuration of something else.
+    """
+    transformers = load_extra("transformers", "hf", "overcoat estimate")
+    with META:
+        model = transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa"
+        )
+    return model.train()
+
+
+def own_loss(model: Any, batch: int, sequence: int) -> Tensor:
+    """The model's loss on token ids without values, as plain Hugging Face code computes it."""
+    ids = torch.empty((batch, sequence), dtype=torch.int64, device=META)
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def dry_run(config: Any, work: Work, loss_of: LossOf = own_loss) -> DryRun:
+    """Forward and backward of one micro-batch, the last of its step."""
+    model = meta_model(config, work.dtype)
+    # FSDP2's parameters are other objects in every forward: no copy of theirs is used again.
+    report = convert(model, replace(work.recipe, reuse_weights=False) if work.gpus > 1 else work.recipe)
+    reused = _make_reused_copies(model, work, loss_of)
+    meter = Meter(answer=not work.document_mask)
+    meter.leave_out([*model.parameters(), *model.buffers()])
+    if work.accumulation > 1 and work.gpus == 1:
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        meter.leave_out(parameter.grad for parameter in model.parameters())
+    with (
+        _refusing_values(config),
+        _gradient_hooks(model, work, meter),
+        watch(model, meter.mark, lambda tensor: meter.tag(tensor, FLOWING)),
+        meter,
+        LibraryAttention(),
+    ):
+        loss = loss_of(model, work.batch, work.sequence)
+        kept = meter.alive()
+        loss.backward()
+        del loss
+        meter.mark(OPTIMIZER)
+        model.zero_grad()
+    meter.stop()
+    return DryRun(meter.account(_categories(meter, kept)), report, _gathered(model, work.gpus), reused)
+
+
+def kept_tensors(config: Any, work: Work, loss_of: LossOf = own_loss) -> KeptReport:
+    """What `overcoat.memory.record_kept` will report of one forward pass, by op and tensor."""
+    model = meta_model(config, work.dtype)
+    convert(model, work.recipe)
+    meter = Meter(answer=not work.document_mask)
+    with _refusing_values(config), meter, LibraryAttention(), record_kept(model) as kept:
+        loss_of(model, work.batch, work.sequence)
+    return kept
+
+
+def _make_reused_copies(model: nn.Module, work: Work, loss_of: LossOf) -> int:
+    """Run a micro-batch that leaves behind the FP8 copies that the next one finds; their bytes."""
+    if not work.recipe.reuse_weights or work.gpus > 1:
+        return 0
+    before = kept_bytes()  # of other models
+    with Meter(answer=not work.document_mask), LibraryAttention():
+        loss_of(model, work.batch, work.sequence).backward()
+    model.zero_grad()
+    return kept_bytes() - before
+
+
+@contextlib.contextmanager
+def _refusing_values(config: Any) -> Iterator[None]:
+    try:
+        yield
+    except NotImplementedError as error:
+        raise ValueError(
+            f"a {config.model_type} model computes shapes from its data, so what it holds cannot be told without "
+            f"running it: {error}"
+        ) from error
+
+
+def _categories(meter: Meter, kept: set[int]) -> list[str]:
+    """One name for each allocation; `kept`: numbers of those that waited for the backward."""
+
+    def name(number: int) -> str:
+        if meter.tags.get(number) == GRADIENTS:
+            return GRADIENTS
+        if meter.place(number) == LOSS:
+            return LOSS_PART
+        return KEPT if number in kept else meter.tags.get(number, WORKSPACE)
+
+    return [name(number) for number in range(meter.count)]
+
+
+# ---- what becomes of a gradient -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _gradient_hooks(model: nn.Module, work: Work, meter: Meter) -> Iterator[None]:
+    """Inside, gradients are kept, released in batches, or sharded."""
+    take: Callable[[Tensor], None] = _Kept(meter)
+    if work.gpus > 1:
+        take = _Sharded(meter, work.gpus, adds=work.release_bytes is None and work.accumulation == 1)
+    elif work.release_bytes is not None:
+        take = _Released(meter, work.release_bytes)
+    handles = [parameter.register_post_accumulate_grad_hook(take) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Kept:
+    """Gradients wait for `optimizer.step()`."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.meter.tag(parameter.grad, GRADIENTS)
+
+
+class _Released:
+    """`overcoat.release_gradients`: freed when they hold `batch_bytes`, the last ones when backward ends."""
+
+    def __init__(self, meter: Meter, batch_bytes: int) -> None:
+        self.meter, self.batch_bytes = meter, batch_bytes
+        self.waiting: list[Tensor] = []
+
+    def __call__(self, parameter: Tensor) -> None:
+        if not self.waiting:
+            torch.autograd.Variable._execution_engine.queue_callback(self.waiting.clear)
+        assert parameter.grad is not None
+        self.meter.tag(parameter.grad, GRADIENTS)
+        self.waiting.append(parameter.grad)
+        parameter.grad = None
+        if sum(gradient.nbytes for gradient in self.waiting) >= self.batch_bytes:
+            self.waiting.clear()
+
+
+class _Sharded:
+    """FSDP2: a parameter's gradient becomes this process' part of it. Those of a block are reduced together, from a
+    copy that lives until the next block's, so two blocks' gradients are there whole.
+
+    adds: the part is new memory: not where it is released, or added to what earlier micro-batches left.
+    """
+
+    def __init__(self, meter: Meter, gpus: int, adds: bool) -> None:
+        self.meter, self.gpus, self.adds = meter, gpus, adds
+        self.shards: list[Tensor] = []
+        self.phase = ""
+        self.whole: list[Tensor] = []  # of the newest block: being reduced while the next one's are made
+
+    def __call__(self, parameter: Tensor) -> None:
+        if not self.whole:
+            torch.autograd.Variable._execution_engine.queue_callback(self.whole.clear)
+        phase = self.meter.marks[-1][0]
+        if phase != self.phase:
+            self.phase = phase
+            self.whole.clear()
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self.meter.tag(gradient, GRADIENTS)
+        self.whole.append(gradient)
+        if self.adds:
+            rows = shard_rows(gradient, self.gpus)
+            self.shards.append(torch.empty((rows, *gradient.shape[1:]), dtype=gradient.dtype, device=META))
+            self.meter.tag(self.shards[-1], GRADIENTS)
+
+
+def shard_rows(tensor: Tensor, gpus: int) -> int:
+    """Rows of the largest part that FSDP2 gives a process."""
+    return -(-tensor.shape[0] // gpus)
+
+
+def _gathered(model: nn.Module, gpus: int) -> int:
+    """What FSDP2 gathers: the parameters outside the blocks, the block at work, and the next one on its way."""
+    if gpus == 1:
+        return 0
+    blocks = [sum(aligned(parameter.nbytes) for parameter in layer.parameters()) for layer in decoder_layers(model)]
+    total = sum(aligned(parameter.nbytes) for parameter in model.parameters())
+    return total - sum(blocks) + 2 * max(blocks, default=0)

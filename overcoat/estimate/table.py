@@ -1,0 +1,117 @@
+"""Estimates as text and as plain data for `--json`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Optional
+
+from overcoat.estimate.fit import Advice, Room, Rung
+from overcoat.estimate.predict import CONTEXT, Prediction, Setup
+
+GIBI = 2.0**30
+# Components below this are left out of the table.
+LEAST = 2**20
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, as a number."""
+    return f"{size / GIBI:,.2f}"
+
+
+def component_table(prediction: Prediction) -> str:
+    """What the GPU holds at the step's fullest moment."""
+    peak = prediction.peak_bytes
+    lines = [f"{'at the peak, ' + prediction.moment:38s} {'GiB':>8s}   share"]
+    for name, size in prediction.components.items():
+        if size >= LEAST:
+            lines.append(f"{name:38s} {gib(size):>8s}  {size / peak:6.1%}")
+    lines.append(f"{'allocated':38s} {gib(peak):>8s}")
+    lines.append(f"{'allocator, margin':38s} {gib(prediction.slack_bytes):>8s}")
+    lines.append(f"{'CUDA context, margin':38s} {gib(CONTEXT):>8s}")
+    lines.append(f"{'needed on each GPU':38s} {gib(prediction.total_bytes):>8s}")
+    if prediction.host_bytes:
+        lines.append(f"{'page-locked host memory, each process':38s} {gib(prediction.host_bytes):>8s}")
+    return "\n".join(lines)
+
+
+def not_converted(prediction: Prediction) -> str:
+    """A line for decoder layers that the recipe does not reach, or nothing."""
+    reasons = sorted(set(prediction.report.left_alone.values()) - {"Recipe.bf16()"})
+    if not reasons:
+        return ""
+    count = len(prediction.report.left_alone)
+    return f"{count} of {len(prediction.report.layers)} decoder layers keep their precision: {'; '.join(reasons)}"
+
+
+def rung_table(room: Room, advice: Advice) -> str:
+    """The setup asked for and each change on top of the one before: bytes needed, largest batch, price."""
+    lines = [f"{'':34s} {'needed GiB':>10s} {'largest batch':>13s}   price"]
+    for rung in advice.rungs:
+        name = "as asked" if rung.change is None else f"+ {rung.change.name}"
+        price = "" if rung.change is None else rung.change.price
+        largest = room.largest_batch(rung.setup)
+        lines.append(f"{name:34s} {gib(rung.prediction.total_bytes):>10s} {largest:13d}   {price}".rstrip())
+    return "\n".join(lines)
+
+
+def recommendation(room: Room, advice: Advice) -> str:
+    """What to do, in a sentence or two."""
+    where = f"{gib(room.limit)} GiB" + (f" on each of {room.gpus} GPUs" if room.gpus > 1 else "")
+    if advice.changes is None:
+        least = advice.rungs[-1].prediction.total_bytes
+        smaller = room.largest_batch(advice.rungs[-1].setup)
+        remedy = (
+            f"batch {smaller} fits with all of it" if smaller else "shorter sequences, more GPUs, or a smaller model"
+        )
+        return (
+            f"Batch {room.batch} does not fit into {where}: with everything above it needs {gib(least)} GiB; {remedy}."
+        )
+    if not advice.changes:
+        return f"Batch {room.batch} fits into {where} as asked."
+    names = ", ".join(change.name for change in advice.changes)
+    needed = gib(room.predict(advice.setup).total_bytes)
+    return (
+        f"Batch {room.batch} fits into {where} with {names}: {needed} GiB needed, largest batch "
+        f"{room.largest_batch(advice.setup)}."
+    )
+
+
+def as_data(prediction: Prediction, room: Optional[Room], advice: Optional[Advice]) -> dict[str, Any]:
+    """Everything above as plain data, sizes in bytes."""
+    data = {
+        "parameters": prediction.parameters,
+        "batch": prediction.batch,
+        "sequence": prediction.sequence,
+        "gpus": prediction.gpus,
+        "setup": setup_data(prediction.setup),
+        "components": prediction.components,
+        "moment": prediction.moment,
+        "peak_bytes": prediction.peak_bytes,
+        "slack_bytes": prediction.slack_bytes,
+        "context_bytes": CONTEXT,
+        "total_bytes": prediction.total_bytes,
+        "host_bytes": prediction.host_bytes,
+        "left_alone": prediction.report.left_alone,
+    }
+    if room is not None and advice is not None:
+        data |= {
+            "gpu_memory": room.limit,
+            "rungs": [_rung_data(room, rung) for rung in advice.rungs],
+            "fits": not advice.changes and advice.changes is not None,
+            "recommendation": None if advice.changes is None else [change.name for change in advice.changes],
+            "recommended_setup": None if advice.changes is None else setup_data(advice.setup),
+        }
+    return data
+
+
+def setup_data(setup: Setup) -> dict[str, Any]:
+    """A setup as plain data."""
+    return dataclasses.asdict(setup)
+
+
+def _rung_data(room: Room, rung: Rung) -> dict[str, Any]:
+    return {
+        "change": None if rung.change is None else rung.change.name,
+        "total_bytes": rung.prediction.total_bytes,
+        "largest_batch": room.largest_batch(rung.setup),
+    }

@@ -1,0 +1,197 @@
+"""`memory.report`: one real step's memory beside what was predicted, as a table, a timeline and plain data.
+
+Measured is the second step of the process, the first one in which the optimizer's states are there from the start:
+
+    RUN_DIR/memory.txt    the table
+            memory.png    bytes over the step: measured and predicted, phase by phase
+            memory.json   both, with every phase
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from overcoat.estimate.dry_run import META
+from overcoat.estimate.measure import measure_step
+from overcoat.estimate.phases import LOSS, kind_of
+from overcoat.estimate.predict import LIBRARIES, Phase, Prediction, Predictor
+from overcoat.memory import optimizer_bytes
+from overcoat.train.config import Config
+from overcoat.train.data import Batch
+from overcoat.train.extras import load_extra
+from overcoat.train.memory_setup import training_setup
+from overcoat.train.metrics import restart_peak
+from overcoat.train.state import TrainState
+
+MEASURED_STEP = 2
+KINDS = ("forward", "loss", "backward", "optimizer")
+COLORS = {"forward": "tab:green", "loss": "tab:orange", "backward": "tab:blue", "optimizer": "tab:purple"}
+
+
+class Figure(NamedTuple):
+    """One line of the table, in bytes; None where it cannot be known."""
+
+    name: str
+    predicted: int
+    measured: int | None
+
+
+class ReportingStep:
+    """Takes training steps; the second one is measured and reported.
+
+    Args:
+        train_step: takes a step.
+        summed_loss: the model's loss on a batch, as the step computes it.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[[TrainState, Config], Any],
+        summed_loss: Callable[[Any, Batch], Tensor],
+        say: Callable[[str], None],
+    ) -> None:
+        self.train_step, self.summed_loss, self.say = train_step, summed_loss, say
+        self.steps = 0
+
+    def __call__(self, state: TrainState, config: Config) -> Any:
+        self.steps += 1
+        if self.steps != min(MEASURED_STEP, config.train.steps):
+            return self.train_step(state, config)
+        gradients: list[int] = []
+        handle = state.optimizer.register_step_pre_hook(lambda *_: gradients.append(_gradient_bytes(state.model)))
+        with measure_step(state.model, state.optimizer, restart_peak) as phases:
+            record = self.train_step(state, config)
+        handle.remove()
+        self._report(state, config, phases, gradients[-1])
+        return record
+
+    def _report(self, state: TrainState, config: Config, phases: list[Phase], gradients: int) -> None:
+        setup = training_setup(config)
+        if state.device.type != "cuda":
+            setup = replace(setup, offload=False)  # the states are in the memory that is counted
+        predictor = Predictor(state.model.config, functools.partial(self._loss, setup.document_mask))
+        work = (config.train.batch_size, config.data.sequence_length)
+        prediction = predictor.predict(*work, setup)
+        # Nothing of a CPU's matrix library is in the count of tensors.
+        absent = 0 if state.device.type == "cuda" else LIBRARIES
+        predicted = [Phase(label, peak - absent, end - absent) for label, peak, end in prediction.phases]
+        figures = [
+            *_component_figures(state, prediction, gradients),
+            Figure("kept for the backward", predictor.kept(*work, setup).total_bytes, state.kept_bytes or None),
+            *_phase_figures(predicted, phases),
+        ]
+        text = write_table(figures)
+        run_dir = Path(config.train.run_dir)
+        (run_dir / "memory.txt").write_text(text + "\n", encoding="utf-8")
+        (run_dir / "memory.json").write_text(json.dumps(_data(figures, predicted, phases)) + "\n", encoding="utf-8")
+        draw_timeline(predicted, phases, run_dir / "memory.png")
+        self.say(f"{text}\n{run_dir / 'memory.png'} shows the step's course")
+
+    def _loss(self, document_mask: bool, model: Any, batch: int, sequence: int) -> Tensor:
+        ids = torch.empty((batch, sequence), dtype=torch.int64, device=META)
+        places = torch.empty_like(ids) if document_mask else None
+        return self.summed_loss(model, Batch(ids, torch.empty_like(ids), places, ids.numel())) / ids.numel()
+
+
+def _gradient_bytes(model: torch.nn.Module) -> int:
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return sum(gradient.nbytes for gradient in found)
+
+
+def _component_figures(state: TrainState, prediction: Prediction, gradients: int) -> list[Figure]:
+    """What lasts, and the gradients when backward has ended."""
+    components = prediction.components
+    weights = sum(parameter.nbytes for parameter in state.model.parameters())
+    device_type = state.device.type if prediction.setup.offload else None
+    states = optimizer_bytes(state.optimizer, device_type)
+    of_step = 0 if prediction.setup.release_gradients else weights
+    return [
+        Figure("weights", components["weights"], weights),
+        Figure("moments and remainders", components["moments"] + components["remainders"], states),
+        Figure("gradients, backward done", of_step, gradients),
+    ]
+
+
+def _phase_figures(predicted: list[Phase], measured: list[Phase]) -> list[Figure]:
+    """Peaks by kind of phase, and what is there between forward and backward."""
+
+    def most(phases: list[Phase], kind: str) -> int:
+        return max((phase.peak for phase in phases if kind_of(phase.label) == kind), default=0)
+
+    def after_forward(phases: list[Phase]) -> int:
+        return next(phase.end for phase in phases if phase.label == LOSS)
+
+    return [
+        Figure("allocated, forward done", after_forward(predicted), after_forward(measured)),
+        *(Figure(f"peak, {kind}", most(predicted, kind), most(measured, kind)) for kind in KINDS),
+        Figure("peak of the step", max(p.peak for p in predicted), max(p.peak for p in measured)),
+    ]
+
+
+def write_table(figures: list[Figure]) -> str:
+    """Predicted and measured in MiB, and their difference."""
+    lines = [f"{'memory of a step, MiB':28s} {'predicted':>12s} {'measured':>12s}"]
+    for name, predicted, measured in figures:
+        line = f"{name:28s} {predicted / 2**20:12,.1f}"
+        if measured is not None:
+            difference = f" {predicted / measured - 1:+8.2%}" if measured else ""
+            line += f" {measured / 2**20:12,.1f}{difference}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _data(figures: list[Figure], predicted: list[Phase], measured: list[Phase]) -> dict[str, Any]:
+    return {
+        "figures": {name: {"predicted": mine, "measured": real} for name, mine, real in figures},
+        "predicted": [phase._asdict() for phase in predicted],
+        "measured": [phase._asdict() for phase in measured],
+    }
+
+
+def draw_timeline(predicted: list[Phase], measured: list[Phase], path: Path) -> None:
+    """Bytes over the phases of the step: measured as bars, dark what a phase leaves and light its peak, predicted as
+    lines.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    load_extra("matplotlib", "hf", "memory.report = true").use("Agg")
+    pyplot = load_extra("matplotlib.pyplot", "hf", "memory.report = true")
+    unit, size = ("GiB", 2**30) if max(phase.peak for phase in measured) >= 2**30 else ("MiB", 2**20)
+    figure, axes = pyplot.subplots(figsize=(10, 4.5), dpi=120)
+    for kind in KINDS:
+        places = [place for place, phase in enumerate(measured) if kind_of(phase.label) == kind]
+        ends = [measured[place].end / size for place in places]
+        tops = [(measured[place].peak - measured[place].end) / size for place in places]
+        axes.bar(places, ends, 1.0, color=COLORS[kind], alpha=0.65, label=f"{kind}, measured")
+        axes.bar(places, tops, 1.0, bottom=ends, color=COLORS[kind], alpha=0.3)
+    edges = [place - 0.5 for place in range(len(predicted) + 1)]
+    for name, style in (("peak", "-"), ("end", ":")):
+        values = [getattr(phase, name) / size for phase in predicted]
+        axes.stairs(values, edges, color="black", linestyle=style, baseline=None, label=f"{name}, predicted")
+    shown = _ticks(measured)
+    axes.set_xticks(shown, [measured[place].label for place in shown], rotation=30, ha="right", fontsize=7)
+    axes.set_ylabel(f"{unit} allocated: at a phase's peak (light) and end")
+    axes.set_xlim(-0.5, max(len(measured), len(predicted)) - 0.5)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=7, loc="lower center", ncols=3)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _ticks(phases: list[Phase]) -> list[int]:
+    """Places with a label: the first and the last block each way, and every phase outside the blocks."""
+    blocks = [place for place, phase in enumerate(phases) if phase.label.startswith("block")]
+    others = [place for place, phase in enumerate(phases) if not phase.label.startswith("block")]
+    last = [place for place in blocks if place + 1 in others or place - 1 in others]
+    return sorted({*others, *last})

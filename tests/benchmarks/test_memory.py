@@ -1,0 +1,79 @@
+"""The memory benchmark's cases and rows; the recorded measurements against today's prediction."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import memory
+from benchmarks.common import RESULTS
+from benchmarks.memory import CASES, Case, attempt, cases, config_cases, line, measured_step, peaks
+from overcoat.bench.shapes import ModelShape
+from overcoat.estimate import Predictor, Setup
+from overcoat.estimate.predict import LIBRARIES, Phase
+
+RECORDED = RESULTS / "memory.jsonl"
+
+
+def test_cases_cover_what_a_prediction_depends_on():
+    names = [name for name, *_ in CASES]
+    assert len(set(names)) == len(names) >= 12
+    setups = [setup for *_, setup in CASES]
+    for field in ("recipe", "moments", "master", "release_gradients", "offload", "accumulation"):
+        assert len({getattr(setup, field) for setup in setups}) > 1, field
+    assert len({case.config.hidden_size for case in cases()}) >= 4
+
+
+def test_every_shipped_config_for_a_large_model_is_measured():
+    names = {case.name for case in config_cases()}
+    models = ("llama-2-7b", "llama-2-13b", "llama-3-8b", "llama-30b", "olmo-1b", "qwen2.5-7b")
+    assert {f"configs/{name}.toml" for name in models} <= names
+    assert "configs/demo.toml" not in names
+
+
+@pytest.mark.parametrize("setup", [Setup(accumulation=2), Setup(release_gradients=True)], ids=["kept", "released"])
+def test_the_measured_step_is_the_predicted_one(setup):
+    case = Case("small", ModelShape(256, 512, 2, 4, 2, 1024).config(), 2, 64, setup)
+    phases = measured_step(case, "cpu")
+    prediction = Predictor(case.config).predict(2, 64, setup)
+    measured, predicted = peaks(phases), peaks(prediction.phases)
+    assert measured.keys() == predicted.keys() == {"forward", "loss", "backward", "optimizer"}
+    for kind, peak in measured.items():
+        assert predicted[kind] - LIBRARIES == pytest.approx(peak, rel=0.01), kind
+
+
+def test_peaks_by_kind_of_phase():
+    phases = [
+        Phase("embedding", 3, 2),
+        Phase("block 1 forward", 7, 4),
+        Phase("loss", 5, 5),
+        Phase("loss backward", 6, 1),
+    ]
+    assert peaks(phases) == {"forward": 7, "loss": 6}
+
+
+def test_a_case_that_does_not_fit_is_a_row(monkeypatch):
+    def no_room(_case):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore lines")
+
+    monkeypatch.setattr(memory, "measure", no_room)
+    row = attempt(next(cases()))
+    assert row == {"case": "124m", "error": "CUDA out of memory. Tried to allocate"}
+    assert line(row).split("  ")[0] == "124m"
+
+
+def test_recorded_peaks_are_predicted_within_five_percent():
+    """The newest row of each case that was measured on a GPU, against what is predicted now."""
+    if not RECORDED.exists():
+        pytest.skip("no peaks have been measured yet: python -m benchmarks.memory on a GPU")
+    rows = [json.loads(text) for text in RECORDED.read_text().splitlines()]
+    measured = {row["case"]: row["measured"] for row in rows if "measured" in row}
+    known = {case.name: case for case in [*cases(), *config_cases()]}
+    found = [name for name in measured if name in known]
+    assert len(found) >= 12
+    for name in found:
+        case = known[name]
+        predicted = Predictor(case.config).predict(case.batch, case.sequence, case.setup).peak_bytes
+        assert predicted == pytest.approx(measured[name], rel=0.05), name

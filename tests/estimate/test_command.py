@@ -1,0 +1,107 @@
+"""`overcoat estimate` from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from overcoat import Recipe, cli
+from overcoat.bench.shapes import MODELS
+from overcoat.estimate import Predictor, Setup
+from overcoat.estimate.command import memory_size, parse_recipe
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def estimate(capsys, *words):
+    assert cli.main(["estimate", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_components_of_a_model(capsys):
+    out = estimate(capsys, "--model", "124m", "--batch", "2", "--seq", "512")
+    prediction = Predictor(MODELS["124m"].config()).predict(2, 512)
+    assert out.startswith("0.124 B parameters, batch 2 x 512 tokens\n")
+    assert f"allocated {prediction.peak_bytes / 2**30:37.2f}" in out
+    assert "largest batch" not in out
+
+
+def test_options_reach_the_setup(capsys):
+    words = ["--model", "124m", "--json", "--recipe", "default", "head=none", "kept_attention=bf16", "--moments"]
+    words += ["sqrt8,fp32", "--master", "bf16", "--group-size", "64", "--accumulation", "2", "--offload"]
+    data = json.loads(estimate(capsys, *words, "--document-mask", "--dtype", "bfloat16", "--gpus", "2", "--seq", "256"))
+    setup = data["setup"]
+    assert (setup["recipe"]["head"], setup["recipe"]["kept_attention"]) == (None, "bf16")
+    assert (setup["moments"], setup["master"], setup["group_size"]) == (["sqrt8", "fp32"], "bf16", 64)
+    assert (setup["accumulation"], setup["offload"], setup["document_mask"]) == (2, True, True)
+    assert (data["gpus"], data["sequence"], data["batch"]) == (2, 256, 1)
+    assert data["host_bytes"] > 0
+
+
+def test_what_fits_and_what_to_change(capsys):
+    out = estimate(capsys, "--model", "124m", "--batch", "16", "--gpu-memory", "4GB")
+    assert "+ recipe.checkpoint = block" in out
+    assert "Batch 16 fits into 3.73 GiB with recipe.checkpoint = block" in out
+    words = ["--model", "124m", "--batch", "16", "--gpu-memory", "4GB", "--json"]
+    data = json.loads(estimate(capsys, *words))
+    assert data["fits"] is False
+    assert data["recommended_setup"]["recipe"]["checkpoint"] == "block"
+    assert data["rungs"][0]["largest_batch"] < 16 <= data["rungs"][1]["largest_batch"]
+
+
+def test_a_training_configuration_and_changes_to_it(capsys):
+    path = str(CONFIGS / "llama-124m.toml")
+    data = json.loads(estimate(capsys, "--config", path, "train.batch_size=4", "--json", "optimizer.moments=fp32"))
+    assert (data["batch"], data["sequence"], data["setup"]["moments"]) == (4, 1024, "fp32")
+    assert data["parameters"] == 124_275_456
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "124m", "--recipe", "leaner"], "unknown recipe 'leaner'"),
+        (["--model", "124m", "--recipe", "default", "head"], "after the name come field=value"),
+        (["--model", "124m", "--recipe", "default", "tail=1"], "Recipe has no field 'tail'"),
+        (["--model", "124m", "--moments", "4bit"], "unknown moments '4bit'"),
+        (["--model", "124m", "--release-gradients", "--accumulation", "2"], "cannot accumulate 2"),
+        (["--model", "124m", "train.batch_size=2"], "changes a --config, and there is none"),
+        (["--config", "absent.toml"], "cannot read the config absent.toml"),
+        (["--config", str(CONFIGS / "demo.toml"), "--batch", "3"], "--batch does not go with --config"),
+        (["--config", str(CONFIGS / "demo.toml"), "train.btch=3"], "did you mean train.batch_size"),
+    ],
+)
+def test_mistakes_name_the_remedy(capsys, words, message):
+    assert cli.main(["estimate", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--model", "a", "--config", "b"], ["--model", "124m", "--gpu-memory", "8XB"]])
+def test_mistakes_of_the_line_itself(capsys, words):
+    with pytest.raises(SystemExit) as status:
+        cli.main(["estimate", *words])
+    assert status.value.code == 2
+    assert "overcoat estimate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GB", 80 * 10**9), ("24 GiB", 24 * 2**30), ("1.5tb", 1500 * 10**9), ("1000", 1000), ("512MiB", 2**29)],
+)
+def test_sizes(text, size):
+    assert memory_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "80 G B", "80GBs", "1e3"])
+def test_what_is_no_size(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        memory_size(text)
+
+
+def test_recipes():
+    assert parse_recipe(["paper"]) == Recipe.paper()
+    changed = parse_recipe(["default", "checkpoint=block", "group_size=32", "head=none"])
+    assert changed == Recipe(checkpoint="block", group_size=32, head=None)
+    assert Setup(parse_recipe(["bf16"])).recipe == Recipe.bf16()

@@ -1,0 +1,133 @@
+"""The largest batch, and the cheapest changes that make one fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from overcoat import Recipe
+from overcoat.bench.shapes import ModelShape
+from overcoat.estimate import Predictor, Setup
+from overcoat.estimate.fit import CHANGES, Room, advise
+from overcoat.estimate.predict import CONTEXT
+from overcoat.estimate.table import as_data, component_table, recommendation, rung_table
+
+MIB = 2**20
+SHAPE = ModelShape(512, 1376, 4, 4, 2, 4096)
+BASELINE = Setup(Recipe.bf16(), moments="fp32", master="bf16+16")
+
+
+@pytest.fixture(scope="module")
+def predictor():
+    return Predictor(SHAPE.config())
+
+
+def room(predictor, mebibytes, batch=4):
+    """A GPU with so much room besides the CUDA context."""
+    return Room(predictor, batch, 256, 1, CONTEXT + mebibytes * MIB)
+
+
+@pytest.mark.parametrize("mebibytes", [250, 333, 700])
+def test_the_largest_batch_fits_and_one_more_does_not(predictor, mebibytes):
+    here = room(predictor, mebibytes)
+    largest = here.largest_batch(Setup())
+    assert largest >= 1
+    assert here.predict(Setup(), largest).total_bytes <= here.limit
+    assert here.predict(Setup(), largest + 1).total_bytes > here.limit
+
+
+def test_no_batch_fits_where_the_weights_do_not(predictor):
+    assert room(predictor, 20).largest_batch(Setup()) == 0
+
+
+def test_nothing_is_changed_where_the_batch_fits(predictor):
+    advice = advise(room(predictor, 1000), Setup())
+    assert advice.changes == []
+    assert advice.setup == Setup()
+
+
+def names(advice):
+    return None if advice.changes is None else [change.name for change in advice.changes]
+
+
+def test_rungs_are_the_changes_on_top_of_each_other(predictor):
+    here = room(predictor, 40)
+    advice = advise(here, BASELINE)
+    assert [rung.change.name for rung in advice.rungs[1:]] == [
+        "recipe.head = bf16",
+        "recipe.name = default",
+        "optimizer.moments = 8bit",
+        "recipe.checkpoint = block",
+        "release_gradients",
+        "optimizer.master = bf16",
+        "optimizer.offload",
+    ]
+    last = advice.rungs[-1]
+    assert last.setup == Setup(Recipe.leanest(), master="bf16", release_gradients=True, offload=True)
+    assert last.prediction.peak_bytes < advice.rungs[0].prediction.peak_bytes / 1.5
+
+
+def test_advice_is_the_cheapest_that_fits(predictor):
+    """Each change of the advice is needed: without it, the rest is too large."""
+    whole = [rung.prediction.total_bytes for rung in advise(room(predictor, 1), BASELINE).rungs]
+    for limit in (*whole[2:7], min(whole)):
+        here = Room(predictor, 4, 256, 1, limit)
+        advice = advise(here, BASELINE)
+        assert advice.changes, limit
+        assert here.fits(advice.setup)
+        for left_out in advice.changes:
+            setup = BASELINE
+            for change in advice.changes:
+                if change is not left_out:
+                    setup = change.apply(setup) or setup
+            assert not here.fits(setup), (limit, left_out.name)
+
+
+def test_no_advice_where_nothing_helps(predictor):
+    here = room(predictor, 5)
+    advice = advise(here, Setup())
+    assert names(advice) is None
+    assert "does not fit" in recommendation(here, advice)
+
+
+def test_accumulation_is_not_taken_away(predictor):
+    advice = advise(room(predictor, 1), Setup(accumulation=4))
+    assert all(rung.setup.accumulation == 4 and not rung.setup.release_gradients for rung in advice.rungs)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
+def test_a_change_changes_something_once(change):
+    wide = Recipe(kept_attention="bf16", head=None)
+    start = replace(BASELINE, recipe=wide) if "attention" in change.name else BASELINE
+    if "checkpoint" in change.name:
+        start = Setup()
+    changed = change.apply(start)
+    assert changed not in (None, start)
+    assert change.apply(changed) is None
+
+
+def test_tables_say_what_was_found(predictor):
+    here = room(predictor, 120)
+    advice = advise(here, Setup())
+    prediction = advice.rungs[0].prediction
+    lines = component_table(prediction).splitlines()
+    assert lines[0].startswith(f"at the peak, {prediction.moment}")
+    assert lines[-1].split()[-1] == f"{prediction.total_bytes / 2**30:.2f}"
+    assert not any(line.startswith("gathered") for line in lines)  # one GPU gathers nothing
+    rungs = rung_table(here, advice).splitlines()
+    assert len(rungs) == 1 + len(advice.rungs)
+    largest = str(here.largest_batch(Setup()))
+    assert rungs[1].split() == ["as", "asked", f"{prediction.total_bytes / 2**30:.2f}", largest]
+
+
+def test_data_hold_the_same_as_the_tables(predictor):
+    here = room(predictor, 120)
+    advice = advise(here, Setup())
+    data = as_data(advice.rungs[0].prediction, here, advice)
+    assert sum(data["components"].values()) == data["peak_bytes"]
+    assert data["total_bytes"] == data["peak_bytes"] + data["slack_bytes"] + data["context_bytes"]
+    assert data["fits"] is (data["total_bytes"] <= here.limit)
+    assert data["recommendation"] == names(advice)
+    assert [rung["largest_batch"] for rung in data["rungs"]] == [here.largest_batch(r.setup) for r in advice.rungs]
+    assert "rungs" not in as_data(advice.rungs[0].prediction, None, None)

@@ -1,0 +1,46 @@
+"""Models by name or file; no network is needed for any of these."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import LlamaConfig, T5Config
+
+from overcoat.bench.shapes import MODELS
+from overcoat.estimate.models import CHECKPOINTS, load_model_config
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_built_in_names(name):
+    config = load_model_config(name)
+    assert (config.hidden_size, config.num_hidden_layers) == (MODELS[name].hidden, MODELS[name].layers)
+
+
+def test_checkpoints_of_built_in_shapes():
+    assert set(CHECKPOINTS.values()) < set(MODELS)
+    assert load_model_config("Qwen/Qwen2.5-7B").vocab_size == 152064
+
+
+@pytest.mark.parametrize("target", ["", "config.json"], ids=["folder", "file"])
+def test_a_configuration_on_disk(tmp_path, target):
+    LlamaConfig(hidden_size=384, num_attention_heads=6).save_pretrained(tmp_path)
+    assert load_model_config(str(tmp_path / target)).hidden_size == 384
+
+
+def test_a_path_comes_before_a_name(tmp_path, monkeypatch):
+    LlamaConfig(hidden_size=64, num_attention_heads=2).save_pretrained(tmp_path / "124m")
+    monkeypatch.chdir(tmp_path)
+    assert load_model_config("124m").hidden_size == 64
+
+
+def test_what_is_no_causal_model(tmp_path):
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a t5 model, no causal language model"):
+        load_model_config(str(tmp_path))
+
+
+def test_what_is_no_model_at_all(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"layers": 3}))
+    with pytest.raises(ValueError, match=r"neither a built-in shape.*llama-2-7b"):
+        load_model_config(str(tmp_path))

@@ -1,0 +1,120 @@
+"""`memory.report`: a real step measured beside its prediction, on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from overcoat.estimate.predict import Phase
+from overcoat.train import metrics
+from overcoat.train.config import Config
+from overcoat.train.memory_report import Figure, draw_timeline, write_table
+from overcoat.train.metrics import read_metrics
+from overcoat.train.run import run_once
+
+MakeConfig = Callable[..., Config]
+# Wide enough that the scalars of a step do not matter.
+WIDE = ("model.config.hidden_size=256", "model.config.intermediate_size=512", "tokenizer.vocab_size=1024")
+SHORT = ("train.steps=3", "eval.every=0", "checkpoint.every=0")
+
+
+def report(config: Config, console: Console) -> dict:
+    run_once(config, console, "Overcoat")
+    return json.loads((Path(config.train.run_dir) / "memory.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("train.accumulation=2", "recipe.name=leanest"),
+        ("optimizer.release_gradients=true", "optimizer.clip=0"),
+        ("recipe.name=bf16", "optimizer.moments=fp32"),
+    ],
+    ids=["default", "accumulation", "released", "bf16"],
+)
+def test_a_real_step_is_what_was_predicted(make_config: MakeConfig, console: Console, changes: tuple[str, ...]) -> None:
+    config = make_config(*WIDE, *SHORT, *changes, "memory.report=true", "data.sequence_length=64")
+    data = report(config, console)
+    figures = data["figures"]
+    for name in ("weights", "moments and remainders", "gradients, backward done"):
+        assert figures[name]["predicted"] == figures[name]["measured"], name
+    for name, figure in figures.items():
+        assert figure["predicted"] == pytest.approx(figure["measured"], rel=0.01), name
+    assert figures["peak of the step"]["predicted"] == max(phase["peak"] for phase in data["predicted"])
+    assert [phase["label"] for phase in data["measured"]] == [phase["label"] for phase in data["predicted"]]
+    assert "peak of the step" in (Path(config.train.run_dir) / "memory.txt").read_text()
+    assert (Path(config.train.run_dir) / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_reporting_does_not_change_the_training(make_config: MakeConfig, console: Console, tmp_path: Path) -> None:
+    losses = []
+    for flag in ("false", "true"):
+        config = make_config(*SHORT, f"memory.report={flag}", f"train.run_dir={tmp_path / flag}")
+        run_once(config, console, "Overcoat")
+        rows = read_metrics(Path(config.train.run_dir) / "metrics.jsonl")["train"]
+        losses.append([row["loss"] for row in rows.values()])
+        assert (Path(config.train.run_dir) / "memory.json").exists() is (flag == "true")
+    assert losses[0] == losses[1]
+
+
+def test_a_run_of_one_step_is_reported_too(make_config: MakeConfig, console: Console) -> None:
+    config = make_config("train.steps=1", "schedule.warmup_steps=0", "memory.report=true")
+    figures = report(config, console)["figures"]
+    assert figures["weights"]["predicted"] == figures["weights"]["measured"]
+
+
+def test_the_table_says_how_far_off_it_was() -> None:
+    table = write_table([Figure("peak", 95 * 2**20, 100 * 2**20), Figure("none", 2**20, 0), Figure("unknown", 1, None)])
+    peak, nothing, unknown = table.splitlines()[1:]
+    assert peak.split() == ["peak", "95.0", "100.0", "-5.00%"]
+    assert nothing.split() == ["none", "1.0", "0.0"]
+    assert unknown.split() == ["unknown", "0.0"]
+
+
+def test_the_timeline_takes_any_number_of_phases(tmp_path: Path) -> None:
+    phases = [Phase("embedding", 5, 4), Phase("loss", 8, 4), Phase("block 1 backward", 9, 6), Phase("optimizer", 7, 4)]
+    draw_timeline(phases, phases[:2], tmp_path / "a.png")
+    draw_timeline(phases[:1], [Phase(label, peak * 2**30, end) for label, peak, end in phases], tmp_path / "b.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
+
+
+def test_the_peak_of_a_run_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report starts PyTorch's counter anew; the run's own figure must not fall."""
+    device = torch.device("cuda", 0)
+    counter = {"peak": 70}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: counter["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: counter.update(peak=10))
+    monkeypatch.setattr(metrics, "_earlier_peaks", {})
+    assert metrics.restart_peak(device) == 70
+    assert metrics.peak_bytes(device) == 70
+    counter["peak"] = 50
+    assert metrics.restart_peak(device) == 50
+    assert metrics.peak_bytes(device) == 70
+    counter["peak"] = 90
+    assert metrics.peak_bytes(device) == 90
+    metrics.forget_peak(device)
+    assert metrics.peak_bytes(device) == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [(), ("recipe.name=leanest", "train.accumulation=2")], ids=["default", "leanest"])
+def test_a_step_on_a_gpu_is_what_was_predicted(
+    make_config: MakeConfig, console: Console, changes: tuple[str, ...]
+) -> None:
+    """Large enough to dwarf what the libraries take."""
+    config = make_config(
+        "train.device=cuda", "train.batch_size=32", "data.sequence_length=512", "model.config.hidden_size=1024",
+        "model.config.intermediate_size=2816", "model.config.num_hidden_layers=4", "model.config.num_attention_heads=8",
+        "memory.report=true", *SHORT, *changes,
+    )  # fmt: skip
+    figures = report(config, console)["figures"]
+    assert figures["kept for the backward"]["predicted"] == figures["kept for the backward"]["measured"]
+    for name in ("allocated, forward done", "peak, forward", "peak, loss", "peak, backward", "peak of the step"):
+        assert figures[name]["predicted"] == pytest.approx(figures[name]["measured"], rel=0.05), name
