@@ -26,8 +26,7 @@ def measure(released: bool, master: str) -> dict[str, float]:
     """Peak bytes per parameter and ms of a step that is not the first."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to("cuda", torch.bfloat16)
     optimizer = overcoat.AdamW(model.parameters(), lr=1e-5, master=master)
-    if released:
-        overcoat.release_gradients(model, optimizer)
+    handle = overcoat.release_gradients(model, optimizer) if released else None
     x = torch.randn(1, WIDTH, device="cuda", dtype=torch.bfloat16)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for step in range(4):
@@ -41,6 +40,8 @@ def measure(released: bool, master: str) -> dict[str, float]:
     end.record()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
+    if handle is not None:
+        handle.remove()  # the parameters' hooks hold the optimizer, and it holds them
     return {"bytes_per_parameter": peak / (WIDTH * WIDTH * LAYERS), "step_ms": start.elapsed_time(end)}
 
 
@@ -55,7 +56,7 @@ def main() -> None:
             name = f"{master}, {'released' if released else 'kept'} gradients"
             figures[name] = measure(released, master)
             print(name, figures[name])
-            gc.collect()  # a released optimizer and its hooks hold each other
+            gc.collect()
             torch.cuda.empty_cache()
     append_row(arguments.out, {"parameters": WIDTH * WIDTH * LAYERS, "runs": figures})
 
