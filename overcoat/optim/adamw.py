@@ -24,12 +24,12 @@ from torch import Tensor
 
 from overcoat.masters import resolve_master
 from overcoat.moments import resolve_moments
+from overcoat.optim.arguments import check_hyperparameters
 from overcoat.optim.bucket import Bucket
 from overcoat.optim.offload import SLOTS, Staging, check_options, is_on_host, move_to_host
 from overcoat.optim.roster import Roster
 from overcoat.optim.shards import check_placements, copy_of
-from overcoat.optim.state import State, bytes_to_offload, check_state, init_state, restore_state
-from overcoat.recipe import GROUP_SIZES
+from overcoat.optim.state import State, bytes_to_offload, check_state, init_state, is_elsewhere, restore_state
 
 if TYPE_CHECKING:
     from overcoat.optim.release import GradientRelease
@@ -114,6 +114,7 @@ class AdamW(torch.optim.Optimizer):
         self._known_states: tuple[list[Tensor], list[Any]] = ([], [])
         self._staging: dict[torch.device, Staging] = {}
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._captured: dict[int, tuple[Bucket, Any]] = {}  # what CUDA graphs read at every replay
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; torch's own keeps only defaults, state and groups."""
@@ -129,11 +130,12 @@ class AdamW(torch.optim.Optimizer):
         if self.release is not None:
             raise ValueError("add_param_group: release_gradients would not see the new parameters; remove() its handle")
         group = {**self.defaults, **param_group}
-        _check_hyperparameters(group)
+        check_hyperparameters(group)
         param_group["moments"] = resolve_moments(group["moments"])
         if isinstance(param_group["params"], Tensor):
             param_group["params"] = [param_group["params"]]
-        param_group["params"] = list(param_group["params"])
+        if not isinstance(param_group["params"], set):  # which torch refuses: it has no order
+            param_group["params"] = list(param_group["params"])
         for entry in param_group["params"]:
             param = entry[1] if isinstance(entry, tuple) else entry
             if isinstance(param, Tensor):
@@ -168,6 +170,7 @@ class AdamW(torch.optim.Optimizer):
             factor, skip = self._gradient_factor([bucket for _, bucket in buckets], clip_grad_norm)
             for group, bucket in buckets:
                 bucket.step(group, factor, skip)
+            self._keep_if_captured([bucket for _, bucket in buckets])
         if self.release is not None:
             self.release.end_step()
         return loss
@@ -216,6 +219,8 @@ class AdamW(torch.optim.Optimizer):
             if index in saved_state:
                 check_state(saved_state[index], param, group, index)
         self._wait_for_offload()
+        if self.release is not None:
+            self.release.forget()
         super().load_state_dict({**state_dict, "state": {}})
         for group in self.param_groups:
             group["moments"] = tuple(group["moments"])
@@ -249,6 +254,9 @@ class AdamW(torch.optim.Optimizer):
         is_new = not state
         if is_new:
             state = init_state(param, group, self.offload)
+        elif is_elsewhere(state, param, self.offload):  # the model has been moved
+            self._wait_for_offload()
+            state = restore_state(state, param, self.offload)
         if self.offload and (is_new or not is_on_host(state, param)):
             state = move_to_host(state, param)
         if not isinstance(state, State):
@@ -294,6 +302,13 @@ class AdamW(torch.optim.Optimizer):
             and all(map(operator.is_, self.state.values(), states))
         )
 
+    def _keep_if_captured(self, buckets: list[Bucket]) -> None:
+        """A graph reads tables by their addresses: keep them, whatever becomes of the rosters after it."""
+        for bucket in buckets:
+            if bucket.device.type == "cuda" and bucket.fused() and torch.cuda.is_current_stream_capturing():
+                addresses = bucket.gradients.addresses
+                self._captured[id(addresses)] = (bucket, addresses)
+
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(1.0, False), 0-d on the device: a factor that changes nothing and no skip."""
         if device not in self._constants:
@@ -327,22 +342,3 @@ class AdamW(torch.optim.Optimizer):
                 factor = factor * (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
         self.count_skipped(skip)
         return factor, skip
-
-
-def _check_hyperparameters(group: dict[str, Any]) -> None:
-    lr, eps, decay, betas = group["lr"], group["eps"], group["weight_decay"], group["betas"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
-    elif not 0.0 <= lr < math.inf:
-        raise ValueError(f"lr {lr!r} must be a number >= 0")
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"betas {betas!r} must be two numbers in [0, 1)")
-    if not 0.0 <= eps < math.inf:
-        raise ValueError(f"eps {eps!r} must be a number >= 0")
-    if not 0.0 <= decay < math.inf:
-        raise ValueError(f"weight_decay {decay!r} must be a number >= 0")
-    if group["group_size"] not in GROUP_SIZES:
-        raise ValueError(f"group_size {group['group_size']!r} must be one of {', '.join(map(str, GROUP_SIZES))}")
-    if not isinstance(group["seed"], int):
-        raise ValueError(f"seed {group['seed']!r} must be an integer")

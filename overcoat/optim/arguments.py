@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from overcoat.kernels.adamw import adamw_step_
+from overcoat.recipe import GROUP_SIZES
 
 if importlib.util.find_spec("triton") is not None:
     from overcoat.kernels.gpu import adamw_launch, sum_squares
@@ -43,6 +45,26 @@ class Hyper(NamedTuple):
         beta1, beta2 = group["betas"]
         m_code, v_code = group["moments"]
         return cls(beta1, beta2, group["eps"], group["weight_decay"], m_code, v_code)
+
+
+def check_hyperparameters(group: dict[str, Any]) -> None:
+    """ValueError if an option of a parameter group is out of range; codes and masters are checked by their modules."""
+    lr, eps, decay, betas = group["lr"], group["eps"], group["weight_decay"], group["betas"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
+    elif not 0.0 <= lr < math.inf:
+        raise ValueError(f"lr {lr!r} must be a number >= 0")
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas {betas!r} must be two numbers in [0, 1)")
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps {eps!r} must be a number >= 0")
+    if not 0.0 <= decay < math.inf:
+        raise ValueError(f"weight_decay {decay!r} must be a number >= 0")
+    if group["group_size"] not in GROUP_SIZES:
+        raise ValueError(f"group_size {group['group_size']!r} must be one of {', '.join(map(str, GROUP_SIZES))}")
+    if not isinstance(group["seed"], int):
+        raise ValueError(f"seed {group['seed']!r} must be an integer")
 
 
 class Arguments(NamedTuple):

@@ -165,9 +165,9 @@ class Bucket:
             self._count_and_step(grads, scalar_on(group["lr"], self.device), factor, skip, hyper)
         if self.gradients is not None:
             self.gradients.forget_copies()
-        if self.fused() and not self.sharded:
+        if self.fused():
             # Kernels launched from here are not seen by PyTorch, which counts what is written.
-            torch.autograd.graph.increment_version(self.owners)
+            torch.autograd.graph.increment_version(self.arguments.params)
         if self.buffered:
             for buffer, owner in zip(self.arguments.params, self.owners, strict=True):
                 _write_back(owner, buffer)

@@ -90,6 +90,10 @@ class GradientRelease:
         if self.optimizer.release is self:
             self.optimizer.release = None
 
+    def __reduce__(self) -> Any:
+        """A copy of the model takes its hooks along, so also this: as a handle that is not in force."""
+        return _removed, ()
+
     # ---- called by the optimizer ----------------------------------------------------------------------
 
     def check_step(self, clip_grad_norm: Optional[float]) -> None:
@@ -119,6 +123,11 @@ class GradientRelease:
         """Forget gradients that have been collected and not used: backward has failed."""
         self.batches.clear()
 
+    def forget(self) -> None:
+        """Keep nothing of the states: others take their place."""
+        self.finish_backward()
+        self.steps.forget()
+
     def end_step(self) -> None:
         """The mark between two steps, set by `optimizer.step` and `zero_grad`."""
         self.finish_backward()
@@ -128,6 +137,8 @@ class GradientRelease:
     # ---- hooks ----------------------------------------------------------------------------------------
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
+        if not self.handles:  # the hook of a copied model
+            return
         # Not in inference, and not when checkpointing recomputes the model inside its backward pass.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
@@ -188,6 +199,12 @@ class GradientRelease:
         if stream is not None and last is not None and last != stream:
             stream.wait_stream(last)
         self.streams[device] = stream
+
+
+def _removed() -> GradientRelease:
+    handle = GradientRelease.__new__(GradientRelease)
+    handle.handles = []
+    return handle
 
 
 def _check(model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:

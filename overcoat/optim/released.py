@@ -117,6 +117,11 @@ class ReleasedSteps:
         for foresight in self.foresights.values():
             foresight.count()
 
+    def forget(self) -> None:
+        """End the step and drop all buckets, with the states that they hold."""
+        self.end()
+        self.buckets, self.foresights = {}, {}
+
     def end(self) -> None:
         """The end of a step: what `optimizer.step()` reports of it, and what the next one will need."""
         if not self.used:

@@ -119,6 +119,12 @@ def restore_state(saved: dict[str, Any], param: Tensor, offload: bool = False) -
     return {name: place_state(param, value, _home(name, param, offload)) for name, value in saved.items()}
 
 
+def is_elsewhere(state: dict[str, Tensor], param: Tensor, offload: bool = False) -> bool:
+    """Whether a state is not on the device of its parameter, or with offload the step count is not."""
+    names = ("step",) if offload else tuple(state)
+    return any(state[name].device != param.device for name in names)
+
+
 def _home(name: str, param: Tensor, offload: bool) -> torch.device:
     return torch.device("cpu") if offload and name != "step" else param.device
 

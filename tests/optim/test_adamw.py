@@ -458,3 +458,43 @@ def test_the_state_of_another_optimizer_is_refused_by_name():
     other.step()
     with pytest.raises(ValueError, match="another optimizer saved it"):
         AdamW([param]).load_state_dict(other.state_dict())
+
+
+def test_a_set_of_parameters_is_refused():
+    """It has another order in every run, and with it other random numbers."""
+    with pytest.raises(TypeError, match="ordered"):
+        AdamW([{"params": set(make_params())}])
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_state_follows_its_parameter_to_another_device(offload):
+    """As when a model is moved after its optimizer has loaded a state."""
+    (param,) = make_params(torch.bfloat16, [(4, 200)])
+    optimizer = AdamW([param], offload=offload)
+    train([param], optimizer, 1)
+    there = torch.nn.Parameter(param.to("meta"))
+    optimizer.state[there] = optimizer.state.pop(param)
+    state = optimizer._state_of(optimizer.param_groups[0], there)
+    assert {value.device.type for name, value in state.items() if name != "step"} == {"cpu" if offload else "meta"}
+    assert state["step"].is_meta
+    assert optimizer.state[there] is state
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_model_moved_to_the_gpu_goes_on_as_one_that_was_there(offload):
+    saved = AdamW(make_params(torch.bfloat16))
+    train(saved.param_groups[0]["params"], saved, 2)
+    runs = []
+    for moved_before in (True, False):
+        params = make_params(torch.bfloat16)
+        optimizer = AdamW(params, lr=1e-2, offload=offload)
+        if not moved_before:
+            optimizer.load_state_dict(saved.state_dict())
+        for p in params:
+            p.data = p.data.cuda()
+        if moved_before:
+            optimizer.load_state_dict(saved.state_dict())
+        train(params, optimizer, 2, first=2)
+        runs.append(snapshot(params, optimizer))
+    assert_same_bits(*runs)

@@ -88,6 +88,18 @@ for m, o in ((model, optimizer), (twins, twin)):
     o.step()
 assert same_bits(model.parameters(), twins.parameters())
 assert same_bits(optimizer.state[model[2].weight].values(), twin.state[twins[2].weight].values())
+
+# autograd sees that the kernel has written, to this process' part of a sharded parameter too.
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+mesh = torch.distributed.init_device_mesh("cpu", (1,))
+rows = torch.distributed.tensor.distribute_tensor(torch.ones(4, 200), mesh, [torch.distributed.tensor.Shard(0)])
+for param in (torch.nn.Parameter(torch.ones(4, 200)), torch.nn.Parameter(rows)):
+    own = param.to_local() if hasattr(param, "to_local") else param
+    before = own._version
+    param.grad = torch.ones_like(param)
+    AdamW([param]).step()
+    assert own._version == before + 1
+torch.distributed.destroy_process_group()
 """
 
 

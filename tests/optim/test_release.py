@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import weakref
 
 import pytest
@@ -346,6 +348,40 @@ def test_a_copied_optimizer_is_not_released():
     release_gradients(model, optimizer)
     train(model, optimizer, 1)
     assert copy.deepcopy(optimizer).release is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copied_model_is_not_released_and_holds_no_optimizer(copied):
+    """An average of the weights, or a model saved whole: its hook came along with it."""
+    model, optimizer = make_pair()
+    handle = release_gradients(model, optimizer)
+    loss_of(model, 0).backward()
+    twin = copied(model)
+    (hook,) = twin._forward_pre_hooks.values()
+    assert vars(hook.__self__) == {"handles": []}
+    for step in range(2):  # accumulation, which the original refuses
+        loss_of(twin, step).backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    with pytest.raises(ValueError, match="accumulation"):
+        loss_of(model, 1)
+    assert optimizer.release is handle
+
+
+def test_a_loaded_state_is_the_only_one():
+    """The buckets of the last backward pass let go of the states that were replaced."""
+    model, optimizer = make_pair()
+    release_gradients(model, optimizer)
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    replaced = [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
+    optimizer.load_state_dict(saved)
+    gc.collect()
+    assert all(value() is None for value in replaced)
+    other, ordinary = make_pair(model=copy.deepcopy(model))
+    ordinary.load_state_dict(saved)
+    for m, o in ((model, optimizer), (other, ordinary)):
+        train(m, o, 2)
+    assert same_bits(snapshot(model, optimizer), snapshot(other, ordinary))
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------

@@ -158,3 +158,36 @@ def test_every_write_to_a_state_is_counted():
     assert state.get("a") is None
     assert list(state.values()) == []
     assert State.writes == before
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_after_steps_of_other_kinds():
+    """The tables whose addresses it has captured stay, though later steps make others."""
+    params = make_params(torch.bfloat16, SHAPES, device="cuda")
+    set_grads(params, 0)
+    grads = [p.grad for p in params]
+    optimizer = AdamW(params, lr=1e-2)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    twins, twin = copy.deepcopy((params, optimizer))
+    set_grads(params, 1)  # elsewhere in memory
+    optimizer.step()
+    params[1].grad = None
+    optimizer.step()
+    blockers = [torch.full((n,), -1, dtype=torch.int64, device="cuda") for n in (4, 4, 52, 52, 208) for _ in range(50)]
+    graph.replay()
+    torch.cuda.synchronize()
+    del blockers
+    set_grads(twins, 1)
+    twin.step()
+    twins[1].grad = None
+    twin.step()
+    for p, grad in zip(twins, grads):
+        p.grad = grad
+    twin.step()
+    assert_same_bits(snapshot(params, optimizer), snapshot(twins, twin))

@@ -277,6 +277,7 @@ def _plan(
         tuple(keys),
         tuple(first_groups),
         tuple((param.dtype, param.shape) for param in params),
+        tuple(remainder.dtype for remainder in tensors["remainder"]),
         tuple(map(Tensor.data_ptr, chain.from_iterable(tensors.values()))),
     )
     found = _plans.pop(identity, None)
