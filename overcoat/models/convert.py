@@ -154,6 +154,11 @@ def _convert_layer(layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optio
 
     def left_alone(reason: str) -> LayerReport:
         if isinstance(layer, Fp8DecoderLayer):
+            if type(layer) is not fp8_class(original):  # type: ignore[arg-type]
+                raise ValueError(
+                    f"{name} was converted and is wrapped since, as {type(layer).__name__}: it cannot become a plain "
+                    f"{kind} again ({reason}). Build the model again and convert it before wrapping"
+                )
             layer.__class__ = original  # type: ignore[assignment]
         return LayerReport(name, kind, False, reason)
 
@@ -166,6 +171,8 @@ def _convert_layer(layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optio
     reason = why_unsupported(layer)
     if reason is not None:
         return left_alone(reason)
+    if not isinstance(layer, Fp8DecoderLayer) and type(layer) is not original:
+        return left_alone(f"the layer is wrapped already, as {type(layer).__name__}: convert it before")
     if not isinstance(layer, Fp8DecoderLayer):
         layer.__class__ = fp8_class(original)  # type: ignore[arg-type]
     layer.overcoat_recipe = recipe  # type: ignore[assignment]

@@ -19,6 +19,7 @@ import functools
 import warnings
 from typing import Any, Optional, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -79,7 +80,8 @@ class LeanLossModel(nn.Module):
         }
         wants_logits = not self.training if output_logits is None else output_logits
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        if labels is None or wants_logits or not keeps_all or not self._has_lean_head():
+        is_lean = labels is not None and not wants_logits and keeps_all and self.overcoat_recipe.head is not None
+        if labels is None or not is_lean or not self._has_lean_head():
             return super().forward(**inputs, labels=labels, logits_to_keep=logits_to_keep)
         return self._loss_only(labels, inputs)
 
@@ -135,12 +137,12 @@ def why_head_unsupported(model: nn.Module) -> Optional[str]:
     original: Any = original_class(model)
     if SUPPORTED_MODELS.get(original.__module__) != original.__name__:
         return f"{original.__name__} is not among the supported kinds ({', '.join(SUPPORTED_MODELS.values())})"
-    if type(model) not in (original, lean_class(original)):
+    if type(model) is not original and not isinstance(model, LeanLossModel):
         return f"the model is wrapped already, as {type(model).__name__}: convert it before"
     if "forward" in vars(model):
         return "the model's forward was replaced on the object: convert it before"
     head = model.get_submodule("lm_head")
-    if type(head) not in (nn.Linear, LossHead):
+    if type(head) is not nn.Linear and not isinstance(head, LossHead):
         return f"lm_head is a {type(head).__name__}, not nn.Linear"
     return _why_not_lean(model, head)
 
@@ -158,6 +160,8 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
 
     if head.bias is not None:
         return "lm_head has a bias"
+    if head.weight.dtype == torch.float16:
+        return "lm_head is FP16, in which the gradient of a summed loss may overflow: use BF16"
     for hooks in HOOKS:
         for hook in getattr(head, hooks).values():
             if not (getattr(hook, "__module__", None) or "").startswith(HARMLESS_HOOKS):
@@ -168,21 +172,26 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
 
 
 def install_head(model: nn.Module, recipe: Recipe) -> None:
-    """Give a supported model the lean loss, in place; again to change the recipe."""
+    """Give a supported model the lean loss, in place; again to change the recipe, even when wrapped by FSDP2 since."""
     original: Any = original_class(model)
-    model.__class__ = lean_class(original)
-    model.get_submodule("lm_head").__class__ = LossHead
+    if not isinstance(model, LeanLossModel):
+        model.__class__ = lean_class(original)
+    head: nn.Module = model.get_submodule("lm_head")
+    if not isinstance(head, LossHead):
+        head.__class__ = LossHead
     model.overcoat_recipe = recipe  # type: ignore[assignment]
 
 
 def remove_head(model: nn.Module) -> None:
-    """Undo `install_head`."""
+    """Undo `install_head`; a model that was wrapped since keeps its class and computes its original forward."""
     original: Any = original_class(model)
     if type(model) is lean_class(original):
         model.__class__ = original
         head: nn.Module = model.get_submodule("lm_head")
         if type(head) is LossHead:
             head.__class__ = nn.Linear  # type: ignore[assignment]
+    elif isinstance(model, LeanLossModel):
+        model.overcoat_recipe = Recipe.bf16()
 
 
 @functools.cache

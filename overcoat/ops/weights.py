@@ -9,7 +9,8 @@ is used again only if, for all weights of the stack,
 * the weight lies where it lay.
 
 What is not seen is a write through `weight.data` outside of an optimizer: do not reuse weights then. Under FSDP2, whose
-parameters are other objects in every forward, and under torch.compile nothing is kept.
+parameters are other objects in every forward, under torch.compile and in inference mode (no later backward may use
+such tensors) nothing is kept.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def operand(weights: Sequence[Tensor], transposed: bool, amax: Optional[Tensor])
 
 def _still_valid(weights: Sequence[Tensor]) -> Optional[_Kept]:
     """What is kept of these weights, emptied if they have changed; None if nothing is to be kept."""
-    if not _hooks or torch.compiler.is_compiling():
+    # First, as torch.compile cannot look at `_hooks`.
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not _hooks:
         return None
     kept = _kept.get(weights[0])
     if kept is None:

@@ -401,3 +401,18 @@ def test_a_gpu_without_products_of_blocks_is_refused_with_the_remedy(
     with pytest.raises(ValueError, match=r"linear_scaling = 'block'.*it is a Blackwell.*linear_scaling='tensor'"):
         overcoat.convert(model, recipe)
     assert type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
+
+
+def test_a_wrapped_layer_keeps_its_class():
+    """As `fully_shard` does: a subclass of what the layer is."""
+    model = make_model(layers=2)
+    layer = model.model.layers[0]
+    layer.__class__ = type("FSDPLlamaDecoderLayer", (type(layer),), {})
+    report = overcoat.convert(model)
+    assert [row.converted for row in report.layers] == [False, True]
+    assert "wrapped already, as FSDPLlamaDecoderLayer" in report.layers[0].detail
+    second = model.model.layers[1]
+    second.__class__ = type("FSDPLayer", (type(second),), {})
+    with pytest.raises(ValueError, match="convert it before wrapping"):
+        overcoat.convert(model, Recipe.bf16())
+    assert type(second).__name__ == "FSDPLayer"

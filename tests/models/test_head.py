@@ -243,6 +243,21 @@ def test_the_bf16_recipe_and_no_head_undo_it(model: nn.Module) -> None:
         assert model(**make_batch()).logits is not None
 
 
+def test_converting_again_after_wrapping_changes_the_recipe(model: nn.Module) -> None:
+    overcoat.convert(model, Recipe(head="fp8"))
+    in_fp8 = model(**make_batch()).loss
+    # As `fully_shard` does: a subclass of what the model is.
+    wrapped = [type(f"FSDP{type(module).__name__}", (type(module),), {}) for module in (model, model.lm_head)]
+    model.__class__, model.lm_head.__class__ = wrapped
+    assert overcoat.convert(model, Recipe()).head.converted
+    result = model(**make_batch())
+    assert result.logits is None
+    assert result.loss != in_fp8
+    assert not overcoat.convert(model, Recipe(head=None)).head.converted
+    assert [type(model), type(model.lm_head)] == wrapped
+    assert model(**make_batch()).logits is not None
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_what_others_read_of_the_class_stays(kind: str, tmp_path: Any) -> None:
     model = make_model(kind, layers=1)
@@ -334,3 +349,10 @@ def test_fp8_head_on_a_model(model: nn.Module, device: torch.device) -> None:
     expected = gradients(original)
     for name, grad in gradients(model).items():
         assert sqnr(expected[name], grad) > 15, name
+
+
+def test_an_fp16_head_is_left_alone(model: nn.Module) -> None:
+    """The weight's gradient is that of the summed loss until the backward divides it: FP16 ends at 65504."""
+    report = overcoat.convert(model.half())
+    assert not report.head.converted
+    assert "FP16" in report.head.detail

@@ -106,3 +106,24 @@ def test_nothing_is_kept_unless_asked(device):
     before = of_weights.kept_bytes()
     backward(make(Recipe(), device), device)
     assert of_weights.kept_bytes() == before
+
+
+def test_a_forward_in_inference_mode_leaves_nothing_to_training(device):
+    losses = []
+    for recipe in (Recipe(), Recipe(reuse_weights=True)):
+        model = make(recipe, device)
+        before = of_weights.kept_bytes()
+        with torch.inference_mode():
+            model(input_ids=torch.zeros((1, 4), dtype=torch.int64, device=device))
+        assert of_weights.kept_bytes() == before
+        losses.append(backward(model, device))
+    assert torch.equal(*losses)
+
+
+def test_compiles_without_graph_breaks_once_something_was_reused(device):
+    model = make(Recipe(reuse_weights=True), device)
+    loss = backward(model, device)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1)).to(device)
+    assert torch.equal(compiled(input_ids=ids, labels=ids).loss, loss)
