@@ -32,7 +32,7 @@ from overcoat.kernels.rope import (
 )
 from overcoat.memory import keep
 from overcoat.ops.blockwise import whole_blocks
-from overcoat.ops.linear import Gradient, quantize_gradient
+from overcoat.ops.products import Gradient, quantize_gradient
 from overcoat.recipe import Recipe
 
 

@@ -33,8 +33,6 @@ from overcoat.ops.attention import (
 )
 from overcoat.ops.gelu import gelu_linear_again, gelu_linear_backward, gelu_linear_forward
 from overcoat.ops.linear import (
-    Gradient,
-    LinearGrads,
     LinearResidualKept,
     Norm,
     NormLinearKept,
@@ -42,7 +40,6 @@ from overcoat.ops.linear import (
     linear_forward,
     norm_linear_backward,
     norm_linear_forward,
-    product_backward,
     rebuild_input_t,
 )
 from overcoat.ops.mlp import (
@@ -51,6 +48,7 @@ from overcoat.ops.mlp import (
     swiglu_linear_backward,
     swiglu_linear_forward,
 )
+from overcoat.ops.products import Gradient, LinearGrads, product_backward
 from overcoat.recipe import Recipe
 
 

@@ -24,8 +24,8 @@ from overcoat.kernels.gelu_blockwise import gelu_block_backward, gelu_block_back
 from overcoat.kernels.quantize import amax, group_encode
 from overcoat.memory import keep
 from overcoat.ops.blockwise import forward_product
-from overcoat.ops.linear import Gradient, LinearGrads, dgrad, product, quantize_gradient, wgrad
 from overcoat.ops.mlp import MlpKept
+from overcoat.ops.products import Gradient, LinearGrads, dgrad, product, quantize_gradient, wgrad
 from overcoat.recipe import Recipe
 
 

@@ -28,7 +28,7 @@ from overcoat.kernels.swiglu import (
 )
 from overcoat.memory import keep
 from overcoat.ops.blockwise import forward_product, whole_blocks
-from overcoat.ops.linear import Gradient, LinearGrads, dgrad, product, quantize_gradient, wgrad
+from overcoat.ops.products import Gradient, LinearGrads, dgrad, product, quantize_gradient, wgrad
 from overcoat.recipe import Recipe
 
 

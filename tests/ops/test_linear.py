@@ -7,7 +7,7 @@ import torch
 
 import overcoat.ops.linear as linear_ops
 from overcoat import Recipe
-from overcoat.ops.linear import stack_biases
+from overcoat.ops.products import stack_biases
 from tests.exact import assert_close
 from tests.kernels.samples import normal
 from tests.ops.harness import RECIPES, check, double, evaluate, linear_residual_case, norm_linear_case, run
