@@ -37,7 +37,7 @@ def test_rows_are_appended_as_json_lines(tmp_path: Path) -> None:
     [
         (["bench", "layer", "--json", "benchmarks/results/layer.jsonl"], "bench layer --json layer.jsonl"),
         (["bench", "layer", "--json=/home/me/layer.jsonl"], "bench layer --json=layer.jsonl"),
-        (["bench", "model", "--plot", "/tmp/a b.png"], "bench model --plot 'a b.png'"),
+        (["bench", "model", "--plot", "plots/a b.png"], "bench model --plot 'a b.png'"),
         (["states", "runs/124m/step-100"], "states runs/124m/step-100"),
         (["states", "/home/me/step-100", "data.dir=/home/me/data"], "states step-100 data.dir=data"),
     ],
