@@ -170,6 +170,16 @@ def _(*args):
     return None
 
 
+def find_weight_amax_(amax: Tensor, param: Tensor, skip: Tensor) -> None:
+    """max |param| after a step, into `amax` (0-d FP32): NaN if any element is; skip (0-d bool): the step was skipped.
+
+    Plain PyTorch; the kernel finds the same on its way (weight_amax.py has what it is for).
+    """
+    if param.numel():
+        top = torch.linalg.vector_norm(param.detach(), math.inf)  # without |param| in memory
+        amax.copy_(torch.where(skip, amax, top.float()))
+
+
 class Draw(NamedTuple):
     """Where a parameter's random numbers come from: see `masters.random_bits`."""
 

@@ -152,6 +152,31 @@ def _(weights, amax, transposed):
     return gpu.stack_weights(weights, amax, transposed)
 
 
+@op
+def stack_weights_guessed(weights: List[Tensor], guesses: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+    """`stack_weights` (sum N, K) with the scale for `stack_amax`, which is returned as well: data, scale, maximum.
+
+    guesses: what each weight's maximum should be, 0-d FP32, as `AdamW` found it when it wrote the weight
+    (weight_amax.py). The result does not depend on them, its time does: right ones save the kernel a pass.
+    """
+    top = stack_amax.reference(weights)
+    return *stack_weights.reference(weights, top, False), top
+
+
+@stack_weights_guessed.fake
+def _(weights, guesses):
+    rows = sum(w.shape[0] for w in weights)
+    data = weights[0].new_empty((rows, weights[0].shape[1]), dtype=E4M3.dtype)
+    return data, weights[0].new_empty((), dtype=torch.float32), weights[0].new_empty((), dtype=torch.float32)
+
+
+@stack_weights_guessed.cuda
+def _(weights, guesses):
+    from overcoat.kernels.gpu.stack_guessed import stack_weights_guessed as run
+
+    return run(weights, guesses)
+
+
 class Encoded(NamedTuple):
     """A kept tensor (T, C): 8-bit codes (T, C), BF16 group maxima (T, n), and the FP32 (C,) taken out before."""
 

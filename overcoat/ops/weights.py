@@ -8,6 +8,9 @@ is used again only if, for all weights of the stack,
 * the version counter is the same: in-place operations, `load_state_dict` and `overcoat.AdamW` raise it,
 * the weight lies where it lay.
 
+Without it the maxima are known all the same where `overcoat.AdamW` wrote the weights, which is checked on the way
+(weight_amax.py).
+
 What is not seen is a write through `weight.data` outside of an optimizer: do not reuse weights then. Under FSDP2, whose
 parameters are other objects in every forward, under torch.compile and in inference mode (no later backward may use
 such tensors) nothing is kept.
@@ -23,7 +26,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from overcoat.kernels.quantize import stack_amax, stack_weights
+from overcoat import weight_amax
+from overcoat.kernels.quantize import stack_amax, stack_weights, stack_weights_guessed
 
 
 @dataclass
@@ -69,12 +73,21 @@ def operand(weights: Sequence[Tensor], transposed: bool, amax: Optional[Tensor])
     kept = _still_valid(weights)
     if kept is not None and transposed in kept.operands and kept.amax is not None:
         return *kept.operands[transposed], kept.amax
-    if amax is None:
-        amax = stack_amax(list(weights)) if kept is None or kept.amax is None else kept.amax
-    made = stack_weights(list(weights), amax, transposed)
+    if amax is None and kept is not None:
+        amax = kept.amax
+    data, scale, amax = _make(weights, transposed, amax)
     if kept is not None:
-        kept.amax, kept.operands[transposed] = amax, made
-    return *made, amax
+        kept.amax, kept.operands[transposed] = amax, (data, scale)
+    return data, scale, amax
+
+
+def _make(weights: Sequence[Tensor], transposed: bool, amax: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    guesses = weight_amax.guesses(weights) if amax is None and not transposed else None
+    if guesses is not None:
+        return stack_weights_guessed(list(weights), guesses)
+    if amax is None:
+        amax = stack_amax(list(weights))
+    return *stack_weights(list(weights), amax, transposed), amax
 
 
 def _still_valid(weights: Sequence[Tensor]) -> Optional[_Kept]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from overcoat.kernels.adamw import adamw_step_
+from overcoat.kernels.adamw import adamw_step_, find_weight_amax_
 from overcoat.recipe import GROUP_SIZES
 
 if importlib.util.find_spec("triton") is not None:
@@ -74,6 +74,7 @@ class Arguments(NamedTuple):
         params: of one dtype.
         states: lists by the names of `STATE_LISTS`; empty where the codes need no such tensor.
         keys, first_groups, master, group_size: as `adamw_step_` takes them.
+        weight_amax: where max |parameter| is wanted, 0-d FP32, by place in the lists (weight_amax.py).
     """
 
     params: list[Tensor]
@@ -82,6 +83,7 @@ class Arguments(NamedTuple):
     first_groups: list[int]
     master: str
     group_size: int
+    weight_amax: dict[int, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +99,8 @@ class Arguments(NamedTuple):
 
     def plan(self) -> adamw_launch.Plan:
         """The kernel's tables."""
-        return adamw_launch.Plan({"param": self.params, **self.states}, self.group_size, self.keys, self.first_groups)
+        tensors = {"param": self.params, **self.states}
+        return adamw_launch.Plan(tensors, self.group_size, self.keys, self.first_groups, self.weight_amax)
 
     def gradients(self) -> sum_squares.Gradients:
         """The table of their gradients."""
@@ -119,6 +122,9 @@ class Arguments(NamedTuple):
             of["remainder"], of["step"], lr, factor, skip, *hyper, self.master, self.group_size, self.keys,
             self.first_groups,
         )  # fmt: skip
+        if not torch.compiler.is_compiling():
+            for place, amax in self.weight_amax.items():
+                find_weight_amax_(amax, self.params[place], skip)
 
     def part(self, indices: list[int]) -> Arguments:
         """Those of some of the parameters."""
@@ -128,5 +134,9 @@ class Arguments(NamedTuple):
 
         states = {name: pick(tensors) for name, tensors in self.states.items()}
         return self._replace(
-            params=pick(self.params), states=states, keys=pick(self.keys), first_groups=pick(self.first_groups)
+            params=pick(self.params),
+            states=states,
+            keys=pick(self.keys),
+            first_groups=pick(self.first_groups),
+            weight_amax={place: self.weight_amax[i] for place, i in enumerate(indices) if i in self.weight_amax},
         )

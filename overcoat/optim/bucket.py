@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from overcoat import weight_amax
 from overcoat.kernels.adamw import gradients_sum_squares, rows_of
 from overcoat.masters import parameter_key, resolve_master
 from overcoat.optim.arguments import STATE_LISTS, Arguments, Hyper
@@ -55,7 +56,7 @@ class Bucket:
         states: Sequence[State],
         staging: Optional[Staging] = None,
     ) -> None:
-        self.owners, self.indices, self.states = params, indices, states
+        self.owners, self.indices, self.states, self.staging = params, indices, states, staging
         self.sharded = isinstance(params[0], DTensor)
         self.whole = is_whole(params[0])
         self.writes = State.writes
@@ -67,6 +68,7 @@ class Bucket:
         # but gathering takes all of them.
         self.buffered = self.whole or (staging is not None and not all(map(Tensor.is_contiguous, own)))
         stepped = [_buffer(param) for param in params] if self.buffered else own
+        self.asked_before, self.asked = weight_amax.count(), self._asked()
         names = states[0].keys()
         self.arguments = Arguments(
             params=stepped,
@@ -78,6 +80,7 @@ class Bucket:
             first_groups=[self._first_group(param, group["group_size"]) for param in params],
             master=resolve_master(group["master"], params[0].dtype),
             group_size=group["group_size"],
+            weight_amax={place: asked.memory(own[place].device) for place, asked in self.asked.items()},
         )
         self.device = self.arguments.device
         self.on_kernel = self.arguments.kernel_runs()
@@ -97,7 +100,20 @@ class Bucket:
         compared, and of all tensors of a few states: all would cost the host as much as the rest of the step, and such
         moves concern whole models.
         """
-        return self._unchanged() and self._addresses() == self.addresses
+        return self._unchanged() and self._addresses() == self.addresses and self._still_asked()
+
+    def _asked(self) -> dict[int, weight_amax.Asked]:
+        """Parameters whose maxima the forward asked for, by place; none of those that are not stepped in one piece."""
+        if self.sharded or self.buffered or self.staging is not None:
+            return {}
+        found = enumerate(map(weight_amax.asked, self.owners))
+        return {place: asked for place, asked in found if asked is not None}
+
+    def _still_asked(self) -> bool:
+        if self.asked_before == weight_amax.count():
+            return True
+        self.asked_before = weight_amax.count()
+        return self._asked() == self.asked
 
     def _unchanged(self) -> bool:
         if self.writes == State.writes:
@@ -168,6 +184,9 @@ class Bucket:
         if self.fused():
             # Kernels launched from here are not seen by PyTorch, which counts what is written.
             torch.autograd.graph.increment_version(self.arguments.params)
+        if not torch.compiler.is_compiling():
+            for place, asked in self.asked.items():
+                asked.version = self.owners[place]._version
         if self.buffered:
             for buffer, owner in zip(self.arguments.params, self.owners, strict=True):
                 _write_back(owner, buffer)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import overcoat
-from overcoat import Recipe
+from overcoat import Recipe, weight_amax
 from tests.models.zoo import make_batch, make_model
 
 
@@ -34,6 +34,10 @@ def _worker(rank: int, port: int, recipe: Recipe, folder: str) -> None:
         for name, parameter in model.named_parameters():
             assert isinstance(parameter.grad, DTensor)
             grads[name] = parameter.grad.full_tensor()
+        # What the forward multiplies is gathered, what is stepped is a shard: its maximum is nobody's guess.
+        overcoat.AdamW(model.parameters()).step()
+        assert all(entry.version is None for entry in weight_amax._asked.values())
+        model(**make_batch()).loss.backward()
         if rank == 0:
             torch.save(grads, Path(folder) / "grads.pt")
     finally:

@@ -21,12 +21,13 @@ import triton
 import triton.language as tl
 
 from overcoat.kernels.gpu import adamw_codes as codes
+from overcoat.kernels.gpu.common import max_magnitude
 from overcoat.kernels.gpu.hardware import reciprocal, sqrt
 from overcoat.kernels.gpu.launch import kernel
 
 FIELDS = (
     "param", "exp_avg", "exp_avg_sq", "remainder", "amax", "exponent", "scale", "groups", "columns", "groups_per_row",
-    "first_group", "key", "step",
+    "first_group", "key", "step", "weight_amax",
 )  # fmt: skip
 
 
@@ -54,6 +55,19 @@ def _place(group, lane, groups, columns, per_row, G: tl.constexpr, FLAT: tl.cons
     return offset, mask
 
 
+@triton.jit
+def _raise_amax(row, param, mask, valid, FLAT: tl.constexpr):
+    """Raise the parameter's maximum, if it has an address for it, to the magnitudes of a tile, FP32 (GROUPS, G).
+
+    As integers, the bits of magnitudes order like the values, NaN on top.
+    """
+    if not FLAT:
+        param = tl.where(mask, param, 0.0)
+    top = tl.where(valid, max_magnitude(param, 1), 0.0).to(tl.int32, bitcast=True)
+    address = tl.load(row + 13)
+    tl.atomic_max(address.to(tl.pointer_type(tl.int32)), tl.max(top, 0), address != 0, sem="relaxed")
+
+
 @kernel
 def adamw_kernel(
     tiles, table, grads, coefficients, steps, grad_factor, skip, de8_first, de8_second,
@@ -62,9 +76,12 @@ def adamw_kernel(
     M_CODE: tl.constexpr, M_EXPANDED: tl.constexpr, M_RANGE: tl.constexpr,
     V_CODE: tl.constexpr, V_EXPANDED: tl.constexpr, V_RANGE: tl.constexpr,
     MASTER: tl.constexpr, RANDOM: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr,
-    FLAT: tl.constexpr, ALIGN: tl.constexpr, NUM_FIELDS: tl.constexpr,
+    FLAT: tl.constexpr, ALIGN: tl.constexpr, NUM_FIELDS: tl.constexpr, WEIGHT_AMAX: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one parameter. ALIGN: bytes that the start of every group is a multiple of."""
+    """One tile of one parameter. ALIGN: bytes that the start of every group is a multiple of.
+
+    WEIGHT_AMAX: raise the maximum of the weights that have an address for it (`kernels.adamw.find_weight_amax_`).
+    """
     M_GROUPED: tl.constexpr = M_CODE != "bf16" and M_CODE != "fp32"
     V_GROUPED: tl.constexpr = V_CODE != "bf16" and V_CODE != "fp32"
     entry = tl.load(tiles + tl.program_id(0))
@@ -109,6 +126,8 @@ def adamw_kernel(
     tl.store(_elements(param_base, offset, ALIGN), param, mask)
     if REMAINDER is not None:
         tl.store(_elements(_pointer(row, 3, REMAINDER), offset, ALIGN), remainder, mask)
+    if WEIGHT_AMAX:
+        _raise_amax(row, param.to(tl.float32), mask, valid, FLAT)
     first, amax, k16 = codes.encode_first(m, de8_first, M_CODE, M_EXPANDED, M_RANGE, FIRST)
     second, packed = codes.encode_second(v, de8_second, V_CODE, V_EXPANDED, V_RANGE, SECOND)
     tl.store(_elements(first_base, offset, ALIGN), first, mask)
@@ -116,6 +135,14 @@ def adamw_kernel(
     tl.store(amax_base + group, amax, valid & M_GROUPED)
     tl.store(k16_base + group, k16.to(tl.uint8), valid & M_EXPANDED)
     tl.store(packed_base + group, packed, valid & V_GROUPED)
+
+
+@kernel
+def clear_weight_amax_kernel(table, skip, tensors, NUM_FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Set the maxima to 0 that the step is going to find, unless it is skipped."""
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    top = tl.load(table + tensor * NUM_FIELDS + 13, tensor < tensors, 0)
+    tl.store(top.to(tl.pointer_type(tl.int32)), 0, (top != 0) & (tl.load(skip) == 0))
 
 
 @kernel

@@ -23,7 +23,7 @@ from torch import Tensor
 from overcoat import de8
 from overcoat.expansion import EXPONENT_STEPS
 from overcoat.kernels.adamw import adamw_step_, rows_of, step_coefficients
-from overcoat.kernels.gpu.adamw import FIELDS, adamw_kernel, count_steps_kernel
+from overcoat.kernels.gpu.adamw import FIELDS, adamw_kernel, clear_weight_amax_kernel, count_steps_kernel
 from overcoat.kernels.gpu.launch import cdiv, on_device
 from overcoat.kernels.gpu.multi_tensor import TRITON_TYPE, contiguous, tile_table
 from overcoat.kernels.gpu.sum_squares import Gradients
@@ -35,12 +35,13 @@ from overcoat.moments import MOMENT_CODES, range_log2
 TILE = 2048
 NUM_WARPS = 4
 # Expansion waits for the special function unit, so more programs at once pay: 4.00 ms instead of 4.25 with "fp8".
-MAX_REGISTERS_EXPANDED = 72
+# And finding the weights' maxima takes the default codes' kernel from 72 to 80, where 72 do without spilling.
+MAX_REGISTERS = 72
 # Step counters that one program counts.
 COUNTERS = 128
 # Triton's interpreter runs the kernels on CPU tensors.
 INTERPRETED: bool = triton.knobs.runtime.interpret
-_GROUPS, _STEP = FIELDS.index("groups"), FIELDS.index("step")
+_GROUPS, _STEP, _WEIGHT_AMAX = map(FIELDS.index, ("groups", "step", "weight_amax"))
 
 
 @lru_cache(maxsize=16)
@@ -110,7 +111,12 @@ class Table:
             self.idle = self.rows.clone()
             self.idle[:, _GROUPS] = 0
             self.idle[:, _STEP] = self.nobodys.data_ptr()
+            self.idle[:, _WEIGHT_AMAX] = 0
         return torch.where(skip.unsqueeze(1), self.idle, self.rows), self.never
+
+    def clear_weight_amax(self, rows: Tensor, skip: Tensor) -> None:
+        """Set the maxima of the weights to 0 unless skipped (0-d)."""
+        clear_weight_amax_kernel[(cdiv(self.tensors, COUNTERS),)](rows, skip, self.tensors, len(FIELDS), COUNTERS)
 
     def count(self, rows: Tensor, skip: Tensor) -> Tensor:
         """Increment every counter unless skipped (0-d); returns all, FP32 (T,), valid until the next call."""
@@ -144,11 +150,18 @@ class Plan:
         tensors: the lists of `adamw_step_`, by the names in `gpu.adamw.FIELDS`; contiguous, not empty. Without "step"
             only `launch` works.
         group_size, keys, first_groups: as `adamw_step_` takes them.
+        weight_amax: where max |parameter| is wanted, 0-d FP32, by number of the parameter.
     """
 
     def __init__(
-        self, tensors: dict[str, List[Tensor]], group_size: int, keys: List[int], first_groups: List[int]
+        self,
+        tensors: dict[str, List[Tensor]],
+        group_size: int,
+        keys: List[int],
+        first_groups: List[int],
+        weight_amax: Optional[dict[int, Tensor]] = None,
     ) -> None:
+        self.weight_amax = weight_amax or {}
         params = tensors["param"]
         self.device = params[0].device
         self.dtype = params[0].dtype
@@ -169,6 +182,7 @@ class Plan:
                 "groups_per_row": layout.groups,
                 "first_group": first_groups[i],
                 "key": keys[i],
+                "weight_amax": self.weight_amax[i].data_ptr() if i in self.weight_amax else 0,
             }
             rows.append([fields.get(name, 0) for name in FIELDS])
         self.table = Table(torch.tensor(rows, dtype=torch.int64), self.device)
@@ -207,7 +221,9 @@ class Plan:
         skip: Tensor,
         options: Options,
     ) -> None:
-        constants = _constants(self.dtype, grad_dtype, self.remainder_dtype, options)
+        if self.weight_amax:
+            self.table.clear_weight_amax(rows, skip)
+        constants = _constants(self.dtype, grad_dtype, self.remainder_dtype, options, bool(self.weight_amax))
         signed, unsigned = _de8_tables(True, self.device), _de8_tables(False, self.device)
         for launch in self.launches:
             if launch.programs:
@@ -233,10 +249,15 @@ class Plan:
 
 @lru_cache(maxsize=64)
 def _constants(
-    dtype: torch.dtype, grad_dtype: torch.dtype, remainder_dtype: Optional[torch.dtype], options: Options
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    remainder_dtype: Optional[torch.dtype],
+    options: Options,
+    weight_amax: bool,
 ) -> dict[str, Any]:
     """Compile-time arguments of the kernel and its launch options."""
     m, v = MOMENT_CODES[options.m_code], MOMENT_CODES[options.v_code]
+    common = (options.m_code, options.v_code, options.master) == ("sqrt8", "log8", "bf16+8")
     return {
         "PARAM": TRITON_TYPE[dtype],
         "GRAD": TRITON_TYPE[grad_dtype],
@@ -254,8 +275,9 @@ def _constants(
         "G": options.group_size,
         "GROUPS": TILE // options.group_size,
         "NUM_FIELDS": len(FIELDS),
+        "WEIGHT_AMAX": weight_amax,
         "num_warps": NUM_WARPS,
-        "maxnreg": MAX_REGISTERS_EXPANDED if m.expanded or v.expanded else None,
+        "maxnreg": MAX_REGISTERS if m.expanded or v.expanded or (weight_amax and common) else None,
         "enable_fp_fusion": False,
     }
 

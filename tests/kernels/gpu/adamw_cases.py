@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from overcoat.kernels.adamw import adamw_step_
+from overcoat.kernels.adamw import adamw_step_, find_weight_amax_
 from overcoat.masters import REMAINDER_DTYPE
 from overcoat.optim.state import init_state
 
@@ -58,6 +58,56 @@ def run(implementation, args, steps=3):
 
 def reference(*args):
     adamw_step_.reference(*args)
+
+
+def step_and_find(args, skip, tops):
+    """One step by the kernel that finds the maxima of the parameters numbered in `tops`; returns the parameters."""
+    from overcoat.kernels.gpu import adamw_launch, sum_squares
+
+    params, grads, *lists = args[:9]
+    tensors = dict(zip(("exp_avg", "amax", "exponent", "exp_avg_sq", "scale", "remainder", "step"), lists))
+    plan = adamw_launch.Plan({"param": params, **tensors}, args[19], args[20], args[21], tops)
+    gradients = sum_squares.Gradients([p.numel() for p in params], params[0].device)
+    gradients.set([g.contiguous() for g in grads])
+    plan.step(gradients, args[9], args[10], skip, adamw_launch.Options(*args[12:20]))
+    return params
+
+
+def check_weight_amax(device):
+    """The kernel finds what `find_weight_amax_` finds, in every kind of parameter, and steps as without it."""
+    for moments, master, shapes in (
+        (("sqrt8", "log8"), "bf16+8", (*SHAPES, (96, 1024))),
+        (("fp32", "fp32"), "fp32", SHAPES),
+        (("e4m3x", "e4m3x"), "bf16", SHAPES),
+    ):
+        args = arguments(moments, master, shapes=shapes, device=device)
+        expected = step_and_find(copy.deepcopy(args), args[11], {})
+        numbers = [i for i, p in enumerate(args[0]) if i != 1]
+        tops = {i: torch.full((), 1e9, device=device) for i in numbers}
+        for round_ in range(2):
+            stepped = step_and_find(args, args[11], tops)
+            if round_ == 0:
+                assert differing_bytes(stepped, expected) == 0
+            for i in numbers:
+                top = torch.zeros((), device=device)
+                find_weight_amax_(top, stepped[i], args[11])
+                assert torch.equal(tops[i], top), (moments, master, i, tops[i], top)
+        # Skipped together, or one by one: what was known stays.
+        known = {i: torch.full((), 5.0, device=device) for i in numbers}
+        step_and_find(args, torch.tensor(True, device=device), known)
+        assert all(top == 5.0 for top in known.values())
+        skips = torch.arange(len(shapes), device=device) % 2 == 0
+        stepped = step_and_find(args, skips, known)
+        for i in numbers:
+            expected_top = 5.0 if i % 2 == 0 else float(stepped[i].abs().max())
+            assert float(known[i]) == expected_top, (i, known[i])
+    # Not finite: as torch.amax has it.
+    for bad in (torch.nan, torch.inf):
+        args = arguments(device=device)
+        args[0][0][1, 3] = bad
+        tops = {0: torch.zeros((), device=device)}
+        stepped = step_and_find(args, args[11], tops)
+        torch.testing.assert_close(tops[0], stepped[0].abs().amax().float(), rtol=0, atol=0, equal_nan=True)
 
 
 def differing_bytes(left, right):

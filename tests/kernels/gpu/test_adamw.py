@@ -7,8 +7,17 @@ import torch
 
 from overcoat.kernels.adamw import adamw_step_, gradients_sum_squares
 from overcoat.optim.adamw import AdamW
-from overcoat.optim.arguments import adamw_launch, sum_squares
-from tests.kernels.gpu.adamw_cases import SHAPES, arguments, differing_bytes, gradients, reference, run
+from overcoat.optim.arguments import sum_squares
+from tests.kernels.gpu.adamw_cases import (
+    SHAPES,
+    arguments,
+    check_weight_amax,
+    differing_bytes,
+    gradients,
+    reference,
+    run,
+    step_and_find,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -75,16 +84,15 @@ def test_single_tensors_are_skipped():
     stepped, kept = run(adamw_step_, args), run(lambda *args: None, args)
 
     def step_some(*args):
-        params, grads, *lists = args[:9]
-        tensors = dict(zip(("exp_avg", "amax", "exponent", "exp_avg_sq", "scale", "remainder", "step"), lists))
-        plan = adamw_launch.Plan({"param": params, **tensors}, 128, args[20], args[21])
-        gradients = sum_squares.Gradients([p.numel() for p in params], params[0].device)
-        gradients.set([g.contiguous() for g in grads])
-        plan.step(gradients, args[9], args[10], skips, adamw_launch.Options(*args[12:20]))
+        step_and_find(args, skips, {})
 
     for found, new, old in zip(by_tensor(run(step_some, args)), by_tensor(stepped), by_tensor(kept)):
         for i in range(len(found)):
             assert differing_bytes([found[i]], [old[i] if i % 2 == 0 else new[i]]) == 0
+
+
+def test_maxima_of_the_weights_are_found_on_the_way():
+    check_weight_amax("cuda")
 
 
 def by_tensor(tensors):

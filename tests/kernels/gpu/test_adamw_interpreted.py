@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 import torch
-from adamw_cases import SHAPES, arguments, differing_bytes, gradients, reference, run
+from adamw_cases import SHAPES, arguments, check_weight_amax, differing_bytes, gradients, reference, run
 from overcoat.kernels.adamw import gradients_sum_squares
 from overcoat.kernels.gpu.adamw_launch import adamw_step_triton
 from overcoat.kernels.gpu.sum_squares import Gradients, gradients_sum_squares_triton
@@ -43,6 +43,7 @@ for moments, master, options in CASES:
 skipped = arguments(("sqrt8", "log8"), "bf16+8")
 skipped[11] = torch.tensor(True)
 assert differing_bytes(run(adamw_step_triton, skipped), run(lambda *args: None, skipped)) == 0
+check_weight_amax("cpu")
 grads = gradients(arguments()[0], 0)
 torch.testing.assert_close(gradients_sum_squares_triton(grads), gradients_sum_squares(grads))
 table = Gradients([g.numel() for g in grads], torch.device("cpu"))

@@ -1,0 +1,290 @@
+"""Maxima of weights, found by AdamW as it writes them: who has them when, and that they change nothing but time."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+
+import overcoat
+from overcoat import Recipe, weight_amax
+from overcoat.ops import weights as of_weights
+from tests.models.zoo import make_model
+
+
+def make(device, recipe=None, seed=0):
+    model = make_model("llama", layers=2, seed=seed).to(device)
+    overcoat.convert(model, recipe or Recipe())
+    return model
+
+
+def backward(model, device, seed=1):
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(seed)).to(device)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach()
+
+
+def quantized(model):
+    """The weights that a converted layer multiplies in FP8."""
+    return [p for name, p in model.named_parameters() if "proj" in name]
+
+
+def optimizer_of(model, **options):
+    return overcoat.AdamW(model.parameters(), lr=0.05, **options)
+
+
+def step(model, optimizer, device, seed=1):
+    loss = backward(model, device, seed)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Weights that were read to find their maximum."""
+    read = []
+    original = of_weights.stack_amax
+    monkeypatch.setattr(of_weights, "stack_amax", lambda weights: (read.extend(weights), original(weights))[1])
+    return read
+
+
+def losses(model, optimizer, device, batches=(1, 2, 3)):
+    """Of three steps of two micro-batches, and all weights after them."""
+    found = []
+    for seed in batches:
+        found += [backward(model, device, seed), backward(model, device, seed + 10)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(p.detach().clone() for p in model.parameters())]
+
+
+def test_only_the_first_forward_looks_for_maxima(passes, device):
+    model = make(device)
+    optimizer = optimizer_of(model)
+    step(model, optimizer, device)
+    assert len(passes) == len(quantized(model))
+    passes.clear()
+    for seed in (2, 3):
+        backward(model, device, seed)
+        step(model, optimizer, device, seed)
+    assert not passes
+
+
+def test_what_is_known_is_the_maximum(device):
+    model = make(device)
+    optimizer = optimizer_of(model)
+    for seed in (1, 2):
+        step(model, optimizer, device, seed)
+        for weight in quantized(model):
+            (known,) = weight_amax.guesses([weight])
+            assert torch.equal(known, weight.detach().abs().amax().float())
+    others = [p for p in model.parameters() if all(p is not q for q in quantized(model))]
+    assert all(weight_amax.asked(p) is None for p in others)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(checkpoint="block"), Recipe(reuse_weights=True)])
+def test_training_is_the_same_bit_for_bit(recipe, monkeypatch, device):
+    runs = []
+    for known in (True, False):
+        with monkeypatch.context() as patch:
+            if not known:
+                patch.setattr(weight_amax, "guesses", lambda weights: None)
+            model = make(device, recipe)
+            runs.append(losses(model, optimizer_of(model), device))
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b)
+
+
+def by_loading(model):
+    model.load_state_dict({name: 1.5 * value for name, value in model.state_dict().items()})
+
+
+def in_place(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+
+
+def by_another_optimizer(model):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+@pytest.mark.parametrize("change", [by_loading, in_place, by_another_optimizer])
+def test_changed_weights_are_not_guessed(change, passes, device):
+    model = make(device)
+    optimizer = optimizer_of(model)
+    step(model, optimizer, device)
+    change(model)
+    passes.clear()
+    backward(model, device)
+    assert len(passes) == len(quantized(model))
+
+
+def grow(p):
+    p.data.mul_(7.0)
+
+
+def shrink(p):
+    p.data.mul_(1e-3)
+
+
+def replace(p):
+    p.data = p.data * 7.0
+
+
+@pytest.mark.parametrize("change", [grow, shrink, replace])
+def test_writes_that_nobody_sees_do_no_harm(change, passes, device):
+    """Through `data` no version is counted: the guess is wrong, the result is not."""
+    model = make(device)
+    step(model, optimizer_of(model), device)
+    for p in quantized(model):
+        change(p)
+    twin = copy.deepcopy(model)
+    passes.clear()
+    loss = backward(model, device)
+    assert not passes, "the guess is tried"
+    assert torch.equal(loss, backward(twin, device))
+    assert len(passes) == len(quantized(twin)), "of a copy nothing is known"
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_a_skipped_step_keeps_what_is_known(device):
+    model = make(device)
+    optimizer = optimizer_of(model)
+    step(model, optimizer, device)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, torch.nan)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    for weight in quantized(model):
+        assert torch.equal(*weight_amax.guesses([weight]), weight.detach().abs().amax().float())
+
+
+def test_released_gradients(passes, device):
+    runs = []
+    for released in (False, True):
+        model = make(device)
+        optimizer = optimizer_of(model)
+        if released:
+            overcoat.release_gradients(model, optimizer, batch_bytes=4096)
+        passes.clear()
+        runs.append([step(model, optimizer, device, seed) for seed in (1, 2, 3)])
+        # Released, a step's first backward has asked before the tables are made.
+        assert len(passes) == len(quantized(model))
+        for weight in quantized(model):
+            assert torch.equal(*weight_amax.guesses([weight]), weight.detach().abs().amax().float())
+    assert runs[0] == runs[1]
+
+
+def test_offloaded_states_leave_it_to_the_forward(passes, device):
+    model = make(device)
+    optimizer = optimizer_of(model, offload=True, offload_buffer=100_000)
+    for seed in (1, 2):
+        step(model, optimizer, device, seed)
+    assert len(passes) == 2 * len(quantized(model))
+
+
+def test_a_model_converted_between_two_steps_is_asked_from_then_on(passes, device):
+    model = make_model("llama", layers=2).to(device)
+    optimizer = optimizer_of(model)
+    step(model, optimizer, device)
+    assert all(weight_amax.asked(p) is None for p in model.parameters())
+    overcoat.convert(model, Recipe())
+    step(model, optimizer, device)
+    passes.clear()
+    step(model, optimizer, device)
+    assert not passes
+
+
+def test_two_models_share_a_weight(passes, device):
+    """Stepped by the optimizer of one, known to both; stepped by both, still the maximum."""
+    left, right = make(device), make(device, seed=1)
+    for a, b in zip(left.model.layers, right.model.layers):
+        b.mlp.down_proj.weight = a.mlp.down_proj.weight
+    first, second = optimizer_of(left), optimizer_of(right)
+    step(left, first, device)
+    step(right, second, device)
+    shared = left.model.layers[0].mlp.down_proj.weight
+    assert torch.equal(*weight_amax.guesses([shared]), shared.detach().abs().amax().float())
+    passes.clear()
+    step(left, first, device)
+    assert not passes
+
+
+def test_nothing_is_kept_of_weights_that_are_gone(device):
+    gc.collect()
+    before = len(weight_amax._asked)
+    model = make(device)
+    optimizer = optimizer_of(model)
+    step(model, optimizer, device)
+    assert len(weight_amax._asked) == before + len(quantized(model))
+    del model, optimizer
+    gc.collect()
+    assert len(weight_amax._asked) == before
+
+
+def test_frozen_weights_and_compiled_graphs_do_not_ask():
+    frozen = torch.nn.Parameter(torch.randn(16, 16), requires_grad=False)
+    computed = torch.nn.Parameter(torch.randn(16, 16)) * 2
+    compiled = torch.nn.Parameter(torch.randn(16, 16))
+    count = weight_amax.count()
+    assert weight_amax.guesses([frozen]) is None
+    assert weight_amax.guesses([computed]) is None
+    run = torch.compile(lambda w: of_weights.operand([w], False, None), backend="eager", fullgraph=True)
+    for a, b in zip(run(compiled), of_weights.operand([compiled.detach()], False, None), strict=True):
+        assert torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
+    assert weight_amax.count() == count
+
+
+@pytest.mark.gpu
+def test_a_moved_model_is_asked_again(passes):
+    model = make("cpu")
+    optimizer = optimizer_of(model)
+    step(model, optimizer, "cpu")
+    model.to("cuda")
+    step(model, optimizer, "cuda")
+    passes.clear()
+    step(model, optimizer, "cuda")
+    assert not passes
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_captured_steps_follow_the_weights(passes):
+    """Operand and step in one CUDA graph, whose replays count no versions, against eager ones."""
+    start = [torch.randn(rows, 256, device="cuda").bfloat16() for rows in (64, 32)]
+    captured, eager = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
+    optimizers = [overcoat.AdamW(params, lr=0.1) for params in (captured, eager)]
+    for params in (captured, eager):
+        for p in params:
+            p.grad = torch.ones_like(p)
+
+    def one(params, optimizer):
+        operand = of_weights.operand(params, False, None)
+        optimizer.step(clip_grad_norm=1.0)
+        return operand
+
+    for _ in range(2):
+        one(captured, optimizers[0])
+        one(eager, optimizers[1])
+    passes.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = one(captured, optimizers[0])
+    assert not passes, "captured with a guess"
+    for step in range(3):
+        for p, q in zip(captured, eager, strict=True):
+            p.grad.fill_(step - 1.5)
+            q.grad.fill_(step - 1.5)
+        graph.replay()
+        for a, b in zip(found, one(eager, optimizers[1]), strict=True):
+            assert torch.equal(a.float(), b.float())
+    for p, q in zip(captured, eager, strict=True):
+        assert torch.equal(p, q)
