@@ -1,4 +1,4 @@
-"""Every kernel of a decoder block and of the loss, as it is called on a model's shape: what `bench kernels` times.
+"""Every kernel of a decoder block, the loss and the optimizer, called on a model's shape: what `bench kernels` times.
 
 Legend: T tokens, H hidden, I intermediate, D head width, V vocabulary, G group size of kept codes.
 """
@@ -13,19 +13,32 @@ from torch import Tensor
 
 from overcoat.bench.shapes import BlockShape
 from overcoat.catalogue import Op
-from overcoat.kernels import blockwise, blockwise_fused, gelu, gelu_blockwise, loss, norm, quantize, rope, swiglu
+from overcoat.kernels import (
+    adamw,
+    blockwise,
+    blockwise_fused,
+    gelu,
+    gelu_blockwise,
+    loss,
+    norm,
+    quantize,
+    rope,
+    swiglu,
+)
+from overcoat.optim.arguments import STATE_LISTS
+from overcoat.optim.state import init_state
 
 CODE, G = "sqrt8", 128
 EPS = 1e-5
 
 
 class KernelCase(NamedTuple):
-    """One call of an op. `unwritten`: bytes of its mutated arguments that it does not write."""
+    """One call of an op. `untouched`: bytes of its arguments that it does not read, or of mutated ones not write."""
 
     name: str
     op: Op
     arguments: tuple[Any, ...]
-    unwritten: int = 0
+    untouched: int = 0
 
     def call(self) -> Any:
         return self.op(*self.arguments)
@@ -39,7 +52,7 @@ class KernelCase(NamedTuple):
             for argument, declared in zip(self.arguments, schema, strict=False)
             if declared.alias_info is not None and declared.alias_info.is_write
         )
-        return read + mutated - self.unwritten + _bytes(result)
+        return read + mutated - self.untouched + _bytes(result)
 
 
 def _bytes(value: Any) -> int:
@@ -64,7 +77,7 @@ def _tables(shape: BlockShape, device: str) -> tuple[Tensor, Tensor]:
 
 
 def quantize_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
-    """Layouts, weights, groups."""
+    """Layouts, weights, groups. The sample that is the center leaves most rows out."""
     tokens, hidden = shape.tokens, shape.model.hidden
     x, norm_weight, scale = _normal(device, tokens, hidden), _normal(device, hidden), torch.tensor(0.01, device=device)
     weights = [_normal(device, rows, hidden) for rows in _widths(shape)]
@@ -74,9 +87,15 @@ def quantize_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     yield KernelCase("amax", quantize.amax, (x,))
     yield KernelCase("quantize", quantize.quantize, (x, top, "e4m3"))
     yield KernelCase("quantize_both", quantize.quantize_both, (x, top, "e5m2"))
+    yield KernelCase("quantize_t", quantize.quantize_t, (x, scale, "e4m3"))
     yield KernelCase("stack_amax", quantize.stack_amax, (weights,))
     yield KernelCase("stack_weights", quantize.stack_weights, (weights, weight_top, False))
     yield KernelCase("stack_weights^T", quantize.stack_weights, (weights, weight_top, True))
+    guesses = [quantize.amax(weight) for weight in weights]
+    yield KernelCase("stack_weights_guessed", quantize.stack_weights_guessed, (weights, guesses))
+    left_out = x.nbytes - x[:: -(-tokens // quantize.CENTER_ROWS)].nbytes
+    yield KernelCase("token_center", quantize.token_center, (x,), left_out)
+    yield KernelCase("group_encode", quantize.group_encode, (x, None, CODE, G))
     yield KernelCase("group_encode_amax", quantize.group_encode_amax, (x, center, CODE, G))
     decode = (codes, group_amax, center, CODE, G, x.dtype)
     yield KernelCase("group_decode", quantize.group_decode, decode)
@@ -85,36 +104,49 @@ def quantize_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
 
 
 def norm_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
-    """RMSNorm forward and backward."""
+    """RMSNorm forward and backward, alone and with the residual's addition; LayerNorm's own."""
     tokens, hidden = shape.tokens, shape.model.hidden
     x, dy, dresidual = (_normal(device, tokens, hidden) for _ in range(3))
-    weight = _normal(device, hidden)
+    weight, bias = _normal(device, hidden), _normal(device, hidden)
     rstd, row_amax = norm.rmsnorm_stats(x, weight, EPS)
     top = quantize.amax(row_amax)
     forward = (x, None, rstd, weight, None, top, CODE, G)
     _, _, codes, group_amax = norm.norm_quantize(*forward)
     yield KernelCase("rmsnorm_stats", norm.rmsnorm_stats, (x, weight, EPS))
+    yield KernelCase("add_rmsnorm_stats", norm.add_rmsnorm_stats, (dy, x, weight, EPS))
+    yield KernelCase("layernorm_stats", norm.layernorm_stats, (x, weight, bias, EPS))
     yield KernelCase("norm_quantize", norm.norm_quantize, forward)
     backward = (dy, codes, group_amax, rstd, weight, dresidual, False, False, CODE, G)
     yield KernelCase("norm_backward", norm.norm_backward, backward)
+    centered = (*backward[:6], True, True, CODE, G)
+    yield KernelCase("norm_backward LayerNorm", norm.norm_backward, centered)
 
 
 def rope_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
-    """Rotation, forward and backward. In place, v is read but not written."""
+    """Rotation, forward and backward; with head norms as Qwen3 has them. In place, v is read but not written."""
     tokens, heads, kv_heads = shape.tokens, shape.model.heads, shape.model.kv_heads
     qkv = _normal(device, tokens, sum(_widths(shape)))
     cos, sin = _tables(shape, device)
     gradients = tuple(_normal(device, tokens, width) for width in _widths(shape))
+    dv, weight = gradients[2], _normal(device, shape.model.head_dim)
     center = quantize.token_center(qkv)
     tables = (cos, sin, None, None, 0.0, heads, kv_heads, CODE)
     codes, group_amax = rope.qk_rope_encode_(qkv, center, *tables)
     top = rope.qk_rope_backward_amax(*gradients, cos, sin, heads)
-    yield KernelCase("qk_rope_encode_", rope.qk_rope_encode_, (qkv, center, *tables), unwritten=gradients[2].nbytes)
+    yield KernelCase("qk_rope_encode_", rope.qk_rope_encode_, (qkv, center, *tables), dv.nbytes)
     decode = (codes, group_amax, center, *tables, torch.bfloat16)
     yield KernelCase("qk_rope_decode", rope.qk_rope_decode, decode)
     yield KernelCase("qk_rope_backward_amax", rope.qk_rope_backward_amax, (*gradients, cos, sin, heads))
     backward = (*gradients, cos, sin, top, "e5m2", heads)
     yield KernelCase("qk_rope_backward_quantize", rope.qk_rope_backward_quantize, backward)
+    plain, normed = (cos, sin, None, None, 0.0, heads, kv_heads), (cos, sin, weight, weight, EPS, heads, kv_heads)
+    dqkv = _normal(device, *qkv.shape)
+    yield KernelCase("qk_rope", rope.qk_rope, (qkv, *plain))
+    yield KernelCase("qk_rope_backward", rope.qk_rope_backward, (dqkv, None, *plain))
+    yield KernelCase("qk_rope_encode_ norm", rope.qk_rope_encode_, (qkv, center, *normed, CODE), dv.nbytes)
+    yield KernelCase("qk_rope_decode norm", rope.qk_rope_decode, (*decode[:3], *normed, CODE, torch.bfloat16))
+    # Of qkv it reads q and k.
+    yield KernelCase("qk_rope_backward norm", rope.qk_rope_backward, (dqkv, qkv, *normed), dv.nbytes)
 
 
 def swiglu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
@@ -176,6 +208,8 @@ def blockwise_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     yield KernelCase("block_stack_weights", blockwise.block_stack_weights, (weights, False))
     yield KernelCase("block_stack_weights^T", blockwise.block_stack_weights, (weights, True))
     yield KernelCase("norm_block_quantize", fused.norm_block_quantize, (x, weight, None, EPS, False, CODE, G))
+    residual = (x, _normal(device, tokens, hidden), weight, None, EPS, False, CODE, G)
+    yield KernelCase("add_norm_block_quantize", fused.add_norm_block_quantize, residual)
     yield KernelCase("swiglu_block_quantize", fused.swiglu_block_quantize, (gate_up, CODE, G))
     yield KernelCase("swiglu_block_backward", fused.swiglu_block_backward, (dh, kept, kept_amax, CODE, G))
     both = (dh, kept, kept_amax, "e5m2", CODE, G)
@@ -194,6 +228,23 @@ def loss_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     yield KernelCase("scale_", loss.scale_, (_normal(device, rows, vocabulary), torch.tensor(-1.0, device=device)))
 
 
+def optimizer_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
+    """AdamW's step of one block's weights, and the sum of its gradients' squares."""
+    hidden, width = shape.model.hidden, shape.model.intermediate
+    sizes = [(rows, hidden) for rows in (*_widths(shape), width, width)] + [(hidden, hidden), (hidden, width)]
+    params, grads = ([_normal(device, *size) for size in sizes] for _ in range(2))
+    moments, master = ("sqrt8", "log8"), "bf16+8"
+    group = {"moments": moments, "group_size": G, "master": master}
+    states = [init_state(param, group) for param in params]
+    lists = [[state[key] for state in states if key in state] for key in STATE_LISTS.values()]
+    rate, one, no = (torch.tensor(value, device=device) for value in (1e-4, 1.0, False))
+    options = (0.9, 0.95, 1e-8, 0.1, *moments, master, G)
+    numbers = list(range(len(params)))
+    step = (params, grads, *lists, rate, one, no, *options, numbers, [0] * len(params))
+    yield KernelCase("adamw_step_", adamw.adamw_step_, step)
+    yield KernelCase("gradients_sum_squares", adamw.gradients_sum_squares, (grads,))
+
+
 FAMILIES: dict[str, Callable[[BlockShape, str], Iterator[KernelCase]]] = {
     "quantize": quantize_cases,
     "norm": norm_cases,
@@ -202,4 +253,5 @@ FAMILIES: dict[str, Callable[[BlockShape, str], Iterator[KernelCase]]] = {
     "gelu": gelu_cases,
     "blockwise": blockwise_cases,
     "loss": loss_cases,
+    "optimizer": optimizer_cases,
 }

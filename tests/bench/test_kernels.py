@@ -17,7 +17,16 @@ BYTES = {
     "amax": 2 * T * H,
     "quantize": (2 + 1) * T * H,
     "quantize_both": (2 + 2) * T * H,
+    "token_center": 2 * T * H,  # all rows, as they are few
     "stack_weights": (2 + 1) * 2 * H * H,
+    "stack_weights_guessed": (2 + 1) * 2 * H * H,
+    "add_rmsnorm_stats": (2 + 2 + 2) * T * H,
+    "qk_rope": (2 + 2) * 2 * T * H + 2 * 2 * 64 * 128,
+    # dqkv and, of qkv, q and k read; the gradient of all three written.
+    "qk_rope_backward norm": (2 + 2) * 2 * T * H + 2 * (H + H // 2) * T + 2 * 2 * 64 * 128,
+    # Weight, both moments, remainder read and written, gradient read.
+    "adamw_step_": (2 * (2 + 1 + 1 + 1) + 2) * (3 * H * H + 3 * H * I),
+    "gradients_sum_squares": 2 * (3 * H * H + 3 * H * I),
     "group_decode": (1 + 2) * T * H,
     "norm_backward": (2 + 2 + 1 + 2) * T * H,
     # q and k in place, v only read; codes of all three. q is H wide, k and v half of it.
@@ -44,6 +53,14 @@ def test_every_case_runs_and_its_bytes_add_up() -> None:
         assert found[name] == pytest.approx(expected, rel=0.05), name
 
 
+def test_every_kernel_of_a_step_has_a_case() -> None:
+    """But for those of libraries, which are not bound by memory, and the instructions that only the reference calls."""
+    others = {"gemm", "block_gemm", "attention", "attention_backward", "log2", "exp2", "sqrt", "reciprocal"}
+    measured = {case.op.name for family in FAMILIES.values() for case in family(SHAPE, "cpu")}
+    kernels = {name for name, op in CATALOGUE.items() if op.kernel and op.reference.__module__.startswith("overcoat.")}
+    assert kernels - measured == others
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tiny_run_measures_every_kernel(family: str) -> None:
@@ -59,4 +76,5 @@ def test_only_picks_kernels() -> None:
         "stack_amax",
         "stack_weights",
         "stack_weights^T",
+        "stack_weights_guessed",
     }
