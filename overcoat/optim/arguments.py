@@ -83,7 +83,7 @@ class Arguments(NamedTuple):
     first_groups: list[int]
     master: str
     group_size: int
-    weight_amax: dict[int, Tensor] = {}
+    weight_amax: dict[int, Tensor]
 
     @property
     def device(self) -> torch.device:

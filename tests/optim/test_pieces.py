@@ -18,11 +18,11 @@ def arguments(moments=("sqrt8", "log8"), group_size=128):
     group = {"moments": moments, "group_size": group_size, "master": "auto"}
     states = [init_state(param, group) for param in params]
     lists = {name: [state[key] for state in states] if key in states[0] else [] for name, key in STATE_LISTS.items()}
-    for tensors in states_of(Arguments(params, lists, [], [], "bf16+8", group_size)).values():
+    for tensors in states_of(Arguments(params, lists, [], [], "bf16+8", group_size, {})).values():
         for tensor in tensors:
             flat = tensor.view(-1).view(torch.uint8)
             flat.copy_(torch.arange(flat.numel()) % 251)
-    return Arguments(params, lists, list(range(len(params))), [0] * len(params), "bf16+8", group_size)
+    return Arguments(params, lists, list(range(len(params))), [0] * len(params), "bf16+8", group_size, {})
 
 
 @given(size=st.integers(3000, 40_000), group_size=st.sampled_from([16, 128]))
