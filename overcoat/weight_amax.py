@@ -36,11 +36,14 @@ class Asked:
         self.amax: Optional[Tensor] = None
         self.version: Optional[int] = None
 
-    def memory(self, device: torch.device) -> Tensor:
-        """Where the maximum is to be written."""
-        if self.amax is None or self.amax.device != device:
-            self.amax, self.version = torch.zeros((), dtype=torch.float32, device=device), None
-        return self.amax
+
+def memory(entries: Sequence[Asked], device: torch.device) -> list[Tensor]:
+    """Where the maxima of these weights, which lie on `device`, are to be written."""
+    new = [entry for entry in entries if entry.amax is None or entry.amax.device != device]
+    # Each at a multiple of 16 bytes, as launches of kernels are remembered for such addresses (kernels/gpu/launch.py).
+    for entry, place in zip(new, torch.zeros(len(new), 4, device=device), strict=True):
+        entry.amax, entry.version = place[0], None
+    return [entry.amax for entry in entries if entry.amax is not None]
 
 
 _asked: dict[int, Asked] = {}  # by the weight's id

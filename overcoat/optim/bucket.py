@@ -80,7 +80,7 @@ class Bucket:
             first_groups=[self._first_group(param, group["group_size"]) for param in params],
             master=resolve_master(group["master"], params[0].dtype),
             group_size=group["group_size"],
-            weight_amax={place: asked.memory(own[place].device) for place, asked in self.asked.items()},
+            weight_amax=dict(zip(self.asked, weight_amax.memory([*self.asked.values()], own[0].device), strict=True)),
         )
         self.device = self.arguments.device
         self.on_kernel = self.arguments.kernel_runs()
