@@ -119,6 +119,16 @@ def test_group_codes(shape, code, group_size, centered):
         assert_equal(ops.group_decode.kernel(*arguments), ops.group_decode.reference(*arguments))
 
 
+@pytest.mark.parametrize("code", ["sqrt8", "int8"])
+@pytest.mark.parametrize("columns", [128, 3])
+def test_every_byte_decodes(code, columns):
+    """Four at a time where a thread holds four, by itself where it does not."""
+    codes = torch.arange(-128, 128, device=DEVICE).to(torch.int8).repeat(3).view(-1, columns)
+    amax = torch.rand(len(codes), 1, device=DEVICE).bfloat16()
+    arguments = (codes, amax, None, code, 128, torch.float32)
+    assert_equal(ops.group_decode.kernel(*arguments), ops.group_decode.reference(*arguments))
+
+
 @pytest.mark.parametrize("shape", [(1, 16), (7, 100), (300, 688), (1000, 4096)])
 def test_token_center(shape):
     """A mean, summed in another order than the reference's."""
