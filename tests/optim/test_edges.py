@@ -176,6 +176,49 @@ def test_a_non_finite_gradient_is_counted_and_leaves_no_trace(moments, bad, devi
     assert all(value.isfinite().all() for param in params for value in decoded_or_empty(param, optimizer))
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_gradients_whose_sum_of_squares_overflows_are_stepped(dtype, clip, device):
+    """1e18 in 10,000 elements: each square fits into FP32, their sum, 1e40, does not."""
+    grads = [torch.full((50, 100), 1e18), torch.full((5000,), -1e18)]
+    params = [torch.nn.Parameter(torch.ones_like(g, device=device, dtype=dtype)) for g in grads]
+    optimizer = AdamW(params, lr=1e-2, weight_decay=0.0)
+    for p, g in zip(params, grads):
+        p.grad = g.to(device, dtype)
+    optimizer.step(clip_grad_norm=clip)
+    assert optimizer.skipped_steps.item() == 0
+    torch.testing.assert_close(optimizer.grad_norm.cpu(), torch.tensor(1e20), rtol=2**-8, atol=0)
+    for p, sign in zip(params, (-1, 1)):
+        torch.testing.assert_close(p.float(), torch.full_like(p, 1 + sign * 1e-2).float(), rtol=2**-8, atol=0)
+        m, v = decoded(p, optimizer)
+        g = -sign * (1e18 if clip is None else 1e-2)
+        torch.testing.assert_close(m, torch.full_like(m, 0.1 * g), rtol=2e-2, atol=0)
+        torch.testing.assert_close(v, torch.full_like(v, 1e-3 * g * g), rtol=2e-2, atol=0)
+
+
+def test_released_large_gradients_are_stepped(device):
+    layer = torch.nn.Linear(100, 50, bias=False).to(device)
+    optimizer = AdamW(layer.parameters())
+    release_gradients(layer, optimizer)
+    for _ in range(2):
+        (layer(torch.ones(1, 100, device=device)) * 1e18).sum().backward()
+        optimizer.step()
+    assert optimizer.skipped_steps.item() == 0
+    torch.testing.assert_close(optimizer.grad_norm.cpu(), torch.tensor(5000**0.5 * 1e18), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_whose_own_square_overflows_is_skipped(clip, device):
+    """v could not hold it: it would be inf ever after, and the weight stand still."""
+    param, optimizer = stepped(torch.ones(4, 200), device, ("sqrt8", "log8"))
+    before = snapshot([param], optimizer)
+    param.grad = torch.ones(4, 200, device=device)
+    param.grad[2, 3] = 2.0**64
+    optimizer.step(clip_grad_norm=clip)
+    assert_same_bits(before, snapshot([param], optimizer))
+    assert optimizer.skipped_steps.item() == 1
+
+
 def decoded_or_empty(param, optimizer):
     return decoded(param, optimizer) if param.numel() else ()
 

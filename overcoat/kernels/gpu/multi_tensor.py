@@ -47,7 +47,7 @@ def contiguous(tensors: List[Tensor]) -> List[Tensor]:
 
 
 def aligned(tensors: List[Tensor]) -> tuple[List[Tensor], List[int]]:
-    """Contiguous tensors aligned to 16 bytes, as vector loads want them (else copies), and their addresses.
+    """Contiguous tensors aligned to 16 bytes, as vector loads want them, and their addresses; others are copied.
 
     No Python call per tensor: a step does this for a thousand gradients.
     """

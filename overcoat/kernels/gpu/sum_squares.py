@@ -1,7 +1,8 @@
 """Sum of squares of many tensors on CUDA: one launch per dtype, a partial sum per program, then the sum of those.
 
 It reads every gradient once, 2 bytes per parameter, and serves clipping and the check for inf and NaN at the same time.
-The order of the sum is fixed, so the result repeats bit for bit.
+The order of the sum is fixed, so the result repeats bit for bit. SPAN squares are summed in FP32, those sums in FP64:
+as long as the squares are finite, the sum of any number is.
 
 Legend: T tensors.
 """
@@ -33,7 +34,7 @@ def _sum_squares_kernel(
     tiles, addresses, sizes, partials,
     TYPE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """tiles int64 (programs,): tensor | number << 32; addresses, sizes int64 (T,); partials FP32 (programs,)."""
+    """tiles int64 (programs,): tensor | number << 32; addresses, sizes int64 (T,); partials FP64 (programs,)."""
     entry = tl.load(tiles + tl.program_id(0))
     tensor = (entry & 0xFFFFFFFF).to(tl.int32)
     base = tl.load(addresses + tensor).to(tl.pointer_type(TYPE))
@@ -43,18 +44,18 @@ def _sum_squares_kernel(
         offset = ((entry >> 32) * SPAN + span) * TILE + tl.arange(0, TILE)
         x = tl.load(tl.multiple_of(tl.max_contiguous(base + offset, TILE), 16), offset < size, 0.0).to(tl.float32)
         total += x * x
-    tl.store(partials + tl.program_id(0), tl.sum(total))
+    tl.store(partials + tl.program_id(0), tl.sum(total.to(tl.float64)))
 
 
 @kernel
 def _sum_partials_kernel(partials, first, sums, skips, BLOCK: tl.constexpr):
-    """sums FP32 (T,): of each tensor's partials, numbers first[t] to first[t + 1] - 1; skips bool (T,): not finite.
+    """sums FP64 (T,): of each tensor's partials, numbers first[t] to first[t + 1] - 1; skips bool (T,): not finite.
 
     first int64 (T + 1,).
     """
     tensor = tl.program_id(0)
     start, end = tl.load(first + tensor).to(tl.int32), tl.load(first + tensor + 1).to(tl.int32)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float64)
     while start < end:
         number = start + tl.arange(0, BLOCK)
         total += tl.load(partials + number, number < end, 0.0)
@@ -65,7 +66,7 @@ def _sum_partials_kernel(partials, first, sums, skips, BLOCK: tl.constexpr):
 
 
 class Sums(NamedTuple):
-    """Of squares of T tensors, FP32 (T,), and which of them are not finite, bool (T,)."""
+    """Of squares of T tensors, FP64 (T,), and which of them are not finite, bool (T,)."""
 
     squares: Tensor
     skips: Tensor
@@ -92,7 +93,7 @@ class Gradients:
         self.tiles = tile_table(counts).to(device)
         self.sizes = torch.tensor(sizes, dtype=torch.int64).to(device)
         self.first = torch.tensor([0, *accumulate(counts)], dtype=torch.int64).to(device)
-        self.partials = torch.empty(self.programs, dtype=torch.float32, device=device)
+        self.partials = torch.empty(self.programs, dtype=torch.float64, device=device)
         self.addresses = self.sizes
         self.dtype = torch.float32
         self._known: List[int] = []
@@ -111,21 +112,21 @@ class Gradients:
         self._copies = []
 
     def sum_squares(self) -> Tensor:
-        """Of all elements of all gradients, 0-d FP32."""
+        """Of all elements of all gradients, 0-d FP64."""
         with on_device(self.device):
             return self._partial_sums().sum()
 
     def sums_of_squares(self, sums: Optional[Sums] = None) -> Sums:
         """Of each gradient; into `sums` if given, whose tensors begin at multiples of 16 bytes."""
         if sums is None:
-            squares = torch.empty(self.count, dtype=torch.float32, device=self.device)
+            squares = torch.empty(self.count, dtype=torch.float64, device=self.device)
             sums = Sums(squares, torch.empty(self.count, dtype=torch.bool, device=self.device))
         with on_device(self.device):
             _sum_partials_kernel[(self.count,)](self._partial_sums(), self.first, sums.squares, sums.skips, BLOCK)
         return sums
 
     def _partial_sums(self) -> Tensor:
-        """One FP32 sum of squares per program, valid until the next call."""
+        """One FP64 sum of squares per program, valid until the next call."""
         if self.programs:
             _sum_squares_kernel[(self.programs,)](
                 self.tiles, self.addresses, self.sizes, self.partials, TRITON_TYPE[self.dtype], TILE, SPAN, STAGES,

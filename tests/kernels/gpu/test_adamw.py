@@ -55,6 +55,9 @@ def test_sum_of_squares():
     grads = [torch.randn(s, device="cuda", dtype=d) for s in (3, 100_003, 0) for d in (torch.bfloat16, torch.float32)]
     expected = sum(g.double().square().sum() for g in grads)
     torch.testing.assert_close(gradients_sum_squares(grads).double(), expected, rtol=1e-5, atol=0)
+    large = [torch.full_like(g, 1e18) for g in grads]
+    expected = sum(g.double().square().sum() for g in large)  # 4e41, which FP32 does not hold
+    torch.testing.assert_close(gradients_sum_squares(large), expected, rtol=1e-5, atol=0)
     grads[2][70_001] = float("inf")
     assert not gradients_sum_squares(grads).isfinite()
 

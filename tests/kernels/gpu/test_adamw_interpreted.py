@@ -48,7 +48,14 @@ grads = gradients(arguments()[0], 0)
 torch.testing.assert_close(gradients_sum_squares_triton(grads), gradients_sum_squares(grads))
 table = Gradients([g.numel() for g in grads], torch.device("cpu"))
 table.set(grads)
-torch.testing.assert_close(table.sums_of_squares().squares, torch.stack([g.float().square().sum() for g in grads]))
+squares = torch.stack([gradients_sum_squares([g]) for g in grads])
+torch.testing.assert_close(table.sums_of_squares().squares, squares)
+large = torch.full_like(grads[0], 1e18)
+assert large.square().sum() == torch.inf
+table.set([large, *grads[1:]])
+torch.testing.assert_close(table.sum_squares(), gradients_sum_squares([large, *grads[1:]]), rtol=1e-6, atol=0)
+assert not table.sums_of_squares().skips.any()
+table.set(grads)
 grads[0][1, 2] = torch.nan
 assert table.sums_of_squares().skips.tolist() == [True] + [False] * (len(grads) - 1)
 """
