@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Optional, Union
 
 import torch
@@ -28,14 +29,14 @@ from overcoat.optim.arguments import check_hyperparameters
 from overcoat.optim.bucket import Bucket
 from overcoat.optim.offload import SLOTS, Staging, check_options, is_on_host, move_to_host
 from overcoat.optim.roster import Roster
-from overcoat.optim.shards import check_placements, copy_of
-from overcoat.optim.state import State, bytes_to_offload, check_state, init_state, is_elsewhere, restore_state
+from overcoat.optim.shards import check_placements
+from overcoat.optim.state import bytes_to_offload, init_state, is_elsewhere, restore_state
+from overcoat.optim.statedict import loading, saving
+from overcoat.optim.watched import State, States
 
 if TYPE_CHECKING:
     from overcoat.optim.release import GradientRelease
 
-# Options that decide the layout of the state: a saved state can only be loaded under the same.
-LAYOUT_OPTIONS = ("moments", "master", "group_size")
 # What a copy of the optimizer takes along besides torch's own.
 ATTRIBUTES = ("check_finite", "offload", "offload_buffer", "skipped_steps", "grad_norm")
 _GRAD = operator.attrgetter("grad")
@@ -54,8 +55,9 @@ class AdamW(torch.optim.Optimizer):
         master: what is kept beside BF16 parameters: "bf16+8" ("auto"), "bf16+16" or "bf16": `overcoat.masters`.
         group_size: elements that share one maximum: 128, 64, 32 or 16.
         seed: of stochastic rounding; the same seed repeats a run bit for bit.
-        check_finite: skip a step if any gradient is inf or NaN: costs one more read of the gradients, which clipping
-            (`step(clip_grad_norm=...)`) needs anyway. False trusts the gradients, or GradScaler's own check.
+        check_finite: skip a step if any gradient is inf or NaN, or so large that its square overflows FP32, and with it
+            v: never below 2^62 = 4.6e18, always from 2^64 on; clipping is too late for those. It costs one more read
+            of the gradients, which clipping needs anyway. False trusts the gradients, or GradScaler's own check.
         offload: keep moments and remainders in page-locked host memory and stream them through the GPU during the step,
             bit for bit the same step: `overcoat.optim.offload`. On a CPU they are in host memory anyway.
         offload_buffer: bytes of GPU memory that they pass through, in three parts.
@@ -64,6 +66,9 @@ class AdamW(torch.optim.Optimizer):
         skipped_steps: 0-d int32 tensor on the device of the parameters: steps skipped so far.
         grad_norm: 0-d FP32 tensor: norm of all gradients at the last step, unscaled, before clipping; None if unknown.
         release: the handle of `overcoat.release_gradients` while it is in force, else None.
+
+    A gradient that is not contiguous, or on a GPU does not begin at a multiple of 16 bytes, is copied for the step: a
+    model of nothing but such gradients (views into one buffer at odd offsets) needs the memory of all of them again.
 
     Raises:
         ValueError: an option is out of range, a parameter is neither BF16 nor FP32, a gradient is sparse.
@@ -107,23 +112,29 @@ class AdamW(torch.optim.Optimizer):
         self.grad_norm: Optional[Tensor] = None
         self._forget()
         super().__init__(params, defaults)
+        self._watch()
 
     def _forget(self) -> None:
         """Start with nothing kept from earlier steps but the states."""
         self._rosters: dict[int, Roster] = {}  # by number of the group
-        self._known_states: tuple[list[Tensor], list[Any]] = ([], [])
+        self._listener = weakref.WeakMethod(self._let_go)
         self._staging: dict[torch.device, Staging] = {}
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._captured: dict[int, tuple[Bucket, Any]] = {}  # what CUDA graphs read at every replay
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; torch's own keeps only defaults, state and groups."""
-        self._wait_for_offload()
+        self.wait_for_offload()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ATTRIBUTES}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Be told before anybody else writes to the states."""
+        self.state = self._watched = States(self.state, self._listener)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group after checking its options and its parameters."""
@@ -142,8 +153,9 @@ class AdamW(torch.optim.Optimizer):
                 resolve_master(group["master"], param.dtype)
                 check_placements(param)
         super().add_param_group(param_group)
-        self._wait_for_offload()
-        self._forget()  # staging buffers may be too small now
+        self._let_go()
+        self.wait_for_offload()
+        self._staging = {}  # its buffers may be too small now
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None, *, clip_grad_norm: Optional[float] = None) -> Any:
@@ -184,50 +196,17 @@ class AdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; offloaded states are copied, since later steps write to theirs while the host goes on."""
-        self._wait_for_offload()
-        result = super().state_dict()
-        result["state"] = {
-            index: {name: copy_of(value) if self.offload else value for name, value in state.items()}
-            for index, state in result["state"].items()
-        }
-        return result
+        with saving(self):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved under the same moments, master and group size, bit for bit.
 
-        torch's own loading casts every state tensor to the dtype of its parameter, which would destroy the codes.
+        Raises:
+            ValueError: it was saved under others, by another optimizer or for another model; nothing has been changed.
         """
-        saved_groups = state_dict["param_groups"]
-        for group, saved in zip(self.param_groups, saved_groups, strict=False):
-            for option in LAYOUT_OPTIONS:
-                if option not in saved:
-                    raise ValueError(
-                        f"the state has no {option!r} in its parameter groups: another optimizer saved it. Start "
-                        "overcoat.AdamW without a state, or go on with the optimizer that saved it"
-                    )
-                old, new = saved[option], group[option]
-                if (tuple(old) if option == "moments" else old) != new:
-                    raise ValueError(
-                        f"the state was saved with {option}={old!r}, this optimizer has {option}={new!r}; "
-                        f"build overcoat.AdamW(..., {option}={old!r}) to load it"
-                    )
-        indices = [index for saved in saved_groups for index in saved["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        owners = [group for group in self.param_groups for _ in group["params"]]
-        saved_state = state_dict["state"]
-        for index, param, group in zip(indices, params, owners, strict=False):
-            if index in saved_state:
-                check_state(saved_state[index], param, group, index)
-        self._wait_for_offload()
-        if self.release is not None:
-            self.release.forget()
-        super().load_state_dict({**state_dict, "state": {}})
-        for group in self.param_groups:
-            group["moments"] = tuple(group["moments"])
-        for index, param in zip(indices, params, strict=True):
-            if index in saved_state:
-                state = restore_state(saved_state[index], param, self.offload)
-                self.state[param] = State(move_to_host(state, param) if self.offload else state)
+        with loading(self):
+            super().load_state_dict(state_dict)
 
     # ---- inside a step --------------------------------------------------------------------------------
 
@@ -241,10 +220,20 @@ class AdamW(torch.optim.Optimizer):
 
     def begin_step(self) -> None:
         """The mark before every step, and before the first of released gradients."""
+        if self.state is not self._watched:  # somebody has assigned another dictionary
+            self._let_go()
+            self._watch()
         for staging in self._staging.values():
             staging.begin_step()
 
-    def _wait_for_offload(self) -> None:
+    def _let_go(self) -> None:
+        """Keep no state tensors but those in `state`: they are about to change."""
+        self._rosters = {}
+        if self.release is not None:
+            self.release.steps.let_go()
+
+    def wait_for_offload(self) -> None:
+        """Wait until the last step's states are in host memory."""
         for staging in self._staging.values():
             staging.synchronize()
 
@@ -255,12 +244,13 @@ class AdamW(torch.optim.Optimizer):
         if is_new:
             state = init_state(param, group, self.offload)
         elif is_elsewhere(state, param, self.offload):  # the model has been moved
-            self._wait_for_offload()
+            self.wait_for_offload()
             state = restore_state(state, param, self.offload)
         if self.offload and (is_new or not is_on_host(state, param)):
             state = move_to_host(state, param)
-        if not isinstance(state, State):
-            state = self.state[param] = State(state)
+        if not isinstance(state, State) or state.listener is not self._listener:
+            state = State(state, self._listener)
+            self._watched.keep(param, state)
         return state
 
     def bucket_of(self, group: dict[str, Any], params: list[Tensor], indices: list[int]) -> Bucket:
@@ -280,27 +270,15 @@ class AdamW(torch.optim.Optimizer):
         """Parameters that have gradients, by group, device and dtypes; their states exist afterwards."""
         result: list[tuple[dict[str, Any], Bucket]] = []
         self.begin_step()
-        if not self._states_are_the_same():
-            self._rosters = {}
         first = 0
         for number, group in enumerate(self.param_groups):
             grads = list(map(_GRAD, group["params"]))
             roster = self._rosters.get(number)
             if roster is None or not roster.serves(group, first, grads):
                 roster = self._rosters[number] = Roster(group, first, grads, self.bucket_of)
-                self._known_states = (list(self.state), list(self.state.values()))
             result += [(group, bucket) for bucket in roster.take_gradients(grads)]
             first += len(grads)
         return result
-
-    def _states_are_the_same(self) -> bool:
-        """Whether the parameters have the states, as objects, that they had when the last roster was made."""
-        params, states = self._known_states
-        return (
-            len(params) == len(self.state)
-            and all(map(operator.is_, self.state, params))
-            and all(map(operator.is_, self.state.values(), states))
-        )
 
     def _keep_if_captured(self, buckets: list[Bucket]) -> None:
         """A graph reads tables by their addresses: keep them, whatever becomes of the rosters after it."""
@@ -335,8 +313,8 @@ class AdamW(torch.optim.Optimizer):
         if self.check_finite or max_norm is not None:
             parts = [bucket.sum_squares().to(device) for bucket in buckets]
             total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-            norm = total.sqrt()
-            self.grad_norm = norm if grad_scale is None else norm * factor
+            norm = total.sqrt() * factor if grad_scale is not None else total.sqrt()
+            self.grad_norm = norm.float()
             skip = skip | ~(self.grad_norm < math.inf)  # NaN is not below anything
             if max_norm is not None:
                 factor = factor * (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Optional, Union
@@ -27,18 +26,15 @@ from overcoat.optim.shards import (
     sum_over_shards,
     whole_buffer,
 )
-from overcoat.optim.state import State
-
-_FIRST_MOMENT = operator.itemgetter("exp_avg")
-# States of which every tensor's address is looked at before every step.
-FULLY_CHECKED = 16
+from overcoat.optim.watched import State
 
 
 class Bucket:
     """Parameters of one group, device and pair of dtypes that are stepped together, and the lists of their tensors.
 
     It is kept from step to step: with a thousand parameters, collecting those lists costs the host more time than the
-    step costs the GPU. `serves` says whether it still describes the optimizer.
+    step costs the GPU. The optimizer drops it when a state is written to (`overcoat.optim.watched`); `serves` says
+    whether all tensors still lie where they did.
 
     Args:
         group: their parameter group.
@@ -56,12 +52,9 @@ class Bucket:
         states: Sequence[State],
         staging: Optional[Staging] = None,
     ) -> None:
-        self.owners, self.indices, self.states, self.staging = params, indices, states, staging
+        self.owners, self.indices, self.staging = params, indices, staging
         self.sharded = isinstance(params[0], DTensor)
         self.whole = is_whole(params[0])
-        self.writes = State.writes
-        self.state_tensors = list(chain.from_iterable(map(dict.values, states)))
-        self.addresses = self._addresses()
         own = [local(param) for param in params]
         # What is stepped: this process' rows, or buffers for whole vectors, and for what chunks of rows cannot be cut
         # from. They are filled before every step and not here: processes need not build their buckets at the same time,
@@ -82,6 +75,8 @@ class Bucket:
             group_size=group["group_size"],
             weight_amax=dict(zip(self.asked, weight_amax.memory([*self.asked.values()], own[0].device), strict=True)),
         )
+        self.state_tensors = list(chain.from_iterable(self.arguments.states.values()))
+        self.addresses = self._addresses()
         self.device = self.arguments.device
         self.on_kernel = self.arguments.kernel_runs()
         # The kernel's tables (`kernels.gpu`), where it runs: of the gradients, and of all else.
@@ -94,13 +89,12 @@ class Bucket:
         return 0 if self.whole else first_row(param) * rows_of(param.shape, group_size).groups
 
     def serves(self) -> bool:
-        """Whether the states still hold the same tensors, and parameters and tensors lie where they did.
+        """Whether parameters and state tensors lie where they did: assigning to a tensor's `data` moves it.
 
-        A tensor moved by assigning to its `data` has another address. Those of all parameters and first moments are
-        compared, and of all tensors of a few states: all would cost the host as much as the rest of the step, and such
-        moves concern whole models.
+        Every one is asked. For a thousand parameters that is half of the host's time for a step, but a kernel that
+        wrote where a tensor no longer is would change somebody else's memory.
         """
-        return self._unchanged() and self._addresses() == self.addresses and self._still_asked()
+        return self._addresses() == self.addresses and self._still_asked()
 
     def _asked(self) -> dict[int, weight_amax.Asked]:
         """Parameters whose maxima the forward asked for, by place; none of those that are not stepped in one piece."""
@@ -115,17 +109,9 @@ class Bucket:
         self.asked_before = weight_amax.count()
         return self._asked() == self.asked
 
-    def _unchanged(self) -> bool:
-        if self.writes == State.writes:
-            return True
-        tensors = list(chain.from_iterable(map(dict.values, self.states)))
-        self.writes = State.writes
-        return len(tensors) == len(self.state_tensors) and all(map(operator.is_, tensors, self.state_tensors))
-
     def _addresses(self) -> list[int]:
-        few = chain.from_iterable(map(dict.values, self.states[:FULLY_CHECKED]))
-        tensors = chain(self.owners, map(_FIRST_MOMENT, self.states), few)
-        return list(map(Tensor.data_ptr, map(local, tensors) if self.sharded else tensors))
+        owners = map(local, self.owners) if self.sharded else self.owners
+        return [*map(Tensor.data_ptr, owners), *map(Tensor.data_ptr, self.state_tensors)]
 
     def take_gradients(self, grads: Sequence[Tensor]) -> None:
         """The gradients of the coming step, one per parameter; whole vectors are gathered from all processes."""
@@ -145,12 +131,12 @@ class Bucket:
         return self.on_kernel and not torch.compiler.is_compiling()
 
     def sum_squares(self) -> Tensor:
-        """Of all gradients, 0-d FP32, over all processes."""
+        """Of all gradients, 0-d FP64, over all processes."""
         part = self.gradients.sum_squares() if self.fused() else gradients_sum_squares(self.grads)
         return sum_over_shards(part, self.owners[0])
 
     def sums_of_squares(self, sums: Any = None) -> tuple[Tensor, Tensor]:
-        """Of each gradient, FP32 (T,), and which are not finite, bool (T,), over all processes.
+        """Of each gradient, FP64 (T,), and which are not finite, bool (T,), over all processes.
 
         sums: where the kernel may write them, `gpu.sum_squares.Sums`.
         """

@@ -124,9 +124,10 @@ class GradientRelease:
         self.batches.clear()
 
     def forget(self) -> None:
-        """Keep nothing of the states: others take their place."""
+        """End the step, and keep nothing of the states: others take their place."""
         self.finish_backward()
-        self.steps.forget()
+        self.steps.end()
+        self.steps.let_go()
 
     def end_step(self) -> None:
         """The mark between two steps, set by `optimizer.step` and `zero_grad`."""

@@ -9,7 +9,6 @@ gradient arrives; the counts themselves are written when backward ends.
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -70,13 +69,15 @@ class ReleasedSteps:
         self.buckets: dict[Any, Bucket] = {}
         self.used: dict[Any, Bucket] = {}  # since the last call, in their order
         self.sums: list[Tensor] = []  # of squares, (T,)
+        self.stepped = False  # since the last call
         self.foresights: dict[Any, Foresight] = {}
 
     @torch.no_grad()
     def step(self, batch: Batch) -> None:
         """Step every parameter of a batch; one whose gradient is not finite is skipped alone."""
-        if not self.used:
+        if not self.stepped:
             self.optimizer.begin_step()
+            self.stepped = True
         parts: dict[Any, list[Entry]] = {}
         for entry in batch.entries:
             parts.setdefault((entry.group_number, *kind_of(entry.param, entry.grad)), []).append(entry)
@@ -97,8 +98,7 @@ class ReleasedSteps:
         numbers = [entry.param_number for entry in entries]
         key = (*kind, *numbers)
         bucket = self.buckets.get(key)
-        states = map(self.optimizer.state.get, (entry.param for entry in entries))
-        if bucket is None or not all(map(operator.is_, states, bucket.states)) or not bucket.serves():
+        if bucket is None or not bucket.serves():
             group = self.optimizer.param_groups[kind[0]]
             bucket = self.optimizer.bucket_of(group, [entry.param for entry in entries], numbers)
             self.buckets[key] = bucket
@@ -117,20 +117,20 @@ class ReleasedSteps:
         for foresight in self.foresights.values():
             foresight.count()
 
-    def forget(self) -> None:
-        """End the step and drop all buckets, with the states that they hold."""
-        self.end()
-        self.buckets, self.foresights = {}, {}
+    def let_go(self) -> None:
+        """Drop all buckets, with the states that they hold."""
+        self.count()
+        self.buckets, self.used, self.foresights = {}, {}, {}
 
     def end(self) -> None:
         """The end of a step: what `optimizer.step()` reports of it, and what the next one will need."""
-        if not self.used:
+        if not self.stepped:
             return
         optimizer = self.optimizer
         if self.sums:
             device = self.sums[0].device
             sums = torch.cat([part.to(device) for part in self.sums])
-            optimizer.grad_norm = sums.sum().sqrt()
+            optimizer.grad_norm = sums.sum().sqrt().float()
             optimizer.count_skipped((~(sums < math.inf)).sum())
         else:
             optimizer.grad_norm = None
@@ -144,7 +144,7 @@ class ReleasedSteps:
                 self.foresights[key] = Foresight(buckets)
         for foresight in self.foresights.values():
             foresight.fresh = None
-        self.buckets, self.used, self.sums = self.used, {}, []
+        self.buckets, self.used, self.sums, self.stepped = self.used, {}, [], False
 
 
 class Foresight:
@@ -169,7 +169,8 @@ class Foresight:
         self.addresses = list(map(Tensor.data_ptr, self.counters))
         self.table = adamw_launch.Table.of_counters(self.counters)
         count = len(self.counters)
-        self.steps, self.squares = (torch.zeros(count, device=device) for _ in range(2))
+        self.steps = torch.zeros(count, device=device)
+        self.squares = torch.zeros(count, dtype=torch.float64, device=device)
         self.coefficients = torch.zeros(count, 3, device=device)
         self.skips = torch.ones(count, dtype=torch.bool, device=device)
         self.prepared = {

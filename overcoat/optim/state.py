@@ -17,7 +17,6 @@ n = number of groups in a row (`overcoat.kernels.adamw.rows_of`).
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -30,31 +29,6 @@ from overcoat.masters import REMAINDER_DTYPE, resolve_master
 from overcoat.moments import MOMENT_CODES
 from overcoat.optim.pieces import packed
 from overcoat.optim.shards import place_state, state_shape, wrap_state
-
-
-class State(dict[str, Tensor]):
-    """The state of one parameter. It counts writes to any state of any optimizer, in `State.writes`.
-
-    A step must know whether somebody has replaced a tensor since the last one; to look at thousands of them every time
-    would cost the host more than the rest of its work.
-    """
-
-    writes = 0
-
-
-def _counted(name: str) -> Any:
-    method = getattr(dict, name)
-
-    @functools.wraps(method)
-    def write(self: State, *args: Any, **kwargs: Any) -> Any:
-        State.writes += 1
-        return method(self, *args, **kwargs)
-
-    return write
-
-
-for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
-    setattr(State, _name, _counted(_name))
 
 
 class Field(NamedTuple):

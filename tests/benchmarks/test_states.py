@@ -37,10 +37,12 @@ def test_from_training_to_figures(tmp_path, corpus_files, capsys, monkeypatch):
     out = tmp_path / "rows" / "states.jsonl"
     common = ["--config", str(config), "--data", str(tmp_path / "data"), "--out", str(out)]
     common += ["--figures", str(tmp_path / "figures")]
-    main([*common, "--runs", "fp32", "8bit", "--snapshots", "4"])
+    main([*common, "--runs", "fp32", "8bit", "fp32", "--snapshots", "4"])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["kind"], row["run"]) for row in rows] == [("snapshot", "fp32"), ("run", "fp32"), ("run", "8bit")]
-    snapshot, exact, coded = rows
+    kinds = [(row["kind"], row["run"]) for row in rows]
+    assert kinds == [("snapshot", "fp32"), ("run", "fp32"), ("run", "8bit"), ("run", "fp32")]
+    snapshot, exact, coded, again = rows
+    assert again["held_out_loss"] == exact["held_out_loss"]
     assert snapshot["step"] == 4
     assert set(snapshot["elements"]) == {"embedding", "q", "k", "v", "o", "mlp", "norm", "all"}  # tied: no head
     assert 0 < snapshot["errors"]["sqrt8|log8"]["all"] < snapshot["errors"]["e4m3|e4m3"]["all"]
