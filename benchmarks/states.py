@@ -6,10 +6,10 @@
     python -m benchmarks.states --report                         tables and figures of the rows that are there
 
 The 124M model is trained with its layers in BF16, so that the optimizer's states are the only difference between the
-runs. The run "fp32" (FP32 moments, exact FP32 weights) is paused at --snapshots, and its states are coded in every way
-that `state_codes` knows: nothing of a snapshot leaves the device but sums and histograms (`state_errors`,
+runs. The first run "fp32" (FP32 moments, exact FP32 weights) is paused at --snapshots, and its states are coded in
+every way that `state_codes` knows: nothing of a snapshot leaves the device but sums and histograms (`state_errors`,
 `state_use`). The others train with coded moments, same seed, same tokens. Several processes may share --data (the
-first one tokenizes, the others wait) and --out (a row is appended at a time).
+first one tokenizes, the others wait) and --out (a row is appended at a time); give all but one an empty --snapshots.
 
 Rows of benchmarks/results/states.jsonl: "kind": "snapshot" or "run".
 """
@@ -85,11 +85,13 @@ def snapshots_of(steps: list[int], config: Config, identity: Row, out: Path) -> 
 
 
 def run_all(arguments: argparse.Namespace) -> None:
-    """Every run of every seed, one after the other."""
+    """Every run of every seed, one after the other; the states of the first baseline are analysed."""
     console = Console(stderr=True)
+    analysed = False
     for run in planned(arguments, RUNS, COMMON):
         steps = load_config(arguments.config, run.settings).train.steps
-        snapshots = chosen_snapshots(arguments.snapshots, steps) if run.name == BASELINE else []
+        snapshots = chosen_snapshots(arguments.snapshots, steps) if run.name == BASELINE and not analysed else []
+        analysed |= run.name == BASELINE
         # Where the loop would save a checkpoint, the states are looked at; 0 is never.
         config = load_config(arguments.config, [*run.settings, f"checkpoint.every={math.gcd(*snapshots)}"])
         identity = {**run.identity, "steps": steps}
@@ -125,7 +127,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, RUNS, list(USUAL_RUNS), "states.jsonl")
     parser.add_argument(
-        "--snapshots", nargs="*", type=int, help=f"steps of {BASELINE} to analyse; default four; none if empty"
+        "--snapshots",
+        nargs="*",
+        type=int,
+        help=f"steps of the first {BASELINE} to analyse; default four; none if empty",
     )
     return parser.parse_args(arguments)
 
