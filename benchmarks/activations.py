@@ -33,7 +33,7 @@ from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 from overcoat.train.corpus import Corpus
 from overcoat.train.data import make_batch
-from overcoat.train.loop import summed_loss
+from overcoat.train.loss import summed_loss
 from overcoat.train.state import TrainState
 
 # The model to look into: BF16 layers, FP32 moments, exact FP32 weights.

@@ -32,8 +32,8 @@ from overcoat.estimate.meter import workspace
 from overcoat.estimate.phases import kind_of
 from overcoat.estimate.predict import Phase, Predictor, Setup
 from overcoat.kernels.attention import attention, attention_backward
+from overcoat.train.auto_batch import training
 from overcoat.train.configfile import load_config
-from overcoat.train.memory_setup import training
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Configurations for a laptop and for a first run.

@@ -26,7 +26,8 @@ from rich.console import Console
 from benchmarks.common import RESULTS, append_row
 from benchmarks.run_report import Row
 from overcoat import memory
-from overcoat.train.build import choose_device, make_recipe
+from overcoat.train.auto_batch import first_fit
+from overcoat.train.build import choose_device
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
@@ -146,7 +147,7 @@ def scaled(path: Path, settings: list[str], steps: int) -> Config:
 
 def steps_for(config: Config, tokens: int) -> int:
     """How many optimizer steps see at least `tokens` tokens."""
-    return math.ceil(tokens / (config.train.batch_size * config.train.accumulation * config.data.sequence_length))
+    return math.ceil(tokens / (config.train.rows_per_step * config.data.sequence_length))
 
 
 # ---- one run -------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def train(config: Config, corpus: Corpus, title: str, console: Console, visit: V
     if device.type == "cuda":
         torch.cuda.empty_cache()
     start = time.perf_counter()
-    state, _ = make_state(config, corpus, device, make_recipe(config.recipe))
+    state, _ = make_state(config, corpus, device, first_fit(config, device, corpus.tokenizer))
     run_dir = Path(config.train.run_dir)
 
     def pause() -> Path:

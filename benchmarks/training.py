@@ -85,7 +85,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     config = configured(arguments.config, run.settings, arguments.tokens)
     epoch = epoch_tokens(shared_corpus(config, console))
     assert epoch is not None  # data.streaming keeps no tokens, and open_corpus found some
-    needed = config.train.steps * config.train.batch_size * config.train.accumulation * config.data.sequence_length
+    needed = config.train.steps * config.train.rows_per_step * config.data.sequence_length
     print(f"{epoch / 1e6:.1f} M tokens to train on; a run sees {needed / 1e6:.1f} M: {needed / epoch:.2f} epochs")
 
 

@@ -87,6 +87,7 @@ def train_command(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from overcoat.train.loop import RunStoppedError
+    from overcoat.train.out_of_memory import DoesNotFitError
     from overcoat.train.run import run
     from overcoat.train.summary import summarize
 
@@ -98,6 +99,9 @@ def train_command(parsed: argparse.Namespace) -> int:
         again = "" if config.train.resume == "auto" else " without train.resume (or with train.resume=auto)"
         console.print(f"{stop}; the same command{again} continues it", highlight=False, markup=False, soft_wrap=True)
         return 128 + stop.signum
+    except DoesNotFitError as error:
+        print(f"overcoat: training failed: {error}", file=sys.stderr)
+        return 1
     summary = summarize(results, Path(config.train.run_dir), console)
     if parsed.json:
         _write(json.dumps(summary))

@@ -5,6 +5,7 @@ The defaults are what measurement says (docs/log.md); `Recipe.paper()` is COAT a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
@@ -38,6 +39,8 @@ class Recipe:
             dtype), "fp8" (logits' gradient in `grad_format`), or None: Hugging Face's loss, with all logits.
         reuse_weights: keep the weights' FP8 copies until the weights change, 2 bytes per weight, for gradient
             accumulation (ops/weights.py); per-tensor scales only, without effect under FSDP2 and torch.compile.
+        z_loss: weight of log(sum exp(logits))^2, added to every label's loss in `train()` mode; it holds the
+            logits near zero (arXiv 2204.02311: 1e-4). 0 adds nothing.
 
     Raises:
         ValueError: a field has a value that is not listed above, or two do not go together.
@@ -52,6 +55,7 @@ class Recipe:
     fp8: bool = True
     head: Head | None = "bf16"
     reuse_weights: bool = False
+    z_loss: float = 0.0
 
     def __post_init__(self) -> None:
         if self.grad_format is None:
@@ -72,6 +76,14 @@ class Recipe:
             if value not in values:
                 choices = ", ".join(repr(v) for v in values)
                 raise ValueError(f"Recipe.{name} = {value!r} is not known; choose one of {choices}")
+        is_number = isinstance(self.z_loss, (int, float)) and not isinstance(self.z_loss, bool)
+        if not is_number or not 0.0 <= self.z_loss < math.inf:
+            raise ValueError(f"Recipe.z_loss = {self.z_loss!r} is not known; choose 0 or above, a weight such as 1e-4")
+        if self.z_loss and self.head is None:
+            raise ValueError(
+                f"Recipe.z_loss = {self.z_loss!r} is part of the loss that Recipe.head computes: choose head='bf16' "
+                "(the model's own dtype) instead of None"
+            )
         if self.linear_scaling == "block" and self.grad_format != "e4m3":
             raise ValueError(
                 f"Recipe.grad_format = {self.grad_format!r} does not go with linear_scaling='block', whose products "

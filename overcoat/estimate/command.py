@@ -11,6 +11,7 @@ batch asked for does not, the cheapest changes that make it fit. Needs a model's
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 from typing import Any
@@ -103,8 +104,18 @@ def parse_recipe(words: list[str]) -> Recipe:
         key, equals, value = word.partition("=")
         if not equals:
             raise ValueError(f"--recipe {word!r}: after the name come field=value, for example kept_attention=bf16")
-        fields[key] = WORDS[value] if value in WORDS else int(value) if value.isdigit() else value
+        fields[key] = _value(value)
     return Recipe.from_name(words[0], **fields)
+
+
+def _value(word: str) -> Any:
+    """A word of the command line as the value of a field: a number where it is one."""
+    if word in WORDS:
+        return WORDS[word]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(word)
+    return word
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -112,7 +123,7 @@ def run(parsed: argparse.Namespace) -> int:
     from overcoat.estimate import table
     from overcoat.estimate.fit import Room, advise
 
-    predictor, batch, sequence, setup = _what(parsed)
+    predictor, batch, sequence, setup, note = _what(parsed)
     prediction = predictor.predict(batch, sequence, setup, parsed.gpus)
     room = advice = None
     if parsed.gpu_memory is not None:
@@ -123,26 +134,33 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     gpus = f", {parsed.gpus} GPUs" if parsed.gpus > 1 else ""
     print(f"{prediction.parameters / 1e9:.3f} B parameters, batch {batch} x {sequence} tokens{gpus}")
-    if note := table.not_converted(prediction):
-        print(note)
+    for line in filter(None, (note, table.not_converted(prediction))):
+        print(line)
     print(table.component_table(prediction))
     if room is not None and advice is not None:
         print(f"\n{table.rung_table(room, advice)}\n\n{table.recommendation(room, advice)}")
     return 0
 
 
-def _what(parsed: argparse.Namespace) -> tuple[Predictor, int, int, Setup]:
-    """The model, batch, sequence and setup asked for."""
+def _what(parsed: argparse.Namespace) -> tuple[Predictor, int, int, Setup, str]:
+    """The model, batch, sequence and setup asked for, and what was chosen for whoever asked."""
     if parsed.config is not None:
+        from overcoat.train.auto_batch import training
         from overcoat.train.configfile import load_config
-        from overcoat.train.memory_setup import training
+        from overcoat.train.loss import loss_for_estimates
 
         for name, value in DEFAULTS.items():
             if getattr(parsed, name) != value:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} does not go with --config; change that: train.batch_size=8, and the like")
-        asked = training(load_config(parsed.config, parsed.overrides))
-        return Predictor(asked.model), asked.batch, asked.sequence, asked.setup
+        config = load_config(parsed.config, parsed.overrides)
+        asked = training(config, parsed.gpu_memory)
+        predictor = Predictor(asked.model, loss_for_estimates(config.data.document_mask))
+        note = ""
+        if config.train.batch_size == "auto":
+            no = "" if asked.fits else ", which does not fit either"
+            note = f"train.batch_size = auto: {asked.fit}, {config.train.rows_per_step} in a step{no}"
+        return predictor, asked.batch, asked.sequence, asked.setup, note
     if parsed.overrides:
         raise ValueError(f"{parsed.overrides[0]!r}: section.key=value changes a --config, and there is none")
     from overcoat.estimate.models import load_model_config
@@ -159,4 +177,4 @@ def _what(parsed: argparse.Namespace) -> tuple[Predictor, int, int, Setup]:
         dtype=parsed.dtype,
         document_mask=parsed.document_mask,
     )
-    return Predictor(load_model_config(parsed.model)), parsed.batch, parsed.seq, setup
+    return Predictor(load_model_config(parsed.model)), parsed.batch, parsed.seq, setup, ""

@@ -8,7 +8,6 @@ from typing import NamedTuple, Optional
 
 from overcoat.estimate.predict import Prediction, Predictor, Setup
 from overcoat.moments import MOMENT_CODES, resolve_moments
-from overcoat.recipe import Recipe
 
 # No batch is looked for beyond this.
 MOST_ROWS = 2**16
@@ -62,7 +61,7 @@ def _head(setup: Setup) -> Optional[Setup]:
 
 
 def _fp8(setup: Setup) -> Optional[Setup]:
-    return None if setup.recipe.fp8 else replace(setup, recipe=Recipe())
+    return None if setup.recipe.fp8 else replace(setup, recipe=replace(setup.recipe, fp8=True))
 
 
 def _attention(setup: Setup) -> Optional[Setup]:

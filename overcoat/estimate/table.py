@@ -44,13 +44,15 @@ def not_converted(prediction: Prediction) -> str:
 
 
 def rung_table(room: Room, advice: Advice) -> str:
-    """The setup asked for and each change on top of the one before: bytes needed, largest batch, price."""
-    lines = [f"{'':34s} {'needed GiB':>10s} {'largest batch':>13s}   price"]
+    """The setup asked for and each change on top of the one before: bytes allocated (what PyTorch's own report of a
+    real step will say) and needed, largest batch, price."""
+    lines = [f"{'':34s} {'allocated':>10s} {'needed GiB':>10s} {'largest batch':>13s}   price"]
     for rung in advice.rungs:
         name = "as asked" if rung.change is None else f"+ {rung.change.name}"
         price = "" if rung.change is None else rung.change.price
         largest = room.largest_batch(rung.setup)
-        lines.append(f"{name:34s} {gib(rung.prediction.total_bytes):>10s} {largest:13d}   {price}".rstrip())
+        allocated, needed = gib(rung.prediction.peak_bytes), gib(rung.prediction.total_bytes)
+        lines.append(f"{name:34s} {allocated:>10s} {needed:>10s} {largest:13d}   {price}".rstrip())
     return "\n".join(lines)
 
 
@@ -112,6 +114,7 @@ def setup_data(setup: Setup) -> dict[str, Any]:
 def _rung_data(room: Room, rung: Rung) -> dict[str, Any]:
     return {
         "change": None if rung.change is None else rung.change.name,
+        "peak_bytes": rung.prediction.peak_bytes,
         "total_bytes": rung.prediction.total_bytes,
         "largest_batch": room.largest_batch(rung.setup),
     }

@@ -102,7 +102,7 @@ def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Option
 
     Raises:
         ValueError: the model lies on a GPU without FP8 tensor cores (or without products of block scales, if the
-            recipe wants them), or contains no decoder layer.
+            recipe wants them), or contains no decoder layer; `Recipe.z_loss` without a head that can have it.
     """
     recipe = recipe or Recipe()
     report = Report(recipe)
@@ -114,6 +114,8 @@ def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Option
         )
     if recipe.fp8 or recipe.head == "fp8":
         _check_device(model, recipe)
+    if recipe.z_loss:
+        _check_z_loss(model, recipe, filter_fn)
     for name, layer in layers:
         report.layers.append(_convert_layer(layer, name, recipe, filter_fn))
         linears = [module.weight for module in layer.modules() if isinstance(module, nn.Linear)]
@@ -146,6 +148,13 @@ def _check_device(model: nn.Module, recipe: Recipe) -> None:
                     f"Recipe.linear_scaling = 'block' cannot run on {parameter.device}: {reason}. "
                     "Use linear_scaling='tensor' there."
                 )
+
+
+def _check_z_loss(model: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> None:
+    found = find_causal_model(model)
+    reason = "there is no lm_head" if found is None else _why_no_head(*found, recipe, filter_fn)
+    if reason is not None:
+        raise ValueError(f"Recipe.z_loss = {recipe.z_loss} needs the converted loss, and {reason}; use z_loss=0")
 
 
 def _convert_layer(layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optional[FilterFn]) -> LayerReport:
@@ -184,19 +193,30 @@ def _convert_head(model: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn
     if found is None:
         return None
     path, causal = found
-    name = f"{path}.lm_head".removeprefix(".")
-    reason = why_head_unsupported(causal)
-    if recipe.head is None:
-        reason = "Recipe.head is None"
-    elif reason is None and filter_fn is not None and not filter_fn(causal.get_submodule("lm_head"), name):
-        reason = "filter_fn said no"
+    name = _head_name(path)
+    reason = _why_no_head(path, causal, recipe, filter_fn)
     if reason is not None:
         remove_head(causal)
         return LayerReport(name, original_class(causal).__name__, False, reason)
     install_head(causal, recipe)
     products = f"e4m3/{recipe.grad_format}" if recipe.head == "fp8" else "in the model's own dtype"
     detail = f"no logits with labels in train(), products {products}"
+    if recipe.z_loss:
+        detail += f", z-loss {recipe.z_loss}"
     return LayerReport(name, original_class(causal).__name__, True, detail)
+
+
+def _head_name(path: str) -> str:
+    return f"{path}.lm_head".removeprefix(".")
+
+
+def _why_no_head(path: str, causal: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> Optional[str]:
+    if recipe.head is None:
+        return "Recipe.head is None"
+    reason = why_head_unsupported(causal)
+    if reason is None and filter_fn is not None and not filter_fn(causal.get_submodule("lm_head"), _head_name(path)):
+        reason = "filter_fn said no"
+    return reason
 
 
 @functools.cache

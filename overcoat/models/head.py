@@ -8,6 +8,8 @@ layers do (convert.py), with the same parameters and names:
                      The call goes through the module, so that FSDP2 may wrap lm_head by itself.
     LeanLossModel    forward(labels=...) calls it so in `train()` mode and leaves `logits` out of its result (None).
 
+`Recipe.z_loss` is added to that loss in `train()` mode, nowhere else: in `eval()` the loss is the cross-entropy.
+
 Everything else is the original forward: without labels, in `eval()`, with `output_logits=True` or `logits_to_keep`,
 with another loss function, and when lm_head was replaced or hooked since. The subclass of the model keeps the name of
 its class, which `save_pretrained` writes into config.json.
@@ -82,6 +84,12 @@ class LeanLossModel(nn.Module):
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         is_lean = labels is not None and not wants_logits and keeps_all and self.overcoat_recipe.head is not None
         if labels is None or not is_lean or not self._has_lean_head():
+            if labels is not None and self.training and self.overcoat_recipe.z_loss:
+                raise ValueError(
+                    f"Recipe.z_loss = {self.overcoat_recipe.z_loss} is added where the loss needs no logits: leave "
+                    " output_logits and logits_to_keep out while training, lm_head and the loss function as they "
+                    "were converted, or convert the model again without z_loss"
+                )
             return super().forward(**inputs, labels=labels, logits_to_keep=logits_to_keep)
         return self._loss_only(labels, inputs)
 
@@ -116,6 +124,7 @@ class LeanLossModel(nn.Module):
             targets.to(hidden.device).reshape(hidden.shape[:-1]),
             ignore_index=ignore_index,
             reduction="mean" if num_items is None else "sum",
+            z_loss=self.overcoat_recipe.z_loss if self.training else 0.0,
             fp8=self.overcoat_recipe.grad_format if self.overcoat_recipe.head == "fp8" else None,
         )
         if num_items is None:

@@ -94,6 +94,11 @@ class GradientRelease:
         """A copy of the model takes its hooks along, so also this: as a handle that is not in force."""
         return _removed, ()
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a parameter may have moved since the last `optimizer.step()` or `zero_grad()`."""
+        return bool(self.steps.used)
+
     # ---- called by the optimizer ----------------------------------------------------------------------
 
     def check_step(self, clip_grad_norm: Optional[float]) -> None:

@@ -35,8 +35,13 @@ def choose_device(name: str) -> torch.device:
 def check_config(config: Config) -> None:
     """Find what is wrong with the device, the recipe, the optimizer and the inline model before anything is
     read."""
-    choose_device(config.train.device)
+    device = choose_device(config.train.device)
     make_recipe(config.recipe)
+    require(
+        config.train.batch_size != "auto" or device.type == "cuda" or config.train.memory_limit_gib > 0,
+        "train.batch_size = 'auto' asks a GPU how much memory is free, and this run is on a CPU: set train.batch_size "
+        "to a number, or train.memory_limit_gib to what it may plan with",
+    )
     try:
         make_optimizer(nn.Linear(1, 1, dtype=getattr(torch, config.model.dtype)), config.optimizer, config.train.seed)
     except ValueError as error:

@@ -24,6 +24,8 @@ FREE_KEYS = (
     "train.resume",
     "train.log_every",
     "train.tensorboard",
+    "train.on_oom",
+    "train.memory_limit_gib",
     "optimizer.offload",
     "data.cache_dir",
     "checkpoint.",
@@ -70,6 +72,7 @@ class RecipeConfig:
     grad_format: str | None = option(None, "replaces the format of output gradients: e5m2, e4m3")
     reuse_weights: bool | None = option(None, "true keeps the weights' FP8 copies for all micro-batches of a step")
     head: str | None = option(None, 'replaces the products of the loss: "bf16", "fp8", or "none" (all logits at once)')
+    z_loss: float | None = option(None, "weight of log(sum exp)^2 in the training loss, per label (PaLM: 1e-4)")
 
 
 @dataclass(frozen=True)
@@ -184,8 +187,18 @@ class TokenizerConfig:
 class TrainConfig:
     run_dir: str = option("", "everything the run writes goes here; default: runs/ and the config file's name")
     steps: int = option(1000, "optimizer steps")
-    batch_size: int = option(8, "rows in one forward pass")
-    accumulation: int = option(1, "forward passes in one optimizer step")
+    batch_size: int | Literal["auto"] = option(
+        8, 'rows in one forward pass, or "auto": as many as fit the GPU, from the divisors of train.global_batch_size'
+    )
+    accumulation: int = option(1, 'forward passes in one optimizer step; with batch_size = "auto" it follows')
+    global_batch_size: int = option(0, 'rows in one optimizer step: only, and needed, with batch_size = "auto"')
+    memory_limit_gib: float = option(
+        0.0, 'GPU memory that batch_size = "auto" may plan with, in GiB, CUDA context included; 0: what is free'
+    )
+    on_oom: Literal["smaller_batch", "leaner_recipe", "error"] = option(
+        "smaller_batch",
+        "when a step runs out of memory, take it again with fewer rows at once, or first with block checkpoints",
+    )
     seed: int = option(0, "of the model's initialisation, the data order and stochastic rounding")
     device: str = option("auto", '"cuda", "cpu", or "auto"')
     resume: str = option("auto", '"auto" (newest checkpoint of run_dir, if any), or the path of a checkpoint')
@@ -193,8 +206,28 @@ class TrainConfig:
     tensorboard: bool = option(True, "also write TensorBoard events")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulation", "log_every"):
+        counts = ["steps", "accumulation", "log_every"]
+        counts.append("global_batch_size" if self.batch_size == "auto" else "batch_size")
+        for name in counts:
             require(getattr(self, name) >= 1, f"train.{name} = {getattr(self, name)}: at least 1")
+        require(self.memory_limit_gib >= 0, f"train.memory_limit_gib = {self.memory_limit_gib}: 0 (no limit) or above")
+        if self.batch_size == "auto":
+            require(
+                self.accumulation == 1,
+                f"train.accumulation = {self.accumulation}: follows from train.batch_size = 'auto'; leave it out and "
+                "say how many rows a step has with train.global_batch_size",
+            )
+        else:
+            require(
+                self.global_batch_size == 0,
+                f"train.global_batch_size = {self.global_batch_size}: goes with train.batch_size = 'auto'; a step has "
+                f"batch_size x accumulation = {self.batch_size * self.accumulation} rows",
+            )
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows in one optimizer step: the global batch."""
+        return self.global_batch_size if self.batch_size == "auto" else self.batch_size * self.accumulation
 
 
 @dataclass(frozen=True)
@@ -261,6 +294,11 @@ class Config:
             not (self.optimizer.release_gradients and self.train.accumulation > 1),
             f"optimizer.release_gradients cannot accumulate (train.accumulation = {self.train.accumulation}): the "
             "weights move in the first backward pass. Set train.accumulation=1, or raise train.batch_size",
+        )
+        require(
+            not (self.optimizer.release_gradients and self.train.batch_size == "auto"),
+            "train.batch_size = 'auto' accumulates what does not fit at once, which optimizer.release_gradients "
+            "cannot: set train.batch_size to a number (overcoat estimate knows the largest)",
         )
         warmup, steps = self.schedule.warmup_steps, self.train.steps
         require(warmup < steps, f"schedule.warmup_steps = {warmup}: must be below train.steps = {steps}")

@@ -6,6 +6,8 @@ One step with A accumulated batches, N labels in all of them and gradient g (sum
     g    = g * min(1, clip / |g|)                   inside overcoat.AdamW, |g| over all parameters in FP32
     AdamW with lr(step)                             which leaves the weights alone where |g| is not finite
 
+A step that runs out of memory is taken again, with the same rows, as `train.on_oom` says (`out_of_memory.py`).
+
 Nothing here makes the host wait for the GPU within a step: losses and norms stay on the device until the next log
 interval, where they are read together, checked (a loss that is not finite ends the run before it can reach a
 checkpoint) and written, one row per step. Logits exist only in a model whose head `convert` left alone; they become
@@ -27,13 +29,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from overcoat import memory
-from overcoat.models.head import LeanLossModel
 from overcoat.train.config import Config
-from overcoat.train.data import Batch, make_batch
+from overcoat.train.data import make_batch
+from overcoat.train.loss import summed_loss
 from overcoat.train.metrics import MetricsLog, ProgressReport, Row, peak_bytes
+from overcoat.train.out_of_memory import (
+    DoesNotFitError,
+    Fitting,
+    free_memory,
+    is_out_of_memory,
+    whatever_the_batch,
+)
 from overcoat.train.schedule import multiplier
 from overcoat.train.state import TrainState
 
@@ -83,26 +91,23 @@ class StepRecord:
     gradient_norm: torch.Tensor  # () fp32, before clipping
 
 
-def summed_loss(model: Any, batch: Batch) -> torch.Tensor:
-    """Sum of the cross-entropy over the batch's labels, () fp32; without logits where the model can."""
-    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
-    if isinstance(model, LeanLossModel):
-        # The labels are shifted already; divided by one item, the loss is the sum.
-        labels = {"labels": batch.labels, "shift_labels": batch.labels, "num_items_in_batch": 1}
-        return model(**inputs, **labels, output_logits=False).loss
-    logits = model(**inputs).logits  # (B, T, V)
-    log_probabilities = F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32)
-    return F.nll_loss(log_probabilities, batch.labels.flatten(), reduction="sum")
-
-
 def train_step(state: TrainState, config: Config) -> StepRecord:
-    """One optimizer step over `train.accumulation` batches."""
+    """One optimizer step over `train.rows_per_step` rows, in micro-batches of `state.fit`.
+
+    Running out of memory in a forward or backward pass leaves everything but the gradients and the generators as it
+    was; the rows stay in `state.drawn` and are taken again.
+
+    Raises:
+        DoesNotFitError: the optimizer itself ran out of memory.
+    """
     lr = config.optimizer.lr * multiplier(config.schedule, state.step, config.train.steps)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
+    if state.drawn is None:
+        state.drawn = state.rows.next_rows(config.train.rows_per_step)
     batches = [
-        make_batch(state.rows.next_rows(config.train.batch_size), state.eos, config.data.document_mask)
-        for _ in range(config.train.accumulation)
+        make_batch(state.drawn[start : start + state.fit.micro_batch], state.eos, config.data.document_mask)
+        for start in range(0, len(state.drawn), state.fit.micro_batch)
     ]
     num_labels = sum(batch.num_labels for batch in batches)
     total = torch.zeros((), device=state.device)
@@ -111,10 +116,12 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
             loss = summed_loss(state.model, batch.to(state.device)) / num_labels
         loss.backward()
         total += loss.detach()
-    state.optimizer.step(clip_grad_norm=config.optimizer.clip or None)
+    with whatever_the_batch("the optimizer's step"):
+        state.optimizer.step(clip_grad_norm=config.optimizer.clip or None)
     norm = state.optimizer.grad_norm
     assert norm is not None
     state.optimizer.zero_grad(set_to_none=True)
+    state.drawn = None
     state.step += 1
     num_tokens = sum(batch.input_ids.numel() for batch in batches)
     state.num_tokens += num_tokens
@@ -133,17 +140,30 @@ def _measured(state: TrainState) -> Any:
 
 
 def evaluate(state: TrainState, config: Config, rows: np.ndarray) -> float:
-    """Mean loss per label over held-out rows (rows, T + 1), in eval mode."""
-    state.model.eval()
+    """Mean loss per label over held-out rows (rows, T + 1), in eval mode; fewer rows at once if memory runs out."""
+    size = state.fit.micro_batch
+    while True:
+        try:
+            return _mean_loss(state, config, rows, size)
+        except RuntimeError as error:
+            if size == 1 or not is_out_of_memory(error):
+                raise
+        free_memory(state.device)
+        size = size // 2
+
+
+def _mean_loss(state: TrainState, config: Config, rows: np.ndarray, size: int) -> float:
     total = torch.zeros((), device=state.device, dtype=torch.float64)
     num_labels = 0
-    with torch.no_grad():
-        for start in range(0, len(rows), config.train.batch_size):
-            chunk = rows[start : start + config.train.batch_size]
-            batch = make_batch(chunk, state.eos, config.data.document_mask)
-            total += summed_loss(state.model, batch.to(state.device))
-            num_labels += batch.num_labels
-    state.model.train()
+    state.model.eval()
+    try:
+        with torch.no_grad():
+            for start in range(0, len(rows), size):
+                batch = make_batch(rows[start : start + size], state.eos, config.data.document_mask)
+                total += summed_loss(state.model, batch.to(state.device))
+                num_labels += batch.num_labels
+    finally:
+        state.model.train()
     return float(total) / num_labels
 
 
@@ -212,7 +232,7 @@ class IntervalLog:
 def _reporting_step(report: ProgressReport) -> Callable[[TrainState, Config], StepRecord]:
     from overcoat.train.memory_report import ReportingStep
 
-    return ReportingStep(train_step, summed_loss, report.say)
+    return ReportingStep(train_step, report.say)
 
 
 def train_steps(
@@ -231,10 +251,25 @@ def train_steps(
 
     state.model.train()
     interval = IntervalLog(log, report, state.device)
+
+    def changed(text: str, row: Row | None) -> None:
+        interval.flush()  # what came before stays, whatever becomes of this step
+        report.say(text)
+        if row is not None:
+            log.write(row)
+        interval.restart_clock()  # the failed attempt is no part of the rate
+
     take_step = _reporting_step(report) if config.memory.report else train_step
+    fitting, first_step = Fitting(take_step, config, state, changed), state.step
     with StopRequest() as stop:
         while state.step < config.train.steps:
-            interval.add(take_step(state, config))
+            try:
+                interval.add(fitting(state, config))
+            except DoesNotFitError as error:
+                if error.is_whole and state.step > first_step:
+                    interval.flush()
+                    report.say(f"step {state.step + 1} does not fit; {save()} has the {state.step} before it")
+                raise
             if due(config.train.log_every) or state.step == 1:
                 interval.flush()
             if due(config.eval.every) and stop.signum is None:

@@ -9,7 +9,6 @@ Measured is the second step of the process, the first one in which the optimizer
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,16 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from overcoat.estimate.dry_run import META
 from overcoat.estimate.measure import measure_step
 from overcoat.estimate.phases import LOSS, kind_of
 from overcoat.estimate.predict import LIBRARIES, Phase, Prediction, Predictor
 from overcoat.memory import optimizer_bytes
 from overcoat.train.config import Config
-from overcoat.train.data import Batch
 from overcoat.train.extras import load_extra
+from overcoat.train.loss import loss_for_estimates
 from overcoat.train.memory_setup import training_setup
 from overcoat.train.metrics import restart_peak
 from overcoat.train.state import TrainState
@@ -48,38 +45,37 @@ class ReportingStep:
     """Takes training steps; the second one is measured and reported.
 
     Args:
-        train_step: takes a step.
-        summed_loss: the model's loss on a batch, as the step computes it.
+        train_step: takes a step, or raises; then the call did not count.
         say: prints a line.
     """
 
-    def __init__(
-        self,
-        train_step: Callable[[TrainState, Config], Any],
-        summed_loss: Callable[[Any, Batch], Tensor],
-        say: Callable[[str], None],
-    ) -> None:
-        self.train_step, self.summed_loss, self.say = train_step, summed_loss, say
+    def __init__(self, train_step: Callable[[TrainState, Config], Any], say: Callable[[str], None]) -> None:
+        self.train_step, self.say = train_step, say
         self.steps = 0
 
     def __call__(self, state: TrainState, config: Config) -> Any:
+        measured = self.steps + 1 == min(MEASURED_STEP, config.train.steps)
+        record = self._measured(state, config) if measured else self.train_step(state, config)
         self.steps += 1
-        if self.steps != min(MEASURED_STEP, config.train.steps):
-            return self.train_step(state, config)
+        return record
+
+    def _measured(self, state: TrainState, config: Config) -> Any:
         gradients: list[int] = []
         handle = state.optimizer.register_step_pre_hook(lambda *_: gradients.append(_gradient_bytes(state.model)))
-        with measure_step(state.model, state.optimizer, restart_peak) as phases:
-            record = self.train_step(state, config)
-        handle.remove()
+        try:
+            with measure_step(state.model, state.optimizer, restart_peak) as phases:
+                record = self.train_step(state, config)
+        finally:
+            handle.remove()
         self._report(state, config, phases, gradients[-1])
         return record
 
     def _report(self, state: TrainState, config: Config, phases: list[Phase], gradients: int) -> None:
-        setup = training_setup(config)
+        setup = training_setup(config, state.fit)
         if state.device.type != "cuda":
             setup = replace(setup, offload=False)  # the states are in the memory that is counted
-        predictor = Predictor(state.model.config, functools.partial(self._loss, setup.document_mask))
-        work = (config.train.batch_size, config.data.sequence_length)
+        predictor = Predictor(state.model.config, loss_for_estimates(setup.document_mask))
+        work = (state.fit.micro_batch, config.data.sequence_length)
         prediction = predictor.predict(*work, setup)
         # Nothing of a CPU's matrix library is in the count of tensors.
         absent = 0 if state.device.type == "cuda" else LIBRARIES
@@ -95,11 +91,6 @@ class ReportingStep:
         (run_dir / "memory.json").write_text(json.dumps(_data(figures, predicted, phases)) + "\n", encoding="utf-8")
         draw_timeline(predicted, phases, run_dir / "memory.png")
         self.say(f"{text}\n{run_dir / 'memory.png'} shows the step's course")
-
-    def _loss(self, document_mask: bool, model: Any, batch: int, sequence: int) -> Tensor:
-        ids = torch.empty((batch, sequence), dtype=torch.int64, device=META)
-        places = torch.empty_like(ids) if document_mask else None
-        return self.summed_loss(model, Batch(ids, torch.empty_like(ids), places, ids.numel())) / ids.numel()
 
 
 def _gradient_bytes(model: torch.nn.Module) -> int:

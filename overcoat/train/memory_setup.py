@@ -1,56 +1,47 @@
-"""A training configuration as `overcoat.estimate` takes it: for `overcoat estimate --config` and `memory.report`."""
+"""A training configuration as `overcoat.estimate` takes it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from overcoat.estimate.models import load_model_config
 from overcoat.estimate.predict import Setup
-from overcoat.train.build import check_inline, make_recipe
+from overcoat.train.build import inline_config
 from overcoat.train.config import Config
-from overcoat.train.extras import load_extra
+from overcoat.train.fit import Fit, recipe_of
 
 
-class Training(NamedTuple):
-    """A training configuration as far as memory is concerned."""
-
-    model: Any  # transformers configuration
-    batch: int
-    sequence: int
-    setup: Setup
-
-
-def training(config: Config) -> Training:
-    """Model, batch and setup of a training configuration."""
-    return Training(_model_config(config), config.train.batch_size, config.data.sequence_length, training_setup(config))
-
-
-def training_setup(config: Config) -> Setup:
-    """What a training configuration says about memory."""
+def training_setup(config: Config, fit: Fit) -> Setup:
+    """What a training configuration says about memory, with micro-batches and recipe as `fit` has them."""
     optimizer = config.optimizer
     moments = optimizer.moments if isinstance(optimizer.moments, str) else (optimizer.moments[0], optimizer.moments[1])
     return Setup(
-        recipe=make_recipe(config.recipe),
+        recipe=recipe_of(config, fit),
         moments=moments,
         master=optimizer.master,
         group_size=optimizer.group_size,
         release_gradients=optimizer.release_gradients,
         offload=optimizer.offload,
-        accumulation=config.train.accumulation,
+        accumulation=config.train.rows_per_step // fit.micro_batch,
         dtype=config.model.dtype,
         document_mask=config.data.document_mask,
     )
 
 
-def _model_config(config: Config) -> Any:
-    if config.model.name:
-        return load_model_config(config.model.name)
-    transformers = load_extra("transformers", "hf", "overcoat estimate")
-    model_type = check_inline(config.model)
-    values = {key: value for key, value in config.model.config.items() if key != "model_type"}
-    if "vocab_size" not in values and not config.tokenizer.vocab_size:
-        raise ValueError(
-            "the size of the vocabulary is known only once the tokenizer is read: pass model.config.vocab_size=N"
-        )
-    values.setdefault("vocab_size", config.tokenizer.vocab_size)
-    return transformers.AutoConfig.for_model(model_type, **values)
+def model_config(config: Config, tokenizer: Any | None = None) -> Any:
+    """The transformers configuration of the model that is trained.
+
+    Raises:
+        ValueError: the vocabulary is that of a tokenizer which is not given.
+    """
+    model, size = config.model, config.tokenizer.vocab_size
+    if model.name:
+        return load_model_config(model.name)
+    if tokenizer is None and "vocab_size" not in model.config:
+        if not size:
+            raise ValueError(
+                "the size of the vocabulary is known only once the tokenizer is read: pass model.config.vocab_size=N"
+            )
+        model = replace(model, config={**model.config, "vocab_size": size})
+    return inline_config(model, tokenizer, config.data.sequence_length)

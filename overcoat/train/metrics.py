@@ -1,10 +1,11 @@
 """What a run reports while it trains: one JSON line per step, TensorBoard events, a progress bar.
 
 `metrics.jsonl` is only ever appended to. A row is {"kind": "train", "step", "loss", "lr", "gradient_norm",
-...} or {"kind": "eval", "step", "loss"}; a step skipped for its gradient has "gradient_norm": null; a resumed
-run first writes {"kind": "resume", "step"}, which tells `read_metrics` to forget rows after that step: they
-were logged by a process that died before its next checkpoint. The steps are then repeated with the same
-numbers. A line cut off by such a death is skipped.
+...} or {"kind": "eval", "step", "loss"}; a step skipped for its gradient has "gradient_norm": null;
+{"kind": "fit", "step", ...} says how many rows pass at once from that step on (`out_of_memory.py`). A resumed
+run first writes {"kind": "resume", "step"}, which tells `read_metrics` to forget rows after that step, but
+for fits: they were logged by a process that died before its next checkpoint. The steps are then repeated
+with the same numbers. A line cut off by such a death is skipped.
 """
 
 from __future__ import annotations
@@ -68,16 +69,17 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> dict[str, dict[int, Row]]:
-    """{"train": {step: row}, "eval": {step: row}} in the order of steps, as if the run had never been
-    interrupted."""
-    found: dict[str, dict[int, Row]] = {"train": {}, "eval": {}}
+    """{"train": {step: row}, "eval": {step: row}, "fit": {step: row}} in the order of steps, as if the run had
+    never been interrupted."""
+    found: dict[str, dict[int, Row]] = {"train": {}, "eval": {}, "fit": {}}
     for line in path.read_text(encoding="ascii").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
         if row["kind"] == "resume":
-            found = {kind: {s: r for s, r in rows.items() if s <= row["step"]} for kind, rows in found.items()}
+            for kind in ("train", "eval"):
+                found[kind] = {s: r for s, r in found[kind].items() if s <= row["step"]}
         else:
             found[row["kind"]][row["step"]] = row
     return found

@@ -16,23 +16,18 @@ import contextlib
 import fcntl
 import functools
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 import overcoat
 from overcoat import memory
-from overcoat.train.build import (
-    build_model,
-    check_config,
-    check_vocabulary,
-    choose_device,
-    make_optimizer,
-    make_recipe,
-)
+from overcoat.train.auto_batch import first_fit
+from overcoat.train.build import build_model, check_config, check_vocabulary, choose_device, make_optimizer
 from overcoat.train.checkpoint import (
     RECORDED_CONFIG,
     checkpoint_dir,
@@ -47,8 +42,10 @@ from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.files import sweep, write_directory
+from overcoat.train.fit import Fit, recipe_of
 from overcoat.train.loop import evaluate, train_steps
 from overcoat.train.metrics import MetricsLog, ProgressReport, forget_peak, read_metrics
+from overcoat.train.out_of_memory import LostStepError, free_memory, recorded_fits, whatever_the_batch
 from overcoat.train.state import TrainState
 
 
@@ -122,24 +119,48 @@ def twin_config(config: Config) -> Config:
 def run_once(config: Config, console: Console, title: str) -> RunResult:
     """Train (or go on training) one model and finish it."""
     start_from = check_before_training(config)
-    device = choose_device(config.train.device)
-    recipe = make_recipe(config.recipe)
+    checkpoints = [] if start_from is None else [start_from]
     run_dir = Path(config.train.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
-        say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-        corpus = open_corpus(config, say)
-        state, report = make_state(config, corpus, device, recipe)
-        say(str(report))
-        folder = checkpoint_dir(config)
-        if start_from is not None:
-            load_checkpoint(start_from, state)
-            say(f"resuming from {start_from}")
-        if folder.exists():
-            sweep(folder)
-            set_aside_newer(folder, state.step)
-        (run_dir / RECORDED_CONFIG).write_text(dump_toml(config), encoding="utf-8")
-        return _train_and_finish(config, console, title, corpus, state)
+        while True:
+            try:
+                return _train_from(checkpoints, config, console, title)
+            except LostStepError:
+                pass  # said when it happened; the frames of the attempt are gone after this line
+            free_memory(choose_device(config.train.device))
+
+
+def _train_from(checkpoints: list[Path], config: Config, console: Console, title: str) -> RunResult:
+    """Train from the last of `checkpoints`, to which those that are written are added, or from the beginning."""
+    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    device = choose_device(config.train.device)
+    corpus = open_corpus(config, say)
+    with whatever_the_batch("the model"):
+        state, report = make_state(config, corpus, device, beginning_fit(config, device, corpus.tokenizer))
+    say(str(report))
+    if checkpoints:
+        load_checkpoint(checkpoints[-1], state)
+        say(f"resuming from {checkpoints[-1]}")
+    folder = checkpoint_dir(config)
+    if folder.exists():
+        sweep(folder)
+        set_aside_newer(folder, state.step)
+    (Path(config.train.run_dir) / RECORDED_CONFIG).write_text(dump_toml(config), encoding="utf-8")
+
+    def save() -> Path:
+        checkpoints.append(save_checkpoint(state, config, corpus.tokenizer))
+        return checkpoints[-1]
+
+    return _train_and_finish(config, console, title, corpus, state, save)
+
+
+def beginning_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fit:
+    """The fit to begin with: chosen once, then the first that the run has recorded."""
+    recorded = recorded_fits(config)
+    if config.train.batch_size == "auto" and recorded:
+        return recorded[min(recorded)]
+    return first_fit(config, device, tokenizer)
 
 
 @contextlib.contextmanager
@@ -153,13 +174,11 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def make_state(
-    config: Config, corpus: Corpus, device: torch.device, recipe: overcoat.Recipe
-) -> tuple[TrainState, overcoat.Report]:
+def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -> tuple[TrainState, overcoat.Report]:
     """Model, optimizer and data at step 0, and what `convert` did."""
     model = build_model(config, corpus.tokenizer, device)
     check_vocabulary(model, corpus.num_ids, config.data.is_tokens)
-    report = overcoat.convert(model, recipe)
+    report = overcoat.convert(model, recipe_of(config, fit))
     forget_peak(device)
     optimizer = make_optimizer(model, config.optimizer, config.train.seed)
     if config.optimizer.release_gradients:
@@ -171,23 +190,19 @@ def make_state(
         data_identity=corpus.identity,
         eos=corpus.eos,
         device=device,
+        fit=fit,
     )
     return state, report
 
 
-def _train_and_finish(config: Config, console: Console, title: str, corpus: Corpus, state: TrainState) -> RunResult:
+def _train_and_finish(
+    config: Config, console: Console, title: str, corpus: Corpus, state: TrainState, save: Callable[[], Path]
+) -> RunResult:
     run_dir = Path(config.train.run_dir)
     log = MetricsLog(config, state.step)
     report = ProgressReport(console, title, config.train.steps, state.step)
     try:
-        train_steps(
-            state,
-            config,
-            corpus.held_out,
-            log,
-            report,
-            lambda: save_checkpoint(state, config, corpus.tokenizer),
-        )
+        train_steps(state, config, corpus.held_out, log, report, save)
         if state.step not in read_metrics(run_dir / "metrics.jsonl")["eval"]:
             log.write({"kind": "eval", "step": state.step, "loss": evaluate(state, config, corpus.held_out)})
     finally:

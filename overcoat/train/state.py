@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 import overcoat
+from overcoat.train.config import Config
 from overcoat.train.data import RowSource
+from overcoat.train.fit import Fit, recipe_of
 
 # What load_state_dict takes from the checkpoint although the configuration says it, and may say it anew.
 RECONFIGURABLE = ("betas", "eps", "weight_decay")
@@ -29,10 +31,17 @@ class TrainState:
     data_identity: str
     eos: int | None
     device: torch.device
+    fit: Fit
     step: int = 0
     num_tokens: int = 0
     kept_bytes: int = 0  # kept for the backward by one forward pass; 0 until measured
     kept_table: str = ""
+    drawn: np.ndarray | None = None  # rows of the step being taken, (rows, T + 1): a step taken again has the same
+
+    def change_fit(self, config: Config, fit: Fit) -> None:
+        """Go on with another micro-batch or recipe; the next forward pass is measured anew."""
+        overcoat.convert(self.model, recipe_of(config, fit))
+        self.fit, self.kept_bytes, self.kept_table = fit, 0, ""
 
     def training_dict(self) -> dict[str, Any]:
         """All but the model's weights, as plain containers and tensors (loadable with weights_only)."""
@@ -44,6 +53,7 @@ class TrainState:
             "step": self.step,
             "num_tokens": self.num_tokens,
             "kept_bytes": self.kept_bytes,
+            "drawn": None if self.drawn is None else torch.from_numpy(self.drawn),
         }
 
     def load_training_dict(self, saved: dict[str, Any]) -> None:
@@ -53,6 +63,8 @@ class TrainState:
             group.update(options)
         self.rows.load_state_dict(saved["rows"])
         self.step, self.num_tokens, self.kept_bytes = saved["step"], saved["num_tokens"], saved["kept_bytes"]
+        drawn = saved.get("drawn")  # only of a run that ended in a step which did not fit
+        self.drawn = None if drawn is None else drawn.numpy()
         set_rng_state(saved["rng"])
 
 

@@ -19,7 +19,7 @@ from overcoat.estimate.predict import LASTING, LIBRARIES, StateBytes
 from overcoat.memory import optimizer_bytes, record_kept
 from overcoat.optim.state import bytes_to_offload
 from overcoat.train.data import Batch
-from overcoat.train.loop import summed_loss
+from overcoat.train.loss import summed_loss
 from tests.models.zoo import KINDS, make_batch, make_model
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

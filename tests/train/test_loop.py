@@ -17,7 +17,9 @@ from overcoat.train import loop
 from overcoat.train.build import build_model, make_optimizer
 from overcoat.train.config import Config
 from overcoat.train.data import PackedRows, make_batch
-from overcoat.train.loop import check_finite, evaluate, summed_loss, train_step
+from overcoat.train.fit import Fit
+from overcoat.train.loop import check_finite, evaluate, train_step
+from overcoat.train.loss import summed_loss
 from overcoat.train.metrics import MetricsLog, format_bytes, read_metrics
 from overcoat.train.run import run_once
 from overcoat.train.state import TrainState, rng_state, set_rng_state
@@ -36,7 +38,9 @@ def make_state(config: Config, document_mask_eos: int | None = 0) -> TrainState:
     tokens[ends - 1] = 0
     rows = PackedRows(tokens, np.stack([ends - lengths, ends], axis=1), config.data.sequence_length, seed=0)
     optimizer = make_optimizer(model, config.optimizer, 0)
-    return TrainState(model, optimizer, rows, "test", document_mask_eos, torch.device("cpu"))
+    return TrainState(
+        model, optimizer, rows, "test", document_mask_eos, torch.device("cpu"), Fit(config.train.batch_size)
+    )
 
 
 def test_summed_loss_is_the_models_own(make_config: MakeConfig) -> None:

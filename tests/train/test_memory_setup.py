@@ -8,8 +8,8 @@ import pytest
 
 from overcoat import Recipe
 from overcoat.estimate import Setup
+from overcoat.train.auto_batch import training
 from overcoat.train.configfile import build_config, load_config
-from overcoat.train.memory_setup import training
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MINIMAL = {"model": {"config": {"model_type": "llama", "hidden_size": 256}}, "data": {"files": ["a.txt"]}}

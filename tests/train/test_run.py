@@ -63,7 +63,7 @@ def test_export_loads_in_plain_transformers_with_equal_logits(finished: tuple) -
     # And the held-out loss that the run reported belongs to them.
     from overcoat.train.corpus import open_corpus
     from overcoat.train.data import make_batch
-    from overcoat.train.loop import summed_loss
+    from overcoat.train.loss import summed_loss
 
     batch = make_batch(open_corpus(config, print).held_out, tokenizer.eos_token_id, document_mask=False)
     with torch.no_grad():

@@ -1,0 +1,167 @@
+"""Running out of memory costs a run one step's time, not the run.
+
+    forward, backward   nothing has moved yet: gradients are dropped, the generators put back, and the same rows are
+                        taken again with the next leaner fit (`fit.py`, `train.on_oom`)
+    the same, released  `optimizer.release_gradients` moves weights inside the backward. Once it has, the step cannot
+                        be taken again: LostStepError, and the run goes on from its newest checkpoint (`run.py`)
+    the optimizer       needs the same whatever the batch, and may have moved some of the weights: DoesNotFitError
+
+What was changed, and at which step, is a row of kind "fit" in metrics.jsonl. Fits only get leaner, so the fit of a step
+is the leanest of the rows up to it. A resumed run changes its fit at the steps of the run before: it repeats that run's
+numbers, and does not run out of memory again on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overcoat.train.config import Config
+from overcoat.train.fit import Fit, leanest, next_leaner
+from overcoat.train.metrics import Row, read_metrics
+from overcoat.train.state import TrainState, rng_state, set_rng_state
+
+# PyTorch's allocator has an exception of its own; these come from libraries that allocate around it.
+OF_LIBRARIES = ("CUDA error: out of memory", "[CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+REMEDY = (
+    "overcoat estimate --config CONFIG.toml --gpu-memory SIZE lists what needs less: recipe.checkpoint=block, "
+    "optimizer.master=bf16, optimizer.offload=true, shorter rows. With such changes train.resume=CHECKPOINT continues"
+)
+
+
+class DoesNotFitError(Exception):
+    """Memory ran out, and nothing that may be changed by itself would help. is_whole: all is as before the step."""
+
+    def __init__(self, message: str, is_whole: bool):
+        super().__init__(message)
+        self.is_whole = is_whole
+
+
+class LostStepError(Exception):
+    """Memory ran out after some weights had moved: the state is good for nothing, a checkpoint is."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the GPU's memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OF_LIBRARIES)
+
+
+@contextlib.contextmanager
+def whatever_the_batch(what: str) -> Iterator[None]:
+    """Inside, `what` needs memory that does not depend on the batch.
+
+    Raises:
+        DoesNotFitError: it ran out.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        message = f"{what} ran out of memory, whatever the batch ({_first_line(error)}). {REMEDY}"
+        raise DoesNotFitError(message, is_whole=False) from error
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back to the GPU what nothing refers to any more."""
+    gc.collect()  # frames of a failed step may hold each other
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Fitting:
+    """Takes steps, with what fits.
+
+    Args:
+        take_step: takes a step, or raises and leaves `TrainState.drawn` to be taken again.
+        config: of the run; fits recorded in its run directory are followed.
+        state: about to take its first step.
+        changed: told of another fit: a line for the reader, and a row for the metrics if it is new.
+    """
+
+    def __init__(
+        self,
+        take_step: Callable[[TrainState, Config], Any],
+        config: Config,
+        state: TrainState,
+        changed: Callable[[str, Row | None], None],
+    ) -> None:
+        self.take_step, self.changed = take_step, changed
+        self.recorded = recorded_fits(config)
+        if config.train.batch_size == "auto" and fit_at(self.recorded, state.step + 1) is None:
+            text = f"train.batch_size = auto: {state.fit}, {config.train.rows_per_step} in a step"
+            changed(text, fit_row(state.step + 1, state.fit, out_of_memory=False))
+
+    def __call__(self, state: TrainState, config: Config) -> Any:
+        """One step.
+
+        Raises:
+            DoesNotFitError: nothing leaner is left.
+            LostStepError: weights have moved.
+        """
+        self._follow_record(state, config)
+        generators = rng_state()
+        while True:
+            try:
+                return self.take_step(state, config)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = _first_line(error)
+            # The exception is gone here, and with its traceback the frames that held the step's tensors.
+            release = state.optimizer.release
+            is_whole = release is None or not release.has_stepped
+            if is_whole:
+                state.optimizer.zero_grad(set_to_none=True)
+                free_memory(state.device)
+                set_rng_state(generators)
+            self._fall_back(state, config, is_whole, reason)
+
+    def _fall_back(self, state: TrainState, config: Config, is_whole: bool, reason: str) -> None:
+        step = state.step + 1
+        fit = next_leaner(config, state.fit)
+        if fit is None:
+            left = "train.on_oom = 'error'" if config.train.on_oom == "error" else "nothing leaner is left to try"
+            message = f"step {step} ran out of memory with {state.fit}, and {left} ({reason}). {REMEDY}"
+            raise DoesNotFitError(message, is_whole)
+        how = "taking it again with" if is_whole else "back to the newest checkpoint, then"
+        self.changed(f"step {step} ran out of memory; {how} {fit} ({reason})", fit_row(step, fit, out_of_memory=True))
+        if not is_whole:
+            raise LostStepError(f"step {step}: some weights have moved")
+        state.change_fit(config, fit)
+
+    def _follow_record(self, state: TrainState, config: Config) -> None:
+        recorded = fit_at(self.recorded, state.step + 1)
+        if recorded is not None and (fit := leanest([state.fit, recorded])) != state.fit:
+            state.change_fit(config, fit)
+            self.changed(f"step {state.step + 1}: {fit}, as recorded", None)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+# ---- the record -----------------------------------------------------------------------------------------------------
+
+
+def fit_row(step: int, fit: Fit, out_of_memory: bool) -> Row:
+    """The row of metrics.jsonl that says: from this step on."""
+    return {"kind": "fit", "step": step, **fit._asdict(), "out_of_memory": out_of_memory}
+
+
+def recorded_fits(config: Config) -> dict[int, Fit]:
+    """The fits of a run by the first step they are for; none where the configured one has served so far."""
+    path = Path(config.train.run_dir) / "metrics.jsonl"
+    rows = read_metrics(path)["fit"] if path.exists() else {}
+    return {step: Fit(row["micro_batch"], row["block_checkpoints"]) for step, row in rows.items()}
+
+
+def fit_at(fits: dict[int, Fit], step: int) -> Fit | None:
+    """The recorded fit of a step, or None if no record reaches back to it."""
+    before = [fit for first, fit in fits.items() if first <= step]
+    return leanest(before) if before else None
