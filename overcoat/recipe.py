@@ -78,7 +78,7 @@ class Recipe:
                 raise ValueError(f"Recipe.{name} = {value!r} is not known; choose one of {choices}")
         is_number = isinstance(self.z_loss, (int, float)) and not isinstance(self.z_loss, bool)
         if not is_number or not 0.0 <= self.z_loss < math.inf:
-            raise ValueError(f"Recipe.z_loss = {self.z_loss!r} is not known; choose 0 or above, a weight such as 1e-4")
+            raise ValueError(f"Recipe.z_loss = {self.z_loss!r} is not known; choose one of 0 (off), a weight above")
         if self.z_loss and self.head is None:
             raise ValueError(
                 f"Recipe.z_loss = {self.z_loss!r} is part of the loss that Recipe.head computes: choose head='bf16' "

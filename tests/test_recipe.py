@@ -34,6 +34,18 @@ def test_gradients_with_block_scales_are_e4m3():
         Recipe(linear_scaling="block", grad_format="e5m2")
 
 
+@pytest.mark.parametrize("value", [-1e-4, float("inf"), float("nan"), "1e-4", True])
+def test_a_z_loss_is_a_weight(value):
+    with pytest.raises(ValueError, match=r"Recipe.z_loss = .* 0 \(off\), a weight above"):
+        Recipe(z_loss=value)
+
+
+def test_a_z_loss_needs_the_loss_that_computes_it():
+    assert Recipe(z_loss=1e-4).z_loss == 1e-4
+    with pytest.raises(ValueError, match=r"z_loss = 0.0001 is part of the loss that Recipe.head computes"):
+        Recipe(z_loss=1e-4, head=None)
+
+
 def test_an_override_is_validated():
     with pytest.raises(ValueError, match=r"group_size = 48.*16, 32, 64, 128"):
         Recipe.from_name("paper", group_size=48)

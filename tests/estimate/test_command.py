@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from overcoat import Recipe, cli
 from overcoat.bench.shapes import MODELS
@@ -59,6 +60,33 @@ def test_a_training_configuration_and_changes_to_it(capsys):
     assert data["parameters"] == 124_275_456
 
 
+AUTO = ["--config", str(CONFIGS / "llama-124m.toml"), "train.batch_size=auto", "train.global_batch_size=96"]
+
+
+def test_an_automatic_batch_is_the_one_that_fits(capsys):
+    data = json.loads(estimate(capsys, *AUTO, "--gpu-memory", "8GB", "--json"))
+    assert 1 < data["batch"] < 96
+    assert data["batch"] * data["setup"]["accumulation"] == 96
+    assert data["fits"]
+    out = estimate(capsys, *AUTO, "--gpu-memory", "8GB")
+    assert f"train.batch_size = auto: {data['batch']} rows in a forward pass, 96 in a step\n" in out
+    limited = json.loads(estimate(capsys, *AUTO, "train.memory_limit_gib=4", "--gpu-memory", "8GB", "--json"))
+    assert limited["batch"] == json.loads(estimate(capsys, *AUTO, "train.memory_limit_gib=4", "--json"))["batch"]
+    assert limited["batch"] < data["batch"]
+
+
+def test_an_automatic_batch_that_does_not_fit_is_advised(capsys):
+    out = estimate(capsys, *AUTO, "--gpu-memory", "1GB")
+    assert "auto: 1 row in a forward pass, 96 in a step, which does not fit either" in out
+    assert "+ optimizer.offload" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks the GPU")
+def test_an_automatic_batch_needs_to_know_the_memory(capsys):
+    assert cli.main(["estimate", *AUTO]) == 2
+    assert "there is none: set train.batch_size to a number" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -104,4 +132,5 @@ def test_recipes():
     assert parse_recipe(["paper"]) == Recipe.paper()
     changed = parse_recipe(["default", "checkpoint=block", "group_size=32", "head=none"])
     assert changed == Recipe(checkpoint="block", group_size=32, head=None)
+    assert parse_recipe(["default", "z_loss=1e-4"]) == Recipe(z_loss=1e-4)
     assert Setup(parse_recipe(["bf16"])).recipe == Recipe.bf16()

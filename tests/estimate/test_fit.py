@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from overcoat import Recipe
-from overcoat.bench.shapes import ModelShape
+from overcoat.bench.shapes import MODELS, ModelShape
 from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.fit import CHANGES, Room, advise
 from overcoat.estimate.predict import CONTEXT
@@ -84,6 +84,24 @@ def test_advice_is_the_cheapest_that_fits(predictor):
             assert not here.fits(setup), (limit, left_out.name)
 
 
+def test_the_change_to_fp8_keeps_the_rest_of_the_recipe(predictor):
+    """What is asked for beside the name: the head, the scales, what is kept."""
+    asked = Recipe(fp8=False, head="fp8", linear_scaling="block", kept_attention="bf16", z_loss=1e-4, group_size=32)
+    rungs = advise(room(predictor, 40), Setup(asked)).rungs
+    recipes = {rung.change.name: rung.setup.recipe for rung in rungs if rung.change is not None}
+    assert recipes["recipe.name = default"] == replace(asked, fp8=True)
+    assert recipes["recipe.checkpoint = block"] == replace(asked, fp8=True, kept_attention="8bit", checkpoint="block")
+
+
+def test_a_7b_with_accumulation_on_48_gib():
+    """Not as it is, but with block checkpoints; those are the first to be told."""
+    here = Room(Predictor(MODELS["llama-2-7b"].config()), 1, 2048, 1, 48 * 2**30)
+    advice = advise(here, Setup(accumulation=4))
+    assert names(advice) == ["recipe.checkpoint = block"]
+    assert here.predict(advice.setup).peak_bytes < 46 * 2**30 < here.predict(Setup(accumulation=4)).peak_bytes
+    assert "fits into 48.00 GiB with recipe.checkpoint = block" in recommendation(here, advice)
+
+
 def test_no_advice_where_nothing_helps(predictor):
     here = room(predictor, 5)
     advice = advise(here, Setup())
@@ -118,7 +136,8 @@ def test_tables_say_what_was_found(predictor):
     rungs = rung_table(here, advice).splitlines()
     assert len(rungs) == 1 + len(advice.rungs)
     largest = str(here.largest_batch(Setup()))
-    assert rungs[1].split() == ["as", "asked", f"{prediction.total_bytes / 2**30:.2f}", largest]
+    sizes = [f"{size / 2**30:.2f}" for size in (prediction.peak_bytes, prediction.total_bytes)]
+    assert rungs[1].split() == ["as", "asked", *sizes, largest]
 
 
 def test_data_hold_the_same_as_the_tables(predictor):

@@ -60,6 +60,63 @@ def test_loss_and_gradients_are_those_of_hugging_face(kind: str, device: torch.d
     assert_same_training(model, original, inputs)
 
 
+def z_terms(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum of log(sum exp)^2 over the tokens whose next one is a label."""
+    lse = logits[:, :-1].float().logsumexp(-1)
+    return (lse.square() * (labels[:, 1:] != -100)).sum()
+
+
+@pytest.mark.parametrize("head", ["bf16", "fp8"])
+@pytest.mark.parametrize("num_items", [None, 50])
+def test_a_z_loss_is_pytorchs_formula(head: str, num_items: int | None) -> None:
+    """In FP32, where nothing hides it; with an FP8 head beside the same head without it."""
+    original = make_model("llama", layers=1).float()
+    inputs = make_batch("left-padded")
+    count = num_items or int((inputs["labels"][:, 1:] != -100).sum())
+    options = {} if num_items is None else {"num_items_in_batch": num_items}
+    losses, grads = [], []
+    for z_loss in (0.0, 0.05):
+        model = copy.deepcopy(original)
+        overcoat.convert(model, Recipe(fp8=False, head=head, z_loss=z_loss))  # type: ignore[arg-type]
+        loss = model(**inputs, **options).loss
+        loss.backward()
+        losses.append(loss)
+        grads.append(gradients(model))
+    result = original(**inputs, **options, output_hidden_states=True)
+    extra = 0.05 * z_terms(result.logits, inputs["labels"]) / count
+    torch.testing.assert_close(losses[1] - losses[0], extra, rtol=1e-5 if head == "bf16" else 0.01, atol=1e-5)
+    assert extra > 0.1 * losses[0]
+    (result.loss + extra).backward()
+    for name, expected in gradients(original).items():
+        assert sqnr(expected, grads[1][name]) > (90 if head == "bf16" else 15), name
+        assert sqnr(grads[0][name], grads[1][name]) < 30, name  # it does change them
+
+
+def test_a_z_loss_is_of_training_alone(model: nn.Module) -> None:
+    inputs = make_batch()
+    expected = copy.deepcopy(model).eval()(**inputs).loss
+    report = overcoat.convert(model, Recipe(fp8=False, z_loss=0.1))
+    assert report.head is not None
+    assert "z-loss 0.1" in report.head.detail
+    for output_logits in (None, False):
+        torch.testing.assert_close(model.eval()(**inputs, output_logits=output_logits).loss, expected)
+    model.train()
+    assert model(**inputs).loss > 1.1 * expected
+    assert model(input_ids=inputs["input_ids"]).logits is not None
+    for options in ({"output_logits": True}, {"logits_to_keep": 3}):
+        with pytest.raises(ValueError, match=r"z_loss = 0.1 is added where the loss needs no logits"):
+            model(**inputs, **options)
+
+
+def test_a_z_loss_is_refused_where_it_would_be_lost(model: nn.Module) -> None:
+    recipe = Recipe(z_loss=1e-4)
+    with pytest.raises(ValueError, match=r"z_loss = 0.0001 needs the converted loss, and filter_fn said no"):
+        overcoat.convert(model, recipe, lambda _module, name: "head" not in name)
+    with pytest.raises(ValueError, match="and there is no lm_head"):
+        overcoat.convert(model.model, recipe)
+    assert not isinstance(model.model.layers[0], overcoat.models.llama.Fp8DecoderLayer)  # nothing was changed
+
+
 def test_tied_embeddings_sum_their_gradients(device: torch.device) -> None:
     original = make_model("qwen2", layers=1, tie_word_embeddings=True).to(device)
     model = copy.deepcopy(original)

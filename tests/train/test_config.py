@@ -74,6 +74,12 @@ def test_argument_values(argument: str, section: str, key: str, value: object) -
         ('data.files=["a.bin", "b.txt"]', "mixes .bin with text"),
         ("optimizer.release_gradients=true", "optimizer.release_gradients cannot clip at 1.0.*set it to 0"),
         ("memory.report=yes", "memory.report = 'yes': expected true or false"),
+        ("train.batch_size=all", "train.batch_size = 'all': expected a whole number or one of 'auto'"),
+        ("train.batch_size=0", "train.batch_size = 0: at least 1"),
+        ("train.batch_size=auto", "train.global_batch_size = 0: at least 1"),
+        ("train.global_batch_size=32", "goes with train.batch_size = 'auto'; a step has .* 8 rows"),
+        ("train.memory_limit_gib=-1", "train.memory_limit_gib = -1.0: 0 .no limit. or above"),
+        ("train.on_oom=retry", "expected one of 'smaller_batch', 'leaner_recipe', 'error'"),
     ],
 )
 def test_mistakes_name_the_remedy(argument: str, message: str) -> None:
@@ -86,6 +92,17 @@ def test_released_gradients_cannot_accumulate() -> None:
     assert build_config(MINIMAL, words).optimizer.release_gradients
     with pytest.raises(ValueError, match=r"cannot accumulate \(train.accumulation = 2\)"):
         build_config(MINIMAL, [*words, "train.accumulation=2"])
+
+
+def test_the_rows_of_a_step() -> None:
+    assert build_config(MINIMAL, ["train.batch_size=3", "train.accumulation=4"]).train.rows_per_step == 12
+    auto = ["train.batch_size=auto", "train.global_batch_size=32"]
+    config = build_config(MINIMAL, auto)
+    assert (config.train.batch_size, config.train.rows_per_step) == ("auto", 32)
+    with pytest.raises(ValueError, match=r"train.accumulation = 2: follows from train.batch_size = 'auto'"):
+        build_config(MINIMAL, [*auto, "train.accumulation=2"])
+    with pytest.raises(ValueError, match=r"'auto' accumulates .* optimizer.release_gradients cannot"):
+        build_config(MINIMAL, [*auto, "optimizer.release_gradients=true", "optimizer.clip=0"])
 
 
 def test_unknown_key_in_the_file_names_the_nearest(tmp_path: Path) -> None:
@@ -106,7 +123,13 @@ def test_unreadable_files_are_value_errors(tmp_path: Path) -> None:
 def test_dump_reads_back_equal(tmp_path: Path) -> None:
     config = build_config(
         {"model": {"config": {"model_type": "llama", "rope": {"theta": 1e4}}}, "data": {"files": ['q"uo\\te\n']}},
-        ["recipe.checkpoint=block", "optimizer.lr=1e-5", "compare.overrides=['recipe.name=bf16']"],
+        [
+            "recipe.checkpoint=block",
+            "train.batch_size=auto",
+            "train.global_batch_size=9",
+            "optimizer.lr=1e-5",
+            "compare.overrides=['recipe.name=bf16']",
+        ],
     )
     (tmp_path / "config.toml").write_text(dump_toml(config))
     assert load_config(tmp_path / "config.toml", ["train.run_dir="]) == config
@@ -123,7 +146,7 @@ def test_offload_reaches_the_optimizer_and_may_change_on_resuming() -> None:
 def test_differences_ignore_what_decides_nothing() -> None:
     old = build_config(MINIMAL, [])
     free = ["train.run_dir=x", "checkpoint.keep=9", "eval.every=3", "train.resume=y", "sample.tokens=1"]
-    free.append("memory.report=true")
+    free += ["memory.report=true", "train.on_oom=error", "train.memory_limit_gib=40"]
     assert differences(old, build_config(MINIMAL, free)) == []
     assert differences(old, build_config(MINIMAL, ["train.seed=1"])) == ["train.seed: 0 -> 1"]
 

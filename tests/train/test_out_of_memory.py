@@ -122,7 +122,6 @@ def test_a_step_is_taken_again_as_if_it_had_been_configured_so(
     expected, found = losses(reference), losses(run_dir)
     assert {step: found["train"][step] for step in range(5, 9)} == expected["train"]
     assert found["eval"][8] == expected["eval"][8]
-    found["train"], found["eval"] = expected["train"], expected["eval"]
     assert result.num_tokens == 8 * 4 * 32
     assert_same_end(run_dir, reference)
     saved = [torch.load(list_checkpoints(d / "checkpoints")[-1] / "training.pt") for d in (run_dir, reference)]
@@ -219,7 +218,7 @@ def test_a_run_that_cannot_go_on_keeps_what_it_has(
         whole_dir = Path(run_once(whole, console, "whole").metrics).parent
     checkpoint = whole_dir / "checkpoints/step-00000005"
     reference = configured_from(checkpoint, make_config, tmp_path / "other", *changes, console=console)
-    assert losses(run_dir)["train"][7] == losses(reference)["train"][7]
+    assert {step: losses(run_dir)["train"][step] for step in (6, 7)} == losses(reference)["train"]
 
 
 @pytest.mark.parametrize("word", ["train.on_oom=error", "train.on_oom=smaller_batch"])
