@@ -3,6 +3,7 @@
 Activation memory is what autograd holds between a layer's forward and its backward. `record_kept` sees each tensor as
 autograd packs it (torch's saved-tensor hooks), counts every storage once, and leaves parameters out, since they are
 there anyway. Overcoat's ops name what they keep (`keep`); whatever other modules save appears under the module's path.
+What `Recipe.offload_blocks` takes to host memory is counted and told apart.
 
     with overcoat.memory.record_kept(model) as kept:
         loss = model(**batch).loss
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Iterator, NamedTuple
 
@@ -25,13 +27,14 @@ from torch.utils.hooks import RemovableHandle
 
 
 class KeptTensor(NamedTuple):
-    """One tensor that waits for the backward."""
+    """One tensor that waits for the backward; on_host: in host memory, until shortly before."""
 
     op: str
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes: int
+    on_host: bool = False
 
 
 @dataclass
@@ -42,8 +45,13 @@ class KeptReport:
 
     @property
     def total_bytes(self) -> int:
-        """Sum over all tensors, each storage counted once."""
+        """Sum over all tensors, each storage counted once, wherever it lies."""
         return sum(row.bytes for row in self.rows)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of them, what waits in host memory (`Recipe.offload_blocks`)."""
+        return sum(row.bytes for row in self.rows if row.on_host)
 
     def by_op(self) -> dict[str, int]:
         """Bytes of each op, in order of appearance."""
@@ -69,6 +77,8 @@ class KeptReport:
         for (op, name), size in self.by_tensor().items():
             lines.append(f"{op:24s} {name:24s} {size / 2**20:10.3f}  {100 * size / total:5.1f}%")
         lines.append(f"{'total':24s} {'':24s} {self.total_bytes / 2**20:10.3f}")
+        if self.host_bytes:
+            lines.append(f"{'of it in host memory':49s} {self.host_bytes / 2**20:10.3f}")
         return "\n".join(lines)
 
 
@@ -83,19 +93,25 @@ class _Recorder:
         self.modules: list[str] = []
         self.paths = {id(m): path for path, m in model.named_modules()} if model is not None else {}
         self.inputs = {_storage(t) for t in _parameters_and_buffers(model)}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
 
     def pack(self, tensor: Tensor) -> Tensor:
+        self.record(tensor, False)
+        return tensor
+
+    def record(self, tensor: Tensor, on_host: bool) -> None:
         storage = _storage(tensor)
         if isinstance(tensor, nn.Parameter) or storage in self.inputs or storage in self.seen:
-            return tensor
-        # Hold the tensor, so that its address is not given to another one while we record.
-        self.holders.append(tensor.detach())
+            return
         size = tensor.untyped_storage().nbytes()
-        self.seen[storage] = size
+        # Hold the tensor, so that its address is not given to another one while we record; not one that leaves the
+        # device, which would not get its memory back. No address of those is remembered.
+        if not on_host:
+            self.holders.append(tensor.detach())
+            self.seen[storage] = size
         place = self.modules[-1] if self.modules else "other"
         op, name = self.names.get(storage, (place, f"{str(tensor.dtype).removeprefix('torch.')}"))
-        self.report.rows.append(KeptTensor(op, name, tuple(tensor.shape), tensor.dtype, size))
-        return tensor
+        self.report.rows.append(KeptTensor(op, name, tuple(tensor.shape), tensor.dtype, size, on_host))
 
     def enter(self, module: nn.Module, _args: object) -> None:
         self.modules.append(self.paths.get(id(module)) or type(module).__name__)
@@ -136,13 +152,35 @@ def record_kept(model: nn.Module | None = None) -> Iterator[KeptReport]:
     ]
     _active.append(recorder)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+        with recorder.hooks:
             yield recorder.report
     finally:
         _active.remove(recorder)
         for handle in handles:
             handle.remove()
         recorder.holders.clear()
+
+
+@contextlib.contextmanager
+def without_hooks() -> Iterator[Callable[[Tensor, bool], None] | None]:
+    """Inside, autograd saves tensors as they are, so that hooks can be set on some of them afterwards.
+
+    Yields:
+        what is to be called with each saved tensor and whether it goes to host memory, for `record_kept`; or None,
+        where saved-tensor hooks of somebody else stay in force: a checkpoint's, say, or `save_on_cpu`'s.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    recorder = None if hooks is None else getattr(hooks[0], "__self__", None)
+    if hooks is None:
+        yield lambda tensor, on_host: None
+    elif isinstance(recorder, _Recorder):
+        recorder.hooks.__exit__()
+        try:
+            yield recorder.record
+        finally:
+            recorder.hooks.__enter__()
+    else:
+        yield None
 
 
 def keep(ctx: torch.autograd.function.FunctionCtx, op: str, **tensors: Tensor | None) -> None:

@@ -41,6 +41,9 @@ class Recipe:
             accumulation (ops/weights.py); per-tensor scales only, without effect under FSDP2 and torch.compile.
         z_loss: weight of log(sum exp(logits))^2, added to every label's loss in `train()` mode; it holds the
             logits near zero (arXiv 2204.02311: 1e-4). 0 adds nothing.
+        offload_blocks: how many converted blocks keep their tensors in page-locked host memory between forward and
+            backward, or "all" (ops/offload.py). Evenly spread over the model, none of the last two, which would come
+            back at once. Changes no bit; without effect under torch.compile and inside other saved-tensor hooks.
 
     Raises:
         ValueError: a field has a value that is not listed above, or two do not go together.
@@ -56,6 +59,7 @@ class Recipe:
     head: Head | None = "bf16"
     reuse_weights: bool = False
     z_loss: float = 0.0
+    offload_blocks: int | Literal["all"] = 0
 
     def __post_init__(self) -> None:
         if self.grad_format is None:
@@ -84,6 +88,9 @@ class Recipe:
                 f"Recipe.z_loss = {self.z_loss!r} is part of the loss that Recipe.head computes: choose head='bf16' "
                 "(the model's own dtype) instead of None"
             )
+        blocks = self.offload_blocks
+        if blocks != "all" and (type(blocks) is not int or blocks < 0):
+            raise ValueError(f"Recipe.offload_blocks = {blocks!r} is not known; choose one of 0, 1, 2, ... or 'all'")
         if self.linear_scaling == "block" and self.grad_format != "e4m3":
             raise ValueError(
                 f"Recipe.grad_format = {self.grad_format!r} does not go with linear_scaling='block', whose products "

@@ -63,6 +63,9 @@ def test_an_override_is_validated():
         ("linear_scaling", "row", "'tensor', 'block'"),
         ("grad_format", "bf16", "'e5m2', 'e4m3'"),
         ("fp8", "no", "True, False"),
+        ("offload_blocks", -1, "'all'"),
+        ("offload_blocks", True, "'all'"),
+        ("offload_blocks", "most", "'all'"),
     ],
 )
 def test_wrong_values_are_named_with_the_remedy(field, value, remedy):

@@ -24,6 +24,7 @@ from overcoat.estimate.meter import Account, LibraryAttention, Meter, aligned
 from overcoat.estimate.phases import LOSS, OPTIMIZER, decoder_layers, watch
 from overcoat.memory import KeptReport, record_kept
 from overcoat.models.convert import Report, convert
+from overcoat.ops import offload
 from overcoat.ops.weights import kept_bytes
 from overcoat.recipe import Recipe
 from overcoat.train.extras import load_extra
@@ -66,12 +67,14 @@ class DryRun(NamedTuple):
     account: living bytes by category, without parameters, and without gradients that were there before.
     gathered: bytes of parameters that FSDP2 holds unsharded.
     reused: bytes of the weights' FP8 copies that last from step to step (`Recipe.reuse_weights`).
+    host: bytes of host memory that kept activations wait in (`Recipe.offload_blocks`).
     """
 
     account: Account
     report: Report
     gathered: int
     reused: int
+    host: int
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> Any:
@@ -112,7 +115,9 @@ def dry_run(config: Any, work: Work, loss_of: LossOf = own_loss) -> DryRun:
         watch(model, meter.mark, lambda tensor: meter.tag(tensor, FLOWING)),
         meter,
         LibraryAttention(),
+        offload.separate(META) as transfers,
     ):
+        transfers.on_fetch = lambda tensor: meter.tag(tensor, KEPT)
         loss = loss_of(model, work.batch, work.sequence)
         kept = meter.alive()
         loss.backward()
@@ -120,7 +125,8 @@ def dry_run(config: Any, work: Work, loss_of: LossOf = own_loss) -> DryRun:
         meter.mark(OPTIMIZER)
         model.zero_grad()
     meter.stop()
-    return DryRun(meter.account(_categories(meter, kept)), report, _gathered(model, work.gpus), reused)
+    account = meter.account(_categories(meter, kept))
+    return DryRun(account, report, _gathered(model, work.gpus), reused, transfers.pool.total_bytes)
 
 
 def kept_tensors(config: Any, work: Work, loss_of: LossOf = own_loss) -> KeptReport:
@@ -128,7 +134,7 @@ def kept_tensors(config: Any, work: Work, loss_of: LossOf = own_loss) -> KeptRep
     model = meta_model(config, work.dtype)
     convert(model, work.recipe)
     meter = Meter(answer=not work.document_mask)
-    with _refusing_values(config), meter, LibraryAttention(), record_kept(model) as kept:
+    with _refusing_values(config), meter, LibraryAttention(), offload.separate(META), record_kept(model) as kept:
         loss_of(model, work.batch, work.sequence)
     return kept
 
@@ -138,7 +144,7 @@ def _make_reused_copies(model: nn.Module, work: Work, loss_of: LossOf) -> int:
     if not work.recipe.reuse_weights or work.gpus > 1:
         return 0
     before = kept_bytes()  # of other models
-    with Meter(answer=not work.document_mask), LibraryAttention():
+    with Meter(answer=not work.document_mask), LibraryAttention(), offload.separate(META):
         loss_of(model, work.batch, work.sequence).backward()
     model.zero_grad()
     return kept_bytes() - before

@@ -94,6 +94,11 @@ def _offload(setup: Setup) -> Optional[Setup]:
     return None if setup.offload else replace(setup, offload=True)
 
 
+def _offload_blocks(setup: Setup) -> Optional[Setup]:
+    changes = setup.recipe.fp8 and setup.recipe.offload_blocks != "all"
+    return replace(setup, recipe=replace(setup.recipe, offload_blocks="all")) if changes else None
+
+
 CHANGES = (
     Change("recipe.head = bf16", "nothing: the loss is computed in chunks, without all logits", _head),
     Change("recipe.name = default", "products in FP8", _fp8),
@@ -103,6 +108,7 @@ CHANGES = (
     Change("release_gradients", "no accumulation, no clipping by the norm of all gradients", _release),
     Change("optimizer.master = bf16", "weights rounded stochastically, nothing beside their BF16", _bf16_weights),
     Change("optimizer.offload", "the states cross PCIe both ways in every step", _offload),
+    Change("recipe.offload_blocks = all", "what the blocks keep crosses PCIe both ways", _offload_blocks),
 )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from overcoat.estimate.meter import Meter, aligned
 from overcoat.estimate.phases import EMBEDDING, OPTIMIZER, watch
 from overcoat.estimate.predict import Phase
+from overcoat.ops.offload import transfers
 
 END = "end"
 
@@ -74,6 +75,8 @@ def measure_step(
         base = sum(map(aligned, sizes.values()))
         meter = Meter()
         meter.leave_out(there)
+        buffers = [buffer.memory for buffer in transfers(device).pool.buffers]
+        meter.leave_out(memory for memory in buffers if memory is not None)
         with _boundaries(model, optimizer, meter.mark), meter:
             yield phases
         meter.mark(END)

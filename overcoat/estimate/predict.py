@@ -35,12 +35,12 @@ from overcoat.estimate.dry_run import (
     shard_rows,
 )
 from overcoat.estimate.meter import aligned
+from overcoat.host import packed
 from overcoat.masters import resolve_master
 from overcoat.memory import KeptReport
 from overcoat.models.convert import Report
 from overcoat.moments import resolve_moments
 from overcoat.optim.offload import SLOTS
-from overcoat.optim.pieces import packed
 from overcoat.optim.state import state_fields
 from overcoat.recipe import GROUP_SIZES, Recipe
 
@@ -120,7 +120,7 @@ class Prediction:
         moment: the phase of that moment.
         phases: of the whole step, in order.
         parameters: of the model, all GPUs together.
-        host_bytes: page-locked host memory of offloaded states.
+        host_bytes: page-locked host memory of offloaded states and kept activations.
         report: what `convert` did.
     """
 
@@ -227,7 +227,7 @@ class Predictor:
             setup, batch, sequence, gpus, components, moment,
             [Phase(label, base + peak, base + end) for label, peak, end in run.account.phases()],
             sum(parameter.numel() for parameter in parameters),
-            states.host if setup.offload else 0,
+            (states.host if setup.offload else 0) + run.host,
             run.report,
         )  # fmt: skip
 

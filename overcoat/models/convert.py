@@ -17,6 +17,7 @@ from torch import nn
 from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
 from overcoat.models.head import find_causal_model, install_head, remove_head, why_head_unsupported
 from overcoat.models.llama import SUPPORTED, Fp8DecoderLayer, has_gate, original_class, why_unsupported
+from overcoat.ops.offload import choose_blocks
 from overcoat.ops.weights import reuse
 from overcoat.recipe import Recipe
 
@@ -121,6 +122,7 @@ def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Option
         linears = [module.weight for module in layer.modules() if isinstance(module, nn.Linear)]
         reused = recipe.reuse_weights and recipe.linear_scaling == "tensor" and report.layers[-1].converted
         reuse(linears, reused)
+    _choose_offloaded(dict(layers), report)
     report.head = _convert_head(model, recipe, filter_fn)
     if report.converted and not getattr(model, "_overcoat_no_cache", False):
         model.register_forward_pre_hook(_no_cache_while_training, with_kwargs=True)
@@ -186,6 +188,17 @@ def _convert_layer(layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optio
         layer.__class__ = fp8_class(original)  # type: ignore[arg-type]
     layer.overcoat_recipe = recipe  # type: ignore[assignment]
     return LayerReport(name, kind, True, _describe(layer, recipe))
+
+
+def _choose_offloaded(layers: dict[str, nn.Module], report: Report) -> None:
+    """Tell the converted layers which of them keep their tensors in host memory, and say so in the report."""
+    count = report.recipe.offload_blocks
+    chosen = [report.converted[place] for place in choose_blocks(count, len(report.converted))]
+    for name in report.converted:
+        layers[name].overcoat_offload = name in chosen if count else None  # type: ignore[assignment]
+    for place, row in enumerate(report.layers):
+        if row.name in chosen:
+            report.layers[place] = row._replace(detail=f"{row.detail}, in host memory")
 
 
 def _convert_head(model: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> Optional[LayerReport]:

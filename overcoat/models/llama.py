@@ -124,6 +124,8 @@ class Fp8DecoderLayer(nn.Module):
     """Mixin before the layer's own class: FP8 while training, the original forward otherwise."""
 
     overcoat_recipe: Recipe
+    # Whether this layer's kept tensors go to host memory; None where those of no layer do.
+    overcoat_offload: Optional[bool] = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's own signature (transformers): hidden_states (B, S, H) -> (B, S, H)."""
@@ -133,7 +135,8 @@ class Fp8DecoderLayer(nn.Module):
         mask = check_mask(kwargs.get("attention_mask"), hidden_states.shape[1])
         batch, sequence, hidden = hidden_states.shape
         rotary, heads = self._attention_inputs(embeddings, mask, batch)
-        x = decoder_block(hidden_states.reshape(-1, hidden), self._block(), rotary, heads, self.overcoat_recipe)
+        x = hidden_states.reshape(-1, hidden)
+        x = decoder_block(x, self._block(), rotary, heads, self.overcoat_recipe, self.overcoat_offload)
         return x.view(batch, sequence, hidden)
 
     def _runs_in_fp8(self, cache: Any) -> bool:

@@ -9,12 +9,15 @@ weights' maxima and the scale of the MLP's product. The backward decodes the inp
 and up, and then the ops' backwards in reverse. Cheaper than `torch.utils.checkpoint`, which keeps 1 U, finds all
 maxima again, and computes the block's result a second time only to throw it away.
 
+With `Recipe.offload_blocks` what the forward keeps waits in host memory (offload.py).
+
 The ops' pure functions are called here without autograd, so this file is also the shortest description of how data and
 gradients flow through a block.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, Optional, Sequence
 
 import torch
@@ -48,6 +51,7 @@ from overcoat.ops.mlp import (
     swiglu_linear_backward,
     swiglu_linear_forward,
 )
+from overcoat.ops.offload import run_block
 from overcoat.ops.products import Gradient, LinearGrads, product_backward
 from overcoat.recipe import Recipe
 
@@ -216,6 +220,8 @@ def _from_parameters(flat: tuple[Any, ...], norms: tuple[Norm, Norm], gelu: Opti
     return Block(first, second, *layers)._replace(gelu=gelu)
 
 
+# The first tensors that a block saves are not its own: cos, sin, mask and its 20 parameters.
+NUM_INPUTS = 23
 # What each op of a block keeps, in the order of `BlockKept`.
 _KINDS = (NormLinearKept, AttentionKept, LinearResidualKept, NormLinearKept, MlpKept)
 
@@ -286,12 +292,21 @@ class _Block(torch.autograd.Function):
         return (dx, None, None, None, None, None, None, *grads)
 
 
-def decoder_block(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe) -> Tensor:
+def decoder_block(
+    x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe, offload: Optional[bool] = None
+) -> Tensor:
     """One decoder block on tokens x (T, H) as one autograd node.
 
     Computes what the five ops in a row compute, with gradients between them handed on in FP8. Keeps what they keep
     (5.8 U in Llama-2-7B), or with `Recipe.checkpoint = "block"` 0.5 U, and recomputes the rest.
+
+    offload: whether it keeps that in host memory; None in a model of which no block does.
     """
     first, second = (norm._replace(weight=None, bias=None) for norm in block[:2])
     constants = (first, second), block.gelu
-    return _Block.apply(x, rotary.cos, rotary.sin, rotary.mask, constants, heads, recipe, *_parameters(block, rotary))
+    parameters = _parameters(block, rotary)
+    run = functools.partial(_Block.apply, x, *rotary[:3], constants, heads, recipe, *parameters)
+    # Neither the compiler nor a captured graph knows of the copies.
+    if offload is None or torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return run()
+    return run_block(run, NUM_INPUTS, offload)

@@ -20,8 +20,6 @@ On a CPU the same code runs with plain memory on both sides.
 
 from __future__ import annotations
 
-import mmap
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
@@ -29,8 +27,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from overcoat.host import host_buffer, packed
 from overcoat.optim.arguments import Arguments, Hyper, adamw_launch
-from overcoat.optim.pieces import Piece, cut, packed, states_of
+from overcoat.optim.pieces import Piece, cut, states_of
 from overcoat.optim.shards import local, rewrap
 
 # Staging buffers: one is filled, one is stepped, one is emptied.
@@ -48,47 +47,11 @@ def check_options(offload: bool, offload_buffer: int) -> None:
 # ---- host memory -----------------------------------------------------------------------------------------
 
 
-class _PageLocked(mmap.mmap):
-    """Anonymous memory, locked for copies that the host does not wait for.
-
-    torch's own `pin_memory` rounds up to powers of two, which would cost a third more on average.
-    """
-
-    address = 0
-
-    def __new__(cls, size: int) -> _PageLocked:
-        return super().__new__(cls, -1, size)
-
-    def lock(self, address: int) -> None:
-        error = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 1))  # portable: for all GPUs
-        if error:
-            raise RuntimeError(
-                f"offload: CUDA error {error} while page-locking {len(self)} bytes of host memory for the optimizer's "
-                "states; free host memory, raise the container's limit, or use AdamW without offload"
-            )
-        self.address = address
-
-    def __del__(self) -> None:
-        if self.address and not sys.is_finalizing():
-            torch.cuda.synchronize()  # copies may still be on their way
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-
-
-def _host_buffer(size: int, page_locked: bool) -> Tensor:
-    """uint8 (size,)."""
-    if not page_locked or not size:
-        return torch.empty(size, dtype=torch.uint8)
-    memory = _PageLocked(size)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    memory.lock(buffer.data_ptr())
-    return buffer
-
-
 def move_to_host(state: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
     """A parameter's state with everything but the step count in one host buffer, page-locked if `param` is on a GPU."""
     names = [name for name in state if name != "step"]
     offsets, size = packed([local(state[name]).nbytes for name in names])
-    buffer = _host_buffer(size, param.is_cuda)
+    buffer = host_buffer(size, param.is_cuda, "the optimizer's states", "AdamW without offload")
     moved = dict(state)
     for name, offset in zip(names, offsets, strict=True):
         value = local(state[name])

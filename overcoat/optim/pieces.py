@@ -11,11 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from overcoat.host import ALIGNMENT, packed
 from overcoat.kernels.adamw import rows_of
 from overcoat.optim.arguments import Arguments
-
-# Tensors of a packed buffer begin at multiples of this many bytes: the kernel loads vectors.
-ALIGNMENT = 16
 
 
 class Layout(NamedTuple):
@@ -68,15 +66,6 @@ class Piece(NamedTuple):
 def states_of(arguments: Arguments) -> dict[str, list[Tensor]]:
     """The lists of states that are there, without the step counts."""
     return {name: tensors for name, tensors in arguments.states.items() if tensors and name != "step"}
-
-
-def packed(sizes: list[int]) -> tuple[list[int], int]:
-    """Offsets of byte strings one after the other, aligned, and the bytes of all."""
-    offsets, total = [], 0
-    for size in sizes:
-        offsets.append(total)
-        total += -(-size // ALIGNMENT) * ALIGNMENT
-    return offsets, total
 
 
 def cut(arguments: Arguments, size: int) -> Iterator[list[Piece]]:

@@ -26,6 +26,7 @@ FREE_KEYS = (
     "train.tensorboard",
     "train.on_oom",
     "train.memory_limit_gib",
+    "recipe.offload_blocks",
     "optimizer.offload",
     "data.cache_dir",
     "checkpoint.",
@@ -70,6 +71,9 @@ class RecipeConfig:
     checkpoint: str | None = option(None, 'replaces the recipe\'s recomputation: "block", or "none"')
     linear_scaling: str | None = option(None, "replaces what shares an FP8 scale in linear layers: tensor, block")
     grad_format: str | None = option(None, "replaces the format of output gradients: e5m2, e4m3")
+    offload_blocks: int | str | None = option(
+        None, 'blocks whose kept tensors wait in host memory: a number, or "all" (but the last two)'
+    )
     reuse_weights: bool | None = option(None, "true keeps the weights' FP8 copies for all micro-batches of a step")
     head: str | None = option(None, 'replaces the products of the loss: "bf16", "fp8", or "none" (all logits at once)')
     z_loss: float | None = option(None, "weight of log(sum exp)^2 in the training loss, per label (PaLM: 1e-4)")

@@ -29,6 +29,7 @@ RECIPES = {
     "paper": Recipe.paper(),
     "leanest": Recipe.leanest(),
     "attention bf16": Recipe(kept_attention="bf16"),
+    "offloaded": Recipe(offload_blocks="all"),
     "block scales": Recipe(linear_scaling="block"),
     "fp8 head": Recipe(head="fp8"),
     "logits": Recipe(head=None),
@@ -69,10 +70,12 @@ def step_of(model, setup):
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_kept_activations_are_those_of_a_real_forward(recipe):
     """Grouped-query heads, by op and tensor."""
-    model = make_model("llama", layers=2)
+    model = make_model("llama", layers=4)
     predicted = Predictor(model.config).kept(BATCH, LENGTH, Setup(recipe))
     measured = kept_by(model, recipe)
     assert predicted.by_tensor() == measured.by_tensor()
+    assert predicted.host_bytes == measured.host_bytes
+    assert (predicted.host_bytes > 0) == (recipe.offload_blocks != 0)
     assert predicted.total_bytes > 0
 
 
@@ -154,6 +157,8 @@ STEPS = {
     "accumulation": Setup(accumulation=2),
     "released": Setup(release_gradients=True),
     "fp8 head, fp32 moments": Setup(Recipe(head="fp8"), moments="fp32", master="bf16+16"),
+    "two blocks offloaded": Setup(Recipe(offload_blocks=2)),
+    "all offloaded, released": Setup(Recipe(offload_blocks="all"), release_gradients=True),
 }
 
 
@@ -161,7 +166,7 @@ STEPS = {
 @pytest.mark.parametrize("setup", STEPS.values(), ids=STEPS)
 def test_every_phase_of_a_real_step(setup, tied):
     """Peak and end of each phase of the second step, within what the scalars of a step take."""
-    model = make_model("llama", layers=3, vocab_size=2048, tie_word_embeddings=tied)
+    model = make_model("llama", layers=6, vocab_size=2048, tie_word_embeddings=tied)
     prediction = predict(model.config, BATCH, LENGTH, setup)
     step, optimizer = step_of(model, setup)
     step()

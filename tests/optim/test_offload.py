@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from overcoat import AdamW, memory, release_gradients
-from overcoat.optim import offload
 from overcoat.optim.pieces import states_of
 from tests.optim.harness import SHAPES, assert_same_bits, make_params, set_grads, snapshot, train
 
@@ -227,49 +226,6 @@ def test_a_buffer_too_small_for_a_row_is_named():
     params, optimizer = make("cpu", buffer=300)
     with pytest.raises(ValueError, match="offload_buffer"):
         train(params, optimizer, 1)
-
-
-# ---- page-locked memory ----------------------------------------------------------------------------------
-
-
-class Cudart:
-    """Stands in for `torch.cuda.cudart()`: what has been registered, in bytes by address."""
-
-    def __init__(self, error=0):
-        self.error, self.registered = error, {}
-
-    def cudaHostRegister(self, address, size, flags):  # noqa: N802
-        self.registered[address] = size
-        return self.error
-
-    def cudaHostUnregister(self, address):  # noqa: N802
-        del self.registered[address]
-        return 0
-
-
-def test_host_memory_is_unlocked_when_its_last_tensor_goes(monkeypatch):
-    cudart, waited = Cudart(), []
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(len(cudart.registered)))
-    buffer = offload._host_buffer(10_001, page_locked=True)
-    view = buffer[100:108].view(torch.int32)
-    assert cudart.registered == {buffer.data_ptr(): 10_001}
-    assert buffer.count_nonzero() == 0
-    del buffer
-    gc.collect()
-    view.fill_(7)
-    assert len(cudart.registered) == 1
-    del view
-    gc.collect()
-    assert cudart.registered == {}
-    assert waited == [1]
-
-
-def test_memory_that_cannot_be_locked_is_an_error(monkeypatch):
-    cudart = Cudart(error=2)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    with pytest.raises(RuntimeError, match="page-locking 64 bytes"):
-        offload._host_buffer(64, page_locked=True)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------

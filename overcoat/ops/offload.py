@@ -1,0 +1,247 @@
+"""Kept activations in host memory: what a block keeps leaves the GPU after its forward, comes back for its backward.
+
+    current stream    [block 0 fwd] [block 1 fwd] [block 2 fwd] ...  [block 2 bwd] [block 1 bwd] [block 0 bwd]
+    to host                         [of block 0 ...........]
+    to device                                                        [of block 0 ...........]
+
+A block's tensors have the time of `AHEAD` blocks to leave, and as much to come back: after the forward of the second
+block behind it the current stream waits for the copy and their memory is free; before the backward of that same block
+the copy back begins. So at most that many blocks are under way, and memory is given back at a fixed place in the
+stream's order: `Tensor.record_stream` would give it back when the host happens to look, and a host runs far ahead.
+
+What is moved is what the block made itself: no parameter, no table or mask that all blocks share, nothing below
+`LEAST_BYTES`. Autograd's hooks on the saved tensors (`SavedTensor.register_hooks`) say how long it may be asked for it;
+then the host buffer goes back to a pool. So a second backward (`retain_graph`), several forwards before one, and
+graphs that are dropped, by an error or on purpose, need no care. Events order the streams; the host waits for nothing,
+but where the pool grows (in the first step).
+
+On a CPU the same code copies from memory to memory, and on the meta device it only counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Optional
+
+import torch
+from torch import Tensor
+
+from overcoat.host import Buffer, Pool, host_buffer, packed
+from overcoat.memory import without_hooks
+
+# Blocks whose forward a copy may take, and whose backward. A forward block of Llama-2-7B on an H200 takes half as long
+# as the copy of what it keeps (PCIe 5.0).
+AHEAD = 2
+# Smaller tensors stay on the device.
+LEAST_BYTES = 64 * 2**10
+
+
+def choose_blocks(count: int | Literal["all"], blocks: int) -> set[int]:
+    """Which of so many blocks in a row keep their tensors in host memory.
+
+    Evenly spread: then the copies overlap with the forwards in between as well. Not the last `AHEAD`, whose tensors
+    would come back before they have left.
+    """
+    able = max(blocks - AHEAD, 0)
+    count = able if count == "all" else min(count, able)
+    return {block for block in range(able) if -(-(block + 1) * count // able) > -(-block * count // able)}
+
+
+class _Offloaded:
+    """What one block keeps in host memory, as long as autograd may ask for it."""
+
+    def __init__(self, transfers: Transfers, tensors: list[Tensor], buffer: Buffer) -> None:
+        self.transfers, self.buffer = transfers, buffer
+        self.on_device: Optional[list[Tensor]] = tensors
+        self.kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self.sent: Any = None  # CUDA events: after the copy to the host, and after the one back
+        self.arrived: Any = None
+        self.reader: Any = None  # the stream that the device's memory was taken for
+        self._send(tensors)
+
+    def host(self) -> list[Tensor]:
+        """The buffer as tensors of bytes."""
+        memory = self.buffer.memory
+        if memory is None:
+            return []
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in self.kinds]
+        offsets, _ = packed(sizes)
+        return [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+
+    def _send(self, tensors: list[Tensor]) -> None:
+        with self.transfers.copying("to_host", self.buffer.last_read) as done:
+            for host, tensor in zip(self.host(), tensors, strict=False):
+                host.copy_(_bytes(tensor), non_blocking=True)
+            self.sent = done()
+
+    def leave(self) -> None:
+        """Free the device's memory, once the copy has ended."""
+        if self.on_device is not None and self.arrived is None:
+            self.transfers.wait_for(self.sent)
+            self.on_device = None
+
+    def fetch(self) -> None:
+        """Begin to copy back what is not on the device."""
+        if self.on_device is not None:
+            return
+        device = self.transfers.device
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.kinds]
+        for tensor in tensors:
+            self.transfers.on_fetch(tensor)
+        with self.transfers.copying("to_device", self.sent) as done:
+            for host, tensor in zip(self.host(), tensors, strict=False):
+                _bytes(tensor).copy_(host, non_blocking=True)
+            self.arrived = self.buffer.last_read = done()
+        self.reader = self.transfers.current()
+        self.on_device = tensors
+
+    def tensor(self, place: int) -> Tensor:
+        """One of the tensors, on the device."""
+        self.fetch()
+        self.transfers.wait_for(self.arrived)
+        assert self.on_device is not None
+        return self.on_device[place]
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        if self.arrived is not None:
+            self.reader.wait_event(self.arrived)  # the next owner of the device's memory may write at once
+        self.transfers.pool.give_back(self.buffer)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+class Transfers:
+    """What all blocks on one device share: streams, host buffers, and which blocks came last.
+
+    Attributes:
+        on_fetch: is given every tensor that memory is taken for, for who keeps account.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool = Pool(self._make)
+        self.recent: deque[Optional[weakref.ref[_Offloaded]]] = deque([None] * AHEAD, AHEAD)
+        self.on_fetch: Callable[[Tensor], None] = lambda _: None
+        self.is_cuda = device.type == "cuda"
+        if self.is_cuda:
+            self.streams = {name: torch.cuda.Stream(device) for name in ("to_host", "to_device")}
+
+    def _make(self, size: int) -> Optional[Tensor]:
+        if self.device.type == "meta":
+            return None
+        return host_buffer(size, self.is_cuda, "kept activations", "a smaller Recipe.offload_blocks")
+
+    def current(self) -> Any:
+        return torch.cuda.current_stream(self.device) if self.is_cuda else None
+
+    def wait_for(self, event: Any) -> None:
+        """The current stream waits."""
+        if event is not None:
+            self.current().wait_event(event)
+
+    @contextlib.contextmanager
+    def copying(self, direction: str, after: Any) -> Iterator[Callable[[], Any]]:
+        """Inside, copies run on a stream of their own, behind the current one and the event `after`.
+
+        Yields:
+            a function that records an event there.
+        """
+        if not self.is_cuda:
+            yield lambda: None
+            return
+        stream = self.streams[direction]
+        stream.wait_stream(self.current())
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            yield stream.record_event
+
+    def store(self, tensors: list[Tensor]) -> _Offloaded:
+        """Begin to copy a block's tensors to the host."""
+        _, size = packed([tensor.nbytes for tensor in tensors])
+        return _Offloaded(self, tensors, self.pool.take(size))
+
+    def follow(self, y: Tensor, offloaded: Optional[_Offloaded]) -> None:
+        """A block has returned y and left `offloaded`: the one `AHEAD` before it has had its time, each way."""
+        before = self.recent[0]
+        self.recent.append(None if offloaded is None else weakref.ref(offloaded))
+        earlier = None if before is None else before()
+        if earlier is not None and before is not None:
+            earlier.leave()
+            y.register_hook(functools.partial(_fetch, before))
+
+
+def _fetch(of: weakref.ref[_Offloaded], _gradient: Tensor) -> None:
+    offloaded = of()
+    if offloaded is not None:
+        offloaded.fetch()
+
+
+_transfers: dict[torch.device, Transfers] = {}
+
+
+def transfers(device: torch.device) -> Transfers:
+    """Those of a device."""
+    if device not in _transfers:
+        _transfers[device] = Transfers(device)
+    return _transfers[device]
+
+
+@contextlib.contextmanager
+def separate(device: torch.device) -> Iterator[Transfers]:
+    """Inside, a device has new transfers, so that what a model needs can be counted."""
+    before = _transfers.pop(device, None)
+    try:
+        yield transfers(device)
+    finally:
+        del _transfers[device]
+        if before is not None:
+            _transfers[device] = before
+
+
+def run_block(block: Callable[[], Tensor], num_inputs: int, is_chosen: bool) -> Tensor:
+    """Run a block of a model of which some are offloaded.
+
+    Args:
+        block: returns the result of one autograd node.
+        num_inputs: the first tensors that the node saves, which are not its own.
+        is_chosen: whether what it keeps goes to host memory.
+    """
+    with without_hooks() as note:
+        y = block()
+        if note is None or y.grad_fn is None:
+            return y
+        node: Any = y.grad_fn
+        tensors, saved = node.saved_tensors, node._raw_saved_tensors
+        moved = [place for place, x in enumerate(tensors) if is_chosen and place >= num_inputs and _is_worth_it(x)]
+        for place, x in enumerate(tensors):
+            if x is not None:
+                note(x, place in moved)
+        offloaded = None
+        if moved:
+            offloaded = transfers(y.device).store([tensors[place] for place in moved])
+            for index, place in enumerate(moved):
+                saved[place].register_hooks(functools.partial(_index, index), offloaded.tensor)
+    del tensors
+    transfers(y.device).follow(y, offloaded)
+    return y
+
+
+def _is_worth_it(x: Optional[Tensor]) -> bool:
+    """Whether moving a saved tensor frees its memory, and enough of it."""
+    return (
+        x is not None and x.nbytes >= LEAST_BYTES and x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    )
+
+
+def _index(index: int, _tensor: Tensor) -> int:
+    return index

@@ -1,0 +1,373 @@
+"""Kept activations in host memory: every bit of the step without it, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import overcoat
+from overcoat import Recipe, memory
+from overcoat.ops import offload
+from overcoat.ops.offload import AHEAD, LEAST_BYTES, choose_blocks, transfers
+from tests.models.zoo import make_batch, make_model
+
+ALL = Recipe(offload_blocks="all")
+LAYERS = 6
+RECIPES = {
+    "default": Recipe(),
+    "paper": Recipe.paper(),
+    "leanest": Recipe.leanest(),
+    "block scales": Recipe(linear_scaling="block"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_transfers():
+    """What other tests have left is not counted here."""
+    with offload.separate(torch.device("cpu")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def untouched():
+    return make_model("llama", layers=LAYERS)
+
+
+def converted(model, recipe, device="cpu"):
+    model = copy.deepcopy(model).to(device)
+    overcoat.convert(model, recipe)
+    return model
+
+
+def loss_of(model, seed=0, kind="causal"):
+    device = next(model.parameters()).device
+    return model(**{name: value.to(device) for name, value in make_batch(kind, length=64, seed=seed).items()}).loss
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same_gradients(one, other):
+    expected = gradients(other)
+    for name, gradient in gradients(one).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def pool(device="cpu"):
+    return transfers(torch.device(device)).pool
+
+
+def assert_all_given_back(buffers=LAYERS - AHEAD):
+    gc.collect()
+    assert len(pool().buffers) == len(pool().free) == buffers
+
+
+# ---- which blocks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 12, 32])
+def test_as_many_blocks_as_asked_for_are_chosen(blocks):
+    able = max(blocks - AHEAD, 0)
+    for count in range(blocks + 3):
+        chosen = choose_blocks(count, blocks)
+        assert len(chosen) == min(count, able)
+        assert chosen <= set(range(able))
+        assert count == 0 or able == 0 or 0 in chosen
+    assert choose_blocks("all", blocks) == set(range(able))
+
+
+def test_chosen_blocks_are_evenly_spread():
+    assert sorted(choose_blocks(8, 34)) == [0, 4, 8, 12, 16, 20, 24, 28]
+    assert sorted(choose_blocks(5, 9)) == [0, 1, 2, 4, 5]
+
+
+def test_the_report_says_which_blocks(untouched):
+    model = copy.deepcopy(untouched)
+    report = overcoat.convert(model, Recipe(offload_blocks=2))
+    named = [row.name for row in report.layers if row.detail.endswith("in host memory")]
+    assert named == ["model.layers.0", "model.layers.2"]
+    assert [layer.overcoat_offload for layer in model.model.layers] == [True, False, True, False, False, False]
+    overcoat.convert(model, Recipe())
+    assert {layer.overcoat_offload for layer in model.model.layers} == {None}
+
+
+def test_layers_left_alone_are_not_counted(untouched):
+    model = copy.deepcopy(untouched)
+    overcoat.convert(model, ALL, lambda module, name: not name.endswith(".1"))
+    assert [layer.overcoat_offload for layer in model.model.layers if hasattr(layer, "overcoat_offload")] == [
+        True, True, True, False, False
+    ]  # fmt: skip
+    loss_of(model).backward()
+    assert_all_given_back(3)
+
+
+# ---- the same bits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 3, "all"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_gradients_are_equal_bit_for_bit(untouched, recipe, count, monkeypatch):
+    """Two micro-batches; the second one's buffers are those of the first."""
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1024)
+    one, other = converted(untouched, replace(recipe, offload_blocks=count)), converted(untouched, recipe)
+    for seed in range(2):
+        for model in (one, other):
+            loss_of(model, seed).backward()
+    assert_same_gradients(one, other)
+    assert_all_given_back(LAYERS - AHEAD if count == "all" else count)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "starcoder2"])
+def test_other_kinds_of_blocks(kind):
+    model = make_model(kind, layers=4)
+    one, other = converted(model, ALL), converted(model, Recipe())
+    for each in (one, other):
+        loss_of(each, kind="left-padded").backward()
+    assert_same_gradients(one, other)
+    assert_all_given_back(2)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_several_forwards_before_the_backwards(untouched, order):
+    one, other = converted(untouched, ALL), converted(untouched, Recipe())
+    for model in (one, other):
+        losses = [loss_of(model, seed) for seed in range(2)]
+        for place in order:
+            losses[place].backward()
+    del losses
+    assert_same_gradients(one, other)
+    assert_all_given_back(2 * (LAYERS - AHEAD))
+
+
+def test_a_graph_used_twice(untouched):
+    """The loss of all logits: the lean one multiplies its gradients in place."""
+    one, other = converted(untouched, replace(ALL, head=None)), converted(untouched, Recipe(head=None))
+    for model in (one, other):
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(one, other)
+    del loss
+    assert_all_given_back()
+
+
+def test_a_graph_without_retain_cannot_be_used_twice(untouched):
+    loss = loss_of(converted(untouched, ALL))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_the_blocks(untouched, reentrant):
+    one, other = converted(untouched, ALL), converted(untouched, Recipe())
+    for model in (one, other):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        loss_of(model).backward()
+    assert_same_gradients(one, other)
+    assert_all_given_back(len(pool().buffers))
+    if not reentrant:
+        assert pool().buffers == []  # the checkpoint's hooks are in force: it keeps nothing
+
+
+def test_hooks_of_somebody_else_stay_in_force(untouched):
+    model = converted(untouched, ALL)
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor.shape) or tensor, lambda x: x):
+        loss = loss_of(model)
+    loss.backward()
+    assert seen
+    assert pool().buffers == []
+
+
+def test_reused_weights_are_found_in_the_backward(untouched):
+    """Parameters pass no hooks, which would hand back other objects."""
+    model = converted(untouched, Recipe(offload_blocks="all", reuse_weights=True))
+    loss = loss_of(model)
+    for layer in model.model.layers:
+        node = next(node for node in _nodes(loss) if any(x is layer.mlp.down_proj.weight for x in _saved(node)))
+        assert type(node).__name__ == "_BlockBackward"
+    loss.backward()
+
+
+def _nodes(loss):
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return seen
+
+
+def _saved(node):
+    return node.saved_tensors if type(node).__name__ == "_BlockBackward" else ()
+
+
+def test_compiled_layers_do_not_offload(untouched):
+    one, other = converted(untouched, ALL), converted(untouched, Recipe())
+    for model in (one, other):
+        for index, layer in enumerate(model.model.layers):
+            model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        loss_of(model).backward()
+    assert_same_gradients(one, other)
+    assert pool().buffers == []
+
+
+# ---- what is kept where ---------------------------------------------------------------------------------------------
+
+
+def test_large_tensors_of_the_chosen_blocks_are_in_host_memory(untouched):
+    model, plain = converted(untouched, ALL), converted(untouched, Recipe())
+    with memory.record_kept(model) as kept:
+        loss = loss_of(model)
+    with memory.record_kept(plain) as expected:
+        loss_of(plain)
+    assert kept.by_tensor() == expected.by_tensor()
+    assert expected.host_bytes == 0
+    moved = [row for row in kept.rows if row.on_host]
+    assert {(row.op, row.name) for row in moved} == {("swiglu_linear", "codes"), ("attention", "qkv")}
+    assert len(moved) == 2 * (LAYERS - AHEAD)
+    assert min(row.bytes for row in moved) >= LEAST_BYTES
+    assert kept.host_bytes == sum(row.bytes for row in moved) == pool().total_bytes  # multiples of 16 as they are
+    assert "of it in host memory" in str(kept)
+    assert "host" not in str(expected)
+    loss.backward()
+
+
+def test_nothing_is_kept_without_gradients(untouched):
+    model = converted(untouched, ALL)
+    with torch.no_grad():
+        loss_of(model)
+    loss_of(model.eval())
+    assert pool().buffers == []
+
+
+def test_buffers_are_used_again(untouched):
+    model = converted(untouched, ALL)
+    addresses = []
+    for seed in range(3):
+        loss_of(model, seed).backward()
+        addresses.append(sorted(buffer.memory.data_ptr() for buffer in pool().free))
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert_all_given_back()
+
+
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise torch.OutOfMemoryError("out of memory")
+
+
+def _fail(*_):
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def _fail_backward(_module, args):
+    return (_Broken.apply(args[0]), *args[1:])
+
+
+@pytest.mark.parametrize("hook", [_fail, _fail_backward], ids=["forward", "backward"])
+def test_a_step_that_fails_midway_loses_nothing(untouched, hook):
+    """As where memory runs out: the error ends the step, and the next one is right and finds all buffers."""
+    one, other = converted(untouched, ALL), converted(untouched, Recipe())
+    handle = one.model.layers[3].register_forward_pre_hook(hook)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss_of(one).backward()
+    handle.remove()
+    one.zero_grad()
+    assert_all_given_back(len(pool().buffers))
+    for model in (one, other):
+        loss_of(model).backward()
+    assert_same_gradients(one, other)
+    assert_all_given_back()
+
+
+def test_shorter_and_longer_rows_do_not_pile_up(untouched):
+    model = converted(untouched, ALL)
+    for length in (64, 96, 80, 128, 64):
+        batch = make_batch(length=length)
+        model(**batch).loss.backward()
+    assert_all_given_back()
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def _large_model(layers=8):
+    """About 20 MiB of kept tensors in a block, for 2,048 tokens."""
+    return make_model("llama", layers, hidden_size=1024, intermediate_size=2752, max_position_embeddings=2048)
+
+
+def _large_loss(model, seed=0):
+    batch = make_batch("causal", 2, 1024, seed)
+    return model(**{name: value.cuda() for name, value in batch.items()}).loss
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [2, "all"])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe.leanest()], ids=["default", "leanest"])
+def test_gradients_on_a_gpu_are_equal_bit_for_bit(recipe, count):
+    model = _large_model()
+    one, other = converted(model, replace(recipe, offload_blocks=count), "cuda"), converted(model, recipe, "cuda")
+    for seed in range(3):
+        for each in (one, other):
+            _large_loss(each, seed).backward()
+    assert_same_gradients(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [3, "all"])
+def test_memory_on_a_gpu_is_less_by_what_is_offloaded(count):
+    """Between forward and backward to 1%; at the step's peak but for the blocks under way."""
+    model = _large_model(12).cuda()
+    found = []
+    for recipe in (Recipe(), Recipe(offload_blocks=count)):
+        overcoat.convert(model, recipe)
+        for _ in range(2):  # the second step's workspaces and buffers are there
+            torch.cuda.reset_peak_memory_stats()
+            loss = _large_loss(model)
+            after_forward = torch.cuda.memory_allocated()
+            loss.backward()
+            found.append((after_forward, torch.cuda.max_memory_allocated()))
+            del loss
+    with memory.record_kept(model) as kept:
+        loss = _large_loss(model)
+    del loss
+    (plain, plain_peak), (offloaded, offloaded_peak) = found[1], found[3]
+    blocks = len(choose_blocks(count, 12))
+    assert kept.host_bytes > blocks * 18 * 2**20
+    assert plain - offloaded == pytest.approx(kept.host_bytes, rel=0.01)
+    # In the backward two blocks are on their way back beside the one at work.
+    assert plain_peak - offloaded_peak >= kept.host_bytes * (1 - AHEAD / blocks)
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_copies():
+    model = converted(_large_model(), ALL, "cuda")
+    batch = {name: value.cuda() for name, value in make_batch("causal", 2, 1024).items()}
+    for _ in range(2):
+        model(**batch).loss.backward()
+    torch.cuda.synchronize()
+    # The blocks alone: what transformers does around them is its own.
+    layers, x = model.model.layers, model.model.embed_tokens(batch["input_ids"]).detach().requires_grad_()
+    positions = torch.arange(1024, device="cuda")[None]
+    embeddings = model.model.rotary_emb(x, positions)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = x
+        for layer in layers:
+            y = layer(y, position_embeddings=embeddings)
+        y.backward(torch.ones_like(y))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
