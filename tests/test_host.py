@@ -71,5 +71,5 @@ def test_host_memory_is_unlocked_when_its_last_tensor_goes(monkeypatch):
 def test_memory_that_cannot_be_locked_is_an_error(monkeypatch):
     cudart = Cudart(error=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    with pytest.raises(RuntimeError, match="page-locking 64 bytes of host memory for a test.*or use less"):
+    with pytest.raises(RuntimeError, match=r"page-locking 64 bytes of host memory for a test.*or use less"):
         host_buffer(64, True, "a test", "less")

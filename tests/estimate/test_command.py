@@ -130,7 +130,8 @@ def test_what_is_no_size(text):
 
 def test_recipes():
     assert parse_recipe(["paper"]) == Recipe.paper()
-    changed = parse_recipe(["default", "checkpoint=block", "group_size=32", "head=none"])
-    assert changed == Recipe(checkpoint="block", group_size=32, head=None)
+    changed = parse_recipe(["default", "checkpoint=block", "group_size=32", "head=none", "offload_blocks=8"])
+    assert changed == Recipe(checkpoint="block", group_size=32, head=None, offload_blocks=8)
+    assert parse_recipe(["default", "offload_blocks=all"]) == Recipe(offload_blocks="all")
     assert parse_recipe(["default", "z_loss=1e-4"]) == Recipe(z_loss=1e-4)
     assert Setup(parse_recipe(["bf16"])).recipe == Recipe.bf16()

@@ -17,12 +17,14 @@ import overcoat
 from overcoat import Recipe, weight_amax
 from tests.models.zoo import make_batch, make_model
 
+RECIPES = {"default": Recipe(), "leanest": Recipe.leanest(), "offloaded": Recipe(offload_blocks="all")}
+
 
 def _worker(rank: int, port: int, recipe: Recipe, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
-        model = make_model("qwen2", layers=2)
+        model = make_model("qwen2", layers=3)
         overcoat.convert(model, recipe)
         for layer in model.model.layers:
             fully_shard(layer)
@@ -49,14 +51,14 @@ def _worker(rank: int, port: int, recipe: Recipe, folder: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe.leanest()], ids=["default", "leanest"])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_sharded_gradients_equal_those_of_one_process(recipe: Recipe, tmp_path: Path) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     mp.spawn(_worker, args=(port, recipe, str(tmp_path)), nprocs=2)
     sharded = torch.load(tmp_path / "grads.pt")
-    model = make_model("qwen2", layers=2)
+    model = make_model("qwen2", layers=3)
     overcoat.convert(model, recipe)
     model(**make_batch()).loss.backward()
     for name, parameter in model.named_parameters():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import gc
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import overcoat
 from overcoat import Recipe, memory
@@ -299,6 +301,72 @@ def test_shorter_and_longer_rows_do_not_pile_up(untouched):
         batch = make_batch(length=length)
         model(**batch).loss.backward()
     assert_all_given_back()
+
+
+# ---- copies that are late -------------------------------------------------------------------------------------------
+
+
+class _Late(offload.Transfers):
+    """Copies on streams that do nothing until somebody waits for them: whoever forgets to reads or leaves garbage."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.queues = {"to_host": [], "to_device": []}
+        self.on_fetch = lambda tensor: tensor.view(-1).view(torch.uint8).fill_(85)
+
+    def current(self):
+        return self
+
+    def wait_event(self, event):
+        direction, end = event
+        for place in range(end):
+            self.queues[direction][place]()
+            self.queues[direction][place] = lambda: None
+
+    @contextlib.contextmanager
+    def copying(self, direction, after):
+        queue = self.queues[direction]
+        if after is not None:
+            queue.append(functools.partial(self.wait_event, after))
+        with _Deferring(queue):
+            yield lambda: (direction, len(queue))
+
+
+class _Deferring(TorchDispatchMode):
+    def __init__(self, queue):
+        super().__init__()
+        self.queue = queue
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.queue.append(functools.partial(func, *args, **(kwargs or {})))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _leave_and_overwrite(leave, offloaded):
+    tensors = offloaded.on_device or []
+    leave(offloaded)
+    if offloaded.on_device is None:
+        for tensor in tensors:
+            tensor.view(-1).view(torch.uint8).fill_(85)
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("count", [2, "all"])
+def test_nothing_is_read_before_it_was_copied(untouched, count, forwards, monkeypatch):
+    one, other = converted(untouched, Recipe(offload_blocks=count)), converted(untouched, Recipe())
+    late = _Late()
+    monkeypatch.setitem(offload._transfers, torch.device("cpu"), late)
+    leave = functools.partial(_leave_and_overwrite, offload._Offloaded.leave)
+    monkeypatch.setattr(offload._Offloaded, "leave", lambda self: leave(self))
+    for step in range(3):
+        for model in (one, other):
+            losses = [loss_of(model, 2 * step + index) for index in range(forwards)]
+            while losses:
+                losses.pop().backward()
+    assert_same_gradients(one, other)
+    assert len(late.queues["to_device"]) > 3 * forwards * len(choose_blocks(count, LAYERS))
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------

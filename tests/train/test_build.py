@@ -121,6 +121,13 @@ def test_loading_holds_nothing_twice(tmp_path: Path) -> None:
     assert grown < size + 16e6
 
 
+def test_recipes_of_offloaded_blocks() -> None:
+    assert make_recipe(RecipeConfig(offload_blocks="all")).offload_blocks == "all"
+    assert make_recipe(RecipeConfig(offload_blocks=8)).offload_blocks == 8
+    with pytest.raises(ValueError, match="offload_blocks = 'many'"):
+        make_recipe(RecipeConfig(offload_blocks="many"))
+
+
 def test_recipe_names_none() -> None:
     assert make_recipe(RecipeConfig(head="none")).head is None
     assert make_recipe(RecipeConfig(name="bf16", head="bf16")).head == "bf16"
