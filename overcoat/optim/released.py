@@ -158,7 +158,6 @@ class Foresight:
         device = buckets[0].device
         self.options = buckets[0].arguments.options
         self.fresh: Optional[bool] = None  # whether the steps below are the coming ones; None: not looked yet
-        self.counting = False  # steps have been taken and not been counted
         self.counters: list[Tensor] = []
         starts = []
         for bucket in buckets:
@@ -190,25 +189,29 @@ class Foresight:
         return self.fresh
 
     def count(self) -> None:
-        """Write the counts of the steps that have been taken."""
-        if self.counting:
+        """Write the counts of the steps that have been taken and not been counted."""
+        if any(part.taken for part in self.prepared.values()):
             self.table.count_step(self.skips)
             self.skips.fill_(True)
-            self.counting = False
+            for part in self.prepared.values():
+                part.taken = False
 
 
 class Prepared:
-    """The parts of a `Foresight` that belong to one bucket of T parameters, for the kernels to read and write."""
+    """The parts of a `Foresight` that belong to one bucket of T parameters, for the kernels to read and write.
+
+    It does not hold the `Foresight`: in a cycle the states of both would outlive what has let go of them.
+    """
 
     def __init__(self, foresight: Foresight, rows: slice) -> None:
-        self.foresight = foresight
+        self.taken = False  # the bucket has been stepped and not been counted
         self.upcoming = adamw_launch.Upcoming(foresight.steps[rows], foresight.coefficients[rows])
         self.sums = sum_squares.Sums(foresight.squares[rows], foresight.skips[rows])
         self.skip = self.sums.skips.view(()) if len(self.sums.skips) == 1 else self.sums.skips
 
     def take(self, skip: Tensor) -> Tensor:
         """Take note that the bucket is stepped, unless skip; returns skip as the step wants it, (T,) or 0-d."""
-        self.foresight.counting = True
+        self.taken = True
         if skip is not self.sums.skips:
             self.sums.skips.copy_(skip)
         return self.skip

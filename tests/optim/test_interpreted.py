@@ -15,7 +15,9 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 import copy
+import gc
 import os
+import weakref
 import torch
 from torch import nn
 from overcoat import AdamW, release_gradients
@@ -76,6 +78,15 @@ assert optimizer.skipped_steps == 1
 assert [int(optimizer.state[p]["step"]) for p in model.parameters()] == [3, 3, 2, 3, 3, 3]
 moved = [not torch.equal(p, q) for p, q in zip(ordinary[0].parameters(), model.parameters())]
 assert moved == [False, False, True, False, False, False]
+
+# States that are cleared are freed at once, with all that was made of them for the kernels.
+for options in ({}, {"batch_bytes": 900}, {"batch_bytes": 900, **offload}, offload):
+    model, optimizer = run(**options)[:2]
+    old = [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
+    gc.disable()
+    optimizer.state.clear()
+    assert len(old) == 36 and not any(value() is not None for value in old), options
+    gc.enable()
 
 # Memory that moved between two steps: the kernel's tables of addresses are made anew.
 model, optimizer, _ = run()
