@@ -168,9 +168,8 @@ def int8_to_float(x):
     That one runs where roots and exponentials do, 16 a cycle and multiprocessor. Here four bytes, made unsigned, become
     the low bits of four floats between 2^23 and 2^24, whose last bit is worth 1.
     """
-    if INTERPRETED:
-        return x.to(tl.float32)
-    elif x.numel < 4:
+    tl.static_assert(x.dtype == tl.int8)
+    if INTERPRETED or x.numel < 4:
         return x.to(tl.float32)
     else:
         shifted = tl.inline_asm_elementwise(

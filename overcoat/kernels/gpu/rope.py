@@ -63,8 +63,8 @@ def _take_heads(
     """The halves (NH, EP) of some heads of a token in FP32, decoded or encoded on the way; all pointers at its row."""
     inside = (head < heads)[:, None] & (e < E)[None, :]
     first = head[:, None] * D + e[None, :]
-    x1 = tl.load(source_ptr + first, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(source_ptr + first + E, mask=inside, other=0.0).to(tl.float32)
+    x1 = tl.load(source_ptr + first, mask=inside, other=0.0)
+    x2 = tl.load(source_ptr + first + E, mask=inside, other=0.0)
     if HAS_CENTER:
         center1 = tl.load(center_ptr + first, mask=inside, other=0.0)
         center2 = tl.load(center_ptr + first + E, mask=inside, other=0.0)
@@ -73,6 +73,8 @@ def _take_heads(
         x1, x2 = decode(x1, amax, CODE), decode(x2, amax, CODE)
         if HAS_CENTER:
             x1, x2 = x1 + center1, x2 + center2
+    else:
+        x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     if ENCODE:
         c1, c2 = x1, x2
         if HAS_CENTER:
