@@ -30,7 +30,7 @@ from overcoat.formats import (
     group_code,
     quantize_tensor,
 )
-from overcoat.kernels.quantize import padded_tokens, transpose_padded
+from overcoat.kernels.quantize import amax, padded_tokens, transpose_padded
 
 LOG2E = 1.4426950408889634
 
@@ -52,12 +52,12 @@ def _decode(codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Te
 
 @op
 def swiglu_encode(gate_up: Tensor, code: str, group_size: int) -> Tuple[Tensor, Tensor, Tensor]:
-    """First pass over gate_up (T, 2I): codes (T, 2I), BF16 group maxima (T, 2, n), each row's max |h| (T,) FP32.
+    """First pass over gate_up (T, 2I): codes (T, 2I), BF16 group maxima (T, 2, n), max |h| as 0-d FP32.
 
     Groups never span gate and up.
     """
     codes, group_amax = encode_groups(gate_up.unflatten(-1, (2, -1)), code, group_size)
-    return codes.flatten(1), group_amax.view(gate_up.shape[0], 2, -1), gated_product(gate_up).abs().amax(-1)
+    return codes.flatten(1), group_amax.view(gate_up.shape[0], 2, -1), amax.reference(gated_product(gate_up))
 
 
 @swiglu_encode.fake
@@ -67,7 +67,7 @@ def _(gate_up, code, group_size):
     return (
         gate_up.new_empty(gate_up.shape, dtype=group_code(code).dtype),
         gate_up.new_empty((tokens, 2, groups), dtype=torch.bfloat16),
-        gate_up.new_empty((tokens,), dtype=torch.float32),
+        gate_up.new_empty((), dtype=torch.float32),
     )
 
 

@@ -18,7 +18,6 @@ from overcoat.kernels.blockwise_fused import (
     swiglu_block_backward_quantize,
     swiglu_block_quantize,
 )
-from overcoat.kernels.quantize import amax
 from overcoat.kernels.swiglu import (
     swiglu_backward,
     swiglu_backward_amax,
@@ -49,8 +48,8 @@ def swiglu_linear_forward(
         h8, h_scale, codes, group_amax = swiglu_block_quantize(gate_up, recipe.kept_format, recipe.group_size)
         y = forward_product(Quantized(h8, h_scale), [weight], bias, residual.dtype)
         return residual + y, MlpKept(codes, group_amax, None, None)
-    codes, group_amax, row_amax = swiglu_encode(gate_up, recipe.kept_format, recipe.group_size)
-    h8, h_scale = swiglu_quantize(gate_up, amax(row_amax))
+    codes, group_amax, h_amax = swiglu_encode(gate_up, recipe.kept_format, recipe.group_size)
+    h8, h_scale = swiglu_quantize(gate_up, h_amax)
     y, w_amax = product(h8, h_scale, [weight], bias, residual.dtype)
     return residual + y, MlpKept(codes, group_amax, h_scale, w_amax)
 

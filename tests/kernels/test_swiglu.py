@@ -42,20 +42,20 @@ def gradients(gate_up, dh):
 def test_encode(tokens, code, device):
     gate_up = normal(tokens, 2 * WIDTH, dtype=torch.bfloat16).to(device)
     gate_up[:, WIDTH - 1] = 100.0  # the last of gate: groups that spanned into up would show it there
-    codes, group_amax, row_amax = ops.swiglu_encode(gate_up, code, 128)
+    codes, group_amax, h_amax = ops.swiglu_encode(gate_up, code, 128)
     for half in (0, 1):
         part = gate_up[:, half * WIDTH : (half + 1) * WIDTH]
         expected = encode_groups(part, code, 128)
         assert torch.equal(codes[:, half * WIDTH : (half + 1) * WIDTH].float(), expected.data.float())
         assert torch.equal(group_amax[:, half], expected.scale)
-    assert_close_float32("row maxima", exact.swiglu(gate_up.double()).abs().amax(1), row_amax, TERMS)
+    assert_close_float32("max |h|", exact.swiglu(gate_up.double()).abs().amax(), h_amax, TERMS)
 
 
 @tokens_
 def test_quantize(tokens, device):
     gate_up = normal(tokens, 2 * WIDTH, dtype=torch.bfloat16).to(device)
-    _, _, row_amax = ops.swiglu_encode(gate_up, "sqrt8", 128)
-    data, scale = ops.swiglu_quantize(gate_up, row_amax.amax())
+    _, _, h_amax = ops.swiglu_encode(gate_up, "sqrt8", 128)
+    data, scale = ops.swiglu_quantize(gate_up, h_amax)
     assert data.float().abs().max() == 448, "both passes must agree on the maximum"
     assert_close("h", exact.swiglu(gate_up.double()), data.double() * scale.double(), E4M3_DB, extra=1.0)
 
@@ -109,11 +109,9 @@ def test_large_gates_saturate_without_nan(device):
     gate = torch.tensor([-200.0, -90.0, 90.0, 200.0], device=device)
     gate_up = torch.cat((gate, torch.ones_like(gate)))[None]
     _, expected = gradients(gate_up, torch.ones(1, 4, device=device))
-    codes, group_amax, row_amax = ops.swiglu_encode(gate_up, "sqrt8", 16)
-    assert row_amax.item() == 200.0
-    dgate_up, _ = ops.swiglu_backward(
-        torch.ones(1, 4, device=device), codes, group_amax, row_amax[0] / 448, "sqrt8", 16
-    )
+    codes, group_amax, h_amax = ops.swiglu_encode(gate_up, "sqrt8", 16)
+    assert h_amax.item() == 200.0
+    dgate_up, _ = ops.swiglu_backward(torch.ones(1, 4, device=device), codes, group_amax, h_amax / 448, "sqrt8", 16)
     # sqrt8's largest relative step is 1/127 of the group's maximum: 200 / 127 on the gate, hence on du = silu(gate).
     torch.testing.assert_close(dgate_up.double(), expected, rtol=0, atol=200 / 127)
 
@@ -123,8 +121,8 @@ def test_large_gates_saturate_without_nan(device):
 def test_non_finite_reaches_forward_and_backward(bad, place, device):
     gate_up = normal(4, 2 * WIDTH).to(device)
     gate_up[2, place] = bad
-    codes, group_amax, row_amax = ops.swiglu_encode(gate_up, "sqrt8", 128)
-    data, scale = ops.swiglu_quantize(gate_up, row_amax.amax())
+    codes, group_amax, h_amax = ops.swiglu_encode(gate_up, "sqrt8", 128)
+    data, scale = ops.swiglu_quantize(gate_up, h_amax)
     assert not (data.float() * scale).isfinite().any()
     dgate_up, h_t = ops.swiglu_backward(torch.ones(4, WIDTH, device=device), codes, group_amax, scale, "sqrt8", 128)
     assert not dgate_up[2, :128].isfinite().all()

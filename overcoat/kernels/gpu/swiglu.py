@@ -43,22 +43,38 @@ from overcoat.kernels.gpu.common import (
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 
-# Columns of gate (and of up) that a row's program takes at a time.
-ROW_TILE = 1024
-ROW_WARPS = 2
+# Pairs of gate and up that a program encodes, and its warps.
+ENCODE_TILE, ENCODE_WARPS = 2048, 4
+# Columns of a row whose product a program takes.
+PRODUCT_COLUMNS = 2048
+SILU_BOUND = tl.constexpr(0.2785)
+# More than the products' rounding can add to a bound.
+ROUNDING = tl.constexpr(1.0 + 2.0**-20)
 
 
 # ---- forward --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _encode_half(values_ptr, codes_ptr, amax_ptr, offsets, group, inside, known, CODE: tl.constexpr):
-    """Load (NG, GP) values of gate or up, write their codes and maxima, and return them in FP32."""
+def _encode_half(values_ptr, codes_ptr, amax_ptr, offsets, places, inside, known, CODE: tl.constexpr):
+    """Load (NG, GP) values of gate or up, write their codes and maxima; returns both in FP32."""
     x = tl.load(values_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     amax = max_magnitude(x, 1).to(tl.bfloat16)
-    tl.store(amax_ptr + group, amax, mask=known)
-    tl.store(codes_ptr + offsets, encode(x, amax.to(tl.float32)[:, None], CODE), mask=inside)
-    return x
+    tl.store(amax_ptr + places, amax, mask=known)
+    amax = amax.to(tl.float32)
+    tl.store(codes_ptr + offsets, encode(x, amax[:, None], CODE), mask=inside)
+    return x, amax
+
+
+@triton.jit
+def _bound(gate, up, gate_amax):
+    """Bits of a number that max |gate sigmoid(gate) up| of a tile does not exceed; NaN where it may be NaN.
+
+    silu(x) is at most x for positive x and at least -0.27847 for all others; at -inf it is NaN.
+    """
+    bound = max_magnitude(larger(gate, SILU_BOUND) * tl.abs(up), 1) * ROUNDING
+    bound = tl.where(gate_amax < float("inf"), bound, float("nan"))
+    return max_magnitude(bound, 0).to(tl.int32, bitcast=True)
 
 
 @kernel
@@ -66,43 +82,47 @@ def _swiglu_encode_kernel(
     gate_up_ptr,  # (T, 2I)
     codes_ptr,  # (T, 2I) 8-bit
     amax_ptr,  # (T, 2, n) BF16
-    row_amax_ptr,  # (T,) FP32: max |h|
-    I,  # noqa: E741
+    top_ptr,  # 0-d int32: bits of max |h|
+    groups,  # T * n
     n,
+    I,  # noqa: E741
     G: tl.constexpr,
     GP: tl.constexpr,
     CODE: tl.constexpr,
     NG: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    gate_up_ptr += row * 2 * I
-    codes_ptr += row * 2 * I
-    amax_ptr += row * 2 * n
-    top = tl.zeros((NG, GP), tl.float32)
-    for g0 in range(0, n, NG):
-        group = g0 + tl.arange(0, NG)
-        column = group[:, None] * G + tl.arange(0, GP)[None, :]
-        inside, known = (column < I) & (tl.arange(0, GP) < G)[None, :], group < n
-        gate = _encode_half(gate_up_ptr, codes_ptr, amax_ptr, column, group, inside, known, CODE)
-        up = _encode_half(gate_up_ptr + I, codes_ptr + I, amax_ptr + n, column, group, inside, known, CODE)
-        top = larger(top, tl.abs(gate * sigmoid(gate) * up))
-    tl.store(row_amax_ptr + row, max_magnitude(max_magnitude(top, 1), 0))
+    group = tl.program_id(0) * NG + tl.arange(0, NG)
+    known, row = group < groups, group // n
+    column = (group - row * n)[:, None] * G + tl.arange(0, GP)[None, :]
+    inside = known[:, None] & (column < I) & (tl.arange(0, GP) < G)[None, :]
+    offsets = row.to(tl.int64)[:, None] * (2 * I) + column
+    places = group + row * n  # among (T, 2, n)
+    seen = tl.load(top_ptr)
+    gate, gate_amax = _encode_half(gate_up_ptr, codes_ptr, amax_ptr, offsets, places, inside, known, CODE)
+    up, _ = _encode_half(gate_up_ptr + I, codes_ptr + I, amax_ptr + n, offsets, places, inside, known, CODE)
+    # Half of the special function unit's work would be h, of which only the largest is wanted. Once the first programs
+    # have found large values few tiles can hold a larger one, and only those compute theirs. Which do depends on who
+    # comes first; the result does not.
+    if _bound(gate, up, gate_amax) > seen:
+        h = gate * sigmoid(gate) * up
+        atomic_amax(top_ptr, max_magnitude(max_magnitude(h, 1), 0))
 
 
 def swiglu_encode(gate_up: Tensor, code: str, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (T, 2I), maxima (T, 2, n), each row's max |h| (T,) of gate_up (T, 2I)."""
+    """Codes (T, 2I), maxima (T, 2, n), max |h| (0-d FP32) of gate_up (T, 2I)."""
     gate_up = gate_up.contiguous()
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     n, gp = cdiv(width, group_size), power_of_2(group_size)
     codes = torch.empty(gate_up.shape, dtype=group_code(code).dtype, device=gate_up.device)
     amax = torch.empty((tokens, 2, n), dtype=torch.bfloat16, device=gate_up.device)
-    row_amax = torch.empty(tokens, dtype=torch.float32, device=gate_up.device)
+    top = torch.zeros((), dtype=torch.int32, device=gate_up.device)
+    count = max(ENCODE_TILE // gp, 1)
     with on_device(gate_up):
-        _swiglu_encode_kernel[(tokens,)](
-            gate_up, codes, amax, row_amax, width, n,
-            group_size, gp, CODES[code], max(ROW_TILE // gp, 1), num_warps=ROW_WARPS, **EXACT,
+        _swiglu_encode_kernel[(cdiv(tokens * n, count),)](
+            gate_up, codes, amax, top, tokens * n, n, width,
+            group_size, gp, CODES[code], count, num_warps=ENCODE_WARPS, **EXACT,
         )  # fmt: skip
-    return codes, amax, row_amax
+    return codes, amax, top.view(torch.float32)
 
 
 @kernel
@@ -132,8 +152,8 @@ def swiglu_quantize(gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     h, scale = torch.empty((tokens, width), dtype=E4M3.dtype, device=gate_up.device), torch.empty_like(amax)
     with on_device(gate_up):
-        _swiglu_quantize_kernel[(tokens, cdiv(width, 2 * ROW_TILE))](
-            gate_up, amax, h, scale, width, inverse_max("e4m3"), 2 * ROW_TILE, num_warps=4, **EXACT
+        _swiglu_quantize_kernel[(tokens, cdiv(width, PRODUCT_COLUMNS))](
+            gate_up, amax, h, scale, width, inverse_max("e4m3"), PRODUCT_COLUMNS, num_warps=4, **EXACT
         )
     return h, scale
 
