@@ -223,7 +223,7 @@ class Plan:
     ) -> None:
         if self.weight_amax:
             self.table.clear_weight_amax(rows, skip)
-        constants = _constants(self.dtype, grad_dtype, self.remainder_dtype, options, bool(self.weight_amax))
+        kind = (self.dtype, grad_dtype, self.remainder_dtype, options, bool(self.weight_amax))
         signed, unsigned = _de8_tables(True, self.device), _de8_tables(False, self.device)
         for launch in self.launches:
             if launch.programs:
@@ -241,9 +241,8 @@ class Plan:
                     1.0 - options.beta1,
                     options.beta2,
                     1.0 - options.beta2,
-                    FLAT=launch.flat,
                     ALIGN=launch.align,
-                    **constants,
+                    **_constants(*kind, launch.flat),
                 )
 
 
@@ -254,6 +253,7 @@ def _constants(
     remainder_dtype: Optional[torch.dtype],
     options: Options,
     weight_amax: bool,
+    flat: bool,
 ) -> dict[str, Any]:
     """Compile-time arguments of the kernel and its launch options."""
     m, v = MOMENT_CODES[options.m_code], MOMENT_CODES[options.v_code]
@@ -276,8 +276,9 @@ def _constants(
         "GROUPS": TILE // options.group_size,
         "NUM_FIELDS": len(FIELDS),
         "WEIGHT_AMAX": weight_amax,
+        "FLAT": flat,
         "num_warps": NUM_WARPS,
-        "maxnreg": MAX_REGISTERS if m.expanded or v.expanded or (weight_amax and common) else None,
+        "maxnreg": MAX_REGISTERS if m.expanded or v.expanded or (weight_amax and flat and common) else None,
         "enable_fp_fusion": False,
     }
 
