@@ -150,7 +150,8 @@ class Transfers:
 
     @contextlib.contextmanager
     def copying(self, direction: str, after: Any) -> Iterator[Callable[[], Any]]:
-        """Inside, copies run on a stream of their own, behind the current one and the event `after`.
+        """Inside, copies run on a stream of their own, behind the current one and the event `after` (which the current
+        one has waited for already, unless blocks run on several).
 
         Yields:
             a function that records an event there.
