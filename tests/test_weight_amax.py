@@ -191,6 +191,35 @@ def test_offloaded_states_leave_it_to_the_forward(passes, device):
     assert len(passes) == 2 * len(quantized(model))
 
 
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe.leanest()], ids=["default", "leanest"])
+def test_other_optimizers_leave_it_to_the_first_micro_batch(passes, device, recipe):
+    """Of three micro-batches, recomputed or not."""
+    runs = []
+    for forgetful in (False, True):
+        model = make(device, recipe)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        found = losses(model, optimizer, device, (1,))
+        passes.clear()
+        for seed in (2, 3, 4):
+            if forgetful:
+                weight_amax._asked.clear()
+            found.append(backward(model, device, seed))
+        runs.append(found)
+        assert len(passes) == (3 if forgetful else 1) * len(quantized(model))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_step_of_any_optimizer_ends_what_a_forward_has_found(passes, device):
+    """FSDP2 gathers new weights into the same parameters, whose version counters stay."""
+    model = make(device)
+    for seed in (1, 2):
+        backward(model, device, seed)
+    assert len(passes) == len(quantized(model))
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
+    backward(model, device, 3)
+    assert len(passes) == 2 * len(quantized(model))
+
+
 def test_a_model_converted_between_two_steps_is_asked_from_then_on(passes, device):
     model = make_model("llama", layers=2).to(device)
     optimizer = optimizer_of(model)

@@ -8,8 +8,8 @@ is used again only if, for all weights of the stack,
 * the version counter is the same: in-place operations, `load_state_dict` and `overcoat.AdamW` raise it,
 * the weight lies where it lay.
 
-Without it the maxima are known all the same where `overcoat.AdamW` wrote the weights, which is checked on the way
-(weight_amax.py).
+Without it the maxima are known all the same where `overcoat.AdamW` wrote the weights or an earlier micro-batch looked
+for them, which is checked on the way (weight_amax.py).
 
 What is not seen is a write through `weight.data` outside of an optimizer: do not reuse weights then. Under FSDP2, whose
 parameters are other objects in every forward, under torch.compile and in inference mode (no later backward may use
@@ -87,6 +87,7 @@ def _make(weights: Sequence[Tensor], transposed: bool, amax: Optional[Tensor]) -
         return stack_weights_guessed(list(weights), guesses)
     if amax is None:
         amax = stack_amax(list(weights))
+        weight_amax.note(weights, amax)
     return *stack_weights(list(weights), amax, transposed), amax
 
 

@@ -21,8 +21,12 @@ def make(recipe, device, seed=0):
 def made(monkeypatch):
     """How many operands were made."""
     count = []
-    original = of_weights.stack_weights
-    monkeypatch.setattr(of_weights, "stack_weights", lambda *args: (count.append(args), original(*args))[1])
+
+    def counted(original):
+        return lambda *args: (count.append(args), original(*args))[1]
+
+    for name in ("stack_weights", "stack_weights_guessed"):
+        monkeypatch.setattr(of_weights, name, counted(getattr(of_weights, name)))
     return count
 
 
