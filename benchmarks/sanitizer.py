@@ -1,0 +1,101 @@
+"""compute-sanitizer over the GPU tests: accesses out of bounds (memcheck), hazards in shared memory (racecheck).
+
+    python -m benchmarks.sanitizer                               every file with both tools, all at once: 4 to 9 minutes
+    python -m benchmarks.sanitizer --tools memcheck --files tests/optim/test_edges.py
+
+memcheck runs without PyTorch's caching allocator: each tensor is an allocation of its own, so that an access beyond its
+end is one outside of any. What needs the cache is left out there (graphs, peaks of memory), and everywhere the tests
+of tensors beyond 2^31 elements, which are too slow. racecheck looks at the kernels alone. One row of
+results/sanitizer.jsonl for each tool: by file the errors that the tool counted, and pytest's last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, append_row
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ("memcheck", "racecheck")
+SLOW = ("2_to_31", "large")
+NEEDS_THE_CACHE = ("memory", "peak", "captur", "graph", "replay", "bytes")
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
+
+
+def test_files(tool: str) -> list[str]:
+    """The files to run: the kernels' tests, and for memcheck the optimizer's on top."""
+    found = sorted((ROOT / "tests" / "kernels" / "gpu").glob("test_*.py"))
+    if tool == "memcheck":
+        found += sorted((ROOT / "tests" / "optim").glob("test_*.py"))
+    # pytest leaves files out that hold no such test, at the price of a process: not these.
+    return [str(path.relative_to(ROOT)) for path in found if "interpreted" not in path.name]
+
+
+def check(tool: str, path: str, timeout: float) -> dict[str, Any]:
+    """Errors that `tool` counts in the GPU tests of one file (None: it did not get to its end), and pytest's result."""
+    left_out = SLOW + (NEEDS_THE_CACHE if tool == "memcheck" else ())
+    tests = [sys.executable, "-m", "pytest", path, "-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "ignore"]
+    chosen = ["-k", " and ".join(f"not {word}" for word in left_out)]
+    environment = {**os.environ, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})}
+    command = ["compute-sanitizer", "--tool", tool, *tests, *chosen]
+    try:
+        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+        output = ended.stdout + ended.stderr
+    except subprocess.TimeoutExpired as error:
+        parts = (error.stdout or b"", error.stderr or b"")
+        output = "".join(part if isinstance(part, str) else part.decode(errors="replace") for part in parts)
+        return {"errors": None, "tests": f"not ended after {timeout:.0f} s", "said": _complaints(output)}
+    counted = _SUMMARY.findall(output)
+    lines = [line for line in output.splitlines() if re.search(r"\d+ (passed|failed|deselected|error).* in ", line)]
+    return {
+        "errors": int(counted[-1]) if counted else None,
+        "tests": lines[-1].strip("= ") if lines else f"exit status {ended.returncode}",
+        "said": _complaints(output),
+    }
+
+
+def _complaints(output: str) -> list[str]:
+    """The first lines that tell what is wrong."""
+    marks = ("Invalid __", "Misaligned", "hazard", "FAILED", "Error:")
+    return [line[:200] for line in output.splitlines() if any(mark in line for mark in marks)][:8]
+
+
+def main() -> None:
+    """Run all at once, print each as it ends, append the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument(
+        "--files", nargs="+", help="test files; default: the kernels', and for memcheck the optimizer's"
+    )
+    parser.add_argument("--timeout", type=float, default=500.0, help="seconds for each file")
+    parser.add_argument("--processes", type=int, default=min(24, os.cpu_count() or 1), help="at the same time")
+    parser.add_argument("--out", type=Path, default=RESULTS / "sanitizer.jsonl")
+    arguments = parser.parse_args()
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        jobs = {
+            (tool, path): pool.submit(check, tool, path, arguments.timeout)
+            for tool in arguments.tools
+            for path in arguments.files or test_files(tool)
+        }
+        for (tool, path), job in jobs.items():
+            found = job.result()
+            print(
+                f"{tool:10s} {path:45s} errors {found['errors']}, {found['tests']}",
+                *found["said"],
+                sep="\n    ",
+                flush=True,
+            )
+    for tool in arguments.tools:
+        files = {path: job.result() for (name, path), job in jobs.items() if name == tool}
+        append_row(arguments.out, {"benchmark": "sanitizer", "tool": tool, "files": files})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The sanitizer's benchmark with a program in its place."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import sanitizer
+
+SCRIPT = """#!/bin/sh
+echo "cache off: $PYTORCH_NO_CUDA_MEMORY_CACHING; $*"
+case "$*" in *slow*) sleep 60;; esac
+case "$*" in *bad*) echo "========= Invalid __global__ write of size 4 bytes"; echo "1 failed, 2 passed in 3.0s";; *)
+echo "3 passed in 2.0s";; esac
+case "$*" in
+*racecheck*) echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)";;
+*bad*) echo "========= ERROR SUMMARY: 7 errors";;
+*broken*) exit 3;;
+*) echo "========= ERROR SUMMARY: 0 errors";; esac
+"""
+
+
+@pytest.fixture(autouse=True)
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(SCRIPT)
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+
+def test_errors_and_results_are_read() -> None:
+    assert sanitizer.check("memcheck", "good", 30) == {"errors": 0, "tests": "3 passed in 2.0s", "said": []}
+    assert sanitizer.check("racecheck", "good", 30)["errors"] == 0
+    bad = sanitizer.check("memcheck", "bad", 30)
+    assert bad["errors"] == 7
+    assert "failed" in bad["tests"]
+    assert "Invalid __global__" in bad["said"][0]
+
+
+def test_what_does_not_end_is_not_clean() -> None:
+    assert sanitizer.check("memcheck", "slow", 0.5)["errors"] is None
+    broken = sanitizer.check("memcheck", "broken", 30)
+    assert broken["errors"] is None
+
+
+def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sys, "argv", ["sanitizer", "--files", "good", "bad", "--out", str(out), "--timeout", "30"])
+    sanitizer.main()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["tool"] for row in rows] == ["memcheck", "racecheck"]
+    assert {path: found["errors"] for path, found in rows[0]["files"].items()} == {"good": 0, "bad": 7}
+
+
+def test_every_kernel_test_is_looked_at() -> None:
+    files = sanitizer.test_files("memcheck")
+    assert "tests/kernels/gpu/test_norm.py" in files
+    assert "tests/optim/test_edges.py" in files
+    assert set(sanitizer.test_files("racecheck")) < set(files)
