@@ -154,10 +154,10 @@ def decode(codes, amax, CODE: tl.constexpr):
     """FP32 values of codes (..., G) with maxima amax (..., 1) in FP32. `formats.decode_groups`."""
     if CODE == E4M3_CODE:
         return codes.to(tl.float32) * (amax * (1.0 / 448.0))
-    c = int8_to_float(codes)
-    if CODE == INT8:
-        return c * (amax * (1.0 / 127.0))
+    elif CODE == INT8:
+        return int8_to_float(codes) * (amax * (1.0 / 127.0))
     else:
+        c = int8_to_float(codes)
         return c * tl.abs(c) * (amax * (1.0 / 16129.0))
 
 
