@@ -268,7 +268,7 @@ def gradients_sum_squares(grads: List[torch.Tensor]) -> torch.Tensor:
     """Sum of the squares of all elements of all tensors, 0-d FP64; inf or NaN if any element is not finite.
 
     Squares are FP32, as in the second moment, so it is inf too if an element's overflows: from 2^64 = 1.8e19 on. The
-    kernel sums 16 of them in FP32 before FP64, so there from 2^62 = 4.6e18 on, depending on the others.
+    kernel sums 128 of them in FP32 before FP64, so there from 2^60 = 1.1e18 on, depending on the others.
     """
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
     for grad in grads:

@@ -56,7 +56,7 @@ class AdamW(torch.optim.Optimizer):
         group_size: elements that share one maximum: 128, 64, 32 or 16.
         seed: of stochastic rounding; the same seed repeats a run bit for bit.
         check_finite: skip a step if any gradient is inf or NaN, or so large that its square overflows FP32, and with it
-            v: never below 2^62 = 4.6e18, always from 2^64 on; clipping is too late for those. It costs one more read
+            v: never below 2^60 = 1.1e18, always from 2^64 on; clipping is too late for those. It costs one more read
             of the gradients, which clipping needs anyway. False trusts the gradients, or GradScaler's own check.
         offload: keep moments and remainders in page-locked host memory and stream them through the GPU during the step,
             bit for bit the same step: `overcoat.optim.offload`. On a CPU they are in host memory anyway.

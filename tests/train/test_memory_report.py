@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +115,9 @@ def test_a_step_on_a_gpu_is_what_was_predicted(
         "model.config.intermediate_size=2816", "model.config.num_hidden_layers=4", "model.config.num_attention_heads=8",
         "memory.report=true", *SHORT, *changes,
     )  # fmt: skip
+    gc.collect()
+    others = torch.cuda.memory_allocated()  # what other tests have left in this process
     figures = report(config, console)["figures"]
     assert figures["kept for the backward"]["predicted"] == figures["kept for the backward"]["measured"]
     for name in ("allocated, forward done", "peak, forward", "peak, loss", "peak, backward", "peak of the step"):
-        assert figures[name]["predicted"] == pytest.approx(figures[name]["measured"], rel=0.05), name
+        assert figures[name]["predicted"] == pytest.approx(figures[name]["measured"] - others, rel=0.05), name

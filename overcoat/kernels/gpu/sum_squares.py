@@ -1,14 +1,15 @@
 """Sum of squares of many tensors on CUDA: one launch per dtype, a partial sum per program, then the sum of those.
 
 It reads every gradient once, 2 bytes per parameter, and serves clipping and the check for inf and NaN at the same time.
-The order of the sum is fixed, so the result repeats bit for bit. SPAN squares are summed in FP32, those sums in FP64:
-as long as the squares are finite, the sum of any number is.
+The order of the sum is fixed, so the result repeats bit for bit. SPAN * LANE squares are summed in FP32, those sums in
+FP64: as long as the former are finite, the sum of any number is.
 
 Legend: T tensors.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 from typing import List, NamedTuple, Optional
 
@@ -25,6 +26,8 @@ TILE = 4096
 SPAN = 16
 WARPS = 8
 STAGES = 1
+# Neighbours whose sums are added in FP32: a thread has them, and turning numbers into FP64 is slow.
+LANE = 8
 # Partial sums that a program of the second launch reads at once.
 BLOCK = 1024
 
@@ -32,7 +35,7 @@ BLOCK = 1024
 @kernel
 def _sum_squares_kernel(
     tiles, addresses, sizes, partials,
-    TYPE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
+    TYPE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """tiles int64 (programs,): tensor | number << 32; addresses, sizes int64 (T,); partials FP64 (programs,)."""
     entry = tl.load(tiles + tl.program_id(0))
@@ -44,7 +47,8 @@ def _sum_squares_kernel(
         offset = ((entry >> 32) * SPAN + span) * TILE + tl.arange(0, TILE)
         x = tl.load(tl.multiple_of(tl.max_contiguous(base + offset, TILE), 16), offset < size, 0.0).to(tl.float32)
         total += x * x
-    tl.store(partials + tl.program_id(0), tl.sum(total.to(tl.float64)))
+    few = tl.sum(tl.reshape(total, (TILE // LANE, LANE)), 1)
+    tl.store(partials + tl.program_id(0), tl.sum(few.to(tl.float64)))
 
 
 @kernel
@@ -72,6 +76,14 @@ class Sums(NamedTuple):
     skips: Tensor
 
 
+@lru_cache(maxsize=16)
+def _tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of tensors of these sizes: tiles (programs,), sizes (T,), the number of the first program of each (T + 1,)."""
+    counts = [-(-size // (TILE * SPAN)) for size in sizes]
+    first = torch.tensor([0, *accumulate(counts)], dtype=torch.int64)
+    return tile_table(counts).to(device), torch.tensor(sizes, dtype=torch.int64).to(device), first.to(device)
+
+
 class Gradients:
     """The gradients of a list of parameters as kernels find them: their addresses on the device, and their squares.
 
@@ -88,11 +100,8 @@ class Gradients:
 
     def __init__(self, sizes: List[int], device: torch.device) -> None:
         self.device = device
-        counts = [-(-size // (TILE * SPAN)) for size in sizes]
-        self.count, self.programs = len(sizes), sum(counts)
-        self.tiles = tile_table(counts).to(device)
-        self.sizes = torch.tensor(sizes, dtype=torch.int64).to(device)
-        self.first = torch.tensor([0, *accumulate(counts)], dtype=torch.int64).to(device)
+        self.tiles, self.sizes, self.first = _tables(tuple(sizes), device)
+        self.count, self.programs = len(sizes), len(self.tiles)
         self.partials = torch.empty(self.programs, dtype=torch.float64, device=device)
         self.addresses = self.sizes
         self.dtype = torch.float32
@@ -129,8 +138,8 @@ class Gradients:
         """One FP64 sum of squares per program, valid until the next call."""
         if self.programs:
             _sum_squares_kernel[(self.programs,)](
-                self.tiles, self.addresses, self.sizes, self.partials, TRITON_TYPE[self.dtype], TILE, SPAN, STAGES,
-                num_warps=WARPS,
+                self.tiles, self.addresses, self.sizes, self.partials,
+                TRITON_TYPE[self.dtype], TILE, SPAN, STAGES, LANE, num_warps=WARPS,
             )  # fmt: skip
         return self.partials
 
