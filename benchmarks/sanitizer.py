@@ -6,7 +6,7 @@
 memcheck runs without PyTorch's caching allocator: each tensor is an allocation of its own, so that an access beyond its
 end is one outside of any. What needs the cache is left out there (graphs, peaks of memory), and everywhere the tests
 of tensors beyond 2^31 elements, which are too slow. racecheck looks at the kernels alone. One row of
-results/sanitizer.jsonl for each tool: by file the errors that the tool counted, and pytest's last line.
+results/sanitizer.jsonl for each tool: by file and process, the errors that the tool counted and pytest's last line.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck")
 SLOW = ("2_to_31", "large")
 NEEDS_THE_CACHE = ("memory", "peak", "captur", "graph", "replay", "bytes", "taken_out")
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 
 
@@ -38,25 +39,30 @@ def test_files(tool: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in found if "interpreted" not in path.name]
 
 
-def check(tool: str, path: str, timeout: float) -> dict[str, Any]:
-    """Errors that `tool` counts in the GPU tests of one file (None: it did not get to its end), and pytest's result."""
+def tests_of(tool: str, path: str) -> list[str]:
+    """The GPU tests of a file that `tool` is to see, by their pytest names."""
     left_out = SLOW + (NEEDS_THE_CACHE if tool == "memcheck" else ())
-    tests = [sys.executable, "-m", "pytest", path, "-m", "gpu", "-p", "no:cacheprovider", "-W", "ignore"]
-    chosen = ["-k", " and ".join(f"not {word}" for word in left_out)]
+    options = ["-m", "gpu", "-k", " and ".join(f"not {word}" for word in left_out)]
+    listed = subprocess.run([*PYTEST, "--collect-only", path, *options], cwd=ROOT, capture_output=True, text=True)
+    return [line for line in listed.stdout.splitlines() if "::" in line]
+
+
+def check(tool: str, tests: list[str], timeout: float) -> dict[str, Any]:
+    """Errors that `tool` counts in some tests (None: it did not get to its end), and pytest's result."""
     environment = {**os.environ, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})}
-    command = ["compute-sanitizer", "--tool", tool, *tests, *chosen]
+    command = ["compute-sanitizer", "--tool", tool, *PYTEST, *tests]
     try:
         ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
         output = ended.stdout + ended.stderr
     except subprocess.TimeoutExpired as error:
         parts = (error.stdout or b"", error.stderr or b"")
         output = "".join(part if isinstance(part, str) else part.decode(errors="replace") for part in parts)
-        return {"errors": None, "tests": f"not ended after {timeout:.0f} s", "said": _complaints(output)}
+        return {"errors": None, "result": f"not ended after {timeout:.0f} s", "said": _complaints(output)}
     counted = _SUMMARY.findall(output)
     lines = [line for line in output.splitlines() if re.search(r"\d+ (passed|failed|deselected|error).* in ", line)]
     return {
         "errors": int(counted[-1]) if counted else None,
-        "tests": lines[-1].strip("= ") if lines else f"exit status {ended.returncode}",
+        "result": lines[-1].strip("= ") if lines else f"exit status {ended.returncode}",
         "said": _complaints(output),
     }
 
@@ -72,30 +78,34 @@ def main() -> None:
     """Run all at once, print each as it ends, append the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
-    parser.add_argument(
-        "--files", nargs="+", help="test files; default: the kernels', and for memcheck the optimizer's"
-    )
-    parser.add_argument("--timeout", type=float, default=500.0, help="seconds for each file")
+    parser.add_argument("--files", nargs="+", help="test files; default: kernels, and the optimizer for memcheck")
+    parser.add_argument("--tests", type=int, default=60, help="most tests in one process; a file may take several")
+    parser.add_argument("--timeout", type=float, default=500.0, help="seconds for each process")
     parser.add_argument("--processes", type=int, default=min(24, os.cpu_count() or 1), help="at the same time")
     parser.add_argument("--out", type=Path, default=RESULTS / "sanitizer.jsonl")
     arguments = parser.parse_args()
+    rows: dict[str, dict[str, list[dict[str, Any]]]] = {tool: {} for tool in arguments.tools}
     with ThreadPoolExecutor(arguments.processes) as pool:
-        jobs = {
-            (tool, path): pool.submit(check, tool, path, arguments.timeout)
-            for tool in arguments.tools
-            for path in arguments.files or test_files(tool)
-        }
-        for (tool, path), job in jobs.items():
+        files = [(tool, path) for tool in arguments.tools for path in arguments.files or test_files(tool)]
+        listed = pool.map(lambda file: tests_of(*file), files)
+        jobs = [
+            (tool, path, pool.submit(check, tool, part, arguments.timeout))
+            for (tool, path), tests in zip(files, listed, strict=True)
+            for part in parts_of(tests, arguments.tests)
+        ]
+        for tool, path, job in jobs:
             found = job.result()
-            print(
-                f"{tool:10s} {path:45s} errors {found['errors']}, {found['tests']}",
-                *found["said"],
-                sep="\n    ",
-                flush=True,
-            )
-    for tool in arguments.tools:
-        files = {path: job.result() for (name, path), job in jobs.items() if name == tool}
-        append_row(arguments.out, {"benchmark": "sanitizer", "tool": tool, "files": files})
+            rows[tool].setdefault(path, []).append(found)
+            print(f"{tool:10s} {path:45s} errors {found['errors']}, {found['result']}", flush=True)
+            print(*(f"    {line}" for line in found["said"]), sep="\n", end="\n" if found["said"] else "", flush=True)
+    for tool, by_file in rows.items():
+        append_row(arguments.out, {"benchmark": "sanitizer", "tool": tool, "files": by_file})
+
+
+def parts_of(tests: list[str], most: int) -> list[list[str]]:
+    """The tests dealt out to as few processes as may be, neighbours to different ones: theirs take equally long."""
+    count = -(-len(tests) // most)
+    return [tests[i::count] for i in range(count)]
 
 
 if __name__ == "__main__":

@@ -33,31 +33,48 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_and_results_are_read() -> None:
-    assert sanitizer.check("memcheck", "good", 30) == {"errors": 0, "tests": "3 passed in 2.0s", "said": []}
-    assert sanitizer.check("racecheck", "good", 30)["errors"] == 0
-    bad = sanitizer.check("memcheck", "bad", 30)
+    assert sanitizer.check("memcheck", ["good"], 30) == {"errors": 0, "result": "3 passed in 2.0s", "said": []}
+    assert sanitizer.check("racecheck", ["good"], 30)["errors"] == 0
+    bad = sanitizer.check("memcheck", ["bad"], 30)
     assert bad["errors"] == 7
-    assert "failed" in bad["tests"]
+    assert "failed" in bad["result"]
     assert "Invalid __global__" in bad["said"][0]
 
 
 def test_what_does_not_end_is_not_clean() -> None:
-    assert sanitizer.check("memcheck", "slow", 0.5)["errors"] is None
-    broken = sanitizer.check("memcheck", "broken", 30)
+    assert sanitizer.check("memcheck", ["slow"], 0.5)["errors"] is None
+    broken = sanitizer.check("memcheck", ["broken"], 30)
     assert broken["errors"] is None
 
 
 def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(sys, "argv", ["sanitizer", "--files", "good", "bad", "--out", str(out), "--timeout", "30"])
+    monkeypatch.setattr(sanitizer, "tests_of", lambda tool, path: [f"{path}::{i}" for i in range(3)])
+    arguments = ["--files", "good", "bad", "--out", str(out), "--timeout", "30", "--tests", "2"]
+    monkeypatch.setattr(sys, "argv", ["sanitizer", *arguments])
     sanitizer.main()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["tool"] for row in rows] == ["memcheck", "racecheck"]
-    assert {path: found["errors"] for path, found in rows[0]["files"].items()} == {"good": 0, "bad": 7}
+    assert {path: [f["errors"] for f in found] for path, found in rows[0]["files"].items()} == {
+        "good": [0, 0],
+        "bad": [7, 7],
+    }
+
+
+def test_every_test_goes_to_one_process() -> None:
+    assert sanitizer.parts_of(["a", "b", "c", "d", "e"], 2) == [["a", "d"], ["b", "e"], ["c"]]
+    assert sanitizer.parts_of([], 2) == []
+
+
+def test_gpu_tests_are_found_and_slow_ones_left_out() -> None:
+    path = "tests/kernels/gpu/test_quantize.py"
+    found = sanitizer.tests_of("racecheck", path)
+    assert len(found) > 100
+    assert all(name.startswith(path) for name in found)
+    assert not any("2_to_31" in name for name in found)
 
 
 def test_every_kernel_test_is_looked_at() -> None:
     files = sanitizer.test_files("memcheck")
-    assert "tests/kernels/gpu/test_norm.py" in files
-    assert "tests/optim/test_edges.py" in files
+    assert {"tests/kernels/gpu/test_norm.py", "tests/optim/test_edges.py"} < set(files)
     assert set(sanitizer.test_files("racecheck")) < set(files)
