@@ -141,13 +141,15 @@ def _(dqkv, qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
 
 @qk_rope_backward.cuda
 def _(dqkv, qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
-    if q_weight is not None or k_weight is not None:
-        return qk_rope_backward.reference(dqkv, qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv)
     dqkv = dqkv.contiguous()
-    from overcoat.kernels.gpu import rope_backward as gpu
-
     width = dqkv.shape[1] // (num_q + 2 * num_kv)
     dq, dk, dv = dqkv.split((num_q * width, num_kv * width, num_kv * width), 1)
+    if q_weight is not None or k_weight is not None:
+        from overcoat.kernels.gpu.rope_norm_backward import qk_rope_norm_backward
+
+        return qk_rope_norm_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q)
+    from overcoat.kernels.gpu import rope_backward as gpu
+
     none = dqkv.new_empty(0, dtype=torch.float32)
     return gpu.qk_rope_backward(dq, dk, dv, cos, sin, num_q), none, torch.empty_like(none)
 

@@ -38,7 +38,7 @@ HEAD_TILE = 2048
 
 
 @triton.jit
-def _load_halves(table_ptr, row, e, E, real):
+def load_halves(table_ptr, row, e, E, real):
     """The two halves (EP,) of a row of cos, sin (.., 2E) or of a head-norm weight, in FP32."""
     first = tl.load(table_ptr + row * 2 * E + e, mask=real, other=0.0).to(tl.float32)
     second = tl.load(table_ptr + row * 2 * E + E + e, mask=real, other=0.0).to(tl.float32)
@@ -119,11 +119,11 @@ def _rope_kernel(
     out_ptr += token * heads * D
     amax_ptr += token * heads
     e = tl.arange(0, EP)
-    cos1, cos2 = _load_halves(cos_ptr, token % P, e, E, e < E)
-    sin1, sin2 = _load_halves(sin_ptr, token % P, e, E, e < E)
+    cos1, cos2 = load_halves(cos_ptr, token % P, e, E, e < E)
+    sin1, sin2 = load_halves(sin_ptr, token % P, e, E, e < E)
     if HEAD_NORM:
-        qw1, qw2 = _load_halves(q_weight_ptr, 0, e, E, e < E)
-        kw1, kw2 = _load_halves(k_weight_ptr, 0, e, E, e < E)
+        qw1, qw2 = load_halves(q_weight_ptr, 0, e, E, e < E)
+        kw1, kw2 = load_halves(k_weight_ptr, 0, e, E, e < E)
     for head0 in range(0, num_rotated, NH):
         head = head0 + tl.arange(0, NH)
         y1, y2, first, inside = _take_heads(

@@ -39,7 +39,7 @@ from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 
 
 @triton.jit
-def _load_tables(cos_ptr, sin_ptr, position, e, inside, D, E):
+def load_tables(cos_ptr, sin_ptr, position, e, inside, D, E):
     """The halves of cos and sin (BT, EP) at the rows' positions, in FP32."""
     place = position[:, None] * D + e[None, :]
     cos1 = tl.load(cos_ptr + place, mask=inside, other=0.0).to(tl.float32)
@@ -69,7 +69,7 @@ def _gradient_tile(
     t0, E = tl.program_id(0) * BT, D // 2
     t, e = tl.arange(0, BT), tl.arange(0, EP)
     inside = (t < T - t0)[:, None] & (e < E)[None, :]
-    tables = _load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, inside, D, E)
+    tables = load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, inside, D, E)
     top = tl.zeros((BT, EP), tl.float32)
     dy_ptr += t0.to(tl.int64) * stride_dy
     out_ptr += t0.to(tl.int64) * stride_out
@@ -143,8 +143,8 @@ def _quantize_tile(
     pair, e = tl.arange(0, BT // 2), tl.arange(0, EP)
     t = 2 * pair
     even, odd = (t < T - t0)[:, None] & (e < E)[None, :], (t + 1 < T - t0)[:, None] & (e < E)[None, :]
-    tables0 = _load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, even, D, E)
-    tables1 = _load_tables(cos_ptr, sin_ptr, (t0 + t + 1) % positions, e, odd, D, E)
+    tables0 = load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, even, D, E)
+    tables1 = load_tables(cos_ptr, sin_ptr, (t0 + t + 1) % positions, e, odd, D, E)
     dy_ptr += t0.to(tl.int64) * stride_dy
     out_ptr += t0.to(tl.int64) * stride_out
     for head in range(tl.program_id(1) * NH, tl.minimum(tl.program_id(1) * NH + NH, heads)):

@@ -1,0 +1,177 @@
+"""Kernel of `qk_rope_backward` with head norms (Qwen3): rotated back, then through each head's RMSNorm, in one pass.
+
+Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for multi-head attention): V read, q and k
+of the norm's input read (2/3 V for multi-head attention), V written.
+
+Programs walk along the tokens: each takes every Q-th tile of tokens with all of its heads, so that grouped queries
+leave none with less to do. The norm's sums are taken in another order than PyTorch's, so the gradient may differ from
+the reference's by one BF16 step; v, and a q or k without norm, equal it bit for bit. The weights' gradients are
+deterministic: each program adds up its own heads, the programs' sums are then added in a fixed order.
+
+Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, Q programs. A tile has R rows, a row is
+one head of one token: NH heads (a power of 2) of BT = R / NH tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overcoat.kernels.gpu.common import EXACT, power_of_2
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.rope import load_halves
+from overcoat.kernels.gpu.rope_backward import load_tables
+
+# Elements of a tile, each half of a head in EP of them, and the most heads of one token in it: few, so that 28 or 8
+# heads leave no rows empty, yet enough to read whole 1 KiB stretches at D = 128.
+TILE = 2048
+MAX_HEADS = 4
+# As many programs of 4 warps as an H200's 132 multiprocessors hold at once with so many registers per thread.
+REGISTERS = 128
+RESIDENT = 132 * 65536 // (REGISTERS * 128)
+
+
+@triton.jit
+def _norm_backward(d1, d2, x1, x2, w1, w2, known, D, eps):
+    """Of rows' RMSNorm (R, EP) + (R, EP): gradients of input and of weight, apart per row; 0 where not `known` (R,)."""
+    share = 1.0 / D
+    rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) * share + eps)
+    rstd = tl.where(known, rstd, 0.0)[:, None]  # eps may be 0, rstd of a row of zeros infinite
+    x1, x2 = x1 * rstd, x2 * rstd
+    g1, g2 = d1 * w1, d2 * w2
+    mean = (tl.sum(g1 * x1 + g2 * x2, 1) * share)[:, None]
+    return rstd * (g1 - x1 * mean), rstd * (g2 - x2 * mean), d1 * x1, d2 * x2
+
+
+@triton.jit
+def _part_backward(
+    dy_ptr, x_ptr, cos_ptr, sin_ptr, weight_ptr, dx_ptr, partial_ptr, T, positions, heads, D, stride_dy, width, eps,
+    ROTATE: tl.constexpr, NORM: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+):  # fmt: skip
+    """One program's share of q, k or v; x and dx are columns of the fused buffer, `width` wide."""
+    E = D // 2
+    row, e = tl.arange(0, BT * NH), tl.arange(0, EP)
+    t, lane = row // NH, row % NH
+    real = e < E
+    if NORM:
+        w1, w2 = load_halves(weight_ptr, 0, e, E, real)
+        w1, w2 = w1[None, :], w2[None, :]
+        dw1, dw2 = tl.zeros((BT * NH, EP), tl.float32), tl.zeros((BT * NH, EP), tl.float32)
+    for t0 in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
+        start = tl.cast(t0, tl.int64)
+        in_time = t < T - t0
+        if ROTATE:
+            inside = in_time[:, None] & real[None, :]
+            cos1, cos2, sin1, sin2 = load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, inside, D, E)
+        for head0 in range(0, heads, NH):
+            known = in_time & (head0 + lane < heads)
+            inside = known[:, None] & real[None, :]
+            column = (head0 + lane) * D
+            source = dy_ptr + start * stride_dy + ((t * stride_dy + column)[:, None] + e[None, :])
+            place = (t * width + column)[:, None] + e[None, :]
+            d1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+            d2 = tl.load(source + E, mask=inside, other=0.0).to(tl.float32)
+            if NORM:
+                x = x_ptr + start * width + place
+                x1 = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+                x2 = tl.load(x + E, mask=inside, other=0.0).to(tl.float32)
+            if ROTATE:
+                d1, d2 = d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1
+            if NORM:
+                d1, d2, product1, product2 = _norm_backward(d1, d2, x1, x2, w1, w2, known, D, eps)
+                dw1 += product1
+                dw2 += product2
+            target = dx_ptr + start * width + place
+            tl.store(target, d1.to(dx_ptr.dtype.element_ty), mask=inside)
+            tl.store(target + E, d2.to(dx_ptr.dtype.element_ty), mask=inside)
+    if NORM:
+        mine = partial_ptr + tl.program_id(0) * D + e
+        tl.store(mine, tl.sum(dw1, 0), mask=real)
+        tl.store(mine + E, tl.sum(dw2, 0), mask=real)
+
+
+@kernel
+def _rope_norm_backward_kernel(
+    dq_ptr,  # (T, num_q * D), row stride `stride_q`: gradient of the rotated q
+    dk_ptr,  # (T, num_kv * D), row stride `stride_k`: of the rotated k
+    dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
+    qkv_ptr,  # (T, (num_q + 2 num_kv) * D): before norm and rotation; v is not read
+    cos_ptr,  # (positions, D)
+    sin_ptr,  # (positions, D)
+    q_weight_ptr,  # (D,), if Q_NORM
+    k_weight_ptr,  # (D,), if K_NORM
+    out_ptr,  # (T, (num_q + 2 num_kv) * D)
+    q_partial_ptr,  # (Q, D) FP32: each program's sums, if Q_NORM
+    k_partial_ptr,  # (Q, D) FP32, if K_NORM
+    T,
+    positions,
+    num_q,
+    num_kv,
+    D,
+    stride_q,
+    stride_k,
+    stride_v,
+    eps,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    EP: tl.constexpr,
+    R: tl.constexpr,
+    NHQ: tl.constexpr,  # NH of q
+    NHK: tl.constexpr,  # NH of k and v
+):
+    width, k, v = (num_q + 2 * num_kv) * D, num_q * D, (num_q + num_kv) * D
+    _part_backward(
+        dq_ptr, qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, out_ptr, q_partial_ptr,
+        T, positions, num_q, D, stride_q, width, eps, True, Q_NORM, EP, R // NHQ, NHQ,
+    )  # fmt: skip
+    _part_backward(
+        dk_ptr, qkv_ptr + k, cos_ptr, sin_ptr, k_weight_ptr, out_ptr + k, k_partial_ptr,
+        T, positions, num_kv, D, stride_k, width, eps, True, K_NORM, EP, R // NHK, NHK,
+    )  # fmt: skip
+    _part_backward(
+        dv_ptr, qkv_ptr, cos_ptr, sin_ptr, k_weight_ptr, out_ptr + v, k_partial_ptr,
+        T, positions, num_kv, D, stride_v, width, eps, False, False, EP, R // NHK, NHK,
+    )  # fmt: skip
+
+
+def qk_rope_norm_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    eps: float,
+    num_q: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of qkv (T, (num_q + 2 num_kv) * D); of q's and k's weights (D,) FP32, empty where there is none."""
+    qkv = qkv.contiguous()
+    tokens, width = qkv.shape[0], dq.shape[1] // num_q
+    num_kv, half = dk.shape[1] // width, power_of_2(width // 2)
+    rows = max(TILE // (2 * half), 1)
+    heads_q, heads_kv = (min(power_of_2(heads), MAX_HEADS, rows) for heads in (num_q, num_kv))
+    programs = min(cdiv(tokens, rows // max(heads_q, heads_kv)), RESIDENT)
+    out = torch.empty(qkv.shape, dtype=dq.dtype, device=dq.device)
+    partial_q, partial_k = (
+        torch.empty((0 if weight is None else programs, width), dtype=torch.float32, device=dq.device)
+        for weight in (q_weight, k_weight)
+    )
+    with on_device(dq):
+        _rope_norm_backward_kernel[(programs,)](
+            dq, dk, dv, qkv, cos.contiguous(), sin.contiguous(), cos if q_weight is None else q_weight.contiguous(),
+            cos if k_weight is None else k_weight.contiguous(), out, partial_q, partial_k,
+            tokens, cos.shape[0], num_q, num_kv, width, dq.stride(0), dk.stride(0), dv.stride(0), eps,
+            q_weight is not None, k_weight is not None, half, rows, heads_q, heads_kv,
+            num_warps=4, maxnreg=REGISTERS, **EXACT,
+        )  # fmt: skip
+    dq_weight, dk_weight = (
+        partial.view(0) if weight is None else partial.sum(0)
+        for partial, weight in ((partial_q, q_weight), (partial_k, k_weight))
+    )
+    return out, dq_weight, dk_weight
