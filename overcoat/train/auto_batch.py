@@ -115,10 +115,11 @@ def memory_to_plan_with(config: Config, device: torch.device | None) -> int:
         gc.collect()  # an earlier run's model
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        known.append(free + torch.cuda.memory_reserved(device))
+        used = torch.cuda.memory_allocated(device)  # by what else lives in this process
+        known.append(free + torch.cuda.memory_reserved(device) - used)
         index = torch.cuda.current_device() if device.index is None else device.index
         # What `set_per_process_memory_fraction` leaves to tensors; the context comes on top.
-        known.append(int(torch.cuda.get_per_process_memory_fraction(index) * total) + CONTEXT)
+        known.append(int(torch.cuda.get_per_process_memory_fraction(index) * total) - used + CONTEXT)
     if not known:
         raise ValueError(
             "train.batch_size = 'auto' asks a GPU how much memory is free, and there is none: set train.batch_size to "

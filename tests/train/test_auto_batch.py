@@ -89,12 +89,17 @@ def test_the_least_of_what_is_free_allowed_and_wanted(make_config: MakeConfig, m
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (30 * gib, 80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 4 * gib)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: fraction[0])
-    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: used[0])
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _index: fraction[0])
+    gpu, used = torch.device("cuda", 0), [0]
     assert memory_to_plan_with(make_config(*AUTO), gpu) == 34 * gib
     assert memory_to_plan_with(make_config(*AUTO, "train.memory_limit_gib=24.5"), gpu) == 24.5 * gib
     fraction[0] = 0.25
     assert memory_to_plan_with(make_config(*AUTO), gpu) == 20 * gib + CONTEXT
+    used[0] = 3 * gib
+    assert memory_to_plan_with(make_config(*AUTO), gpu) == 17 * gib + CONTEXT
+    fraction[0] = 1.0
+    assert memory_to_plan_with(make_config(*AUTO), gpu) == 31 * gib
 
 
 def test_a_number_is_taken_as_it_is(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
