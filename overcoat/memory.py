@@ -105,12 +105,14 @@ class _Recorder:
             return
         size = tensor.untyped_storage().nbytes()
         # Hold the tensor, so that its address is not given to another one while we record; not one that leaves the
-        # device, which would not get its memory back. No address of those is remembered.
+        # device, which would not get its memory back. Nothing is remembered of the addresses of those.
         if not on_host:
             self.holders.append(tensor.detach())
             self.seen[storage] = size
         place = self.modules[-1] if self.modules else "other"
         op, name = self.names.get(storage, (place, f"{str(tensor.dtype).removeprefix('torch.')}"))
+        if on_host:
+            self.names.pop(storage, None)
         self.report.rows.append(KeptTensor(op, name, tuple(tensor.shape), tensor.dtype, size, on_host))
 
     def enter(self, module: nn.Module, _args: object) -> None:

@@ -107,7 +107,7 @@ def guesses(weights: Sequence[Tensor]) -> Optional[list[Tensor]]:
     for weight in weights:
         entry = asked(weight)
         if entry is None:
-            if weight.requires_grad and weight.is_leaf:
+            if weight.requires_grad and weight.is_leaf and not weight.is_inference():
                 _asked[id(weight)] = Asked(weight)
                 _count[0] += 1
         elif (amax := entry.known(weight)) is not None:
@@ -117,7 +117,7 @@ def guesses(weights: Sequence[Tensor]) -> Optional[list[Tensor]]:
 
 def note(weights: Sequence[Tensor], amax: Tensor) -> None:
     """The maximum of all these weights was looked for, and found to be `amax`."""
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or _capturing(amax):
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or amax.is_meta or _capturing(amax):
         return
     for entry, weight in ((asked(weight), weight) for weight in weights):
         if entry is not None:

@@ -272,6 +272,18 @@ def test_frozen_weights_and_compiled_graphs_do_not_ask():
     assert weight_amax.count() == count
 
 
+def test_weights_made_in_inference_mode_are_not_asked_for():
+    """They have no version counter."""
+    with torch.inference_mode():
+        weight = torch.nn.Parameter(torch.randn(32, 16))
+    with torch.no_grad():
+        for _ in range(2):
+            data, _scale, amax = of_weights.operand([weight], False, None)
+    assert amax == weight.detach().abs().amax()
+    assert data.shape == weight.shape
+    assert weight_amax.asked(weight) is None
+
+
 @pytest.mark.gpu
 def test_a_moved_model_is_asked_again(passes):
     model = make("cpu")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Optional, Union
 
 import torch
 from torch import Tensor
@@ -57,7 +57,8 @@ class AdamW(torch.optim.Optimizer):
         seed: of stochastic rounding; the same seed repeats a run bit for bit.
         check_finite: skip a step if any gradient is inf or NaN, or so large that its square overflows FP32, and with it
             v: never below 2^60 = 1.1e18, always from 2^64 on; clipping is too late for those. It costs one more read
-            of the gradients, which clipping needs anyway. False trusts the gradients, or GradScaler's own check.
+            of the gradients, which clipping needs anyway, and then checks. False trusts the gradients, or GradScaler's
+            own check.
         offload: keep moments and remainders in page-locked host memory and stream them through the GPU during the step,
             bit for bit the same step: `overcoat.optim.offload`. On a CPU they are in host memory anyway.
         offload_buffer: bytes of GPU memory that they pass through, in three parts.
@@ -120,7 +121,7 @@ class AdamW(torch.optim.Optimizer):
         self._listener = weakref.WeakMethod(self._let_go)
         self._staging: dict[torch.device, Staging] = {}
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._captured: dict[int, tuple[Bucket, Any]] = {}  # what CUDA graphs read at every replay
+        self._captured: dict[int, tuple[Any, ...]] = {}  # what CUDA graphs read at every replay
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; torch's own keeps only defaults, state and groups."""
@@ -128,8 +129,11 @@ class AdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in ATTRIBUTES}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        names = ("_captured", "_constants")
+        captured: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
         super().__setstate__(state)
         self._forget()
+        self.__dict__.update(captured)  # loading a state does not end the graphs that have been captured
         self._watch()
 
     def _watch(self) -> None:
@@ -177,12 +181,11 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        buckets = self._buckets()
-        if buckets:
-            factor, skip = self._gradient_factor([bucket for _, bucket in buckets], clip_grad_norm)
-            for group, bucket in buckets:
-                bucket.step(group, factor, skip)
-            self._keep_if_captured([bucket for _, bucket in buckets])
+        try:
+            self._step_all(clip_grad_norm)
+        except BaseException:
+            self._rosters = {}  # they hold gradients that nobody will free
+            raise
         if self.release is not None:
             self.release.end_step()
         return loss
@@ -210,6 +213,14 @@ class AdamW(torch.optim.Optimizer):
 
     # ---- inside a step --------------------------------------------------------------------------------
 
+    def _step_all(self, clip_grad_norm: Optional[float]) -> None:
+        buckets = self._buckets()
+        if buckets:
+            factor, skip = self._gradient_factor([bucket for _, bucket in buckets], clip_grad_norm)
+            for group, bucket in buckets:
+                bucket.step(group, factor, skip)
+            self.keep_if_captured([bucket for _, bucket in buckets])
+
     def indexed_parameters(self) -> Iterator[tuple[int, int, Tensor]]:
         """(number of the group, index, parameter): the index counts through all groups, as in a state dict."""
         index = 0
@@ -217,6 +228,10 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]:
                 yield number, index, param
                 index += 1
+
+    def watched_state(self, values: Mapping[str, Tensor]) -> State:
+        """A parameter's state, as `state` holds it."""
+        return State(values, self._listener)
 
     def begin_step(self) -> None:
         """The mark before every step, and before the first of released gradients."""
@@ -249,7 +264,7 @@ class AdamW(torch.optim.Optimizer):
         if self.offload and (is_new or not is_on_host(state, param)):
             state = move_to_host(state, param)
         if not isinstance(state, State) or state.listener is not self._listener:
-            state = State(state, self._listener)
+            state = self.watched_state(state)
             self._watched.keep(param, state)
         return state
 
@@ -280,12 +295,12 @@ class AdamW(torch.optim.Optimizer):
             first += len(grads)
         return result
 
-    def _keep_if_captured(self, buckets: list[Bucket]) -> None:
-        """A graph reads tables by their addresses: keep them, whatever becomes of the rosters after it."""
+    def keep_if_captured(self, buckets: list[Bucket], *others: Any) -> None:
+        """A graph reads tables by their addresses: keep them, and others, whatever becomes of the rosters after it."""
         for bucket in buckets:
             if bucket.device.type == "cuda" and bucket.fused() and torch.cuda.is_current_stream_capturing():
                 addresses = bucket.gradients.addresses
-                self._captured[id(addresses)] = (bucket, addresses)
+                self._captured[id(addresses)] = (bucket, addresses, *others)
 
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(1.0, False), 0-d on the device: a factor that changes nothing and no skip."""

@@ -111,7 +111,8 @@ class Bucket:
 
     def _addresses(self) -> list[int]:
         owners = map(local, self.owners) if self.sharded else self.owners
-        return [*map(Tensor.data_ptr, owners), *map(Tensor.data_ptr, self.state_tensors)]
+        owners = list(owners)  # their sizes as well: a parameter may be cut where it lies
+        return [*map(Tensor.data_ptr, owners), *map(Tensor.numel, owners), *map(Tensor.data_ptr, self.state_tensors)]
 
     def take_gradients(self, grads: Sequence[Tensor]) -> None:
         """The gradients of the coming step, one per parameter; whole vectors are gathered from all processes."""

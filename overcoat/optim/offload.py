@@ -180,7 +180,7 @@ def _merged(pairs: list[tuple[Tensor, int, bool]], slot: Tensor) -> Iterator[tup
     """
     spans: list[list[Any]] = []  # [host storage, start, stop, offset in the slot]
     for tensor, offset, is_whole in pairs:
-        memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
         start = tensor.data_ptr() - memory.data_ptr()
         last = spans[-1] if spans and is_whole else None
         if last and last[0].data_ptr() == memory.data_ptr() and start - last[1] == offset - last[3]:

@@ -97,7 +97,7 @@ class GradientRelease:
     @property
     def has_stepped(self) -> bool:
         """Whether a parameter may have moved since the last `optimizer.step()` or `zero_grad()`."""
-        return bool(self.steps.used)
+        return self.steps.moved
 
     # ---- called by the optimizer ----------------------------------------------------------------------
 
@@ -133,6 +133,7 @@ class GradientRelease:
         self.finish_backward()
         self.steps.end()
         self.steps.let_go()
+        self.taken = set()
 
     def end_step(self) -> None:
         """The mark between two steps, set by `optimizer.step` and `zero_grad`."""

@@ -70,6 +70,7 @@ class ReleasedSteps:
         self.used: dict[Any, Bucket] = {}  # since the last call, in their order
         self.sums: list[Tensor] = []  # of squares, (T,)
         self.stepped = False  # since the last call
+        self.moved = False  # whether a weight may have moved since the last call
         self.foresights: dict[Any, Foresight] = {}
 
     @torch.no_grad()
@@ -93,6 +94,7 @@ class ReleasedSteps:
             if prepared is not None:
                 skip = prepared.take(skip)
             bucket.step(group, factor, skip, None if prepared is None else prepared.upcoming)
+            self.optimizer.keep_if_captured([bucket], prepared, self.foresights.get((kind[0], bucket.device)))
 
     def _bucket(self, kind: Any, entries: list[Entry]) -> Bucket:
         numbers = [entry.param_number for entry in entries]
@@ -103,6 +105,7 @@ class ReleasedSteps:
             bucket = self.optimizer.bucket_of(group, [entry.param for entry in entries], numbers)
             self.buckets[key] = bucket
         self.used[key] = bucket
+        self.moved = True
         return bucket
 
     def _prepared(self, number: int, group: dict[str, Any], bucket: Bucket) -> Optional[Prepared]:
@@ -144,7 +147,8 @@ class ReleasedSteps:
                 self.foresights[key] = Foresight(buckets)
         for foresight in self.foresights.values():
             foresight.fresh = None
-        self.buckets, self.used, self.sums, self.stepped = self.used, {}, [], False
+        self.buckets, self.used, self.sums = self.used, {}, []
+        self.stepped = self.moved = False
 
 
 class Foresight:

@@ -71,7 +71,8 @@ def loading(optimizer: AdamW) -> Iterator[None]:
             group["moments"] = tuple(group["moments"])
         for param, saved in states:
             state = restore_state(saved, param, optimizer.offload)
-            optimizer.state[param] = move_to_host(state, param) if optimizer.offload else state
+            state = move_to_host(state, param) if optimizer.offload else state
+            optimizer.state[param] = optimizer.watched_state(state)
 
     last = optimizer.register_load_state_dict_pre_hook(take)
     first = optimizer.register_load_state_dict_post_hook(put, prepend=True)

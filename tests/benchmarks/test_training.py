@@ -35,12 +35,15 @@ def test_a_longer_run_stretches_its_schedule(tiny):
 def test_every_run_is_what_its_name_says(tiny, name):
     config = configured(tiny, RUNS[name], None)
     recipe = make_recipe(config.recipe)
-    assert recipe.fp8 == (not name.startswith("bf16"))
+    assert recipe.fp8 == (not name.startswith("bf16") and name != "fp32")
+    assert (recipe.head is None) == (name in ("bf16", "bf16-8bit", "fp32", "default-logits"))
+    assert (config.model.dtype == "float32") == (name == "fp32")
     assert (recipe.grad_format == "e4m3") == (name in ("e4m3", "block"))
     assert (recipe.linear_scaling == "block") == (name == "block")
     assert (recipe.checkpoint == "block") == (name == "leanest")
     assert (recipe.group_size == 16) == name.startswith("paper")
-    moments = "fp8" if name == "paper" else "fp32" if name == "bf16" or name.endswith("fp32") else "8bit"
+    exact = name in ("bf16", "bf16-head") or name.endswith("fp32")
+    moments = "fp8" if name == "paper" else "fp32" if exact else "8bit"
     assert config.optimizer.moments == moments
 
 

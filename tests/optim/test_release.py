@@ -384,6 +384,30 @@ def test_a_loaded_state_is_the_only_one():
     assert same_bits(snapshot(model, optimizer), snapshot(other, ordinary))
 
 
+def test_weights_have_moved_whatever_becomes_of_the_states():
+    """Who takes a failed step again asks `has_stepped`; reading a missing state writes to the dictionary of states."""
+    model, optimizer = make_pair()
+    handle = release_gradients(model, optimizer)
+    assert not handle.has_stepped
+    loss_of(model, 0).backward()
+    assert handle.has_stepped
+    optimizer.state["nothing"] = {}
+    assert handle.has_stepped
+    del optimizer.state["nothing"]
+    optimizer.step()
+    assert not handle.has_stepped
+
+
+def test_a_state_loaded_before_the_step_ends_it():
+    model, optimizer = make_pair()
+    release_gradients(model, optimizer)
+    train(model, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    loss_of(model, 1).backward()
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 2)
+
+
 # ---- on a GPU --------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,14 @@ def trained(steps=2, **options):
     return params, optimizer
 
 
+def test_a_loaded_state_stays_the_dictionary_that_it_is():
+    params, optimizer = trained()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    states = [optimizer.state[param] for param in params]
+    train(params, optimizer, 1)
+    assert all(optimizer.state[param] is state for param, state in zip(params, states))
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_hooks_see_whole_states(offload):
     _, optimizer = trained(offload=offload)

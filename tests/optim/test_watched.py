@@ -196,3 +196,35 @@ def test_an_optimizer_is_freed_without_the_cycle_collector():
         assert not any(tensor() is not None for tensor in old)
     finally:
         gc.enable()
+
+
+def test_a_step_that_fails_holds_no_gradients(monkeypatch):
+    """Out of memory, say: whoever catches it and frees the gradients has them freed."""
+    params = make_params(torch.bfloat16, SHAPES)
+    optimizer = AdamW(params, lr=1e-2)
+    train(params, optimizer, 1)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdamW, "_gradient_factor", fail)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        gradients = [weakref.ref(param.grad.untyped_storage()) for param in params]
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    assert not any(gradient() for gradient in gradients)
+    train(params, optimizer, 1)
+
+
+def test_a_parameter_cut_where_it_lies_is_noticed():
+    params = make_params(torch.bfloat16, SHAPES)
+    optimizer = AdamW(params, lr=1e-2)
+    train(params, optimizer, 1)
+    params[1].data = params[1].data[:2]
+    params[1].grad = None  # of the old shape
+    with pytest.raises((ValueError, RuntimeError)):
+        train(params, optimizer, 1)

@@ -35,7 +35,7 @@ def tile_table(counts: List[int]) -> Tensor:
 
 def upload(values: List[int], device: torch.device) -> Tensor:
     """int64 on `device`, copied from pinned memory (which the allocator keeps until then) without waiting."""
-    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 

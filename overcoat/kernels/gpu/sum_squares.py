@@ -115,6 +115,8 @@ class Gradients:
         self.dtype = grads[0].dtype
         if addresses != self._known:
             self._known, self.addresses = addresses, upload(addresses, self.device)
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self._known = []  # they get there at a replay only
 
     def forget_copies(self) -> None:
         """All that reads the gradients has been launched."""

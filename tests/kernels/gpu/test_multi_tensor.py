@@ -28,3 +28,25 @@ def test_only_what_is_not_contiguous_is_copied():
     assert found[1].is_contiguous()
     assert torch.equal(found[1], tensors[1])
     assert contiguous(tensors[:1])[0] is tensors[0]
+
+
+@pytest.mark.gpu
+def test_addresses_uploaded_in_a_capture_are_there_at_a_replay_only():
+    """A second graph over the same gradients must upload them again."""
+    from overcoat.kernels.gpu.sum_squares import Gradients
+
+    first, second = torch.ones(1000, device="cuda"), torch.full((1000,), 2.0, device="cuda")
+    gradients = Gradients([1000], first.device)
+    gradients.set([first])
+    assert gradients.sum_squares().item() == 1000
+    sums, graphs = [], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            gradients.set([second])
+            sums.append(gradients.sum_squares())
+        graphs.append(graph)
+    graphs[1].replay()
+    assert sums[1].item() == 4000
+    gradients.set([second])
+    assert gradients.sum_squares().item() == 4000
