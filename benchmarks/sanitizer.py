@@ -25,7 +25,7 @@ from benchmarks.common import RESULTS, append_row
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck")
 SLOW = ("2_to_31", "large")
-NEEDS_THE_CACHE = ("memory", "peak", "captur", "graph", "replay", "bytes", "taken_out")
+NEEDS_THE_CACHE = ("memory", "peak", "captur", "graph", "replay", "bytes", "taken_out", "let_go")
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 

@@ -53,12 +53,14 @@ def workspace(func: Any, args: Sequence[Any]) -> int:
     """Bytes that attention allocates inside on a GPU and frees before it returns.
 
     The fused backward (cuDNN's and FlashAttention's) adds up dq in FP32 and keeps sum(do * o) per query: measured to
-    the byte on an H200 with cuDNN. With a mask the memory-efficient kernel runs, on an additive copy of the mask and on
-    repeated k and v.
+    the byte on an H200 with cuDNN. With grouped-query heads it holds dk and dv of every query head before it adds them
+    up; both as measured to 1 MiB (results/memory.jsonl). With a mask the memory-efficient kernel runs, on an additive
+    copy of the mask and on repeated k and v.
     """
     if func is attention_backward.overload:
         do, _, _, _, mask, _, num_q, num_kv, _ = args
-        return _accumulators(do.numel(), do.shape[0] * num_q) + _masked(do, mask, num_q, num_kv)
+        grouped = 2 * aligned(do.nbytes) if mask is None and num_q != num_kv else 0
+        return _accumulators(do.numel(), do.shape[0] * num_q) + grouped + _masked(do, mask, num_q, num_kv)
     if func is attention.overload:
         qkv, mask, _, num_q, num_kv, _ = args
         q_columns = qkv.shape[1] * num_q // (num_q + 2 * num_kv)

@@ -117,7 +117,10 @@ class _Head:
         self.hidden, self.weight = hidden, weight
         vocabulary = weight.shape[0]
         padded = -(-vocabulary // ROW_MULTIPLE) * ROW_MULTIPLE
-        self.buffer = hidden.new_empty((rows, padded))[:, :vocabulary]
+        buffer = hidden.new_empty((rows, padded))
+        # On CPUs with AMX a product of such rows reads beyond their ends, and what lies there times zero must be zero.
+        buffer[:, vocabulary:] = 0.0
+        self.buffer = buffer[:, :vocabulary]
 
     def logits(self, rows: slice) -> Tensor:
         x = self.hidden[rows]
