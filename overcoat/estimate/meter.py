@@ -52,9 +52,9 @@ def aligned(size: int) -> int:
 def workspace(func: Any, args: Sequence[Any]) -> int:
     """Bytes that attention allocates inside on a GPU and frees before it returns.
 
-    The fused backward (cuDNN's and FlashAttention's) adds up dq in FP32 and keeps sum(do * o) per query: measured to
-    the byte on an H200 with cuDNN. With grouped-query heads it holds dk and dv of every query head before it adds them
-    up; both as measured to 1 MiB (results/memory.jsonl). With a mask the memory-efficient kernel runs, on an additive
+    The fused backward (cuDNN's and FlashAttention's) adds up dq in FP32 and keeps sum(do * o) per query. With
+    grouped-query heads it holds dk and dv of every query head before it adds them up. Both as measured on an H200 with
+    cuDNN, to 1 MiB (results/attention-workspaces.jsonl). With a mask the memory-efficient kernel runs, on an additive
     copy of the mask and on repeated k and v.
     """
     if func is attention_backward.overload:
