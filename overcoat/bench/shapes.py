@@ -84,13 +84,13 @@ BLOCKS = {
 }
 
 
-def build_block(shape: BlockShape, dtype: torch.dtype, device: str) -> tuple[nn.Module, tuple[Any, Any]]:
-    """A transformers model of one layer with random weights, the same at every call, and its cos and sin.
+def build_block(shape: BlockShape, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[nn.Module, tuple[Any, Any]]:
+    """A transformers model of one layer with random weights, the same for the same seed, and its cos and sin.
 
     Norm weights and biases are random too: at their usual ones and zeros an error in them would not show.
     """
     transformers = load_extra("transformers", "bench", "overcoat bench")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = replace(shape.model, layers=1, vocab=32).config()
     with torch.device(device):
         model = transformers.AutoModel.from_config(config, dtype=dtype).train()
