@@ -156,12 +156,13 @@ def swiglu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     codes, group_amax, top = swiglu.swiglu_encode(gate_up, CODE, G)
     _, scale = swiglu.swiglu_quantize(gate_up, top)
     backward = (dh, codes, group_amax, scale, CODE, G)
-    gradient_top, _ = swiglu.swiglu_backward_amax(*backward)
+    first = (dh, codes, group_amax, CODE, G)
+    gradient_top = swiglu.swiglu_backward_amax(*first)
     yield KernelCase("swiglu_encode", swiglu.swiglu_encode, (gate_up, CODE, G))
     yield KernelCase("swiglu_quantize", swiglu.swiglu_quantize, (gate_up, top))
     yield KernelCase("swiglu_backward", swiglu.swiglu_backward, backward)
-    yield KernelCase("swiglu_backward_amax", swiglu.swiglu_backward_amax, backward)
-    both = (dh, codes, group_amax, gradient_top, "e5m2", CODE, G)
+    yield KernelCase("swiglu_backward_amax", swiglu.swiglu_backward_amax, first, codes.nbytes)
+    both = (dh, codes, group_amax, scale, gradient_top, "e5m2", CODE, G)
     yield KernelCase("swiglu_backward_quantize", swiglu.swiglu_backward_quantize, both)
 
 

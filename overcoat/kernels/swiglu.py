@@ -132,61 +132,66 @@ def _(dh, codes, group_amax, scale, code, group_size):
 
 @swiglu_backward.cuda
 def _(dh, codes, group_amax, scale, code, group_size):
-    from overcoat.kernels.gpu import swiglu as gpu
+    from overcoat.kernels.gpu import swiglu_backward as gpu
 
     padded = padded_tokens(dh.shape[0])
     return gpu.swiglu_backward(dh, codes, group_amax, scale, code, group_size, padded)
 
 
 @op
-def swiglu_backward_amax(
-    dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, code: str, group_size: int
-) -> Tuple[Tensor, Tensor]:
-    """First of two passes that write the gradient of gate_up straight in FP8; arguments as `swiglu_backward`.
+def swiglu_backward_amax(dh: Tensor, codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tensor:
+    """First of two passes that write the gradient of gate_up straight in FP8: its largest magnitude, 0-d FP32.
 
-    Returns:
-        max |gradient of gate_up|, 0-d FP32; h rebuilt as transposed E4M3 operand (I, P).
+    Arguments as `swiglu_backward`.
     """
-    gradient, product = gated_gradient(dh, codes, group_amax, code, group_size)
-    return gradient.abs().amax(), transpose_padded(cast_float8(product * (1.0 / scale), E4M3))
+    return gated_gradient(dh, codes, group_amax, code, group_size)[0].abs().amax()
 
 
 @swiglu_backward_amax.fake
-def _(dh, codes, group_amax, scale, code, group_size):
-    tokens, columns = dh.shape
-    transposed = dh.new_empty((columns, padded_tokens(tokens)), dtype=E4M3.dtype)
-    return dh.new_empty((), dtype=torch.float32), transposed
+def _(dh, codes, group_amax, code, group_size):
+    return dh.new_empty((), dtype=torch.float32)
 
 
 @swiglu_backward_amax.cuda
-def _(dh, codes, group_amax, scale, code, group_size):
-    from overcoat.kernels.gpu import swiglu as gpu
+def _(dh, codes, group_amax, code, group_size):
+    from overcoat.kernels.gpu import swiglu_backward as gpu
 
-    padded = padded_tokens(dh.shape[0])
-    return gpu.swiglu_backward_amax(dh, codes, group_amax, scale, code, group_size, padded)
+    return gpu.swiglu_backward_amax(dh, codes, group_amax, code, group_size)
 
 
 @op
 def swiglu_backward_quantize(
-    dh: Tensor, codes: Tensor, group_amax: Tensor, amax: Tensor, fmt: str, code: str, group_size: int
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """Second pass: gradient of gate_up in FP8 in both layouts, (T, 2I) and (2I, P), and its scale for `amax`."""
-    gradient, _ = gated_gradient(dh, codes, group_amax, code, group_size)
-    data, scale = quantize_tensor(gradient, FLOAT8[fmt], amax)
-    return data, transpose_padded(data), scale
+    dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, amax: Tensor, fmt: str, code: str, group_size: int
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Second pass: the gradient of gate_up in FP8, and h.
+
+    Args:
+        dh, codes, group_amax, scale: as `swiglu_backward`.
+        amax: max |gradient|, from `swiglu_backward_amax`; fmt: "e4m3" or "e5m2".
+
+    Returns:
+        gradient (T, 2I) and its transpose (2I, P), their 0-d scale; h rebuilt as transposed E4M3 operand (I, P).
+    """
+    gradient, h = gated_gradient(dh, codes, group_amax, code, group_size)
+    data, d_scale = quantize_tensor(gradient, FLOAT8[fmt], amax)
+    return data, transpose_padded(data), d_scale, transpose_padded(cast_float8(h * (1.0 / scale), E4M3))
 
 
 @swiglu_backward_quantize.fake
-def _(dh, codes, group_amax, amax, fmt, code, group_size):
+def _(dh, codes, group_amax, scale, amax, fmt, code, group_size):
     tokens, columns = codes.shape
-    dtype = FLOAT8[fmt].dtype
-    transposed = dh.new_empty((columns, padded_tokens(tokens)), dtype=dtype)
-    return dh.new_empty(codes.shape, dtype=dtype), transposed, dh.new_empty((), dtype=torch.float32)
+    dtype, padded = FLOAT8[fmt].dtype, padded_tokens(tokens)
+    return (
+        dh.new_empty(codes.shape, dtype=dtype),
+        dh.new_empty((columns, padded), dtype=dtype),
+        dh.new_empty((), dtype=torch.float32),
+        dh.new_empty((columns // 2, padded), dtype=E4M3.dtype),
+    )
 
 
 @swiglu_backward_quantize.cuda
-def _(dh, codes, group_amax, amax, fmt, code, group_size):
-    from overcoat.kernels.gpu import swiglu as gpu
+def _(dh, codes, group_amax, scale, amax, fmt, code, group_size):
+    from overcoat.kernels.gpu import swiglu_backward as gpu
 
     padded = padded_tokens(dh.shape[0])
-    return gpu.swiglu_backward_quantize(dh, codes, group_amax, amax, fmt, code, group_size, padded)
+    return gpu.swiglu_backward_quantize(dh, codes, group_amax, scale, amax, fmt, code, group_size, padded)

@@ -77,8 +77,8 @@ def _gate_up_gradient(
         dgate_up, h_t, h_scale = swiglu_block_backward(dh, codes, group_amax, code, group_size)
         return dgate_up, Quantized(h_t, h_scale)
     if quantized:
-        top, h_t = swiglu_backward_amax(dh, codes, group_amax, scale, code, group_size)
-        data, data_t, d_scale = swiglu_backward_quantize(dh, codes, group_amax, top, fmt, code, group_size)
+        top = swiglu_backward_amax(dh, codes, group_amax, code, group_size)
+        data, data_t, d_scale, h_t = swiglu_backward_quantize(dh, codes, group_amax, scale, top, fmt, code, group_size)
         return Gradient(data, data_t, d_scale, None, dh.dtype), Quantized(h_t, scale)
     dgate_up, h_t = swiglu_backward(dh, codes, group_amax, scale, code, group_size)
     return dgate_up, Quantized(h_t, scale)

@@ -32,7 +32,8 @@ BYTES = {
     # q and k in place, v only read; codes of all three. q is H wide, k and v half of it.
     "qk_rope_encode_": (2 + 1) * 2 * T * H + 2 * (H + H // 2) * T + 2 * 2 * 64 * 128,
     "swiglu_quantize": (2 * 2 + 1) * T * I,
-    "swiglu_backward_quantize": (2 + 2 + 4) * T * I,
+    "swiglu_backward_amax": 2 * T * I,  # of the codes almost nothing
+    "swiglu_backward_quantize": (2 + 2 + 4 + 1) * T * I,
     "gelu_encode": (2 + 1) * T * I,
     "gelu_backward_quantize": (2 + 1 + 2) * T * I,
     "gelu_block_backward_quantize": (2 + 1 + 3) * T * I,

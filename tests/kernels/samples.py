@@ -149,8 +149,8 @@ def _swiglu() -> None:
         add("swiglu_quantize", gate_up, amax(gate_up).square())
         scale = amax(gate_up).square() / 448
         add("swiglu_backward", dh, *kept, scale, code, group_size)
-        add("swiglu_backward_amax", dh, *kept, scale, code, group_size)
-        add("swiglu_backward_quantize", dh, *kept, amax(gate_up) * 4, "e5m2", code, group_size)
+        add("swiglu_backward_amax", dh, *kept, code, group_size)
+        add("swiglu_backward_quantize", dh, *kept, scale, amax(gate_up) * 4, "e5m2", code, group_size)
     add("swiglu_encode", strided(gate_up), "sqrt8", 16)
     add("swiglu_quantize", strided(gate_up), amax(gate_up).square())
     add("swiglu_backward", strided(dh), *kept, amax(gate_up).square() / 448, code, group_size)

@@ -157,13 +157,13 @@ def _no_projection(dy, codes, amax, rstd, weight, dresidual, *_rest):
 
 
 def _scale_half(quantized: tuple[Tensor, ...], half: int, factor: float) -> tuple[Tensor, ...]:
-    data, transposed, scale = quantized
+    data, transposed, *rest = quantized
     spoiled = []
     for x, dim in ((data, 1), (transposed, 0)):
         parts = list(x.float().chunk(2, dim))
         parts[half] = parts[half] * factor
         spoiled.append(torch.cat(parts, dim).to(x.dtype))
-    return *spoiled, scale
+    return *spoiled, *rest
 
 
 def _not_rotated(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> tuple[Tensor, ...]:

@@ -34,7 +34,7 @@ from overcoat.kernels.gpu.blockwise import (
 )
 from overcoat.kernels.gpu.common import CODES, EXACT, inverse_max, larger, scale_of
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.swiglu import gradient_rows
+from overcoat.kernels.gpu.swiglu_backward import gradient_rows
 
 # ---- SwiGLU, backward -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The kernels of kernels/gpu/swiglu.py equal their references."""
+"""The kernels of kernels/gpu/swiglu.py and swiglu_backward.py equal their references."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_backward(shape, code, group_size, fmt):
     arguments = (dh, codes, group_amax)
     ours = ops.swiglu_backward.kernel(*arguments, scale, code, group_size)
     assert_equal(ours, ops.swiglu_backward.reference(*arguments, scale, code, group_size))
-    first = ops.swiglu_backward_amax.reference(*arguments, scale, code, group_size)
-    assert_equal(ops.swiglu_backward_amax.kernel(*arguments, scale, code, group_size), first)
-    ours = ops.swiglu_backward_quantize.kernel(*arguments, first[0], fmt, code, group_size)
-    assert_equal(ours, ops.swiglu_backward_quantize.reference(*arguments, first[0], fmt, code, group_size))
+    largest = ops.swiglu_backward_amax.reference(*arguments, code, group_size)
+    assert_equal(ops.swiglu_backward_amax.kernel(*arguments, code, group_size), largest)
+    ours = ops.swiglu_backward_quantize.kernel(*arguments, scale, largest, fmt, code, group_size)
+    assert_equal(ours, ops.swiglu_backward_quantize.reference(*arguments, scale, largest, fmt, code, group_size))
 
 
 def test_not_finite_reaches_the_output():
@@ -75,3 +75,46 @@ def test_the_largest_product_is_found_wherever_it_is(gate):
         x[:, 700:] = 1.0
         x[row, 700 + 69] = 1.0 + 2.0**-22
         assert_equal(ops.swiglu_encode.kernel(x, "sqrt8", 128), ops.swiglu_encode.reference(x, "sqrt8", 128))
+
+
+def assert_same_largest_gradient(dh: torch.Tensor, codes: torch.Tensor, group_amax: torch.Tensor) -> torch.Tensor:
+    arguments = (dh, codes, group_amax, "sqrt8", 128)
+    largest = ops.swiglu_backward_amax.reference(*arguments)
+    assert_equal(ops.swiglu_backward_amax.kernel(*arguments), largest)
+    return largest
+
+
+@pytest.mark.parametrize("gate", [-30.0, -1.2784645, -0.01, 0.0, 1.5, 2.3994, 2.5, 40.0])
+@pytest.mark.parametrize("up", [1.0, 0.0, -3.0])
+def test_the_largest_gradient_is_found_wherever_it_is(gate, up):
+    """Barely larger than all others, and at gates where silu and its derivative come closest to their bounds."""
+    gate_up = torch.full((300, 2 * 700), gate, device=DEVICE)
+    gate_up[:, 700:] = up
+    codes, group_amax, _ = ops.swiglu_encode.reference(gate_up, "sqrt8", 128)
+    for row, column in ((0, 0), (137, 128), (299, 699)):
+        dh = torch.ones(300, 700, device=DEVICE)
+        dh[row, column] = 1.0 + 2.0**-22
+        assert_same_largest_gradient(dh, codes, group_amax)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["dh", "gate", "up"])
+def test_no_bad_value_is_passed_over_for_the_gradient(value, where):
+    """In the last row, behind larger values; infinities may cancel into NaN, as in the reference."""
+    gate_up = torch.full((300, 1400), 1e-3, device=DEVICE)
+    gate_up[0] = 50.0
+    dh = torch.ones(300, 700, device=DEVICE)
+    if where == "dh":
+        dh[-1, 5] = value
+    else:
+        gate_up[-1, 5 if where == "gate" else 705] = value
+    codes, group_amax, _ = ops.swiglu_encode.reference(gate_up, "sqrt8", 128)
+    assert not assert_same_largest_gradient(dh, codes, group_amax).isfinite()
+
+
+def test_gradients_far_apart_in_size():
+    """Rows from 1e-30 to 1e30: most tiles are passed over, none that matters."""
+    gate_up = torch.randn(200, 2 * 300, device=DEVICE)
+    codes, group_amax, _ = ops.swiglu_encode.reference(gate_up, "sqrt8", 128)
+    sizes = torch.logspace(-30, 30, 200, device=DEVICE)[torch.randperm(200, device=DEVICE)]
+    assert_same_largest_gradient(torch.randn(200, 300, device=DEVICE) * sizes[:, None], codes, group_amax)

@@ -1,0 +1,291 @@
+"""Kernels of the backward in kernels/swiglu.py: the gradients of gate and up as they are, or straight into FP8.
+
+Bytes moved, with V = T * I * 2 (2.69 U in Llama):
+
+    swiglu_backward           1 V + 1 V read, 2 V + 1/2 V written
+    swiglu_backward_amax      1 V read; of the 1 V of codes only those of tiles that may hold the maximum
+    swiglu_backward_quantize  1 V + 1 V read, 1 V + 1 V written: the gradient in both FP8 layouts; 1/2 V written: the
+                              product, rebuilt and transposed
+
+The last two replace swiglu_backward, a maximum and a quantization (10.5 V) by 5.5 V: the gradient in BF16 never exists.
+Everything equals the reference bit for bit.
+
+Legend: T tokens, I intermediate width, P padded tokens, G group size, GP = G rounded up to a power of 2,
+n = ceil(I / G).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overcoat.formats import E4M3, FLOAT8
+from overcoat.kernels.gpu.common import (
+    CODES,
+    EXACT,
+    atomic_amax,
+    decode,
+    inverse_max,
+    inverse_of,
+    larger,
+    max_magnitude,
+    pack_rows,
+    power_of_2,
+    scale_of,
+    sigmoid,
+    to_float8,
+)
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+
+# Gradients whose maximum a program seeks, and its warps.
+AMAX_TILE, AMAX_WARPS = 2048, 4
+# (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
+BACKWARD_TILE, BACKWARD_WARPS = (16, 128), 4
+GRADIENT_TILE, GRADIENT_WARPS = (64, 128), 8
+# silu' rises up to 2.3994, to 1.09984.
+SLOPE_PEAK, SLOPE_BOUND = tl.constexpr(2.399), tl.constexpr(1.1)
+# More than the rounding of the hardware's approximate instructions can add to a bound.
+ROUNDING = tl.constexpr(1.0 + 2.0**-12)
+
+
+@triton.jit
+def gradient(dh, gate, up):
+    """dgate, dup and h, as `swiglu.gated_gradient` computes them."""
+    s = sigmoid(gate)
+    return dh * up * s * (1.0 + gate * (1.0 - s)), dh * gate * s, gate * s * up
+
+
+@triton.jit
+def gradient_rows(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, CODE: tl.constexpr):  # noqa: E741
+    """Rows t of a tile (BT, NG, GP), of which `rows` and `groups` exist: dgate, dup, h, and which are inside."""
+    inside = (t < rows)[:, None, None] & real[None, :, :]
+    dh = tl.load(dh_ptr + (t[:, None, None] * I + c[None, :, :]), mask=inside, other=0.0).to(tl.float32)
+    known = (t < rows)[:, None] & (g < groups)[None, :]
+    maxima = amax_ptr + (t[:, None] * (2 * n) + g[None, :])
+    gate_amax = tl.load(maxima, mask=known, other=0.0).to(tl.float32)[:, :, None]
+    up_amax = tl.load(maxima + n, mask=known, other=0.0).to(tl.float32)[:, :, None]
+    codes = codes_ptr + (t[:, None, None] * (2 * I) + c[None, :, :])
+    gate = decode(tl.load(codes, mask=inside, other=0.0), gate_amax, CODE)
+    up = decode(tl.load(codes + I, mask=inside, other=0.0), up_amax, CODE)
+    dgate, dup, h = gradient(dh, gate, up)
+    return dgate, dup, h, inside
+
+
+@triton.jit
+def _store_transposed(words, out_t_ptr, c, pair, real, pairs, stride):
+    """Words (BT / 2, NG, GP) of two tokens each to (NG, GP, BT / 2), of which `real` columns and `pairs` exist."""
+    inside = real[:, :, None] & (pair < pairs)[None, None, :]
+    tl.store(out_t_ptr + (c[:, :, None] * stride + pair[None, None, :]), tl.permute(words, (1, 2, 0)), mask=inside)
+
+
+@kernel
+def _swiglu_backward_kernel(
+    dh_ptr,  # (T, I)
+    codes_ptr,  # (T, 2I) 8-bit
+    amax_ptr,  # (T, 2, n) BF16
+    scale_ptr,  # 0-d FP32: scale of h
+    out_ptr,  # (T, 2I): gradient of gate and up
+    h_t_ptr,  # (I, P / 2) int16: pairs of E4M3
+    T,
+    I,  # noqa: E741
+    P,
+    n,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    CODE: tl.constexpr,
+    NG: tl.constexpr,
+    BT: tl.constexpr,
+):
+    t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
+    pair, g, i = tl.arange(0, BT // 2), tl.arange(0, NG), tl.arange(0, GP)
+    c = g[:, None] * G + i[None, :]  # (NG, GP), from column g0 * G on
+    real = (c < I - g0 * G) & (i < G)[None, :]
+    dh_ptr += t0.to(tl.int64) * I + g0 * G
+    start = t0.to(tl.int64) * 2 * I + g0 * G
+    amax_ptr += t0.to(tl.int64) * 2 * n + g0
+    rows, groups, t = T - t0, n - g0, 2 * pair
+    a0, b0, h0, in0 = gradient_rows(dh_ptr, codes_ptr + start, amax_ptr, t, c, g, real, rows, groups, I, n, CODE)
+    a1, b1, h1, in1 = gradient_rows(dh_ptr, codes_ptr + start, amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE)
+    inverse = inverse_of(tl.load(scale_ptr))
+    words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
+    h_t_ptr += (g0 * G).to(tl.int64) * (P // 2) + t0 // 2
+    _store_transposed(words, h_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
+    target = out_ptr + start + (t[:, None, None] * (2 * I) + c[None, :, :])
+    tl.store(target, a0.to(out_ptr.dtype.element_ty), mask=in0)
+    tl.store(target + I, b0.to(out_ptr.dtype.element_ty), mask=in0)
+    tl.store(target + 2 * I, a1.to(out_ptr.dtype.element_ty), mask=in1)
+    tl.store(target + 3 * I, b1.to(out_ptr.dtype.element_ty), mask=in1)
+
+
+@triton.jit
+def _gradient_bound(dh, gate_amax, up_amax):
+    """Bits of a number that no |dgate| or |dup| of a tile exceeds, from dh (NG, GP) and the groups' maxima (NG,).
+
+    With a = max |gate|: |silu(gate)| <= a sigmoid(a), and silu' is at most its value at a, or 1.1 from where it falls
+    again (2.4). NaN where a gradient may be NaN.
+    """
+    s = sigmoid(gate_amax)
+    slope = tl.where(gate_amax < SLOPE_PEAK, s * (1.0 + gate_amax * (1.0 - s)), SLOPE_BOUND)
+    bound = max_magnitude(dh, 1) * larger(up_amax * slope, gate_amax * s) * ROUNDING
+    bound = tl.where((bound < float("inf")) & (gate_amax < float("inf")), bound, float("nan"))
+    return max_magnitude(bound, 0).to(tl.int32, bitcast=True)
+
+
+@kernel
+def _swiglu_gradient_amax_kernel(
+    dh_ptr,  # (T, I)
+    codes_ptr,  # (T, 2I) 8-bit
+    amax_ptr,  # (T, 2, n) BF16
+    top_ptr,  # 0-d int32: bits of max |gradient|
+    groups,  # T * n
+    n,
+    I,  # noqa: E741
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    CODE: tl.constexpr,
+    NG: tl.constexpr,
+):
+    group = tl.program_id(0) * NG + tl.arange(0, NG)
+    known, row = group < groups, group // n
+    column = (group - row * n)[:, None] * G + tl.arange(0, GP)[None, :]
+    inside = known[:, None] & (column < I) & (tl.arange(0, GP) < G)[None, :]
+    start = row.to(tl.int64)[:, None] * I
+    seen = tl.load(top_ptr)
+    dh = tl.load(dh_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
+    places = group + row * n  # among (T, 2, n)
+    gate_amax = tl.load(amax_ptr + places, mask=known, other=0.0).to(tl.float32)
+    up_amax = tl.load(amax_ptr + n + places, mask=known, other=0.0).to(tl.float32)
+    # As in the encoder: the codes are read where they may hold a larger value than those found so far.
+    if _gradient_bound(dh, gate_amax, up_amax) > seen:
+        codes = codes_ptr + 2 * start + column
+        gate = decode(tl.load(codes, mask=inside, other=0.0), gate_amax[:, None], CODE)
+        up = decode(tl.load(codes + I, mask=inside, other=0.0), up_amax[:, None], CODE)
+        dgate, dup, _ = gradient(dh, gate, up)
+        top = larger(tl.abs(dgate), tl.abs(dup))  # zero outside, where dh is
+        atomic_amax(top_ptr, max_magnitude(max_magnitude(top, 1), 0))
+
+
+@triton.jit
+def _store_pair(even, odd, out_ptr, out_t_ptr, stride, offsets, in0, in1, c, pair, real, pairs, stride_t):
+    """Rows 2k and 2k + 1 (BT / 2, NG, GP), zero outside: FP8 as they lie, and transposed (NG, GP, BT / 2)."""
+    even, odd = tl.where(in0, even, 0.0), tl.where(in1, odd, 0.0)
+    tl.store(out_ptr + offsets, to_float8(even, out_ptr.dtype.element_ty), mask=in0)
+    tl.store(out_ptr + stride + offsets, to_float8(odd, out_ptr.dtype.element_ty), mask=in1)
+    words = pack_rows(even, odd, out_ptr.dtype.element_ty)
+    _store_transposed(words, out_t_ptr, c, pair, real, pairs, stride_t)
+
+
+@kernel
+def _swiglu_gradient_kernel(
+    dh_ptr,  # (T, I)
+    codes_ptr,  # (T, 2I) 8-bit
+    group_amax_ptr,  # (T, 2, n) BF16
+    h_scale_ptr,  # 0-d FP32: scale of h
+    amax_ptr,  # 0-d FP32: max |gradient|
+    out_ptr,  # (T, 2I) FP8: gradient of gate and up
+    out_t_ptr,  # (2I, P / 2) int16: pairs of FP8
+    scale_ptr,  # 0-d FP32
+    h_t_ptr,  # (I, P / 2) int16: pairs of E4M3
+    T,
+    I,  # noqa: E741
+    P,
+    n,
+    INVERSE_MAX: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    CODE: tl.constexpr,
+    NG: tl.constexpr,
+    BT: tl.constexpr,
+):
+    t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
+    pair, g, i = tl.arange(0, BT // 2), tl.arange(0, NG), tl.arange(0, GP)
+    c = g[:, None] * G + i[None, :]  # (NG, GP), from column g0 * G on
+    real = (c < I - g0 * G) & (i < G)[None, :]
+    dh_ptr += t0.to(tl.int64) * I + g0 * G
+    start = t0.to(tl.int64) * 2 * I + g0 * G
+    group_amax_ptr += t0.to(tl.int64) * 2 * n + g0
+    rows, groups, t = T - t0, n - g0, 2 * pair
+    codes_ptr += start
+    a0, b0, h0, in0 = gradient_rows(dh_ptr, codes_ptr, group_amax_ptr, t, c, g, real, rows, groups, I, n, CODE)
+    a1, b1, h1, in1 = gradient_rows(dh_ptr, codes_ptr, group_amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE)
+    pairs, stride_t = (P - t0) // 2, P // 2
+    first = (g0 * G).to(tl.int64) * stride_t + t0 // 2
+    inverse = inverse_of(tl.load(h_scale_ptr))
+    words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
+    _store_transposed(words, h_t_ptr + first, c, pair, real, pairs, stride_t)
+    scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
+    tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
+    inverse = inverse_of(scale)
+    offsets = t[:, None, None] * (2 * I) + c[None, :, :]
+    out_ptr += start
+    out_t_ptr += first
+    _store_pair(
+        a0 * inverse, a1 * inverse, out_ptr, out_t_ptr, 2 * I, offsets, in0, in1, c, pair, real, pairs, stride_t
+    )
+    out_ptr += I
+    out_t_ptr += I.to(tl.int64) * stride_t
+    _store_pair(
+        b0 * inverse, b1 * inverse, out_ptr, out_t_ptr, 2 * I, offsets, in0, in1, c, pair, real, pairs, stride_t
+    )
+
+
+def swiglu_backward(
+    dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, code: str, group_size: int, padded: int
+) -> tuple[Tensor, Tensor]:
+    """Gradient of gate_up (T, 2I) in dh's dtype; h rebuilt, transposed E4M3 (I, padded)."""
+    dh = dh.contiguous()
+    out = torch.empty_like(codes, dtype=dh.dtype)
+    h_t = torch.empty((dh.shape[1], padded), dtype=E4M3.dtype, device=dh.device)
+    n, gp = group_amax.shape[2], power_of_2(group_size)
+    count = max(BACKWARD_TILE[1] // gp, 1)
+    with on_device(dh):
+        _swiglu_backward_kernel[(cdiv(padded, BACKWARD_TILE[0]), cdiv(n, count))](
+            dh, codes, group_amax, scale, out, h_t.view(torch.int16), *dh.shape, padded, n,
+            group_size, gp, CODES[code], count, BACKWARD_TILE[0], num_warps=BACKWARD_WARPS, **EXACT,
+        )  # fmt: skip
+    return out, h_t
+
+
+def swiglu_backward_amax(dh: Tensor, codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tensor:
+    """max |gradient of gate_up|, 0-d FP32."""
+    dh = dh.contiguous()
+    tokens, width = dh.shape
+    n, gp = group_amax.shape[2], power_of_2(group_size)
+    top = torch.zeros((), dtype=torch.int32, device=dh.device)
+    count = max(AMAX_TILE // gp, 1)
+    with on_device(dh):
+        _swiglu_gradient_amax_kernel[(cdiv(tokens * n, count),)](
+            dh, codes, group_amax, top, tokens * n, n, width,
+            group_size, gp, CODES[code], count, num_warps=AMAX_WARPS, **EXACT,
+        )  # fmt: skip
+    return top.view(torch.float32)
+
+
+def swiglu_backward_quantize(
+    dh: Tensor,
+    codes: Tensor,
+    group_amax: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    fmt: str,
+    code: str,
+    group_size: int,
+    padded: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradient of gate_up in FP8: (T, 2I), transposed (2I, padded), its scale; h rebuilt, transposed (I, padded)."""
+    dh = dh.contiguous()
+    out = torch.empty(codes.shape, dtype=FLOAT8[fmt].dtype, device=dh.device)
+    out_t = torch.empty((codes.shape[1], padded), dtype=out.dtype, device=dh.device)
+    h_t = torch.empty((dh.shape[1], padded), dtype=E4M3.dtype, device=dh.device)
+    d_scale = torch.empty_like(amax)
+    n, gp = group_amax.shape[2], power_of_2(group_size)
+    count = max(GRADIENT_TILE[1] // gp, 1)
+    with on_device(dh):
+        _swiglu_gradient_kernel[(cdiv(padded, GRADIENT_TILE[0]), cdiv(n, count))](
+            dh, codes, group_amax, scale, amax, out, out_t.view(torch.int16), d_scale, h_t.view(torch.int16),
+            *dh.shape, padded, n, inverse_max(fmt), group_size, gp, CODES[code], count, GRADIENT_TILE[0],
+            num_warps=GRADIENT_WARPS, **EXACT,
+        )  # fmt: skip
+    return out, out_t, d_scale, h_t
