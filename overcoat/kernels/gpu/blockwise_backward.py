@@ -33,7 +33,7 @@ from overcoat.kernels.gpu.blockwise import (
     store_scaled_rows,
 )
 from overcoat.kernels.gpu.common import CODES, EXACT, inverse_max, larger, scale_of
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, dense_rows, kernel, on_device
 from overcoat.kernels.gpu.swiglu_backward import gradient_rows
 
 # ---- SwiGLU, backward -----------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def qk_rope_block_backward(
     words, padded = out_t.view(torch.int16), out_t.shape[1]
     cos, sin, first = cos.contiguous(), sin.contiguous(), 0
     with on_device(dq):
-        for part, rotate in zip((dq, dk, dv), (True, True, False), strict=True):
+        for part, rotate in zip(map(dense_rows, (dq, dk, dv)), (True, True, False), strict=True):
             last = first + part.shape[1]
             _rope_kernel[(blocks(padded), part.shape[1] // BLOCK)](
                 part, cos, sin, out[:, first:last], scale[first // BLOCK :], words[first:last], scale_t[:, first:],

@@ -84,6 +84,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def dense_rows(x: Tensor) -> Tensor:
+    """x (rows, columns) for a kernel that is told its row stride alone: rows may lie apart, a row's elements not."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def on_device(where: Tensor | torch.device) -> contextlib.AbstractContextManager[Any]:
     """Make a tensor's GPU current: Triton launches on the current device and its current stream."""
     index = where.get_device() if isinstance(where, Tensor) else where.index

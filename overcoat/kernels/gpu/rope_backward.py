@@ -35,7 +35,7 @@ from overcoat.kernels.gpu.common import (
     scale_of,
     to_float8,
 )
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, dense_rows, kernel, on_device
 
 
 @triton.jit
@@ -50,20 +50,20 @@ def load_tables(cos_ptr, sin_ptr, position, e, inside, D, E):
 
 
 @triton.jit
-def _rotate_back(dy_ptr, offsets, E, inside, cos1, cos2, sin1, sin2, inverse, ROTATE: tl.constexpr):
-    """The halves (BT, EP) of one head's gradient, times `inverse`; zero outside."""
-    x1 = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(dy_ptr + offsets + E, mask=inside, other=0.0).to(tl.float32)
-    d1, d2 = x1, x2
+def load_rotated_back(dy_ptr, offsets, E, inside, cos1, cos2, sin1, sin2, ROTATE: tl.constexpr):
+    """The halves (rows, EP) of heads' gradients in FP32; zero outside."""
+    d1 = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    d2 = tl.load(dy_ptr + offsets + E, mask=inside, other=0.0).to(tl.float32)
     if ROTATE:
-        d1, d2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
-    return tl.where(inside, d1 * inverse, 0.0), tl.where(inside, d2 * inverse, 0.0)
+        d1, d2 = d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1
+    return d1, d2
 
 
 @triton.jit
 def _gradient_tile(
-    dy_ptr, cos_ptr, sin_ptr, out_ptr, amax_ptr, T, positions, heads, D, stride_dy, stride_out,
-    ROTATE: tl.constexpr, VALUES: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+    dy_ptr, out_ptr, heads, stride_dy, ROTATE: tl.constexpr,
+    cos_ptr, sin_ptr, amax_ptr, T, positions, D, stride_out,
+    VALUES: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
     """One program of `_rope_gradient_kernel` on one of its parts."""
     t0, E = tl.program_id(0) * BT, D // 2
@@ -75,7 +75,7 @@ def _gradient_tile(
     out_ptr += t0.to(tl.int64) * stride_out
     for head in range(tl.program_id(1) * NH, tl.minimum(tl.program_id(1) * NH + NH, heads)):
         source = t[:, None] * stride_dy + (head * D + e)[None, :]
-        d1, d2 = _rotate_back(dy_ptr, source, E, inside, *tables, 1.0, ROTATE)
+        d1, d2 = load_rotated_back(dy_ptr, source, E, inside, *tables, ROTATE)
         if VALUES:
             target = out_ptr + (t[:, None] * stride_out + (head * D + e)[None, :])
             tl.store(target, d1.to(out_ptr.dtype.element_ty), mask=inside)
@@ -108,23 +108,21 @@ def _rope_gradient_kernel(
     BT: tl.constexpr,
     NH: tl.constexpr,
 ):
-    width = (num_q + 2 * num_kv) * D
+    shared = (cos_ptr, sin_ptr, amax_ptr, T, positions, D, (num_q + 2 * num_kv) * D)
+    k, v = num_q * D, (num_q + num_kv) * D
     if tl.program_id(2) == 0:
-        _gradient_tile(
-            dq_ptr, cos_ptr, sin_ptr, out_ptr, amax_ptr, T, positions, num_q, D, stride_q, width,
-            True, VALUES, EP, BT, NH,
-        )  # fmt: skip
+        _gradient_tile(dq_ptr, out_ptr, num_q, stride_q, True, *shared, VALUES, EP, BT, NH)
     elif tl.program_id(1) * NH < num_kv:
         if tl.program_id(2) == 1:
-            _gradient_tile(
-                dk_ptr, cos_ptr, sin_ptr, out_ptr + num_q * D, amax_ptr, T, positions, num_kv, D, stride_k, width,
-                True, VALUES, EP, BT, NH,
-            )  # fmt: skip
+            _gradient_tile(dk_ptr, out_ptr + k, num_kv, stride_k, True, *shared, VALUES, EP, BT, NH)
         else:
-            _gradient_tile(
-                dv_ptr, cos_ptr, sin_ptr, out_ptr + (num_q + num_kv) * D, amax_ptr, T, positions, num_kv, D, stride_v,
-                width, False, VALUES, EP, BT, NH,
-            )  # fmt: skip
+            _gradient_tile(dv_ptr, out_ptr + v, num_kv, stride_v, False, *shared, VALUES, EP, BT, NH)
+
+
+@triton.jit
+def _scaled(d1, d2, inverse, inside):
+    """Halves times `inverse`, which may be NaN; zero outside, where the transposed layout is padded."""
+    return tl.where(inside, d1 * inverse, 0.0), tl.where(inside, d2 * inverse, 0.0)
 
 
 @triton.jit
@@ -135,10 +133,11 @@ def _store_float8(out_ptr, offsets, E, d1, d2, inside):
 
 @triton.jit
 def _quantize_tile(
-    dy_ptr, cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, heads, D, stride_dy, stride_out,
-    ROTATE: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+    dy_ptr, first, heads, stride_dy, ROTATE: tl.constexpr,
+    cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, stride_out,
+    EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
-    """One program of `_rope_quantize_kernel` on one of its parts."""
+    """One program of `_rope_quantize_kernel` on one of its parts; `first`: its first column of the fused buffer."""
     t0, E = tl.program_id(0) * BT, D // 2
     pair, e = tl.arange(0, BT // 2), tl.arange(0, EP)
     t = 2 * pair
@@ -146,11 +145,13 @@ def _quantize_tile(
     tables0 = load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, even, D, E)
     tables1 = load_tables(cos_ptr, sin_ptr, (t0 + t + 1) % positions, e, odd, D, E)
     dy_ptr += t0.to(tl.int64) * stride_dy
-    out_ptr += t0.to(tl.int64) * stride_out
+    out_ptr += t0.to(tl.int64) * stride_out + first
+    out_t_ptr += tl.cast(first, tl.int64) * (P // 2)
     for head in range(tl.program_id(1) * NH, tl.minimum(tl.program_id(1) * NH + NH, heads)):
         column = (head * D + e)[None, :]
-        a1, a2 = _rotate_back(dy_ptr, t[:, None] * stride_dy + column, E, even, *tables0, inverse, ROTATE)
-        b1, b2 = _rotate_back(dy_ptr + stride_dy, t[:, None] * stride_dy + column, E, odd, *tables1, inverse, ROTATE)
+        source = t[:, None] * stride_dy + column
+        a1, a2 = _scaled(*load_rotated_back(dy_ptr, source, E, even, *tables0, ROTATE), inverse, even)
+        b1, b2 = _scaled(*load_rotated_back(dy_ptr + stride_dy, source, E, odd, *tables1, ROTATE), inverse, odd)
         _store_float8(out_ptr, t[:, None] * stride_out + column, E, a1, a2, even)
         _store_float8(out_ptr + stride_out, t[:, None] * stride_out + column, E, b1, b2, odd)
         inside_t = (e < E)[:, None] & (pair < (P - t0) // 2)[None, :]
@@ -171,8 +172,8 @@ def _rope_quantize_kernel(
     out_ptr,  # (T, (num_q + 2 num_kv) * D) FP8
     out_t_ptr,  # ((num_q + 2 num_kv) * D, P / 2) int16, pairs of FP8
     scale_ptr,  # 0-d FP32
+    P,  # here: after the strides ptxas takes 166 registers at D = 128 instead of 128
     T,
-    P,
     positions,
     num_q,
     num_kv,
@@ -188,25 +189,16 @@ def _rope_quantize_kernel(
     scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
     tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
     inverse = inverse_of(scale)
-    width = (num_q + 2 * num_kv) * D
+    shared = (cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, (num_q + 2 * num_kv) * D)
+    k = num_q * D
+    v = k + num_kv * D
     if tl.program_id(2) == 0:
-        _quantize_tile(
-            dq_ptr, cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, num_q, D, stride_q, width,
-            True, EP, BT, NH,
-        )  # fmt: skip
+        _quantize_tile(dq_ptr, 0, num_q, stride_q, True, *shared, EP, BT, NH)
     elif tl.program_id(1) * NH < num_kv:
-        k = num_q * D
-        v = k + num_kv * D
         if tl.program_id(2) == 1:
-            _quantize_tile(
-                dk_ptr, cos_ptr, sin_ptr, out_ptr + k, out_t_ptr + k.to(tl.int64) * (P // 2), inverse,
-                T, P, positions, num_kv, D, stride_k, width, True, EP, BT, NH,
-            )  # fmt: skip
+            _quantize_tile(dk_ptr, k, num_kv, stride_k, True, *shared, EP, BT, NH)
         else:
-            _quantize_tile(
-                dv_ptr, cos_ptr, sin_ptr, out_ptr + v, out_t_ptr + v.to(tl.int64) * (P // 2), inverse,
-                T, P, positions, num_kv, D, stride_v, width, False, EP, BT, NH,
-            )  # fmt: skip
+            _quantize_tile(dv_ptr, v, num_kv, stride_v, False, *shared, EP, BT, NH)
 
 
 # Tile of the backward: tokens, and heads that share the tables.
@@ -217,17 +209,26 @@ def _grid(tokens: int, num_q: int) -> tuple[int, int, int]:
     return cdiv(tokens, BACKWARD_TILE[0]), cdiv(num_q, BACKWARD_TILE[1]), 3
 
 
+def gradient_arguments(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """What every kernel of the backward is given: dq, dk, dv, cos, sin; T, positions, num_q, num_kv, D, row strides."""
+    parts, (positions, width) = [dense_rows(part) for part in (dq, dk, dv)], cos.shape
+    strides = [part.stride(0) for part in parts]
+    sizes = (dq.shape[0], positions, num_q, dk.shape[1] // width, width, *strides)
+    return (*parts, cos.contiguous(), sin.contiguous()), sizes
+
+
 def _launch_gradient(
-    parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, num_q: int, out: Optional[Tensor]
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int, out: Optional[Tensor]
 ) -> Tensor:
-    """Run the kernel on dq, dk, dv (T, heads * D), into out (T, all heads * D) or for the maximum only."""
-    bits = torch.zeros((), dtype=torch.int32, device=cos.device)
-    tokens, width = parts[0].shape[0], parts[0].shape[1] // num_q
-    with on_device(cos):
-        _rope_gradient_kernel[_grid(tokens, num_q)](
-            *parts, cos.contiguous(), sin.contiguous(), parts[0] if out is None else out, bits,
-            tokens, cos.shape[0], num_q, parts[1].shape[1] // width, width, *(part.stride(0) for part in parts),
-            out is not None, power_of_2(width // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
+    """Run the kernel into out (T, (num_q + 2 num_kv) * D), or for the maximum only."""
+    bits = torch.zeros((), dtype=torch.int32, device=dq.device)
+    pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
+    with on_device(dq):
+        _rope_gradient_kernel[_grid(dq.shape[0], num_q)](
+            *pointers, dq if out is None else out, bits, *sizes,
+            out is not None, power_of_2(cos.shape[1] // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
         )  # fmt: skip
     return bits.view(torch.float32)
 
@@ -236,27 +237,27 @@ def qk_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tenso
     """Gradient of the fused buffer (T, (num_q + 2 num_kv) * D), without head norms."""
     columns = dq.shape[1] + dk.shape[1] + dv.shape[1]
     out = torch.empty((dq.shape[0], columns), dtype=dq.dtype, device=dq.device)
-    _launch_gradient((dq, dk, dv), cos, sin, num_q, out)
+    _launch_gradient(dq, dk, dv, cos, sin, num_q, out)
     return out
 
 
 def qk_rope_backward_amax(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
     """max |gradient of the fused buffer|, 0-d FP32."""
-    return _launch_gradient((dq, dk, dv), cos, sin, num_q, None)
+    return _launch_gradient(dq, dk, dv, cos, sin, num_q, None)
 
 
 def qk_rope_backward_quantize(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, amax: Tensor, fmt: str, num_q: int, padded: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of the fused buffer in FP8: (T, columns), transposed (columns, padded), and its scale."""
-    tokens, columns, width = dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1], dq.shape[1] // num_q
-    out = torch.empty((tokens, columns), dtype=FLOAT8[fmt].dtype, device=dq.device)
+    columns = dq.shape[1] + dk.shape[1] + dv.shape[1]
+    out = torch.empty((dq.shape[0], columns), dtype=FLOAT8[fmt].dtype, device=dq.device)
     out_t = torch.empty((columns, padded), dtype=out.dtype, device=dq.device)
     scale = torch.empty_like(amax)
+    pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
     with on_device(dq):
         _rope_quantize_kernel[_grid(padded, num_q)](
-            dq, dk, dv, cos.contiguous(), sin.contiguous(), amax, out, out_t.view(torch.int16), scale,
-            tokens, padded, cos.shape[0], num_q, dk.shape[1] // width, width, dq.stride(0), dk.stride(0), dv.stride(0),
-            inverse_max(fmt), power_of_2(width // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
+            *pointers, amax, out, out_t.view(torch.int16), scale, padded, *sizes,
+            inverse_max(fmt), power_of_2(cos.shape[1] // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
         )  # fmt: skip
     return out, out_t, scale

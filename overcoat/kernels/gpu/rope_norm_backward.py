@@ -1,7 +1,7 @@
 """Kernel of `qk_rope_backward` with head norms (Qwen3): rotated back, then through each head's RMSNorm, in one pass.
 
 Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for multi-head attention): V read, q and k
-of the norm's input read (2/3 V for multi-head attention), V written.
+of the norm's input read (2/3 V for multi-head attention), V written. dq, dk and dv are read where attention left them.
 
 Programs walk along the tokens: each takes every Q-th tile of tokens with all of its heads, so that grouped queries
 leave none with less to do. The norm's sums are taken in another order than PyTorch's, so the gradient may differ from
@@ -24,7 +24,7 @@ from torch import Tensor
 from overcoat.kernels.gpu.common import EXACT, power_of_2
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 from overcoat.kernels.gpu.rope import load_halves
-from overcoat.kernels.gpu.rope_backward import load_tables
+from overcoat.kernels.gpu.rope_backward import gradient_arguments, load_rotated_back, load_tables
 
 # Elements of a tile, each half of a head in EP of them, and the most heads of one token in it: few, so that 28 or 8
 # heads leave no rows empty, yet enough to read whole 1 KiB stretches at D = 128.
@@ -49,8 +49,9 @@ def _norm_backward(d1, d2, x1, x2, w1, w2, known, D, eps):
 
 @triton.jit
 def _part_backward(
-    dy_ptr, x_ptr, cos_ptr, sin_ptr, weight_ptr, dx_ptr, partial_ptr, T, positions, heads, D, stride_dy, width, eps,
-    ROTATE: tl.constexpr, NORM: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+    dy_ptr, x_ptr, weight_ptr, dx_ptr, partial_ptr, heads, stride_dy, ROTATE: tl.constexpr, NORM: tl.constexpr,
+    cos_ptr, sin_ptr, T, positions, D, width, eps,
+    EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
     """One program's share of q, k or v; x and dx are columns of the fused buffer, `width` wide."""
     E = D // 2
@@ -64,24 +65,19 @@ def _part_backward(
     for t0 in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
         start = tl.cast(t0, tl.int64)
         in_time = t < T - t0
-        if ROTATE:
-            inside = in_time[:, None] & real[None, :]
-            cos1, cos2, sin1, sin2 = load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, inside, D, E)
+        inside = in_time[:, None] & real[None, :]
+        tables = load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, inside, D, E)
         for head0 in range(0, heads, NH):
             known = in_time & (head0 + lane < heads)
             inside = known[:, None] & real[None, :]
             column = (head0 + lane) * D
-            source = dy_ptr + start * stride_dy + ((t * stride_dy + column)[:, None] + e[None, :])
+            source = (t * stride_dy + column)[:, None] + e[None, :]
             place = (t * width + column)[:, None] + e[None, :]
-            d1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-            d2 = tl.load(source + E, mask=inside, other=0.0).to(tl.float32)
+            d1, d2 = load_rotated_back(dy_ptr + start * stride_dy, source, E, inside, *tables, ROTATE)
             if NORM:
                 x = x_ptr + start * width + place
                 x1 = tl.load(x, mask=inside, other=0.0).to(tl.float32)
                 x2 = tl.load(x + E, mask=inside, other=0.0).to(tl.float32)
-            if ROTATE:
-                d1, d2 = d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1
-            if NORM:
                 d1, d2, product1, product2 = _norm_backward(d1, d2, x1, x2, w1, w2, known, D, eps)
                 dw1 += product1
                 dw2 += product2
@@ -99,9 +95,9 @@ def _rope_norm_backward_kernel(
     dq_ptr,  # (T, num_q * D), row stride `stride_q`: gradient of the rotated q
     dk_ptr,  # (T, num_kv * D), row stride `stride_k`: of the rotated k
     dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
-    qkv_ptr,  # (T, (num_q + 2 num_kv) * D): before norm and rotation; v is not read
     cos_ptr,  # (positions, D)
     sin_ptr,  # (positions, D)
+    qkv_ptr,  # (T, (num_q + 2 num_kv) * D): before norm and rotation; v is not read
     q_weight_ptr,  # (D,), if Q_NORM
     k_weight_ptr,  # (D,), if K_NORM
     out_ptr,  # (T, (num_q + 2 num_kv) * D)
@@ -123,18 +119,19 @@ def _rope_norm_backward_kernel(
     NHQ: tl.constexpr,  # NH of q
     NHK: tl.constexpr,  # NH of k and v
 ):
-    width, k, v = (num_q + 2 * num_kv) * D, num_q * D, (num_q + num_kv) * D
+    k, v = num_q * D, (num_q + num_kv) * D
+    shared = (cos_ptr, sin_ptr, T, positions, D, (num_q + 2 * num_kv) * D, eps)
     _part_backward(
-        dq_ptr, qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, out_ptr, q_partial_ptr,
-        T, positions, num_q, D, stride_q, width, eps, True, Q_NORM, EP, R // NHQ, NHQ,
+        dq_ptr, qkv_ptr, q_weight_ptr, out_ptr, q_partial_ptr, num_q, stride_q, True, Q_NORM,
+        *shared, EP, R // NHQ, NHQ,
     )  # fmt: skip
     _part_backward(
-        dk_ptr, qkv_ptr + k, cos_ptr, sin_ptr, k_weight_ptr, out_ptr + k, k_partial_ptr,
-        T, positions, num_kv, D, stride_k, width, eps, True, K_NORM, EP, R // NHK, NHK,
+        dk_ptr, qkv_ptr + k, k_weight_ptr, out_ptr + k, k_partial_ptr, num_kv, stride_k, True, K_NORM,
+        *shared, EP, R // NHK, NHK,
     )  # fmt: skip
     _part_backward(
-        dv_ptr, qkv_ptr, cos_ptr, sin_ptr, k_weight_ptr, out_ptr + v, k_partial_ptr,
-        T, positions, num_kv, D, stride_v, width, eps, False, False, EP, R // NHK, NHK,
+        dv_ptr, qkv_ptr + v, k_weight_ptr, out_ptr + v, k_partial_ptr, num_kv, stride_v, False, False,
+        *shared, EP, R // NHK, NHK,
     )  # fmt: skip
 
 
@@ -151,8 +148,8 @@ def qk_rope_norm_backward(
     num_q: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of qkv (T, (num_q + 2 num_kv) * D); of q's and k's weights (D,) FP32, empty where there is none."""
-    qkv = qkv.contiguous()
-    tokens, width = qkv.shape[0], dq.shape[1] // num_q
+    pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
+    tokens, width = dq.shape[0], cos.shape[1]
     num_kv, half = dk.shape[1] // width, power_of_2(width // 2)
     rows = max(TILE // (2 * half), 1)
     heads_q, heads_kv = (min(power_of_2(heads), MAX_HEADS, rows) for heads in (num_q, num_kv))
@@ -164,9 +161,8 @@ def qk_rope_norm_backward(
     )
     with on_device(dq):
         _rope_norm_backward_kernel[(programs,)](
-            dq, dk, dv, qkv, cos.contiguous(), sin.contiguous(), cos if q_weight is None else q_weight.contiguous(),
-            cos if k_weight is None else k_weight.contiguous(), out, partial_q, partial_k,
-            tokens, cos.shape[0], num_q, num_kv, width, dq.stride(0), dk.stride(0), dv.stride(0), eps,
+            *pointers, qkv.contiguous(), cos if q_weight is None else q_weight.contiguous(),
+            cos if k_weight is None else k_weight.contiguous(), out, partial_q, partial_k, *sizes, eps,
             q_weight is not None, k_weight is not None, half, rows, heads_q, heads_kv,
             num_warps=4, maxnreg=REGISTERS, **EXACT,
         )  # fmt: skip

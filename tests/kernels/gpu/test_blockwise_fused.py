@@ -110,6 +110,6 @@ def test_rope_backward(case, fmt, dtype):
     views = dqkv.split((num_q * width, num_kv * width, num_kv * width), 1)
     angle = torch.randn(positions, width, device=DEVICE) * 3  # the halves differ, as the op's contract allows
     tables = (1.3 * angle.cos()).to(dtype), (1.3 * angle.sin()).to(dtype)
-    for parts in (views, [part.contiguous() for part in views]):
+    for parts in (views, [part.contiguous() for part in views], [part.t().contiguous().t() for part in views]):
         ours = ops.qk_rope_block_backward.kernel(*parts, *tables, fmt, num_q)
         assert_equal(ours, ops.qk_rope_block_backward.reference(*parts, *tables, fmt, num_q))
