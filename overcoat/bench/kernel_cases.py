@@ -140,13 +140,12 @@ def rope_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     backward = (*gradients, cos, sin, top, "e5m2", heads)
     yield KernelCase("qk_rope_backward_quantize", rope.qk_rope_backward_quantize, backward)
     plain, normed = (cos, sin, None, None, 0.0, heads, kv_heads), (cos, sin, weight, weight, EPS, heads, kv_heads)
-    dqkv = _normal(device, *qkv.shape)
     yield KernelCase("qk_rope", rope.qk_rope, (qkv, *plain))
-    yield KernelCase("qk_rope_backward", rope.qk_rope_backward, (dqkv, None, *plain))
+    yield KernelCase("qk_rope_backward", rope.qk_rope_backward, (*gradients, None, *plain[:-1]))
     yield KernelCase("qk_rope_encode_ norm", rope.qk_rope_encode_, (qkv, center, *normed, CODE), dv.nbytes)
     yield KernelCase("qk_rope_decode norm", rope.qk_rope_decode, (*decode[:3], *normed, CODE, torch.bfloat16))
     # Of qkv it reads q and k.
-    yield KernelCase("qk_rope_backward norm", rope.qk_rope_backward, (dqkv, qkv, *normed), dv.nbytes)
+    yield KernelCase("qk_rope_backward norm", rope.qk_rope_backward, (*gradients, qkv, *normed[:-1]), dv.nbytes)
 
 
 def swiglu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:

@@ -27,6 +27,7 @@ from overcoat.kernels.quantize import group_decode, group_encode, padded_tokens,
 
 
 def _split(qkv: Tensor, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, Tensor]:
+    """The fused buffer's q, k and v (T, heads, D) in FP32."""
     heads = qkv.view(qkv.shape[0], num_q + 2 * num_kv, -1).float()
     q, k, v = heads.split((num_q, num_kv, num_kv), dim=1)
     return q, k, v
@@ -105,7 +106,9 @@ def _(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
 
 @op
 def qk_rope_backward(
-    dqkv: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     qkv: Optional[Tensor],
     cos: Tensor,
     sin: Tensor,
@@ -113,44 +116,42 @@ def qk_rope_backward(
     k_weight: Optional[Tensor],
     eps: float,
     num_q: int,
-    num_kv: int,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Backward of `qk_rope`.
 
     Args:
-        dqkv: (T, ...) gradient of its result; qkv: its input, needed only with head norms.
+        dq: (T, num_q * D); dk, dv: (T, num_kv * D): gradients of the rotated q and k, and of v.
+        qkv: its input, needed only with head norms.
 
     Returns:
-        gradient of qkv; dq_weight, dk_weight (D,) FP32 (empty without head norms).
+        gradient of qkv (T, (num_q + 2 num_kv) * D); dq_weight, dk_weight (D,) FP32 (empty without head norms).
     """
-    dq, dk, dv = _split(dqkv, num_q, num_kv)
-    c, s = _per_token(cos, dqkv.shape[0]), _per_token(sin, dqkv.shape[0])
-    q, k, _ = _split(dqkv if qkv is None else qkv, num_q, num_kv)
-    dq, dq_weight = _head_norm_backward(_rotate_transposed(dq, c, s), q, q_weight, eps)
-    dk, dk_weight = _head_norm_backward(_rotate_transposed(dk, c, s), k, k_weight, eps)
-    return torch.cat((dq, dk, dv), 1).flatten(1).to(dqkv.dtype), dq_weight, dk_weight
+    tokens, width = dq.shape[0], dq.shape[1] // num_q
+    gq, gk, gv = (part.unflatten(1, (-1, width)).float() for part in (dq, dk, dv))
+    c, s = _per_token(cos, tokens), _per_token(sin, tokens)
+    q, k, _ = (gq, gk, gv) if qkv is None else _split(qkv, num_q, gk.shape[1])
+    gq, dq_weight = _head_norm_backward(_rotate_transposed(gq, c, s), q, q_weight, eps)
+    gk, dk_weight = _head_norm_backward(_rotate_transposed(gk, c, s), k, k_weight, eps)
+    return torch.cat((gq, gk, gv), 1).flatten(1).to(dq.dtype), dq_weight, dk_weight
 
 
 @qk_rope_backward.fake
-def _(dqkv, qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
-    empty = dqkv.new_empty(0, dtype=torch.float32)
+def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
+    empty = dq.new_empty(0, dtype=torch.float32)
     dq_weight = empty if q_weight is None else torch.empty_like(q_weight, dtype=torch.float32)
     dk_weight = torch.empty_like(empty) if k_weight is None else torch.empty_like(k_weight, dtype=torch.float32)
-    return dqkv.new_empty(dqkv.shape), dq_weight, dk_weight
+    return dq.new_empty((dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1])), dq_weight, dk_weight
 
 
 @qk_rope_backward.cuda
-def _(dqkv, qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
-    dqkv = dqkv.contiguous()
-    width = dqkv.shape[1] // (num_q + 2 * num_kv)
-    dq, dk, dv = dqkv.split((num_q * width, num_kv * width, num_kv * width), 1)
+def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
     if q_weight is not None or k_weight is not None:
         from overcoat.kernels.gpu.rope_norm_backward import qk_rope_norm_backward
 
         return qk_rope_norm_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q)
     from overcoat.kernels.gpu import rope_backward as gpu
 
-    none = dqkv.new_empty(0, dtype=torch.float32)
+    none = dq.new_empty(0, dtype=torch.float32)
     return gpu.qk_rope_backward(dq, dk, dv, cos, sin, num_q), none, torch.empty_like(none)
 
 
@@ -230,9 +231,8 @@ def _(codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_k
 
 def rope_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
     """Gradient of the fused buffer in FP32, without head norms."""
-    dqkv = torch.cat((dq, dk, dv), 1).float()
-    num_kv = dk.shape[1] // (dq.shape[1] // num_q)
-    return qk_rope_backward.reference(dqkv, None, cos, sin, None, None, 0.0, num_q, num_kv)[0]
+    parts = (dq.float(), dk.float(), dv.float())
+    return qk_rope_backward.reference(*parts, None, cos, sin, None, None, 0.0, num_q)[0]
 
 
 @op

@@ -134,7 +134,7 @@ def attention_backward(
     cos, sin, _, q_weight, k_weight = rotary
     gradients, inputs = _rotated_gradients(do, kept, rotary, heads, recipe)
     dqkv, dq_weight, dk_weight = qk_rope_backward(
-        torch.cat(gradients, 1), inputs, cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv
+        *gradients, inputs, cos, sin, q_weight, k_weight, heads.eps, heads.num_q
     )
     return (
         dqkv,
@@ -165,9 +165,7 @@ def _quantized_in_blocks(
     if BLOCK % heads.width == 0 and whole_blocks(*(part.shape[1] for part in gradients)):
         data, scale, data_t, scale_t = qk_rope_block_backward(*gradients, cos, sin, recipe.grad_format, heads.num_q)
         return Gradient(data, data_t, scale, None, dtype, scale_t)
-    dqkv, _, _ = qk_rope_backward(
-        torch.cat(gradients, 1), None, cos, sin, None, None, heads.eps, heads.num_q, heads.num_kv
-    )
+    dqkv, _, _ = qk_rope_backward(*gradients, None, cos, sin, None, None, heads.eps, heads.num_q)
     return quantize_gradient(dqkv, [None], recipe)
 
 

@@ -22,7 +22,8 @@ BYTES = {
     "stack_weights_guessed": (2 + 1) * 2 * H * H,
     "add_rmsnorm_stats": (2 + 2 + 2) * T * H,
     "qk_rope": (2 + 2) * 2 * T * H + 2 * 2 * 64 * 128,
-    # dqkv and, of qkv, q and k read; the gradient of all three written.
+    # Three gradients and, of qkv, q and k read; the gradient of all three written.
+    "qk_rope_backward": (2 + 2) * 2 * T * H + 2 * 2 * 64 * 128,
     "qk_rope_backward norm": (2 + 2) * 2 * T * H + 2 * (H + H // 2) * T + 2 * 2 * 64 * 128,
     # Weight, both moments, remainder read and written, gradient read.
     "adamw_step_": (2 * (2 + 1 + 1 + 1) + 2) * (3 * H * H + 3 * H * I),

@@ -125,18 +125,21 @@ def _rope() -> None:
         qkv = normal(tokens, (num_q + 2 * num_kv) * width, dtype=dtype)
         cos, sin = normal(positions, width, dtype=dtype, seed=1), normal(positions, width, dtype=dtype, seed=2)
         weight = normal(width, dtype=dtype, seed=3)
+        parts = qkv.flip(0).split((num_q * width, num_kv * width, num_kv * width), 1)
         for q_weight, k_weight in ((None, None), (weight, weight.neg())):
             shared = (cos, sin, q_weight, k_weight, 1e-6, num_q, num_kv)
             add("qk_rope", qkv, *shared)
-            add("qk_rope_backward", qkv.flip(0), None if q_weight is None else qkv, *shared)
+            add("qk_rope_backward", *parts, None if q_weight is None else qkv, *shared[:-1])
             center = None if q_weight is None else qkv.float().mean(0)
             add("qk_rope_encode_", qkv, center, *shared, "sqrt8")
             add("qk_rope_decode", *encode_groups(qkv, "int8", width), center, *shared, "int8", dtype)
-        parts = qkv.flip(0).split((num_q * width, num_kv * width, num_kv * width), 1)
         add("qk_rope_backward_amax", *parts, cos, sin, num_q)
         add("qk_rope_backward_quantize", *parts, cos, sin, amax(qkv) * 4, "e5m2", num_q)
     add("qk_rope", strided(qkv), *shared)
-    add("qk_rope_backward", strided(qkv), strided(qkv), *shared)
+    columns = tuple(map(strided, parts))
+    add("qk_rope_backward", *columns, strided(qkv), *shared[:-1])
+    add("qk_rope_backward_amax", *columns, cos, sin, num_q)
+    add("qk_rope_backward_quantize", *columns, cos, sin, amax(qkv) * 4, "e5m2", num_q)
 
 
 def _swiglu() -> None:

@@ -35,6 +35,11 @@ def inputs(shape, norms, device):
     return qkv, cos, sin, q_weight, k_weight, EPS, num_q, num_kv
 
 
+def split(x, num_q, num_kv, width):
+    """The columns of q, k and v: views, whose rows lie apart."""
+    return x.split((num_q * width, num_kv * width, num_kv * width), 1)
+
+
 def doubles(arguments):
     return [leaf(x) if isinstance(x, torch.Tensor) else x for x in arguments]
 
@@ -64,7 +69,7 @@ def test_backward(shape, norms, device):
     dy = normal(*arguments[0].shape, seed=7).to(device)
     exact.rope(*truth).backward(dy.double())
     qkv = arguments[0] if norms else None
-    dqkv, dq_weight, dk_weight = ops.qk_rope_backward(dy, qkv, *arguments[1:])
+    dqkv, dq_weight, dk_weight = ops.qk_rope_backward(*split(dy, *shape[2:]), qkv, *arguments[1:-1])
     assert_close_float32("dqkv", truth[0].grad, dqkv, 3 * terms(shape))
     tokens, _, num_q, num_kv, _ = shape
     for name, weight, got, heads in (("q", truth[3], dq_weight, num_q), ("k", truth[4], dk_weight, num_kv)):
@@ -79,7 +84,8 @@ def test_v_passes_unchanged(device):
     width, num_kv = SHAPES[1][4], SHAPES[1][3]
     v = slice(-width * num_kv, None)
     assert torch.equal(ops.qk_rope(*arguments)[:, v], arguments[0][:, v])
-    assert torch.equal(ops.qk_rope_backward(*arguments[:1], *arguments)[0][:, v], arguments[0][:, v])
+    parts = split(arguments[0], *SHAPES[1][2:])
+    assert torch.equal(ops.qk_rope_backward(*parts, *arguments[:-1])[0][:, v], parts[2])
 
 
 def make_center(qkv, centered):
@@ -117,11 +123,11 @@ def test_decode_equals_decode_then_rotate(shape, norms, code, centered, device):
 @shapes
 def test_backward_straight_to_fp8(shape, device):
     qkv, cos, sin, _, _, _, num_q, num_kv = inputs(shape, "", device)
-    tokens, width = shape[0], shape[4]
+    tokens = shape[0]
     dy = normal(*qkv.shape, seed=7).to(device)
     truth = doubles((qkv, cos, sin))
     exact.rope(*truth, None, None, 0.0, num_q, num_kv).backward(dy.double())
-    parts = dy.split((num_q * width, num_kv * width, num_kv * width), 1)
+    parts = split(dy, *shape[2:])
     largest = ops.qk_rope_backward_amax(*parts, cos, sin, num_q)
     assert_close_float32("amax", truth[0].grad.abs().max(), largest, terms(shape))
     data, data_t, scale = ops.qk_rope_backward_quantize(*parts, cos, sin, largest, "e5m2", num_q)

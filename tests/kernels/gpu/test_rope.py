@@ -23,6 +23,18 @@ def tables(positions: int, width: int, dtype: torch.dtype = torch.bfloat16):
     return (1.3 * angle.cos()).to(dtype), (1.3 * angle.sin()).to(dtype)
 
 
+def split_heads(x, num_q, num_kv):
+    """The columns of q, k and v: views, whose rows lie apart."""
+    width = x.shape[1] // (num_q + 2 * num_kv)
+    return x.split((num_q * width, num_kv * width, num_kv * width), 1)
+
+
+def laid_out(parts):
+    """The same gradients as views of one buffer, as columns of wider ones, apart, and stored column by column."""
+    wider = [torch.cat((part, part.neg()), 1)[:, : part.shape[1]] for part in parts]
+    return parts, wider, [part.contiguous() for part in parts], [part.t().contiguous().t() for part in parts]
+
+
 def head_weights(width: int, wanted: bool):
     return tuple(torch.randn(width, device=DEVICE).bfloat16() if wanted else None for _ in range(2))
 
@@ -59,13 +71,12 @@ def test_encode_and_decode(case, head_norm, code):
 @pytest.mark.parametrize("fmt", ["e5m2", "e4m3"])
 def test_backward(case, fmt):
     tokens, positions, num_q, num_kv, width = case
-    dqkv = awkward(tokens, (num_q + 2 * num_kv) * width)
-    parts = dqkv.split((num_q * width, num_kv * width, num_kv * width), 1)
+    parts = split_heads(awkward(tokens, (num_q + 2 * num_kv) * width), num_q, num_kv)
     cos, sin = tables(positions, width)
-    arguments = (None, cos, sin, None, None, 0.0, num_q, num_kv)
-    ours, theirs = ops.qk_rope_backward.kernel(dqkv, *arguments), ops.qk_rope_backward.reference(dqkv, *arguments)
-    assert_equal(ours[0], theirs[0])
-    for inputs in (parts, [part.contiguous() for part in parts]):
+    arguments = (None, cos, sin, None, None, 0.0, num_q)
+    theirs = ops.qk_rope_backward.reference(*parts, *arguments)
+    for inputs in laid_out(parts):
+        assert_equal(ops.qk_rope_backward.kernel(*inputs, *arguments), theirs)
         top = ops.qk_rope_backward_amax.kernel(*inputs, cos, sin, num_q)
         assert_equal(top, ops.qk_rope_backward_amax.reference(*inputs, cos, sin, num_q))
         assert top >= 0.99 * amax.reference(theirs[0])
@@ -83,12 +94,8 @@ def norm_backward_arguments(case, norms, dtype=torch.bfloat16, eps=1e-6):
     if eps == 0:
         qkv = torch.randn_like(qkv)
     weights = (weight if name in norms else None for name, weight in zip("qk", head_weights(width, True)))
-    return torch.randn_like(qkv), qkv, *tables(positions, width, dtype), *weights, eps, num_q, num_kv
-
-
-def split_heads(x, num_q, num_kv):
-    width = x.shape[1] // (num_q + 2 * num_kv)
-    return x.split((num_q * width, num_kv * width, num_kv * width), 1)
+    gradients = split_heads(torch.randn_like(qkv), num_q, num_kv)
+    return *gradients, qkv, *tables(positions, width, dtype), *weights, eps, num_q
 
 
 def assert_norm_gradient(ours, theirs, norms, num_q, num_kv):
@@ -120,13 +127,13 @@ def test_backward_with_head_norms_in_few_programs(case, monkeypatch):
 
 @pytest.mark.parametrize("case", NORM_CASES[:4])
 def test_backward_with_head_norms_of_strided_parts(case):
-    """Gradients of q, k and v as attention leaves them, apart, or as columns of wider buffers."""
-    dqkv, qkv, *rest, num_q, num_kv = norm_backward_arguments(case, "qk")
-    expected = rope_norm_backward.qk_rope_norm_backward(*split_heads(dqkv, num_q, num_kv), qkv, *rest, num_q)
-    wider = [torch.cat((part, part.neg()), 1)[:, : part.shape[1]] for part in split_heads(dqkv, num_q, num_kv)]
-    for parts in (wider, [part.contiguous() for part in wider]):
-        ours = rope_norm_backward.qk_rope_norm_backward(*parts, qkv, *rest, num_q)
-        assert all(torch.equal(a, b) for a, b in zip(ours, expected))
+    """Wherever attention leaves the gradients of q, k and v, the same bits."""
+    dq, dk, dv, *rest = norm_backward_arguments(case, "qk")
+    parts = (dq, dk, dv)
+    first, *others = [ops.qk_rope_backward.kernel(*inputs, *rest) for inputs in laid_out(parts)]
+    for ours in others:
+        assert all(torch.equal(a, b) for a, b in zip(ours, first))
+    assert_norm_gradient(first, ops.qk_rope_backward.reference(*parts, *rest), "qk", *case[2:4])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="one program after another: nothing to race")
