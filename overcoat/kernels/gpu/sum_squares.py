@@ -38,7 +38,7 @@ def _sum_squares_kernel(
     TYPE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """tiles int64 (programs,): tensor | number << 32; addresses, sizes int64 (T,); partials FP64 (programs,)."""
-    # From the last tensor to the first: what was read last is in the L2 cache still when the step begins with the first.
+    # From the last tensor to the first, with which the step begins: what was read last is in the L2 cache still.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     entry = tl.load(tiles + program)
     tensor = (entry & 0xFFFFFFFF).to(tl.int32)
