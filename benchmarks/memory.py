@@ -6,8 +6,9 @@
 
 Two steps each, the second one measured: its optimizer states are there from the start. One row of results/memory.jsonl
 for each case: bytes predicted and measured, their relative difference (the goal: within 5%), peaks by kind of phase,
-what the allocator reserved and what lies outside it. And one row of what attention's backward allocates inside, by
-shape, beside what the predictor takes for it.
+what the allocator reserved and what of the GPU's memory in use lies outside it (the CUDA context, and whatever other
+processes hold). And one row of what attention's backward allocates inside, by shape, beside what the predictor takes
+for it.
 """
 
 from __future__ import annotations
