@@ -37,6 +37,7 @@ of its own per segment, so the gradient of a weight shared between segments arri
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any, Callable, Optional
 
 import torch
@@ -163,20 +164,29 @@ class GradientRelease:
             )
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
+        # PyTorch does not show Python's collector the hooks of a parameter: owned by them, model, optimizer and this
+        # would never be freed. The model's own hook and the optimizer own it.
+        reference = weakref.ref(self)
+
         def take(param: Tensor) -> None:
-            grad, param.grad = param.grad, None
-            assert grad is not None
-            if index in self.taken:
-                raise ValueError(
-                    f"release_gradients: a second gradient for {self.names[id(param)]!r} before optimizer.step(). Two "
-                    "backward passes cannot be accumulated: the first has already moved the weights. Call "
-                    "optimizer.step() after every backward(), or add the losses and call backward() once. (If there "
-                    "was one pass: segments under reentrant checkpointing share this weight; use_reentrant=False)"
-                )
-            self.taken.add(index)
-            self._collect(number, index, param, grad)
+            release = reference()
+            if release is not None:
+                release._take(number, index, param)
 
         return take
+
+    def _take(self, number: int, index: int, param: Tensor) -> None:
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        if index in self.taken:
+            raise ValueError(
+                f"release_gradients: a second gradient for {self.names[id(param)]!r} before optimizer.step(). Two "
+                "backward passes cannot be accumulated: the first has already moved the weights. Call "
+                "optimizer.step() after every backward(), or add the losses and call backward() once. (If there "
+                "was one pass: segments under reentrant checkpointing share this weight; use_reentrant=False)"
+            )
+        self.taken.add(index)
+        self._collect(number, index, param, grad)
 
     def _collect(self, number: int, index: int, param: Tensor, grad: Tensor) -> None:
         device = grad.device

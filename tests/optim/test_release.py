@@ -152,6 +152,30 @@ def test_remove_gives_back_the_ordinary_step():
     release_gradients(model, optimizer)
 
 
+def test_what_nobody_holds_any_more_is_freed():
+    """Also without `remove()`: a notebook's next model needs the memory."""
+    model, optimizer = make_pair()
+    release_gradients(model, optimizer)
+    train(model, optimizer, steps=2)
+    states = weakref.ref(optimizer.state[model.head.weight]["exp_avg"])
+    weight, owner = weakref.ref(model.norm.weight), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
+    assert owner() is None
+    assert states() is None
+
+
+def test_parameters_that_outlive_model_and_optimizer_keep_their_gradients():
+    model, optimizer = make_pair()
+    release_gradients(model, optimizer)
+    weight = model.norm.weight
+    del model, optimizer
+    gc.collect()
+    weight.sum().backward()
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+
+
 def test_a_non_finite_gradient_skips_its_own_parameter_only():
     model, optimizer = make_pair()
     release_gradients(model, optimizer)
