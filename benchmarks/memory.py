@@ -81,6 +81,8 @@ CASES = (
     ("llama-30b 6 layers, leanest", shape("llama-30b", 6), 4, 2048, replace(LEANEST, master="bf16")),
     ("7b", shape("llama-2-7b"), 4, 2048, Setup()),
     ("7b batch 1", shape("llama-2-7b"), 1, 2048, Setup()),
+    ("7b batch 1, accumulation", shape("llama-2-7b"), 1, 2048, Setup(accumulation=2)),
+    ("7b batch 1, leanest, accumulation", shape("llama-2-7b"), 1, 2048, replace(LEANEST, accumulation=2)),
     ("7b batch 16, released", shape("llama-2-7b"), 16, 2048, Setup(release_gradients=True)),
     ("7b batch 1, leanest, released, bf16 weights", shape("llama-2-7b"), 1, 2048, replace(RELEASED, master="bf16")),
     ("7b batch 1, leanest, released, offload", shape("llama-2-7b"), 1, 2048, replace(RELEASED, offload=True)),
