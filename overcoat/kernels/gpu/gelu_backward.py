@@ -48,7 +48,7 @@ GRADIENT_TILE, GRADIENT_WARPS = (64, 128), 8
 # Tiles, one after another along the tokens, of a program that writes du in FP8: where its sums end, a thread has 220
 # instructions to do, and 1000 in a tile. Its registers, of which 80 leave room for three programs a multiprocessor;
 # rows that cannot be read in words of 16 bytes need more.
-GRADIENT_STEPS, GRADIENT_REGISTERS = 4, 80
+GRADIENT_STEPS, GRADIENT_REGISTERS = 1, 64
 # More than |gelu'| in both forms: 1.12890 (erf) and 1.12899 (tanh), either right to 5e-6. A product with it bounds the
 # product with gelu', as both are rounded alike.
 SLOPE_BOUND = tl.constexpr(1.13)

@@ -43,7 +43,7 @@ from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 AMAX_TILE, AMAX_WARPS = 2048, 4
 # (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
 BACKWARD_TILE, BACKWARD_WARPS = (16, 128), 4
-GRADIENT_TILE, GRADIENT_WARPS = (64, 128), 8
+GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 8
 # silu' rises up to 2.3994, to 1.09984.
 SLOPE_PEAK, SLOPE_BOUND = tl.constexpr(2.399), tl.constexpr(1.1)
 # More than the rounding of the hardware's approximate instructions can add to a bound.
