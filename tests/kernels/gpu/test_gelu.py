@@ -54,13 +54,12 @@ def test_backward(shape, code, group_size, fmt, approximate):
     arguments, how = (gradient(shape), codes, group_amax), (approximate, code, group_size)
     ours = ops.gelu_backward.kernel(*arguments, scale, *how)
     assert_equal(ours, ops.gelu_backward.reference(*arguments, scale, *how))
-    top = ops.gelu_backward_amax.reference(*arguments, *how)
-    assert_equal(ops.gelu_backward_amax.kernel(*arguments, *how), top)
+    first = ops.gelu_backward_amax.reference(*arguments, scale, *how)
+    assert_equal(ops.gelu_backward_amax.kernel(*arguments, scale, *how), first)
     for has_bias in (True, False):
-        both = (*arguments, scale, top, fmt, has_bias, *how)
-        *ours, sums, h_t = ops.gelu_backward_quantize.kernel(*both)
-        *theirs, expected, expected_h = ops.gelu_backward_quantize.reference(*both)
-        assert_equal([*ours, h_t], [*theirs, expected_h])
+        *ours, sums = ops.gelu_backward_quantize.kernel(*arguments, first[0], fmt, has_bias, *how)
+        *theirs, expected = ops.gelu_backward_quantize.reference(*arguments, first[0], fmt, has_bias, *how)
+        assert_equal(ours, theirs)
         assert_equal(sums, expected, exact=False, steps=8)
 
 
@@ -103,57 +102,6 @@ def test_extremes_and_what_is_not_finite(approximate):
     dh, scale = torch.ones_like(u[:1]), row_amax[0] / 448
     du, _ = ops.gelu_backward.kernel(dh, codes, group_amax, scale, approximate, "sqrt8", 128)
     torch.testing.assert_close(du[0, :2].cpu(), torch.tensor([1.0, 0.0]), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("group_size", [16, 80, 128])
-@forms
-def test_the_largest_gradient_is_found_wherever_it_is(group_size, approximate):
-    """Also where it is barely larger than all others, and where the derivative comes closest to its bound."""
-    how = (approximate, "int8", group_size)
-    for value in (1.4157, -1.4157, 0.0, -30.0, 30.0):
-        u = torch.full((60, 700), value, device=DEVICE)
-        codes, group_amax, _ = ops.gelu_encode.reference(u, *how)
-        for row in (0, 31, 59):
-            dh = torch.ones_like(u)
-            dh[row, 69] = -1.0 - 2.0**-12
-            top = ops.gelu_backward_amax.reference(dh, codes, group_amax, *how)
-            assert_equal(ops.gelu_backward_amax.kernel(dh, codes, group_amax, *how), top)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("where", ["dh", "u"])
-@pytest.mark.parametrize("group_size", [16, 80, 128])
-@forms
-def test_no_single_bad_value_is_passed_over(value, where, group_size, approximate):
-    """In the last row behind larger values, dh zero where u is bad: the maximum is the reference's, NaN or infinite."""
-    how = (approximate, "sqrt8", group_size)
-    u, dh = torch.full((60, 700), 2.0, device=DEVICE), torch.zeros(60, 700, device=DEVICE)
-    dh[0] = 1e4
-    (dh if where == "dh" else u)[-1, 650] = value
-    codes, group_amax, _ = ops.gelu_encode.reference(u, *how)
-    top = ops.gelu_backward_amax.reference(dh, codes, group_amax, *how)
-    assert not top.isfinite()
-    assert_equal(ops.gelu_backward_amax.kernel(dh, codes, group_amax, *how), top)
-
-
-def test_an_infinite_gradient_does_not_hide_a_nan():
-    """Infinity by a derivative of zero, in a later tile than a plain infinity."""
-    u, dh = torch.full((60, 700), 2.0, device=DEVICE), torch.ones(60, 700, device=DEVICE)
-    u[-1], dh[0, 0], dh[-1, 650] = -30.0, torch.inf, torch.inf
-    codes, group_amax, _ = ops.gelu_encode.reference(u, "none", "sqrt8", 128)
-    assert ops.gelu_backward_amax.kernel(dh, codes, group_amax, "none", "sqrt8", 128).isnan()
-
-
-@pytest.mark.parametrize("bad", ["h", "du"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_padding_is_zero_even_where_a_scale_is_not_finite(bad, value):
-    codes, group_amax, _ = ops.gelu_encode.reference(awkward(7, 100), "tanh", "sqrt8", 128)
-    one, other = torch.ones((), device=DEVICE), torch.full((), value, device=DEVICE)
-    scale, top = (other, one) if bad == "h" else (one, other)
-    both = (gradient((7, 100)), codes, group_amax, scale, top, "e5m2", True, "tanh", "sqrt8", 128)
-    _, data_t, _, _, h_t = ops.gelu_backward_quantize.kernel(*both)
-    assert data_t[:, 7:].float().count_nonzero() == 0
-    assert h_t[:, 7:].float().count_nonzero() == 0
 
 
 def test_unknown_forms_are_refused():
