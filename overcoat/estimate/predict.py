@@ -45,7 +45,7 @@ from overcoat.optim.state import state_fields
 from overcoat.recipe import GROUP_SIZES, Recipe
 
 # Margins for what is not a tensor; benchmarks/memory.py records what they stand for. The allocator's: shares of what
-# lasts and of gradients, which lie packed, and of what comes and goes besides, of which a run on a small card needed 14%
+# lasts and of gradients, which lie packed, and of what else comes and goes, of which a run on a small card needed 14%
 # (docs/memory.md). The CUDA context's: bytes.
 SLACK_OF_LASTING, SLACK_OF_MOVING = 0.01, 0.16
 CONTEXT = 700 * 2**20

@@ -61,6 +61,21 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+def test_a_deadline_ends_with_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ran, what was cut off and what never began: each is said, and nothing of it counts as clean."""
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sanitizer, "tests_of", lambda tool, path: [f"{path}::{i}" for i in range(4)])
+    arguments = ["--tools", "memcheck", "--files", "good", "slow", "good2", "--out", str(out), "--every", "2"]
+    monkeypatch.setattr(sys, "argv", ["sanitizer", *arguments, "--deadline", "3", "--processes", "1"])
+    sanitizer.main()
+    files = json.loads(out.read_text())["files"]
+    assert [(f["errors"], f["result"][:9]) for path in files for f in files[path]] == [
+        (0, "3 passed "),
+        (None, "not ended"),
+        (None, "not start"),
+    ]
+
+
 def test_every_test_goes_to_one_process() -> None:
     assert sanitizer.parts_of(["a", "b", "c", "d", "e"], 2) == [["a", "d"], ["b", "e"], ["c"]]
     assert sanitizer.parts_of([], 2) == []
