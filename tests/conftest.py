@@ -20,6 +20,23 @@ settings.register_profile("explore", deadline=None, max_examples=2000, database=
 settings.load_profile("default")
 
 
+class NamesFailures:
+    """Says at once which test has failed, also without `-v` and with `-n`: a run that is cut off prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and reporter is not None and self.config.get_verbosity() < 1:
+            reporter.write_line(f"\nfailed: {report.nodeid}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers of -n report to the process that prints
+        config.pluginmanager.register(NamesFailures(config))
+
+
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where a test's tensors live; the "cuda" variant carries the `gpu` marker."""
