@@ -33,10 +33,10 @@ from overcoat.kernels.gpu.common import (
     scale_of,
     to_float8,
 )
-from overcoat.kernels.gpu.groups import decode_rows
 from overcoat.kernels.gpu.hardware import reciprocal
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 from overcoat.kernels.gpu.stack import alignment, choose, launches, promise, three
+from overcoat.kernels.gpu.tiles import decode_rows, group_columns
 
 # Tokens of a tile whose rows alone are scaled.
 ROW_TILE = 16
@@ -207,9 +207,8 @@ def _requantize_kernel(
     NG: tl.constexpr,
 ):
     t0, g0 = tl.program_id(0) * 128, tl.program_id(1) * NG
-    t, g, i = 2 * tl.arange(0, 64), tl.arange(0, NG), tl.arange(0, GP)
-    c = g[:, None] * G + i[None, :]  # (NG, GP), from column g0 * G on
-    real = (c < C - g0 * G) & (i < G)[None, :]
+    t = 2 * tl.arange(0, 64)
+    g, c, real = group_columns(g0, C, G, GP, NG)
     codes_ptr += t0.to(tl.int64) * C + g0 * G
     amax_ptr += t0.to(tl.int64) * n + g0
     even, in0 = decode_rows(codes_ptr, amax_ptr, t, c, g, real, T - t0, n - g0, C, n, CODE)

@@ -41,9 +41,9 @@ from overcoat.kernels.gpu.common import (
     scale_of,
     to_float8,
 )
-from overcoat.kernels.gpu.groups import decode_rows
 from overcoat.kernels.gpu.hardware import exp2, reciprocal
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.tiles import decode_rows, group_columns, store_transposed
 from overcoat.kernels.quantize import padded_tokens
 
 SLOPE_1, SLOPE_3 = tl.constexpr(reference.SLOPE_1), tl.constexpr(reference.SLOPE_3)
@@ -179,13 +179,6 @@ def gradient_rows(
     return dh * slope, h, inside
 
 
-@triton.jit
-def _store_transposed(words, out_t_ptr, c, pair, real, pairs, stride):
-    """Words (BT / 2, NG, GP) of two tokens each to (NG, GP, BT / 2), of which `real` columns and `pairs` exist."""
-    inside = real[:, :, None] & (pair < pairs)[None, None, :]
-    tl.store(out_t_ptr + (c[:, :, None] * stride + pair[None, None, :]), tl.permute(words, (1, 2, 0)), mask=inside)
-
-
 @kernel
 def _gelu_product_kernel(
     dh_ptr,  # (T, I)
@@ -208,9 +201,8 @@ def _gelu_product_kernel(
     BT: tl.constexpr,
 ):
     t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
-    pair, g, i = tl.arange(0, BT // 2), tl.arange(0, NG), tl.arange(0, GP)
-    c = g[:, None] * G + i[None, :]  # (NG, GP), from column g0 * G on
-    real = (c < I - g0 * G) & (i < G)[None, :]
+    pair = tl.arange(0, BT // 2)
+    g, c, real = group_columns(g0, I, G, GP, NG)
     start = t0.to(tl.int64) * I + g0 * G
     dh_ptr += start
     codes_ptr += start
@@ -221,7 +213,7 @@ def _gelu_product_kernel(
     inverse = inverse_of(tl.load(scale_ptr))
     words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
     h_t_ptr += (g0 * G).to(tl.int64) * (P // 2) + t0 // 2
-    _store_transposed(words, h_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
+    store_transposed(words, h_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
     if VALUES:
         target = out_ptr + start + (t[:, None, None] * I + c[None, :, :])
         tl.store(target, d0.to(out_ptr.dtype.element_ty), mask=in0)
@@ -256,9 +248,8 @@ def _gelu_gradient_kernel(
     BT: tl.constexpr,
 ):
     t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
-    pair, g, i = tl.arange(0, BT // 2), tl.arange(0, NG), tl.arange(0, GP)
-    c = g[:, None] * G + i[None, :]  # (NG, GP), from column g0 * G on
-    real = (c < I - g0 * G) & (i < G)[None, :]
+    pair = tl.arange(0, BT // 2)
+    g, c, real = group_columns(g0, I, G, GP, NG)
     start = t0.to(tl.int64) * I + g0 * G
     dh_ptr += start
     codes_ptr += start
@@ -279,7 +270,7 @@ def _gelu_gradient_kernel(
     tl.store(target, to_float8(d0, TYPE), mask=in0)
     tl.store(target + I, to_float8(d1, TYPE), mask=in1)
     out_t_ptr += (g0 * G).to(tl.int64) * (P // 2) + t0 // 2
-    _store_transposed(pack_rows(d0, d1, TYPE), out_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
+    store_transposed(pack_rows(d0, d1, TYPE), out_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
 
 
 # (tokens, columns) of a tile and its warps: SwiGLU's (docs/log-kernels.md).

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Optional
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from overcoat.kernels.gpu.common import (
     power_of_2,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_transposed
 
 # Elements of one program in the kernels that take a list of groups.
 GROUP_TILE = 4096
@@ -82,17 +82,15 @@ def _group_encode_kernel(
     CODE: tl.constexpr,
     NG: tl.constexpr,
 ):
-    group = tl.program_id(0) * NG + tl.arange(0, NG)
-    column = (group % n)[:, None] * G + tl.arange(0, GP)[None, :]
-    inside = (group < groups)[:, None] & (column < C) & (tl.arange(0, GP) < G)[None, :]
-    offsets = (group // n).to(tl.int64)[:, None] * C + column
+    group, row, known, column, inside = listed_groups(groups, n, C, G, GP, NG)
+    offsets = row.to(tl.int64)[:, None] * C + column
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if WANT_AMAX:
         atomic_amax(amax_ptr, max_magnitude(max_magnitude(x, 1), 0))
     if HAS_CENTER:
         x -= tl.load(center_ptr + column, mask=inside, other=0.0)
     amax = max_magnitude(x, 1).to(tl.bfloat16)
-    tl.store(group_amax_ptr + group, amax, mask=group < groups)
+    tl.store(group_amax_ptr + group, amax, mask=known)
     tl.store(codes_ptr + offsets, encode(x, amax.to(tl.float32)[:, None], CODE), mask=inside)
 
 
@@ -130,12 +128,10 @@ def _group_decode_kernel(
     CODE: tl.constexpr,
     NG: tl.constexpr,
 ):
-    group = tl.program_id(0) * NG + tl.arange(0, NG)
-    column = (group % n)[:, None] * G + tl.arange(0, GP)[None, :]
-    inside = (group < groups)[:, None] & (column < C) & (tl.arange(0, GP) < G)[None, :]
-    offsets = (group // n).to(tl.int64)[:, None] * C + column
+    group, row, known, column, inside = listed_groups(groups, n, C, G, GP, NG)
+    offsets = row.to(tl.int64)[:, None] * C + column
     codes = tl.load(codes_ptr + offsets, mask=inside, other=0.0)
-    amax = tl.load(amax_ptr + group, mask=group < groups, other=0.0).to(tl.float32)
+    amax = tl.load(amax_ptr + group, mask=known, other=0.0).to(tl.float32)
     x = decode(codes, amax[:, None], CODE)
     if HAS_CENTER:
         x += tl.load(center_ptr + column, mask=inside, other=0.0)
@@ -160,16 +156,6 @@ def group_decode(
     return out
 
 
-@triton.jit
-def decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: tl.constexpr):
-    """Rows t of a tile of groups (BT, NG, GP), of which `rows` and `groups` exist: values and which are inside."""
-    inside = (t < rows)[:, None, None] & real[None, :, :]
-    codes = tl.load(codes_ptr + (t[:, None, None] * C + c[None, :, :]), mask=inside, other=0.0)
-    known = (t < rows)[:, None] & (g < groups)[None, :]
-    amax = tl.load(amax_ptr + (t[:, None] * n + g[None, :]), mask=known, other=0.0)
-    return decode(codes, amax.to(tl.float32)[:, :, None], CODE), inside
-
-
 @kernel
 def _requantize_t_kernel(
     codes_ptr,  # (T, C) 8-bit
@@ -191,9 +177,8 @@ def _requantize_t_kernel(
     BT: tl.constexpr,
 ):
     t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
-    pair, g, i = tl.arange(0, BT // 2), tl.arange(0, NG), tl.arange(0, GP)
-    c = g[:, None] * G + i[None, :]  # (NG, GP), from column g0 * G on
-    real = (c < C - g0 * G) & (i < G)[None, :]
+    pair = tl.arange(0, BT // 2)
+    g, c, real = group_columns(g0, C, G, GP, NG)
     codes_ptr += t0.to(tl.int64) * C + g0 * G
     amax_ptr += t0.to(tl.int64) * n + g0
     even, inside0 = decode_rows(codes_ptr, amax_ptr, 2 * pair, c, g, real, T - t0, n - g0, C, n, CODE)
@@ -206,10 +191,8 @@ def _requantize_t_kernel(
         even, odd = even + bias, odd + bias
     inverse = inverse_of(tl.load(scale_ptr))
     even, odd = tl.where(inside0, even * inverse, 0.0), tl.where(inside1, odd * inverse, 0.0)
-    words = tl.permute(pack_rows(even, odd, tl.float8e4nv), (1, 2, 0))
-    inside_t = real[:, :, None] & (pair < (P - t0) // 2)[None, None, :]
     out_t_ptr += (g0 * G).to(tl.int64) * (P // 2) + t0 // 2
-    tl.store(out_t_ptr + (c[:, :, None] * (P // 2) + pair[None, None, :]), words, mask=inside_t)
+    store_transposed(pack_rows(even, odd, tl.float8e4nv), out_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
 
 
 def requantize_t(

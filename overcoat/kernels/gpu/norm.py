@@ -34,6 +34,7 @@ from overcoat.kernels.gpu.common import (
 )
 from overcoat.kernels.gpu.groups import GROUP_TILE
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.tiles import listed_groups
 
 # Elements of a row that one thread holds.
 STATS_ELEMENTS = 32
@@ -159,11 +160,7 @@ def _norm_quantize_kernel(
 ):
     scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
     tl.store(scale_ptr, scale, mask=tl.program_id(0) == 0)
-    group = tl.program_id(0) * NG + tl.arange(0, NG)
-    known = group < groups
-    row = group // n
-    h = (group % n)[:, None] * G + tl.arange(0, GP)[None, :]
-    inside = known[:, None] & (h < H) & (tl.arange(0, GP) < G)[None, :]
+    group, row, known, h, inside = listed_groups(groups, n, H, G, GP, NG)
     offsets = row.to(tl.int64)[:, None] * H + h
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if CENTERED:

@@ -33,6 +33,7 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.tiles import listed_groups
 
 # Pairs of gate and up that a program encodes, and its warps.
 ENCODE_TILE, ENCODE_WARPS = 2048, 4
@@ -79,10 +80,7 @@ def _swiglu_encode_kernel(
     CODE: tl.constexpr,
     NG: tl.constexpr,
 ):
-    group = tl.program_id(0) * NG + tl.arange(0, NG)
-    known, row = group < groups, group // n
-    column = (group - row * n)[:, None] * G + tl.arange(0, GP)[None, :]
-    inside = known[:, None] & (column < I) & (tl.arange(0, GP) < G)[None, :]
+    group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
     offsets = row.to(tl.int64)[:, None] * (2 * I) + column
     places = group + row * n  # among (T, 2, n)
     seen = tl.load(top_ptr)

@@ -38,6 +38,7 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.tiles import group_columns, listed_groups, store_transposed
 
 # Gradients whose maximum a program seeks, and its warps.
 AMAX_TILE, AMAX_WARPS = 2048, 4
@@ -73,13 +74,6 @@ def gradient_rows(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n
     return dgate, dup, h, inside
 
 
-@triton.jit
-def _store_transposed(words, out_t_ptr, c, pair, real, pairs, stride):
-    """Words (BT / 2, NG, GP) of two tokens each to (NG, GP, BT / 2), of which `real` columns and `pairs` exist."""
-    inside = real[:, :, None] & (pair < pairs)[None, None, :]
-    tl.store(out_t_ptr + (c[:, :, None] * stride + pair[None, None, :]), tl.permute(words, (1, 2, 0)), mask=inside)
-
-
 @kernel
 def _swiglu_backward_kernel(
     dh_ptr,  # (T, I)
@@ -99,9 +93,8 @@ def _swiglu_backward_kernel(
     BT: tl.constexpr,
 ):
     t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
-    pair, g, i = tl.arange(0, BT // 2), tl.arange(0, NG), tl.arange(0, GP)
-    c = g[:, None] * G + i[None, :]  # (NG, GP), from column g0 * G on
-    real = (c < I - g0 * G) & (i < G)[None, :]
+    pair = tl.arange(0, BT // 2)
+    g, c, real = group_columns(g0, I, G, GP, NG)
     dh_ptr += t0.to(tl.int64) * I + g0 * G
     start = t0.to(tl.int64) * 2 * I + g0 * G
     amax_ptr += t0.to(tl.int64) * 2 * n + g0
@@ -111,7 +104,7 @@ def _swiglu_backward_kernel(
     inverse = inverse_of(tl.load(scale_ptr))
     words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
     h_t_ptr += (g0 * G).to(tl.int64) * (P // 2) + t0 // 2
-    _store_transposed(words, h_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
+    store_transposed(words, h_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
     target = out_ptr + start + (t[:, None, None] * (2 * I) + c[None, :, :])
     tl.store(target, a0.to(out_ptr.dtype.element_ty), mask=in0)
     tl.store(target + I, b0.to(out_ptr.dtype.element_ty), mask=in0)
@@ -147,10 +140,7 @@ def _swiglu_gradient_amax_kernel(
     CODE: tl.constexpr,
     NG: tl.constexpr,
 ):
-    group = tl.program_id(0) * NG + tl.arange(0, NG)
-    known, row = group < groups, group // n
-    column = (group - row * n)[:, None] * G + tl.arange(0, GP)[None, :]
-    inside = known[:, None] & (column < I) & (tl.arange(0, GP) < G)[None, :]
+    group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
     start = row.to(tl.int64)[:, None] * I
     seen = tl.load(top_ptr)
     dh = tl.load(dh_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
@@ -174,7 +164,7 @@ def _store_pair(even, odd, out_ptr, out_t_ptr, stride, offsets, in0, in1, c, pai
     tl.store(out_ptr + offsets, to_float8(even, out_ptr.dtype.element_ty), mask=in0)
     tl.store(out_ptr + stride + offsets, to_float8(odd, out_ptr.dtype.element_ty), mask=in1)
     words = pack_rows(even, odd, out_ptr.dtype.element_ty)
-    _store_transposed(words, out_t_ptr, c, pair, real, pairs, stride_t)
+    store_transposed(words, out_t_ptr, c, pair, real, pairs, stride_t)
 
 
 @kernel
@@ -200,9 +190,8 @@ def _swiglu_gradient_kernel(
     BT: tl.constexpr,
 ):
     t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
-    pair, g, i = tl.arange(0, BT // 2), tl.arange(0, NG), tl.arange(0, GP)
-    c = g[:, None] * G + i[None, :]  # (NG, GP), from column g0 * G on
-    real = (c < I - g0 * G) & (i < G)[None, :]
+    pair = tl.arange(0, BT // 2)
+    g, c, real = group_columns(g0, I, G, GP, NG)
     dh_ptr += t0.to(tl.int64) * I + g0 * G
     start = t0.to(tl.int64) * 2 * I + g0 * G
     group_amax_ptr += t0.to(tl.int64) * 2 * n + g0
@@ -214,7 +203,7 @@ def _swiglu_gradient_kernel(
     first = (g0 * G).to(tl.int64) * stride_t + t0 // 2
     inverse = inverse_of(tl.load(h_scale_ptr))
     words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
-    _store_transposed(words, h_t_ptr + first, c, pair, real, pairs, stride_t)
+    store_transposed(words, h_t_ptr + first, c, pair, real, pairs, stride_t)
     scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
     tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
     inverse = inverse_of(scale)
