@@ -196,7 +196,7 @@ def main() -> None:
     for group in GROUPS:
         if group.name.startswith(arguments.only):
             measure_group(group, arguments.out)
-            gc.collect()  # a released optimizer and its hooks hold each other
+            gc.collect()  # model, hook and released optimizer hold each other
             torch.cuda.empty_cache()
 
 

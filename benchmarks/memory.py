@@ -215,7 +215,7 @@ def main() -> None:
             row = attempt(case)
             print(line(row), flush=True)
             append_row(arguments.out, row)
-            gc.collect()  # a released optimizer and its hooks hold each other
+            gc.collect()  # model, hook and released optimizer hold each other
             torch.cuda.empty_cache()
 
 

@@ -63,7 +63,7 @@ def measure(layers: int, released: bool, master: str) -> dict[str, float]:
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
     if handle is not None:
-        handle.remove()  # the parameters' hooks hold the optimizer, and it holds them
+        handle.remove()
     return {"bytes_per_parameter": peak / (WIDTH * WIDTH * layers), "step_ms": start.elapsed_time(end)}
 
 

@@ -113,12 +113,12 @@ def _memory(block: Block, x: Tensor, dy: Tensor) -> dict[str, float]:
 
 
 def accuracy(name: str, shape: BlockShape, draws: int = ACCURACY_DRAWS, device: str = "cuda") -> Figures:
-    """SQNR in dB of one contestant's output and gradients against the same block in FP64, over several draws."""
+    """SQNR in dB of one contestant's output and gradients against the same block in FP64, over `draws` draws."""
     sums: dict[str, Tensor] = {}
     for draw in range(draws):
         for key, found in draw_powers(name, shape, draw, device).items():
             sums[key] = sums[key] + found if key in sums else found
-    return {key: decibels(*found) for key, found in sums.items()}
+    return {"draws": draws, **{key: decibels(*found) for key, found in sums.items()}}
 
 
 def draw_powers(name: str, shape: BlockShape, seed: int, device: str) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ def powers(truth: Tensor, got: Tensor) -> Tensor:
 
 def decibels(signal: Tensor, noise: Tensor) -> float:
     """10 log10 of signal over noise power."""
-    return 10 * math.log10(signal / noise) if noise > 0 else math.inf
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise)  # NaN stays NaN
 
 
 def sqnr(truth: Tensor, got: Tensor) -> float:

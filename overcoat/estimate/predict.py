@@ -45,9 +45,9 @@ from overcoat.optim.state import state_fields
 from overcoat.recipe import GROUP_SIZES, Recipe
 
 # Margins for what is not a tensor; benchmarks/memory.py records what they stand for. The allocator's: shares of what
-# lasts and of gradients, which lie packed, and of what else comes and goes, of which a run on a small card needed 14%
-# (docs/memory.md). The CUDA context's: bytes.
-SLACK_OF_LASTING, SLACK_OF_MOVING = 0.01, 0.16
+# lasts, which lies packed; of gradients that come and go with each step; and of what else comes and goes, of which a
+# run on a small card needed 14% (docs/memory.md). The CUDA context's: bytes.
+SLACK_OF_LASTING, SLACK_OF_GRADIENTS, SLACK_OF_MOVING = 0.01, 0.08, 0.16
 CONTEXT = 700 * 2**20
 # A Hopper's cuBLAS handle has 32 MiB; the main thread has one, and autograd's.
 LIBRARIES = 2 * 32 * 2**20
@@ -144,8 +144,11 @@ class Prediction:
     @property
     def slack_bytes(self) -> int:
         """What the caching allocator may hold besides, between tensors."""
-        dense = sum(self.components[name] for name in (*LASTING, "gradients"))
-        return int(SLACK_OF_LASTING * dense + SLACK_OF_MOVING * (self.peak_bytes - dense))
+        lasting, gradients = sum(self.components[name] for name in LASTING), self.components["gradients"]
+        # Accumulated, they are there before the activations of later passes come and go.
+        of_gradients = SLACK_OF_LASTING if self.setup.accumulation > 1 else SLACK_OF_GRADIENTS
+        moving = self.peak_bytes - lasting - gradients
+        return int(SLACK_OF_LASTING * lasting + of_gradients * gradients + SLACK_OF_MOVING * moving)
 
     @property
     def total_bytes(self) -> int:

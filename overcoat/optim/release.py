@@ -84,6 +84,8 @@ class GradientRelease:
 
     def remove(self) -> None:
         """Take the hooks away: `optimizer.step()` does the whole step again."""
+        if not self.handles:  # removed before, or a copy
+            return
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -177,7 +179,11 @@ class GradientRelease:
 
     def _take(self, number: int, index: int, param: Tensor) -> None:
         grad, param.grad = param.grad, None
-        assert grad is not None
+        if grad is None:
+            raise ValueError(
+                f"release_gradients: the gradient of {self.names[id(param)]!r} is gone: its steps are released for two "
+                "optimizers, and the other has taken it; call remove() of one handle"
+            )
         if index in self.taken:
             raise ValueError(
                 f"release_gradients: a second gradient for {self.names[id(param)]!r} before optimizer.step(). Two "
@@ -239,6 +245,13 @@ def _check(model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
             "release_gradients: DistributedDataParallel averages gradients only after each would have been applied; "
             "use torch.distributed.fsdp.fully_shard"
         )
+    for hook in model._forward_pre_hooks.values():
+        other = getattr(hook, "__self__", None)
+        if isinstance(other, GradientRelease) and other.handles:
+            raise ValueError(
+                "release_gradients: this model's gradients are released already, for another optimizer, which would go "
+                "on stepping; call remove() of its handle"
+            )
     owned = {id(param) for param in model.parameters()}
     for _, index, param in optimizer.indexed_parameters():
         if id(param) not in owned:

@@ -19,6 +19,7 @@ EAGER = [name for name, maker in makers().items() if not maker.needs and not mak
 def test_everyone_computes_the_same_block(name: str) -> None:
     """A wrong weight or a wrong name leaves no signal at all."""
     found = accuracy(name, SHAPE, 2, "cpu")
+    assert found.pop("draws") == 2
     assert set(found) == set(RESULTS.values())
     for key, decibels in found.items():
         assert decibels > (30 if name == "bf16 eager" else 15), key
@@ -37,6 +38,7 @@ def test_sqnr() -> None:
     signal = torch.tensor([3.0, 4.0])
     assert sqnr(signal, signal) == math.inf
     assert sqnr(signal, signal + torch.tensor([0.3, 0.4])) == pytest.approx(20.0)
+    assert math.isnan(sqnr(signal, torch.tensor([math.nan, 4.0])))
 
 
 @pytest.mark.gpu
@@ -59,6 +61,7 @@ def test_a_tiny_run_measures_time_and_bytes(name: str) -> None:
 def test_a_tiny_accuracy_run() -> None:
     shape = BlockShape(ModelShape(512, 1024, 1, 4, 2, 32), 1, 64)
     ours, bf16 = accuracy("overcoat", shape, 2), accuracy("bf16 eager", shape, 2)
+    assert ours.pop("draws") == bf16.pop("draws") == 2
     assert set(ours) == set(RESULTS.values())
     # The output is mostly the residual, which both round to BF16.
     assert all(bf16[key] > ours[key] - 1 > 5 for key in ours)

@@ -363,8 +363,31 @@ def test_what_cannot_be_released_is_named():
     release_gradients(model, optimizer)
     with pytest.raises(ValueError, match="released already"):
         release_gradients(model, optimizer)
+    with pytest.raises(ValueError, match="for another optimizer"):
+        release_gradients(model, AdamW(model.parameters()))
     with pytest.raises(ValueError, match="new parameters"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def test_a_weight_of_two_released_models_is_named():
+    model, optimizer = make_pair()
+    other, second = make_pair()
+    release_gradients(model, optimizer)
+    other.norm.weight = model.norm.weight
+    second = AdamW(other.parameters(), lr=1e-2)
+    release_gradients(other, second)
+    with pytest.raises(ValueError, match=r"the gradient of 'norm\.weight' is gone"):
+        loss_of(model, 0).backward()
+
+
+def test_a_copied_handle_does_nothing():
+    model, optimizer = make_pair()
+    handle = release_gradients(model, optimizer)
+    copy.deepcopy(handle).remove()
+    assert optimizer.release is handle
+    handle.remove()
+    handle.remove()
+    assert optimizer.release is None
 
 
 def test_a_copied_optimizer_is_not_released():

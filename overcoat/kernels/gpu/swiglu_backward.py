@@ -117,7 +117,8 @@ def _gradient_bound(dh, gate_amax, up_amax):
     """Bits of a number that no |dgate| or |dup| of a tile exceeds, from dh (NG, GP) and the groups' maxima (NG,).
 
     With a = max |gate|: |silu(gate)| <= a sigmoid(a), and silu' is at most its value at a, or 1.1 from where it falls
-    again (2.4). NaN where a gradient may be NaN.
+    again (2.4). NaN where a gradient may be NaN. (In FP32's normal range: where dh * up overflows on the way, a tile
+    may be passed over for another's finite maximum above 1e38.)
     """
     s = sigmoid(gate_amax)
     slope = tl.where(gate_amax < SLOPE_PEAK, s * (1.0 + gate_amax * (1.0 - s)), SLOPE_BOUND)

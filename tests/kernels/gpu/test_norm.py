@@ -86,6 +86,20 @@ def test_norm_backward(shape, centered, with_residual, has_bias, code, group_siz
     assert ours[3] == ours[0].abs().amax()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("group_size", [16, 80, 128])
+def test_a_maximum_that_is_not_finite_is_told(value, group_size):
+    """From the last column, of a width that fills no group: what the next quantization takes for max |dx|."""
+    x = torch.randn(5, 201, device=DEVICE).bfloat16()
+    rstd, row_amax = ops.rmsnorm_stats.reference(x, None, 1e-5)
+    arguments = (x, None, rstd, None, None, amax.reference(row_amax), "sqrt8", group_size)
+    _, _, codes, group_amax = ops.norm_quantize.reference(*arguments)
+    dresidual = torch.zeros_like(x)
+    dresidual[3, 200] = value
+    backward = (torch.randn_like(x), codes, group_amax, rstd, None, dresidual, False, False, "sqrt8", group_size)
+    assert not ops.norm_backward.kernel(*backward)[3].isfinite()
+
+
 @pytest.mark.skipif(INTERPRETED, reason="one program after another: nothing to race")
 def test_parameter_gradients_are_deterministic():
     dy, x = (torch.randn(4096, 4096, device=DEVICE).bfloat16() for _ in range(2))

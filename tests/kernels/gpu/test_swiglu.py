@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from overcoat.kernels import swiglu as ops
+from overcoat.kernels.gpu import swiglu as forward
+from overcoat.kernels.gpu import swiglu_backward as gpu
+from overcoat.kernels.gpu.common import EXACT
 from tests.kernels.gpu.compare import DEVICE, INTERPRETED, NEEDS_GPU, assert_equal, awkward
 
 pytestmark = NEEDS_GPU
@@ -84,17 +87,42 @@ def assert_same_largest_gradient(dh: torch.Tensor, codes: torch.Tensor, group_am
     return largest
 
 
-@pytest.mark.parametrize("gate", [-30.0, -1.2784645, -0.01, 0.0, 1.5, 2.3994, 2.5, 40.0])
+def just_below(largest: torch.Tensor) -> torch.Tensor:
+    """Bits of a maximum that another program might have found: 32 steps of FP32 below the true one."""
+    return largest.view(torch.int32) - 32
+
+
+@pytest.mark.parametrize("gate", [-30.0, -2.3994, -1.2784645, -0.01, 0.0, 0.3, 1.5, 2.3994, 2.5, 40.0])
 @pytest.mark.parametrize("up", [1.0, 0.0, -3.0])
-def test_the_largest_gradient_is_found_wherever_it_is(gate, up):
-    """Barely larger than all others, and at gates where silu and its derivative come closest to their bounds."""
-    gate_up = torch.full((300, 2 * 700), gate, device=DEVICE)
+def test_a_tile_with_the_largest_gradient_is_never_passed_over(gate, up):
+    """Also where another program has found one barely smaller, at gates where the bounds are closest to be reached."""
+    gate_up = torch.full((5, 2 * 700), gate, device=DEVICE)
     gate_up[:, 700:] = up
     codes, group_amax, _ = ops.swiglu_encode.reference(gate_up, "sqrt8", 128)
-    for row, column in ((0, 0), (137, 128), (299, 699)):
-        dh = torch.ones(300, 700, device=DEVICE)
-        dh[row, column] = 1.0 + 2.0**-22
-        assert_same_largest_gradient(dh, codes, group_amax)
+    dh = torch.ones(5, 700, device=DEVICE)
+    largest = assert_same_largest_gradient(dh, codes, group_amax)
+    top = just_below(largest)
+    gpu._swiglu_gradient_amax_kernel[(2,)](
+        dh, codes, group_amax, top, 30, 6, 700, 128, 128, 0, 16, num_warps=4, **EXACT
+    )
+    raised = top.view(torch.float32)
+    assert (raised - largest).abs() <= 4e-6 * largest if INTERPRETED else raised == largest
+    assert raised > just_below(largest).view(torch.float32) or largest == 0
+
+
+@pytest.mark.parametrize("gate", [-30.0, -1.2784645, 0.3, 4.0, 300.0])
+def test_a_tile_with_the_largest_product_is_never_passed_over(gate):
+    gate_up = torch.full((5, 2 * 700), gate, device=DEVICE)
+    gate_up[:, 700:] = 1.0
+    codes, group_amax, largest = ops.swiglu_encode.reference(gate_up, "sqrt8", 128)
+    top = just_below(largest)
+    forward._swiglu_encode_kernel[(2,)](
+        gate_up, torch.empty_like(codes), torch.empty_like(group_amax), top, 30, 6, 700, 128, 128, 0, 16,
+        num_warps=4, **EXACT,
+    )  # fmt: skip
+    raised = top.view(torch.float32)
+    assert (raised - largest).abs() <= 4e-6 * largest if INTERPRETED else raised == largest
+    assert raised > just_below(largest).view(torch.float32)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
