@@ -64,16 +64,14 @@ def test_a_case_that_does_not_fit_is_a_row(monkeypatch):
     assert line(row).split("  ")[0] == "124m"
 
 
-def test_recorded_peaks_are_predicted_within_five_percent():
-    """The newest row of each case that was measured on a GPU, against what is predicted now."""
-    if not RECORDED.exists():
-        pytest.skip("no peaks have been measured yet: python -m benchmarks.memory on a GPU")
+def test_recorded_peaks_are_predicted():
+    """The newest row of each case that was measured on a GPU, and what is predicted now: 0.8% apart when recorded."""
     rows = [json.loads(text) for text in RECORDED.read_text().splitlines()]
     measured = {row["case"]: row["measured"] for row in rows if "measured" in row}
     known = {case.name: case for case in [*cases(), *config_cases()]}
     found = [name for name in measured if name in known]
-    assert len(found) >= 12
+    assert len(found) >= 20
     for name in found:
         case = known[name]
         predicted = Predictor(case.config).predict(case.batch, case.sequence, case.setup).peak_bytes
-        assert predicted == pytest.approx(measured[name], rel=0.05), name
+        assert predicted == pytest.approx(measured[name], rel=0.02), name
