@@ -46,7 +46,7 @@ from overcoat.recipe import GROUP_SIZES, Recipe
 
 # Margins for what is not a tensor; benchmarks/memory.py records what they stand for. The allocator's: shares of what
 # lasts, which lies packed; of gradients that come and go with each step; and of what else comes and goes, of which a
-# run on a small card needed 14% (docs/memory.md). The CUDA context's: bytes.
+# run on a small card needed over 15% (docs/memory.md). The CUDA context's: bytes.
 SLACK_OF_LASTING, SLACK_OF_GRADIENTS, SLACK_OF_MOVING = 0.01, 0.08, 0.16
 CONTEXT = 700 * 2**20
 # A Hopper's cuBLAS handle has 32 MiB; the main thread has one, and autograd's.
