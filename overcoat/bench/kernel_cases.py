@@ -115,6 +115,7 @@ def norm_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     yield KernelCase("rmsnorm_stats", norm.rmsnorm_stats, (x, weight, EPS))
     yield KernelCase("add_rmsnorm_stats", norm.add_rmsnorm_stats, (dy, x, weight, EPS))
     yield KernelCase("layernorm_stats", norm.layernorm_stats, (x, weight, bias, EPS))
+    yield KernelCase("add_layernorm_stats", norm.add_layernorm_stats, (dy, x, weight, bias, EPS))
     yield KernelCase("norm_quantize", norm.norm_quantize, forward)
     backward = (dy, codes, group_amax, rstd, weight, dresidual, False, False, CODE, G)
     yield KernelCase("norm_backward", norm.norm_backward, backward)

@@ -80,7 +80,8 @@ def _(y, residual, weight, eps):
 
     if y.dtype != residual.dtype:
         return add_rmsnorm_stats.reference(y, residual, weight, eps)
-    return gpu.add_stats(y, residual, weight, eps)
+    x, _, rstd, row_amax = gpu.add_stats(y, residual, weight, None, eps, False)
+    return x, rstd, row_amax
 
 
 @op
@@ -104,6 +105,29 @@ def _(x, weight, bias, eps):
     from overcoat.kernels.gpu import norm as gpu
 
     return gpu.stats(x, weight, bias, eps, True)
+
+
+@op
+def add_layernorm_stats(
+    y: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x = residual + y (T, H), and `layernorm_stats` of x: the residual stream is written and read in one pass."""
+    x = (residual + y).contiguous()
+    return x, *layernorm_stats.reference(x, weight, bias, eps)
+
+
+@add_layernorm_stats.fake
+def _(y, residual, weight, bias, eps):
+    return y.new_empty(y.shape), *(y.new_empty(y.shape[:1], dtype=torch.float32) for _ in range(3))
+
+
+@add_layernorm_stats.cuda
+def _(y, residual, weight, bias, eps):
+    from overcoat.kernels.gpu import norm as gpu
+
+    if y.dtype != residual.dtype:
+        return add_layernorm_stats.reference(y, residual, weight, bias, eps)
+    return gpu.add_stats(y, residual, weight, bias, eps, True)
 
 
 @op

@@ -20,6 +20,7 @@ from overcoat.formats import Quantized
 from overcoat.kernels.blockwise import block_quantize, block_quantize_t, block_requantize_t
 from overcoat.kernels.blockwise_fused import add_norm_block_quantize, norm_block_quantize
 from overcoat.kernels.norm import (
+    add_layernorm_stats,
     add_rmsnorm_stats,
     layernorm_stats,
     norm_backward,
@@ -74,11 +75,12 @@ def add_norm_linear_forward(
     if recipe.linear_scaling == "block":
         x, *parts = add_norm_block_quantize(y, residual, *norm, recipe.kept_format, recipe.group_size)
         return x, *_norm_linear_blocks(parts, weights, biases, x.dtype)
+    mean = None
     if norm.centered:
-        x = residual + y
-        return x, *norm_linear_forward(x, norm, weights, biases, recipe, w_amax)
-    x, rstd, row_amax = add_rmsnorm_stats(y, residual, norm.weight, norm.eps)
-    return x, *_norm_linear_forward(x, None, rstd, row_amax, norm, weights, biases, recipe, w_amax)
+        x, mean, rstd, row_amax = add_layernorm_stats(y, residual, norm.weight, norm.bias, norm.eps)
+    else:
+        x, rstd, row_amax = add_rmsnorm_stats(y, residual, norm.weight, norm.eps)
+    return x, *_norm_linear_forward(x, mean, rstd, row_amax, norm, weights, biases, recipe, w_amax)
 
 
 def norm_linear_forward(

@@ -101,6 +101,7 @@ def _norm() -> None:
             add("norm_backward", dy, *kept, rstd, w, None, False, False, code, group_size)
             for b in (bias, None):
                 add("layernorm_stats", x, w, b, 1e-5)
+                add("add_layernorm_stats", dy, x, w, b, 1e-5)
         add("norm_quantize", x, None, rstd, weight, None, amax(x) * 4, code, group_size)
         add("norm_quantize", x, mean, rstd, weight, bias, amax(x) * 4, code, group_size)
         add("norm_quantize", x, mean, rstd, None, None, amax(x) * 4, code, group_size)

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from overcoat.formats import Quantized, decode_groups, encode_groups
-from overcoat.kernels.norm import add_rmsnorm_stats, layernorm_stats, norm_backward, norm_quantize, rmsnorm_stats
+from overcoat.kernels.norm import (
+    add_layernorm_stats,
+    add_rmsnorm_stats,
+    layernorm_stats,
+    norm_backward,
+    norm_quantize,
+    rmsnorm_stats,
+)
 from tests import exact
 from tests.exact import E4M3_DB, KEPT_DB, assert_close, assert_close_float32, leaf
 from tests.kernels.samples import normal
@@ -47,13 +54,20 @@ def stats(x, weight, bias, eps, centered):
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_statistics_of_a_sum(tokens, device):
+@centered
+def test_statistics_of_a_sum(tokens, centered, device):
     y, residual = (normal(tokens, HIDDEN, seed=seed).to(device, torch.bfloat16) for seed in (0, 1))
-    weight, _ = parameters("weight", False, device)
-    x, *of_sum = add_rmsnorm_stats(y, residual, weight, EPS)
+    weight, bias = parameters("weight+bias", centered, device)
+    if centered:
+        x, *of_sum = add_layernorm_stats(y, residual, weight, bias, EPS)
+        expected = layernorm_stats(x, weight, bias, EPS)
+    else:
+        x, *of_sum = add_rmsnorm_stats(y, residual, weight, EPS)
+        expected = rmsnorm_stats(x, weight, EPS)
     assert torch.equal(x, residual + y)
-    for a, b in zip(of_sum, rmsnorm_stats(x, weight, EPS), strict=True):
-        torch.testing.assert_close(a, b, rtol=HIDDEN * 2**-24, atol=0.0)
+    for a, b in zip(of_sum, expected, strict=True):
+        # A mean of values around 0 is as exact as its terms are large.
+        torch.testing.assert_close(a, b, rtol=HIDDEN * 2**-24, atol=HIDDEN * 2**-24 if centered else 0.0)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

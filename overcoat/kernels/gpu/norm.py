@@ -124,11 +124,13 @@ def stats(
     return _launch_stats(x.contiguous(), None, weight, bias, eps, centered)
 
 
-def add_stats(y: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x = residual + y (T, H); rstd and row maxima (T,) FP32 of RMSNorm of x."""
+def add_stats(
+    y: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x = residual + y (T, H), and `stats` of x."""
     y = y.contiguous()
     x = torch.empty_like(y)
-    return x, *_launch_stats(y, (residual.contiguous(), x), weight, None, eps, False)[1:]
+    return x, *_launch_stats(y, (residual.contiguous(), x), weight, bias, eps, centered)
 
 
 # ---- output in FP8, kept codes --------------------------------------------------------------------------------------

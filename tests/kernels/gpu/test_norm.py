@@ -37,13 +37,16 @@ def test_stats(shape, affine, dtype):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("affine", ["none", "weight"])
+@pytest.mark.parametrize("affine", ["none", "weight", "both"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_add_stats(shape, affine, dtype):
-    y, residual, (weight, _) = awkward(*shape, dtype), awkward(*shape, dtype, seed=1), parameters(shape[1], affine)
-    ours = ops.add_rmsnorm_stats.kernel(y, residual, weight, 1e-5)
-    assert_equal(ours[0], residual + y)
-    assert_equal(ours[1:], ops.rmsnorm_stats.reference(ours[0], weight, 1e-5), False)
+    y, residual, (weight, bias) = awkward(*shape, dtype), awkward(*shape, dtype, seed=1), parameters(shape[1], affine)
+    x, *ours = ops.add_rmsnorm_stats.kernel(y, residual, weight, 1e-5)
+    assert_equal(x, residual + y)
+    assert_equal(ours, ops.rmsnorm_stats.reference(x, weight, 1e-5), False)
+    x, *ours = ops.add_layernorm_stats.kernel(y, residual, weight, bias, 1e-5)
+    assert_equal(x, residual + y)
+    assert_equal(ours, ops.layernorm_stats.reference(x, weight, bias, 1e-5), False)
 
 
 def test_stats_pass_nan_on():
