@@ -50,6 +50,7 @@ RUNS = {
     "default-fp32": EXACT,
     "paper-fp32": ["recipe.name=paper", *EXACT],
     "bf16-8bit": ["recipe.name=bf16"],
+    "bf16-fp8": ["recipe.name=bf16", "optimizer.moments=fp8"],
     "bf16-head": ["recipe.name=bf16", "recipe.head=bf16", *EXACT],
     "default-logits": ["recipe.head=none"],
     # What BF16 layers lose themselves. TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 makes it bearable.

@@ -36,7 +36,7 @@ def test_every_run_is_what_its_name_says(tiny, name):
     config = configured(tiny, RUNS[name], None)
     recipe = make_recipe(config.recipe)
     assert recipe.fp8 == (not name.startswith("bf16") and name != "fp32")
-    assert (recipe.head is None) == (name in ("bf16", "bf16-8bit", "fp32", "default-logits"))
+    assert (recipe.head is None) == (name in ("bf16", "bf16-8bit", "bf16-fp8", "fp32", "default-logits"))
     assert (config.model.dtype == "float32") == (name == "fp32")
     assert (recipe.grad_format == "e4m3") == (name in ("e4m3", "block"))
     assert (recipe.linear_scaling == "block") == (name == "block")
