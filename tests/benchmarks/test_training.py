@@ -43,7 +43,7 @@ def test_every_run_is_what_its_name_says(tiny, name):
     assert (recipe.checkpoint == "block") == (name == "leanest")
     assert (recipe.group_size == 16) == name.startswith("paper")
     exact = name in ("bf16", "bf16-head") or name.endswith("fp32")
-    moments = "fp8" if name == "paper" else "fp32" if exact else "8bit"
+    moments = "fp8" if name in ("paper", "bf16-fp8") else "fp32" if exact else "8bit"
     assert config.optimizer.moments == moments
 
 
