@@ -167,7 +167,7 @@ def swiglu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
 
 
 def gelu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
-    """GELU forward and backward in the tanh form (Starcoder2's), with one scale and in blocks; two in the erf form."""
+    """GELU forward and backward in the tanh form (Starcoder2's), with one scale and in blocks; three in the other."""
     tokens, width = shape.tokens, shape.model.intermediate
     u, dh = _normal(device, tokens, width), _normal(device, tokens, width)
     how = ("tanh", CODE, G)
@@ -175,15 +175,17 @@ def gelu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     top = quantize.amax(row_amax)
     _, scale = gelu.gelu_quantize(u, top, "tanh")
     kept = (dh, codes, group_amax)
-    gradient_top, _ = gelu.gelu_backward_amax(*kept, scale, *how)
+    gradient_top = gelu.gelu_backward_amax(*kept, *how)
     yield KernelCase("gelu_encode", gelu.gelu_encode, (u, *how))
     yield KernelCase("gelu_quantize", gelu.gelu_quantize, (u, top, "tanh"))
     yield KernelCase("gelu_quantize erf", gelu.gelu_quantize, (u, top, "none"))
     yield KernelCase("gelu_backward", gelu.gelu_backward, (*kept, scale, *how))
-    yield KernelCase("gelu_backward_amax", gelu.gelu_backward_amax, (*kept, scale, *how))
-    yield KernelCase("gelu_backward_amax erf", gelu.gelu_backward_amax, (*kept, scale, "none", CODE, G))
-    both = (*kept, gradient_top, "e5m2", True, *how)
-    yield KernelCase("gelu_backward_quantize", gelu.gelu_backward_quantize, both)
+    unread = codes.nbytes  # but for few tiles'
+    yield KernelCase("gelu_backward_amax", gelu.gelu_backward_amax, (*kept, *how), unread)
+    yield KernelCase("gelu_backward_amax erf", gelu.gelu_backward_amax, (*kept, "none", CODE, G), unread)
+    both = (*kept, scale, gradient_top, "e5m2", True)
+    yield KernelCase("gelu_backward_quantize", gelu.gelu_backward_quantize, (*both, *how))
+    yield KernelCase("gelu_backward_quantize erf", gelu.gelu_backward_quantize, (*both, "none", CODE, G))
     fused = gelu_blockwise
     yield KernelCase("gelu_block_quantize", fused.gelu_block_quantize, (u, *how))
     yield KernelCase("gelu_block_backward", fused.gelu_block_backward, (*kept, *how))

@@ -13,7 +13,8 @@ One exp2 and one reciprocal either way, and the derivative from the same two: by
 is one (hardware.py), so that kernel and reference agree bit for bit there.
 
 Passes and what is kept are those of swiglu.py, but the first pass needs no gelu per element: the function rises from
-u = -0.75 on and is at least -0.17, so a row's max |h| is gelu(max u), wherever that exceeds 0.17 (`row_maxima`). Layers
+u = -0.75 on and is at least -0.17, so a row's max |h| is gelu(max u), wherever that exceeds 0.17 (`row_maxima`). Nor
+does the backward's first pass, which finds max |du|: |gelu'| is below 1.13, which leaves few values to compute. Layers
 of this kind have biases: the pass that writes du in FP8 also sums it over the tokens; du in 16 bits never exists.
 
 Legend: T tokens, I intermediate width, P = T padded to a multiple of 16, G group size, n = ceil(I / G).
@@ -70,7 +71,8 @@ def gelu(u: Tensor, approximate: str) -> Tuple[Tensor, Tensor]:
     if approximate == "tanh":
         square = (u * u).clamp(max=SQUARE_MAX)
         phi = hardware.reciprocal(1.0 + hardware.exp2(u * (square * TANH_3 + TANH_1)))
-        return u * phi, phi + phi * (1.0 - phi) * u * (square * SLOPE_3 + SLOPE_1)
+        h = u * phi
+        return h, phi + h * (1.0 - phi) * (square * SLOPE_3 + SLOPE_1)
     if approximate != "none":
         raise ValueError(f"approximate = {approximate!r} is not known; choose 'none' (erf) or 'tanh'")
     t = hardware.reciprocal(u.abs() * ERF_P + 1.0)
@@ -172,36 +174,29 @@ def _(dh, codes, group_amax, scale, approximate, code, group_size):
 
 @gelu_backward.cuda
 def _(dh, codes, group_amax, scale, approximate, code, group_size):
-    from overcoat.kernels.gpu import gelu as gpu
+    from overcoat.kernels.gpu import gelu_backward as gpu
 
     return gpu.gelu_backward(dh, codes, group_amax, scale, approximate, code, group_size)
 
 
 @op
 def gelu_backward_amax(
-    dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, approximate: str, code: str, group_size: int
-) -> Tuple[Tensor, Tensor]:
-    """First of two passes that write du straight in FP8; arguments as `gelu_backward`.
-
-    Returns:
-        max |du|, 0-d FP32; h rebuilt as transposed E4M3 operand (I, P).
-    """
-    gradient, h = gelu_gradient(dh, codes, group_amax, approximate, code, group_size)
-    return gradient.abs().amax(), transpose_padded(cast_float8(h * (1.0 / scale), E4M3))
+    dh: Tensor, codes: Tensor, group_amax: Tensor, approximate: str, code: str, group_size: int
+) -> Tensor:
+    """First of two passes that write du straight in FP8: max |du|, 0-d FP32; arguments as `gelu_backward`."""
+    return gelu_gradient(dh, codes, group_amax, approximate, code, group_size)[0].abs().amax()
 
 
 @gelu_backward_amax.fake
-def _(dh, codes, group_amax, scale, approximate, code, group_size):
-    tokens, columns = dh.shape
-    transposed = dh.new_empty((columns, padded_tokens(tokens)), dtype=E4M3.dtype)
-    return dh.new_empty((), dtype=torch.float32), transposed
+def _(dh, codes, group_amax, approximate, code, group_size):
+    return dh.new_empty((), dtype=torch.float32)
 
 
 @gelu_backward_amax.cuda
-def _(dh, codes, group_amax, scale, approximate, code, group_size):
-    from overcoat.kernels.gpu import gelu as gpu
+def _(dh, codes, group_amax, approximate, code, group_size):
+    from overcoat.kernels.gpu import gelu_backward as gpu
 
-    return gpu.gelu_backward_amax(dh, codes, group_amax, scale, approximate, code, group_size)
+    return gpu.gelu_backward_amax(dh, codes, group_amax, approximate, code, group_size)
 
 
 @op
@@ -209,39 +204,46 @@ def gelu_backward_quantize(
     dh: Tensor,
     codes: Tensor,
     group_amax: Tensor,
+    scale: Tensor,
     amax: Tensor,
     fmt: str,
     has_bias: bool,
     approximate: str,
     code: str,
     group_size: int,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Second pass: du in FP8 in both layouts, and the gradient of u's bias.
+) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Second pass: du in FP8 in both layouts, the gradient of u's bias, and h as transposed operand.
 
     Args:
+        scale: that of h, from `gelu_quantize`.
         amax: max |du|, from `gelu_backward_amax`; fmt: "e4m3" or "e5m2".
         has_bias: whether u's projection has a bias.
 
     Returns:
         du (T, I); du transposed (I, P); their 0-d FP32 scale; sum of du over the tokens (I,) FP32, before it is
-        rounded, empty without a bias.
+        rounded, empty without a bias; h rebuilt as transposed E4M3 operand (I, P).
     """
-    gradient, _ = gelu_gradient(dh, codes, group_amax, approximate, code, group_size)
-    data, scale = quantize_tensor(gradient, FLOAT8[fmt], amax)
-    return data, transpose_padded(data), scale, token_sums(gradient, has_bias)
+    gradient, h = gelu_gradient(dh, codes, group_amax, approximate, code, group_size)
+    data, d_scale = quantize_tensor(gradient, FLOAT8[fmt], amax)
+    h_t = transpose_padded(cast_float8(h * (1.0 / scale), E4M3))
+    return data, transpose_padded(data), d_scale, token_sums(gradient, has_bias), h_t
 
 
 @gelu_backward_quantize.fake
-def _(dh, codes, group_amax, amax, fmt, has_bias, approximate, code, group_size):
+def _(dh, codes, group_amax, scale, amax, fmt, has_bias, approximate, code, group_size):
     tokens, columns = dh.shape
-    dtype = FLOAT8[fmt].dtype
-    transposed = dh.new_empty((columns, padded_tokens(tokens)), dtype=dtype)
-    sums = dh.new_empty(columns if has_bias else 0, dtype=torch.float32)
-    return dh.new_empty(dh.shape, dtype=dtype), transposed, dh.new_empty((), dtype=torch.float32), sums
+    dtype, padded = FLOAT8[fmt].dtype, padded_tokens(tokens)
+    return (
+        dh.new_empty(dh.shape, dtype=dtype),
+        dh.new_empty((columns, padded), dtype=dtype),
+        dh.new_empty((), dtype=torch.float32),
+        dh.new_empty(columns if has_bias else 0, dtype=torch.float32),
+        dh.new_empty((columns, padded), dtype=E4M3.dtype),
+    )
 
 
 @gelu_backward_quantize.cuda
-def _(dh, codes, group_amax, amax, fmt, has_bias, approximate, code, group_size):
-    from overcoat.kernels.gpu import gelu as gpu
+def _(dh, codes, group_amax, scale, amax, fmt, has_bias, approximate, code, group_size):
+    from overcoat.kernels.gpu import gelu_backward as gpu
 
-    return gpu.gelu_backward_quantize(dh, codes, group_amax, amax, fmt, has_bias, approximate, code, group_size)
+    return gpu.gelu_backward_quantize(dh, codes, group_amax, scale, amax, fmt, has_bias, approximate, code, group_size)

@@ -73,8 +73,8 @@ def _quantized_gradient(
         )
         d = Gradient(data, data_t, d_scale, sums if has_bias else None, dh.dtype, d_scale_t)
         return d, Quantized(h_t, h_scale)
-    top, h_t = gelu_backward_amax(dh, codes, group_amax, scale, *how)
-    data, data_t, d_scale, sums = gelu_backward_quantize(dh, codes, group_amax, top, fmt, has_bias, *how)
+    top = gelu_backward_amax(dh, codes, group_amax, *how)
+    data, data_t, d_scale, sums, h_t = gelu_backward_quantize(dh, codes, group_amax, scale, top, fmt, has_bias, *how)
     return Gradient(data, data_t, d_scale, sums if has_bias else None, dh.dtype), Quantized(h_t, scale)
 
 

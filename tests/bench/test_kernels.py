@@ -37,7 +37,8 @@ BYTES = {
     "swiglu_backward_amax": 2 * T * I,  # of the codes almost nothing
     "swiglu_backward_quantize": (2 + 2 + 4 + 1) * T * I,
     "gelu_encode": (2 + 1) * T * I,
-    "gelu_backward_quantize": (2 + 1 + 2) * T * I,
+    "gelu_backward_amax": 2 * T * I,  # its codes are read where a larger value may be
+    "gelu_backward_quantize": (2 + 1 + 3) * T * I,
     "gelu_block_backward_quantize": (2 + 1 + 3) * T * I,
     "block_quantize_both": (2 + 2) * T * H,
     "cross_entropy_": (2 + 2) * T * 96,

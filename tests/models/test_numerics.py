@@ -195,13 +195,18 @@ BLOCK_MUTATIONS = {
 }
 
 
+def _next_token(h_t: Tensor) -> Tensor:
+    return h_t.float().roll(1, 1).to(h_t.dtype)
+
+
 GELU_MUTATIONS = {
-    "gradient mis-scaled": (gelu.gelu_backward_quantize, lambda r, a: (r[0], r[1], r[2] * 0.85, r[3])),
-    "bias gradient mis-scaled": (gelu.gelu_backward_quantize, lambda r, a: (*r[:3], r[3] * 0.85)),
+    "gradient mis-scaled": (gelu.gelu_backward_quantize, lambda r, a: (*r[:2], r[2] * 0.85, *r[3:])),
+    "bias gradient mis-scaled": (gelu.gelu_backward_quantize, lambda r, a: (*r[:3], r[3] * 0.85, r[4])),
     "derivative at the u of another column": (
         gelu.gelu_backward_quantize,
-        lambda r, a: gelu.gelu_backward_quantize.reference(a[0], a[1].roll(1, 1), *a[2:]),
+        lambda r, a: (*gelu.gelu_backward_quantize.reference(a[0], a[1].roll(1, 1), *a[2:])[:4], r[4]),
     ),
+    "h of another token": (gelu.gelu_backward_quantize, lambda r, a: (*r[:4], _next_token(r[4]))),
     "norm: mean of the gradient left in": (
         norm.norm_backward,
         lambda r, a: norm.norm_backward.reference(*a[:6], False, *a[7:]),

@@ -27,7 +27,8 @@ from overcoat.kernels.blockwise import blocks, empty_rows, empty_rows_t
 from overcoat.kernels.gpu.blockwise import ROW_TILE, store_columns, store_rows
 from overcoat.kernels.gpu.blockwise_backward import STRIP, STRIP_WARPS, TRITON_FLOAT8
 from overcoat.kernels.gpu.common import CODES, EXACT, encode, inverse_max, max_magnitude
-from overcoat.kernels.gpu.gelu import gelu, gradient_rows, is_tanh
+from overcoat.kernels.gpu.gelu import gelu, is_tanh
+from overcoat.kernels.gpu.gelu_backward import gradient_rows
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 
 

@@ -35,10 +35,9 @@ from overcoat.kernels.gpu.common import (
     power_of_2,
     scale_of,
     sigmoid,
-    to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.tiles import group_columns, listed_groups, store_transposed
+from overcoat.kernels.gpu.tiles import group_columns, listed_groups, store_pair, store_transposed
 
 # Gradients whose maximum a program seeks, and its warps.
 AMAX_TILE, AMAX_WARPS = 2048, 4
@@ -158,16 +157,6 @@ def _swiglu_gradient_amax_kernel(
         atomic_amax(top_ptr, max_magnitude(max_magnitude(top, 1), 0))
 
 
-@triton.jit
-def _store_pair(even, odd, out_ptr, out_t_ptr, stride, offsets, in0, in1, c, pair, real, pairs, stride_t):
-    """Rows 2k and 2k + 1 (BT / 2, NG, GP), zero outside: FP8 as they lie, and transposed (NG, GP, BT / 2)."""
-    even, odd = tl.where(in0, even, 0.0), tl.where(in1, odd, 0.0)
-    tl.store(out_ptr + offsets, to_float8(even, out_ptr.dtype.element_ty), mask=in0)
-    tl.store(out_ptr + stride + offsets, to_float8(odd, out_ptr.dtype.element_ty), mask=in1)
-    words = pack_rows(even, odd, out_ptr.dtype.element_ty)
-    store_transposed(words, out_t_ptr, c, pair, real, pairs, stride_t)
-
-
 @kernel
 def _swiglu_gradient_kernel(
     dh_ptr,  # (T, I)
@@ -211,14 +200,10 @@ def _swiglu_gradient_kernel(
     offsets = t[:, None, None] * (2 * I) + c[None, :, :]
     out_ptr += start
     out_t_ptr += first
-    _store_pair(
-        a0 * inverse, a1 * inverse, out_ptr, out_t_ptr, 2 * I, offsets, in0, in1, c, pair, real, pairs, stride_t
-    )
+    store_pair(a0 * inverse, a1 * inverse, out_ptr, out_t_ptr, 2 * I, offsets, in0, in1, c, pair, real, pairs, stride_t)
     out_ptr += I
     out_t_ptr += I.to(tl.int64) * stride_t
-    _store_pair(
-        b0 * inverse, b1 * inverse, out_ptr, out_t_ptr, 2 * I, offsets, in0, in1, c, pair, real, pairs, stride_t
-    )
+    store_pair(b0 * inverse, b1 * inverse, out_ptr, out_t_ptr, 2 * I, offsets, in0, in1, c, pair, real, pairs, stride_t)
 
 
 def swiglu_backward(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from overcoat.kernels.gpu.common import decode
+from overcoat.kernels.gpu.common import decode, pack_rows, to_float8
 
 # ---- a list of groups -------------------------------------------------------------------------------------------
 
@@ -52,3 +52,17 @@ def store_transposed(words, out_t_ptr, c, pair, real, pairs, stride):
     """Words (BT / 2, NG, GP) of two tokens each to (NG, GP, BT / 2), of which `real` columns and `pairs` exist."""
     inside = real[:, :, None] & (pair < pairs)[None, None, :]
     tl.store(out_t_ptr + (c[:, :, None] * stride + pair[None, None, :]), tl.permute(words, (1, 2, 0)), mask=inside)
+
+
+@triton.jit
+def store_pair(even, odd, out_ptr, out_t_ptr, stride, offsets, in0, in1, c, pair, real, pairs, stride_t):
+    """Rows 2k and 2k + 1 (BT / 2, NG, GP), zero outside: FP8 as they lie, and transposed (NG, GP, BT / 2).
+
+    Each store has conversions of its own. ptxas (12.8 and 12.9, not 13.0) drops one to two FP8 bytes whose result is
+    the low half of a 32-bit word and used elsewhere as well: what is stored there is some other register's content.
+    """
+    even, odd = tl.where(in0, even, 0.0), tl.where(in1, odd, 0.0)
+    tl.store(out_ptr + offsets, to_float8(even, out_ptr.dtype.element_ty), mask=in0)
+    tl.store(out_ptr + stride + offsets, to_float8(odd, out_ptr.dtype.element_ty), mask=in1)
+    words = pack_rows(even, odd, out_ptr.dtype.element_ty)
+    store_transposed(words, out_t_ptr, c, pair, real, pairs, stride_t)

@@ -1,0 +1,266 @@
+"""Kernels of the backward in kernels/gelu.py: du in 16 bits, or its maximum and then straight into FP8.
+
+Bytes moved, with V = T * I * 2:
+
+    gelu_backward           1 V + 1/2 V read, 1 V + 1/2 V written: du, and gelu(u) rebuilt and transposed
+    gelu_backward_amax      1 V read; of the 1/2 V of codes only those of tiles that may hold the maximum
+    gelu_backward_quantize  1 V + 1/2 V read, 1/2 V + 1/2 V + 1/2 V written: du in both FP8 layouts, gelu(u) transposed;
+                            and, with a bias, each tile's sums over its tokens, V / 32
+
+The last two replace gelu_backward, du's sum, maximum and quantization (7 V) by 4 V: du in 16 bits never exists.
+Everything equals the reference bit for bit, except the sums over tokens, which add in another order.
+
+Legend: T tokens, I intermediate width, P padded tokens, G group size, GP = G rounded up to a power of 2,
+n = ceil(I / G).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overcoat.formats import E4M3, FLOAT8
+from overcoat.kernels.gpu.common import (
+    CODES,
+    EXACT,
+    atomic_amax,
+    decode,
+    inverse_max,
+    inverse_of,
+    max_magnitude,
+    pack_rows,
+    power_of_2,
+    scale_of,
+)
+from overcoat.kernels.gpu.gelu import gelu, is_tanh
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_pair, store_transposed
+from overcoat.kernels.quantize import padded_tokens
+
+# Elements of a program that looks for max |du|, and its warps.
+AMAX_TILE, AMAX_WARPS = 2048, 4
+# (tokens, columns) of a tile and its warps: SwiGLU's (docs/log-kernels.md).
+PRODUCT_TILE, PRODUCT_WARPS = (16, 128), 4
+GRADIENT_TILE, GRADIENT_WARPS = (64, 128), 8
+# Registers of a thread there, of which 80 leave room for three programs a multiprocessor and 64 are too few. Rows that
+# cannot be read in words of 16 bytes need more.
+GRADIENT_REGISTERS = 80
+# More than |gelu'| in both forms: 1.12890 (erf) and 1.12899 (tanh), either right to 5e-6. A product with it bounds the
+# product with gelu', as both are rounded alike.
+SLOPE_BOUND = tl.constexpr(1.13)
+
+
+# ---- the largest gradient -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _gradient_bound(dh, group_amax):
+    """Bits of a number that max |du| of a tile (NG, GP) does not exceed; NaN, the largest, where du may be NaN."""
+    bound = max_magnitude(dh, 1) * SLOPE_BOUND
+    bound = tl.where((bound < float("inf")) & (group_amax < float("inf")), bound, float("nan"))
+    return max_magnitude(bound, 0).to(tl.int32, bitcast=True)
+
+
+@kernel
+def _gelu_gradient_amax_kernel(
+    dh_ptr,  # (T, I)
+    codes_ptr,  # (T, I) 8-bit
+    group_amax_ptr,  # (T, n) BF16
+    top_ptr,  # 0-d int32: bits of max |du|
+    groups,  # T * n
+    n,
+    I,  # noqa: E741
+    TANH: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    CODE: tl.constexpr,
+    NG: tl.constexpr,
+):
+    group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
+    offsets = row.to(tl.int64)[:, None] * I + column
+    # From L2: what this multiprocessor's own cache holds is as old as its first program.
+    seen = tl.load(top_ptr, cache_modifier=".cg")
+    dh = tl.load(dh_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    group_amax = tl.load(group_amax_ptr + group, mask=known, other=0.0).to(tl.float32)
+    # Once the first programs have found large values few tiles can hold a larger one, and only those read their codes.
+    # Which do depends on who comes first; the result does not.
+    if _gradient_bound(dh, group_amax) > seen:
+        u = decode(tl.load(codes_ptr + offsets, mask=inside, other=0.0), group_amax[:, None], CODE)
+        _, slope = gelu(u, TANH)
+        atomic_amax(top_ptr, max_magnitude(max_magnitude(dh * slope, 1), 0))  # zero outside, where dh is
+
+
+def gelu_backward_amax(
+    dh: Tensor, codes: Tensor, group_amax: Tensor, approximate: str, code: str, group_size: int
+) -> Tensor:
+    """max |du|, 0-d FP32."""
+    dh = dh.contiguous()
+    tokens, width = dh.shape
+    n, gp = group_amax.shape[1], power_of_2(group_size)
+    top = torch.zeros((), dtype=torch.int32, device=dh.device)
+    count = max(AMAX_TILE // gp, 1)
+    with on_device(dh):
+        _gelu_gradient_amax_kernel[(cdiv(tokens * n, count),)](
+            dh, codes, group_amax, top, tokens * n, n, width,
+            is_tanh(approximate), group_size, gp, CODES[code], count, num_warps=AMAX_WARPS, **EXACT,
+        )  # fmt: skip
+    return top.view(torch.float32)
+
+
+# ---- gradient and operands ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def gradient_rows(
+    dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n,  # noqa: E741
+    CODE: tl.constexpr, TANH: tl.constexpr,
+):  # fmt: skip
+    """Rows t of a tile (BT, NG, GP), of which `rows` and `groups` exist: du, h, and which are inside."""
+    u, inside = decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, CODE)
+    dh = tl.load(dh_ptr + (t[:, None, None] * I + c[None, :, :]), mask=inside, other=0.0).to(tl.float32)
+    h, slope = gelu(u, TANH)
+    return dh * slope, h, inside
+
+
+@kernel
+def _gelu_product_kernel(
+    dh_ptr,  # (T, I)
+    codes_ptr,  # (T, I) 8-bit
+    amax_ptr,  # (T, n) BF16
+    scale_ptr,  # 0-d FP32: scale of h
+    out_ptr,  # (T, I): du
+    h_t_ptr,  # (I, P / 2) int16: pairs of E4M3
+    T,
+    I,  # noqa: E741
+    P,
+    n,
+    TANH: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    CODE: tl.constexpr,
+    NG: tl.constexpr,
+    BT: tl.constexpr,
+):
+    t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
+    pair = tl.arange(0, BT // 2)
+    g, c, real = group_columns(g0, I, G, GP, NG)
+    start = t0.to(tl.int64) * I + g0 * G
+    dh_ptr += start
+    codes_ptr += start
+    amax_ptr += t0.to(tl.int64) * n + g0
+    rows, groups, t = T - t0, n - g0, 2 * pair
+    d0, h0, in0 = gradient_rows(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, CODE, TANH)
+    d1, h1, in1 = gradient_rows(dh_ptr, codes_ptr, amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE, TANH)
+    inverse = inverse_of(tl.load(scale_ptr))
+    words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
+    h_t_ptr += (g0 * G).to(tl.int64) * (P // 2) + t0 // 2
+    store_transposed(words, h_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
+    target = out_ptr + start + (t[:, None, None] * I + c[None, :, :])
+    tl.store(target, d0.to(out_ptr.dtype.element_ty), mask=in0)
+    tl.store(target + I, d1.to(out_ptr.dtype.element_ty), mask=in1)
+
+
+def gelu_backward(
+    dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, approximate: str, code: str, group_size: int
+) -> tuple[Tensor, Tensor]:
+    """du (T, I) in dh's dtype; h rebuilt, transposed E4M3 (I, P)."""
+    dh = dh.contiguous()
+    (tokens, width), padded = dh.shape, padded_tokens(dh.shape[0])
+    out = torch.empty_like(dh)
+    h_t = torch.empty((width, padded), dtype=E4M3.dtype, device=dh.device)
+    n, gp = group_amax.shape[1], power_of_2(group_size)
+    count = max(PRODUCT_TILE[1] // gp, 1)
+    with on_device(dh):
+        _gelu_product_kernel[(cdiv(padded, PRODUCT_TILE[0]), cdiv(n, count))](
+            dh, codes, group_amax, scale, out, h_t.view(torch.int16), tokens, width, padded, n,
+            is_tanh(approximate), group_size, gp, CODES[code], count, PRODUCT_TILE[0],
+            num_warps=PRODUCT_WARPS, **EXACT,
+        )  # fmt: skip
+    return out, h_t
+
+
+@kernel
+def _gelu_gradient_kernel(
+    dh_ptr,  # (T, I)
+    codes_ptr,  # (T, I) 8-bit
+    group_amax_ptr,  # (T, n) BF16
+    h_scale_ptr,  # 0-d FP32: scale of h
+    amax_ptr,  # 0-d FP32: max |du|
+    out_ptr,  # (T, I) FP8: du
+    out_t_ptr,  # (I, P / 2) int16: pairs of FP8
+    scale_ptr,  # 0-d FP32: scale of du
+    h_t_ptr,  # (I, P / 2) int16: pairs of E4M3
+    partial_ptr,  # (ceil(P / BT), I) FP32: sums over a tile's tokens, if SUMS
+    T,
+    I,  # noqa: E741
+    P,
+    n,
+    INVERSE_MAX: tl.constexpr,
+    SUMS: tl.constexpr,
+    TANH: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    CODE: tl.constexpr,
+    NG: tl.constexpr,
+    BT: tl.constexpr,
+):
+    t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
+    pair = tl.arange(0, BT // 2)
+    g, c, real = group_columns(g0, I, G, GP, NG)
+    start = t0.to(tl.int64) * I + g0 * G
+    dh_ptr += start
+    codes_ptr += start
+    group_amax_ptr += t0.to(tl.int64) * n + g0
+    rows, groups, t = T - t0, n - g0, 2 * pair
+    d0, h0, in0 = gradient_rows(dh_ptr, codes_ptr, group_amax_ptr, t, c, g, real, rows, groups, I, n, CODE, TANH)
+    d1, h1, in1 = gradient_rows(dh_ptr, codes_ptr, group_amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE, TANH)
+    pairs, stride_t = (P - t0) // 2, P // 2
+    first = (g0 * G).to(tl.int64) * stride_t + t0 // 2
+    inverse = inverse_of(tl.load(h_scale_ptr))
+    # Padding stays zero even where a scale is not finite.
+    words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
+    store_transposed(words, h_t_ptr + first, c, pair, real, pairs, stride_t)
+    if SUMS:
+        partial_ptr += tl.program_id(0).to(tl.int64) * I + g0 * G
+        tl.store(partial_ptr + c, tl.sum(d0 + d1, 0), mask=real)
+    scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
+    tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
+    inverse = inverse_of(scale)
+    offsets = t[:, None, None] * I + c[None, :, :]
+    out_ptr += start
+    out_t_ptr += first
+    store_pair(d0 * inverse, d1 * inverse, out_ptr, out_t_ptr, I, offsets, in0, in1, c, pair, real, pairs, stride_t)
+
+
+def gelu_backward_quantize(
+    dh: Tensor,
+    codes: Tensor,
+    group_amax: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    fmt: str,
+    has_bias: bool,
+    approximate: str,
+    code: str,
+    group_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """du in FP8: (T, I), transposed (I, P), its scale; its sum over tokens (I,) or (0,) FP32; h (I, P) E4M3."""
+    dh = dh.contiguous()
+    (tokens, width), padded = dh.shape, padded_tokens(dh.shape[0])
+    out = torch.empty(dh.shape, dtype=FLOAT8[fmt].dtype, device=dh.device)
+    out_t = torch.empty((width, padded), dtype=out.dtype, device=dh.device)
+    h_t = torch.empty((width, padded), dtype=E4M3.dtype, device=dh.device)
+    d_scale = torch.empty_like(amax)
+    n, gp = group_amax.shape[1], power_of_2(group_size)
+    count, turns = max(GRADIENT_TILE[1] // gp, 1), cdiv(padded, GRADIENT_TILE[0])
+    partial = torch.empty((turns if has_bias else 0, width), dtype=torch.float32, device=dh.device)
+    with on_device(dh):
+        _gelu_gradient_kernel[(turns, cdiv(n, count))](
+            dh, codes, group_amax, scale, amax, out, out_t.view(torch.int16), d_scale, h_t.view(torch.int16),
+            partial if has_bias else d_scale, tokens, width, padded, n, inverse_max(fmt), has_bias,
+            is_tanh(approximate), group_size, gp, CODES[code], count, GRADIENT_TILE[0],
+            num_warps=GRADIENT_WARPS, maxnreg=None if width % 16 else GRADIENT_REGISTERS, **EXACT,
+        )  # fmt: skip
+    return out, out_t, d_scale, partial.sum(0) if has_bias else partial.view(0), h_t
