@@ -32,7 +32,7 @@ from overcoat.bench.shapes import MODELS, build_model
 from overcoat.bench.timing import steady_ms
 from overcoat.estimate.fit import Room
 from overcoat.estimate.predict import CONTEXT, Predictor, Setup
-from overcoat.memory import optimizer_bytes
+from overcoat.memory import optimizer_bytes, use_expandable_segments
 from overcoat.ops.offload import transfers
 
 SEQUENCE = 2048
@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="groups whose names begin so")
     parser.add_argument("--out", type=Path, default=RESULTS / "cards.jsonl")
     arguments = parser.parse_args()
+    use_expandable_segments()  # as `overcoat train` does
     for group in GROUPS:
         if group.name.startswith(arguments.only):
             measure_group(group, arguments.out)

@@ -33,6 +33,7 @@ from overcoat.estimate.meter import workspace
 from overcoat.estimate.phases import kind_of
 from overcoat.estimate.predict import Phase, Predictor, Setup
 from overcoat.kernels.attention import attention, attention_backward
+from overcoat.memory import use_expandable_segments
 from overcoat.train.auto_batch import training
 from overcoat.train.configfile import load_config
 
@@ -206,6 +207,7 @@ def main() -> None:
     parser.add_argument("--configs", action="store_true", help="measure configs/*.toml instead")
     parser.add_argument("--out", type=Path, default=RESULTS / "memory.jsonl")
     arguments = parser.parse_args()
+    use_expandable_segments()  # as `overcoat train` does
     if not arguments.configs and not arguments.only:
         found = attention_workspaces()
         print("attention backward, MiB inside:", {name: _mib(sizes) for name, sizes in found.items()}, flush=True)

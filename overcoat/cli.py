@@ -86,11 +86,13 @@ def train_command(parsed: argparse.Namespace) -> int:
     # Importing PyTorch and transformers takes seconds; a mistake in the configuration is found before.
     from rich.console import Console
 
+    from overcoat.memory import use_expandable_segments
     from overcoat.train.loop import RunStoppedError
     from overcoat.train.out_of_memory import DoesNotFitError
     from overcoat.train.run import run
     from overcoat.train.summary import summarize
 
+    use_expandable_segments()
     console = Console(stderr=parsed.json)
     try:
         results = run(config, console)

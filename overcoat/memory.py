@@ -15,6 +15,7 @@ Unit U: tokens * hidden * 2 bytes, one BF16 copy of the residual stream.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -211,3 +212,14 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, device_type: str | None = 
     tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.nbytes for tensor in own if device_type in (None, tensor.device.type))
+
+
+def use_expandable_segments() -> None:
+    """Ask PyTorch's CUDA allocator for segments that grow, as `overcoat train` does: less memory lies idle between
+    tensors (docs/memory.md), and a step that nearly fills the GPU runs.
+
+    To be called before the process's first CUDA allocation; later calls change nothing. An allocator that the
+    environment configures already (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF) is left as it is.
+    """
+    if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -8,6 +8,9 @@ heads 128 wide). cos, sin and the mask are shared by all layers and counted once
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -339,3 +342,31 @@ def test_optimizer_bytes():
     assert optimizer_bytes(optimizer) == 2 * 40 + 4  # two moments and the step count
     assert optimizer_bytes(optimizer, "cpu") == 2 * 40 + 4
     assert optimizer_bytes(optimizer, "cuda") == 0
+
+
+# ---- the allocator --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_allocator_that_is_configured_stays_so(monkeypatch, name):
+    for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(known, raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    before = dict(os.environ)
+    memory.use_expandable_segments()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.gpu
+def test_segments_that_grow_also_after_the_import():
+    """PyTorch reads the environment at the first allocation, so asking for it after `import torch` is in time."""
+    program = """
+import torch
+from overcoat.memory import use_expandable_segments
+use_expandable_segments()
+x = torch.zeros(2**22, device="cuda")
+print([segment["is_expandable"] for segment in torch.cuda.memory_snapshot()])
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert run.stdout.strip() == "[True]", run.stderr

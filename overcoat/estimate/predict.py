@@ -45,8 +45,9 @@ from overcoat.optim.state import state_fields
 from overcoat.recipe import GROUP_SIZES, Recipe
 
 # Margins for what is not a tensor; benchmarks/memory.py records what they stand for. The allocator's: shares of what
-# lasts, which lies packed; of gradients that come and go with each step; and of what else comes and goes, of which a
-# run on a small card needed over 15% (docs/memory.md). The CUDA context's: bytes.
+# lasts, which lies packed; of gradients that come and go with each step; and of what else comes and goes. They hold for
+# segments that grow (`overcoat.memory.use_expandable_segments`); without, some steps need more (docs/memory.md). The
+# CUDA context's: bytes.
 SLACK_OF_LASTING, SLACK_OF_GRADIENTS, SLACK_OF_MOVING = 0.01, 0.08, 0.16
 CONTEXT = 700 * 2**20
 # A Hopper's cuBLAS handle has 32 MiB; the main thread has one, and autograd's.
@@ -143,7 +144,7 @@ class Prediction:
 
     @property
     def slack_bytes(self) -> int:
-        """What the caching allocator may hold besides, between tensors."""
+        """What the caching allocator, with segments that grow, may hold besides between tensors."""
         lasting, gradients = sum(self.components[name] for name in LASTING), self.components["gradients"]
         # Accumulated, they are there before the activations of later passes come and go.
         of_gradients = SLACK_OF_LASTING if self.setup.accumulation > 1 else SLACK_OF_GRADIENTS
