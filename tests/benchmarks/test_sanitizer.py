@@ -49,7 +49,7 @@ def test_what_does_not_end_is_not_clean() -> None:
 
 def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(sanitizer, "tests_of", lambda tool, path: [f"{path}::{i}" for i in range(3)])
+    monkeypatch.setattr(sanitizer, "tests_of", lambda tool, path, keyword: [f"{path}::{i}" for i in range(3)])
     arguments = ["--files", "good", "bad", "--out", str(out), "--timeout", "30", "--tests", "2"]
     monkeypatch.setattr(sys, "argv", ["sanitizer", *arguments])
     sanitizer.main()
@@ -64,7 +64,7 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_deadline_ends_with_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ran, what was cut off and what never began: each is said, and nothing of it counts as clean."""
     out = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(sanitizer, "tests_of", lambda tool, path: [f"{path}::{i}" for i in range(4)])
+    monkeypatch.setattr(sanitizer, "tests_of", lambda tool, path, keyword: [f"{path}::{i}" for i in range(4)])
     arguments = ["--tools", "memcheck", "--files", "good", "slow", "good2", "--out", str(out), "--every", "2"]
     monkeypatch.setattr(sys, "argv", ["sanitizer", *arguments, "--deadline", "3", "--processes", "1"])
     sanitizer.main()
@@ -83,7 +83,7 @@ def test_every_test_goes_to_one_process() -> None:
 
 def test_gpu_tests_are_found_and_slow_ones_left_out() -> None:
     path = "tests/kernels/gpu/test_quantize.py"
-    found = sanitizer.tests_of("racecheck", path)
+    found = sanitizer.tests_of("racecheck", path, "")
     assert len(found) > 100
     assert all(name.startswith(path) for name in found)
     assert not any("2_to_31" in name for name in found)
@@ -93,3 +93,11 @@ def test_every_kernel_test_is_looked_at() -> None:
     files = sanitizer.test_files("memcheck")
     assert {"tests/kernels/gpu/test_norm.py", "tests/optim/test_edges.py"} < set(files)
     assert set(sanitizer.test_files("racecheck")) < set(files)
+
+
+def test_tests_are_chosen_by_name() -> None:
+    path = "tests/optim/test_release.py"
+    everything = sanitizer.tests_of("memcheck", path, "")
+    chosen = sanitizer.tests_of("memcheck", path, "waits or batches")
+    assert 0 < len(chosen) < len(everything)
+    assert chosen == [name for name in everything if "waits" in name or "batches" in name]
