@@ -108,7 +108,7 @@ def main() -> None:
 
     with ThreadPoolExecutor(arguments.processes) as pool:
         files = [(tool, path) for tool in arguments.tools for path in arguments.files or test_files(tool)]
-        listed = pool.map(lambda file: tests_of(*file, arguments.keyword), files)
+        listed = pool.map(lambda file: tests_of(file[0], file[1], arguments.keyword), files)
         jobs = [
             (tool, path, pool.submit(check_in_time, tool, part))
             for (tool, path), tests in zip(files, listed, strict=True)

@@ -7,7 +7,8 @@
 
 `--accuracy` adds the SQNR in dB of the output and of every gradient against the same block in FP64, on sequences of
 1024 tokens with outlier channels. Those few channels make most of a norm's gradient, so that one draw moves its SQNR by
-more than a dB: the signal and the noise of eight draws are added up.
+more than a dB: the signal and the noise of `--draws` draws are added up. `--shapes --accuracy`, without a shape, is that
+alone.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ RESULTS = {
     "norm 1": "input_layernorm.weight",
     "norm 2": "post_attention_layernorm.weight",
 }
-SQNR_COLUMNS = tuple(Column(title, key, decimals(1)) for title, key in RESULTS.items())
+# Of the norms the standard errors too: the others' are a tenth of a dB.
+SQNR_COLUMNS = (
+    *(Column(title, key, decimals(1)) for title, key in RESULTS.items()),
+    *(Column(f"+- {title}", f"{RESULTS[title]}_error", decimals(1)) for title in ("norm 1", "norm 2")),
+)
 
 
 def measure(name: str, shape: BlockShape, windows: int, attention: str) -> Figures:
@@ -113,12 +118,19 @@ def _memory(block: Block, x: Tensor, dy: Tensor) -> dict[str, float]:
 
 
 def accuracy(name: str, shape: BlockShape, draws: int = ACCURACY_DRAWS, device: str = "cuda") -> Figures:
-    """SQNR in dB of one contestant's output and gradients against the same block in FP64, over `draws` draws."""
-    sums: dict[str, Tensor] = {}
-    for draw in range(draws):
-        for key, found in draw_powers(name, shape, draw, device).items():
-            sums[key] = sums[key] + found if key in sums else found
-    return {"draws": draws, **{key: decibels(*found) for key, found in sums.items()}}
+    """SQNR in dB of one contestant's output and gradients against the same block in FP64, over `draws` draws.
+
+    "NAME_error" beside each is its standard error (the jackknife's: without one draw at a time).
+    """
+    drawn = [draw_powers(name, shape, draw, device) for draw in range(draws)]
+    found: Figures = {"draws": draws}
+    for key in drawn[0]:
+        each = torch.stack([powers[key] for powers in drawn])
+        found[key] = decibels(*each.sum(0))
+        if draws > 1:
+            without_one = torch.tensor([decibels(*rest) for rest in each.sum(0) - each], dtype=torch.float64)
+            found[f"{key}_error"] = (draws - 1) / math.sqrt(draws) * without_one.std().item()
+    return found
 
 
 def draw_powers(name: str, shape: BlockShape, seed: int, device: str) -> dict[str, Tensor]:
@@ -161,9 +173,12 @@ def sqnr(truth: Tensor, got: Tensor) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", nargs="+", default=["7b-s2048"], choices=[*BLOCKS, "all"], help="default 7b-s2048")
+    parser.add_argument("--shapes", nargs="*", default=["7b-s2048"], choices=[*BLOCKS, "all"], help="default 7b-s2048")
     parser.add_argument("--repeats", type=positive, default=7, help=f"windows of {STEPS} steps (default 7)")
     parser.add_argument("--accuracy", action="store_true", help="also the SQNR of every result against FP64")
+    parser.add_argument(
+        "--draws", type=positive, default=ACCURACY_DRAWS, help=f"of weights and data, for it (default {ACCURACY_DRAWS})"
+    )
     parser.add_argument(
         "--attention",
         choices=("cudnn", "default"),
@@ -190,7 +205,7 @@ def run(parsed: argparse.Namespace) -> int:
             session.draw(rows, group=shape)
         session.plot(METRICS)
         if parsed.accuracy:
-            session.table(f"SQNR in dB against FP64, 1024 tokens, {ACCURACY_DRAWS} draws", SQNR_COLUMNS)
+            session.table(f"SQNR in dB against FP64, 1024 tokens, {parsed.draws} draws", SQNR_COLUMNS)
             for name, maker in wanted.items():
-                session.run(Case(name, accuracy, (name, ACCURACY_SHAPE), maker.needs), shape="accuracy")
+                session.run(Case(name, accuracy, (name, ACCURACY_SHAPE, parsed.draws), maker.needs), shape="accuracy")
     return 0

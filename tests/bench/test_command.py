@@ -74,6 +74,13 @@ def test_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("made_up")
+def test_layer_accuracy_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = bench(tmp_path, "layer", "--shapes", "--only", "eager", "--accuracy", "--draws", "64")
+    assert [row["shape"] for row in rows] == ["accuracy"]
+    assert "64 draws" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("made_up")
 def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = bench(tmp_path, "kernels", "--shape", "13b", "--only", "stack")
     assert [row["name"] for row in rows] == [f"{family} stack" for family in kernels.FAMILIES]

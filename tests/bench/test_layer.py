@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from overcoat.bench import layer
 from overcoat.bench.blocks import make_block, makers
 from overcoat.bench.layer import RESULTS, accuracy, measure, sqnr
 from overcoat.bench.shapes import BlockShape, ModelShape, build_block
@@ -20,9 +21,23 @@ def test_everyone_computes_the_same_block(name: str) -> None:
     """A wrong weight or a wrong name leaves no signal at all."""
     found = accuracy(name, SHAPE, 2, "cpu")
     assert found.pop("draws") == 2
+    errors = {key: found.pop(f"{key}_error") for key in RESULTS.values()}
     assert set(found) == set(RESULTS.values())
     for key, decibels in found.items():
         assert decibels > (30 if name == "bf16 eager" else 15), key
+        assert 0 <= errors[key] < 5, key
+
+
+def test_the_error_of_a_mean_over_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals alike, so that the noise powers are averaged: their standard error, in dB."""
+    noises = [1.0, 2.0, 3.0, 2.0]
+    powers = [{"dx": torch.tensor([1e4, noise])} for noise in noises]
+    monkeypatch.setattr(layer, "draw_powers", lambda _name, _shape, draw, _device: powers[draw])
+    found = accuracy("any", SHAPE, 4, "cpu")
+    assert found["dx"] == pytest.approx(10 * math.log10(4e4 / 8))
+    error = torch.tensor(noises).std().item() / 2  # of the mean, which is 2
+    assert found["dx_error"] == pytest.approx(10 / math.log(10) * error / 2, rel=0.05)
+    assert set(accuracy("any", SHAPE, 1, "cpu")) == {"draws", "dx"}
 
 
 def test_attention_backends_in_another_order_give_the_same() -> None:
@@ -62,6 +77,6 @@ def test_a_tiny_accuracy_run() -> None:
     shape = BlockShape(ModelShape(512, 1024, 1, 4, 2, 32), 1, 64)
     ours, bf16 = accuracy("overcoat", shape, 2), accuracy("bf16 eager", shape, 2)
     assert ours.pop("draws") == bf16.pop("draws") == 2
-    assert set(ours) == set(RESULTS.values())
+    assert set(ours) == {*RESULTS.values(), *(f"{key}_error" for key in RESULTS.values())}
     # The output is mostly the residual, which both round to BF16.
-    assert all(bf16[key] > ours[key] - 1 > 5 for key in ours)
+    assert all(bf16[key] > ours[key] - 1 > 5 for key in RESULTS.values())
