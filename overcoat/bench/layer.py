@@ -7,7 +7,7 @@
 
 `--accuracy` adds the SQNR in dB of the output and of every gradient against the same block in FP64, on sequences of
 1024 tokens with outlier channels. Those few channels make most of a norm's gradient, so that one draw moves its SQNR by
-more than a dB: the signal and the noise of `--draws` draws are added up. `--shapes --accuracy` with no shape: that alone.
+more than a dB: the signal and the noise of `--draws` draws are added up. `--shapes --accuracy`, no shape: that alone.
 """
 
 from __future__ import annotations
