@@ -169,8 +169,8 @@ def text(row: dict[str, Any]) -> str:
     """A row as a table."""
     lines = [
         f"\n{row['name']}, {row['layers']} layers, batch {row['batch']} x {row['sequence']}: {row['ms']:.1f} ms a step",
-        f"busy {row['busy_ms']:.1f} ms, idle {row['idle_ms']:.1f}; {row['clock_MHz']} MHz, {row['power_W']} W, held down "
-        f"by power in {row['power_capped']} of the samples",
+        f"busy {row['busy_ms']:.1f} ms, idle {row['idle_ms']:.1f}; {row['clock_MHz']} MHz, {row['power_W']} W, "
+        f"held down by power in {row['power_capped']} of the samples",
         *(f"{name:14s} {ms:9.3f} ms {ms / row['ms']:7.1%}" for name, ms in row["families"].items()),
         f"\n{'ms a step':>10s} {'calls':>7s} {'us a call':>10s}",
         *(f"{it['ms']:10.3f} {it['calls']:7.1f} {it['us']:10.1f}  {name}" for name, it in row["kernels"].items()),
