@@ -26,7 +26,7 @@ from typing import Any, Optional
 import torch
 
 import overcoat
-from benchmarks.common import RESULTS, append_row
+from benchmarks.common import RESULTS, allocator, append_row
 from overcoat import Recipe
 from overcoat.bench.shapes import MODELS, build_model
 from overcoat.bench.timing import steady_ms
@@ -111,7 +111,7 @@ def measure_group(group: Group, out: Path) -> None:
         except torch.OutOfMemoryError as error:
             row["error"] = str(error).splitlines()[0]
         print(line(row), flush=True)
-        append_row(out, row)
+        append_row(out, {**row, **allocator()})
         if "error" in row:
             return
         torch.cuda.empty_cache()

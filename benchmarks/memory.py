@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import overcoat
-from benchmarks.common import RESULTS, append_row
+from benchmarks.common import RESULTS, allocator, append_row
 from overcoat import Recipe
 from overcoat.bench.shapes import MODELS, ModelShape
 from overcoat.estimate.measure import measure_step
@@ -216,7 +216,7 @@ def main() -> None:
         if all(word in case.name for word in arguments.only):
             row = attempt(case)
             print(line(row), flush=True)
-            append_row(arguments.out, row)
+            append_row(arguments.out, {**row, **allocator()})
             gc.collect()  # model, hook and released optimizer hold each other
             torch.cuda.empty_cache()
 

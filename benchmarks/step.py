@@ -12,6 +12,7 @@ call, and what of the span between the first kernel and the last no kernel fille
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import statistics
 import subprocess
@@ -32,11 +33,12 @@ from overcoat.bench.trainers import trainers
 
 WARMUP, TIMED, STEPS = 3, 8, 2
 LARGEST = 30
-# Which kernels are what, the first pattern that fits. Entry kernels of this package begin with an underscore.
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+# Which kernels are what, the first pattern that fits. The entry kernels of this package are called so.
 FAMILIES = {
-    "products": r"nvjet|gemm|cutlass|cublas|splitk",
+    "overcoat": r"^\w+_kernel$",
     "attention": r"cudnn|flash|fmha|mha",
-    "overcoat": r"^_[a-z]",
+    "products": r"nvjet|_gemm|gemm_|cutlass|cublas|splitk",
     "torch.compile": r"^triton_",
     "copies": r"^mem(cpy|set)",
     "PyTorch": r"",
@@ -53,6 +55,7 @@ class Run(NamedTuple):
 
 def family(name: str) -> str:
     """The key of FAMILIES that a kernel belongs to."""
+    name = re.sub(r"^void ", "", name)
     return next(found for found, pattern in FAMILIES.items() if re.search(pattern, name, re.IGNORECASE))
 
 
@@ -133,7 +136,7 @@ class Meter:
     def figures(self) -> dict[str, float | None]:
         """Medians, and the share of samples in which power held the clock down; None where nothing was told."""
         told = [[part.strip() for part in line.split(",")] for line in self.lines]
-        samples = [part for part in told if len(part) == 3 and part[0].isdigit()]
+        samples = [part for part in told if len(part) == 3 and all(map(_NUMBER.fullmatch, part[:2]))]
         if not samples:
             return {"clock_MHz": None, "power_W": None, "power_capped": None}
         return {
@@ -159,8 +162,11 @@ def training_step(name: str, shape: ModelShape, batch: int, sequence: int) -> Ca
 def measure(name: str, shape: ModelShape, batch: int, sequence: int) -> dict[str, Any]:
     """The row of one contestant."""
     step = training_step(name, shape, batch, sequence)
+    for _ in range(WARMUP):  # torch.compile's minutes are no clock to report
+        step()
+    torch.cuda.synchronize()
     with Meter(f"GPU-{torch.cuda.get_device_properties(0).uuid}") as meter:
-        timing = steady_ms(step, TIMED, warmup=WARMUP)
+        timing = steady_ms(step, TIMED, warmup=0)
     where = {"name": name, "layers": shape.layers, "batch": batch, "sequence": sequence}
     return {**where, **timing, **meter.figures(), **summary(profiled(step, STEPS), STEPS)}
 
@@ -194,6 +200,7 @@ def main() -> None:
         row = measure(name, shape, arguments.batch, arguments.sequence)
         print(text(row), flush=True)
         append_row(arguments.out, {"benchmark": "step", "model": arguments.model, **row})
+        gc.collect()
         torch.cuda.empty_cache()
 
 

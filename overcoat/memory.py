@@ -219,7 +219,8 @@ def use_expandable_segments() -> None:
     tensors (docs/memory.md), and a step that nearly fills the GPU runs.
 
     To be called before the process's first CUDA allocation; later calls change nothing. An allocator that the
-    environment configures already (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF) is left as it is.
+    environment configures already (PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF; not if empty) is left as it is:
+    expandable_segments:False keeps PyTorch's usual segments.
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

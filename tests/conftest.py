@@ -7,6 +7,8 @@ pytest --hypothesis-profile explore       property tests with fresh random examp
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
@@ -35,6 +37,13 @@ class NamesFailures:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # workers of -n report to the process that prints
         config.pluginmanager.register(NamesFailures(config))
+
+
+@pytest.fixture(autouse=True)
+def allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `overcoat train` asks of the CUDA allocator is forgotten after the test."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

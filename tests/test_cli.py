@@ -50,13 +50,6 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture(autouse=True)
-def allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `overcoat train` asks of the allocator is forgotten after the test."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(name, "")
-
-
 def test_train_prints_one_json_line(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", config, f"train.run_dir={tmp_path / 'run'}", "--json"]) == 0
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

@@ -40,6 +40,11 @@ def affine(xhat: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Te
     return y if bias is None else y + bias.float()
 
 
+def _sum_like(y: Tensor, residual: Tensor) -> Tensor:
+    """An empty tensor for residual + y."""
+    return y.new_empty(y.shape, dtype=torch.result_type(y, residual))
+
+
 @op
 def rmsnorm_stats(x: Tensor, weight: Optional[Tensor], eps: float) -> Tuple[Tensor, Tensor]:
     """Statistics of RMSNorm: rstd (T,) FP32 and each row's max |y| (T,) FP32 of x (T, H)."""
@@ -71,7 +76,7 @@ def add_rmsnorm_stats(
 
 @add_rmsnorm_stats.fake
 def _(y, residual, weight, eps):
-    return y.new_empty(y.shape), *(y.new_empty(y.shape[:1], dtype=torch.float32) for _ in range(2))
+    return _sum_like(y, residual), *(y.new_empty(y.shape[:1], dtype=torch.float32) for _ in range(2))
 
 
 @add_rmsnorm_stats.cuda
@@ -118,7 +123,7 @@ def add_layernorm_stats(
 
 @add_layernorm_stats.fake
 def _(y, residual, weight, bias, eps):
-    return y.new_empty(y.shape), *(y.new_empty(y.shape[:1], dtype=torch.float32) for _ in range(3))
+    return _sum_like(y, residual), *(y.new_empty(y.shape[:1], dtype=torch.float32) for _ in range(3))
 
 
 @add_layernorm_stats.cuda

@@ -26,7 +26,7 @@ def figures(function: Any, *arguments: Any) -> dict[str, Any]:
     if function is layer.measure:
         return {column.key: 2.0 for column in layer.COLUMNS}
     if function is layer.accuracy:
-        return {column.key: 25.0 for column in layer.SQNR_COLUMNS}
+        return {"draws": arguments[2], **{column.key: 25.0 for column in layer.SQNR_COLUMNS}}
     if function is kernels.measure_family:
         assert arguments[2] == ["stack"]
         return {f"{arguments[0]} stack": {"bytes": 8, "ms": 1.0, "TB_per_s": 3.0, "share": 0.75}}
@@ -76,7 +76,7 @@ def test_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("made_up")
 def test_layer_accuracy_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = bench(tmp_path, "layer", "--shapes", "--only", "eager", "--accuracy", "--draws", "64")
-    assert [row["shape"] for row in rows] == ["accuracy"]
+    assert [(row["shape"], row["draws"]) for row in rows] == [("accuracy", 64)]
     assert "64 draws" in capsys.readouterr().out
 
 

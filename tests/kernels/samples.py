@@ -113,6 +113,8 @@ def _norm() -> None:
     add("layernorm_stats", x, None, None, 1e-6)
     add("norm_quantize", x, None, rstd, None, None, amax(x) * 4, "sqrt8", 16)
     add("add_rmsnorm_stats", x, x, None, 1e-6)
+    add("add_rmsnorm_stats", x, x.float(), None, 1e-6)
+    add("add_layernorm_stats", x, x.float(), None, None, 1e-6)
     add("norm_backward", x, *kept, rstd, None, x, False, False, "sqrt8", 16)
     add("norm_backward", x.contiguous(), *kept, rstd, None, x, False, False, "sqrt8", 16)
 

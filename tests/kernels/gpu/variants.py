@@ -53,7 +53,8 @@ class Variant(NamedTuple):
     def kind(self) -> tuple[Any, ...]:
         """Equal where launches differ in numbers alone; to save time, aligned ones also where they differ in flags.
 
-        What has been lost so far was lost where rows are stored byte by byte.
+        What has been lost so far was lost where rows are stored byte by byte. Not made: some sizes divisible by 16 and
+        others not, as real launches have them, whose rows are stored as in one of the two that are.
         """
         flags = [(name, str(value)) for name, value in self.constants.items() if type(value) is not int]
         return self.kernel, self.aligned, *self.types.values(), *([] if self.aligned else flags)
