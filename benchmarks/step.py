@@ -27,11 +27,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import RESULTS, append_row
-from overcoat.bench.shapes import MODELS, ModelShape, build_model
+from overcoat.bench.model import WARMUP, training
+from overcoat.bench.shapes import MODELS, ModelShape
 from overcoat.bench.timing import steady_ms
 from overcoat.bench.trainers import trainers
 
-WARMUP, TIMED, STEPS = 3, 8, 2
+TIMED, STEPS = 8, 2
 LARGEST = 30
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 # Which kernels are what, the first pattern that fits. The entry kernels of this package are called so.
@@ -146,22 +147,9 @@ class Meter:
         }
 
 
-def training_step(name: str, shape: ModelShape, batch: int, sequence: int) -> Callable[[], None]:
-    """A step of a contestant of `overcoat bench model`, on random tokens."""
-    model: Any = build_model(shape, torch.bfloat16, "cuda")
-    forward, optimizer = trainers()[name].prepare(model), trainers()[name].optimizer(model)
-
-    def step() -> None:
-        forward(torch.randint(shape.vocab, (batch, sequence), device="cuda")).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
 def measure(name: str, shape: ModelShape, batch: int, sequence: int) -> dict[str, Any]:
     """The row of one contestant."""
-    step = training_step(name, shape, batch, sequence)
+    step = training(name, shape, batch, sequence).step
     for _ in range(WARMUP):  # torch.compile's minutes are no clock to report
         step()
     torch.cuda.synchronize()

@@ -19,9 +19,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from overcoat.bench.plot import Metric
 from overcoat.bench.rows import Row
@@ -63,22 +64,36 @@ def multiplied_parameters(model: Any) -> int:
     return total if table is head else total - table.numel()
 
 
-def measure(name: str, shape: ModelShape, batch: int, sequence: int, steps: int) -> Figures:
-    """Time and memory of one contestant's training steps."""
+class Training(NamedTuple):
+    """A contestant at work: a step on fresh random tokens; the last step's loss, 0-d; N of the formula above."""
+
+    step: Callable[[], None]
+    loss: Tensor
+    parameters: int
+
+
+def training(name: str, shape: ModelShape, batch: int, sequence: int, device: str = "cuda") -> Training:
+    """Make one contestant's model and optimizer."""
     trainer = trainers()[name]
-    model: Any = build_model(shape, torch.bfloat16, "cuda")
+    model: Any = build_model(shape, torch.bfloat16, device)
     parameters = multiplied_parameters(model)
     forward, optimizer = trainer.prepare(model), trainer.optimizer(model)
-    loss = torch.zeros((), device="cuda")
+    loss = torch.zeros((), device=device)
 
     def step() -> None:
-        ids = torch.randint(shape.vocab, (batch, sequence), device="cuda")
+        ids = torch.randint(shape.vocab, (batch, sequence), device=device)
         value = forward(ids)
         value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.copy_(value.detach())
 
+    return Training(step, loss, parameters)
+
+
+def measure(name: str, shape: ModelShape, batch: int, sequence: int, steps: int) -> Figures:
+    """Time and memory of one contestant's training steps."""
+    step, loss, parameters = training(name, shape, batch, sequence)
     for _ in range(WARMUP):
         step()
     torch.cuda.synchronize()

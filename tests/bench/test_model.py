@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from overcoat.bench.model import measure, multiplied_parameters, search_best_batch, step_flops
+from overcoat.bench.model import measure, multiplied_parameters, search_best_batch, step_flops, training
 from overcoat.bench.shapes import ModelShape, build_model
 from overcoat.bench.trainers import trainers
 from overcoat.bench.worker import OUT_OF_MEMORY
@@ -107,6 +108,17 @@ def test_everyone_takes_steps_that_move_every_weight(name: str) -> None:
     for key, p in model.named_parameters():
         assert not torch.equal(p, before[key]), key
         assert p.grad is None, key
+
+
+def test_steps_on_fresh_tokens_tell_their_loss() -> None:
+    step, loss, parameters = training("overcoat", SHAPE, 2, 32, "cpu")
+    losses = []
+    for _ in range(2):
+        step()
+        losses.append(loss.item())
+    assert losses[0] != losses[1]
+    assert all(abs(value - math.log(SHAPE.vocab)) < 1 for value in losses)
+    assert parameters == multiplied_parameters(build_model(SHAPE, torch.bfloat16, "cpu"))
 
 
 @pytest.mark.gpu
