@@ -17,6 +17,7 @@ from overcoat.kernels import (
     adamw,
     blockwise,
     blockwise_fused,
+    final_norm,
     gelu,
     gelu_blockwise,
     loss,
@@ -104,7 +105,7 @@ def quantize_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
 
 
 def norm_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
-    """RMSNorm forward and backward, alone and with the residual's addition; LayerNorm's own."""
+    """RMSNorm forward and backward, alone and with the residual's addition; LayerNorm's; the model's last."""
     tokens, hidden = shape.tokens, shape.model.hidden
     x, dy, dresidual = (_normal(device, tokens, hidden) for _ in range(3))
     weight, bias = _normal(device, hidden), _normal(device, hidden)
@@ -121,6 +122,8 @@ def norm_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     yield KernelCase("norm_backward", norm.norm_backward, backward)
     centered = (*backward[:6], True, True, CODE, G)
     yield KernelCase("norm_backward LayerNorm", norm.norm_backward, centered)
+    yield KernelCase("final_norm", final_norm.final_norm, (x, weight, EPS))
+    yield KernelCase("final_norm_backward", final_norm.final_norm_backward, (dy, x, rstd, weight))
 
 
 def rope_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:

@@ -1,8 +1,8 @@
 """The end of a converted model: `model(input_ids, labels=...)` computes its loss without ever holding the logits.
 
 The supported models end alike: final norm, `lm_head` (a linear layer without bias, perhaps tied to the embedding),
-`ForCausalLMLoss` on shifted labels. The model and its lm_head get subclasses of their own classes, as the decoder
-layers do (convert.py), with the same parameters and names:
+`ForCausalLMLoss` on shifted labels. The model, its lm_head and its final norm (final_norm.py) get subclasses of their
+own classes, as the decoder layers do (convert.py), with the same parameters and names:
 
     LossHead         lm_head(hidden) gives logits as ever; lm_head(hidden, labels) their loss, in chunks (ops/loss.py).
                      The call goes through the module, so that FSDP2 may wrap lm_head by itself.
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overcoat.models.final_norm import fused_final_norm, install_final_norm, remove_final_norm
 from overcoat.models.llama import HOOKS, SUPPORTED, original_class
 from overcoat.ops.loss import linear_cross_entropy
 from overcoat.recipe import Recipe
@@ -103,7 +104,8 @@ class LeanLossModel(nn.Module):
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         return_dict = inputs.pop("return_dict", None)
-        outputs = self.get_submodule("model")(**inputs, return_dict=True)
+        with fused_final_norm(self):
+            outputs = self.get_submodule("model")(**inputs, return_dict=True)
         result = CausalLMOutputWithPast(
             loss=self._loss(outputs.last_hidden_state, labels, inputs),
             past_key_values=outputs.past_key_values,
@@ -188,12 +190,15 @@ def install_head(model: nn.Module, recipe: Recipe) -> None:
     head: nn.Module = model.get_submodule("lm_head")
     if not isinstance(head, LossHead):
         head.__class__ = LossHead
+    install_final_norm(model)
     model.overcoat_recipe = recipe  # type: ignore[assignment]
 
 
 def remove_head(model: nn.Module) -> None:
     """Undo `install_head`; a model that was wrapped since keeps its class and computes its original forward."""
     original: Any = original_class(model)
+    if isinstance(model, LeanLossModel):
+        remove_final_norm(model)
     if type(model) is lean_class(original):
         model.__class__ = original
         head: nn.Module = model.get_submodule("lm_head")

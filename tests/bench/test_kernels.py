@@ -22,6 +22,8 @@ BYTES = {
     "stack_weights_guessed": (2 + 1) * 2 * H * H,
     "add_rmsnorm_stats": (2 + 2 + 2) * T * H,
     "add_layernorm_stats": (2 + 2 + 2) * T * H,
+    "final_norm": (2 + 2) * T * H,
+    "final_norm_backward": (2 + 2 + 2) * T * H,
     "qk_rope": (2 + 2) * 2 * T * H + 2 * 2 * 64 * 128,
     # Three gradients and, of qkv, q and k read; the gradient of all three written.
     "qk_rope_backward": (2 + 2) * 2 * T * H + 2 * 2 * 64 * 128,

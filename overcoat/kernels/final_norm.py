@@ -1,0 +1,59 @@
+"""RMSNorm in the model's own dtype: the norm at a model's end, whose output no FP8 product reads.
+
+    y  = x * rstd * weight,                  rstd = (mean(x^2) + eps)^(-1/2)
+    dx = rstd * (g - xhat * mean(g * xhat)),   g = dy * weight, xhat = x * rstd
+    dweight = sum_T dy * xhat
+
+By PyTorch's own fused kernels. transformers' module takes some twenty instead, keeps x twice in FP32, and rounds xhat
+to x's dtype before it multiplies the weight.
+
+Legend: T tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Tuple
+
+import torch
+from torch import Tensor
+
+from overcoat.catalogue import op
+from overcoat.kernels.norm import affine, normalize
+
+
+@op
+def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tuple[Tensor, Tensor]:
+    """RMSNorm of x (T, H) with weight (H,) of x's dtype: y in that dtype, rstd (T,) FP32."""
+    rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
+    return affine(normalize(x.contiguous(), None, rstd), weight, None).to(x.dtype), rstd
+
+
+@final_norm.fake
+def _(x, weight, eps):
+    return x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+
+@final_norm.cuda
+def _(x, weight, eps):
+    y, rstd = torch.ops.aten._fused_rms_norm(x.contiguous(), [x.shape[1]], weight, eps)
+    return y, rstd.view(-1)
+
+
+@op
+def final_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
+    """Gradients of x (T, H) and of weight (H,), in their dtype, from dy (T, H), x and rstd (T,)."""
+    xhat, wide = normalize(x.contiguous(), None, rstd), dy.contiguous().float()
+    g = wide * weight.float()
+    dx = rstd[:, None] * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (wide * xhat).sum(0).to(weight.dtype)
+
+
+@final_norm_backward.fake
+def _(dy, x, rstd, weight):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+@final_norm_backward.cuda
+def _(dy, x, rstd, weight):
+    arguments = (dy.contiguous(), x.contiguous(), [x.shape[1]], rstd.view(-1, 1), weight)
+    return torch.ops.aten._fused_rms_norm_backward(*arguments, [True, True])
