@@ -6,7 +6,7 @@
 
 First the step is timed as `overcoat bench model` does, while nvidia-smi tells clock and power; then PyTorch's profiler
 sees STEPS more. One row of results/step.jsonl for each contestant: ms by family and by kernel, calls, microseconds a
-call, and what of the span between the first kernel and the last no kernel filled ("idle").
+call, and what of the span between the first kernel and the last no kernel filled ("idle"), by the kernels around it.
 """
 
 from __future__ import annotations
@@ -65,33 +65,41 @@ def short(name: str) -> str:
     return re.sub(r"^void |\(.*$", "", name)[:90]
 
 
-def busy(runs: Iterable[Run]) -> float:
-    """Microseconds in which at least one kernel runs."""
-    total, until = 0.0, float("-inf")
+def idle(runs: Iterable[Run]) -> dict[str, list[float]]:
+    """Microseconds in which no kernel runs, by the kernels before and after."""
+    gaps: dict[str, list[float]] = defaultdict(list)
+    last: Run | None = None
     for run in sorted(runs, key=lambda run: run.start):
-        total += max(run.end - max(run.start, until), 0.0)
-        until = max(until, run.end)
-    return total
+        if last is not None and run.start > last.end:
+            gaps[f"{short(last.name)} > {short(run.name)}"].append(run.start - last.end)
+        last = run if last is None or run.end > last.end else last
+    return gaps
+
+
+def _largest(times: dict[str, list[float]], steps: int) -> dict[str, dict[str, float]]:
+    """The LARGEST of lists of microseconds: ms and calls per step, microseconds a call."""
+    largest = sorted(times.items(), key=lambda item: -sum(item[1]))[:LARGEST]
+    return {
+        name: {"ms": sum(us) / steps / 1e3, "calls": len(us) / steps, "us": statistics.mean(us)} for name, us in largest
+    }
 
 
 def summary(runs: list[Run], steps: int) -> dict[str, Any]:
-    """ms per step: by family, by kernel (the LARGEST of them, with calls and us a call), busy, idle."""
+    """ms per step: by family, by kernel and by gap (the LARGEST of them, with calls and us a call), busy, idle."""
     families: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(list)
     for run in runs:
         families[family(run.name)] += (run.end - run.start) / steps / 1e3
         kernels[short(run.name)].append(run.end - run.start)
-    largest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:LARGEST]
+    gaps = idle(runs)
+    empty = sum(map(sum, gaps.values()))
     span = max(run.end for run in runs) - min(run.start for run in runs)
-    filled = busy(runs)
     return {
         "families": dict(sorted(families.items(), key=lambda item: -item[1])),
-        "kernels": {
-            name: {"ms": sum(us) / steps / 1e3, "calls": len(us) / steps, "us": statistics.mean(us)}
-            for name, us in largest
-        },
-        "busy_ms": filled / steps / 1e3,
-        "idle_ms": (span - filled) / steps / 1e3,
+        "kernels": _largest(kernels, steps),
+        "gaps": _largest(gaps, steps),
+        "busy_ms": (span - empty) / steps / 1e3,
+        "idle_ms": empty / steps / 1e3,
     }
 
 
@@ -159,6 +167,11 @@ def measure(name: str, shape: ModelShape, batch: int, sequence: int) -> dict[str
     return {**where, **timing, **meter.figures(), **summary(profiled(step, STEPS), STEPS)}
 
 
+def _line(item: tuple[str, dict[str, float]]) -> str:
+    name, times = item
+    return f"{times['ms']:10.3f} {times['calls']:7.1f} {times['us']:10.1f}  {name}"
+
+
 def text(row: dict[str, Any]) -> str:
     """A row as a table."""
     lines = [
@@ -167,7 +180,9 @@ def text(row: dict[str, Any]) -> str:
         f"held down by power in {row['power_capped']} of the samples",
         *(f"{name:14s} {ms:9.3f} ms {ms / row['ms']:7.1%}" for name, ms in row["families"].items()),
         f"\n{'ms a step':>10s} {'calls':>7s} {'us a call':>10s}",
-        *(f"{it['ms']:10.3f} {it['calls']:7.1f} {it['us']:10.1f}  {name}" for name, it in row["kernels"].items()),
+        *map(_line, row["kernels"].items()),
+        "\nno kernel between",
+        *map(_line, row["gaps"].items()),
     ]
     return "\n".join(lines)
 

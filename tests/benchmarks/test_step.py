@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import step
-from benchmarks.step import Meter, Run, busy, family, short, summary
+from benchmarks.step import Meter, Run, family, idle, short, summary
 from overcoat.bench.shapes import ModelShape
 from overcoat.kernels import gpu
 
@@ -51,9 +51,11 @@ def test_names_lose_their_arguments() -> None:
     assert short(ADD) == "at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
 
 
-def test_time_of_kernels_side_by_side_counts_once() -> None:
+def test_idle_is_where_no_kernel_runs() -> None:
     runs = [Run("b", 5.0, 8.0), Run("a", 0.0, 6.0), Run("inside", 1.0, 2.0), Run("later", 10.0, 11.0)]
-    assert busy(runs) == 9.0
+    assert idle(runs) == {"b > later": [2.0]}
+    runs += [Run("long", 20.0, 30.0), Run("within(int)", 21.0, 22.0), Run("later", 33.0, 34.0)]
+    assert idle(runs) == {"b > later": [2.0], "later > long": [9.0], "long > later": [3.0]}
 
 
 def test_sums() -> None:
@@ -66,6 +68,7 @@ def test_sums() -> None:
     found = summary(runs, steps=2)
     assert found["families"] == pytest.approx({"products": 0.1, "overcoat": 0.02})
     assert found["kernels"][GEMM] == pytest.approx({"ms": 0.1, "calls": 2.0, "us": 50.0})
+    assert found["gaps"]["_norm_kernel > " + GEMM] == pytest.approx({"ms": 0.015, "calls": 0.5, "us": 30.0})
     assert (found["busy_ms"], found["idle_ms"]) == pytest.approx((0.12, 0.015))
 
 
