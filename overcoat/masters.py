@@ -35,7 +35,6 @@ REMAINDER_DTYPE = {"bf16+8": torch.int8, "bf16+16": torch.int16, "bf16": None, "
 RANDOM_BITS = {"bf16+8": 8, "bf16+16": 0, "bf16": 16, "fp32": 0}
 
 GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: consecutive multiples are spread evenly
-_LANE = 0x2C1B3C6D
 _NAN = 0x7FC00000
 
 
@@ -121,21 +120,30 @@ def parameter_key(seed: int, index: int) -> int:
     return _wrap((x ^ (x >> 31)) >> 32)
 
 
-def random_bits(key: int, step: Tensor, group: Tensor, group_size: int, bits: int) -> Tensor:
-    """Uniform random integers below 2^bits, one per element.
+def group_bits(key: int, step: Tensor, group: Tensor) -> Tensor:
+    """32 random bits for each group, int32.
 
     Args:
         key: `parameter_key`.
         step: 0-d, the step that is being taken.
         group: int32, any shape: numbers of groups in the unsharded parameter.
+    """
+    return mix(mix(key + step.to(torch.int32) * _wrap(GOLDEN)) ^ group)
+
+
+def random_bits(group: Tensor, group_size: int, bits: int) -> Tensor:
+    """Uniform random integers below 2^bits, one per element, for three instructions each.
+
+    The top bits of x (x + 1), where x = a + i GOLDEN for place i in the group: a polynomial in i whose linear
+    coefficient is random too.
+
+    Args:
+        group: a, `group_bits`.
         group_size: G.
         bits: 8 or 16.
 
     Returns:
         int32, (*group.shape, G).
     """
-    group_key = mix(mix(key + step.to(torch.int32) * _wrap(GOLDEN)) ^ group)
-    lane = torch.arange(group_size, dtype=torch.int32, device=group.device) * _wrap(GOLDEN)
-    x = group_key.unsqueeze(-1) + lane
-    x = (x ^ _shift_right(x, 15)) * _wrap(_LANE)
-    return _shift_right(x, 32 - bits)
+    x = group.unsqueeze(-1) + torch.arange(group_size, dtype=torch.int32, device=group.device) * _wrap(GOLDEN)
+    return _shift_right(x * x + x, 32 - bits)

@@ -2,7 +2,10 @@
 code.
 
 Every code works on values normalized by the maximum M of their group, y = x / M. M is rounded for storage
-first, and the *stored* M encodes, so encoder and decoder agree.
+first, and the *stored* M encodes, so encoder and decoder agree; but for the float codes of m, where it is the exact M,
+so that the maximum's code is 1 and what it decodes to is right in the mean. In a step M is rounded stochastically, by the random
+numbers of `overcoat.masters`: rounded to nearest, an average whose step is below half a unit stops moving. A constant
+gradient's m in BF16 stops up to 2^-8 / (1 - beta1) = 4% short of it, its v in 24 bits 1.5% with beta2 = 0.999.
 
     e4m3 e5m2   c = cast(F_max y)                       y' = c / F_max                    (COAT, Table 1)
     de8         c = nearest value of the 8-bit tree     y' = table[c]                     (COAT, Table 8)
@@ -26,9 +29,8 @@ exactly logarithmic grid the mean square error of v is 18% higher, a fifth of th
 instructions; CPU and GPU agree bit for bit. Denormal v count as zero.
 
 **Metadata.** m: M in BF16, and k16 in uint8 if the code is expanded. v: one int32 per group, M's top 24 bits
-above the shape byte. v needs the 24 bits: with BF16 (steps of 2^-8) and beta2 = 0.999, a maximum that decays
-by 2^-10 per step would be rounded back to itself for ever, and its group with it. m decays by 10% a step, so
-BF16 is enough. Bytes per parameter, both moments, groups of 128: "8bit" 2 + 6/128 = 2.047; "fp8" 2 + 7/128 =
+above the shape byte. v needs the 24 bits: its steps, 2^-10 of a maximum with beta2 = 0.999, would drown in the
+noise of a BF16's, 2^-8. m moves by 10% a step, so BF16 is enough. Bytes per parameter, both moments, groups of 128: "8bit" 2 + 6/128 = 2.047; "fp8" 2 + 7/128 =
 2.055.
 
 Legend: R rows, n groups of a row, G group size; groups are (R, n, G) FP32, padded with zeros.
@@ -53,14 +55,16 @@ from overcoat.expansion import (
     smallest_positive,
 )
 from overcoat.formats import FLOAT8, cast_float8
-from overcoat.hardware import reciprocal, sqrt
+from overcoat.hardware import fma, reciprocal, sqrt
 
-BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
+# The largest BF16 as FP32 bits.
+BFLOAT16_MAX = 0x7F7F0000
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 # The largest finite FP32 with its 8 low bits clear, as bits: v's stored maximum never rounds up to inf.
 PACKED_MAX = 0x7F7FFF00
 LOG8_STEPS = 254
 LOG8_FLOOR = 1 << 18  # as bits: a group with M < 2^-131 is stored as zero
+ROUND = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which then is in the low bits
 
 
 @dataclass(frozen=True)
@@ -139,20 +143,26 @@ class Encoded(NamedTuple):
 # ---- the first moment ----------------------------------------------------------------------------------
 
 
-def encode_first(groups: Tensor, code: MomentCode) -> Encoded:
-    """Encode m: codes (R, n, G), amax (R, n) BF16, shape (R, n) uint8 or None."""
+def encode_first(groups: Tensor, code: MomentCode, random: Optional[Tensor] = None) -> Encoded:
+    """Encode m: codes (R, n, G), amax (R, n) BF16, shape (R, n) uint8 or None.
+
+    random: `masters.group_bits`, int32 (R, n), to round the maximum stochastically; None rounds it to nearest.
+    """
     if not code.grouped:
         return Encoded(groups.to(code.dtype))
-    amax = groups.abs().amax(-1, keepdim=True).clamp(max=BFLOAT16_MAX).bfloat16()
-    stored = amax.float()
+    bits = groups.abs().amax(-1, keepdim=True).view(torch.int32).clamp(max=BFLOAT16_MAX)
+    exact = bits.view(torch.float32)
+    bits = bits + (0x8000 if random is None else random.unsqueeze(-1) & 0xFFFF)
+    stored = (bits & ~0xFFFF).view(torch.float32)
+    amax = stored.bfloat16()
     if code.base == "sqrt8":
         return Encoded(_encode_sqrt8(groups, stored), amax.squeeze(-1))
     shape = None
     if code.expanded:
-        shape = exponent_of_range(stored, smallest_positive(groups), range_log2(code.base, signed=True))
-        y = expand(groups, stored, shape)
+        shape = exponent_of_range(exact, smallest_positive(groups), range_log2(code.base, signed=True))
+        y = expand(groups, exact, shape)
     else:
-        y = normalize(groups, stored)
+        y = normalize(groups, exact)
     codes = _encode_unit(y, code.base, signed=True)
     return Encoded(codes, amax.squeeze(-1), None if shape is None else shape.squeeze(-1))
 
@@ -172,11 +182,14 @@ def decode_first(moment: Encoded, code: MomentCode) -> Tensor:
 # ---- the second moment ---------------------------------------------------------------------------------
 
 
-def encode_second(groups: Tensor, code: MomentCode) -> Encoded:
-    """Encode v >= 0: codes (R, n, G), amax (R, n) int32 = top 24 bits of FP32 M | shape byte. v > 0 is never 0."""
+def encode_second(groups: Tensor, code: MomentCode, random: Optional[Tensor] = None) -> Encoded:
+    """Encode v >= 0: codes (R, n, G), amax (R, n) int32 = top 24 bits of FP32 M | shape byte. v > 0 is never 0.
+
+    random: as for `encode_first`; other bits of the same numbers are used.
+    """
     if not code.grouped:
         return Encoded(_never_zero(groups.to(code.dtype), groups))
-    bits = packed_maximum(groups.amax(-1, keepdim=True))
+    bits = packed_maximum(groups.amax(-1, keepdim=True), None if random is None else random.unsqueeze(-1) >> 16)
     smallest = smallest_positive(groups)
     if code.base == "log8":
         bits = torch.where(bits < LOG8_FLOOR, 0, bits)
@@ -212,17 +225,20 @@ def decode_second(moment: Encoded, code: MomentCode) -> Tensor:
     return z * bits.view(torch.float32)
 
 
-def packed_maximum(amax: Tensor) -> Tensor:
-    """Bits (int32) of M >= 0 rounded to its top 24; a positive M stays positive and a finite range stays finite."""
+def packed_maximum(amax: Tensor, random: Optional[Tensor] = None) -> Tensor:
+    """Bits (int32) of M >= 0 rounded to its top 24; a positive M stays positive and a finite range stays finite.
+
+    random: int32, whose low 8 bits decide; None rounds to nearest.
+    """
     bits = amax.view(torch.int32)
-    rounded = torch.where(bits > 0, (bits.clamp(max=PACKED_MAX) + 0x80).clamp(min=0x100), 0)
-    return rounded.clamp(max=PACKED_MAX) & ~0xFF
+    added = bits.clamp(max=PACKED_MAX) + (0x80 if random is None else random & 0xFF)
+    return torch.where(bits > 0, added.clamp(min=0x100), 0).clamp(max=PACKED_MAX) & ~0xFF
 
 
 def _log8_step(bits: Tensor, shape: Tensor) -> Tensor:
     """S, int32, from its byte: a small float, (16 + low nibble) 2^(5 + high nibble).
 
-    It is at least 544 = 17 2^5, so that M's rounding, 128, is less than half a step, and at most bits / 255, so that
+    It is at least 544 = 17 2^5, so that M's rounding, 255, is less than half a step, and at most bits / 255, so that
     zero lies 255 steps below M.
     """
     return torch.minimum((16 + (shape & 15)) << ((shape >> 4) + 5), bits // 255)
@@ -236,9 +252,9 @@ def _encode_log8(groups: Tensor, bits: Tensor, smallest: Tensor) -> tuple[Tensor
     shape = (((needed.view(torch.int32) + 0x7FFFF) >> 19) - (136 << 4)).clamp(min=1)
     step = torch.where(bits > 0, _log8_step(bits, shape), 1)
     origin = torch.where(bits > 0, bits, 1 << 30)  # of an all-zero group: far away, so that its codes are 0 too
-    distance = (origin - groups.view(torch.int32)).float() * reciprocal(step.float())
-    codes = 255.0 - torch.round(distance.clamp(max=255.0))
-    return codes.to(torch.uint8), shape
+    distance = (origin - groups.view(torch.int32)).float()
+    codes = fma(distance, -reciprocal(step.float()), distance.new_full((), ROUND + 255.0)).clamp(min=ROUND)
+    return _low_byte(codes).view(torch.uint8), shape
 
 
 def _decode_log8(codes: Tensor, bits: Tensor, shape: Tensor) -> Tensor:
@@ -249,9 +265,15 @@ def _decode_log8(codes: Tensor, bits: Tensor, shape: Tensor) -> Tensor:
 
 def _encode_sqrt8(x: Tensor, amax: Tensor) -> Tensor:
     # Roots of small numbers are not small, so nothing overflows here; only a denormal maximum counts as zero, and its
-    # group with it. For any other, M's rounding moves |x| / M up by less than 2^-8, and the root rounds to 127 still.
-    root = sqrt(x.abs()) * torch.where(amax >= FLOAT32_TINY, reciprocal(sqrt(amax)) * 127.0, 0.0)
-    return torch.copysign(torch.round(root), x).to(torch.int8)
+    # group with it. For any other, M's rounding moves |x| / M up by less than 2^-7, and the root, 127.4951 at most,
+    # rounds to 127 still.
+    factor = torch.where(amax >= FLOAT32_TINY, reciprocal(sqrt(amax)) * 127.0, 0.0)
+    return _low_byte(fma(torch.copysign(sqrt(x.abs()), x), factor, factor.new_full((), ROUND)))
+
+
+def _low_byte(rounded: Tensor) -> Tensor:
+    """The integer that adding ROUND has left in the low bits, int8."""
+    return rounded.view(torch.int8)[..., ::4].contiguous()
 
 
 def _decode_sqrt8(codes: Tensor, amax: Tensor) -> Tensor:

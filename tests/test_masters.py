@@ -7,14 +7,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overcoat.masters import decode_master, encode_master, mix, parameter_key, random_bits, resolve_master
+from overcoat.masters import (
+    decode_master,
+    encode_master,
+    group_bits,
+    mix,
+    parameter_key,
+    random_bits,
+    resolve_master,
+)
 
 STEP = torch.tensor(1.0)
 
 
 def bits(count: int, places: int, seed: int = 0, step: float = 1.0) -> torch.Tensor:
     groups = torch.arange(-(-count // 128), dtype=torch.int32)
-    return random_bits(parameter_key(seed, 0), torch.tensor(step), groups, 128, places).view(-1)[:count]
+    of_group = group_bits(parameter_key(seed, 0), torch.tensor(step), groups)
+    return random_bits(of_group, 128, places).view(-1)[:count]
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
@@ -87,15 +96,16 @@ def test_random_bits_are_uniform_and_independent(places):
     key = parameter_key(3, 7)
     groups = torch.arange(64, dtype=torch.int32)
     draws = torch.stack(
-        [random_bits(key, torch.tensor(float(step)), groups, 128, places) for step in range(1, 65)]
+        [random_bits(group_bits(key, torch.tensor(float(step)), groups), 128, places) for step in range(1, 65)]
     ).double()
     u = (draws + 0.5) / 2**places - 0.5  # (64 steps, 64 groups, 128 lanes), mean 0, variance 1/12
     count = u.numel()
     assert abs(u.mean()) < 5 * math.sqrt(1 / 12 / count)
     assert abs(u.square().mean() - 1 / 12) < 5 * math.sqrt(1 / 180 / count) + 2.0 ** (-2 * places)
     for dim in range(3):
+        assert abs(12 * u.shape[dim] * u.mean(dim).square().mean() - 1) < 0.1
         assert u.mean(dim).abs().max() < 6 * math.sqrt(1 / 12 / u.shape[dim])
-        for lag in (1, 2, 3, 8):
+        for lag in (1, 2, 3, 8, 32, 55):
             product = (u.narrow(dim, lag, u.shape[dim] - lag) * u.narrow(dim, 0, u.shape[dim] - lag)).mean()
             assert abs(product) < 5 / 12 / math.sqrt(count)
 
@@ -105,7 +115,8 @@ def test_random_bits_depend_on_seed_parameter_step_and_place_only():
     assert torch.equal(base, bits(1024, 8))
     assert not torch.equal(base, bits(1024, 8, seed=1))
     assert not torch.equal(base, bits(1024, 8, step=2.0))
-    second_half = random_bits(parameter_key(0, 0), STEP, torch.arange(4, 8, dtype=torch.int32), 128, 8)
+    groups = torch.arange(4, 8, dtype=torch.int32)
+    second_half = random_bits(group_bits(parameter_key(0, 0), STEP, groups), 128, 8)
     assert torch.equal(second_half.view(-1), base[512:])
     assert parameter_key(0, 1) != parameter_key(0, 0)
 

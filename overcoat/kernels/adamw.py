@@ -16,7 +16,8 @@ step count, without the host ever waiting for the answer. `grad_factor` unscales
 every gradient.
 
 The functions below are the specification. The Triton kernel (`gpu/adamw.py`) equals them bit for bit on a
-GPU: every operation is exactly rounded, products and sums are never contracted to an FMA.
+GPU: every operation is exactly rounded, and products and sums are contracted to an FMA where `fma` says so, nowhere
+else.
 
 Legend: R rows, C columns, G group size, n = ceil(C / G) groups of a row.
 """
@@ -31,8 +32,8 @@ from torch import Tensor
 
 from overcoat.catalogue import op
 from overcoat.formats import from_groups, to_groups
-from overcoat.hardware import reciprocal, sqrt
-from overcoat.masters import RANDOM_BITS, decode_master, encode_master, random_bits
+from overcoat.hardware import fma, reciprocal, sqrt
+from overcoat.masters import RANDOM_BITS, decode_master, encode_master, group_bits, random_bits
 from overcoat.moments import (
     MOMENT_CODES,
     Encoded,
@@ -77,9 +78,9 @@ def adamw_update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, hyper: Hyper) -> tu
 
     The correction of v's bias is moved out of the fraction: m / (sqrt(v)/s + eps) = m s / (sqrt(v) + eps s).
     """
-    m = m * hyper.beta1 + g * (1.0 - hyper.beta1)
-    v = v * hyper.beta2 + (g * (1.0 - hyper.beta2)) * g
-    w = w * hyper.keep - (m * reciprocal(sqrt(v) + hyper.eps)) * hyper.step_size
+    m = fma(m, m.new_full((), hyper.beta1), g * (1.0 - hyper.beta1))
+    v = fma(v, v.new_full((), hyper.beta2), (g * (1.0 - hyper.beta2)) * g)
+    w = fma(m * reciprocal(sqrt(v) + hyper.eps), -hyper.step_size, w * hyper.keep)
     return w, m, v
 
 
@@ -188,12 +189,11 @@ class Draw(NamedTuple):
     first_group: int
     bits: int
 
-    def of_rows(self, chunk: slice, groups: int, group_size: int) -> Tensor | None:
-        """Random numbers (r, n, G) of some rows; None if none are needed."""
-        if not self.bits:
-            return None
+    def of_rows(self, chunk: slice, groups: int, group_size: int) -> tuple[Tensor, Tensor | None]:
+        """Random numbers of some rows: of groups (r, n), and of elements (r, n, G) or None if none are needed."""
         numbers = torch.arange(chunk.start * groups, chunk.stop * groups, device=self.step.device) + self.first_group
-        return random_bits(self.key, self.step, numbers.to(torch.int32).view(-1, groups), group_size, self.bits)
+        group = group_bits(self.key, self.step, numbers.to(torch.int32).view(-1, groups))
+        return group, random_bits(group, group_size, self.bits) if self.bits else None
 
 
 def _step_parameter(
@@ -232,9 +232,9 @@ def _step_rows(
     codes: tuple[MomentCode, MomentCode],
     master: str,
     group_size: int,
-    random: Tensor | None,
+    random: tuple[Tensor, Tensor | None],
 ) -> None:
-    """Step some rows of one parameter in place: all tensors are (r, C) or (r, n) views; random is (r, n, G)."""
+    """Step some rows of one parameter in place: all tensors are (r, C) or (r, n) views; random: `Draw.of_rows`."""
     m_code, v_code = codes
     first = Encoded(_groups(state["exp_avg"], group_size), state.get("amax"), state.get("exponent"))
     second = Encoded(_groups(state["exp_avg_sq"], group_size), state.get("scale"))
@@ -243,8 +243,9 @@ def _step_rows(
     g = to_groups(grad.float(), group_size) * grad_factor
     w, m, v = adamw_update(w, g, decode_first(first, m_code), decode_second(second, v_code), hyper)
 
-    new_param, new_remainder = encode_master(w, master, random)
-    first, second = encode_first(m, m_code), encode_second(v, v_code)
+    of_group, of_element = random
+    new_param, new_remainder = encode_master(w, master, of_element)
+    first, second = encode_first(m, m_code, of_group), encode_second(v, v_code, of_group)
     shape = param.shape
     param.copy_(from_groups(new_param, shape))
     state["exp_avg"].copy_(from_groups(first.codes, shape))

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 
 from overcoat.kernels.gpu import adamw_codes as codes
-from overcoat.kernels.gpu.common import max_magnitude
-from overcoat.kernels.gpu.hardware import reciprocal, sqrt
+from overcoat.kernels.gpu.hardware import fma, reciprocal, sqrt
 from overcoat.kernels.gpu.launch import kernel
 
 FIELDS = (
@@ -56,14 +55,16 @@ def _place(group, lane, groups, columns, per_row, G: tl.constexpr, FLAT: tl.cons
 
 
 @triton.jit
-def _raise_amax(row, param, mask, valid, FLAT: tl.constexpr):
-    """Raise the parameter's maximum, if it has an address for it, to the magnitudes of a tile, FP32 (GROUPS, G).
+def _raise_amax(row, bits, mask, valid, FLAT: tl.constexpr, MASTER: tl.constexpr):
+    """Raise the parameter's maximum, if it has an address for it, to the magnitudes of a tile, as FP32 bits (GROUPS, G).
 
-    As integers, the bits of magnitudes order like the values, NaN on top.
+    As integers, the bits of magnitudes order like the values, NaN on top; cut to BF16 they still do.
     """
     if not FLAT:
-        param = tl.where(mask, param, 0.0)
-    top = tl.where(valid, max_magnitude(param, 1), 0.0).to(tl.int32, bitcast=True)
+        bits = tl.where(mask, bits, 0)
+    top = tl.where(valid, tl.max(bits & 0x7FFFFFFF, 1), 0)
+    if MASTER != "fp32":
+        top = top & -65536
     address = tl.load(row + 13)
     tl.atomic_max(address.to(tl.pointer_type(tl.int32)), tl.max(top, 0), address != 0, sem="relaxed")
 
@@ -114,22 +115,23 @@ def adamw_kernel(
     m = codes.decode_first(first, amax, k16, de8_first, M_CODE, M_EXPANDED)
     v = codes.decode_second(second, packed, de8_second, V_CODE, V_EXPANDED)
     w = codes.decode_master(param, remainder, MASTER)
-    m = m * beta1 + g * complement1
-    v = v * beta2 + (g * complement2) * g
-    w = w * keep - (m * reciprocal(sqrt(v) + eps)) * step_size
+    m = fma(m, beta1, g * complement1)
+    v = fma(v, beta2, (g * complement2) * g)
+    w = fma(m * reciprocal(sqrt(v) + eps), -step_size, w * keep)
 
+    number = (tl.load(row + 10) + group).to(tl.int32)
+    of_group = codes.group_bits(tl.load(row + 11).to(tl.int32), tl.load(steps + tensor), number)
     random = remainder
     if RANDOM > 0:
-        number = (tl.load(row + 10) + group).to(tl.int32)
-        random = codes.random_bits(tl.load(row + 11).to(tl.int32), tl.load(steps + tensor), number, lane, RANDOM)
-    param, remainder = codes.encode_master(w, random, MASTER)
+        random = codes.random_bits(of_group, lane, RANDOM)
+    param, remainder, bits = codes.encode_master(w, random, MASTER)
     tl.store(_elements(param_base, offset, ALIGN), param, mask)
     if REMAINDER is not None:
         tl.store(_elements(_pointer(row, 3, REMAINDER), offset, ALIGN), remainder, mask)
     if WEIGHT_AMAX:
-        _raise_amax(row, param.to(tl.float32), mask, valid, FLAT)
-    first, amax, k16 = codes.encode_first(m, de8_first, M_CODE, M_EXPANDED, M_RANGE, FIRST)
-    second, packed = codes.encode_second(v, de8_second, V_CODE, V_EXPANDED, V_RANGE, SECOND)
+        _raise_amax(row, bits, mask, valid, FLAT, MASTER)
+    first, amax, k16 = codes.encode_first(m, of_group, de8_first, M_CODE, M_EXPANDED, M_RANGE, FIRST)
+    second, packed = codes.encode_second(v, of_group, de8_second, V_CODE, V_EXPANDED, V_RANGE, SECOND)
     tl.store(_elements(first_base, offset, ALIGN), first, mask)
     tl.store(_elements(second_base, offset, ALIGN), second, mask)
     tl.store(amax_base + group, amax, valid & M_GROUPED)

@@ -1,6 +1,7 @@
 """Device functions of the optimizer kernel: `overcoat.moments` and `overcoat.masters` in Triton, bit for bit.
 
-Each function names its plain twin; the formulas are explained there. Compiled without FMA contraction. A tile is
+Each function names its plain twin; the formulas are explained there. Compiled without contraction, so that an FMA is
+where `fma` says so and nowhere else. A tile is
 (GROUPS, G) FP32, a group's statistics (GROUPS,).
 """
 
@@ -9,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from overcoat.kernels.gpu.hardware import exp2, log2, reciprocal, sqrt, to_bfloat16, to_float8
+from overcoat.kernels.gpu.hardware import exp2, fma, log2, reciprocal, sqrt, to_bfloat16, to_float8
 
-_ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, in the low bits
+_ROUND: tl.constexpr = tl.constexpr(12582912.0)  # `moments.ROUND`
 _GOLDEN: tl.constexpr = tl.constexpr(-1640531527)  # 0x9E3779B9
 
 
@@ -122,17 +123,10 @@ def decode_second(codes, packed, table, CODE: tl.constexpr, EXPANDED: tl.constex
 
 
 @triton.jit
-def round_to_byte(x):
-    """rint(x) in the low 8 bits, for |x| <= 255."""
-    return (x + _ROUND).to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def encode_sqrt8(x, amax):
     """`moments._encode_sqrt8`, int8."""
     factor = tl.where(amax >= 1.1754943508222875e-38, reciprocal(sqrt(amax)) * 127.0, 0.0)
-    root = sqrt(tl.abs(x)) * factor[:, None]
-    return round_to_byte(copysign(root, x)).to(tl.int8)
+    return fma(copysign(sqrt(tl.abs(x)), x), factor[:, None], _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -154,9 +148,13 @@ def store_wide(x, TYPE: tl.constexpr, POSITIVE: tl.constexpr):
 
 
 @triton.jit
-def encode_first(x, de8, CODE: tl.constexpr, EXPANDED: tl.constexpr, RANGE_16: tl.constexpr, TYPE: tl.constexpr):
-    """`moments.encode_first`: (codes, amax BF16, k16 int32) of a tile."""
-    amax = to_bfloat16(tl.minimum(tl.max(tl.abs(x), 1), 3.3895313892515355e38))
+def encode_first(
+    x, random, de8, CODE: tl.constexpr, EXPANDED: tl.constexpr, RANGE_16: tl.constexpr, TYPE: tl.constexpr
+):
+    """`moments.encode_first`: (codes, amax BF16, k16 int32) of a tile; random int32 per group."""
+    bits = tl.minimum(tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True), 0x7F7F0000)
+    exact = bits.to(tl.float32, bitcast=True)
+    amax = upper_half(bits + (random & 0xFFFF))
     stored = amax.to(tl.float32)
     k16 = tl.full(stored.shape, 16, tl.int32)
     if CODE == "bf16" or CODE == "fp32":
@@ -165,10 +163,10 @@ def encode_first(x, de8, CODE: tl.constexpr, EXPANDED: tl.constexpr, RANGE_16: t
         return encode_sqrt8(x, stored), amax, k16
     else:
         if EXPANDED:
-            k16 = exponent_of_range(stored, smallest_positive(tl.abs(x)), RANGE_16)
-            y = expand(x, stored, k16)
+            k16 = exponent_of_range(exact, smallest_positive(tl.abs(x)), RANGE_16)
+            y = expand(x, exact, k16)
         else:
-            y = normalize(x, stored)
+            y = normalize(x, exact)
         if CODE == "de8":
             return encode_de8(y, de8).to(tl.uint8), amax, k16
         elif CODE == "e4m3":
@@ -178,10 +176,10 @@ def encode_first(x, de8, CODE: tl.constexpr, EXPANDED: tl.constexpr, RANGE_16: t
 
 
 @triton.jit
-def packed_maximum(amax):
-    """`moments.packed_maximum`."""
+def packed_maximum(amax, random):
+    """`moments.packed_maximum`; random int32."""
     bits = amax.to(tl.int32, bitcast=True)
-    rounded = tl.maximum(tl.minimum(bits, 0x7F7FFF00) + 128, 256)
+    rounded = tl.maximum(tl.minimum(bits, 0x7F7FFF00) + (random & 255), 256)
     return tl.where(bits > 0, tl.minimum(rounded, 0x7F7FFF00), 0) & -256
 
 
@@ -196,15 +194,17 @@ def encode_log8(x, bits):
     shape = tl.maximum(((needed.to(tl.int32, bitcast=True) + 0x7FFFF) >> 19) - 2176, 1)
     inverse = reciprocal(tl.where(bits > 0, log8_step(bits, shape), 1).to(tl.float32))
     origin = tl.where(bits > 0, bits, 1073741824)
-    distance = (origin[:, None] - x_bits).to(tl.float32) * inverse[:, None]
-    level = 255 - round_to_byte(tl.minimum(distance, 255.0))
-    return level.to(tl.uint8), shape
+    distance = (origin[:, None] - x_bits).to(tl.float32)
+    level = tl.maximum(fma(distance, -inverse[:, None], _ROUND + 255.0), _ROUND)
+    return level.to(tl.int32, bitcast=True).to(tl.uint8), shape
 
 
 @triton.jit
-def encode_second(x, de8, CODE: tl.constexpr, EXPANDED: tl.constexpr, RANGE_16: tl.constexpr, TYPE: tl.constexpr):
-    """`moments.encode_second`: (codes, packed int32) of a tile; v > 0 never becomes 0."""
-    bits = packed_maximum(tl.max(x, 1))
+def encode_second(
+    x, random, de8, CODE: tl.constexpr, EXPANDED: tl.constexpr, RANGE_16: tl.constexpr, TYPE: tl.constexpr
+):
+    """`moments.encode_second`: (codes, packed int32) of a tile; v > 0 never becomes 0. random int32 per group."""
+    bits = packed_maximum(tl.max(x, 1), random >> 16)
     if CODE == "bf16" or CODE == "fp32":
         return store_wide(x, TYPE, True), bits
     elif CODE == "log8":
@@ -246,13 +246,17 @@ def mix(x):
 
 
 @triton.jit
-def random_bits(key, step, group, lane, BITS: tl.constexpr):
-    """`masters.random_bits`: int32 below 2^BITS, (GROUPS, G)."""
+def group_bits(key, step, group):
+    """`masters.group_bits`, int32 per group."""
     start = (key + step.to(tl.int32) * _GOLDEN).to(tl.uint32, bitcast=True)
-    group_key = mix(mix(start) ^ group.to(tl.uint32, bitcast=True))
-    x = group_key[:, None] + (lane * _GOLDEN).to(tl.uint32, bitcast=True)[None, :]
-    x = (x ^ (x >> 15)) * 0x2C1B3C6D
-    return (x >> (32 - BITS)).to(tl.int32, bitcast=True)
+    return mix(mix(start) ^ group.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def random_bits(group, lane, BITS: tl.constexpr):
+    """`masters.random_bits`: int32 below 2^BITS, (GROUPS, G); group: `group_bits`."""
+    x = (group[:, None] + (lane * _GOLDEN)[None, :]).to(tl.uint32, bitcast=True)
+    return ((x * x + x) >> (32 - BITS)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -269,17 +273,23 @@ def decode_master(param, remainder, MASTER: tl.constexpr):
 
 @triton.jit
 def encode_master(value, random, MASTER: tl.constexpr):
-    """`masters.encode_master`: (parameter, remainder); the remainder is meaningless for "fp32" and "bf16"."""
+    """`masters.encode_master`: (parameter, remainder, FP32 bits whose upper half is the parameter, of "fp32" all).
+
+    The remainder is meaningless for "fp32" and "bf16".
+    """
     bits = tl.minimum(value.to(tl.int32, bitcast=True), 0x7FC00000)
     if MASTER == "fp32":
-        return value, bits
+        return value, bits, bits
     elif MASTER == "bf16":
-        return upper_half(bits + random), bits
+        rounded = bits + random
+        return upper_half(rounded), bits, rounded
     elif MASTER == "bf16+16":
-        return upper_half(bits + 0x8000), bits.to(tl.int16)
+        rounded = bits + 0x8000
+        return upper_half(rounded), bits.to(tl.int16), rounded
     else:
         bits = bits + random
-        return upper_half(bits + 0x8000), (bits >> 8).to(tl.int8)
+        rounded = bits + 0x8000
+        return upper_half(rounded), (bits >> 8).to(tl.int8), rounded
 
 
 @triton.jit

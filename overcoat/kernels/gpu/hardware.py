@@ -47,6 +47,15 @@ def reciprocal(x):
 
 
 @triton.jit
+def fma(x, y, z):
+    """fma.rn.f32; y and z may be scalars."""
+    if _INTERPRETED:
+        y = tl.zeros(x.shape, tl.float32) + y  # the interpreter leaves a scalar argument as Python has it
+        return (x.to(tl.float64) * y + z).to(tl.float32)
+    return tl.fma(x, y, z)
+
+
+@triton.jit
 def to_bfloat16(x):
     """FP32 rounded to the nearest even BF16; the interpreter's own cast truncates."""
     if _INTERPRETED:
@@ -76,6 +85,24 @@ def _elementwise_kernel(x, y, count, FUNCTION: tl.constexpr, BLOCK: tl.constexpr
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + offset, offset < count, 1.0)
     tl.store(y + offset, FUNCTION(value), offset < count)
+
+
+@triton.jit
+def _fma_kernel(x, y, z, result, count, BLOCK: tl.constexpr):
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offset < count
+    value = fma(tl.load(x + offset, mask), tl.load(y + offset, mask), tl.load(z + offset, mask))
+    tl.store(result + offset, value, mask)
+
+
+@hardware.fma.cuda
+def _(x, y, z):
+    x, y, z = (each.contiguous() for each in torch.broadcast_tensors(x, y, z))
+    result = torch.empty_like(x)
+    if x.numel():
+        with on_device(x):
+            _fma_kernel[(cdiv(x.numel(), 1024),)](x, y, z, result, x.numel(), 1024)
+    return result
 
 
 def _launcher(function):

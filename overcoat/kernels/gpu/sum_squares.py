@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import List, NamedTuple, Optional
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -21,21 +22,32 @@ from overcoat.kernels.adamw import gradients_sum_squares
 from overcoat.kernels.gpu.launch import kernel, on_device
 from overcoat.kernels.gpu.multi_tensor import TRITON_TYPE, aligned, contiguous, tile_table, upload
 
-# Elements that a program reads at once, how often, its warps, and the depth of its pipeline.
+# Elements that a program reads at once, how often, how many of those before it waits, and its warps.
 TILE = 4096
 SPAN = 16
+UNROLL = 4
 WARPS = 8
-STAGES = 1
 # Neighbours whose sums are added in FP32: a thread has them, and turning numbers into FP64 is slow.
 LANE = 8
 # Partial sums that a program of the second launch reads at once.
 BLOCK = 1024
 
 
+@triton.jit
+def _squares(base, offset, mask, WHOLE: tl.constexpr):
+    """x^2 of a tile, FP32. WHOLE: no mask, which costs vector loads where a size is not known to divide by 8."""
+    pointers = tl.multiple_of(tl.max_contiguous(base + offset, offset.shape[0]), 16)
+    if WHOLE:
+        x = tl.load(pointers).to(tl.float32)
+    else:
+        x = tl.load(pointers, mask, 0.0).to(tl.float32)
+    return x * x
+
+
 @kernel
 def _sum_squares_kernel(
     tiles, addresses, sizes, partials,
-    TYPE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, LANE: tl.constexpr,
+    TYPE: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """tiles int64 (programs,): tensor | number << 32; addresses, sizes int64 (T,); partials FP64 (programs,)."""
     # From the last tensor to the first, with which the step begins: what was read last is in the L2 cache still.
@@ -45,10 +57,14 @@ def _sum_squares_kernel(
     base = tl.load(addresses + tensor).to(tl.pointer_type(TYPE))
     size = tl.load(sizes + tensor)
     total = tl.zeros((TILE,), tl.float32)
-    for span in tl.range(SPAN, num_stages=STAGES):
-        offset = ((entry >> 32) * SPAN + span) * TILE + tl.arange(0, TILE)
-        x = tl.load(tl.multiple_of(tl.max_contiguous(base + offset, TILE), 16), offset < size, 0.0).to(tl.float32)
-        total += x * x
+    start, lane = (entry >> 32) * SPAN * TILE, tl.arange(0, TILE)
+    if start + SPAN * TILE <= size:
+        for span in tl.range(SPAN, loop_unroll_factor=UNROLL):
+            total += _squares(base, start + span * TILE + lane, True, True)
+    else:
+        for span in tl.range(tl.cdiv(size - start, TILE).to(tl.int32)):
+            offset = start + span * TILE + lane
+            total += _squares(base, offset, offset < size, False)
     few = tl.sum(tl.reshape(total, (TILE // LANE, LANE)), 1)
     tl.store(partials + program, tl.sum(few.to(tl.float64)))
 
@@ -143,7 +159,7 @@ class Gradients:
         if self.programs:
             _sum_squares_kernel[(self.programs,)](
                 self.tiles, self.addresses, self.sizes, self.partials,
-                TRITON_TYPE[self.dtype], TILE, SPAN, STAGES, LANE, num_warps=WARPS,
+                TRITON_TYPE[self.dtype], TILE, SPAN, UNROLL, LANE, num_warps=WARPS,
             )  # fmt: skip
         return self.partials
 
