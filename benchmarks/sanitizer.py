@@ -1,15 +1,17 @@
 """compute-sanitizer over the GPU tests: accesses out of bounds (memcheck), hazards in shared memory (racecheck).
 
-    python -m benchmarks.sanitizer                               every file with both tools, all at once: 4 to 9 minutes
+    python -m benchmarks.sanitizer                               every file with both tools, all at once
     python -m benchmarks.sanitizer --tools memcheck --files tests/optim/test_edges.py
     python -m benchmarks.sanitizer --tools racecheck --every 4 --deadline 400   a quarter of the tests, in time
     python -m benchmarks.sanitizer --tools racecheck --keyword "not shape3 and not shape4"   by name, as pytest -k
 
-memcheck runs without PyTorch's caching allocator: each tensor is an allocation of its own, so that an access beyond its
-end is one outside of any. What needs the cache is left out there (graphs, peaks of memory), and everywhere the tests
-of tensors beyond 2^31 elements, which are too slow. racecheck looks at the kernels alone, and not into cuBLAS' own
-("nvjet"), where it reports hazards that are not ours to mend. One row of results/sanitizer.jsonl for each tool: by file
-and process, the errors that the tool counted and pytest's last line.
+memcheck runs everything that launches kernels, from single ops over whole blocks and models to the optimizer, but no
+trainings and no measurements. The kernels' own tests and the optimizer's took 4 to 9 minutes; there are 1.9 times as
+many with the rest. It runs without PyTorch's caching allocator: each tensor is an allocation of its own, so that an
+access beyond its end is one outside of any. What needs the cache is left out there (graphs, peaks of memory), and
+everywhere what is too slow: tensors beyond 2^31 elements, errors averaged over seeds. racecheck looks at the kernels
+alone, and not into cuBLAS' own ("nvjet"), where it reports hazards that are not ours to mend. One row of
+results/sanitizer.jsonl for each tool: by file and process, the errors that the tool counted and pytest's last line.
 Kernels that have been compiled before, by the GPU tests themselves, are not compiled again.
 """
 
@@ -30,17 +32,18 @@ from benchmarks.common import RESULTS, append_row
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck")
-SLOW = ("2_to_31", "large")
+# Folders of tests whose kernels each tool looks at.
+FOLDERS = {"memcheck": (".", "kernels", "kernels/gpu", "ops", "models", "optim"), "racecheck": ("kernels/gpu",)}
+# Parts of the names of tests or of their files.
+SLOW = ("2_to_31", "large", "numerics")
 NEEDS_THE_CACHE = ("memory", "peak", "captur", "graph", "replay", "bytes", "taken_out", "let_go")
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 
 
 def test_files(tool: str) -> list[str]:
-    """The files to run: the kernels' tests, and for memcheck the optimizer's on top."""
-    found = sorted((ROOT / "tests" / "kernels" / "gpu").glob("test_*.py"))
-    if tool == "memcheck":
-        found += sorted((ROOT / "tests" / "optim").glob("test_*.py"))
+    """The files to run, from the folders of `tool`."""
+    found = [path for folder in FOLDERS[tool] for path in sorted((ROOT / "tests" / folder).glob("test_*.py"))]
     # pytest leaves files out that hold no such test, at the price of a process: not these.
     return [str(path.relative_to(ROOT)) for path in found if "interpreted" not in path.name]
 
@@ -88,7 +91,9 @@ def main() -> None:
     """Run all at once, print each as it ends, append the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
-    parser.add_argument("--files", nargs="+", help="test files; default: kernels, and the optimizer for memcheck")
+    parser.add_argument(
+        "--files", nargs="+", help="test files; default: all with kernels, for racecheck those of single kernels"
+    )
     parser.add_argument("--tests", type=int, default=60, help="most tests in one process; a file may take several")
     parser.add_argument("--timeout", type=float, default=500.0, help="seconds for each process")
     parser.add_argument(

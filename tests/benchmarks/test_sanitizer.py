@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import sys
 from pathlib import Path
@@ -90,9 +91,25 @@ def test_gpu_tests_are_found_and_slow_ones_left_out() -> None:
 
 
 def test_every_kernel_test_is_looked_at() -> None:
+    """memcheck: all files with tests for a GPU, but for those that train and measure."""
     files = sanitizer.test_files("memcheck")
-    assert {"tests/kernels/gpu/test_norm.py", "tests/optim/test_edges.py"} < set(files)
-    assert set(sanitizer.test_files("racecheck")) < set(files)
+    assert len(set(files)) == len(files)
+    tests = sanitizer.ROOT / "tests"
+    left_out = [tests / name for name in ("train", "bench", "benchmarks", "estimate")]
+    for path in tests.rglob("test_*.py"):
+        if re.search(r"mark\.gpu|def test_.*\bdevice\b", path.read_text()) and path.parent not in left_out:
+            assert str(path.relative_to(sanitizer.ROOT)) in files
+    assert {"tests/ops/test_block.py", "tests/models/test_llama.py", "tests/kernels/test_attention.py"} < set(files)
+    kernels = sanitizer.test_files("racecheck")
+    assert "tests/kernels/gpu/test_norm.py" in kernels
+    assert all(path.startswith("tests/kernels/gpu/") for path in kernels)
+
+
+@pytest.mark.parametrize(("path", "count"), [("tests/models/test_llama.py", 10), ("tests/models/test_numerics.py", 0)])
+def test_whole_blocks_are_looked_at_but_not_averages_over_seeds(path: str, count: int) -> None:
+    found = sanitizer.tests_of("memcheck", path, "")
+    assert len(found) >= count
+    assert bool(found) == bool(count)
 
 
 def test_tests_are_chosen_by_name() -> None:

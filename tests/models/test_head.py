@@ -18,9 +18,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import overcoat
 from overcoat import Recipe
+from overcoat.models.final_norm import FinalNorm, fused_final_norm
 from overcoat.models.head import SUPPORTED_MODELS, LossHead, why_head_replaced
 from tests.emulation import sqnr
 from tests.models.zoo import KINDS, VOCAB, make_batch, make_model
+from tests.waits import waiting_is_an_error
 
 # The head alone: the decoder layers compute what Hugging Face's do.
 ONLY_HEAD = Recipe(fp8=False)
@@ -414,3 +416,30 @@ def test_an_fp16_head_is_left_alone(model: nn.Module) -> None:
     report = overcoat.convert(model.half())
     assert not report.head.converted
     assert "FP16" in report.head.detail
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 50}], ids=["mean", "number"])
+@pytest.mark.parametrize("head", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["llama", "starcoder2"])
+def test_the_host_does_not_wait_for_the_loss(kind: str, head: Any, options: dict[str, Any]) -> None:
+    """Final norm, fused where it is RMSNorm, head and loss, forward and backward; rows of logits are padded."""
+    model = make_model(kind, layers=1, vocab_size=1001).cuda()
+    overcoat.convert(model, Recipe(head=head, z_loss=1e-4))
+    assert isinstance(model.model.norm, FinalNorm) == (kind == "llama")
+    labels = make_batch("left-padded")["labels"].cuda()
+    x = torch.randn(*labels.shape, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def step() -> torch.Tensor:
+        with fused_final_norm(model):
+            hidden = model.model.norm(x)
+        loss = model._loss(hidden, labels, options)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        step()
+    with waiting_is_an_error():
+        loss = step()
+    assert loss.isfinite()
+    assert x.grad.isfinite().all()

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from overcoat.ops.loss import linear_cross_entropy
 from tests.emulation import sqnr
 from tests.kernels.samples import normal
+from tests.waits import waiting_is_an_error
 
 HIDDEN = 256
 
@@ -207,11 +208,8 @@ def test_backward_twice_and_second_derivatives_are_errors(device):
 def test_the_host_waits_for_nothing():
     hidden, weight, labels = make(device="cuda")
     linear_cross_entropy(hidden, weight, labels).backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         linear_cross_entropy(hidden, weight, labels, chunk_tokens=64).div(3).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from overcoat import Recipe, memory
 from overcoat.ops import block, offload
 from overcoat.ops.offload import AHEAD, LEAST_BYTES, choose_blocks, transfers
 from tests.models.zoo import make_batch, make_model
+from tests.waits import waiting_is_an_error
 
 ALL = Recipe(offload_blocks="all")
 LAYERS = 6
@@ -446,16 +447,12 @@ def test_the_host_does_not_wait_for_copies():
     batch = {name: value.cuda() for name, value in make_batch("causal", 2, 1024).items()}
     for _ in range(2):
         model(**batch).loss.backward()
-    torch.cuda.synchronize()
     # The blocks alone: what transformers does around them is its own.
     layers, x = model.model.layers, model.model.embed_tokens(batch["input_ids"]).detach().requires_grad_()
     positions = torch.arange(1024, device="cuda")[None]
     embeddings = model.model.rotary_emb(x, positions)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         y = x
         for layer in layers:
             y = layer(y, position_embeddings=embeddings)
         y.backward(torch.ones_like(y))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

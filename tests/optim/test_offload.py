@@ -10,6 +10,7 @@ import torch
 from overcoat import AdamW, memory, release_gradients
 from overcoat.optim.pieces import states_of
 from tests.optim.harness import SHAPES, assert_same_bits, make_params, set_grads, snapshot, train
+from tests.waits import waiting_is_an_error
 
 # One row of the widest matrix takes up to 1600 bytes: many chunks, larger parameters cut.
 SMALL = 3 * 2048
@@ -235,16 +236,12 @@ def test_a_buffer_too_small_for_a_row_is_named():
 def test_the_host_never_waits():
     params, optimizer = make("cuda", shapes=[(256, 1024)] * 4, buffer=3 * 100_000)
     train(params, optimizer, 2)
-    torch.cuda.synchronize()
     gradients = [torch.randn_like(p) for p in params]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for _ in range(3):
             for p, g in zip(params, gradients):
                 p.grad = g + 0
             optimizer.step(clip_grad_norm=1.0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from overcoat import AdamW, release_gradients
+from tests.waits import waiting_is_an_error
 
 WIDTH = 24
 
@@ -465,14 +466,11 @@ def test_the_host_never_waits(batch_bytes):
     release_gradients(model, optimizer, batch_bytes=batch_bytes)
     train(model, optimizer, 3)
     tokens = torch.arange(40, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for _ in range(3):
             model(tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert optimizer.state[model.head.weight]["step"] == 6
 
 

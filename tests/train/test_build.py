@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,6 +83,24 @@ def test_random_weights_are_drawn_on_the_device(make_config: Callable[..., Confi
     assert models[0].model.rotary_emb.inv_freq.device.type == device.type
 
 
+# 64 M parameters, half of them in the embedding and the head.
+LARGE = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+
+
+def large_checkpoint(folder: Path) -> None:
+    """In FP32, in several files."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**LARGE)).save_pretrained(folder, max_shard_size="50MB")
+
+
 PEAK = """
 import sys, threading, time, torch
 from overcoat.train.build import load_model
@@ -109,16 +129,37 @@ print(peak[0] - before, sum(p.nbytes for p in model.parameters()))
 def test_loading_holds_nothing_twice(tmp_path: Path) -> None:
     """An FP32 checkpoint loaded in BF16: the host's own (not mapped) memory grows by the BF16 model alone."""
     checkpoint(tmp_path / "small")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8, vocab_size=32000
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "large", max_shard_size="50MB")
+    large_checkpoint(tmp_path / "large")
     command = [sys.executable, "-c", PEAK, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     grown, size = map(int, result.stdout.split())
     assert size > 120e6
     assert grown < size + 16e6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", ["checkpoint", "random"])
+def test_the_gpu_holds_nothing_twice(source: str, make_config: Callable[..., Config], tmp_path: Path) -> None:
+    """Weights read from an FP32 checkpoint, and random ones: BF16 parameters and at most one tensor on its way."""
+    device = torch.device("cuda")
+    if source == "checkpoint":
+        large_checkpoint(tmp_path)
+        make = functools.partial(load_model, str(tmp_path), device, SETTINGS)
+    else:
+        words = [f"model.config.{key}={str(value).lower()}" for key, value in LARGE.items()]
+        make = functools.partial(build_model, make_config(*words), None, device)
+    make()  # what libraries take at their first use
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model = make()
+    peak = torch.cuda.max_memory_allocated() - before
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("cuda", torch.bfloat16)}
+    assert sum(sizes) > 120e6
+    assert sum(sizes) <= peak < sum(sizes) + max(sizes) + 4e6
+    assert torch.cuda.memory_allocated() - before < sum(sizes) + 4e6
 
 
 def test_recipes_of_offloaded_blocks() -> None:

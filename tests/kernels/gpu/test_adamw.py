@@ -18,6 +18,7 @@ from tests.kernels.gpu.adamw_cases import (
     run,
     step_and_find,
 )
+from tests.waits import waiting_is_an_error
 
 pytestmark = pytest.mark.gpu
 
@@ -132,15 +133,12 @@ def test_step_never_synchronizes_nor_recompiles():
     from overcoat.kernels.gpu.adamw import adamw_kernel
 
     compiled = sum(len(cache[0]) for cache in adamw_kernel.device_caches.values())
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for step in range(5):
             optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
             for p in params:
                 p.grad = torch.randn_like(p)
             optimizer.step(clip_grad_norm=0.5 + step)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert sum(len(cache[0]) for cache in adamw_kernel.device_caches.values()) == compiled
 
 
