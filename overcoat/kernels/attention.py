@@ -247,8 +247,9 @@ def _cudnn_takes(device: torch.device, sequence: int, width: int) -> bool:
 def chosen(q: Tensor, mask: Optional[Tensor]) -> Optional[Kernel]:
     """The rule: the kernel for q (B, num_q, S, D) on a GPU; None where the reference serves.
 
-    The fused kernels take heads up to 256 wide, a multiple of 8. Masks and FP32 are for the memory-efficient one; the
-    faster ones take neither.
+    The fused kernels take heads up to 256 wide, a multiple of 8. FP32 and masks are for the memory-efficient one:
+    FlashAttention takes neither, and cuDNN's backward on Hopper gives NaN for some masked sequences (of 64 tokens more
+    than a multiple of 128, log-sum-exp below -88; PyTorch 2.11 to 2.13, pytorch issue 196678).
     """
     sequence, width = q.shape[2:]
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or width % 8 or width > 256:
