@@ -81,7 +81,9 @@ def _masked(x: Tensor, mask: Tensor | None, num_q: int, num_kv: int) -> int:
     if mask is None:
         return 0
     repeated = 2 * aligned(x.nbytes) if num_q != num_kv else 0
-    return 2 * aligned(mask.numel() * x.element_size()) + repeated
+    sequence = mask.shape[-1]
+    rows = mask.numel() // sequence * (sequence + -sequence % 16)
+    return aligned(rows * x.element_size()) + repeated
 
 
 class LibraryAttention(TorchFunctionMode):

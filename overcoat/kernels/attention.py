@@ -19,7 +19,7 @@ Legend: B batch, S sequence length, D head width, T = B * S. Column layout of a 
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import Callable, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -136,92 +136,170 @@ def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale):
 # ---- CUDA: the library's fused kernels --------------------------------------------------------------------------
 
 
-def _library_kernel_takes(qkv: Tensor, width: int) -> bool:
-    """The fused kernels take heads up to 256 wide, a multiple of 8; the reference serves the rest."""
-    return qkv.dtype in (torch.bfloat16, torch.float16, torch.float32) and width % 8 == 0 and width <= 256
+class Kernel(NamedTuple):
+    """One of the library's fused kernels, q (B, num_q, S, D), k and v (B, num_kv, S, D), mask as `attention` takes it.
+
+    forward   (q, k, v, mask, scale) -> o (B, num_q, S, D), lse FP32 (B, num_q, S or more)
+    backward  (do, q, k, v, o, lse, mask, scale) -> dq, dk, dv, with lse (B, num_q, S)
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Optional[Tensor], float], Tuple[Tensor, Tensor]]
+    backward: Callable[..., Tuple[Tensor, Tensor, Tensor]]
 
 
-def _memory_efficient(qkv: Tensor, mask: Optional[Tensor]) -> bool:
-    """Masks and FP32 are for the memory-efficient kernel; the faster ones take neither."""
-    return mask is not None or qkv.dtype == torch.float32
-
-
-def _additive(mask: Optional[Tensor], dtype: torch.dtype, batch: int, num_q: int, sequence: int) -> Optional[Tensor]:
+def additive(mask: Tensor, dtype: torch.dtype, batch: int, num_q: int, sequence: int) -> Tensor:
     """Mask as the memory-efficient kernel wants it: additive, rows aligned to 16 bytes, expanded to all heads.
 
-    Hidden keys get the dtype's most negative number, not -inf, so that an all-hidden row stays finite.
+    Hidden keys get the dtype's most negative number, not -inf, so that an all-hidden row stays finite. Written in one
+    pass, since every layer makes it anew, twice.
     """
-    if mask is None:
-        return None
+    padded = mask.new_zeros if sequence % 16 else mask.new_empty
+    rows = padded((*mask.shape[:-1], sequence + -sequence % 16), dtype=dtype)[..., :sequence]
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
-    aligned = torch.nn.functional.pad(mask.to(dtype), (0, -sequence % 16))[..., :sequence]
-    return aligned.expand(batch, num_q, sequence, sequence)
+        torch.where(mask, rows.new_zeros(()), rows.new_full((), torch.finfo(dtype).min), out=rows)
+    else:
+        rows.copy_(mask)
+    return rows.expand(batch, num_q, sequence, sequence)
 
 
 def _repeat_kv(x: Tensor, ratio: int) -> Tensor:
     return x if ratio == 1 else x.repeat_interleave(ratio, dim=1)
 
 
-def _cudnn_takes(qkv: Tensor, sequence: int, width: int) -> bool:
+def no_random_state(x: Tensor) -> Tensor:
+    """Without dropout the kernels read no random state; their schemas want the tensors all the same."""
+    return torch.zeros((), dtype=torch.int64, device=x.device)
+
+
+def _for_all_heads(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor]) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+    batch, num_q, sequence, _ = q.shape
+    ratio = num_q // k.shape[1]
+    bias = None if mask is None else additive(mask, q.dtype, batch, num_q, sequence)
+    return _repeat_kv(k, ratio), _repeat_kv(v, ratio), bias
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
+    k, v, bias = _for_all_heads(q, k, v, mask)
+    o, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, mask is None, scale=scale
+    )
+    return o, lse
+
+
+def _efficient_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float
+) -> Tuple[Tensor, Tensor, Tensor]:
+    num_kv, ratio = k.shape[1], q.shape[1] // k.shape[1]
+    k, v, bias = _for_all_heads(q, k, v, mask)
+    lse, unused = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32)), no_random_state(q)
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        do, q, k, v, bias, o, lse, unused, unused, 0.0, [True, True, True, False], mask is None, scale=scale
+    )
+    if ratio > 1:
+        dk, dv = (x.unflatten(1, (num_kv, ratio)).sum(2) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
+    assert mask is None
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
+    return o, lse.squeeze(-1)
+
+
+def _cudnn_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float
+) -> Tuple[Tensor, Tensor, Tensor]:
+    assert mask is None
+    sequence, unused = q.shape[2], no_random_state(q)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse.unsqueeze(-1), unused, unused, None, None, None, sequence, sequence, 0.0, True, scale=scale
+    )
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
+    assert mask is None
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)
+    return o, lse
+
+
+def _flash_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float
+) -> Tuple[Tensor, Tensor, Tensor]:
+    assert mask is None
+    sequence, rng = q.shape[2], torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        do, q, k, v, o, lse, None, None, sequence, sequence, 0.0, True, rng, no_random_state(q), scale=scale
+    )
+
+
+EFFICIENT = Kernel(_efficient, _efficient_backward)
+CUDNN = Kernel(_cudnn, _cudnn_backward)
+FLASH = Kernel(_flash, _flash_backward)
+
+
+def _cudnn_takes(device: torch.device, sequence: int, width: int) -> bool:
     """Where cuDNN's attention runs, and runs faster than FlashAttention: Hopper and newer, heads up to 128 wide."""
     if torch.are_deterministic_algorithms_enabled() or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
-    return width <= 128 and sequence > 1 and torch.cuda.get_device_capability(qkv.device) >= (9, 0)
+    return width <= 128 and sequence > 1 and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def chosen(q: Tensor, mask: Optional[Tensor]) -> Optional[Kernel]:
+    """The rule: the kernel for q (B, num_q, S, D) on a GPU; None where the reference serves.
+
+    The fused kernels take heads up to 256 wide, a multiple of 8. FP32 and masks are for the memory-efficient one:
+    FlashAttention takes neither, and cuDNN's backward on Hopper gives NaN for some masked sequences (of 64 tokens more
+    than a multiple of 128, log-sum-exp below -88; PyTorch 2.11 to 2.13, pytorch issue 196678).
+    """
+    sequence, width = q.shape[2:]
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or width % 8 or width > 256:
+        return None
+    if mask is not None or q.dtype == torch.float32:
+        return EFFICIENT
+    return CUDNN if _cudnn_takes(q.device, sequence, width) else FLASH
+
+
+def forward_by(
+    kernel: Kernel, qkv: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int, scale: float
+) -> Tuple[Tensor, Tensor]:
+    """`attention` by one of the library's kernels; qkv contiguous."""
+    q, k, v = _heads(qkv, batch, num_q, num_kv)
+    o, lse = kernel.forward(q, k, v, mask, scale)
+    return _tokens_first(o), lse[..., : q.shape[2]].contiguous()
+
+
+def backward_by(
+    kernel: Kernel,
+    do: Tensor,
+    qkv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    mask: Optional[Tensor],
+    batch: int,
+    num_q: int,
+    num_kv: int,
+    scale: float,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward` by one of the library's kernels; do, qkv and o contiguous."""
+    q, k, v = _heads(qkv, batch, num_q, num_kv)
+    do, o = (x.view(batch, q.shape[2], num_q, -1).transpose(1, 2) for x in (do, o))
+    return _token_rows(qkv.dtype, *kernel.backward(do, q, k, v, o, lse, mask, scale))
 
 
 @attention.cuda
 def _(qkv, mask, batch, num_q, num_kv, scale):
     # cuDNN takes heads that lie apart, but crashes on elements that do.
     qkv = qkv.contiguous()
-    q, k, v = _heads(qkv, batch, num_q, num_kv)
-    sequence, width = q.shape[2], q.shape[3]
-    if not _library_kernel_takes(qkv, width):
+    kernel = chosen(_heads(qkv, batch, num_q, num_kv)[0], mask)
+    if kernel is None:
         return attention.reference(qkv, mask, batch, num_q, num_kv, scale)
-    if _memory_efficient(qkv, mask):
-        ratio = num_q // num_kv
-        bias = _additive(mask, qkv.dtype, batch, num_q, sequence)
-        o, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, _repeat_kv(k, ratio), _repeat_kv(v, ratio), bias, True, 0.0, mask is None, scale=scale
-        )
-    elif _cudnn_takes(qkv, sequence, width):
-        o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, True, False, scale=scale
-        )
-        lse = lse.squeeze(-1)
-    else:
-        o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)
-    return _tokens_first(o), lse[..., :sequence].contiguous()
+    return forward_by(kernel, qkv, mask, batch, num_q, num_kv, scale)
 
 
 @attention_backward.cuda
 def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale):
     do, qkv, o = do.contiguous(), qkv.contiguous(), o.contiguous()
-    q, k, v = _heads(qkv, batch, num_q, num_kv)
-    sequence, width = q.shape[2], q.shape[3]
-    if not _library_kernel_takes(qkv, width):
+    kernel = chosen(_heads(qkv, batch, num_q, num_kv)[0], mask)
+    if kernel is None:
         return attention_backward.reference(do, qkv, o, lse, mask, batch, num_q, num_kv, scale)
-    do_, o_ = (x.view(batch, sequence, num_q, width).transpose(1, 2) for x in (do, o))
-    # Without dropout the kernels read no random state; their schemas want the tensors all the same.
-    unused = torch.zeros((), dtype=torch.int64, device=qkv.device)
-    if _memory_efficient(qkv, mask):
-        ratio = num_q // num_kv
-        bias = _additive(mask, qkv.dtype, batch, num_q, sequence)
-        lse = torch.nn.functional.pad(lse, (0, -sequence % 32))
-        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            do_, q, _repeat_kv(k, ratio), _repeat_kv(v, ratio), bias, o_, lse, unused, unused, 0.0,
-            [True, True, True, False], mask is None, scale=scale,
-        )  # fmt: skip
-        if ratio > 1:
-            dk, dv = (x.unflatten(1, (num_kv, ratio)).sum(2) for x in (dk, dv))
-    elif _cudnn_takes(qkv, sequence, width):
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            do_, q, k, v, o_, lse.unsqueeze(-1), unused, unused, None, None, None, sequence, sequence, 0.0, True,
-            scale=scale,
-        )  # fmt: skip
-    else:
-        rng = torch.zeros(2, dtype=torch.uint64, device=qkv.device)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            do_, q, k, v, o_, lse, None, None, sequence, sequence, 0.0, True, rng, unused, scale=scale
-        )
-    return _token_rows(qkv.dtype, dq, dk, dv)
+    return backward_by(kernel, do, qkv, o, lse, mask, batch, num_q, num_kv, scale)

@@ -1,7 +1,8 @@
 """Attention forward and backward against FP64 autograd: `pytest tests/kernels/test_attention.py`.
 
 Causal, boolean and additive masks, grouped-query heads, queries that see nothing. FP32 inputs run the reference and are
-held to FP32 rounding; BF16 inputs run the library's fused kernels on CUDA and are held to BF16's noise.
+held to FP32 rounding; BF16 inputs run the library's fused kernels on CUDA and are held to BF16's noise. Without a GPU
+the rule that chooses among them is tested, and what they are called with as far as shapes tell.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overcoat.kernels.attention import attention, attention_backward
+from overcoat.kernels import attention as module
+from overcoat.kernels.attention import CUDNN, EFFICIENT, FLASH, attention, attention_backward
 from tests import exact
 from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db, leaf
 from tests.kernels.samples import normal
@@ -146,3 +148,109 @@ def test_non_finite_input_reaches_the_output(kind, device):
     qkv[3, -1] = torch.nan
     o, _ = attention(qkv, make_mask(kind, (1, 7, 1, 1, 16), device), 1, 1, 1, 0.25)
     assert o[3:, -1].isnan().all()
+
+
+# ---- the library's kernels -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence", [16, 21])
+@pytest.mark.parametrize("kind", ["padded", "per head", "additive", "bias", "transposed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_additive_mask(kind, sequence, dtype):
+    """The values, rows that the memory-efficient kernel can read 16 bytes at a time, one copy for all heads."""
+    batch, num_q = 2, 4
+    mask = make_mask("per head" if kind == "transposed" else kind, (batch, sequence, num_q, 2, 8), "cpu")
+    mask = mask.transpose(-1, -2) if kind == "transposed" else mask
+    rows = module.additive(mask, dtype, batch, num_q, sequence)
+    if mask.dtype == torch.bool:
+        expected = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    else:
+        expected = mask.to(dtype)
+    assert rows.dtype == dtype
+    assert torch.equal(rows, expected.expand(batch, num_q, sequence, sequence))
+    assert rows.stride(-1) == 1
+    assert all(stride % 16 == 0 for stride in rows.stride()[:-1])
+    assert mask.shape[1] != 1 or rows.stride(1) == 0
+    everything = rows.untyped_storage().nbytes() // dtype.itemsize
+    assert everything == mask.numel() // sequence * (sequence + -sequence % 16)
+    padding = rows.as_strided((everything // rows.stride(-2), -sequence % 16), (rows.stride(-2), 1), sequence)
+    assert padding.count_nonzero() == 0
+
+
+HOPPER, ADA = (9, 0), (8, 9)
+
+
+@pytest.mark.parametrize(
+    ("expected", "dtype", "sequence", "width", "masked", "capability"),
+    [
+        (CUDNN, torch.bfloat16, 2048, 128, False, HOPPER),
+        (CUDNN, torch.float16, 2048, 64, False, HOPPER),
+        (FLASH, torch.bfloat16, 2048, 128, False, ADA),
+        (FLASH, torch.bfloat16, 2048, 256, False, HOPPER),
+        (FLASH, torch.bfloat16, 1, 128, False, HOPPER),
+        (EFFICIENT, torch.bfloat16, 2048, 128, True, HOPPER),
+        (EFFICIENT, torch.float32, 2048, 128, False, HOPPER),
+        (None, torch.bfloat16, 2048, 100, False, HOPPER),
+        (None, torch.bfloat16, 2048, 264, False, HOPPER),
+        (None, torch.float64, 2048, 128, False, HOPPER),
+    ],
+)
+def test_the_rule(expected, dtype, sequence, width, masked, capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    q = torch.empty(4, 32, sequence, width, dtype=dtype, device="meta")
+    mask = torch.empty(4, 1, sequence, sequence, dtype=torch.bool, device="meta") if masked else None
+    assert module.chosen(q, mask) is expected
+
+
+def test_the_rule_where_one_result_each_time_is_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    q = torch.empty(4, 32, 2048, 128, dtype=torch.bfloat16, device="meta")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert module.chosen(q, None) is FLASH
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        assert module.chosen(q, None) is FLASH
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [(CUDNN, "causal"), (FLASH, "causal"), (EFFICIENT, "causal"), (EFFICIENT, "padded"), (EFFICIENT, "per head")],
+    ids=["cudnn", "flash", "efficient", "efficient padded", "efficient per head"],
+)
+def test_shapes_of_the_library_kernels(kernel, kind, shape):
+    batch, sequence, num_q, num_kv, width = shape
+    mask = make_mask(kind, shape, "meta")
+    qkv = torch.empty(batch * sequence, (num_q + 2 * num_kv) * width, dtype=torch.bfloat16, device="meta")
+    heads = (mask, batch, num_q, num_kv, 0.5)
+    o, lse = module.forward_by(kernel, qkv, *heads)
+    assert (o.shape, o.dtype) == ((batch * sequence, num_q * width), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((batch, num_q, sequence), torch.float32)
+    gradients = module.backward_by(kernel, torch.empty_like(o), qkv, o, lse, *heads)
+    assert [x.shape for x in gradients] == [(batch * sequence, n * width) for n in (num_q, num_kv, num_kv)]
+    assert all(x.is_contiguous() and x.dtype == torch.bfloat16 for x in gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 256, 4, 4, 128), (2, 192, 4, 2, 64)], ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [(CUDNN, "causal"), (FLASH, "causal"), (EFFICIENT, "causal"), (EFFICIENT, "packed"), (EFFICIENT, "per head")],
+    ids=["cudnn", "flash", "efficient", "efficient packed", "efficient per head"],
+)
+def test_every_library_kernel_equals_the_reference(kernel, kind, shape):
+    if kernel is CUDNN and torch.cuda.get_device_capability() < HOPPER:
+        pytest.skip("cuDNN's kernel is chosen on Hopper and newer")
+    batch, sequence, num_q, num_kv, width = shape
+    qkv = normal(batch * sequence, (num_q + 2 * num_kv) * width).to("cuda", torch.bfloat16)
+    do = normal(batch * sequence, num_q * width, seed=1).to("cuda", torch.bfloat16)
+    heads = (make_mask(kind, shape, "cuda"), batch, num_q, num_kv, width**-0.5)
+    o, lse = module.forward_by(kernel, qkv, *heads)
+    expected_o, expected_lse = attention.reference(qkv, *heads)
+    assert_close("o", expected_o, o, combined_db(*[BF16_DB] * 5))
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+    expected = attention_backward.reference(do, qkv, expected_o, expected_lse, *heads)
+    for name, truth, value in zip(("dq", "dk", "dv"), expected, module.backward_by(kernel, do, qkv, o, lse, *heads)):
+        assert_close(name, truth, value, combined_db(*[BF16_DB] * 5) - 6)
