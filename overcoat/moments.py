@@ -3,9 +3,10 @@ code.
 
 Every code works on values normalized by the maximum M of their group, y = x / M. M is rounded for storage
 first, and the *stored* M encodes, so encoder and decoder agree; but for the float codes of m, where it is the exact M,
-so that the maximum's code is 1 and what it decodes to is right in the mean. In a step M is rounded stochastically, by the random
-numbers of `overcoat.masters`: rounded to nearest, an average whose step is below half a unit stops moving. A constant
-gradient's m in BF16 stops up to 2^-8 / (1 - beta1) = 4% short of it, its v in 24 bits 1.5% with beta2 = 0.999.
+so that the maximum's code is 1 and what it decodes to is right in the mean. In a step M is rounded stochastically, by
+the random numbers of `overcoat.masters`: rounded to nearest, an average whose step is below half a unit stops moving.
+A constant gradient's m in BF16 stops up to 2^-8 / (1 - beta1) = 4% short of it, its v in 24 bits 1.5% with beta2 =
+0.999.
 
     e4m3 e5m2   c = cast(F_max y)                       y' = c / F_max                    (COAT, Table 1)
     de8         c = nearest value of the 8-bit tree     y' = table[c]                     (COAT, Table 8)
@@ -30,8 +31,8 @@ instructions; CPU and GPU agree bit for bit. Denormal v count as zero.
 
 **Metadata.** m: M in BF16, and k16 in uint8 if the code is expanded. v: one int32 per group, M's top 24 bits
 above the shape byte. v needs the 24 bits: its steps, 2^-10 of a maximum with beta2 = 0.999, would drown in the
-noise of a BF16's, 2^-8. m moves by 10% a step, so BF16 is enough. Bytes per parameter, both moments, groups of 128: "8bit" 2 + 6/128 = 2.047; "fp8" 2 + 7/128 =
-2.055.
+noise of a BF16's, 2^-8. m moves by 10% a step, so BF16 is enough. Bytes per parameter, both moments, groups of 128:
+"8bit" 2 + 6/128 = 2.047; "fp8" 2 + 7/128 = 2.055.
 
 Legend: R rows, n groups of a row, G group size; groups are (R, n, G) FP32, padded with zeros.
 """

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overcoat.models.causal import causal_mask
 from overcoat.models.final_norm import fused_final_norm, install_final_norm, remove_final_norm
 from overcoat.models.llama import HOOKS, SUPPORTED, original_class
 from overcoat.ops.loss import linear_cross_entropy
@@ -104,6 +105,7 @@ class LeanLossModel(nn.Module):
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         return_dict = inputs.pop("return_dict", None)
+        inputs["attention_mask"] = causal_mask(self, inputs)
         with fused_final_norm(self):
             outputs = self.get_submodule("model")(**inputs, return_dict=True)
         result = CausalLMOutputWithPast(

@@ -129,10 +129,12 @@ class Fp8DecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's own signature (transformers): hidden_states (B, S, H) -> (B, S, H)."""
-        embeddings = kwargs.get("position_embeddings")
+        embeddings, mask = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and not mask.numel():  # models/causal.py
+            mask = kwargs["attention_mask"] = None
         if args or embeddings is None or not self._runs_in_fp8(kwargs.get("past_key_values")):
             return super().forward(hidden_states, *args, **kwargs)
-        mask = check_mask(kwargs.get("attention_mask"), hidden_states.shape[1])
+        mask = check_mask(mask, hidden_states.shape[1])
         batch, sequence, hidden = hidden_states.shape
         rotary, heads = self._attention_inputs(embeddings, mask, batch)
         x = hidden_states.reshape(-1, hidden)

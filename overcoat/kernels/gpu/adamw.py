@@ -56,9 +56,9 @@ def _place(group, lane, groups, columns, per_row, G: tl.constexpr, FLAT: tl.cons
 
 @triton.jit
 def _raise_amax(row, bits, mask, valid, FLAT: tl.constexpr, MASTER: tl.constexpr):
-    """Raise the parameter's maximum, if it has an address for it, to the magnitudes of a tile, as FP32 bits (GROUPS, G).
+    """Raise the parameter's maximum, if it has an address for it, to the magnitudes of a tile.
 
-    As integers, the bits of magnitudes order like the values, NaN on top; cut to BF16 they still do.
+    bits: FP32's, int32 (GROUPS, G). As integers, those of magnitudes order like the values, cut to BF16 or not.
     """
     if not FLAT:
         bits = tl.where(mask, bits, 0)

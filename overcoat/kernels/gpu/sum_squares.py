@@ -37,10 +37,7 @@ BLOCK = 1024
 def _squares(base, offset, mask, WHOLE: tl.constexpr):
     """x^2 of a tile, FP32. WHOLE: no mask, which costs vector loads where a size is not known to divide by 8."""
     pointers = tl.multiple_of(tl.max_contiguous(base + offset, offset.shape[0]), 16)
-    if WHOLE:
-        x = tl.load(pointers).to(tl.float32)
-    else:
-        x = tl.load(pointers, mask, 0.0).to(tl.float32)
+    x = tl.load(pointers, None if WHOLE else mask, None if WHOLE else 0.0).to(tl.float32)
     return x * x
 
 
