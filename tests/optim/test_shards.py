@@ -6,14 +6,10 @@ the group does not divide, and vectors whose shards cut groups.
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from overcoat import AdamW, release_gradients
+from tests.processes import on_two, two_of
 
 OPTIONS = {
     "8bit": {},
@@ -65,7 +62,7 @@ def whole(tensor):
     if not isinstance(tensor, DTensor):
         return tensor
     parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, tensor.to_local().contiguous().view(torch.uint8))
+    dist.all_gather_object(parts, tensor.to_local().contiguous().view(torch.uint8).cpu())
     return torch.cat(parts).view(tensor.dtype)
 
 
@@ -87,39 +84,18 @@ def assert_same_bits(left, right):
         assert torch.equal(mine, other), name
 
 
-def _process(rank, port, work, arguments):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        work(rank, *arguments)
-        dist.barrier()  # one that leaves early takes its connections from the other
-        # Once DTensors have communicated, PyTorch 2.13 holds the process group beyond destroy_process_group: gloo's
-        # threads run on while Python takes everything down, and now and then a process aborts there ("terminate called
-        # without an active exception", 2 of some 60 pairs). What was to be tested has been by now: leave without that.
-        os._exit(0)
-    finally:
-        dist.destroy_process_group()
-
-
-def on_two(work, *arguments):
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    mp.spawn(_process, args=(port, work, arguments), nprocs=2)
-
-
 # ---- the step ------------------------------------------------------------------------------------------
 
 
-def _steps_alike(rank):
+def _steps_alike(rank, device):
     for kind in OPTIONS:
-        plain = make(False, kind if kind != "offloaded" else "8bit")
+        plain = make(False, kind if kind != "offloaded" else "8bit", device=device)
         train(*plain, 3)
         for released in (False, True):
-            sharded = make(True, kind, released=released)
+            sharded = make(True, kind, released=released, device=device)
             train(*sharded, 3)
             assert_same_bits(everything(*plain), everything(*sharded))
-    model, optimizer = make(True)
+    model, optimizer = make(True, device=device)
     train(model, optimizer, 1)
     for param in model.parameters():
         for name, value in optimizer.state[param].items():
@@ -130,8 +106,9 @@ def _steps_alike(rank):
                 assert len(value.to_local()) == len(param.to_local())
 
 
-def test_two_processes_hold_the_codes_of_one():
-    on_two(_steps_alike)
+@two_of
+def test_two_processes_hold_the_codes_of_one(device):
+    on_two(_steps_alike, device, device)
 
 
 @pytest.mark.gpu
@@ -158,8 +135,8 @@ def test_offloaded_states_of_a_mesh_of_gpus(released):
         dist.destroy_process_group()
 
 
-def _clips_and_skips_together(rank):
-    plain, sharded = make(False), make(True)
+def _clips_and_skips_together(rank, device):
+    plain, sharded = make(False, device=device), make(True, device=device)
     for limit in (1e9, 1e-3):
         train(*plain, 1, clip_grad_norm=limit)
         train(*sharded, 1, clip_grad_norm=limit)
@@ -177,8 +154,9 @@ def _clips_and_skips_together(rank):
     assert sharded[1].skipped_steps == 1
 
 
-def test_clipping_and_skipping_are_global():
-    on_two(_clips_and_skips_together)
+@two_of
+def test_clipping_and_skipping_are_global(device):
+    on_two(_clips_and_skips_together, device, device)
 
 
 def _other_layouts(rank):
@@ -214,7 +192,7 @@ def _other_layouts(rank):
 
 
 def test_replicas_step_alike_and_shards_along_other_dimensions_are_refused():
-    on_two(_other_layouts)
+    on_two(_other_layouts, "cpu")
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------
@@ -251,7 +229,7 @@ def _load_on_two(rank, kind, folder):
 @pytest.mark.parametrize("kind", ["8bit", "fp8"])
 def test_save_on_two_load_on_one_and_back(kind, tmp_path):
     """Exactly the state of a run on one process, which goes on as if nothing had happened."""
-    on_two(_save_on_two, kind, str(tmp_path))
+    on_two(_save_on_two, "cpu", kind, str(tmp_path))
     plain = make(False, kind)
     train(*plain, 2)
     torch.save(everything(*plain), tmp_path / "two.pt")
@@ -266,7 +244,7 @@ def test_save_on_two_load_on_one_and_back(kind, tmp_path):
     torch.save(everything(*loaded), tmp_path / "one.pt")
     train(*plain, 1, first=3)
     torch.save(everything(*plain), tmp_path / "end.pt")
-    on_two(_load_on_two, kind, str(tmp_path))
+    on_two(_load_on_two, "cpu", kind, str(tmp_path))
 
 
 def _plain_state_into_shards(rank, kind):
@@ -289,4 +267,4 @@ def _plain_state_into_shards(rank, kind):
 
 @pytest.mark.parametrize("kind", ["8bit", "fp8", "offloaded"])
 def test_an_unsharded_state_loads_into_shards_and_is_gathered_again(kind):
-    on_two(_plain_state_into_shards, kind)
+    on_two(_plain_state_into_shards, "cpu", kind)
