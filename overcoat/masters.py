@@ -35,6 +35,7 @@ REMAINDER_DTYPE = {"bf16+8": torch.int8, "bf16+16": torch.int16, "bf16": None, "
 RANDOM_BITS = {"bf16+8": 8, "bf16+16": 0, "bf16": 16, "fp32": 0}
 
 GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: consecutive multiples are spread evenly
+_LANE = 0x2C1B3C6D
 _NAN = 0x7FC00000
 
 
@@ -132,13 +133,10 @@ def group_bits(key: int, step: Tensor, group: Tensor) -> Tensor:
 
 
 def random_bits(group: Tensor, group_size: int, bits: int) -> Tensor:
-    """Uniform random integers below 2^bits, one per element, for three instructions each.
-
-    The top bits of x (x + 1), where x = a + i GOLDEN for place i in the group: a polynomial in i whose linear
-    coefficient is random too.
+    """Uniform random integers below 2^bits, one per element.
 
     Args:
-        group: a, `group_bits`.
+        group: int32, any shape: `group_bits`.
         group_size: G.
         bits: 8 or 16.
 
@@ -146,4 +144,5 @@ def random_bits(group: Tensor, group_size: int, bits: int) -> Tensor:
         int32, (*group.shape, G).
     """
     x = group.unsqueeze(-1) + torch.arange(group_size, dtype=torch.int32, device=group.device) * _wrap(GOLDEN)
-    return _shift_right(x * x + x, 32 - bits)
+    x = (x ^ _shift_right(x, 15)) * _LANE
+    return _shift_right(x, 32 - bits)

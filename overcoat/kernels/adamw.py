@@ -80,7 +80,7 @@ def adamw_update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, hyper: Hyper) -> tu
     """
     m = fma(m, m.new_full((), hyper.beta1), g * (1.0 - hyper.beta1))
     v = fma(v, v.new_full((), hyper.beta2), (g * (1.0 - hyper.beta2)) * g)
-    w = fma(m * reciprocal(sqrt(v) + hyper.eps), -hyper.step_size, w * hyper.keep)
+    w = w * hyper.keep - (m * reciprocal(sqrt(v) + hyper.eps)) * hyper.step_size
     return w, m, v
 
 

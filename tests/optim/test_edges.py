@@ -71,8 +71,10 @@ def exponents(param, optimizer):
 
 
 def tolerance(moments):
-    """Of a group's maximum: BF16's rounding; the 8-bit tree has no -1, its nearest value is -0.993."""
-    return 2**-6 if "de8" in moments[0] else 2**-7
+    """Of a group's maximum: BF16's rounding up or down, 2^-7, in each of two or three steps, of which earlier ones count
+    less; the 8-bit tree has no -1, its nearest value is -0.993.
+    """
+    return 2**-5 if "de8" in moments[0] else 2**-6
 
 
 # ---- groups ----------------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ def test_constant_groups_and_tails_of_one_element_are_exact(moments, device):
     param, optimizer = stepped(grad, device, moments, steps=3)
     m, v = decoded(param, optimizer)
     for values, expected in ((m, 0.271 * grad), (v, (1 - 0.999**3) * grad.square())):
-        assert (values == values[:, :1]).all()
+        assert all((group == group[:, :1]).all() for group in values.split(128, 1))
         torch.testing.assert_close(values.cpu(), expected, rtol=tolerance(moments), atol=0)
     for k in exponents(param, optimizer):
         assert (k == K_MOST).all()

@@ -60,7 +60,7 @@ def whole(tensor):
     """A DTensor gathered as bytes, which pickle: 8-bit floats do not."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return tensor
+        return tensor.cpu()
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, tensor.to_local().contiguous().view(torch.uint8).cpu())
     return torch.cat(parts).view(tensor.dtype)

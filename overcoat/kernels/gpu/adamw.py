@@ -55,16 +55,15 @@ def _place(group, lane, groups, columns, per_row, G: tl.constexpr, FLAT: tl.cons
 
 
 @triton.jit
-def _raise_amax(row, bits, mask, valid, FLAT: tl.constexpr, MASTER: tl.constexpr):
-    """Raise the parameter's maximum, if it has an address for it, to the magnitudes of a tile.
+def _raise_amax(row, param, mask, valid, FLAT: tl.constexpr):
+    """Raise the parameter's maximum, if it has an address for it, to the magnitudes of a tile, FP32 (GROUPS, G).
 
-    bits: FP32's, int32 (GROUPS, G). As integers, those of magnitudes order like the values, cut to BF16 or not.
+    As integers, the bits of magnitudes order like the values, NaN on top.
     """
+    bits = param.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if not FLAT:
         bits = tl.where(mask, bits, 0)
-    top = tl.where(valid, tl.max(bits & 0x7FFFFFFF, 1), 0)
-    if MASTER != "fp32":
-        top = top & -65536
+    top = tl.where(valid, tl.max(bits, 1), 0)
     address = tl.load(row + 13)
     tl.atomic_max(address.to(tl.pointer_type(tl.int32)), tl.max(top, 0), address != 0, sem="relaxed")
 
@@ -117,19 +116,19 @@ def adamw_kernel(
     w = codes.decode_master(param, remainder, MASTER)
     m = fma(m, beta1, g * complement1)
     v = fma(v, beta2, (g * complement2) * g)
-    w = fma(m * reciprocal(sqrt(v) + eps), -step_size, w * keep)
+    w = w * keep - (m * reciprocal(sqrt(v) + eps)) * step_size
 
     number = (tl.load(row + 10) + group).to(tl.int32)
     of_group = codes.group_bits(tl.load(row + 11).to(tl.int32), tl.load(steps + tensor), number)
     random = remainder
     if RANDOM > 0:
         random = codes.random_bits(of_group, lane, RANDOM)
-    param, remainder, bits = codes.encode_master(w, random, MASTER)
+    param, remainder = codes.encode_master(w, random, MASTER)
     tl.store(_elements(param_base, offset, ALIGN), param, mask)
     if REMAINDER is not None:
         tl.store(_elements(_pointer(row, 3, REMAINDER), offset, ALIGN), remainder, mask)
     if WEIGHT_AMAX:
-        _raise_amax(row, bits, mask, valid, FLAT, MASTER)
+        _raise_amax(row, param.to(tl.float32), mask, valid, FLAT)
     first, amax, k16 = codes.encode_first(m, of_group, de8_first, M_CODE, M_EXPANDED, M_RANGE, FIRST)
     second, packed = codes.encode_second(v, of_group, de8_second, V_CODE, V_EXPANDED, V_RANGE, SECOND)
     tl.store(_elements(first_base, offset, ALIGN), first, mask)

@@ -256,7 +256,8 @@ def group_bits(key, step, group):
 def random_bits(group, lane, BITS: tl.constexpr):
     """`masters.random_bits`: int32 below 2^BITS, (GROUPS, G); group: `group_bits`."""
     x = (group[:, None] + (lane * _GOLDEN)[None, :]).to(tl.uint32, bitcast=True)
-    return ((x * x + x) >> (32 - BITS)).to(tl.int32, bitcast=True)
+    x = (x ^ (x >> 15)) * 0x2C1B3C6D
+    return (x >> (32 - BITS)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -273,23 +274,17 @@ def decode_master(param, remainder, MASTER: tl.constexpr):
 
 @triton.jit
 def encode_master(value, random, MASTER: tl.constexpr):
-    """`masters.encode_master`: (parameter, remainder, FP32 bits whose upper half is the parameter, of "fp32" all).
-
-    The remainder is meaningless for "fp32" and "bf16".
-    """
+    """`masters.encode_master`: (parameter, remainder); the remainder is meaningless for "fp32" and "bf16"."""
     bits = tl.minimum(value.to(tl.int32, bitcast=True), 0x7FC00000)
     if MASTER == "fp32":
-        return value, bits, bits
+        return value, bits
     elif MASTER == "bf16":
-        rounded = bits + random
-        return upper_half(rounded), bits, rounded
+        return upper_half(bits + random), bits
     elif MASTER == "bf16+16":
-        rounded = bits + 0x8000
-        return upper_half(rounded), bits.to(tl.int16), rounded
+        return upper_half(bits + 0x8000), bits.to(tl.int16)
     else:
         bits = bits + random
-        rounded = bits + 0x8000
-        return upper_half(rounded), (bits >> 8).to(tl.int8), rounded
+        return upper_half(bits + 0x8000), (bits >> 8).to(tl.int8)
 
 
 @triton.jit
