@@ -4,7 +4,6 @@
     python -m benchmarks.attention --only packed      those with all these words in their name
 
     cudnn, flash, memory-efficient   what `overcoat.kernels.attention` chooses among, called as it calls them
-    cudnn, mask                      cuDNN's kernel with the additive mask as bias; k and v not repeated
     flash varlen                     packed rows as documents of their own lengths, without a mask; the host must know
                                      how long the longest is
     flash varlen, bound              the same with the row's length in its place
@@ -34,7 +33,6 @@ from overcoat.kernels.attention import (
     EFFICIENT,
     FLASH,
     Kernel,
-    additive,
     backward_by,
     chosen,
     forward_by,
@@ -105,22 +103,6 @@ def packed_mask(starts: Tensor, batch: int, sequence: int) -> Tensor:
 # ---- kernels that the rule does not know -----------------------------------------------------------------------------
 
 
-def _cudnn_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    bias = additive(mask, q.dtype, q.shape[0], mask.shape[1], q.shape[2])
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, False, scale=scale)
-    return o, lse.squeeze(-1)
-
-
-def _cudnn_masked_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    sequence, unused = q.shape[2], no_random_state(q)
-    bias = additive(mask, q.dtype, q.shape[0], mask.shape[1], sequence)
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse.unsqueeze(-1), unused, unused, bias, None, None, sequence, sequence, 0.0, False, scale=scale
-    )
-
-
 def _by_token(*heads: Tensor) -> list[Tensor]:
     """(B, heads, S, D), each as a view (T, heads, D)."""
     return [x.transpose(1, 2).flatten(0, 1) for x in heads]
@@ -156,9 +138,6 @@ def _varlen_backward(
     )  # fmt: skip
     dq, dk, dv = (x.unflatten(0, rows).transpose(1, 2) for x in (dq, dk, dv))
     return dq, dk, dv
-
-
-CUDNN_MASKED = Kernel(_cudnn_masked, _cudnn_masked_backward)  # type: ignore[arg-type]
 
 
 def varlen(starts: Tensor, longest: int) -> Kernel:
@@ -198,7 +177,7 @@ def contestants(case: Case, given: Inputs) -> dict[str, Kernel]:
     """Who takes part, by name."""
     if given.mask is None:
         return {"cudnn": CUDNN, "flash": FLASH, "memory-efficient": EFFICIENT}
-    found = {"memory-efficient": EFFICIENT, "cudnn, mask": CUDNN_MASKED}
+    found = {"memory-efficient": EFFICIENT, "cudnn": CUDNN}
     if given.starts is not None:
         found["flash varlen"] = varlen(given.starts, int(given.starts.diff().max()))
         found["flash varlen, bound"] = varlen(given.starts, case.sequence)

@@ -9,10 +9,11 @@ The backward needs neither S nor P: with D = sum_d(do * o) per query,
 so what attention keeps is q, k, v, o and lse, and the caller may hand them back decoded from 8 bits. Grouped-query
 heads: query head i reads key/value head i // (num_q / num_kv).
 
-The reference forms S in FP32. On CUDA the library's fused kernels run, chosen by rule: with a mask the memory-efficient
-one; causal, cuDNN's on Hopper and newer where it takes the shape (1.7 times as fast as FlashAttention there: B4 S2048
-32 x 128 heads, forward 0.30 ms against 0.49, backward 0.88 against 1.56), FlashAttention otherwise, and whenever
-`torch.use_deterministic_algorithms` asks for one result each time (cuDNN adds up dq in any order).
+The reference forms S in FP32. On CUDA the library's fused kernels run, chosen by rule (`chosen`): cuDNN's on Hopper and
+newer where it takes the shape (1.7 times as fast as FlashAttention there: B4 S2048 32 x 128 heads, forward 0.27 ms
+against 0.48, backward 0.83 against 1.39; with a mask 0.82 + 2.45 against the memory-efficient kernel's 2.20 + 5.68);
+else FlashAttention, with a mask the memory-efficient one; and those whenever `torch.use_deterministic_algorithms` asks
+for one result each time (cuDNN adds up dq in any order). All of benchmarks.attention, results/attention.jsonl.
 
 Legend: B batch, S sequence length, D head width, T = B * S. Column layout of a fused buffer: [q heads | k | v].
 """
@@ -136,6 +137,10 @@ def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale):
 # ---- CUDA: the library's fused kernels --------------------------------------------------------------------------
 
 
+# What hides a key from cuDNN.
+CUDNN_HIDDEN = -1e30
+
+
 class Kernel(NamedTuple):
     """One of the library's fused kernels, q (B, num_q, S, D), k and v (B, num_kv, S, D), mask as `attention` takes it.
 
@@ -147,18 +152,23 @@ class Kernel(NamedTuple):
     backward: Callable[..., Tuple[Tensor, Tensor, Tensor]]
 
 
-def additive(mask: Tensor, dtype: torch.dtype, batch: int, num_q: int, sequence: int) -> Tensor:
-    """Mask as the memory-efficient kernel wants it: additive, rows aligned to 16 bytes, expanded to all heads.
+def additive(
+    mask: Tensor, dtype: torch.dtype, batch: int, num_q: int, sequence: int, hidden: Optional[float] = None
+) -> Tensor:
+    """Mask as the library's kernels want it: additive, rows aligned to 16 bytes, expanded to all heads.
 
-    Hidden keys get the dtype's most negative number, not -inf, so that an all-hidden row stays finite. Written in one
-    pass, since every layer makes it anew, twice.
+    Hidden keys get the dtype's most negative number, not -inf, so that an all-hidden row stays finite; or `hidden`,
+    below which nothing is left then. Written in one pass, since every layer makes it anew, twice.
     """
     padded = mask.new_zeros if sequence % 16 else mask.new_empty
     rows = padded((*mask.shape[:-1], sequence + -sequence % 16), dtype=dtype)[..., :sequence]
     if mask.dtype == torch.bool:
-        torch.where(mask, rows.new_zeros(()), rows.new_full((), torch.finfo(dtype).min), out=rows)
-    else:
+        lowest = torch.finfo(dtype).min if hidden is None else hidden
+        torch.where(mask, rows.new_zeros(()), rows.new_full((), lowest), out=rows)
+    elif hidden is None:
         rows.copy_(mask)
+    else:
+        torch.clamp(mask.to(dtype), min=hidden, out=rows)
     return rows.expand(batch, num_q, sequence, sequence)
 
 
@@ -200,20 +210,32 @@ def _efficient_backward(
     return dq, dk, dv
 
 
+def _cudnn_bias(q: Tensor, mask: Optional[Tensor]) -> Optional[Tensor]:
+    """An additive mask of one head or all.
+
+    What hides a key is finite in FP32 also times log2(e): -inf would make NaN of a query that sees nothing.
+    """
+    if mask is None:
+        return None
+    batch, _, sequence, _ = q.shape
+    return additive(mask, q.dtype, batch, mask.shape[1], sequence, hidden=CUDNN_HIDDEN)
+
+
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
-    assert mask is None
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, _cudnn_bias(q, mask), True, 0.0, mask is None, False, scale=scale
+    )
     return o, lse.squeeze(-1)
 
 
 def _cudnn_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    assert mask is None
     sequence, unused = q.shape[2], no_random_state(q)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse.unsqueeze(-1), unused, unused, None, None, None, sequence, sequence, 0.0, True, scale=scale
-    )
+        do, q, k, v, o, lse.unsqueeze(-1), unused, unused, _cudnn_bias(q, mask), None, None, sequence, sequence, 0.0,
+        mask is None, scale=scale,
+    )  # fmt: skip
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
@@ -247,16 +269,18 @@ def _cudnn_takes(device: torch.device, sequence: int, width: int) -> bool:
 def chosen(q: Tensor, mask: Optional[Tensor]) -> Optional[Kernel]:
     """The rule: the kernel for q (B, num_q, S, D) on a GPU; None where the reference serves.
 
-    The fused kernels take heads up to 256 wide, a multiple of 8. FP32 and masks are for the memory-efficient one:
-    FlashAttention takes neither, and cuDNN's backward on Hopper gives NaN for some masked sequences (of 64 tokens more
-    than a multiple of 128, log-sum-exp below -88; PyTorch 2.11 to 2.13, pytorch issue 196678).
+    The fused kernels take heads up to 256 wide, a multiple of 8. FP32 is for the memory-efficient one, and masks that
+    cuDNN does not take. With a mask its backward on Hopper gives NaN for sequences of 64 tokens more than a multiple of
+    128 (log-sum-exp below -88; PyTorch 2.11 to 2.13, pytorch issue 196678), so it gets none but multiples.
     """
     sequence, width = q.shape[2:]
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or width % 8 or width > 256:
         return None
-    if mask is not None or q.dtype == torch.float32:
+    if q.dtype == torch.float32:
         return EFFICIENT
-    return CUDNN if _cudnn_takes(q.device, sequence, width) else FLASH
+    if mask is None:
+        return CUDNN if _cudnn_takes(q.device, sequence, width) else FLASH
+    return CUDNN if sequence % 128 == 0 and _cudnn_takes(q.device, sequence, width) else EFFICIENT
 
 
 def forward_by(

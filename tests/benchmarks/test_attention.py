@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import attention as benchmark
-from benchmarks.attention import CASES, CUDNN_MASKED, Case, contestants, inputs, total, verdict
+from benchmarks.attention import CASES, Case, contestants, inputs, total, verdict
 from overcoat.kernels.attention import (
     CUDNN,
     EFFICIENT,
@@ -83,8 +83,8 @@ def test_contestants(kind):
     found = contestants(case, given)
     expected = {
         "causal": ["cudnn", "flash", "memory-efficient"],
-        "padding": ["memory-efficient", "cudnn, mask"],
-        "packed": ["memory-efficient", "cudnn, mask", "flash varlen", "flash varlen, bound"],
+        "padding": ["memory-efficient", "cudnn"],
+        "packed": ["memory-efficient", "cudnn", "flash varlen", "flash varlen, bound"],
     }
     assert list(found) == expected[kind]
     if kind == "packed":
@@ -92,12 +92,12 @@ def test_contestants(kind):
         assert longest == [int(given.starts.diff().max()), case.sequence]
 
 
-@pytest.mark.parametrize("kernel", ["cudnn, mask", "flash varlen"])
-def test_shapes_of_kernels_that_the_rule_does_not_know(kernel):
+@pytest.mark.parametrize("kernel", ["cudnn", "flash varlen"])
+def test_shapes_of_masked_kernels(kernel):
     case = SMALL["packed"]
     given = inputs(case, "cpu")
     kernel = contestants(case, given)[kernel]
-    if kernel is not CUDNN_MASKED:
+    if kernel is not CUDNN:
         kernel = benchmark.varlen(given.starts.to("meta"), 500)
     qkv, do, mask = given.qkv.to("meta"), given.do.to("meta"), given.mask.to("meta")
     o, lse = forward_by(kernel, qkv, *shape(case, mask))
@@ -231,7 +231,7 @@ def test_the_command_writes_a_row_even_where_every_kernel_refuses(kind, without_
     benchmark.main()
     (row,) = map(json.loads, out.read_text().splitlines())
     assert row["benchmark"] == "attention"
-    assert row["chosen"] == ("cudnn" if kind == "causal" else "memory-efficient")
+    assert row["chosen"] == "cudnn"
     assert all(it["error"] for it in row["kernels"].values())
     assert row["fastest"] is None
     assert not row["rule_holds"]

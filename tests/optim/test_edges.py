@@ -71,8 +71,8 @@ def exponents(param, optimizer):
 
 
 def tolerance(moments):
-    """Of a group's maximum: BF16's rounding up or down, 2^-7, in each of two or three steps, of which earlier ones count
-    less; the 8-bit tree has no -1, its nearest value is -0.993.
+    """Of a group's maximum: BF16's rounding up or down, 2^-7, in each of some steps, the later ones more; the 8-bit
+    tree has no -1, its nearest value is -0.993.
     """
     return 2**-5 if "de8" in moments[0] else 2**-6
 
