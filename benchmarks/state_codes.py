@@ -27,12 +27,12 @@ from torch import Tensor
 from overcoat.expansion import contract, expand, exponent_of_range, smallest_positive
 from overcoat.formats import E4M3, cast_float8
 from overcoat.moments import (
-    BFLOAT16_MAX,
     MOMENT_CODES,
     decode_first,
     decode_second,
     encode_first,
     encode_second,
+    maximum_of_first,
     packed_maximum,
     range_log2,
 )
@@ -67,8 +67,8 @@ def product_second(v: Tensor, name: str) -> Tensor:
 
 
 def maximum_first(m: Tensor) -> Tensor:
-    """The maximum of each group as the optimizer stores it for m, (1, N, 1)."""
-    return m.abs().amax(-1, keepdim=True).clamp(max=BFLOAT16_MAX).bfloat16().float()
+    """The maximum of each group as the optimizer stores it for m, (1, N, 1), rounded to nearest."""
+    return maximum_of_first(m)[1]
 
 
 def maximum_second(v: Tensor) -> Tensor:
@@ -139,6 +139,8 @@ def best_per_group(x: Tensor, decoded: Iterable[tuple[Tensor, Tensor]], seen: Co
 def expanded(x: Tensor, amax: Tensor, k16: Tensor, positive: bool) -> Tensor:
     """x after E4M3 with expansion by a given k: the product's "e4m3x" but for the choice of k.
 
+    And but for m's maximum: the product encodes by the exact one, here what is stored encodes too.
+
     Args:
         x: (1, N, G). amax: (1, N, 1), as stored. k16: sixteenths, integers that broadcast to (1, N, 1).
         positive: x > 0 is never stored as 0 (v).
@@ -158,7 +160,7 @@ def searched_exponent(x: Tensor, amax: Tensor, rule: Tensor, positive: bool, see
 def rule_exponents(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k16 of the paper's rule for m and v, uint8 (1, N, 1)."""
     return (
-        exponent_of_range(maximum_first(m), smallest_positive(m), range_log2("e4m3", signed=True)),
+        exponent_of_range(maximum_of_first(m)[0], smallest_positive(m), range_log2("e4m3", signed=True)),
         exponent_of_range(maximum_second(v), smallest_positive(v), range_log2("e4m3", signed=False)),
     )
 

@@ -71,11 +71,11 @@ def exponent_of_range(amax: Tensor, smallest: Tensor, format_range_log2: float) 
     """k16 = floor(16 * log2(R_format) / log2(amax / smallest)), clamped to 1..255, as uint8 (R, n, 1).
 
     Args:
-        amax: the maximum as it will be stored (rounded), (R, n, 1).
+        amax: the maximum that normalizes, (R, n, 1): m's exact one, v's as it is stored (rounded).
         smallest: `smallest_positive` of the group.
         format_range_log2: log2 of the format's dynamic range; 17.8 for E4M3.
     """
-    # amax may have been rounded below the smallest value: then R counts as 1.
+    # v's amax may have been rounded below the smallest value: then R counts as 1.
     octaves = (reference_log2(amax) - log2(smallest)).clamp(min=0.0)
     steps = torch.floor(reciprocal(octaves) * (EXPONENT_STEPS * format_range_log2))  # 1 / 0 = inf: k = 255/16
     return torch.where(amax > 0, steps.clamp(1, 255), float(EXPONENT_STEPS)).to(torch.uint8)

@@ -214,3 +214,45 @@ def test_names():
             resolve_moments(wrong)
     with pytest.raises(ValueError, match="no sign"):
         resolve_moments(("log8", "log8"))
+
+
+@pytest.mark.parametrize("word", [0, -1, 0x7FFFFFFF, 0x00FF0000, 0xFFFF])
+@pytest.mark.parametrize("pair", [("sqrt8", "log8"), ("e4m3x", "e4m3x"), ("e5m2", "sqrt8"), ("de8", "de8x")])
+def test_however_a_maximum_is_rounded_its_code_is_the_largest(pair, word):
+    """Maxima over the whole range, next to where codes, formats and metadata end."""
+    edges = torch.tensor([2.0**-126, 2.0**-100, 1.0, 1.0 + 2.0**-7 - 2.0**-20, 2.0 - 2.0**-20, 2.0**120, 3.3895e38])
+    groups = torch.cat([edges, torch.exp2(200 * torch.rand(2000) - 100)]).view(1, -1, 1).repeat(1, 1, 16)
+    groups[..., 1:] *= torch.rand(groups.shape)[..., 1:]
+    random = torch.full(groups.shape[:2], word, dtype=torch.int32)
+    m_code, v_code = (MOMENT_CODES[name] for name in pair)
+    first_moment, second_moment = encode_first(groups, m_code, random), encode_second(groups, v_code, random)
+    largest = {"sqrt8": 127, "log8": 255, "de8": encode_first(torch.ones(1, 1, 1), MOMENT_CODES["de8"]).codes.item()}
+    for moment, code in ((first_moment, m_code), (second_moment, v_code)):
+        codes = moment.codes.float()
+        top = largest.get(code.base, codes.max().item())
+        if code.base in ("sqrt8", "log8"):
+            assert (codes[..., 0] == top).all()
+        assert codes.isfinite().all()
+    for x, decoded in (
+        (groups, decode_first(first_moment, m_code)),
+        (groups, decode_second(second_moment, v_code)),
+    ):
+        assert decoded.isfinite().all()
+        ratio = decoded[..., 0] / x[..., 0]
+        assert ratio.min() > 1 - 2**-7 - 1e-4
+        assert ratio.max() < 1 + 2**-7 + 1e-4
+
+
+def test_nan_does_not_take_its_group_with_it():
+    """Gradients with NaN are skipped; unless nobody looks (check_finite=False)."""
+    m, v = moments_like()
+    for x, encode, decode, name in (
+        (m, encode_first, decode_first, "sqrt8"),
+        (v, encode_second, decode_second, "log8"),
+    ):
+        broken = x.clone()
+        broken[0, 0, 5] = torch.nan
+        code = MOMENT_CODES[name]
+        decoded, expected = (decode(encode(each, code), code) for each in (broken, torch.where(broken.isnan(), 0.0, x)))
+        others = torch.arange(128) != 5
+        assert torch.equal(decoded[0, 0, others], expected[0, 0, others])

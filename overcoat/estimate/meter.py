@@ -54,12 +54,12 @@ def workspace(func: Any, args: Sequence[Any]) -> int:
 
     The fused backward (cuDNN's and FlashAttention's) adds up dq in FP32 and keeps sum(do * o) per query. With
     grouped-query heads it holds dk and dv of every query head before it adds them up. Both as measured on an H200 with
-    cuDNN, to 1 MiB (results/attention-workspaces.jsonl). With a mask the memory-efficient kernel runs, on an additive
-    copy of the mask and on repeated k and v.
+    cuDNN, to 1 MiB (results/attention-workspaces.jsonl). With a mask there is an additive copy of it; the
+    memory-efficient kernel, which runs where cuDNN takes none, repeats k and v.
     """
     if func is attention_backward.overload:
         do, _, _, _, mask, _, num_q, num_kv, _ = args
-        grouped = 2 * aligned(do.nbytes) if mask is None and num_q != num_kv else 0
+        grouped = 2 * aligned(do.nbytes) if _is_grouped(mask) and num_q != num_kv else 0
         return _accumulators(do.numel(), do.shape[0] * num_q) + grouped + _masked(do, mask, num_q, num_kv)
     if func is attention.overload:
         qkv, mask, _, num_q, num_kv, _ = args
@@ -76,11 +76,16 @@ def _accumulators(elements: int, queries: int) -> int:
     return aligned(4 * elements) + aligned(4 * queries)
 
 
+def _is_grouped(mask: Tensor | None) -> bool:
+    """Whether the kernel takes k and v as they are: cuDNN's (`kernels.attention.chosen`)."""
+    return mask is None or mask.shape[-1] % 128 == 0
+
+
 def _masked(x: Tensor, mask: Tensor | None, num_q: int, num_kv: int) -> int:
     """For `x` (T, num_q * D), one of q, o and their gradients."""
     if mask is None:
         return 0
-    repeated = 2 * aligned(x.nbytes) if num_q != num_kv else 0
+    repeated = 2 * aligned(x.nbytes) if num_q != num_kv and not _is_grouped(mask) else 0
     sequence = mask.shape[-1]
     rows = mask.numel() // sequence * (sequence + -sequence % 16)
     return aligned(rows * x.element_size()) + repeated

@@ -16,8 +16,8 @@ step count, without the host ever waiting for the answer. `grad_factor` unscales
 every gradient.
 
 The functions below are the specification. The Triton kernel (`gpu/adamw.py`) equals them bit for bit on a
-GPU: every operation is exactly rounded, and products and sums are contracted to an FMA where `fma` says so, nowhere
-else.
+GPU for all that is not NaN: every operation is exactly rounded, and products and sums are contracted to an FMA
+where `fma` says so, nowhere else.
 
 Legend: R rows, C columns, G group size, n = ceil(C / G) groups of a row.
 """

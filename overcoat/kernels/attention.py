@@ -158,17 +158,17 @@ def additive(
     """Mask as the library's kernels want it: additive, rows aligned to 16 bytes, expanded to all heads.
 
     Hidden keys get the dtype's most negative number, not -inf, so that an all-hidden row stays finite; or `hidden`,
-    below which nothing is left then. Written in one pass, since every layer makes it anew, twice.
+    below which nothing is left then. A boolean mask is written in one pass: every layer makes it anew, twice.
     """
     padded = mask.new_zeros if sequence % 16 else mask.new_empty
     rows = padded((*mask.shape[:-1], sequence + -sequence % 16), dtype=dtype)[..., :sequence]
     if mask.dtype == torch.bool:
         lowest = torch.finfo(dtype).min if hidden is None else hidden
         torch.where(mask, rows.new_zeros(()), rows.new_full((), lowest), out=rows)
-    elif hidden is None:
-        rows.copy_(mask)
     else:
-        torch.clamp(mask.to(dtype), min=hidden, out=rows)
+        rows.copy_(mask)
+        if hidden is not None:
+            rows.clamp_(min=hidden)
     return rows.expand(batch, num_q, sequence, sequence)
 
 
@@ -271,7 +271,8 @@ def chosen(q: Tensor, mask: Optional[Tensor]) -> Optional[Kernel]:
 
     The fused kernels take heads up to 256 wide, a multiple of 8. FP32 is for the memory-efficient one, and masks that
     cuDNN does not take. With a mask its backward on Hopper gives NaN for sequences of 64 tokens more than a multiple of
-    128 (log-sum-exp below -88; PyTorch 2.11 to 2.13, pytorch issue 196678), so it gets none but multiples.
+    128 (log-sum-exp below -88; PyTorch 2.11 to 2.13, pytorch issue 196678), so it gets none but multiples; and none in
+    FP16, which has no number that hides a key and is finite.
     """
     sequence, width = q.shape[2:]
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or width % 8 or width > 256:
@@ -280,7 +281,8 @@ def chosen(q: Tensor, mask: Optional[Tensor]) -> Optional[Kernel]:
         return EFFICIENT
     if mask is None:
         return CUDNN if _cudnn_takes(q.device, sequence, width) else FLASH
-    return CUDNN if sequence % 128 == 0 and _cudnn_takes(q.device, sequence, width) else EFFICIENT
+    takes = sequence % 128 == 0 and q.dtype == torch.bfloat16 and _cudnn_takes(q.device, sequence, width)
+    return CUDNN if takes else EFFICIENT
 
 
 def forward_by(

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.models.llama import Fp8DecoderLayer
+from overcoat.models.llama import HARMLESS_HOOKS, Fp8DecoderLayer
 
 
 def causal_mask(causal: nn.Module, inputs: dict[str, Any]) -> Optional[Tensor]:
@@ -27,13 +27,24 @@ def causal_mask(causal: nn.Module, inputs: dict[str, Any]) -> Optional[Tensor]:
     if any(inputs.get(name) is not None and inputs[name] is not False for name in named):
         return mask
     model: Any = causal.get_submodule("model")
-    tokens = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+    tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+    if tokens is None:
+        return mask
     window = getattr(model.config, "sliding_window", None)
     # Compiled code does not look for packed sequences; "eager" attention needs a mask to be causal.
     if torch.compiler.is_compiling() or model.config._attn_implementation != "sdpa":
         return mask
     if window is not None and window < tokens.shape[1]:
         return mask
+    if _is_watched(model) or any(_is_watched(layer) for layer in model.layers):
+        return mask
     if not all(isinstance(layer, Fp8DecoderLayer) for layer in model.layers):
         return mask
     return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody else sees the module's arguments, who may read the mask: by its forward, or by a hook."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    known = all((getattr(hook, "__module__", None) or "").startswith(HARMLESS_HOOKS) for hook in hooks)
+    return "forward" in vars(module) or not known

@@ -27,14 +27,12 @@ from torch import Tensor, nn
 
 from overcoat.models.causal import causal_mask
 from overcoat.models.final_norm import fused_final_norm, install_final_norm, remove_final_norm
-from overcoat.models.llama import HOOKS, SUPPORTED, original_class
+from overcoat.models.llama import HARMLESS_HOOKS, HOOKS, SUPPORTED, original_class
 from overcoat.ops.loss import linear_cross_entropy
 from overcoat.recipe import Recipe
 
 # Models of transformers whose forward is the one below, by their module.
 SUPPORTED_MODELS = {module: kind.replace("DecoderLayer", "ForCausalLM") for module, kind in SUPPORTED.items()}
-# Hooks that expect nothing of lm_head's result: transformers' sleeping recorders, FSDP2's gathering.
-HARMLESS_HOOKS = ("transformers.utils", "torch.distributed")
 
 
 class LossHead(nn.Linear):

@@ -52,6 +52,8 @@ GELUS = {
 }
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Hooks that expect nothing of what a module gets and returns: transformers' sleeping recorders, FSDP2's gathering.
+HARMLESS_HOOKS = ("transformers.utils", "torch.distributed")
 # Attention code of transformers that hands every mask to the layer; others read position_ids or lengths instead.
 ATTENTION = ("sdpa", "eager")
 
@@ -72,6 +74,11 @@ def has_gate(layer: nn.Module) -> bool:
 def why_unsupported(layer: nn.Module) -> Optional[str]:
     """The reason why a layer of a supported kind cannot run in FP8, or None if it can."""
     config: Any = layer.get_submodule("self_attn").config
+    projections = PROJECTIONS if has_gate(layer) else GELU_PROJECTIONS
+    # What accelerate does to spread a model over devices. It would run, or be left out, whatever the class is.
+    for path in ("", *projections, *NORMS, "self_attn", "mlp"):
+        if "forward" in vars(layer.get_submodule(path)):
+            return f"the forward of {path or 'the layer'} was replaced on the object: convert before"
     for part in ("self_attn", "mlp"):
         for name in ("attention_dropout", "residual_dropout"):
             dropout = getattr(layer.get_submodule(part), name, 0.0)

@@ -177,6 +177,18 @@ def test_additive_mask(kind, sequence, dtype):
     assert padding.count_nonzero() == 0
 
 
+@pytest.mark.parametrize("kind", ["padded", "additive", "additive min", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_hides_a_key_from_cudnn_is_finite(kind, dtype):
+    mask = make_mask(kind, (2, 16, 4, 2, 8), "cpu", dtype)
+    rows = module.additive(mask, torch.bfloat16, 2, 1, 16, hidden=module.CUDNN_HIDDEN)
+    visible = mask if mask.dtype == torch.bool else mask > module.CUDNN_HIDDEN
+    assert (rows[~visible.expand_as(rows)] == torch.tensor(module.CUDNN_HIDDEN).bfloat16()).all()
+    values = torch.zeros(()) if mask.dtype == torch.bool else mask
+    assert torch.equal(rows[visible.expand_as(rows)], values.bfloat16().expand_as(rows)[visible.expand_as(rows)])
+    assert (rows.float() * 1.4427).isfinite().all()
+
+
 HOPPER, ADA = (9, 0), (8, 9)
 
 
@@ -193,6 +205,7 @@ HOPPER, ADA = (9, 0), (8, 9)
         (EFFICIENT, torch.bfloat16, 2048 + 64, 128, True, HOPPER),
         (EFFICIENT, torch.bfloat16, 2048 + 1, 128, True, HOPPER),
         (EFFICIENT, torch.float32, 2048, 128, True, HOPPER),
+        (EFFICIENT, torch.float16, 2048, 128, True, HOPPER),
         (EFFICIENT, torch.float32, 2048, 128, False, HOPPER),
         (None, torch.bfloat16, 2048, 100, False, HOPPER),
         (None, torch.bfloat16, 2048, 264, False, HOPPER),
@@ -282,6 +295,8 @@ def test_a_query_that_sees_nothing_leaves_the_others_alone(kind):
     do[unseen] = 0
     heads = (make_mask(kind, shape, "cuda", torch.bfloat16), batch, num_q, num_kv, width**-0.5)
     o, lse = attention(qkv, *heads)
+    if torch.cuda.get_device_capability() >= HOPPER:
+        assert module.chosen(qkv.view(batch, sequence, -1, width).transpose(1, 2), heads[0]) is CUDNN
     expected_o, expected_lse = attention.reference(qkv, *heads)
     assert o.isfinite().all()
     assert_close("o", expected_o[~unseen], o[~unseen], combined_db(*[BF16_DB] * 5))

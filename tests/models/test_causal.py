@@ -78,6 +78,16 @@ def test_who_gets_it() -> None:
         setattr(model.config, name, before)
     model.config.sliding_window = LENGTH
     assert causal_mask(model, ids) is not None
+    for watch in (
+        lambda model: model.model.register_forward_pre_hook(lambda *_: None),
+        lambda model: model.model.layers[1].register_forward_hook(lambda *_: None),
+        lambda model: setattr(model.model, "forward", model.model.forward),
+        lambda model: setattr(model.model.layers[0], "forward", model.model.layers[0].forward),
+    ):
+        watched = converted()
+        watch(watched)
+        assert causal_mask(watched, ids) is None
+    assert causal_mask(model, {}) is None
     partly = make_model("llama", layers=2)
     overcoat.convert(partly, filter_fn=lambda module, name: not name.endswith(".1"))
     assert causal_mask(partly, ids) is None

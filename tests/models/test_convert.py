@@ -418,3 +418,16 @@ def test_a_wrapped_layer_keeps_its_class():
     with pytest.raises(ValueError, match="convert it before wrapping"):
         overcoat.convert(model, Recipe.bf16())
     assert type(second).__name__ == "FSDPLayer"
+
+
+@pytest.mark.parametrize("path", ["", ".mlp", ".self_attn.q_proj"])
+def test_what_has_a_forward_of_its_own_is_left_alone(model: nn.Module, path: str) -> None:
+    """accelerate's hooks, by which it spreads a model over devices, replace forwards on the objects."""
+    replaced = model.get_submodule(f"model.layers.1{path}")
+    replaced.forward = replaced.forward
+    expected = copy.deepcopy(model)
+    report = overcoat.convert(model)
+    assert "was replaced on the object" in report.left_alone["model.layers.1"]
+    assert report.converted == ["model.layers.0"]
+    assert model(**make_batch()).loss.isfinite()
+    assert type(model.model.layers[1]) is type(expected.model.layers[1])

@@ -27,7 +27,7 @@ from tests.kernels.samples import SAMPLES
 
 TARGET = GPUTarget("cuda", 90, 32)
 # Kernel files whose ops call PyTorch's own kernels on a GPU: nothing to compile.
-LIBRARY = ("attention", "gemm")
+LIBRARY = ("attention", "final_norm", "gemm")
 # TTIR that makes FP8 of something: Triton's cast, and inline assembly.
 TO_FLOAT8 = re.compile(r"tt\.fp_to_fp .*-> \S*f8E|cvt\.rn\.satfinite\.e\dm\dx2")
 
