@@ -274,7 +274,7 @@ def test_every_library_kernel_equals_the_reference(kernel, kind, shape):
         pytest.skip("cuDNN gets no such mask")
     qkv = normal(batch * sequence, (num_q + 2 * num_kv) * width).to("cuda", torch.bfloat16)
     do = normal(batch * sequence, num_q * width, seed=1).to("cuda", torch.bfloat16)
-    heads = (make_mask(kind, shape, "cuda"), batch, num_q, num_kv, width**-0.5)
+    heads = (make_mask(kind, shape, "cuda", torch.bfloat16), batch, num_q, num_kv, width**-0.5)
     o, lse = module.forward_by(kernel, qkv, *heads)
     expected_o, expected_lse = attention.reference(qkv, *heads)
     assert_close("o", expected_o, o, combined_db(*[BF16_DB] * 5))
