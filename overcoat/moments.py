@@ -16,8 +16,8 @@ A constant gradient's m in BF16 stops up to 2^-8 / (1 - beta1) = 4% short of it,
     bf16 fp32   the plain tensor, no groups
 
 The pair ("sqrt8", "log8") is named "8bit" and is the default: on the states of a trained model its error of m
-/ sqrt(v) is 3 to 5 times below the paper's pair, "fp8" = ("e4m3x", "e4m3x"), at the same bytes
-(docs/log.md).
+/ sqrt(v) is 2.5 to 3.4 times below the paper's pair, "fp8" = ("e4m3x", "e4m3x"), at the same bytes
+(docs/optimizer-states.md).
 
 **log8.** The bits of a positive FP32 number, read as an integer, are its logarithm: 2^23 per octave, linear
 within one. So a grid with a constant step S in bits is a logarithmic grid, and needs neither log2 nor exp2:

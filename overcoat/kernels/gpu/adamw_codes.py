@@ -1,8 +1,7 @@
 """Device functions of the optimizer kernel: `overcoat.moments` and `overcoat.masters` in Triton, bit for bit.
 
 Each function names its plain twin; the formulas are explained there. Compiled without contraction, so that an FMA is
-where `fma` says so and nowhere else. A tile is
-(GROUPS, G) FP32, a group's statistics (GROUPS,).
+where `fma` says so and nowhere else. A tile is (GROUPS, G) FP32, a group's statistics (GROUPS,).
 """
 
 from __future__ import annotations
