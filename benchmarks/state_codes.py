@@ -139,13 +139,12 @@ def best_per_group(x: Tensor, decoded: Iterable[tuple[Tensor, Tensor]], seen: Co
 def expanded(x: Tensor, amax: Tensor, k16: Tensor, positive: bool) -> Tensor:
     """x after E4M3 with expansion by a given k: the product's "e4m3x" but for the choice of k.
 
-    And but for m's maximum: the product encodes by the exact one, here what is stored encodes too.
-
     Args:
         x: (1, N, G). amax: (1, N, 1), as stored. k16: sixteenths, integers that broadcast to (1, N, 1).
-        positive: x > 0 is never stored as 0 (v).
+        positive: x > 0 is never stored as 0, and the stored maximum encodes (v); else the exact one does (m).
     """
-    codes = cast_float8(expand(x, amax, k16) * E4M3.max, E4M3).float()
+    encoding = amax if positive else maximum_of_first(x)[0]
+    codes = cast_float8(expand(x, encoding, k16) * E4M3.max, E4M3).float()
     if positive:
         codes = torch.where((x > 0) & (codes == 0), E4M3.tiny, codes)
     return contract(codes * (1.0 / E4M3.max), k16) * amax

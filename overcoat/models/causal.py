@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.models.llama import HARMLESS_HOOKS, Fp8DecoderLayer
+from overcoat.models.llama import HARMLESS_HOOKS, Fp8DecoderLayer, has_hooks
 
 
 def causal_mask(causal: nn.Module, inputs: dict[str, Any]) -> Optional[Tensor]:
@@ -45,6 +45,4 @@ def causal_mask(causal: nn.Module, inputs: dict[str, Any]) -> Optional[Tensor]:
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether somebody else sees the module's arguments, who may read the mask: by its forward, or by a hook."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    known = all((getattr(hook, "__module__", None) or "").startswith(HARMLESS_HOOKS) for hook in hooks)
-    return "forward" in vars(module) or not known
+    return "forward" in vars(module) or has_hooks(module, HARMLESS_HOOKS, ("_forward_pre_hooks", "_forward_hooks"))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from overcoat.models.causal import causal_mask
 from overcoat.models.final_norm import fused_final_norm, install_final_norm, remove_final_norm
-from overcoat.models.llama import HARMLESS_HOOKS, HOOKS, SUPPORTED, original_class
+from overcoat.models.llama import HARMLESS_HOOKS, SUPPORTED, has_hooks, original_class
 from overcoat.ops.loss import linear_cross_entropy
 from overcoat.recipe import Recipe
 
@@ -173,10 +173,8 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
         return "lm_head has a bias"
     if head.weight.dtype == torch.float16:
         return "lm_head is FP16, in which the gradient of a summed loss may overflow: use BF16"
-    for hooks in HOOKS:
-        for hook in getattr(head, hooks).values():
-            if not (getattr(hook, "__module__", None) or "").startswith(HARMLESS_HOOKS):
-                return "lm_head has hooks, which would not see logits"
+    if has_hooks(head, HARMLESS_HOOKS):
+        return "lm_head has hooks, which would not see logits"
     if model.loss_function is not ForCausalLMLoss:
         return f"the loss function is {getattr(model.loss_function, '__name__', model.loss_function)}"
     return None

@@ -104,7 +104,7 @@ def why_replaced(layer: nn.Module) -> Optional[str]:
             return f"{path} is a {type(module).__name__}, not nn.Linear"
         if path in NORMS and not _is_own_norm(module, gated):
             return f"{path} is a {type(module).__name__}, not the model's own norm"
-        if _has_hooks(module):
+        if has_hooks(module):
             return f"{path} has hooks, which the FP8 block would not run"
     config: Any = layer.get_submodule("self_attn").config
     if config._attn_implementation not in ATTENTION:
@@ -118,11 +118,14 @@ def _is_own_norm(module: nn.Module, gated: bool) -> bool:
     return type(module).__module__.startswith("transformers.") if gated else type(module) is nn.LayerNorm
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody hooked the module: not transformers, whose recording hooks stay on it and sleep."""
+def has_hooks(
+    module: nn.Module, harmless: tuple[str, ...] = ("transformers.utils",), kinds: tuple[str, ...] = HOOKS
+) -> bool:
+    """Whether somebody hooked the module, but for functions of modules whose names begin so; transformers' recording
+    hooks stay on it and sleep."""
     return any(
-        not getattr(hook, "__module__", "").startswith("transformers.utils")
-        for hooks in HOOKS
+        not (getattr(hook, "__module__", None) or "").startswith(harmless)
+        for hooks in kinds
         for hook in getattr(module, hooks).values()
     )
 

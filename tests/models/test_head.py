@@ -100,9 +100,9 @@ def test_a_z_loss_is_of_training_alone(model: nn.Module) -> None:
     report = overcoat.convert(model, Recipe(fp8=False, z_loss=0.1))
     assert report.head is not None
     assert "z-loss 0.1" in report.head.detail
-    for output_logits in (None, False):
-        loss = model.eval()(**inputs, output_logits=output_logits).loss
-        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(model.eval()(**inputs).loss, expected)
+    # Without logits the final norm rounds once, transformers' twice.
+    torch.testing.assert_close(model(**inputs, output_logits=False).loss, expected, rtol=1e-5, atol=0)
     model.train()
     assert model(**inputs).loss > 1.1 * expected
     assert model(input_ids=inputs["input_ids"]).logits is not None

@@ -58,7 +58,7 @@ def test_every_code_follows_fp32_moments(moments):
     assert (ours[0] - exact[0]).norm() / way <= limit
 
 
-@pytest.mark.parametrize(("lr", "moments"), [(1e-5, "fp8"), (3e-7, "8bit")])
+@pytest.mark.parametrize(("lr", "moments"), [(1e-5, "8bit"), (1e-5, "fp8"), (3e-7, "8bit")])
 def test_ten_thousand_tiny_constant_updates(lr, moments):
     """Each is below a BF16 spacing by 2^9 or 2^14 (3e-7: below the 24-bit spacing by 2^6); they must accumulate.
 
