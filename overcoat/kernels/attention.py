@@ -178,7 +178,7 @@ def _repeat_kv(x: Tensor, ratio: int) -> Tensor:
 
 def no_random_state(x: Tensor) -> Tensor:
     """Without dropout the kernels read no random state; their schemas want the tensors all the same."""
-    return torch.zeros((), dtype=torch.int64, device=x.device)
+    return torch.empty((), dtype=torch.int64, device=x.device)
 
 
 def _for_all_heads(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor]) -> Tuple[Tensor, Tensor, Optional[Tensor]]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
 from overcoat.models.head import find_causal_model, install_head, remove_head, why_head_unsupported
-from overcoat.models.llama import SUPPORTED, Fp8DecoderLayer, has_gate, original_class, why_unsupported
+from overcoat.models.llama import SUPPORTED, Fp8DecoderLayer, original_class, parts_of, why_unsupported
 from overcoat.ops.offload import choose_blocks
 from overcoat.ops.weights import reuse
 from overcoat.recipe import Recipe
@@ -253,10 +253,11 @@ def _describe(layer: nn.Module, recipe: Recipe) -> str:
         kept = f"block input {kept}, the rest recomputed"
     else:
         kept += ", attention " + (recipe.kept_format if recipe.kept_attention == "8bit" else "bf16")
-    extras = [] if has_gate(layer) else ["LayerNorm", "GELU"]
-    if layer.get_submodule("self_attn.q_proj").bias is not None:
+    parts = parts_of(layer)
+    extras = [] if parts.gated else ["LayerNorm", "GELU"]
+    if parts.attention.q_proj.bias is not None:
         extras.append("biases")
-    if hasattr(layer.get_submodule("self_attn"), "q_norm"):
+    if hasattr(parts.attention, "q_norm"):
         extras.append("q/k norm")
     scales = " in 1x128 and 128x128 blocks" if recipe.linear_scaling == "block" else ""
     if recipe.reuse_weights and not scales:

@@ -17,7 +17,7 @@ LoRA adapter, say) or a cache is asked for, the original forward runs.
 from __future__ import annotations
 
 import warnings
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
@@ -66,47 +66,71 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return type(module)
 
 
-def has_gate(layer: nn.Module) -> bool:
-    """Whether a supported layer's MLP is SwiGLU; else it is GELU, and its norms are LayerNorm."""
-    return hasattr(layer.get_submodule("mlp"), "gate_proj")
+class Parts(NamedTuple):
+    """The modules whose forward the FP8 block stands in for.
+
+    gated: whether the MLP is SwiGLU; else it is GELU, and the norms are LayerNorm.
+    projections: in the order of PROJECTIONS or GELU_PROJECTIONS; norms: of NORMS.
+    """
+
+    gated: bool
+    projections: tuple[Any, ...]
+    norms: tuple[Any, Any]
+    attention: Any
+    mlp: Any
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where `projections`, `norms`, `attention` and `mlp` lie in the layer."""
+        return (*(PROJECTIONS if self.gated else GELU_PROJECTIONS), *NORMS, "self_attn", "mlp")
+
+
+def parts_of(layer: Any) -> Parts:
+    """A supported layer's modules, looked up once a forward: by path that would take a tenth of a millisecond."""
+    attention, mlp = layer.self_attn, layer.mlp
+    gated = hasattr(mlp, "gate_proj")
+    last = (mlp.gate_proj, mlp.up_proj, mlp.down_proj) if gated else (mlp.c_fc, mlp.c_proj)
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, *last)
+    return Parts(gated, projections, (layer.input_layernorm, layer.post_attention_layernorm), attention, mlp)
 
 
 def why_unsupported(layer: nn.Module) -> Optional[str]:
     """The reason why a layer of a supported kind cannot run in FP8, or None if it can."""
-    config: Any = layer.get_submodule("self_attn").config
-    projections = PROJECTIONS if has_gate(layer) else GELU_PROJECTIONS
+    parts = parts_of(layer)
+    config: Any = parts.attention.config
     # What accelerate does to spread a model over devices. It would run, or be left out, whatever the class is.
-    for path in ("", *projections, *NORMS, "self_attn", "mlp"):
-        if "forward" in vars(layer.get_submodule(path)):
-            return f"the forward of {path or 'the layer'} was replaced on the object: convert before"
-    for part in ("self_attn", "mlp"):
+    modules = (layer, *parts.projections, *parts.norms, parts.attention, parts.mlp)
+    for path, module in zip(("the layer", *parts.paths), modules, strict=True):
+        if "forward" in vars(module):
+            return f"the forward of {path} was replaced on the object: convert before"
+    for part in (parts.attention, parts.mlp):
         for name in ("attention_dropout", "residual_dropout"):
-            dropout = getattr(layer.get_submodule(part), name, 0.0)
+            dropout = getattr(part, name, 0.0)
             if dropout:
                 return f"{name} is {dropout}; only 0 is supported"
-    known = ("silu", "swish") if has_gate(layer) else tuple(GELUS)
+    known = ("silu", "swish") if parts.gated else tuple(GELUS)
     if config.hidden_act not in known:
         return f"hidden_act is {config.hidden_act!r}; only {', '.join(known)} are supported"
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     if partial != 1.0:
         return f"partial_rotary_factor is {partial}; only 1.0 is supported"
-    return why_replaced(layer)
+    return why_replaced(parts)
 
 
-def why_replaced(layer: nn.Module) -> Optional[str]:
-    """The reason why the layer's modules or attention are not what the FP8 block computes; checked at each forward."""
-    gated = has_gate(layer)
-    projections = PROJECTIONS if gated else GELU_PROJECTIONS
+def why_replaced(parts: Parts) -> Optional[str]:
+    """The reason why a layer's modules or attention are not what the FP8 block computes; checked at each forward."""
+    gated, projections, norms, attention, mlp = parts
+    for module in projections:
+        if type(module) is not nn.Linear:
+            return f"{_path(parts, module)} is a {type(module).__name__}, not nn.Linear"
+    for module in norms:
+        if not _is_own_norm(module, gated):
+            return f"{_path(parts, module)} is a {type(module).__name__}, not the model's own norm"
     # A hook on a module whose forward the FP8 block stands in for would not run.
-    for path in (*projections, *NORMS, "self_attn", "mlp"):
-        module = layer.get_submodule(path)
-        if path in projections and type(module) is not nn.Linear:
-            return f"{path} is a {type(module).__name__}, not nn.Linear"
-        if path in NORMS and not _is_own_norm(module, gated):
-            return f"{path} is a {type(module).__name__}, not the model's own norm"
+    for module in (*projections, *norms, attention, mlp):
         if has_hooks(module):
-            return f"{path} has hooks, which the FP8 block would not run"
-    config: Any = layer.get_submodule("self_attn").config
+            return f"{_path(parts, module)} has hooks, which the FP8 block would not run"
+    config: Any = attention.config
     if config._attn_implementation not in ATTENTION:
         return f"attn_implementation is {config._attn_implementation!r}; only sdpa and eager masks are read"
     if getattr(config, "is_causal", True) is False:
@@ -114,15 +138,20 @@ def why_replaced(layer: nn.Module) -> Optional[str]:
     return None
 
 
+def _path(parts: Parts, module: Any) -> str:
+    modules = (*parts.projections, *parts.norms, parts.attention, parts.mlp)
+    return next(path for path, part in zip(parts.paths, modules, strict=True) if part is module)
+
+
 def _is_own_norm(module: nn.Module, gated: bool) -> bool:
     return type(module).__module__.startswith("transformers.") if gated else type(module) is nn.LayerNorm
 
 
-def has_hooks(
-    module: nn.Module, harmless: tuple[str, ...] = ("transformers.utils",), kinds: tuple[str, ...] = HOOKS
-) -> bool:
+def has_hooks(module: Any, harmless: tuple[str, ...] = ("transformers.utils",), kinds: tuple[str, ...] = HOOKS) -> bool:
     """Whether somebody hooked the module, but for functions of modules whose names begin so; transformers' recording
     hooks stay on it and sleep."""
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+        return False
     return any(
         not (getattr(hook, "__module__", None) or "").startswith(harmless)
         for hooks in kinds
@@ -142,61 +171,50 @@ class Fp8DecoderLayer(nn.Module):
         embeddings, mask = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and not mask.numel():  # models/causal.py
             mask = kwargs["attention_mask"] = None
-        if args or embeddings is None or not self._runs_in_fp8(kwargs.get("past_key_values")):
+        parts = parts_of(self)
+        if args or embeddings is None or not self._runs_in_fp8(parts, kwargs.get("past_key_values")):
             return super().forward(hidden_states, *args, **kwargs)
         mask = check_mask(mask, hidden_states.shape[1])
         batch, sequence, hidden = hidden_states.shape
-        rotary, heads = self._attention_inputs(embeddings, mask, batch)
+        rotary, heads = _attention_inputs(parts.attention, embeddings, mask, batch)
         x = hidden_states.reshape(-1, hidden)
-        x = decoder_block(x, self._block(), rotary, heads, self.overcoat_recipe, self.overcoat_offload)
+        x = decoder_block(x, block_of(parts), rotary, heads, self.overcoat_recipe, self.overcoat_offload)
         return x.view(batch, sequence, hidden)
 
-    def _runs_in_fp8(self, cache: Any) -> bool:
+    def _runs_in_fp8(self, parts: Parts, cache: Any) -> bool:
         # Not `torch.is_grad_enabled()`: a reentrant checkpoint runs its first forward without gradients, and the
         # recomputation must repeat the same numbers.
         if not self.training:
             return False
-        reason = "a key/value cache was asked for (use_cache=True)" if cache is not None else why_replaced(self)
+        reason = "a key/value cache was asked for (use_cache=True)" if cache is not None else why_replaced(parts)
         if reason is not None:
             warnings.warn(f"this layer trains in its original precision: {reason}", stacklevel=3)
         return reason is None
 
-    def _attention_inputs(self, embeddings: tuple[Tensor, Tensor], mask: Optional[Tensor], batch: int) -> Any:
-        module: Any = self.get_submodule("self_attn")
-        cos, sin = (table.flatten(0, -2) for table in embeddings)
-        q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
-        width = module.head_dim
-        heads = Heads(
-            batch,
-            module.q_proj.out_features // width,
-            module.k_proj.out_features // width,
-            width,
-            module.scaling,
-            q_norm.variance_epsilon if q_norm is not None else 0.0,
-            biased=module.k_proj.bias is not None,
-        )
-        rotary = Rotary(
-            cos,
-            sin,
-            mask,
-            q_norm.weight if q_norm is not None else None,
-            k_norm.weight if k_norm is not None else None,
-        )
-        return rotary, heads
 
-    def _block(self) -> Block:
-        norms: list[Any] = [self.get_submodule(path) for path in NORMS]
-        if has_gate(self):
-            first, second = (Norm(norm.weight, None, norm.variance_epsilon) for norm in norms)
-            return Block(first, second, *self._linears(PROJECTIONS))
-        first, second = (Norm(norm.weight, norm.bias, norm.eps, centered=True) for norm in norms)
-        q, k, v, o, up, down = self._linears(GELU_PROJECTIONS)
-        config: Any = self.get_submodule("self_attn").config
-        return Block(first, second, q, k, v, o, None, up, down, GELUS[config.hidden_act])
+def _attention_inputs(
+    module: Any, embeddings: tuple[Tensor, Tensor], mask: Optional[Tensor], batch: int
+) -> tuple[Rotary, Heads]:
+    """What attention needs beside q, k, v, of transformers' attention module."""
+    cos, sin = (table.flatten(0, -2) for table in embeddings)
+    q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+    q_proj, k_proj, width = module.q_proj, module.k_proj, module.head_dim
+    eps = q_norm.variance_epsilon if q_norm is not None else 0.0
+    num_q, num_kv = q_proj.out_features // width, k_proj.out_features // width
+    heads = Heads(batch, num_q, num_kv, width, module.scaling, eps, biased=k_proj.bias is not None)
+    weights = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
+    return Rotary(cos, sin, mask, *weights), heads
 
-    def _linears(self, paths: tuple[str, ...]) -> list[Any]:
-        linears: list[Any] = [self.get_submodule(path) for path in paths]
-        return [Linear(linear.weight, linear.bias) for linear in linears]
+
+def block_of(parts: Parts) -> Block:
+    """The layer's parameters, as `decoder_block` takes them."""
+    linears: list[Any] = [Linear(linear.weight, linear.bias) for linear in parts.projections]
+    if parts.gated:
+        first, second = (Norm(norm.weight, None, norm.variance_epsilon) for norm in parts.norms)
+        return Block(first, second, *linears)
+    first, second = (Norm(norm.weight, norm.bias, norm.eps, centered=True) for norm in parts.norms)
+    q, k, v, o, up, down = linears
+    return Block(first, second, q, k, v, o, None, up, down, GELUS[parts.attention.config.hidden_act])
 
 
 def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:

@@ -123,9 +123,9 @@ def product_backward(
     sizes = [w.shape[0] for w in weights]
     dweights: tuple[Optional[Tensor], ...] = (None,) * len(weights)
     if x_t is not None:
-        dweights = wgrad(d, x_t, weights[0].dtype).split(sizes)
+        dweights = wgrad(d, x_t, weights[0].dtype).split_with_sizes(sizes)
     dbiases: tuple[Optional[Tensor], ...] = (None,) * len(weights)
     if d.sums is not None:
-        sums = d.sums.split(sizes)
+        sums = d.sums.split_with_sizes(sizes)
         dbiases = tuple(None if b is None else s.to(b.dtype) for b, s in zip(biases, sums, strict=True))
     return LinearGrads(dx, dweights, dbiases)

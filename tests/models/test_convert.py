@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import overcoat
 from overcoat import Recipe
-from overcoat.models.llama import GELUS, PROJECTIONS, check_mask, why_replaced
+from overcoat.models.llama import GELUS, PROJECTIONS, block_of, check_mask, parts_of, why_replaced
 from tests.models.zoo import KINDS, VOCAB, make_batch, make_model
 
 
@@ -165,7 +165,7 @@ def test_the_form_of_gelu_is_that_of_the_config(activation: str) -> None:
     expected = F.gelu(u, approximate=GELUS[activation])
     torch.testing.assert_close(model.model.layers[0].mlp.act(u), expected, rtol=1e-5, atol=1e-6)
     assert "LayerNorm, GELU, biases" in overcoat.convert(model).layers[0].detail
-    assert model.model.layers[0]._block().gelu == GELUS[activation]
+    assert block_of(parts_of(model.model.layers[0])).gelu == GELUS[activation]
     model(**make_batch()).loss.backward()
     assert gradients(model).keys() == dict(model.named_parameters()).keys()
 
@@ -184,9 +184,9 @@ def test_a_replaced_layer_norm_is_left_to_the_original() -> None:
     model = make_model("starcoder2", layers=2)
     overcoat.convert(model)
     model.model.layers[1].input_layernorm = nn.Sequential(model.model.layers[1].input_layernorm)
-    assert "input_layernorm is a Sequential" in why_replaced(model.model.layers[1])
+    assert "input_layernorm is a Sequential" in why_replaced(parts_of(model.model.layers[1]))
     model.model.layers[0].mlp.c_proj.register_forward_hook(lambda module, args, output: output)
-    assert "mlp.c_proj has hooks" in why_replaced(model.model.layers[0])
+    assert "mlp.c_proj has hooks" in why_replaced(parts_of(model.model.layers[0]))
 
 
 def test_a_model_of_another_kind_is_refused_with_the_known_kinds() -> None:
@@ -222,7 +222,7 @@ def test_a_hook_or_adapter_added_later_falls_back_with_a_warning(model: nn.Modul
 def test_what_the_fp8_block_would_not_compute_is_left_to_the_original(model: nn.Module, change, reason: str) -> None:
     overcoat.convert(model)
     change(model, model.model.layers[0])
-    assert reason in why_replaced(model.model.layers[0])
+    assert reason in why_replaced(parts_of(model.model.layers[0]))
     assert reason in overcoat.convert(model).left_alone["model.layers.0"]
 
 

@@ -103,9 +103,10 @@ def _launch_stats(
     eps: float,
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mean (garbage unless `centered`), rstd, row maxima; `added`: the residual, and where its sum with x goes."""
+    """mean (rstd unless `centered`), rstd, row maxima; `added`: the residual, and where its sum with x goes."""
     tokens, hidden = x.shape
-    mean, rstd, row_amax = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(3))
+    rstd, row_amax = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(2))
+    mean = torch.empty_like(rstd) if centered else rstd
     padded = power_of_2(hidden)
     with on_device(x):
         _stats_kernel[(tokens,)](
@@ -120,7 +121,7 @@ def _launch_stats(
 def stats(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """mean (garbage unless `centered`), rstd and each row's max |y|, (T,) FP32 each, of x (T, H)."""
+    """mean (rstd unless `centered`), rstd and each row's max |y|, (T,) FP32 each, of x (T, H)."""
     return _launch_stats(x.contiguous(), None, weight, bias, eps, centered)
 
 
