@@ -10,8 +10,9 @@ trainings and no measurements. The kernels' own tests and the optimizer's took 4
 many with the rest. It runs without PyTorch's caching allocator: each tensor is an allocation of its own, so that an
 access beyond its end is one outside of any. What needs the cache is left out there (graphs, peaks of memory), and
 everywhere what is too slow: tensors beyond 2^31 elements, errors averaged over seeds. racecheck looks at the kernels
-alone, and not into cuBLAS' own ("nvjet"), where it reports hazards that are not ours to mend. One row of
-results/sanitizer.jsonl for each tool: by file and process, the errors that the tool counted and pytest's last line.
+alone. Neither looks into PyTorch's own kernels, of which the references are made, nor into cuBLAS', where racecheck
+reports hazards that are not ours to mend. One row of results/sanitizer.jsonl for each tool: by file and process, the
+errors that the tool counted and pytest's last line.
 Kernels that have been compiled before, by the GPU tests themselves, are not compiled again.
 """
 
@@ -37,6 +38,8 @@ FOLDERS = {"memcheck": (".", "kernels", "kernels/gpu", "ops", "models", "optim")
 # Parts of the names of tests or of their files.
 SLOW = ("2_to_31", "large", "numerics")
 NEEDS_THE_CACHE = ("memory", "peak", "captur", "graph", "replay", "bytes", "taken_out", "let_go")
+# Parts of the names, plain or mangled, of kernels that are PyTorch's and cuBLAS'.
+NOT_OURS = ("at::native", "2at6native", "nvjet", "cutlass", "cublas")
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 
@@ -61,7 +64,8 @@ def check(tool: str, tests: list[str], timeout: float) -> dict[str, Any]:
     """Errors that `tool` counts in some tests (None: it did not get to its end), and pytest's result."""
     environment = {**os.environ, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})}
     # Calls of the runtime that fail are not accesses: PyTorch asks for what a device may not have, and raises the rest.
-    options = ["--report-api-errors", "no"] if tool == "memcheck" else ["--kernel-name-exclude", "kns=nvjet"]
+    options = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    options += ["--kernel-name-exclude", ",".join(f"kns={name}" for name in NOT_OURS)]
     # What has not reached the GPU when this runs out is not looked at; it does only after the imports.
     command = ["compute-sanitizer", "--tool", tool, "--launch-timeout", "600", *options, *PYTEST, *tests]
     try:

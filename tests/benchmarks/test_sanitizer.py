@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -25,8 +26,23 @@ case "$*" in
 """
 
 
+# A kernel of the package that is told of more rows than there are, beside PyTorch's own, which nobody looks at.
+OUT_OF_BOUNDS = """
+import torch
+from overcoat.kernels.gpu import quantize
+
+def test_reads_beyond_the_end():
+    x = torch.randn(2**20, device="cuda")
+    out = torch.empty((), dtype=torch.int32, device="cuda")
+    quantize._amax_kernel[(64,)](x, out, x.numel() + {beyond}, True, quantize.AMAX_BLOCK, num_warps=8)
+    torch.cuda.synchronize()
+"""
+
+
 @pytest.fixture(autouse=True)
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu"):
+        return
     path = tmp_path / "compute-sanitizer"
     path.write_text(SCRIPT)
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
@@ -40,6 +56,18 @@ def test_errors_and_results_are_read() -> None:
     assert bad["errors"] == 7
     assert "failed" in bad["result"]
     assert "Invalid __global__" in bad["said"][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beyond", [0, 2**18])
+def test_the_programs_own_names_are_looked_at(tmp_path: Path, beyond: int) -> None:
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("needs compute-sanitizer")
+    path = tmp_path / "test_beyond.py"
+    path.write_text(OUT_OF_BOUNDS.format(beyond=beyond))
+    found = sanitizer.check("memcheck", [str(path), f"--rootdir={tmp_path}"], 120)
+    assert found["errors"] is not None, found
+    assert (found["errors"] > 0) == (beyond > 0), found
 
 
 def test_what_does_not_end_is_not_clean() -> None:
