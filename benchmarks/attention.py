@@ -4,9 +4,7 @@
     python -m benchmarks.attention --only packed      those with all these words in their name
 
     cudnn, flash, memory-efficient   what `overcoat.kernels.attention` chooses among, called as it calls them
-    flash varlen                     packed rows as documents of their own lengths, without a mask; the host must know
-                                     how long the longest is
-    flash varlen, bound              the same with the row's length in its place
+    flash, packed                    packed rows as documents of their own lengths, without a mask
 
 Inputs fresh in BF16, one fused buffer of q, k and v. One row of results/attention.jsonl for each case. For each kernel:
 ms and peak bytes above the inputs, forward and backward, all that comes before and after the library's call counted
@@ -18,7 +16,6 @@ choice takes at most 3% longer than the fastest, forward and backward together.
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +29,13 @@ from overcoat.kernels.attention import (
     CUDNN,
     EFFICIENT,
     FLASH,
+    PACKED,
     Kernel,
     backward_by,
     chosen,
     forward_by,
-    no_random_state,
 )
+from overcoat.kernels.packed import dense_mask
 
 TOLERANCE = 0.03
 REPEATS = 20
@@ -93,59 +91,6 @@ def documents(batch: int, sequence: int) -> Tensor:
     return torch.tensor([*starts, batch * sequence], dtype=torch.int32)
 
 
-def packed_mask(starts: Tensor, batch: int, sequence: int) -> Tensor:
-    """(B, 1, S, S) bool: causal within each document of `documents`."""
-    number = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff()).view(batch, sequence)
-    same = number[:, None, :, None] == number[:, None, None, :]
-    return same & torch.ones(sequence, sequence, dtype=torch.bool).tril()
-
-
-# ---- kernels that the rule does not know -----------------------------------------------------------------------------
-
-
-def _by_token(*heads: Tensor) -> list[Tensor]:
-    """(B, heads, S, D), each as a view (T, heads, D)."""
-    return [x.transpose(1, 2).flatten(0, 1) for x in heads]
-
-
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *, starts: Tensor, longest: int
-) -> tuple[Tensor, Tensor]:
-    rows = (q.shape[0], q.shape[2])
-    o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *_by_token(q, k, v), starts, starts, longest, longest, 0.0, True, False, scale=scale
-    )
-    return o.unflatten(0, rows).transpose(1, 2), lse.unflatten(1, rows).transpose(0, 1)
-
-
-def _varlen_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    mask: Tensor,
-    scale: float,
-    *,
-    starts: Tensor,
-    longest: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, rng = (q.shape[0], q.shape[2]), torch.zeros(2, dtype=torch.uint64, device=q.device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *_by_token(do, q, k, v, o), lse.transpose(0, 1).flatten(1), starts, starts, longest, longest, 0.0, True, rng,
-        no_random_state(q), scale=scale,
-    )  # fmt: skip
-    dq, dk, dv = (x.unflatten(0, rows).transpose(1, 2) for x in (dq, dk, dv))
-    return dq, dk, dv
-
-
-def varlen(starts: Tensor, longest: int) -> Kernel:
-    """FlashAttention over documents; the mask is not read."""
-    told: dict[str, Any] = {"starts": starts, "longest": longest}
-    return Kernel(functools.partial(_varlen, **told), functools.partial(_varlen_backward, **told))
-
-
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +110,7 @@ def inputs(case: Case, device: str = "cuda") -> Inputs:
     starts = documents(case.batch, case.sequence) if case.kind == "packed" else None
     mask = None
     if starts is not None:
-        mask = packed_mask(starts, case.batch, case.sequence)
+        mask = dense_mask(starts, case.batch, case.sequence)
     elif case.kind == "padding":
         mask = padding_mask(case.batch, case.sequence)
     qkv = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
@@ -173,15 +118,12 @@ def inputs(case: Case, device: str = "cuda") -> Inputs:
     return Inputs(qkv, do, *(None if x is None else x.to(device) for x in (mask, starts)))
 
 
-def contestants(case: Case, given: Inputs) -> dict[str, Kernel]:
+def contestants(given: Inputs) -> dict[str, Kernel]:
     """Who takes part, by name."""
     if given.mask is None:
         return {"cudnn": CUDNN, "flash": FLASH, "memory-efficient": EFFICIENT}
     found = {"memory-efficient": EFFICIENT, "cudnn": CUDNN}
-    if given.starts is not None:
-        found["flash varlen"] = varlen(given.starts, int(given.starts.diff().max()))
-        found["flash varlen, bound"] = varlen(given.starts, case.sequence)
-    return found
+    return found if given.starts is None else {"flash, packed": PACKED, **found}
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
@@ -199,7 +141,8 @@ def measure(
     kernel: Kernel, case: Case, given: Inputs, repeats: int = REPEATS
 ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     """Figures of both directions, and o, dq, dk, dv."""
-    shape = (given.mask, case.batch, case.num_q, case.num_kv, case.width**-0.5)
+    mask = given.starts if kernel is PACKED else given.mask
+    shape = (mask, case.batch, case.num_q, case.num_kv, case.width**-0.5)
     o, lse = forward_by(kernel, given.qkv, *shape)
     directions: dict[str, Callable[[], tuple[Tensor, ...]]] = {
         "forward": lambda: forward_by(kernel, given.qkv, *shape),
@@ -247,9 +190,9 @@ def verdict(kernels: dict[str, dict[str, Any]], choice: str) -> dict[str, Any]:
 def run(case: Case, given: Inputs, repeats: int = REPEATS) -> dict[str, Any]:
     """The row of a case."""
     heads = given.qkv.view(case.batch, case.sequence, -1, case.width).transpose(1, 2)
-    rule = chosen(heads[:, : case.num_q], given.mask)
+    rule = chosen(heads[:, : case.num_q], given.mask if given.starts is None else given.starts)
     # The rule's own first: the others' results are compared with its.
-    names = sorted(takes_part := contestants(case, given), key=lambda name: takes_part[name] is not rule)
+    names = sorted(takes_part := contestants(given), key=lambda name: takes_part[name] is not rule)
     row, expected = attempt(takes_part[names[0]], case, given, repeats)
     kernels = {names[0]: row}
     for name in names[1:]:

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from overcoat.kernels.attention import attention, attention_backward
 from overcoat.kernels.loss import linear_cross_entropy
+from overcoat.kernels.packed import is_starts
 
 # CUDA's caching allocator hands out multiples of this many bytes.
 ALIGNMENT = 512
@@ -78,12 +79,12 @@ def _accumulators(elements: int, queries: int) -> int:
 
 def _is_grouped(mask: Tensor | None) -> bool:
     """Whether the kernel takes k and v as they are: cuDNN's (`kernels.attention.chosen`)."""
-    return mask is None or mask.shape[-1] % 128 == 0
+    return mask is None or is_starts(mask) or mask.shape[-1] % 128 == 0
 
 
 def _masked(x: Tensor, mask: Tensor | None, num_q: int, num_kv: int) -> int:
     """For `x` (T, num_q * D), one of q, o and their gradients."""
-    if mask is None:
+    if mask is None or is_starts(mask):
         return 0
     repeated = 2 * aligned(x.nbytes) if num_q != num_kv and not _is_grouped(mask) else 0
     sequence = mask.shape[-1]

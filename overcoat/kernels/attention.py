@@ -12,8 +12,9 @@ heads: query head i reads key/value head i // (num_q / num_kv).
 The reference forms S in FP32. On CUDA the library's fused kernels run, chosen by rule (`chosen`): cuDNN's on Hopper and
 newer where it takes the shape (1.7 times as fast as FlashAttention there: B4 S2048 32 x 128 heads, forward 0.27 ms
 against 0.48, backward 0.83 against 1.39; with a mask 0.82 + 2.45 against the memory-efficient kernel's 2.20 + 5.68);
-else FlashAttention, with a mask the memory-efficient one; and those whenever `torch.use_deterministic_algorithms` asks
-for one result each time (cuDNN adds up dq in any order). All of benchmarks.attention, results/attention.jsonl.
+else FlashAttention, with a mask the memory-efficient one; packed sequences FlashAttention's for lengths (0.27 + 0.63);
+and cuDNN never when `torch.use_deterministic_algorithms` asks for one result each time (it adds up dq in any order).
+All of benchmarks.attention, results/attention.jsonl.
 
 Legend: B batch, S sequence length, D head width, T = B * S. Column layout of a fused buffer: [q heads | k | v].
 """
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from overcoat.catalogue import op
+from overcoat.kernels.packed import dense_mask, flash_packed, flash_packed_backward, is_starts
 
 
 def _heads(qkv: Tensor, batch: int, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, Tensor]:
@@ -48,6 +50,8 @@ def _token_rows(dtype: torch.dtype, *parts: Tensor) -> Tuple[Tensor, Tensor, Ten
 
 def _scores(q: Tensor, k: Tensor, mask: Optional[Tensor], scale: float) -> Tensor:
     """FP32 scores (B, num_kv, R, S, S), R = num_q / num_kv; causal without a mask."""
+    if mask is not None and is_starts(mask):
+        mask = dense_mask(mask, q.shape[0], q.shape[2])
     q = q.float().unflatten(1, (k.shape[1], -1))
     scores = scale * (q @ k.float().unsqueeze(2).transpose(-1, -2))
     if mask is None:
@@ -80,7 +84,8 @@ def attention(
 
     Args:
         qkv: (T, (num_q + 2 num_kv) * D).
-        mask: None for causal; else (B or 1, 1 or num_q, S, S), bool (True = visible) or additive.
+        mask: None for causal; else (B or 1, 1 or num_q, S, S), bool (True = visible) or additive; or where documents
+            begin, int32 (N + 1,) (packed.py).
 
     Returns:
         o (T, num_q * D) of qkv's dtype; lse FP32 (B, num_q, S).
@@ -257,6 +262,7 @@ def _flash_backward(
 EFFICIENT = Kernel(_efficient, _efficient_backward)
 CUDNN = Kernel(_cudnn, _cudnn_backward)
 FLASH = Kernel(_flash, _flash_backward)
+PACKED = Kernel(flash_packed, flash_packed_backward)
 
 
 def _cudnn_takes(device: torch.device, sequence: int, width: int) -> bool:
@@ -279,6 +285,8 @@ def chosen(q: Tensor, mask: Optional[Tensor]) -> Optional[Kernel]:
         return None
     if q.dtype == torch.float32:
         return EFFICIENT
+    if is_starts(mask):
+        return PACKED
     if mask is None:
         return CUDNN if _cudnn_takes(q.device, sequence, width) else FLASH
     takes = sequence % 128 == 0 and q.dtype == torch.bfloat16 and _cudnn_takes(q.device, sequence, width)
@@ -290,7 +298,7 @@ def forward_by(
 ) -> Tuple[Tensor, Tensor]:
     """`attention` by one of the library's kernels; qkv contiguous."""
     q, k, v = _heads(qkv, batch, num_q, num_kv)
-    o, lse = kernel.forward(q, k, v, mask, scale)
+    o, lse = kernel.forward(q, k, v, _mask_for(kernel, mask, q), scale)
     return _tokens_first(o), lse[..., : q.shape[2]].contiguous()
 
 
@@ -309,7 +317,13 @@ def backward_by(
     """`attention_backward` by one of the library's kernels; do, qkv and o contiguous."""
     q, k, v = _heads(qkv, batch, num_q, num_kv)
     do, o = (x.view(batch, q.shape[2], num_q, -1).transpose(1, 2) for x in (do, o))
-    return _token_rows(qkv.dtype, *kernel.backward(do, q, k, v, o, lse, mask, scale))
+    return _token_rows(qkv.dtype, *kernel.backward(do, q, k, v, o, lse, _mask_for(kernel, mask, q), scale))
+
+
+def _mask_for(kernel: Kernel, mask: Optional[Tensor], q: Tensor) -> Optional[Tensor]:
+    """Kernels but one want `starts` as a mask of all pairs."""
+    dense = mask is not None and is_starts(mask) and kernel is not PACKED
+    return dense_mask(mask, q.shape[0], q.shape[2]) if dense and mask is not None else mask
 
 
 @attention.cuda

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
+from overcoat.kernels.packed import dense_mask, is_starts
 from overcoat.ops.attention import Heads, Rotary
 from overcoat.ops.block import Block, Linear, decoder_block
 from overcoat.ops.linear import Norm
@@ -173,6 +174,9 @@ class Fp8DecoderLayer(nn.Module):
             mask = kwargs["attention_mask"] = None
         parts = parts_of(self)
         if args or embeddings is None or not self._runs_in_fp8(parts, kwargs.get("past_key_values")):
+            starts = _as_starts(mask)
+            if starts is not None:
+                kwargs["attention_mask"] = dense_mask(starts, *hidden_states.shape[:2])
             return super().forward(hidden_states, *args, **kwargs)
         mask = check_mask(mask, hidden_states.shape[1])
         batch, sequence, hidden = hidden_states.shape
@@ -217,10 +221,19 @@ def block_of(parts: Parts) -> Block:
     return Block(first, second, q, k, v, o, None, up, down, GELUS[parts.attention.config.hidden_act])
 
 
+def _as_starts(mask: Any) -> Optional[Tensor]:
+    """What models/causal.py gives where sequences are packed, as `attention` takes it; None for other masks."""
+    given = isinstance(mask, Tensor) and is_starts(mask) and mask.shape[:-1] == (1, 1, 1)
+    return mask.flatten() if given else None
+
+
 def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:
     """The mask a layer received, as `attention` takes it; ValueError for kinds that only other attention code reads."""
     if mask is None:
         return None
+    starts = _as_starts(mask)
+    if starts is not None:
+        return starts
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-2:] != (sequence, sequence):
         kind = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(

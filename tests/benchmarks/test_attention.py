@@ -80,61 +80,28 @@ def test_documents_alone_are_the_packed_rows():
 def test_contestants(kind):
     case = SMALL[kind]
     given = inputs(case, "cpu")
-    found = contestants(case, given)
+    found = contestants(given)
     expected = {
         "causal": ["cudnn", "flash", "memory-efficient"],
         "padding": ["memory-efficient", "cudnn"],
-        "packed": ["memory-efficient", "cudnn", "flash varlen", "flash varlen, bound"],
+        "packed": ["flash, packed", "memory-efficient", "cudnn"],
     }
     assert list(found) == expected[kind]
-    if kind == "packed":
-        longest = [found[name].forward.keywords["longest"] for name in ("flash varlen", "flash varlen, bound")]
-        assert longest == [int(given.starts.diff().max()), case.sequence]
 
 
-@pytest.mark.parametrize("kernel", ["cudnn", "flash varlen"])
+@pytest.mark.parametrize("kernel", ["cudnn", "flash, packed"])
 def test_shapes_of_masked_kernels(kernel):
     case = SMALL["packed"]
     given = inputs(case, "cpu")
-    kernel = contestants(case, given)[kernel]
-    if kernel is not CUDNN:
-        kernel = benchmark.varlen(given.starts.to("meta"), 500)
-    qkv, do, mask = given.qkv.to("meta"), given.do.to("meta"), given.mask.to("meta")
+    kernel = contestants(given)[kernel]
+    mask = given.mask if kernel is CUDNN else given.starts
+    qkv, do, mask = given.qkv.to("meta"), given.do.to("meta"), mask.to("meta")
     o, lse = forward_by(kernel, qkv, *shape(case, mask))
     assert o.shape == do.shape
     assert (lse.shape, lse.is_contiguous()) == ((case.batch, case.num_q, case.sequence), True)
     gradients = backward_by(kernel, do, qkv, o, lse, *shape(case, mask))
     assert [x.shape[1] for x in gradients] == [n * case.width for n in (case.num_q, case.num_kv, case.num_kv)]
     assert all(x.shape[0] == len(qkv) and x.is_contiguous() for x in gradients)
-
-
-def test_varlen_heads_of_a_token_lie_together(monkeypatch):
-    """What the library's kernel is handed: (T, heads, D) over the fused buffer, log-sum-exp (heads, T)."""
-    case = SMALL["packed"]
-    given = inputs(case, "cpu")
-    tokens = len(given.qkv)
-    handed = {}
-
-    def forward(q, k, v, *rest, scale):
-        handed["forward"] = (q, k, v)
-        return q.clone(), torch.arange(case.num_q * tokens).view(case.num_q, tokens).float(), None, None, None
-
-    def backward(do, q, k, v, o, lse, *rest, scale):
-        handed["backward"] = (do, q, k, v, o, lse)
-        return q.clone(), k.clone(), v.clone()
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
-    kernel = contestants(case, given)["flash varlen"]
-    o, lse = forward_by(kernel, given.qkv, *shape(case, given.mask))
-    gradients = backward_by(kernel, given.do, given.qkv, o, lse, *shape(case, given.mask))
-    q_columns = case.num_q * case.width
-    assert torch.equal(o, given.qkv[:, :q_columns])
-    assert torch.equal(torch.cat(gradients, 1), given.qkv)
-    assert torch.equal(lse, torch.arange(case.num_q * tokens).view(case.num_q, case.batch, -1).transpose(0, 1).float())
-    assert torch.equal(handed["backward"][0].flatten(1), given.do)
-    assert torch.equal(handed["backward"][5], torch.arange(case.num_q * tokens).view(case.num_q, tokens).float())
-    assert all(x.data_ptr() >= given.qkv.data_ptr() and not x.is_contiguous() for x in handed["forward"])
 
 
 def times(forward, backward):
@@ -205,7 +172,7 @@ def test_a_row(without_a_gpu, monkeypatch):
     others = {"slightly off": _reference(0.01), "memory-efficient": Kernel(_refuse, _refuse), "cudnn": rule}
     monkeypatch.setattr(benchmark, "CUDNN", rule)
     monkeypatch.setattr("overcoat.kernels.attention.CUDNN", rule)
-    monkeypatch.setattr(benchmark, "contestants", lambda case, given: others)
+    monkeypatch.setattr(benchmark, "contestants", lambda given: others)
     row = benchmark.run(case, inputs(case, "cpu"), repeats=3)
     assert json.loads(json.dumps(row)) == row
     assert list(row["kernels"]) == ["cudnn", "slightly off", "memory-efficient"]
@@ -231,7 +198,7 @@ def test_the_command_writes_a_row_even_where_every_kernel_refuses(kind, without_
     benchmark.main()
     (row,) = map(json.loads, out.read_text().splitlines())
     assert row["benchmark"] == "attention"
-    assert row["chosen"] == "cudnn"
+    assert row["chosen"] == ("flash, packed" if kind == "packed" else "cudnn")
     assert all(it["error"] for it in row["kernels"].values())
     assert row["fastest"] is None
     assert not row["rule_holds"]
@@ -244,7 +211,7 @@ def test_kernels_compute_the_same(kind):
     case = SMALL[kind]._replace(width=64)
     row = benchmark.run(case, inputs(case), repeats=2)
     assert row["chosen"] in row["kernels"]
-    for name in ("flash", "flash varlen", "memory-efficient"):
+    for name in ("flash", "flash, packed", "memory-efficient"):
         if name in row["kernels"]:
             assert "error" not in row["kernels"][name], row["kernels"][name]
     assert all(it.get("sqnr_db", 99) > 35 for it in row["kernels"].values())
@@ -253,4 +220,4 @@ def test_kernels_compute_the_same(kind):
 
 
 def test_the_kernels_of_the_rule_are_those_compared():
-    assert {CUDNN, FLASH, EFFICIENT} <= set(contestants(SMALL["causal"], inputs(SMALL["causal"], "cpu")).values())
+    assert {CUDNN, FLASH, EFFICIENT} <= set(contestants(inputs(SMALL["causal"], "cpu")).values())

@@ -207,7 +207,8 @@ def _attention() -> None:
         additive = torch.zeros(1, num_q, sequence, sequence, dtype=dtype).masked_fill(
             ~visible[:1], torch.finfo(dtype).min
         )
-        for mask in (None, visible, additive):
+        starts = torch.tensor(sorted({0, *range(3, tokens, 5), *range(0, tokens, sequence), tokens}), dtype=torch.int32)
+        for mask in (None, visible, additive, starts):
             shared = (mask, batch, num_q, num_kv, width**-0.5)
             add("attention", qkv, *shared)
             add("attention_backward", do, qkv, o, lse, *shared)

@@ -1,6 +1,8 @@
-"""The mask without elements: when a model gets it, that it changes nothing, and that nobody waits."""
+"""Masks that only converted layers read: when a model gets them, that they change nothing, and that nobody waits."""
 
 from __future__ import annotations
+
+import warnings
 
 import pytest
 import torch
@@ -69,8 +71,23 @@ def test_who_gets_it() -> None:
         assert causal_mask(model, inputs).shape == (1, 1, 0, 0)
     padding = torch.ones(2, LENGTH)
     assert causal_mask(model, {**ids, "attention_mask": padding}) is padding
-    for name, value in (("position_ids", positions()), ("past_key_values", object()), ("use_cache", True)):
+    for name, value in (("past_key_values", object()), ("use_cache", True)):
         assert causal_mask(model, {**ids, name: value}) is None
+    assert causal_mask(model, {**ids, "position_ids": positions()}).shape == (1, 1, 0, 0)
+    assert causal_mask(model, {**ids, "position_ids": positions()[:1]}).shape == (1, 1, 0, 0)
+    packed = torch.arange(LENGTH).remainder(20).expand(2, -1)
+    assert causal_mask(model, {**ids, "position_ids": packed}).flatten().tolist() == [
+        0,
+        20,
+        40,
+        60,
+        61,
+        81,
+        101,
+        121,
+        122,
+    ]
+    assert causal_mask(model, {**ids, "position_ids": packed.to("meta")}).shape == (1, 1, 1, 4)
     for name, value in (("sliding_window", 16), ("_attn_implementation", "eager")):
         before = getattr(model.config, name, None)
         setattr(model.config, name, value)
@@ -102,6 +119,24 @@ def test_a_sliding_window_is_kept() -> None:
     assert torch.equal(narrow, model(**inputs, position_ids=positions()).loss)
     model.config.sliding_window = None
     assert not torch.equal(narrow, model(**inputs).loss)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_packed_sequences_get_starts_and_give_the_same(hooked: bool) -> None:
+    """As with transformers' own mask, which it makes where somebody watches; a layer in its original precision too."""
+    model, inputs = converted(), make_batch("packed", length=LENGTH)
+    if hooked:
+        model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
+    assert causal_mask(model, {**inputs, "use_cache": False}).shape[:3] == (1, 1, 1)
+    losses = []
+    for watched in (False, True):
+        if watched:
+            model.model.layers[0].register_forward_hook(lambda *_: None)
+            assert causal_mask(model, {**inputs, "use_cache": False}) is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses.append(model(**inputs).loss)
+    assert torch.equal(*losses)
 
 
 @pytest.mark.gpu

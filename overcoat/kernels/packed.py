@@ -1,0 +1,66 @@
+"""Packed sequences: several documents in a row, each attending to itself alone, without a mask of S x S.
+
+A mask may be given as `starts`, int32 (N + 1,): the numbers, among the B * S tokens, at which documents begin, and the
+end. Rows end documents: every multiple of S is among them.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+
+def is_starts(mask: Optional[Tensor]) -> bool:
+    """Whether a mask is `starts`."""
+    return mask is not None and mask.dtype == torch.int32
+
+
+def document_starts(position_ids: Tensor) -> Tensor:
+    """`starts` of position ids (B, S), which count the tokens of each document. Waits for the device."""
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids.diff(dim=-1) != 1
+    (found,) = begins.flatten().nonzero(as_tuple=True)
+    return torch.nn.functional.pad(found, (0, 1), value=position_ids.numel()).int()
+
+
+def dense_mask(starts: Tensor, batch: int, sequence: int) -> Tensor:
+    """The same as bool (B, 1, S, S), True where a query sees a key: causal, within its document."""
+    tokens = torch.arange(batch * sequence, dtype=torch.int32, device=starts.device)
+    document = torch.searchsorted(starts, tokens, right=True).view(batch, sequence)
+    same = document[:, None, :, None] == document[:, None, None, :]
+    return same & torch.ones(sequence, sequence, dtype=torch.bool, device=starts.device).tril()
+
+
+# ---- CUDA: FlashAttention over documents -----------------------------------------------------------------------------
+# No document is longer than a row; asking for the longest would make the host wait in every layer.
+
+
+def flash_packed(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
+    """o and lse as in `attention.Kernel`; mask: `starts`."""
+    rows = (q.shape[0], q.shape[2])
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *_by_token(q, k, v), mask, mask, rows[1], rows[1], 0.0, True, False, scale=scale
+    )
+    return o.unflatten(0, rows).transpose(1, 2), lse.unflatten(1, rows).transpose(0, 1)
+
+
+def flash_packed_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv as in `attention.Kernel`; mask: `starts`."""
+    rows = (q.shape[0], q.shape[2])
+    # Without dropout it reads no random state; its schema wants the tensors all the same.
+    state, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_zeros((), dtype=torch.int64)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *_by_token(do, q, k, v, o), lse.transpose(0, 1).flatten(1), mask, mask, rows[1], rows[1], 0.0, True, state,
+        offset, scale=scale,
+    )  # fmt: skip
+    dq, dk, dv = (x.unflatten(0, rows).transpose(1, 2) for x in (dq, dk, dv))
+    return dq, dk, dv
+
+
+def _by_token(*heads: Tensor) -> list[Tensor]:
+    """(B, heads, S, D), each as a view (T, heads, D)."""
+    return [x.transpose(1, 2).flatten(0, 1) for x in heads]
