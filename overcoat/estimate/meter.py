@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from overcoat.kernels.attention import attention, attention_backward
 from overcoat.kernels.loss import linear_cross_entropy
-from overcoat.kernels.packed import is_starts
+from overcoat.kernels.packed import ROWS_BETWEEN, is_starts
 
 # CUDA's caching allocator hands out multiples of this many bytes.
 ALIGNMENT = 512
@@ -56,16 +56,20 @@ def workspace(func: Any, args: Sequence[Any]) -> int:
     The fused backward (cuDNN's and FlashAttention's) adds up dq in FP32 and keeps sum(do * o) per query. With
     grouped-query heads it holds dk and dv of every query head before it adds them up. Both as measured on an H200 with
     cuDNN, to 1 MiB (results/attention-workspaces.jsonl). With a mask there is an additive copy of it; the
-    memory-efficient kernel, which runs where cuDNN takes none, repeats k and v.
+    memory-efficient kernel, which runs where cuDNN takes none, repeats k and v. Packed sequences leave rows of dq
+    between documents.
     """
     if func is attention_backward.overload:
-        do, _, _, _, mask, _, num_q, num_kv, _ = args
+        do, _, _, _, mask, batch, num_q, num_kv, _ = args
+        mask, made = _all_pairs(mask, do, batch)
         grouped = 2 * aligned(do.nbytes) if _is_grouped(mask) and num_q != num_kv else 0
-        return _accumulators(do.numel(), do.shape[0] * num_q) + grouped + _masked(do, mask, num_q, num_kv)
+        rows = do.shape[0] + (ROWS_BETWEEN * (len(mask) - 1) if is_starts(mask) else 0)
+        return _accumulators(rows * do.shape[1], rows * num_q) + grouped + _masked(do, mask, num_q, num_kv) + made
     if func is attention.overload:
-        qkv, mask, _, num_q, num_kv, _ = args
+        qkv, mask, batch, num_q, num_kv, _ = args
         q_columns = qkv.shape[1] * num_q // (num_q + 2 * num_kv)
-        return _masked(qkv[:, :q_columns], mask, num_q, num_kv)
+        mask, made = _all_pairs(mask, qkv, batch)
+        return _masked(qkv[:, :q_columns], mask, num_q, num_kv) + made
     if func is _aten._scaled_dot_product_flash_attention_backward.default:
         q, k = args[1], args[2]  # (B, heads, S, D)
         repeated = 2 * q.nbytes if k.shape[1] != q.shape[1] else 0
@@ -75,6 +79,15 @@ def workspace(func: Any, args: Sequence[Any]) -> int:
 
 def _accumulators(elements: int, queries: int) -> int:
     return aligned(4 * elements) + aligned(4 * queries)
+
+
+def _all_pairs(mask: Tensor | None, x: Tensor, batch: int) -> tuple[Tensor | None, int]:
+    """The mask that a kernel gets for x (T, columns), and its bytes where it is made for it: of `starts`, in FP32."""
+    if not is_starts(mask) or x.dtype != torch.float32:
+        return mask, 0
+    sequence = x.shape[0] // batch
+    dense = torch.empty((batch, 1, sequence, sequence), dtype=torch.bool, device="meta")
+    return dense, aligned(dense.nbytes)
 
 
 def _is_grouped(mask: Tensor | None) -> bool:

@@ -321,9 +321,10 @@ def backward_by(
 
 
 def _mask_for(kernel: Kernel, mask: Optional[Tensor], q: Tensor) -> Optional[Tensor]:
-    """Kernels but one want `starts` as a mask of all pairs."""
-    dense = mask is not None and is_starts(mask) and kernel is not PACKED
-    return dense_mask(mask, q.shape[0], q.shape[2]) if dense and mask is not None else mask
+    """The mask as the kernel takes it: all but one want `starts` as a mask of all pairs."""
+    if mask is None or kernel is PACKED or not is_starts(mask):
+        return mask
+    return dense_mask(mask, q.shape[0], q.shape[2])
 
 
 @attention.cuda

@@ -1,24 +1,27 @@
 """Packed sequences: several documents in a row, each attending to itself alone, without a mask of S x S.
 
 A mask may be given as `starts`, int32 (N + 1,): the numbers, among the B * S tokens, at which documents begin, and the
-end. Rows end documents: every multiple of S is among them.
+end. Rows end documents: every multiple of S is among them. FlashAttention calls the same `cu_seqlens`.
 """
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import Optional, Tuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 
-def is_starts(mask: Optional[Tensor]) -> bool:
+def is_starts(mask: Optional[Tensor]) -> TypeGuard[Tensor]:
     """Whether a mask is `starts`."""
     return mask is not None and mask.dtype == torch.int32
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
-    """`starts` of position ids (B, S), which count the tokens of each document. Waits for the device."""
+    """`starts` of position ids (B, S), which count the tokens of each document.
+
+    Waits for the device: how many there are is the shape of the result.
+    """
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[:, 1:] = position_ids.diff(dim=-1) != 1
     (found,) = begins.flatten().nonzero(as_tuple=True)
@@ -28,13 +31,17 @@ def document_starts(position_ids: Tensor) -> Tensor:
 def dense_mask(starts: Tensor, batch: int, sequence: int) -> Tensor:
     """The same as bool (B, 1, S, S), True where a query sees a key: causal, within its document."""
     tokens = torch.arange(batch * sequence, dtype=torch.int32, device=starts.device)
-    document = torch.searchsorted(starts, tokens, right=True).view(batch, sequence)
+    document = torch.searchsorted(starts, tokens, right=True, out_int32=True).view(batch, sequence)
     same = document[:, None, :, None] == document[:, None, None, :]
     return same & torch.ones(sequence, sequence, dtype=torch.bool, device=starts.device).tril()
 
 
 # ---- CUDA: FlashAttention over documents -----------------------------------------------------------------------------
-# No document is longer than a row; asking for the longest would make the host wait in every layer.
+# Nothing is longer than a row, and that bounds the grid: asking for the longest document would make the host wait in
+# every layer. Blocks beyond a document's end return at once.
+
+# The backward holds dq in FP32 with so many rows between documents, so that a tile may write past a document's end.
+ROWS_BETWEEN = 128
 
 
 def flash_packed(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:

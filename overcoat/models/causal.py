@@ -6,8 +6,10 @@ off all that was queued, and afterwards it idles while the host queues the first
 four dimensions passes transformers' mask code as it is; so one without elements goes in, and converted layers take it
 for none.
 
-Where position ids are given, the wait is needed: how many documents there are decides about shapes. Instead of a mask
-of S x S, layers then get where documents begin, `kernels/packed.py`'s `starts` as int32 (1, 1, 1, N + 1).
+Where position ids are given, layers that train get where documents begin instead of a mask of S x S: the `starts` of
+`kernels/packed.py`, as int32 (1, 1, N + 1, 1), which no other mask looks like. To find them in the position ids is one
+wait, since how many there are is a shape; there is none where the caller knows them, and says so by transformers' name
+for them, `cu_seq_lens_q`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,12 @@ from torch import Tensor, nn
 
 from overcoat.kernels.packed import document_starts
 from overcoat.models.llama import HARMLESS_HOOKS, Fp8DecoderLayer, has_hooks
+
+# Documents shorter than this on average (padding whose positions do not count, say) get transformers' mask: each costs
+# FlashAttention's backward 128 more rows of dq in FP32, and a block of its grid for every 128 tokens of a row.
+SHORTEST = 64
+# What an estimate takes for a document's length, on the short side for text; it has no tokens to look at.
+ESTIMATED = 256
 
 
 def causal_mask(causal: nn.Module, inputs: dict[str, Any]) -> Optional[Tensor]:
@@ -44,16 +52,29 @@ def causal_mask(causal: nn.Module, inputs: dict[str, Any]) -> Optional[Tensor]:
         return mask
     if not all(isinstance(layer, Fp8DecoderLayer) for layer in model.layers):
         return mask
+    nothing_hidden = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device)
     position_ids = inputs.get("position_ids")
-    if position_ids is not None:
-        if position_ids.dim() != 2:
-            return mask
-        if position_ids.device.type == "meta":  # an estimate: some documents, which weigh nothing
-            return position_ids.new_empty((1, 1, 1, len(tokens) + 2), dtype=torch.int32)
-        starts = document_starts(position_ids.expand(tokens.shape[0], -1))
-        if len(starts) > tokens.shape[0] + 1:
-            return starts.view(1, 1, 1, -1)
-    return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device)
+    if position_ids is None:
+        return nothing_hidden
+    batch, sequence = tokens.shape[:2]
+    # Layers in their original precision would each make the mask anew.
+    if not model.training or position_ids.dim() != 2 or position_ids.shape[1] != sequence:
+        return mask
+    starts = _starts(position_ids.expand(batch, -1), inputs.get("cu_seq_lens_q"))
+    num_documents = len(starts) - 1
+    if num_documents == batch:
+        return nothing_hidden
+    return mask if num_documents * SHORTEST > batch * sequence else starts.view(1, 1, -1, 1)
+
+
+def _starts(position_ids: Tensor, lengths: Any) -> Tensor:
+    """Where documents begin: as the caller says, as position ids (B, S) say, or on the meta device a guess."""
+    if isinstance(lengths, Tensor) and lengths.dtype == torch.int32 and lengths.dim() == 1 and len(lengths) > 1:
+        return lengths.to(position_ids.device)
+    if position_ids.device.type == "meta":
+        batch, sequence = position_ids.shape
+        return position_ids.new_empty((batch * (1 + -(-sequence // ESTIMATED)) + 1,), dtype=torch.int32)
+    return document_starts(position_ids)
 
 
 def _is_watched(module: nn.Module) -> bool:

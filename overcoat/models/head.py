@@ -69,7 +69,9 @@ class LeanLossModel(nn.Module):
             labels: (B, S), shifted here. With them and in `train()` mode the result's `logits` are None.
             output_logits: True: logits, whatever the mode; False: none where labels are given, in `eval()` too;
                 None: none in `train()` mode.
-            kwargs: `num_items_in_batch`, `shift_labels` and `ignore_index` mean what transformers' loss makes of them.
+            kwargs: `num_items_in_batch`, `shift_labels` and `ignore_index` mean what transformers' loss makes of them;
+                `cu_seq_lens_q`, int32 (N + 1,), beside packed position_ids: where documents begin among the B * S
+                tokens, and the end (every multiple of S among them). Without it the host waits to find out.
         """
         inputs = {
             "input_ids": input_ids,

@@ -223,8 +223,8 @@ def block_of(parts: Parts) -> Block:
 
 def _as_starts(mask: Any) -> Optional[Tensor]:
     """What models/causal.py gives where sequences are packed, as `attention` takes it; None for other masks."""
-    given = isinstance(mask, Tensor) and is_starts(mask) and mask.shape[:-1] == (1, 1, 1)
-    return mask.flatten() if given else None
+    given = isinstance(mask, Tensor) and is_starts(mask) and mask.dim() == 4 and mask.shape[2] > 1
+    return mask.flatten() if given and mask.numel() == mask.shape[2] else None
 
 
 def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:

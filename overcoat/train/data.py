@@ -9,7 +9,8 @@ tokens. A row is stored with one token more, so inputs are row[:-1] and labels r
                   position is the source's own, the pool, the tokens not yet in a row, and the generator.
 
 With `document_mask`, `position_ids` restart after every EOS (transformers turns that into a block-diagonal
-attention mask) and the label that would cross from one document into the next is IGNORED.
+attention mask, a converted model reads `document_starts`) and the label that would cross from one document into the
+next is IGNORED.
 
 Legend: B rows, T sequence length, D documents.
 """
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from overcoat.kernels.packed import document_starts
 from overcoat.train.sources import DocumentStream
 from overcoat.train.tokenizer import encode
 
@@ -31,12 +33,13 @@ ENCODED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Batch:
-    """One forward pass: everything int64 on one device."""
+    """One forward pass: everything int64, unless said otherwise, on one device."""
 
     input_ids: torch.Tensor  # (B, T)
     labels: torch.Tensor  # (B, T), already shifted: labels[:, t] follows input_ids[:, t]
     position_ids: torch.Tensor | None  # (B, T) under document_mask
     num_labels: int  # labels that count, known without asking the device
+    document_starts: torch.Tensor | None = None  # int32 (D + 1,) under document_mask (kernels/packed.py)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`; the copy to a GPU does not wait for the work queued there."""
@@ -44,9 +47,9 @@ class Batch:
             return self
         moved = [
             tensor if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
-            for tensor in (self.input_ids, self.labels, self.position_ids)
+            for tensor in (self.input_ids, self.labels, self.position_ids, self.document_starts)
         ]
-        return Batch(moved[0], moved[1], moved[2], self.num_labels)  # type: ignore[arg-type]
+        return Batch(moved[0], moved[1], moved[2], self.num_labels, moved[3])  # type: ignore[arg-type]
 
 
 def make_batch(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> Batch:
@@ -60,7 +63,8 @@ def make_batch(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> Bat
     is_start[:, 1:] = inputs[:, :-1] == eos
     starts = torch.where(is_start, places, 0).cummax(dim=1).values
     labels[inputs == eos] = IGNORED
-    return Batch(inputs, labels, places - starts, int((labels != IGNORED).sum()))
+    position_ids = places - starts
+    return Batch(inputs, labels, position_ids, int((labels != IGNORED).sum()), document_starts(position_ids))
 
 
 class RowSource(Protocol):

@@ -23,7 +23,7 @@ def summed_loss(model: Any, batch: Batch) -> Tensor:
     if isinstance(model, LeanLossModel):
         # The labels are shifted already; divided by one item, the loss is the sum.
         labels = {"labels": batch.labels, "shift_labels": batch.labels, "num_items_in_batch": 1}
-        return model(**inputs, **labels, output_logits=False).loss
+        return model(**inputs, **labels, cu_seq_lens_q=batch.document_starts, output_logits=False).loss
     logits = model(**inputs).logits  # (B, T, V)
     log_probabilities = F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32)
     return F.nll_loss(log_probabilities, batch.labels.flatten(), reduction="sum")

@@ -38,10 +38,10 @@ RECIPES = {
 }
 
 
-def kept_by(model, recipe, kind="causal"):
+def kept_by(model, recipe, kind="causal", length=LENGTH):
     overcoat.convert(model, recipe)
     with record_kept(model) as kept:
-        loss = model(**make_batch(kind, BATCH, LENGTH)).loss
+        loss = model(**make_batch(kind, BATCH, length)).loss
     del loss
     return kept
 
@@ -95,8 +95,8 @@ def test_kept_activations_of_every_kind_of_model(kind, recipe):
 
 def test_kept_activations_with_tied_embeddings_and_a_document_mask():
     model = make_model("llama", layers=2, tie_word_embeddings=True)
-    predicted = Predictor(model.config, packed_loss).kept(BATCH, LENGTH, Setup(document_mask=True))
-    measured = kept_by(model, Recipe(), "packed")
+    predicted = Predictor(model.config, packed_loss).kept(BATCH, 4 * LENGTH, Setup(document_mask=True))
+    measured = kept_by(model, Recipe(), "packed", 4 * LENGTH)
     found, expected = predicted.by_tensor(), measured.by_tensor()
     # How many documents there are is known where there are tokens only.
     assert max(kept.pop(("block", "mask")) for kept in (found, expected)) < 100

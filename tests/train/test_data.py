@@ -87,6 +87,8 @@ def test_document_mask_restarts_positions_and_ignores_the_crossing_label() -> No
     batch = make_batch(row, EOS, document_mask=True)
     assert batch.position_ids is not None
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
+    assert batch.document_starts is not None
+    assert batch.document_starts.tolist() == [0, 3, 5, 6, 8]
     assert batch.labels.tolist() == [[5, EOS, IGNORED, EOS, IGNORED, IGNORED, 7, 7]]
     assert batch.num_labels == 5
 
