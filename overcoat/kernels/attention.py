@@ -286,7 +286,8 @@ def chosen(q: Tensor, mask: Optional[Tensor]) -> Optional[Kernel]:
     if q.dtype == torch.float32:
         return EFFICIENT
     if is_starts(mask):
-        return PACKED
+        # Asked for sequences of one token, FlashAttention takes a path for decoding, whose backward is wrong (dv).
+        return PACKED if sequence > 1 else EFFICIENT
     if mask is None:
         return CUDNN if _cudnn_takes(q.device, sequence, width) else FLASH
     takes = sequence % 128 == 0 and q.dtype == torch.bfloat16 and _cudnn_takes(q.device, sequence, width)
