@@ -6,7 +6,7 @@ repeating that order in formulas, the predictor runs it: the model of the config
 prediction by itself.
 
 Not run, since nothing of theirs is alive at a peak but what can be counted from shapes: the optimizer's step (states of
-`overcoat.optim.state`) and FSDP2, whose hooks are stood in for by `_Sharded`.
+`overcoat.optim.state`). FSDP2's hooks are stood in for by those of fsdp.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.estimate.meter import Account, LibraryAttention, Meter, aligned
-from overcoat.estimate.phases import LOSS, OPTIMIZER, decoder_layers, watch
+from overcoat.estimate.fsdp import FullyShard
+from overcoat.estimate.meter import Account, LibraryAttention, Meter
+from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.memory import KeptReport, record_kept
 from overcoat.models.convert import Report, convert
 from overcoat.ops import offload
@@ -30,7 +31,7 @@ from overcoat.recipe import Recipe
 from overcoat.train.extras import load_extra
 
 GRADIENTS, KEPT, FLOWING = "gradients", "kept activations", "residual stream"
-LOSS_PART, WORKSPACE = "loss", "workspace"
+LOSS_PART, WORKSPACE, GATHERED = "loss", "workspace", "gathered"
 
 META = torch.device("meta")
 # model, batch, sequence -> scalar loss
@@ -65,14 +66,12 @@ class DryRun(NamedTuple):
     """What the run saw.
 
     account: living bytes by category, without parameters, and without gradients that were there before.
-    gathered: bytes of parameters that FSDP2 holds unsharded.
     reused: bytes of the weights' FP8 copies that last from step to step (`Recipe.reuse_weights`).
     host: bytes of host memory that kept activations wait in (`Recipe.offload_blocks`).
     """
 
     account: Account
     report: Report
-    gathered: int
     reused: int
     host: int
 
@@ -126,7 +125,7 @@ def dry_run(config: Any, work: Work, loss_of: LossOf = own_loss) -> DryRun:
         model.zero_grad()
     meter.stop()
     account = meter.account(_categories(meter, kept))
-    return DryRun(account, report, _gathered(model, work.gpus), reused, transfers.pool.total_bytes)
+    return DryRun(account, report, reused, transfers.pool.total_bytes)
 
 
 def kept_tensors(config: Any, work: Work, loss_of: LossOf = own_loss) -> KeptReport:
@@ -165,8 +164,8 @@ def _categories(meter: Meter, kept: set[int]) -> list[str]:
     """One name for each allocation; `kept`: numbers of those that waited for the backward."""
 
     def name(number: int) -> str:
-        if meter.tags.get(number) == GRADIENTS:
-            return GRADIENTS
+        if (tag := meter.tags.get(number)) in (GRADIENTS, GATHERED):
+            return tag
         if meter.place(number) == LOSS:
             return LOSS_PART
         return KEPT if number in kept else meter.tags.get(number, WORKSPACE)
@@ -179,12 +178,14 @@ def _categories(meter: Meter, kept: set[int]) -> list[str]:
 
 @contextlib.contextmanager
 def _gradient_hooks(model: nn.Module, work: Work, meter: Meter) -> Iterator[None]:
-    """Inside, gradients are kept, released in batches, or sharded."""
-    take: Callable[[Tensor], None] = _Kept(meter)
-    if work.gpus > 1:
-        take = _Sharded(meter, work.gpus, adds=work.release_bytes is None and work.accumulation == 1)
-    elif work.release_bytes is not None:
+    """Inside, gradients are kept, or released in batches; of several processes, parts of them."""
+    take: _Kept | _Released = _Kept(meter)
+    if work.release_bytes is not None:
         take = _Released(meter, work.release_bytes)
+    if work.gpus > 1:
+        with FullyShard(model, meter, work.gpus, _parts(take, work.accumulation > 1), GATHERED, GRADIENTS).installed():
+            yield
+        return
     handles = [parameter.register_post_accumulate_grad_hook(take) for parameter in model.parameters()]
     try:
         yield
@@ -193,15 +194,31 @@ def _gradient_hooks(model: nn.Module, work: Work, meter: Meter) -> Iterator[None
             handle.remove()
 
 
+def _parts(take: _Kept | _Released, accumulates: bool) -> Callable[[Tensor, list[int]], None]:
+    """Hand a group's parts on one by one, views of one buffer; where they accumulate, they are added and freed."""
+
+    def parts(flat: Tensor, sizes: list[int]) -> None:
+        if not accumulates:
+            for part in flat.split(sizes):
+                take.keep(part)
+
+    return parts
+
+
 class _Kept:
     """Gradients wait for `optimizer.step()`."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
+        self.parts: list[Tensor] = []
 
     def __call__(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self.meter.tag(parameter.grad, GRADIENTS)
+
+    def keep(self, part: Tensor) -> None:
+        """Of a gradient that is no parameter's `grad` here."""
+        self.parts.append(part)
 
 
 class _Released:
@@ -212,55 +229,15 @@ class _Released:
         self.waiting: list[Tensor] = []
 
     def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient, parameter.grad = parameter.grad, None
+        self.meter.tag(gradient, GRADIENTS)
+        self.keep(gradient)
+
+    def keep(self, gradient: Tensor) -> None:
+        """Until its batch is full."""
         if not self.waiting:
             torch.autograd.Variable._execution_engine.queue_callback(self.waiting.clear)
-        assert parameter.grad is not None
-        self.meter.tag(parameter.grad, GRADIENTS)
-        self.waiting.append(parameter.grad)
-        parameter.grad = None
+        self.waiting.append(gradient)
         if sum(gradient.nbytes for gradient in self.waiting) >= self.batch_bytes:
             self.waiting.clear()
-
-
-class _Sharded:
-    """FSDP2: a parameter's gradient becomes this process' part of it. Those of a block are reduced together, from a
-    copy that lives until the next block's, so two blocks' gradients are there whole.
-
-    adds: the part is new memory: not where it is released, or added to what earlier micro-batches left.
-    """
-
-    def __init__(self, meter: Meter, gpus: int, adds: bool) -> None:
-        self.meter, self.gpus, self.adds = meter, gpus, adds
-        self.shards: list[Tensor] = []
-        self.phase = ""
-        self.whole: list[Tensor] = []  # of the newest block: being reduced while the next one's are made
-
-    def __call__(self, parameter: Tensor) -> None:
-        if not self.whole:
-            torch.autograd.Variable._execution_engine.queue_callback(self.whole.clear)
-        phase = self.meter.marks[-1][0]
-        if phase != self.phase:
-            self.phase = phase
-            self.whole.clear()
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        self.meter.tag(gradient, GRADIENTS)
-        self.whole.append(gradient)
-        if self.adds:
-            rows = shard_rows(gradient, self.gpus)
-            self.shards.append(torch.empty((rows, *gradient.shape[1:]), dtype=gradient.dtype, device=META))
-            self.meter.tag(self.shards[-1], GRADIENTS)
-
-
-def shard_rows(tensor: Tensor, gpus: int) -> int:
-    """Rows of the largest part that FSDP2 gives a process."""
-    return -(-tensor.shape[0] // gpus)
-
-
-def _gathered(model: nn.Module, gpus: int) -> int:
-    """What FSDP2 gathers: the parameters outside the blocks, the block at work, and the next one on its way."""
-    if gpus == 1:
-        return 0
-    blocks = [sum(aligned(parameter.nbytes) for parameter in layer.parameters()) for layer in decoder_layers(model)]
-    total = sum(aligned(parameter.nbytes) for parameter in model.parameters())
-    return total - sum(blocks) + 2 * max(blocks, default=0)

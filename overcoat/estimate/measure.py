@@ -17,6 +17,7 @@ from overcoat.estimate.meter import Meter, aligned
 from overcoat.estimate.phases import EMBEDDING, OPTIMIZER, watch
 from overcoat.estimate.predict import Phase
 from overcoat.ops.offload import transfers
+from overcoat.optim.shards import local
 
 END = "end"
 
@@ -71,13 +72,14 @@ def measure_step(
     else:
         there = [*model.parameters(), *model.buffers(), *_states(optimizer)]
         there += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        there = list(map(local, there))
         sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in there}
         base = sum(map(aligned, sizes.values()))
         meter = Meter()
         meter.leave_out(there)
         buffers = [buffer.memory for buffer in transfers(device).pool.buffers]
         meter.leave_out(memory for memory in buffers if memory is not None)
-        with _boundaries(model, optimizer, meter.mark), meter:
+        with _boundaries(model, optimizer, meter.mark), meter.watch_resizes(), meter:
             yield phases
         meter.mark(END)
         meter.stop()

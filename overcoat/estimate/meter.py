@@ -15,16 +15,18 @@ so a step of a 30B model takes half a second; on a CPU the same mode counts the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -123,6 +125,11 @@ class LibraryAttention(TorchFunctionMode):
         return _aten._scaled_dot_product_efficient_attention(*args[:3], bias, True, scale=scale)[0]
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """This process' part of a sharded tensor, whose own storage is none."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 # ---- the mode -----------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +165,7 @@ class Meter(TorchDispatchMode):
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Do not count these tensors, which were there before."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
+            storage = _own(tensor).untyped_storage()
             self._outside.append(storage)  # kept, so that no other storage gets its address
             self._numbers[storage._cdata] = -1
 
@@ -194,14 +201,23 @@ class Meter(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._see(tensor)
+                self._see(_own(tensor).untyped_storage())
         if size := workspace(func, args):
             number = self._allocate(size)
             self._events.append((number, -size))
         return out
 
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage anew that has been given, or has given back, its memory (`watch_resizes`)."""
+        number = self._numbers.get(storage._cdata)
+        if number == -1:
+            return
+        if number is not None:
+            self._free(storage._cdata, number, None)
+        if storage.nbytes():
+            self._see(storage)
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._numbers:
             number = self._numbers[key] = self._allocate(aligned(storage.nbytes()))
@@ -219,6 +235,22 @@ class Meter(TorchDispatchMode):
         if self._numbers.get(key) == number:
             del self._numbers[key]
             self._events.append((number, -self._sizes[number]))
+
+    @contextlib.contextmanager
+    def watch_resizes(self) -> Iterator[None]:
+        """Inside, storages are counted as they are resized, as FSDP2 resizes those of gathered parameters."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            self.resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            del torch.UntypedStorage.resize_
 
     def account(self, categories: Sequence[str]) -> Account:
         """Living bytes over time, by category: one name for each allocation in the order of their numbers."""

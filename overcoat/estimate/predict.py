@@ -3,8 +3,8 @@
     weights, remainders, moments   counted, as `overcoat.optim.state` stores them (FSDP2: this process' part)
     gradients, kept activations, residual stream, loss, workspace
                                    of a dry run of the step on the meta device (`dry_run.py`), at its fullest moment
-    fp8 weights, gathered, offload buffers
-                                   of `Recipe.reuse_weights`, FSDP2, `AdamW(offload=True)`
+    gathered                       what FSDP2 gathers, of the same dry run (`fsdp.py`)
+    fp8 weights, offload buffers   of `Recipe.reuse_weights`, `AdamW(offload=True)`
     libraries                      cuBLAS' workspaces, which it gets from PyTorch's allocator, and what the
                                    allocator's multiples add to the sizes of lasting tensors
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from overcoat.estimate.dry_run import (
+    GATHERED,
     GRADIENTS,
     KEPT,
     DryRun,
@@ -32,8 +33,8 @@ from overcoat.estimate.dry_run import (
     kept_tensors,
     meta_model,
     own_loss,
-    shard_rows,
 )
+from overcoat.estimate.fsdp import shard_rows
 from overcoat.estimate.meter import aligned
 from overcoat.host import packed
 from overcoat.masters import resolve_master
@@ -57,7 +58,7 @@ RELEASE_BYTES = 32 * 2**20
 OFFLOAD_BUFFER = 192 * 2**20
 DTYPES = ("bfloat16", "float32")
 # Components that are there during the whole step.
-LASTING = ("weights", "remainders", "moments", "fp8 weights", "gathered", "offload buffers", "libraries")
+LASTING = ("weights", "remainders", "moments", "fp8 weights", "offload buffers", "libraries")
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,7 @@ def _lasting(
         GRADIENTS: gradients,
         KEPT: 0,
         "fp8 weights": run.reused,
-        "gathered": run.gathered,
+        GATHERED: 0,
         "offload buffers": buffers,
         "libraries": LIBRARIES,
     }

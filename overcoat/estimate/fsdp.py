@@ -1,0 +1,205 @@
+"""FSDP2 in the dry run: what `fully_shard` on every decoder layer and on the model allocates, at the same hooks.
+
+A block's parameters are one group, those outside the blocks (embedding, final norm, head) another, the root's:
+
+    gather      one flat buffer of the group (the all-gather's result), then a copy of it as whole parameters. In the
+                forward the buffer lives on beside its copy, until the next group's has been copied or the forward
+                ends; in the backward it goes at once, but the next block's is gathered while a block is at work. So a
+                block at work finds two blocks gathered, its own parameters and a buffer; between two blocks of the
+                forward there are three.
+    reshard     a block's copy goes when its forward ends, and again when its backward does. The root's stays from the
+                beginning of the forward to the end of the backward.
+    reduce      when a block's backward ends, its gradients are copied into one flat buffer of their own dtype and
+                freed. The buffer lives until the next block's backward ends; this process' part of it is new memory,
+                which holds the gradients that the optimizer sees. The root's gradients, the head's from the loss on,
+                stay whole until the backward ends.
+
+Here as there the order is the host's: FSDP2 takes memory from several streams, but gives none back that waits for one.
+Read in torch 2.13's `torch/distributed/fsdp/_fully_shard`, in which `tests/estimate/test_fsdp.py` counts every phase.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from overcoat.estimate.meter import Meter
+from overcoat.estimate.phases import decoder_layers
+from overcoat.models.head import find_causal_model
+
+
+def shard_rows(tensor: Tensor, gpus: int) -> int:
+    """Rows of the largest part that FSDP2 gives a process; smaller parts are filled up to it."""
+    return -(-tensor.shape[0] // gpus)
+
+
+class Group:
+    """Parameters that are gathered and reduced together.
+
+    Attributes:
+        sizes: bytes of each parameter, filled up to equal parts.
+        buffer: the all-gather's result, on its way or waiting to be freed; whole: its copy.
+        at_work: from the beginning of its backward to the end of the model's.
+    """
+
+    def __init__(self, parameters: list[Tensor], gpus: int) -> None:
+        self.parameters = parameters
+        self.sizes = [gpus * shard_rows(parameter, gpus) * parameter[:1].nbytes for parameter in parameters]
+        self.buffer: Tensor | None = None
+        self.whole: list[Tensor] = []
+        self.at_work = False
+
+
+class FullyShard:
+    """The hooks of `fully_shard` on a meta model.
+
+    Args:
+        meter: sees what is allocated; gathered: name for parameters, gradients: for gradients, whole and sharded.
+        gpus: processes, at least 2.
+        take: called with this process' part of a group's gradients (flat) and the bytes of each parameter in it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        meter: Meter,
+        gpus: int,
+        take: Callable[[Tensor, list[int]], None],
+        gathered: str,
+        gradients: str,
+    ) -> None:
+        found = find_causal_model(model)
+        assert found is not None  # a dry run's model is one
+        self.root_module: Any = found[1]
+        self.layers = decoder_layers(self.root_module)
+        self.blocks = [Group(list(layer.parameters()), gpus) for layer in self.layers]
+        inside = {id(parameter) for block in self.blocks for parameter in block.parameters}
+        self.root = Group([each for each in self.root_module.parameters() if id(each) not in inside], gpus)
+        self.meter, self.gpus, self.take, self.gathered, self.gradients = meter, gpus, take, gathered, gradients
+        self.order: list[Group] = []  # of the forward
+        self.copied: Tensor | None = None  # the buffer of the group gathered last in the forward
+        self.reducing: Tensor | None = None  # the copy of the gradients reduced last
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, a forward and backward pass gathers and reduces. To be entered before hooks that watch it."""
+        root = self.root_module
+        handles = [
+            root.register_forward_pre_hook(lambda *_: self._gather_in_forward(self.root)),
+            root.register_forward_hook(self._after_forward),
+        ]
+        for layer, block in zip(self.layers, self.blocks, strict=True):
+            handles.append(layer.register_forward_pre_hook(self._before_block(block)))
+            handles.append(layer.register_forward_hook(self._after_block(block)))
+        for parameter in root.parameters():
+            handles.append(parameter.register_post_accumulate_grad_hook(self._name_gradient))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def _before_block(self, block: Group) -> Callable[..., Any]:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            self._gather_in_forward(block)
+            return (_Backward.apply(lambda: self._reduce(block), args[0]), *args[1:])
+
+        return hook
+
+    def _after_block(self, block: Group) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            block.whole.clear()
+            self.order.append(block)
+            self._watch_gradients(block, output)
+
+        return hook
+
+    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self.copied = None
+        self.order.append(self.root)
+        self._watch_gradients(self.root, output)
+
+    def _gather_in_forward(self, group: Group) -> None:
+        self._start(group)
+        self.copied = self._finish(group)  # the last group's buffer goes when this one's has been copied
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def _watch_gradients(self, group: Group, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._before_backward(group))
+
+    def _before_backward(self, group: Group) -> None:
+        if group.at_work:
+            return
+        if not any(each.at_work for each in (self.root, *self.blocks)):
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        group.at_work = True
+        self._start(group)
+        self._finish(group)
+        if place := self.order.index(group):
+            self._start(self.order[place - 1])
+
+    def _name_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.meter.tag(parameter.grad, self.gradients)
+
+    def _reduce(self, group: Group) -> None:
+        """The end of a group's backward."""
+        grads = [parameter.grad for parameter in group.parameters]
+        sizes = [size // self.gpus for size, grad in zip(group.sizes, grads, strict=True) if grad is not None]
+        for parameter in group.parameters:
+            parameter.grad = None
+        group.whole.clear()
+        self.reducing = None
+        if sizes:
+            self.reducing = self._empty(self.gpus * sum(sizes), self.gradients)
+            grads.clear()
+            self.take(self._empty(sum(sizes), self.gradients), sizes)
+
+    def _after_backward(self) -> None:
+        self._reduce(self.root)
+        self.reducing = None
+        self.order.clear()
+        for group in (self.root, *self.blocks):
+            group.at_work = False
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def _start(self, group: Group) -> None:
+        if group.buffer is None and not group.whole:
+            group.buffer = self._empty(sum(group.sizes), self.gathered)
+
+    def _finish(self, group: Group) -> Tensor | None:
+        """Copy what has arrived; the buffer, which is freed unless somebody keeps it."""
+        buffer, group.buffer = group.buffer, None
+        if buffer is not None:
+            group.whole = [self._empty(size, self.gathered) for size in group.sizes]
+        return buffer
+
+    def _empty(self, size: int, name: str) -> Tensor:
+        tensor = torch.empty(size, dtype=torch.uint8, device="meta")
+        self.meter.tag(tensor, name)
+        return tensor
+
+
+class _Backward(torch.autograd.Function):
+    """The identity, which calls back when the gradient has come through."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], x: Tensor) -> Tensor:
+        ctx.done = done
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ctx.done()
+        return None, gradient
