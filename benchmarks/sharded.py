@@ -70,10 +70,10 @@ class Case:
 SEVEN = MODELS["llama-2-7b"]
 CASES = (
     Case("small", ModelShape(256, 512, 2, 4, 2, 1024), 2, 64, Setup()),
-    Case("7b", SEVEN, 4, 2048, Setup()),
+    Case("7b default", SEVEN, 4, 2048, Setup()),
     Case("7b leanest", SEVEN, 4, 2048, Setup(Recipe.leanest())),
     Case("7b accumulation", SEVEN, 4, 2048, Setup(accumulation=2)),
-    Case("13b", MODELS["llama-2-13b"], 2, 2048, Setup()),
+    Case("13b default", MODELS["llama-2-13b"], 2, 2048, Setup()),
     Case(f"7b {PEER}", SEVEN, 4, 2048, Setup(Recipe.bf16()), is_peer=True),
 )
 

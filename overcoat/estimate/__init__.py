@@ -1,7 +1,8 @@
 """What a training step will hold, before renting the GPU: `overcoat estimate`, and `predict` behind it.
 
 meter.py counts living tensors, phases.py says where a step's parts begin, dry_run.py runs a step on the meta device,
-predict.py adds what is counted from shapes, fit.py finds what fits, command.py is the command line.
+fsdp.py takes FSDP2's part in it, predict.py adds what is counted from shapes, fit.py finds what fits, command.py is the
+command line.
 """
 
 from overcoat.estimate.predict import Prediction, Predictor, Setup, predict

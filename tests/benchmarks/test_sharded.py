@@ -52,6 +52,6 @@ def test_a_case_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sharded, "launch", no_room)
     row, where = run(CASES[1], 2, "cuda")
-    assert row == {"case": "7b", "gpus": 2, "error": "torch.OutOfMemoryError: no memory"}
+    assert row == {"case": "7b default", "gpus": 2, "error": "torch.OutOfMemoryError: no memory"}
     assert where is None
-    assert line(row).split() == ["7b", "torch.OutOfMemoryError:", "no", "memory"]
+    assert line(row).split() == ["7b", "default", "torch.OutOfMemoryError:", "no", "memory"]

@@ -48,6 +48,24 @@ def test_what_was_there_before_is_left_out():
     del result
 
 
+def test_resized_storages():
+    """As FSDP2 frees and takes the memory of gathered parameters, those of an earlier step too."""
+    earlier, left_out = torch.empty(KIB), torch.empty(KIB)
+    earlier.untyped_storage().resize_(0)
+    meter = Meter()
+    meter.leave_out([left_out])
+    with meter.watch_resizes(), meter:
+        tensor = torch.empty(KIB)
+        tensor.untyped_storage().resize_(0)
+        earlier.untyped_storage().resize_(2048)
+        tensor.untyped_storage().resize_(1024)
+        left_out.untyped_storage().resize_(0)
+        del tensor, earlier
+    assert totals(meter) == [0, 1024, 0, 2048, 3072, 2048, 0]
+    torch.empty(KIB).untyped_storage().resize_(0)  # watched no more
+    assert meter.count == 3
+
+
 def test_what_autograd_keeps_lives_until_the_backward():
     x = torch.empty(KIB, device="meta", requires_grad=True)
     with Meter() as meter:
