@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -10,6 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+# Imported once, in the process that all those on the CPU are forked from: it takes longer than what most of them do.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "pytest", "overcoat", "tests.models.zoo"]
+)
 
 # Parametrizes tests by the device that the two processes compute on.
 two_of = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -22,7 +28,9 @@ def on_two(work: Callable[..., None], device: str, *arguments: object) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    mp.spawn(_process, args=(port, device, work, arguments), nprocs=2)
+    # Not for GPUs: the imports may ask how many there are, and CUDA does not outlive a fork.
+    method = "spawn" if device == "cuda" else "forkserver"
+    mp.start_processes(_process, args=(port, device, work, arguments), nprocs=2, start_method=method)
 
 
 def repeatable() -> None:

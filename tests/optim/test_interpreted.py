@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = """
+import tests.kernels.gpu.interpreter
 import copy
 import gc
 import os

@@ -75,8 +75,9 @@ def step_and_find(args, skip, tops):
 
 def check_weight_amax(device):
     """The kernel finds what `find_weight_amax_` finds, in every kind of parameter, and steps as without it."""
+    many_tiles = (16 if device == "cpu" else 96, 1024)  # on a GPU at once: they raise one maximum
     for moments, master, shapes in (
-        (("sqrt8", "log8"), "bf16+8", (*SHAPES, (96, 1024))),
+        (("sqrt8", "log8"), "bf16+8", (*SHAPES, many_tiles)),
         (("fp32", "fp32"), "fp32", SHAPES),
         (("e4m3x", "e4m3x"), "bf16", SHAPES),
     ):
