@@ -11,13 +11,19 @@ A constant gradient's m in BF16 stops up to 2^-8 / (1 - beta1) = 4% short of it,
     e4m3 e5m2   c = cast(F_max y)                       y' = c / F_max                    (COAT, Table 1)
     de8         c = nearest value of the 8-bit tree     y' = table[c]                     (COAT, Table 8)
     ...x        the same on sign(y) |y|^k               y' = sign |.|^(1/k)               `overcoat.expansion`
-    sqrt8       c = sign(x) rint(sqrt(|x|) 127/sqrt(M))  t = c sqrt(M)/127,  x' = t |t|
+    sqrt8       c = floor(sign(x) sqrt(|x|) 127/sqrt(M) + r)   t = c sqrt(M)/127,  x' = t |t|
     log8        v only: 255 levels, equal steps of "bit distance" to M, and one code for exact zero (below)
     bf16 fp32   the plain tensor, no groups
 
 The pair ("sqrt8", "log8") is named "8bit" and is the default: on the states of a trained model its error of m
 / sqrt(v) is 2.5 to 3.4 times below the paper's pair, "fp8" = ("e4m3x", "e4m3x"), at the same bytes
 (docs/optimizer-states.md).
+
+**sqrt8.** r is 1/2, to round to nearest, but for m's small codes. A mean that decays by beta1 = 0.9 decays by 0.95 in
+the root, which a code up to 9 rounds back to itself: the m of a weight whose gradient stops, or seldom comes, would
+stay at up to M / 200 while its v goes to zero, and the weight walk off. So below code 16 (M / 63) rounding is
+stochastic, r one random number per group and 1 - r for every second element, right in the mean for each; and what is
+below the first code, M / 16129, is zero: rounded up by chance it would be a multiple of what its v was made of.
 
 **log8.** The bits of a positive FP32 number, read as an integer, are its logarithm: 2^23 per octave, linear
 within one. So a grid with a constant step S in bits is a logarithmic grid, and needs neither log2 nor exp2:
@@ -66,6 +72,9 @@ PACKED_MAX = 0x7F7FFF00
 LOG8_STEPS = 254
 LOG8_FLOOR = 1 << 18  # as bits: a group with M < 2^-131 is stored as zero
 ROUND = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which then is in the low bits
+FIXED = 49152.0  # 1.5 * 2^15: adding it leaves 256ths in the first byte, and so a floor in the second
+SQRT8_SMALLEST = (1 / 127) ** 2  # of M: what is below is zero
+SQRT8_DITHERED = (16 / 127) ** 2  # of M: what is below is rounded stochastically
 
 
 @dataclass(frozen=True)
@@ -147,14 +156,15 @@ class Encoded(NamedTuple):
 def encode_first(groups: Tensor, code: MomentCode, random: Optional[Tensor] = None) -> Encoded:
     """Encode m: codes (R, n, G), amax (R, n) BF16, shape (R, n) uint8 or None.
 
-    random: `masters.group_bits`, int32 (R, n), to round the maximum stochastically; None rounds it to nearest.
+    random: `masters.group_bits`, int32 (R, n), to round the maximum and small codes of sqrt8 stochastically; None
+        rounds them to nearest.
     """
     if not code.grouped:
         return Encoded(groups.to(code.dtype))
     exact, stored = maximum_of_first(groups, random)
     amax = stored.bfloat16()
     if code.base == "sqrt8":
-        return Encoded(_encode_sqrt8(groups, stored), amax.squeeze(-1))
+        return Encoded(_encode_first_sqrt8(groups, stored, random), amax.squeeze(-1))
     shape = None
     if code.expanded:
         shape = exponent_of_range(exact, smallest_positive(groups), range_log2(code.base, signed=True))
@@ -207,7 +217,9 @@ def encode_second(groups: Tensor, code: MomentCode, random: Optional[Tensor] = N
         return Encoded(codes, (bits | shape).squeeze(-1))
     stored = bits.view(torch.float32)
     if code.base == "sqrt8":
-        return Encoded(_never_zero(_encode_sqrt8(torch.minimum(groups, stored), stored), groups), bits.squeeze(-1))
+        nearest = groups.new_full((), FIXED + 0.5)
+        codes = _encode_sqrt8(torch.minimum(groups, stored), stored, nearest)
+        return Encoded(_never_zero(codes, groups), bits.squeeze(-1))
     shape = torch.zeros_like(bits)
     if code.expanded:
         exponent = exponent_of_range(stored, smallest, range_log2(code.base, signed=False))
@@ -273,12 +285,26 @@ def _decode_log8(codes: Tensor, bits: Tensor, shape: Tensor) -> Tensor:
     return torch.where(level > 0, value, 0.0)
 
 
-def _encode_sqrt8(x: Tensor, amax: Tensor) -> Tensor:
+def _encode_sqrt8(x: Tensor, amax: Tensor, addend: Tensor) -> Tensor:
+    """addend: FIXED + r."""
     # Roots of small numbers are not small, so nothing overflows here; only a denormal maximum counts as zero, and its
     # group with it. For any other, M's rounding moves |x| / M up by less than 2^-7, and the root, 127.4951 at most,
     # rounds to 127 still.
     factor = torch.where(amax >= FLOAT32_TINY, reciprocal(sqrt(amax)) * 127.0, 0.0)
-    return _low_byte(fma(torch.copysign(sqrt(x.abs()), x), factor, factor.new_full((), ROUND)))
+    fixed = fma(torch.copysign(sqrt(x.abs()), x), factor, addend)
+    return fixed.view(torch.int8)[..., 1::4].contiguous()
+
+
+def _encode_first_sqrt8(x: Tensor, amax: Tensor, random: Optional[Tensor]) -> Tensor:
+    """random: as for `encode_first`; r is its highest byte."""
+    size = x.abs()
+    addend = x.new_full((), FIXED + 0.5)
+    if random is not None:
+        even = ((random >> 24) & 0xFF).unsqueeze(-1).float() * 2.0**-8
+        is_odd = torch.arange(x.shape[-1], device=x.device) % 2 == 1
+        dithered = FIXED + torch.where(is_odd, 255 / 256 - even, even)
+        addend = torch.where(size < amax * SQRT8_DITHERED, dithered, addend)
+    return _encode_sqrt8(torch.where(size < amax * SQRT8_SMALLEST, 0.0, x), amax, addend)
 
 
 def _low_byte(rounded: Tensor) -> Tensor:

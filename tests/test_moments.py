@@ -243,6 +243,55 @@ def test_however_a_maximum_is_rounded_its_code_is_the_largest(pair, word):
         assert ratio.max() < 1 + 2**-7 + 1e-4
 
 
+def random_bytes() -> torch.Tensor:
+    """Random numbers of 256 groups that round their maxima down, with every highest byte: (256, 1)."""
+    return (torch.arange(256) << 24).to(torch.int32)[:, None]
+
+
+def test_small_codes_of_sqrt8_are_right_in_the_mean():
+    """Below 16 for every element, over all random numbers; from 16 on nearest, as they are without random numbers."""
+    roots = torch.tensor([127.0, 1.0, 1.1, -1.5, 2.9, -4.25, 8.54, -15.98, 16.3, -40.4, 100.6, 2.9])
+    groups = (roots.sign() * (roots / 127) ** 2).repeat(256, 1, 1)
+    code = MOMENT_CODES["sqrt8"]
+    codes = encode_first(groups, code, random_bytes()).codes[:, 0].float()
+    small = roots.abs() < 16
+    torch.testing.assert_close(codes.mean(0)[small], roots[small], rtol=0, atol=1 / 256 + 1e-4)
+    assert torch.equal(codes[:, ~small], roots[~small].round().expand(256, -1))
+    assert ((codes - roots).abs() < 1 + 1 / 256).all()
+    # One number rounds neighbours in opposite directions: all of a group would be pushed one way otherwise.
+    assert torch.equal(codes[:, 4], codes[:, 11].flip(0))
+    nearest = encode_first(groups[:1], code).codes[0, 0].float()
+    assert torch.equal(nearest[roots.abs() != 1.5], roots.round()[roots.abs() != 1.5])
+
+
+def test_what_is_below_the_first_code_of_sqrt8_is_zero():
+    """Whatever the random number: of those that may be rounded up, the update would be a multiple of what it is."""
+    groups = torch.tensor([1.0, 0.999 / 127**2, -0.9 / 127**2, 0.3 / 127**2, 1e-9, 1.001 / 127**2]).repeat(256, 1, 1)
+    for random in (random_bytes(), None):
+        codes = encode_first(groups, MOMENT_CODES["sqrt8"], random).codes
+        assert not codes[..., 1:5].any()
+        assert codes[..., 5].all()
+
+
+def test_a_mean_decays_beside_one_that_stays():
+    """Its root from code 15 as 0.9^(n / 2), and to zero; rounded to nearest it would stop at code 9.
+
+    The 256 groups have a random number each, and a step's rounding has a variance of 1/6: of a mean after 20 steps a
+    standard error of 0.06.
+    """
+    m = torch.full((64, 4, 128), (15 / 127) ** 2)
+    m[..., 0] = 1.0
+    generator, code = torch.Generator().manual_seed(0), MOMENT_CODES["sqrt8"]
+    roots = []
+    for _ in range(150):
+        m[..., 1:] *= 0.9
+        random = torch.randint(-(2**31), 2**31, m.shape[:2], generator=generator).to(torch.int32)
+        m = decode_first(encode_first(m, code, random), code)
+        roots.append(127 * float(m[..., 1:].sqrt().mean()))
+    assert roots[19] == pytest.approx(15 * 0.9**10, abs=0.3)
+    assert roots[-1] == 0
+
+
 def test_nan_does_not_take_its_group_with_it():
     """Gradients with NaN are skipped; unless nobody looks (check_finite=False)."""
     m, v = moments_like()

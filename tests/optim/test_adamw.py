@@ -81,6 +81,28 @@ def test_ten_thousand_tiny_constant_updates(moments):
     assert (moved / expected - 1).abs().max() < 0.01
 
 
+@pytest.mark.parametrize("moments", ["8bit", "fp8"])
+@pytest.mark.parametrize("neighbours", ["constant", "noise"])
+def test_weights_whose_gradients_stop_come_to_rest(moments, neighbours):
+    """As with FP32 moments. An m that stays while v goes to zero makes steps that grow; these weights went 17 to 87
+    times as far with all codes of sqrt8 rounded to nearest."""
+    generator = torch.Generator().manual_seed(0)
+    stops = torch.arange(128) % 8 == 0
+    weights = {name: torch.nn.Parameter(torch.zeros(32, 128)) for name in (moments, "fp32")}
+    optimizers = [AdamW([w], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, moments=m) for m, w in weights.items()]
+    grad = torch.randn(32, 128, generator=generator).sign() * 1e-4
+    for step in range(400):
+        if neighbours == "noise":
+            grad = torch.randn(32, 128, generator=generator) * 1e-4
+        if step > 40:
+            grad = torch.where(stops, 0.0, grad)
+        for w, optimizer in zip(weights.values(), optimizers):
+            w.grad = grad
+            optimizer.step()
+    ours, exact = (w.detach()[:, stops] for w in weights.values())
+    assert (ours - exact).norm() < 0.05 * exact.norm()
+
+
 def test_stochastic_bf16_moves_on_average():
     w = torch.nn.Parameter(torch.full((8192,), 1.0, dtype=torch.bfloat16))
     optimizer = AdamW([w], lr=1e-4, weight_decay=0.0, master="bf16")

@@ -9,9 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from overcoat.kernels.gpu.hardware import exp2, fma, log2, reciprocal, sqrt, to_bfloat16, to_float8
+from overcoat.kernels.gpu.hardware import exp2, fma, log2, reciprocal, second_byte, sqrt, to_bfloat16, to_float8
 
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)  # `moments.ROUND`
+_FIXED: tl.constexpr = tl.constexpr(49152.0)  # `moments.FIXED`
+_SMALLEST: tl.constexpr = tl.constexpr((1 / 127) ** 2)  # `moments.SQRT8_SMALLEST`
+_DITHERED: tl.constexpr = tl.constexpr((16 / 127) ** 2)  # `moments.SQRT8_DITHERED`
 _GOLDEN: tl.constexpr = tl.constexpr(-1640531527)  # 0x9E3779B9
 
 
@@ -122,10 +125,21 @@ def decode_second(codes, packed, table, CODE: tl.constexpr, EXPANDED: tl.constex
 
 
 @triton.jit
-def encode_sqrt8(x, amax):
+def encode_sqrt8(x, amax, addend):
     """`moments._encode_sqrt8`, int8."""
     factor = tl.where(amax >= 1.1754943508222875e-38, reciprocal(sqrt(amax)) * 127.0, 0.0)
-    return fma(copysign(sqrt(tl.abs(x)), x), factor[:, None], _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+    return second_byte(fma(copysign(sqrt(tl.abs(x)), x), factor[:, None], addend))
+
+
+@triton.jit
+def encode_first_sqrt8(x, amax, random):
+    """`moments._encode_first_sqrt8`, int8."""
+    size = tl.abs(x)
+    even = (random.to(tl.uint32, bitcast=True) >> 24).to(tl.float32) * 0.00390625
+    is_odd = (tl.arange(0, x.shape[1]) & 1) == 1
+    dithered = tl.where(is_odd[None, :], (0.99609375 - even)[:, None], even[:, None]) + _FIXED
+    addend = tl.where(size < (amax * _DITHERED)[:, None], dithered, _FIXED + 0.5)
+    return encode_sqrt8(tl.where(size < (amax * _SMALLEST)[:, None], 0.0, x), amax, addend)
 
 
 @triton.jit
@@ -159,7 +173,7 @@ def encode_first(
     if CODE == "bf16" or CODE == "fp32":
         return store_wide(x, TYPE, False), amax, k16
     elif CODE == "sqrt8":
-        return encode_sqrt8(x, stored), amax, k16
+        return encode_first_sqrt8(x, stored, random), amax, k16
     else:
         if EXPANDED:
             k16 = exponent_of_range(exact, smallest_positive(tl.abs(x)), RANGE_16)
@@ -213,7 +227,7 @@ def encode_second(
     else:
         stored = bits.to(tl.float32, bitcast=True)
         if CODE == "sqrt8":
-            codes = encode_sqrt8(tl.minimum(x, stored[:, None]), stored)
+            codes = encode_sqrt8(tl.minimum(x, stored[:, None]), stored, _FIXED + 0.5)
             return tl.where((x > 0.0) & (codes == 0), 1, codes).to(tl.int8), bits
         else:
             shape = tl.zeros(bits.shape, tl.int32)
