@@ -179,11 +179,9 @@ class Fp8DecoderLayer(nn.Module):
                 kwargs["attention_mask"] = dense_mask(starts, *hidden_states.shape[:2])
             return super().forward(hidden_states, *args, **kwargs)
         mask = check_mask(mask, hidden_states.shape[1])
-        batch, sequence, hidden = hidden_states.shape
-        rotary, heads = _attention_inputs(parts.attention, embeddings, mask, batch)
-        x = hidden_states.reshape(-1, hidden)
-        x = decoder_block(x, block_of(parts), rotary, heads, self.overcoat_recipe, self.overcoat_offload)
-        return x.view(batch, sequence, hidden)
+        rotary, heads = _attention_inputs(parts.attention, embeddings, mask, hidden_states.shape[0])
+        block, recipe = block_of(parts), self.overcoat_recipe
+        return decoder_block(hidden_states, block, rotary, heads, recipe, self.overcoat_offload)
 
     def _runs_in_fp8(self, parts: Parts, cache: Any) -> bool:
         # Not `torch.is_grad_enabled()`: a reentrant checkpoint runs its first forward without gradients, and the

@@ -258,8 +258,8 @@ class _Block(torch.autograd.Function):
         recipe: Recipe,
         *flat: Optional[Tensor],
     ) -> Tensor:
-        block = _from_parameters(flat, *constants)
-        x = x.contiguous()
+        block, shape = _from_parameters(flat, *constants), x.shape
+        x = x.contiguous().flatten(0, -2)
         y, kept = block_forward(x, block, Rotary(cos, sin, mask, flat[4], flat[5]), heads, recipe)
         ctx.constants, ctx.heads, ctx.recipe, ctx.dtype = constants, heads, recipe, x.dtype
         inputs = {"cos": cos, "sin": sin, "mask": mask, **{f"parameter{i}": p for i, p in enumerate(flat)}}
@@ -272,7 +272,8 @@ class _Block(torch.autograd.Function):
             ops: Sequence[Any] = kept
             parts = [(op, part._asdict()) for op, part in zip(_op_names(block), ops, strict=True)]
             keep_parts(ctx, ("block", inputs), *parts)
-        return y
+        # Not a view, whose hooks are lost when somebody changes it in place: FSDP2 warns of such results.
+        return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape)
 
     @staticmethod
     @once_differentiable
@@ -288,14 +289,14 @@ class _Block(torch.autograd.Function):
             kept = _kept_from(tensors)
         weights = ctx.needs_input_grad[7 + 6 : 7 + 13]
         wanted = Wanted(any(weights[:3]), weights[3], any(weights[4:6]), weights[6])
-        dx, grads = block_backward(dy.contiguous(), kept, block, rotary, ctx.heads, recipe, wanted)
-        return (dx, None, None, None, None, None, None, *grads)
+        dx, grads = block_backward(dy.contiguous().flatten(0, -2), kept, block, rotary, ctx.heads, recipe, wanted)
+        return (dx.view(dy.shape), None, None, None, None, None, None, *grads)
 
 
 def decoder_block(
     x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe, offload: Optional[bool] = None
 ) -> Tensor:
-    """One decoder block on tokens x (T, H) as one autograd node.
+    """One decoder block on tokens x (T, H) or (B, S, H) as one autograd node; the result has x's shape.
 
     Computes what the five ops in a row compute, with gradients between them handed on in FP8. Keeps what they keep
     (5.8 U in Llama-2-7B), or with `Recipe.checkpoint = "block"` 0.5 U, and recomputes the rest.
