@@ -37,7 +37,7 @@ TOOLS = ("memcheck", "racecheck")
 FOLDERS = {"memcheck": (".", "kernels", "kernels/gpu", "ops", "models", "optim"), "racecheck": ("kernels/gpu",)}
 # Parts of the names of tests or of their files.
 SLOW = ("2_to_31", "large", "numerics")
-NEEDS_THE_CACHE = ("memory", "peak", "captur", "graph", "replay", "bytes", "taken_out", "let_go")
+NEEDS_THE_CACHE = ("memory", "peak", "captur", "graph", "replay", "bytes", "taken_out", "let_go", "allocates")
 # Parts of the names, plain or mangled, of kernels that are PyTorch's and cuBLAS'.
 NOT_OURS = ("at::native", "2at6native", "nvjet", "cutlass", "cublas")
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]

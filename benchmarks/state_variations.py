@@ -2,7 +2,7 @@
 
 m, with y = m/M, one BF16 maximum M per group as sqrt8 has:
     softsign8           FlashOptim's curve, c = rint(127 * 2|y| / (1 + |y|))
-    power p             c = rint(127 |y|^p); sqrt8 is p = 1/2; "searched": the best of POWERS for each group
+    power p             c = rint(127 |y|^p), 0 below 1; sqrt8 is p = 1/2; "searched": the best of POWERS for each group
     sqrt8 or softsign8  the better for each group, by the error of m or of m / sqrt(v); the sign bit of M could tell
     cell means, offset  sqrt8's codes decoded elsewhere in their cells; sqrt8's levels moved away from zero
     ratio p             not m but u = m / sqrt(v') in power p, v' as log8 stores v; m' = u' sqrt(v'): neighbours of very
@@ -35,10 +35,17 @@ OCTAVES = range(2, 33)
 # ---- m -------------------------------------------------------------------------------------------------
 
 
+def _nearest(c: Tensor, m: Tensor) -> Tensor:
+    """|c| >= 0 rounded as sqrt8 does it, whose sign is m's: to 256ths, and what is half way between two codes up; what
+    is below the first is zero."""
+    rounded = torch.floor(torch.round(torch.copysign(c, m) * 256.0) / 256.0 + 0.5).abs()
+    return torch.where(c < 1.0, 0.0, rounded).clamp(max=127.0)
+
+
 def power8(m: Tensor, power: float) -> Tensor:
-    """c = rint(127 |y|^power)."""
+    """c = rint(127 |y|^power), 0 below 1."""
     amax = maximum_first(m)
-    root = torch.round(normalize(m.abs(), amax).pow(power) * 127.0).clamp(max=127.0) / 127.0
+    root = _nearest(normalize(m.abs(), amax).pow(power) * 127.0, m) / 127.0
     return torch.copysign(root.pow(1.0 / power) * amax, m)
 
 
@@ -53,7 +60,7 @@ def softsign8(m: Tensor) -> Tensor:
 def sqrt8_mean(m: Tensor) -> Tensor:
     """sqrt8 decoded to the mean of its cell, (c^2 + 1/12) / 127^2: that of values whose roots are uniform in it."""
     amax = maximum_first(m)
-    c = torch.round(normalize(m.abs(), amax).sqrt() * 127.0).clamp(max=127.0)
+    c = _nearest(normalize(m.abs(), amax).sqrt() * 127.0, m)
     inner = (c > 0) & (c < 127)
     return torch.copysign((c.square() + torch.where(inner, 1.0 / 12.0, 0.0)) * (1.0 / 127.0**2) * amax, m)
 
@@ -62,7 +69,7 @@ def sqrt8_offset(m: Tensor, offset: float) -> Tensor:
     """sqrt8 with its levels moved away from zero: |y'| = ((c + offset) / (127 + offset))^2 for c > 0."""
     amax = maximum_first(m)
     top = 127.0 + offset
-    c = torch.round(normalize(m.abs(), amax).sqrt() * top - offset).clamp(0.0, 127.0)
+    c = _nearest(normalize(m.abs(), amax).sqrt() * top - offset, m)
     return torch.copysign(torch.where(c > 0, ((c + offset) / top).square(), 0.0) * amax, m)
 
 
