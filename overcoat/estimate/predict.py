@@ -48,9 +48,10 @@ from overcoat.recipe import GROUP_SIZES, Recipe
 # Margins for what is not a tensor; benchmarks/memory.py records what they stand for. The allocator's: shares of what
 # lasts, which lies packed; of gradients that come and go with each step; and of what else comes and goes. They hold for
 # segments that grow (`overcoat.memory.use_expandable_segments`); without, some steps need more (docs/memory.md). The
-# CUDA context's: bytes.
+# CUDA context's and, with several GPUs, NCCL's (benchmarks/sharded.py): bytes.
 SLACK_OF_LASTING, SLACK_OF_GRADIENTS, SLACK_OF_MOVING = 0.01, 0.08, 0.16
 CONTEXT = 700 * 2**20
+NCCL = 920 * 2**20
 # A Hopper's cuBLAS handle has 32 MiB; the main thread has one, and autograd's.
 LIBRARIES = 2 * 32 * 2**20
 # As `overcoat.release_gradients` and `overcoat.AdamW` have them by default.
@@ -153,9 +154,14 @@ class Prediction:
         return int(SLACK_OF_LASTING * lasting + of_gradients * gradients + SLACK_OF_MOVING * moving)
 
     @property
+    def context_bytes(self) -> int:
+        """What lies outside of PyTorch's allocator."""
+        return CONTEXT + (NCCL if self.gpus > 1 else 0)
+
+    @property
     def total_bytes(self) -> int:
         """What the GPU must have free before the process starts."""
-        return self.peak_bytes + self.slack_bytes + CONTEXT
+        return self.peak_bytes + self.slack_bytes + self.context_bytes
 
 
 class StateBytes(NamedTuple):

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Optional
 
 from overcoat.estimate.fit import Advice, Room, Rung
-from overcoat.estimate.predict import CONTEXT, Prediction, Setup
+from overcoat.estimate.predict import Prediction, Setup
 
 GIBI = 2.0**30
 # Components below this are left out of the table.
@@ -27,7 +27,8 @@ def component_table(prediction: Prediction) -> str:
             lines.append(f"{name:38s} {gib(size):>8s}  {size / peak:6.1%}")
     lines.append(f"{'allocated':38s} {gib(peak):>8s}")
     lines.append(f"{'allocator, margin':38s} {gib(prediction.slack_bytes):>8s}")
-    lines.append(f"{'CUDA context, margin':38s} {gib(CONTEXT):>8s}")
+    outside = "CUDA context, margin" if prediction.gpus == 1 else "CUDA context and NCCL, margin"
+    lines.append(f"{outside:38s} {gib(prediction.context_bytes):>8s}")
     lines.append(f"{'needed on each GPU':38s} {gib(prediction.total_bytes):>8s}")
     if prediction.host_bytes:
         lines.append(f"{'page-locked host memory, each process':38s} {gib(prediction.host_bytes):>8s}")
@@ -90,7 +91,7 @@ def as_data(prediction: Prediction, room: Optional[Room], advice: Optional[Advic
         "moment": prediction.moment,
         "peak_bytes": prediction.peak_bytes,
         "slack_bytes": prediction.slack_bytes,
-        "context_bytes": CONTEXT,
+        "context_bytes": prediction.context_bytes,
         "total_bytes": prediction.total_bytes,
         "host_bytes": prediction.host_bytes,
         "left_alone": prediction.report.left_alone,

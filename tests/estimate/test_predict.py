@@ -15,7 +15,7 @@ from overcoat.bench.shapes import MODELS
 from overcoat.estimate import Predictor, Setup, predict
 from overcoat.estimate.dry_run import GRADIENTS, KEPT
 from overcoat.estimate.measure import measure_step
-from overcoat.estimate.predict import LASTING, LIBRARIES, StateBytes
+from overcoat.estimate.predict import CONTEXT, LASTING, LIBRARIES, NCCL, StateBytes
 from overcoat.memory import optimizer_bytes, record_kept
 from overcoat.optim.state import bytes_to_offload
 from overcoat.train.data import Batch
@@ -238,6 +238,8 @@ def test_gpus_share_what_fsdp_shards():
     one, three = (predict(model.config, BATCH, LENGTH, Setup(), gpus) for gpus in (1, 3))
     assert three.components["weights"] == sum(-(-p.shape[0] // 3) * p[:1].nbytes for p in parameters)
     assert one.components["gathered"] == 0
+    outside = [each.total_bytes - each.peak_bytes - each.slack_bytes for each in (one, three)]
+    assert outside == [CONTEXT, CONTEXT + NCCL]
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     rest = sum(p.nbytes for p in parameters) - 4 * layer
     assert three.components["gathered"] == pytest.approx(rest + 2 * layer, abs=512 * len(parameters))
