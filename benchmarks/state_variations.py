@@ -36,8 +36,8 @@ OCTAVES = range(2, 33)
 
 
 def _nearest(c: Tensor, m: Tensor) -> Tensor:
-    """|c| >= 0 rounded as sqrt8 does it, whose sign is m's: to 256ths, and what is half way between two codes up; what
-    is below the first is zero."""
+    """c, whose sign is m's, rounded as sqrt8 does it: to 256ths, and what is half way between two codes up; what is
+    below the first is zero."""
     rounded = torch.floor(torch.round(torch.copysign(c, m) * 256.0) / 256.0 + 0.5).abs()
     return torch.where(c < 1.0, 0.0, rounded).clamp(max=127.0)
 

@@ -22,8 +22,9 @@ The pair ("sqrt8", "log8") is named "8bit" and is the default: on the states of 
 **sqrt8.** r is 1/2, to round to nearest, but for m's small codes. A mean that decays by beta1 = 0.9 decays by 0.95 in
 the root, which a code up to 9 rounds back to itself: the m of a weight whose gradient stops, or seldom comes, would
 stay at up to M / 200 while its v goes to zero, and the weight walk off. So below code 16 (M / 63) rounding is
-stochastic, r one random number per group and 1 - r for every second element, right in the mean for each; and what is
-below the first code, M / 16129, is zero: rounded up by chance it would be a multiple of what its v was made of.
+stochastic, r one random byte per group in 256ths and 255/256 - r for every second element, right in the mean for each;
+and what is below the first code, M / 16129, is zero: rounded up by chance it would be a multiple of what its v was
+made of.
 
 **log8.** The bits of a positive FP32 number, read as an integer, are its logarithm: 2^23 per octave, linear
 within one. So a grid with a constant step S in bits is a logarithmic grid, and needs neither log2 nor exp2:
@@ -72,7 +73,9 @@ PACKED_MAX = 0x7F7FFF00
 LOG8_STEPS = 254
 LOG8_FLOOR = 1 << 18  # as bits: a group with M < 2^-131 is stored as zero
 ROUND = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which then is in the low bits
-FIXED = 49152.0  # 1.5 * 2^15: adding it leaves 256ths in the first byte, and so a floor in the second
+# 1.5 * 2^15: adding it leaves 256ths in the first byte, and so a floor in the second. With a half added a code is
+# rounded to nearest, but that a half rounds up: 1/512 more than exactly, in the mean.
+FIXED = 49152.0
 SQRT8_SMALLEST = (1 / 127) ** 2  # of M: what is below is zero
 SQRT8_DITHERED = (16 / 127) ** 2  # of M: what is below is rounded stochastically
 

@@ -126,7 +126,7 @@ class LibraryAttention(TorchFunctionMode):
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """This process' part of a sharded tensor, whose own storage is none."""
+    """This process' part of a sharded tensor, whose own storage is none; `to_local` would be an op of its own here."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -9,7 +9,8 @@
                                    allocator's multiples add to the sizes of lasting tensors
 
 Their sum is what `torch.cuda.max_memory_allocated()` will say from the second step on. What a GPU must have is more:
-what the allocator holds between tensors (`slack_bytes`) and what lies outside it, the CUDA context (`CONTEXT`).
+what the allocator holds between tensors (`slack_bytes`) and what lies outside it, the CUDA context and NCCL
+(`context_bytes`).
 """
 
 from __future__ import annotations

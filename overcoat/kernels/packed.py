@@ -6,7 +6,7 @@ end. Rows end documents: every multiple of S is among them. FlashAttention calls
 
 from __future__ import annotations
 
-from typing import Optional, Tuple, TypeGuard
+from typing import Any, Optional, Tuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,7 +14,34 @@ from torch import Tensor
 
 def is_starts(mask: Optional[Tensor]) -> TypeGuard[Tensor]:
     """Whether a mask is `starts`."""
-    return mask is not None and mask.dtype == torch.int32
+    return mask is not None and mask.dtype == torch.int32 and mask.dim() == 1
+
+
+def given_starts(given: Any, batch: int, sequence: int, device: torch.device) -> Tensor:
+    """`starts` that a caller gives, on `device`.
+
+    Raises:
+        ValueError: not a whole-numbered tensor (N + 1,) with N at least `batch`; or, where it lies on the CPU, numbers
+            that are no starts. On a GPU they are not looked at, as the host would wait.
+    """
+    asked = f"cu_seq_lens_q must say where the N documents of {batch} rows of {sequence} tokens begin, and the end"
+    if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64) or given.dim() != 1:
+        kind = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        raise ValueError(f"{asked}, int32 (N + 1,); it is {kind}. Leave it out to have them found in position_ids")
+    if len(given) <= batch:
+        raise ValueError(f"{asked}; it has {len(given)} numbers, and rows end documents, so N is {batch} or more")
+    if given.device.type == "cpu":
+        rows = torch.arange(0, batch * sequence + 1, sequence)
+        rises = given[0] == 0 and given[-1] == batch * sequence and not (given.diff() < 0).any()
+        if not rises or not torch.isin(rows, given).all():
+            raise ValueError(
+                f"{asked}: from 0 up to {batch * sequence}, every multiple of {sequence} among them; it begins with "
+                f"{given[:6].tolist()} and ends with {given[-3:].tolist()}"
+            )
+    starts = given.int()
+    if starts.device == device or device.type != "cuda":
+        return starts.to(device)
+    return starts.pin_memory().to(device, non_blocking=True)
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
@@ -59,7 +86,7 @@ def flash_packed_backward(
     """dq, dk, dv as in `attention.Kernel`; mask: `starts`."""
     rows = (q.shape[0], q.shape[2])
     # Without dropout it reads no random state; its schema wants the tensors all the same.
-    state, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_zeros((), dtype=torch.int64)
+    state, offset = (torch.empty(size, dtype=torch.uint64, device=q.device) for size in ((2,), ()))
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *_by_token(do, q, k, v, o), lse.transpose(0, 1).flatten(1), mask, mask, rows[1], rows[1], 0.0, True, state,
         offset, scale=scale,

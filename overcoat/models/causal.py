@@ -8,8 +8,8 @@ for none.
 
 Where position ids are given, layers that train get where documents begin instead of a mask of S x S: the `starts` of
 `kernels/packed.py`, as int32 (1, 1, N + 1, 1), which no other mask looks like. To find them in the position ids is one
-wait, since how many there are is a shape; there is none where the caller knows them, and says so by transformers' name
-for them, `cu_seq_lens_q`.
+wait, since how many there are is a shape, and one more in transformers where they are too many; there is none where the
+caller knows them, and says so by transformers' name for them, `cu_seq_lens_q`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.kernels.packed import document_starts
+from overcoat.kernels.packed import document_starts, given_starts
 from overcoat.models.llama import HARMLESS_HOOKS, Fp8DecoderLayer, has_hooks
 
 # Documents shorter than this on average (padding whose positions do not count, say) get transformers' mask: each costs
@@ -33,6 +33,9 @@ def causal_mask(causal: nn.Module, inputs: dict[str, Any]) -> Optional[Tensor]:
     """The `attention_mask` to call a causal model's `model` with: `inputs`' own, or one of this module's.
 
     The latter where every token sees all before it, in its row or its document, and every layer knows such masks.
+
+    Raises:
+        ValueError: `cu_seq_lens_q` that cannot be where documents begin, or without position_ids that restart there.
     """
     mask: Optional[Tensor] = inputs.get("attention_mask")
     named = ("attention_mask", "past_key_values", "use_cache")
@@ -55,6 +58,8 @@ def causal_mask(causal: nn.Module, inputs: dict[str, Any]) -> Optional[Tensor]:
     nothing_hidden = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device)
     position_ids = inputs.get("position_ids")
     if position_ids is None:
+        if inputs.get("cu_seq_lens_q") is not None:
+            raise ValueError("cu_seq_lens_q without position_ids: give position_ids that restart where documents begin")
         return nothing_hidden
     batch, sequence = tokens.shape[:2]
     # Layers in their original precision would each make the mask anew.
@@ -69,10 +74,10 @@ def causal_mask(causal: nn.Module, inputs: dict[str, Any]) -> Optional[Tensor]:
 
 def _starts(position_ids: Tensor, lengths: Any) -> Tensor:
     """Where documents begin: as the caller says, as position ids (B, S) say, or on the meta device a guess."""
-    if isinstance(lengths, Tensor) and lengths.dtype == torch.int32 and lengths.dim() == 1 and len(lengths) > 1:
-        return lengths.to(position_ids.device)
+    batch, sequence = position_ids.shape
+    if lengths is not None:
+        return given_starts(lengths, batch, sequence, position_ids.device)
     if position_ids.device.type == "meta":
-        batch, sequence = position_ids.shape
         return position_ids.new_empty((batch * (1 + -(-sequence // ESTIMATED)) + 1,), dtype=torch.int32)
     return document_starts(position_ids)
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.kernels.packed import dense_mask, is_starts
+from overcoat.kernels.packed import dense_mask
 from overcoat.ops.attention import Heads, Rotary
 from overcoat.ops.block import Block, Linear, decoder_block
 from overcoat.ops.linear import Norm
@@ -71,7 +71,8 @@ class Parts(NamedTuple):
     """The modules whose forward the FP8 block stands in for.
 
     gated: whether the MLP is SwiGLU; else it is GELU, and the norms are LayerNorm.
-    projections: in the order of PROJECTIONS or GELU_PROJECTIONS; norms: of NORMS.
+    projections: in the order of PROJECTIONS or GELU_PROJECTIONS, None where a replaced module has none; norms: of
+        NORMS.
     """
 
     gated: bool
@@ -86,18 +87,22 @@ class Parts(NamedTuple):
         return (*(PROJECTIONS if self.gated else GELU_PROJECTIONS), *NORMS, "self_attn", "mlp")
 
 
-def parts_of(layer: Any) -> Parts:
+def parts_of(layer: nn.Module) -> Parts:
     """A supported layer's modules, looked up once a forward: by path that would take a tenth of a millisecond."""
-    attention, mlp = layer.self_attn, layer.mlp
+    found: Any = layer
+    attention, mlp = found.self_attn, found.mlp
     gated = hasattr(mlp, "gate_proj")
-    last = (mlp.gate_proj, mlp.up_proj, mlp.down_proj) if gated else (mlp.c_fc, mlp.c_proj)
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, *last)
-    return Parts(gated, projections, (layer.input_layernorm, layer.post_attention_layernorm), attention, mlp)
+    names = ("gate_proj", "up_proj", "down_proj") if gated else ("c_fc", "c_proj")
+    first = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    projections = (*first, *(getattr(mlp, name, None) for name in names))
+    return Parts(gated, projections, (found.input_layernorm, found.post_attention_layernorm), attention, mlp)
 
 
 def why_unsupported(layer: nn.Module) -> Optional[str]:
     """The reason why a layer of a supported kind cannot run in FP8, or None if it can."""
     parts = parts_of(layer)
+    if None in parts.projections:
+        return why_replaced(parts)
     config: Any = parts.attention.config
     # What accelerate does to spread a model over devices. It would run, or be left out, whatever the class is.
     modules = (layer, *parts.projections, *parts.norms, parts.attention, parts.mlp)
@@ -121,6 +126,9 @@ def why_unsupported(layer: nn.Module) -> Optional[str]:
 def why_replaced(parts: Parts) -> Optional[str]:
     """The reason why a layer's modules or attention are not what the FP8 block computes; checked at each forward."""
     gated, projections, norms, attention, mlp = parts
+    if None in projections:
+        replaced = attention if None in projections[:4] else mlp
+        return f"{_path(parts, replaced)} is a {type(replaced).__name__}, not the model's own"
     for module in projections:
         if type(module) is not nn.Linear:
             return f"{_path(parts, module)} is a {type(module).__name__}, not nn.Linear"
@@ -169,11 +177,12 @@ class Fp8DecoderLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's own signature (transformers): hidden_states (B, S, H) -> (B, S, H)."""
-        embeddings, mask = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
+        embeddings: Any = kwargs.get("position_embeddings")
+        mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and not mask.numel():  # models/causal.py
             mask = kwargs["attention_mask"] = None
-        parts = parts_of(self)
-        if args or embeddings is None or not self._runs_in_fp8(parts, kwargs.get("past_key_values")):
+        parts = None if args or embeddings is None else self._fp8_parts(kwargs.get("past_key_values"))
+        if parts is None:
             starts = _as_starts(mask)
             if starts is not None:
                 kwargs["attention_mask"] = dense_mask(starts, *hidden_states.shape[:2])
@@ -183,15 +192,18 @@ class Fp8DecoderLayer(nn.Module):
         block, recipe = block_of(parts), self.overcoat_recipe
         return decoder_block(hidden_states, block, rotary, heads, recipe, self.overcoat_offload)
 
-    def _runs_in_fp8(self, parts: Parts, cache: Any) -> bool:
+    def _fp8_parts(self, cache: Any) -> Optional[Parts]:
+        """The modules whose forward the FP8 block stands in for; None where each is to run its own."""
         # Not `torch.is_grad_enabled()`: a reentrant checkpoint runs its first forward without gradients, and the
         # recomputation must repeat the same numbers.
         if not self.training:
-            return False
+            return None
+        parts = parts_of(self)
         reason = "a key/value cache was asked for (use_cache=True)" if cache is not None else why_replaced(parts)
-        if reason is not None:
-            warnings.warn(f"this layer trains in its original precision: {reason}", stacklevel=3)
-        return reason is None
+        if reason is None:
+            return parts
+        warnings.warn(f"this layer trains in its original precision: {reason}", stacklevel=3)
+        return None
 
 
 def _attention_inputs(
@@ -221,7 +233,7 @@ def block_of(parts: Parts) -> Block:
 
 def _as_starts(mask: Any) -> Optional[Tensor]:
     """What models/causal.py gives where sequences are packed, as `attention` takes it; None for other masks."""
-    given = isinstance(mask, Tensor) and is_starts(mask) and mask.dim() == 4 and mask.shape[2] > 1
+    given = isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2] > 1
     return mask.flatten() if given and mask.numel() == mask.shape[2] else None
 
 

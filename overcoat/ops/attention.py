@@ -207,7 +207,8 @@ def attention(qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe) -> tupl
     Args:
         qkv: (T, (num_q + 2 num_kv) * D), T = batch * sequence, columns [q heads | k heads | v heads].
         rotary: cos and sin (P, D) with P = T or the sequence length; mask None (causal) or (B or 1, 1 or num_q, S, S),
-            bool with True = visible, or additive; q/k norm weights.
+            bool with True = visible, or additive; or where packed documents begin, int32 (N + 1,)
+            (kernels/packed.py); q/k norm weights.
         heads: batch, head counts, head width D, softmax scale.
 
     Returns:

@@ -173,8 +173,36 @@ def test_lengths_that_the_caller_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(model(**inputs, cu_seq_lens_q=known).loss, expected)
     one = torch.tensor([0, PACKED_LENGTH], dtype=torch.int32)
     assert causal_mask(model, {**inputs, "cu_seq_lens_q": one}).shape == (1, 1, 0, 0)
-    with pytest.raises(AssertionError, match="looked for documents"):
-        causal_mask(model, {**inputs, "cu_seq_lens_q": known.long()})
+    assert torch.equal(model(**inputs, cu_seq_lens_q=known.long()).loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "told"),
+    [
+        ([0, 5, 10], r"from 0 up to 800.*ends with \[0, 5, 10\]"),
+        ([3, 400, 800], r"from 0 up to 800.*begins with \[3, 400, 800\]"),
+        ([0, 300, 800], "every multiple of 400"),
+        ([0, 400, 1600], "from 0 up to 800"),
+        ([0, 100, 90, 400, 800], "from 0 up to 800"),
+        ([0, 800], "N is 2 or more"),
+        ([[0, 400, 800]], r"int64 \(1, 3\)"),
+        ([0.0, 400.0, 800.0], "it is torch.float32"),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(lengths: list, told: str) -> None:
+    """Before anything is computed: the tokens of no document, or of one over two rows, would be quietly wrong."""
+    model = wide()
+    tokens = torch.zeros(2, 400, dtype=torch.int64)
+    positions = torch.cat([torch.arange(100), torch.arange(300)]).repeat(2, 1)
+    inputs = {"input_ids": tokens, "labels": tokens, "cu_seq_lens_q": torch.tensor(lengths)}
+    with pytest.raises(ValueError, match=told):
+        model(**inputs, position_ids=positions)
+
+
+def test_lengths_without_positions_are_refused() -> None:
+    tokens = torch.zeros(1, PACKED_LENGTH, dtype=torch.int64)
+    with pytest.raises(ValueError, match="without position_ids"):
+        wide()(input_ids=tokens, labels=tokens, cu_seq_lens_q=torch.tensor([0, 100, PACKED_LENGTH]))
 
 
 def losses_and_gradients(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -189,6 +189,29 @@ def test_a_replaced_layer_norm_is_left_to_the_original() -> None:
     assert "mlp.c_proj has hooks" in why_replaced(parts_of(model.model.layers[0]))
 
 
+class _Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["llama", "starcoder2"])
+def test_a_module_replaced_as_a_whole_is_left_to_the_original(kind: str) -> None:
+    model = make_model(kind, layers=2)
+    original = copy.deepcopy(model)
+    overcoat.convert(model)
+    for layer in model.model.layers:
+        layer.mlp = _Wrapped(layer.mlp)
+    with pytest.warns(UserWarning, match="mlp is a _Wrapped"):
+        loss = model(**make_batch(), output_logits=True).loss
+    assert torch.equal(loss, original(**make_batch()).loss)
+    assert torch.equal(model.eval()(**make_batch()).loss, original.eval()(**make_batch()).loss)
+    assert "mlp is a _Wrapped" in overcoat.convert(model).left_alone["model.layers.0"]
+
+
 def test_a_model_of_another_kind_is_refused_with_the_known_kinds() -> None:
     with pytest.raises(ValueError, match="LlamaDecoderLayer"):
         overcoat.convert(nn.Sequential(nn.Linear(4, 4)))
