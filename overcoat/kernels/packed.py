@@ -86,7 +86,7 @@ def flash_packed_backward(
     """dq, dk, dv as in `attention.Kernel`; mask: `starts`."""
     rows = (q.shape[0], q.shape[2])
     # Without dropout it reads no random state; its schema wants the tensors all the same.
-    state, offset = (torch.empty(size, dtype=torch.uint64, device=q.device) for size in ((2,), ()))
+    state, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_zeros((), dtype=torch.int64)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *_by_token(do, q, k, v, o), lse.transpose(0, 1).flatten(1), mask, mask, rows[1], rows[1], 0.0, True, state,
         offset, scale=scale,
