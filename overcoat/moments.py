@@ -301,10 +301,11 @@ def _encode_sqrt8(x: Tensor, amax: Tensor, addend: Tensor) -> Tensor:
 def _encode_first_sqrt8(x: Tensor, amax: Tensor, random: Optional[Tensor]) -> Tensor:
     """random: as for `encode_first`; r is its highest byte."""
     size = x.abs()
-    addend = x.new_full((), FIXED + 0.5)
+    is_odd = torch.arange(x.shape[-1], device=x.device) % 2 == 1
+    # In 256ths a value half way between two codes is rounded up, 1/512 more than exactly: less for every second one.
+    addend = FIXED + torch.where(is_odd, 127 / 256, 0.5)
     if random is not None:
         even = ((random >> 24) & 0xFF).unsqueeze(-1).float() * 2.0**-8
-        is_odd = torch.arange(x.shape[-1], device=x.device) % 2 == 1
         dithered = FIXED + torch.where(is_odd, 255 / 256 - even, even)
         addend = torch.where(size < amax * SQRT8_DITHERED, dithered, addend)
     return _encode_sqrt8(torch.where(size < amax * SQRT8_SMALLEST, 0.0, x), amax, addend)

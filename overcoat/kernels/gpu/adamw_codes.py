@@ -135,10 +135,11 @@ def encode_sqrt8(x, amax, addend):
 def encode_first_sqrt8(x, amax, random):
     """`moments._encode_first_sqrt8`, int8."""
     size = tl.abs(x)
+    is_odd = ((tl.arange(0, x.shape[1]) & 1) == 1)[None, :]
     even = (random.to(tl.uint32, bitcast=True) >> 24).to(tl.float32) * 0.00390625
-    is_odd = (tl.arange(0, x.shape[1]) & 1) == 1
-    dithered = tl.where(is_odd[None, :], (0.99609375 - even)[:, None], even[:, None]) + _FIXED
-    addend = tl.where(size < (amax * _DITHERED)[:, None], dithered, _FIXED + 0.5)
+    dithered = tl.where(is_odd, (0.99609375 - even)[:, None], even[:, None]) + _FIXED
+    nearest = tl.where(is_odd, 0.49609375, 0.5) + _FIXED
+    addend = tl.where(size < (amax * _DITHERED)[:, None], dithered, nearest)
     return encode_sqrt8(tl.where(size < (amax * _SMALLEST)[:, None], 0.0, x), amax, addend)
 
 
@@ -297,7 +298,7 @@ def encode_master(value, random, MASTER: tl.constexpr):
         return upper_half(bits + 0x8000), bits.to(tl.int16)
     else:
         bits = bits + random
-        return upper_half(bits + 0x8000), (bits >> 8).to(tl.int8)
+        return upper_half(bits + 0x8000), second_byte(bits)
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def fma(x, y, z):
 
 @triton.jit
 def second_byte(x):
-    """Bits 8 to 15 of FP32 numbers, int8; four are packed by three instructions, a shift each would be four more."""
+    """Bits 8 to 15 of FP32 or int32 numbers, int8; four are packed by three instructions, shifts would be four more."""
     if _INTERPRETED:
         return (x.to(tl.int32, bitcast=True) >> 8).to(tl.int8)
     return tl.inline_asm_elementwise(
