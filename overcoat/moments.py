@@ -74,7 +74,7 @@ LOG8_STEPS = 254
 LOG8_FLOOR = 1 << 18  # as bits: a group with M < 2^-131 is stored as zero
 ROUND = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which then is in the low bits
 # 1.5 * 2^15: adding it leaves 256ths in the first byte, and so a floor in the second. With a half added a code is
-# rounded to nearest, but that a half rounds up: 1/512 more than exactly, in the mean.
+# rounded to nearest, but that a half rounds up, 1/512 more than exactly in the mean: so m adds it to every second one.
 FIXED = 49152.0
 SQRT8_SMALLEST = (1 / 127) ** 2  # of M: what is below is zero
 SQRT8_DITHERED = (16 / 127) ** 2  # of M: what is below is rounded stochastically
