@@ -36,9 +36,10 @@ OCTAVES = range(2, 33)
 
 
 def _nearest(c: Tensor, m: Tensor) -> Tensor:
-    """c, whose sign is m's, rounded as sqrt8 does it: to 256ths, and what is half way between two codes up; what is
-    below the first is zero."""
-    rounded = torch.floor(torch.round(torch.copysign(c, m) * 256.0) / 256.0 + 0.5).abs()
+    """c, whose sign is m's, rounded as sqrt8 does it: to 256ths, and what is half way between two codes up for every
+    second value; what is below the first is zero."""
+    half = torch.where(torch.arange(m.shape[-1], device=m.device) % 2 == 1, 127 / 256, 0.5)
+    rounded = torch.floor(torch.round(torch.copysign(c, m) * 256.0) / 256.0 + half).abs()
     return torch.where(c < 1.0, 0.0, rounded).clamp(max=127.0)
 
 
