@@ -1,6 +1,7 @@
 """The FP8 matrix products: D = A @ B^T, both operands K-major, with one scale per tensor (`gemm`) or per block.
 
-On GPUs with FP8 tensor cores (sm_89 and newer) `gemm` is cuBLASLt through `torch._scaled_mm`; elsewhere the decoded
+On GPUs with FP8 tensor cores (sm_89 and newer) `gemm` is cuBLASLt: on Hopper by its C interface, which lets us choose
+its kernel and add the residual stream (gpu/cublaslt.py), on others through `torch._scaled_mm`. Elsewhere the decoded
 values are multiplied in FP32, which is the same product: an FP8 product is exact in FP32, only the summation order
 differs.
 
@@ -33,8 +34,9 @@ def gemm(
     bias: Optional[Tensor],
     dtype: torch.dtype,
     fast_accumulation: bool,
+    residual: Optional[Tensor] = None,
 ) -> Tensor:
-    """D = (A @ B^T) * scale_a * scale_b + bias.
+    """D = (A @ B^T) * scale_a * scale_b + bias + residual.
 
     Args:
         a: (M, K) FP8; b: (N, K) FP8; not both E5M2.
@@ -42,7 +44,8 @@ def gemm(
         bias: (N,) or None.
         dtype: of the result.
         fast_accumulation: let the tensor cores keep their 14-bit accumulators for the whole K (forward products);
-            False promotes to FP32 every few instructions (gradients).
+            False promotes to FP32 every few instructions.
+        residual: (M, N) of `dtype` or None.
 
     Returns:
         (M, N) of `dtype`.
@@ -50,11 +53,13 @@ def gemm(
     product = (a.float() @ b.float().t()) * (scale_a * scale_b)
     if bias is not None:
         product = product + bias.float()
+    if residual is not None:
+        product = product + residual.float()
     return product.to(dtype)
 
 
 @gemm.fake
-def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation):
+def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual=None):
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
@@ -65,19 +70,43 @@ def has_float8_tensor_cores(device: torch.device) -> bool:
 
 
 @gemm.cuda
-def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation):
+def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual=None):
     if not has_float8_tensor_cores(a.device):
-        return gemm.reference(a, b, scale_a, scale_b, bias, dtype, fast_accumulation)
+        return gemm.reference(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual)
     columns = b.shape[0]
     a, b = _pad_last(a), _pad_first(_pad_last(b))
-    # cuBLASLt adds a 16-bit bias to a 16-bit result; in the other cases it is added outside.
+    # cuBLASLt adds a 16-bit bias to a 16-bit result; in the other cases it is added outside. So is all else that a
+    # padded result does not fit.
     fused = bias is not None and dtype != torch.float32 and b.shape[0] == columns
     inner_bias = bias.to(dtype) if fused else None
-    out = torch._scaled_mm(
-        a, b.t(), scale_a, scale_b, bias=inner_bias, out_dtype=dtype, use_fast_accum=fast_accumulation
-    )
+    inner_residual = residual.contiguous() if residual is not None and b.shape[0] == columns else None
+    out = _multiply(a, b, scale_a, scale_b, inner_bias, dtype, fast_accumulation, inner_residual)
     out = out if out.shape[1] == columns else out[:, :columns].contiguous()
-    return out if fused or bias is None else out.add_(bias)
+    out = out if fused or bias is None else out.add_(bias)
+    return out if residual is None or inner_residual is not None else out.add_(residual)
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Optional[Tensor],
+    dtype: torch.dtype,
+    fast_accumulation: bool,
+    residual: Optional[Tensor],
+) -> Tensor:
+    """`gemm` of operands that need no padding, bias and residual of `dtype`."""
+    from overcoat.kernels.gpu import cublaslt
+    from overcoat.kernels.gpu.launch import on_device
+
+    if cublaslt.is_available(a.device) and a.numel() and b.numel():
+        with on_device(a):
+            out = cublaslt.gemm(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual)
+        if out is not None:
+            return out
+    out = torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast_accumulation)
+    return out if residual is None else out.add_(residual)
 
 
 def _pad_last(x: Tensor) -> Tensor:

@@ -40,8 +40,8 @@ def gelu_linear_forward(
         return residual + y, MlpKept(codes, group_amax, None, None)
     codes, group_amax, row_amax = gelu_encode(u, approximate, code, group_size)
     h8, h_scale = gelu_quantize(u, amax(row_amax), approximate)
-    y, w_amax = product(h8, h_scale, [weight], bias, residual.dtype)
-    return residual + y, MlpKept(codes, group_amax, h_scale, w_amax)
+    y, w_amax = product(h8, h_scale, [weight], bias, residual.dtype, None, residual)
+    return y, MlpKept(codes, group_amax, h_scale, w_amax)
 
 
 def gelu_linear_again(u: Tensor, h_scale: Optional[Tensor], w_amax: Optional[Tensor], recipe: Recipe) -> MlpKept:

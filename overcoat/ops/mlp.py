@@ -50,8 +50,8 @@ def swiglu_linear_forward(
         return residual + y, MlpKept(codes, group_amax, None, None)
     codes, group_amax, h_amax = swiglu_encode(gate_up, recipe.kept_format, recipe.group_size)
     h8, h_scale = swiglu_quantize(gate_up, h_amax)
-    y, w_amax = product(h8, h_scale, [weight], bias, residual.dtype)
-    return residual + y, MlpKept(codes, group_amax, h_scale, w_amax)
+    y, w_amax = product(h8, h_scale, [weight], bias, residual.dtype, None, residual)
+    return y, MlpKept(codes, group_amax, h_scale, w_amax)
 
 
 def swiglu_linear_again(

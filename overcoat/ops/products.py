@@ -25,9 +25,10 @@ from overcoat.ops import blockwise
 from overcoat.ops.weights import operand
 from overcoat.recipe import Recipe
 
-# Fast accumulation of dgrad: 4% faster on the H200, its own error 50 to 59 dB below the result, FP8's 17 to 27. For
-# wgrad it is no faster (docs/log-kernels.md).
+# Fast accumulation in the backward: 4 to 6% faster on the H200, its own error 50 to 59 dB below the result, FP8's 17 to
+# 27 (docs/log-kernels.md). It grows with the number of terms, which in wgrad is the number of tokens.
 FAST_DGRAD = True
+FAST_WGRAD_TOKENS = 16384
 
 
 def stack_biases(weights: Sequence[Tensor], biases: Sequence[Optional[Tensor]]) -> Optional[Tensor]:
@@ -46,10 +47,14 @@ def product(
     bias: Optional[Tensor],
     dtype: torch.dtype,
     w_amax: Optional[Tensor] = None,
+    residual: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """y = x W^T + bias of the stacked weights; also their common maximum (found unless given), for the backward."""
+    """y = x W^T + bias of the stacked weights, plus a residual (T, N) if given.
+
+    Also the weights' common maximum (found unless given), for the backward.
+    """
     w8, w_scale, w_amax = operand(weights, False, w_amax)
-    return gemm(x8, w8, x_scale, w_scale, bias, dtype, True), w_amax
+    return gemm(x8, w8, x_scale, w_scale, bias, dtype, True, residual), w_amax
 
 
 class LinearGrads(NamedTuple):
@@ -100,7 +105,8 @@ def wgrad(d: Gradient, x_t: Quantized, dtype: torch.dtype) -> Tensor:
     """dW = dy^T x (N, K), with x as transposed operand (K, P)."""
     if d.scale_t is not None:
         return blockwise.wgrad(Quantized(d.transposed, d.scale_t), x_t, dtype)
-    return gemm(d.transposed, x_t.data, d.scale, x_t.scale, None, dtype, False)
+    fast = d.transposed.shape[1] <= FAST_WGRAD_TOKENS
+    return gemm(d.transposed, x_t.data, d.scale, x_t.scale, None, dtype, fast)
 
 
 def product_backward(

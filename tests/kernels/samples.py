@@ -86,6 +86,7 @@ def _gemm() -> None:
         a, b = quantize_tensor(normal(m, k)), quantize_tensor(normal(n, k, seed=1))
         for bias in (None, normal(n, dtype=dtype, seed=2)):
             add("gemm", a.data, b.data, a.scale, b.scale, bias, dtype, bias is None)
+        add("gemm", a.data, b.data, a.scale, b.scale, None, dtype, True, normal(m, n, dtype=dtype, seed=3))
 
 
 def _norm() -> None:

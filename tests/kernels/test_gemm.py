@@ -44,6 +44,25 @@ def test_product(shape, dtype, fmt, with_bias, device):
     assert ((got.double() - exact).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_product_plus_residual(shape, dtype, with_bias, device):
+    rows, inner, columns = shape
+    a = quantize_tensor(normal(rows, inner).to(device), E4M3)
+    b = quantize_tensor(normal(columns, inner, seed=1).to(device), E4M3)
+    bias = normal(columns, dtype=dtype, seed=2).to(device) if with_bias else None
+    residual = (10 * normal(rows, columns, seed=3)).to(device, dtype)
+    before = residual.clone()
+    got = gemm(a.data, b.data, a.scale, b.scale, bias, dtype, True, residual)
+    alone = gemm(a.data, b.data, a.scale, b.scale, bias, torch.float32, True)
+    exact = alone.double() + residual.double()
+    # One rounding; where the sizes are padded on a GPU, one of the product and of each sum.
+    unit = (3 if device.type == "cuda" else 1) * torch.finfo(dtype).eps
+    assert ((got.double() - exact).abs() <= unit * (alone.double().abs() + residual.double().abs())).all()
+    assert torch.equal(residual, before)
+
+
 def test_non_finite_operands_reach_the_result(device):
     x = normal(4, 32).to(device)
     x[2, 3] = torch.inf

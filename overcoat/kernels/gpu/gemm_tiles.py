@@ -1,0 +1,67 @@
+"""Which of cuBLASLt's kernels multiplies fastest on a GPU that is held down by its power limit.
+
+cuBLASLt offers some eight kernels for a product and recommends the one that is fastest on a cool GPU. In training an
+H200 draws its 700 W and lowers its clock, and there another one is: with 192 x 192 tiles, the first choice for wide
+results, the products of a 7B's gate and up take 6% longer than with 168 x 128. All of them return the same bits.
+
+So the choice is by a model of the time, with constants measured on hot H200s (benchmarks/gemm.py; gemm.jsonl):
+
+    time = waves * area * (per_product + per_tile * 4096 / K)
+
+waves: how often all multiprocessors get a tile, the last, unfinished round counted whole; area of a tile; K the
+contracted axis. What is per tile (its epilogue) counts less the longer K is.
+
+Legend: M rows, N columns of the result, K the contracted axis; all of row-major D = A @ B^T.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Sequence
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class Tile(NamedTuple):
+    """A kernel's tile of the result, and how many tiles of a cluster lie side by side in either direction."""
+
+    columns: int
+    rows: int
+    across: int
+    down: int
+    per_product: float
+    per_tile: float
+
+
+# By cuBLASLt's numbers of the tile and of the cluster's shape (cublasLtMatmulTile_t, cublasLtClusterShape_t).
+TILES = {
+    (24, 5): Tile(256, 128, 1, 2, 1.000, 0.000),
+    (29, 3): Tile(128, 160, 2, 1, 1.018, -0.024),
+    (197, 5): Tile(168, 128, 1, 2, 1.015, -0.033),
+    (201, 5): Tile(176, 128, 1, 2, 0.997, -0.027),
+}
+
+
+def relative_time(tile: Tile, rows: int, columns: int, inner: int, processors: int) -> float:
+    """Time of D (rows, columns) with this tile, in units that are the same for all tiles; inner: K."""
+    across = _cdiv(_cdiv(columns, tile.columns), tile.across) * tile.across
+    down = _cdiv(_cdiv(rows, tile.rows), tile.down) * tile.down
+    waves = _cdiv(across * down, processors)
+    return waves * tile.columns * tile.rows * (tile.per_product + tile.per_tile * 4096 / inner)
+
+
+def choose(offered: Sequence[tuple[int, int]], rows: int, columns: int, inner: int, processors: int) -> int:
+    """The place of the fastest kernel in `offered`, (tile, cluster) in the order of cuBLASLt's recommendation.
+
+    The first one where the result is small (less than two rounds of large tiles: tails decide there, which the model
+    does not know), and where none of `TILES` is offered.
+    """
+    if rows * columns < 2 * processors * 256 * 128:
+        return 0
+    times = {
+        place: relative_time(TILES[key], rows, columns, inner, processors)
+        for place, key in enumerate(offered)
+        if key in TILES
+    }
+    return min(times, key=times.__getitem__) if times else 0

@@ -1,0 +1,155 @@
+"""cuBLASLt by its C interface against `torch._scaled_mm`: `pytest -m gpu tests/kernels/gpu/test_cublaslt.py`."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from overcoat.formats import E4M3, E5M2, quantize_tensor
+from overcoat.kernels.gemm import gemm
+from overcoat.kernels.gpu import cublaslt
+
+# A wide, a long and a small product, and sizes that fit no tile.
+SHAPES = [(8192, 12288, 4096), (4096, 4096, 11008), (48, 64, 32), (1000, 3584, 4608), (1, 16, 16)]
+
+
+def operands(rows: int, columns: int, inner: int, fmt: object = E4M3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = quantize_tensor(torch.randn(rows, inner, device="cuda"), fmt)
+    b = quantize_tensor(torch.randn(columns, inner, device="cuda"), E4M3)
+    return a.data, b.data, a.scale, b.scale
+
+
+def by_torch(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
+    return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+@pytest.fixture(autouse=True)
+def hopper(request):
+    has_hopper = torch.cuda.is_available() and cublaslt.is_available(torch.device("cuda", 0))
+    if "gpu" in request.keywords and not has_hopper:
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_bits_are_those_of_pytorch(shape, fast, with_bias):
+    product = operands(*shape, E4M3 if fast else E5M2)
+    bias = torch.randn(shape[1], device="cuda", dtype=torch.bfloat16) if with_bias else None
+    got = cublaslt.gemm(*product, bias, torch.bfloat16, fast)
+    assert got is not None
+    assert torch.equal(got, by_torch(*product, bias, fast))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES[:3])
+@pytest.mark.parametrize("fast", [True, False])
+def test_every_kernel_that_is_offered_gives_the_same_bits(shape, fast):
+    """So the choice is a matter of time alone."""
+    product = operands(*shape)
+    expected = by_torch(*product, None, fast)
+    rows, columns, inner = shape
+    problem = cublaslt.Problem(0, rows, columns, inner, E4M3.dtype, E4M3.dtype, torch.bfloat16, fast, False, False, 256)
+    plan = cublaslt.Plan(problem)
+    assert len(plan.offers) > 1
+    for offer in plan.offers:
+        plan.algorithm, plan.workspace = cublaslt.byref(offer.algorithm), offer.workspace
+        out = torch.zeros_like(expected)
+        plan.run(*product, None, out, out)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, (7, 130, 48)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_residual_is_added_before_the_result_is_rounded(shape, dtype, with_bias):
+    rows, columns, _ = shape
+    product = operands(*shape)
+    bias = torch.randn(columns, device="cuda", dtype=dtype) if with_bias else None
+    residual = 50 * torch.randn(rows, columns, device="cuda", dtype=dtype)
+    got = gemm(*product, bias, dtype, True, residual)
+    exact = gemm(*product, None, torch.float32, True).double() + residual.double()
+    exact = exact if bias is None else exact + bias.double()
+    # One rounding to the result's format, and a few of FP32. Where N is padded or a bias is added outside, one more of
+    # the product and one of the sum.
+    outside = columns % 16 != 0 or (with_bias and dtype == torch.float32)
+    unit = torch.finfo(dtype).eps / 2 * (2 if outside else 1) + 2.0**-20
+    size = exact.abs().maximum(residual.double().abs()) + (exact - residual.double()).abs()
+    assert ((got.double() - exact).abs() <= unit * (size if outside else exact.abs()) + 2.0**-20 * size).all()
+
+
+@pytest.mark.gpu
+def test_a_residual_that_is_not_contiguous():
+    product = operands(64, 32, 48)
+    residual = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16).t()
+    expected = gemm(*product, None, torch.bfloat16, True, residual.contiguous())
+    assert torch.equal(gemm(*product, None, torch.bfloat16, True, residual), expected)
+
+
+@pytest.mark.gpu
+def test_threads_that_share_a_plan_keep_their_scales_apart():
+    products = [operands(256, 256, 256) for _ in range(4)]
+    expected = [by_torch(*product, None, True) for product in products]
+    wrong = []
+
+    def multiply(place: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(200):
+                if not torch.equal(cublaslt.gemm(*products[place], None, torch.bfloat16, True), expected[place]):
+                    wrong.append(place)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=multiply, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.gpu
+def test_in_a_graph():
+    product = operands(512, 256, 128)
+    residual = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    gemm(*product, None, torch.bfloat16, True, residual)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gemm(*product, None, torch.bfloat16, True, residual)
+    residual.copy_(torch.randn_like(residual))
+    product[2].mul_(2.0)
+    graph.replay()
+    assert torch.equal(out, gemm(*product, None, torch.bfloat16, True, residual))
+
+
+@pytest.mark.gpu
+def test_operands_inside_other_tensors():
+    """Rows of larger buffers are aligned to fewer bytes than a kernel may ask for."""
+    a, b, scale_a, scale_b = operands(100, 64, 48)
+    shifted = torch.empty(101 * 48, dtype=torch.uint8, device="cuda")[48:].view(a.dtype).view(100, 48)
+    shifted.view(torch.uint8).copy_(a.view(torch.uint8))
+    expected = by_torch(a, b, scale_a, scale_b, None, True)
+    assert torch.equal(cublaslt.gemm(shifted, b, scale_a, scale_b, None, torch.bfloat16, True), expected)
+
+
+@pytest.mark.gpu
+def test_plans_are_forgotten_when_there_are_many(monkeypatch):
+    monkeypatch.setattr(cublaslt, "MAX_PLANS", 2)
+    for rows in (16, 32, 48, 64):
+        product = operands(rows, 32, 32)
+        assert torch.equal(cublaslt.gemm(*product, None, torch.bfloat16, True), by_torch(*product, None, True))
+        assert len(cublaslt._PLANS) <= 2
+
+
+@pytest.mark.gpu
+def test_no_tokens():
+    product = operands(32, 64, 48)
+    assert gemm(product[0][:0], *product[1:], None, torch.bfloat16, True).shape == (0, 64)
+
+
+def test_not_on_a_cpu():
+    assert not cublaslt.is_available(torch.device("cpu"))
