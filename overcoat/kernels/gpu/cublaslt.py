@@ -173,13 +173,13 @@ class Plan:
         self.is_possible = bool(good)
         if not good:
             return
-        place = 0
-        if problem.fast_accumulation:
-            kinds = [(self._config(offer, _TILE_ID), self._config(offer, _CLUSTER_SHAPE_ID)) for offer in good]
-            processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-            place = choose(kinds, problem.rows, problem.columns, problem.inner, processors)
         self.offers = good
-        self.algorithm, self.workspace = byref(good[place].algorithm), good[place].workspace
+        self.kinds = [(self._config(offer, _TILE_ID), self._config(offer, _CLUSTER_SHAPE_ID)) for offer in good]
+        self.place = 0
+        if problem.fast_accumulation:
+            processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+            self.place = choose(self.kinds, problem.rows, problem.columns, problem.inner, processors)
+        self.algorithm, self.workspace = byref(good[self.place].algorithm), good[self.place].workspace
 
     def _config(self, offer: _Offer, attribute: int) -> int:
         value, written = c_int32(), c_size_t()
