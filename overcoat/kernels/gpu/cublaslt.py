@@ -119,14 +119,18 @@ class Problem(NamedTuple):
 
 
 class Plan:
-    """A product's descriptor, layouts and kernel. None of the library's offers: `is_possible` is False."""
+    """A product's descriptor, layouts and kernel.
+
+    offers, kinds: what the library offers, and (tile, cluster) of each; place: the chosen one. Without any offer
+    `is_possible` is False.
+    """
 
     def __init__(self, problem: Problem) -> None:
         lib = library()
         assert lib is not None
-        self.lib, self.handle, self.lock = lib, _handle(problem.device), threading.Lock()
+        self.lib, self.descriptor, self.layouts = lib, c_void_p(), [c_void_p() for _ in range(3)]
+        self.handle, self.lock = _handle(problem.device), threading.Lock()
         self.set, self.multiply = lib.cublasLtMatmulDescSetAttribute, lib.cublasLtMatmul
-        self.descriptor, self.layouts = c_void_p(), [c_void_p() for _ in range(3)]
         _check(lib.cublasLtMatmulDescCreate(byref(self.descriptor), _COMPUTE_32F, _SCALE_32F), "a descriptor")
         self._describe(_TRANSA, c_int32(_TRANSPOSED))
         self._describe(_FAST_ACCUM, c_int8(problem.fast_accumulation))

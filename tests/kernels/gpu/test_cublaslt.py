@@ -127,6 +127,17 @@ def test_in_a_graph():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_another_gpu_than_the_current_one():
+    product = operands(512, 256, 128)
+    there = [part.to("cuda:1") for part in product]
+    assert torch.cuda.current_device() == 0
+    got = gemm(*there, None, torch.bfloat16, True)
+    assert got.device.index == 1
+    assert torch.equal(got.cpu(), gemm(*product, None, torch.bfloat16, True).cpu())
+
+
+@pytest.mark.gpu
 def test_operands_inside_other_tensors():
     """Rows of larger buffers are aligned to fewer bytes than a kernel may ask for."""
     a, b, scale_a, scale_b = operands(100, 64, 48)
