@@ -7,8 +7,9 @@
 Operands are normal numbers in FP8. For each product of a block, a row of results/gemm.jsonl: us of `torch._scaled_mm`,
 of our op, and of each kernel that cuBLASLt offers. They run one after another for `--seconds` each, forth and back, of
 which the first 40% is not counted, so that the GPU is as hot as in training all the time. wgrad with fast and with full
-accumulation: the error of the fast one against the full, in dB, and by what part it shrinks the result. The last row
-is the host's: us of Python for a product that takes the GPU no time.
+accumulation: the error of the fast one against the full, in dB, and by what part it shrinks the result; so for other
+numbers of tokens, and for gradients and inputs with a mean of half their deviation, whose sums grow faster. The last
+row is the host's: us of Python for a product that takes the GPU no time.
 """
 
 from __future__ import annotations
@@ -154,6 +155,14 @@ def error_of_fast(fast: Tensor, full: Tensor) -> dict[str, float]:
     return {"fast_db": 10 * torch.log10(power / noise).item(), "shrinks_by": 1 - ((fast * full).sum() / power).item()}
 
 
+def accumulation(tokens: int, mean: float, hidden: int = 4096) -> dict[str, Any]:
+    """`error_of_fast` for a weight's gradient (hidden, hidden) over so many tokens; mean: of both operands."""
+    parts = [quantize_tensor(torch.randn(hidden, tokens, device="cuda") + mean, fmt) for fmt in (E5M2, E4M3)]
+    (dy, dy_scale), (x, x_scale) = parts
+    fast, full = (gemm(dy, x, dy_scale, x_scale, None, torch.float32, fast) for fast in (True, False))
+    return {"tokens": tokens, "mean": mean, **error_of_fast(fast, full)}
+
+
 def host_us(calls: int = 2000) -> dict[str, float]:
     """us of the host for a product of 64 x 64 x 64."""
     a = quantize_tensor(torch.randn(64, 64, device="cuda"), E4M3)
@@ -239,6 +248,12 @@ def main() -> None:
             row = measure(product, arguments.seconds)
             print(text(row), flush=True)
             append_row(arguments.out, {"benchmark": "gemm", "shape": shape, **row})
+    for tokens in (2048, 8192, 16384, 32768, 65536):
+        for mean in (0.0, 0.5):
+            row = accumulation(tokens, mean)
+            error = f"{row['fast_db']:.1f} dB, shrinks by {row['shrinks_by']:.1e}"
+            print(f"fast accumulation over {tokens} tokens, mean {mean}: {error}")
+            append_row(arguments.out, {"benchmark": "gemm", **row})
     times = host_us()
     print(f"\nhost: torch {times['torch']:.1f} us a product, ours {times['overcoat']:.1f}")
     append_row(arguments.out, {"benchmark": "gemm", "host_us": times})

@@ -48,8 +48,10 @@ def gemm(
         residual: (M, N) of `dtype` or None.
 
     Returns:
-        (M, N) of `dtype`.
+        (M, N) of `dtype`, rounded once; but on GPUs other than Hopper, and where N is no multiple of 16, what is added
+        there comes to a product that is rounded already.
     """
+    _check_residual(residual, a.shape[0], b.shape[0], dtype)
     product = (a.float() @ b.float().t()) * (scale_a * scale_b)
     if bias is not None:
         product = product + bias.float()
@@ -60,7 +62,16 @@ def gemm(
 
 @gemm.fake
 def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual=None):
+    _check_residual(residual, a.shape[0], b.shape[0], dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+def _check_residual(residual: Optional[Tensor], rows: int, columns: int, dtype: torch.dtype) -> None:
+    if residual is not None and (residual.shape != (rows, columns) or residual.dtype != dtype):
+        raise ValueError(
+            f"gemm adds a residual of the result's shape and dtype, ({rows}, {columns}) and {dtype}; "
+            f"this one has {tuple(residual.shape)} and {residual.dtype}"
+        )
 
 
 @functools.cache
@@ -73,17 +84,19 @@ def has_float8_tensor_cores(device: torch.device) -> bool:
 def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual=None):
     if not has_float8_tensor_cores(a.device):
         return gemm.reference(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual)
+    _check_residual(residual, a.shape[0], b.shape[0], dtype)
     columns = b.shape[0]
     a, b = _pad_last(a), _pad_first(_pad_last(b))
-    # cuBLASLt adds a 16-bit bias to a 16-bit result; in the other cases it is added outside. So is all else that a
-    # padded result does not fit.
-    fused = bias is not None and dtype != torch.float32 and b.shape[0] == columns
+    # cuBLASLt adds a 16-bit bias to a 16-bit result, and both a bias and a residual only to a result of their width;
+    # in other cases they are added outside.
+    is_whole = b.shape[0] == columns
+    fused = bias is not None and dtype != torch.float32 and is_whole
     inner_bias = bias.to(dtype) if fused else None
-    inner_residual = residual.contiguous() if residual is not None and b.shape[0] == columns else None
+    inner_residual = residual if is_whole else None
     out = _multiply(a, b, scale_a, scale_b, inner_bias, dtype, fast_accumulation, inner_residual)
-    out = out if out.shape[1] == columns else out[:, :columns].contiguous()
+    out = out if is_whole else out[:, :columns].contiguous()
     out = out if fused or bias is None else out.add_(bias)
-    return out if residual is None or inner_residual is not None else out.add_(residual)
+    return out if residual is None or is_whole else out.add_(residual)
 
 
 def _multiply(
@@ -100,13 +113,24 @@ def _multiply(
     from overcoat.kernels.gpu import cublaslt
     from overcoat.kernels.gpu.launch import on_device
 
-    if cublaslt.is_available(a.device) and a.numel() and b.numel():
+    whole_gpu = torch._C._get_sm_carveout_experimental() is None
+    if whole_gpu and cublaslt.is_available(a.device) and a.numel() and b.numel():
+        _check_scales(scale_a, scale_b)
         with on_device(a):
             out = cublaslt.gemm(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual)
         if out is not None:
             return out
     out = torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast_accumulation)
     return out if residual is None else out.add_(residual)
+
+
+def _check_scales(*scales: Tensor) -> None:
+    for scale in scales:
+        if scale.dtype != torch.float32 or scale.numel() != 1 or not scale.is_cuda:
+            raise ValueError(
+                f"gemm takes one FP32 scale per operand, on its GPU; this one is {scale.dtype}, "
+                f"{tuple(scale.shape)}, on {scale.device}"
+            )
 
 
 def _pad_last(x: Tensor) -> Tensor:

@@ -63,6 +63,17 @@ def test_product_plus_residual(shape, dtype, with_bias, device):
     assert torch.equal(residual, before)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((16,), torch.bfloat16), ((8, 1), torch.bfloat16), ((8, 16), torch.float32)]
+)
+def test_a_residual_of_another_shape_or_dtype_is_refused(shape, dtype, device):
+    a, b = quantize_tensor(normal(8, 32).to(device)), quantize_tensor(normal(16, 32).to(device))
+    with pytest.raises(ValueError, match=r"\(8, 16\) and torch.bfloat16"):
+        gemm(
+            a.data, b.data, a.scale, b.scale, None, torch.bfloat16, True, torch.zeros(shape, dtype=dtype, device=device)
+        )
+
+
 def test_non_finite_operands_reach_the_result(device):
     x = normal(4, 32).to(device)
     x[2, 3] = torch.inf

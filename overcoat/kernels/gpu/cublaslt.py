@@ -7,6 +7,9 @@ per shape, and run with pointers alone: 6 us of host time a product instead of 1
 cuBLASLt is column-major. D = A @ B^T in rows is D^T = B @ A^T in columns: B, a column-major (K, N) matrix, is its first
 operand, transposed, and A its second.
 
+PyTorch's settings for its own products, the size of the workspace, do not reach here; where it has been told to leave
+multiprocessors free (its "carveout"), `kernels.gemm` calls PyTorch.
+
 Source: cublasLt.h of CUDA 12 and 13, whose numbers the constants repeat.
 """
 
@@ -15,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import Structure, byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from overcoat.kernels.gpu.gemm_tiles import choose
 
-# What PyTorch allows on Hopper too, so that the library makes the same offers.
+# What PyTorch allows on Hopper too unless told otherwise, so that the library makes the same offers.
 MAX_WORKSPACE = 32 * 2**20
 # Kernels asked for; eight are offered for a large product.
 MAX_OFFERS = 16
@@ -45,9 +48,10 @@ _TRANSA, _EPILOGUE, _BIAS_POINTER, _A_SCALE_POINTER, _B_SCALE_POINTER, _FAST_ACC
 # cublasLtMatmulPreferenceAttributes_t: bytes of workspace; alignment of A, B, C, D
 _MAX_WORKSPACE_BYTES, _MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
 # cublasLtMatmulAlgoConfigAttributes_t
-_TILE_ID, _CLUSTER_SHAPE_ID = 1, 8
+_TILE_ID, _SPLITK_NUM, _CLUSTER_SHAPE_ID = 1, 2, 8
 
 _ONE, _ZERO = c_float(1.0), c_float(0.0)
+_ALPHA = byref(_ONE)
 
 
 class _Algorithm(Structure):
@@ -68,18 +72,29 @@ class _Offer(Structure):
 
 @functools.cache
 def library() -> Optional[Any]:
-    """The cuBLASLt that this PyTorch runs with, or None where there is none."""
+    """The cuBLASLt that this PyTorch has loaded, or None where there is none."""
     if torch.version.cuda is None:
         return None
     try:
         lib = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
     except OSError:
         return None
-    lib.cublasLtMatmulDescSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
-    lib.cublasLtMatmul.argtypes = [
-        c_void_p, c_void_p, POINTER(c_float), c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_float), c_void_p,
-        c_void_p, c_void_p, c_void_p, POINTER(_Algorithm), c_void_p, c_size_t, c_void_p,
-    ]  # fmt: skip
+    address, number = c_void_p, c_int
+    for name, types in {
+        "cublasLtCreate": [address],
+        "cublasLtMatmulDescCreate": [address, number, number],
+        "cublasLtMatmulDescDestroy": [address],
+        "cublasLtMatmulDescSetAttribute": [address, number, address, c_size_t],
+        "cublasLtMatrixLayoutCreate": [address, number, c_uint64, c_uint64, c_int64],
+        "cublasLtMatrixLayoutDestroy": [address],
+        "cublasLtMatmulPreferenceCreate": [address],
+        "cublasLtMatmulPreferenceDestroy": [address],
+        "cublasLtMatmulPreferenceSetAttribute": [address, number, address, c_size_t],
+        "cublasLtMatmulAlgoGetHeuristic": [*[address] * 7, number, address, address],
+        "cublasLtMatmulAlgoConfigGetAttribute": [address, number, address, c_size_t, address],
+        "cublasLtMatmul": [*[address] * 14, c_size_t, address],
+    }.items():
+        getattr(lib, name).argtypes = types
     return lib
 
 
@@ -96,9 +111,10 @@ def _check(status: int, what: str) -> None:
 
 @functools.cache
 def _handle(device: int) -> c_void_p:
-    """The library's handle of a GPU, which is the current one; made once and kept."""
+    """The library's handle of a GPU; made once and kept."""
     handle = c_void_p()
-    _check(library().cublasLtCreate(byref(handle)), "cublasLtCreate")  # type: ignore[union-attr]
+    with torch.cuda.device(device):
+        _check(library().cublasLtCreate(byref(handle)), "cublasLtCreate")  # type: ignore[union-attr]
     return handle
 
 
@@ -138,16 +154,15 @@ class Plan:
         if problem.has_bias:
             self._describe(_EPILOGUE, c_int32(_EPILOGUE_BIAS))
             self._describe(_BIAS_DATA_TYPE, c_int32(result))
+            # The library looks at the address for its alignment alone.
+            self._describe(_BIAS_POINTER, c_uint64(problem.alignment))
         shapes = (
             (_DATA_TYPES[problem.b], inner, columns),
             (_DATA_TYPES[problem.a], inner, rows),
             (result, columns, rows),
         )
         for layout, (kind, height, width) in zip(self.layouts, shapes, strict=True):
-            made = lib.cublasLtMatrixLayoutCreate(
-                byref(layout), kind, c_uint64(height), c_uint64(width), c_int64(height)
-            )
-            _check(made, "a layout")
+            _check(lib.cublasLtMatrixLayoutCreate(byref(layout), kind, height, width, height), "a layout")
         self.beta = byref(_ONE if problem.has_residual else _ZERO)
         # The scales' and the bias' addresses on their way into the descriptor.
         self.addresses = (c_uint64 * 3)()
@@ -161,34 +176,43 @@ class Plan:
     def _choose(self, problem: Problem) -> None:
         """Ask for kernels, and take one."""
         preference, count, offers = c_void_p(), c_int(), (_Offer * MAX_OFFERS)()
-        _check(self.lib.cublasLtMatmulPreferenceCreate(byref(preference)), "a preference")
-        wishes: list[tuple[int, Any]] = [(_MAX_WORKSPACE_BYTES, c_uint64(MAX_WORKSPACE))]
-        wishes += [(attribute, c_int32(problem.alignment)) for attribute in _MIN_ALIGNMENTS]
-        for attribute, value in wishes:
-            set_preference = self.lib.cublasLtMatmulPreferenceSetAttribute
-            status = set_preference(preference, attribute, byref(value), c_size_t(ctypes.sizeof(value)))
-            _check(status, f"preference {attribute}")
         first, second, result = self.layouts
-        status = self.lib.cublasLtMatmulAlgoGetHeuristic(
-            self.handle, self.descriptor, first, second, result, result, preference, MAX_OFFERS, offers, byref(count)
-        )
-        self.lib.cublasLtMatmulPreferenceDestroy(preference)
+        _check(self.lib.cublasLtMatmulPreferenceCreate(byref(preference)), "a preference")
+        try:
+            wishes: list[tuple[int, Any]] = [(_MAX_WORKSPACE_BYTES, c_uint64(MAX_WORKSPACE))]
+            wishes += [(attribute, c_int32(problem.alignment)) for attribute in _MIN_ALIGNMENTS]
+            for attribute, value in wishes:
+                set_preference = self.lib.cublasLtMatmulPreferenceSetAttribute
+                status = set_preference(preference, attribute, byref(value), ctypes.sizeof(value))
+                _check(status, f"preference {attribute}")
+            status = self.lib.cublasLtMatmulAlgoGetHeuristic(
+                self.handle, self.descriptor, first, second, result, result, preference, MAX_OFFERS, offers,
+                byref(count),
+            )  # fmt: skip
+        finally:
+            self.lib.cublasLtMatmulPreferenceDestroy(preference)
         good = [offer for offer in offers[: count.value] if offer.state == 0] if status == 0 else []
         self.is_possible = bool(good)
         if not good:
             return
         self.offers = good
-        self.kinds = [(self._config(offer, _TILE_ID), self._config(offer, _CLUSTER_SHAPE_ID)) for offer in good]
+        self.kinds = [self._kind(offer) for offer in good]
         self.place = 0
         if problem.fast_accumulation:
             processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
             self.place = choose(self.kinds, problem.rows, problem.columns, problem.inner, processors)
         self.algorithm, self.workspace = byref(good[self.place].algorithm), good[self.place].workspace
 
+    def _kind(self, offer: _Offer) -> tuple[int, int]:
+        """Tile and cluster, by which `choose` knows it; not if it adds up parts of K, whose bits could differ."""
+        if self._config(offer, _SPLITK_NUM) != 1:
+            return -1, -1
+        return self._config(offer, _TILE_ID), self._config(offer, _CLUSTER_SHAPE_ID)
+
     def _config(self, offer: _Offer, attribute: int) -> int:
         value, written = c_int32(), c_size_t()
         get = self.lib.cublasLtMatmulAlgoConfigGetAttribute
-        size = c_size_t(2 if attribute == _CLUSTER_SHAPE_ID else 4)
+        size = 2 if attribute == _CLUSTER_SHAPE_ID else 4
         status = get(byref(offer.algorithm), attribute, byref(value), size, byref(written))
         return value.value if status == 0 else -1
 
@@ -204,12 +228,12 @@ class Plan:
         with self.lock:
             self.addresses[0], self.addresses[1] = scale_b.data_ptr(), scale_a.data_ptr()
             status = self.set(descriptor, _A_SCALE_POINTER, slots[0], 8)
-            status |= self.set(descriptor, _B_SCALE_POINTER, slots[1], 8)
+            status = status or self.set(descriptor, _B_SCALE_POINTER, slots[1], 8)
             if bias is not None:
                 self.addresses[2] = bias.data_ptr()
-                status |= self.set(descriptor, _BIAS_POINTER, slots[2], 8)
-            status |= self.multiply(
-                self.handle, descriptor, byref(_ONE), b.data_ptr(), first, a.data_ptr(), second, self.beta,
+                status = status or self.set(descriptor, _BIAS_POINTER, slots[2], 8)
+            status = status or self.multiply(
+                self.handle, descriptor, _ALPHA, b.data_ptr(), first, a.data_ptr(), second, self.beta,
                 added.data_ptr(), result, out.data_ptr(), result, self.algorithm,
                 0 if workspace is None else workspace.data_ptr(), size, stream,
             )  # fmt: skip
@@ -246,11 +270,14 @@ def gemm(
     """`kernels.gemm.gemm` of operands whose K and N divide by 16, on the current device, a's.
 
     Args:
-        bias: (N,) of `dtype`; residual: (M, N) contiguous, of `dtype`.
+        bias: (N,) of `dtype`; residual: (M, N) of `dtype`.
 
     Returns:
         (M, N), or None if the library offers no kernel.
     """
+    a, b = a.contiguous(), b.contiguous()
+    bias = None if bias is None else _for_kernels(bias)
+    residual = None if residual is None else _for_kernels(residual)
     out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
     addresses = a.data_ptr() | b.data_ptr() | out.data_ptr() | 256
     if residual is not None:
@@ -266,3 +293,9 @@ def gemm(
         return None
     plan.run(a, b, scale_a, scale_b, bias, out if residual is None else residual, out)
     return out
+
+
+def _for_kernels(x: Tensor) -> Tensor:
+    """x contiguous and aligned to 16 bytes, as FP8 products want it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() & 15 else x

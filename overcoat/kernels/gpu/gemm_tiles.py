@@ -2,14 +2,16 @@
 
 cuBLASLt offers some eight kernels for a product and recommends the one that is fastest on a cool GPU. In training an
 H200 draws its 700 W and lowers its clock, and there another one is: with 192 x 192 tiles, the first choice for wide
-results, the products of a 7B's gate and up take 6% longer than with 168 x 128. All of them return the same bits.
+results, the products of a 7B's gate and up take 6% longer than with 168 x 128. All that do not split K return the same
+bits.
 
 So the choice is by a model of the time, with constants measured on hot H200s (benchmarks/gemm.py; gemm.jsonl):
 
     time = waves * area * (per_product + per_tile * 4096 / K)
 
-waves: how often all multiprocessors get a tile, the last, unfinished round counted whole; area of a tile; K the
-contracted axis. What is per tile (its epilogue) counts less the longer K is.
+fitted for K from 2,048 to 38,000 and 4,096 to 16,384 rows. waves: how often all multiprocessors get a tile, the last,
+unfinished round counted whole; area of a tile; K the contracted axis. What is per tile (its epilogue) counts less the
+longer K is.
 
 Legend: M rows, N columns of the result, K the contracted axis; all of row-major D = A @ B^T.
 """
@@ -34,6 +36,8 @@ class Tile(NamedTuple):
     per_tile: float
 
 
+# The shortest K that was measured.
+SHORTEST = 2048
 # By cuBLASLt's numbers of the tile and of the cluster's shape (cublasLtMatmulTile_t, cublasLtClusterShape_t).
 TILES = {
     (24, 5): Tile(256, 128, 1, 2, 1.000, 0.000),
@@ -55,9 +59,9 @@ def choose(offered: Sequence[tuple[int, int]], rows: int, columns: int, inner: i
     """The place of the fastest kernel in `offered`, (tile, cluster) in the order of cuBLASLt's recommendation.
 
     The first one where the result is small (less than two rounds of large tiles: tails decide there, which the model
-    does not know), and where none of `TILES` is offered.
+    does not know), where K is shorter than any that was measured, and where none of `TILES` is offered.
     """
-    if rows * columns < 2 * processors * 256 * 128:
+    if rows * columns < 2 * processors * 256 * 128 or inner < SHORTEST:
         return 0
     times = {
         place: relative_time(TILES[key], rows, columns, inner, processors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overcoat.kernels.gpu.gemm_tiles import TILES, choose, relative_time
+from overcoat.kernels.gpu.gemm_tiles import SHORTEST, TILES, choose, relative_time
 
 LARGE, TALL, NARROW, ODD = (24, 5), (29, 3), (197, 5), (201, 5)
 SQUARE = (209, 3)  # 192 x 192 with clusters of 2 x 1, not in the table
@@ -52,3 +52,10 @@ def test_the_librarys_choice_where_nothing_is_known():
     assert choose([SQUARE, ODD], *size, SMS) == 1
     # Few tiles: what the model leaves out decides.
     assert choose([SQUARE, ODD], 64, 12288, 4096, SMS) == 0
+
+
+def test_the_librarys_choice_where_k_is_shorter_than_any_measured():
+    """The model's constants say nothing there: (197, 5) would take less than no time at K = 128."""
+    assert choose([LARGE, NARROW], 22016, 4096, SHORTEST - 16, SMS) == 0
+    assert choose([SQUARE, ODD], 22016, 4096, SHORTEST, SMS) == 1
+    assert all(time(key, 22016, 4096, SHORTEST) > 0 for key in TILES)
