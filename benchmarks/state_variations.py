@@ -25,7 +25,8 @@ from torch import Tensor
 
 from benchmarks.state_codes import Code, best_per_group, maximum_first, maximum_second, product_first, product_second
 from overcoat.expansion import normalize, smallest_positive
-from overcoat.moments import LOG8_STEPS, packed_maximum
+from overcoat.log8 import STEPS as LOG8_STEPS
+from overcoat.moments import packed_maximum
 
 POWERS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
 # Octaves below its maximum that a searched logarithmic grid may span.

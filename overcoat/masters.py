@@ -15,8 +15,8 @@ away: the error is below one unit, 2^-15 of the value with "bf16+8" (round to ne
 lose every step below half a unit: with 1.0 as weight, every learning rate below 2^-17).
 
 The random numbers come from a counter, not from a generator's state: a hash of (seed, parameter, step,
-position of the element in the unsharded parameter). Same seed, same result, on any device, for any sharding
-and after any resume.
+position of the element in the unsharded parameter). One hash of 32 bits serves two or four neighbours. Same seed,
+same result, on any device, for any sharding and after any resume.
 
 All functions work on FP32 values or int32 bit patterns of any shape. NaN and inf pass unharmed.
 """
@@ -35,7 +35,6 @@ REMAINDER_DTYPE = {"bf16+8": torch.int8, "bf16+16": torch.int16, "bf16": None, "
 RANDOM_BITS = {"bf16+8": 8, "bf16+16": 0, "bf16": 16, "fp32": 0}
 
 GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: consecutive multiples are spread evenly
-_LANE = 0x2C1B3C6D
 _NAN = 0x7FC00000
 
 
@@ -59,9 +58,9 @@ def decode_master(param: Tensor, remainder: Optional[Tensor]) -> Tensor:
     """
     if remainder is None:
         return param.float()
-    bits = param.float().view(torch.int32) + (remainder.int() << (8 if remainder.dtype == torch.int8 else 0))
-    value = bits.view(torch.float32)
-    return torch.where(value.isnan(), param.float(), value)  # below zero lie the patterns of NaN
+    bits = param.float().view(torch.int32)
+    size = (bits & 0x7FFFFFFF) + (remainder.int() << (8 if remainder.dtype == torch.int8 else 0))
+    return (size.clamp(min=0) | (bits & -0x80000000)).view(torch.float32)
 
 
 def encode_master(value: Tensor, master: str, random: Optional[Tensor] = None) -> tuple[Tensor, Optional[Tensor]]:
@@ -133,7 +132,7 @@ def group_bits(key: int, step: Tensor, group: Tensor) -> Tensor:
 
 
 def random_bits(group: Tensor, group_size: int, bits: int) -> Tensor:
-    """Uniform random integers below 2^bits, one per element.
+    """Uniform random integers below 2^bits, one per element: 32 / bits neighbours share a hash, the first its lowest.
 
     Args:
         group: int32, any shape: `group_bits`.
@@ -143,6 +142,7 @@ def random_bits(group: Tensor, group_size: int, bits: int) -> Tensor:
     Returns:
         int32, (*group.shape, G).
     """
-    x = group.unsqueeze(-1) + torch.arange(group_size, dtype=torch.int32, device=group.device) * _wrap(GOLDEN)
-    x = (x ^ _shift_right(x, 15)) * _LANE
-    return _shift_right(x, 32 - bits)
+    lane = torch.arange(group_size, dtype=torch.int32, device=group.device)
+    sharing = 32 // bits
+    x = mix(group.unsqueeze(-1) + lane.div(sharing, rounding_mode="floor") * _wrap(GOLDEN))
+    return (x >> lane % sharing * bits) & ((1 << bits) - 1)

@@ -11,8 +11,8 @@ A constant gradient's m in BF16 stops up to 2^-8 / (1 - beta1) = 4% short of it,
     e4m3 e5m2   c = cast(F_max y)                       y' = c / F_max                    (COAT, Table 1)
     de8         c = nearest value of the 8-bit tree     y' = table[c]                     (COAT, Table 8)
     ...x        the same on sign(y) |y|^k               y' = sign |.|^(1/k)               `overcoat.expansion`
-    sqrt8       c = floor(sign(x) sqrt(|x|) 127/sqrt(M) + r)   t = c sqrt(M)/127,  x' = t |t|
-    log8        v only: 255 levels, equal steps of "bit distance" to M, and one code for exact zero (below)
+    sqrt8       c = floor(sign(x) sqrt(|x|) 127/sqrt(M) + r)   x' = M c |c| / 127^2
+    log8        v only: 255 levels, equal steps of "bit distance" to M, and one code for exact zero: `overcoat.log8`
     bf16 fp32   the plain tensor, no groups
 
 The pair ("sqrt8", "log8") is named "8bit" and is the default: on the states of a trained model its error of m
@@ -25,16 +25,6 @@ stay at up to M / 200 while its v goes to zero, and the weight walk off. So belo
 stochastic, r one random byte per group in 256ths and 255/256 - r for every second element, right in the mean for each;
 and what is below the first code, M / 16129, is zero: rounded up by chance it would be a multiple of what its v was
 made of.
-
-**log8.** The bits of a positive FP32 number, read as an integer, are its logarithm: 2^23 per octave, linear
-within one. So a grid with a constant step S in bits is a logarithmic grid, and needs neither log2 nor exp2:
-
-    c  = rint( 255 - (bits(M) - bits(v)) / S )          v = 0 -> c = 0
-    v' = float( bits(M) - (255 - c) S )                 c = 0 -> 0
-
-S spreads 254 steps over the group's range bits(M) - bits(mu); it is rounded up to a one-byte float. Against an
-exactly logarithmic grid the mean square error of v is 18% higher, a fifth of that of e4m3x, for a tenth of the
-instructions; it decodes to the same bits on CPU and GPU. A group with M below 2^-131 is stored as zero.
 
 **Metadata.** m: M in BF16, and k16 in uint8 if the code is expanded. v: one int32 per group, M's top 24 bits
 above the shape byte. v needs the 24 bits: its steps, 2^-10 of a maximum with beta2 = 0.999, would drown in the
@@ -53,7 +43,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from overcoat import de8
+from overcoat import de8, log8
 from overcoat.expansion import (
     FORMAT_RANGE_LOG2,
     contract,
@@ -70,9 +60,6 @@ BFLOAT16_MAX = 0x7F7F0000
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 # The largest finite FP32 with its 8 low bits clear, as bits: v's stored maximum never rounds up to inf.
 PACKED_MAX = 0x7F7FFF00
-LOG8_STEPS = 254
-LOG8_FLOOR = 1 << 18  # as bits: a group with M < 2^-131 is stored as zero
-ROUND = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which then is in the low bits
 # 1.5 * 2^15: adding it leaves 256ths in the first byte, and so a floor in the second. With a half added a code is
 # rounded to nearest, but that a half rounds up, 1/512 more than exactly in the mean: so m adds it to every second one.
 FIXED = 49152.0
@@ -192,14 +179,7 @@ def _maximum(groups: Tensor) -> Tensor:
 
 def decode_first(moment: Encoded, code: MomentCode) -> Tensor:
     """Decode m to FP32 groups (R, n, G)."""
-    if moment.amax is None:
-        return moment.codes.float()
-    if code.base == "sqrt8":
-        return _decode_sqrt8(moment.codes, moment.amax.float().unsqueeze(-1))
-    z = _decode_unit(moment.codes, code.base, signed=True)
-    if moment.shape is not None:
-        z = contract(z, moment.shape.unsqueeze(-1))
-    return z * moment.amax.float().unsqueeze(-1)
+    return _decode(moment, code, signed=True)
 
 
 # ---- the second moment ---------------------------------------------------------------------------------
@@ -215,8 +195,8 @@ def encode_second(groups: Tensor, code: MomentCode, random: Optional[Tensor] = N
     bits = packed_maximum(_maximum(groups), None if random is None else random.unsqueeze(-1) >> 16)
     smallest = smallest_positive(groups)
     if code.base == "log8":
-        bits = torch.where(bits < LOG8_FLOOR, 0, bits)
-        codes, shape = _encode_log8(groups, bits, smallest)
+        bits = torch.where(bits < log8.FLOOR, 0, bits)
+        codes, shape = log8.encode(groups, bits, smallest)
         return Encoded(codes, (bits | shape).squeeze(-1))
     stored = bits.view(torch.float32)
     if code.base == "sqrt8":
@@ -236,18 +216,10 @@ def encode_second(groups: Tensor, code: MomentCode, random: Optional[Tensor] = N
 
 def decode_second(moment: Encoded, code: MomentCode) -> Tensor:
     """Decode v to FP32 groups (R, n, G)."""
-    if moment.amax is None:
-        return moment.codes.float()
-    packed = moment.amax.unsqueeze(-1)
-    bits, shape = packed & ~0xFF, packed & 0xFF
-    if code.base == "log8":
-        return _decode_log8(moment.codes, bits, shape)
-    if code.base == "sqrt8":
-        return _decode_sqrt8(moment.codes, bits.view(torch.float32))
-    z = _decode_unit(moment.codes, code.base, signed=False)
-    if code.expanded:
-        z = contract(z, shape)
-    return z * bits.view(torch.float32)
+    if code.base == "log8" and moment.amax is not None:
+        packed = moment.amax.unsqueeze(-1)
+        return log8.decode(moment.codes, packed & ~0xFF, packed & 0xFF)
+    return _decode(moment, code, signed=False)
 
 
 def packed_maximum(amax: Tensor, random: Optional[Tensor] = None) -> Tensor:
@@ -258,34 +230,6 @@ def packed_maximum(amax: Tensor, random: Optional[Tensor] = None) -> Tensor:
     bits = amax.view(torch.int32)
     added = bits.clamp(max=PACKED_MAX) + (0x80 if random is None else random & 0xFF)
     return torch.where(bits > 0, added.clamp(min=0x100), 0).clamp(max=PACKED_MAX) & ~0xFF
-
-
-def _log8_step(bits: Tensor, shape: Tensor) -> Tensor:
-    """S, int32, from its byte: a small float, (16 + low nibble) 2^(5 + high nibble).
-
-    It is at least 544 = 17 2^5, so that M's rounding, 255, is less than half a step, and at most bits / 255, so that
-    zero lies 255 steps below M.
-    """
-    return torch.minimum((16 + (shape & 15)) << ((shape >> 4) + 5), bits // 255)
-
-
-def _encode_log8(groups: Tensor, bits: Tensor, smallest: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and the shape byte. No case for v = 0 is needed: its bits are 0, 255 steps or more below those of M."""
-    span = bits - torch.where(bits > 0, smallest, 0.0).view(torch.int32)
-    needed = ((span.clamp(min=0) + (LOG8_STEPS - 1)) // LOG8_STEPS).float()
-    # An FP32 number rounded up to 4 bits of mantissa, as a byte: S = 2^9 (the exponent field 136) is 0.
-    shape = (((needed.view(torch.int32) + 0x7FFFF) >> 19) - (136 << 4)).clamp(min=1)
-    step = torch.where(bits > 0, _log8_step(bits, shape), 1)
-    origin = torch.where(bits > 0, bits, 1 << 30)  # of an all-zero group: far away, so that its codes are 0 too
-    distance = (origin - groups.view(torch.int32)).float()
-    codes = fma(distance, -reciprocal(step.float()), distance.new_full((), ROUND + 255.0)).clamp(min=ROUND)
-    return _low_byte(codes).view(torch.uint8), shape
-
-
-def _decode_log8(codes: Tensor, bits: Tensor, shape: Tensor) -> Tensor:
-    level = codes.int()
-    value = (bits - (255 - level) * _log8_step(bits, shape)).view(torch.float32)
-    return torch.where(level > 0, value, 0.0)
 
 
 def _encode_sqrt8(x: Tensor, amax: Tensor, addend: Tensor) -> Tensor:
@@ -311,22 +255,44 @@ def _encode_first_sqrt8(x: Tensor, amax: Tensor, random: Optional[Tensor]) -> Te
     return _encode_sqrt8(torch.where(size < amax * SQRT8_SMALLEST, 0.0, x), amax, addend)
 
 
-def _low_byte(rounded: Tensor) -> Tensor:
-    """The integer that adding ROUND has left in the low bits, int8."""
-    return rounded.view(torch.int8)[..., ::4].contiguous()
-
-
-def _decode_sqrt8(codes: Tensor, amax: Tensor) -> Tensor:
-    root = codes.float() * (sqrt(amax) * (1.0 / 127.0))
-    return root * root.abs()
-
-
 # ---- codes of the unit interval ------------------------------------------------------------------------
 
 
 def range_log2(base: str, signed: bool) -> float:
     """log2 of the base code's dynamic range."""
     return FORMAT_RANGE_LOG2[base] if base in FORMAT_RANGE_LOG2 else -math.log2(de8.smallest_magnitude(signed))
+
+
+def decay(moment: Encoded, code: MomentCode, beta: float, addend: Tensor, signed: bool) -> Tensor:
+    """beta x + addend, FP32 (R, n, G), rounded once, of a moment x as it is stored; signed: it is m.
+
+    Where a code multiplies its group's maximum, beta does before.
+    """
+    factor = addend.new_full((), beta)
+    if moment.amax is None or code.base == "log8":
+        return fma(decode_second(moment, code), factor, addend)
+    z, unit, amax = _normalized(moment, moment.amax, code, signed)
+    return fma(z, (amax * factor) * unit, addend)
+
+
+def _decode(moment: Encoded, code: MomentCode, signed: bool) -> Tensor:
+    if moment.amax is None:
+        return moment.codes.float()
+    z, unit, amax = _normalized(moment, moment.amax, code, signed)
+    return (z * unit) * amax
+
+
+def _normalized(moment: Encoded, packed: Tensor, code: MomentCode, signed: bool) -> tuple[Tensor, float, Tensor]:
+    """(z, unit, M): x / M as z times unit, FP32 (R, n, G) and a number; M FP32 (R, n, 1)."""
+    amax = packed.float() if signed else (packed & ~0xFF).view(torch.float32)
+    if code.base == "sqrt8":
+        root = moment.codes.float()
+        return root * root.abs(), 1 / 127**2, amax.unsqueeze(-1)
+    z = _decode_unit(moment.codes, code.base, signed)
+    if code.expanded:
+        shape = moment.shape if moment.shape is not None else packed & 0xFF
+        z = contract(z, shape.unsqueeze(-1))
+    return z, 1.0, amax.unsqueeze(-1)
 
 
 def _encode_unit(y: Tensor, base: str, signed: bool) -> Tensor:

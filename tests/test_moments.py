@@ -9,6 +9,7 @@ from overcoat import de8
 from overcoat.formats import to_groups
 from overcoat.moments import (
     MOMENT_CODES,
+    decay,
     decode_first,
     decode_second,
     encode_first,
@@ -305,3 +306,14 @@ def test_nan_does_not_take_its_group_with_it():
         decoded, expected = (decode(encode(each, code), code) for each in (broken, torch.where(broken.isnan(), 0.0, x)))
         others = torch.arange(128) != 5
         assert torch.equal(decoded[0, 0, others], expected[0, 0, others])
+
+
+@pytest.mark.parametrize(("name", "signed"), [(n, True) for n in FIRST] + [(n, False) for n in SECOND])
+@pytest.mark.parametrize("beta", [0.0, 0.9, 0.999])
+def test_decay_is_beta_times_what_is_decoded(name, signed, beta):
+    code = MOMENT_CODES[name]
+    x, addend = torch.randn(2, 3, 4, 128, generator=torch.Generator().manual_seed(0)) * 1e-3
+    stored = encode_first(x, code) if signed else encode_second(x.square(), code)
+    decoded = decode_first(stored, code) if signed else decode_second(stored, code)
+    found = decay(stored, code, beta, addend, signed)
+    torch.testing.assert_close(found.double(), beta * decoded.double() + addend, rtol=1e-6, atol=1e-9)

@@ -7,7 +7,8 @@ torch.optim.AdamW):
     v = beta2 v' + (1 - beta2) g^2
     w = w' (1 - lr decay) - lr / (1 - beta1^t) * m / ( sqrt(v) / sqrt(1 - beta2^t) + eps )
 
-The weight moves by the fresh FP32 moments; only what is stored for the next step is quantized. A parameter is
+Scalars are multiplied with each other first: beta1 into a group's maximum (`moments.decay`), what unscales and clips
+the gradient into sqrt(1 - beta2), which is squared with it. The weight moves by the fresh FP32 moments; only what is stored for the next step is quantized. A parameter is
 seen as [dim0, the rest flattened] (0-d and 1-d: one row), a group as `group_size` neighbours in a row:
 sharding along dim 0 never cuts a group of a matrix.
 
@@ -38,8 +39,7 @@ from overcoat.moments import (
     MOMENT_CODES,
     Encoded,
     MomentCode,
-    decode_first,
-    decode_second,
+    decay,
     encode_first,
     encode_second,
 )
@@ -73,14 +73,24 @@ class Hyper(NamedTuple):
     keep: Tensor  # 1 - lr weight_decay
 
 
-def adamw_update(w: Tensor, g: Tensor, m: Tensor, v: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
-    """AdamW on FP32 tensors of one shape: returns the new (w, m, v).
+def adamw_update(
+    w: Tensor,
+    grad: Tensor,
+    grad_factor: Tensor,
+    first: Encoded,
+    second: Encoded,
+    codes: tuple[MomentCode, MomentCode],
+    hyper: Hyper,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """AdamW on FP32 tensors w and grad, and moments as they are stored, of one shape: returns the new (w, m, v).
 
-    The correction of v's bias is moved out of the fraction: m / (sqrt(v)/s + eps) = m s / (sqrt(v) + eps s).
+    The correction of v's bias is moved out of the fraction: m / (sqrt(v)/s + eps) = m s / (sqrt(v) + eps s). What
+    multiplies every gradient is one number each for m and for v, where it is under the square.
     """
-    m = fma(m, m.new_full((), hyper.beta1), g * (1.0 - hyper.beta1))
-    v = fma(v, v.new_full((), hyper.beta2), (g * (1.0 - hyper.beta2)) * g)
-    w = w * hyper.keep - (m * reciprocal(sqrt(v) + hyper.eps)) * hyper.step_size
+    m = decay(first, codes[0], hyper.beta1, grad * (grad_factor * (1.0 - hyper.beta1)), signed=True)
+    root = grad * (grad_factor * math.sqrt(1.0 - hyper.beta2))
+    v = decay(second, codes[1], hyper.beta2, root * root, signed=False)
+    w = fma(m * reciprocal(sqrt(v) + hyper.eps), -hyper.step_size, w * hyper.keep)
     return w, m, v
 
 
@@ -240,8 +250,7 @@ def _step_rows(
     second = Encoded(_groups(state["exp_avg_sq"], group_size), state.get("scale"))
     remainder = _groups(state["remainder"], group_size) if "remainder" in state else None
     w = decode_master(_groups(param, group_size), remainder)
-    g = to_groups(grad.float(), group_size) * grad_factor
-    w, m, v = adamw_update(w, g, decode_first(first, m_code), decode_second(second, v_code), hyper)
+    w, m, v = adamw_update(w, to_groups(grad.float(), group_size), grad_factor, first, second, codes, hyper)
 
     of_group, of_element = random
     new_param, new_remainder = encode_master(w, master, of_element)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from overcoat.kernels.gpu import adamw_codes as codes
-from overcoat.kernels.gpu.hardware import fma, reciprocal, sqrt
+from overcoat.kernels.gpu.hardware import fma, reciprocal, sqrt, to_float32
 from overcoat.kernels.gpu.launch import kernel
 
 FIELDS = (
@@ -71,7 +71,7 @@ def _raise_amax(row, param, mask, valid, FLAT: tl.constexpr):
 @kernel
 def adamw_kernel(
     tiles, table, grads, coefficients, steps, grad_factor, skip, de8_first, de8_second,
-    beta1, complement1, beta2, complement2,
+    beta1, complement1, beta2, root2,
     PARAM: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, REMAINDER: tl.constexpr,
     M_CODE: tl.constexpr, M_EXPANDED: tl.constexpr, M_RANGE: tl.constexpr,
     V_CODE: tl.constexpr, V_EXPANDED: tl.constexpr, V_RANGE: tl.constexpr,
@@ -80,6 +80,7 @@ def adamw_kernel(
 ):  # fmt: skip
     """One tile of one parameter. ALIGN: bytes that the start of every group is a multiple of.
 
+    root2: sqrt(1 - beta2).
     WEIGHT_AMAX: raise the maximum of the weights that have an address for it (`kernels.adamw.find_weight_amax_`).
     """
     M_GROUPED: tl.constexpr = M_CODE != "bf16" and M_CODE != "fp32"
@@ -101,22 +102,22 @@ def adamw_kernel(
     valid = group < groups
     offset, mask = _place(group, lane, groups, columns, per_row, G, FLAT)
     param = tl.load(_elements(param_base, offset, ALIGN), mask, 0.0)
-    g = tl.load(_elements(grad_base, offset, ALIGN), mask, 0.0).to(tl.float32) * factor
+    g = to_float32(tl.load(_elements(grad_base, offset, ALIGN), mask, 0.0))
     first = tl.load(_elements(first_base, offset, ALIGN), mask, 0.0)
     second = tl.load(_elements(second_base, offset, ALIGN), mask, 0.0)
     remainder = param
     if REMAINDER is not None:
-        remainder = tl.load(_elements(_pointer(row, 3, REMAINDER), offset, ALIGN), mask, 0)
+        remainder_base = _pointer(row, 3, REMAINDER)
+        remainder = tl.load(_elements(remainder_base, offset, ALIGN), mask, 0)
     amax = tl.load(amax_base + group, valid & M_GROUPED, 0.0).to(tl.float32)
     k16 = tl.load(k16_base + group, valid & M_EXPANDED, 16).to(tl.int32)
     packed = tl.load(packed_base + group, valid & V_GROUPED, 0)
 
-    m = codes.decode_first(first, amax, k16, de8_first, M_CODE, M_EXPANDED)
-    v = codes.decode_second(second, packed, de8_second, V_CODE, V_EXPANDED)
+    root = g * (factor * root2)
+    m = codes.decay(first, amax, k16, beta1, g * (factor * complement1), de8_first, M_CODE, M_EXPANDED, True)
     w = codes.decode_master(param, remainder, MASTER)
-    m = fma(m, beta1, g * complement1)
-    v = fma(v, beta2, (g * complement2) * g)
-    w = w * keep - (m * reciprocal(sqrt(v) + eps)) * step_size
+    v = codes.decay_second(second, packed, beta2, root * root, de8_second, V_CODE, V_EXPANDED)
+    w = fma(m * reciprocal(sqrt(v) + eps), -step_size, w * keep)
 
     number = (tl.load(row + 10) + group).to(tl.int32)
     of_group = codes.group_bits(tl.load(row + 11).to(tl.int32), tl.load(steps + tensor), number)
@@ -126,16 +127,17 @@ def adamw_kernel(
     param, remainder = codes.encode_master(w, random, MASTER)
     tl.store(_elements(param_base, offset, ALIGN), param, mask)
     if REMAINDER is not None:
-        tl.store(_elements(_pointer(row, 3, REMAINDER), offset, ALIGN), remainder, mask)
+        tl.store(_elements(remainder_base, offset, ALIGN), remainder, mask)
     if WEIGHT_AMAX:
         _raise_amax(row, param.to(tl.float32), mask, valid, FLAT)
     first, amax, k16 = codes.encode_first(m, of_group, de8_first, M_CODE, M_EXPANDED, M_RANGE, FIRST)
     second, packed = codes.encode_second(v, of_group, de8_second, V_CODE, V_EXPANDED, V_RANGE, SECOND)
     tl.store(_elements(first_base, offset, ALIGN), first, mask)
     tl.store(_elements(second_base, offset, ALIGN), second, mask)
-    tl.store(amax_base + group, amax, valid & M_GROUPED)
-    tl.store(k16_base + group, k16.to(tl.uint8), valid & M_EXPANDED)
-    tl.store(packed_base + group, packed, valid & V_GROUPED)
+    # The addresses of the groups' numbers are read again: kept all the while, they would take registers.
+    tl.store(_pointer(row, 4, tl.bfloat16) + group, amax, valid & M_GROUPED)
+    tl.store(_pointer(row, 5, tl.uint8) + group, k16.to(tl.uint8), valid & M_EXPANDED)
+    tl.store(_pointer(row, 6, tl.int32) + group, packed, valid & V_GROUPED)
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""Device functions of the optimizer kernel: `overcoat.moments` and `overcoat.masters` in Triton, bit for bit.
+"""Device functions of the optimizer kernel: `overcoat.moments`, `log8` and `masters` in Triton, bit for bit.
 
 Each function names its plain twin; the formulas are explained there. Compiled without contraction, so that an FMA is
 where `fma` says so and nowhere else. A tile is (GROUPS, G) FP32, a group's statistics (GROUPS,).
@@ -9,9 +9,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from overcoat.kernels.gpu.hardware import exp2, fma, log2, reciprocal, second_byte, sqrt, to_bfloat16, to_float8
+from overcoat.kernels.gpu.hardware import (
+    add_remainder,
+    byte_of,
+    exp2,
+    fma,
+    log2,
+    log2_magnitude,
+    reciprocal,
+    second_byte,
+    second_byte_flipped,
+    signed_root,
+    sqrt,
+    to_bfloat16,
+    to_float8,
+    to_float32,
+)
 
-_ROUND: tl.constexpr = tl.constexpr(12582912.0)  # `moments.ROUND`
+_ROUND: tl.constexpr = tl.constexpr(12582912.0)  # `log8.ROUND`
 _FIXED: tl.constexpr = tl.constexpr(49152.0)  # `moments.FIXED`
 _SMALLEST: tl.constexpr = tl.constexpr((1 / 127) ** 2)  # `moments.SQRT8_SMALLEST`
 _DITHERED: tl.constexpr = tl.constexpr((16 / 127) ** 2)  # `moments.SQRT8_DITHERED`
@@ -49,17 +64,19 @@ def exponent_of_range(amax, smallest, RANGE_16: tl.constexpr):
 
 
 @triton.jit
-def expand(x, amax, k16):
-    """`expansion.expand`; amax and k16 (int32) per group."""
+def expand(x, amax, k16, SIGNED: tl.constexpr):
+    """`expansion.expand`; amax and k16 (int32) per group. SIGNED: some x may be negative."""
     exponent = (k16.to(tl.float32) * 0.0625)[:, None]
-    return copysign(exp2((log2(tl.abs(x)) - reference_log2(amax)[:, None]) * exponent), x)
+    y = exp2((log2_magnitude(x) - reference_log2(amax)[:, None]) * exponent)
+    return copysign(y, x) if SIGNED else y
 
 
 @triton.jit
-def contract(z, k16):
-    """`expansion.contract`."""
+def contract(z, k16, SIGNED: tl.constexpr):
+    """`expansion.contract`. SIGNED: some z may be negative."""
     exponent = (reciprocal(k16.to(tl.float32)) * 16.0)[:, None]
-    return copysign(exp2(log2(tl.abs(z)) * exponent), z)
+    x = exp2(log2_magnitude(z) * exponent)
+    return copysign(x, z) if SIGNED else x
 
 
 @triton.jit
@@ -87,48 +104,46 @@ def encode_de8(y, de8):
 
 
 @triton.jit
-def decode_first(codes, amax, k16, table, CODE: tl.constexpr, EXPANDED: tl.constexpr):
-    """`moments.decode_first`; amax FP32, k16 int32 per group."""
+def decay(codes, amax, k16, beta, addend, table, CODE: tl.constexpr, EXPANDED: tl.constexpr, SIGNED: tl.constexpr):
+    """`moments.decay`, but for log8; amax FP32, k16 int32 per group."""
     if CODE == "fp32" or CODE == "bf16":
-        return codes.to(tl.float32)
+        return fma(to_float32(codes), beta, addend)
     elif CODE == "sqrt8":
-        root = codes.to(tl.float32) * (sqrt(amax) * (1.0 / 127.0))[:, None]
-        return root * tl.abs(root)
+        root = to_float32(codes)
+        return fma(root * tl.abs(root), ((amax * beta) * (1.0 / 16129.0))[:, None], addend)
     else:
         z = decode_unit(codes, table, CODE)
         if EXPANDED:
-            z = contract(z, k16)
-        return z * amax[:, None]
+            z = contract(z, k16, SIGNED)
+        return fma(z, (amax * beta)[:, None], addend)
 
 
 @triton.jit
 def log8_step(bits, shape):
-    """`moments._log8_step`."""
+    """`log8.step_bits`."""
     limit = (bits.to(tl.uint32, bitcast=True) // 255).to(tl.int32, bitcast=True)
     return tl.minimum((16 + (shape & 15)) << ((shape >> 4) + 5), limit)
 
 
 @triton.jit
-def decode_second(codes, packed, table, CODE: tl.constexpr, EXPANDED: tl.constexpr):
-    """`moments.decode_second`; packed int32 per group."""
-    if CODE == "fp32" or CODE == "bf16":
-        return codes.to(tl.float32)
+def decay_second(codes, packed, beta, addend, table, CODE: tl.constexpr, EXPANDED: tl.constexpr):
+    """`moments.decay` of v; packed int32 per group."""
     bits = packed & -256
     shape = packed & 255
     if CODE == "log8":
         level = codes.to(tl.int32)
         step = log8_step(bits, shape)
         value = (bits - 255 * step)[:, None] + level * step[:, None]
-        return tl.where(level > 0, value.to(tl.float32, bitcast=True), 0.0)
+        return fma(tl.where(level > 0, value.to(tl.float32, bitcast=True), 0.0), beta, addend)
     else:
-        return decode_first(codes, bits.to(tl.float32, bitcast=True), shape, table, CODE, EXPANDED)
+        return decay(codes, bits.to(tl.float32, bitcast=True), shape, beta, addend, table, CODE, EXPANDED, False)
 
 
 @triton.jit
-def encode_sqrt8(x, amax, addend):
+def encode_sqrt8(x, amax, smallest, addend):
     """`moments._encode_sqrt8`, int8."""
     factor = tl.where(amax >= 1.1754943508222875e-38, reciprocal(sqrt(amax)) * 127.0, 0.0)
-    return second_byte(fma(copysign(sqrt(tl.abs(x)), x), factor[:, None], addend))
+    return second_byte(fma(signed_root(x, smallest[:, None]), factor[:, None], addend))
 
 
 @triton.jit
@@ -140,7 +155,7 @@ def encode_first_sqrt8(x, amax, random):
     dithered = tl.where(is_odd, (0.99609375 - even)[:, None], even[:, None]) + _FIXED
     nearest = tl.where(is_odd, 0.49609375, 0.5) + _FIXED
     addend = tl.where(size < (amax * _DITHERED)[:, None], dithered, nearest)
-    return encode_sqrt8(tl.where(size < (amax * _SMALLEST)[:, None], 0.0, x), amax, addend)
+    return encode_sqrt8(x, amax, amax * _SMALLEST, addend)
 
 
 @triton.jit
@@ -178,7 +193,7 @@ def encode_first(
     else:
         if EXPANDED:
             k16 = exponent_of_range(exact, smallest_positive(tl.abs(x)), RANGE_16)
-            y = expand(x, exact, k16)
+            y = expand(x, exact, k16, True)
         else:
             y = normalize(x, exact)
         if CODE == "de8":
@@ -199,17 +214,17 @@ def packed_maximum(amax, random):
 
 @triton.jit
 def encode_log8(x, bits):
-    """`moments._encode_log8`: (uint8 codes, shape byte int32)."""
+    """`log8.encode`: (uint8 codes, shape byte int32)."""
     x_bits = x.to(tl.int32, bitcast=True)
     # The smallest positive value by its bits less 1, unsigned: zeros are the largest then.
     smallest = tl.min((x_bits - 1).to(tl.uint32, bitcast=True), 1).to(tl.int32, bitcast=True) + 1
     span = tl.maximum(bits - tl.where(bits > 0, smallest, 0), 0)
     needed = ((span + 253).to(tl.uint32, bitcast=True) // 254).to(tl.int32, bitcast=True).to(tl.float32)
     shape = tl.maximum(((needed.to(tl.int32, bitcast=True) + 0x7FFFF) >> 19) - 2176, 1)
-    inverse = reciprocal(tl.where(bits > 0, log8_step(bits, shape), 1).to(tl.float32))
+    step = tl.where(bits > 0, log8_step(bits, shape), 1)
     origin = tl.where(bits > 0, bits, 1073741824)
-    distance = (origin[:, None] - x_bits).to(tl.float32)
-    level = tl.maximum(fma(distance, -inverse[:, None], _ROUND + 255.0), _ROUND)
+    distance = tl.minimum(origin[:, None] - x_bits, (255 * step)[:, None]).to(tl.float32)
+    level = fma(distance, -reciprocal(step.to(tl.float32))[:, None], _ROUND + 255.0)
     return level.to(tl.int32, bitcast=True).to(tl.uint8), shape
 
 
@@ -228,13 +243,15 @@ def encode_second(
     else:
         stored = bits.to(tl.float32, bitcast=True)
         if CODE == "sqrt8":
-            codes = encode_sqrt8(tl.minimum(x, stored[:, None]), stored, _FIXED + 0.5)
+            codes = encode_sqrt8(
+                tl.minimum(x, stored[:, None]), stored, tl.zeros(stored.shape, tl.float32), _FIXED + 0.5
+            )
             return tl.where((x > 0.0) & (codes == 0), 1, codes).to(tl.int8), bits
         else:
             shape = tl.zeros(bits.shape, tl.int32)
             if EXPANDED:
                 shape = exponent_of_range(stored, smallest_positive(x), RANGE_16)
-                y = expand(x, stored, shape)
+                y = expand(x, stored, shape, False)
             else:
                 y = normalize(x, stored)
             if CODE == "de8":
@@ -269,21 +286,25 @@ def group_bits(key, step, group):
 @triton.jit
 def random_bits(group, lane, BITS: tl.constexpr):
     """`masters.random_bits`: int32 below 2^BITS, (GROUPS, G); group: `group_bits`."""
-    x = (group[:, None] + (lane * _GOLDEN)[None, :]).to(tl.uint32, bitcast=True)
-    x = (x ^ (x >> 15)) * 0x2C1B3C6D
-    return (x >> (32 - BITS)).to(tl.int32, bitcast=True)
+    shared = lane // (32 // BITS)  # by neighbours, which a thread owns: it hashes once for them
+    x = mix((group[:, None] + (shared * _GOLDEN)[None, :]).to(tl.uint32, bitcast=True))
+    if BITS == 8:
+        return byte_of(x, (lane & 3)[None, :])
+    else:
+        return (x >> ((lane & 1) * 16)[None, :]).to(tl.int32, bitcast=True) & 0xFFFF
 
 
 @triton.jit
 def decode_master(param, remainder, MASTER: tl.constexpr):
     """`masters.decode_master`."""
-    value = param.to(tl.float32)
-    if MASTER == "bf16+8" or MASTER == "bf16+16":
-        shift: tl.constexpr = 8 if MASTER == "bf16+8" else 0
-        bits = value.to(tl.int32, bitcast=True) + (remainder.to(tl.int32) << shift)
-        exact = bits.to(tl.float32, bitcast=True)
-        value = tl.where(exact != exact, value, exact)
-    return value
+    if MASTER == "bf16+8":
+        return add_remainder(param, remainder)
+    elif MASTER == "bf16+16":
+        bits = to_float32(param).to(tl.int32, bitcast=True)
+        size = tl.maximum((bits & 0x7FFFFFFF) + remainder.to(tl.int32), 0)
+        return (size | (bits & -2147483648)).to(tl.float32, bitcast=True)
+    else:
+        return to_float32(param)
 
 
 @triton.jit
@@ -297,8 +318,9 @@ def encode_master(value, random, MASTER: tl.constexpr):
     elif MASTER == "bf16+16":
         return upper_half(bits + 0x8000), bits.to(tl.int16)
     else:
-        bits = bits + random
-        return upper_half(bits + 0x8000), second_byte(bits)
+        # The parameter's half is added first: one sum for both, but the remainder's highest bit is the other way round.
+        bits = bits + random + 0x8000
+        return upper_half(bits), second_byte_flipped(bits)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ Legend: T tensors.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from functools import lru_cache
 from itertools import chain
@@ -240,7 +241,7 @@ class Plan:
                     options.beta1,
                     1.0 - options.beta1,
                     options.beta2,
-                    1.0 - options.beta2,
+                    math.sqrt(1.0 - options.beta2),
                     ALIGN=launch.align,
                     **_constants(*kind, launch.flat),
                 )

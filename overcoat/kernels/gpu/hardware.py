@@ -39,6 +39,30 @@ def sqrt(x):
 
 
 @triton.jit
+def log2_magnitude(x):
+    """`log2` of |x|; the instruction takes the magnitude on its way."""
+    if _INTERPRETED:
+        return tl.log2(tl.abs(x))
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 a; abs.f32 a, $1; lg2.approx.ftz.f32 $0, a; }", "=f,f", [x], tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def signed_root(x, smallest):
+    """sign(x) sqrt(|x|) with `sqrt`, 0 where |x| < smallest."""
+    if _INTERPRETED:
+        root = tl.where(x < 0.0, -1.0, 1.0) * tl.sqrt_rn(tl.abs(x))
+        return tl.where(tl.abs(x) < smallest, 0.0, root)
+    x, smallest = tl.broadcast(x, smallest)
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 a; .reg .pred p; abs.f32 a, $1; setp.lt.f32 p, a, $2; sqrt.approx.ftz.f32 a, a; "
+        "copysign.f32 a, $1, a; selp.f32 $0, 0f00000000, a, p; }",
+        "=f,f,f", [x, smallest], tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def reciprocal(x):
     """rcp.approx.ftz.f32"""
     if _INTERPRETED:
@@ -63,6 +87,68 @@ def second_byte(x):
     return tl.inline_asm_elementwise(
         "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x0051; prmt.b32 b, $3, $4, 0x0051; prmt.b32 $0, a, b, 0x5410; }",
         "=r,r,r,r,r", [x], tl.int8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def second_byte_flipped(x):
+    """The same with its highest bit inverted."""
+    if _INTERPRETED:
+        return ((x.to(tl.int32, bitcast=True) >> 8) ^ 0x80).to(tl.int8)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x0051; prmt.b32 b, $3, $4, 0x0051; prmt.b32 a, a, b, 0x5410; "
+        "xor.b32 $0, a, 0x80808080; }",
+        "=r,r,r,r,r", [x], tl.int8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def byte_of(x, number):
+    """Byte `number`, 0 to 3, of uint32 numbers, int32; one instruction where a thread knows which."""
+    if _INTERPRETED:
+        return ((x >> (number * 8)) & 0xFF).to(tl.int32)
+    x, selector = tl.broadcast(x, number + 0x4440)
+    return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, $2;", "=r,r,r", [x, selector], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def to_float32(x):
+    """FP32 of numbers as they are stored; from BF16 and int8 by one instruction each."""
+    if _INTERPRETED:
+        return x.to(tl.float32)
+    elif x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.float32, is_pure=True, pack=2
+        )
+    elif x.dtype == tl.int8:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, c, d; bfe.s32 a, $4, 0, 8; bfe.s32 b, $4, 8, 8; bfe.s32 c, $4, 16, 8; "
+            "bfe.s32 d, $4, 24, 8; cvt.rn.f32.s32 $0, a; cvt.rn.f32.s32 $1, b; cvt.rn.f32.s32 $2, c; "
+            "cvt.rn.f32.s32 $3, d; }",
+            "=f,=f,=f,=f,r", [x], tl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def add_remainder(param, remainder):
+    """FP32 whose magnitude, as bits, is that of a BF16 plus 256 times an int8, and at least 0."""
+    if _INTERPRETED:
+        bits = param.to(tl.float32).to(tl.int32, bitcast=True)
+        size = tl.maximum((bits & 0x7FFFFFFF) + (remainder.to(tl.int32) << 8), 0)
+        return (size | (bits & -2147483648)).to(tl.float32, bitcast=True)
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 a, b, c, d, e, f, g, h, i, j;
+        shl.b32 a, $4, 16; and.b32 b, a, 0x7fff0000; prmt.b32 c, $6, 0, 0x8804; add.s32 b, b, c; max.s32 b, b, 0;
+        lop3.b32 $0, b, a, 0x80000000, 0xf8;
+        and.b32 b, $4, 0x7fff0000; prmt.b32 c, $6, 0, 0x9914; add.s32 d, b, c; max.s32 d, d, 0;
+        lop3.b32 $1, d, $4, 0x80000000, 0xf8;
+        shl.b32 e, $5, 16; and.b32 f, e, 0x7fff0000; prmt.b32 g, $6, 0, 0xaa24; add.s32 f, f, g; max.s32 f, f, 0;
+        lop3.b32 $2, f, e, 0x80000000, 0xf8;
+        and.b32 h, $5, 0x7fff0000; prmt.b32 i, $6, 0, 0xbb34; add.s32 j, h, i; max.s32 j, j, 0;
+        lop3.b32 $3, j, $5, 0x80000000, 0xf8; }""",
+        "=&f,=&f,=&f,=f,r,r,r", [param, remainder], tl.float32, is_pure=True, pack=4,
     )  # fmt: skip
 
 
