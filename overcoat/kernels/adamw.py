@@ -8,9 +8,9 @@ torch.optim.AdamW):
     w = w' (1 - lr decay) - lr / (1 - beta1^t) * m / ( sqrt(v) / sqrt(1 - beta2^t) + eps )
 
 Scalars are multiplied with each other first: beta1 into a group's maximum (`moments.decay`), what unscales and clips
-the gradient into sqrt(1 - beta2), which is squared with it. The weight moves by the fresh FP32 moments; only what is stored for the next step is quantized. A parameter is
-seen as [dim0, the rest flattened] (0-d and 1-d: one row), a group as `group_size` neighbours in a row:
-sharding along dim 0 never cuts a group of a matrix.
+the gradient into sqrt(1 - beta2), which is squared with it. The weight moves by the fresh FP32 moments; only what is
+stored for the next step is quantized. A parameter is seen as [dim0, the rest flattened] (0-d and 1-d: one row), a
+group as `group_size` neighbours in a row: sharding along dim 0 never cuts a group of a matrix.
 
 `skip` and `grad_factor` live on the device: a step with a non-finite gradient changes nothing, not even the
 step count, without the host ever waiting for the answer. `grad_factor` unscales and clips; it multiplies
