@@ -23,6 +23,7 @@ from torch import Tensor
 from overcoat.catalogue import op
 from overcoat.formats import Quantized, dequantize_blocks
 from overcoat.kernels.blockwise import BLOCK, blocks
+from overcoat.kernels.gpu import cublaslt
 
 
 @op
@@ -110,13 +111,10 @@ def _multiply(
     residual: Optional[Tensor],
 ) -> Tensor:
     """`gemm` of operands that need no padding, bias and residual of `dtype`."""
-    from overcoat.kernels.gpu import cublaslt
-    from overcoat.kernels.gpu.launch import on_device
-
     whole_gpu = torch._C._get_sm_carveout_experimental() is None
-    if whole_gpu and cublaslt.is_available(a.device) and a.numel() and b.numel():
+    if whole_gpu and cublaslt.is_available(a.get_device()) and a.numel() and b.numel():
         _check_scales(scale_a, scale_b)
-        with on_device(a):
+        with cublaslt.on_device(a.get_device()):
             out = cublaslt.gemm(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual)
         if out is not None:
             return out

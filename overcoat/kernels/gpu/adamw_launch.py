@@ -35,9 +35,11 @@ from overcoat.moments import MOMENT_CODES, range_log2
 # parameters: 3.55 ms; with 8 elements per thread 4.1, with several tiles per program 3.5 to 3.9.
 TILE = 2048
 NUM_WARPS = 4
-# Expansion waits for the special function unit, so more programs at once pay: 4.00 ms instead of 4.25 with "fp8".
-# The default codes' kernel takes 80 when it finds the weights' maxima; held to 72 it is slower, 3.63 ms against 3.57.
-MAX_REGISTERS_EXPANDED = 72
+# Held to 72 registers, more programs run at once: with expansion, which waits for the special function unit, and with
+# the default codes (3.72 ms instead of 3.77) unless they find the weights' maxima, which takes 80. Without a remainder
+# expansion would spill at 72 (4.27 ms instead of 4.11).
+MAX_REGISTERS = 72
+MAX_REGISTERS_SPILLING = 80
 # Step counters that one program counts.
 COUNTERS = 128
 # Triton's interpreter runs the kernels on CPU tensors.
@@ -278,9 +280,16 @@ def _constants(
         "WEIGHT_AMAX": weight_amax,
         "FLAT": flat,
         "num_warps": NUM_WARPS,
-        "maxnreg": MAX_REGISTERS_EXPANDED if m.expanded or v.expanded else None,
+        "maxnreg": _max_registers(options, m.expanded or v.expanded, weight_amax),
         "enable_fp_fusion": False,
     }
+
+
+def _max_registers(options: Options, expanded: bool, weight_amax: bool) -> Optional[int]:
+    if expanded:
+        return MAX_REGISTERS_SPILLING if options.master == "bf16" else MAX_REGISTERS
+    is_default = (options.m_code, options.v_code, options.master) == ("sqrt8", "log8", "bf16+8")
+    return MAX_REGISTERS if is_default and not weight_amax else None
 
 
 # ---- the op ---------------------------------------------------------------------------------------------------

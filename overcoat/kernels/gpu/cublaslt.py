@@ -2,7 +2,7 @@
 
 `torch._scaled_mm` calls the same function with the kernel that the library recommends, and cannot add a matrix. Here a
 `Plan` holds what a shape of product needs (descriptor, layouts, the kernel chosen by `gemm_tiles`); it is made once
-per shape, and run with pointers alone: 6 us of host time a product instead of 18.
+per shape, and run with pointers alone.
 
 cuBLASLt is column-major. D = A @ B^T in rows is D^T = B @ A^T in columns: B, a column-major (K, N) matrix, is its first
 operand, transposed, and A its second.
@@ -15,6 +15,7 @@ Source: cublasLt.h of CUDA 12 and 13, whose numbers the constants repeat.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -32,6 +33,8 @@ MAX_WORKSPACE = 32 * 2**20
 MAX_OFFERS = 16
 # Plans remembered. A new number of tokens is a new plan, hence a bound.
 MAX_PLANS = 4096
+# A large product's workspace, the counter by which programs share the tiles out, is 4 bytes. Small ones are kept.
+SMALL_WORKSPACE = 512
 
 _DATA_TYPES = {  # cudaDataType_t
     torch.float32: 0,
@@ -52,6 +55,7 @@ _TILE_ID, _SPLITK_NUM, _CLUSTER_SHAPE_ID = 1, 2, 8
 
 _ONE, _ZERO = c_float(1.0), c_float(0.0)
 _ALPHA = byref(_ONE)
+_NOTHING = contextlib.nullcontext()
 
 
 class _Algorithm(Structure):
@@ -99,9 +103,14 @@ def library() -> Optional[Any]:
 
 
 @functools.cache
-def is_available(device: torch.device) -> bool:
-    """Whether products run here: on Hopper, where the choice of kernels was measured, and if the library is there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and library() is not None
+def is_available(device: int) -> bool:
+    """Whether products run on this GPU (-1: the CPU): on Hopper, where the choice of kernels was measured."""
+    return device >= 0 and torch.cuda.get_device_capability(device)[0] == 9 and library() is not None
+
+
+def on_device(device: int) -> contextlib.AbstractContextManager[Any]:
+    """Make a GPU current. (`launch.on_device` for those who have no Triton.)"""
+    return _NOTHING if device == torch._C._cuda_getDevice() else torch.cuda.device(device)
 
 
 def _check(status: int, what: str) -> None:
@@ -167,7 +176,6 @@ class Plan:
         # The scales' and the bias' addresses on their way into the descriptor.
         self.addresses = (c_uint64 * 3)()
         self.slots = [byref(self.addresses, 8 * i) for i in range(3)]
-        self.has_bias = problem.has_bias
         self._choose(problem)
 
     def _describe(self, attribute: int, value: Any) -> None:
@@ -220,9 +228,8 @@ class Plan:
         self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Optional[Tensor], added: Tensor, out: Tensor
     ) -> None:
         """out = (a @ b^T) * scale_a * scale_b + bias, plus `added` if the problem has a residual."""
-        size = self.workspace
-        workspace = torch.empty(size, dtype=torch.uint8, device=a.device) if size else None
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        stream = torch._C._cuda_getCurrentRawStream(a.get_device())
+        workspace = _workspace(self.workspace, stream, a)
         descriptor, (first, second, result), slots = self.descriptor, self.layouts, self.slots
         # The call copies the descriptor; until then no other thread may write its own addresses into it.
         with self.lock:
@@ -235,7 +242,7 @@ class Plan:
             status = status or self.multiply(
                 self.handle, descriptor, _ALPHA, b.data_ptr(), first, a.data_ptr(), second, self.beta,
                 added.data_ptr(), result, out.data_ptr(), result, self.algorithm,
-                0 if workspace is None else workspace.data_ptr(), size, stream,
+                workspace.data_ptr(), self.workspace, stream,
             )  # fmt: skip
         _check(status, "cublasLtMatmul")
 
@@ -245,15 +252,28 @@ class Plan:
         self.lib.cublasLtMatmulDescDestroy(self.descriptor)
 
 
-_PLANS: dict[Problem, Plan] = {}
+_WORKSPACES: dict[tuple[int, int], Tensor] = {}
 
 
-def _plan(problem: Problem) -> Plan:
-    plan = _PLANS.get(problem)
-    if plan is None:
-        if len(_PLANS) >= MAX_PLANS:
-            _PLANS.clear()
-        plan = _PLANS[problem] = Plan(problem)
+def _workspace(size: int, stream: int, where: Tensor) -> Tensor:
+    """At least `size` bytes: one of each stream if small; a captured graph, which may run beside others, its own."""
+    if size > SMALL_WORKSPACE or torch._C._cuda_isCurrentStreamCapturing():
+        return where.new_empty(size, dtype=torch.uint8)
+    key = where.get_device(), stream
+    workspace = _WORKSPACES.get(key)
+    if workspace is None:
+        workspace = _WORKSPACES[key] = where.new_empty(SMALL_WORKSPACE, dtype=torch.uint8)
+    return workspace
+
+
+# By the fields of `Problem`: a tuple is made and hashed in half the time.
+_PLANS: dict[tuple[Any, ...], Plan] = {}
+
+
+def _new_plan(key: tuple[Any, ...]) -> Plan:
+    if len(_PLANS) >= MAX_PLANS:
+        _PLANS.clear()
+    plan = _PLANS[key] = Plan(Problem(*key))
     return plan
 
 
@@ -276,19 +296,20 @@ def gemm(
         (M, N), or None if the library offers no kernel.
     """
     a, b = a.contiguous(), b.contiguous()
-    bias = None if bias is None else _for_kernels(bias)
-    residual = None if residual is None else _for_kernels(residual)
-    out = torch.empty((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
+    (rows, inner), columns = a.shape, b.shape[0]
+    out = a.new_empty((rows, columns), dtype=dtype)
     addresses = a.data_ptr() | b.data_ptr() | out.data_ptr() | 256
     if residual is not None:
+        residual = _for_kernels(residual)
         addresses |= residual.data_ptr()
     if bias is not None:
+        bias = _for_kernels(bias)
         addresses |= bias.data_ptr()
-    problem = Problem(
-        a.get_device(), a.shape[0], b.shape[0], a.shape[1], a.dtype, b.dtype, dtype, fast_accumulation,
+    key = (
+        a.get_device(), rows, columns, inner, a.dtype, b.dtype, dtype, fast_accumulation,
         bias is not None, residual is not None, addresses & -addresses,
     )  # fmt: skip
-    plan = _plan(problem)
+    plan = _PLANS.get(key) or _new_plan(key)
     if not plan.is_possible:
         return None
     plan.run(a, b, scale_a, scale_b, bias, out if residual is None else residual, out)
