@@ -214,6 +214,7 @@ def main() -> None:
         append_row(arguments.out, {"case": "attention backward", "workspaces": found})
     for case in config_cases() if arguments.configs else cases():
         if all(word in case.name for word in arguments.only):
+            torch._C._cuda_clearCublasWorkspaces()  # those of the case before are not this one's
             row = attempt(case)
             print(line(row), flush=True)
             append_row(arguments.out, {**row, **allocator()})

@@ -44,7 +44,7 @@ from overcoat.bench.timing import steady_ms, summary
 from overcoat.bench.trainers import LR, trainers
 from overcoat.estimate.dry_run import meta_model
 from overcoat.estimate.measure import measure_step
-from overcoat.estimate.predict import LIBRARIES, Predictor, Setup
+from overcoat.estimate.predict import Predictor, Setup
 from overcoat.memory import use_expandable_segments
 from overcoat.optim.shards import local
 
@@ -196,7 +196,9 @@ def row_of(case: Case, gpus: int, kind: str, found: list[dict[str, Any]]) -> dic
             row[name] = [part[name] for part in found]
     if not case.is_peer:
         prediction = Predictor(case.shape.config()).predict(case.batch, case.sequence, case.setup, gpus)
-        predicted = prediction.peak_bytes - (0 if kind == "cuda" else LIBRARIES)  # a CPU has none of cuBLAS'
+        predicted = prediction.peak_bytes - (
+            0 if kind == "cuda" else prediction.handle_bytes
+        )  # a CPU has none of cuBLAS'
         row |= {"parameters": prediction.parameters, "components": prediction.components, "predicted": predicted}
         row |= {"predicted_moment": prediction.moment, "predicted_peaks": peaks(prediction.phases)}
         row["difference"] = predicted / max(row["measured"]) - 1

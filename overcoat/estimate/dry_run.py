@@ -68,12 +68,14 @@ class DryRun(NamedTuple):
     account: living bytes by category, without parameters, and without gradients that were there before.
     reused: bytes of the weights' FP8 copies that last from step to step (`Recipe.reuse_weights`).
     host: bytes of host memory that kept activations wait in (`Recipe.offload_blocks`).
+    handles: of cuBLAS, one for each thread that asks PyTorch for products: the main one's forward, autograd's backward.
     """
 
     account: Account
     report: Report
     reused: int
     host: int
+    handles: int
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> Any:
@@ -118,14 +120,16 @@ def dry_run(config: Any, work: Work, loss_of: LossOf = own_loss) -> DryRun:
     ):
         transfers.on_fetch = lambda tensor: meter.tag(tensor, KEPT)
         loss = loss_of(model, work.batch, work.sequence)
-        kept = meter.alive()
+        kept, handles = meter.alive(), int(meter.multiplies)
+        meter.multiplies = False
         loss.backward()
+        handles += meter.multiplies
         del loss
         meter.mark(OPTIMIZER)
         model.zero_grad()
     meter.stop()
     account = meter.account(_categories(meter, kept))
-    return DryRun(account, report, reused, transfers.pool.total_bytes)
+    return DryRun(account, report, reused, transfers.pool.total_bytes, handles)
 
 
 def kept_tensors(config: Any, work: Work, loss_of: LossOf = own_loss) -> KeptReport:

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from overcoat.kernels.attention import attention, attention_backward
+from overcoat.kernels.gemm import block_gemm
 from overcoat.kernels.loss import linear_cross_entropy
 from overcoat.kernels.packed import ROWS_BETWEEN, is_starts
 
@@ -41,6 +42,12 @@ ALIGNMENT = 512
 EXPANDED: dict[Any, Callable[..., Any]] = {linear_cross_entropy.overload: linear_cross_entropy.reference}
 
 _aten = torch.ops.aten
+# Products that PyTorch makes, with a cuBLAS handle of the thread that asks for them. `overcoat.kernels.gemm.gemm`, by
+# cuBLASLt's own interface, has none on Hopper.
+LIBRARY_PRODUCTS = {
+    *(_aten.mm, _aten.addmm, _aten.addmm_, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.linear),
+    block_gemm.overload.overloadpacket,
+}
 _READ_VALUE = _aten._local_scalar_dense.default
 
 
@@ -143,6 +150,7 @@ class Meter(TorchDispatchMode):
     Attributes:
         marks: (label, number of events before it).
         tags: of allocations by their number; set by `tag`.
+        multiplies: whether one of `LIBRARY_PRODUCTS` was seen; for its user to set back.
     """
 
     def __init__(self, answer: bool = True) -> None:
@@ -150,6 +158,7 @@ class Meter(TorchDispatchMode):
         self.answer = answer
         self.marks: list[tuple[str, int]] = []
         self.tags: dict[int, str] = {}
+        self.multiplies = False
         self._events: list[tuple[int, int]] = []  # (number of the allocation, bytes that it adds)
         self._sizes: list[int] = []
         self._places: list[int] = []
@@ -198,6 +207,7 @@ class Meter(TorchDispatchMode):
         if func in EXPANDED:
             with self:
                 return EXPANDED[func](*args, **kwargs)
+        self.multiplies |= func.overloadpacket in LIBRARY_PRODUCTS
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):

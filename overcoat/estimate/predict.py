@@ -53,8 +53,8 @@ from overcoat.recipe import GROUP_SIZES, Recipe
 SLACK_OF_LASTING, SLACK_OF_GRADIENTS, SLACK_OF_MOVING = 0.01, 0.08, 0.16
 CONTEXT = 700 * 2**20
 NCCL = 920 * 2**20
-# A Hopper's cuBLAS handle has 32 MiB; the main thread has one, and autograd's.
-LIBRARIES = 2 * 32 * 2**20
+# The workspace of a cuBLAS handle on Hopper (`DryRun.handles`).
+HANDLE = 32 * 2**20
 # As `overcoat.release_gradients` and `overcoat.AdamW` have them by default.
 RELEASE_BYTES = 32 * 2**20
 OFFLOAD_BUFFER = 192 * 2**20
@@ -126,6 +126,7 @@ class Prediction:
         phases: of the whole step, in order.
         parameters: of the model, all GPUs together.
         host_bytes: page-locked host memory of offloaded states and kept activations.
+        handle_bytes: cuBLAS' workspaces, of what lasts; a CPU has none.
         report: what `convert` did.
     """
 
@@ -138,6 +139,7 @@ class Prediction:
     phases: list[Phase]
     parameters: int
     host_bytes: int
+    handle_bytes: int
     report: Report
 
     @property
@@ -241,6 +243,7 @@ class Predictor:
             [Phase(label, base + peak, base + end) for label, peak, end in run.account.phases()],
             sum(parameter.numel() for parameter in parameters),
             (states.host if setup.offload else 0) + run.host,
+            HANDLE * run.handles,
             run.report,
         )  # fmt: skip
 
@@ -299,6 +302,6 @@ def _lasting(
         "fp8 weights": run.reused,
         GATHERED: 0,
         "offload buffers": buffers,
-        "libraries": LIBRARIES,
+        "libraries": HANDLE * run.handles,
     }
     return lasting, rounding

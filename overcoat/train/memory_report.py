@@ -19,7 +19,7 @@ import torch
 
 from overcoat.estimate.measure import measure_step
 from overcoat.estimate.phases import LOSS, kind_of
-from overcoat.estimate.predict import LIBRARIES, Phase, Prediction, Predictor
+from overcoat.estimate.predict import Phase, Prediction, Predictor
 from overcoat.memory import optimizer_bytes
 from overcoat.train.config import Config
 from overcoat.train.extras import load_extra
@@ -78,7 +78,7 @@ class ReportingStep:
         work = (state.fit.micro_batch, config.data.sequence_length)
         prediction = predictor.predict(*work, setup)
         # Nothing of a CPU's matrix library is in the count of tensors.
-        absent = 0 if state.device.type == "cuda" else LIBRARIES
+        absent = 0 if state.device.type == "cuda" else prediction.handle_bytes
         predicted = [Phase(label, peak - absent, end - absent) for label, peak, end in prediction.phases]
         figures = [
             *_component_figures(state, prediction, gradients),

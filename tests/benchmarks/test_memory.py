@@ -12,7 +12,7 @@ from benchmarks.common import RESULTS
 from benchmarks.memory import CASES, Case, attempt, cases, config_cases, line, measured_step, peaks
 from overcoat.bench.shapes import ModelShape
 from overcoat.estimate import Predictor, Setup
-from overcoat.estimate.predict import LIBRARIES, Phase
+from overcoat.estimate.predict import Phase
 
 RECORDED = RESULTS / "memory.jsonl"
 
@@ -41,7 +41,7 @@ def test_the_measured_step_is_the_predicted_one(setup):
     measured, predicted = peaks(phases), peaks(prediction.phases)
     assert measured.keys() == predicted.keys() == {"forward", "loss", "backward", "optimizer"}
     for kind, peak in measured.items():
-        assert predicted[kind] - LIBRARIES == pytest.approx(peak, rel=0.01), kind
+        assert predicted[kind] - prediction.handle_bytes == pytest.approx(peak, rel=0.01), kind
 
 
 def test_peaks_by_kind_of_phase():

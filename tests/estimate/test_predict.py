@@ -15,7 +15,7 @@ from overcoat.bench.shapes import MODELS
 from overcoat.estimate import Predictor, Setup, predict
 from overcoat.estimate.dry_run import GRADIENTS, KEPT
 from overcoat.estimate.measure import measure_step
-from overcoat.estimate.predict import CONTEXT, LASTING, LIBRARIES, NCCL, StateBytes
+from overcoat.estimate.predict import CONTEXT, HANDLE, LASTING, NCCL, StateBytes
 from overcoat.memory import optimizer_bytes, record_kept
 from overcoat.optim.state import bytes_to_offload
 from overcoat.train.data import Batch
@@ -174,7 +174,8 @@ def test_every_phase_of_a_real_step(setup, tied):
     step()
     with measure_step(model, optimizer) as measured:
         step()
-    predicted = [phase._replace(peak=phase.peak - LIBRARIES, end=phase.end - LIBRARIES) for phase in prediction.phases]
+    absent = prediction.handle_bytes  # a CPU has none
+    predicted = [phase._replace(peak=phase.peak - absent, end=phase.end - absent) for phase in prediction.phases]
     assert [phase.label for phase in predicted] == [phase.label for phase in measured]
     for mine, real in zip(predicted[:-1], measured[:-1]):
         assert mine.peak == pytest.approx(real.peak, abs=8192), mine.label
@@ -329,3 +330,18 @@ def test_numbers_below_one(name):
     arguments = {"batch": 1, "sequence": 32, "gpus": 1, name: 0}
     with pytest.raises(ValueError, match=f"{name} 0 must be at least 1"):
         predict(make_model("llama", layers=1).config, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "handles"),
+    [
+        (Recipe(), 1),  # the head's products, all in the forward
+        (Recipe(head="fp8"), 0),
+        (Recipe(head=None), 2),
+        (Recipe(linear_scaling="block"), 2),
+    ],
+    ids=["default", "FP8 head", "all logits", "block scales"],
+)
+def test_a_workspace_for_each_thread_that_multiplies_by_pytorch(recipe, handles):
+    prediction = predict(make_model("llama").config, BATCH, LENGTH, Setup(recipe=recipe))
+    assert prediction.handle_bytes == handles * HANDLE
