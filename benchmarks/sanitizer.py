@@ -37,7 +37,7 @@ TOOLS = ("memcheck", "racecheck")
 FOLDERS = {"memcheck": (".", "kernels", "kernels/gpu", "ops", "models", "optim"), "racecheck": ("kernels/gpu",)}
 # Parts of the names of tests or of their files.
 SLOW = ("2_to_31", "large", "numerics")
-# Of the library's kernels alone. Under racecheck those of block scales, though left out, give wrong results.
+# Of the library's kernels alone. Under racecheck those of block scales fail, though it leaves their kernels out.
 THE_LIBRARYS = ("test_product", "cublaslt")
 NEEDS_THE_CACHE = ("memory", "peak", "captur", "graph", "replay", "bytes", "taken_out", "let_go", "allocates")
 # Parts of the names, plain or mangled, of kernels that are PyTorch's and cuBLAS'. Not "cutlass": of its types are the
