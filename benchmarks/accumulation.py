@@ -51,8 +51,8 @@ class Comparison:
         elif self.in_wgrad:
             for tokens in TOKENS:
                 if tokens <= a.shape[1]:
-                    parts = (operand[:, :tokens].contiguous() for operand in (a, b))
-                    self.compare(f"wgrad, {tokens} tokens", *parts, scale_a, scale_b)
+                    first, second = (operand[:, :tokens].contiguous() for operand in (a, b))
+                    self.compare(f"wgrad, {tokens} tokens", first, second, scale_a, scale_b)
         else:
             self.compare("dgrad", a, b, scale_a, scale_b)
         return gemm(a, b, scale_a, scale_b, bias, dtype, fast, residual)
@@ -117,7 +117,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="where tokens are kept; default: a temporary folder")
     parser.add_argument("--out", type=Path, default=RESULTS / "accumulation.jsonl")
     arguments = parser.parse_args()
-    console, found = Console(stderr=True), []
+    console = Console(stderr=True)
+    found: list[dict[str, Any]] = []
 
     with tempfile.TemporaryDirectory() as folder:
         places = [f"train.run_dir={folder}", f"data.cache_dir={arguments.data or Path(folder) / 'data'}"]

@@ -15,6 +15,7 @@ row is the host's: us of Python for a product that takes the GPU no time.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import time
@@ -135,7 +136,7 @@ def measure(product: Product, seconds: float) -> dict[str, Any]:
     functions: dict[Any, Callable[[], Any]] = {
         "torch": by_torch,
         "overcoat": lambda: gemm(*operands, None, torch.bfloat16, fast),
-        **{place: lambda place=place: by_offer(place) for place in range(len(plan.offers))},
+        **{place: functools.partial(by_offer, place) for place in range(len(plan.offers))},
     }
     times = hot_us(functions, seconds)
     offers = [
