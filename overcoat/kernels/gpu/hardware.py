@@ -138,6 +138,7 @@ def add_remainder(param, remainder):
         bits = param.to(tl.float32).to(tl.int32, bitcast=True)
         size = tl.maximum((bits & 0x7FFFFFFF) + (remainder.to(tl.int32) << 8), 0)
         return (size | (bits & -2147483648)).to(tl.float32, bitcast=True)
+    # Of each of four: the magnitude, 256 times the remainder by a permutation that repeats its sign, the sum, the sign.
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, b, c, d, e, f, g, h, i, j;
         shl.b32 a, $4, 16; and.b32 b, a, 0x7fff0000; prmt.b32 c, $6, 0, 0x8804; add.s32 b, b, c; max.s32 b, b, 0;
