@@ -18,7 +18,8 @@ The random numbers come from a counter, not from a generator's state: a hash of 
 position of the element in the unsharded parameter). One hash of 32 bits serves two or four neighbours. Same seed,
 same result, on any device, for any sharding and after any resume.
 
-All functions work on FP32 values or int32 bit patterns of any shape. NaN and inf pass unharmed.
+All functions work on FP32 values or int32 bit patterns of any shape. NaN and inf pass unharmed through encoding and
+decoding; inf that is set from outside over a stale remainder decodes to NaN or to the largest finite value.
 """
 
 from __future__ import annotations

@@ -266,7 +266,8 @@ def range_log2(base: str, signed: bool) -> float:
 def decay(moment: Encoded, code: MomentCode, beta: float, addend: Tensor, signed: bool) -> Tensor:
     """beta x + addend, FP32 (R, n, G), rounded once, of a moment x as it is stored; signed: it is m.
 
-    Where a code multiplies its group's maximum, beta does before.
+    Where a code multiplies its group's maximum, beta does before. In sqrt8 that product is over 127^2, so for maxima
+    below 2e-34, where it is denormal, the result is less exact than FP32: by up to a thousandth at 1e-38.
     """
     factor = addend.new_full((), beta)
     if moment.amax is None or code.base == "log8":

@@ -168,3 +168,17 @@ def test_resolve_master():
         resolve_master("auto", torch.float16)
     with pytest.raises(ValueError, match="bf16\\+24"):
         resolve_master("bf16+24", torch.bfloat16)
+
+
+@pytest.mark.parametrize(("remainder", "is_finite"), [(0, None), (-1, True), (-128, True), (1, False), (127, False)])
+def test_inf_set_from_outside_over_a_stale_remainder(remainder, is_finite):
+    """Alone it stays inf; a remainder of before makes it NaN or the largest finite values, never another weight."""
+    param = torch.tensor([torch.inf, -torch.inf], dtype=torch.bfloat16)
+    value = decode_master(param, torch.full((2,), remainder, dtype=torch.int8))
+    if is_finite is None:
+        assert torch.equal(value, param.float())
+    elif is_finite:
+        assert (value.sign() == torch.tensor([1.0, -1.0])).all()
+        assert (value.abs() > 3.38e38).all()
+    else:
+        assert value.isnan().all()

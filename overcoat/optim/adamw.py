@@ -49,7 +49,8 @@ class AdamW(torch.optim.Optimizer):
         params: parameters or parameter groups, BF16 or FP32; a group may override any option below.
         lr: learning rate, a float or a 0-d tensor (then schedules can change it inside a CUDA graph).
         betas: decay of the two moments.
-        eps: added to sqrt(v).
+        eps: added to sqrt(v). With 0, a gradient below some 1e-18 makes an infinite step on a GPU, where roots of
+            numbers below 2^-126 are 0.
         weight_decay: decoupled, as in torch.optim.AdamW.
         moments: "8bit" (default), "fp8" (the paper's), "bf16", "fp32", or a pair of codes (m, v): `overcoat.moments`.
         master: what is kept beside BF16 parameters: "bf16+8" ("auto"), "bf16+16" or "bf16": `overcoat.masters`.

@@ -335,13 +335,13 @@ def test_numbers_below_one(name):
 @pytest.mark.parametrize(
     ("recipe", "handles"),
     [
-        (Recipe(), 1),  # the head's products, all in the forward
-        (Recipe(head="fp8"), 0),
-        (Recipe(head=None), 2),
-        (Recipe(linear_scaling="block"), 2),
+        (Recipe(), (1,)),  # the head's products, all in the forward
+        (Recipe(head="fp8"), (0, 1)),  # transformers 5.17 multiplies positions by frequencies, 5.23 does not
+        (Recipe(head=None), (2,)),
+        (Recipe(linear_scaling="block"), (2,)),
     ],
     ids=["default", "FP8 head", "all logits", "block scales"],
 )
 def test_a_workspace_for_each_thread_that_multiplies_by_pytorch(recipe, handles):
     prediction = predict(make_model("llama").config, BATCH, LENGTH, Setup(recipe=recipe))
-    assert prediction.handle_bytes == handles * HANDLE
+    assert prediction.handle_bytes / HANDLE in handles

@@ -31,13 +31,13 @@ from overcoat.kernels.gpu.sum_squares import Gradients
 from overcoat.masters import RANDOM_BITS
 from overcoat.moments import MOMENT_CODES, range_log2
 
-# Elements of a tile and warps of a program: 16 elements per thread, loads of 16 bytes. Measured on an H200, 1.07e9
-# parameters: 3.55 ms; with 8 elements per thread 4.1, with several tiles per program 3.5 to 3.9.
+# Elements of a tile and warps of a program: 16 elements per thread, loads of 16 bytes. With 8 elements per thread, or
+# several tiles per program, a step took longer (docs/log-optimizer.md).
 TILE = 2048
 NUM_WARPS = 4
 # Held to 72 registers, more programs run at once: with expansion, which waits for the special function unit, and with
 # the default codes (3.72 ms instead of 3.77) unless they find the weights' maxima, which takes 80. Without a remainder
-# expansion would spill at 72 (4.27 ms instead of 4.11).
+# expansion would spill at 72 (4.27 ms instead of 4.11). Where rows are not aligned, loads element by element need 254.
 MAX_REGISTERS = 72
 MAX_REGISTERS_SPILLING = 80
 # Step counters that one program counts.
@@ -245,7 +245,7 @@ class Plan:
                     options.beta2,
                     math.sqrt(1.0 - options.beta2),
                     ALIGN=launch.align,
-                    **_constants(*kind, launch.flat),
+                    **_constants(*kind, launch.flat, launch.align >= 16),
                 )
 
 
@@ -257,6 +257,7 @@ def _constants(
     options: Options,
     weight_amax: bool,
     flat: bool,
+    aligned: bool,
 ) -> dict[str, Any]:
     """Compile-time arguments of the kernel and its launch options."""
     m, v = MOMENT_CODES[options.m_code], MOMENT_CODES[options.v_code]
@@ -280,7 +281,7 @@ def _constants(
         "WEIGHT_AMAX": weight_amax,
         "FLAT": flat,
         "num_warps": NUM_WARPS,
-        "maxnreg": _max_registers(options, m.expanded or v.expanded, weight_amax),
+        "maxnreg": _max_registers(options, m.expanded or v.expanded, weight_amax) if aligned else None,
         "enable_fp_fusion": False,
     }
 

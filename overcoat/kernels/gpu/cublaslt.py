@@ -252,17 +252,20 @@ class Plan:
         self.lib.cublasLtMatmulDescDestroy(self.descriptor)
 
 
-_WORKSPACES: dict[tuple[int, int], Tensor] = {}
+_WORKSPACES: dict[int, Tensor] = {}  # by device
 
 
 def _workspace(size: int, stream: int, where: Tensor) -> Tensor:
-    """At least `size` bytes: one of each stream if small; a captured graph, which may run beside others, its own."""
-    if size > SMALL_WORKSPACE or torch._C._cuda_isCurrentStreamCapturing():
+    """At least `size` bytes. The default stream's small one is kept.
+
+    Not that of others: graphs are captured, and torch.compile's warmed up, in pools that nobody may keep a part of.
+    """
+    if stream or size > SMALL_WORKSPACE:
         return where.new_empty(size, dtype=torch.uint8)
-    key = where.get_device(), stream
-    workspace = _WORKSPACES.get(key)
+    device = where.get_device()
+    workspace = _WORKSPACES.get(device)
     if workspace is None:
-        workspace = _WORKSPACES[key] = where.new_empty(SMALL_WORKSPACE, dtype=torch.uint8)
+        workspace = _WORKSPACES[device] = where.new_empty(SMALL_WORKSPACE, dtype=torch.uint8)
     return workspace
 
 

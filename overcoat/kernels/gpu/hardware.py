@@ -118,7 +118,7 @@ def to_float32(x):
         return x.to(tl.float32)
     elif x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.float32, is_pure=True, pack=2
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], tl.float32, is_pure=True, pack=2
         )
     elif x.dtype == tl.int8:
         return tl.inline_asm_elementwise(
