@@ -1,6 +1,7 @@
 """Every code of AdamW's moments that `benchmarks.states` compares: decode(encode(x)) on groups of 128.
 
-The product's own codes run as the optimizer runs them (`overcoat.moments`). The others exist here alone:
+The product's own codes run as the optimizer runs them (`overcoat.moments`), maxima and small codes rounded up or down
+by chance. Others are rounded so where they share that; those that exist here alone:
 
     flash32, flash128   FlashOptim (arXiv 2602.23349) 0.1.4, groups of 32, as published, or of 128, FP16 maximum M
                         m: softsign, c = floor(127 t + 1/2), t = 2y / (1 + |y|), y = m/M    y' = t' / (2 - |t'|)
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from overcoat.expansion import contract, expand, exponent_of_range, smallest_positive
 from overcoat.formats import E4M3, cast_float8
+from overcoat.masters import mix
 from overcoat.moments import (
     MOMENT_CODES,
     decode_first,
@@ -56,24 +58,32 @@ def regrouped(x: Tensor, group_size: int, code: Code) -> Tensor:
 # ---- the product's codes -------------------------------------------------------------------------------
 
 
+def rounding_bits(x: Tensor) -> Tensor:
+    """32 random bits for each group, int32 (1, N), in place of the step's `masters.group_bits`.
+
+    A hash of what the group holds, so no figure depends on how states are cut into chunks.
+    """
+    return mix(x.view(torch.int32).sum(-1, dtype=torch.int32))
+
+
 def product_first(m: Tensor, name: str) -> Tensor:
-    """m after storage in a code of `overcoat.moments`, in groups of any size."""
-    return decode_first(encode_first(m, MOMENT_CODES[name]), MOMENT_CODES[name])
+    """m after storage in a code of `overcoat.moments`, rounded as a step rounds it, in groups of any size."""
+    return decode_first(encode_first(m, MOMENT_CODES[name], rounding_bits(m)), MOMENT_CODES[name])
 
 
 def product_second(v: Tensor, name: str) -> Tensor:
-    """v after storage in a code of `overcoat.moments`, in groups of any size."""
-    return decode_second(encode_second(v, MOMENT_CODES[name]), MOMENT_CODES[name])
+    """v after storage in a code of `overcoat.moments`, rounded as a step rounds it, in groups of any size."""
+    return decode_second(encode_second(v, MOMENT_CODES[name], rounding_bits(v)), MOMENT_CODES[name])
 
 
 def maximum_first(m: Tensor) -> Tensor:
-    """The maximum of each group as the optimizer stores it for m, (1, N, 1), rounded to nearest."""
-    return maximum_of_first(m)[1]
+    """The maximum of each group as a step stores it for m, (1, N, 1)."""
+    return maximum_of_first(m, rounding_bits(m))[1]
 
 
 def maximum_second(v: Tensor) -> Tensor:
-    """The maximum of each group as the optimizer stores it for v, (1, N, 1)."""
-    return packed_maximum(v.amax(-1, keepdim=True)).view(torch.float32)
+    """The maximum of each group as a step stores it for v, (1, N, 1)."""
+    return packed_maximum(v.amax(-1, keepdim=True), rounding_bits(v).unsqueeze(-1) >> 16).view(torch.float32)
 
 
 # ---- FlashOptim ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.state_codes import maximum_first, maximum_second, rule_exponents, searched_exponent
+from benchmarks.state_codes import maximum_first, maximum_second, rounding_bits, rule_exponents, searched_exponent
 from overcoat.expansion import exponent_value, reference_log2, smallest_positive
 from overcoat.formats import E4M3
 from overcoat.moments import MOMENT_CODES, encode_first, encode_second
@@ -48,7 +48,8 @@ def count_use(m: Tensor, v: Tensor, eps: float) -> dict[str, Tensor]:
         searched = searched_exponent(x, amax, rule, key == "v", seen[key])[1]
         counts[f"{key}/exponents searched"] = _count(searched[used], 256)
         for name in CODE_NAMES[key]:
-            encoded = (encode_first if key == "m" else encode_second)(x, MOMENT_CODES[name]).codes
+            encode = encode_first if key == "m" else encode_second
+            encoded = encode(x, MOMENT_CODES[name], rounding_bits(x)).codes
             counts[f"{key}/{name}"] = _count(magnitude_code(encoded)[x != 0], 256 if name == "log8" else 128)
     return counts
 

@@ -1,8 +1,9 @@
 """Variations of "8bit", to see whether a change of either code is better at the same bytes. For measurement alone.
 
-m, with y = m/M, one BF16 maximum M per group as sqrt8 has:
-    softsign8           FlashOptim's curve, c = rint(127 * 2|y| / (1 + |y|))
-    power p             c = rint(127 |y|^p), 0 below 1; sqrt8 is p = 1/2; "searched": the best of POWERS for each group
+m, with y = m/M, one BF16 maximum M per group as sqrt8 has, and sqrt8's rounding, where not said:
+    to nearest          sqrt8 with maxima and small codes to nearest, where a step's means would stop
+    softsign8           FlashOptim's curve, c = rint(127 * 2|y| / (1 + |y|)), to nearest
+    power p             c = 127 |y|^p, rounded; sqrt8 is p = 1/2; "searched": the best of POWERS for each group
     sqrt8 or softsign8  the better for each group, by the error of m or of m / sqrt(v); the sign bit of M could tell
     cell means, offset  sqrt8's codes decoded elsewhere in their cells; sqrt8's levels moved away from zero
     ratio p             not m but u = m / sqrt(v') in power p, v' as log8 stores v; m' = u' sqrt(v'): neighbours of very
@@ -10,6 +11,7 @@ m, with y = m/M, one BF16 maximum M per group as sqrt8 has:
     update p            the same with u = m / sqrt(v), which the step has computed; v's error then goes into m' and
                         leaves m' / sqrt(v') alone
 v, on logarithmic grids:
+    to nearest          log8 with maxima rounded to nearest
     exact, any step     without log8's piecewise linear logarithm; with any step in bits instead of a one-byte one
     n octaves           the grid ends n octaves below M, smaller values take its last level; "searched": the best n
                         for each group
@@ -23,10 +25,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.state_codes import Code, best_per_group, maximum_first, maximum_second, product_first, product_second
+from benchmarks.state_codes import (
+    Code,
+    best_per_group,
+    maximum_first,
+    maximum_second,
+    product_first,
+    product_second,
+    rounding_bits,
+)
 from overcoat.expansion import normalize, smallest_positive
 from overcoat.log8 import STEPS as LOG8_STEPS
-from overcoat.moments import packed_maximum
+from overcoat.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second
 
 POWERS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
 # Octaves below its maximum that a searched logarithmic grid may span.
@@ -36,18 +46,20 @@ OCTAVES = range(2, 33)
 # ---- m -------------------------------------------------------------------------------------------------
 
 
-def _nearest(c: Tensor, m: Tensor) -> Tensor:
+def _rounded(c: Tensor, m: Tensor) -> Tensor:
     """c, whose sign is m's, rounded as sqrt8 does it: to 256ths, and what is half way between two codes up for every
-    second value; what is below the first is zero."""
-    half = torch.where(torch.arange(m.shape[-1], device=m.device) % 2 == 1, 127 / 256, 0.5)
-    rounded = torch.floor(torch.round(torch.copysign(c, m) * 256.0) / 256.0 + half).abs()
+    second value; below 16 stochastically; what is below the first code is zero."""
+    is_odd = torch.arange(m.shape[-1], device=m.device) % 2 == 1
+    even = ((rounding_bits(m) >> 24) & 0xFF).unsqueeze(-1) / 256
+    added = torch.where(c < 16.0, torch.where(is_odd, 255 / 256 - even, even), torch.where(is_odd, 127 / 256, 0.5))
+    rounded = torch.floor(torch.round(torch.copysign(c, m) * 256.0) / 256.0 + added).abs()
     return torch.where(c < 1.0, 0.0, rounded).clamp(max=127.0)
 
 
 def power8(m: Tensor, power: float) -> Tensor:
-    """c = rint(127 |y|^power), 0 below 1."""
+    """c = 127 |y|^power, rounded, 0 below 1."""
     amax = maximum_first(m)
-    root = _nearest(normalize(m.abs(), amax).pow(power) * 127.0, m) / 127.0
+    root = _rounded(normalize(m.abs(), amax).pow(power) * 127.0, m) / 127.0
     return torch.copysign(root.pow(1.0 / power) * amax, m)
 
 
@@ -62,7 +74,7 @@ def softsign8(m: Tensor) -> Tensor:
 def sqrt8_mean(m: Tensor) -> Tensor:
     """sqrt8 decoded to the mean of its cell, (c^2 + 1/12) / 127^2: that of values whose roots are uniform in it."""
     amax = maximum_first(m)
-    c = _nearest(normalize(m.abs(), amax).sqrt() * 127.0, m)
+    c = _rounded(normalize(m.abs(), amax).sqrt() * 127.0, m)
     inner = (c > 0) & (c < 127)
     return torch.copysign((c.square() + torch.where(inner, 1.0 / 12.0, 0.0)) * (1.0 / 127.0**2) * amax, m)
 
@@ -71,7 +83,7 @@ def sqrt8_offset(m: Tensor, offset: float) -> Tensor:
     """sqrt8 with its levels moved away from zero: |y'| = ((c + offset) / (127 + offset))^2 for c > 0."""
     amax = maximum_first(m)
     top = 127.0 + offset
-    c = _nearest(normalize(m.abs(), amax).sqrt() * top - offset, m)
+    c = _rounded(normalize(m.abs(), amax).sqrt() * top - offset, m)
     return torch.copysign(torch.where(c > 0, ((c + offset) / top).square(), 0.0) * amax, m)
 
 
@@ -108,7 +120,7 @@ def log_grid(v: Tensor, octaves: float = torch.inf) -> Tensor:
 
 def log8_any_step(v: Tensor) -> Tensor:
     """log8 with the smallest step S in bits that spans the group, not only those that fit into one byte."""
-    bits = packed_maximum(v.amax(-1, keepdim=True))
+    bits = maximum_second(v).view(torch.int32)
     span = (bits - smallest_positive(v).view(torch.int32)).clamp(min=0)
     step = ((span + (LOG8_STEPS - 1)) // LOG8_STEPS).clamp(min=1).double()
     level = torch.round((bits - v.view(torch.int32)) / step).clamp(0, LOG8_STEPS)
@@ -136,6 +148,7 @@ def vary_first(m: Tensor, v: Tensor, seen: Code) -> dict[str, Tensor]:
     """m after each variation of sqrt8, by name; `seen`: m' -> m' / sqrt(v)."""
     stored_v = product_second(v, "log8")
     return {
+        "sqrt8, to nearest": decode_first(encode_first(m, MOMENT_CODES["sqrt8"]), MOMENT_CODES["sqrt8"]),
         "softsign8": softsign8(m),
         "power 0.4": power8(m, 0.4),
         "power 0.6": power8(m, 0.6),
@@ -153,6 +166,7 @@ def vary_first(m: Tensor, v: Tensor, seen: Code) -> dict[str, Tensor]:
 def vary_second(v: Tensor, seen: Code) -> dict[str, Tensor]:
     """v after each variation of log8, by name; `seen`: v' -> m / sqrt(v')."""
     return {
+        "log8, to nearest": decode_second(encode_second(v, MOMENT_CODES["log8"]), MOMENT_CODES["log8"]),
         "log8, exact": log_grid(v),
         "log8, any step": log8_any_step(v),
         "log8, 16 octaves": log_grid(v, 16.0),

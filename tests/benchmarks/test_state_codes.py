@@ -79,6 +79,25 @@ def test_flash_codes_are_those_of_the_installed_package():
         assert same.double().mean() > 0.9999
 
 
+def test_product_codes_are_rounded_as_a_step_rounds_them():
+    # 4096 equal groups but for one element, which counts for nothing, so each has random bits of its own.
+    m = torch.full((1, 4096, 128), 0.1)
+    m[..., 0] = 1.0 + 2.0**-9  # a quarter of the way to BF16's next
+    m[..., 1] = (5.3 / 127) ** 2
+    m[..., 2] = torch.linspace(1e-9, 1e-8, 4096)
+    ups = (product_first(m, "sqrt8")[0, :, 0] > 1.0).double().mean()
+    assert abs(ups - 0.25) < 5 * (0.25 * 0.75 / 4096) ** 0.5
+    assert set((maximum_first(m)[0, :, 0]).tolist()) == {1.0, 1.0 + 2.0**-7}
+    codes = (product_first(m, "sqrt8") / maximum_first(m)).sqrt()[0, :, 1] * 127
+    # A larger maximum makes the root smaller by 0.2%, a quarter of the times.
+    assert abs(codes.mean() - 5.3) < 0.02 + 5 * (0.3 * 0.7 / 4096) ** 0.5
+    v = m.square()
+    v[..., 0] = 1.0 + 2.0**-17  # a quarter of the way in 24 bits
+    maxima = maximum_second(v)[0, :, 0]
+    assert set(maxima.tolist()) == {1.0, 1.0 + 2.0**-15}
+    assert abs((maxima > 1.0).double().mean() - 0.25) < 5 * (0.25 * 0.75 / 4096) ** 0.5
+
+
 def test_expanded_is_the_product_rule_where_k_is_its_own():
     m, v = moments()
     m_rule, v_rule = rule_exponents(m, v)
