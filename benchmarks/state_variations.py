@@ -36,7 +36,7 @@ from benchmarks.state_codes import (
 )
 from overcoat.expansion import normalize, smallest_positive
 from overcoat.log8 import STEPS as LOG8_STEPS
-from overcoat.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second
+from overcoat.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second, maximum_of_first
 
 POWERS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
 # Octaves below its maximum that a searched logarithmic grid may span.
@@ -46,20 +46,21 @@ OCTAVES = range(2, 33)
 # ---- m -------------------------------------------------------------------------------------------------
 
 
-def _rounded(c: Tensor, m: Tensor) -> Tensor:
+def _rounded(c: Tensor, m: Tensor, random: Tensor) -> Tensor:
     """c, whose sign is m's, rounded as sqrt8 does it: to 256ths, and what is half way between two codes up for every
     second value; below 16 stochastically; what is below the first code is zero."""
     is_odd = torch.arange(m.shape[-1], device=m.device) % 2 == 1
-    even = ((rounding_bits(m) >> 24) & 0xFF).unsqueeze(-1) / 256
+    even = ((random >> 24) & 0xFF).unsqueeze(-1) / 256
     added = torch.where(c < 16.0, torch.where(is_odd, 255 / 256 - even, even), torch.where(is_odd, 127 / 256, 0.5))
     rounded = torch.floor(torch.round(torch.copysign(c, m) * 256.0) / 256.0 + added).abs()
     return torch.where(c < 1.0, 0.0, rounded).clamp(max=127.0)
 
 
-def power8(m: Tensor, power: float) -> Tensor:
-    """c = 127 |y|^power, rounded, 0 below 1."""
-    amax = maximum_first(m)
-    root = _rounded(normalize(m.abs(), amax).pow(power) * 127.0, m) / 127.0
+def power8(m: Tensor, power: float, random: Tensor | None = None) -> Tensor:
+    """c = 127 |y|^power, rounded, 0 below 1; random: int32 (1, N), the groups' `rounding_bits` if None."""
+    random = rounding_bits(m) if random is None else random
+    amax = maximum_of_first(m, random)[1]
+    root = _rounded(normalize(m.abs(), amax).pow(power) * 127.0, m, random) / 127.0
     return torch.copysign(root.pow(1.0 / power) * amax, m)
 
 
@@ -74,7 +75,7 @@ def softsign8(m: Tensor) -> Tensor:
 def sqrt8_mean(m: Tensor) -> Tensor:
     """sqrt8 decoded to the mean of its cell, (c^2 + 1/12) / 127^2: that of values whose roots are uniform in it."""
     amax = maximum_first(m)
-    c = _rounded(normalize(m.abs(), amax).sqrt() * 127.0, m)
+    c = _rounded(normalize(m.abs(), amax).sqrt() * 127.0, m, rounding_bits(m))
     inner = (c > 0) & (c < 127)
     return torch.copysign((c.square() + torch.where(inner, 1.0 / 12.0, 0.0)) * (1.0 / 127.0**2) * amax, m)
 
@@ -83,7 +84,7 @@ def sqrt8_offset(m: Tensor, offset: float) -> Tensor:
     """sqrt8 with its levels moved away from zero: |y'| = ((c + offset) / (127 + offset))^2 for c > 0."""
     amax = maximum_first(m)
     top = 127.0 + offset
-    c = _rounded(normalize(m.abs(), amax).sqrt() * top - offset, m)
+    c = _rounded(normalize(m.abs(), amax).sqrt() * top - offset, m, rounding_bits(m))
     return torch.copysign(torch.where(c > 0, ((c + offset) / top).square(), 0.0) * amax, m)
 
 
@@ -102,7 +103,8 @@ def searched_power(m: Tensor, seen: Code) -> Tensor:
 def ratio8(m: Tensor, v: Tensor, stored_v: Tensor, power: float) -> Tensor:
     """m from a code of m / sqrt(v): m' = power8(m / sqrt(v)) sqrt(v'), v' = `stored_v`; v may be v' too."""
     root = v.sqrt()
-    return power8(torch.where(root > 0, m / root, 0.0), power) * stored_v.sqrt()
+    # Bits of the quotients themselves would be others on a device whose quotients differ in the last place.
+    return power8(torch.where(root > 0, m / root, 0.0), power, rounding_bits(m)) * stored_v.sqrt()
 
 
 # ---- v -------------------------------------------------------------------------------------------------
