@@ -35,11 +35,13 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck")
 # Folders of tests whose kernels each tool looks at.
 FOLDERS = {"memcheck": (".", "kernels", "kernels/gpu", "ops", "models", "optim"), "racecheck": ("kernels/gpu",)}
-# Parts of the names of tests or of their files.
-SLOW = ("2_to_31", "large", "numerics")
+# Parts of the names of tests or of their files, long enough to be in no other's (tests/benchmarks/test_sanitizer.py).
+SLOW = ("2_to_31", "test_numerics")
 # Of the library's kernels alone. Under racecheck those of block scales fail, though it leaves their kernels out.
 THE_LIBRARYS = ("test_product", "cublaslt")
-NEEDS_THE_CACHE = ("memory", "peak", "captur", "graph", "replay", "bytes", "taken_out", "let_go", "allocates")
+NEEDS_THE_CACHE = ("memory", "captur", "cuda_graph", "in_a_graph") + (
+    "graph_is_freed", "what_is_taken_out", "let_go", "backward_allocates"
+)  # fmt: skip
 # Parts of the names, plain or mangled, of kernels that are PyTorch's and cuBLAS'. Not "cutlass": of its types are the
 # names of attention kernels made, to which this package gives the sizes.
 NOT_OURS = ("at::native", "2at6native", "nvjet")

@@ -29,7 +29,14 @@ from overcoat.bench.worker import Figures
 from overcoat.optim.adamw import AdamW
 
 # Name: (tensors, shape of each)
-SIZES = {"64x16M": (64, (4096, 4096)), "1000x1M": (1000, (1024, 1024)), "1x1G": (1, (262144, 4096))}
+SIZES = {
+    "64x16M": (64, (4096, 4096)),
+    "1000x1M": (1000, (1024, 1024)),
+    "1x1G": (1, (262144, 4096)),
+    # So small that the host shows, who has a thousand to look after or one.
+    "1000x16K": (1000, (128, 128)),
+    "1x16M": (1, (4096, 4000)),
+}
 LR = 1e-4
 COLUMNS = (
     Column("ms", "ms", decimals(3)),

@@ -3,6 +3,8 @@
 Peers bring kernels of their own. One that writes out of bounds takes the CUDA context with it, one may crash the
 interpreter, one may never return; and what a failed step leaves allocated would be counted against the next. So the
 measurements run in a child, one after the other, and a child in which one failed, or left memory behind, is replaced.
+What runs out of memory in a child that has measured before is tried again in a new one: modules, workspaces and what
+lies between allocations take a gigabyte there.
 """
 
 from __future__ import annotations
@@ -43,6 +45,13 @@ class Worker:
             function: importable by name; returns a dict of plain numbers and strings.
             timeout: seconds after which the child is killed.
         """
+        is_new = self._child is None
+        figures = self._call(function, arguments, timeout)
+        if is_new or figures.get("error") != OUT_OF_MEMORY:
+            return figures
+        return self._call(function, arguments, timeout)
+
+    def _call(self, function: Callable[..., Figures], arguments: tuple[Any, ...], timeout: float) -> Figures:
         if self._child is None:
             self._child = _start()
         process, pipe = self._child

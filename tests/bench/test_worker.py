@@ -69,6 +69,28 @@ def test_a_child_that_is_not_clean_is_replaced(monkeypatch: pytest.MonkeyPatch, 
     assert all(pipe.closed for pipe in started)
 
 
+def test_what_runs_out_of_memory_is_tried_again_where_nothing_is_left_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = {"error": OUT_OF_MEMORY}
+    pipes = [FakePipe(({"ms": 1}, True)), FakePipe(({"ms": 2}, True)), FakePipe((full, False)), FakePipe(({}, True))]
+    started: list[FakePipe] = []
+
+    def start() -> Any:
+        started.append(pipes[len(started)])
+        return FakeProcess(), started[-1]
+
+    monkeypatch.setattr(worker, "_start", start)
+    child = Worker()
+    assert child.call(dict, timeout=1) == {"ms": 1}
+    pipes[0].answer = (full, False)  # the second measurement in this child
+    assert child.call(dict, timeout=1) == {"ms": 2}
+    assert (pipes[0].closed, len(started)) == (True, 2)
+    child.close()
+    assert child.call(dict, timeout=1) == full  # the first one in its child
+    assert len(started) == 3
+
+
 def test_errors_become_one_line() -> None:
     def fail() -> dict[str, Any]:
         raise RuntimeError("first\n  second " + "x" * 1000)

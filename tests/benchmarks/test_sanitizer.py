@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -118,6 +119,46 @@ def test_gpu_tests_are_found_and_slow_ones_left_out() -> None:
     assert not any("2_to_31" in name for name in found)
 
 
+def test_nothing_else_is_left_out() -> None:
+    """A part of a name may be in more names than it was meant for."""
+    files = [
+        "tests/kernels/gpu",
+        "tests/kernels",
+        "tests/ops",
+        "tests/models",
+        "tests/optim",
+        "tests/test_weight_amax.py",
+    ]
+    command = [*sanitizer.PYTEST, "--collect-only", "-m", "gpu", "-o", "addopts=-q"]
+
+    def names(*options: str) -> set[str]:
+        listed = subprocess.run([*command, *files, *options], cwd=sanitizer.ROOT, capture_output=True, text=True)
+        return {re.sub(r"\[.*", "", line) for line in listed.stdout.splitlines() if "::" in line}
+
+    left_out = sanitizer.SLOW + sanitizer.NEEDS_THE_CACHE
+    missing = names() - names("-k", " and ".join(f"not {word}" for word in left_out))
+    assert {name.split("::")[-1] for name in missing} == {
+        "test_a_tensor_of_more_than_2_to_31_elements",
+        "test_converted_model_is_as_good_as_fp8_gemms_alone",
+        # Of graphs.
+        "test_a_cuda_graph_captures_the_step",
+        "test_a_cuda_graph_replays_after_steps_of_other_kinds",
+        "test_addresses_uploaded_in_a_capture_are_there_at_a_replay_only",
+        "test_captured_steps_follow_the_weights",
+        "test_in_a_graph",
+        # Of how much memory is allocated when.
+        "test_gpu_memory_of_a_step_is_the_buffers",
+        "test_gradient_memory_of_a_backward_pass",
+        "test_memory_on_a_gpu_is_less_by_what_is_offloaded",
+        "test_peak_memory_is_one_chunk_and_the_gradients",
+        "test_released_gradients_let_go_as_well",
+        "test_states_are_in_host_memory_and_buffers_are_bounded",
+        "test_the_graph_is_freed_after_the_backward",
+        "test_what_is_taken_out_is_freed_at_once",
+        "test_what_the_backward_allocates_is_what_an_estimate_says",
+    }
+
+
 def test_every_kernel_test_is_looked_at() -> None:
     """memcheck: all files with tests for a GPU, but for those that train and measure."""
     files = sanitizer.test_files("memcheck")
@@ -143,8 +184,8 @@ pytestmark = pytest.mark.gpu
 def test_waits(): pass
 def test_batches(): pass
 def test_others(): pass
-def test_large(): pass
-def test_peak(): pass
+def test_2_to_31(): pass
+def test_captures(): pass
 """
 
 
@@ -160,6 +201,6 @@ def test_tests_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return [name.removeprefix(f"{path}::test_") for name in sanitizer.tests_of(tool, path, keyword)]
 
     assert listed("memcheck", "test_small.py") == ["waits", "batches", "others"]
-    assert listed("racecheck", "test_small.py") == ["waits", "batches", "others", "peak"]
-    assert listed("memcheck", "test_small.py", "waits or batches or large") == ["waits", "batches"]
+    assert listed("racecheck", "test_small.py") == ["waits", "batches", "others", "captures"]
+    assert listed("memcheck", "test_small.py", "waits or batches or 2_to") == ["waits", "batches"]
     assert listed("memcheck", "test_numerics.py") == []
