@@ -52,7 +52,7 @@ from overcoat.expansion import (
     normalize,
     smallest_positive,
 )
-from overcoat.formats import FLOAT8, cast_float8
+from overcoat.formats import FLOAT8, cast_float8, decode_float8
 from overcoat.hardware import fma, reciprocal, sqrt
 
 # The largest BF16 as FP32 bits.
@@ -304,7 +304,7 @@ def _encode_unit(y: Tensor, base: str, signed: bool) -> Tensor:
 
 def _decode_unit(codes: Tensor, base: str, signed: bool) -> Tensor:
     if base in FLOAT8:
-        return codes.float() * (1.0 / FLOAT8[base].max)
+        return decode_float8(codes) * (1.0 / FLOAT8[base].max)
     return de8.decode(codes, signed)
 
 

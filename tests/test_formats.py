@@ -22,7 +22,9 @@ from overcoat.formats import (
     GROUP_CODES,
     Float8,
     Quantized,
+    _values,
     cast_float8,
+    decode_float8,
     decode_groups,
     dequantize_blocks,
     dequantize_tensor,
@@ -441,3 +443,22 @@ def test_sqrt8_lies_above_both_rivals_from_10_to_30_sigma():
 def test_unknown_code_is_named_with_the_known():
     with pytest.raises(ValueError, match=r"'log8'.*sqrt8, e4m3, int8"):
         encode_groups(torch.zeros(1, 1), "log8")
+
+
+@formats
+def test_decoding_float8_is_the_conversion_bit_for_bit(fmt, device):
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(fmt.dtype)
+    for these in (codes, codes.view(16, 16).t(), codes[::3], codes[:0], codes[7]):
+        decoded = decode_float8(these)
+        assert decoded.shape == these.shape
+        assert torch.equal(decoded.view(torch.int32), these.float().view(torch.int32))
+
+
+def test_decoding_float8_first_in_inference_mode_serves_training():
+    _values.cache_clear()
+    codes = torch.ones(4).to(E4M3.dtype)
+    with torch.inference_mode():
+        decode_float8(codes)
+    weight = torch.ones(4, requires_grad=True)
+    (decode_float8(codes) * weight).sum().backward()
+    assert torch.equal(weight.grad, torch.ones(4))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overcoat.catalogue import op
-from overcoat.formats import Quantized, dequantize_blocks
+from overcoat.formats import Quantized, decode_float8, dequantize_blocks
 from overcoat.kernels.blockwise import BLOCK, blocks
 from overcoat.kernels.gpu import cublaslt
 
@@ -53,7 +53,7 @@ def gemm(
         there comes to a product that is rounded already.
     """
     _check_residual(residual, a.shape[0], b.shape[0], dtype)
-    product = (a.float() @ b.float().t()) * (scale_a * scale_b)
+    product = (decode_float8(a) @ decode_float8(b).t()) * (scale_a * scale_b)
     if bias is not None:
         product = product + bias.float()
     if residual is not None:
