@@ -37,6 +37,7 @@ LINES: tuple[Line, ...] = (
     ("optimizer bytes / parameter", lambda r: r.optimizer_bytes / r.num_parameters, "{:.2f}".format, _times),
     ("tokens / s (median)", lambda r: r.tokens_per_second, "{:,.0f}".format, _times),
 )
+ON_A_CPU = "On a CPU FP8 is emulated in plain PyTorch: compare losses and bytes here, not tokens / s."
 GPU_LINE: Line = ("peak GPU memory", lambda r: r.peak_bytes, format_bytes, _times)
 
 
@@ -66,7 +67,7 @@ def summarize(results: list[RunResult], run_dir: Path, console: Console) -> dict
 
 def _table(results: list[RunResult]) -> Table:
     first = results[0]
-    table = Table()
+    table = Table(caption=ON_A_CPU if first.device == "CPU" else None, caption_justify="left")
     table.add_column(f"{first.num_parameters / 1e6:.1f} M parameters, {first.num_tokens / 1e6:.2f} M tokens")
     for result in results:
         table.add_column(result.title, justify="right")
