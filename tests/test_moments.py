@@ -144,30 +144,6 @@ def test_overflowing_v_saturates(name):
     assert decoded[..., 3] == 0
 
 
-@given(st.lists(st.floats(0, 2.0**100, width=32), min_size=1, max_size=128))
-@settings(max_examples=200, deadline=None)
-def test_log8_is_within_half_a_step(values):
-    """Half a step is 1/508 of the group's range of bits, the step rounded up to 4 bits of mantissa."""
-    v = torch.tensor(values, dtype=torch.float32)
-    v = v[v >= 2.0**-126].view(1, 1, -1)
-    if not v.numel():
-        return
-    decoded = second(v, "log8")
-    assert (decoded > 0).all()
-    bits, out = v.view(torch.int32), decoded.view(torch.int32)
-    span = int(bits.max() - bits.min()) + 128  # 128: M's own rounding
-    assert (bits - out).abs().max() <= max(272, span / 508 * (1 + 1 / 16) + 16) + 1
-
-
-@given(st.integers(0, 2**31 - 1), st.floats(0.1, 30.0))
-@settings(max_examples=50, deadline=None)
-def test_log8_is_idempotent(seed, octaves):
-    v = torch.exp2(-octaves * torch.rand(4, 1, 128, generator=torch.Generator().manual_seed(seed)))
-    once = second(v, "log8")
-    assert torch.equal(second(once, "log8").max(-1).values, once.max(-1).values)
-    torch.testing.assert_close(second(once, "log8"), once, rtol=octaves / 254, atol=0)
-
-
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=128), st.sampled_from(FIRST))
 @settings(max_examples=300, deadline=None)
 def test_m_stays_within_its_group(values, name):
@@ -190,20 +166,6 @@ def test_packed_maximum_keeps_24_bits_and_never_reaches_zero_or_inf():
     assert packed[1] > 0
     assert packed.isfinite().all()
     torch.testing.assert_close(packed[2:5], values[2:5], rtol=2**-15, atol=0)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_de8_is_the_dynamic_tree(signed):
-    table = de8.decode_table(signed)
-    assert len(table.unique()) == 256
-    assert table[0] == 0
-    assert table.max() == 1
-    assert torch.equal(de8.decode(de8.encode(table, signed), signed), table)
-    y = torch.linspace(-1 if signed else 0, 1, 4001)
-    nearest = (y[:, None] - table[None]).abs().amin(1)
-    torch.testing.assert_close((de8.decode(de8.encode(y, signed), signed) - y).abs(), nearest, rtol=0, atol=1e-7)
-    per_decade = ((table > 0.1) & (table < 1)).sum()
-    assert per_decade == (64 if signed else 128)
 
 
 def test_names():

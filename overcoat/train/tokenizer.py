@@ -64,10 +64,11 @@ def train_tokenizer(config: Config) -> Any:
         show_progress=False,
     )
     backend.train_from_iterator(_sample(config), trainer)
-    backend.encode_special_tokens = True
-    return transformers.PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
+    tokenizer.backend_tokenizer.encode_special_tokens = True  # a copy of the backend, which loses this
+    return tokenizer
 
 
 def _sample(config: Config) -> Iterator[str]:

@@ -112,7 +112,7 @@ def test_every_test_goes_to_one_process() -> None:
 
 
 def test_gpu_tests_are_found_and_slow_ones_left_out() -> None:
-    path = "tests/kernels/gpu/test_quantize.py"
+    path = "tests/kernels/gpu/test_groups.py"
     found = sanitizer.tests_of("racecheck", path, "")
     assert len(found) > 100
     assert all(name.startswith(path) for name in found)

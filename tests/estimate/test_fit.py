@@ -11,7 +11,7 @@ from overcoat.bench.shapes import MODELS, ModelShape
 from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.fit import CHANGES, Room, advise
 from overcoat.estimate.predict import CONTEXT
-from overcoat.estimate.table import as_data, component_table, recommendation, rung_table
+from overcoat.estimate.table import recommendation
 
 MIB = 2**20
 SHAPE = ModelShape(512, 1376, 4, 4, 2, 4096)
@@ -125,30 +125,3 @@ def test_a_change_changes_something_once(change):
     changed = change.apply(start)
     assert changed not in (None, start)
     assert change.apply(changed) is None
-
-
-def test_tables_say_what_was_found(predictor):
-    here = room(predictor, 120)
-    advice = advise(here, Setup())
-    prediction = advice.rungs[0].prediction
-    lines = component_table(prediction).splitlines()
-    assert lines[0].startswith(f"at the peak, {prediction.moment}")
-    assert lines[-1].split()[-1] == f"{prediction.total_bytes / 2**30:.2f}"
-    assert not any(line.startswith("gathered") for line in lines)  # one GPU gathers nothing
-    rungs = rung_table(here, advice).splitlines()
-    assert len(rungs) == 1 + len(advice.rungs)
-    largest = str(here.largest_batch(Setup()))
-    sizes = [f"{size / 2**30:.2f}" for size in (prediction.peak_bytes, prediction.total_bytes)]
-    assert rungs[1].split() == ["as", "asked", *sizes, largest]
-
-
-def test_data_hold_the_same_as_the_tables(predictor):
-    here = room(predictor, 120)
-    advice = advise(here, Setup())
-    data = as_data(advice.rungs[0].prediction, here, advice)
-    assert sum(data["components"].values()) == data["peak_bytes"]
-    assert data["total_bytes"] == data["peak_bytes"] + data["slack_bytes"] + data["context_bytes"]
-    assert data["fits"] is (data["total_bytes"] <= here.limit)
-    assert data["recommendation"] == names(advice)
-    assert [rung["largest_batch"] for rung in data["rungs"]] == [here.largest_batch(r.setup) for r in advice.rungs]
-    assert "rungs" not in as_data(advice.rungs[0].prediction, None, None)

@@ -1,7 +1,7 @@
 """GELU ops against PyTorch's own in FP64: `pytest tests/kernels/test_gelu.py`.
 
 The backward's arithmetic is compared with the truth at the decoded u, where nothing but FP32 rounding is left; the
-code's own noise has its place in a second test. The ops with block scales are held against the same truth.
+code's own noise has its place in a second test.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from overcoat.formats import FLOAT8, Quantized, decode_groups, encode_groups
 from overcoat.kernels import gelu as ops
-from overcoat.kernels import gelu_blockwise as block_ops
 from tests.exact import E4M3_DB, E5M2_DB, KEPT_DB, assert_close, assert_close_float32, combined_db, leaf
 from tests.kernels.samples import normal
 
@@ -36,11 +35,6 @@ def kept(u, code, group_size=128):
     """codes, maxima; and u as those decode."""
     encoded = encode_groups(u, code, group_size)
     return *encoded, decode_groups(encoded, code, group_size)
-
-
-def blocks(data, scale):
-    """Values of a 1x128 operand (R, C) with scales (ceil(C / 128), R), FP64."""
-    return data.double() * scale.double().t().repeat_interleave(128, 1)[:, : data.shape[1]]
 
 
 # ---- the function -------------------------------------------------------------------------------------------------
@@ -178,39 +172,6 @@ def test_backward_straight_to_fp8(tokens, approximate, device):
     assert torch.equal(without[0].float(), data.float())
 
 
-# ---- block scales -------------------------------------------------------------------------------------------------
-
-
-@tokens_
-@forms
-def test_block_forward(tokens, approximate, device):
-    u = normal(tokens, WIDTH, dtype=torch.bfloat16).to(device)
-    data, scale, codes, group_amax = block_ops.gelu_block_quantize(u, approximate, "sqrt8", 128)
-    assert_close("h", exact(u, u, approximate)[0], blocks(data, scale), E4M3_DB, extra=1.0)
-    expected = encode_groups(u, "sqrt8", 128)
-    assert torch.equal(codes, expected.data)
-    assert torch.equal(group_amax, expected.scale)
-
-
-@tokens_
-@forms
-def test_block_backward(tokens, approximate, device):
-    u, dh = normal(tokens, WIDTH).to(device), normal(tokens, WIDTH, seed=1).to(device)
-    codes, group_amax, decoded = kept(u, "sqrt8")
-    h, expected = exact(decoded, dh, approximate)
-    arguments, how = (dh, codes, group_amax), (approximate, "sqrt8", 128)
-    du, *h_t = block_ops.gelu_block_backward(*arguments, *how)
-    assert_close_float32("du", expected, du, TERMS)
-    assert_close("h^T", h.t(), blocks(*h_t)[:, :tokens], E4M3_DB, extra=1.0)
-    *results, sums = block_ops.gelu_block_backward_quantize(*arguments, "e5m2", True, *how)
-    assert_close("du", expected, blocks(*results[:2]), E5M2_DB, extra=1.0)
-    assert_close("du^T", expected.t(), blocks(*results[2:4])[:, :tokens], E5M2_DB, extra=1.0)
-    assert_close_float32("sums over tokens", expected.sum(0), sums, TERMS + tokens)
-    for ours, theirs in zip(results[4:], h_t, strict=True):
-        assert torch.equal(ours.float(), theirs.float())
-    assert block_ops.gelu_block_backward_quantize(*arguments, "e5m2", False, *how)[-1].shape == (0,)
-
-
 # ---- what is not finite -------------------------------------------------------------------------------------------
 
 
@@ -225,8 +186,6 @@ def test_non_finite_reaches_forward_and_backward(bad, approximate, device):
     du, h_t = ops.gelu_backward(torch.ones_like(u), codes, group_amax, scale, approximate, "sqrt8", 128)
     assert not du[2, :128].isfinite().all()
     assert not h_t[:, 2].float().isfinite().all()
-    data, data_scale, *_ = block_ops.gelu_block_quantize(u, approximate, "sqrt8", 128)
-    assert not blocks(data, data_scale)[2].isfinite().all()
 
 
 def test_a_decoded_row_of_nan_is_nan_everywhere():

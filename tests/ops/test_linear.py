@@ -7,7 +7,6 @@ import torch
 
 import overcoat.ops.linear as linear_ops
 from overcoat import Recipe
-from overcoat.ops.products import stack_biases
 from tests.exact import assert_close
 from tests.kernels.samples import normal
 from tests.ops.harness import RECIPES, check, double, evaluate, linear_residual_case, norm_linear_case, run
@@ -132,14 +131,6 @@ def test_outliers_common_to_all_tokens_cost_the_encoded_input_nothing():
     case.sharing = case.inputs["x"].shape[1]  # the common vector's share of dW is one outer product
     case.inputs["x"] = case.inputs["x"] + 3 * normal(case.inputs["x"].shape[1], seed=9).to(torch.bfloat16)
     check(case, Recipe())
-
-
-def test_stack_biases():
-    weights = [normal(n, 4, dtype=torch.bfloat16) for n in (2, 3)]
-    bias = normal(3, dtype=torch.bfloat16)
-    assert stack_biases(weights, [None, None]) is None
-    assert stack_biases(weights[1:], [bias]) is bias
-    assert stack_biases(weights, [None, bias]).tolist() == [0.0, 0.0, *bias.tolist()]
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from overcoat import memory
-from overcoat.kernels.adamw import adamw_step_, gradients_sum_squares
-from overcoat.moments import MOMENT_CODES, MOMENTS
+from overcoat.moments import MOMENTS
 from overcoat.optim.adamw import AdamW
-from overcoat.optim.state import init_state
 from tests.optim.harness import SHAPES, assert_same_bits, make_params, set_grads, snapshot, train
 
 
@@ -282,32 +280,6 @@ def test_non_contiguous_parameters_equal_contiguous_ones(shape):
     assert torch.equal(plain, strided)
 
 
-def test_rows_shard_like_the_whole():
-    """Stepping two halves along dim 0 gives the bits of stepping the whole: FSDP's layout, weights rounded too."""
-    whole = make_params(torch.bfloat16, shapes=[(8, 200)])[0]
-    grad = torch.randn(8, 200).bfloat16()
-    group = AdamW([whole]).param_groups[0]
-
-    def step(param, grad, first_group):
-        state = init_state(param, group)
-        for _ in range(3):
-            adamw_step_(
-                [param], [grad], [state["exp_avg"]], [state["exp_avg_amax"]], [], [state["exp_avg_sq"]],
-                [state["exp_avg_sq_scale"]], [state["remainder"]], [state["step"]], torch.tensor(1e-3),
-                torch.tensor(1.0), torch.tensor(False), 0.9, 0.999, 1e-8, 0.01, *group["moments"], "bf16+8", 128,
-                [17], [first_group],
-            )  # fmt: skip
-        return [param, *state.values()]
-
-    halves = [
-        step(whole.detach()[rows].clone(), grad[rows], first) for rows, first in ((slice(3), 0), (slice(3, 8), 6))
-    ]
-    full = step(whole.detach().clone(), grad, 0)
-    for entire, top, bottom in zip(full, *halves):
-        if entire.dim():
-            assert torch.equal(entire, torch.cat([top, bottom]))
-
-
 # ---- gradient scaling, clipping, skipping --------------------------------------------------------------
 
 
@@ -381,7 +353,7 @@ def test_unchecked_gradients_are_trusted():
     assert optimizer.skipped_steps.item() == 0
 
 
-# ---- bytes, errors, the op -----------------------------------------------------------------------------
+# ---- bytes, errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("moments", "limit"), [("8bit", 2.047), ("fp8", 2.055), ("bf16", 4.0), ("fp32", 8.0)])
@@ -435,48 +407,6 @@ def test_group_sizes(group_size):
     w.grad = torch.randn(4, 200)
     optimizer.step()
     assert optimizer.state[w]["exp_avg_amax"].shape == (4, -(-200 // group_size))
-
-
-def test_every_moment_code_has_a_state():
-    for name, code in MOMENT_CODES.items():
-        w = torch.nn.Parameter(torch.randn(2, 130))
-        moments = ("sqrt8", name) if name == "log8" else (name, name)
-        state = init_state(w, {"moments": moments, "group_size": 128, "master": "auto"})
-        assert state["exp_avg_sq"].dtype == code.dtype
-        assert (state["exp_avg_sq"].float() == 0).all()
-
-
-def op_arguments(dtype=torch.bfloat16, moments=("sqrt8", "log8"), master="bf16+8", shapes=((3, 130), (200,))):
-    params = [p.detach() for p in make_params(dtype, shapes)]
-    group = {"moments": moments, "group_size": 128, "master": "auto"}
-    states = [init_state(p, group) for p in params]
-
-    def collect(name):
-        return [state[name] for state in states if name in state]
-
-    return (
-        params, [torch.randn_like(p) for p in params], collect("exp_avg"), collect("exp_avg_amax"),
-        collect("exp_avg_exponent"), collect("exp_avg_sq"), collect("exp_avg_sq_scale"), collect("remainder"),
-        collect("step"), torch.tensor(1e-3), torch.tensor(1.0), torch.tensor(False), 0.9, 0.999, 1e-8, 0.01, *moments,
-        master, 128, [1, 2], [0, 0],
-    )  # fmt: skip
-
-
-def test_opcheck():
-    torch.library.opcheck(adamw_step_.overload, op_arguments())
-    torch.library.opcheck(adamw_step_.overload, op_arguments(torch.float32, ("de8x", "de8x"), "fp32"))
-    torch.library.opcheck(gradients_sum_squares.overload, ([torch.randn(3), torch.randn(2, 2).bfloat16()],))
-
-
-def test_the_op_traces_in_one_graph():
-    arguments = op_arguments()
-
-    def step(*args):
-        adamw_step_(*args)
-        return args[0][0] + 0
-
-    expected = step(*copy.deepcopy(arguments))
-    assert torch.equal(torch.compile(step, backend="eager", fullgraph=True)(*arguments), expected)
 
 
 def test_the_state_of_another_optimizer_is_refused_by_name():

@@ -11,43 +11,10 @@ import torch
 import overcoat
 from overcoat.train.build import make_optimizer
 from overcoat.train.config import Config, RecipeConfig
-from overcoat.train.configfile import all_keys, build_config, differences, dump_toml, help_text, load_config
+from overcoat.train.configfile import build_config, differences, load_config
 
 MINIMAL = {"model": {"name": "some/model"}, "data": {"files": ["a.txt"]}}
 CONFIGS = Path(__file__).parents[2] / "configs"
-
-
-def test_defaults_then_file_then_arguments(tmp_path: Path) -> None:
-    path = tmp_path / "my.toml"
-    path.write_text('[model]\nname = "m"\n[data]\nfiles = ["a.txt"]\n[optimizer]\nlr = 0.5\neps = 1e-6\n')
-    config = load_config(path, ["optimizer.lr=0.25", "optimizer.lr=0.125"])
-    assert config.optimizer.lr == 0.125  # the last argument over the first, the file and the default
-    assert config.optimizer.eps == 1e-6  # the file over the default
-    assert config.optimizer.betas == [0.9, 0.95]  # the default
-    assert config.train.run_dir == "runs/my"
-
-
-@pytest.mark.parametrize(
-    ("argument", "section", "key", "value"),
-    [
-        ("optimizer.lr=1", "optimizer", "lr", 1.0),
-        ("train.device=cpu", "train", "device", "cpu"),
-        ("model.name=7", "model", "name", "7"),
-        ("data.files=b.txt", "data", "files", ["b.txt"]),
-        ('data.files=["b", "c"]', "data", "files", ["b", "c"]),
-        ("optimizer.betas=[0, 0.5]", "optimizer", "betas", [0.0, 0.5]),
-        ("optimizer.moments=fp32", "optimizer", "moments", "fp32"),
-        ("optimizer.moments=['sqrt8', 'log8']", "optimizer", "moments", ["sqrt8", "log8"]),
-        ("recipe.group_size=16", "recipe", "group_size", 16),
-        ("optimizer.offload=true", "optimizer", "offload", True),
-        ("data.streaming=true", "data", "streaming", True),
-        ("sample.prompt=a = b", "sample", "prompt", "a = b"),
-    ],
-)
-def test_argument_values(argument: str, section: str, key: str, value: object) -> None:
-    found = getattr(getattr(build_config(MINIMAL, [argument]), section), key)
-    assert found == value
-    assert type(found) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -105,36 +72,6 @@ def test_the_rows_of_a_step() -> None:
         build_config(MINIMAL, [*auto, "optimizer.release_gradients=true", "optimizer.clip=0"])
 
 
-def test_unknown_key_in_the_file_names_the_nearest(tmp_path: Path) -> None:
-    path = tmp_path / "c.toml"
-    path.write_text('[model]\nname = "m"\n[data]\nfiles = ["a"]\nseqence_length = 3\n')
-    with pytest.raises(ValueError, match=r"data.seqence_length; did you mean data.sequence_length\?"):
-        load_config(path)
-
-
-def test_unreadable_files_are_value_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot read the config"):
-        load_config(tmp_path / "absent.toml")
-    (tmp_path / "bad.toml").write_text("[model\n")
-    with pytest.raises(ValueError, match="not valid TOML"):
-        load_config(tmp_path / "bad.toml")
-
-
-def test_dump_reads_back_equal(tmp_path: Path) -> None:
-    config = build_config(
-        {"model": {"config": {"model_type": "llama", "rope": {"theta": 1e4}}}, "data": {"files": ['q"uo\\te\n']}},
-        [
-            "recipe.checkpoint=block",
-            "train.batch_size=auto",
-            "train.global_batch_size=9",
-            "optimizer.lr=1e-5",
-            "compare.overrides=['recipe.name=bf16']",
-        ],
-    )
-    (tmp_path / "config.toml").write_text(dump_toml(config))
-    assert load_config(tmp_path / "config.toml", ["train.run_dir="]) == config
-
-
 def test_offload_reaches_the_optimizer_and_may_change_on_resuming() -> None:
     config = build_config(MINIMAL, ["optimizer.offload=true"])
     layer = torch.nn.Linear(2, 2)
@@ -143,24 +80,9 @@ def test_offload_reaches_the_optimizer_and_may_change_on_resuming() -> None:
     assert differences(build_config(MINIMAL, []), config) == []
 
 
-def test_differences_ignore_what_decides_nothing() -> None:
-    old = build_config(MINIMAL, [])
-    free = ["train.run_dir=x", "checkpoint.keep=9", "eval.every=3", "train.resume=y", "sample.tokens=1"]
-    free += ["memory.report=true", "train.on_oom=error", "train.memory_limit_gib=40"]
-    assert differences(old, build_config(MINIMAL, free)) == []
-    assert differences(old, build_config(MINIMAL, ["train.seed=1"])) == ["train.seed: 0 -> 1"]
-
-
 def test_recipe_section_covers_the_recipe() -> None:
     """A field added to Recipe must be reachable from a config; `fp8` is what the name "bf16" sets."""
     assert {f.name for f in fields(overcoat.Recipe)} - {"fp8"} == {f.name for f in fields(RecipeConfig)} - {"name"}
-
-
-def test_every_key_is_explained() -> None:
-    text = help_text()
-    for key, spec in all_keys().items():
-        assert f"{key} = " in text
-        assert spec.metadata["help"]
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)

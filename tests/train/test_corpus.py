@@ -3,78 +3,24 @@
 from __future__ import annotations
 
 import shutil
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from overcoat.train import sources, tokenizer
+from overcoat.train import tokenizer
 from overcoat.train.config import Config, DataConfig
 from overcoat.train.corpus import open_corpus
 from overcoat.train.files import DamagedError
-from overcoat.train.sources import documents, find_files
-from overcoat.train.tokenizer import END_OF_TEXT, encode, load_tokenizer, train_tokenizer
+from overcoat.train.sources import documents
+from overcoat.train.tokenizer import encode
 
 MakeConfig = Callable[..., Config]
 
 
 def silent(_text: str) -> None:
     pass
-
-
-def test_stdlib_is_found_without_tests_and_packages() -> None:
-    root = Path(sysconfig.get_paths()["stdlib"]).resolve()
-    files = find_files(["stdlib"])
-    assert root / "json" / "decoder.py" in files
-    assert not [
-        path for path in files if {"test", "tests", "site-packages", "encodings"} & set(path.relative_to(root).parts)
-    ]
-    assert len(files) == len(set(files)) > 300
-
-
-def test_site_packages_are_found() -> None:
-    import torch
-
-    assert Path(torch.__file__).resolve() in find_files(["site-packages"])
-
-
-def test_a_pattern_without_files_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nothing found for '.*absent"):
-        find_files([str(tmp_path / "absent*.txt")])
-
-
-def test_documents_of_text_and_jsonl(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\ntwo\n")
-    (tmp_path / "b.txt").write_text("  \n")  # nothing in it
-    (tmp_path / "c.txt").write_text("one\ntwo\n")  # a duplicate
-    (tmp_path / "d.jsonl").write_text('{"body": "three"}\n\n{"body": "four"}\n')
-    found = list(documents(DataConfig(files=[str(tmp_path / "*")], text_key="body")))
-    assert sorted(found) == ["four", "one\ntwo\n", "three"]
-
-
-def test_a_bad_jsonl_line_is_named(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_text('{"text": "three"}\n{"txt": "four"}\n')
-    with pytest.raises(ValueError, match=r"d.jsonl:2: no JSON object with text under 'text'"):
-        list(documents(DataConfig(files=[str(tmp_path / "d.jsonl")])))
-
-
-def test_a_large_file_is_cut_at_line_ends(tmp_path: Path) -> None:
-    text = "".join(f"line {number}\n" for number in range(40_000))
-    assert len(text) > sources.CORPUS_BYTES
-    (tmp_path / "large.txt").write_text(text)
-    pieces = list(documents(DataConfig(files=[str(tmp_path / "large.txt")])))
-    assert "".join(pieces) == text
-    assert len(pieces) > 5
-    assert all(piece.endswith("\n") for piece in pieces)
-
-
-def test_max_bytes_bounds_the_text(corpus_files: str) -> None:
-    whole = list(documents(DataConfig(files=[corpus_files])))
-    some = list(documents(DataConfig(files=[corpus_files], max_bytes=5000)))
-    assert 0 < sum(map(len, some)) <= 5000
-    assert some == whole[: len(some)]
 
 
 def test_sizes_are_counted_in_bytes(tmp_path: Path, make_config: MakeConfig) -> None:
@@ -90,17 +36,6 @@ def test_sizes_are_counted_in_bytes(tmp_path: Path, make_config: MakeConfig) -> 
 def test_what_binaries_ignore_is_an_error(make_config: MakeConfig, argument: str) -> None:
     with pytest.raises(ValueError, match=r"does not apply to \.bin files"):
         make_config("data.files=a.bin", argument)
-
-
-def test_trained_tokenizer_round_trips_any_text_and_ends_documents(make_config: MakeConfig, tmp_path: Path) -> None:
-    train_tokenizer(make_config()).save_pretrained(tmp_path / "tok")
-    tokenizer = load_tokenizer(tmp_path / "tok")
-    assert len(tokenizer) <= 320
-    for text in ("x = 1\n\treturn  alpha", "\u00e9\u4e2d\U0001f600", f"source that says {END_OF_TEXT} in it"):
-        (ids,) = encode(tokenizer, [text])
-        assert ids[-1] == tokenizer.eos_token_id
-        assert tokenizer.eos_token_id not in ids[:-1]
-        assert tokenizer.decode(ids[:-1]) == text
 
 
 def test_tokens_are_written_once_and_reused(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,12 +134,6 @@ def test_streaming_holds_out_the_same_rows_every_time(make_config: MakeConfig) -
     assert len(first.held_out) == config.eval.rows
     assert np.array_equal(first.held_out, second.held_out)
     assert np.array_equal(first.rows.next_rows(5), second.rows.next_rows(5))
-
-
-def test_a_missing_extra_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install 'overcoat\[hf\]'"):
-        list(documents(DataConfig(dataset="some/name")))
 
 
 def test_the_identity_of_a_stream_is_what_it_is_made_of(make_config: MakeConfig, tmp_path: Path) -> None:

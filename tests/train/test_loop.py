@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,10 +18,9 @@ from overcoat.train.config import Config
 from overcoat.train.data import PackedRows, make_batch
 from overcoat.train.fit import Fit
 from overcoat.train.loop import check_finite, evaluate, train_step
-from overcoat.train.loss import summed_loss
-from overcoat.train.metrics import MetricsLog, format_bytes, read_metrics
+from overcoat.train.metrics import read_metrics
 from overcoat.train.run import run_once
-from overcoat.train.state import TrainState, rng_state, set_rng_state
+from overcoat.train.state import TrainState, rng_state
 
 MakeConfig = Callable[..., Config]
 EXACT = ("model.dtype=float32", "optimizer.moments=fp32", "model.config.vocab_size=50")
@@ -41,35 +39,6 @@ def make_state(config: Config, document_mask_eos: int | None = 0) -> TrainState:
     return TrainState(
         model, optimizer, rows, "test", document_mask_eos, torch.device("cpu"), Fit(config.train.batch_size)
     )
-
-
-def test_summed_loss_is_the_models_own(make_config: MakeConfig) -> None:
-    state = make_state(make_config(*EXACT))
-    rows = state.rows.next_rows(3)
-    batch = make_batch(rows, None, document_mask=False)
-    own = state.model(input_ids=torch.from_numpy(rows), labels=torch.from_numpy(rows)).loss
-    # The model's own loss has no label for the last token of what it is given; ours is given one token less.
-    torch.testing.assert_close(summed_loss(state.model, batch) / batch.num_labels, own)
-
-
-def test_a_converted_model_sums_the_same_loss_without_logits(make_config: MakeConfig) -> None:
-    state = make_state(make_config(*EXACT, "data.document_mask=true"))
-    batch = make_batch(state.rows.next_rows(3), 0, document_mask=True)
-    expected = summed_loss(state.model, batch)
-    expected.backward()
-    gradients = {name: p.grad.clone() for name, p in state.model.named_parameters()}
-    state.model.zero_grad()
-    overcoat.convert(state.model, overcoat.Recipe(fp8=False))
-    with overcoat.memory.record_kept(state.model) as kept:
-        loss = summed_loss(state.model, batch)
-    assert "linear_cross_entropy" in kept.by_op()
-    assert not any(row.shape[-1:] == (50,) for row in kept.rows)
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    for name, parameter in state.model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5, msg=name)
-    with torch.no_grad():
-        torch.testing.assert_close(summed_loss(state.model.eval(), batch), expected.detach())
 
 
 def test_one_step_is_adamw_on_the_mean_gradient_with_clipping(make_config: MakeConfig) -> None:
@@ -137,15 +106,6 @@ def test_converted_model_trains(make_config: MakeConfig) -> None:
     assert losses[-1] < losses[0] - 0.05
 
 
-def test_generators_are_restored() -> None:
-    import random
-
-    saved = rng_state()
-    drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
-    set_rng_state(saved)
-    assert [random.random(), np.random.rand(), float(torch.rand(()))] == drawn
-
-
 def row(step: int, loss: float = 1.0, norm: float = 1.0) -> dict[str, object]:
     return {"kind": "train", "step": step, "loss": loss, "gradient_norm": norm}
 
@@ -190,30 +150,3 @@ def test_a_skipped_step_alone_in_its_interval_is_survived(
     else:
         with pytest.raises(FloatingPointError, match="step 11: the gradients of 10 steps in a row"):
             run_once(config, console, "run")
-
-
-def test_metrics_forget_what_a_dead_process_logged_after_its_checkpoint(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    (tmp_path / "run").mkdir()
-    config = make_config()
-    path = tmp_path / "run/metrics.jsonl"
-    log = MetricsLog(config, 0)
-    log.write(row(1), row(2), {"kind": "eval", "step": 2, "loss": 5.0}, row(3, loss=9.0))
-    log.close()
-    with path.open("a") as file:
-        file.write('{"kind": "train", "st')  # killed while writing
-    log = MetricsLog(config, 2)
-    log.write(row(3, loss=3.0))
-    log.close()
-    found = read_metrics(path)
-    assert {step: r["loss"] for step, r in found["train"].items()} == {1: 1.0, 2: 1.0, 3: 3.0}
-    assert found["eval"][2]["loss"] == 5.0
-    assert [json.loads(line)["kind"] for line in path.read_text().splitlines() if "resume" in line] == ["resume"]
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(7, "7 B"), (1234, "1.23 KB"), (5_678_000, "5.68 MB"), (123.4e9, "123 GB")]
-)
-def test_format_bytes(count: float, text: str) -> None:
-    assert format_bytes(count) == text

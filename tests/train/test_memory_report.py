@@ -9,11 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from overcoat.estimate.predict import Phase
-from overcoat.train import metrics
 from overcoat.train.config import Config
 from overcoat.train.memory_report import Figure, draw_timeline, write_table
 from overcoat.train.metrics import read_metrics
@@ -93,24 +91,6 @@ def test_the_timeline_takes_any_number_of_phases(tmp_path: Path) -> None:
     draw_timeline(phases[:1], [Phase(label, peak * 2**30, end) for label, peak, end in phases], tmp_path / "b.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
     assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
-
-
-def test_the_peak_of_a_run_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report starts PyTorch's counter anew; the run's own figure must not fall."""
-    device = torch.device("cuda", 0)
-    counter = {"peak": 70}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: counter["peak"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: counter.update(peak=10))
-    monkeypatch.setattr(metrics, "_earlier_peaks", {})
-    assert metrics.restart_peak(device) == 70
-    assert metrics.peak_bytes(device) == 70
-    counter["peak"] = 50
-    assert metrics.restart_peak(device) == 50
-    assert metrics.peak_bytes(device) == 70
-    counter["peak"] = 90
-    assert metrics.peak_bytes(device) == 90
-    metrics.forget_peak(device)
-    assert metrics.peak_bytes(device) == 10
 
 
 @pytest.mark.gpu

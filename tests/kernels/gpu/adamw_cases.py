@@ -120,3 +120,10 @@ def differing_bytes(left, right):
         a, b = (x.reshape(-1).contiguous().view(torch.uint8) for x in (a, b))
         total += int((a != b).sum())
     return total
+
+
+def make(count=6, dtype=torch.bfloat16):
+    params = [torch.nn.Parameter(torch.randn(64, 256, device="cuda", dtype=dtype)) for _ in range(count)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params

@@ -8,6 +8,7 @@ import torch
 from overcoat.kernels import blockwise as ops
 from overcoat.kernels.gemm import block_gemm, why_no_block_gemm
 from tests.emulation import sqnr
+from tests.kernels.gpu.blockwise_cases import parameters
 from tests.kernels.gpu.compare import DEVICE, INTERPRETED, NEEDS_GPU, assert_equal, awkward
 
 pytestmark = NEEDS_GPU
@@ -62,11 +63,6 @@ def kept(shape, code, group_size):
     from overcoat.kernels.quantize import group_encode
 
     return group_encode.reference(awkward(*shape), None, code, group_size)
-
-
-def parameters(width, affine):
-    weight = None if affine == "none" else torch.randn(width, device=DEVICE).bfloat16()
-    return weight, torch.randn(width, device=DEVICE).bfloat16() if affine == "both" else None
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -1,0 +1,37 @@
+"""A stand-in that several tests share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.bench.peers import FakeRotary, FakeTransformerLayer, module
+
+
+@pytest.fixture(params=["autocast", "fp8_autocast"])
+def transformer_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A stand-in for Transformer Engine of a new or an old release; returns the recipes it was used with."""
+    used: list[Any] = []
+    keyword = {"autocast": "recipe", "fp8_autocast": "fp8_recipe"}[request.param]
+
+    @contextlib.contextmanager
+    def autocast(enabled: bool, **options: Any) -> Iterator[None]:
+        assert enabled
+        used.append(options[keyword])
+        yield
+
+    recipes = {name: type(name, (), {}) for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")}
+    module(monkeypatch, "transformer_engine")
+    module(monkeypatch, "transformer_engine.common")
+    module(monkeypatch, "transformer_engine.common.recipe", **recipes)
+    module(
+        monkeypatch,
+        "transformer_engine.pytorch",
+        TransformerLayer=FakeTransformerLayer,
+        **{request.param: autocast},
+    )
+    module(monkeypatch, "transformer_engine.pytorch.attention", RotaryPositionEmbedding=FakeRotary)
+    return used

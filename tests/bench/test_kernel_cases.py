@@ -1,0 +1,89 @@
+"""Every case of `bench kernels` runs as written, and its bytes are those one counts by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overcoat.bench.kernel_cases import FAMILIES, KernelCase
+from overcoat.bench.shapes import BlockShape, ModelShape
+from overcoat.catalogue import CATALOGUE
+from overcoat.kernels.adamw import gradients_sum_squares
+from overcoat.kernels.loss import scale_
+from overcoat.kernels.quantize import quantize
+
+SHAPE = BlockShape(ModelShape(256, 384, 1, 2, 1, 96), 2, 64)
+T, H, I = 128, 256, 384  # noqa: E741
+# By hand: reads + writes of the large tensors; the rest (scales, maxima, tables) is within 5%.
+BYTES = {
+    "amax": 2 * T * H,
+    "quantize": (2 + 1) * T * H,
+    "quantize_both": (2 + 2) * T * H,
+    "token_center": 2 * T * H,  # all rows, as they are few
+    "stack_weights": (2 + 1) * 2 * H * H,
+    "stack_weights_guessed": (2 + 1) * 2 * H * H,
+    "add_rmsnorm_stats": (2 + 2 + 2) * T * H,
+    "add_layernorm_stats": (2 + 2 + 2) * T * H,
+    "final_norm": (2 + 2) * T * H,
+    "final_norm_backward": (2 + 2 + 2) * T * H,
+    "qk_rope": (2 + 2) * 2 * T * H + 2 * 2 * 64 * 128,
+    # Three gradients and, of qkv, q and k read; the gradient of all three written.
+    "qk_rope_backward": (2 + 2) * 2 * T * H + 2 * 2 * 64 * 128,
+    "qk_rope_backward norm": (2 + 2) * 2 * T * H + 2 * (H + H // 2) * T + 2 * 2 * 64 * 128,
+    # Weight, both moments, remainder read and written, gradient read.
+    "adamw_step_": (2 * (2 + 1 + 1 + 1) + 2) * (3 * H * H + 3 * H * I),
+    "gradients_sum_squares": 2 * (3 * H * H + 3 * H * I),
+    "group_decode": (1 + 2) * T * H,
+    "norm_backward": (2 + 2 + 1 + 2) * T * H,
+    # q and k in place, v only read; codes of all three. q is H wide, k and v half of it.
+    "qk_rope_encode_": (2 + 1) * 2 * T * H + 2 * (H + H // 2) * T + 2 * 2 * 64 * 128,
+    "swiglu_quantize": (2 * 2 + 1) * T * I,
+    "swiglu_backward_amax": 2 * T * I,  # of the codes almost nothing
+    "swiglu_backward_quantize": (2 + 2 + 4 + 1) * T * I,
+    "gelu_encode": (2 + 1) * T * I,
+    "gelu_backward_amax": 2 * T * I,  # its codes are read where a larger value may be
+    "gelu_backward_quantize": (2 + 1 + 3) * T * I,
+    "gelu_block_backward_quantize": (2 + 1 + 3) * T * I,
+    "block_quantize_both": (2 + 2) * T * H,
+    "cross_entropy_": (2 + 2) * T * 96,
+    "scale_": (2 + 2) * T * 96,
+}
+
+
+@torch.no_grad()
+def test_every_case_runs_and_its_bytes_add_up() -> None:
+    found = {}
+    for family in FAMILIES.values():
+        for case in family(SHAPE, "cpu"):
+            found[case.name] = case.moved_bytes(case.call())
+            assert case.op is CATALOGUE[case.op.name]
+    for name, expected in BYTES.items():
+        assert found[name] == pytest.approx(expected, rel=0.05), name
+
+
+def test_every_kernel_of_a_step_has_a_case() -> None:
+    """But for those of libraries, which are not bound by memory, and the instructions that only the reference calls."""
+    others = {"gemm", "block_gemm", "attention", "attention_backward", "log2", "exp2", "sqrt", "reciprocal", "fma"}
+    measured = {case.op.name for family in FAMILIES.values() for case in family(SHAPE, "cpu")}
+    kernels = {name for name, op in CATALOGUE.items() if op.kernel and op.reference.__module__.startswith("overcoat.")}
+    assert kernels - measured == others
+
+
+def test_moved_bytes_of_what_is_returned_mutated_and_left_out() -> None:
+    """By hand, in bytes: arguments read, results written; mutated ones both; a list is all of its tensors."""
+    x, top = torch.ones(4, 16, dtype=torch.bfloat16), torch.tensor(1.0)
+    case = KernelCase("", quantize, (x, top, "e4m3"))
+    assert case.moved_bytes(case.call()) == (128 + 4) + (64 + 4)
+    assert case._replace(untouched=100).moved_bytes(case.call()) == 100
+    in_place = KernelCase("", scale_, (x, torch.tensor(2.0)))
+    assert in_place.moved_bytes(in_place.call()) == 128 + 4 + 128
+    many = KernelCase("", gradients_sum_squares, ([x, x[:1]],))
+    assert many.moved_bytes(many.call()) == 128 + 32 + 8  # FP64
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_tell_cases_apart(family: str) -> None:
+    """Each begins with its op's."""
+    cases = list(FAMILIES[family](SHAPE, "cpu"))
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(case.name.startswith(case.op.name) for case in cases)

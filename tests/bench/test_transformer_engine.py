@@ -1,0 +1,67 @@
+"""Transformer Engine's block gets the right weights, inputs and recipe, and gives the right results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from overcoat.bench.shapes import BlockShape, ModelShape, build_block
+from overcoat.bench.transformer_engine import TransformerEngineBlock
+from tests.bench.peers import SHAPE, compare
+
+
+@pytest.mark.parametrize(
+    ("recipe", "used"),
+    [("delayed", "DelayedScaling"), ("current", "Float8CurrentScaling"), ("block", "Float8BlockScaling")],
+)
+def test_transformer_engine_computes_the_same_block(transformer_engine: list[Any], recipe: str, used: str) -> None:
+    compare(f"transformer engine {recipe}")
+    assert [type(recipe).__name__ for recipe in transformer_engine] == [used]
+
+
+def names_of(qkv_bias: bool) -> tuple[Any, TransformerEngineBlock]:
+    shape = BlockShape(ModelShape(64, 128, 1, 4, 2, 32, qkv_bias=qkv_bias), 1, 8)
+    model, _ = build_block(shape, torch.bfloat16, "cpu")
+    return model.layers[0], TransformerEngineBlock(model.layers[0], "current", 8)
+
+
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize("qkv_bias", [False, True], ids=["Llama", "Qwen2"])
+def test_gradients_have_the_transformers_layers_names(qkv_bias: bool) -> None:
+    """Each is filled with a number of its own in the fused parameters; biases are left out."""
+    layer, block = names_of(qkv_bias)
+    shapes = {name: weight.shape for name, weight in layer.named_parameters() if not name.endswith("bias")}
+    for name, weight in block.layer.named_parameters():
+        weight.grad = torch.full_like(weight, float(len(name)))
+    qkv = block.layer.self_attention.layernorm_qkv.weight.grad
+    qkv[:64], qkv[64:96], qkv[96:] = 1.0, 2.0, 3.0
+    block.layer.layernorm_mlp.fc1_weight.grad[:128] = 4.0
+    block.layer.layernorm_mlp.fc1_weight.grad[128:] = 5.0
+    gradients = block.gradients()
+    assert {name: gradient.shape for name, gradient in gradients.items()} == shapes
+    numbers = {"q_proj": 1.0, "k_proj": 2.0, "v_proj": 3.0, "gate_proj": 4.0, "up_proj": 5.0}
+    for name, number in numbers.items():
+        (gradient,) = (gradient for key, gradient in gradients.items() if f".{name}." in key)
+        assert (gradient == number).all(), name
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_weights_have_the_layers_dtype() -> None:
+    layer, block = names_of(False)
+    assert {weight.dtype for weight in block.layer.parameters()} == {torch.bfloat16}
+    assert torch.equal(block.layer.layernorm_mlp.fc2_weight, layer.mlp.down_proj.weight)
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_rotary_tables_are_as_long_as_asked() -> None:
+    model, _ = build_block(SHAPE, torch.float32, "cpu")
+    assert TransformerEngineBlock(model.layers[0], "block", 24).frequencies.shape == (24, 1, 1, 16)
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_an_unknown_recipe() -> None:
+    model, _ = build_block(SHAPE, torch.float32, "cpu")
+    with pytest.raises(KeyError, match="mxfp8"):
+        TransformerEngineBlock(model.layers[0], "mxfp8", 8)

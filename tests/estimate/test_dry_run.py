@@ -1,0 +1,55 @@
+"""The dry run on the meta device: what it is given, leaves as it was, and cannot tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overcoat import Recipe
+from overcoat.bench.shapes import ModelShape
+from overcoat.estimate.dry_run import GRADIENTS, KEPT, Work, dry_run, meta_model
+from overcoat.ops.weights import kept_bytes
+
+SHAPE = ModelShape(64, 96, 2, 4, 2, 128)
+
+
+def at_the_end(work, phase):
+    """Bytes by category when a phase ends."""
+    account = dry_run(SHAPE.config(), work).account
+    labels = [label for label, _ in account.marks]
+    begin = account.marks[labels.index(phase) + 1][1]
+    return dict(zip(account.categories, account.values[begin].tolist()))
+
+
+def test_the_model_has_no_data_and_the_configuration_stays():
+    config = SHAPE.config()
+    before = config.to_dict()
+    model = meta_model(config, torch.float32)
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.float32)}
+    assert model.training
+    assert config.to_dict() == before
+
+
+def test_gradients_are_there_at_the_end_unless_released():
+    sizes = [parameter.nbytes for parameter in meta_model(SHAPE.config(), torch.bfloat16).parameters()]
+    kept = at_the_end(Work(batch=1, sequence=8), "embedding backward")
+    assert kept[GRADIENTS] == sum(-(-size // 512) * 512 for size in sizes)
+    assert kept[KEPT] == 0
+    assert at_the_end(Work(batch=1, sequence=8, release_bytes=1), "embedding backward").get(GRADIENTS, 0) == 0
+
+
+def test_copies_of_weights_are_counted_and_not_left_behind():
+    before = kept_bytes()
+    run = dry_run(SHAPE.config(), Work(Recipe(reuse_weights=True), 1, 8))
+    linears = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
+    assert 2 * linears <= run.reused <= 2 * linears + 2 * 2 * 4 * 4  # both layouts; scales of four stacks a block
+    assert dry_run(SHAPE.config(), Work(Recipe(reuse_weights=True), 1, 8, gpus=2)).reused == 0
+    assert kept_bytes() == before
+
+
+def test_shapes_that_depend_on_data_are_refused():
+    def loss(model, batch, sequence):
+        return model(input_ids=torch.empty((1, 8), dtype=torch.int64, device="meta").nonzero()).logits.sum()
+
+    with pytest.raises(ValueError, match="a llama model computes shapes from its data"):
+        dry_run(SHAPE.config(), Work(batch=1, sequence=8), loss)

@@ -1,0 +1,169 @@
+"""Estimates as text and as data: what a prediction holds, in words and numbers that one finds by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from overcoat import Recipe
+from overcoat.estimate import Predictor, Setup
+from overcoat.estimate.fit import CHANGES, Advice, Rung, advise
+from overcoat.estimate.predict import LASTING, Phase, Prediction
+from overcoat.estimate.table import as_data, component_table, gib, not_converted, recommendation, rung_table, setup_data
+from overcoat.models.convert import LayerReport, Report
+from tests.estimate.test_fit import SHAPE, names, room
+
+GIB = 2**30
+# Of an even 16 GiB.
+COMPONENTS = {**dict.fromkeys(LASTING, 0), "weights": 8 * GIB, "moments": 2**20 - 1, "gradients": 4 * GIB}
+COMPONENTS["kept activations"] = 4 * GIB - COMPONENTS["moments"]
+
+
+@pytest.fixture(scope="module")
+def predictor():
+    return Predictor(SHAPE.config())
+
+
+def made(**changes):
+    """A prediction with these numbers."""
+    phases = [Phase("block 3 backward", 16 * GIB, 15 * GIB)]
+    values = (Setup(), 8, 1024, 1, COMPONENTS, "block 3 backward", phases, 10**9, 0, 0, Report(Recipe()))
+    return replace(Prediction(*values), **changes)
+
+
+class MadeRoom:
+    """A GPU of 20 GiB, on which every setup needs the same and so many rows fit."""
+
+    def __init__(self, rows=3, gpus=1):
+        self.batch, self.gpus, self.limit, self.rows = 8, gpus, 20 * GIB, rows
+
+    def largest_batch(self, setup):
+        return self.rows
+
+    def predict(self, setup):
+        return made()
+
+
+def made_advice(changes):
+    rungs = [Rung(None, Setup(), made()), *(Rung(change, Setup(), made()) for change in CHANGES[:2])]
+    return Advice(rungs, changes, Setup())
+
+
+def needed():
+    return f"{made().total_bytes / GIB:.2f}"
+
+
+# ---- text ---------------------------------------------------------------------------------------------------------
+
+
+def test_tables_say_what_was_found(predictor):
+    here = room(predictor, 120)
+    advice = advise(here, Setup())
+    prediction = advice.rungs[0].prediction
+    lines = component_table(prediction).splitlines()
+    assert lines[0].startswith(f"at the peak, {prediction.moment}")
+    assert lines[-1].split()[-1] == f"{prediction.total_bytes / 2**30:.2f}"
+    assert not any(line.startswith("gathered") for line in lines)  # one GPU gathers nothing
+    rungs = rung_table(here, advice).splitlines()
+    assert len(rungs) == 1 + len(advice.rungs)
+    largest = str(here.largest_batch(Setup()))
+    sizes = [f"{size / 2**30:.2f}" for size in (prediction.peak_bytes, prediction.total_bytes)]
+    assert rungs[1].split() == ["as", "asked", *sizes, largest]
+
+
+def test_sizes_in_gib():
+    assert [gib(size) for size in (0, GIB // 2, 1536 * GIB)] == ["0.00", "0.50", "1,536.00"]
+
+
+def test_components_are_shares_of_the_peak_and_small_ones_are_left_out():
+    lines = component_table(made()).splitlines()
+    assert lines[0].split() == ["at", "the", "peak,", "block", "3", "backward", "GiB", "share"]
+    assert [line.rsplit(maxsplit=2) for line in lines[1:4]] == [
+        ["weights", "8.00", "50.0%"],
+        ["gradients", "4.00", "25.0%"],
+        ["kept activations", "4.00", "25.0%"],
+    ]
+    assert lines[4].split() == ["allocated", "16.00"]
+    assert [line[:38].strip() for line in lines[5:]] == [
+        "allocator, margin",
+        "CUDA context, margin",
+        "needed on each GPU",
+    ]
+    margins = sum(float(line.split()[-1]) for line in lines[5:7])
+    assert float(lines[7].split()[-1]) == pytest.approx(16 + margins, abs=0.015)  # three rounded numbers
+
+
+def test_nccl_and_host_memory_where_there_are_some():
+    several = component_table(made(gpus=2, host_bytes=3 * GIB)).splitlines()
+    assert several[-3].startswith("CUDA context and NCCL, margin ")
+    assert several[-1].rsplit(maxsplit=1) == ["page-locked host memory, each process", "3.00"]
+
+
+def test_layers_that_keep_their_precision():
+    """Each reason once; the baseline's layers are what was asked for."""
+    reasons = ["has a hook", "Recipe.bf16()", "has a hook", "gate of its own"]
+    layers = [LayerReport(f"layers.{i}", "Layer", False, reason) for i, reason in enumerate(reasons)]
+    report = Report(Recipe(), [*layers, LayerReport("layers.4", "Layer", True, "")])
+    line = not_converted(made(report=report))
+    assert line == "4 of 5 decoder layers keep their precision: gate of its own; has a hook"
+    assert not_converted(made(report=Report(Recipe(), [layers[1]]))) == ""
+    assert not_converted(made(report=Report(Recipe(), [report.layers[4]]))) == ""
+
+
+def test_rungs_have_names_sizes_and_prices():
+    lines = rung_table(MadeRoom(rows=12), made_advice([])).splitlines()
+    assert lines[0].split() == ["allocated", "needed", "GiB", "largest", "batch", "price"]
+    assert lines[1].split() == ["as", "asked", "16.00", needed(), "12"]
+    assert lines[2].startswith(f"+ {CHANGES[0].name} ")
+    assert lines[2].endswith(f" 16.00 {needed():>10s} {12:13d}   {CHANGES[0].price}")
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_recommendations():
+    first, second = CHANGES[:2]
+    assert recommendation(MadeRoom(), made_advice([])) == "Batch 8 fits into 20.00 GiB as asked."
+    assert recommendation(MadeRoom(gpus=4, rows=9), made_advice([first, second])) == (
+        f"Batch 8 fits into 20.00 GiB on each of 4 GPUs with {first.name}, {second.name}: {needed()} GiB needed, "
+        "largest batch 9."
+    )
+    start = f"Batch 8 does not fit into 20.00 GiB: with everything above it needs {needed()} GiB; "
+    assert recommendation(MadeRoom(), made_advice(None)) == start + "batch 3 fits with all of it."
+    assert recommendation(MadeRoom(rows=0), made_advice(None)) == (
+        start + "shorter sequences, more GPUs, or a smaller model."
+    )
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------
+
+
+def test_data_hold_the_same_as_the_tables(predictor):
+    here = room(predictor, 120)
+    advice = advise(here, Setup())
+    data = as_data(advice.rungs[0].prediction, here, advice)
+    assert sum(data["components"].values()) == data["peak_bytes"]
+    assert data["total_bytes"] == data["peak_bytes"] + data["slack_bytes"] + data["context_bytes"]
+    assert data["fits"] is (data["total_bytes"] <= here.limit)
+    assert data["recommendation"] == names(advice)
+    assert [rung["largest_batch"] for rung in data["rungs"]] == [here.largest_batch(r.setup) for r in advice.rungs]
+    assert "rungs" not in as_data(advice.rungs[0].prediction, None, None)
+
+
+@pytest.mark.parametrize(("changes", "fits"), [([], True), ([CHANGES[0]], False), (None, False)])
+def test_data_tell_what_fits_from_what_can_be_made_to_fit(changes, fits):
+    data = as_data(made(), MadeRoom(), made_advice(changes))
+    assert data["fits"] is fits
+    assert data["recommendation"] == (None if changes is None else [change.name for change in changes])
+    assert data["recommended_setup"] == (None if changes is None else setup_data(Setup()))
+    assert [rung["change"] for rung in data["rungs"]] == [None, CHANGES[0].name, CHANGES[1].name]
+    assert data["gpu_memory"] == 20 * GIB
+
+
+def test_data_are_plain():
+    """What `--json` prints can be read again; the recipe is data too."""
+    report = Report(Recipe(), [LayerReport("layers.0", "Layer", False, "has a hook")])
+    data = as_data(made(report=report, host_bytes=7), MadeRoom(), made_advice(None))
+    assert json.loads(json.dumps(data)) == {**data, "setup": json.loads(json.dumps(setup_data(Setup())))}
+    assert data["setup"]["recipe"]["kept_format"] == "sqrt8"
+    assert (data["left_alone"], data["host_bytes"]) == ({"layers.0": "has a hook"}, 7)

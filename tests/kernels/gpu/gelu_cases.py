@@ -1,0 +1,22 @@
+"""Inputs and parameters that the tests of GELU's kernels have in common."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.gpu.compare import INTERPRETED, awkward
+
+SHAPES = [(1, 16), (7, 100), (130, 200)]
+SHAPES += [] if INTERPRETED else [(1000, 12288), (300, 17920)]
+GROUPS = [("sqrt8", 128), ("e4m3", 16), ("int8", 80)]
+forms = pytest.mark.parametrize("approximate", ["none", "tanh"])
+shapes = pytest.mark.parametrize("shape", SHAPES)
+formats = pytest.mark.parametrize("fmt", ["e5m2", "e4m3"])
+
+
+def gradient(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """With a column of ones, whose sum is that of the derivatives, and a row of zeros."""
+    dh = awkward(*shape, dtype, seed=1).clamp(-50, 50)
+    dh[:, 0] = 1.0
+    return dh

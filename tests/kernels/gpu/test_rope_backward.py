@@ -1,0 +1,29 @@
+"""The kernels of kernels/gpu/rope_backward.py equal their references."""
+
+from __future__ import annotations
+
+import pytest
+
+from overcoat.kernels import rope as ops
+from overcoat.kernels.quantize import amax
+from tests.kernels.gpu.compare import NEEDS_GPU, assert_equal, awkward
+from tests.kernels.gpu.rope_cases import CASES, laid_out, split_heads, tables
+
+pytestmark = NEEDS_GPU
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("fmt", ["e5m2", "e4m3"])
+def test_backward(case, fmt):
+    tokens, positions, num_q, num_kv, width = case
+    parts = split_heads(awkward(tokens, (num_q + 2 * num_kv) * width), num_q, num_kv)
+    cos, sin = tables(positions, width)
+    arguments = (None, cos, sin, None, None, 0.0, num_q)
+    theirs = ops.qk_rope_backward.reference(*parts, *arguments)
+    for inputs in laid_out(parts):
+        assert_equal(ops.qk_rope_backward.kernel(*inputs, *arguments), theirs)
+        top = ops.qk_rope_backward_amax.kernel(*inputs, cos, sin, num_q)
+        assert_equal(top, ops.qk_rope_backward_amax.reference(*inputs, cos, sin, num_q))
+        assert top >= 0.99 * amax.reference(theirs[0])
+        ours = ops.qk_rope_backward_quantize.kernel(*inputs, cos, sin, top, fmt, num_q)
+        assert_equal(ours, ops.qk_rope_backward_quantize.reference(*inputs, cos, sin, top, fmt, num_q))

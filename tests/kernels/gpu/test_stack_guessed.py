@@ -1,0 +1,53 @@
+"""The kernels of kernels/gpu/stack_guessed.py equal their references, whatever is guessed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overcoat.kernels import quantize as ops
+from tests.kernels.gpu.compare import DEVICE, NEEDS_GPU, assert_equal, awkward
+
+pytestmark = NEEDS_GPU
+
+# What the maxima found by AdamW, taken as guesses, are multiplied by.
+GUESSES = {"right": 1.0, "too small": 0.25, "too large": 3.0, "zero": 0.0, "inf": torch.inf, "nan": torch.nan}
+
+
+@pytest.mark.parametrize("factor", GUESSES.values(), ids=GUESSES.keys())
+@pytest.mark.parametrize("columns", [336, 1040, 77])
+@pytest.mark.parametrize("sizes", [[16], [48, 16], [16, 48, 16], [100, 61], [130, 2, 4, 64, 18]])
+def test_stack_weights_guessed(sizes, columns, factor):
+    """The guess changes nothing, be it right, wrong or no number."""
+    weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
+    guesses = [ops.amax.reference(w) * factor for w in weights]
+    ours = ops.stack_weights_guessed.kernel(weights, guesses)
+    assert_equal(ours, ops.stack_weights_guessed.reference(weights, guesses))
+    assert_equal(ours, (*ops.stack_weights.kernel(weights, ours[2], False), ops.stack_amax.kernel(weights)))
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_stack_weights_guessed_not_finite(value):
+    weights = [torch.randn(rows, 144, device=DEVICE) for rows in (32, 16)]
+    weights[1][3, 5] = value
+    for guesses in ([ops.amax.reference(w) for w in weights], [torch.ones((), device=DEVICE)] * 2):
+        ours = ops.stack_weights_guessed.kernel(weights, guesses)
+        assert_equal(ours, ops.stack_weights_guessed.reference(weights, guesses))
+
+
+def test_a_right_guess_needs_no_second_copy(monkeypatch):
+    from overcoat.kernels.gpu import stack_guessed
+
+    class Nothing:
+        def __getitem__(self, grid):
+            return lambda *args, **options: None
+
+    weights = [awkward(rows, 1040, seed=rows).clamp(-3, 3) for rows in (64, 40)]
+    right = [ops.amax.reference(w) for w in weights]
+    expected = ops.stack_weights_guessed.kernel(weights, right)
+    monkeypatch.setattr(stack_guessed, "_copy_again_kernel", Nothing())
+    data, _, amax = ops.stack_weights_guessed.kernel(weights, right)
+    assert_equal((data, amax), (expected[0], expected[2]))
+    data, _, amax = ops.stack_weights_guessed.kernel(weights, [top / 2 for top in right])
+    assert torch.equal(amax, expected[2])
+    assert not torch.equal(data.view(torch.uint8), expected[0].view(torch.uint8))

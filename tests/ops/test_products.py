@@ -1,0 +1,187 @@
+"""The three products of a linear layer, exactly: `pytest tests/ops/test_products.py`.
+
+Small integers under a scale of 1 (the maximum is said to be the format's own) have no rounding in either FP8 format,
+and their products none in FP32: every result equals that of integer arithmetic.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overcoat import Recipe
+from overcoat.formats import E4M3, E5M2, Quantized
+from overcoat.kernels.blockwise import block_quantize_t
+from overcoat.kernels.quantize import amax, quantize, quantize_both
+from overcoat.ops import products
+from overcoat.ops.products import dgrad, product, product_backward, quantize_gradient, stack_biases, wgrad
+from tests.emulation import rounded
+from tests.kernels.samples import normal
+
+K = 32
+ROWS = (16, 24, 8)
+TOP = {"e4m3": torch.tensor(448.0), "e5m2": torch.tensor(57344.0)}  # a scale of 1
+tokens_ = pytest.mark.parametrize("tokens", [1, 7, 33])
+
+
+def integers(*shape, seed=0, dtype=torch.bfloat16):
+    """-4 .. 4: E5M2 has all of them."""
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layer(tokens, dtype=torch.bfloat16):
+    """x, weights, dy, and x as wgrad's operand."""
+    x, dy = integers(tokens, K, dtype=dtype), integers(tokens, sum(ROWS), seed=1, dtype=dtype)
+    weights = [integers(rows, K, seed=2 + rows, dtype=dtype) for rows in ROWS]
+    x8, x_t, scale = quantize_both(x, TOP["e4m3"], "e4m3")
+    return x, weights, dy, Quantized(x8, scale), Quantized(x_t, scale)
+
+
+# ---- forward ------------------------------------------------------------------------------------------------------
+
+
+def test_stack_biases():
+    weights = [normal(n, 4, dtype=torch.bfloat16) for n in (2, 3)]
+    bias = normal(3, dtype=torch.bfloat16)
+    assert stack_biases(weights, [None, None]) is None
+    assert stack_biases(weights[1:], [bias]) is bias
+    assert stack_biases(weights, [None, bias]).tolist() == [0.0, 0.0, *bias.tolist()]
+
+
+def test_a_stacked_bias_has_the_weights_own_dtype():
+    weights = [integers(rows, 4, dtype=torch.float32) for rows in (2, 1)]
+    stacked = stack_biases(weights, [torch.ones(2), None])
+    assert (stacked.dtype, stacked.tolist()) == (torch.float32, [1.0, 1.0, 0.0])
+    with pytest.raises(ValueError, match="zip"):
+        stack_biases(weights, [torch.ones(2), None, None])
+
+
+@tokens_
+def test_product_of_stacked_weights_with_bias_and_residual(tokens):
+    x, weights, _, x8, _ = layer(tokens, torch.float32)
+    bias, residual = integers(sum(ROWS), seed=5), integers(tokens, sum(ROWS), seed=6, dtype=torch.float32)
+    y, w_amax = product(*x8, weights, bias, torch.float32, TOP["e4m3"], residual)
+    assert torch.equal(y, x @ torch.cat(weights).t() + bias.float() + residual)
+    assert w_amax == 448
+    plain, _ = product(*x8, weights, None, torch.bfloat16, TOP["e4m3"])
+    assert torch.equal(plain, (x @ torch.cat(weights).t()).bfloat16())
+
+
+def test_the_maximum_of_the_weights_is_found_and_handed_on():
+    _, weights, _, x8, _ = layer(3)
+    weights[1][5, 7] = -8.0
+    y, w_amax = product(*x8, weights, None, torch.float32)
+    assert w_amax == 8
+    # 8 / 448 is no power of two: FP8's own rounding is there.
+    expected = x8.data.double() @ rounded(torch.cat(weights).float(), E4M3).t()
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=K * 2.0**-24 * K * 4 * 8)
+
+
+# ---- the output gradient ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@tokens_
+def test_a_gradient_in_both_layouts(tokens, fmt):
+    dy = integers(tokens, 24)
+    found = quantize_gradient(dy, [None], Recipe(grad_format=fmt), TOP[fmt])
+    assert found.data.dtype == found.transposed.dtype == {"e4m3": E4M3, "e5m2": E5M2}[fmt].dtype
+    assert found.scale == 1
+    assert torch.equal(found.data.float(), dy.float())
+    assert found.transposed.shape == (24, -(-tokens // 16) * 16)
+    assert torch.equal(found.transposed[:, :tokens].t().float(), dy.float())
+    assert found.transposed[:, tokens:].float().count_nonzero() == 0
+    assert (found.sums, found.scale_t, found.dtype) == (None, None, torch.bfloat16)
+
+
+def test_the_maximum_of_a_gradient_is_found_unless_known():
+    dy = integers(7, 24)
+    assert quantize_gradient(dy, [None], Recipe()).scale == quantize(dy, amax(dy), "e5m2")[1]
+    assert quantize_gradient(dy, [None], Recipe(), 2 * amax(dy)).scale == quantize(dy, 2 * amax(dy), "e5m2")[1]
+
+
+def test_sums_are_of_the_gradient_itself_in_fp32():
+    """513 ones: BF16 would say 512, E5M2 under the scale of a maximum of 3 would not even hold the ones."""
+    dy = torch.ones(513, 16, dtype=torch.bfloat16)
+    dy[:, 1] = 3.0
+    found = quantize_gradient(dy, [None, torch.zeros(4)], Recipe())
+    assert found.sums.dtype == torch.float32
+    assert found.sums.tolist() == [513.0, 1539.0, *[513.0] * 14]
+
+
+def test_a_gradient_with_block_scales_has_two():
+    dy = integers(300, 40)
+    dy[:, 3] = 0.0
+    found = quantize_gradient(dy.t().contiguous().t(), [None], Recipe(linear_scaling="block"))
+    assert found.scale.shape == (1, 300)
+    assert found.scale_t.shape == (3, 40)
+    assert (found.scale_t[:, 3] == 1).all()  # a column of zeros has blocks of its own
+
+
+# ---- backward -----------------------------------------------------------------------------------------------------
+
+
+@tokens_
+@pytest.mark.parametrize("which", [(), (1,), (0, 2), (0, 1, 2)], ids=["none", "second", "outer", "all"])
+def test_gradients_of_each_weight_and_of_the_biases_there_are(tokens, which):
+    x, weights, dy, _, x_t = layer(tokens)
+    biases = [integers(rows, dtype=torch.float32) if place in which else None for place, rows in enumerate(ROWS)]
+    dx, dweights, dbiases = product_backward(dy, x_t, weights, biases, TOP["e4m3"], Recipe(), TOP["e5m2"])
+    assert torch.equal(dx, (dy.float() @ torch.cat(weights).float()).bfloat16())
+    for part, weight, dweight, bias, dbias in zip(dy.split(ROWS, 1), weights, dweights, biases, dbiases, strict=True):
+        assert dweight.dtype == weight.dtype
+        assert torch.equal(dweight, (part.t().float() @ x.float()).bfloat16())
+        assert (dbias is None) == (bias is None)
+        if dbias is not None:
+            assert dbias.dtype == bias.dtype
+            assert torch.equal(dbias, part.float().sum(0))
+
+
+def test_frozen_weights_have_no_gradient_but_pass_it_on():
+    _, weights, dy, _, _ = layer(7)
+    biases = [None, torch.zeros(ROWS[1]), None]
+    dx, dweights, dbiases = product_backward(dy, None, weights, biases, TOP["e4m3"], Recipe(), TOP["e5m2"])
+    assert dweights == (None, None, None)
+    assert torch.equal(dx, (dy.float() @ torch.cat(weights).float()).bfloat16())
+    assert torch.equal(dbiases[1], dy.split(ROWS, 1)[1].float().sum(0))
+
+
+def test_a_gradient_quantized_before_is_used_as_it_is():
+    _, weights, dy, _, x_t = layer(7)
+    biases = [torch.zeros(rows) for rows in ROWS]
+    made = quantize_gradient(dy, biases, Recipe(), TOP["e5m2"])
+    found = product_backward(made, x_t, weights, biases, TOP["e4m3"], Recipe(grad_format="e4m3"))
+    expected = product_backward(dy, x_t, weights, biases, TOP["e4m3"], Recipe(), TOP["e5m2"])
+    assert torch.equal(found.dx, expected.dx)
+    for ours, theirs in zip((*found.dweights, *found.dbiases), (*expected.dweights, *expected.dbiases)):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("tokens", [1, 150])
+def test_block_scales_are_those_of_their_product(tokens):
+    """No maximum of the weights: dx has blocks along N, dW along the tokens, both products exact but for rounding."""
+    dy, weight = normal(tokens, 200), normal(200, 130, seed=1)
+    recipe = Recipe(linear_scaling="block")
+    x = normal(tokens, 130, seed=2)
+    x_t = Quantized(*block_quantize_t(x, "e4m3"))
+    found = product_backward(dy, x_t, [weight], [None], None, recipe)
+    by_rows, by_columns = rounded(dy, E4M3, (1, 128)), rounded(dy, E4M3, (128, 1))
+    factors = (by_rows, rounded(weight, E4M3, (128, 128))), (by_columns.t(), rounded(x, E4M3, (128, 1)))
+    for ours, (a, b) in zip((found.dx, found.dweights[0]), factors):
+        # An FP32 sum of n products: at most n roundings of the sum of their sizes; two of the scales besides.
+        allowed = (a.shape[1] + 2) * 2.0**-24 * (a.abs() @ b.abs())
+        assert ((ours.double() - a @ b).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize(("tokens", "fast"), [(1, True), (32, True), (33, False)])
+def test_long_sums_over_tokens_are_promoted(tokens, fast, monkeypatch):
+    """dW adds up as many products as there are tokens, with their padding; dx as many as there are outputs."""
+    seen = []
+    original = products.gemm
+    monkeypatch.setattr(products, "FAST_WGRAD_TOKENS", 32)
+    monkeypatch.setattr(products, "gemm", lambda *args: seen.append(args[6]) or original(*args))
+    _, weights, dy, _, x_t = layer(tokens)
+    gradient = quantize_gradient(dy, [None] * 3, Recipe())
+    wgrad(gradient, x_t, torch.float32)
+    dgrad(gradient, weights, TOP["e4m3"])
+    assert seen == [fast, True]

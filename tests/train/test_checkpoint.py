@@ -1,0 +1,241 @@
+"""Checkpoints one by one: written whole or not at all, what is loaded from them, and which one is chosen.
+
+Whole runs that are killed and continued are in `test_resume.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from overcoat.train import checkpoint, files
+from overcoat.train.checkpoint import (
+    checkpoint_dir,
+    choose_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    load_weights,
+    newest_checkpoint,
+    save_checkpoint,
+    set_aside_newer,
+)
+from overcoat.train.config import Config
+from overcoat.train.configfile import dump_toml
+from overcoat.train.files import DamagedError, verify_directory, write_directory
+from overcoat.train.state import TrainState
+from tests.train.test_loop import EXACT, make_state
+
+MakeConfig = Callable[..., Config]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def save_at(state: TrainState, config: Config, *steps: int) -> None:
+    for step in steps:
+        state.step = step
+        save_checkpoint(state, config, None)
+
+
+def fake_run(config: Config, *steps: int) -> Path:
+    """The run directory of `config` with checkpoints that are valid and hold next to nothing."""
+    run_dir = Path(config.train.run_dir)
+    for step in steps:
+        target = checkpoint_dir(config) / f"step-{step:08d}"
+        write_directory(target, lambda folder: (folder / "training.pt").write_text("state") and None, {"step": step})
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "config.toml").write_text(dump_toml(config))
+    return run_dir
+
+
+def damage(path: Path) -> None:
+    (path / "training.pt").write_text("stat")
+
+
+def test_a_checkpoint_is_complete_and_the_oldest_go(make_config: MakeConfig) -> None:
+    config = make_config(*EXACT, "checkpoint.keep=2")
+    folder = checkpoint_dir(config)
+    state = make_state(config)
+    save_at(state, config, 3, 20, 100)
+    assert names(folder) == ["step-00000020", "step-00000100"]  # the order is that of steps
+    manifest = verify_directory(folder / "step-00000100")
+    assert manifest["step"] == 100
+    assert {"model.safetensors", "config.json", "training.pt"} <= set(manifest["files"])
+    assert newest_checkpoint(folder) == folder / "step-00000100"
+
+
+@pytest.mark.parametrize("where", ["model", "training", "sync", "rename"])
+def test_a_failed_write_leaves_the_checkpoints_there_were(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    config = make_config(*EXACT, "checkpoint.keep=1")
+    folder = checkpoint_dir(config)
+    state = make_state(config)
+    save_at(state, config, 3)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        owner, name = {
+            "model": (checkpoint, "write_model"),
+            "training": (torch, "save"),
+            "sync": (files, "sync"),
+            "rename": (Path, "rename"),
+        }[where]
+        patch.setattr(owner, name, full)
+        with pytest.raises(OSError, match="no space left"):
+            save_at(state, config, 6)
+    assert list_checkpoints(folder) == [folder / "step-00000003"]
+    assert newest_checkpoint(folder) == folder / "step-00000003"
+    save_at(state, config, 6)  # and nothing of it is in the way of the next
+    assert names(folder) == ["step-00000006"]
+
+
+def test_what_is_loaded_is_what_was_saved_in_place(make_config: MakeConfig) -> None:
+    config = make_config(*EXACT)
+    state = make_state(config)
+    state.rows.next_rows(5)
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.add_(1)
+    save_at(state, config, 4)
+    other = make_state(config)
+    before = [parameter.data_ptr() for parameter in other.model.parameters()]
+    load_checkpoint(checkpoint_dir(config) / "step-00000004", other)
+    assert other.step == 4
+    assert other.rows.state_dict() == state.rows.state_dict()
+    assert [parameter.data_ptr() for parameter in other.model.parameters()] == before  # the optimizer holds them
+    for mine, theirs in zip(other.model.parameters(), state.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("identity", "remedy"),
+    [("other", r"set data\.cache_dir to the data/ folder"), (f"{checkpoint.STREAMED} x", "stream the same files")],
+)
+def test_other_tokens_are_refused_before_anything_is_loaded(
+    make_config: MakeConfig, identity: str, remedy: str
+) -> None:
+    config = make_config(*EXACT)
+    state = make_state(config)
+    save_at(state, config, 4)
+    other = make_state(config)
+    other.data_identity = identity
+    with torch.no_grad():
+        next(other.model.parameters()).zero_()
+    with pytest.raises(ValueError, match=rf"step-00000004 was trained on other tokens than these .*{remedy}"):
+        load_checkpoint(checkpoint_dir(config) / "step-00000004", other)
+    assert other.step == 0
+    assert not next(other.model.parameters()).any()
+
+
+def test_tied_weights_are_stored_once_and_loaded_as_one(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    save_file({"0.weight": torch.ones(3, 3)}, tmp_path / "model.safetensors")
+    load_weights(tmp_path, model)
+    assert model[1].weight is model[0].weight
+    assert model[1].weight.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("stored", "count", "first"),
+    [
+        ({"weight": (3, 2)}, 1, "bias"),  # missing
+        ({"weight": (3, 2), "bias": (3,), "more": (1,)}, 1, "more"),
+        ({"weight": (2, 3), "bias": (3,)}, 1, "weight"),  # of another shape
+        ({"weight": (1, 2), "bias": (1,)}, 2, "bias"),  # would broadcast
+        ({}, 2, "weight"),
+    ],
+)
+def test_weights_of_another_model_are_refused_and_none_copied(
+    tmp_path: Path, stored: dict[str, tuple[int, ...]], count: int, first: str
+) -> None:
+    from safetensors.torch import save_file
+
+    model = torch.nn.Linear(2, 3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, shape in stored.items():  # in as many files: all are read
+        save_file({name: torch.full(shape, 9.0)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ValueError, match=rf"another model: {count} parameters differ, the first is {first}"):
+        load_weights(tmp_path, model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_newer_checkpoints_are_renamed_not_lost(make_config: MakeConfig) -> None:
+    config = make_config()
+    folder = checkpoint_dir(config)
+    for _ in range(2):  # the same history abandoned twice
+        fake_run(config, 3, 6, 9)
+        set_aside_newer(folder, 3)
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000003"]
+    aside = [f"abandoned-{number}-step-{step:08d}" for number in (1, 2) for step in (6, 9)]
+    assert names(folder) == [*aside, "step-00000003"]
+    assert verify_directory(folder / aside[0])["step"] == 6
+
+
+def test_a_new_directory_and_one_with_tokens_alone_are_fresh_starts(make_config: MakeConfig) -> None:
+    config = make_config()
+    run_dir = Path(config.train.run_dir)
+    assert choose_checkpoint(config) is None
+    (run_dir / "data").mkdir(parents=True)
+    (run_dir / ".lock").touch()
+    assert choose_checkpoint(config) is None
+    (run_dir / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"holds files but no run of overcoat: choose another train\.run_dir"):
+        choose_checkpoint(config)
+    fake_run(config)
+    assert choose_checkpoint(config) is None  # a run that died before its first checkpoint
+
+
+def test_the_same_configuration_continues_from_the_newest(make_config: MakeConfig) -> None:
+    run_dir = fake_run(make_config(), 3, 12, 6)
+    assert choose_checkpoint(make_config("eval.every=1")) == run_dir / "checkpoints/step-00000012"
+    with pytest.raises(ValueError, match=r"\(train\.seed: 0 -> 1\): choose another train\.run_dir, or .*train\.resume"):
+        choose_checkpoint(make_config("train.seed=1"))
+
+
+def test_an_explicit_checkpoint_is_taken_whatever_else_differs(make_config: MakeConfig, tmp_path: Path) -> None:
+    run_dir = fake_run(make_config(), 3, 6)
+    older = run_dir / "checkpoints/step-00000003"
+    damage(run_dir / "checkpoints/step-00000006")
+    assert choose_checkpoint(make_config("train.seed=1", f"train.resume={older}")) == older
+    elsewhere = make_config(f"train.resume={older}", f"train.run_dir={tmp_path / 'new'}")
+    assert choose_checkpoint(elsewhere) == older
+
+
+def test_an_explicit_checkpoint_that_is_none_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    run_dir = fake_run(make_config(), 3)
+    with pytest.raises(ValueError, match=r"train\.resume = '.*/gone': no such checkpoint \(in .*: .*step-00000003\)"):
+        choose_checkpoint(make_config(f"train.resume={tmp_path}/gone"))
+    fresh = make_config(f"train.resume={tmp_path}/gone", f"train.run_dir={tmp_path / 'new'}")
+    with pytest.raises(ValueError, match=r"no such checkpoint \(in .*new/checkpoints: none\)"):
+        choose_checkpoint(fresh)
+    write_directory(tmp_path / "export", lambda folder: (folder / "config.json").write_text("{}") and None, {})
+    with pytest.raises(ValueError, match=r"export': not a checkpoint, it has no training\.pt"):
+        choose_checkpoint(make_config(f"train.resume={tmp_path}/export"))
+    damage(run_dir / "checkpoints/step-00000003")
+    with pytest.raises(DamagedError, match=r"training\.pt has 4 bytes instead of 5"):
+        choose_checkpoint(make_config(f"train.resume={run_dir}/checkpoints/step-00000003"))
+
+
+def test_a_damaged_newest_names_the_way_on_and_is_never_skipped(make_config: MakeConfig) -> None:
+    config = make_config()
+    run_dir = fake_run(config, 3)
+    damage(run_dir / "checkpoints/step-00000003")
+    with pytest.raises(DamagedError, match="bytes instead of 5; nothing was overwritten, delete it to start over"):
+        choose_checkpoint(config)
+    fake_run(config, 3, 6)
+    damage(run_dir / "checkpoints/step-00000006")
+    with pytest.raises(DamagedError, match=r"resume from the one before it with train\.resume=.*step-00000003$"):
+        choose_checkpoint(config)
+    manifest = json.loads((run_dir / "checkpoints/step-00000006/manifest.json").read_text())
+    assert manifest["step"] == 6

@@ -1,0 +1,47 @@
+"""Optional packages: one that is missing is one clear sentence, one that is broken speaks for itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from overcoat.train.extras import load_extra
+
+
+def test_a_package_that_is_there_is_imported() -> None:
+    assert load_extra("json", "hf", "reading") is json
+    assert load_extra("json.decoder", "hf", "reading") is json.decoder
+
+
+@pytest.mark.parametrize("module", ["surely_not_installed", "surely_not_installed.part.of_it"])
+def test_a_missing_package_says_what_it_is_for_and_how_to_get_it(module: str) -> None:
+    expected = r"^loading a thing needs the package 'surely_not_installed': pip install 'overcoat\[extra\]'$"
+    with pytest.raises(ValueError, match=expected) as caught:
+        load_extra(module, "extra", "loading a thing")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_module_missing_from_its_package_is_no_reason_to_blame_another() -> None:
+    """An old version of the package may lack the module: the remedy is the same."""
+    with pytest.raises(ValueError, match="needs the package 'json'"):
+        load_extra("json.surely_not_there", "hf", "reading")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("import surely_not_installed", ModuleNotFoundError, "No module named 'surely_not_installed'"),
+        ("from overcoat_test_broken import surely_not_there", ImportError, "cannot import name 'surely_not_there'"),
+        ("1 / 0", ZeroDivisionError, "division by zero"),
+    ],
+)
+def test_a_broken_package_keeps_its_own_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, error: type[Exception], message: str
+) -> None:
+    """Installing it again would not help: what it needs is missing, or it is broken itself."""
+    (tmp_path / "overcoat_test_broken.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(error, match=message):
+        load_extra("overcoat_test_broken", "hf", "reading")

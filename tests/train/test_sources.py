@@ -1,0 +1,193 @@
+"""Documents out of files, Python's own source, JSONL and datasets, and the stream's position in them."""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from overcoat.train import sources
+from overcoat.train.config import DataConfig
+from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, read_documents
+
+
+def test_stdlib_is_found_without_tests_and_packages() -> None:
+    root = Path(sysconfig.get_paths()["stdlib"]).resolve()
+    files = find_files(["stdlib"])
+    assert root / "json" / "decoder.py" in files
+    assert not [
+        path for path in files if {"test", "tests", "site-packages", "encodings"} & set(path.relative_to(root).parts)
+    ]
+    assert len(files) == len(set(files)) > 300
+
+
+def test_site_packages_are_found() -> None:
+    import torch
+
+    assert Path(torch.__file__).resolve() in find_files(["site-packages"])
+
+
+def test_a_pattern_without_files_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nothing found for '.*absent"):
+        find_files([str(tmp_path / "absent*.txt")])
+
+
+def test_documents_of_text_and_jsonl(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "b.txt").write_text("  \n")  # nothing in it
+    (tmp_path / "c.txt").write_text("one\ntwo\n")  # a duplicate
+    (tmp_path / "d.jsonl").write_text('{"body": "three"}\n\n{"body": "four"}\n')
+    found = list(documents(DataConfig(files=[str(tmp_path / "*")], text_key="body")))
+    assert sorted(found) == ["four", "one\ntwo\n", "three"]
+
+
+def test_a_bad_jsonl_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": "three"}\n{"txt": "four"}\n')
+    with pytest.raises(ValueError, match=r"d.jsonl:2: no JSON object with text under 'text'"):
+        list(documents(DataConfig(files=[str(tmp_path / "d.jsonl")])))
+
+
+def test_a_large_file_is_cut_at_line_ends(tmp_path: Path) -> None:
+    text = "".join(f"line {number}\n" for number in range(40_000))
+    assert len(text) > sources.CORPUS_BYTES
+    (tmp_path / "large.txt").write_text(text)
+    pieces = list(documents(DataConfig(files=[str(tmp_path / "large.txt")])))
+    assert "".join(pieces) == text
+    assert len(pieces) > 5
+    assert all(piece.endswith("\n") for piece in pieces)
+
+
+def test_max_bytes_bounds_the_text(corpus_files: str) -> None:
+    whole = list(documents(DataConfig(files=[corpus_files])))
+    some = list(documents(DataConfig(files=[corpus_files], max_bytes=5000)))
+    assert 0 < sum(map(len, some)) <= 5000
+    assert some == whole[: len(some)]
+
+
+def test_a_missing_extra_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'overcoat\[hf\]'"):
+        list(documents(DataConfig(dataset="some/name")))
+
+
+def test_the_order_of_files_is_that_of_their_names_checksums_wherever_they_lie(tmp_path: Path) -> None:
+    orders = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        for number in range(20):
+            (tmp_path / folder / f"{number:02d}.txt").touch()
+        orders.append([path.name for path in find_files([f"{tmp_path / folder}/*.txt"])])
+    assert orders[0] == orders[1] != sorted(orders[0])
+    assert all(zlib.crc32(first.encode()) < zlib.crc32(second.encode()) for first, second in pairwise(orders[0]))
+
+
+def test_a_file_named_twice_is_found_once_and_folders_are_not_files(tmp_path: Path) -> None:
+    (tmp_path / "deep.txt").mkdir()
+    (tmp_path / "deep.txt/a.txt").touch()
+    (tmp_path / "link.txt").symlink_to(tmp_path / "deep.txt/a.txt")
+    patterns = [f"{tmp_path}/*.txt", f"{tmp_path}/**/a.txt"]
+    assert find_files(patterns) == [(tmp_path / "deep.txt/a.txt").resolve()]
+    with pytest.raises(ValueError, match=r"nothing found for '.*deep\.txt' \(looked from "):
+        find_files([str(tmp_path / "deep.txt")])
+
+
+def test_an_empty_file_and_bytes_that_are_no_text_are_not_errors(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"caf\xe9")  # Latin-1
+    (tmp_path / "large.txt").write_bytes(b"\xff" * (sources.CORPUS_BYTES + 1))  # one line, longer than a piece
+    assert list(read_documents(tmp_path / "empty.txt", "text")) == [""]
+    assert list(read_documents(tmp_path / "binary.txt", "text")) == ["caf\ufffd"]
+    assert list(read_documents(tmp_path / "large.txt", "text")) == ["\ufffd" * (sources.CORPUS_BYTES + 1)]
+    assert list(documents(DataConfig(files=[f"{tmp_path}/empty.txt"]))) == []
+
+
+@pytest.mark.parametrize("line", ['{"text": "cut o', "[1, 2]", '"text"', "7", "null"])
+def test_any_jsonl_line_without_the_key_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'\n{{"text": "good"}}\n{line}\n')
+    found = read_documents(tmp_path / "a.jsonl", "text")
+    assert next(found) == "good"
+    with pytest.raises(ValueError, match=r"a\.jsonl:3: no JSON object with text under 'text'"):
+        next(found)
+
+
+@pytest.mark.parametrize(("text", "size"), [("", 0), ("abc", 3), ("\u4e2d", 3), ("a\ud800", 1 + 3)])
+def test_a_text_has_the_size_of_its_utf8(text: str, size: int) -> None:
+    assert encoded_size(text) == size
+
+
+class FakeDataset:
+    """Stands in for a streaming dataset."""
+
+    def __init__(self, *examples: dict[str, object]):
+        self.examples = examples
+
+    def __iter__(self) -> Iterator[dict[str, object]]:
+        return iter(self.examples)
+
+
+def test_a_dataset_is_opened_as_configured_and_a_wrong_key_names_the_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[tuple, dict]] = []
+
+    def load_dataset(*arguments: object, **options: object) -> FakeDataset:
+        calls.append((arguments, options))
+        return FakeDataset({"body": "one", "id": 1}, {"body": 2, "id": 2})
+
+    monkeypatch.setattr(sources, "load_extra", lambda *_: SimpleNamespace(load_dataset=load_dataset))
+    config = DataConfig(dataset="some/name", dataset_config="en", split="test", text_key="body")
+    assert list(documents(config)) == ["one", "2"]
+    assert calls == [(("some/name", "en"), {"data_files": None, "split": "test", "streaming": True})]
+    with pytest.raises(ValueError, match=r"data\.text_key = 'text': the dataset's fields are body, id"):
+        list(documents(DataConfig(dataset="some/name")))
+    assert calls[1][0] == ("some/name", None)  # no configuration of the dataset, rather than one without a name
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, ConnectionError, ValueError])
+def test_a_dataset_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def load_dataset(*_: object, **__: object) -> None:
+        raise error("no way there")
+
+    monkeypatch.setattr(sources, "load_extra", lambda *_: SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(ValueError, match=r"data\.dataset = 'some/name': no way there"):
+        list(documents(DataConfig(dataset="some/name")))
+
+
+def numbered(folder: Path, count: int) -> DataConfig:
+    """`count` files, each with its number."""
+    for number in range(count):
+        (folder / f"{number}.txt").write_text(str(number))
+    return DataConfig(files=[f"{folder}/*.txt"])
+
+
+def test_a_stream_visits_everything_in_each_epoch_in_another_order(tmp_path: Path) -> None:
+    config = numbered(tmp_path, 9)
+    stream = DocumentStream(config, seed=1)
+    epochs = [stream.take(4) + stream.take(4) + stream.take(4) for _ in range(2)]  # the last is cut short at 9
+    assert [sorted(map(int, epoch)) for epoch in epochs] == [list(range(9))] * 2
+    assert epochs[0] != epochs[1]
+    assert stream.epoch == 2
+    assert DocumentStream(config, seed=1).take(9) == epochs[0] != DocumentStream(config, seed=2).take(9)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 8, 9, 10, 20])
+def test_a_stream_goes_on_where_it_stood(tmp_path: Path, taken: int) -> None:
+    config = numbered(tmp_path, 9)
+    first, second = DocumentStream(config, seed=1), DocumentStream(config, seed=1)
+    for _ in range(taken):
+        first.take(1)
+    second.load_state_dict(first.state_dict())
+    assert [second.take(1) for _ in range(12)] == [first.take(1) for _ in range(12)]
+
+
+def test_a_stream_without_documents_or_with_fewer_than_before_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match="the data hold no documents"):
+        DocumentStream(DataConfig(files=[f"{tmp_path}/empty.jsonl"]), seed=1).take(1)
+    stream = DocumentStream(numbered(tmp_path, 3), seed=1)
+    state = {"epoch": 0, "num_done": 4, "dataset": None}
+    with pytest.raises(ValueError, match=r"ends after 3 documents, but .* had read 4: .* another train\.run_dir"):
+        stream.load_state_dict(state)

@@ -1,0 +1,107 @@
+"""Everything that changes while training, saved and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from overcoat.train import state as module
+from overcoat.train.config import Config
+from overcoat.train.fit import Fit
+from overcoat.train.loop import train_step
+from overcoat.train.state import TrainState, rng_state, set_rng_state
+from tests.train.test_loop import EXACT, make_state
+
+MakeConfig = Callable[..., Config]
+
+
+def test_generators_are_restored() -> None:
+    import random
+
+    saved = rng_state()
+    drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
+    set_rng_state(saved)
+    assert [random.random(), np.random.rand(), float(torch.rand(()))] == drawn
+
+
+def test_generators_go_on_in_the_middle_of_a_draw(tmp_path: Path) -> None:
+    """NumPy's and Python's Gaussian draws come in pairs, of which one may be waiting; all of it is in a file."""
+    import random
+
+    random.gauss(0, 1), np.random.randn()
+    torch.save(rng_state(), tmp_path / "rng.pt")
+    drawn = [random.gauss(0, 1), np.random.randn(), np.random.rand()]
+    random.seed(5), np.random.seed(5)
+    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert [random.gauss(0, 1), np.random.randn(), np.random.rand()] == drawn
+
+
+def test_generators_of_gpus_that_are_gone_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: found.append((state, index)))
+    set_rng_state({**rng_state(), "cuda": ["first", "second", "third"]})
+    assert found == [("first", 0), ("second", 1)]
+
+
+def saved_and_loaded(state: TrainState, other: TrainState, path: Path) -> TrainState:
+    """`other` with the weights of `state` and what a checkpoint holds of it."""
+    torch.save(state.training_dict(), path)
+    other.model.load_state_dict(state.model.state_dict())
+    other.load_training_dict(torch.load(path, weights_only=True))
+    return other
+
+
+def test_a_loaded_state_takes_the_very_next_step(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(*EXACT, "model.config.attention_dropout=0.5")
+    state = make_state(config)
+    for _ in range(3):
+        train_step(state, config)
+    other = saved_and_loaded(state, make_state(config), tmp_path / "training.pt")
+    assert (other.step, other.num_tokens, other.kept_bytes) == (3, 3 * 2 * 32, state.kept_bytes)
+    assert other.drawn is None
+    generators = rng_state()
+    expected = train_step(state, config)
+    set_rng_state(generators)
+    found = train_step(other, config)
+    assert torch.equal(found.loss, expected.loss)
+    for mine, theirs in zip(other.model.parameters(), state.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_what_the_configuration_says_anew_wins_over_the_checkpoint(make_config: MakeConfig, tmp_path: Path) -> None:
+    state = make_state(make_config(*EXACT))
+    changed = ("optimizer.weight_decay=0.5", "optimizer.betas=[0.8, 0.9]", "optimizer.eps=1e-3")
+    other = saved_and_loaded(state, make_state(make_config(*EXACT, *changed)), tmp_path / "training.pt")
+    groups = other.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]  # each group its own: norms do not decay
+    assert {(*group["betas"], group["eps"]) for group in groups} == {(0.8, 0.9, 1e-3)}
+
+
+def test_rows_of_an_unfinished_step_are_saved_with_it(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(*EXACT)
+    state = make_state(config)
+    state.drawn = state.rows.next_rows(2)
+    other = saved_and_loaded(state, make_state(config), tmp_path / "training.pt")
+    assert other.drawn is not None
+    assert np.array_equal(other.drawn, state.drawn)
+    saved = state.training_dict()
+    del saved["drawn"]  # as earlier versions wrote it
+    other.load_training_dict(saved)
+    assert other.drawn is None
+
+
+def test_another_fit_is_measured_anew(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    converted: list[tuple[object, object]] = []
+    monkeypatch.setattr(module.overcoat, "convert", lambda model, recipe: converted.append((model, recipe)))
+    monkeypatch.setattr(module, "recipe_of", lambda _config, fit: f"recipe for {fit.micro_batch}")
+    config = make_config(*EXACT)
+    state = make_state(config)
+    state.kept_bytes, state.kept_table = 7, "table"
+    state.change_fit(config, Fit(1))
+    assert converted == [(state.model, "recipe for 1")]
+    assert (state.fit, state.kept_bytes, state.kept_table) == (Fit(1), 0, "")

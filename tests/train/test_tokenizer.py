@@ -1,0 +1,107 @@
+"""The tokenizer: which one a run takes, and one trained on the corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from overcoat.train import tokenizer as module
+from overcoat.train.config import Config
+from overcoat.train.tokenizer import (
+    END_OF_TEXT,
+    encode,
+    load_tokenizer,
+    make_tokenizer,
+    tokenizer_name,
+    train_tokenizer,
+)
+
+MakeConfig = Callable[..., Config]
+BINARY = ("data.files=a.bin", "tokenizer.vocab_size=0")
+NAMED = ("model.config={}", "model.name=some/model")
+
+
+def test_trained_tokenizer_round_trips_any_text_and_ends_documents(make_config: MakeConfig, tmp_path: Path) -> None:
+    train_tokenizer(make_config()).save_pretrained(tmp_path / "tok")
+    tokenizer = load_tokenizer(tmp_path / "tok")
+    assert len(tokenizer) <= 320
+    for text in ("x = 1\n\treturn  alpha", "\u00e9\u4e2d\U0001f600", f"source that says {END_OF_TEXT} in it"):
+        (ids,) = encode(tokenizer, [text])
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.eos_token_id not in ids[:-1]
+        assert tokenizer.decode(ids[:-1]) == text
+
+
+def test_the_special_token_in_a_text_is_text_before_saving_as_well(make_config: MakeConfig) -> None:
+    trained = train_tokenizer(make_config())
+    (ids,) = encode(trained, [f"source that says {END_OF_TEXT} in it"])
+    assert [place for place, token in enumerate(ids) if token == trained.eos_token_id] == [len(ids) - 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("tokenizer.vocab_size=0", "tokenizer.name=other"), "other"),
+        ((*NAMED, "tokenizer.vocab_size=0", "tokenizer.name=other"), "other"),
+        ((*NAMED, "tokenizer.vocab_size=0"), "some/model"),  # the model's own
+        (NAMED, ""),  # a vocabulary size asks for one to be trained, whatever the model
+        (BINARY, ""),
+    ],
+)
+def test_which_tokenizer_is_loaded(make_config: MakeConfig, arguments: tuple[str, ...], name: str) -> None:
+    assert tokenizer_name(make_config(*arguments)) == name
+
+
+def test_tokens_may_come_without_a_tokenizer_and_text_may_not(make_config: MakeConfig) -> None:
+    assert make_tokenizer(make_config(*BINARY)) is None
+    with pytest.raises(ValueError, match=r"no tokenizer: set tokenizer\.vocab_size .* or tokenizer\.name"):
+        make_tokenizer(make_config("tokenizer.vocab_size=0"))
+
+
+def test_every_byte_is_a_token_and_merges_fill_the_vocabulary(make_config: MakeConfig) -> None:
+    trained = make_tokenizer(make_config("tokenizer.vocab_size=280"))
+    assert trained is not None
+    assert len(trained) == 280
+    assert {trained.bos_token_id, trained.eos_token_id, trained.pad_token_id} == {0}
+    # No byte of this text is in the corpus, so each is a token of its own: 2 + 3 + 4 bytes and the end.
+    (ids,) = encode(trained, ["\u00e9\u4e2d\U0001f600"])
+    assert len(ids) == 2 + 3 + 4 + 1
+    assert len(encode(trained, ["alpha beta"])[0]) < len("alpha beta") + 1  # merged by frequency
+    assert encode(trained, [""]) == [[trained.eos_token_id]]
+
+
+def test_training_reads_its_share_of_the_corpus_and_no_more(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def documents(_config: object) -> Any:
+        for text in ("common " * 20, "rare " * 20, "unread " * 20):
+            read.append(text)
+            yield text
+
+    monkeypatch.setattr(module, "documents", documents)
+    trained = train_tokenizer(make_config("tokenizer.train_bytes=240"))  # reached by the second document
+    assert [text.split()[0] for text in read] == ["common", "rare"]
+    sizes = [len(ids) for ids in encode(trained, ["common", "unread"])]
+    assert sizes[0] < sizes[1] == len("unread") + 1
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot load the tokenizer '.*nothing'"):
+        load_tokenizer(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(("is_fast", "end"), [(False, 0), (True, None)])
+def test_a_tokenizer_that_cannot_pack_documents_is_refused(
+    monkeypatch: pytest.MonkeyPatch, is_fast: bool, end: int | None
+) -> None:
+    found = SimpleNamespace(is_fast=is_fast, eos_token_id=end, backend_tokenizer=SimpleNamespace())
+    auto = SimpleNamespace(from_pretrained=lambda _name: found)
+    monkeypatch.setattr(module, "load_extra", lambda *_: SimpleNamespace(AutoTokenizer=auto))
+    with pytest.raises(ValueError, match=r"the tokenizer 'slow' must be a fast one with an end-of-text token"):
+        load_tokenizer("slow")
