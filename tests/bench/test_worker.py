@@ -51,9 +51,8 @@ class FakeProcess:
         pass
 
 
-@pytest.mark.parametrize("reusable", [True, False])
-def test_a_child_that_is_not_clean_is_replaced(monkeypatch: pytest.MonkeyPatch, reusable: bool) -> None:
-    pipes = [FakePipe(({"ms": 1}, reusable)), FakePipe(({"ms": 2}, True))]
+def children(monkeypatch: pytest.MonkeyPatch, pipes: list[FakePipe]) -> list[FakePipe]:
+    """Give each new child the next of `pipes`; those that were given so far."""
     started: list[FakePipe] = []
 
     def start() -> Any:
@@ -61,6 +60,13 @@ def test_a_child_that_is_not_clean_is_replaced(monkeypatch: pytest.MonkeyPatch, 
         return FakeProcess(), started[-1]
 
     monkeypatch.setattr(worker, "_start", start)
+    return started
+
+
+@pytest.mark.parametrize("reusable", [True, False])
+def test_a_child_that_is_not_clean_is_replaced(monkeypatch: pytest.MonkeyPatch, reusable: bool) -> None:
+    pipes = [FakePipe(({"ms": 1}, reusable)), FakePipe(({"ms": 2}, True))]
+    started = children(monkeypatch, pipes)
     child = Worker()
     assert child.call(dict, timeout=1) == {"ms": 1}
     assert pipes[0].closed is not reusable
@@ -74,13 +80,7 @@ def test_what_runs_out_of_memory_is_tried_again_where_nothing_is_left_of_others(
 ) -> None:
     full = {"error": OUT_OF_MEMORY}
     pipes = [FakePipe(({"ms": 1}, True)), FakePipe(({"ms": 2}, True)), FakePipe((full, False)), FakePipe(({}, True))]
-    started: list[FakePipe] = []
-
-    def start() -> Any:
-        started.append(pipes[len(started)])
-        return FakeProcess(), started[-1]
-
-    monkeypatch.setattr(worker, "_start", start)
+    started = children(monkeypatch, pipes)
     child = Worker()
     assert child.call(dict, timeout=1) == {"ms": 1}
     pipes[0].answer = (full, False)  # the second measurement in this child
