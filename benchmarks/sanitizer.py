@@ -39,9 +39,8 @@ FOLDERS = {"memcheck": (".", "kernels", "kernels/gpu", "ops", "models", "optim")
 SLOW = ("2_to_31", "test_numerics")
 # Of the library's kernels alone. Under racecheck those of block scales fail, though it leaves their kernels out.
 THE_LIBRARYS = ("test_product", "cublaslt")
-NEEDS_THE_CACHE = ("memory", "captur", "cuda_graph", "in_a_graph") + (
-    "graph_is_freed", "what_is_taken_out", "let_go", "backward_allocates"
-)  # fmt: skip
+GRAPHS = ("captur", "cuda_graph", "in_a_graph")
+NEEDS_THE_CACHE = (*GRAPHS, "memory", "graph_is_freed", "what_is_taken_out", "let_go", "backward_allocates")
 # Parts of the names, plain or mangled, of kernels that are PyTorch's and cuBLAS'. Not "cutlass": of its types are the
 # names of attention kernels made, to which this package gives the sizes.
 NOT_OURS = ("at::native", "2at6native", "nvjet")

@@ -37,6 +37,13 @@ def kept(u, code, group_size=128):
     return *encoded, decode_groups(encoded, code, group_size)
 
 
+def backward_case(tokens, approximate, device):
+    """(dh, codes, maxima) and the options of a backward; h and du at the decoded u, FP64."""
+    u, dh = normal(tokens, WIDTH).to(device), normal(tokens, WIDTH, seed=1).to(device)
+    codes, group_amax, decoded = kept(u, "sqrt8")
+    return (dh, codes, group_amax), (approximate, "sqrt8", 128), *exact(decoded, dh, approximate)
+
+
 # ---- the function -------------------------------------------------------------------------------------------------
 
 
@@ -153,10 +160,7 @@ def test_backward_from_kept_codes(code, approximate, device):
 @tokens_
 @forms
 def test_backward_straight_to_fp8(tokens, approximate, device):
-    u, dh = normal(tokens, WIDTH).to(device), normal(tokens, WIDTH, seed=1).to(device)
-    codes, group_amax, decoded = kept(u, "sqrt8")
-    h, expected = exact(decoded, dh, approximate)
-    arguments, how = (dh, codes, group_amax), (approximate, "sqrt8", 128)
+    arguments, how, h, expected = backward_case(tokens, approximate, device)
     scale = h.abs().max().float() / 448
     largest = ops.gelu_backward_amax(*arguments, *how)
     assert_close_float32("amax", expected.abs().max(), largest, TERMS)

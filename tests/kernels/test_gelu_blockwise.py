@@ -13,7 +13,7 @@ from overcoat.kernels import gelu_blockwise as block_ops
 from overcoat.kernels.gelu import gelu
 from tests.exact import E4M3_DB, E5M2_DB, assert_close, assert_close_float32
 from tests.kernels.samples import normal
-from tests.kernels.test_gelu import TERMS, WIDTH, exact, forms, kept, tokens_
+from tests.kernels.test_gelu import TERMS, WIDTH, backward_case, exact, forms, kept, tokens_
 
 
 def blocks(data, scale):
@@ -35,10 +35,7 @@ def test_block_forward(tokens, approximate, device):
 @tokens_
 @forms
 def test_block_backward(tokens, approximate, device):
-    u, dh = normal(tokens, WIDTH).to(device), normal(tokens, WIDTH, seed=1).to(device)
-    codes, group_amax, decoded = kept(u, "sqrt8")
-    h, expected = exact(decoded, dh, approximate)
-    arguments, how = (dh, codes, group_amax), (approximate, "sqrt8", 128)
+    arguments, how, h, expected = backward_case(tokens, approximate, device)
     du, *h_t = block_ops.gelu_block_backward(*arguments, *how)
     assert_close_float32("du", expected, du, TERMS)
     assert_close("h^T", h.t(), blocks(*h_t)[:, :tokens], E4M3_DB, extra=1.0)
