@@ -36,6 +36,7 @@ from overcoat.kernels.gpu.common import (
 )
 from overcoat.kernels.gpu.gelu import gelu, is_tanh
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.scalars import scalar
 from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_pair, store_transposed
 from overcoat.kernels.quantize import padded_tokens
 
@@ -99,14 +100,14 @@ def gelu_backward_amax(
     dh = dh.contiguous()
     tokens, width = dh.shape
     n, gp = group_amax.shape[1], power_of_2(group_size)
-    top = torch.zeros((), dtype=torch.int32, device=dh.device)
+    top = scalar(dh)
     count = max(AMAX_TILE // gp, 1)
     with on_device(dh):
         _gelu_gradient_amax_kernel[(cdiv(tokens * n, count),)](
-            dh, codes, group_amax, top, tokens * n, n, width,
+            dh, codes, group_amax, top.bits, tokens * n, n, width,
             is_tanh(approximate), group_size, gp, CODES[code], count, num_warps=AMAX_WARPS, **EXACT,
         )  # fmt: skip
-    return top.view(torch.float32)
+    return top.value
 
 
 # ---- gradient and operands ------------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ def gelu_backward_quantize(
     out = torch.empty(dh.shape, dtype=FLOAT8[fmt].dtype, device=dh.device)
     out_t = torch.empty((width, padded), dtype=out.dtype, device=dh.device)
     h_t = torch.empty((width, padded), dtype=E4M3.dtype, device=dh.device)
-    d_scale = torch.empty_like(amax)
+    d_scale = scalar(amax).value
     n, gp = group_amax.shape[1], power_of_2(group_size)
     count, turns = max(GRADIENT_TILE[1] // gp, 1), cdiv(padded, GRADIENT_TILE[0])
     partial = torch.empty((turns if has_bias else 0, width), dtype=torch.float32, device=dh.device)
