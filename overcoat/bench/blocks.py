@@ -1,7 +1,9 @@
 """Who takes part in `overcoat bench layer`: name -> a decoder block with the weights of the same transformers layer.
 
-    overcoat ...             `overcoat.convert` under a recipe, eager; once under torch.compile
+    overcoat ...             `overcoat.convert` under a recipe, eager; under torch.compile
     bf16 ...                 the transformers layer as it is, eager and under torch.compile
+    ... graphs               torch.compile(mode="reduce-overhead"): forward and backward as CUDA graphs, without the
+                             host, which is what a small block waits for
     torchao ...              its float8 training recipes under torch.compile
     transformer engine ...   its TransformerLayer under its FP8 recipes
     original COAT            its Llama layer
@@ -45,12 +47,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Maker:
-    """How a block is made, and the packages it needs. `compiles`: torch.compile is part of its name."""
+    """How a block is made, and the packages it needs. `compiles`, `graphs`: torch.compile is part of its name."""
 
     make: Callable[[Any], Any]
     needs: tuple[str, ...] = ()
     compiles: bool = False
     torch_attention: bool = False
+    graphs: bool = False
 
 
 OUR_RECIPES = {
@@ -67,8 +70,10 @@ def makers() -> dict[str, Maker]:
     """Everyone by name, in the order of the table."""
     found = {name: Maker(_converted(recipe)) for name, recipe in OUR_RECIPES.items()}
     found["overcoat compile"] = Maker(_converted(Recipe()), compiles=True)
+    found["overcoat compile, graphs"] = Maker(_converted(Recipe()), compiles=True, graphs=True)
     found["bf16 eager"] = Maker(lambda model: model.layers[0], torch_attention=True)
     found["bf16 compile"] = Maker(lambda model: model.layers[0], compiles=True, torch_attention=True)
+    found["bf16 compile, graphs"] = Maker(lambda model: model.layers[0], (), True, True, True)
     for recipe in ("tensorwise", "rowwise"):
         found[f"torchao {recipe}, compile"] = Maker(_torchao(recipe), ("torchao",), True, True)
     for recipe in ("delayed", "current", "block"):
@@ -88,7 +93,8 @@ def make_block(name: str, model: Any, tables: Tables, compiled: bool, attention:
     """
     maker = makers()[name]
     layer = maker.make(model)
-    runner = torch.compile(layer) if compiled and maker.compiles else layer
+    mode = "reduce-overhead" if maker.graphs else "default"
+    runner = torch.compile(layer, mode=mode) if compiled and maker.compiles else layer
     cudnn_first = maker.torch_attention and attention == "cudnn"
 
     def call(x: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""A converted model compiled as a whole is not compiled again for each shape: `pytest tests/models/test_compile.py`."""
+"""A converted model compiled as a whole is not compiled again for each shape, and its layers run as CUDA graphs."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -40,3 +42,42 @@ def test_other_shapes_compile_no_other_graph(kind: str, recipe: Recipe, masks: s
     # One of constants, then with free rows, then with free length too.
     assert 1 <= counts[len(FIRST) - 1] <= 3, counts
     assert counts[-1] == counts[len(FIRST) - 1], counts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("llama", Recipe()),
+        ("qwen2", Recipe(kept_attention="bf16")),
+        ("qwen3", Recipe.leanest()),
+        ("starcoder2", Recipe.paper()),
+    ],
+    ids=["default", "attention bf16", "leanest", "paper"],
+)
+def test_layers_replayed_as_cuda_graphs_give_the_eager_gradients(kind: str, recipe: Recipe) -> None:
+    """Bit for bit, for new tokens and new weights: nothing of the first run may be left in a graph."""
+    torch.compiler.reset()
+    model = make_model(kind, layers=2).cuda()
+    overcoat.convert(model, recipe)
+    eager = list(model.model.layers)
+    captured = [torch.compile(layer, mode="reduce-overhead", fullgraph=True) for layer in eager]
+
+    def run(layers: list[Any], inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for index, layer in enumerate(layers):
+            model.model.layers[index] = layer
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = model(**inputs, use_cache=False).loss
+        loss.backward()
+        found = {name.replace("._orig_mod", ""): p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        return {"loss": loss.detach().clone(), **found}
+
+    for step in range(5):  # two to warm up, one to capture, two replays
+        inputs = {name: value.cuda() for name, value in make_batch(length=64, seed=step).items()}
+        expected = run(eager, inputs)
+        for name, result in run(captured, inputs).items():
+            assert torch.equal(result, expected[name]), (step, name)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0 + 0.1 * step)
