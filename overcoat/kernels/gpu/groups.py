@@ -30,8 +30,10 @@ from overcoat.kernels.gpu.common import (
     power_of_2,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.scalars import scalar
+from overcoat.kernels.gpu.scalars import Scalars
 from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_transposed
+
+_maxima = Scalars()
 
 # Elements of one program in the kernels that take a list of groups.
 GROUP_TILE = 4096
@@ -104,7 +106,7 @@ def group_encode(
     n, padded = cdiv(columns, group_size), power_of_2(group_size)
     codes = torch.empty(x.shape, dtype=group_code(code).dtype, device=x.device)
     group_amax = torch.empty((tokens, n), dtype=torch.bfloat16, device=x.device)
-    amax = scalar(x)
+    amax = _maxima(x)
     count = max(GROUP_TILE // padded, 1)
     with on_device(x):
         _group_encode_kernel[(cdiv(tokens * n, count),)](

@@ -36,7 +36,9 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, dense_rows, kernel, on_device
-from overcoat.kernels.gpu.scalars import scalar
+from overcoat.kernels.gpu.scalars import Scalars
+
+_maxima, _scales = Scalars(), Scalars()
 
 
 @triton.jit
@@ -224,7 +226,7 @@ def _launch_gradient(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int, out: Optional[Tensor]
 ) -> Tensor:
     """Run the kernel into out (T, (num_q + 2 num_kv) * D), or for the maximum only."""
-    top = scalar(dq)
+    top = _maxima(dq)
     pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
     with on_device(dq):
         _rope_gradient_kernel[_grid(dq.shape[0], num_q)](
@@ -254,7 +256,7 @@ def qk_rope_backward_quantize(
     columns = dq.shape[1] + dk.shape[1] + dv.shape[1]
     out = torch.empty((dq.shape[0], columns), dtype=FLOAT8[fmt].dtype, device=dq.device)
     out_t = torch.empty((columns, padded), dtype=out.dtype, device=dq.device)
-    scale = scalar(amax).value
+    scale = _scales(amax).value
     pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
     with on_device(dq):
         _rope_quantize_kernel[_grid(padded, num_q)](

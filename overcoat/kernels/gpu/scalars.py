@@ -27,22 +27,32 @@ class Scalar(NamedTuple):
     value: Tensor
 
 
-_free: dict[int, list[Scalar]] = {}  # by device; of the default stream
+class Scalars:
+    """Where one launcher takes one of its results from: `self(where)`.
+
+    Each result has slabs of its own, as two results of an op may not share a storage, nor one with an argument: so says
+    `torch.library`, and nobody's maximum is an argument of what finds it.
+    """
+
+    def __init__(self) -> None:
+        self.free: dict[int, list[Scalar]] = {}  # by device; of the default stream
+
+    def __call__(self, where: Tensor) -> Scalar:
+        """A zero on the device of `where`, for the current stream."""
+        device = where.get_device()
+        if device < 0 or torch._C._cuda_getCurrentRawStream(device):
+            bits = torch.zeros((), dtype=torch.int32, device=where.device)
+            return Scalar(bits, bits.view(torch.float32))
+        try:
+            return self.free[device].pop()
+        except (KeyError, IndexError):
+            places = _slab(where.device)
+            self.free[device] = places[1:]
+            return places[0]
 
 
-def scalar(where: Tensor) -> Scalar:
-    """A zero on the device of `where`, for the current stream."""
-    device = where.get_device()
-    if device < 0 or torch._C._cuda_getCurrentRawStream(device):
-        bits = torch.zeros((), dtype=torch.int32, device=where.device)
-        return Scalar(bits, bits.view(torch.float32))
-    try:
-        return _free[device].pop()
-    except (KeyError, IndexError):
-        # Autograd refuses to keep what was made in inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            slab = torch.zeros((PLACES, WORDS), dtype=torch.int32, device=where.device)[:, 0]
-            places = [Scalar(*pair) for pair in zip(slab.unbind(), slab.view(torch.float32).unbind(), strict=True)]
-        first = places.pop()
-        _free[device] = places
-        return first
+def _slab(device: torch.device) -> list[Scalar]:
+    # Autograd refuses to keep what was made in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        words = torch.zeros((PLACES, WORDS), dtype=torch.int32, device=device)[:, 0]
+        return [Scalar(*pair) for pair in zip(words.unbind(), words.view(torch.float32).unbind(), strict=True)]

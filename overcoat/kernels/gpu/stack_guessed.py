@@ -27,7 +27,7 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.scalars import scalar
+from overcoat.kernels.gpu.scalars import Scalars
 from overcoat.kernels.gpu.stack import (
     PLAIN_TILE,
     alignment,
@@ -38,6 +38,8 @@ from overcoat.kernels.gpu.stack import (
     stack_weights,
     three,
 )
+
+_maxima, _scales = Scalars(), Scalars()
 
 # Programs of the second launch for each weight: enough to fill the GPU, few enough to start and end within 3 us.
 AGAIN_PROGRAMS = 132 * 4
@@ -137,7 +139,7 @@ def stack_weights_guessed(weights: list[Tensor], guesses: list[Tensor]) -> tuple
     (part,) = parts
     sizes, columns = [w.shape[0] for w in part], weights[0].shape[1]
     out = torch.empty((sum(sizes), columns), dtype=E4M3.dtype, device=part[0].device)
-    found, scale = scalar(out), scalar(out).value
+    found, scale = _maxima(out), _scales(out).value
     rows, width = PLAIN_TILE
     align = alignment(part) if columns % 16 == 0 else 1
     down, right = cdiv(max(sizes), rows), cdiv(columns, width)

@@ -33,8 +33,10 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.scalars import scalar
+from overcoat.kernels.gpu.scalars import Scalars
 from overcoat.kernels.gpu.tiles import listed_groups
+
+_maxima, _scales = Scalars(), Scalars()
 
 # Pairs of gate and up that a program encodes, and its warps.
 ENCODE_TILE, ENCODE_WARPS = 2048, 4
@@ -102,7 +104,7 @@ def swiglu_encode(gate_up: Tensor, code: str, group_size: int) -> tuple[Tensor, 
     n, gp = cdiv(width, group_size), power_of_2(group_size)
     codes = torch.empty(gate_up.shape, dtype=group_code(code).dtype, device=gate_up.device)
     amax = torch.empty((tokens, 2, n), dtype=torch.bfloat16, device=gate_up.device)
-    top = scalar(gate_up)
+    top = _maxima(gate_up)
     count = max(ENCODE_TILE // gp, 1)
     with on_device(gate_up):
         _swiglu_encode_kernel[(cdiv(tokens * n, count),)](
@@ -137,7 +139,7 @@ def swiglu_quantize(gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """h in E4M3 (T, I) and its scale."""
     gate_up = gate_up.contiguous()
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    h, scale = torch.empty((tokens, width), dtype=E4M3.dtype, device=gate_up.device), scalar(amax).value
+    h, scale = torch.empty((tokens, width), dtype=E4M3.dtype, device=gate_up.device), _scales(amax).value
     with on_device(gate_up):
         _swiglu_quantize_kernel[(tokens, cdiv(width, PRODUCT_COLUMNS))](
             gate_up, amax, h, scale, width, inverse_max("e4m3"), PRODUCT_COLUMNS, num_warps=4, **EXACT
