@@ -30,6 +30,7 @@ from torch import Tensor
 
 from overcoat.catalogue import op
 from overcoat.formats import E4M3, FLOAT8, Float8, Quantized, decode_groups, quantize_blocks
+from overcoat.kernels import gpu
 from overcoat.kernels.quantize import padded_tokens
 
 BLOCK = 128
@@ -91,9 +92,7 @@ def _(x, fmt):
 
 @block_quantize.cuda
 def _(x, fmt):
-    from overcoat.kernels.gpu import blockwise as gpu
-
-    return gpu.block_quantize(x, fmt)
+    return gpu.blockwise.block_quantize(x, fmt)
 
 
 @op
@@ -111,9 +110,7 @@ def _(x, fmt):
 
 @block_quantize_both.cuda
 def _(x, fmt):
-    from overcoat.kernels.gpu import blockwise as gpu
-
-    return gpu.block_quantize_both(x, fmt)
+    return gpu.blockwise.block_quantize_both(x, fmt)
 
 
 @op
@@ -129,9 +126,7 @@ def _(x, fmt):
 
 @block_quantize_t.cuda
 def _(x, fmt):
-    from overcoat.kernels.gpu import blockwise as gpu
-
-    return gpu.block_quantize_t(x, fmt)
+    return gpu.blockwise.block_quantize_t(x, fmt)
 
 
 @op
@@ -162,9 +157,7 @@ def _(codes, group_amax, weight, bias, code, group_size):
 
 @block_requantize_t.cuda
 def _(codes, group_amax, weight, bias, code, group_size):
-    from overcoat.kernels.gpu import blockwise as gpu
-
-    return gpu.block_requantize_t(codes, group_amax, weight, bias, code, group_size)
+    return gpu.blockwise.block_requantize_t(codes, group_amax, weight, bias, code, group_size)
 
 
 # ---- weights ------------------------------------------------------------------------------------------------------
@@ -195,6 +188,4 @@ def _(weights, transposed):
 
 @block_stack_weights.cuda
 def _(weights, transposed):
-    from overcoat.kernels.gpu import blockwise as gpu
-
-    return gpu.block_stack_weights(weights, transposed)
+    return gpu.blockwise.block_stack_weights(weights, transposed)

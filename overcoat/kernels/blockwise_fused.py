@@ -17,6 +17,7 @@ from torch import Tensor
 
 from overcoat.catalogue import op
 from overcoat.formats import E4M3, FLOAT8, encode_groups, group_code
+from overcoat.kernels import gpu
 from overcoat.kernels.blockwise import BLOCK, empty_rows, empty_rows_t, row_blocks, row_blocks_t
 from overcoat.kernels.norm import affine, layernorm_stats, normalize, rmsnorm_stats
 from overcoat.kernels.rope import rope_gradient
@@ -81,9 +82,7 @@ def _(x, weight, bias, eps, centered, code, group_size):
 def _(x, weight, bias, eps, centered, code, group_size):
     if BLOCK % group_size:
         return norm_block_quantize.reference(x, weight, bias, eps, centered, code, group_size)
-    from overcoat.kernels.gpu import blockwise_fused as gpu
-
-    return gpu.norm_block_quantize(x, weight, bias, eps, centered, code, group_size)
+    return gpu.blockwise_fused.norm_block_quantize(x, weight, bias, eps, centered, code, group_size)
 
 
 @op
@@ -118,9 +117,7 @@ def _(y, residual, weight, bias, eps, centered, code, group_size):
 def _(y, residual, weight, bias, eps, centered, code, group_size):
     if BLOCK % group_size or y.dtype != residual.dtype:
         return add_norm_block_quantize.reference(y, residual, weight, bias, eps, centered, code, group_size)
-    from overcoat.kernels.gpu import blockwise_fused as gpu
-
-    return gpu.add_norm_block_quantize(y, residual, weight, bias, eps, centered, code, group_size)
+    return gpu.blockwise_fused.add_norm_block_quantize(y, residual, weight, bias, eps, centered, code, group_size)
 
 
 # ---- SwiGLU ---------------------------------------------------------------------------------------------------------
@@ -152,9 +149,7 @@ def _(gate_up, code, group_size):
 def _(gate_up, code, group_size):
     if BLOCK % group_size:
         return swiglu_block_quantize.reference(gate_up, code, group_size)
-    from overcoat.kernels.gpu import blockwise_fused as gpu
-
-    return gpu.swiglu_block_quantize(gate_up, code, group_size)
+    return gpu.blockwise_fused.swiglu_block_quantize(gate_up, code, group_size)
 
 
 @op
@@ -183,9 +178,7 @@ def _(dh, codes, group_amax, code, group_size):
 def _(dh, codes, group_amax, code, group_size):
     if BLOCK % group_size:
         return swiglu_block_backward.reference(dh, codes, group_amax, code, group_size)
-    from overcoat.kernels.gpu import blockwise_backward as gpu
-
-    return gpu.swiglu_block_backward(dh, codes, group_amax, code, group_size)
+    return gpu.blockwise_backward.swiglu_block_backward(dh, codes, group_amax, code, group_size)
 
 
 @op
@@ -215,9 +208,7 @@ def _(dh, codes, group_amax, fmt, code, group_size):
     # Where I is no multiple of 128 a block spans gate and up.
     if BLOCK % group_size or dh.shape[1] % BLOCK:
         return swiglu_block_backward_quantize.reference(dh, codes, group_amax, fmt, code, group_size)
-    from overcoat.kernels.gpu import blockwise_backward as gpu
-
-    return gpu.swiglu_block_backward_quantize(dh, codes, group_amax, fmt, code, group_size)
+    return gpu.blockwise_backward.swiglu_block_backward_quantize(dh, codes, group_amax, fmt, code, group_size)
 
 
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
@@ -251,6 +242,4 @@ def _(dq, dk, dv, cos, sin, fmt, num_q):
     # A block holds whole heads, and does not span two of q, k and v, which are separate tensors.
     if BLOCK % (dq.shape[1] // num_q) or dq.shape[1] % BLOCK or dk.shape[1] % BLOCK:
         return qk_rope_block_backward.reference(dq, dk, dv, cos, sin, fmt, num_q)
-    from overcoat.kernels.gpu import blockwise_backward as gpu
-
-    return gpu.qk_rope_block_backward(dq, dk, dv, cos, sin, fmt, num_q)
+    return gpu.blockwise_backward.qk_rope_block_backward(dq, dk, dv, cos, sin, fmt, num_q)

@@ -40,6 +40,7 @@ from overcoat.formats import (
     group_code,
     quantize_tensor,
 )
+from overcoat.kernels import gpu
 from overcoat.kernels.quantize import padded_tokens, transpose_padded
 
 LOG2E = math.log2(math.e)
@@ -112,9 +113,7 @@ def _(u, approximate, code, group_size):
 
 @gelu_encode.cuda
 def _(u, approximate, code, group_size):
-    from overcoat.kernels.gpu import gelu as gpu
-
-    return gpu.gelu_encode(u, approximate, code, group_size)
+    return gpu.gelu.gelu_encode(u, approximate, code, group_size)
 
 
 @op
@@ -131,9 +130,7 @@ def _(u, amax, approximate):
 
 @gelu_quantize.cuda
 def _(u, amax, approximate):
-    from overcoat.kernels.gpu import gelu as gpu
-
-    return gpu.gelu_quantize(u, amax, approximate)
+    return gpu.gelu.gelu_quantize(u, amax, approximate)
 
 
 def gelu_gradient(
@@ -174,9 +171,7 @@ def _(dh, codes, group_amax, scale, approximate, code, group_size):
 
 @gelu_backward.cuda
 def _(dh, codes, group_amax, scale, approximate, code, group_size):
-    from overcoat.kernels.gpu import gelu_backward as gpu
-
-    return gpu.gelu_backward(dh, codes, group_amax, scale, approximate, code, group_size)
+    return gpu.gelu_backward.gelu_backward(dh, codes, group_amax, scale, approximate, code, group_size)
 
 
 @op
@@ -194,9 +189,7 @@ def _(dh, codes, group_amax, approximate, code, group_size):
 
 @gelu_backward_amax.cuda
 def _(dh, codes, group_amax, approximate, code, group_size):
-    from overcoat.kernels.gpu import gelu_backward as gpu
-
-    return gpu.gelu_backward_amax(dh, codes, group_amax, approximate, code, group_size)
+    return gpu.gelu_backward.gelu_backward_amax(dh, codes, group_amax, approximate, code, group_size)
 
 
 @op
@@ -244,6 +237,6 @@ def _(dh, codes, group_amax, scale, amax, fmt, has_bias, approximate, code, grou
 
 @gelu_backward_quantize.cuda
 def _(dh, codes, group_amax, scale, amax, fmt, has_bias, approximate, code, group_size):
-    from overcoat.kernels.gpu import gelu_backward as gpu
-
-    return gpu.gelu_backward_quantize(dh, codes, group_amax, scale, amax, fmt, has_bias, approximate, code, group_size)
+    return gpu.gelu_backward.gelu_backward_quantize(
+        dh, codes, group_amax, scale, amax, fmt, has_bias, approximate, code, group_size
+    )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from overcoat.catalogue import op
 from overcoat.formats import E4M3, FLOAT8, encode_groups, group_code
+from overcoat.kernels import gpu
 from overcoat.kernels.blockwise import BLOCK, empty_rows, empty_rows_t, row_blocks, row_blocks_t
 from overcoat.kernels.gelu import gelu, gelu_gradient, token_sums
 
@@ -46,9 +47,7 @@ def _(u, approximate, code, group_size):
 def _(u, approximate, code, group_size):
     if BLOCK % group_size:
         return gelu_block_quantize.reference(u, approximate, code, group_size)
-    from overcoat.kernels.gpu import gelu_blockwise as gpu
-
-    return gpu.gelu_block_quantize(u, approximate, code, group_size)
+    return gpu.gelu_blockwise.gelu_block_quantize(u, approximate, code, group_size)
 
 
 @op
@@ -76,9 +75,7 @@ def _(dh, codes, group_amax, approximate, code, group_size):
 def _(dh, codes, group_amax, approximate, code, group_size):
     if BLOCK % group_size:
         return gelu_block_backward.reference(dh, codes, group_amax, approximate, code, group_size)
-    from overcoat.kernels.gpu import gelu_blockwise as gpu
-
-    return gpu.gelu_block_backward(dh, codes, group_amax, approximate, code, group_size)
+    return gpu.gelu_blockwise.gelu_block_backward(dh, codes, group_amax, approximate, code, group_size)
 
 
 @op
@@ -117,6 +114,6 @@ def _(dh, codes, group_amax, fmt, has_bias, approximate, code, group_size):
         return gelu_block_backward_quantize.reference(
             dh, codes, group_amax, fmt, has_bias, approximate, code, group_size
         )
-    from overcoat.kernels.gpu import gelu_blockwise as gpu
-
-    return gpu.gelu_block_backward_quantize(dh, codes, group_amax, fmt, has_bias, approximate, code, group_size)
+    return gpu.gelu_blockwise.gelu_block_backward_quantize(
+        dh, codes, group_amax, fmt, has_bias, approximate, code, group_size
+    )

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from overcoat.catalogue import op
+from overcoat.kernels import gpu
 from overcoat.kernels.gemm import gemm
 from overcoat.kernels.quantize import amax, quantize_both, stack_amax, stack_weights
 
@@ -84,9 +85,7 @@ def _(logits, labels, ignore_index, z_loss, gradient):
 
 @cross_entropy_.cuda
 def _(logits, labels, ignore_index, z_loss, gradient):
-    from overcoat.kernels.gpu import loss as gpu
-
-    return gpu.cross_entropy_(logits, labels, ignore_index, z_loss, gradient)
+    return gpu.loss.cross_entropy_(logits, labels, ignore_index, z_loss, gradient)
 
 
 @op(mutates=("x",))
@@ -102,9 +101,7 @@ def _(x, factor):
 
 @scale_.cuda
 def _(x, factor):
-    from overcoat.kernels.gpu import loss as gpu
-
-    gpu.scale_(x, factor)
+    gpu.loss.scale_(x, factor)
 
 
 # ---- the head -----------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from overcoat.catalogue import op
 from overcoat.formats import E4M3, Quantized, decode_groups, encode_groups, group_code, quantize_tensor
+from overcoat.kernels import gpu
 
 
 def normalize(x: Tensor, mean: Optional[Tensor], rstd: Tensor) -> Tensor:
@@ -60,9 +61,7 @@ def _(x, weight, eps):
 
 @rmsnorm_stats.cuda
 def _(x, weight, eps):
-    from overcoat.kernels.gpu import norm as gpu
-
-    return gpu.stats(x, weight, None, eps, False)[1:]
+    return gpu.norm.stats(x, weight, None, eps, False)[1:]
 
 
 @op
@@ -81,11 +80,9 @@ def _(y, residual, weight, eps):
 
 @add_rmsnorm_stats.cuda
 def _(y, residual, weight, eps):
-    from overcoat.kernels.gpu import norm as gpu
-
     if y.dtype != residual.dtype:
         return add_rmsnorm_stats.reference(y, residual, weight, eps)
-    x, _, rstd, row_amax = gpu.add_stats(y, residual, weight, None, eps, False)
+    x, _, rstd, row_amax = gpu.norm.add_stats(y, residual, weight, None, eps, False)
     return x, rstd, row_amax
 
 
@@ -107,9 +104,7 @@ def _(x, weight, bias, eps):
 
 @layernorm_stats.cuda
 def _(x, weight, bias, eps):
-    from overcoat.kernels.gpu import norm as gpu
-
-    return gpu.stats(x, weight, bias, eps, True)
+    return gpu.norm.stats(x, weight, bias, eps, True)
 
 
 @op
@@ -128,11 +123,9 @@ def _(y, residual, weight, bias, eps):
 
 @add_layernorm_stats.cuda
 def _(y, residual, weight, bias, eps):
-    from overcoat.kernels.gpu import norm as gpu
-
     if y.dtype != residual.dtype:
         return add_layernorm_stats.reference(y, residual, weight, bias, eps)
-    return gpu.add_stats(y, residual, weight, bias, eps, True)
+    return gpu.norm.add_stats(y, residual, weight, bias, eps, True)
 
 
 @op
@@ -174,9 +167,7 @@ def _(x, mean, rstd, weight, bias, amax, code, group_size):
 
 @norm_quantize.cuda
 def _(x, mean, rstd, weight, bias, amax, code, group_size):
-    from overcoat.kernels.gpu import norm as gpu
-
-    return gpu.norm_quantize(x, mean, rstd, weight, bias, amax, code, group_size)
+    return gpu.norm.norm_quantize(x, mean, rstd, weight, bias, amax, code, group_size)
 
 
 @op
@@ -228,6 +219,4 @@ def _(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, 
 
 @norm_backward.cuda
 def _(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size):
-    from overcoat.kernels.gpu import norm as gpu
-
-    return gpu.norm_backward(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size)
+    return gpu.norm.norm_backward(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size)

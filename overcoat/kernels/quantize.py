@@ -33,6 +33,7 @@ from overcoat.formats import (
     quantize_tensor,
     scale_from_amax,
 )
+from overcoat.kernels import gpu
 
 TOKEN_MULTIPLE = 16
 
@@ -63,9 +64,7 @@ def _(x):
 
 @amax.cuda
 def _(x):
-    from overcoat.kernels.gpu import quantize as gpu
-
-    return gpu.amax_of(x)
+    return gpu.quantize.amax_of(x)
 
 
 @op
@@ -82,9 +81,7 @@ def _(x, amax, fmt):
 
 @quantize.cuda
 def _(x, amax, fmt):
-    from overcoat.kernels.gpu import quantize as gpu
-
-    return gpu.quantize(x, amax, fmt)
+    return gpu.quantize.quantize(x, amax, fmt)
 
 
 @op
@@ -104,9 +101,7 @@ def _(x, amax, fmt):
 
 @quantize_both.cuda
 def _(x, amax, fmt):
-    from overcoat.kernels.gpu import quantize as gpu
-
-    return gpu.quantize_both(x, amax, fmt, padded_tokens(x.shape[0]))
+    return gpu.quantize.quantize_both(x, amax, fmt, padded_tokens(x.shape[0]))
 
 
 @op
@@ -122,9 +117,7 @@ def _(weights):
 
 @stack_amax.cuda
 def _(weights):
-    from overcoat.kernels.gpu import stack as gpu
-
-    return gpu.stack_amax(weights)
+    return gpu.stack.stack_amax(weights)
 
 
 @op
@@ -147,9 +140,7 @@ def _(weights, amax, transposed):
 
 @stack_weights.cuda
 def _(weights, amax, transposed):
-    from overcoat.kernels.gpu import stack as gpu
-
-    return gpu.stack_weights(weights, amax, transposed)
+    return gpu.stack.stack_weights(weights, amax, transposed)
 
 
 @op
@@ -172,9 +163,7 @@ def _(weights, guesses):
 
 @stack_weights_guessed.cuda
 def _(weights, guesses):
-    from overcoat.kernels.gpu.stack_guessed import stack_weights_guessed as run
-
-    return run(weights, guesses)
+    return gpu.stack_guessed.stack_weights_guessed(weights, guesses)
 
 
 class Encoded(NamedTuple):
@@ -206,9 +195,7 @@ def _(x):
 
 @token_center.cuda
 def _(x):
-    from overcoat.kernels.gpu import groups as gpu
-
-    return gpu.token_center(x, -(-x.shape[0] // CENTER_ROWS))
+    return gpu.groups.token_center(x, -(-x.shape[0] // CENTER_ROWS))
 
 
 @op
@@ -230,9 +217,7 @@ def _(x, center, code, group_size):
 
 @group_encode.cuda
 def _(x, center, code, group_size):
-    from overcoat.kernels.gpu import groups as gpu
-
-    return gpu.group_encode(x, center, code, group_size, False)[:2]
+    return gpu.groups.group_encode(x, center, code, group_size, False)[:2]
 
 
 @op
@@ -254,9 +239,7 @@ def _(x, center, code, group_size):
 
 @group_encode_amax.cuda
 def _(x, center, code, group_size):
-    from overcoat.kernels.gpu import groups as gpu
-
-    return gpu.group_encode(x, center, code, group_size, True)
+    return gpu.groups.group_encode(x, center, code, group_size, True)
 
 
 @op
@@ -275,9 +258,7 @@ def _(codes, group_amax, center, code, group_size, dtype):
 
 @group_decode.cuda
 def _(codes, group_amax, center, code, group_size, dtype):
-    from overcoat.kernels.gpu import groups as gpu
-
-    return gpu.group_decode(codes, group_amax, center, code, group_size, dtype)
+    return gpu.groups.group_decode(codes, group_amax, center, code, group_size, dtype)
 
 
 @op
@@ -310,10 +291,8 @@ def _(codes, group_amax, weight, bias, scale, code, group_size):
 
 @requantize_t.cuda
 def _(codes, group_amax, weight, bias, scale, code, group_size):
-    from overcoat.kernels.gpu import groups as gpu
-
     padded = padded_tokens(codes.shape[0])
-    return gpu.requantize_t(codes, group_amax, weight, bias, scale, code, group_size, padded)
+    return gpu.groups.requantize_t(codes, group_amax, weight, bias, scale, code, group_size, padded)
 
 
 @op
@@ -329,6 +308,4 @@ def _(x, scale, fmt):
 
 @quantize_t.cuda
 def _(x, scale, fmt):
-    from overcoat.kernels.gpu import quantize as gpu
-
-    return gpu.quantize_t(x, scale, fmt, padded_tokens(x.shape[0]))
+    return gpu.quantize.quantize_t(x, scale, fmt, padded_tokens(x.shape[0]))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from overcoat.catalogue import op
 from overcoat.formats import FLOAT8, group_code, quantize_tensor
+from overcoat.kernels import gpu
 from overcoat.kernels.quantize import group_decode, group_encode, padded_tokens, transpose_padded
 
 
@@ -99,9 +100,7 @@ def _(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
 def _(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
     if (q_weight is None) != (k_weight is None):
         return qk_rope.reference(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv)
-    from overcoat.kernels.gpu import rope as gpu
-
-    return gpu.qk_rope(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv)
+    return gpu.rope.qk_rope(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv)
 
 
 @op
@@ -146,13 +145,9 @@ def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
 @qk_rope_backward.cuda
 def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
     if q_weight is not None or k_weight is not None:
-        from overcoat.kernels.gpu.rope_norm_backward import qk_rope_norm_backward
-
-        return qk_rope_norm_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q)
-    from overcoat.kernels.gpu import rope_backward as gpu
-
+        return gpu.rope_norm_backward.qk_rope_norm_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q)
     none = dq.new_empty(0, dtype=torch.float32)
-    return gpu.qk_rope_backward(dq, dk, dv, cos, sin, num_q), none, torch.empty_like(none)
+    return gpu.rope_backward.qk_rope_backward(dq, dk, dv, cos, sin, num_q), none, torch.empty_like(none)
 
 
 # ---- fused with the kept codes, and with the quantization of the gradient ---------------------------------------
@@ -187,9 +182,7 @@ def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
 def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
     if (q_weight is None) != (k_weight is None):
         return qk_rope_encode_.reference(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
-    from overcoat.kernels.gpu import rope as gpu
-
-    return gpu.qk_rope_encode_(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
+    return gpu.rope.qk_rope_encode_(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
 
 
 @op
@@ -224,9 +217,9 @@ def _(codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_k
         return qk_rope_decode.reference(
             codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code, dtype
         )
-    from overcoat.kernels.gpu import rope as gpu
-
-    return gpu.qk_rope_decode(codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code, dtype)
+    return gpu.rope.qk_rope_decode(
+        codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code, dtype
+    )
 
 
 def rope_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
@@ -252,9 +245,7 @@ def _(dq, dk, dv, cos, sin, num_q):
 
 @qk_rope_backward_amax.cuda
 def _(dq, dk, dv, cos, sin, num_q):
-    from overcoat.kernels.gpu import rope_backward as gpu
-
-    return gpu.qk_rope_backward_amax(dq, dk, dv, cos, sin, num_q)
+    return gpu.rope_backward.qk_rope_backward_amax(dq, dk, dv, cos, sin, num_q)
 
 
 @op
@@ -276,7 +267,5 @@ def _(dq, dk, dv, cos, sin, amax, fmt, num_q):
 
 @qk_rope_backward_quantize.cuda
 def _(dq, dk, dv, cos, sin, amax, fmt, num_q):
-    from overcoat.kernels.gpu import rope_backward as gpu
-
     padded = padded_tokens(dq.shape[0])
-    return gpu.qk_rope_backward_quantize(dq, dk, dv, cos, sin, amax, fmt, num_q, padded)
+    return gpu.rope_backward.qk_rope_backward_quantize(dq, dk, dv, cos, sin, amax, fmt, num_q, padded)

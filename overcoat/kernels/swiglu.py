@@ -30,6 +30,7 @@ from overcoat.formats import (
     group_code,
     quantize_tensor,
 )
+from overcoat.kernels import gpu
 from overcoat.kernels.quantize import amax, padded_tokens, transpose_padded
 
 LOG2E = 1.4426950408889634
@@ -73,9 +74,7 @@ def _(gate_up, code, group_size):
 
 @swiglu_encode.cuda
 def _(gate_up, code, group_size):
-    from overcoat.kernels.gpu import swiglu as gpu
-
-    return gpu.swiglu_encode(gate_up, code, group_size)
+    return gpu.swiglu.swiglu_encode(gate_up, code, group_size)
 
 
 @op
@@ -93,9 +92,7 @@ def _(gate_up, amax):
 
 @swiglu_quantize.cuda
 def _(gate_up, amax):
-    from overcoat.kernels.gpu import swiglu as gpu
-
-    return gpu.swiglu_quantize(gate_up, amax)
+    return gpu.swiglu.swiglu_quantize(gate_up, amax)
 
 
 def gated_gradient(dh: Tensor, codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tuple[Tensor, Tensor]:
@@ -132,10 +129,8 @@ def _(dh, codes, group_amax, scale, code, group_size):
 
 @swiglu_backward.cuda
 def _(dh, codes, group_amax, scale, code, group_size):
-    from overcoat.kernels.gpu import swiglu_backward as gpu
-
     padded = padded_tokens(dh.shape[0])
-    return gpu.swiglu_backward(dh, codes, group_amax, scale, code, group_size, padded)
+    return gpu.swiglu_backward.swiglu_backward(dh, codes, group_amax, scale, code, group_size, padded)
 
 
 @op
@@ -154,9 +149,7 @@ def _(dh, codes, group_amax, code, group_size):
 
 @swiglu_backward_amax.cuda
 def _(dh, codes, group_amax, code, group_size):
-    from overcoat.kernels.gpu import swiglu_backward as gpu
-
-    return gpu.swiglu_backward_amax(dh, codes, group_amax, code, group_size)
+    return gpu.swiglu_backward.swiglu_backward_amax(dh, codes, group_amax, code, group_size)
 
 
 @op
@@ -191,7 +184,7 @@ def _(dh, codes, group_amax, scale, amax, fmt, code, group_size):
 
 @swiglu_backward_quantize.cuda
 def _(dh, codes, group_amax, scale, amax, fmt, code, group_size):
-    from overcoat.kernels.gpu import swiglu_backward as gpu
-
     padded = padded_tokens(dh.shape[0])
-    return gpu.swiglu_backward_quantize(dh, codes, group_amax, scale, amax, fmt, code, group_size, padded)
+    return gpu.swiglu_backward.swiglu_backward_quantize(
+        dh, codes, group_amax, scale, amax, fmt, code, group_size, padded
+    )
