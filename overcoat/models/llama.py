@@ -213,7 +213,7 @@ def _attention_inputs(
     cos, sin = (table.flatten(0, -2) for table in embeddings)
     q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
     q_proj, k_proj, width = module.q_proj, module.k_proj, module.head_dim
-    eps = q_norm.variance_epsilon if q_norm is not None else 0.0
+    eps = float(q_norm.variance_epsilon) if q_norm is not None else 0.0
     num_q, num_kv = q_proj.out_features // width, k_proj.out_features // width
     heads = Heads(batch, num_q, num_kv, width, module.scaling, eps, biased=k_proj.bias is not None)
     weights = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
@@ -224,9 +224,9 @@ def block_of(parts: Parts) -> Block:
     """The layer's parameters, as `decoder_block` takes them."""
     linears: list[Any] = [Linear(linear.weight, linear.bias) for linear in parts.projections]
     if parts.gated:
-        first, second = (Norm(norm.weight, None, norm.variance_epsilon) for norm in parts.norms)
+        first, second = (Norm(norm.weight, None, float(norm.variance_epsilon)) for norm in parts.norms)
         return Block(first, second, *linears)
-    first, second = (Norm(norm.weight, norm.bias, norm.eps, centered=True) for norm in parts.norms)
+    first, second = (Norm(norm.weight, norm.bias, float(norm.eps), centered=True) for norm in parts.norms)
     q, k, v, o, up, down = linears
     return Block(first, second, q, k, v, o, None, up, down, GELUS[parts.attention.config.hidden_act])
 

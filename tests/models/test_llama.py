@@ -8,6 +8,7 @@ import torch
 import overcoat
 from overcoat import Recipe
 from overcoat.kernels.gemm import why_no_block_gemm
+from overcoat.models.llama import _attention_inputs, block_of, parts_of
 from tests.models.zoo import make_batch, make_model
 from tests.waits import waiting_is_an_error
 
@@ -84,3 +85,14 @@ def test_a_wait_would_be_seen() -> None:
         with pytest.raises(RuntimeError, match="synchronizing"):
             y.sum().backward()
     y.sum().item()
+
+
+def test_an_eps_that_is_an_integer_is_taken_as_a_number() -> None:
+    """Launches that are remembered do not tell 0 from 0.0, kernels do."""
+    model = make_model("qwen3", layers=1)
+    layer = model.model.layers[0]
+    for norm in (layer.input_layernorm, layer.self_attn.q_norm):
+        norm.variance_epsilon = 0
+    parts = parts_of(layer)
+    heads = _attention_inputs(parts.attention, (torch.zeros(1, 8, 128), torch.zeros(1, 8, 128)), None, 1)[1]
+    assert [type(eps) for eps in (heads.eps, *(norm.eps for norm in block_of(parts)[:2]))] == [float] * 3

@@ -7,7 +7,7 @@ finds the compiled kernel, and its launcher (6 us) is called with the arguments 
 
 The key of the look-up is finer than Triton's own specialization (dtypes of tensors, the very value of everything else,
 and only launches whose tensors are all aligned to 16 bytes are remembered), so a hit can never be a kernel compiled for
-something else. All other launches go through Triton.
+something else; as long as an argument is of one type: 0 and 0.0 are equal. All other launches go through Triton.
 """
 
 from __future__ import annotations
