@@ -8,11 +8,11 @@
 memcheck runs everything that launches kernels, from single ops over whole blocks and models to the optimizer, but no
 trainings and no measurements. The kernels' own tests and the optimizer's took 4 to 9 minutes; there are 1.9 times as
 many with the rest. It runs without PyTorch's caching allocator: each tensor is an allocation of its own, so that an
-access beyond its end is one outside of any. What needs the cache is left out there (graphs, peaks of memory), and
-everywhere what is too slow: tensors beyond 2^31 elements, errors averaged over seeds. racecheck looks at the kernels
-alone. Neither looks into PyTorch's own kernels, of which the references are made, nor into cuBLAS', where racecheck
-reports hazards that are not ours to mend. One row of results/sanitizer.jsonl for each tool: by file and process, the
-errors that the tool counted and pytest's last line.
+access beyond its end is one outside of any. What needs the cache (graphs, peaks of memory) has it, in processes of its
+own. Errors averaged over seeds are left out, and by racecheck, which looks at the kernels alone, tensors beyond 2^31
+elements: too slow. Neither looks into PyTorch's own kernels, of which the references are made, nor into cuBLAS', where
+racecheck reports hazards that are not ours to mend. One row of results/sanitizer.jsonl for each tool: by file and
+process, the errors that the tool counted and pytest's last line.
 Kernels that have been compiled before, by the GPU tests themselves, are not compiled again.
 """
 
@@ -36,7 +36,7 @@ TOOLS = ("memcheck", "racecheck")
 # Folders of tests whose kernels each tool looks at.
 FOLDERS = {"memcheck": (".", "kernels", "kernels/gpu", "ops", "models", "optim"), "racecheck": ("kernels/gpu",)}
 # Parts of the names of tests or of their files, long enough to be in no other's (tests/benchmarks/test_sanitizer.py).
-SLOW = ("2_to_31", "test_numerics")
+SLOW = {"memcheck": ("test_numerics",), "racecheck": ("test_numerics", "2_to_31")}
 # Of the library's kernels alone. Under racecheck those of block scales fail, though it leaves their kernels out.
 THE_LIBRARYS = ("test_product", "cublaslt")
 GRAPHS = ("captur", "cuda_graph", "in_a_graph")
@@ -57,16 +57,22 @@ def test_files(tool: str) -> list[str]:
 
 def tests_of(tool: str, path: str, keyword: str) -> list[str]:
     """The GPU tests of a file that `tool` is to see, by their pytest names."""
-    left_out = SLOW + (NEEDS_THE_CACHE if tool == "memcheck" else THE_LIBRARYS)
+    left_out = SLOW[tool] + (() if tool == "memcheck" else THE_LIBRARYS)
     wanted = [f"({keyword})"] if keyword else []
     options = ["-m", "gpu", "-k", " and ".join([*wanted, *(f"not {word}" for word in left_out)])]
     listed = subprocess.run([*PYTEST, "--collect-only", path, *options], cwd=ROOT, capture_output=True, text=True)
     return [line for line in listed.stdout.splitlines() if "::" in line]
 
 
+def needs_the_cache(test: str) -> bool:
+    """Whether a test, by its pytest name, means nothing without PyTorch's caching allocator."""
+    return any(word in test.lower() for word in NEEDS_THE_CACHE)
+
+
 def check(tool: str, tests: list[str], timeout: float) -> dict[str, Any]:
     """Errors that `tool` counts in some tests (None: it did not get to its end), and pytest's result."""
-    environment = {**os.environ, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})}
+    no_cache = tool == "memcheck" and not any(map(needs_the_cache, tests))
+    environment = {**os.environ, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if no_cache else {})}
     # Calls of the runtime that fail are not accesses: PyTorch asks for what a device may not have, and raises the rest.
     options = ["--report-api-errors", "no"] if tool == "memcheck" else []
     options += ["--kernel-name-exclude", ",".join(f"kns={name}" for name in NOT_OURS)]
@@ -125,7 +131,8 @@ def main() -> None:
         jobs = [
             (tool, path, pool.submit(check_in_time, tool, part))
             for (tool, path), tests in zip(files, listed, strict=True)
-            for part in parts_of(tests[:: arguments.every], arguments.tests)
+            for kind in apart(tests[:: arguments.every])
+            for part in parts_of(kind, arguments.tests)
         ]
         for tool, path, job in jobs:
             found = job.result()
@@ -134,6 +141,11 @@ def main() -> None:
             print(*(f"    {line}" for line in found["said"]), sep="\n", end="\n" if found["said"] else "", flush=True)
     for tool, by_file in rows.items():
         append_row(arguments.out, {"benchmark": "sanitizer", "tool": tool, "files": by_file})
+
+
+def apart(tests: list[str]) -> tuple[list[str], list[str]]:
+    """Those that run without PyTorch's caching allocator, and those that need it."""
+    return [test for test in tests if not needs_the_cache(test)], [test for test in tests if needs_the_cache(test)]
 
 
 def parts_of(tests: list[str], most: int) -> list[list[str]]:

@@ -47,17 +47,18 @@ def test_only_pytorchs_own_attention_is_given_an_order(name: str, monkeypatch: p
 @pytest.mark.parametrize("compiled", [False, True])
 def test_torch_compile_where_it_is_part_of_the_name(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its gradients are those of the layer, not under the compiled module's names."""
-    wrapped: list[Any] = []
+    wrapped: list[tuple[Any, str]] = []
 
-    def compile_(layer: Any) -> Any:
-        wrapped.append(layer)
+    def compile_(layer: Any, mode: str) -> Any:
+        wrapped.append((layer, mode))
         return layer
 
     monkeypatch.setattr(torch, "compile", compile_)
-    for name in ("overcoat", "bf16 eager", "overcoat compile", "bf16 compile"):
+    for name in ("overcoat", "bf16 eager", "overcoat compile", "bf16 compile", "bf16 compile, graphs"):
         model, tables = build_block(SHAPE, torch.bfloat16, "cpu")
         block = make_block(name, model, tables, compiled=compiled, attention="default")
-        assert wrapped == ([model.layers[0]] if compiled and "compile" in name else []), name
+        mode = "reduce-overhead" if "graphs" in name else "default"
+        assert wrapped == ([(model.layers[0], mode)] if compiled and "compile" in name else []), name
         assert block.module is model.layers[0]
         wrapped.clear()
 

@@ -64,6 +64,14 @@ def test_a_tiny_run_measures_time_and_bytes(name: str) -> None:
 
 
 @pytest.mark.gpu
+def test_of_graphs_the_total_alone_is_measured() -> None:
+    shape = BlockShape(ModelShape(512, 1024, 1, 4, 2, 32), 2, 256)
+    figures = measure("overcoat compile, graphs", shape, 2, "default")
+    assert set(figures) == {"total_ms"}
+    assert figures["total_ms"] > 0
+
+
+@pytest.mark.gpu
 def test_a_tiny_accuracy_run() -> None:
     shape = BlockShape(ModelShape(512, 1024, 1, 4, 2, 32), 1, 64)
     ours, bf16 = accuracy("overcoat", shape, 2), accuracy("bf16 eager", shape, 2)

@@ -106,6 +106,25 @@ def test_a_deadline_ends_with_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
+def test_what_needs_the_cache_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the others, in the same file, not; under racecheck all have it."""
+    seen = tmp_path / "seen"
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(SCRIPT.replace("#!/bin/sh", f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING; $*" >> {seen}'))
+    tests = ["test_sum", "test_a_cuda_graph_replays", "test_step", "test_peak_memory"]
+    monkeypatch.setattr(sanitizer, "tests_of", lambda tool, path, keyword: tests)
+    arguments = ["--files", "any", "--out", str(tmp_path / "rows.jsonl"), "--processes", "1"]
+    monkeypatch.setattr(sys, "argv", ["sanitizer", *arguments])
+    sanitizer.main()
+    ran = [re.search(r"^(1?);.*--tool (\w+) .*ignore (.*)$", line).groups() for line in seen.read_text().splitlines()]  # type: ignore[union-attr]
+    assert ran == [
+        ("1", "memcheck", "test_sum test_step"),
+        ("", "memcheck", "test_a_cuda_graph_replays test_peak_memory"),
+        ("", "racecheck", "test_sum test_step"),
+        ("", "racecheck", "test_a_cuda_graph_replays test_peak_memory"),
+    ]
+
+
 def test_every_test_goes_to_one_process() -> None:
     assert sanitizer.parts_of(["a", "b", "c", "d", "e"], 2) == [["a", "d"], ["b", "e"], ["c"]]
     assert sanitizer.parts_of([], 2) == []
@@ -119,7 +138,7 @@ def test_gpu_tests_are_found_and_slow_ones_left_out() -> None:
     assert not any("2_to_31" in name for name in found)
 
 
-def test_nothing_else_is_left_out() -> None:
+def test_nothing_else_is_left_out_or_has_the_cache() -> None:
     """A part of a name may be in more names than it was meant for."""
     files = [
         "tests/kernels/gpu",
@@ -127,6 +146,7 @@ def test_nothing_else_is_left_out() -> None:
         "tests/ops",
         "tests/models",
         "tests/optim",
+        "tests/test_memory.py",
         "tests/test_weight_amax.py",
     ]
     command = [*sanitizer.PYTEST, "--collect-only", "-m", "gpu", "-o", "addopts=-q"]
@@ -135,11 +155,14 @@ def test_nothing_else_is_left_out() -> None:
         listed = subprocess.run([*command, *files, *options], cwd=sanitizer.ROOT, capture_output=True, text=True)
         return {re.sub(r"\[.*", "", line) for line in listed.stdout.splitlines() if "::" in line}
 
-    left_out = sanitizer.SLOW + sanitizer.NEEDS_THE_CACHE
-    missing = names() - names("-k", " and ".join(f"not {word}" for word in left_out))
-    assert {name.split("::")[-1] for name in missing} == {
-        "test_a_tensor_of_more_than_2_to_31_elements",
-        "test_converted_model_is_as_good_as_fp8_gemms_alone",
+    everything = names()
+
+    def left_out(*words: str) -> set[str]:
+        return {name.split("::")[-1] for name in everything - names("-k", " and ".join(f"not {w}" for w in words))}
+
+    assert left_out(*sanitizer.SLOW["memcheck"]) == {"test_converted_model_is_as_good_as_fp8_gemms_alone"}
+    assert left_out("2_to_31") == {"test_a_tensor_of_more_than_2_to_31_elements"}
+    assert {name.split("::")[-1] for name in everything if sanitizer.needs_the_cache(name)} == {
         # Of graphs.
         "test_a_captured_graph_zeroes_its_own",
         "test_a_cuda_graph_captures_the_step",
@@ -154,6 +177,7 @@ def test_nothing_else_is_left_out() -> None:
         "test_memory_on_a_gpu_is_less_by_what_is_offloaded",
         "test_peak_memory_is_one_chunk_and_the_gradients",
         "test_released_gradients_let_go_as_well",
+        "test_segments_that_grow_also_after_the_import",
         "test_states_are_in_host_memory_and_buffers_are_bounded",
         "test_the_graph_is_freed_after_the_backward",
         "test_what_is_taken_out_is_freed_at_once",
@@ -202,7 +226,7 @@ def test_tests_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def listed(tool: str, path: str, keyword: str = "") -> list[str]:
         return [name.removeprefix(f"{path}::test_") for name in sanitizer.tests_of(tool, path, keyword)]
 
-    assert listed("memcheck", "test_small.py") == ["waits", "batches", "others"]
+    assert listed("memcheck", "test_small.py") == ["waits", "batches", "others", "2_to_31", "captures"]
     assert listed("racecheck", "test_small.py") == ["waits", "batches", "others", "captures"]
-    assert listed("memcheck", "test_small.py", "waits or batches or 2_to") == ["waits", "batches"]
+    assert listed("racecheck", "test_small.py", "waits or batches or 2_to") == ["waits", "batches"]
     assert listed("memcheck", "test_numerics.py") == []
