@@ -72,7 +72,8 @@ def needs_the_cache(test: str) -> bool:
 def check(tool: str, tests: list[str], timeout: float) -> dict[str, Any]:
     """Errors that `tool` counts in some tests (None: it did not get to its end), and pytest's result."""
     no_cache = tool == "memcheck" and not any(map(needs_the_cache, tests))
-    environment = {**os.environ, **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if no_cache else {})}
+    # In a wide terminal pytest says behind each test that failed why.
+    environment = {**os.environ, "COLUMNS": "250", **({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if no_cache else {})}
     # Calls of the runtime that fail are not accesses: PyTorch asks for what a device may not have, and raises the rest.
     options = ["--report-api-errors", "no"] if tool == "memcheck" else []
     options += ["--kernel-name-exclude", ",".join(f"kns={name}" for name in NOT_OURS)]
@@ -98,7 +99,7 @@ def _complaints(output: str) -> list[str]:
     """The first lines that tell what is wrong: the tool's own, and tests that failed."""
     lines = [line for line in output.splitlines() if line.startswith(("FAILED", "========= "))]
     told = [line for line in lines if not re.search(r"COMPUTE-SANITIZER|SUMMARY|={9} *$", line)]
-    return [line[:200] for line in told][:8]
+    return [line[:250] for line in told][:8]
 
 
 def main() -> None:

@@ -56,7 +56,10 @@ def test_other_shapes_compile_no_other_graph(kind: str, recipe: Recipe, masks: s
     ids=["default", "attention bf16", "leanest", "paper"],
 )
 def test_layers_replayed_as_cuda_graphs_give_the_eager_gradients(kind: str, recipe: Recipe) -> None:
-    """Bit for bit, for new tokens and new weights: nothing of the first run may be left in a graph."""
+    """Bit for bit, for new tokens and new weights: nothing of the first run may be left in a graph.
+
+    But for gradients of biases, which PyTorch sums, compiled in another order: to one unit in the last place of BF16.
+    """
     torch.compiler.reset()
     model = make_model(kind, layers=2).cuda()
     overcoat.convert(model, recipe)
@@ -77,7 +80,9 @@ def test_layers_replayed_as_cuda_graphs_give_the_eager_gradients(kind: str, reci
         inputs = {name: value.cuda() for name, value in make_batch(length=64, seed=step).items()}
         expected = run(eager, inputs)
         for name, result in run(captured, inputs).items():
-            assert torch.equal(result, expected[name]), (step, name)
+            wanted = expected[name]
+            limit = 2**-7 * wanted.abs().max() if name.endswith("proj.bias") else 0.0
+            assert (result - wanted).abs().max() <= limit, (step, name)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.0 + 0.1 * step)

@@ -1,9 +1,9 @@
 """The Triton kernels of the op catalogue, one file per op family, named as the references in `overcoat.kernels`.
 
 `gpu.norm` is imported when it is first asked for, which is when an op meets a CUDA tensor: Triton is absent on machines
-without a GPU. Only `cublaslt.py`, `gemm_tiles.py` and `scalars.py` do without it. `common.py` has what the kernels
-share; each other file holds kernels, each followed by its launcher. A launcher takes and returns what its op does; the
-op's reference is the specification, and the kernel equals it bit for bit unless its docstring says otherwise.
+without a GPU. Only `cublaslt.py` and `gemm_tiles.py` do without it. `common.py` has what the kernels share; each other
+file holds kernels, each followed by its launcher. A launcher takes and returns what its op does; the op's reference is
+the specification, and the kernel equals it bit for bit unless its docstring says otherwise.
 """
 
 from __future__ import annotations

@@ -36,11 +36,8 @@ from overcoat.kernels.gpu.common import (
 )
 from overcoat.kernels.gpu.gelu import gelu, is_tanh
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.scalars import Scalars
 from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_pair, store_transposed
 from overcoat.kernels.quantize import padded_tokens
-
-_maxima, _scales = Scalars(), Scalars()
 
 # Elements of a program that looks for max |du|, and its warps.
 AMAX_TILE, AMAX_WARPS = 2048, 4
@@ -102,14 +99,14 @@ def gelu_backward_amax(
     dh = dh.contiguous()
     tokens, width = dh.shape
     n, gp = group_amax.shape[1], power_of_2(group_size)
-    top = _maxima(dh)
+    top = torch.zeros((), dtype=torch.int32, device=dh.device)
     count = max(AMAX_TILE // gp, 1)
     with on_device(dh):
         _gelu_gradient_amax_kernel[(cdiv(tokens * n, count),)](
-            dh, codes, group_amax, top.bits, tokens * n, n, width,
+            dh, codes, group_amax, top, tokens * n, n, width,
             is_tanh(approximate), group_size, gp, CODES[code], count, num_warps=AMAX_WARPS, **EXACT,
         )  # fmt: skip
-    return top.value
+    return top.view(torch.float32)
 
 
 # ---- gradient and operands ------------------------------------------------------------------------------------------
@@ -255,7 +252,7 @@ def gelu_backward_quantize(
     out = torch.empty(dh.shape, dtype=FLOAT8[fmt].dtype, device=dh.device)
     out_t = torch.empty((width, padded), dtype=out.dtype, device=dh.device)
     h_t = torch.empty((width, padded), dtype=E4M3.dtype, device=dh.device)
-    d_scale = _scales(amax).value
+    d_scale = torch.empty_like(amax)
     n, gp = group_amax.shape[1], power_of_2(group_size)
     count, turns = max(GRADIENT_TILE[1] // gp, 1), cdiv(padded, GRADIENT_TILE[0])
     partial = torch.empty((turns if has_bias else 0, width), dtype=torch.float32, device=dh.device)

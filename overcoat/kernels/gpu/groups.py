@@ -30,10 +30,7 @@ from overcoat.kernels.gpu.common import (
     power_of_2,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.scalars import Scalars
 from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_transposed
-
-_maxima = Scalars()
 
 # Elements of one program in the kernels that take a list of groups.
 GROUP_TILE = 4096
@@ -106,14 +103,14 @@ def group_encode(
     n, padded = cdiv(columns, group_size), power_of_2(group_size)
     codes = torch.empty(x.shape, dtype=group_code(code).dtype, device=x.device)
     group_amax = torch.empty((tokens, n), dtype=torch.bfloat16, device=x.device)
-    amax = _maxima(x)
+    amax = (torch.zeros if want_amax else torch.empty)((), dtype=torch.int32, device=x.device)
     count = max(GROUP_TILE // padded, 1)
     with on_device(x):
         _group_encode_kernel[(cdiv(tokens * n, count),)](
-            x, amax.bits if center is None else center, codes, group_amax, amax.bits, tokens * n, n, columns,
+            x, amax if center is None else center, codes, group_amax, amax, tokens * n, n, columns,
             center is not None, want_amax, group_size, padded, CODES[code], count, num_warps=4, **EXACT,
         )  # fmt: skip
-    return codes, group_amax, amax.value
+    return codes, group_amax, amax.view(torch.float32)
 
 
 @kernel

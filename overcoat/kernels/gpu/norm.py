@@ -34,10 +34,7 @@ from overcoat.kernels.gpu.common import (
 )
 from overcoat.kernels.gpu.groups import GROUP_TILE
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.scalars import Scalars
 from overcoat.kernels.gpu.tiles import listed_groups
-
-_maxima, _scales = Scalars(), Scalars()
 
 # Elements of a row that one thread holds.
 STATS_ELEMENTS = 32
@@ -197,7 +194,7 @@ def norm_quantize(
     x = x.contiguous()
     tokens, hidden = x.shape
     n, padded = cdiv(hidden, group_size), power_of_2(group_size)
-    y, scale = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device), _scales(amax).value
+    y, scale = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device), torch.empty_like(amax)
     codes = torch.empty(x.shape, dtype=group_code(code).dtype, device=x.device)
     group_amax = torch.empty((tokens, n), dtype=torch.bfloat16, device=x.device)
     count = max(GROUP_TILE // padded, 1)
@@ -329,7 +326,7 @@ def norm_backward(
     top = torch.empty(programs, dtype=torch.float32, device=dy.device)
     dweight = torch.empty(hidden, dtype=torch.float32 if weight is None else weight.dtype, device=dy.device)
     dbias = torch.empty(hidden if has_bias else 0, dtype=torch.float32, device=dy.device)
-    amax = _maxima(dy).value
+    amax = torch.empty((), dtype=torch.float32, device=dy.device)
     with on_device(dy):
         _norm_backward_kernel[(programs,)](
             dy, codes, group_amax, rstd, dy if weight is None else weight, dy if dresidual is None else dresidual,

@@ -29,9 +29,6 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.scalars import Scalars
-
-_maxima, _scales = Scalars(), Scalars()
 
 # Below this many elements one program finds the maximum; above, many programs share an atomic maximum.
 AMAX_BLOCK = 8192
@@ -70,10 +67,10 @@ def amax_of(x: Tensor) -> Tensor:
     x = x.contiguous()
     one_program = x.numel() <= AMAX_ONE_PROGRAM
     programs = 1 if one_program else min(cdiv(x.numel(), AMAX_BLOCK), AMAX_PROGRAMS)
-    top = _maxima(x)
+    out = (torch.empty if one_program else torch.zeros)((), dtype=torch.int32, device=x.device)
     with on_device(x):
-        _amax_kernel[(programs,)](x, top.bits, x.numel(), not one_program, AMAX_BLOCK, num_warps=8)
-    return top.value
+        _amax_kernel[(programs,)](x, out, x.numel(), not one_program, AMAX_BLOCK, num_warps=8)
+    return out.view(torch.float32)
 
 
 # ---- per-tensor FP8 -----------------------------------------------------------------------------------------------
@@ -150,14 +147,14 @@ def _launch_quantize(
 
 def quantize(x: Tensor, amax: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """Per-tensor FP8 of x (T, C) and its scale."""
-    out, scale = torch.empty(x.shape, dtype=FLOAT8[fmt].dtype, device=x.device), _scales(amax).value
+    out, scale = torch.empty(x.shape, dtype=FLOAT8[fmt].dtype, device=x.device), torch.empty_like(amax)
     _launch_quantize(x.contiguous(), amax, out, None, scale, fmt)
     return out, scale
 
 
 def quantize_both(x: Tensor, amax: Tensor, fmt: str, padded: int) -> tuple[Tensor, Tensor, Tensor]:
     """Per-tensor FP8 of x (T, C) in both layouts, the transposed one `padded` tokens wide."""
-    out, scale = torch.empty(x.shape, dtype=FLOAT8[fmt].dtype, device=x.device), _scales(amax).value
+    out, scale = torch.empty(x.shape, dtype=FLOAT8[fmt].dtype, device=x.device), torch.empty_like(amax)
     out_t = torch.empty((x.shape[1], padded), dtype=out.dtype, device=x.device)
     _launch_quantize(x.contiguous(), amax, out, out_t, scale, fmt)
     return out, out_t, scale

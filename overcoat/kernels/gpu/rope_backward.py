@@ -36,9 +36,6 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, dense_rows, kernel, on_device
-from overcoat.kernels.gpu.scalars import Scalars
-
-_maxima, _scales = Scalars(), Scalars()
 
 
 @triton.jit
@@ -226,14 +223,14 @@ def _launch_gradient(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int, out: Optional[Tensor]
 ) -> Tensor:
     """Run the kernel into out (T, (num_q + 2 num_kv) * D), or for the maximum only."""
-    top = _maxima(dq)
+    bits = torch.zeros((), dtype=torch.int32, device=dq.device)
     pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
     with on_device(dq):
         _rope_gradient_kernel[_grid(dq.shape[0], num_q)](
-            *pointers, dq if out is None else out, top.bits, *sizes,
+            *pointers, dq if out is None else out, bits, *sizes,
             out is not None, power_of_2(cos.shape[1] // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
         )  # fmt: skip
-    return top.value
+    return bits.view(torch.float32)
 
 
 def qk_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
@@ -256,7 +253,7 @@ def qk_rope_backward_quantize(
     columns = dq.shape[1] + dk.shape[1] + dv.shape[1]
     out = torch.empty((dq.shape[0], columns), dtype=FLOAT8[fmt].dtype, device=dq.device)
     out_t = torch.empty((columns, padded), dtype=out.dtype, device=dq.device)
-    scale = _scales(amax).value
+    scale = torch.empty_like(amax)
     pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
     with on_device(dq):
         _rope_quantize_kernel[_grid(padded, num_q)](

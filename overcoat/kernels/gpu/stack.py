@@ -26,9 +26,6 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.scalars import Scalars
-
-_maxima, _scales = Scalars(), Scalars()
 
 PER_LAUNCH = 3
 AMAX_BLOCK, AMAX_PROGRAMS = 8192, 132 * 16
@@ -82,16 +79,16 @@ def _stack_amax_kernel(
 
 def stack_amax(weights: list[Tensor]) -> Tensor:
     """max |w| over several weights, 0-d FP32."""
-    top = _maxima(weights[0])
-    with on_device(top.bits):
+    out = torch.zeros((), dtype=torch.int32, device=weights[0].device)
+    with on_device(out):
         for part in launches(weights):
             sizes = [w.numel() for w in part]
             programs = min(cdiv(max(sizes), AMAX_BLOCK), AMAX_PROGRAMS)
             if programs:
                 _stack_amax_kernel[(programs, 1, len(part))](
-                    *three(part), top.bits, *three(sizes), alignment(part), AMAX_BLOCK, num_warps=8
+                    *three(part), out, *three(sizes), alignment(part), AMAX_BLOCK, num_warps=8
                 )
-    return top.value
+    return out.view(torch.float32)
 
 
 # ---- stacked copy -------------------------------------------------------------------------------------------------
@@ -158,7 +155,7 @@ def stack_weights(weights: list[Tensor], amax: Tensor, transposed: bool) -> tupl
         return data.view(torch.uint8).t().contiguous().view(data.dtype), scale
     rows, columns = sum(w.shape[0] for w in weights), weights[0].shape[1]
     shape = (columns, rows) if transposed else (rows, columns)
-    out, scale = torch.empty(shape, dtype=E4M3.dtype, device=amax.device), _scales(amax).value
+    out, scale = torch.empty(shape, dtype=E4M3.dtype, device=amax.device), torch.empty_like(amax)
     target, first = (out.view(torch.int16) if transposed else out), 0
     tile = TRANSPOSED_TILE if transposed else PLAIN_TILE
     with on_device(out):

@@ -27,7 +27,6 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.scalars import Scalars
 from overcoat.kernels.gpu.stack import (
     PLAIN_TILE,
     alignment,
@@ -38,8 +37,6 @@ from overcoat.kernels.gpu.stack import (
     stack_weights,
     three,
 )
-
-_maxima, _scales = Scalars(), Scalars()
 
 # Programs of the second launch for each weight: enough to fill the GPU, few enough to start and end within 3 us.
 AGAIN_PROGRAMS = 132 * 4
@@ -139,14 +136,15 @@ def stack_weights_guessed(weights: list[Tensor], guesses: list[Tensor]) -> tuple
     (part,) = parts
     sizes, columns = [w.shape[0] for w in part], weights[0].shape[1]
     out = torch.empty((sum(sizes), columns), dtype=E4M3.dtype, device=part[0].device)
-    found, scale = _maxima(out), _scales(out).value
+    found = torch.zeros((), dtype=torch.int32, device=out.device)
+    scale = torch.empty((), dtype=torch.float32, device=out.device)
     rows, width = PLAIN_TILE
     align = alignment(part) if columns % 16 == 0 else 1
     down, right = cdiv(max(sizes), rows), cdiv(columns, width)
-    pointers = (*three(part), *three(guesses), found.bits, out)
+    pointers = (*three(part), *three(guesses), found, out)
     numbers = (*three(sizes), columns, inverse_max("e4m3"), align, *PLAIN_TILE)
     with on_device(out):
         _copy_and_find_kernel[(down, right, len(part))](*pointers, *numbers, num_warps=4, **EXACT)
         again = min(AGAIN_PROGRAMS, max(down * right, 1))
         _copy_again_kernel[(again, 1, len(part))](*pointers, scale, *numbers, num_warps=4, **EXACT)
-    return out, scale, found.value
+    return out, scale, found.view(torch.float32)

@@ -33,10 +33,7 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.scalars import Scalars
 from overcoat.kernels.gpu.tiles import listed_groups
-
-_maxima, _scales = Scalars(), Scalars()
 
 # Pairs of gate and up that a program encodes, and its warps.
 ENCODE_TILE, ENCODE_WARPS = 2048, 4
@@ -104,14 +101,14 @@ def swiglu_encode(gate_up: Tensor, code: str, group_size: int) -> tuple[Tensor, 
     n, gp = cdiv(width, group_size), power_of_2(group_size)
     codes = torch.empty(gate_up.shape, dtype=group_code(code).dtype, device=gate_up.device)
     amax = torch.empty((tokens, 2, n), dtype=torch.bfloat16, device=gate_up.device)
-    top = _maxima(gate_up)
+    top = torch.zeros((), dtype=torch.int32, device=gate_up.device)
     count = max(ENCODE_TILE // gp, 1)
     with on_device(gate_up):
         _swiglu_encode_kernel[(cdiv(tokens * n, count),)](
-            gate_up, codes, amax, top.bits, tokens * n, n, width,
+            gate_up, codes, amax, top, tokens * n, n, width,
             group_size, gp, CODES[code], count, num_warps=ENCODE_WARPS, **EXACT,
         )  # fmt: skip
-    return codes, amax, top.value
+    return codes, amax, top.view(torch.float32)
 
 
 @kernel
@@ -139,7 +136,7 @@ def swiglu_quantize(gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """h in E4M3 (T, I) and its scale."""
     gate_up = gate_up.contiguous()
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    h, scale = torch.empty((tokens, width), dtype=E4M3.dtype, device=gate_up.device), _scales(amax).value
+    h, scale = torch.empty((tokens, width), dtype=E4M3.dtype, device=gate_up.device), torch.empty_like(amax)
     with on_device(gate_up):
         _swiglu_quantize_kernel[(tokens, cdiv(width, PRODUCT_COLUMNS))](
             gate_up, amax, h, scale, width, inverse_max("e4m3"), PRODUCT_COLUMNS, num_warps=4, **EXACT

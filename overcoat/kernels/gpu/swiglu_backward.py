@@ -37,10 +37,7 @@ from overcoat.kernels.gpu.common import (
     sigmoid,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.scalars import Scalars
 from overcoat.kernels.gpu.tiles import group_columns, listed_groups, store_pair, store_transposed
-
-_maxima, _scales = Scalars(), Scalars()
 
 # Gradients whose maximum a program seeks, and its warps.
 AMAX_TILE, AMAX_WARPS = 2048, 4
@@ -231,14 +228,14 @@ def swiglu_backward_amax(dh: Tensor, codes: Tensor, group_amax: Tensor, code: st
     dh = dh.contiguous()
     tokens, width = dh.shape
     n, gp = group_amax.shape[2], power_of_2(group_size)
-    top = _maxima(dh)
+    top = torch.zeros((), dtype=torch.int32, device=dh.device)
     count = max(AMAX_TILE // gp, 1)
     with on_device(dh):
         _swiglu_gradient_amax_kernel[(cdiv(tokens * n, count),)](
-            dh, codes, group_amax, top.bits, tokens * n, n, width,
+            dh, codes, group_amax, top, tokens * n, n, width,
             group_size, gp, CODES[code], count, num_warps=AMAX_WARPS, **EXACT,
         )  # fmt: skip
-    return top.value
+    return top.view(torch.float32)
 
 
 def swiglu_backward_quantize(
@@ -257,7 +254,7 @@ def swiglu_backward_quantize(
     out = torch.empty(codes.shape, dtype=FLOAT8[fmt].dtype, device=dh.device)
     out_t = torch.empty((codes.shape[1], padded), dtype=out.dtype, device=dh.device)
     h_t = torch.empty((dh.shape[1], padded), dtype=E4M3.dtype, device=dh.device)
-    d_scale = _scales(amax).value
+    d_scale = torch.empty_like(amax)
     n, gp = group_amax.shape[2], power_of_2(group_size)
     count = max(GRADIENT_TILE[1] // gp, 1)
     with on_device(dh):
