@@ -58,13 +58,17 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     """
     transformers = load_extra("transformers", "hf", "building the model")
     transformers.utils.logging.disable_progress_bar()  # it would cut through ours at every checkpoint
-    settings = {"dtype": getattr(torch, config.model.dtype), "attn_implementation": config.model.attention}
+    settings = _settings(config.model)
     if config.model.name:
         return load_model(config.model.name, device, settings)
     model_config = inline_config(config.model, tokenizer, config.data.sequence_length)
     torch.manual_seed(config.train.seed)
     with device:
         return transformers.AutoModelForCausalLM.from_config(model_config, **settings)
+
+
+def _settings(model: ModelConfig) -> dict[str, Any]:
+    return {"dtype": getattr(torch, model.dtype), "attn_implementation": model.attention}
 
 
 def load_model(name: str, device: torch.device, settings: dict[str, Any]) -> Any:
@@ -108,7 +112,7 @@ def check_vocabulary(model: Any, num_ids: int, is_tokens: bool) -> None:
 
 
 def check_inline(model: ModelConfig) -> str:
-    """The model type of [model.config], after a look at it and at the names of the other keys."""
+    """The model type of [model.config], after a look at it, at the names of the other keys, and at what they build."""
     transformers = load_extra("transformers", "hf", "building the model")
     supported = list(load_extra(MODEL_TYPES, "hf", "building the model").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     model_type = model.config.get("model_type", "")
@@ -123,6 +127,15 @@ def check_inline(model: ModelConfig) -> str:
         near = difflib.get_close_matches(key, known, n=1)
         hint = f"; did you mean model.config.{near[0]}?" if near else ""
         raise ValueError(f"unknown key model.config.{key} for a {model_type} model{hint}")
+    values = {key: value for key, value in model.config.items() if key != "model_type"}
+    try:
+        with torch.device("meta"):
+            transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.for_model(model_type, **values), **_settings(model)
+            )
+    except Exception as error:  # of any kind: from a check of transformers, or from PyTorch when the layers are made
+        why = " ".join(str(error).split())
+        raise ValueError(f"[model.config] and model.attention make no {model_type} model: {why}") from error
     return str(model_type)
 
 

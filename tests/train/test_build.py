@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from overcoat.train.build import build_model, load_model, make_recipe
+from overcoat.train.build import build_model, check_config, load_model, make_recipe
 from overcoat.train.config import Config, RecipeConfig
 
 CPU = torch.device("cpu")
@@ -160,6 +160,23 @@ def test_the_gpu_holds_nothing_twice(source: str, make_config: Callable[..., Con
     assert sum(sizes) > 120e6
     assert sum(sizes) <= peak < sum(sizes) + max(sizes) + 4e6
     assert torch.cuda.memory_allocated() - before < sum(sizes) + 4e6
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("model.config.hidden_size=wide", "hidden_size.*wide"),
+        ("model.config.num_attention_heads=3", "128.*multiple.*3"),
+        ("model.config.hidden_size=-4", "negative dimension -4"),
+        ("model.config.rope_theta=x", "str"),
+        ("model.attention=fast", "fast.*not supported"),
+    ],
+)
+def test_values_that_make_no_model_are_refused_before_anything_is_read(
+    make_config: Callable[..., Config], word: str, why: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"\[model\.config\] and model\.attention make no llama model: .*{why}"):
+        check_config(make_config(word))
 
 
 def test_recipes_of_offloaded_blocks() -> None:
