@@ -42,8 +42,9 @@ class OriginalCoatBlock(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        if layer.self_attn.q_proj.bias is not None:
-            raise ValueError("the original COAT ignores biases")
+        biases = [name for name, _ in layer.named_parameters() if name.endswith("proj.bias")]
+        if biases:
+            raise ValueError(f"the original COAT ignores biases: {', '.join(biases)}")
         coat_llama = _import_coat_llama()
         from coat.activation.real_quantization import Coat_quantize_bgn, Coat_quantize_end
 

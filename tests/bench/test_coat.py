@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 
 from overcoat.bench.blocks import make_block
 from overcoat.bench.coat import NAMES, PLACEHOLDERS, OriginalCoatBlock
-from overcoat.bench.shapes import BlockShape, ModelShape, build_block
+from overcoat.bench.shapes import build_block
 from tests.bench.peers import SHAPE, causal_attention, compare, module
 
 
@@ -81,10 +81,12 @@ def test_the_original_coat_computes_the_same_block() -> None:
 
 
 @pytest.mark.usefixtures("coat")
-def test_the_original_coat_refuses_biases() -> None:
-    shape = BlockShape(ModelShape(64, 128, 1, 4, 2, 32, qkv_bias=True), 1, 8)
-    model, tables = build_block(shape, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="ignores biases"):
+@pytest.mark.parametrize("place", ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"])
+def test_the_original_coat_refuses_biases(place: str) -> None:
+    model, tables = build_block(SHAPE, torch.float32, "cpu")
+    linear = model.layers[0].get_submodule(place)
+    linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+    with pytest.raises(ValueError, match=f"ignores biases: {place}.bias$"):
         make_block("original COAT", model, tables, compiled=False, attention="default")
 
 
