@@ -134,7 +134,7 @@ def main() -> None:
         jobs = [
             (tool, path, pool.submit(check_in_time, tool, part))
             for (tool, path), tests in zip(files, listed, strict=True)
-            for kind in apart(tests[:: arguments.every])
+            for kind in apart(tool, tests[:: arguments.every])
             for part in parts_of(kind, arguments.tests)
         ]
         for tool, path, job in jobs:
@@ -146,9 +146,11 @@ def main() -> None:
         append_row(arguments.out, {"benchmark": "sanitizer", "tool": tool, "files": by_file})
 
 
-def apart(tests: list[str]) -> tuple[list[str], list[str]]:
-    """Those that run without PyTorch's caching allocator, and those that need it."""
-    return [test for test in tests if not needs_the_cache(test)], [test for test in tests if needs_the_cache(test)]
+def apart(tool: str, tests: list[str]) -> list[list[str]]:
+    """memcheck's tests without PyTorch's caching allocator, and those that need it: not in one process."""
+    if tool == "racecheck":
+        return [tests]
+    return [[test for test in tests if needs_the_cache(test) == cached] for cached in (False, True)]
 
 
 def parts_of(tests: list[str], most: int) -> list[list[str]]:

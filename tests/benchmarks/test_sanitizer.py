@@ -120,8 +120,7 @@ def test_what_needs_the_cache_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert ran == [
         ("1", "memcheck", "test_sum test_step"),
         ("", "memcheck", "test_a_cuda_graph_replays test_peak_memory"),
-        ("", "racecheck", "test_sum test_step"),
-        ("", "racecheck", "test_a_cuda_graph_replays test_peak_memory"),
+        ("", "racecheck", "test_sum test_a_cuda_graph_replays test_step test_peak_memory"),
     ]
 
 

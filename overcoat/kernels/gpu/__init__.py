@@ -13,56 +13,24 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from overcoat.kernels.gpu import (
-        blockwise as blockwise,
-    )
-    from overcoat.kernels.gpu import (
-        blockwise_backward as blockwise_backward,
-    )
-    from overcoat.kernels.gpu import (
-        blockwise_fused as blockwise_fused,
-    )
-    from overcoat.kernels.gpu import (
-        gelu as gelu,
-    )
-    from overcoat.kernels.gpu import (
-        gelu_backward as gelu_backward,
-    )
-    from overcoat.kernels.gpu import (
-        gelu_blockwise as gelu_blockwise,
-    )
-    from overcoat.kernels.gpu import (
-        groups as groups,
-    )
-    from overcoat.kernels.gpu import (
-        loss as loss,
-    )
-    from overcoat.kernels.gpu import (
-        norm as norm,
-    )
-    from overcoat.kernels.gpu import (
-        quantize as quantize,
-    )
-    from overcoat.kernels.gpu import (
-        rope as rope,
-    )
-    from overcoat.kernels.gpu import (
-        rope_backward as rope_backward,
-    )
-    from overcoat.kernels.gpu import (
-        rope_norm_backward as rope_norm_backward,
-    )
-    from overcoat.kernels.gpu import (
-        stack as stack,
-    )
-    from overcoat.kernels.gpu import (
-        stack_guessed as stack_guessed,
-    )
-    from overcoat.kernels.gpu import (
-        swiglu as swiglu,
-    )
-    from overcoat.kernels.gpu import (
-        swiglu_backward as swiglu_backward,
+    from overcoat.kernels.gpu import (  # noqa: F401  what `__getattr__` imports, for readers and type checkers
+        blockwise,
+        blockwise_backward,
+        blockwise_fused,
+        gelu,
+        gelu_backward,
+        gelu_blockwise,
+        groups,
+        loss,
+        norm,
+        quantize,
+        rope,
+        rope_backward,
+        rope_norm_backward,
+        stack,
+        stack_guessed,
+        swiglu,
+        swiglu_backward,
     )
 
 
