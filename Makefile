@@ -9,9 +9,12 @@ BIN := $(VENV)/bin
 # torch from a CUDA build on machines with an NVIDIA GPU comes with the plain name; TORCH pins another build.
 TORCH ?= torch==2.13.0
 
-# What the demo trains: 124 M parameters where a GPU has FP8 products (compute capability 8.9), 5 M elsewhere.
-DEMO ?= configs/$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
-	| awk '$$1 >= 8.9 { gpu = 1 } END { print gpu ? "llama-124m" : "demo" }').toml
+# What the demo trains: 124 M parameters where PyTorch sees a GPU with FP8 products (compute capability 8.9) and 26 GB,
+# which its twin in BF16 needs; 5 M elsewhere.
+DEMO ?= configs/$$($(BIN)/python -c 'import torch; \
+	large = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9) \
+		and torch.cuda.get_device_properties(0).total_memory > 26e9; \
+	print("llama-124m" if large else "demo")').toml
 
 .PHONY: demo test lint gpu-test install install-dev clean
 

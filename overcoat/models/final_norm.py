@@ -33,7 +33,7 @@ class FinalNorm(nn.Module):
         # With a weight of another dtype the original returns that of both.
         if not self.overcoat_fused or hidden_states.dtype != self.weight.dtype:
             return super().forward(hidden_states)
-        return final_norm(hidden_states, self.weight, self.variance_epsilon)
+        return final_norm(hidden_states, self.weight, float(self.variance_epsilon))
 
 
 def install_final_norm(causal: nn.Module) -> None:

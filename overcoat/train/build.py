@@ -47,7 +47,7 @@ def check_config(config: Config) -> None:
     except ValueError as error:
         raise ValueError(f"[optimizer]: {error}") from error
     if not config.model.name:
-        check_inline(config.model)
+        check_builds(config.model)
 
 
 def build_model(config: Config, tokenizer: Any | None, device: torch.device = CPU) -> Any:
@@ -112,7 +112,7 @@ def check_vocabulary(model: Any, num_ids: int, is_tokens: bool) -> None:
 
 
 def check_inline(model: ModelConfig) -> str:
-    """The model type of [model.config], after a look at it, at the names of the other keys, and at what they build."""
+    """The model type of [model.config], after a look at it and at the names of the other keys."""
     transformers = load_extra("transformers", "hf", "building the model")
     supported = list(load_extra(MODEL_TYPES, "hf", "building the model").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     model_type = model.config.get("model_type", "")
@@ -127,7 +127,20 @@ def check_inline(model: ModelConfig) -> str:
         near = difflib.get_close_matches(key, known, n=1)
         hint = f"; did you mean model.config.{near[0]}?" if near else ""
         raise ValueError(f"unknown key model.config.{key} for a {model_type} model{hint}")
-    values = {key: value for key, value in model.config.items() if key != "model_type"}
+    return str(model_type)
+
+
+def _inline_values(model: ModelConfig) -> dict[str, Any]:
+    return {key: value for key, value in model.config.items() if key != "model_type"}
+
+
+def check_builds(model: ModelConfig) -> None:
+    """Refuse [model.config] whose names are right but whose values make no model, by making it without memory."""
+    transformers = load_extra("transformers", "hf", "building the model")
+    model_type, values = check_inline(model), _inline_values(model)
+    if "vocab_size" not in values:  # the tokenizer will say; it has the ids that are given
+        ids = [value for key, value in values.items() if key.endswith("_token_id") and isinstance(value, int)]
+        values["vocab_size"] = max([2, *ids]) + 1
     try:
         with torch.device("meta"):
             transformers.AutoModelForCausalLM.from_config(
@@ -136,15 +149,13 @@ def check_inline(model: ModelConfig) -> str:
     except Exception as error:  # of any kind: from a check of transformers, or from PyTorch when the layers are made
         why = " ".join(str(error).split())
         raise ValueError(f"[model.config] and model.attention make no {model_type} model: {why}") from error
-    return str(model_type)
 
 
 def inline_config(model: ModelConfig, tokenizer: Any | None, length: int) -> Any:
     """[model.config] as a transformers configuration, completed with what the tokenizer and the rows
     decide."""
     transformers = load_extra("transformers", "hf", "building the model")
-    model_type = check_inline(model)
-    values = {key: value for key, value in model.config.items() if key != "model_type"}
+    model_type, values = check_inline(model), _inline_values(model)
     if tokenizer is not None:
         values.setdefault("vocab_size", len(tokenizer))
         require(

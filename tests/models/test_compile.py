@@ -58,7 +58,7 @@ def test_other_shapes_compile_no_other_graph(kind: str, recipe: Recipe, masks: s
 def test_layers_replayed_as_cuda_graphs_give_the_eager_gradients(kind: str, recipe: Recipe) -> None:
     """Bit for bit, for new tokens and new weights: nothing of the first run may be left in a graph.
 
-    But for gradients of biases, which PyTorch sums, compiled in another order: to one unit in the last place of BF16.
+    But for gradients of Qwen2's biases, which PyTorch sums, compiled in another order: to 1/128 of the largest.
     """
     torch.compiler.reset()
     model = make_model(kind, layers=2).cuda()
@@ -81,7 +81,7 @@ def test_layers_replayed_as_cuda_graphs_give_the_eager_gradients(kind: str, reci
         expected = run(eager, inputs)
         for name, result in run(captured, inputs).items():
             wanted = expected[name]
-            limit = 2**-7 * wanted.abs().max() if name.endswith("proj.bias") else 0.0
+            limit = 2**-7 * wanted.abs().max() if kind == "qwen2" and name.endswith("proj.bias") else 0.0
             assert (result - wanted).abs().max() <= limit, (step, name)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -11,6 +11,7 @@ from torch import nn
 
 import overcoat
 from overcoat import Recipe
+from overcoat.models import final_norm
 from overcoat.models.final_norm import FinalNorm, fused_final_norm
 from tests.emulation import sqnr
 from tests.models.zoo import make_batch, make_model
@@ -39,6 +40,17 @@ def test_it_is_fused_for_the_lean_loss_alone(kind: str) -> None:
     assert sqnr(exact, results[0][1]) > sqnr(exact, twice_rounded) + 1
     assert torch.equal(results[1][1], twice_rounded)
     assert torch.equal(results[2][1], twice_rounded)
+
+
+def test_an_eps_that_is_an_integer_is_taken_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama", layers=1)
+    overcoat.convert(model, ONLY_HEAD)
+    final(model).variance_epsilon = 1
+    given: list[float] = []
+    plain = final_norm.final_norm
+    monkeypatch.setattr(final_norm, "final_norm", lambda x, weight, eps: (given.append(eps), plain(x, weight, eps))[1])
+    model(**make_batch())
+    assert [type(eps) for eps in given] == [float]
 
 
 def test_it_is_switched_off_after_an_error() -> None:

@@ -179,6 +179,11 @@ def test_values_that_make_no_model_are_refused_before_anything_is_read(
         check_config(make_config(word))
 
 
+@pytest.mark.parametrize("token", [0, 40_000])
+def test_ids_are_those_of_a_vocabulary_that_is_not_known_yet(make_config: Callable[..., Config], token: int) -> None:
+    check_config(make_config(f"model.config.pad_token_id={token}"))
+
+
 def test_recipes_of_offloaded_blocks() -> None:
     assert make_recipe(RecipeConfig(offload_blocks="all")).offload_blocks == "all"
     assert make_recipe(RecipeConfig(offload_blocks=8)).offload_blocks == 8
