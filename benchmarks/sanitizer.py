@@ -71,7 +71,7 @@ def needs_the_cache(test: str) -> bool:
     return any(word in test.lower() for word in NEEDS_THE_CACHE)
 
 
-def check(tool: str, tests: list[str], timeout: float) -> dict[str, Any]:
+def check(tool: str, tests: list[str], timeout: float, backtrace: str = "device") -> dict[str, Any]:
     """Errors that `tool` counts in some tests (None: it did not get to its end), and pytest's result."""
     no_cache = tool == "memcheck" and not any(map(needs_the_cache, tests))
     # In a wide terminal pytest says behind each test that failed why.
@@ -80,7 +80,8 @@ def check(tool: str, tests: list[str], timeout: float) -> dict[str, Any]:
     options = ["--report-api-errors", "no"] if tool == "memcheck" else []
     options += ["--kernel-name-exclude", ",".join(f"kns={name}" for name in NOT_OURS)]
     # What has not reached the GPU when this runs out is not looked at; it does only after the imports.
-    command = ["compute-sanitizer", "--tool", tool, "--launch-timeout", "600", *options, *PYTEST, *tests]
+    options += ["--launch-timeout", "600", "--show-backtrace", backtrace]
+    command = ["compute-sanitizer", "--tool", tool, *options, *PYTEST, *tests]
     try:
         ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
         output = ended.stdout + ended.stderr
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--keyword", default="", metavar="EXPRESSION", help="which tests, as pytest -k")
     parser.add_argument("--every", type=int, default=1, help="take every Nth test of a file")
     parser.add_argument("--processes", type=int, default=min(24, os.cpu_count() or 1), help="at the same time")
+    parser.add_argument("--backtrace", choices=("yes", "host", "device", "no"), default="device", help="of accesses")
     parser.add_argument("--out", type=Path, default=RESULTS / "sanitizer.jsonl")
     arguments = parser.parse_args()
     rows: dict[str, dict[str, list[dict[str, Any]]]] = {tool: {} for tool in arguments.tools}
@@ -126,7 +128,9 @@ def main() -> None:
 
     def check_in_time(tool: str, tests: list[str]) -> dict[str, Any]:
         left = min(arguments.timeout, end - time.monotonic())
-        return check(tool, tests, left) if left > 0 else {"errors": None, "result": "not started", "said": []}
+        if left <= 0:
+            return {"errors": None, "result": "not started", "said": []}
+        return check(tool, tests, left, arguments.backtrace)
 
     with ThreadPoolExecutor(arguments.processes) as pool:
         files = [(tool, path) for tool in arguments.tools for path in arguments.files or test_files(tool)]
