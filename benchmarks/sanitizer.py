@@ -9,12 +9,12 @@ memcheck runs everything that launches kernels, from single ops over whole block
 trainings and no measurements. The kernels' own tests and the optimizer's took 4 to 9 minutes; there are 1.9 times as
 many with the rest. It runs without PyTorch's caching allocator: each tensor is an allocation of its own, so that an
 access beyond its end is one outside of any. What needs the cache (graphs, peaks of memory) has it, in processes of its
-own; most of these tests fail even so, as under compute-sanitizer something holds on to Python's tensors that nothing of
-ours refers to (not without it), but what they launch is looked at until then. Errors averaged over seeds are left out,
-and by racecheck, which looks at the kernels alone, tensors beyond 2^31 elements: too slow. Neither looks into PyTorch's
-own kernels, of which the references are made, nor into cuBLAS', where racecheck reports hazards that are not ours to
-mend. One row of results/sanitizer.jsonl for each tool: by file and process, the errors that the tool counted and
-pytest's last line.
+own. Backtraces are the device's alone: for the host's the tool keeps Python's frames, and with them every tensor that a
+function launching a kernel had a name for, so that tests of what is freed fail (`--backtrace yes` to look for the
+caller of a kernel that errs). Errors averaged over seeds are left out, and by racecheck, which looks at the kernels
+alone, tensors beyond 2^31 elements: too slow. Neither looks into PyTorch's own kernels, of which the references are
+made, nor into cuBLAS', where racecheck reports hazards that are not ours to mend. One row of results/sanitizer.jsonl
+for each tool: by file and process, the errors that the tool counted and pytest's last line.
 Kernels that have been compiled before, by the GPU tests themselves, are not compiled again.
 """
 
@@ -120,7 +120,9 @@ def main() -> None:
     parser.add_argument("--keyword", default="", metavar="EXPRESSION", help="which tests, as pytest -k")
     parser.add_argument("--every", type=int, default=1, help="take every Nth test of a file")
     parser.add_argument("--processes", type=int, default=min(24, os.cpu_count() or 1), help="at the same time")
-    parser.add_argument("--backtrace", choices=("yes", "host", "device", "no"), default="device", help="of accesses")
+    parser.add_argument(
+        "--backtrace", choices=("yes", "host", "device", "no"), default="device", help="whose calls an error shows"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "sanitizer.jsonl")
     arguments = parser.parse_args()
     rows: dict[str, dict[str, list[dict[str, Any]]]] = {tool: {} for tool in arguments.tools}

@@ -1,11 +1,13 @@
 """`overcoat bench layer`: one decoder block, forward and backward, ours and its peers on the same weights and input.
 
     forward, backward, total   ms in steady state, launches included; backward is total - forward
+    host                       ms that the host takes to queue forward and backward while the GPU is busy: a block whose
+                               total is near this is the host's, and slower on a slower core
     kept                       allocated between forward and backward, without the result, and with the input if the
                                block holds on to it: what each block of a model adds. U = tokens x hidden x 2 bytes
     peak                       the most allocated during forward and backward, parameter gradients included
 
-Of CUDA graphs the total alone.
+Of CUDA graphs the total and the host's time alone.
 
 `--accuracy` adds the SQNR in dB of the output and of every gradient against the same block in FP64, on sequences of
 1024 tokens with outlier channels. Those few channels make most of a norm's gradient, so that one draw moves its SQNR by
@@ -27,7 +29,7 @@ from overcoat.bench.plot import Metric
 from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument, positive
 from overcoat.bench.shapes import BLOCKS, MODELS, BlockShape, build_block
 from overcoat.bench.table import Column, decimals
-from overcoat.bench.timing import steady_ms
+from overcoat.bench.timing import host_ms, steady_ms
 from overcoat.bench.worker import Figures
 
 STEPS = 10
@@ -38,6 +40,7 @@ COLUMNS = (
     Column("fwd ms", "forward_ms", decimals(3)),
     Column("bwd ms", "backward_ms", decimals(3)),
     Column("total ms", "total_ms", decimals(3)),
+    Column("host ms", "host_ms", decimals(2)),
     Column("kept U", "kept_units", decimals(2)),
     Column("kept MiB", "kept_bytes", decimals(1, MEBI)),
     Column("peak U", "peak_units", decimals(2)),
@@ -87,17 +90,17 @@ def measure(name: str, shape: BlockShape, windows: int, attention: str) -> Figur
     # Waking autograd's own thread takes up to a millisecond. A model pays that once per step, not once per block: here
     # everyone's backward runs on the calling thread.
     with torch.autograd.set_multithreading_enabled(False):
-        total = steady_ms(step, windows, STEPS)["ms"]
+        figures = {"total_ms": steady_ms(step, windows, STEPS)["ms"], "host_ms": host_ms(step)}
         if makers()[name].graphs:
             # A forward alone would be captured anew, and a graph's own memory is neither freed nor counted as others'.
-            return {"total_ms": total}
+            return figures
         ahead = steady_ms(forward, windows, STEPS)["ms"]
     x.grad = None
     block.module.zero_grad(set_to_none=True)
     return {
         "forward_ms": ahead,
-        "backward_ms": total - ahead,
-        "total_ms": total,
+        "backward_ms": figures["total_ms"] - ahead,
+        **figures,
         **_memory(block, x, dy),
     }
 

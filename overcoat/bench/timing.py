@@ -1,9 +1,10 @@
-"""The clock: CUDA events, with cold caches for single kernels and in steady state for whole steps."""
+"""The clock: CUDA events, with cold caches for single kernels and in steady state for whole steps; the host's time."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from typing import Any, Callable
 
 import torch
@@ -12,6 +13,8 @@ import torch
 FLUSH_BYTES = 256 * 2**20
 # Keeps the GPU busy while Python queues the work, so that events time the device alone: about 0.6 ms.
 LEAD_CYCLES = 1_000_000
+# Longer than the host takes for a step of a few hundred launches: some 20 ms.
+HOST_LEAD_CYCLES = 40_000_000
 
 
 def time_ms(function: Callable[[], Any], repeats: int = 20, warmup: int = 3) -> dict[str, float]:
@@ -47,6 +50,24 @@ def steady_ms(step: Callable[[], Any], windows: int, steps: int = 1, warmup: int
         mark.record()
     torch.cuda.synchronize()
     return summary([a.elapsed_time(b) / steps for a, b in itertools.pairwise(marks)])
+
+
+def host_ms(step: Callable[[], Any], repeats: int = 9) -> float:
+    """Median ms until `step` returns while the device is busy with something else: what the host takes to queue it.
+
+    Where this comes near the device's own time for a step, the step is the host's. It depends on the core that the
+    process happens to be on: one shared with another's work is 1.7 times as slow. A step that waits for the device
+    takes as long as the device was kept busy, 20 ms and more.
+    """
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(HOST_LEAD_CYCLES)
+        start = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - start) * 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(times)
 
 
 def summary(times: list[float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overcoat.bench import timing
-from overcoat.bench.timing import copy_bandwidth, steady_ms, summary, time_ms
+from overcoat.bench.timing import copy_bandwidth, host_ms, steady_ms, summary, time_ms
 
 
 class Device:
@@ -84,6 +84,14 @@ def test_steps_one_right_after_the_other(device: Device) -> None:
     assert device.done == ["step"] * 7 + ["synchronize"]
 
 
+def test_the_host_alone_while_the_device_is_busy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's lead is queued before the host's clock starts, and what was queued is done before the next."""
+    times = iter([9.0, 2.0, 3.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: device.now * 1e-3)
+    assert host_ms(lambda: device.work("step", next(times)), repeats=3) == pytest.approx(3.0)
+    assert device.done == ["synchronize", "lead", "step"] * 3 + ["synchronize"]
+
+
 def test_bandwidth_counts_what_is_read_and_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     sources: list[torch.Tensor] = []
 
@@ -103,3 +111,11 @@ def test_a_known_time_on_this_gpu() -> None:
     """Ten times the cycles take ten times as long, wherever the clock stands."""
     short, long = (time_ms(lambda n=n: torch.cuda._sleep(n), repeats=5)["ms"] for n in (10**6, 10**7))
     assert long / short == pytest.approx(10, rel=0.2)
+
+
+@pytest.mark.gpu
+def test_what_the_host_waits_for_is_not_its_own() -> None:
+    """A step that only queues work returns at once, one that waits takes the device's time."""
+    work = torch.zeros(1, device="cuda")
+    assert host_ms(lambda: work.add_(1), repeats=3) < 5.0
+    assert host_ms(lambda: work.add_(1).item(), repeats=3) > 10.0

@@ -40,6 +40,20 @@ def test_reads_beyond_the_end():
 """
 
 
+# A tensor that the function launching a kernel had a name for.
+LET_GO = """
+import weakref
+import torch
+
+def launch(x):
+    kept = x
+    return weakref.ref(kept.add_(1))
+
+def test_it_is_freed():
+    assert launch(torch.ones(8, device="cuda"))() is None
+"""
+
+
 @pytest.fixture(autouse=True)
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu"):
@@ -69,6 +83,32 @@ def test_the_programs_own_names_are_looked_at(tmp_path: Path, beyond: int) -> No
     found = sanitizer.check("memcheck", [str(path), f"--rootdir={tmp_path}"], 120)
     assert found["errors"] is not None, found
     assert (found["errors"] > 0) == (beyond > 0), found
+
+
+@pytest.mark.gpu
+def test_tensors_are_freed_under_it(tmp_path: Path) -> None:
+    """For backtraces of the host it keeps Python's frames."""
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("needs compute-sanitizer")
+    path = tmp_path / "test_let_go.py"
+    path.write_text(LET_GO)
+    found = sanitizer.check("memcheck", [str(path), f"--rootdir={tmp_path}"], 120)
+    assert found["errors"] == 0
+    assert "1 passed" in found["result"], found
+
+
+def test_the_caller_of_a_kernel_is_told_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tmp_path / "seen"
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(SCRIPT.replace("#!/bin/sh", f'#!/bin/sh\necho "$*" >> {seen}'))
+    for options in ([], ["--backtrace", "yes"]):
+        arguments = ["--tools", "memcheck", "--files", "good", "--out", str(tmp_path / "rows.jsonl"), *options]
+        monkeypatch.setattr(sanitizer, "tests_of", lambda tool, path, keyword: [f"{path}::1"])
+        monkeypatch.setattr(sys, "argv", ["sanitizer", *arguments])
+        sanitizer.main()
+    device, host = seen.read_text().splitlines()
+    assert "--show-backtrace device " in device
+    assert "--show-backtrace yes " in host
 
 
 def test_what_does_not_end_is_not_clean() -> None:
