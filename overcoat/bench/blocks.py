@@ -47,13 +47,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Maker:
-    """How a block is made, and the packages it needs. `compiles`, `graphs`: torch.compile is part of its name."""
+    """How a block is made, and the packages it needs.
+
+    `compiles`, `graphs`: torch.compile is part of its name; `delayed`: its scales are those of the steps before.
+    """
 
     make: Callable[[Any], Any]
     needs: tuple[str, ...] = ()
     compiles: bool = False
     torch_attention: bool = False
     graphs: bool = False
+    delayed: bool = False
 
 
 OUR_RECIPES = {
@@ -77,7 +81,8 @@ def makers() -> dict[str, Maker]:
     for recipe in ("tensorwise", "rowwise"):
         found[f"torchao {recipe}, compile"] = Maker(_torchao(recipe), ("torchao",), True, True)
     for recipe in ("delayed", "current", "block"):
-        found[f"transformer engine {recipe}"] = Maker(_transformer_engine(recipe), ("transformer_engine",))
+        make = _transformer_engine(recipe)
+        found[f"transformer engine {recipe}"] = Maker(make, ("transformer_engine",), delayed=recipe == "delayed")
     found["original COAT"] = Maker(lambda model: OriginalCoatBlock(model.layers[0]), ("coat.activation",))
     return found
 

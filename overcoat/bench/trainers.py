@@ -11,7 +11,6 @@ attention first, and the optimizer their name says.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any, Callable
 
@@ -114,8 +113,9 @@ def _transformer_engine(recipe: str) -> Callable[[Any], Callable[[Tensor], Tenso
     def prepare(model: Any) -> Callable[[Tensor], Tensor]:
         layers = model.model.layers
         for index, layer in enumerate(layers):
-            layers[index] = TransformerEngineBlock(layer, recipe, model.config.max_position_embeddings)
-        return _forward(model, contextlib.nullcontext)
+            layers[index] = TransformerEngineBlock(layer, recipe, model.config.max_position_embeddings, inside=True)
+            layers[index].frequencies = layers[0].frequencies
+        return _forward(model, layers[0].context)
 
     return prepare
 

@@ -6,6 +6,7 @@ a Llama. It has biases on all projections or on none: here on none, also in the 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -22,15 +23,21 @@ class TransformerEngineBlock(nn.Module):
         layer: a transformers Llama or Qwen2 decoder layer on the GPU.
         recipe: one of `RECIPES`.
         max_sequence: tokens for which rotary tables are made.
+        inside: the caller enters `context()` around a whole model of blocks. Delayed scaling updates the scales of
+            all modules there are at the end of each, so that one for each block would do it as often as there are.
+
+    Attributes:
+        frequencies: the rotary table, (max_sequence, 1, 1, head_dim): blocks of one model can share it.
     """
 
-    def __init__(self, layer: Any, recipe: str, max_sequence: int) -> None:
+    def __init__(self, layer: Any, recipe: str, max_sequence: int, inside: bool = False) -> None:
         super().__init__()
         import transformer_engine.pytorch as te
         from transformer_engine.common import recipe as recipes
         from transformer_engine.pytorch.attention import RotaryPositionEmbedding
 
-        self.autocast, self.recipe = _autocast(te), getattr(recipes, RECIPES[recipe])()
+        _forget_other_models()
+        self.autocast, self.recipe, self.inside = _autocast(te), getattr(recipes, RECIPES[recipe])(), inside
         config = layer.self_attn.config
         head_dim = layer.self_attn.head_dim
         self.splits = [config.num_attention_heads * head_dim] + 2 * [config.num_key_value_heads * head_dim]
@@ -60,8 +67,12 @@ class TransformerEngineBlock(nn.Module):
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """(batch, sequence, hidden) to the same; masks and positions are always causal and 0, 1, 2, ..."""
-        with self.autocast(self.recipe):
+        with contextlib.nullcontext() if self.inside else self.context():
             return self.layer(hidden_states, rotary_pos_emb=self.frequencies)
+
+    def context(self) -> Any:
+        """Where its recipe holds."""
+        return self.autocast(self.recipe)
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients under the names of the transformers layer."""
@@ -87,6 +98,15 @@ class TransformerEngineBlock(nn.Module):
             "input_layernorm.weight": of("self_attention.layernorm_qkv.layer_norm_weight"),
             "post_attention_layernorm.weight": of("layernorm_mlp.layer_norm_weight"),
         }
+
+
+def _forget_other_models() -> None:
+    """Delayed scaling keeps the maxima of models that are gone, and updates them with the others."""
+    try:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+    except ImportError:  # older releases
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+    FP8GlobalStateManager.reset()
 
 
 def _autocast(te: Any) -> Any:

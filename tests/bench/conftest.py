@@ -13,7 +13,7 @@ from tests.bench.peers import FakeRotary, FakeTransformerLayer, module
 
 @pytest.fixture(params=["autocast", "fp8_autocast"])
 def transformer_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A stand-in for Transformer Engine of a new or an old release; returns the recipes it was used with."""
+    """A stand-in for Transformer Engine of a new or an old release; returns "reset" and recipes as it was used."""
     used: list[Any] = []
     keyword = {"autocast": "recipe", "fp8_autocast": "fp8_recipe"}[request.param]
 
@@ -34,4 +34,7 @@ def transformer_engine(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         **{request.param: autocast},
     )
     module(monkeypatch, "transformer_engine.pytorch.attention", RotaryPositionEmbedding=FakeRotary)
+    manager = type("FP8GlobalStateManager", (), {"reset": staticmethod(lambda: used.append("reset"))})
+    place = {"autocast": "quantization", "fp8_autocast": "fp8"}[request.param]
+    module(monkeypatch, f"transformer_engine.pytorch.{place}", FP8GlobalStateManager=manager)
     return used

@@ -64,7 +64,8 @@ class FakeTransformerLayer(nn.Module):
         mixed = qkv(rms_norm(x, qkv.layer_norm_weight, self.eps)).unflatten(-1, (-1, self.width))
         q, k, v = mixed.split([self.heads, self.groups, self.groups], 2)
         frequencies = rotary_pos_emb[: x.shape[1]].transpose(0, 1)  # (1, S, 1, D)
-        x = x + self.self_attention.proj(causal_attention(q, k, v, frequencies.cos(), frequencies.sin()))
+        cos, sin = frequencies.cos().to(x.dtype), frequencies.sin().to(x.dtype)
+        x = x + self.self_attention.proj(causal_attention(q, k, v, cos, sin))
         mlp = self.layernorm_mlp
         gate, up = F.linear(rms_norm(x, mlp.layer_norm_weight, self.eps), mlp.fc1_weight).chunk(2, -1)
         return x + F.linear(F.silu(gate) * up, mlp.fc2_weight)

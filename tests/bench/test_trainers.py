@@ -68,7 +68,9 @@ def test_a_whole_model_of_transformer_engine_blocks(transformer_engine: list[Any
     own, _ = whole_model_loss("bf16 eager, torch AdamW")
     theirs, gradients = whole_model_loss("transformer engine current, FlashAdamW")
     torch.testing.assert_close(theirs, own)
-    assert len(transformer_engine) == 2
+    # Two blocks, one context around both: at its end delayed scaling updates the scales of all modules.
+    names = [used if used == "reset" else type(used).__name__ for used in transformer_engine]
+    assert names == ["reset", "reset", "Float8CurrentScaling"]
     assert gradients["model.layers.1.layer.layernorm_mlp.fc2_weight"].abs().sum() > 0
 
 

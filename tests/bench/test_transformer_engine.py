@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from overcoat.bench.layer import accuracy
 from overcoat.bench.shapes import BlockShape, ModelShape, build_block
 from overcoat.bench.transformer_engine import TransformerEngineBlock
 from tests.bench.peers import SHAPE, compare
@@ -18,7 +19,27 @@ from tests.bench.peers import SHAPE, compare
 )
 def test_transformer_engine_computes_the_same_block(transformer_engine: list[Any], recipe: str, used: str) -> None:
     compare(f"transformer engine {recipe}")
-    assert [type(recipe).__name__ for recipe in transformer_engine] == [used]
+    reset, used_recipe = transformer_engine
+    assert reset == "reset"
+    assert type(used_recipe).__name__ == used
+
+
+def test_delayed_scales_are_measured_from_the_second_step_on(transformer_engine: list[Any]) -> None:
+    """The first has none; its gradients are not added to the second's."""
+    twice = accuracy("transformer engine delayed", SHAPE, 1, "cpu")
+    assert [used == "reset" for used in transformer_engine] == [True, False, False]
+    once = accuracy("transformer engine current", SHAPE, 1, "cpu")
+    assert [used == "reset" for used in transformer_engine[3:]] == [True, False]
+    assert twice == once  # the stand-in does not scale
+
+
+def test_blocks_inside_a_models_context_enter_none(transformer_engine: list[Any]) -> None:
+    model, _ = build_block(SHAPE, torch.float32, "cpu")
+    block = TransformerEngineBlock(model.layers[0], "current", 8, inside=True)
+    block(torch.randn(2, 8, 64))
+    assert transformer_engine == ["reset"]
+    with block.context():
+        assert len(transformer_engine) == 2
 
 
 def names_of(qkv_bias: bool) -> tuple[Any, TransformerEngineBlock]:
