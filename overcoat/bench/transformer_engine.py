@@ -7,6 +7,7 @@ a Llama. It has biases on all projections or on none: here on none, also in the 
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ class TransformerEngineBlock(nn.Module):
 
     def __init__(self, layer: Any, recipe: str, max_sequence: int, inside: bool = False) -> None:
         super().__init__()
+        # Where neither cuDNN nor FlashAttention can be loaded its attention writes out all scores: an error instead of
+        # the times of a peer that nobody would run.
+        os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
         import transformer_engine.pytorch as te
         from transformer_engine.common import recipe as recipes
         from transformer_engine.pytorch.attention import RotaryPositionEmbedding
