@@ -90,7 +90,9 @@ def check(tool: str, tests: list[str], timeout: float, backtrace: str = "device"
         output = "".join(part if isinstance(part, str) else part.decode(errors="replace") for part in parts)
         return {"errors": None, "result": f"not ended after {timeout:.0f} s", "said": _complaints(output)}
     counted = _SUMMARY.findall(output)
-    lines = [line for line in output.splitlines() if re.search(r"\d+ (passed|failed|skipped|deselected|error).* in ", line)]
+    lines = [
+        line for line in output.splitlines() if re.search(r"\d+ (passed|failed|skipped|deselected|error).* in ", line)
+    ]
     return {
         "errors": int(counted[-1]) if counted else None,
         "result": lines[-1].strip("= ") if lines else f"exit status {ended.returncode}",

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from typing import Any, Callable
 
 import torch
@@ -67,6 +68,20 @@ def _needs_no_dispatcher(first: Any) -> bool:
     )
 
 
+def _introduce_to_inductor(overload: Any) -> None:
+    """Tell torch.compile's backend, if it is at work, that an op is called as it is: before it finds that out itself.
+
+    Until PyTorch 2.13 it then writes down for its log, which nobody need read, how the arguments came about, and what
+    two arguments came from twice: for the backward of a block that is recomputed, text without end. Shape functions run
+    while a graph is traced, after the backend is imported and before it looks at the first op.
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    if lowering is None or overload in lowering.lowerings:
+        return
+    tag = torch._library.utils.get_layout_constraint_tag(overload, with_default=True)
+    lowering.make_fallback(overload, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)
+
+
 class Op:
     """A registered op; calling it dispatches through `torch.ops.overcoat`."""
 
@@ -90,7 +105,13 @@ class Op:
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Register the shape function."""
-        torch.library.register_fake(f"overcoat::{self.name}", function, lib=_library)
+
+        @functools.wraps(function)
+        def shapes(*args: Any, **kwargs: Any) -> Any:
+            _introduce_to_inductor(self.overload)
+            return function(*args, **kwargs)
+
+        torch.library.register_fake(f"overcoat::{self.name}", shapes, lib=_library)
         return function
 
     def cuda(self, function: Callable[..., Any]) -> Callable[..., Any]:

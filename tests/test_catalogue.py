@@ -114,6 +114,32 @@ def test_compiled_op_equals_eager_bit_for_bit(name, device):
             assert torch.equal(bits(a), bits(b))
 
 
+def test_inductor_knows_an_op_before_it_comes_to_it(monkeypatch):
+    """Or PyTorch before 2.13 writes out all that led to its arguments: of this chain 2^40 pieces."""
+    lowering, graph = (importlib.import_module(f"torch._inductor.{name}") for name in ("lowering", "graph"))
+    for known in CATALOGUE.values():
+        monkeypatch.delitem(lowering.lowerings, known.overload, raising=False)
+    found_out = []
+    original = lowering.make_fallback
+    monkeypatch.setattr(graph, "make_fallback", lambda *a, **k: found_out.append(a[0]) or original(*a, **k))
+    encode, decode = (CATALOGUE[name].overload for name in ("group_encode", "group_decode"))
+
+    def chain(x):
+        for _ in range(40):
+            x = decode(*encode(x, None, "sqrt8", 16), None, "sqrt8", 16, torch.float32)
+        # Ops seen for the first time, behind the others.
+        return CATALOGUE["amax"].overload(x), x
+
+    x = normal(4, 32)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.compiler.reset()
+        compiled = torch.compile(chain, fullgraph=True)(x)
+    torch.compiler.reset()
+    assert all(torch.equal(one, other) for one, other in zip(compiled, chain(x), strict=True))
+    assert found_out == []
+    assert {encode, decode} < lowering.lowerings.keys()
+
+
 def test_an_op_registers_its_schema_and_keeps_its_docstring():
     """What `op` promises its users, on an op made for the test; mutated arguments are declared in the schema."""
 
