@@ -6,7 +6,8 @@
                                      which is looked up, not multiplied (tied to the head it counts, as the head)
                   + 6 L T S d        attention; L layers, d = heads x head width: 4 S^2 d forward per sequence, twice
                                      that backward, halved because causal
-    peak        the most allocated during the timed steps: weights, gradients, optimizer, activations
+    peak        the most allocated during the timed steps: weights, gradients, optimizer, activations. With CUDA graphs
+                the most ever: theirs is allocated when they are recorded, before, and stays
 
 Random tokens, fresh in every step. First all at one batch; with `--best` each also at larger ones, doubled until memory
 is out or doubling brings less than 1%, then bisected.
@@ -32,6 +33,7 @@ from overcoat.bench.table import Column, decimals, line
 from overcoat.bench.timing import steady_ms
 from overcoat.bench.trainers import trainers
 from overcoat.bench.worker import OUT_OF_MEMORY, Figures
+from overcoat.models.compiled import begin_pass
 
 WARMUP = 3
 # Doubling the batch must bring this much, or larger ones are not tried.
@@ -82,6 +84,8 @@ def training(name: str, shape: ModelShape, batch: int, sequence: int, device: st
 
     def step() -> None:
         ids = torch.randint(shape.vocab, (batch, sequence), device=device)
+        if trainer.graphs:
+            begin_pass()
         value = forward(ids)
         value.backward()
         optimizer.step()
@@ -93,11 +97,13 @@ def training(name: str, shape: ModelShape, batch: int, sequence: int, device: st
 
 def measure(name: str, shape: ModelShape, batch: int, sequence: int, steps: int) -> Figures:
     """Time and memory of one contestant's training steps."""
+    torch.cuda.reset_peak_memory_stats()
     step, loss, parameters = training(name, shape, batch, sequence)
     for _ in range(WARMUP):
         step()
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    if not trainers()[name].graphs:
+        torch.cuda.reset_peak_memory_stats()
     timing = steady_ms(step, steps, warmup=0)
     if not math.isfinite(loss.item()):
         raise FloatingPointError(f"the loss is {loss.item()} after {WARMUP + steps} steps")

@@ -1,6 +1,7 @@
 """Who takes part in `overcoat bench model`: name -> a whole model that takes real optimizer steps.
 
-    overcoat ...                `overcoat.convert` and `overcoat.AdamW`, plain transformers code
+    overcoat ...                `overcoat.convert` and `overcoat.AdamW`, plain transformers code; graphs: as
+                                `train.compile = "graphs"`
     bf16 eager | compile, ...   the transformers model; torch.compile per decoder layer, as people do
     torchao tensorwise, ...     its float8 training on every linear layer of the blocks, compiled per layer
     transformer engine ..., ... its TransformerLayer in place of every decoder layer
@@ -23,6 +24,7 @@ from overcoat import Recipe
 from overcoat.bench.blocks import CUDNN_FIRST, OUR_RECIPES, convert_all
 from overcoat.bench.session import is_installed
 from overcoat.bench.transformer_engine import TransformerEngineBlock
+from overcoat.models.compiled import compile_layers
 
 LR = 1e-5
 
@@ -35,16 +37,19 @@ class Trainer:
         prepare: model -> (input ids (batch, sequence) -> loss).
         optimizer: model -> optimizer.
         needs: packages it cannot do without.
+        graphs: its layers are CUDA graphs: each pass begins with `begin_pass`, and memory counts from the first on.
     """
 
     prepare: Callable[[Any], Callable[[Tensor], Tensor]]
     optimizer: Callable[[Any], Any]
     needs: tuple[str, ...] = ()
+    graphs: bool = False
 
 
 def trainers() -> dict[str, Trainer]:
     """Everyone by name, in the order of the table."""
     found = {name: Trainer(_converted(recipe), _adamw()) for name, recipe in OUR_RECIPES.items()}
+    found["overcoat graphs"] = Trainer(_converted(Recipe(), graphs=True), _adamw(), graphs=True)
     found["overcoat paper"] = Trainer(_converted(Recipe.paper()), _adamw(moments="fp8"))
     found["overcoat fp8 head"] = Trainer(_converted(Recipe(head="fp8")), _adamw())
     found["overcoat bf16 weights"] = Trainer(_converted(Recipe()), _adamw(master="bf16"))
@@ -71,9 +76,11 @@ def trainers() -> dict[str, Trainer]:
 # ---- ours ---------------------------------------------------------------------------------------------------------
 
 
-def _converted(recipe: Recipe) -> Callable[[Any], Callable[[Tensor], Tensor]]:
+def _converted(recipe: Recipe, graphs: bool = False) -> Callable[[Any], Callable[[Tensor], Tensor]]:
     def prepare(model: Any) -> Callable[[Tensor], Tensor]:
         convert_all(model, recipe)
+        if graphs:
+            compile_layers(model, graphs=True)
         return lambda ids: model(input_ids=ids, labels=ids).loss
 
     return prepare

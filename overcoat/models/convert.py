@@ -107,7 +107,7 @@ def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Option
     """
     recipe = recipe or Recipe()
     report = Report(recipe)
-    layers = [(name, module) for name, module in model.named_modules() if _is_decoder_layer(module)]
+    layers = decoder_layers(model)
     if not layers and recipe.fp8:
         raise ValueError(
             f"{type(model).__name__} contains no decoder layer (a module named *DecoderLayer); overcoat.convert takes "
@@ -117,12 +117,12 @@ def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Option
         _check_device(model, recipe)
     if recipe.z_loss:
         _check_z_loss(model, recipe, filter_fn)
-    for name, layer in layers:
+    for name, layer in layers.items():
         report.layers.append(_convert_layer(layer, name, recipe, filter_fn))
         linears = [module.weight for module in layer.modules() if isinstance(module, nn.Linear)]
         reused = recipe.reuse_weights and recipe.linear_scaling == "tensor" and report.layers[-1].converted
         reuse(linears, reused)
-    _choose_offloaded(dict(layers), report)
+    _choose_offloaded(layers, report)
     report.head = _convert_head(model, recipe, filter_fn)
     if report.converted and not getattr(model, "_overcoat_no_cache", False):
         model.register_forward_pre_hook(_no_cache_while_training, with_kwargs=True)
@@ -130,8 +130,10 @@ def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Option
     return report
 
 
-def _is_decoder_layer(module: nn.Module) -> bool:
-    return original_class(module).__name__.endswith("DecoderLayer")
+def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """All decoder layers of a model by name, converted or not."""
+    found = model.named_modules()
+    return {name: module for name, module in found if original_class(module).__name__.endswith("DecoderLayer")}
 
 
 def _check_device(model: nn.Module, recipe: Recipe) -> None:

@@ -42,6 +42,11 @@ def check_config(config: Config) -> None:
         "train.batch_size = 'auto' asks a GPU how much memory is free, and this run is on a CPU: set train.batch_size "
         "to a number, or train.memory_limit_gib to what it may plan with",
     )
+    require(
+        config.train.compile != "graphs" or device.type == "cuda",
+        f"train.compile = 'graphs' records CUDA graphs, and train.device = {config.train.device!r} is a CPU here: set "
+        "train.compile to 'layers' or 'none'",
+    )
     try:
         make_optimizer(nn.Linear(1, 1, dtype=getattr(torch, config.model.dtype)), config.optimizer, config.train.seed)
     except ValueError as error:

@@ -205,6 +205,9 @@ class TrainConfig:
     )
     seed: int = option(0, "of the model's initialisation, the data order and stochastic rounding")
     device: str = option("auto", '"cuda", "cpu", or "auto"')
+    compile: Literal["none", "layers", "graphs"] = option(
+        "none", '"layers": torch.compile of every decoder layer; "graphs": replayed as CUDA graphs, too (small models)'
+    )
     resume: str = option("auto", '"auto" (newest checkpoint of run_dir, if any), or the path of a checkpoint')
     log_every: int = option(10, "steps between two reads of the loss from the device")
     tensorboard: bool = option(True, "also write TensorBoard events")
@@ -304,10 +307,38 @@ class Config:
             "train.batch_size = 'auto' accumulates what does not fit at once, which optimizer.release_gradients "
             "cannot: set train.batch_size to a number (overcoat estimate knows the largest)",
         )
+        if self.train.compile != "none":
+            _check_compiled(self)
         warmup, steps = self.schedule.warmup_steps, self.train.steps
         require(warmup < steps, f"schedule.warmup_steps = {warmup}: must be below train.steps = {steps}")
         decay = self.schedule.decay_steps
         require(
             self.schedule.kind != "wsd" or warmup + decay <= steps,
             f"schedule: warmup_steps + decay_steps = {warmup + decay} must not exceed train.steps = {steps}",
+        )
+
+
+def _check_compiled(config: Config) -> None:
+    """Refuse what compiled layers would leave undone, and what CUDA graphs would do wrong or are not meant for."""
+    refused: list[tuple[str, Any, str]] = [
+        ("recipe.offload_blocks", config.recipe.offload_blocks, "compiled layers keep everything on the GPU"),
+        ("recipe.reuse_weights", config.recipe.reuse_weights, "compiled layers make FP8 weights anew in every pass"),
+        ("memory.report", config.memory.report, "it measures, and predicts, layers that are not compiled"),
+    ]
+    if config.train.compile == "graphs":
+        optimizer, documents = config.optimizer, config.data.document_mask
+        auto = config.train.batch_size if config.train.batch_size == "auto" else None
+        moved = "weights would move between the graphs of one backward pass"
+        refused += [
+            ("optimizer.release_gradients", optimizer.release_gradients, moved),
+            ("optimizer.offload", optimizer.offload, "states would be copied while the next pass is recorded"),
+            ("data.document_mask", documents, "each batch has its own number of documents, a graph has one shape"),
+            ("train.batch_size", auto, "the estimate does not know what memory graphs keep to themselves"),
+        ]
+    for key, value, reason in refused:
+        way = "Set it to a number" if value == "auto" else "Leave it out"
+        require(
+            not value,
+            f"{key} = {value!r} does not go with train.compile = {config.train.compile!r}: {reason}. {way}, or set "
+            "train.compile to 'none'",
         )

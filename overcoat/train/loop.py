@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from overcoat import memory
+from overcoat.models.compiled import begin_pass, eager, keep_gradients_outside
 from overcoat.train.config import Config
 from overcoat.train.data import make_batch
 from overcoat.train.loss import summed_loss
@@ -111,7 +112,11 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     ]
     num_labels = sum(batch.num_labels for batch in batches)
     total = torch.zeros((), device=state.device)
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        if config.train.compile == "graphs":
+            if number == 1:
+                keep_gradients_outside(state.model)
+            begin_pass()
         with _measured(state):
             loss = summed_loss(state.model, batch.to(state.device)) / num_labels
         loss.backward()
@@ -130,17 +135,19 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
 
 @contextlib.contextmanager
 def _measured(state: TrainState) -> Any:
-    """Count what the very first forward pass keeps for its backward; every later one keeps the same."""
+    """Count what the very first forward pass keeps for its backward, layer by layer and so not compiled; every later
+    one keeps the same."""
     if state.kept_bytes:
         yield
         return
-    with memory.record_kept(state.model) as kept:
+    with eager(), memory.record_kept(state.model) as kept:
         yield
     state.kept_bytes, state.kept_table = kept.total_bytes, str(kept)
 
 
 def evaluate(state: TrainState, config: Config, rows: np.ndarray) -> float:
-    """Mean loss per label over held-out rows (rows, T + 1), in eval mode; fewer rows at once if memory runs out."""
+    """Mean loss per label over held-out rows (rows, T + 1), in eval mode and not compiled; fewer rows at once if memory
+    runs out."""
     size = state.fit.micro_batch
     while True:
         try:
@@ -157,7 +164,7 @@ def _mean_loss(state: TrainState, config: Config, rows: np.ndarray, size: int) -
     num_labels = 0
     state.model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), eager():
             for start in range(0, len(rows), size):
                 batch = make_batch(rows[start : start + size], state.eos, config.data.document_mask)
                 total += summed_loss(state.model, batch.to(state.device))

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from overcoat.models.compiled import forget
 from overcoat.train.config import Config
 from overcoat.train.fit import Fit, leanest, next_leaner
 from overcoat.train.metrics import Row, read_metrics
@@ -118,6 +119,8 @@ class Fitting:
             is_whole = release is None or not release.has_stepped
             if is_whole:
                 state.optimizer.zero_grad(set_to_none=True)
+                if config.train.compile != "none":
+                    forget()  # graphs of this batch, and their memory
                 free_memory(state.device)
                 set_rng_state(generators)
             self._fall_back(state, config, is_whole, reason)

@@ -26,6 +26,7 @@ from rich.console import Console
 
 import overcoat
 from overcoat import memory
+from overcoat.models.compiled import compile_layers, eager, forget
 from overcoat.train.auto_batch import first_fit
 from overcoat.train.build import build_model, check_config, check_vocabulary, choose_device, make_optimizer
 from overcoat.train.checkpoint import (
@@ -128,6 +129,9 @@ def run_once(config: Config, console: Console, title: str) -> RunResult:
                 return _train_from(checkpoints, config, console, title)
             except LostStepError:
                 pass  # said when it happened; the frames of the attempt are gone after this line
+            finally:
+                if config.train.compile != "none":
+                    forget()  # before the twin, or the next attempt, takes the memory
             free_memory(choose_device(config.train.device))
 
 
@@ -183,6 +187,8 @@ def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -
     optimizer = make_optimizer(model, config.optimizer, config.train.seed)
     if config.optimizer.release_gradients:
         overcoat.release_gradients(model, optimizer)
+    if config.train.compile != "none":
+        compile_layers(model, graphs=config.train.compile == "graphs")
     state = TrainState(
         model=model,
         optimizer=optimizer,
@@ -248,7 +254,7 @@ def generate_sample(config: Config, corpus: Corpus, state: TrainState) -> str:
     inputs = torch.tensor([ids], device=state.device)
     state.model.eval()
     choice = {"do_sample": True, "temperature": wanted.temperature, "top_k": 50} if wanted.temperature else {}
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng(), torch.no_grad(), eager():
         torch.manual_seed(config.train.seed)
         output = state.model.generate(
             inputs,

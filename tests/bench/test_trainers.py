@@ -12,12 +12,15 @@ from torch import Tensor, nn
 import overcoat
 from overcoat.bench.shapes import ModelShape, build_model
 from overcoat.bench.trainers import LR, trainers
+from overcoat.models.llama import Fp8DecoderLayer
 from tests.bench.peers import module
 
 SHAPE = ModelShape(128, 256, 2, 2, 1, 320)
 
 
-@pytest.mark.parametrize("name", [n for n, t in trainers().items() if not t.needs and "compile" not in n])
+@pytest.mark.parametrize(
+    "name", [n for n, t in trainers().items() if not t.needs and not t.graphs and "compile" not in n]
+)
 def test_everyone_takes_steps_that_move_every_weight(name: str) -> None:
     trainer = trainers()[name]
     model: Any = build_model(SHAPE, torch.bfloat16, "cpu")
@@ -94,7 +97,7 @@ def test_our_optimizers_have_the_options_of_their_name(name: str, group: dict[st
         assert {key: found[key] for key in ("lr", *group)} == {key: defaults[key] for key in ("lr", *group)}
 
 
-@pytest.mark.parametrize("name", [name for name in trainers() if name.startswith("overcoat")])
+@pytest.mark.parametrize("name", [n for n, t in trainers().items() if n.startswith("overcoat") and not t.graphs])
 def test_released_gradients_are_gone_after_the_backward(name: str) -> None:
     model: Any = build_model(SHAPE, torch.bfloat16, "cpu")
     trainer = trainers()[name]
@@ -142,6 +145,19 @@ def test_every_layer_is_compiled_and_none_runs_into_the_limit(monkeypatch: pytes
         trainers()["bf16 compile, torch AdamW"].prepare(model)
         assert compiled == list(model.model.layers)
         assert torch._dynamo.config.recompile_limit == 2 * SHAPE.layers
+
+
+def test_layers_of_graphs_are_converted_and_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr("overcoat.bench.trainers.compile_layers", lambda model, graphs: given.append((model, graphs)))
+    for name, trainer in trainers().items():
+        if name.startswith("overcoat"):
+            model: Any = build_model(SHAPE, torch.bfloat16, "cpu")
+            trainer.prepare(model)
+            assert isinstance(model.model.layers[0], Fp8DecoderLayer)
+            assert given == ([(model, True)] if name == "overcoat graphs" else []), name
+            assert trainer.graphs is (name == "overcoat graphs")
+            given.clear()
 
 
 def test_torchao_converts_the_blocks_and_not_the_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ("train.global_batch_size=32", "goes with train.batch_size = 'auto'; a step has .* 8 rows"),
         ("train.memory_limit_gib=-1", "train.memory_limit_gib = -1.0: 0 .no limit. or above"),
         ("train.on_oom=retry", "expected one of 'smaller_batch', 'leaner_recipe', 'error'"),
+        ("train.compile=all", "train.compile = 'all': expected one of 'none', 'layers', 'graphs'"),
     ],
 )
 def test_mistakes_name_the_remedy(argument: str, message: str) -> None:
@@ -70,6 +71,43 @@ def test_the_rows_of_a_step() -> None:
         build_config(MINIMAL, [*auto, "train.accumulation=2"])
     with pytest.raises(ValueError, match=r"'auto' accumulates .* optimizer.release_gradients cannot"):
         build_config(MINIMAL, [*auto, "optimizer.release_gradients=true", "optimizer.clip=0"])
+
+
+LAYERS_REFUSE = [
+    ("recipe.offload_blocks=2", "recipe.offload_blocks = 2 does not go with"),
+    ("recipe.offload_blocks=all", "recipe.offload_blocks = 'all' does not go with"),
+    ("recipe.reuse_weights=true", "recipe.reuse_weights = True does not go with"),
+    ("memory.report=true", "memory.report = True does not go with"),
+]
+GRAPHS_REFUSE = [
+    ("optimizer.release_gradients=true optimizer.clip=0", "optimizer.release_gradients = True does not go with"),
+    ("optimizer.offload=true", "optimizer.offload = True does not go with"),
+    ("data.document_mask=true", "data.document_mask = True does not go with"),
+    (
+        "train.batch_size=auto train.global_batch_size=8",
+        "train.batch_size = 'auto' does not go with",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), [*LAYERS_REFUSE, *GRAPHS_REFUSE])
+def test_what_compiled_layers_cannot_do_is_refused_with_a_way_out(words: str, message: str) -> None:
+    changes = words.split()
+    build_config(MINIMAL, changes)
+    remedy = "(Leave it out|Set it to a number), or set train.compile to 'none'"
+    with pytest.raises(ValueError, match=f"{message} train.compile = 'graphs': .* {remedy}"):
+        build_config(MINIMAL, [*changes, "train.compile=graphs"])
+    if (words, message) in GRAPHS_REFUSE:
+        assert build_config(MINIMAL, [*changes, "train.compile=layers"]).train.compile == "layers"
+    else:
+        with pytest.raises(ValueError, match=f"{message} train.compile = 'layers': "):
+            build_config(MINIMAL, [*changes, "train.compile=layers"])
+
+
+def test_graphs_go_with_accumulation_clipping_and_block_checkpoints() -> None:
+    words = ["train.compile=graphs", "train.accumulation=2", "optimizer.clip=1.0", "recipe.name=leanest"]
+    assert build_config(MINIMAL, [*words, "recipe.offload_blocks=0"]).train.compile == "graphs"
+    assert "train.compile" in differences(build_config(MINIMAL, []), build_config(MINIMAL, words))[-1]
 
 
 def test_offload_reaches_the_optimizer_and_may_change_on_resuming() -> None:

@@ -1,0 +1,99 @@
+"""Decoder layers under torch.compile, one by one, and as CUDA graphs: `train.compile`.
+
+    layers      torch.compile(fullgraph=True) of every layer. They share their code, so one graph serves all, and one
+                more all other batch sizes
+    graphs      the same with mode="reduce-overhead": forward and backward of every layer are recorded once and replayed
+                after, without the host, which is what a small block waits for
+
+A replay runs the same kernels on the same addresses. So a graph must hold whatever changes from step to step, or be
+given it anew:
+
+    weights     stay where they are, and the optimizer writes them in place. Their maxima and FP8 copies are made inside
+                the graph, from what the weights are by then: compiled code asks nobody for maxima (weight_amax.py) and
+                keeps no copies (ops/weights.py)
+    input       the embedding's result, rotary tables and masks are copied into the graph; from layer to layer results
+                stay in the graphs' memory
+    gradients   see `keep_gradients_outside`
+
+The first pass compiles and warms up, the second records; later ones replay. All graphs share one pool of memory, which
+goes back to nobody else until `forget`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from overcoat.models.convert import decoder_layers
+
+
+def compile_layers(model: nn.Module, graphs: bool) -> None:
+    """Compile every decoder layer of a model in place, at its next forward pass; names and parameters stay.
+
+    Args:
+        model: converted or not; on a GPU if `graphs`.
+        graphs: replay the layers as CUDA graphs. Every pass of a training then takes `begin_pass`, and a step of
+            several passes `keep_gradients_outside`.
+
+    Raises:
+        ValueError: there is no decoder layer, or nothing to record on the model's device.
+    """
+    layers = decoder_layers(model)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} contains no decoder layer (a module named *DecoderLayer) to compile")
+    device = next(model.parameters()).device
+    if graphs and device.type != "cuda":
+        raise ValueError(f"CUDA graphs need a GPU, and the model lies on {device}: compile it with graphs=False")
+    for layer in layers.values():
+        # What a graph cannot hold would run beside it, unseen and slowly: fullgraph makes it an error.
+        layer.compile(fullgraph=True, mode="reduce-overhead" if graphs else None)
+
+
+def eager() -> AbstractContextManager[None]:
+    """Inside, layers run as if they were not compiled: for evaluation, samples and measurements.
+
+    Their shapes and modes would each be compiled and recorded anew.
+    """
+    return torch.compiler.set_stance("force_eager")
+
+
+def begin_pass() -> None:
+    """To be called before each forward pass of a training with graphs, when no backward is pending any more.
+
+    What earlier passes left in the graphs' memory may be overwritten from now on. PyTorch would guess the moment, from
+    the backward before, which a pass that ran out of memory has never come to.
+    """
+    torch.compiler.cudagraph_mark_step_begin()
+
+
+def keep_gradients_outside(model: nn.Module) -> None:
+    """Move the layers' gradients out of the graphs' memory: between the first and the second pass of a step.
+
+    Autograd makes the first gradient of a step the parameter's `.grad` as it is, a tensor in the graphs' memory, which
+    the next replay overwrites without a word. A step of one pass may leave it there: the optimizer has read it by then,
+    it takes the place of activations that are gone, and nothing is copied. Of several passes the others add to what the
+    first one left, so that has to be elsewhere; what they add themselves dies at once.
+
+    One copy of all gradients a step (4 bytes of traffic per BF16 parameter, one launch a layer) is less than zeroed
+    `.grad`s kept for every pass to add to (8 bytes, a launch a parameter, and 2 bytes of memory also for steps of one
+    pass), or a hook on every parameter, which costs the host what the graphs save it.
+    """
+    for layer in decoder_layers(model).values():
+        parameters = [parameter for parameter in layer.parameters() if parameter.grad is not None]
+        inside = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        outside = [torch.empty_like(gradient) for gradient in inside]
+        if inside:
+            torch._foreach_copy_(outside, inside)
+        for parameter, gradient in zip(parameters, outside, strict=True):
+            parameter.grad = gradient
+
+
+def forget() -> None:
+    """Drop everything that was compiled and recorded in this process, and the graphs' memory with it.
+
+    Between a run and the next, whose layers are others, and where memory ran out. Layers that are compiled stay so, and
+    begin anew at their next forward pass.
+    """
+    torch.compiler.reset()

@@ -1,0 +1,184 @@
+"""Layers compiled one by one: the eager results, one graph for all of them, nothing compiled where they run eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import overcoat
+from overcoat import Recipe
+from overcoat.models.compiled import begin_pass, compile_layers, eager, forget, keep_gradients_outside
+from overcoat.models.convert import decoder_layers
+from tests.models.graphs import recorded, skipped
+from tests.models.zoo import make_batch, make_model
+
+
+@pytest.fixture(autouse=True)
+def _forget_after() -> Any:
+    forget()
+    yield
+    forget()
+
+
+def made(kind: str, recipe: Recipe, device: str = "cpu") -> Any:
+    model: Any = make_model(kind, layers=3).to(device)
+    overcoat.convert(model, recipe)
+    return model
+
+
+def one_pass(model: Any, **batch: Any) -> torch.Tensor:
+    device = model.lm_head.weight.device
+    inputs = {name: value.to(device) for name, value in make_batch(**batch).items()}
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    return loss.detach().clone()
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+# ---- on a CPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "masks"),
+    [
+        ("llama", Recipe(), "causal"),
+        ("qwen3", Recipe.leanest(), "left-padded"),
+        ("starcoder2", Recipe.paper(), "packed"),
+        ("llama", Recipe.bf16(), "causal"),
+    ],
+    ids=["default", "leanest", "paper", "bf16"],
+)
+def test_compiled_layers_share_a_graph_and_give_the_eager_gradients(kind: str, recipe: Recipe, masks: str) -> None:
+    plain, model = made(kind, recipe), made(kind, recipe)
+    compile_layers(model, graphs=False)
+    graphs = CompileCounterWithBackend("aot_eager")
+    counts = []
+    for rows in (2, 2, 3, 5):
+        expected = one_pass(plain, kind=masks, batch=rows, length=96)
+        with torch.compiler.set_stance(force_backend=graphs):
+            assert torch.equal(one_pass(model, kind=masks, batch=rows, length=96), expected)
+        for name, gradient in gradients(model).items():
+            assert torch.equal(gradient, gradients(plain)[name]), name
+        counts.append(graphs.frame_count)
+    assert counts == [1, 1, 2, 2]  # of three layers: one graph for the first number of rows, one for all others
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_eager_layers_compile_nothing() -> None:
+    model = made("llama", Recipe())
+    compile_layers(model, graphs=False)
+    graphs = CompileCounterWithBackend("aot_eager")
+    with torch.compiler.set_stance(force_backend=graphs):
+        with eager():
+            one_pass(model)
+            with torch.no_grad():
+                model.eval()(**make_batch(length=33))
+        assert graphs.frame_count == 0
+        one_pass(model.train())
+        assert graphs.frame_count == 1
+
+
+def test_what_was_compiled_is_forgotten_and_made_again() -> None:
+    model = made("llama", Recipe())
+    compile_layers(model, graphs=False)
+    graphs = CompileCounterWithBackend("aot_eager")
+    with torch.compiler.set_stance(force_backend=graphs):
+        for count in (1, 2):
+            one_pass(model)
+            assert graphs.frame_count == count
+            forget()
+
+
+def test_another_recipe_compiles_anew() -> None:
+    """Its constants are in the graph: with the old one a run would go on as before, unseen."""
+    plain, model = made("llama", Recipe()), made("llama", Recipe())
+    compile_layers(model, graphs=False)
+    with torch.compiler.set_stance(force_backend="aot_eager"):
+        one_pass(model)
+        for each in (plain, model):
+            overcoat.convert(each, Recipe.leanest())
+            each.zero_grad()
+        assert torch.equal(one_pass(model), one_pass(plain))
+    for name, gradient in gradients(model).items():
+        assert torch.equal(gradient, gradients(plain)[name]), name
+
+
+def test_moved_gradients_are_the_same_and_elsewhere() -> None:
+    model = made("qwen2", Recipe())
+    keep_gradients_outside(model)  # none are there yet
+    frozen = model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    one_pass(model)
+    before, of_layers = gradients(model), set(nn.ModuleList(decoder_layers(model).values()).parameters())
+    values = {name: None if gradient is None else gradient.clone() for name, gradient in before.items()}
+    keep_gradients_outside(model)
+    for name, parameter in model.named_parameters():
+        if parameter is frozen:
+            assert parameter.grad is None
+            continue
+        assert torch.equal(parameter.grad, values[name]), name
+        moved = parameter.grad.data_ptr() != before[name].data_ptr()
+        assert moved is (parameter in of_layers), name
+
+
+def test_what_cannot_be_compiled_is_said() -> None:
+    with pytest.raises(ValueError, match=r"Linear contains no decoder layer .* to compile"):
+        compile_layers(nn.Linear(2, 2), graphs=False)
+    with pytest.raises(ValueError, match="the model lies on cpu: compile it with graphs=False"):
+        compile_layers(make_model("llama", layers=1), graphs=True)
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe.leanest()], ids=["default", "leanest"])
+def test_gradients_add_up_over_replayed_passes(recipe: Recipe) -> None:
+    """Bit for bit what eager passes add up to, for new tokens and new weights, without a new recording each."""
+    plain, model = made("llama", recipe, "cuda"), made("llama", recipe, "cuda")
+    compile_layers(model, graphs=True)
+    before, counts = skipped(), []
+    for step in range(5):
+        for number in range(3):
+            seed = 3 * step + number
+            expected = one_pass(plain, length=64, seed=seed)
+            if number == 1:
+                keep_gradients_outside(model)
+            begin_pass()
+            assert torch.equal(one_pass(model, length=64, seed=seed), expected), (step, number)
+        for name, gradient in gradients(model).items():
+            assert torch.equal(gradient, gradients(plain)[name]), (step, name)
+        for each in (plain, model):
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter.mul_(1.0 + 0.1 * step)
+            each.zero_grad()
+        counts.append(recorded())
+    assert skipped() == before
+    assert counts[1] >= 6  # forward and backward of three layers
+    assert counts[2:] == [counts[2]] * 3, counts
+
+
+@pytest.mark.gpu
+def test_forgotten_graphs_give_their_memory_back() -> None:
+    model = made("llama", Recipe(), "cuda")
+    compile_layers(model, graphs=True)
+    for seed in range(3):
+        begin_pass()
+        one_pass(model, length=64, seed=seed)
+        model.zero_grad()
+    assert recorded() == 6
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    forget()
+    torch.cuda.empty_cache()
+    assert recorded() == 0
+    assert torch.cuda.memory_reserved() < reserved
+    begin_pass()
+    one_pass(model, length=64)

@@ -1,0 +1,243 @@
+"""`train.compile`: compiled and recorded layers train to the losses of the same layers as they are."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from overcoat.models.compiled import forget
+from overcoat.train import loop
+from overcoat.train.checkpoint import list_checkpoints
+from overcoat.train.config import Config
+from overcoat.train.configfile import load_config
+from overcoat.train.metrics import read_metrics
+from overcoat.train.run import check_before_training, run, run_once
+from tests.models.graphs import recorded, skipped
+
+MakeConfig = Callable[..., Config]
+Losses = dict[str, dict[int, tuple[float, ...]]]
+
+
+@pytest.fixture(autouse=True)
+def _forget_after() -> Iterator[None]:
+    yield
+    forget()
+
+
+def losses(folder: Path) -> Losses:
+    """Losses and gradient norms by step, and held-out losses."""
+    metrics = read_metrics(folder / "metrics.jsonl")
+    names = ("loss", "gradient_norm")
+    return {
+        kind: {step: tuple(row[name] for name in names if name in row) for step, row in metrics[kind].items()}
+        for kind in ("train", "eval")
+    }
+
+
+def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, step: int, rows: int) -> None:
+    """Say so, before a step takes so many rows at once."""
+    real = loop.train_step
+
+    def take(state: Any, config: Config) -> Any:
+        if state.step + 1 == step and state.fit.micro_batch == rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(state, config)
+
+    monkeypatch.setattr(loop, "train_step", take)
+
+
+# ---- on a CPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs() -> Iterator[CompileCounterWithBackend]:
+    """Counts what is compiled, and runs it without a C++ compiler."""
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch.compiler.set_stance(force_backend=counter):
+        yield counter
+
+
+@pytest.fixture
+def both(make_config: MakeConfig, tmp_path: Path, graphs: CompileCounterWithBackend) -> Callable[..., list[Losses]]:
+    """`both("key=value", ...)`: train with these changes, not compiled and compiled."""
+
+    def train(*words: str) -> list[Losses]:
+        found = []
+        for mode in ("none", "layers"):
+            assert graphs.frame_count == 0
+            folder = tmp_path / mode
+            console = Console(file=io.StringIO())
+            run(make_config(f"train.run_dir={folder}", f"train.compile={mode}", "train.steps=4", *words), console)
+            found.append(losses(folder))
+        assert found[0]["train"].keys() == {1, 2, 3, 4}
+        return found
+
+    return train
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train.accumulation=2", "sample.tokens=4"),
+        ("recipe.name=leanest", "optimizer.release_gradients=true", "optimizer.clip=0"),
+        ("optimizer.offload=true", "data.document_mask=true"),
+        ("recipe.name=bf16",),
+    ],
+    ids=["accumulation", "leanest, released", "offload, documents", "bf16"],
+)
+def test_compiled_layers_train_to_the_same_losses(
+    both: Callable[..., list[Losses]], graphs: CompileCounterWithBackend, words: tuple[str, ...]
+) -> None:
+    none, layers = both(*words)
+    assert layers == none
+    assert graphs.frame_count >= 1
+
+
+def test_evaluations_and_samples_are_not_compiled(
+    both: Callable[..., list[Losses]], graphs: CompileCounterWithBackend
+) -> None:
+    """The last evaluation is of another batch size."""
+    both("eval.every=1", "eval.rows=3", "sample.tokens=4")
+    assert graphs.frame_count == 1
+
+
+def test_the_twin_compiles_its_own_layers(
+    both: Callable[..., list[Losses]], graphs: CompileCounterWithBackend, tmp_path: Path
+) -> None:
+    both('compare.overrides=["recipe.name=bf16"]')
+    assert graphs.frame_count == 2
+    assert losses(tmp_path / "layers" / "twin") == losses(tmp_path / "none" / "twin")
+
+
+def test_a_step_out_of_memory_is_taken_again_with_layers_compiled_anew(
+    both: Callable[..., list[Losses]], graphs: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_out_of_memory(monkeypatch, step=3, rows=2)
+    none, layers = both()
+    assert layers == none
+    assert graphs.frame_count == 2  # two rows, then one, as constants
+
+
+def test_a_resumed_run_goes_on_with_the_same_numbers(make_config: MakeConfig, graphs: Any, tmp_path: Path) -> None:
+    words = ("train.compile=layers", "train.steps=4", "checkpoint.every=2")
+    run_once(make_config(*words), Console(quiet=True), "whole")
+    whole = losses(tmp_path / "run")
+    resume = f"train.resume={list_checkpoints(tmp_path / 'run' / 'checkpoints')[0]}"
+    run_once(make_config(*words, resume, f"train.run_dir={tmp_path / 'rest'}"), Console(quiet=True), "rest")
+    rest = losses(tmp_path / "rest")
+    assert rest["train"] == {step: whole["train"][step] for step in (3, 4)}
+    assert rest["eval"][4] == whole["eval"][4]
+
+
+def test_graphs_need_a_gpu(make_config: MakeConfig) -> None:
+    with pytest.raises(
+        ValueError, match=r"'graphs' records CUDA graphs, and train.device = 'cpu' .* 'layers' or 'none'"
+    ):
+        check_before_training(make_config("train.compile=graphs"))
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+STEPS = 6
+SMALL = [
+    "train.device=cuda",
+    f"train.steps={STEPS}",
+    "train.log_every=1",
+    "train.tensorboard=false",
+    "train.batch_size=4",
+    "schedule.warmup_steps=1",
+    "optimizer.clip=0.5",
+    "data.max_bytes=1000000",
+    "data.sequence_length=128",
+    "tokenizer.vocab_size=512",
+    "eval.every=2",
+    "checkpoint.every=3",
+    "sample.tokens=8",
+]
+
+
+def train(tmp_path: Path, name: str, *words: str) -> Losses:
+    """A short run in `tmp_path / name` on tokens that all runs share."""
+    demo = Path(__file__).parents[2] / "configs" / "demo.toml"
+    places = [f"train.run_dir={tmp_path / name}", f"data.cache_dir={tmp_path / 'data'}", "compare.overrides=[]"]
+    run(load_config(demo, [*SMALL, *places, *words]), Console(quiet=True))
+    return losses(tmp_path / name)
+
+
+def assert_close(found: Losses, expected: Losses) -> None:
+    """As two runs on a GPU are, whose unordered sums differ: to a thousandth, gradient norms to a hundredth."""
+    for kind, rows in expected.items():
+        assert found[kind].keys() == rows.keys()
+        for step, (loss, *norms) in rows.items():
+            assert found[kind][step][0] == pytest.approx(loss, rel=1e-3), (kind, step)
+            assert found[kind][step][1:] == pytest.approx(tuple(norms), rel=1e-2), (kind, step)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """After each step: how many graphs were there (the run itself forgets them), and how many had been skipped."""
+    found: list[tuple[int, int]] = []
+    real, before = loop.train_step, skipped()
+
+    def step(state: Any, config: Config) -> Any:
+        record = real(state, config)
+        found.append((recorded(), skipped() - before))
+        return record
+
+    monkeypatch.setattr(loop, "train_step", step)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("recipe", ["default", "leanest"])
+def test_graphs_train_to_the_same_losses(
+    recipe: str, accumulation: int, tmp_path: Path, counts: list[tuple[int, int]]
+) -> None:
+    """Also clipped; once all is recorded, steps are replayed. The gradients' bits: tests/models/test_compiled.py."""
+    words = (f"recipe.name={recipe}", f"train.accumulation={accumulation}")
+    none = train(tmp_path, "none", *words)
+    assert counts == [(0, 0)] * STEPS
+    counts.clear()
+    assert_close(train(tmp_path, "graphs", *words, "train.compile=graphs"), none)
+    layers = load_config(tmp_path / "graphs" / "config.toml").model.config["num_hidden_layers"]
+    assert counts[-1] >= (2 * layers, 0)
+    assert counts[3:] == [counts[-1]] * (STEPS - 3), counts
+    assert {skips for _, skips in counts} == {0}
+    assert recorded() == 0
+
+
+@pytest.mark.gpu
+def test_graphs_are_recorded_anew_with_fewer_rows(
+    tmp_path: Path, counts: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the fifth step's passes, two by then, one is measured and one warms up; the sixth records and replays."""
+    run_out_of_memory(monkeypatch, step=5, rows=4)
+    none = train(tmp_path, "none")
+    counts.clear()
+    assert_close(train(tmp_path, "graphs", "train.compile=graphs"), none)
+    there = [count > 0 for count, _ in counts]
+    assert there == [False, False, True, True, False, True], counts
+    assert {skips for _, skips in counts} == {0}
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_of_graphs_goes_on_as_the_whole_one(tmp_path: Path) -> None:
+    whole = train(tmp_path, "whole", "train.compile=graphs")
+    resume = f"train.resume={list_checkpoints(tmp_path / 'whole' / 'checkpoints')[0]}"
+    rest = train(tmp_path, "rest", "train.compile=graphs", resume)
+    later = {kind: {step: row for step, row in rows.items() if step > 3} for kind, rows in whole.items()}
+    assert_close(rest, later)
+
+
+@pytest.mark.gpu
+def test_a_twin_of_graphs_trains_as_on_its_own(tmp_path: Path) -> None:
+    train(tmp_path, "both", "train.compile=graphs", 'compare.overrides=["recipe.name=leanest"]')
+    assert_close(losses(tmp_path / "both" / "twin"), train(tmp_path, "alone", "recipe.name=leanest"))
