@@ -76,7 +76,8 @@ def _introduce_to_inductor(overload: Any) -> None:
     while a graph is traced, after the backend is imported and before it looks at the first op.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
-    if lowering is None or overload in lowering.lowerings:
+    # Without the function it is being imported by another thread, whose graph is not traced yet.
+    if not hasattr(lowering, "make_fallback") or overload in lowering.lowerings:
         return
     tag = torch._library.utils.get_layout_constraint_tag(overload, with_default=True)
     lowering.make_fallback(overload, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)

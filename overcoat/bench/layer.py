@@ -141,7 +141,10 @@ def accuracy(name: str, shape: BlockShape, draws: int = ACCURACY_DRAWS, device: 
 
 
 def draw_powers(name: str, shape: BlockShape, seed: int, device: str) -> dict[str, Tensor]:
-    """Signal and noise power (2,) of every result, on weights and data drawn with `seed`."""
+    """Signal and noise power (2,) of every result, on weights and data drawn with `seed`.
+
+    Delayed scales are measured in the second step on the same data, which they then fit: at their best.
+    """
     model, tables = build_block(shape, torch.bfloat16, device, seed)
     outliers = torch.ones(shape.model.hidden, device=device)
     outliers[:: shape.model.hidden // OUTLIER_CHANNELS] = OUTLIER

@@ -155,7 +155,7 @@ def evaluate(state: TrainState, config: Config, rows: np.ndarray) -> float:
         except RuntimeError as error:
             if size == 1 or not is_out_of_memory(error):
                 raise
-        free_memory(state.device)
+        free_memory(state.device, config)
         size = size // 2
 
 

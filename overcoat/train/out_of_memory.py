@@ -68,8 +68,10 @@ def whatever_the_batch(what: str) -> Iterator[None]:
         raise DoesNotFitError(message, is_whole=False) from error
 
 
-def free_memory(device: torch.device) -> None:
-    """Give back to the GPU what nothing refers to any more."""
+def free_memory(device: torch.device, config: Config) -> None:
+    """Give back to the GPU what nothing refers to any more, and what compiled layers keep for the batch there was."""
+    if config.train.compile != "none":
+        forget()
     gc.collect()  # frames of a failed step may hold each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -119,9 +121,7 @@ class Fitting:
             is_whole = release is None or not release.has_stepped
             if is_whole:
                 state.optimizer.zero_grad(set_to_none=True)
-                if config.train.compile != "none":
-                    forget()  # graphs of this batch, and their memory
-                free_memory(state.device)
+                free_memory(state.device, config)
                 set_rng_state(generators)
             self._fall_back(state, config, is_whole, reason)
 
@@ -141,6 +141,7 @@ class Fitting:
     def _follow_record(self, state: TrainState, config: Config) -> None:
         recorded = fit_at(self.recorded, state.step + 1)
         if recorded is not None and (fit := leanest([state.fit, recorded])) != state.fit:
+            free_memory(state.device, config)
             state.change_fit(config, fit)
             self.changed(f"step {state.step + 1}: {fit}, as recorded", None)
 

@@ -132,7 +132,7 @@ def run_once(config: Config, console: Console, title: str) -> RunResult:
             finally:
                 if config.train.compile != "none":
                     forget()  # before the twin, or the next attempt, takes the memory
-            free_memory(choose_device(config.train.device))
+            free_memory(choose_device(config.train.device), config)
 
 
 def _train_from(checkpoints: list[Path], config: Config, console: Console, title: str) -> RunResult:

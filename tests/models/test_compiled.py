@@ -139,7 +139,7 @@ def test_what_cannot_be_compiled_is_said() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe.leanest()], ids=["default", "leanest"])
-def test_gradients_add_up_over_replayed_passes(recipe: Recipe) -> None:
+def test_gradients_add_up_over_passes_of_cuda_graphs(recipe: Recipe) -> None:
     """Bit for bit what eager passes add up to, for new tokens and new weights, without a new recording each."""
     plain, model = made("llama", recipe, "cuda"), made("llama", recipe, "cuda")
     compile_layers(model, graphs=True)
@@ -166,7 +166,7 @@ def test_gradients_add_up_over_replayed_passes(recipe: Recipe) -> None:
 
 
 @pytest.mark.gpu
-def test_forgotten_graphs_give_their_memory_back() -> None:
+def test_forgotten_cuda_graphs_give_their_memory_back() -> None:
     model = made("llama", Recipe(), "cuda")
     compile_layers(model, graphs=True)
     for seed in range(3):

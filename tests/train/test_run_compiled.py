@@ -136,6 +136,34 @@ def test_a_resumed_run_goes_on_with_the_same_numbers(make_config: MakeConfig, gr
     assert rest["eval"][4] == whole["eval"][4]
 
 
+class DeadError(Exception):
+    pass
+
+
+def test_a_resumed_run_drops_what_was_compiled_where_it_follows_a_smaller_batch(
+    make_config: MakeConfig, graphs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the run before it did when memory ran out: the graphs of more rows keep their memory otherwise."""
+    words = ("train.compile=layers", "train.steps=4", "checkpoint.every=2")
+    with monkeypatch.context() as patch:
+        real = loop.train_step
+
+        def step(state: Any, config: Config) -> Any:
+            if state.step + 1 == 4 and state.fit.micro_batch == 1:
+                raise DeadError
+            return real(state, config)
+
+        patch.setattr(loop, "train_step", step)
+        run_out_of_memory(patch, step=4, rows=2)
+        with pytest.raises(DeadError):
+            run_once(make_config(*words), Console(quiet=True), "killed")
+    forgotten: list[bool] = []
+    monkeypatch.setattr("overcoat.train.out_of_memory.forget", lambda: forgotten.append(True) or forget())
+    run_once(make_config(*words), Console(quiet=True), "resumed")
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")["train"].keys() == {1, 2, 3, 4}
+    assert len(forgotten) == 1
+
+
 def test_graphs_need_a_gpu(make_config: MakeConfig) -> None:
     with pytest.raises(
         ValueError, match=r"'graphs' records CUDA graphs, and train.device = 'cpu' .* 'layers' or 'none'"
