@@ -2,7 +2,8 @@
 
     overcoat ...                `overcoat.convert` and `overcoat.AdamW`, plain transformers code; graphs: as
                                 `train.compile = "graphs"`
-    bf16 eager | compile, ...   the transformers model; torch.compile per decoder layer, as people do
+    bf16 eager | compile, ...   the transformers model; torch.compile per decoder layer, as people do; graphs: with
+                                mode="reduce-overhead"
     torchao tensorwise, ...     its float8 training on every linear layer of the blocks, compiled per layer
     transformer engine ..., ... its TransformerLayer in place of every decoder layer
 
@@ -62,6 +63,8 @@ def trainers() -> dict[str, Trainer]:
     compiled, tensorwise = _transformers(compiled=True), _transformers(compiled=True, torchao="tensorwise")
     found["bf16 eager, torch AdamW"] = Trainer(_transformers(compiled=False), _torch_adamw)
     found["bf16 compile, torch AdamW"] = Trainer(compiled, _torch_adamw)
+    replayed = _transformers(compiled=True, graphs=True)
+    found["bf16 compile, graphs, torch AdamW"] = Trainer(replayed, _torch_adamw, graphs=True)
     found["bf16 compile, FlashAdamW"] = Trainer(compiled, flash, ("flashoptim",))
     found["torchao tensorwise, torch AdamW"] = Trainer(tensorwise, _torch_adamw, ("torchao",))
     found["torchao tensorwise, FlashAdamW"] = Trainer(tensorwise, flash, ("torchao", "flashoptim"))
@@ -99,7 +102,9 @@ def _adamw(released: bool = False, **options: Any) -> Callable[[Any], Any]:
 # ---- peers --------------------------------------------------------------------------------------------------------
 
 
-def _transformers(compiled: bool, torchao: str | None = None) -> Callable[[Any], Callable[[Tensor], Tensor]]:
+def _transformers(
+    compiled: bool, torchao: str | None = None, graphs: bool = False
+) -> Callable[[Any], Callable[[Tensor], Tensor]]:
     def prepare(model: Any) -> Callable[[Tensor], Tensor]:
         if torchao is not None:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -110,7 +115,7 @@ def _transformers(compiled: bool, torchao: str | None = None) -> Callable[[Any],
             # One entry per layer at worst; beyond the limit layers would silently run eager.
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers))
             for layer in layers:
-                layer.compile()
+                layer.compile(mode="reduce-overhead" if graphs else None)
         return _forward(model, lambda: sdpa_kernel(CUDNN_FIRST, set_priority=True))
 
     return prepare

@@ -137,7 +137,13 @@ def test_flash_adamw_has_its_remainders_and_releases_where_the_name_says(
 
 def test_every_layer_is_compiled_and_none_runs_into_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    modes: list[str | None] = []
+
+    def compile_(self: nn.Module, mode: str | None) -> None:
+        compiled.append(self)
+        modes.append(mode)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_)
     model: Any = build_model(SHAPE, torch.float32, "cpu")
     with torch._dynamo.config.patch(recompile_limit=3):
         trainers()["bf16 eager, torch AdamW"].prepare(model)
@@ -145,6 +151,8 @@ def test_every_layer_is_compiled_and_none_runs_into_the_limit(monkeypatch: pytes
         trainers()["bf16 compile, torch AdamW"].prepare(model)
         assert compiled == list(model.model.layers)
         assert torch._dynamo.config.recompile_limit == 2 * SHAPE.layers
+        trainers()["bf16 compile, graphs, torch AdamW"].prepare(model)
+        assert modes == [None] * SHAPE.layers + ["reduce-overhead"] * SHAPE.layers
 
 
 def test_layers_of_graphs_are_converted_and_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +179,7 @@ def test_torchao_converts_the_blocks_and_not_the_head(monkeypatch: pytest.Monkey
 
     module(monkeypatch, "torchao")
     module(monkeypatch, "torchao.float8", Float8LinearConfig=Config, convert_to_float8_training=convert)
-    monkeypatch.setattr(nn.Module, "compile", lambda self: None)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, mode: None)
     model: Any = build_model(SHAPE, torch.float32, "cpu")
     trainers()["torchao tensorwise, torch AdamW"].prepare(model)
     assert given == [(model.model, "config tensorwise")]
