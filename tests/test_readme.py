@@ -54,7 +54,6 @@ def test_cited_lines_are_rows_of_the_commit(name: str, lines: str, commit: str) 
         ("layer", 366, "total_ms", 1, "12.4"),
         ("layer", 367, "total_ms", 1, "11.5"),
         ("layer", 330, "total_ms", 1, "3.3"),
-        ("layer", 335, "total_ms", 1, "4.7"),
         ("layer", 334, "total_ms", 1, "4.7"),
         ("layer", 336, "total_ms", 1, "4.0"),
         ("layer", 337, "total_ms", 1, "3.6"),

@@ -26,7 +26,7 @@ from rich.console import Console
 
 import overcoat
 from overcoat import memory
-from overcoat.models.compiled import compile_layers, eager, forget
+from overcoat.models.compiled import compile_layers, eager
 from overcoat.train.auto_batch import first_fit
 from overcoat.train.build import build_model, check_config, check_vocabulary, choose_device, make_optimizer
 from overcoat.train.checkpoint import (
@@ -130,9 +130,7 @@ def run_once(config: Config, console: Console, title: str) -> RunResult:
             except LostStepError:
                 pass  # said when it happened; the frames of the attempt are gone after this line
             finally:
-                if config.train.compile != "none":
-                    forget()  # before the twin, or the next attempt, takes the memory
-            free_memory(choose_device(config.train.device), config)
+                free_memory(choose_device(config.train.device), config)  # the twin, or the next attempt, takes it
 
 
 def _train_from(checkpoints: list[Path], config: Config, console: Console, title: str) -> RunResult:

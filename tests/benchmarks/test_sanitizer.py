@@ -55,6 +55,9 @@ def test_it_is_freed():
 """
 
 
+needs_sanitizer = pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+
+
 @pytest.fixture(autouse=True)
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu"):
@@ -75,10 +78,9 @@ def test_errors_and_results_are_read() -> None:
 
 
 @pytest.mark.gpu
+@needs_sanitizer
 @pytest.mark.parametrize("beyond", [0, 2**18])
 def test_the_programs_own_names_are_looked_at(tmp_path: Path, beyond: int) -> None:
-    if shutil.which("compute-sanitizer") is None:
-        pytest.skip("needs compute-sanitizer")
     path = tmp_path / "test_beyond.py"
     path.write_text(OUT_OF_BOUNDS.format(beyond=beyond))
     found = sanitizer.check("memcheck", [str(path), f"--rootdir={tmp_path}"], 120)
@@ -87,10 +89,9 @@ def test_the_programs_own_names_are_looked_at(tmp_path: Path, beyond: int) -> No
 
 
 @pytest.mark.gpu
+@needs_sanitizer
 def test_tensors_are_freed_under_it(tmp_path: Path) -> None:
     """For backtraces of the host it keeps Python's frames."""
-    if shutil.which("compute-sanitizer") is None:
-        pytest.skip("needs compute-sanitizer")
     path = tmp_path / "test_let_go.py"
     path.write_text(LET_GO)
     found = sanitizer.check("memcheck", [str(path), f"--rootdir={tmp_path}"], 120)

@@ -159,9 +159,16 @@ def test_a_resumed_run_drops_what_was_compiled_where_it_follows_a_smaller_batch(
             run_once(make_config(*words), Console(quiet=True), "killed")
     forgotten: list[bool] = []
     monkeypatch.setattr("overcoat.train.out_of_memory.forget", lambda: forgotten.append(True) or forget())
+    seen: list[tuple[int, int, int]] = []
+
+    def watched(state: Any, config: Config) -> Any:
+        seen.append((state.step + 1, state.fit.micro_batch, len(forgotten)))
+        return real(state, config)
+
+    monkeypatch.setattr(loop, "train_step", watched)
     run_once(make_config(*words), Console(quiet=True), "resumed")
-    assert read_metrics(tmp_path / "run" / "metrics.jsonl")["train"].keys() == {1, 2, 3, 4}
-    assert len(forgotten) == 1
+    assert seen == [(3, 2, 0), (4, 1, 1)]
+    assert len(forgotten) == 2  # and at the end, for the twin
 
 
 def test_graphs_need_a_gpu(make_config: MakeConfig) -> None:
