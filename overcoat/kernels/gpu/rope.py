@@ -8,12 +8,17 @@ Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for 
 
 Everything equals the reference bit for bit, except with head norms (Qwen3): their mean is summed in another order.
 
-Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, P positions in cos and sin, NH heads of a
-tile.
+A program takes one tile, NH heads of q, k or v of one token, and ends: so the next one's loads do not wait for its
+stores, and there is nothing to mask. NH is a power of 2 that divides the heads of q as well as of k and v; a thread has
+16 elements whatever NH is. Tiles of a token follow each other, so all but the first find its cos and sin in a cache, as
+all tokens do the center and the norms' weights.
+
+Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, P positions in cos and sin.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Optional
 
 import torch
@@ -31,25 +36,50 @@ from overcoat.kernels.gpu.common import (
     max_magnitude,
     power_of_2,
 )
+from overcoat.kernels.gpu.hardware import to_float32
 from overcoat.kernels.gpu.launch import kernel, on_device
+from overcoat.kernels.gpu.tiles import load_inside
 
-# (token, head) elements of one tile in the kernels that walk along a token's heads.
-HEAD_TILE = 2048
-
-
-@triton.jit
-def load_halves(table_ptr, row, e, E, real):
-    """The two halves (EP,) of a row of cos, sin (.., 2E) or of a head-norm weight, in FP32."""
-    first = tl.load(table_ptr + row * 2 * E + e, mask=real, other=0.0).to(tl.float32)
-    second = tl.load(table_ptr + row * 2 * E + E + e, mask=real, other=0.0).to(tl.float32)
-    return first, second
+# The most elements of a tile, each half of a head in EP of them, and how many a thread has.
+HEAD_TILE, HEAD_ELEMENTS = 2048, 16
+# The most registers a thread may take, with head norms and without; None: as many as the compiler wants.
+NORM_REGISTERS: Optional[int] = None
+PLAIN_REGISTERS: Optional[int] = None
 
 
 @triton.jit
-def _head_norm(x1, x2, w1, w2, D, eps):
+def _load_halves(pointer, E, inside):
+    """Elements at `pointer` and E further on, as they are."""
+    return load_inside(pointer, inside), load_inside(pointer + E, inside)
+
+
+@triton.jit
+def load_halves(pointer, E, inside):
+    """The two halves of rows of a table or of heads, in FP32; `pointer` to elements of the first."""
+    first, second = _load_halves(pointer, E, inside)
+    return to_float32(first), to_float32(second)
+
+
+@triton.jit
+def load_tables(cos_ptr, sin_ptr, position, e, inside, D, E):
+    """The halves of cos and sin (rows, EP) at the rows' positions, in FP32."""
+    place = position[:, None] * D + e[None, :]
+    cos1, cos2 = load_halves(cos_ptr + place, E, inside)
+    sin1, sin2 = load_halves(sin_ptr + place, E, inside)
+    return cos1, cos2, sin1, sin2
+
+
+@triton.jit
+def _head_norm(x1, x2, w1, w2, D: tl.constexpr, eps):
     """RMSNorm of each head (NH, EP) + (NH, EP)."""
-    rstd = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+    rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) * (1.0 / D) + eps)[:, None]
     return x1 * rstd * w1, x2 * rstd * w2
+
+
+@triton.jit
+def _store_halves(pointer, E, first, second, inside):
+    tl.store(pointer, first.to(pointer.dtype.element_ty), mask=inside)
+    tl.store(pointer + E, second.to(pointer.dtype.element_ty), mask=inside)
 
 
 # ---- forward ----------------------------------------------------------------------------------------------------
@@ -57,34 +87,29 @@ def _head_norm(x1, x2, w1, w2, D, eps):
 
 @triton.jit
 def _take_heads(
-    source_ptr, amax_ptr, codes_ptr, center_ptr, head, heads, e, D, E,
+    source_ptr, amax_ptr, center_ptr, codes_ptr, head, offsets, inside, E: tl.constexpr,
     HAS_CENTER: tl.constexpr, ENCODE: tl.constexpr, DECODE: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
-    """The halves (NH, EP) of some heads of a token in FP32, decoded or encoded on the way; all pointers at its row."""
-    inside = (head < heads)[:, None] & (e < E)[None, :]
-    first = head[:, None] * D + e[None, :]
-    x1 = tl.load(source_ptr + first, mask=inside, other=0.0)
-    x2 = tl.load(source_ptr + first + E, mask=inside, other=0.0)
+    """The halves (NH, EP) of a token's heads in FP32, decoded or encoded on the way; all pointers at its row."""
+    x1, x2 = _load_halves(source_ptr + offsets, E, inside)
     if HAS_CENTER:
-        center1 = tl.load(center_ptr + first, mask=inside, other=0.0)
-        center2 = tl.load(center_ptr + first + E, mask=inside, other=0.0)
+        center1, center2 = _load_halves(center_ptr + offsets, E, inside)
     if DECODE:
-        amax = tl.load(amax_ptr + head, mask=head < heads, other=0.0).to(tl.float32)[:, None]
+        amax = tl.load(amax_ptr + head).to(tl.float32)[:, None]
         x1, x2 = decode(x1, amax, CODE), decode(x2, amax, CODE)
         if HAS_CENTER:
             x1, x2 = x1 + center1, x2 + center2
     else:
-        x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+        x1, x2 = to_float32(x1), to_float32(x2)
     if ENCODE:
         c1, c2 = x1, x2
         if HAS_CENTER:
             c1, c2 = x1 - center1, x2 - center2
-        amax = larger(max_magnitude(c1, 1), max_magnitude(c2, 1)).to(tl.bfloat16)
-        tl.store(amax_ptr + head, amax, mask=head < heads)
+        amax = max_magnitude(larger(tl.abs(c1), tl.abs(c2)), 1).to(tl.bfloat16)
+        tl.store(amax_ptr + head, amax)
         amax = amax.to(tl.float32)[:, None]
-        tl.store(codes_ptr + first, encode(c1, amax, CODE), mask=inside)
-        tl.store(codes_ptr + first + E, encode(c2, amax, CODE), mask=inside)
-    return x1, x2, first, inside
+        _store_halves(codes_ptr + offsets, E, encode(c1, amax, CODE), encode(c2, amax, CODE), inside)
+    return x1, x2
 
 
 @kernel
@@ -99,11 +124,10 @@ def _rope_kernel(
     q_weight_ptr,  # (D,), if HEAD_NORM
     k_weight_ptr,  # (D,), if HEAD_NORM
     eps,
-    heads,
-    num_q,
-    num_rotated,  # num_q + num_kv
     P,
-    D,
+    num_q: tl.constexpr,
+    num_kv: tl.constexpr,
+    D: tl.constexpr,
     IN_PLACE: tl.constexpr,
     HAS_CENTER: tl.constexpr,
     HEAD_NORM: tl.constexpr,
@@ -113,37 +137,38 @@ def _rope_kernel(
     EP: tl.constexpr,
     NH: tl.constexpr,
 ):
-    token, E = tl.program_id(0).to(tl.int64), D // 2
-    source_ptr += token * heads * D
-    codes_ptr += token * heads * D
-    out_ptr += token * heads * D
-    amax_ptr += token * heads
-    e = tl.arange(0, EP)
-    cos1, cos2 = load_halves(cos_ptr, token % P, e, E, e < E)
-    sin1, sin2 = load_halves(sin_ptr, token % P, e, E, e < E)
-    if HEAD_NORM:
-        qw1, qw2 = load_halves(q_weight_ptr, 0, e, E, e < E)
-        kw1, kw2 = load_halves(k_weight_ptr, 0, e, E, e < E)
-    for head0 in range(0, num_rotated, NH):
-        head = head0 + tl.arange(0, NH)
-        y1, y2, first, inside = _take_heads(
-            source_ptr, amax_ptr, codes_ptr, center_ptr, head, num_rotated, e, D, E, HAS_CENTER, ENCODE, DECODE, CODE
+    heads: tl.constexpr = num_q + 2 * num_kv
+    E: tl.constexpr = D // 2
+    tile, token = tl.program_id(0) % (heads // NH), tl.program_id(0) // (heads // NH)
+    row = token.to(tl.int64) * heads
+    amax_ptr += row
+    source_ptr += row * D
+    codes_ptr += row * D
+    out_ptr += row * D
+    head, e = tile * NH + tl.arange(0, NH), tl.arange(0, EP)
+    offsets = head[:, None] * D + e[None, :]
+    # What all heads have in common is read for each of them: as vectors (EP,) it would take a detour by shared memory.
+    first = tl.zeros((NH, 1), tl.int32) + e[None, :]
+    inside = None if E == EP else first < E
+    if tile < (num_q + num_kv) // NH:
+        position = token % P * D
+        cos1, cos2 = load_halves(cos_ptr + (position + first), E, inside)
+        sin1, sin2 = load_halves(sin_ptr + (position + first), E, inside)
+        y1, y2 = _take_heads(
+            source_ptr, amax_ptr, center_ptr, codes_ptr, head, offsets, inside, E, HAS_CENTER, ENCODE, DECODE, CODE
         )
         if HEAD_NORM:
-            is_q = (head < num_q)[:, None]
-            w1, w2 = tl.where(is_q, qw1[None, :], kw1[None, :]), tl.where(is_q, qw2[None, :], kw2[None, :])
-            y1, y2 = _head_norm(y1, y2, w1, w2, D, eps)
-        r1, r2 = y1 * cos1[None, :] - y2 * sin1[None, :], y2 * cos2[None, :] + y1 * sin2[None, :]
-        tl.store(out_ptr + first, r1.to(out_ptr.dtype.element_ty), mask=inside)
-        tl.store(out_ptr + first + E, r2.to(out_ptr.dtype.element_ty), mask=inside)
-    for head0 in range(num_rotated, heads, NH):
-        head = head0 + tl.arange(0, NH)
-        x1, x2, first, inside = _take_heads(
-            source_ptr, amax_ptr, codes_ptr, center_ptr, head, heads, e, D, E, HAS_CENTER, ENCODE, DECODE, CODE
+            weight_ptr = q_weight_ptr
+            if tile >= num_q // NH:
+                weight_ptr = k_weight_ptr
+            y1, y2 = _head_norm(y1, y2, *load_halves(weight_ptr + first, E, inside), D, eps)
+        _store_halves(out_ptr + offsets, E, y1 * cos1 - y2 * sin1, y2 * cos2 + y1 * sin2, inside)
+    else:
+        x1, x2 = _take_heads(
+            source_ptr, amax_ptr, center_ptr, codes_ptr, head, offsets, inside, E, HAS_CENTER, ENCODE, DECODE, CODE
         )
         if not IN_PLACE:
-            tl.store(out_ptr + first, x1.to(out_ptr.dtype.element_ty), mask=inside)
-            tl.store(out_ptr + first + E, x2.to(out_ptr.dtype.element_ty), mask=inside)
+            _store_halves(out_ptr + offsets, E, x1, x2, inside)
 
 
 def _launch_rope(
@@ -161,16 +186,18 @@ def _launch_rope(
     cos, sin, q_weight, k_weight = tables
     tokens, heads = source.shape[0], num_q + 2 * num_kv
     width = source.shape[1] // heads
-    half = power_of_2(width // 2)
+    half, common = power_of_2(width // 2), math.gcd(num_q, num_kv)
+    count = min(common & -common, max(HEAD_TILE // (2 * half), 1))
     with on_device(source):
-        _rope_kernel[(tokens,)](
+        _rope_kernel[(tokens * (heads // count),)](
             source, source if amax is None else amax, source if center is None else center,
             source if codes is None else codes, out,
             cos.contiguous(), sin.contiguous(), cos if q_weight is None else q_weight,
-            cos if k_weight is None else k_weight, eps, heads, num_q, num_q + num_kv, cos.shape[0], width,
+            cos if k_weight is None else k_weight, eps, cos.shape[0], num_q, num_kv, width,
             out is source, center is not None, q_weight is not None, codes is not None,
-            codes is None and amax is not None, CODES[code],
-            half, min(max(HEAD_TILE // (2 * half), 1), power_of_2(heads)), num_warps=4, **EXACT,
+            codes is None and amax is not None, CODES[code], half, count,
+            num_warps=max(2 * half * count // (32 * HEAD_ELEMENTS), 1),
+            maxnreg=PLAIN_REGISTERS if q_weight is None else NORM_REGISTERS, **EXACT,
         )  # fmt: skip
 
 

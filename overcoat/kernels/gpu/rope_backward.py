@@ -36,17 +36,7 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, dense_rows, kernel, on_device
-
-
-@triton.jit
-def load_tables(cos_ptr, sin_ptr, position, e, inside, D, E):
-    """The halves of cos and sin (BT, EP) at the rows' positions, in FP32."""
-    place = position[:, None] * D + e[None, :]
-    cos1 = tl.load(cos_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    cos2 = tl.load(cos_ptr + place + E, mask=inside, other=0.0).to(tl.float32)
-    sin1 = tl.load(sin_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    sin2 = tl.load(sin_ptr + place + E, mask=inside, other=0.0).to(tl.float32)
-    return cos1, cos2, sin1, sin2
+from overcoat.kernels.gpu.rope import load_tables
 
 
 @triton.jit
@@ -222,8 +212,8 @@ def gradient_arguments(
 def _launch_gradient(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int, out: Optional[Tensor]
 ) -> Tensor:
-    """Run the kernel into out (T, (num_q + 2 num_kv) * D), or for the maximum only."""
-    bits = torch.zeros((), dtype=torch.int32, device=dq.device)
+    """Run the kernel into out (T, (num_q + 2 num_kv) * D), or for the maximum, which is returned (else garbage)."""
+    bits = (torch.zeros if out is None else torch.empty)((), dtype=torch.int32, device=dq.device)
     pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
     with on_device(dq):
         _rope_gradient_kernel[_grid(dq.shape[0], num_q)](

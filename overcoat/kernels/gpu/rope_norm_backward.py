@@ -23,8 +23,8 @@ from torch import Tensor
 
 from overcoat.kernels.gpu.common import EXACT, power_of_2
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.rope import load_halves
-from overcoat.kernels.gpu.rope_backward import gradient_arguments, load_rotated_back, load_tables
+from overcoat.kernels.gpu.rope import load_halves, load_tables
+from overcoat.kernels.gpu.rope_backward import gradient_arguments, load_rotated_back
 
 # Elements of a tile, each half of a head in EP of them, and the most heads of one token in it: few, so that 28 or 8
 # heads leave no rows empty, yet enough to read whole 1 KiB stretches at D = 128.
@@ -59,7 +59,7 @@ def _part_backward(
     t, lane = row // NH, row % NH
     real = e < E
     if NORM:
-        w1, w2 = load_halves(weight_ptr, 0, e, E, real)
+        w1, w2 = load_halves(weight_ptr + e, E, real)
         w1, w2 = w1[None, :], w2[None, :]
         dw1, dw2 = tl.zeros((BT * NH, EP), tl.float32), tl.zeros((BT * NH, EP), tl.float32)
     for t0 in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):

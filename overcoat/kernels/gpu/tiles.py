@@ -14,6 +14,16 @@ import triton.language as tl
 
 from overcoat.kernels.gpu.common import decode, pack_rows, to_float8
 
+
+@triton.jit
+def load_inside(pointer, inside):
+    """What lies there, 0 where not `inside`; that may be None: no mask is then taken along, no register set to zero."""
+    if inside is None:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=inside, other=0.0)
+
+
 # ---- a list of groups -------------------------------------------------------------------------------------------
 
 
