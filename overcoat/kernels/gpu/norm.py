@@ -5,7 +5,7 @@ one byte each of y and codes); norm_backward 3.5 U (reads dy, codes and dresidua
 
 A row's sums are taken in another order than PyTorch's, so rstd may differ from the reference's in its last bits, and
 with it dx by one BF16 step. Given the statistics, norm_quantize equals the reference bit for bit. The parameter
-gradients are deterministic: each program adds up its own rows, and a second kernel adds the programs' sums in order.
+gradients are deterministic: each program adds up its own rows, and partials.py adds the programs' sums in order.
 
 Legend: T tokens, H hidden, HP = H rounded up to a power of 2, G group size, n = ceil(H / G), Q programs.
 """
@@ -34,6 +34,7 @@ from overcoat.kernels.gpu.common import (
 )
 from overcoat.kernels.gpu.groups import GROUP_TILE
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.partials import sum_partials_into
 from overcoat.kernels.gpu.tiles import listed_groups
 
 # Elements of a row that one thread holds.
@@ -274,34 +275,6 @@ def _norm_backward_kernel(
     tl.store(top_ptr + tl.program_id(0), max_magnitude(max_magnitude(top, 1), 0))
 
 
-@kernel
-def _add_partials_kernel(
-    partial_ptr,  # (1 or 2, Q, H) FP32
-    top_ptr,  # (Q,) FP32
-    dweight_ptr,  # (H,)
-    dbias_ptr,  # (H,) FP32, if the grid's second axis is 2 long
-    amax_ptr,  # 0-d FP32
-    Q,
-    H,
-    QP: tl.constexpr,  # Q rounded up to a power of 2
-    BQ: tl.constexpr,
-    BH: tl.constexpr,
-):
-    if tl.program_id(0) + tl.program_id(1) == 0:
-        q = tl.arange(0, QP)
-        tl.store(amax_ptr, max_magnitude(tl.load(top_ptr + q, mask=q < Q, other=0.0), 0))
-    h = tl.program_id(0) * BH + tl.arange(0, BH)
-    total = tl.zeros((BQ, BH), tl.float32)
-    for q0 in range(0, Q, BQ):
-        q = q0 + tl.arange(0, BQ)
-        rows = (tl.program_id(1) * Q + q)[:, None] * H + h[None, :]
-        total += tl.load(partial_ptr + rows, mask=(q < Q)[:, None] & (h < H)[None, :], other=0.0)
-    if tl.program_id(1) == 0:
-        tl.store(dweight_ptr + h, tl.sum(total, 0).to(dweight_ptr.dtype.element_ty), mask=h < H)
-    else:
-        tl.store(dbias_ptr + h, tl.sum(total, 0), mask=h < H)
-
-
 def norm_backward(
     dy: Tensor,
     codes: Tensor,
@@ -334,7 +307,5 @@ def norm_backward(
             group_size, gp, power_of_2(n), CODES[code],
             num_warps=_row_warps(width, BACKWARD_ELEMENTS), maxnreg=BACKWARD_REGISTERS, **EXACT,
         )  # fmt: skip
-        _add_partials_kernel[(cdiv(hidden, 64), sums)](
-            partial, top, dweight, dbias if has_bias else partial, amax, programs, hidden, power_of_2(programs), 16, 64
-        )
+    sum_partials_into(partial.unbind(0), (dweight, dbias)[:sums], top, amax)
     return dx, dweight, dbias, amax

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from overcoat.kernels.gpu.common import EXACT, power_of_2
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.partials import sum_partials
 from overcoat.kernels.gpu.rope import load_halves, load_tables
 from overcoat.kernels.gpu.rope_backward import gradient_arguments, load_rotated_back
 
@@ -166,8 +167,7 @@ def qk_rope_norm_backward(
             q_weight is not None, k_weight is not None, half, rows, heads_q, heads_kv,
             num_warps=4, maxnreg=REGISTERS, **EXACT,
         )  # fmt: skip
-    dq_weight, dk_weight = (
-        partial.view(0) if weight is None else partial.sum(0)
-        for partial, weight in ((partial_q, q_weight), (partial_k, k_weight))
-    )
+    partials = [partial for partial in (partial_q, partial_k) if len(partial)]
+    sums = iter(sum_partials(*partials))
+    dq_weight, dk_weight = (next(sums) if len(partial) else partial.view(0) for partial in (partial_q, partial_k))
     return out, dq_weight, dk_weight
