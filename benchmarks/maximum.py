@@ -19,7 +19,9 @@ from torch import Tensor
 
 from benchmarks.common import time_ms
 from overcoat.kernels.gpu.common import EXACT, power_of_2
+from overcoat.kernels.gpu.hardware import to_float32
 from overcoat.kernels.gpu.norm import STATS_ELEMENTS
+from overcoat.kernels.gpu.tiles import load_inside
 from overcoat.kernels.norm import rmsnorm_stats
 from overcoat.kernels.quantize import amax
 
@@ -32,13 +34,13 @@ REPEATS = 100
 def _rstd_kernel(
     x_ptr,  # (T, H)
     rstd_ptr,  # (T,) FP32
-    H,
     eps,
+    H: tl.constexpr,
     HP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HP)
-    x = tl.load(x_ptr + row * H + h, mask=h < H, other=0.0).to(tl.float32)
+    x = to_float32(load_inside(x_ptr + row * H + h, None if H == HP else h < H))
     tl.store(rstd_ptr + row, tl.rsqrt(tl.sum(x * x, 0) / H + eps))
 
 
@@ -48,7 +50,7 @@ def rstd_alone(x: Tensor) -> Tensor:
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
     padded = power_of_2(hidden)
     warps = min(max(padded // (32 * STATS_ELEMENTS), 4), 32)  # as that kernel's launch has it
-    _rstd_kernel[(tokens,)](x, rstd, hidden, EPS, padded, num_warps=warps, **EXACT)
+    _rstd_kernel[(tokens,)](x, rstd, EPS, hidden, padded, num_warps=warps, **EXACT)
     return rstd
 
 
