@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Optional
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -68,6 +69,13 @@ def token_center(x: Tensor, step: int) -> Tensor:
     return center
 
 
+@triton.jit
+def _raise(amax_ptr, seen, top):
+    """`atomic_amax` if top exceeds what was `seen` there: once the first programs have found large values, few do."""
+    if top.to(tl.int32, bitcast=True) > seen:
+        atomic_amax(amax_ptr, top)
+
+
 @kernel
 def _group_encode_kernel(
     x_ptr,  # (T, C)
@@ -97,16 +105,14 @@ def _group_encode_kernel(
         x = x.to(tl.float32)  # BF16 until it is needed again: 40 registers instead of 55
     if HAS_CENTER:
         x -= tl.load(center_ptr + column, mask=inside, other=0.0)
-    amax = max_magnitude(x, 1)
-    if WANT_AMAX:
-        if not HAS_CENTER:
-            top = max_magnitude(amax, 0)
-        # Once the first programs have found large values, few have a larger one to tell.
-        if top.to(tl.int32, bitcast=True) > seen:
-            atomic_amax(amax_ptr, top)
-    amax = amax.to(tl.bfloat16)
+    exact = max_magnitude(x, 1)
+    if WANT_AMAX and HAS_CENTER:
+        _raise(amax_ptr, seen, top)
+    amax = exact.to(tl.bfloat16)
     tl.store(group_amax_ptr + group, amax, mask=known)
     tl.store(codes_ptr + offsets, encode(x, amax.to(tl.float32)[:, None], CODE), mask=inside)
+    if WANT_AMAX and not HAS_CENTER:
+        _raise(amax_ptr, seen, max_magnitude(exact, 0))
 
 
 def group_encode(

@@ -113,8 +113,8 @@ def byte_of(x, number):
 
 @triton.jit
 def to_float32(x):
-    """FP32 of numbers as they are stored; from BF16 and int8 by one instruction each."""
-    if _INTERPRETED:
+    """FP32 of numbers as they are stored; from BF16 and int8 by one instruction each, if there are four."""
+    if _INTERPRETED or x.numel < 4:
         return x.to(tl.float32)
     elif x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
