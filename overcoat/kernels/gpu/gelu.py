@@ -31,14 +31,14 @@ from overcoat.kernels.gpu.common import (
     scale_of,
     to_float8,
 )
-from overcoat.kernels.gpu.hardware import exp2, reciprocal
+from overcoat.kernels.gpu.hardware import exp2, fma, reciprocal
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 
 SLOPE_1, SLOPE_3 = tl.constexpr(reference.SLOPE_1), tl.constexpr(reference.SLOPE_3)
 TANH_1, TANH_3 = tl.constexpr(reference.TANH_1), tl.constexpr(reference.TANH_3)
 SQUARE_MAX, VALLEY = tl.constexpr(reference.SQUARE_MAX), tl.constexpr(reference.VALLEY)
-ERF_P, EXPONENT, DENSITY = (tl.constexpr(x) for x in (reference.ERF_P, reference.EXPONENT, reference.DENSITY))
-ERF_1, ERF_2, ERF_3, ERF_4, ERF_5 = (tl.constexpr(x) for x in reference.ERF)
+EXPONENT, DENSITY = tl.constexpr(reference.EXPONENT), tl.constexpr(reference.DENSITY)
+ERF_0, ERF_1, ERF_2, ERF_3, ERF_4, ERF_5, ERF_6 = (tl.constexpr(x) for x in reference.ERF)
 
 # Columns of a row that a program takes at a time.
 ROW_TILE = 1024
@@ -48,17 +48,19 @@ ROW_WARPS = 2
 @triton.jit
 def gelu(u, TANH: tl.constexpr):
     """`gelu.gelu`: gelu(u) and its derivative."""
+    square = u * u
     if TANH:
-        square = tl.minimum(u * u, SQUARE_MAX)
-        phi = reciprocal(1.0 + exp2(u * (square * TANH_3 + TANH_1)))
-        h = u * phi
-        return h, phi + h * (1.0 - phi) * (square * SLOPE_3 + SLOPE_1)
+        odds = fma(square, TANH_3, TANH_1)
     else:
-        t = reciprocal(tl.abs(u) * ERF_P + 1.0)
-        e = exp2(u * u * EXPONENT)
-        tail = ((((t * ERF_5 + ERF_4) * t + ERF_3) * t + ERF_2) * t + ERF_1) * t * e
-        phi = tl.where(u < 0, tail, 1.0 - tail)
-        return u * phi, phi + u * e * DENSITY
+        odds = fma(fma(fma(square, ERF_6, ERF_5), square, ERF_4), square, ERF_3)
+        odds = fma(fma(fma(odds, square, ERF_2), square, ERF_1), square, ERF_0)
+    phi = reciprocal(1.0 + exp2(u * odds))
+    h = u * phi
+    if TANH:
+        slope = fma(fma(-h, phi, h), fma(tl.minimum(square, SQUARE_MAX), SLOPE_3, SLOPE_1), phi)
+    else:
+        slope = fma(u * exp2(square * EXPONENT), DENSITY, phi)
+    return h, slope
 
 
 def is_tanh(approximate: str) -> bool:
