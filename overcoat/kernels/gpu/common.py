@@ -72,6 +72,22 @@ def max_magnitude(x, axis: tl.constexpr):
 
 
 @triton.jit
+def _larger_pair(a, b):
+    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def max_magnitude_of_pairs(words, axis: tl.constexpr):
+    """`max_magnitude` in FP32 of BF16 numbers, two in each int32: half the instructions of their FP32 values' alone."""
+    if INTERPRETED:
+        largest = tl.maximum((words << 16) & 0x7FFFFFFF, words & 0x7FFF0000)
+        return tl.max(largest, axis).to(tl.float32, bitcast=True)
+    else:
+        pair = tl.reduce(words & 0x7FFF7FFF, axis, _larger_pair)
+        return larger((pair << 16).to(tl.float32, bitcast=True), (pair & 0x7FFF0000).to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def atomic_amax(pointer, amax):
     """Raise the FP32 at `pointer`, given as int32, to amax >= 0; any order of arrival gives the same bits."""
     tl.atomic_max(pointer, amax.to(tl.int32, bitcast=True), sem="relaxed")

@@ -43,6 +43,8 @@ ERF_0, ERF_1, ERF_2, ERF_3, ERF_4, ERF_5, ERF_6 = (tl.constexpr(x) for x in refe
 # Columns of a row that a program takes at a time.
 ROW_TILE = 1024
 ROW_WARPS = 2
+# Elements that a program of the second pass takes, wherever rows begin.
+QUANTIZE_TILE, QUANTIZE_WARPS = 2048, 4
 
 
 @triton.jit
@@ -126,27 +128,28 @@ def _gelu_quantize_kernel(
     amax_ptr,  # 0-d FP32
     h_ptr,  # (T, I) E4M3
     scale_ptr,  # 0-d FP32
-    I,  # noqa: E741
+    elements,  # T * I
     INVERSE_MAX: tl.constexpr,
     TANH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
-    tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < I
-    h, _ = gelu(tl.load(u_ptr + row * I + column, mask=inside, other=0.0).to(tl.float32), TANH)
-    tl.store(h_ptr + row * I + column, to_float8(h * inverse_of(scale), tl.float8e4nv), mask=inside)
+    amax = tl.load(amax_ptr)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < elements
+    u = tl.load(u_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    scale = scale_of(amax, INVERSE_MAX)
+    h, _ = gelu(u, TANH)
+    tl.store(h_ptr + place, to_float8(h * inverse_of(scale), tl.float8e4nv), mask=inside)
+    tl.store(scale_ptr, scale, mask=tl.program_id(0) == 0)
 
 
 def gelu_quantize(u: Tensor, amax: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
     """h in E4M3 (T, I) and its scale."""
     u = u.contiguous()
-    tokens, width = u.shape
-    h, scale = torch.empty((tokens, width), dtype=E4M3.dtype, device=u.device), torch.empty_like(amax)
+    h, scale = torch.empty(u.shape, dtype=E4M3.dtype, device=u.device), torch.empty_like(amax)
     with on_device(u):
-        _gelu_quantize_kernel[(tokens, cdiv(width, 2 * ROW_TILE))](
-            u, amax, h, scale, width, inverse_max("e4m3"), is_tanh(approximate), 2 * ROW_TILE, num_warps=4, **EXACT
-        )
+        _gelu_quantize_kernel[(cdiv(u.numel(), QUANTIZE_TILE),)](
+            u, amax, h, scale, u.numel(), inverse_max("e4m3"), is_tanh(approximate), QUANTIZE_TILE,
+            num_warps=QUANTIZE_WARPS, **EXACT,
+        )  # fmt: skip
     return h, scale

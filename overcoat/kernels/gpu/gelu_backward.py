@@ -36,14 +36,24 @@ from overcoat.kernels.gpu.common import (
 )
 from overcoat.kernels.gpu.gelu import gelu, is_tanh
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_pair, store_transposed
+from overcoat.kernels.gpu.tiles import (
+    decode_rows,
+    group_columns,
+    listed_groups,
+    listed_magnitude,
+    store_pair,
+    store_transposed,
+    where_padded,
+    whole_groups,
+)
 from overcoat.kernels.quantize import padded_tokens
 
 # Elements of a program that looks for max |du|, and its warps.
-AMAX_TILE, AMAX_WARPS = 2048, 4
+AMAX_TILE, AMAX_WARPS = 2048, 2
 # (tokens, columns) of a tile and its warps: SwiGLU's (docs/log-kernels.md).
 PRODUCT_TILE, PRODUCT_WARPS = (16, 128), 4
 GRADIENT_TILE, GRADIENT_WARPS = (64, 128), 8
+GRADIENT_COLUMNS = 8
 # Registers of a thread there, of which 80 leave room for three programs a multiprocessor and 64 are too few. Rows that
 # cannot be read in words of 16 bytes need more.
 GRADIENT_REGISTERS = 80
@@ -53,14 +63,6 @@ SLOPE_BOUND = tl.constexpr(1.13)
 
 
 # ---- the largest gradient -------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _gradient_bound(dh, group_amax):
-    """Bits of a number that max |du| of a tile (NG, GP) does not exceed; NaN, the largest, where du may be NaN."""
-    bound = max_magnitude(dh, 1) * SLOPE_BOUND
-    bound = tl.where((bound < float("inf")) & (group_amax < float("inf")), bound, float("nan"))
-    return max_magnitude(bound, 0).to(tl.int32, bitcast=True)
 
 
 @kernel
@@ -77,16 +79,23 @@ def _gelu_gradient_amax_kernel(
     GP: tl.constexpr,
     CODE: tl.constexpr,
     NG: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
-    offsets = row.to(tl.int64)[:, None] * I + column
     # From L2: what this multiprocessor's own cache holds is as old as its first program.
     seen = tl.load(top_ptr, cache_modifier=".cg")
-    dh = tl.load(dh_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    group_amax = tl.load(group_amax_ptr + group, mask=known, other=0.0).to(tl.float32)
+    group = tl.program_id(0) * NG + tl.arange(0, NG)
+    group_amax = tl.load(group_amax_ptr + group, mask=group < groups, other=0.0).to(tl.float32)
+    bound = listed_magnitude(dh_ptr, groups, n, I, G, GP, NG, WHOLE) * SLOPE_BOUND
+    # Where du may be NaN the bound is, whose bits are the largest.
+    bound = tl.where((bound < float("inf")) & (max_magnitude(group_amax, 0) < float("inf")), bound, float("nan"))
     # Once the first programs have found large values few tiles can hold a larger one, and only those read their codes.
     # Which do depends on who comes first; the result does not.
-    if _gradient_bound(dh, group_amax) > seen:
+    if bound.to(tl.int32, bitcast=True) > seen:
+        # dh once more: the many programs that never come here need no registers for it.
+        group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
+        offsets = row.to(tl.int64)[:, None] * I + column
+        dh = tl.load(dh_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        group_amax = tl.load(group_amax_ptr + group, mask=known, other=0.0).to(tl.float32)
         u = decode(tl.load(codes_ptr + offsets, mask=inside, other=0.0), group_amax[:, None], CODE)
         _, slope = gelu(u, TANH)
         atomic_amax(top_ptr, max_magnitude(max_magnitude(dh * slope, 1), 0))  # zero outside, where dh is
@@ -104,7 +113,8 @@ def gelu_backward_amax(
     with on_device(dh):
         _gelu_gradient_amax_kernel[(cdiv(tokens * n, count),)](
             dh, codes, group_amax, top, tokens * n, n, width,
-            is_tanh(approximate), group_size, gp, CODES[code], count, num_warps=AMAX_WARPS, **EXACT,
+            is_tanh(approximate), group_size, gp, CODES[code], count, whole_groups(dh, group_size),
+            num_warps=AMAX_WARPS, **EXACT,
         )  # fmt: skip
     return top.view(torch.float32)
 
@@ -142,6 +152,7 @@ def _gelu_product_kernel(
     CODE: tl.constexpr,
     NG: tl.constexpr,
     BT: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
     pair = tl.arange(0, BT // 2)
@@ -154,7 +165,8 @@ def _gelu_product_kernel(
     d0, h0, in0 = gradient_rows(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, CODE, TANH)
     d1, h1, in1 = gradient_rows(dh_ptr, codes_ptr, amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE, TANH)
     inverse = inverse_of(tl.load(scale_ptr))
-    words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
+    h0, h1 = where_padded(h0 * inverse, in0, PADDED), where_padded(h1 * inverse, in1, PADDED)
+    words = pack_rows(h0, h1, tl.float8e4nv)
     h_t_ptr += (g0 * G).to(tl.int64) * (P // 2) + t0 // 2
     store_transposed(words, h_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
     target = out_ptr + start + (t[:, None, None] * I + c[None, :, :])
@@ -175,7 +187,7 @@ def gelu_backward(
     with on_device(dh):
         _gelu_product_kernel[(cdiv(padded, PRODUCT_TILE[0]), cdiv(n, count))](
             dh, codes, group_amax, scale, out, h_t.view(torch.int16), tokens, width, padded, n,
-            is_tanh(approximate), group_size, gp, CODES[code], count, PRODUCT_TILE[0],
+            is_tanh(approximate), group_size, gp, CODES[code], count, PRODUCT_TILE[0], padded > tokens,
             num_warps=PRODUCT_WARPS, **EXACT,
         )  # fmt: skip
     return out, h_t
@@ -205,10 +217,12 @@ def _gelu_gradient_kernel(
     CODE: tl.constexpr,
     NG: tl.constexpr,
     BT: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
     pair = tl.arange(0, BT // 2)
-    g, c, real = group_columns(g0, I, G, GP, NG)
+    g, c, real = group_columns(g0, I, G, GP, NG, COLUMNS)
     start = t0.to(tl.int64) * I + g0 * G
     dh_ptr += start
     codes_ptr += start
@@ -216,22 +230,25 @@ def _gelu_gradient_kernel(
     rows, groups, t = T - t0, n - g0, 2 * pair
     d0, h0, in0 = gradient_rows(dh_ptr, codes_ptr, group_amax_ptr, t, c, g, real, rows, groups, I, n, CODE, TANH)
     d1, h1, in1 = gradient_rows(dh_ptr, codes_ptr, group_amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE, TANH)
+    if SUMS:
+        partial_ptr += tl.program_id(0).to(tl.int64) * I + g0 * G
+        tl.store(partial_ptr + c, tl.sum(d0 + d1, 0), mask=real)
     pairs, stride_t = (P - t0) // 2, P // 2
     first = (g0 * G).to(tl.int64) * stride_t + t0 // 2
     inverse = inverse_of(tl.load(h_scale_ptr))
     # Padding stays zero even where a scale is not finite.
-    words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
+    h0, h1 = where_padded(h0 * inverse, in0, PADDED), where_padded(h1 * inverse, in1, PADDED)
+    words = pack_rows(h0, h1, tl.float8e4nv)
     store_transposed(words, h_t_ptr + first, c, pair, real, pairs, stride_t)
-    if SUMS:
-        partial_ptr += tl.program_id(0).to(tl.int64) * I + g0 * G
-        tl.store(partial_ptr + c, tl.sum(d0 + d1, 0), mask=real)
     scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
     tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
     inverse = inverse_of(scale)
     offsets = t[:, None, None] * I + c[None, :, :]
     out_ptr += start
     out_t_ptr += first
-    store_pair(d0 * inverse, d1 * inverse, out_ptr, out_t_ptr, I, offsets, in0, in1, c, pair, real, pairs, stride_t)
+    store_pair(
+        d0 * inverse, d1 * inverse, out_ptr, out_t_ptr, I, offsets, in0, in1, c, pair, real, pairs, stride_t, PADDED
+    )
 
 
 def gelu_backward_quantize(
@@ -260,7 +277,7 @@ def gelu_backward_quantize(
         _gelu_gradient_kernel[(turns, cdiv(n, count))](
             dh, codes, group_amax, scale, amax, out, out_t.view(torch.int16), d_scale, h_t.view(torch.int16),
             partial if has_bias else d_scale, tokens, width, padded, n, inverse_max(fmt), has_bias,
-            is_tanh(approximate), group_size, gp, CODES[code], count, GRADIENT_TILE[0],
+            is_tanh(approximate), group_size, gp, CODES[code], count, GRADIENT_TILE[0], padded > tokens, GRADIENT_COLUMNS,
             num_warps=GRADIENT_WARPS, maxnreg=None if width % 16 else GRADIENT_REGISTERS, **EXACT,
         )  # fmt: skip
     return out, out_t, d_scale, partial.sum(0) if has_bias else partial.view(0), h_t

@@ -37,10 +37,17 @@ from overcoat.kernels.gpu.common import (
     sigmoid,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.tiles import group_columns, listed_groups, store_pair, store_transposed
+from overcoat.kernels.gpu.tiles import (
+    group_columns,
+    listed_groups,
+    listed_magnitude,
+    store_pair,
+    store_transposed,
+    whole_groups,
+)
 
 # Gradients whose maximum a program seeks, and its warps.
-AMAX_TILE, AMAX_WARPS = 2048, 4
+AMAX_TILE, AMAX_WARPS = 2048, 2
 # (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
 BACKWARD_TILE, BACKWARD_WARPS = (16, 128), 4
 GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 8
@@ -112,18 +119,26 @@ def _swiglu_backward_kernel(
 
 
 @triton.jit
-def _gradient_bound(dh, gate_amax, up_amax):
-    """Bits of a number that no |dgate| or |dup| of a tile exceeds, from dh (NG, GP) and the groups' maxima (NG,).
+def _slope_bound(gate_amax, up_amax):
+    """What |dgate| and |dup| do not exceed where |dh| is 1, from a group's max |gate| and |up|; NaN where they may be.
 
     With a = max |gate|: |silu(gate)| <= a sigmoid(a), and silu' is at most its value at a, or 1.1 from where it falls
-    again (2.4). NaN where a gradient may be NaN. (In FP32's normal range: where dh * up overflows on the way, a tile
-    may be passed over for another's finite maximum above 1e38.)
+    again (2.4).
     """
     s = sigmoid(gate_amax)
     slope = tl.where(gate_amax < SLOPE_PEAK, s * (1.0 + gate_amax * (1.0 - s)), SLOPE_BOUND)
-    bound = max_magnitude(dh, 1) * larger(up_amax * slope, gate_amax * s) * ROUNDING
-    bound = tl.where((bound < float("inf")) & (gate_amax < float("inf")), bound, float("nan"))
-    return max_magnitude(bound, 0).to(tl.int32, bitcast=True)
+    bound = larger(up_amax * slope, gate_amax * s) * ROUNDING
+    return tl.where(gate_amax < float("inf"), bound, float("nan"))
+
+
+@triton.jit
+def _bits(bound):
+    """Of a bound's, as integers: as FP32 they order alike. NaN, the largest, where a gradient may be NaN.
+
+    (In FP32's normal range: where dh * up overflows on the way, a tile may be passed over for another's finite maximum
+    above 1e38.)
+    """
+    return tl.where(bound < float("inf"), bound, float("nan")).to(tl.int32, bitcast=True)
 
 
 @kernel
@@ -139,22 +154,32 @@ def _swiglu_gradient_amax_kernel(
     GP: tl.constexpr,
     CODE: tl.constexpr,
     NG: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
-    start = row.to(tl.int64)[:, None] * I
-    seen = tl.load(top_ptr)
-    dh = tl.load(dh_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
-    places = group + row * n  # among (T, 2, n)
-    gate_amax = tl.load(amax_ptr + places, mask=known, other=0.0).to(tl.float32)
-    up_amax = tl.load(amax_ptr + n + places, mask=known, other=0.0).to(tl.float32)
-    # As in the encoder: the codes are read where they may hold a larger value than those found so far.
-    if _gradient_bound(dh, gate_amax, up_amax) > seen:
-        codes = codes_ptr + 2 * start + column
-        gate = decode(tl.load(codes, mask=inside, other=0.0), gate_amax[:, None], CODE)
-        up = decode(tl.load(codes + I, mask=inside, other=0.0), up_amax[:, None], CODE)
-        dgate, dup, _ = gradient(dh, gate, up)
-        top = larger(tl.abs(dgate), tl.abs(dup))  # zero outside, where dh is
-        atomic_amax(top_ptr, max_magnitude(max_magnitude(top, 1), 0))
+    # From L2: what this multiprocessor's own cache holds is as old as its first program.
+    seen = tl.load(top_ptr, cache_modifier=".cg")
+    group = tl.program_id(0) * NG + tl.arange(0, NG)
+    places = group + (group // n) * n  # among (T, 2, n)
+    gate_amax = tl.load(amax_ptr + places, mask=group < groups, other=0.0).to(tl.float32)
+    up_amax = tl.load(amax_ptr + n + places, mask=group < groups, other=0.0).to(tl.float32)
+    largest = listed_magnitude(dh_ptr, groups, n, I, G, GP, NG, WHOLE)
+    # As in the encoder: the codes are read where they may hold a larger value than those found so far. First by the
+    # largest of the whole tile, which takes the fewest instructions; where that does not decide, by each group's.
+    if _bits(largest * max_magnitude(_slope_bound(gate_amax, up_amax), 0)) > seen:
+        group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
+        start = row.to(tl.int64)[:, None] * I
+        dh = tl.load(dh_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
+        places = group + row * n
+        gate_amax = tl.load(amax_ptr + places, mask=known, other=0.0).to(tl.float32)
+        up_amax = tl.load(amax_ptr + n + places, mask=known, other=0.0).to(tl.float32)
+        bound = max_magnitude(max_magnitude(dh, 1) * _slope_bound(gate_amax, up_amax), 0)
+        if _bits(bound) > seen:
+            codes = codes_ptr + 2 * start + column
+            gate = decode(tl.load(codes, mask=inside, other=0.0), gate_amax[:, None], CODE)
+            up = decode(tl.load(codes + I, mask=inside, other=0.0), up_amax[:, None], CODE)
+            dgate, dup, _ = gradient(dh, gate, up)
+            top = larger(tl.abs(dgate), tl.abs(dup))  # zero outside, where dh is
+            atomic_amax(top_ptr, max_magnitude(max_magnitude(top, 1), 0))
 
 
 @kernel
@@ -233,7 +258,7 @@ def swiglu_backward_amax(dh: Tensor, codes: Tensor, group_amax: Tensor, code: st
     with on_device(dh):
         _swiglu_gradient_amax_kernel[(cdiv(tokens * n, count),)](
             dh, codes, group_amax, top, tokens * n, n, width,
-            group_size, gp, CODES[code], count, num_warps=AMAX_WARPS, **EXACT,
+            group_size, gp, CODES[code], count, whole_groups(dh, group_size), num_warps=AMAX_WARPS, **EXACT,
         )  # fmt: skip
     return top.view(torch.float32)
 

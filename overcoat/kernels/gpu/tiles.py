@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from overcoat.kernels.gpu.common import decode, pack_rows, to_float8
+from overcoat.kernels.gpu.common import decode, max_magnitude, max_magnitude_of_pairs, pack_rows, power_of_2, to_float8
 
 
 @triton.jit
@@ -36,13 +37,48 @@ def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.conste
     return group, row, known, column, known[:, None] & (column < C) & (tl.arange(0, GP) < G)[None, :]
 
 
+def whole_groups(x: Tensor, group_size: int) -> bool:
+    """Whether the groups of a contiguous x (T, C) lie in one piece and can be read in words of 4 bytes: WHOLE below."""
+    whole = x.shape[-1] % group_size == 0 and group_size == power_of_2(group_size) > 1
+    return whole and x.data_ptr() % 4 == 0
+
+
+@triton.jit
+def listed_magnitude(
+    x_ptr, groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """max |x| in this program's groups, FP32; x (T, C).
+
+    WHOLE, by `whole_groups`: nobody needs the groups' rows, and BF16 is read in pairs.
+    """
+    if WHOLE:
+        first, g = tl.program_id(0).to(tl.int64) * NG, tl.arange(0, NG)
+        known = (g < groups - first)[:, None]
+        if x_ptr.dtype.element_ty == tl.bfloat16:
+            places = g[:, None] * (G // 2) + tl.arange(0, G // 2)[None, :]
+            words_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first * (G // 2)
+            return max_magnitude_of_pairs(tl.load(words_ptr + places, mask=known, other=0), None)
+        else:
+            places = g[:, None] * G + tl.arange(0, G)[None, :]
+            return max_magnitude(tl.load(x_ptr + first * G + places, mask=known, other=0.0).to(tl.float32), None)
+    else:
+        _, row, _, column, inside = listed_groups(groups, n, C, G, GP, NG)
+        x = tl.load(x_ptr + (row.to(tl.int64)[:, None] * C + column), mask=inside, other=0.0)
+        return max_magnitude(x.to(tl.float32), None)
+
+
 # ---- tokens by groups -------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def group_columns(g0, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr):
-    """Numbers (NG,) and columns (NG, GP) of the groups from g0 and column g0 * G on, and which columns are real."""
+def group_columns(g0, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, MOST: tl.constexpr = 16):
+    """Numbers (NG,) and columns (NG, GP) of the groups from g0 and column g0 * G on, and which columns are real.
+
+    A thread holds at most MOST columns next to each other. The fewer, the more rows, whose sums need no other thread.
+    """
     g, i = tl.arange(0, NG), tl.arange(0, GP)
+    if MOST < 16:
+        i = tl.max_contiguous(i, MOST)
     c = g[:, None] * G + i[None, :]
     return g, c, (c < C - g0 * G) & (i < G)[None, :]
 
@@ -65,13 +101,24 @@ def store_transposed(words, out_t_ptr, c, pair, real, pairs, stride):
 
 
 @triton.jit
-def store_pair(even, odd, out_ptr, out_t_ptr, stride, offsets, in0, in1, c, pair, real, pairs, stride_t):
+def where_padded(x, inside, PADDED: tl.constexpr):
+    """x with zeros outside, for what is stored there; PADDED: whether anything is, that is, whether P exceeds T."""
+    if PADDED:
+        return tl.where(inside, x, 0.0)
+    return x
+
+
+@triton.jit
+def store_pair(
+    even, odd, out_ptr, out_t_ptr, stride, offsets, in0, in1, c, pair, real, pairs, stride_t,
+    PADDED: tl.constexpr = True,
+):  # fmt: skip
     """Rows 2k and 2k + 1 (BT / 2, NG, GP), zero outside: FP8 as they lie, and transposed (NG, GP, BT / 2).
 
     Each store has conversions of its own. ptxas (12.8 and 12.9, not 13.0) drops one to two FP8 bytes whose result is
     the low half of a 32-bit word and used elsewhere as well: what is stored there is some other register's content.
     """
-    even, odd = tl.where(in0, even, 0.0), tl.where(in1, odd, 0.0)
+    even, odd = where_padded(even, in0, PADDED), where_padded(odd, in1, PADDED)
     tl.store(out_ptr + offsets, to_float8(even, out_ptr.dtype.element_ty), mask=in0)
     tl.store(out_ptr + stride + offsets, to_float8(odd, out_ptr.dtype.element_ty), mask=in1)
     words = pack_rows(even, odd, out_ptr.dtype.element_ty)
