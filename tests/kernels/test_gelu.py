@@ -68,6 +68,19 @@ def test_the_derivative_stays_below_the_bound_that_kernels_use(approximate, devi
 
 
 @forms
+def test_the_function_over_all_sizes(approximate, device):
+    """Right from the smallest to the largest of FP32, where squares overflow; what is not a number stays none."""
+    sizes = torch.logspace(-37, 38, 100_001, device=device)
+    u = torch.cat([sizes, -sizes])
+    h, slope = ops.gelu(u, approximate)
+    expected, expected_slope = exact(u, torch.ones_like(u), approximate)
+    expected, expected_slope = expected.nan_to_num(0.0), expected_slope.nan_to_num(0.0)  # PyTorch's own, far left
+    assert ((h.double() - expected).abs() <= 3e-7 * u.abs().double().clamp(min=1.0)).all()
+    assert (slope.double() - expected_slope).abs().max() < 5e-6
+    assert all(each.isnan().all() for each in ops.gelu(torch.full((3,), torch.nan, device=device), approximate))
+
+
+@forms
 def test_finite_values_stay_finite(approximate, device):
     """Squares and cubes that overflow, zeros, and the smallest numbers."""
     u = torch.tensor([3e38, 1e30, 2e19, 90.0, -90.0, -2e19, -3e38, 0.0, -0.0, 1e-38], device=device)

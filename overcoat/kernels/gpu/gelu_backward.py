@@ -53,6 +53,7 @@ AMAX_TILE, AMAX_WARPS = 2048, 2
 # (tokens, columns) of a tile and its warps: SwiGLU's (docs/log-kernels.md).
 PRODUCT_TILE, PRODUCT_WARPS = (16, 128), 4
 GRADIENT_TILE, GRADIENT_WARPS = (64, 128), 8
+# Columns next to each other in a thread there: with 16 half of all shuffles more, for the sums over tokens.
 GRADIENT_COLUMNS = 8
 # Registers of a thread there, of which 80 leave room for three programs a multiprocessor and 64 are too few. Rows that
 # cannot be read in words of 16 bytes need more.
@@ -277,7 +278,7 @@ def gelu_backward_quantize(
         _gelu_gradient_kernel[(turns, cdiv(n, count))](
             dh, codes, group_amax, scale, amax, out, out_t.view(torch.int16), d_scale, h_t.view(torch.int16),
             partial if has_bias else d_scale, tokens, width, padded, n, inverse_max(fmt), has_bias,
-            is_tanh(approximate), group_size, gp, CODES[code], count, GRADIENT_TILE[0], padded > tokens, GRADIENT_COLUMNS,
-            num_warps=GRADIENT_WARPS, maxnreg=None if width % 16 else GRADIENT_REGISTERS, **EXACT,
+            is_tanh(approximate), group_size, gp, CODES[code], count, GRADIENT_TILE[0], padded > tokens,
+            GRADIENT_COLUMNS, num_warps=GRADIENT_WARPS, maxnreg=None if width % 16 else GRADIENT_REGISTERS, **EXACT,
         )  # fmt: skip
     return out, out_t, d_scale, partial.sum(0) if has_bias else partial.view(0), h_t

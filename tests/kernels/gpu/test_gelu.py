@@ -26,6 +26,15 @@ def test_forward(shape, code, group_size, dtype, approximate):
 
 
 @forms
+def test_quantize_takes_no_notice_of_rows(approximate):
+    """Tensors of a few programs and a bit, and strided ones."""
+    wide = awkward(9, 1000)
+    for u in (wide, wide[:, :333], wide.t()):
+        top = u.abs().amax().float()
+        assert_equal(ops.gelu_quantize.kernel(u, top, approximate), ops.gelu_quantize.reference(u, top, approximate))
+
+
+@forms
 def test_extremes_and_what_is_not_finite(approximate):
     """Squares and cubes that overflow give no NaN; NaN and infinities reach the row's and the group's maximum."""
     u = torch.zeros(4, 256, device=DEVICE)

@@ -83,12 +83,45 @@ def test_no_single_bad_value_is_passed_over(value, where, group_size, approximat
     assert not assert_same_largest_gradient(dh, codes, group_amax, how).isfinite()
 
 
+@pytest.mark.parametrize("shape", [(37, 512), (130, 1280)])
+@pytest.mark.parametrize("value", [3e4, torch.nan, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_groups_that_lie_in_one_piece(shape, value, dtype, first):
+    """BF16 in pairs, either of which may hold the largest; not from an odd element on. The last group counts."""
+    how = ("tanh", "sqrt8", 128)
+    codes, group_amax, _ = ops.gelu_encode.reference(awkward(*shape), *how)
+    dh = torch.zeros(first + shape[0] * shape[1], dtype=dtype, device=DEVICE)[first:].view(shape)
+    dh.copy_(gradient(shape))
+    for column in (-1, -2):
+        dh[-1, -2:] = 1.0
+        dh[-1, column] = value
+        codes[-1, -2:] = 120
+        group_amax[-1, -1] = 2.0
+        largest = assert_same_largest_gradient(dh, codes, group_amax, how)
+        assert largest > 2e4 if value == 3e4 else not largest.isfinite()
+
+
 def test_an_infinite_gradient_does_not_hide_a_nan():
     """Infinity by a derivative of zero, in a later tile than a plain infinity."""
     u, dh = torch.full((60, 700), 2.0, device=DEVICE), torch.ones(60, 700, device=DEVICE)
     u[-1], dh[0, 0], dh[-1, 650] = -30.0, torch.inf, torch.inf
     codes, group_amax, _ = ops.gelu_encode.reference(u, "none", "sqrt8", 128)
     assert ops.gelu_backward_amax.kernel(dh, codes, group_amax, "none", "sqrt8", 128).isnan()
+
+
+@pytest.mark.parametrize("tokens", [16, 48, 80])
+@forms
+def test_tokens_that_need_no_padding(tokens, approximate):
+    """Part of a tile and whole ones: rows that do not exist are stored nowhere."""
+    how = (approximate, "sqrt8", 128)
+    codes, group_amax, row_amax = ops.gelu_encode.reference(awkward(tokens, 200), *how)
+    scale, arguments = amax.reference(row_amax) / 448, (gradient((tokens, 200)), codes, group_amax)
+    top = ops.gelu_backward_amax.reference(*arguments, *how)
+    ours = ops.gelu_backward.kernel(*arguments, scale, *how)
+    assert_equal(ours, ops.gelu_backward.reference(*arguments, scale, *how))
+    both = (*arguments, scale, top, "e5m2", False, *how)
+    assert_equal(ops.gelu_backward_quantize.kernel(*both), ops.gelu_backward_quantize.reference(*both))
 
 
 @pytest.mark.parametrize("bad", ["h", "du"])
