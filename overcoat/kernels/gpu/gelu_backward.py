@@ -35,12 +35,14 @@ from overcoat.kernels.gpu.common import (
     scale_of,
 )
 from overcoat.kernels.gpu.gelu import gelu, is_tanh
+from overcoat.kernels.gpu.hardware import arrived
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 from overcoat.kernels.gpu.tiles import (
     decode_rows,
     group_columns,
     listed_groups,
     listed_magnitude,
+    load_rows,
     store_pair,
     store_transposed,
     where_padded,
@@ -53,7 +55,7 @@ AMAX_TILE, AMAX_WARPS = 2048, 2
 # (tokens, columns) of a tile and its warps: SwiGLU's (docs/log-kernels.md).
 PRODUCT_TILE, PRODUCT_WARPS = (16, 128), 4
 GRADIENT_TILE, GRADIENT_WARPS = (64, 128), 8
-# Columns next to each other in a thread there: with 16 half of all shuffles more, for the sums over tokens.
+# Columns next to each other in a thread there: 16 take twice the shuffles, for the sums over tokens.
 GRADIENT_COLUMNS = 8
 # Registers of a thread there, of which 80 leave room for three programs a multiprocessor and 64 are too few. Rows that
 # cannot be read in words of 16 bytes need more.
@@ -163,14 +165,21 @@ def _gelu_product_kernel(
     codes_ptr += start
     amax_ptr += t0.to(tl.int64) * n + g0
     rows, groups, t = T - t0, n - g0, 2 * pair
-    d0, h0, in0 = gradient_rows(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, CODE, TANH)
-    d1, h1, in1 = gradient_rows(dh_ptr, codes_ptr, amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE, TANH)
+    codes0, amax0, in0 = load_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n)
+    codes1, amax1, in1 = load_rows(codes_ptr, amax_ptr, t + 1, c, g, real, rows, groups, I, n)
+    offsets = t[:, None, None] * I + c[None, :, :]
+    dh0 = tl.load(dh_ptr + offsets, mask=in0, other=0.0)
+    dh1 = tl.load(dh_ptr + I + offsets, mask=in1, other=0.0)
+    # Crosswise, so that all four loads are under way before the arithmetic on any begins.
+    h0, slope0 = gelu(decode(arrived(codes0, dh1), amax0.to(tl.float32)[:, :, None], CODE), TANH)
+    h1, slope1 = gelu(decode(arrived(codes1, dh0), amax1.to(tl.float32)[:, :, None], CODE), TANH)
+    d0, d1 = dh0.to(tl.float32) * slope0, dh1.to(tl.float32) * slope1
     inverse = inverse_of(tl.load(scale_ptr))
     h0, h1 = where_padded(h0 * inverse, in0, PADDED), where_padded(h1 * inverse, in1, PADDED)
     words = pack_rows(h0, h1, tl.float8e4nv)
     h_t_ptr += (g0 * G).to(tl.int64) * (P // 2) + t0 // 2
     store_transposed(words, h_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
-    target = out_ptr + start + (t[:, None, None] * I + c[None, :, :])
+    target = out_ptr + start + offsets
     tl.store(target, d0.to(out_ptr.dtype.element_ty), mask=in0)
     tl.store(target + I, d1.to(out_ptr.dtype.element_ty), mask=in1)
 
@@ -229,8 +238,14 @@ def _gelu_gradient_kernel(
     codes_ptr += start
     group_amax_ptr += t0.to(tl.int64) * n + g0
     rows, groups, t = T - t0, n - g0, 2 * pair
-    d0, h0, in0 = gradient_rows(dh_ptr, codes_ptr, group_amax_ptr, t, c, g, real, rows, groups, I, n, CODE, TANH)
-    d1, h1, in1 = gradient_rows(dh_ptr, codes_ptr, group_amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE, TANH)
+    codes0, group_amax0, in0 = load_rows(codes_ptr, group_amax_ptr, t, c, g, real, rows, groups, I, n)
+    codes1, group_amax1, in1 = load_rows(codes_ptr, group_amax_ptr, t + 1, c, g, real, rows, groups, I, n)
+    offsets = t[:, None, None] * I + c[None, :, :]
+    dh0 = tl.load(dh_ptr + offsets, mask=in0, other=0.0)
+    dh1 = tl.load(dh_ptr + I + offsets, mask=in1, other=0.0)
+    h0, slope0 = gelu(decode(arrived(codes0, dh1), group_amax0.to(tl.float32)[:, :, None], CODE), TANH)
+    h1, slope1 = gelu(decode(arrived(codes1, dh0), group_amax1.to(tl.float32)[:, :, None], CODE), TANH)
+    d0, d1 = dh0.to(tl.float32) * slope0, dh1.to(tl.float32) * slope1
     if SUMS:
         partial_ptr += tl.program_id(0).to(tl.int64) * I + g0 * G
         tl.store(partial_ptr + c, tl.sum(d0 + d1, 0), mask=real)
@@ -244,7 +259,6 @@ def _gelu_gradient_kernel(
     scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
     tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
     inverse = inverse_of(scale)
-    offsets = t[:, None, None] * I + c[None, :, :]
     out_ptr += start
     out_t_ptr += first
     store_pair(

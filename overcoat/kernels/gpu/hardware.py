@@ -132,6 +132,22 @@ def to_float32(x):
 
 
 @triton.jit
+def arrived(codes, x):
+    """8-bit codes, not before BF16 numbers x that belong to the same elements have arrived as well.
+
+    For kernels that need both: left alone, ptxas puts the loads of what it needs last off until the arithmetic on the
+    first is done, and a thread waits for memory twice. One instruction for four: or'ed with x and'ed with a zero, the
+    program's third number, of which the compiler does not know that it is one.
+    """
+    if _INTERPRETED or x.dtype != tl.bfloat16 or codes.numel < 4:
+        return codes
+    zero = tl.broadcast_to(tl.program_id(2), codes.shape)
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $4, 0xf8;", "=r,r,r,r,r,r,r,r", [codes, x, zero], codes.dtype, is_pure=True, pack=4
+    )
+
+
+@triton.jit
 def add_remainder(param, remainder):
     """FP32 whose magnitude, as bits, is that of a BF16 plus 256 times an int8, and at least 0."""
     if _INTERPRETED:

@@ -84,12 +84,18 @@ def group_columns(g0, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, MO
 
 
 @triton.jit
-def decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: tl.constexpr):
-    """Rows t of a tile of groups (BT, NG, GP), of which `rows` and `groups` exist: values and which are inside."""
+def load_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n):
+    """Rows t of a tile of groups (BT, NG, GP), of which `rows` and `groups` exist: codes, maxima, which are inside."""
     inside = (t < rows)[:, None, None] & real[None, :, :]
     codes = tl.load(codes_ptr + (t[:, None, None] * C + c[None, :, :]), mask=inside, other=0.0)
     known = (t < rows)[:, None] & (g < groups)[None, :]
-    amax = tl.load(amax_ptr + (t[:, None] * n + g[None, :]), mask=known, other=0.0)
+    return codes, tl.load(amax_ptr + (t[:, None] * n + g[None, :]), mask=known, other=0.0), inside
+
+
+@triton.jit
+def decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: tl.constexpr):
+    """Rows t of a tile of groups (BT, NG, GP), of which `rows` and `groups` exist: values and which are inside."""
+    codes, amax, inside = load_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n)
     return decode(codes, amax.to(tl.float32)[:, :, None], CODE), inside
 
 
