@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from inspect import signature
 from typing import Any, Callable
 
 import torch
@@ -34,7 +35,11 @@ class Kernel(JITFunction):
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
+        # A single token would be compiled in, and what lies outside with it, as zeros; of conversions of the same
+        # constants ptxas makes one, and then loses some of its uses (tiles.store_pair).
+        super().__init__(
+            function, do_not_specialize=[name for name in ("T",) if name in signature(function).parameters]
+        )
         self.entries: dict[Any, tuple[Any, tuple[str, ...]]] = {}
         self.pointers = 0  # how many arguments are tensors; known at the first launch
         runtime = triton.knobs.runtime

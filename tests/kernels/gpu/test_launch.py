@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import triton
 
 from overcoat.kernels.gpu import launch
+from tests.kernels.gpu.compare import INTERPRETED
 
 
 def declared(x_ptr, y_ptr, n, eps, FLAG, BLOCK):
@@ -201,3 +202,22 @@ def test_only_another_gpu_is_made_current(device):
     other = launch.on_device(torch.device("cuda", 0))
     assert isinstance(other, torch.cuda.device)
     assert other.idx == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are compiled by nobody")
+def test_one_token_is_no_constant():
+    def tokens(x_ptr, T, C):
+        """A kernel's arguments."""
+
+    assert [p.name for p in launch.Kernel(tokens).params if p.do_not_specialize] == ["T"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="there are no entry kernels")
+def test_programs_that_ask_what_others_have_found_are_one_warp():
+    """Where warps decide differently whether to look for a maximum, those that look wait for those that do not."""
+    from tests.kernels.gpu import variants  # not for the interpreter
+
+    launched = variants.launched()
+    for name in ("swiglu.swiglu_encode_kernel", "swiglu_backward.swiglu_gradient_amax_kernel",
+                 "gelu_backward.gelu_gradient_amax_kernel"):  # fmt: skip
+        assert [variant.options["num_warps"] for variant in launched[name]] == [1] * len(launched[name])
