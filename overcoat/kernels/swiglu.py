@@ -1,7 +1,7 @@
 """SwiGLU fused with the quantization of its input (kept) and of its output (the down projection's operand).
 
     h = silu(g) * u,  silu(g) = g * sigmoid(g)              g, u = the halves of gate_up
-    dg = dh * u * sigmoid(g) * (1 + g * (1 - sigmoid(g)))
+    dg = dh * u * (sigmoid(g) + silu(g) * (1 - sigmoid(g)))
     du = dh * silu(g)
 
 One pass over gate_up writes its 8-bit groups and each row's max |h|; a second writes h in FP8 (Group Scaling, as in
@@ -99,8 +99,9 @@ def gated_gradient(dh: Tensor, codes: Tensor, group_amax: Tensor, code: str, gro
     """Gradient of gate_up (T, 2I) and h (T, I), both FP32, from the kept codes."""
     gate, up = _decode(codes, group_amax, code, group_size).chunk(2, -1)
     s, wide = sigmoid(gate), dh.float()
-    dgate = wide * up * s * (1.0 + gate * (1.0 - s))
-    return torch.cat((dgate, wide * gate * s), -1), gate * s * up
+    silu = gate * s
+    dgate = wide * up * hardware.fma(silu, 1.0 - s, s)
+    return torch.cat((dgate, wide * silu), -1), silu * up
 
 
 @op

@@ -3,9 +3,7 @@
 All are bound by memory. With N elements of 2 bytes the bytes moved are: block_quantize, block_quantize_t and
 block_stack_weights 3N; block_quantize_both 4N; block_requantize_t 2N. Each input is read once.
 
-A tile's 128 columns and / or 128 tokens are whole blocks, so a program finds its blocks' maxima in registers. A tile is
-(tokens, NG, GP): its columns are NG groups of kept codes, or one group of 128. What is written transposed goes as
-16-bit words of two neighbouring tokens (common.py): such a tile is two, its even and its odd rows.
+What a program's tile looks like and how it is written: block_tiles.py.
 
 Legend: T tokens (rows), C columns, P padded tokens, G group size, GP = G rounded up to a power of 2, n = ceil(C / G).
 """
@@ -22,6 +20,16 @@ from torch import Tensor
 
 from overcoat.formats import E4M3, FLOAT8
 from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, empty_rows_t, padded_blocks
+from overcoat.kernels.gpu.block_tiles import (
+    ROW_TILE,
+    Strip,
+    pair_amax,
+    quad_magnitude,
+    store_columns,
+    store_rows,
+    store_scales,
+    strip_columns,
+)
 from overcoat.kernels.gpu.common import (
     CODES,
     EXACT,
@@ -36,62 +44,12 @@ from overcoat.kernels.gpu.common import (
 from overcoat.kernels.gpu.hardware import reciprocal
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 from overcoat.kernels.gpu.stack import alignment, choose, launches, promise, three
-from overcoat.kernels.gpu.tiles import decode_rows, group_columns
+from overcoat.kernels.gpu.tiles import decode_rows, store_quads
 
-# Tokens of a tile whose rows alone are scaled.
-ROW_TILE = 16
-# A tile of 128 x 128 at 8 warps is 64 elements a thread.
-SQUARE_WARPS = 8
-
-
-# ---- what a tile does with its values -------------------------------------------------------------------------------
-
-
-@triton.jit
-def row_amax(x):
-    """max |x| of each row of a tile (BT, NG, GP)."""
-    return max_magnitude(max_magnitude(x, 2), 1)
-
-
-@triton.jit
-def store_scaled_rows(x, scale, t, rows, out_ptr, scale_ptr, offsets, inside):
-    """Rows t of x (BT, NG, GP) by their scales (BT,): x / scale in FP8 at `offsets`, and the scales."""
-    tl.store(scale_ptr + t, scale, mask=t < rows)
-    x = x * reciprocal(scale)[:, None, None]
-    tl.store(out_ptr + offsets, to_float8(x, out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def store_rows(x, t, rows, out_ptr, scale_ptr, offsets, inside, INVERSE_MAX: tl.constexpr):
-    """Rows t of x (BT, NG, GP), zero outside, one block each."""
-    scale = scale_of(row_amax(x), INVERSE_MAX)
-    store_scaled_rows(x, scale, t, rows, out_ptr, scale_ptr, offsets, inside)
-
-
-@triton.jit
-def store_columns(
-    even,  # (64, NG, GP), zero outside
-    odd,  # the rows between them
-    in0,
-    in1,
-    out_t_ptr,  # int16: pairs of FP8, row stride `stride_t`
-    scale_t_ptr,  # FP32, one per column
-    c,  # (NG, GP) columns
-    real,  # (NG, GP): which exist
-    pairs,  # how many pairs of tokens exist, padding included
-    stride_t,
-    INVERSE_MAX: tl.constexpr,
-    TYPE: tl.constexpr,
-):
-    """The columns of a tile of 128 tokens, one block each: x / scale in FP8, transposed, and the scales."""
-    scale = scale_of(max_magnitude(larger(tl.abs(even), tl.abs(odd)), 0), INVERSE_MAX)
-    tl.store(scale_t_ptr + c, scale, mask=real)
-    inverse = reciprocal(scale)[None, :, :]
-    # Padding stays zero even where the scale is not finite.
-    even, odd = tl.where(in0, even * inverse, 0.0), tl.where(in1, odd * inverse, 0.0)
-    words = tl.permute(pack_rows(even, odd, TYPE), (1, 2, 0))
-    pair = tl.arange(0, 64)[None, None, :]
-    tl.store(out_t_ptr + (c[:, :, None] * stride_t + pair), words, mask=real[:, :, None] & (pair < pairs))
+# Warps of a tile of 128 x 128: of weights; of activations, where fewer have fewer parts of a maximum to put together.
+SQUARE_WARPS, TILE_WARPS = 8, 4
+# By measurement (docs/log-kernels.md).
+REQUANTIZE_STRIP = Strip(64, 4, 4, None)
 
 
 # ---- activations and gradients --------------------------------------------------------------------------------------
@@ -139,8 +97,9 @@ def _tile_kernel(
     P,
     INVERSE_MAX: tl.constexpr,
     PLAIN: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
-    t0, c0 = tl.program_id(0) * 128, tl.program_id(1) * 128
+    t0, c0 = tl.program_id(1) * 128, tl.program_id(0) * 128
     t, c = 2 * tl.arange(0, 64), tl.arange(0, 128)[None, :]
     real = c < C - c0
     in0, in1 = (t < T - t0)[:, None, None] & real[None, :, :], (t + 1 < T - t0)[:, None, None] & real[None, :, :]
@@ -149,13 +108,16 @@ def _tile_kernel(
     even = tl.load(x_ptr + start + offsets, mask=in0, other=0.0).to(tl.float32)
     odd = tl.load(x_ptr + start + C + offsets, mask=in1, other=0.0).to(tl.float32)
     if PLAIN:
-        scale_ptr += tl.program_id(1).to(tl.int64) * T + t0
+        scale_ptr += tl.program_id(0).to(tl.int64) * T + t0
         store_rows(even, t, T - t0, out_ptr + start, scale_ptr, offsets, in0, INVERSE_MAX)
         store_rows(odd, t + 1, T - t0, out_ptr + start + C, scale_ptr, offsets, in1, INVERSE_MAX)
     out_t_ptr += c0.to(tl.int64) * (P // 2) + t0 // 2
-    scale_t_ptr += tl.program_id(0).to(tl.int64) * C + c0
+    scale_t_ptr += tl.program_id(1).to(tl.int64) * C + c0
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    store_columns(even, odd, in0, in1, out_t_ptr, scale_t_ptr, c, real, (P - t0) // 2, P // 2, INVERSE_MAX, TYPE)
+    store_columns(
+        even, odd, pair_amax(even, odd), in0, in1, out_t_ptr, scale_t_ptr, c, real, (P - t0) // 2, P // 2,
+        PADDED, INVERSE_MAX, TYPE,
+    )  # fmt: skip
 
 
 def _launch_tiles(x: Tensor, fmt: str, plain: Optional[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -164,9 +126,9 @@ def _launch_tiles(x: Tensor, fmt: str, plain: Optional[tuple[Tensor, Tensor]]) -
     out, scale = plain or (out_t, scale_t)
     padded = out_t.shape[1]
     with on_device(x):
-        _tile_kernel[(blocks(padded), blocks(x.shape[1]))](
+        _tile_kernel[(blocks(x.shape[1]), blocks(padded))](
             x, out, scale, out_t.view(torch.int16), scale_t, *x.shape, padded,
-            inverse_max(fmt), plain is not None, num_warps=SQUARE_WARPS, **EXACT,
+            inverse_max(fmt), plain is not None, padded > x.shape[0], num_warps=TILE_WARPS, **EXACT,
         )  # fmt: skip
     return out_t, scale_t
 
@@ -192,7 +154,7 @@ def _requantize_kernel(
     amax_ptr,  # (T, n) BF16
     weight_ptr,  # (C,), if HAS_WEIGHT
     bias_ptr,  # (C,), if HAS_BIAS
-    out_t_ptr,  # (C, P / 2) int16: pairs of E4M3
+    out_t_ptr,  # (C, P / 4) int32: four E4M3 each
     scale_t_ptr,  # (ceil(T / 128), C) FP32
     T,
     C,
@@ -204,25 +166,30 @@ def _requantize_kernel(
     G: tl.constexpr,
     GP: tl.constexpr,
     CODE: tl.constexpr,
-    NG: tl.constexpr,
+    W: tl.constexpr,
+    V: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
-    t0, g0 = tl.program_id(0) * 128, tl.program_id(1) * NG
-    t = 2 * tl.arange(0, 64)
-    g, c, real = group_columns(g0, C, G, GP, NG)
-    codes_ptr += t0.to(tl.int64) * C + g0 * G
-    amax_ptr += t0.to(tl.int64) * n + g0
-    even, in0 = decode_rows(codes_ptr, amax_ptr, t, c, g, real, T - t0, n - g0, C, n, CODE)
-    odd, in1 = decode_rows(codes_ptr, amax_ptr, t + 1, c, g, real, T - t0, n - g0, C, n, CODE)
+    t0, t = tl.program_id(1) * 128, 4 * tl.arange(0, 32)
+    c0, c, g, real = strip_columns(tl.program_id(0), C, G, GP, W, V)
+    codes_ptr += t0.to(tl.int64) * C + c0
+    amax_ptr += t0.to(tl.int64) * n
+    x0, in0 = decode_rows(codes_ptr, amax_ptr, t, c, g, real, T - t0, n, C, n, CODE)
+    x1, in1 = decode_rows(codes_ptr, amax_ptr, t + 1, c, g, real, T - t0, n, C, n, CODE)
+    x2, in2 = decode_rows(codes_ptr, amax_ptr, t + 2, c, g, real, T - t0, n, C, n, CODE)
+    x3, in3 = decode_rows(codes_ptr, amax_ptr, t + 3, c, g, real, T - t0, n, C, n, CODE)
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + g0 * G + c, mask=real, other=0.0).to(tl.float32)[None, :, :]
-        even, odd = even * weight, odd * weight
+        weight = tl.load(weight_ptr + c0 + c, mask=real, other=0.0).to(tl.float32)[None, :, :]
+        x0, x1, x2, x3 = x0 * weight, x1 * weight, x2 * weight, x3 * weight
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + g0 * G + c, mask=real, other=0.0).to(tl.float32)[None, :, :]
-        even, odd = tl.where(in0, even + bias, 0.0), tl.where(in1, odd + bias, 0.0)
-    out_t_ptr += (g0 * G).to(tl.int64) * (P // 2) + t0 // 2
-    scale_t_ptr += tl.program_id(0).to(tl.int64) * C + g0 * G
-    pairs = (P - t0) // 2
-    store_columns(even, odd, in0, in1, out_t_ptr, scale_t_ptr, c, real, pairs, P // 2, INVERSE_MAX, tl.float8e4nv)
+        bias = tl.load(bias_ptr + c0 + c, mask=real, other=0.0).to(tl.float32)[None, :, :]
+        x0, x1 = tl.where(in0, x0 + bias, 0.0), tl.where(in1, x1 + bias, 0.0)
+        x2, x3 = tl.where(in2, x2 + bias, 0.0), tl.where(in3, x3 + bias, 0.0)
+    out_t_ptr += c0.to(tl.int64) * (P // 4) + t0 // 4
+    scale_t_ptr += tl.program_id(1).to(tl.int64) * C + c0
+    inverse = store_scales(max_magnitude(quad_magnitude(x0, x1, x2, x3), 0), scale_t_ptr, c, real, INVERSE_MAX)
+    quad, quads, inside = tl.arange(0, 32), (P - t0) // 4, (in0, in1, in2, in3)
+    store_quads((x0, x1, x2, x3), inside, inverse, out_t_ptr, c, quad, real, quads, P // 4, PADDED, tl.float8e4nv)
 
 
 def block_requantize_t(
@@ -232,14 +199,15 @@ def block_requantize_t(
     codes = codes.contiguous()
     tokens, columns = codes.shape
     out_t, scale_t = empty_rows_t(codes, codes.shape, E4M3.dtype)
-    n, gp = group_amax.shape[1], power_of_2(group_size)
-    count, padded = max(BLOCK // gp, 1), out_t.shape[1]
+    gp, padded, strip = power_of_2(group_size), out_t.shape[1], REQUANTIZE_STRIP
+    whole = gp != group_size  # whole groups then, the strip as wide as one at least
+    width = max(strip.columns, gp) if whole else strip.columns
     with on_device(codes):
-        _requantize_kernel[(blocks(padded), cdiv(n, count))](
+        _requantize_kernel[(cdiv(columns, width // gp * group_size if whole else width), blocks(padded))](
             codes, group_amax, codes if weight is None else weight, codes if bias is None else bias,
-            out_t.view(torch.int16), scale_t, tokens, columns, padded, n,
-            inverse_max("e4m3"), weight is not None, bias is not None, group_size, gp, CODES[code], count,
-            num_warps=SQUARE_WARPS * max(gp // BLOCK, 1), **EXACT,
+            out_t.view(torch.int32), scale_t, tokens, columns, padded, group_amax.shape[1],
+            inverse_max("e4m3"), weight is not None, bias is not None, group_size, gp, CODES[code], width,
+            strip.vector, padded > tokens, num_warps=strip.warps * max(width // strip.columns, 1), **EXACT,
         )  # fmt: skip
     return out_t, scale_t
 

@@ -6,8 +6,9 @@ Bytes moved, with V = T * I * 2, Q = T * (num_q + 2 num_kv) * D * 2:
     swiglu_block_backward_quantize   1 V + 1 V read, twice; 1 V + 1 V + 1/2 V written: the gradient in both layouts, h
     qk_rope_block_backward           1 Q read, 1/2 Q + 1/2 Q written
 
-SwiGLU's gradients take two kernels, one for the blocks along rows and one for those along tokens: bound by
-instructions more than by memory, they cost no more than one kernel that would hold 128 x 128 values of three results.
+SwiGLU's gradients take two kernels, one for the blocks along rows and one for those along tokens: 128 x 128 values of
+three results are more than the registers of a program, and one kernel that finds the maxima first and computes
+everything again took 459 us instead of 388.
 Everything equals the reference bit for bit.
 
 Legend: that of blockwise.py; I intermediate width, D head width.
@@ -24,70 +25,33 @@ from torch import Tensor
 
 from overcoat.formats import E4M3, FLOAT8
 from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, empty_rows_t
-from overcoat.kernels.gpu.blockwise import (
+from overcoat.kernels.gpu.block_tiles import (
     ROW_TILE,
-    SQUARE_WARPS,
+    Strip,
+    quad_magnitude,
     row_amax,
-    store_columns,
     store_rows,
     store_scaled_rows,
+    store_scales,
+    store_values,
+    strip_columns,
 )
-from overcoat.kernels.gpu.common import CODES, EXACT, inverse_max, larger, scale_of
+from overcoat.kernels.gpu.common import (
+    CODES,
+    EXACT,
+    TRITON_FLOAT8,
+    inverse_max,
+    larger,
+    max_magnitude,
+    scale_of,
+    three_amax,
+    two_amax,
+)
 from overcoat.kernels.gpu.launch import cdiv, dense_rows, kernel, on_device
-from overcoat.kernels.gpu.swiglu_backward import gradient_rows
+from overcoat.kernels.gpu.swiglu_backward import gradient_of, gradient_quads, load_operands
+from overcoat.kernels.gpu.tiles import store_quads
 
 # ---- SwiGLU, backward -----------------------------------------------------------------------------------------------
-
-
-@kernel
-def _gradient_columns_kernel(
-    dh_ptr,  # (T, I)
-    codes_ptr,  # (T, 2I) 8-bit
-    amax_ptr,  # (T, 2, n) BF16
-    out_ptr,  # (T, 2I): gradient of gate and up, if VALUES
-    out_t_ptr,  # (2I, P / 2) int16: pairs of the gradient's FP8, unless VALUES
-    scale_t_ptr,  # (ceil(T / 128), 2I) FP32, unless VALUES
-    h_t_ptr,  # (I, P / 2) int16: pairs of E4M3
-    h_scale_ptr,  # (ceil(T / 128), I) FP32
-    T,
-    I,  # noqa: E741
-    P,
-    n,
-    TYPE: tl.constexpr,
-    INVERSE_MAX: tl.constexpr,
-    H_INVERSE_MAX: tl.constexpr,
-    VALUES: tl.constexpr,
-    G: tl.constexpr,
-    CODE: tl.constexpr,
-    W: tl.constexpr,
-):
-    NG: tl.constexpr = (W + G - 1) // G
-    WG: tl.constexpr = W // NG
-    t0, c0 = tl.program_id(0) * 128, tl.program_id(1) * W
-    t, start = 2 * tl.arange(0, 64), tl.arange(0, NG) * WG
-    c = start[:, None] + tl.arange(0, WG)[None, :]  # (NG, WG), from column c0 on
-    g, real = (c0 + start) // G, c < I - c0
-    dh_ptr += t0.to(tl.int64) * I + c0
-    codes_ptr += t0.to(tl.int64) * 2 * I + c0
-    amax_ptr += t0.to(tl.int64) * 2 * n
-    a0, b0, h0, in0 = gradient_rows(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, T - t0, n, I, n, CODE)
-    a1, b1, h1, in1 = gradient_rows(dh_ptr, codes_ptr, amax_ptr, t + 1, c, g, real, T - t0, n, I, n, CODE)
-    column, turn, pairs, half = c0.to(tl.int64), tl.program_id(0).to(tl.int64), (P - t0) // 2, P // 2
-    h_t_ptr += column * half + t0 // 2
-    h_scale_ptr += turn * I + column
-    store_columns(h0, h1, in0, in1, h_t_ptr, h_scale_ptr, c, real, pairs, half, H_INVERSE_MAX, tl.float8e4nv)
-    if VALUES:
-        target = out_ptr + (t0.to(tl.int64) * 2 * I + c0) + (t[:, None, None] * (2 * I) + c[None, :, :])
-        tl.store(target, a0.to(out_ptr.dtype.element_ty), mask=in0)
-        tl.store(target + I, b0.to(out_ptr.dtype.element_ty), mask=in0)
-        tl.store(target + 2 * I, a1.to(out_ptr.dtype.element_ty), mask=in1)
-        tl.store(target + 3 * I, b1.to(out_ptr.dtype.element_ty), mask=in1)
-    else:
-        out_t_ptr += column * half + t0 // 2
-        scale_t_ptr += turn * 2 * I + column
-        store_columns(a0, a1, in0, in1, out_t_ptr, scale_t_ptr, c, real, pairs, half, INVERSE_MAX, TYPE)
-        out_t_ptr += tl.cast(I, tl.int64) * half
-        store_columns(b0, b1, in0, in1, out_t_ptr, scale_t_ptr + I, c, real, pairs, half, INVERSE_MAX, TYPE)
 
 
 @kernel
@@ -112,9 +76,8 @@ def _gradient_rows_kernel(
     start = t0.to(tl.int64) * 2 * I + g0 * G
     dh_ptr += t0.to(tl.int64) * I + g0 * G
     amax_ptr += t0.to(tl.int64) * 2 * n + g0
-    a, b, _, inside = gradient_rows(
-        dh_ptr, codes_ptr + start, amax_ptr, t, c, g, c < I - g0 * G, T - t0, n - g0, I, n, CODE
-    )
+    operands = load_operands(dh_ptr, codes_ptr + start, amax_ptr, t, c, g, c < I - g0 * G, T - t0, n - g0, I, n)
+    a, b, _, inside = gradient_of(operands, operands, CODE)
     offsets = t[:, None, None] * (2 * I) + c[None, :, :]
     scale_ptr += tl.program_id(0).to(tl.int64) * T + t0
     store_rows(a, t, T - t0, out_ptr + start, scale_ptr, offsets, inside, INVERSE_MAX)
@@ -122,12 +85,68 @@ def _gradient_rows_kernel(
     store_rows(b, t, T - t0, out_ptr + start + I, scale_ptr, offsets, inside, INVERSE_MAX)
 
 
-# Columns of a tile of 128 tokens: three results of 128 x 128 would need more registers than there are.
-STRIP, STRIP_WARPS = 32, 8
-TRITON_FLOAT8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
+@kernel
+def _gradient_columns_kernel(
+    dh_ptr,  # (T, I)
+    codes_ptr,  # (T, 2I) 8-bit
+    amax_ptr,  # (T, 2, n) BF16
+    out_ptr,  # (T, 2I): gradient of gate and up, if VALUES
+    out_t_ptr,  # (2I, P / 4) int32: four of the gradient's FP8 each, unless VALUES
+    scale_t_ptr,  # (ceil(T / 128), 2I) FP32, unless VALUES
+    h_t_ptr,  # (I, P / 4) int32: four E4M3 each
+    h_scale_ptr,  # (ceil(T / 128), I) FP32
+    T,
+    I,  # noqa: E741
+    P,
+    n,
+    TYPE: tl.constexpr,
+    INVERSE_MAX: tl.constexpr,
+    H_INVERSE_MAX: tl.constexpr,
+    VALUES: tl.constexpr,
+    G: tl.constexpr,
+    CODE: tl.constexpr,
+    W: tl.constexpr,
+    V: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    t0, t = tl.program_id(1) * 128, 4 * tl.arange(0, 32)
+    c0, c, g, real = strip_columns(tl.program_id(0), I, G, G, W, V)
+    dh_ptr += t0.to(tl.int64) * I + c0
+    codes_ptr += t0.to(tl.int64) * 2 * I + c0
+    amax_ptr += t0.to(tl.int64) * 2 * n
+    a, b, h, inside = gradient_quads(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, T - t0, n, I, n, CODE)
+    column, turn, quad, quads, stride_t = (
+        c0.to(tl.int64),
+        tl.program_id(1).to(tl.int64),
+        tl.arange(0, 32),
+        (P - t0) // 4,
+        P // 4,
+    )
+    place = column * stride_t + t0 // 4
+    h_scale_ptr += turn * I + column
+    if VALUES:
+        h_inverse = store_scales(max_magnitude(quad_magnitude(*h), 0), h_scale_ptr, c, real, H_INVERSE_MAX)
+        target = out_ptr + (t0.to(tl.int64) * 2 * I + c0) + (t[:, None, None] * (2 * I) + c[None, :, :])
+        store_values(a, inside, target, 2 * I)
+        store_values(b, inside, target + I, 2 * I)
+    else:
+        a_amax, b_amax, h_amax = three_amax(quad_magnitude(*a), quad_magnitude(*b), quad_magnitude(*h), 0)
+        h_inverse = store_scales(h_amax, h_scale_ptr, c, real, H_INVERSE_MAX)
+        scale_t_ptr += turn * 2 * I + column
+        a_inverse = store_scales(a_amax, scale_t_ptr, c, real, INVERSE_MAX)
+        b_inverse = store_scales(b_amax, scale_t_ptr + I, c, real, INVERSE_MAX)
+        out_t_ptr += place
+        store_quads(a, inside, a_inverse, out_t_ptr, c, quad, real, quads, stride_t, PADDED, TYPE)
+        out_t_ptr += tl.cast(I, tl.int64) * stride_t
+        store_quads(b, inside, b_inverse, out_t_ptr, c, quad, real, quads, stride_t, PADDED, TYPE)
+    store_quads(h, inside, h_inverse, h_t_ptr + place, c, quad, real, quads, stride_t, PADDED, tl.float8e4nv)
 
 
-def _launch_columns(
+# By measurement (docs/log-kernels.md): with the gradient in FP8, and as it is.
+GRADIENT_STRIP, VALUES_STRIP = Strip(32, 4, 4, 128), Strip(32, 4, 8, 80)
+
+
+def _launch_gradient(
     dh: Tensor,
     codes: Tensor,
     group_amax: Tensor,
@@ -136,16 +155,22 @@ def _launch_columns(
     code: str,
     group_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Fill `gradient`: (T, 2I), or with `fmt` its transposed operand and scale. Returns h as transposed operand."""
+    """Fill `gradient`: (T, 2I), or with `fmt` both operands and their scales. Returns h as transposed operand."""
     tokens, width = dh.shape
     h_t, h_scale = empty_rows_t(dh, dh.shape, E4M3.dtype)
-    out, out_t, scale_t = (h_t, *gradient) if fmt else (*gradient, h_t, h_scale)
-    padded = h_t.shape[1]
+    out, scale, out_t, scale_t = gradient if fmt else (*gradient, h_scale, h_t, h_scale)
+    n, padded, strip = group_amax.shape[2], h_t.shape[1], GRADIENT_STRIP if fmt else VALUES_STRIP
     with on_device(dh):
-        _gradient_columns_kernel[(blocks(padded), cdiv(width, STRIP))](
-            dh, codes, group_amax, out, out_t.view(torch.int16), scale_t, h_t.view(torch.int16), h_scale,
-            tokens, width, padded, group_amax.shape[2], TRITON_FLOAT8[fmt or "e4m3"], inverse_max(fmt or "e4m3"),
-            inverse_max("e4m3"), fmt is None, group_size, CODES[code], STRIP, num_warps=STRIP_WARPS, **EXACT,
+        if fmt:
+            _gradient_rows_kernel[(blocks(width), cdiv(tokens, ROW_TILE))](
+                dh, codes, group_amax, out, scale, tokens, width, n,
+                inverse_max(fmt), group_size, CODES[code], ROW_TILE, num_warps=4, **EXACT,
+            )  # fmt: skip
+        _gradient_columns_kernel[(cdiv(width, strip.columns), blocks(padded))](
+            dh, codes, group_amax, out, out_t.view(torch.int32), scale_t, h_t.view(torch.int32), h_scale,
+            tokens, width, padded, n, TRITON_FLOAT8[fmt or "e4m3"], inverse_max(fmt or "e4m3"), inverse_max("e4m3"),
+            fmt is None, group_size, CODES[code], strip.columns, strip.vector, padded > tokens,
+            num_warps=strip.warps, maxnreg=strip.registers_for(width), **EXACT,
         )  # fmt: skip
     return h_t, h_scale
 
@@ -155,41 +180,40 @@ def swiglu_block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of gate_up (T, 2I) in dh's dtype; h as transposed E4M3 operand; group_size divides 128."""
     out = torch.empty_like(codes, dtype=dh.dtype)
-    return out, *_launch_columns(dh.contiguous(), codes, group_amax, (out,), None, code, group_size)
+    return out, *_launch_gradient(dh.contiguous(), codes, group_amax, (out,), None, code, group_size)
 
 
 def swiglu_block_backward_quantize(
     dh: Tensor, codes: Tensor, group_amax: Tensor, fmt: str, code: str, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradient of gate_up in FP8 in both layouts, and h as transposed operand; I is a multiple of 128."""
-    dh = dh.contiguous()
-    tokens, width = dh.shape
-    out, scale = empty_rows(dh, codes.shape, FLOAT8[fmt].dtype)
-    gradient_t = empty_rows_t(dh, codes.shape, FLOAT8[fmt].dtype)
-    with on_device(dh):
-        _gradient_rows_kernel[(blocks(width), cdiv(tokens, ROW_TILE))](
-            dh, codes, group_amax, out, scale, tokens, width, group_amax.shape[2],
-            inverse_max(fmt), group_size, CODES[code], ROW_TILE, num_warps=4, **EXACT,
-        )  # fmt: skip
-    h = _launch_columns(dh, codes, group_amax, gradient_t, fmt, code, group_size)
-    return out, scale, *gradient_t, *h
+    dtype = FLOAT8[fmt].dtype
+    gradient = *empty_rows(dh, codes.shape, dtype), *empty_rows_t(dh, codes.shape, dtype)
+    h = _launch_gradient(dh.contiguous(), codes, group_amax, gradient, fmt, code, group_size)
+    return *gradient, *h
 
 
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _rotated_back(dy_ptr, cos_ptr, sin_ptr, offsets, place, inside, E, ROTATE: tl.constexpr):
-    """The halves (64, heads, E) of some heads' gradient before the rotation; `place`: of each row in cos and sin."""
-    x1 = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(dy_ptr + offsets + E, mask=inside, other=0.0).to(tl.float32)
+def _rotated_back(
+    dy_ptr, cos_ptr, sin_ptr, t, position, c, angle, real, rows, stride_dy, D: tl.constexpr, ROTATE: tl.constexpr
+):  # fmt: skip
+    """Rows t of some heads' gradient before the rotation: its halves (32, heads, E), and which are inside."""
+    E: tl.constexpr = D // 2
+    inside = (t < rows)[:, None, None] & real[None, :, :]
+    source = dy_ptr + (t[:, None, None] * stride_dy + c[None, :, :])
+    x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(source + E, mask=inside, other=0.0).to(tl.float32)
     if ROTATE:
+        place = position[:, None, None] * D + angle
         cos1 = tl.load(cos_ptr + place, mask=inside, other=0.0).to(tl.float32)
         cos2 = tl.load(cos_ptr + place + E, mask=inside, other=0.0).to(tl.float32)
         sin1 = tl.load(sin_ptr + place, mask=inside, other=0.0).to(tl.float32)
         sin2 = tl.load(sin_ptr + place + E, mask=inside, other=0.0).to(tl.float32)
         x1, x2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
-    return x1, x2
+    return x1, x2, inside
 
 
 @triton.jit
@@ -200,65 +224,105 @@ def _store_halves(x1, x2, t, rows, out_ptr, scale_ptr, offsets, E, inside, INVER
     store_scaled_rows(x2, scale, t, rows, out_ptr, scale_ptr, offsets + E, inside)
 
 
+@triton.jit
+def _rope_tile(
+    dy_ptr, block, first, stride_dy, ROTATE: tl.constexpr,
+    cos_ptr, sin_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, T, P, positions, C,
+    INVERSE_MAX: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """One program of `_rope_kernel`: a part's block of 128 columns; `first`: the part's first column of the buffer."""
+    E: tl.constexpr = D // 2
+    t0, c0 = tl.program_id(1) * 128, block * 128
+    t, i, rows = 4 * tl.arange(0, 32), tl.arange(0, E), T - t0
+    e = i // V * V + i % V  # as in `strip_columns`
+    c = (tl.arange(0, 128 // D) * D)[:, None] + e[None, :]  # (heads of a block, E): the heads' first halves
+    real, angle, place = c < 128, e[None, None, :], t0 + t
+    dy_ptr += t0.to(tl.int64) * stride_dy + c0
+    a1, a2, in0 = _rotated_back(
+        dy_ptr, cos_ptr, sin_ptr, t, place % positions, c, angle, real, rows, stride_dy, D, ROTATE
+    )
+    b1, b2, in1 = _rotated_back(
+        dy_ptr, cos_ptr, sin_ptr, t + 1, (place + 1) % positions, c, angle, real, rows, stride_dy, D, ROTATE
+    )
+    c1, c2, in2 = _rotated_back(
+        dy_ptr, cos_ptr, sin_ptr, t + 2, (place + 2) % positions, c, angle, real, rows, stride_dy, D, ROTATE
+    )
+    d1, d2, in3 = _rotated_back(
+        dy_ptr, cos_ptr, sin_ptr, t + 3, (place + 3) % positions, c, angle, real, rows, stride_dy, D, ROTATE
+    )
+    c0 += first
+    out_ptr += t0.to(tl.int64) * C + c0
+    scale_ptr += tl.cast(c0 // 128, tl.int64) * T + t0
+    target = t[:, None, None] * C + c[None, :, :]
+    _store_halves(a1, a2, t, rows, out_ptr, scale_ptr, target, E, in0, INVERSE_MAX)
+    _store_halves(b1, b2, t + 1, rows, out_ptr + C, scale_ptr, target, E, in1, INVERSE_MAX)
+    _store_halves(c1, c2, t + 2, rows, out_ptr + 2 * C, scale_ptr, target, E, in2, INVERSE_MAX)
+    _store_halves(d1, d2, t + 3, rows, out_ptr + 3 * C, scale_ptr, target, E, in3, INVERSE_MAX)
+    x1, x2, inside = (a1, b1, c1, d1), (a2, b2, c2, d2), (in0, in1, in2, in3)
+    amax1, amax2 = two_amax(quad_magnitude(*x1), quad_magnitude(*x2), 0)
+    scale_t_ptr += tl.program_id(1).to(tl.int64) * C + c0
+    inverse1 = store_scales(amax1, scale_t_ptr, c, real, INVERSE_MAX)
+    inverse2 = store_scales(amax2, scale_t_ptr + E, c, real, INVERSE_MAX)
+    quad, quads, stride_t = tl.arange(0, 32), (P - t0) // 4, P // 4
+    out_t_ptr += tl.cast(c0, tl.int64) * stride_t + t0 // 4
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    store_quads(x1, inside, inverse1, out_t_ptr, c, quad, real, quads, stride_t, PADDED, TYPE)
+    store_quads(x2, inside, inverse2, out_t_ptr + E * stride_t, c, quad, real, quads, stride_t, PADDED, TYPE)
+
+
 @kernel
 def _rope_kernel(
-    dy_ptr,  # (T, columns), row stride `stride_dy`: gradient of the rotated q or k, or of v
+    dq_ptr,  # (T, num_q * D), row stride `stride_q`: gradient of the rotated q
+    dk_ptr,  # (T, num_kv * D), row stride `stride_k`: of the rotated k
+    dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
     cos_ptr,  # (positions, D)
     sin_ptr,  # (positions, D)
-    out_ptr,  # (T, columns) FP8, row stride C: the part's columns of the fused buffer
-    scale_ptr,  # (columns / 128, T) FP32
-    out_t_ptr,  # (columns, P / 2) int16, pairs of FP8: the part's rows of the transposed buffer
-    scale_t_ptr,  # (ceil(T / 128), columns) FP32, row stride C
+    out_ptr,  # (T, C) FP8: the fused buffer
+    scale_ptr,  # (C / 128, T) FP32
+    out_t_ptr,  # (C, P / 4) int32, four FP8 each
+    scale_t_ptr,  # (ceil(T / 128), C) FP32
     T,
     P,
     positions,
     C,
-    stride_dy,
+    blocks_q,  # num_q * D / 128
+    blocks_kv,
+    stride_q,
+    stride_k,
+    stride_v,
     INVERSE_MAX: tl.constexpr,
     D: tl.constexpr,
-    ROTATE: tl.constexpr,
+    V: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
-    E: tl.constexpr = D // 2
-    t0, c0 = tl.program_id(0) * 128, tl.program_id(1) * 128
-    t, e = 2 * tl.arange(0, 64), tl.arange(0, E)
-    c = (tl.arange(0, 128 // D) * D)[:, None] + e[None, :]  # (heads of a block, E): the heads' first halves
-    real = c < 128
-    in0, in1 = (t < T - t0)[:, None, None] & real[None, :, :], (t + 1 < T - t0)[:, None, None] & real[None, :, :]
-    dy_ptr += t0.to(tl.int64) * stride_dy + c0
-    source, angle = t[:, None, None] * stride_dy + c[None, :, :], e[None, None, :]
-    place0 = ((t0 + t) % positions)[:, None, None] * D + angle
-    place1 = ((t0 + t + 1) % positions)[:, None, None] * D + angle
-    a1, a2 = _rotated_back(dy_ptr, cos_ptr, sin_ptr, source, place0, in0, E, ROTATE)
-    b1, b2 = _rotated_back(dy_ptr + stride_dy, cos_ptr, sin_ptr, source, place1, in1, E, ROTATE)
-    out_ptr += t0.to(tl.int64) * C + c0
-    scale_ptr += tl.program_id(1).to(tl.int64) * T + t0
-    target = t[:, None, None] * C + c[None, :, :]
-    _store_halves(a1, a2, t, T - t0, out_ptr, scale_ptr, target, E, in0, INVERSE_MAX)
-    _store_halves(b1, b2, t + 1, T - t0, out_ptr + C, scale_ptr, target, E, in1, INVERSE_MAX)
-    out_t_ptr += c0.to(tl.int64) * (P // 2) + t0 // 2
-    scale_t_ptr += tl.program_id(0).to(tl.int64) * C + c0
-    pairs, half = (P - t0) // 2, P // 2
-    TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    store_columns(a1, b1, in0, in1, out_t_ptr, scale_t_ptr, c, real, pairs, half, INVERSE_MAX, TYPE)
-    store_columns(a2, b2, in0, in1, out_t_ptr + E * half, scale_t_ptr + E, c, real, pairs, half, INVERSE_MAX, TYPE)
+    shared = (cos_ptr, sin_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, T, P, positions, C)
+    block, first_v = tl.program_id(0), blocks_q + blocks_kv
+    if block < blocks_q:
+        _rope_tile(dq_ptr, block, 0, stride_q, True, *shared, INVERSE_MAX, D, V, PADDED)
+    elif block < first_v:
+        _rope_tile(dk_ptr, block - blocks_q, blocks_q * 128, stride_k, True, *shared, INVERSE_MAX, D, V, PADDED)
+    else:
+        _rope_tile(dv_ptr, block - first_v, first_v * 128, stride_v, False, *shared, INVERSE_MAX, D, V, PADDED)
+
+
+# By measurement (docs/log-kernels.md): columns of a thread, warps, registers.
+ROPE_VECTOR, ROPE_WARPS, ROPE_REGISTERS = 8, 4, None
 
 
 def qk_rope_block_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, fmt: str, num_q: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradient of the fused buffer in FP8 in both layouts; D divides 128, and 128 each part's columns."""
-    tokens, columns, width = dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1], dq.shape[1] // num_q
+    parts = [dense_rows(part) for part in (dq, dk, dv)]
+    tokens, columns = dq.shape[0], sum(part.shape[1] for part in parts)
     out, scale = empty_rows(dq, (tokens, columns), FLOAT8[fmt].dtype)
     out_t, scale_t = empty_rows_t(dq, (tokens, columns), FLOAT8[fmt].dtype)
-    words, padded = out_t.view(torch.int16), out_t.shape[1]
-    cos, sin, first = cos.contiguous(), sin.contiguous(), 0
+    padded = out_t.shape[1]
     with on_device(dq):
-        for part, rotate in zip(map(dense_rows, (dq, dk, dv)), (True, True, False), strict=True):
-            last = first + part.shape[1]
-            _rope_kernel[(blocks(padded), part.shape[1] // BLOCK)](
-                part, cos, sin, out[:, first:last], scale[first // BLOCK :], words[first:last], scale_t[:, first:],
-                tokens, padded, cos.shape[0], columns, part.stride(0),
-                inverse_max(fmt), width, rotate, num_warps=SQUARE_WARPS, **EXACT,
-            )  # fmt: skip
-            first = last
+        _rope_kernel[(columns // BLOCK, blocks(padded))](
+            *parts, cos.contiguous(), sin.contiguous(), out, scale, out_t.view(torch.int32), scale_t,
+            tokens, padded, cos.shape[0], columns, dq.shape[1] // BLOCK, dk.shape[1] // BLOCK,
+            *[part.stride(0) for part in parts], inverse_max(fmt), dq.shape[1] // num_q, ROPE_VECTOR, padded > tokens,
+            num_warps=ROPE_WARPS, maxnreg=ROPE_REGISTERS, **EXACT,
+        )  # fmt: skip
     return out, scale, out_t, scale_t

@@ -38,6 +38,9 @@ E4M3_CODE = tl.constexpr(1)
 INT8 = tl.constexpr(2)
 CODES = {"sqrt8": 0, "e4m3": 1, "int8": 2}
 
+# Triton's types of the FP8 formats.
+TRITON_FLOAT8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
+
 # Launch option: no contraction of products and sums into FMAs.
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
@@ -69,6 +72,48 @@ def max_magnitude(x, axis: tl.constexpr):
         return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)
     else:
         return tl.reduce(tl.abs(x), axis, larger)
+
+
+@triton.jit
+def _larger_of_two(a0, b0, a1, b1):
+    return larger(a0, a1), larger(b0, b1)
+
+
+@triton.jit
+def two_amax(a, b, axis: tl.constexpr):
+    """`max_magnitude` of two tensors of one shape; in one reduction they wait for each other's barriers once."""
+    if INTERPRETED:
+        return max_magnitude(a, axis), max_magnitude(b, axis)
+    else:
+        return tl.reduce((tl.abs(a), tl.abs(b)), axis, _larger_of_two)
+
+
+@triton.jit
+def _larger_of_three(a0, b0, c0, a1, b1, c1):
+    return larger(a0, a1), larger(b0, b1), larger(c0, c1)
+
+
+@triton.jit
+def three_amax(a, b, c, axis: tl.constexpr):
+    """`max_magnitude` of three tensors of one shape; in one reduction they wait for each other's barriers once."""
+    if INTERPRETED:
+        return max_magnitude(a, axis), max_magnitude(b, axis), max_magnitude(c, axis)
+    else:
+        return tl.reduce((tl.abs(a), tl.abs(b), tl.abs(c)), axis, _larger_of_three)
+
+
+@triton.jit
+def _two_larger_and_sum(a0, b0, c0, a1, b1, c1):
+    return larger(a0, a1), larger(b0, b1), c0 + c1
+
+
+@triton.jit
+def two_amax_and_sum(a, b, c, axis: tl.constexpr):
+    """`max_magnitude` of a and of b and the sum of c, of one shape, in one reduction."""
+    if INTERPRETED:
+        return max_magnitude(a, axis), max_magnitude(b, axis), tl.sum(c, axis)
+    else:
+        return tl.reduce((tl.abs(a), tl.abs(b), c), axis, _two_larger_and_sum)
 
 
 @triton.jit
@@ -107,7 +152,9 @@ def scale_of(amax, INVERSE_MAX: tl.constexpr):
 @triton.jit
 def inverse_of(scale):
     """1 / scale, IEEE-rounded: what values are multiplied by before the cast."""
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    if INTERPRETED:
+        return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [scale], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -137,6 +184,26 @@ def pack_rows(even, odd, TYPE: tl.constexpr):
         return tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e5m2x2.f32 $0, $1, $2;", "=h,f,f", [odd, even], tl.int16, True, 1
         )
+
+
+@triton.jit
+def pack_quads(x0, x1, x2, x3, TYPE: tl.constexpr):
+    """FP8 bytes of four neighbouring rows as one int32, the first in the lowest byte."""
+    if INTERPRETED:
+        low = pack_rows(x0, x1, TYPE).to(tl.int32) & 0xFFFF
+        return low | (pack_rows(x2, x3, TYPE).to(tl.int32) << 16)
+    elif TYPE == tl.float8e4nv:  # noqa: SIM300
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
+            "mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f", [x0, x1, x2, x3], tl.int32, True, 1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; "
+            "mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f", [x0, x1, x2, x3], tl.int32, True, 1,
+        )  # fmt: skip
 
 
 # ---- 8-bit codes per group --------------------------------------------------------------------------------------

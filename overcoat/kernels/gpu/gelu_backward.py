@@ -5,7 +5,7 @@ Bytes moved, with V = T * I * 2:
     gelu_backward           1 V + 1/2 V read, 1 V + 1/2 V written: du, and gelu(u) rebuilt and transposed
     gelu_backward_amax      1 V read; of the 1/2 V of codes only those of tiles that may hold the maximum
     gelu_backward_quantize  1 V + 1/2 V read, 1/2 V + 1/2 V + 1/2 V written: du in both FP8 layouts, gelu(u) transposed;
-                            and, with a bias, each tile's sums over its tokens, V / 32
+                            and, with a bias, each tile's sums over its tokens, V / 16
 
 The last two replace gelu_backward, du's sum, maximum and quantization (7 V) by 4 V: du in 16 bits never exists.
 Everything equals the reference bit for bit, except the sums over tokens, which add in another order.
@@ -37,29 +37,28 @@ from overcoat.kernels.gpu.common import (
 from overcoat.kernels.gpu.gelu import gelu, is_tanh
 from overcoat.kernels.gpu.hardware import arrived
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.partials import sum_partials
 from overcoat.kernels.gpu.tiles import (
-    decode_rows,
     group_columns,
     listed_groups,
     listed_magnitude,
     load_rows,
-    store_pair,
+    store_quad_rows,
+    store_quads,
     store_transposed,
     where_padded,
     whole_groups,
 )
 from overcoat.kernels.quantize import padded_tokens
 
-# Elements of a program that looks for max |du|, and its warps.
-AMAX_TILE, AMAX_WARPS = 2048, 2
-# (tokens, columns) of a tile and its warps: SwiGLU's (docs/log-kernels.md).
-PRODUCT_TILE, PRODUCT_WARPS = (16, 128), 4
-GRADIENT_TILE, GRADIENT_WARPS = (64, 128), 8
-# Columns next to each other in a thread there: 16 take twice the shuffles, for the sums over tokens.
-GRADIENT_COLUMNS = 8
-# Registers of a thread there, of which 80 leave room for three programs a multiprocessor and 64 are too few. Rows that
-# cannot be read in words of 16 bytes need more.
-GRADIENT_REGISTERS = 80
+# Elements of a program that looks for max |du|.
+AMAX_TILE = 2048
+# (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
+PRODUCT_TILE, PRODUCT_WARPS = (32, 128), 4
+GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 4
+# There, columns next to each other in a thread: of more there are more numbers to put together, for the sums over
+# tokens; and the registers of a thread. Rows that cannot be read in words of 16 bytes need more.
+GRADIENT_COLUMNS, GRADIENT_REGISTERS = 4, 80
 # More than |gelu'| in both forms: 1.12890 (erf) and 1.12899 (tanh), either right to 5e-6. A product with it bounds the
 # product with gelu', as both are rounded alike.
 SLOPE_BOUND = tl.constexpr(1.13)
@@ -117,7 +116,7 @@ def gelu_backward_amax(
         _gelu_gradient_amax_kernel[(cdiv(tokens * n, count),)](
             dh, codes, group_amax, top, tokens * n, n, width,
             is_tanh(approximate), group_size, gp, CODES[code], count, whole_groups(dh, group_size),
-            num_warps=AMAX_WARPS, **EXACT,
+            num_warps=1, **EXACT,  # of several, some might see what others do not: swiglu.py
         )  # fmt: skip
     return top.view(torch.float32)
 
@@ -126,15 +125,36 @@ def gelu_backward_amax(
 
 
 @triton.jit
-def gradient_rows(
-    dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n,  # noqa: E741
-    CODE: tl.constexpr, TANH: tl.constexpr,
+def load_operands(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n):  # noqa: E741
+    """Rows t of a tile (BT, NG, GP), of which `rows` and `groups` exist: dh, u's codes, their maxima (BT, NG, 1), and
+    which are inside."""
+    codes, amax, inside = load_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n)
+    dh = tl.load(dh_ptr + (t[:, None, None] * I + c[None, :, :]), mask=inside, other=0.0)
+    return dh, codes, amax.to(tl.float32)[:, :, None], inside
+
+
+@triton.jit
+def gradient_of(operands, awaited, CODE: tl.constexpr, TANH: tl.constexpr):
+    """du, h of what `load_operands` gave, not before the `awaited` operands' dh is there; and which are inside."""
+    dh, codes, amax, inside = operands
+    h, slope = gelu(decode(arrived(codes, awaited[0]), amax, CODE), TANH)
+    return dh.to(tl.float32) * slope, h, inside
+
+
+@triton.jit
+def gradient_quads(
+    dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, CODE: tl.constexpr, TANH: tl.constexpr  # noqa: E741
 ):  # fmt: skip
-    """Rows t of a tile (BT, NG, GP), of which `rows` and `groups` exist: du, h, and which are inside."""
-    u, inside = decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, CODE)
-    dh = tl.load(dh_ptr + (t[:, None, None] * I + c[None, :, :]), mask=inside, other=0.0).to(tl.float32)
-    h, slope = gelu(u, TANH)
-    return dh * slope, h, inside
+    """Rows t to t + 3: four of du, of h, and of which are inside."""
+    x0 = load_operands(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n)
+    x1 = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 1, c, g, real, rows, groups, I, n)
+    x2 = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 2, c, g, real, rows, groups, I, n)
+    x3 = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 3, c, g, real, rows, groups, I, n)
+    d0, h0, in0 = gradient_of(x0, x3, CODE, TANH)
+    d1, h1, in1 = gradient_of(x1, x2, CODE, TANH)
+    d2, h2, in2 = gradient_of(x2, x1, CODE, TANH)
+    d3, h3, in3 = gradient_of(x3, x0, CODE, TANH)
+    return (d0, d1, d2, d3), (h0, h1, h2, h3), (in0, in1, in2, in3)
 
 
 @kernel
@@ -165,15 +185,12 @@ def _gelu_product_kernel(
     codes_ptr += start
     amax_ptr += t0.to(tl.int64) * n + g0
     rows, groups, t = T - t0, n - g0, 2 * pair
-    codes0, amax0, in0 = load_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n)
-    codes1, amax1, in1 = load_rows(codes_ptr, amax_ptr, t + 1, c, g, real, rows, groups, I, n)
+    even = load_operands(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n)
+    odd = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 1, c, g, real, rows, groups, I, n)
+    # Crosswise, so that all loads are under way before the arithmetic on any begins.
+    d0, h0, in0 = gradient_of(even, odd, CODE, TANH)
+    d1, h1, in1 = gradient_of(odd, even, CODE, TANH)
     offsets = t[:, None, None] * I + c[None, :, :]
-    dh0 = tl.load(dh_ptr + offsets, mask=in0, other=0.0)
-    dh1 = tl.load(dh_ptr + I + offsets, mask=in1, other=0.0)
-    # Crosswise, so that all four loads are under way before the arithmetic on any begins.
-    h0, slope0 = gelu(decode(arrived(codes0, dh1), amax0.to(tl.float32)[:, :, None], CODE), TANH)
-    h1, slope1 = gelu(decode(arrived(codes1, dh0), amax1.to(tl.float32)[:, :, None], CODE), TANH)
-    d0, d1 = dh0.to(tl.float32) * slope0, dh1.to(tl.float32) * slope1
     inverse = inverse_of(tl.load(scale_ptr))
     h0, h1 = where_padded(h0 * inverse, in0, PADDED), where_padded(h1 * inverse, in1, PADDED)
     words = pack_rows(h0, h1, tl.float8e4nv)
@@ -211,9 +228,9 @@ def _gelu_gradient_kernel(
     h_scale_ptr,  # 0-d FP32: scale of h
     amax_ptr,  # 0-d FP32: max |du|
     out_ptr,  # (T, I) FP8: du
-    out_t_ptr,  # (I, P / 2) int16: pairs of FP8
+    out_t_ptr,  # (I, P / 4) int32: four FP8 each
     scale_ptr,  # 0-d FP32: scale of du
-    h_t_ptr,  # (I, P / 2) int16: pairs of E4M3
+    h_t_ptr,  # (I, P / 4) int32: four E4M3 each
     partial_ptr,  # (ceil(P / BT), I) FP32: sums over a tile's tokens, if SUMS
     T,
     I,  # noqa: E741
@@ -231,39 +248,27 @@ def _gelu_gradient_kernel(
     COLUMNS: tl.constexpr,
 ):
     t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
-    pair = tl.arange(0, BT // 2)
+    quad = tl.arange(0, BT // 4)
     g, c, real = group_columns(g0, I, G, GP, NG, COLUMNS)
     start = t0.to(tl.int64) * I + g0 * G
     dh_ptr += start
     codes_ptr += start
     group_amax_ptr += t0.to(tl.int64) * n + g0
-    rows, groups, t = T - t0, n - g0, 2 * pair
-    codes0, group_amax0, in0 = load_rows(codes_ptr, group_amax_ptr, t, c, g, real, rows, groups, I, n)
-    codes1, group_amax1, in1 = load_rows(codes_ptr, group_amax_ptr, t + 1, c, g, real, rows, groups, I, n)
-    offsets = t[:, None, None] * I + c[None, :, :]
-    dh0 = tl.load(dh_ptr + offsets, mask=in0, other=0.0)
-    dh1 = tl.load(dh_ptr + I + offsets, mask=in1, other=0.0)
-    h0, slope0 = gelu(decode(arrived(codes0, dh1), group_amax0.to(tl.float32)[:, :, None], CODE), TANH)
-    h1, slope1 = gelu(decode(arrived(codes1, dh0), group_amax1.to(tl.float32)[:, :, None], CODE), TANH)
-    d0, d1 = dh0.to(tl.float32) * slope0, dh1.to(tl.float32) * slope1
+    t = 4 * quad
+    d, h, inside = gradient_quads(dh_ptr, codes_ptr, group_amax_ptr, t, c, g, real, T - t0, n - g0, I, n, CODE, TANH)
     if SUMS:
         partial_ptr += tl.program_id(0).to(tl.int64) * I + g0 * G
-        tl.store(partial_ptr + c, tl.sum(d0 + d1, 0), mask=real)
-    pairs, stride_t = (P - t0) // 2, P // 2
-    first = (g0 * G).to(tl.int64) * stride_t + t0 // 2
+        tl.store(partial_ptr + c, tl.sum((d[0] + d[1]) + (d[2] + d[3]), 0), mask=real)
+    quads, stride_t = (P - t0) // 4, P // 4
+    first = (g0 * G).to(tl.int64) * stride_t + t0 // 4
     inverse = inverse_of(tl.load(h_scale_ptr))
-    # Padding stays zero even where a scale is not finite.
-    h0, h1 = where_padded(h0 * inverse, in0, PADDED), where_padded(h1 * inverse, in1, PADDED)
-    words = pack_rows(h0, h1, tl.float8e4nv)
-    store_transposed(words, h_t_ptr + first, c, pair, real, pairs, stride_t)
+    store_quads(h, inside, inverse, h_t_ptr + first, c, quad, real, quads, stride_t, PADDED, tl.float8e4nv)
     scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
     tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
     inverse = inverse_of(scale)
-    out_ptr += start
-    out_t_ptr += first
-    store_pair(
-        d0 * inverse, d1 * inverse, out_ptr, out_t_ptr, I, offsets, in0, in1, c, pair, real, pairs, stride_t, PADDED
-    )
+    store_quad_rows(d, inside, inverse, out_ptr + start, I, t[:, None, None] * I + c[None, :, :])
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    store_quads(d, inside, inverse, out_t_ptr + first, c, quad, real, quads, stride_t, PADDED, TYPE)
 
 
 def gelu_backward_quantize(
@@ -290,9 +295,9 @@ def gelu_backward_quantize(
     partial = torch.empty((turns if has_bias else 0, width), dtype=torch.float32, device=dh.device)
     with on_device(dh):
         _gelu_gradient_kernel[(turns, cdiv(n, count))](
-            dh, codes, group_amax, scale, amax, out, out_t.view(torch.int16), d_scale, h_t.view(torch.int16),
+            dh, codes, group_amax, scale, amax, out, out_t.view(torch.int32), d_scale, h_t.view(torch.int32),
             partial if has_bias else d_scale, tokens, width, padded, n, inverse_max(fmt), has_bias,
             is_tanh(approximate), group_size, gp, CODES[code], count, GRADIENT_TILE[0], padded > tokens,
             GRADIENT_COLUMNS, num_warps=GRADIENT_WARPS, maxnreg=None if width % 16 else GRADIENT_REGISTERS, **EXACT,
         )  # fmt: skip
-    return out, out_t, d_scale, partial.sum(0) if has_bias else partial.view(0), h_t
+    return out, out_t, d_scale, sum_partials(partial)[0] if has_bias else partial.view(0), h_t

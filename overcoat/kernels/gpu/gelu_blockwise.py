@@ -24,12 +24,29 @@ from torch import Tensor
 
 from overcoat.formats import E4M3, FLOAT8, group_code
 from overcoat.kernels.blockwise import blocks, empty_rows, empty_rows_t
-from overcoat.kernels.gpu.blockwise import ROW_TILE, store_columns, store_rows
-from overcoat.kernels.gpu.blockwise_backward import STRIP, STRIP_WARPS, TRITON_FLOAT8
-from overcoat.kernels.gpu.common import CODES, EXACT, encode, inverse_max, max_magnitude
+from overcoat.kernels.gpu.block_tiles import (
+    ROW_TILE,
+    Strip,
+    quad_magnitude,
+    store_rows,
+    store_scales,
+    store_values,
+    strip_columns,
+)
+from overcoat.kernels.gpu.common import (
+    CODES,
+    EXACT,
+    TRITON_FLOAT8,
+    encode,
+    inverse_max,
+    max_magnitude,
+    two_amax_and_sum,
+)
 from overcoat.kernels.gpu.gelu import gelu, is_tanh
-from overcoat.kernels.gpu.gelu_backward import gradient_rows
+from overcoat.kernels.gpu.gelu_backward import gradient_of, gradient_quads, load_operands
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.partials import sum_partials
+from overcoat.kernels.gpu.tiles import store_quads
 
 
 @triton.jit
@@ -111,7 +128,8 @@ def _gradient_rows_kernel(
     codes_ptr += start
     amax_ptr += t0.to(tl.int64) * n + g0
     real = c < I - g0 * G
-    du, _, inside = gradient_rows(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, T - t0, n - g0, I, n, CODE, TANH)
+    operands = load_operands(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, T - t0, n - g0, I, n)
+    du, _, inside = gradient_of(operands, operands, CODE, TANH)
     scale_ptr += tl.program_id(0).to(tl.int64) * T + t0
     offsets = t[:, None, None] * I + c[None, :, :]
     store_rows(du, t, T - t0, out_ptr + start, scale_ptr, offsets, inside, INVERSE_MAX)
@@ -123,9 +141,9 @@ def _gradient_columns_kernel(
     codes_ptr,  # (T, I) 8-bit
     amax_ptr,  # (T, n) BF16
     out_ptr,  # (T, I): du, if VALUES
-    out_t_ptr,  # (I, P / 2) int16: pairs of du's FP8, unless VALUES
+    out_t_ptr,  # (I, P / 4) int32: four of du's FP8 each, unless VALUES
     scale_t_ptr,  # (ceil(T / 128), I) FP32, unless VALUES
-    h_t_ptr,  # (I, P / 2) int16: pairs of E4M3
+    h_t_ptr,  # (I, P / 4) int32: four E4M3 each
     h_scale_ptr,  # (ceil(T / 128), I) FP32
     partial_ptr,  # (ceil(T / 128), I) FP32: sums of du over a tile's tokens, if SUMS
     T,
@@ -141,34 +159,35 @@ def _gradient_columns_kernel(
     G: tl.constexpr,
     CODE: tl.constexpr,
     W: tl.constexpr,
+    V: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
-    NG: tl.constexpr = (W + G - 1) // G
-    WG: tl.constexpr = W // NG
-    t0, c0 = tl.program_id(0) * 128, tl.program_id(1) * W
-    t, start = 2 * tl.arange(0, 64), tl.arange(0, NG) * WG
-    c = start[:, None] + tl.arange(0, WG)[None, :]  # (NG, WG), from column c0 on
-    g, real = (c0 + start) // G, c < I - c0
+    t0, t = tl.program_id(1) * 128, 4 * tl.arange(0, 32)
+    c0, c, g, real = strip_columns(tl.program_id(0), I, G, G, W, V)
     first = t0.to(tl.int64) * I + c0
     dh_ptr += first
     codes_ptr += first
     amax_ptr += t0.to(tl.int64) * n
-    d0, h0, in0 = gradient_rows(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, T - t0, n, I, n, CODE, TANH)
-    d1, h1, in1 = gradient_rows(dh_ptr, codes_ptr, amax_ptr, t + 1, c, g, real, T - t0, n, I, n, CODE, TANH)
-    column, pairs, half = c0.to(tl.int64), (P - t0) // 2, P // 2
-    turn = tl.program_id(0).to(tl.int64) * I + column
-    h_t_ptr += column * half + t0 // 2
+    d, h, inside = gradient_quads(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, T - t0, n, I, n, CODE, TANH)
+    column, quad, quads, stride_t = c0.to(tl.int64), tl.arange(0, 32), (P - t0) // 4, P // 4
+    turn, place = tl.program_id(1).to(tl.int64) * I + column, column * stride_t + t0 // 4
     h_scale_ptr += turn
-    store_columns(h0, h1, in0, in1, h_t_ptr, h_scale_ptr, c, real, pairs, half, H_INVERSE_MAX, tl.float8e4nv)
     if VALUES:
-        target = out_ptr + first + (t[:, None, None] * I + c[None, :, :])
-        tl.store(target, d0.to(out_ptr.dtype.element_ty), mask=in0)
-        tl.store(target + I, d1.to(out_ptr.dtype.element_ty), mask=in1)
+        h_inverse = store_scales(max_magnitude(quad_magnitude(*h), 0), h_scale_ptr, c, real, H_INVERSE_MAX)
+        store_values(d, inside, out_ptr + first + (t[:, None, None] * I + c[None, :, :]), I)
     else:
-        out_t_ptr += column * half + t0 // 2
-        scale_t_ptr += turn
-        store_columns(d0, d1, in0, in1, out_t_ptr, scale_t_ptr, c, real, pairs, half, INVERSE_MAX, TYPE)
-    if SUMS:
-        tl.store(partial_ptr + turn + c, tl.sum(d0 + d1, 0), mask=real)
+        total = (d[0] + d[1]) + (d[2] + d[3])
+        h_amax, d_amax, total = two_amax_and_sum(quad_magnitude(*h), quad_magnitude(*d), total, 0)
+        h_inverse = store_scales(h_amax, h_scale_ptr, c, real, H_INVERSE_MAX)
+        d_inverse = store_scales(d_amax, scale_t_ptr + turn, c, real, INVERSE_MAX)
+        store_quads(d, inside, d_inverse, out_t_ptr + place, c, quad, real, quads, stride_t, PADDED, TYPE)
+        if SUMS:
+            tl.store(partial_ptr + turn + c, total, mask=real)
+    store_quads(h, inside, h_inverse, h_t_ptr + place, c, quad, real, quads, stride_t, PADDED, tl.float8e4nv)
+
+
+# By measurement (docs/log-kernels.md): with du in FP8, and as it is.
+GRADIENT_STRIP, VALUES_STRIP = Strip(32, 4, 4, 80), Strip(32, 8, 4, 128)
 
 
 def _launch_columns(
@@ -189,14 +208,15 @@ def _launch_columns(
     tokens, width = dh.shape
     h_t, h_scale = empty_rows_t(dh, dh.shape, E4M3.dtype)
     out, out_t, scale_t = (h_t, *gradient) if fmt else (*gradient, h_t, h_scale)
-    padded = h_t.shape[1]
+    padded, strip = h_t.shape[1], GRADIENT_STRIP if fmt else VALUES_STRIP
     partial = torch.empty((blocks(tokens) if has_bias else 0, width), dtype=torch.float32, device=dh.device)
     with on_device(dh):
-        _gradient_columns_kernel[(blocks(padded), cdiv(width, STRIP))](
-            dh, codes, group_amax, out, out_t.view(torch.int16), scale_t, h_t.view(torch.int16), h_scale,
+        _gradient_columns_kernel[(cdiv(width, strip.columns), blocks(padded))](
+            dh, codes, group_amax, out, out_t.view(torch.int32), scale_t, h_t.view(torch.int32), h_scale,
             partial if has_bias else h_scale, tokens, width, padded, group_amax.shape[1],
             TRITON_FLOAT8[fmt or "e4m3"], inverse_max(fmt or "e4m3"), inverse_max("e4m3"), fmt is None, has_bias,
-            is_tanh(approximate), group_size, CODES[code], STRIP, num_warps=STRIP_WARPS, **EXACT,
+            is_tanh(approximate), group_size, CODES[code], strip.columns, strip.vector, padded > tokens,
+            num_warps=strip.warps, maxnreg=strip.registers_for(width), **EXACT,
         )  # fmt: skip
     return h_t, h_scale, partial
 
@@ -233,4 +253,4 @@ def gelu_block_backward_quantize(
     h_t, h_scale, partial = _launch_columns(
         dh, codes, group_amax, gradient_t, fmt, has_bias, approximate, code, group_size
     )
-    return out, scale, *gradient_t, h_t, h_scale, partial.sum(0) if has_bias else partial.view(0)
+    return out, scale, *gradient_t, h_t, h_scale, sum_partials(partial)[0] if has_bias else partial.view(0)

@@ -36,8 +36,6 @@ from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups
 
 # Elements of one program in the kernels that take a list of groups.
 GROUP_TILE = 4096
-# The most registers of a thread that encodes and finds the tensor's maximum; None: as many as the compiler wants.
-AMAX_REGISTERS: Optional[int] = None
 
 
 @kernel
@@ -129,8 +127,7 @@ def group_encode(
     with on_device(x):
         _group_encode_kernel[(cdiv(tokens * n, count),)](
             x, amax if center is None else center, codes, group_amax, amax, tokens * n, n, columns,
-            center is not None, want_amax, group_size, padded, CODES[code], count,
-            num_warps=4, maxnreg=AMAX_REGISTERS if want_amax else None, **EXACT,
+            center is not None, want_amax, group_size, padded, CODES[code], count, num_warps=4, **EXACT,
         )  # fmt: skip
     return codes, group_amax, amax.view(torch.float32)
 

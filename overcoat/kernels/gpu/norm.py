@@ -38,8 +38,8 @@ from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 from overcoat.kernels.gpu.partials import sum_partials_into
 from overcoat.kernels.gpu.tiles import listed_groups, load_inside
 
-# Elements of a row that one thread holds, and rows of a program: of several at once, weight and bias are read for all.
-STATS_ELEMENTS, STATS_ROWS = 32, 1
+# Elements of a row that one thread holds.
+STATS_ELEMENTS = 32
 BACKWARD_ELEMENTS = 8
 # The backward is bound by the loads in flight: with 64 registers a thread two programs of 4096 columns fit on each of
 # an H200's 132 multiprocessors, left to itself the compiler takes 81 and one fits (122 us instead of 85).
@@ -67,41 +67,35 @@ def _stats_kernel(
     rstd_ptr,  # (T,) FP32
     row_amax_ptr,  # (T,) FP32: max |y|
     eps,
-    T,
     H: tl.constexpr,
     ADD: tl.constexpr,
     CENTERED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HP: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    h = tl.arange(0, HP)[None, :]
-    # None: every element exists, and no mask is taken along.
-    real, known = None if H == HP else h < H, None if ROWS == 1 else row < T
-    inside = real if ROWS == 1 else (row < T)[:, None] & (h < H)
-    offsets = row.to(tl.int64)[:, None] * H + h
-    x = to_float32(load_inside(x_ptr + offsets, inside))
+    row, h = tl.program_id(0).to(tl.int64), tl.arange(0, HP)
+    inside = None if H == HP else h < H  # None: every element exists, and no mask is taken along
+    x = to_float32(load_inside(x_ptr + row * H + h, inside))
     if ADD:
-        x += to_float32(load_inside(residual_ptr + offsets, inside))
+        x += to_float32(load_inside(residual_ptr + row * H + h, inside))
         rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + offsets, rounded, mask=inside)
+        tl.store(sum_ptr + row * H + h, rounded, mask=inside)
         x = to_float32(rounded)
     if CENTERED:
-        mean = tl.sum(x, 1) / H
-        tl.store(mean_ptr + row, mean, mask=known)
-        x = x - mean[:, None]
+        mean = tl.sum(x, 0) / H
+        tl.store(mean_ptr + row, mean)
+        x = x - mean
         if H < HP:
-            x = tl.where(real, x, 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / H + eps)
-    tl.store(rstd_ptr + row, rstd, mask=known)
-    y = x * rstd[:, None]
+            x = tl.where(inside, x, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    tl.store(rstd_ptr + row, rstd)
+    y = x * rstd
     if HAS_WEIGHT:
-        y = y * to_float32(load_inside(weight_ptr + h, real))
+        y = y * to_float32(load_inside(weight_ptr + h, inside))
     if HAS_BIAS:
-        y = y + to_float32(load_inside(bias_ptr + h, real))
-    tl.store(row_amax_ptr + row, max_magnitude(y, 1), mask=known)
+        y = y + to_float32(load_inside(bias_ptr + h, inside))
+    tl.store(row_amax_ptr + row, max_magnitude(y, 0))
 
 
 def _launch_stats(
@@ -117,14 +111,12 @@ def _launch_stats(
     rstd, row_amax = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(2))
     mean = torch.empty_like(rstd) if centered else rstd
     padded = power_of_2(hidden)
-    warps = _row_warps(padded, STATS_ELEMENTS)
-    rows = STATS_ROWS if warps <= 16 else 1  # 32 warps have 64 registers a thread
     with on_device(x):
-        _stats_kernel[(cdiv(tokens, rows),)](
+        _stats_kernel[(tokens,)](
             x, *((x, x) if added is None else added), x if weight is None else weight, x if bias is None else bias,
-            mean, rstd, row_amax, eps, tokens, hidden,
-            added is not None, centered, weight is not None, bias is not None, padded, rows,
-            num_warps=warps, **EXACT,
+            mean, rstd, row_amax, eps, hidden,
+            added is not None, centered, weight is not None, bias is not None, padded,
+            num_warps=_row_warps(padded, STATS_ELEMENTS), **EXACT,
         )  # fmt: skip
     return mean, rstd, row_amax
 

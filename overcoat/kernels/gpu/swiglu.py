@@ -35,8 +35,9 @@ from overcoat.kernels.gpu.common import (
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 from overcoat.kernels.gpu.tiles import listed_groups
 
-# Pairs of gate and up that a program encodes, and its warps.
-ENCODE_TILE, ENCODE_WARPS = 2048, 4
+# Pairs of gate and up that a program encodes. It is one warp: what others have found by then decides whether it looks
+# for a maximum. Several warps would read that each for itself, and some might look and wait for those that do not.
+ENCODE_TILE = 1024
 # Columns of a row whose product a program takes.
 PRODUCT_COLUMNS = 2048
 SILU_BOUND = tl.constexpr(0.2785)
@@ -106,7 +107,7 @@ def swiglu_encode(gate_up: Tensor, code: str, group_size: int) -> tuple[Tensor, 
     with on_device(gate_up):
         _swiglu_encode_kernel[(cdiv(tokens * n, count),)](
             gate_up, codes, amax, top, tokens * n, n, width,
-            group_size, gp, CODES[code], count, num_warps=ENCODE_WARPS, **EXACT,
+            group_size, gp, CODES[code], count, num_warps=1, **EXACT,
         )  # fmt: skip
     return codes, amax, top.view(torch.float32)
 

@@ -36,21 +36,25 @@ from overcoat.kernels.gpu.common import (
     scale_of,
     sigmoid,
 )
+from overcoat.kernels.gpu.hardware import arrived, fma
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 from overcoat.kernels.gpu.tiles import (
     group_columns,
     listed_groups,
     listed_magnitude,
-    store_pair,
+    store_quad_rows,
+    store_quads,
     store_transposed,
     whole_groups,
 )
 
-# Gradients whose maximum a program seeks, and its warps.
-AMAX_TILE, AMAX_WARPS = 2048, 2
+# Gradients whose maximum a program seeks.
+AMAX_TILE = 2048
 # (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
-BACKWARD_TILE, BACKWARD_WARPS = (16, 128), 4
+BACKWARD_TILE, BACKWARD_WARPS = (32, 128), 8
 GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 8
+# Registers of a thread in both: four programs a multiprocessor. Rows that cannot be read in 16 bytes need more.
+REGISTERS = 64
 # silu' rises up to 2.3994, to 1.09984.
 SLOPE_PEAK, SLOPE_BOUND = tl.constexpr(2.399), tl.constexpr(1.1)
 # More than the rounding of the hardware's approximate instructions can add to a bound.
@@ -61,23 +65,48 @@ ROUNDING = tl.constexpr(1.0 + 2.0**-12)
 def gradient(dh, gate, up):
     """dgate, dup and h, as `swiglu.gated_gradient` computes them."""
     s = sigmoid(gate)
-    return dh * up * s * (1.0 + gate * (1.0 - s)), dh * gate * s, gate * s * up
+    silu = gate * s
+    return dh * up * fma(silu, 1.0 - s, s), dh * silu, silu * up
 
 
 @triton.jit
-def gradient_rows(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, CODE: tl.constexpr):  # noqa: E741
-    """Rows t of a tile (BT, NG, GP), of which `rows` and `groups` exist: dgate, dup, h, and which are inside."""
+def load_operands(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n):  # noqa: E741
+    """Rows t of a tile (BT, NG, GP), of which `rows` and `groups` exist: dh, the codes of gate and of up, their maxima
+    (BT, NG, 1), and which are inside."""
     inside = (t < rows)[:, None, None] & real[None, :, :]
-    dh = tl.load(dh_ptr + (t[:, None, None] * I + c[None, :, :]), mask=inside, other=0.0).to(tl.float32)
+    dh = tl.load(dh_ptr + (t[:, None, None] * I + c[None, :, :]), mask=inside, other=0.0)
     known = (t < rows)[:, None] & (g < groups)[None, :]
     maxima = amax_ptr + (t[:, None] * (2 * n) + g[None, :])
     gate_amax = tl.load(maxima, mask=known, other=0.0).to(tl.float32)[:, :, None]
     up_amax = tl.load(maxima + n, mask=known, other=0.0).to(tl.float32)[:, :, None]
     codes = codes_ptr + (t[:, None, None] * (2 * I) + c[None, :, :])
-    gate = decode(tl.load(codes, mask=inside, other=0.0), gate_amax, CODE)
-    up = decode(tl.load(codes + I, mask=inside, other=0.0), up_amax, CODE)
-    dgate, dup, h = gradient(dh, gate, up)
+    gate, up = tl.load(codes, mask=inside, other=0.0), tl.load(codes + I, mask=inside, other=0.0)
+    return dh, gate, up, gate_amax, up_amax, inside
+
+
+@triton.jit
+def gradient_of(operands, awaited, CODE: tl.constexpr):
+    """dgate, dup, h of what `load_operands` gave, not before `awaited` operands' dh is there; and which are inside."""
+    dh, gate, up, gate_amax, up_amax, inside = operands
+    gate = decode(arrived(gate, awaited[0]), gate_amax, CODE)
+    dgate, dup, h = gradient(dh.to(tl.float32), gate, decode(up, up_amax, CODE))
     return dgate, dup, h, inside
+
+
+@triton.jit
+def gradient_quads(
+    dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, CODE: tl.constexpr  # noqa: E741
+):  # fmt: skip
+    """Rows t to t + 3: four of dgate, of dup, of h, and of which are inside."""
+    x0 = load_operands(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n)
+    x1 = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 1, c, g, real, rows, groups, I, n)
+    x2 = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 2, c, g, real, rows, groups, I, n)
+    x3 = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 3, c, g, real, rows, groups, I, n)
+    a0, b0, h0, in0 = gradient_of(x0, x3, CODE)
+    a1, b1, h1, in1 = gradient_of(x1, x2, CODE)
+    a2, b2, h2, in2 = gradient_of(x2, x1, CODE)
+    a3, b3, h3, in3 = gradient_of(x3, x0, CODE)
+    return (a0, a1, a2, a3), (b0, b1, b2, b3), (h0, h1, h2, h3), (in0, in1, in2, in3)
 
 
 @kernel
@@ -105,8 +134,11 @@ def _swiglu_backward_kernel(
     start = t0.to(tl.int64) * 2 * I + g0 * G
     amax_ptr += t0.to(tl.int64) * 2 * n + g0
     rows, groups, t = T - t0, n - g0, 2 * pair
-    a0, b0, h0, in0 = gradient_rows(dh_ptr, codes_ptr + start, amax_ptr, t, c, g, real, rows, groups, I, n, CODE)
-    a1, b1, h1, in1 = gradient_rows(dh_ptr, codes_ptr + start, amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE)
+    codes_ptr += start
+    even = load_operands(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n)
+    odd = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 1, c, g, real, rows, groups, I, n)
+    a0, b0, h0, in0 = gradient_of(even, odd, CODE)
+    a1, b1, h1, in1 = gradient_of(odd, even, CODE)
     inverse = inverse_of(tl.load(scale_ptr))
     words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
     h_t_ptr += (g0 * G).to(tl.int64) * (P // 2) + t0 // 2
@@ -126,7 +158,7 @@ def _slope_bound(gate_amax, up_amax):
     again (2.4).
     """
     s = sigmoid(gate_amax)
-    slope = tl.where(gate_amax < SLOPE_PEAK, s * (1.0 + gate_amax * (1.0 - s)), SLOPE_BOUND)
+    slope = tl.where(gate_amax < SLOPE_PEAK, s + gate_amax * s * (1.0 - s), SLOPE_BOUND)
     bound = larger(up_amax * slope, gate_amax * s) * ROUNDING
     return tl.where(gate_amax < float("inf"), bound, float("nan"))
 
@@ -190,9 +222,9 @@ def _swiglu_gradient_kernel(
     h_scale_ptr,  # 0-d FP32: scale of h
     amax_ptr,  # 0-d FP32: max |gradient|
     out_ptr,  # (T, 2I) FP8: gradient of gate and up
-    out_t_ptr,  # (2I, P / 2) int16: pairs of FP8
+    out_t_ptr,  # (2I, P / 4) int32: four FP8 each
     scale_ptr,  # 0-d FP32
-    h_t_ptr,  # (I, P / 2) int16: pairs of E4M3
+    h_t_ptr,  # (I, P / 4) int32: four E4M3 each
     T,
     I,  # noqa: E741
     P,
@@ -203,32 +235,33 @@ def _swiglu_gradient_kernel(
     CODE: tl.constexpr,
     NG: tl.constexpr,
     BT: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
-    pair = tl.arange(0, BT // 2)
+    quad = tl.arange(0, BT // 4)
     g, c, real = group_columns(g0, I, G, GP, NG)
     dh_ptr += t0.to(tl.int64) * I + g0 * G
     start = t0.to(tl.int64) * 2 * I + g0 * G
     group_amax_ptr += t0.to(tl.int64) * 2 * n + g0
-    rows, groups, t = T - t0, n - g0, 2 * pair
+    rows, groups, t = T - t0, n - g0, 4 * quad
     codes_ptr += start
-    a0, b0, h0, in0 = gradient_rows(dh_ptr, codes_ptr, group_amax_ptr, t, c, g, real, rows, groups, I, n, CODE)
-    a1, b1, h1, in1 = gradient_rows(dh_ptr, codes_ptr, group_amax_ptr, t + 1, c, g, real, rows, groups, I, n, CODE)
-    pairs, stride_t = (P - t0) // 2, P // 2
-    first = (g0 * G).to(tl.int64) * stride_t + t0 // 2
+    a, b, h, inside = gradient_quads(dh_ptr, codes_ptr, group_amax_ptr, t, c, g, real, rows, groups, I, n, CODE)
+    quads, stride_t = (P - t0) // 4, P // 4
+    first = (g0 * G).to(tl.int64) * stride_t + t0 // 4
     inverse = inverse_of(tl.load(h_scale_ptr))
-    words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
-    store_transposed(words, h_t_ptr + first, c, pair, real, pairs, stride_t)
+    store_quads(h, inside, inverse, h_t_ptr + first, c, quad, real, quads, stride_t, PADDED, tl.float8e4nv)
     scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
     tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
     inverse = inverse_of(scale)
     offsets = t[:, None, None] * (2 * I) + c[None, :, :]
     out_ptr += start
     out_t_ptr += first
-    store_pair(a0 * inverse, a1 * inverse, out_ptr, out_t_ptr, 2 * I, offsets, in0, in1, c, pair, real, pairs, stride_t)
-    out_ptr += I
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    store_quad_rows(a, inside, inverse, out_ptr, 2 * I, offsets)
+    store_quads(a, inside, inverse, out_t_ptr, c, quad, real, quads, stride_t, PADDED, TYPE)
+    store_quad_rows(b, inside, inverse, out_ptr + I, 2 * I, offsets)
     out_t_ptr += I.to(tl.int64) * stride_t
-    store_pair(b0 * inverse, b1 * inverse, out_ptr, out_t_ptr, 2 * I, offsets, in0, in1, c, pair, real, pairs, stride_t)
+    store_quads(b, inside, inverse, out_t_ptr, c, quad, real, quads, stride_t, PADDED, TYPE)
 
 
 def swiglu_backward(
@@ -243,7 +276,8 @@ def swiglu_backward(
     with on_device(dh):
         _swiglu_backward_kernel[(cdiv(padded, BACKWARD_TILE[0]), cdiv(n, count))](
             dh, codes, group_amax, scale, out, h_t.view(torch.int16), *dh.shape, padded, n,
-            group_size, gp, CODES[code], count, BACKWARD_TILE[0], num_warps=BACKWARD_WARPS, **EXACT,
+            group_size, gp, CODES[code], count, BACKWARD_TILE[0], num_warps=BACKWARD_WARPS,
+            maxnreg=None if dh.shape[1] % 16 else REGISTERS, **EXACT,
         )  # fmt: skip
     return out, h_t
 
@@ -258,7 +292,8 @@ def swiglu_backward_amax(dh: Tensor, codes: Tensor, group_amax: Tensor, code: st
     with on_device(dh):
         _swiglu_gradient_amax_kernel[(cdiv(tokens * n, count),)](
             dh, codes, group_amax, top, tokens * n, n, width,
-            group_size, gp, CODES[code], count, whole_groups(dh, group_size), num_warps=AMAX_WARPS, **EXACT,
+            group_size, gp, CODES[code], count, whole_groups(dh, group_size),
+            num_warps=1, **EXACT,  # of several, some might see what others do not: swiglu.py
         )  # fmt: skip
     return top.view(torch.float32)
 
@@ -284,8 +319,9 @@ def swiglu_backward_quantize(
     count = max(GRADIENT_TILE[1] // gp, 1)
     with on_device(dh):
         _swiglu_gradient_kernel[(cdiv(padded, GRADIENT_TILE[0]), cdiv(n, count))](
-            dh, codes, group_amax, scale, amax, out, out_t.view(torch.int16), d_scale, h_t.view(torch.int16),
+            dh, codes, group_amax, scale, amax, out, out_t.view(torch.int32), d_scale, h_t.view(torch.int32),
             *dh.shape, padded, n, inverse_max(fmt), group_size, gp, CODES[code], count, GRADIENT_TILE[0],
-            num_warps=GRADIENT_WARPS, **EXACT,
+            padded > dh.shape[0], num_warps=GRADIENT_WARPS,
+            maxnreg=None if dh.shape[1] % 16 else REGISTERS, **EXACT,
         )  # fmt: skip
     return out, out_t, d_scale, h_t

@@ -1,8 +1,8 @@
 """Where the elements of a program's tile lie: two shapes of tile that kernels over groups share, read and written.
 
     a list of groups        the tensor's T * n groups in a row, NG of them a program (group_encode, swiglu_encode, ...)
-    tokens by groups        BT tokens and NG groups, in pairs of rows 2k and 2k + 1 that end up transposed: the operand
-                            of a weight gradient (requantize_t, swiglu_backward, gelu_backward, ...)
+    tokens by groups        BT tokens and NG groups, in pairs or quads of neighbouring rows that end up transposed: the
+                            operand of a weight gradient (requantize_t, swiglu_backward, gelu_backward, ...)
 
 Legend: T tokens (rows), C columns, P padded tokens, G group size, GP = G rounded up to a power of 2, n = ceil(C / G).
 """
@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overcoat.kernels.gpu.common import decode, max_magnitude, max_magnitude_of_pairs, pack_rows, power_of_2, to_float8
+from overcoat.kernels.gpu.common import (
+    decode,
+    max_magnitude,
+    max_magnitude_of_pairs,
+    pack_quads,
+    pack_rows,
+    power_of_2,
+    to_float8,
+)
 
 
 @triton.jit
@@ -129,3 +137,33 @@ def store_pair(
     tl.store(out_ptr + stride + offsets, to_float8(odd, out_ptr.dtype.element_ty), mask=in1)
     words = pack_rows(even, odd, out_ptr.dtype.element_ty)
     store_transposed(words, out_t_ptr, c, pair, real, pairs, stride_t)
+
+
+@triton.jit
+def store_quads(
+    x,  # four of (BT / 4, NG, GP): rows 4k, 4k + 1, 4k + 2, 4k + 3
+    inside,  # four: which of x are
+    inverse,  # 1 / scale: one, or (1, NG, GP) of each column
+    out_t_ptr,  # int32: four FP8 each, row stride `stride_t`
+    c,  # (NG, GP) columns
+    quad,  # (BT / 4,): where among the quads
+    real,  # (NG, GP): which columns exist
+    quads,  # how many quads of tokens exist, padding included
+    stride_t,
+    PADDED: tl.constexpr,  # whether they include padding, which is zero even where a scale is not finite
+    TYPE: tl.constexpr,
+):
+    """x / scale in FP8, transposed: words of four tokens each."""
+    x0, x1 = where_padded(x[0] * inverse, inside[0], PADDED), where_padded(x[1] * inverse, inside[1], PADDED)
+    x2, x3 = where_padded(x[2] * inverse, inside[2], PADDED), where_padded(x[3] * inverse, inside[3], PADDED)
+    store_transposed(pack_quads(x0, x1, x2, x3, TYPE), out_t_ptr, c, quad, real, quads, stride_t)
+
+
+@triton.jit
+def store_quad_rows(x, inside, inverse, out_ptr, stride, offsets):
+    """x / scale in FP8 as the rows lie, by conversions of their own (`store_pair`)."""
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    tl.store(out_ptr + offsets, to_float8(x[0] * inverse, TYPE), mask=inside[0])
+    tl.store(out_ptr + stride + offsets, to_float8(x[1] * inverse, TYPE), mask=inside[1])
+    tl.store(out_ptr + 2 * stride + offsets, to_float8(x[2] * inverse, TYPE), mask=inside[2])
+    tl.store(out_ptr + 3 * stride + offsets, to_float8(x[3] * inverse, TYPE), mask=inside[3])
