@@ -171,7 +171,7 @@ def pack_rows(even, odd, TYPE: tl.constexpr):
     """FP8 bytes of two neighbouring rows as one int16, the even row's in the low half.
 
     Transposed through 16-bit words, bytes move two at a time: Triton has fast paths for 16 bits, for 8 it stores single
-    bytes to shared memory (and some of them come out wrong: tiles.store_pair). One instruction converts and packs both.
+    bytes to shared memory (some come out wrong: tiles.store_quad_rows). One instruction converts and packs both.
     """
     if INTERPRETED:
         low = to_float8(even, TYPE).to(tl.uint8, bitcast=True).to(tl.int16)

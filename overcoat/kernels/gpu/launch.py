@@ -36,7 +36,7 @@ class Kernel(JITFunction):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         # A single token would be compiled in, and what lies outside with it, as zeros; of conversions of the same
-        # constants ptxas makes one, and then loses some of its uses (tiles.store_pair).
+        # constants ptxas makes one, and then loses some of its uses (tiles.store_quad_rows).
         super().__init__(
             function, do_not_specialize=[name for name in ("T",) if name in signature(function).parameters]
         )

@@ -18,7 +18,6 @@ from overcoat.kernels.gpu.common import (
     max_magnitude,
     max_magnitude_of_pairs,
     pack_quads,
-    pack_rows,
     power_of_2,
     to_float8,
 )
@@ -123,23 +122,6 @@ def where_padded(x, inside, PADDED: tl.constexpr):
 
 
 @triton.jit
-def store_pair(
-    even, odd, out_ptr, out_t_ptr, stride, offsets, in0, in1, c, pair, real, pairs, stride_t,
-    PADDED: tl.constexpr = True,
-):  # fmt: skip
-    """Rows 2k and 2k + 1 (BT / 2, NG, GP), zero outside: FP8 as they lie, and transposed (NG, GP, BT / 2).
-
-    Each store has conversions of its own. ptxas (12.8 and 12.9, not 13.0) drops one to two FP8 bytes whose result is
-    the low half of a 32-bit word and used elsewhere as well: what is stored there is some other register's content.
-    """
-    even, odd = where_padded(even, in0, PADDED), where_padded(odd, in1, PADDED)
-    tl.store(out_ptr + offsets, to_float8(even, out_ptr.dtype.element_ty), mask=in0)
-    tl.store(out_ptr + stride + offsets, to_float8(odd, out_ptr.dtype.element_ty), mask=in1)
-    words = pack_rows(even, odd, out_ptr.dtype.element_ty)
-    store_transposed(words, out_t_ptr, c, pair, real, pairs, stride_t)
-
-
-@triton.jit
 def store_quads(
     x,  # four of (BT / 4, NG, GP): rows 4k, 4k + 1, 4k + 2, 4k + 3
     inside,  # four: which of x are
@@ -161,7 +143,11 @@ def store_quads(
 
 @triton.jit
 def store_quad_rows(x, inside, inverse, out_ptr, stride, offsets):
-    """x / scale in FP8 as the rows lie, by conversions of their own (`store_pair`)."""
+    """x / scale in FP8 as the rows lie, by conversions of their own.
+
+    ptxas (12.8 and 12.9, not 13.0) drops one to two FP8 bytes whose result is the low half of a 32-bit word, as in
+    `store_quads`, and used elsewhere as well: what is stored there is some other register's content.
+    """
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     tl.store(out_ptr + offsets, to_float8(x[0] * inverse, TYPE), mask=inside[0])
     tl.store(out_ptr + stride + offsets, to_float8(x[1] * inverse, TYPE), mask=inside[1])
