@@ -29,7 +29,8 @@ from overcoat.kernels.quantize import group_decode, group_encode, padded_tokens,
 
 def _split(qkv: Tensor, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, Tensor]:
     """The fused buffer's q, k and v (T, heads, D) in FP32."""
-    heads = qkv.view(qkv.shape[0], num_q + 2 * num_kv, -1).float()
+    count = num_q + 2 * num_kv
+    heads = qkv.view(qkv.shape[0], count, qkv.shape[1] // count).float()
     q, k, v = heads.split((num_q, num_kv, num_kv), dim=1)
     return q, k, v
 

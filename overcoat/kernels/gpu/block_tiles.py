@@ -37,9 +37,14 @@ class Strip(NamedTuple):
     warps: int
     registers: Optional[int]  # the most of a thread; None: as many as the compiler wants
 
-    def registers_for(self, width: int) -> Optional[int]:
-        """Rows that cannot be read in words of 16 bytes need more."""
-        return None if width % 16 else self.registers
+
+@triton.jit
+def tile_and_block(columns, W: tl.constexpr):
+    """This program's tile of W columns: its number among those side by side, which come one after the other, and the
+    number of its block of tokens. One axis of the grid, as the others end at 65,535."""
+    count = tl.cdiv(columns, W)
+    block = tl.program_id(0) // count
+    return tl.program_id(0) - block * count, block
 
 
 # ---- blocks along rows ----------------------------------------------------------------------------------------------
@@ -70,16 +75,9 @@ def store_rows(x, t, rows, out_ptr, scale_ptr, offsets, inside, INVERSE_MAX: tl.
 
 
 @triton.jit
-def pair_amax(even, odd):
-    """max |x| of each column of a tile given as its even and odd rows (64, NG, GP)."""
-    return max_magnitude(larger(tl.abs(even), tl.abs(odd)), 0)
-
-
-@triton.jit
 def store_columns(
     even,  # (64, NG, GP), zero outside
     odd,  # the rows between them
-    amax,  # (NG, GP): `pair_amax` of them
     in0,
     in1,
     out_t_ptr,  # int16: pairs of FP8, row stride `stride_t`
@@ -93,9 +91,8 @@ def store_columns(
     TYPE: tl.constexpr,
 ):
     """The columns of a tile of 128 tokens, one block each: x / scale in FP8, transposed, and the scales."""
-    scale = scale_of(amax, INVERSE_MAX)
-    tl.store(scale_t_ptr + c, scale, mask=real)
-    inverse = reciprocal(scale)[None, :, :]
+    amax = max_magnitude(larger(tl.abs(even), tl.abs(odd)), 0)
+    inverse = store_scales(amax, scale_t_ptr, c, real, INVERSE_MAX)
     # Padding is zero even where the scale is not finite.
     even, odd = where_padded(even * inverse, in0, PADDED), where_padded(odd * inverse, in1, PADDED)
     words = tl.permute(pack_rows(even, odd, TYPE), (1, 2, 0))

@@ -23,12 +23,12 @@ from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, empty_rows_t, 
 from overcoat.kernels.gpu.block_tiles import (
     ROW_TILE,
     Strip,
-    pair_amax,
     quad_magnitude,
     store_columns,
     store_rows,
     store_scales,
     strip_columns,
+    tile_and_block,
 )
 from overcoat.kernels.gpu.common import (
     CODES,
@@ -65,13 +65,14 @@ def _rows_kernel(
     INVERSE_MAX: tl.constexpr,
     BT: tl.constexpr,
 ):
-    t0, c0 = tl.program_id(1) * BT, tl.program_id(0) * 128
+    tile, block = tile_and_block(C, 128)
+    t0, c0 = block * BT, tile * 128
     t, c = tl.arange(0, BT), tl.arange(0, 128)[None, :]
     inside = (t < T - t0)[:, None, None] & (c < C - c0)[None, :, :]
     offsets = t[:, None, None] * C + c[None, :, :]
     start = t0.to(tl.int64) * C + c0
     x = tl.load(x_ptr + start + offsets, mask=inside, other=0.0).to(tl.float32)
-    scale_ptr += tl.program_id(0).to(tl.int64) * T + t0
+    scale_ptr += tile.to(tl.int64) * T + t0
     store_rows(x, t, T - t0, out_ptr + start, scale_ptr, offsets, inside, INVERSE_MAX)
 
 
@@ -79,7 +80,7 @@ def block_quantize(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """x (T, C) in 1x128 blocks."""
     x = x.contiguous()
     out, scale = empty_rows(x, x.shape, FLOAT8[fmt].dtype)
-    grid = (blocks(x.shape[1]), cdiv(x.shape[0], ROW_TILE))
+    grid = (blocks(x.shape[1]) * cdiv(x.shape[0], ROW_TILE),)
     with on_device(x):
         _rows_kernel[grid](x, out, scale, *x.shape, inverse_max(fmt), ROW_TILE, num_warps=4, **EXACT)
     return out, scale
@@ -99,7 +100,8 @@ def _tile_kernel(
     PLAIN: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    t0, c0 = tl.program_id(1) * 128, tl.program_id(0) * 128
+    tile, block = tile_and_block(C, 128)
+    t0, c0 = block * 128, tile * 128
     t, c = 2 * tl.arange(0, 64), tl.arange(0, 128)[None, :]
     real = c < C - c0
     in0, in1 = (t < T - t0)[:, None, None] & real[None, :, :], (t + 1 < T - t0)[:, None, None] & real[None, :, :]
@@ -108,14 +110,14 @@ def _tile_kernel(
     even = tl.load(x_ptr + start + offsets, mask=in0, other=0.0).to(tl.float32)
     odd = tl.load(x_ptr + start + C + offsets, mask=in1, other=0.0).to(tl.float32)
     if PLAIN:
-        scale_ptr += tl.program_id(0).to(tl.int64) * T + t0
+        scale_ptr += tile.to(tl.int64) * T + t0
         store_rows(even, t, T - t0, out_ptr + start, scale_ptr, offsets, in0, INVERSE_MAX)
         store_rows(odd, t + 1, T - t0, out_ptr + start + C, scale_ptr, offsets, in1, INVERSE_MAX)
     out_t_ptr += c0.to(tl.int64) * (P // 2) + t0 // 2
-    scale_t_ptr += tl.program_id(1).to(tl.int64) * C + c0
+    scale_t_ptr += block.to(tl.int64) * C + c0
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     store_columns(
-        even, odd, pair_amax(even, odd), in0, in1, out_t_ptr, scale_t_ptr, c, real, (P - t0) // 2, P // 2,
+        even, odd, in0, in1, out_t_ptr, scale_t_ptr, c, real, (P - t0) // 2, P // 2,
         PADDED, INVERSE_MAX, TYPE,
     )  # fmt: skip
 
@@ -126,7 +128,7 @@ def _launch_tiles(x: Tensor, fmt: str, plain: Optional[tuple[Tensor, Tensor]]) -
     out, scale = plain or (out_t, scale_t)
     padded = out_t.shape[1]
     with on_device(x):
-        _tile_kernel[(blocks(x.shape[1]), blocks(padded))](
+        _tile_kernel[(blocks(x.shape[1]) * blocks(padded),)](
             x, out, scale, out_t.view(torch.int16), scale_t, *x.shape, padded,
             inverse_max(fmt), plain is not None, padded > x.shape[0], num_warps=TILE_WARPS, **EXACT,
         )  # fmt: skip
@@ -170,8 +172,9 @@ def _requantize_kernel(
     V: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    t0, t = tl.program_id(1) * 128, 4 * tl.arange(0, 32)
-    c0, c, g, real = strip_columns(tl.program_id(0), C, G, GP, W, V)
+    tile, block = tile_and_block(C, W if G == GP else W // GP * G)
+    t0, t = block * 128, 4 * tl.arange(0, 32)
+    c0, c, g, real = strip_columns(tile, C, G, GP, W, V)
     codes_ptr += t0.to(tl.int64) * C + c0
     amax_ptr += t0.to(tl.int64) * n
     x0, in0 = decode_rows(codes_ptr, amax_ptr, t, c, g, real, T - t0, n, C, n, CODE)
@@ -186,7 +189,7 @@ def _requantize_kernel(
         x0, x1 = tl.where(in0, x0 + bias, 0.0), tl.where(in1, x1 + bias, 0.0)
         x2, x3 = tl.where(in2, x2 + bias, 0.0), tl.where(in3, x3 + bias, 0.0)
     out_t_ptr += c0.to(tl.int64) * (P // 4) + t0 // 4
-    scale_t_ptr += tl.program_id(1).to(tl.int64) * C + c0
+    scale_t_ptr += block.to(tl.int64) * C + c0
     inverse = store_scales(max_magnitude(quad_magnitude(x0, x1, x2, x3), 0), scale_t_ptr, c, real, INVERSE_MAX)
     quad, quads, inside = tl.arange(0, 32), (P - t0) // 4, (in0, in1, in2, in3)
     store_quads((x0, x1, x2, x3), inside, inverse, out_t_ptr, c, quad, real, quads, P // 4, PADDED, tl.float8e4nv)
@@ -203,7 +206,7 @@ def block_requantize_t(
     whole = gp != group_size  # whole groups then, the strip as wide as one at least
     width = max(strip.columns, gp) if whole else strip.columns
     with on_device(codes):
-        _requantize_kernel[(cdiv(columns, width // gp * group_size if whole else width), blocks(padded))](
+        _requantize_kernel[(cdiv(columns, width // gp * group_size if whole else width) * blocks(padded),)](
             codes, group_amax, codes if weight is None else weight, codes if bias is None else bias,
             out_t.view(torch.int32), scale_t, tokens, columns, padded, group_amax.shape[1],
             inverse_max("e4m3"), weight is not None, bias is not None, group_size, gp, CODES[code], width,

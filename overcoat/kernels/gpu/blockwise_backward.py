@@ -35,6 +35,7 @@ from overcoat.kernels.gpu.block_tiles import (
     store_scales,
     store_values,
     strip_columns,
+    tile_and_block,
 )
 from overcoat.kernels.gpu.common import (
     CODES,
@@ -47,7 +48,7 @@ from overcoat.kernels.gpu.common import (
     three_amax,
     two_amax,
 )
-from overcoat.kernels.gpu.launch import cdiv, dense_rows, kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, dense_rows, kernel, on_device, registers
 from overcoat.kernels.gpu.swiglu_backward import gradient_of, gradient_quads, load_operands
 from overcoat.kernels.gpu.tiles import store_quads
 
@@ -69,8 +70,9 @@ def _gradient_rows_kernel(
     CODE: tl.constexpr,
     BT: tl.constexpr,
 ):
+    tile, block = tile_and_block(I, 128)
     NG: tl.constexpr = 128 // G
-    t0, g0 = tl.program_id(1) * BT, tl.program_id(0) * NG
+    t0, g0 = block * BT, tile * NG
     t, g = tl.arange(0, BT), tl.arange(0, NG)
     c = g[:, None] * G + tl.arange(0, G)[None, :]  # (NG, G), from column g0 * G on
     start = t0.to(tl.int64) * 2 * I + g0 * G
@@ -79,7 +81,7 @@ def _gradient_rows_kernel(
     operands = load_operands(dh_ptr, codes_ptr + start, amax_ptr, t, c, g, c < I - g0 * G, T - t0, n - g0, I, n)
     a, b, _, inside = gradient_of(operands, operands, CODE)
     offsets = t[:, None, None] * (2 * I) + c[None, :, :]
-    scale_ptr += tl.program_id(0).to(tl.int64) * T + t0
+    scale_ptr += tile.to(tl.int64) * T + t0
     store_rows(a, t, T - t0, out_ptr + start, scale_ptr, offsets, inside, INVERSE_MAX)
     scale_ptr += tl.cast(I // 128, tl.int64) * T
     store_rows(b, t, T - t0, out_ptr + start + I, scale_ptr, offsets, inside, INVERSE_MAX)
@@ -109,15 +111,16 @@ def _gradient_columns_kernel(
     V: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    t0, t = tl.program_id(1) * 128, 4 * tl.arange(0, 32)
-    c0, c, g, real = strip_columns(tl.program_id(0), I, G, G, W, V)
+    tile, block = tile_and_block(I, W)
+    t0, t = block * 128, 4 * tl.arange(0, 32)
+    c0, c, g, real = strip_columns(tile, I, G, G, W, V)
     dh_ptr += t0.to(tl.int64) * I + c0
     codes_ptr += t0.to(tl.int64) * 2 * I + c0
     amax_ptr += t0.to(tl.int64) * 2 * n
     a, b, h, inside = gradient_quads(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, T - t0, n, I, n, CODE)
     column, turn, quad, quads, stride_t = (
         c0.to(tl.int64),
-        tl.program_id(1).to(tl.int64),
+        block.to(tl.int64),
         tl.arange(0, 32),
         (P - t0) // 4,
         P // 4,
@@ -162,15 +165,15 @@ def _launch_gradient(
     n, padded, strip = group_amax.shape[2], h_t.shape[1], GRADIENT_STRIP if fmt else VALUES_STRIP
     with on_device(dh):
         if fmt:
-            _gradient_rows_kernel[(blocks(width), cdiv(tokens, ROW_TILE))](
+            _gradient_rows_kernel[(blocks(width) * cdiv(tokens, ROW_TILE),)](
                 dh, codes, group_amax, out, scale, tokens, width, n,
                 inverse_max(fmt), group_size, CODES[code], ROW_TILE, num_warps=4, **EXACT,
             )  # fmt: skip
-        _gradient_columns_kernel[(cdiv(width, strip.columns), blocks(padded))](
+        _gradient_columns_kernel[(cdiv(width, strip.columns) * blocks(padded),)](
             dh, codes, group_amax, out, out_t.view(torch.int32), scale_t, h_t.view(torch.int32), h_scale,
             tokens, width, padded, n, TRITON_FLOAT8[fmt or "e4m3"], inverse_max(fmt or "e4m3"), inverse_max("e4m3"),
             fmt is None, group_size, CODES[code], strip.columns, strip.vector, padded > tokens,
-            num_warps=strip.warps, maxnreg=strip.registers_for(width), **EXACT,
+            num_warps=strip.warps, maxnreg=registers(strip.registers, dh, group_size), **EXACT,
         )  # fmt: skip
     return h_t, h_scale
 
@@ -226,13 +229,13 @@ def _store_halves(x1, x2, t, rows, out_ptr, scale_ptr, offsets, E, inside, INVER
 
 @triton.jit
 def _rope_tile(
-    dy_ptr, block, first, stride_dy, ROTATE: tl.constexpr,
+    dy_ptr, tile, block, first, stride_dy, ROTATE: tl.constexpr,
     cos_ptr, sin_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, T, P, positions, C,
     INVERSE_MAX: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """One program of `_rope_kernel`: a part's block of 128 columns; `first`: the part's first column of the buffer."""
     E: tl.constexpr = D // 2
-    t0, c0 = tl.program_id(1) * 128, block * 128
+    t0, c0 = block * 128, tile * 128
     t, i, rows = 4 * tl.arange(0, 32), tl.arange(0, E), T - t0
     e = i // V * V + i % V  # as in `strip_columns`
     c = (tl.arange(0, 128 // D) * D)[:, None] + e[None, :]  # (heads of a block, E): the heads' first halves
@@ -260,7 +263,7 @@ def _rope_tile(
     _store_halves(d1, d2, t + 3, rows, out_ptr + 3 * C, scale_ptr, target, E, in3, INVERSE_MAX)
     x1, x2, inside = (a1, b1, c1, d1), (a2, b2, c2, d2), (in0, in1, in2, in3)
     amax1, amax2 = two_amax(quad_magnitude(*x1), quad_magnitude(*x2), 0)
-    scale_t_ptr += tl.program_id(1).to(tl.int64) * C + c0
+    scale_t_ptr += block.to(tl.int64) * C + c0
     inverse1 = store_scales(amax1, scale_t_ptr, c, real, INVERSE_MAX)
     inverse2 = store_scales(amax2, scale_t_ptr + E, c, real, INVERSE_MAX)
     quad, quads, stride_t = tl.arange(0, 32), (P - t0) // 4, P // 4
@@ -296,13 +299,14 @@ def _rope_kernel(
     PADDED: tl.constexpr,
 ):
     shared = (cos_ptr, sin_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, T, P, positions, C)
-    block, first_v = tl.program_id(0), blocks_q + blocks_kv
-    if block < blocks_q:
-        _rope_tile(dq_ptr, block, 0, stride_q, True, *shared, INVERSE_MAX, D, V, PADDED)
-    elif block < first_v:
-        _rope_tile(dk_ptr, block - blocks_q, blocks_q * 128, stride_k, True, *shared, INVERSE_MAX, D, V, PADDED)
+    tile, block = tile_and_block(C, 128)
+    first_v = blocks_q + blocks_kv
+    if tile < blocks_q:
+        _rope_tile(dq_ptr, tile, block, 0, stride_q, True, *shared, INVERSE_MAX, D, V, PADDED)
+    elif tile < first_v:
+        _rope_tile(dk_ptr, tile - blocks_q, block, blocks_q * 128, stride_k, True, *shared, INVERSE_MAX, D, V, PADDED)
     else:
-        _rope_tile(dv_ptr, block - first_v, first_v * 128, stride_v, False, *shared, INVERSE_MAX, D, V, PADDED)
+        _rope_tile(dv_ptr, tile - first_v, block, first_v * 128, stride_v, False, *shared, INVERSE_MAX, D, V, PADDED)
 
 
 # By measurement (docs/log-kernels.md): columns of a thread, warps, registers.
@@ -319,7 +323,7 @@ def qk_rope_block_backward(
     out_t, scale_t = empty_rows_t(dq, (tokens, columns), FLOAT8[fmt].dtype)
     padded = out_t.shape[1]
     with on_device(dq):
-        _rope_kernel[(columns // BLOCK, blocks(padded))](
+        _rope_kernel[(columns // BLOCK * blocks(padded),)](
             *parts, cos.contiguous(), sin.contiguous(), out, scale, out_t.view(torch.int32), scale_t,
             tokens, padded, cos.shape[0], columns, dq.shape[1] // BLOCK, dk.shape[1] // BLOCK,
             *[part.stride(0) for part in parts], inverse_max(fmt), dq.shape[1] // num_q, ROPE_VECTOR, padded > tokens,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from overcoat.formats import E4M3, group_code
 from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows
-from overcoat.kernels.gpu.blockwise import ROW_TILE, store_rows
+from overcoat.kernels.gpu.block_tiles import ROW_TILE, store_rows, tile_and_block
 from overcoat.kernels.gpu.common import (
     CODES,
     EXACT,
@@ -190,8 +190,9 @@ def _swiglu_kernel(
     CODE: tl.constexpr,
     BT: tl.constexpr,
 ):
+    tile, block = tile_and_block(I, 128)
     NG: tl.constexpr = 128 // G
-    t0, g0 = tl.program_id(1) * BT, tl.program_id(0) * NG
+    t0, g0 = block * BT, tile * NG
     t, g = tl.arange(0, BT), tl.arange(0, NG)
     c = g[:, None] * G + tl.arange(0, G)[None, :]  # (NG, G), from column g0 * G on
     inside = (t < T - t0)[:, None, None] & (c < I - g0 * G)[None, :, :]
@@ -204,7 +205,7 @@ def _swiglu_kernel(
     gate = _encode_half(gate_up_ptr, codes_ptr, amax_ptr, offsets, inside, places, known, CODE)
     up = _encode_half(gate_up_ptr + I, codes_ptr + I, amax_ptr + n, offsets, inside, places, known, CODE)
     h_ptr += t0.to(tl.int64) * I + g0 * G
-    scale_ptr += tl.program_id(0).to(tl.int64) * T + t0
+    scale_ptr += tile.to(tl.int64) * T + t0
     offsets = t[:, None, None] * I + c[None, :, :]
     store_rows(gate * sigmoid(gate) * up, t, T - t0, h_ptr, scale_ptr, offsets, inside, INVERSE_MAX)
 
@@ -218,7 +219,7 @@ def swiglu_block_quantize(gate_up: Tensor, code: str, group_size: int) -> tuple[
     codes = torch.empty(gate_up.shape, dtype=group_code(code).dtype, device=gate_up.device)
     group_amax = torch.empty((tokens, 2, n), dtype=torch.bfloat16, device=gate_up.device)
     with on_device(gate_up):
-        _swiglu_kernel[(blocks(width), cdiv(tokens, ROW_TILE))](
+        _swiglu_kernel[(blocks(width) * cdiv(tokens, ROW_TILE),)](
             gate_up, h, scale, codes, group_amax, tokens, width, n,
             inverse_max("e4m3"), group_size, CODES[code], ROW_TILE, num_warps=4, **EXACT,
         )  # fmt: skip

@@ -36,7 +36,7 @@ from overcoat.kernels.gpu.common import (
 )
 from overcoat.kernels.gpu.gelu import gelu, is_tanh
 from overcoat.kernels.gpu.hardware import arrived
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device, registers
 from overcoat.kernels.gpu.partials import sum_partials
 from overcoat.kernels.gpu.tiles import (
     group_columns,
@@ -57,7 +57,7 @@ AMAX_TILE = 2048
 PRODUCT_TILE, PRODUCT_WARPS = (32, 128), 4
 GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 4
 # There, columns next to each other in a thread: of more there are more numbers to put together, for the sums over
-# tokens; and the registers of a thread. Rows that cannot be read in words of 16 bytes need more.
+# tokens; and the registers of a thread.
 GRADIENT_COLUMNS, GRADIENT_REGISTERS = 4, 80
 # More than |gelu'| in both forms: 1.12890 (erf) and 1.12899 (tanh), either right to 5e-6. A product with it bounds the
 # product with gelu', as both are rounded alike.
@@ -298,6 +298,6 @@ def gelu_backward_quantize(
             dh, codes, group_amax, scale, amax, out, out_t.view(torch.int32), d_scale, h_t.view(torch.int32),
             partial if has_bias else d_scale, tokens, width, padded, n, inverse_max(fmt), has_bias,
             is_tanh(approximate), group_size, gp, CODES[code], count, GRADIENT_TILE[0], padded > tokens,
-            GRADIENT_COLUMNS, num_warps=GRADIENT_WARPS, maxnreg=None if width % 16 else GRADIENT_REGISTERS, **EXACT,
+            GRADIENT_COLUMNS, num_warps=GRADIENT_WARPS, maxnreg=registers(GRADIENT_REGISTERS, dh, group_size), **EXACT,
         )  # fmt: skip
     return out, out_t, d_scale, sum_partials(partial)[0] if has_bias else partial.view(0), h_t

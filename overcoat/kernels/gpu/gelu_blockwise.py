@@ -32,6 +32,7 @@ from overcoat.kernels.gpu.block_tiles import (
     store_scales,
     store_values,
     strip_columns,
+    tile_and_block,
 )
 from overcoat.kernels.gpu.common import (
     CODES,
@@ -40,22 +41,25 @@ from overcoat.kernels.gpu.common import (
     encode,
     inverse_max,
     max_magnitude,
+    two_amax,
     two_amax_and_sum,
 )
 from overcoat.kernels.gpu.gelu import gelu, is_tanh
 from overcoat.kernels.gpu.gelu_backward import gradient_of, gradient_quads, load_operands
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device, registers
 from overcoat.kernels.gpu.partials import sum_partials
 from overcoat.kernels.gpu.tiles import store_quads
 
 
 @triton.jit
-def _tile(BT: tl.constexpr, G: tl.constexpr):
-    """Rows and columns of this program's tile of BT tokens and one block: t0, g0, t, g, c (NG, G) from g0 * G on."""
+def _tile(I, BT: tl.constexpr, G: tl.constexpr):  # noqa: E741
+    """Rows and columns of this program's tile of BT tokens and one block: t0, g0, t, g, c (NG, G) from g0 * G on; the
+    block's number."""
+    tile, block = tile_and_block(I, 128)
     NG: tl.constexpr = 128 // G
     g = tl.arange(0, NG)
     c = g[:, None] * G + tl.arange(0, G)[None, :]
-    return tl.program_id(1) * BT, tl.program_id(0) * NG, tl.arange(0, BT), g, c
+    return block * BT, tile * NG, tl.arange(0, BT), g, c, tile
 
 
 @kernel
@@ -74,7 +78,7 @@ def _forward_kernel(
     CODE: tl.constexpr,
     BT: tl.constexpr,
 ):
-    t0, g0, t, g, c = _tile(BT, G)
+    t0, g0, t, g, c, tile = _tile(I, BT, G)
     inside = (t < T - t0)[:, None, None] & (c < I - g0 * G)[None, :, :]
     known = (t < T - t0)[:, None] & (g < n - g0)[None, :]
     start = t0.to(tl.int64) * I + g0 * G
@@ -84,7 +88,7 @@ def _forward_kernel(
     tl.store(amax_ptr + t0.to(tl.int64) * n + g0 + (t[:, None] * n + g[None, :]), amax, mask=known)
     tl.store(codes_ptr + start + offsets, encode(u, amax.to(tl.float32)[:, :, None], CODE), mask=inside)
     h, _ = gelu(u, TANH)
-    scale_ptr += tl.program_id(0).to(tl.int64) * T + t0
+    scale_ptr += tile.to(tl.int64) * T + t0
     store_rows(h, t, T - t0, h_ptr + start, scale_ptr, offsets, inside, INVERSE_MAX)
 
 
@@ -99,7 +103,7 @@ def gelu_block_quantize(
     codes = torch.empty(u.shape, dtype=group_code(code).dtype, device=u.device)
     group_amax = torch.empty((tokens, n), dtype=torch.bfloat16, device=u.device)
     with on_device(u):
-        _forward_kernel[(blocks(width), cdiv(tokens, ROW_TILE))](
+        _forward_kernel[(blocks(width) * cdiv(tokens, ROW_TILE),)](
             u, h, scale, codes, group_amax, tokens, width, n, inverse_max("e4m3"),
             is_tanh(approximate), group_size, CODES[code], ROW_TILE, num_warps=4, **EXACT,
         )  # fmt: skip
@@ -122,7 +126,7 @@ def _gradient_rows_kernel(
     CODE: tl.constexpr,
     BT: tl.constexpr,
 ):
-    t0, g0, t, g, c = _tile(BT, G)
+    t0, g0, t, g, c, tile = _tile(I, BT, G)
     start = t0.to(tl.int64) * I + g0 * G
     dh_ptr += start
     codes_ptr += start
@@ -130,7 +134,7 @@ def _gradient_rows_kernel(
     real = c < I - g0 * G
     operands = load_operands(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, T - t0, n - g0, I, n)
     du, _, inside = gradient_of(operands, operands, CODE, TANH)
-    scale_ptr += tl.program_id(0).to(tl.int64) * T + t0
+    scale_ptr += tile.to(tl.int64) * T + t0
     offsets = t[:, None, None] * I + c[None, :, :]
     store_rows(du, t, T - t0, out_ptr + start, scale_ptr, offsets, inside, INVERSE_MAX)
 
@@ -162,27 +166,31 @@ def _gradient_columns_kernel(
     V: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    t0, t = tl.program_id(1) * 128, 4 * tl.arange(0, 32)
-    c0, c, g, real = strip_columns(tl.program_id(0), I, G, G, W, V)
+    tile, block = tile_and_block(I, W)
+    t0, t = block * 128, 4 * tl.arange(0, 32)
+    c0, c, g, real = strip_columns(tile, I, G, G, W, V)
     first = t0.to(tl.int64) * I + c0
     dh_ptr += first
     codes_ptr += first
     amax_ptr += t0.to(tl.int64) * n
     d, h, inside = gradient_quads(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, T - t0, n, I, n, CODE, TANH)
     column, quad, quads, stride_t = c0.to(tl.int64), tl.arange(0, 32), (P - t0) // 4, P // 4
-    turn, place = tl.program_id(1).to(tl.int64) * I + column, column * stride_t + t0 // 4
+    turn, place = block.to(tl.int64) * I + column, column * stride_t + t0 // 4
     h_scale_ptr += turn
     if VALUES:
+        tl.static_assert(not SUMS)
         h_inverse = store_scales(max_magnitude(quad_magnitude(*h), 0), h_scale_ptr, c, real, H_INVERSE_MAX)
         store_values(d, inside, out_ptr + first + (t[:, None, None] * I + c[None, :, :]), I)
     else:
-        total = (d[0] + d[1]) + (d[2] + d[3])
-        h_amax, d_amax, total = two_amax_and_sum(quad_magnitude(*h), quad_magnitude(*d), total, 0)
+        if SUMS:
+            total = (d[0] + d[1]) + (d[2] + d[3])
+            h_amax, d_amax, total = two_amax_and_sum(quad_magnitude(*h), quad_magnitude(*d), total, 0)
+            tl.store(partial_ptr + turn + c, total, mask=real)
+        else:
+            h_amax, d_amax = two_amax(quad_magnitude(*h), quad_magnitude(*d), 0)
         h_inverse = store_scales(h_amax, h_scale_ptr, c, real, H_INVERSE_MAX)
         d_inverse = store_scales(d_amax, scale_t_ptr + turn, c, real, INVERSE_MAX)
         store_quads(d, inside, d_inverse, out_t_ptr + place, c, quad, real, quads, stride_t, PADDED, TYPE)
-        if SUMS:
-            tl.store(partial_ptr + turn + c, total, mask=real)
     store_quads(h, inside, h_inverse, h_t_ptr + place, c, quad, real, quads, stride_t, PADDED, tl.float8e4nv)
 
 
@@ -211,12 +219,12 @@ def _launch_columns(
     padded, strip = h_t.shape[1], GRADIENT_STRIP if fmt else VALUES_STRIP
     partial = torch.empty((blocks(tokens) if has_bias else 0, width), dtype=torch.float32, device=dh.device)
     with on_device(dh):
-        _gradient_columns_kernel[(cdiv(width, strip.columns), blocks(padded))](
+        _gradient_columns_kernel[(cdiv(width, strip.columns) * blocks(padded),)](
             dh, codes, group_amax, out, out_t.view(torch.int32), scale_t, h_t.view(torch.int32), h_scale,
             partial if has_bias else h_scale, tokens, width, padded, group_amax.shape[1],
             TRITON_FLOAT8[fmt or "e4m3"], inverse_max(fmt or "e4m3"), inverse_max("e4m3"), fmt is None, has_bias,
             is_tanh(approximate), group_size, CODES[code], strip.columns, strip.vector, padded > tokens,
-            num_warps=strip.warps, maxnreg=strip.registers_for(width), **EXACT,
+            num_warps=strip.warps, maxnreg=registers(strip.registers, dh, group_size), **EXACT,
         )  # fmt: skip
     return h_t, h_scale, partial
 
@@ -246,7 +254,7 @@ def gelu_block_backward_quantize(
     out, scale = empty_rows(dh, dh.shape, FLOAT8[fmt].dtype)
     gradient_t = empty_rows_t(dh, dh.shape, FLOAT8[fmt].dtype)
     with on_device(dh):
-        _gradient_rows_kernel[(blocks(width), cdiv(tokens, ROW_TILE))](
+        _gradient_rows_kernel[(blocks(width) * cdiv(tokens, ROW_TILE),)](
             dh, codes, group_amax, out, scale, tokens, width, group_amax.shape[1],
             inverse_max(fmt), is_tanh(approximate), group_size, CODES[code], ROW_TILE, num_warps=4, **EXACT,
         )  # fmt: skip

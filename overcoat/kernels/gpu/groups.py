@@ -94,7 +94,7 @@ def _group_encode_kernel(
     group, row, known, column, inside = listed_groups(groups, n, C, G, GP, NG)
     offsets = row.to(tl.int64)[:, None] * C + column
     if WANT_AMAX:
-        seen = tl.load(amax_ptr)
+        seen = tl.load(amax_ptr, cache_modifier=".cg")
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
     if WANT_AMAX and HAS_CENTER:
         x = to_float32(x)

@@ -9,9 +9,9 @@ Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for 
 Everything equals the reference bit for bit, except with head norms (Qwen3): their mean is summed in another order.
 
 A program takes one tile, NH heads of q, k or v of one token, and ends: so the next one's loads do not wait for its
-stores, and there is nothing to mask. NH is a power of 2 that divides the heads of q as well as of k and v; a thread has
-16 elements whatever NH is. Tiles of a token follow each other, so all but the first find its cos and sin in a cache, as
-all tokens do the center and the norms' weights.
+stores, and there is nothing to mask. NH is a power of 2 that divides the heads of q as well as of k and v; where that
+leaves little (one key head), a tile is of BT tokens. Tiles of a token follow each other, so all but the first find its
+cos and sin in a cache, as all tokens do the center and the norms' weights.
 
 Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, P positions in cos and sin.
 """
@@ -37,7 +37,7 @@ from overcoat.kernels.gpu.common import (
     power_of_2,
 )
 from overcoat.kernels.gpu.hardware import to_float32
-from overcoat.kernels.gpu.launch import kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 from overcoat.kernels.gpu.tiles import load_inside
 
 # The most elements of a tile, each half of a head in EP of them, and how many a thread has.
@@ -86,15 +86,18 @@ def _store_halves(pointer, E, first, second, inside):
 
 @triton.jit
 def _take_heads(
-    source_ptr, amax_ptr, center_ptr, codes_ptr, head, offsets, inside, E: tl.constexpr,
+    source_ptr, amax_ptr, center_ptr, codes_ptr, head, offsets, centers, known, inside, E: tl.constexpr,
     HAS_CENTER: tl.constexpr, ENCODE: tl.constexpr, DECODE: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
-    """The halves (NH, EP) of a token's heads in FP32, decoded or encoded on the way; all pointers at its row."""
+    """The halves (BT * NH, EP) of heads in FP32, decoded or encoded on the way; all pointers at the first token's row.
+
+    head: (BT * NH,) numbers from there on, of which `known` exist; offsets and centers: of their elements.
+    """
     x1, x2 = _load_halves(source_ptr + offsets, E, inside)
     if HAS_CENTER:
-        center1, center2 = _load_halves(center_ptr + offsets, E, inside)
+        center1, center2 = _load_halves(center_ptr + centers, E, inside)
     if DECODE:
-        amax = tl.load(amax_ptr + head).to(tl.float32)[:, None]
+        amax = load_inside(amax_ptr + head, known).to(tl.float32)[:, None]
         x1, x2 = decode(x1, amax, CODE), decode(x2, amax, CODE)
         if HAS_CENTER:
             x1, x2 = x1 + center1, x2 + center2
@@ -105,7 +108,7 @@ def _take_heads(
         if HAS_CENTER:
             c1, c2 = x1 - center1, x2 - center2
         amax = max_magnitude(larger(tl.abs(c1), tl.abs(c2)), 1).to(tl.bfloat16)
-        tl.store(amax_ptr + head, amax)
+        tl.store(amax_ptr + head, amax, mask=known)
         amax = amax.to(tl.float32)[:, None]
         _store_halves(codes_ptr + offsets, E, encode(c1, amax, CODE), encode(c2, amax, CODE), inside)
     return x1, x2
@@ -123,6 +126,7 @@ def _rope_kernel(
     q_weight_ptr,  # (D,), if HEAD_NORM
     k_weight_ptr,  # (D,), if HEAD_NORM
     eps,
+    T,
     P,
     num_q: tl.constexpr,
     num_kv: tl.constexpr,
@@ -135,27 +139,38 @@ def _rope_kernel(
     CODE: tl.constexpr,
     EP: tl.constexpr,
     NH: tl.constexpr,
+    BT: tl.constexpr,
 ):
     heads: tl.constexpr = num_q + 2 * num_kv
     E: tl.constexpr = D // 2
-    tile, token = tl.program_id(0) % (heads // NH), tl.program_id(0) // (heads // NH)
+    tile, token = tl.program_id(0) % (heads // NH), tl.program_id(0) // (heads // NH) * BT
     row = token.to(tl.int64) * heads
     amax_ptr += row
     source_ptr += row * D
     codes_ptr += row * D
     out_ptr += row * D
-    head, e = tile * NH + tl.arange(0, NH), tl.arange(0, EP)
-    offsets = head[:, None] * D + e[None, :]
+    r, e = tl.arange(0, BT * NH), tl.arange(0, EP)
     # What all heads have in common is read for each of them: as vectors (EP,) it would take a detour by shared memory.
-    first = tl.zeros((NH, 1), tl.int32) + e[None, :]
+    first = tl.zeros((BT * NH, 1), tl.int32) + e[None, :]
     inside = None if E == EP else first < E
+    if BT == 1:
+        head, center, known = tile * NH + r, tile * NH + r, None
+        cos_ptr += (token % P).to(tl.int64) * D
+        sin_ptr += (token % P).to(tl.int64) * D
+        place = first
+    else:
+        step, center = r // NH, tile * NH + r % NH
+        head, known = step * heads + center, step < T - token
+        place = ((token + step) % P)[:, None] * D + first
+        inside = known[:, None] & (first < E)
+    offsets, centers = head[:, None] * D + e[None, :], center[:, None] * D + e[None, :]
     if tile < (num_q + num_kv) // NH:
-        position = token % P * D
-        cos1, cos2 = load_halves(cos_ptr + (position + first), E, inside)
-        sin1, sin2 = load_halves(sin_ptr + (position + first), E, inside)
+        cos1, cos2 = load_halves(cos_ptr + place, E, inside)
+        sin1, sin2 = load_halves(sin_ptr + place, E, inside)
         y1, y2 = _take_heads(
-            source_ptr, amax_ptr, center_ptr, codes_ptr, head, offsets, inside, E, HAS_CENTER, ENCODE, DECODE, CODE
-        )
+            source_ptr, amax_ptr, center_ptr, codes_ptr, head, offsets, centers, known, inside, E,
+            HAS_CENTER, ENCODE, DECODE, CODE,
+        )  # fmt: skip
         if HEAD_NORM:
             weight_ptr = q_weight_ptr
             if tile >= num_q // NH:
@@ -164,8 +179,9 @@ def _rope_kernel(
         _store_halves(out_ptr + offsets, E, y1 * cos1 - y2 * sin1, y2 * cos2 + y1 * sin2, inside)
     else:
         x1, x2 = _take_heads(
-            source_ptr, amax_ptr, center_ptr, codes_ptr, head, offsets, inside, E, HAS_CENTER, ENCODE, DECODE, CODE
-        )
+            source_ptr, amax_ptr, center_ptr, codes_ptr, head, offsets, centers, known, inside, E,
+            HAS_CENTER, ENCODE, DECODE, CODE,
+        )  # fmt: skip
         if not IN_PLACE:
             _store_halves(out_ptr + offsets, E, x1, x2, inside)
 
@@ -187,16 +203,21 @@ def _launch_rope(
     width = source.shape[1] // heads
     half, common = power_of_2(width // 2), math.gcd(num_q, num_kv)
     count = min(common & -common, max(HEAD_TILE // (2 * half), 1))
+    elements = 2 * half * count
+    steps = 1 if 2 * elements >= HEAD_TILE else HEAD_TILE // elements
+    if q_weight is not None and k_weight is not None and q_weight.dtype != k_weight.dtype:
+        q_weight, k_weight = q_weight.float(), k_weight.float()
     with on_device(source):
-        _rope_kernel[(tokens * (heads // count),)](
+        _rope_kernel[(cdiv(tokens, steps) * (heads // count),)](
             source, source if amax is None else amax, source if center is None else center,
             source if codes is None else codes, out,
             cos.contiguous(), sin.contiguous(), cos if q_weight is None else q_weight,
-            cos if k_weight is None else k_weight, eps, cos.shape[0], num_q, num_kv, width,
+            cos if k_weight is None else k_weight, eps, tokens, cos.shape[0], num_q, num_kv, width,
             out is source, center is not None, q_weight is not None, codes is not None,
-            codes is None and amax is not None, CODES[code], half, count,
-            num_warps=max(2 * half * count // (32 * HEAD_ELEMENTS), 1),
-            maxnreg=ENCODE_REGISTERS if codes is not None and source.dtype == torch.bfloat16 else None, **EXACT,
+            codes is None and amax is not None, CODES[code], half, count, steps,
+            num_warps=max(steps * elements // (32 * HEAD_ELEMENTS), 1),
+            maxnreg=ENCODE_REGISTERS if codes is not None and source.dtype == torch.bfloat16 and steps == 1 else None,
+            **EXACT,
         )  # fmt: skip
 
 

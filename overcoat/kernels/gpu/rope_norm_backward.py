@@ -167,7 +167,7 @@ def qk_rope_norm_backward(
             q_weight is not None, k_weight is not None, half, rows, heads_q, heads_kv,
             num_warps=4, maxnreg=REGISTERS, **EXACT,
         )  # fmt: skip
-    partials = [partial for partial in (partial_q, partial_k) if len(partial)]
-    sums = iter(sum_partials(*partials))
-    dq_weight, dk_weight = (next(sums) if len(partial) else partial.view(0) for partial in (partial_q, partial_k))
+    pairs = ((partial_q, q_weight), (partial_k, k_weight))
+    sums = iter(sum_partials(*(partial for partial, weight in pairs if weight is not None)))
+    dq_weight, dk_weight = (partial.view(0) if weight is None else next(sums) for partial, weight in pairs)
     return out, dq_weight, dk_weight

@@ -84,7 +84,8 @@ def _swiglu_encode_kernel(
     group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
     offsets = row.to(tl.int64)[:, None] * (2 * I) + column
     places = group + row * n  # among (T, 2, n)
-    seen = tl.load(top_ptr)
+    # From L2: what this multiprocessor's own cache holds is as old as its first program.
+    seen = tl.load(top_ptr, cache_modifier=".cg")
     gate, gate_amax = _encode_half(gate_up_ptr, codes_ptr, amax_ptr, offsets, places, inside, known, CODE)
     up, _ = _encode_half(gate_up_ptr + I, codes_ptr + I, amax_ptr + n, offsets, places, inside, known, CODE)
     # Half of the special function unit's work would be h, of which only the largest is wanted. Once the first programs

@@ -37,7 +37,7 @@ from overcoat.kernels.gpu.common import (
     sigmoid,
 )
 from overcoat.kernels.gpu.hardware import arrived, fma
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device, registers
 from overcoat.kernels.gpu.tiles import (
     group_columns,
     listed_groups,
@@ -45,6 +45,7 @@ from overcoat.kernels.gpu.tiles import (
     store_quad_rows,
     store_quads,
     store_transposed,
+    where_padded,
     whole_groups,
 )
 
@@ -53,7 +54,7 @@ AMAX_TILE = 2048
 # (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
 BACKWARD_TILE, BACKWARD_WARPS = (32, 128), 8
 GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 8
-# Registers of a thread in both: four programs a multiprocessor. Rows that cannot be read in 16 bytes need more.
+# Registers of a thread in both: four programs a multiprocessor.
 REGISTERS = 64
 # silu' rises up to 2.3994, to 1.09984.
 SLOPE_PEAK, SLOPE_BOUND = tl.constexpr(2.399), tl.constexpr(1.1)
@@ -126,6 +127,7 @@ def _swiglu_backward_kernel(
     CODE: tl.constexpr,
     NG: tl.constexpr,
     BT: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
     pair = tl.arange(0, BT // 2)
@@ -140,7 +142,8 @@ def _swiglu_backward_kernel(
     a0, b0, h0, in0 = gradient_of(even, odd, CODE)
     a1, b1, h1, in1 = gradient_of(odd, even, CODE)
     inverse = inverse_of(tl.load(scale_ptr))
-    words = pack_rows(tl.where(in0, h0 * inverse, 0.0), tl.where(in1, h1 * inverse, 0.0), tl.float8e4nv)
+    h0, h1 = where_padded(h0 * inverse, in0, PADDED), where_padded(h1 * inverse, in1, PADDED)
+    words = pack_rows(h0, h1, tl.float8e4nv)
     h_t_ptr += (g0 * G).to(tl.int64) * (P // 2) + t0 // 2
     store_transposed(words, h_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
     target = out_ptr + start + (t[:, None, None] * (2 * I) + c[None, :, :])
@@ -276,8 +279,8 @@ def swiglu_backward(
     with on_device(dh):
         _swiglu_backward_kernel[(cdiv(padded, BACKWARD_TILE[0]), cdiv(n, count))](
             dh, codes, group_amax, scale, out, h_t.view(torch.int16), *dh.shape, padded, n,
-            group_size, gp, CODES[code], count, BACKWARD_TILE[0], num_warps=BACKWARD_WARPS,
-            maxnreg=None if dh.shape[1] % 16 else REGISTERS, **EXACT,
+            group_size, gp, CODES[code], count, BACKWARD_TILE[0], padded > dh.shape[0], num_warps=BACKWARD_WARPS,
+            maxnreg=registers(REGISTERS, dh, group_size), **EXACT,
         )  # fmt: skip
     return out, h_t
 
@@ -322,6 +325,6 @@ def swiglu_backward_quantize(
             dh, codes, group_amax, scale, amax, out, out_t.view(torch.int32), d_scale, h_t.view(torch.int32),
             *dh.shape, padded, n, inverse_max(fmt), group_size, gp, CODES[code], count, GRADIENT_TILE[0],
             padded > dh.shape[0], num_warps=GRADIENT_WARPS,
-            maxnreg=None if dh.shape[1] % 16 else REGISTERS, **EXACT,
+            maxnreg=registers(REGISTERS, dh, group_size), **EXACT,
         )  # fmt: skip
     return out, out_t, d_scale, h_t

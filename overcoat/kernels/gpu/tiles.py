@@ -108,7 +108,7 @@ def decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: tl
 
 @triton.jit
 def store_transposed(words, out_t_ptr, c, pair, real, pairs, stride):
-    """Words (BT / 2, NG, GP) of two tokens each to (NG, GP, BT / 2), of which `real` columns and `pairs` exist."""
+    """Words (B, NG, GP) of two or four tokens each to (NG, GP, B), of which `real` columns and `pairs` words exist."""
     inside = real[:, :, None] & (pair < pairs)[None, None, :]
     tl.store(out_t_ptr + (c[:, :, None] * stride + pair[None, None, :]), tl.permute(words, (1, 2, 0)), mask=inside)
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.kernels.gpu.compare import INTERPRETED, awkward
 
-SHAPES = [(1, 16), (7, 100), (61, 688)]
+SHAPES = [(1, 16), (7, 100), (48, 256), (61, 688)]  # of 48 tokens, a multiple of 16, nothing is padded
 SHAPES += [] if INTERPRETED else [(1000, 11008), (300, 17920)]
 GROUPS = [("sqrt8", 128), ("e4m3", 16), ("int8", 80)]
 # Of 6 groups each, 16 in a tile: many programs at once on a GPU, 23 one after another where they are interpreted.

@@ -13,7 +13,7 @@ from tests.kernels.gpu.compare import DEVICE, INTERPRETED, NEEDS_GPU, assert_equ
 
 pytestmark = NEEDS_GPU
 
-SHAPES = [(1, 16), (7, 100), (130, 400)]
+SHAPES = [(1, 16), (7, 100), (130, 400), (144, 256)]
 SHAPES += [(61, 688)] if INTERPRETED else [(61, 688), (1000, 5120), (513, 4096)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 QUANTIZERS = [ops.block_quantize, ops.block_quantize_both, ops.block_quantize_t]

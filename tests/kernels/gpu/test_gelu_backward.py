@@ -54,7 +54,7 @@ def test_a_tile_with_the_largest_gradient_is_never_passed_over(value, approximat
     below = torch.tensor(max(largest.view(torch.int32).item() - 32, 0), dtype=torch.int32, device=DEVICE)
     top = below.clone()
     gpu._gelu_gradient_amax_kernel[(2,)](
-        dh, codes, group_amax, top, 30, 6, 700, approximate == "tanh", 128, 128, 2, 16, False, num_warps=4, **EXACT
+        dh, codes, group_amax, top, 30, 6, 700, approximate == "tanh", 128, 128, 2, 16, False, num_warps=1, **EXACT
     )
     raised = top.view(torch.float32)
     assert (raised - largest).abs() <= 4e-6 * largest if INTERPRETED else raised == largest

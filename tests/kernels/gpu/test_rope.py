@@ -38,3 +38,10 @@ def test_encode_and_decode(case, head_norm, code):
     decoded = ops.qk_rope_decode.kernel(*kept_reference, *arguments, torch.bfloat16)
     reference = ops.qk_rope_decode.reference(*kept_reference, *arguments, torch.bfloat16)
     assert_equal(decoded, reference, exact=not head_norm)
+
+
+def test_head_norms_of_two_dtypes():
+    q_weight, k_weight = head_weights(16, True)
+    qkv, shared = awkward(14, 4 * 16), tables(7, 16)
+    mixed = (qkv, *shared, q_weight, k_weight.float(), 1e-6, 2, 1)
+    assert_equal(ops.qk_rope.kernel(*mixed), ops.qk_rope.kernel(qkv, *shared, q_weight, k_weight, 1e-6, 2, 1))

@@ -71,3 +71,9 @@ def test_head_norm_gradients_are_deterministic():
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))
     assert_norm_gradient(runs[0], ops.qk_rope_backward.reference(*arguments), "qk", 32, 8)
+
+
+def test_no_tokens():
+    arguments = norm_backward_arguments((0, 7, 2, 1, 16), "q")
+    ours, theirs = ops.qk_rope_backward.kernel(*arguments), ops.qk_rope_backward.reference(*arguments)
+    assert [x.tolist() for x in ours] == [x.tolist() for x in theirs]
