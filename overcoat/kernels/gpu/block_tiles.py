@@ -21,8 +21,10 @@ from typing import NamedTuple, Optional
 import triton
 import triton.language as tl
 
-from overcoat.kernels.gpu.common import larger, max_magnitude, pack_rows, scale_of, to_float8
+from overcoat.kernels.blockwise import BLOCK
+from overcoat.kernels.gpu.common import larger, max_magnitude, pack_rows, power_of_2, scale_of, to_float8
 from overcoat.kernels.gpu.hardware import reciprocal
+from overcoat.kernels.gpu.launch import cdiv
 from overcoat.kernels.gpu.tiles import group_columns, where_padded
 
 # Tokens of a tile whose rows alone are scaled.
@@ -38,13 +40,25 @@ class Strip(NamedTuple):
     registers: Optional[int]  # the most of a thread; None: as many as the compiler wants
 
 
-@triton.jit
-def tile_and_block(columns, W: tl.constexpr):
-    """This program's tile of W columns: its number among those side by side, which come one after the other, and the
-    number of its block of tokens. One axis of the grid, as the others end at 65,535."""
-    count = tl.cdiv(columns, W)
-    block = tl.program_id(0) // count
-    return tl.program_id(0) - block * count, block
+# CUDA's limit for the second axis of a grid, where the tokens are: to take all from one cost up to 11% of the time.
+MOST_BLOCKS = 65535
+
+
+def token_blocks(tokens: int) -> int:
+    """How many blocks of 128 cover the tokens.
+
+    Raises:
+        ValueError: more than a grid has room for.
+    """
+    count = cdiv(tokens, BLOCK)
+    if count > MOST_BLOCKS:
+        raise ValueError(f"{tokens} tokens at once are more than {MOST_BLOCKS * BLOCK}: split the batch")
+    return count
+
+
+def row_tile(tokens: int) -> int:
+    """Tokens of a program whose rows alone are scaled, a power of 2: few, as long as the grid has room for all."""
+    return max(ROW_TILE, power_of_2(cdiv(token_blocks(tokens) * BLOCK, MOST_BLOCKS)))
 
 
 # ---- blocks along rows ----------------------------------------------------------------------------------------------

@@ -21,14 +21,14 @@ from torch import Tensor
 from overcoat.formats import E4M3, FLOAT8
 from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, empty_rows_t, padded_blocks
 from overcoat.kernels.gpu.block_tiles import (
-    ROW_TILE,
     Strip,
     quad_magnitude,
+    row_tile,
     store_columns,
     store_rows,
     store_scales,
     strip_columns,
-    tile_and_block,
+    token_blocks,
 )
 from overcoat.kernels.gpu.common import (
     CODES,
@@ -65,7 +65,7 @@ def _rows_kernel(
     INVERSE_MAX: tl.constexpr,
     BT: tl.constexpr,
 ):
-    tile, block = tile_and_block(C, 128)
+    tile, block = tl.program_id(0), tl.program_id(1)
     t0, c0 = block * BT, tile * 128
     t, c = tl.arange(0, BT), tl.arange(0, 128)[None, :]
     inside = (t < T - t0)[:, None, None] & (c < C - c0)[None, :, :]
@@ -80,9 +80,10 @@ def block_quantize(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     """x (T, C) in 1x128 blocks."""
     x = x.contiguous()
     out, scale = empty_rows(x, x.shape, FLOAT8[fmt].dtype)
-    grid = (blocks(x.shape[1]) * cdiv(x.shape[0], ROW_TILE),)
+    rows = row_tile(x.shape[0])
+    grid = (blocks(x.shape[1]), cdiv(x.shape[0], rows))
     with on_device(x):
-        _rows_kernel[grid](x, out, scale, *x.shape, inverse_max(fmt), ROW_TILE, num_warps=4, **EXACT)
+        _rows_kernel[grid](x, out, scale, *x.shape, inverse_max(fmt), rows, num_warps=4, **EXACT)
     return out, scale
 
 
@@ -100,7 +101,7 @@ def _tile_kernel(
     PLAIN: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    tile, block = tile_and_block(C, 128)
+    tile, block = tl.program_id(0), tl.program_id(1)
     t0, c0 = block * 128, tile * 128
     t, c = 2 * tl.arange(0, 64), tl.arange(0, 128)[None, :]
     real = c < C - c0
@@ -128,7 +129,7 @@ def _launch_tiles(x: Tensor, fmt: str, plain: Optional[tuple[Tensor, Tensor]]) -
     out, scale = plain or (out_t, scale_t)
     padded = out_t.shape[1]
     with on_device(x):
-        _tile_kernel[(blocks(x.shape[1]) * blocks(padded),)](
+        _tile_kernel[(blocks(x.shape[1]), token_blocks(padded))](
             x, out, scale, out_t.view(torch.int16), scale_t, *x.shape, padded,
             inverse_max(fmt), plain is not None, padded > x.shape[0], num_warps=TILE_WARPS, **EXACT,
         )  # fmt: skip
@@ -172,7 +173,7 @@ def _requantize_kernel(
     V: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    tile, block = tile_and_block(C, W if G == GP else W // GP * G)
+    tile, block = tl.program_id(0), tl.program_id(1)
     t0, t = block * 128, 4 * tl.arange(0, 32)
     c0, c, g, real = strip_columns(tile, C, G, GP, W, V)
     codes_ptr += t0.to(tl.int64) * C + c0
@@ -206,7 +207,7 @@ def block_requantize_t(
     whole = gp != group_size  # whole groups then, the strip as wide as one at least
     width = max(strip.columns, gp) if whole else strip.columns
     with on_device(codes):
-        _requantize_kernel[(cdiv(columns, width // gp * group_size if whole else width) * blocks(padded),)](
+        _requantize_kernel[(cdiv(columns, width // gp * group_size if whole else width), token_blocks(padded))](
             codes, group_amax, codes if weight is None else weight, codes if bias is None else bias,
             out_t.view(torch.int32), scale_t, tokens, columns, padded, group_amax.shape[1],
             inverse_max("e4m3"), weight is not None, bias is not None, group_size, gp, CODES[code], width,

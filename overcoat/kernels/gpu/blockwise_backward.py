@@ -26,16 +26,16 @@ from torch import Tensor
 from overcoat.formats import E4M3, FLOAT8
 from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, empty_rows_t
 from overcoat.kernels.gpu.block_tiles import (
-    ROW_TILE,
     Strip,
     quad_magnitude,
     row_amax,
+    row_tile,
     store_rows,
     store_scaled_rows,
     store_scales,
     store_values,
     strip_columns,
-    tile_and_block,
+    token_blocks,
 )
 from overcoat.kernels.gpu.common import (
     CODES,
@@ -70,7 +70,7 @@ def _gradient_rows_kernel(
     CODE: tl.constexpr,
     BT: tl.constexpr,
 ):
-    tile, block = tile_and_block(I, 128)
+    tile, block = tl.program_id(0), tl.program_id(1)
     NG: tl.constexpr = 128 // G
     t0, g0 = block * BT, tile * NG
     t, g = tl.arange(0, BT), tl.arange(0, NG)
@@ -111,7 +111,7 @@ def _gradient_columns_kernel(
     V: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    tile, block = tile_and_block(I, W)
+    tile, block = tl.program_id(0), tl.program_id(1)
     t0, t = block * 128, 4 * tl.arange(0, 32)
     c0, c, g, real = strip_columns(tile, I, G, G, W, V)
     dh_ptr += t0.to(tl.int64) * I + c0
@@ -163,13 +163,14 @@ def _launch_gradient(
     h_t, h_scale = empty_rows_t(dh, dh.shape, E4M3.dtype)
     out, scale, out_t, scale_t = gradient if fmt else (*gradient, h_scale, h_t, h_scale)
     n, padded, strip = group_amax.shape[2], h_t.shape[1], GRADIENT_STRIP if fmt else VALUES_STRIP
+    rows = row_tile(tokens)
     with on_device(dh):
         if fmt:
-            _gradient_rows_kernel[(blocks(width) * cdiv(tokens, ROW_TILE),)](
+            _gradient_rows_kernel[(blocks(width), cdiv(tokens, rows))](
                 dh, codes, group_amax, out, scale, tokens, width, n,
-                inverse_max(fmt), group_size, CODES[code], ROW_TILE, num_warps=4, **EXACT,
+                inverse_max(fmt), group_size, CODES[code], rows, num_warps=4, **EXACT,
             )  # fmt: skip
-        _gradient_columns_kernel[(cdiv(width, strip.columns) * blocks(padded),)](
+        _gradient_columns_kernel[(cdiv(width, strip.columns), token_blocks(padded))](
             dh, codes, group_amax, out, out_t.view(torch.int32), scale_t, h_t.view(torch.int32), h_scale,
             tokens, width, padded, n, TRITON_FLOAT8[fmt or "e4m3"], inverse_max(fmt or "e4m3"), inverse_max("e4m3"),
             fmt is None, group_size, CODES[code], strip.columns, strip.vector, padded > tokens,
@@ -299,7 +300,7 @@ def _rope_kernel(
     PADDED: tl.constexpr,
 ):
     shared = (cos_ptr, sin_ptr, out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, T, P, positions, C)
-    tile, block = tile_and_block(C, 128)
+    tile, block = tl.program_id(0), tl.program_id(1)
     first_v = blocks_q + blocks_kv
     if tile < blocks_q:
         _rope_tile(dq_ptr, tile, block, 0, stride_q, True, *shared, INVERSE_MAX, D, V, PADDED)
@@ -323,7 +324,7 @@ def qk_rope_block_backward(
     out_t, scale_t = empty_rows_t(dq, (tokens, columns), FLOAT8[fmt].dtype)
     padded = out_t.shape[1]
     with on_device(dq):
-        _rope_kernel[(columns // BLOCK * blocks(padded),)](
+        _rope_kernel[(columns // BLOCK, token_blocks(padded))](
             *parts, cos.contiguous(), sin.contiguous(), out, scale, out_t.view(torch.int32), scale_t,
             tokens, padded, cos.shape[0], columns, dq.shape[1] // BLOCK, dk.shape[1] // BLOCK,
             *[part.stride(0) for part in parts], inverse_max(fmt), dq.shape[1] // num_q, ROPE_VECTOR, padded > tokens,

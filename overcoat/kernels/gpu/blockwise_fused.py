@@ -22,7 +22,7 @@ from torch import Tensor
 
 from overcoat.formats import E4M3, group_code
 from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows
-from overcoat.kernels.gpu.block_tiles import ROW_TILE, store_rows, tile_and_block
+from overcoat.kernels.gpu.block_tiles import row_tile, store_rows
 from overcoat.kernels.gpu.common import (
     CODES,
     EXACT,
@@ -190,7 +190,7 @@ def _swiglu_kernel(
     CODE: tl.constexpr,
     BT: tl.constexpr,
 ):
-    tile, block = tile_and_block(I, 128)
+    tile, block = tl.program_id(0), tl.program_id(1)
     NG: tl.constexpr = 128 // G
     t0, g0 = block * BT, tile * NG
     t, g = tl.arange(0, BT), tl.arange(0, NG)
@@ -218,9 +218,10 @@ def swiglu_block_quantize(gate_up: Tensor, code: str, group_size: int) -> tuple[
     h, scale = empty_rows(gate_up, (tokens, width), E4M3.dtype)
     codes = torch.empty(gate_up.shape, dtype=group_code(code).dtype, device=gate_up.device)
     group_amax = torch.empty((tokens, 2, n), dtype=torch.bfloat16, device=gate_up.device)
+    rows = row_tile(tokens)
     with on_device(gate_up):
-        _swiglu_kernel[(blocks(width) * cdiv(tokens, ROW_TILE),)](
+        _swiglu_kernel[(blocks(width), cdiv(tokens, rows))](
             gate_up, h, scale, codes, group_amax, tokens, width, n,
-            inverse_max("e4m3"), group_size, CODES[code], ROW_TILE, num_warps=4, **EXACT,
+            inverse_max("e4m3"), group_size, CODES[code], rows, num_warps=4, **EXACT,
         )  # fmt: skip
     return h, scale, codes, group_amax

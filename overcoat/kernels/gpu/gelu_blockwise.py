@@ -25,14 +25,14 @@ from torch import Tensor
 from overcoat.formats import E4M3, FLOAT8, group_code
 from overcoat.kernels.blockwise import blocks, empty_rows, empty_rows_t
 from overcoat.kernels.gpu.block_tiles import (
-    ROW_TILE,
     Strip,
     quad_magnitude,
+    row_tile,
     store_rows,
     store_scales,
     store_values,
     strip_columns,
-    tile_and_block,
+    token_blocks,
 )
 from overcoat.kernels.gpu.common import (
     CODES,
@@ -52,14 +52,12 @@ from overcoat.kernels.gpu.tiles import store_quads
 
 
 @triton.jit
-def _tile(I, BT: tl.constexpr, G: tl.constexpr):  # noqa: E741
-    """Rows and columns of this program's tile of BT tokens and one block: t0, g0, t, g, c (NG, G) from g0 * G on; the
-    block's number."""
-    tile, block = tile_and_block(I, 128)
+def _tile(BT: tl.constexpr, G: tl.constexpr):
+    """Rows and columns of this program's tile of BT tokens and one block: t0, g0, t, g, c (NG, G) from g0 * G on."""
     NG: tl.constexpr = 128 // G
     g = tl.arange(0, NG)
     c = g[:, None] * G + tl.arange(0, G)[None, :]
-    return block * BT, tile * NG, tl.arange(0, BT), g, c, tile
+    return tl.program_id(1) * BT, tl.program_id(0) * NG, tl.arange(0, BT), g, c
 
 
 @kernel
@@ -78,7 +76,7 @@ def _forward_kernel(
     CODE: tl.constexpr,
     BT: tl.constexpr,
 ):
-    t0, g0, t, g, c, tile = _tile(I, BT, G)
+    t0, g0, t, g, c = _tile(BT, G)
     inside = (t < T - t0)[:, None, None] & (c < I - g0 * G)[None, :, :]
     known = (t < T - t0)[:, None] & (g < n - g0)[None, :]
     start = t0.to(tl.int64) * I + g0 * G
@@ -88,7 +86,7 @@ def _forward_kernel(
     tl.store(amax_ptr + t0.to(tl.int64) * n + g0 + (t[:, None] * n + g[None, :]), amax, mask=known)
     tl.store(codes_ptr + start + offsets, encode(u, amax.to(tl.float32)[:, :, None], CODE), mask=inside)
     h, _ = gelu(u, TANH)
-    scale_ptr += tile.to(tl.int64) * T + t0
+    scale_ptr += tl.program_id(0).to(tl.int64) * T + t0
     store_rows(h, t, T - t0, h_ptr + start, scale_ptr, offsets, inside, INVERSE_MAX)
 
 
@@ -102,10 +100,11 @@ def gelu_block_quantize(
     h, scale = empty_rows(u, u.shape, E4M3.dtype)
     codes = torch.empty(u.shape, dtype=group_code(code).dtype, device=u.device)
     group_amax = torch.empty((tokens, n), dtype=torch.bfloat16, device=u.device)
+    rows = row_tile(tokens)
     with on_device(u):
-        _forward_kernel[(blocks(width) * cdiv(tokens, ROW_TILE),)](
+        _forward_kernel[(blocks(width), cdiv(tokens, rows))](
             u, h, scale, codes, group_amax, tokens, width, n, inverse_max("e4m3"),
-            is_tanh(approximate), group_size, CODES[code], ROW_TILE, num_warps=4, **EXACT,
+            is_tanh(approximate), group_size, CODES[code], rows, num_warps=4, **EXACT,
         )  # fmt: skip
     return h, scale, codes, group_amax
 
@@ -126,7 +125,7 @@ def _gradient_rows_kernel(
     CODE: tl.constexpr,
     BT: tl.constexpr,
 ):
-    t0, g0, t, g, c, tile = _tile(I, BT, G)
+    t0, g0, t, g, c = _tile(BT, G)
     start = t0.to(tl.int64) * I + g0 * G
     dh_ptr += start
     codes_ptr += start
@@ -134,7 +133,7 @@ def _gradient_rows_kernel(
     real = c < I - g0 * G
     operands = load_operands(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, T - t0, n - g0, I, n)
     du, _, inside = gradient_of(operands, operands, CODE, TANH)
-    scale_ptr += tile.to(tl.int64) * T + t0
+    scale_ptr += tl.program_id(0).to(tl.int64) * T + t0
     offsets = t[:, None, None] * I + c[None, :, :]
     store_rows(du, t, T - t0, out_ptr + start, scale_ptr, offsets, inside, INVERSE_MAX)
 
@@ -166,7 +165,7 @@ def _gradient_columns_kernel(
     V: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    tile, block = tile_and_block(I, W)
+    tile, block = tl.program_id(0), tl.program_id(1)
     t0, t = block * 128, 4 * tl.arange(0, 32)
     c0, c, g, real = strip_columns(tile, I, G, G, W, V)
     first = t0.to(tl.int64) * I + c0
@@ -219,7 +218,7 @@ def _launch_columns(
     padded, strip = h_t.shape[1], GRADIENT_STRIP if fmt else VALUES_STRIP
     partial = torch.empty((blocks(tokens) if has_bias else 0, width), dtype=torch.float32, device=dh.device)
     with on_device(dh):
-        _gradient_columns_kernel[(cdiv(width, strip.columns) * blocks(padded),)](
+        _gradient_columns_kernel[(cdiv(width, strip.columns), token_blocks(padded))](
             dh, codes, group_amax, out, out_t.view(torch.int32), scale_t, h_t.view(torch.int32), h_scale,
             partial if has_bias else h_scale, tokens, width, padded, group_amax.shape[1],
             TRITON_FLOAT8[fmt or "e4m3"], inverse_max(fmt or "e4m3"), inverse_max("e4m3"), fmt is None, has_bias,
@@ -253,10 +252,11 @@ def gelu_block_backward_quantize(
     tokens, width = dh.shape
     out, scale = empty_rows(dh, dh.shape, FLOAT8[fmt].dtype)
     gradient_t = empty_rows_t(dh, dh.shape, FLOAT8[fmt].dtype)
+    rows = row_tile(tokens)
     with on_device(dh):
-        _gradient_rows_kernel[(blocks(width) * cdiv(tokens, ROW_TILE),)](
+        _gradient_rows_kernel[(blocks(width), cdiv(tokens, rows))](
             dh, codes, group_amax, out, scale, tokens, width, group_amax.shape[1],
-            inverse_max(fmt), is_tanh(approximate), group_size, CODES[code], ROW_TILE, num_warps=4, **EXACT,
+            inverse_max(fmt), is_tanh(approximate), group_size, CODES[code], rows, num_warps=4, **EXACT,
         )  # fmt: skip
     h_t, h_scale, partial = _launch_columns(
         dh, codes, group_amax, gradient_t, fmt, has_bias, approximate, code, group_size
