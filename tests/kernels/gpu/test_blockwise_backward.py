@@ -43,3 +43,21 @@ def test_rope_backward(case, fmt, dtype):
     for parts in (views, [part.contiguous() for part in views], [part.t().contiguous().t() for part in views]):
         ours = ops.qk_rope_block_backward.kernel(*parts, *tables, fmt, num_q)
         assert_equal(ours, ops.qk_rope_block_backward.reference(*parts, *tables, fmt, num_q))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_padding_is_zero_where_a_scale_is_not_finite(value):
+    """134 tokens are padded to 144; the scales of the last block, and of row 133, are those of its bad value."""
+    codes, group_amax, _ = swiglu_encode.reference(gates((134, 256)), "sqrt8", 128)
+    dh = torch.randn(134, 256, device=DEVICE).bfloat16()
+    dh[133, 7] = value
+    arguments = (dh, codes, group_amax)
+    _, h_t, _ = ops.swiglu_block_backward.kernel(*arguments, "sqrt8", 128)
+    _, _, gradient_t, _, again, _ = ops.swiglu_block_backward_quantize.kernel(*arguments, "e5m2", "sqrt8", 128)
+    tables = torch.ones(67, 128, device=DEVICE), torch.ones(67, 128, device=DEVICE)
+    _, _, rotated_t, scale = ops.qk_rope_block_backward.kernel(dh, dh, dh, *tables, "e5m2", 2)
+    assert not scale[1].isfinite().all()
+    for operand in (h_t, gradient_t, again, rotated_t):
+        assert operand.shape[1] == 144
+        assert not operand.view(torch.uint8)[:, 134:].any()
+        assert operand.view(torch.uint8)[:, :133].any()
