@@ -118,7 +118,7 @@ def launched() -> dict[str, list[Variant]]:
         for aligned in (False, True):
             variant = Variant.of(kernel, args, options, aligned)
             seen[variant.kind()] = variant  # of several sizes the last, the largest
-            if "PADDED" in variant.constants:  # samples have tokens to pad, real batches seldom
+            if aligned and "PADDED" in variant.constants:  # samples have tokens to pad, real batches seldom
                 whole = variant._replace(constants={**variant.constants, "PADDED": False})
                 seen[whole.kind()] = whole
 
