@@ -27,7 +27,7 @@ CASE requantize_t
 CASE gelu_quantize erf
 ==PROF== Profiling "_gelu_quantize_kernel" - 52: 0%....50%....100% - 33 passes
 ==PROF== Disconnected from process 2032
-==PROF== Report: /tmp/w/prof.ncu-rep
+==PROF== Report: report.ncu-rep
 """
 
 # A column in each line: its title, its unit, what it says of each launch.
