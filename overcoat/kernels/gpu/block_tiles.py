@@ -7,9 +7,9 @@ that are four, whose columns alone are scaled.
 
 To put maxima (or sums) along the tokens together, threads exchange a number for each column that they hold, and warps
 do the same through shared memory, where a column's numbers lie side by side: columns that are apart by 32 or more
-such numbers are in one bank. With 16 bytes of a row a thread, as Triton has it by itself, and 8 warps that took 75 to
-92% of what shared memory can do (Nsight Compute). So a strip says how many columns a thread holds, has few warps, and
-finds the maxima of its results in one reduction.
+such numbers are in one bank. With 16 bytes of a row a thread, as Triton has it by itself, and 8 warps shared memory was
+62 to 92% busy (Nsight Compute), with that for a good part. So a strip says how many columns a thread holds, has few
+warps, and finds the maxima of its results in one reduction.
 
 Legend: that of blockwise.py.
 """
@@ -40,7 +40,7 @@ class Strip(NamedTuple):
     registers: Optional[int]  # the most of a thread; None: as many as the compiler wants
 
 
-# CUDA's limit for the second axis of a grid, where the tokens are: to take all from one cost up to 11% of the time.
+# CUDA's limit for the second axis of a grid, where the tokens are: to take all from one cost up to 12% of the time.
 MOST_BLOCKS = 65535
 
 
