@@ -2,8 +2,8 @@
 
 A tile's 128 columns and / or 128 tokens are whole blocks, so a program finds its blocks' maxima in registers. A tile is
 (tokens, NG, GP): its columns are NG groups of kept codes, or one group of 128. What is written transposed goes as words
-of neighbouring tokens (common.py): of two, in tiles that are two, their even and their odd rows; of four, in strips
-that are four, whose columns alone are scaled.
+of neighbouring tokens (common.py): of two, in tiles that are two, their even and their odd rows; of four, in tiles
+that are four.
 
 To put maxima (or sums) along the tokens together, threads exchange a number for each column that they hold, and warps
 do the same through shared memory, where a column's numbers lie side by side: columns that are apart by 32 or more
@@ -57,7 +57,11 @@ def token_blocks(tokens: int) -> int:
 
 
 def row_tile(tokens: int) -> int:
-    """Tokens of a program whose rows alone are scaled, a power of 2: few, as long as the grid has room for all."""
+    """Tokens of a program whose rows alone are scaled, a power of 2: few, as long as the grid has room for all.
+
+    Raises:
+        ValueError: more tokens than `token_blocks` takes.
+    """
     return max(ROW_TILE, power_of_2(cdiv(token_blocks(tokens) * BLOCK, MOST_BLOCKS)))
 
 

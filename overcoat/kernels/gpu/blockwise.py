@@ -211,7 +211,7 @@ def block_requantize_t(
             codes, group_amax, codes if weight is None else weight, codes if bias is None else bias,
             out_t.view(torch.int32), scale_t, tokens, columns, padded, group_amax.shape[1],
             inverse_max("e4m3"), weight is not None, bias is not None, group_size, gp, CODES[code], width,
-            strip.vector, padded > tokens, num_warps=strip.warps * max(width // strip.columns, 1), **EXACT,
+            strip.vector, padded > tokens, num_warps=min(strip.warps * max(width // strip.columns, 1), 32), **EXACT,
         )  # fmt: skip
     return out_t, scale_t
 

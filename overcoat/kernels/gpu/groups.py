@@ -69,7 +69,10 @@ def token_center(x: Tensor, step: int) -> Tensor:
 
 @triton.jit
 def _raise(amax_ptr, seen, top):
-    """`atomic_amax` if top exceeds what was `seen` there: once the first programs have found large values, few do."""
+    """`atomic_amax` if top exceeds what was `seen` there: once the first programs have found large values, few do.
+
+    Warps of a program may have seen different values: nothing that they would wait for each other in may stand here.
+    """
     if top.to(tl.int32, bitcast=True) > seen:
         atomic_amax(amax_ptr, top)
 

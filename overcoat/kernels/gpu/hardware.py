@@ -133,7 +133,7 @@ def to_float32(x):
 
 @triton.jit
 def arrived(codes, x):
-    """8-bit codes, not before BF16 numbers x that belong to the same elements have arrived as well.
+    """8-bit codes, not before as many BF16 numbers x have arrived as well. For grids of one or two axes.
 
     For kernels that need both: left alone, ptxas puts the loads of what it needs last off until the arithmetic on the
     first is done, and a thread waits for memory twice. One instruction for four: or'ed with x and'ed with a zero, the

@@ -68,11 +68,11 @@ def sum_partials_into(
 ) -> None:
     """Write the sums over the rows of one or two partials (Q, C) FP32 to sums (C,) of any dtype; max(tops) to amax."""
     (programs, columns), first, first_sum = partials[0].shape, partials[0], sums[0]
-    rows = min(power_of_2(programs), ROWS)
+    rows, wants_top = min(power_of_2(programs), ROWS), tops is not None
     with on_device(first):
-        _sum_partials_kernel[(cdiv(columns, COLUMNS) + (tops is not None), len(partials))](
+        _sum_partials_kernel[(cdiv(columns, COLUMNS) + wants_top, len(partials))](
             first, partials[-1], first_sum, sums[-1], first if tops is None else tops, first if amax is None else amax,
-            programs, columns, tops is not None, power_of_2(programs), rows, COLUMNS,
+            programs, columns, wants_top, power_of_2(programs) if wants_top else 1, rows, COLUMNS,
             num_warps=min(max(rows * COLUMNS // (32 * ELEMENTS), 4), 16),
         )  # fmt: skip
 

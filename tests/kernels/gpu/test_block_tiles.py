@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from overcoat.kernels import blockwise, blockwise_fused, gelu_blockwise
+from overcoat.kernels.gpu import block_tiles
 from overcoat.kernels.gpu.block_tiles import MOST_BLOCKS, ROW_TILE, row_tile, token_blocks
+from tests.kernels.gpu.compare import DEVICE, NEEDS_GPU
 
 MOST = MOST_BLOCKS * 128
 
@@ -22,6 +26,31 @@ def test_a_grid_has_room_for_all_tokens(tokens):
 
 def test_few_rows_a_program_where_there_is_room():
     assert row_tile(8192) == row_tile(1_000_000) == ROW_TILE
+
+
+def _by_rows():
+    """What the kernels make whose programs have `row_tile` tokens, of a number that no tile divides."""
+    torch.manual_seed(0)
+    x, dh = (torch.randn(130, 192, device=DEVICE).bfloat16() for _ in range(2))
+    _, _, u_codes, u_amax = gelu = gelu_blockwise.gelu_block_quantize.kernel(x, "tanh", "sqrt8", 128)
+    gate_up = torch.cat((x, dh), 1)
+    _, _, codes, amax = swiglu = blockwise_fused.swiglu_block_quantize.kernel(gate_up, "sqrt8", 64)
+    return (
+        *blockwise.block_quantize.kernel(x, "e4m3"),
+        *gelu,
+        *swiglu,
+        *gelu_blockwise.gelu_block_backward_quantize.kernel(dh, u_codes, u_amax, "e4m3", False, "tanh", "sqrt8", 128),
+        *blockwise_fused.swiglu_block_backward_quantize.kernel(dh, codes, amax, "e4m3", "sqrt8", 64),
+    )
+
+
+@pytest.mark.parametrize("rows", [pytest.param(64, marks=NEEDS_GPU)])
+def test_taller_tiles_write_the_same(rows, monkeypatch):
+    """Tiles as tall as more than a million tokens want them."""
+    expected = _by_rows()
+    monkeypatch.setattr(block_tiles, "ROW_TILE", rows)
+    for ours, theirs in zip(_by_rows(), expected, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @pytest.mark.parametrize("count", [token_blocks, row_tile])
