@@ -204,6 +204,13 @@ def keep_parts(ctx: torch.autograd.function.FunctionCtx, *parts: tuple[str, dict
                         recorder.names[_storage(tensor)] = (op, name)
 
 
+def release_saved(ctx: Any) -> None:
+    """Let go of what `keep_parts` saved, in a backward that has asked for it: its memory is free when nobody there
+    needs it any more, not when the backward has ended. Does nothing if the graph is retained for another backward."""
+    if not torch.compiler.is_compiling():  # a compiled backward frees what it has read by itself
+        ctx.maybe_clear_saved_tensors()
+
+
 def optimizer_bytes(optimizer: torch.optim.Optimizer, device_type: str | None = None) -> int:
     """Bytes of all tensors in an optimizer's state, of sharded ones this process' part.
 

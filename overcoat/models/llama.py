@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from overcoat.kernels.packed import dense_mask
 from overcoat.ops.attention import Heads, Rotary
-from overcoat.ops.block import Block, Linear, decoder_block
+from overcoat.ops.block import decoder_block
 from overcoat.ops.linear import Norm
+from overcoat.ops.parameters import Block, Linear
 from overcoat.recipe import Recipe
 
 # The linear layers a layer must have, by attribute path: Llama's, and one's without a gate.

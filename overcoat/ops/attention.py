@@ -102,37 +102,50 @@ def attention_forward(
     return o, o_amax, AttentionKept(lse, codes, group_amax, center, o_codes, o_group_amax, o_center)
 
 
-def _rotated_gradients(
-    do: Tensor, kept: AttentionKept, rotary: Rotary, heads: Heads, recipe: Recipe
-) -> tuple[tuple[Tensor, Tensor, Tensor], Optional[Tensor]]:
-    """Gradients of the rotated q and k, and of v; with head norms also their input q/k/v, else None."""
+class Decoded(NamedTuple):
+    """What attention's backward reads: rotated q/k/v, o and lse; with head norms also q/k/v before, else None."""
+
+    rotated: Tensor
+    o: Tensor
+    lse: Tensor
+    inputs: Optional[Tensor]
+
+
+def attention_decode(kept: AttentionKept, rotary: Rotary, heads: Heads, recipe: Recipe, dtype: torch.dtype) -> Decoded:
+    """What is kept as tensors of `dtype`, q and k rotated again."""
     cos, sin, mask, q_weight, k_weight = rotary
     tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
     has_norms = q_weight is not None or k_weight is not None
-    shape = (mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
     qkv, o, lse, code = kept.qkv, kept.o, kept.lse, recipe.kept_format
-    if kept.qkv_amax is not None:
-        if has_norms:
-            qkv = group_decode(qkv, kept.qkv_amax, kept.qkv_center, code, heads.width, do.dtype)
-            rotated = qk_rope(qkv, *tables)
-        else:
-            rotated = qk_rope_decode(qkv, kept.qkv_amax, kept.qkv_center, *tables, code, do.dtype)
-        if heads.biased:
-            o, lse = attention_op(rotated, *shape)
-        else:
-            o = group_decode(o, kept.o_amax, kept.o_center, code, heads.width, do.dtype)
-    else:
+    if kept.qkv_amax is None:
+        return Decoded(qk_rope(qkv, *tables), o, lse, qkv if has_norms else None)
+    if has_norms:
+        qkv = group_decode(qkv, kept.qkv_amax, kept.qkv_center, code, heads.width, dtype)
         rotated = qk_rope(qkv, *tables)
-    gradients = attention_backward_op(do.contiguous(), rotated, o, lse, *shape)
-    return gradients, qkv if has_norms else None
+    else:
+        rotated = qk_rope_decode(qkv, kept.qkv_amax, kept.qkv_center, *tables, code, dtype)
+    if heads.biased:
+        o, lse = attention_op(rotated, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
+    else:
+        o = group_decode(o, kept.o_amax, kept.o_center, code, heads.width, dtype)
+    return Decoded(rotated, o, lse, qkv if has_norms else None)
 
 
-def attention_backward(
-    do: Tensor, kept: AttentionKept, rotary: Rotary, heads: Heads, recipe: Recipe
+def rotated_gradients(
+    do: Tensor, decoded: Decoded, mask: Optional[Tensor], heads: Heads
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the rotated q and k, and of v, from o's, do (T, num_q * D)."""
+    rotated, o, lse, _ = decoded
+    return attention_backward_op(
+        do.contiguous(), rotated, o, lse, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale
+    )
+
+
+def qkv_gradient(
+    gradients: tuple[Tensor, Tensor, Tensor], inputs: Optional[Tensor], rotary: Rotary, heads: Heads
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-    """Gradients of qkv and of the q/k norm weights."""
+    """Gradients of qkv and of the q/k norm weights, from `rotated_gradients` and `Decoded.inputs`."""
     cos, sin, _, q_weight, k_weight = rotary
-    gradients, inputs = _rotated_gradients(do, kept, rotary, heads, recipe)
     dqkv, dq_weight, dk_weight = qk_rope_backward(
         *gradients, inputs, cos, sin, q_weight, k_weight, heads.eps, heads.num_q
     )
@@ -143,18 +156,25 @@ def attention_backward(
     )
 
 
-def attention_backward_quantized(
-    do: Tensor, kept: AttentionKept, rotary: Rotary, heads: Heads, recipe: Recipe
+def qkv_gradient_quantized(
+    gradients: tuple[Tensor, Tensor, Tensor], rotary: Rotary, heads: Heads, recipe: Recipe
 ) -> Gradient:
     """Gradient of qkv straight in both FP8 layouts; without q/k norms."""
-    gradients, _ = _rotated_gradients(do, kept, rotary, heads, recipe)
     if recipe.linear_scaling == "block":
         return _quantized_in_blocks(gradients, rotary, heads, recipe)
     top = qk_rope_backward_amax(*gradients, rotary.cos, rotary.sin, heads.num_q)
     data, transposed, scale = qk_rope_backward_quantize(
         *gradients, rotary.cos, rotary.sin, top, recipe.grad_format, heads.num_q
     )
-    return Gradient(data, transposed, scale, None, do.dtype)
+    return Gradient(data, transposed, scale, None, gradients[0].dtype)
+
+
+def attention_backward(
+    do: Tensor, kept: AttentionKept, rotary: Rotary, heads: Heads, recipe: Recipe
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    """Gradients of qkv and of the q/k norm weights."""
+    decoded = attention_decode(kept, rotary, heads, recipe, do.dtype)
+    return qkv_gradient(rotated_gradients(do, decoded, rotary.mask, heads), decoded.inputs, rotary, heads)
 
 
 def _quantized_in_blocks(

@@ -25,14 +25,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from overcoat.kernels.quantize import group_decode, group_encode
-from overcoat.memory import keep_parts
+from overcoat.memory import keep_parts, release_saved
 from overcoat.ops.attention import (
     AttentionKept,
     Heads,
     Rotary,
-    attention_backward,
-    attention_backward_quantized,
+    attention_decode,
     attention_forward,
+    qkv_gradient,
+    qkv_gradient_quantized,
+    rotated_gradients,
 )
 from overcoat.ops.gelu import gelu_linear_again, gelu_linear_backward, gelu_linear_forward
 from overcoat.ops.linear import (
@@ -52,47 +54,9 @@ from overcoat.ops.mlp import (
     swiglu_linear_forward,
 )
 from overcoat.ops.offload import run_block
+from overcoat.ops.parameters import Block, from_parameters, parameters_of
 from overcoat.ops.products import Gradient, LinearGrads, product_backward
 from overcoat.recipe import Recipe
-
-
-class Linear(NamedTuple):
-    """A linear layer's parameters: weight (N, K), bias (N,) or None."""
-
-    weight: Tensor
-    bias: Optional[Tensor]
-
-
-class Block(NamedTuple):
-    """The parameters of a Llama-shaped block, or of one whose MLP has no gate.
-
-    gate: None without; gelu: then the `approximate` of the GELU between up and down, else None (SwiGLU).
-    """
-
-    attention_norm: Norm
-    mlp_norm: Norm
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
-    gate: Optional[Linear]
-    up: Linear
-    down: Linear
-    gelu: Optional[str] = None
-
-    @property
-    def qkv(self) -> tuple[list[Tensor], list[Optional[Tensor]]]:
-        """Weights and biases that read the attention norm's output."""
-        return _unzip(self.q, self.k, self.v)
-
-    @property
-    def gate_up(self) -> tuple[list[Tensor], list[Optional[Tensor]]]:
-        """Weights and biases that read the MLP norm's output."""
-        return _unzip(self.up) if self.gate is None else _unzip(self.gate, self.up)
-
-
-def _unzip(*layers: Linear) -> tuple[list[Tensor], list[Optional[Tensor]]]:
-    return [layer.weight for layer in layers], [layer.bias for layer in layers]
 
 
 class BlockKept(NamedTuple):
@@ -141,7 +105,9 @@ def _to_gate_up(
     """The residual stream before the MLP, the projections gate and up, and what four ops keep on the way."""
     qkv, kept_qkv = norm_linear_forward(x, block.attention_norm, *block.qkv, recipe, scales.qkv)
     o, o_amax, kept_attention = attention_forward(qkv, rotary, heads, recipe, in_place=True)
+    del qkv  # 3 U in 16 bits, as long as somebody knows them
     y, kept_o = linear_forward(o, block.o.weight, block.o.bias, x.dtype, recipe, o_amax, scales.o)
+    del o
     x, gate_up, kept_gate_up = add_norm_linear_forward(y, x, block.mlp_norm, *block.gate_up, recipe, scales.gate_up)
     return x, gate_up, (kept_qkv, kept_attention, kept_o, kept_gate_up)
 
@@ -157,27 +123,31 @@ class Wanted(NamedTuple):
 
 def block_backward(
     dx: Tensor,
-    kept: BlockKept,
+    kept: list[Any],
     block: Block,
     rotary: Rotary,
     heads: Heads,
     recipe: Recipe,
     wanted: Wanted = Wanted(),  # noqa: B008
 ) -> tuple[Tensor, list[Optional[Tensor]]]:
-    """Gradients of the block's input and of its parameters, in the order of `_parameters`.
+    """Gradients of the block's input and of its parameters, in the order of `parameters_of`.
 
     Gradients between the ops go straight into FP8, except where a bias or a head norm reads them too.
+
+    kept: `BlockKept` as a list. It is emptied from its end: what an op has kept is free when the op's gradients are
+    there, and so are these when the op before has read them. At its fullest moment a block's backward holds 17 U (in
+    Llama-2-7B, at 4 x 2048 tokens, gradients of its weights among them); if all lived to the end, it would be 29.
     """
-    dgate_up, down = _mlp_backward(dx, kept.down, block, recipe, wanted.down)
+    dgate_up, down = _mlp_backward(dx, kept.pop(), block, recipe, wanted.down)
     dx, dmlp_norm, dmlp_norm_bias, gate_up, dx_amax = norm_linear_backward(
-        dgate_up, dx, kept.gate_up, block.mlp_norm, *block.gate_up, recipe, wanted.gate_up
+        dgate_up, dx, kept.pop(), block.mlp_norm, *block.gate_up, recipe, wanted.gate_up
     )
-    o_t = rebuild_input_t(kept.attention.o, kept.attention.encoded_o, kept.o.x_scale, recipe) if wanted.o else None
-    o = product_backward(dx, o_t, [block.o.weight], [block.o.bias], kept.o.w_amax, recipe, dx_amax)
+    del dgate_up
+    o = _o_backward(dx, dx_amax, kept.pop(), kept[-1], block, recipe, wanted.o)
     assert o.dx is not None
-    dqkv, dq_weight, dk_weight = _attention_backward(o.dx, kept.attention, block, rotary, heads, recipe)
+    dqkv, dq_weight, dk_weight = _attention_backward(o.dx, kept, block, rotary, heads, recipe)
     dx, dnorm, dnorm_bias, qkv, _ = norm_linear_backward(
-        dqkv, dx, kept.qkv, block.attention_norm, *block.qkv, recipe, wanted.qkv
+        dqkv, dx, kept.pop(), block.attention_norm, *block.qkv, recipe, wanted.qkv
     )
     no_gate = (None,) if block.gate is None else ()
     weights = (*qkv.dweights, *o.dweights, *no_gate, *gate_up.dweights, *down.dweights)
@@ -195,29 +165,31 @@ def _mlp_backward(
     return gelu_linear_backward(dx, kept, *block.down, recipe, block.gelu, True, has_bias, want_weight)
 
 
+def _o_backward(
+    dx: Tensor,
+    dx_amax: Tensor,
+    kept: LinearResidualKept,
+    attention: AttentionKept,
+    block: Block,
+    recipe: Recipe,
+    want_weight: bool,
+) -> LinearGrads:
+    """Gradients of o and of the output projection."""
+    o_t = rebuild_input_t(attention.o, attention.encoded_o, kept.x_scale, recipe) if want_weight else None
+    return product_backward(dx, o_t, [block.o.weight], [block.o.bias], kept.w_amax, recipe, dx_amax)
+
+
 def _attention_backward(
-    do: Tensor, kept: AttentionKept, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe
+    do: Tensor, kept: list[Any], block: Block, rotary: Rotary, heads: Heads, recipe: Recipe
 ) -> tuple[Tensor | Gradient, Optional[Tensor], Optional[Tensor]]:
+    """Gradients of qkv and of the q/k norm weights; what attention has kept, the last of `kept`, is taken from it."""
+    decoded = attention_decode(kept.pop(), rotary, heads, recipe, do.dtype)
+    gradients, inputs = rotated_gradients(do, decoded, rotary.mask, heads), decoded.inputs
+    del decoded
     has_norms = rotary.q_weight is not None or rotary.k_weight is not None
     if has_norms or any(bias is not None for bias in block.qkv[1]):
-        return attention_backward(do, kept, rotary, heads, recipe)
-    return attention_backward_quantized(do, kept, rotary, heads, recipe), None, None
-
-
-def _parameters(block: Block, rotary: Rotary) -> list[Optional[Tensor]]:
-    """All parameters as one flat list: norms, q/k norms, weights, biases."""
-    linears = [layer or (None, None) for layer in block[2:9]]
-    norms = [block.attention_norm, block.mlp_norm]
-    flat = [tensor for norm in norms for tensor in (norm.weight, norm.bias)]
-    weights, biases = zip(*linears, strict=True)
-    return [*flat, rotary.q_weight, rotary.k_weight, *weights, *biases]
-
-
-def _from_parameters(flat: tuple[Any, ...], norms: tuple[Norm, Norm], gelu: Optional[str] = None) -> Block:
-    """Undo `_parameters` with the tensors that autograd hands back; `norms` gives the norms' constants."""
-    first, second = norms[0]._replace(weight=flat[0], bias=flat[1]), norms[1]._replace(weight=flat[2], bias=flat[3])
-    layers: list[Any] = [None if w is None else Linear(w, b) for w, b in zip(flat[6:13], flat[13:20], strict=True)]
-    return Block(first, second, *layers)._replace(gelu=gelu)
+        return qkv_gradient(gradients, inputs, rotary, heads)
+    return qkv_gradient_quantized(gradients, rotary, heads, recipe), None, None
 
 
 # The first tensors that a block saves are not its own: cos, sin, mask and its 20 parameters.
@@ -243,6 +215,14 @@ def _kept_from(tensors: Sequence[Any]) -> BlockKept:
     return BlockKept(*parts)
 
 
+def _recompute(
+    tensors: Sequence[Any], block: Block, rotary: Rotary, heads: Heads, recipe: Recipe, dtype: torch.dtype
+) -> BlockKept:
+    """`BlockKept` from the tensors that a checkpointed block keeps: its input in 8 bits, `Scales`."""
+    x = group_decode(*tensors[:2], None, recipe.kept_format, recipe.group_size, dtype)
+    return block_again(x, block, rotary, heads, recipe, Scales(*tensors[2:]))
+
+
 class _Block(torch.autograd.Function):
     """A whole block; keeps what its ops keep, or with `Recipe.checkpoint` its input in 8 bits."""
 
@@ -258,7 +238,7 @@ class _Block(torch.autograd.Function):
         recipe: Recipe,
         *flat: Optional[Tensor],
     ) -> Tensor:
-        block, shape = _from_parameters(flat, *constants), x.shape
+        block, shape = from_parameters(flat, *constants), x.shape
         x = x.contiguous().flatten(0, -2)
         y, kept = block_forward(x, block, Rotary(cos, sin, mask, flat[4], flat[5]), heads, recipe)
         ctx.constants, ctx.heads, ctx.recipe, ctx.dtype = constants, heads, recipe, x.dtype
@@ -278,15 +258,17 @@ class _Block(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
-        cos, sin, mask, *rest = ctx.saved_tensors
-        recipe, flat, tensors = ctx.recipe, rest[:20], rest[20:]
-        block = _from_parameters(tuple(flat), *ctx.constants)
+        cos, sin, mask, *tensors = ctx.saved_tensors
+        release_saved(ctx)
+        recipe, flat = ctx.recipe, tuple(tensors[:20])
+        block = from_parameters(flat, *ctx.constants)
         rotary = Rotary(cos, sin, mask, flat[4], flat[5])
+        del tensors[:20]
         if recipe.checkpoint == "block":
-            x = group_decode(*tensors[:2], None, recipe.kept_format, recipe.group_size, ctx.dtype)
-            kept = block_again(x, block, rotary, ctx.heads, recipe, Scales(*tensors[2:]))
+            kept = list(_recompute(tensors, block, rotary, ctx.heads, recipe, ctx.dtype))
         else:
-            kept = _kept_from(tensors)
+            kept = list(_kept_from(tensors))
+        del tensors  # `block_backward` lets go of what it has read
         weights = ctx.needs_input_grad[7 + 6 : 7 + 13]
         wanted = Wanted(any(weights[:3]), weights[3], any(weights[4:6]), weights[6])
         dx, grads = block_backward(dy.contiguous().flatten(0, -2), kept, block, rotary, ctx.heads, recipe, wanted)
@@ -302,10 +284,17 @@ def decoder_block(
     (5.8 U in Llama-2-7B), or with `Recipe.checkpoint = "block"` 0.5 U, and recomputes the rest.
 
     offload: whether it keeps that in host memory; None in a model of which no block does.
+
+    Raises:
+        ValueError: no tokens, or tables that the kernels' 32-bit offsets do not reach.
     """
+    if not x.numel():
+        raise ValueError(f"a block's input has the shape {tuple(x.shape)}: leave batches without tokens out")
+    if rotary.cos.numel() >= 2**31:
+        raise ValueError(f"cos and sin have the shape {tuple(rotary.cos.shape)}: give them fewer than 2^31 elements")
     first, second = (norm._replace(weight=None, bias=None) for norm in block[:2])
     constants = (first, second), block.gelu
-    parameters = _parameters(block, rotary)
+    parameters = parameters_of(block, rotary)
     run = functools.partial(_Block.apply, x, *rotary[:3], constants, heads, recipe, *parameters)
     # Neither the compiler nor a captured graph knows of the copies.
     if offload is None or torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -96,11 +96,13 @@ def gelu_linear_backward(
     """
     d = quantize_gradient(dy, [bias], recipe)
     dh = dgrad(d, [weight], kept.w_amax)
+    d = d._replace(data=None)
     du: Tensor | Gradient
     if quantized:
         du, h_t = _quantized_gradient(dh, kept, recipe, approximate, has_bias)
     else:
         du, h_t = _input_gradient(dh, kept, recipe, approximate)
+    del dh  # I / H U, which the weight's gradient can use
     dweight = wgrad(d, h_t, weight.dtype) if want_weight else None
     dbias = None if bias is None or d.sums is None else d.sums.to(bias.dtype)
     return du, LinearGrads(None, (dweight,), (dbias,))

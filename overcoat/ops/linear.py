@@ -148,7 +148,8 @@ def norm_linear_backward(
     recipe: Recipe,
     want_weights: bool = True,
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], LinearGrads, Tensor]:
-    """Gradients of x (the residual's own added), norm weight, norm bias, and of the linear layers; and max |dx|."""
+    """Gradients of x (the residual's own added), norm weight, norm bias, and of the linear layers' parameters; and
+    max |dx|."""
     x_t = _rebuild_norm_t(kept, norm, recipe) if want_weights else None
     grads = product_backward(dy, x_t, weights, biases, kept.w_amax, recipe)
     has_bias = norm.bias is not None
@@ -157,7 +158,8 @@ def norm_linear_backward(
         recipe.kept_format, recipe.group_size,
     )  # fmt: skip
     dnorm = None if norm.weight is None else dweight
-    return dx, dnorm, dbias.to(norm.bias.dtype) if norm.bias is not None else None, grads, dx_amax
+    dnorm_bias = None if norm.bias is None else dbias.to(norm.bias.dtype)
+    return dx, dnorm, dnorm_bias, grads._replace(dx=None), dx_amax
 
 
 class _NormLinear(torch.autograd.Function):

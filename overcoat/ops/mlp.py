@@ -100,7 +100,9 @@ def swiglu_linear_backward(
     """
     d = quantize_gradient(dy, [bias], recipe)
     dh = dgrad(d, [weight], kept.w_amax)
+    d = d._replace(data=None)
     dgate_up, h_t = _gate_up_gradient(dh, kept, recipe, quantized)
+    del dh  # I / H U, which the weight's gradient can use
     dweight = wgrad(d, h_t, weight.dtype) if want_weight else None
     dbias = None if bias is None or d.sums is None else d.sums.to(bias.dtype)
     return dgate_up, LinearGrads(None, (dweight,), (dbias,))

@@ -69,11 +69,12 @@ class LinearGrads(NamedTuple):
 class Gradient(NamedTuple):
     """An output gradient (T, N) as FP8 operand of both products that read it, made once for both.
 
-    data (T, N), for dgrad; transposed (N, P), for wgrad; their 0-d scale; sums (N,) FP32 over the tokens, for biases,
-    or None; dtype of the activations. With block scales `scale` is data's and `scale_t` transposed's.
+    data (T, N), for dgrad, None when that has read it for the last time; transposed (N, P), for wgrad; their 0-d scale;
+    sums (N,) FP32 over the tokens, for biases, or None; dtype of the activations. With block scales `scale` is data's
+    and `scale_t` transposed's.
     """
 
-    data: Tensor
+    data: Optional[Tensor]
     transposed: Tensor
     scale: Tensor
     sums: Optional[Tensor]
@@ -96,6 +97,7 @@ def quantize_gradient(
 
 def dgrad(d: Gradient, weights: Sequence[Tensor], w_amax: Optional[Tensor]) -> Tensor:
     """dx = dy W (T, K) of the stacked weights; w_amax: their maximum, None with block scales."""
+    assert d.data is not None
     if w_amax is None:
         return blockwise.dgrad(Quantized(d.data, d.scale), weights, d.dtype)
     w_t, w_scale, _ = operand(weights, True, w_amax)

@@ -19,10 +19,10 @@ from torch import Tensor
 from overcoat import Recipe
 from overcoat.models.llama import decoder_block
 from overcoat.ops.attention import Heads, Rotary, attention
-from overcoat.ops.block import Block, Linear
 from overcoat.ops.gelu import gelu_linear
 from overcoat.ops.linear import Norm, linear_residual, norm_linear
 from overcoat.ops.mlp import swiglu_linear
+from overcoat.ops.parameters import Block, Linear
 from tests import exact
 from tests.exact import BF16_DB, E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
 from tests.kernels.samples import normal
