@@ -80,7 +80,7 @@ GROUPS = (
     Group("price", "llama-2-7b", None, RELEASED, tuple((Recipe(offload_blocks=n), 4) for n in (0, 8, 16, "all"))),
     Group(
         "24 GB, released, states offloaded", "llama-2-7b", 24, replace(RELEASED, offload=True),
-        ((LEANEST, 1), (FULL, 8), (BOTH, 16), (LEANEST, 16)),
+        ((LEANEST, 1), (FULL, 8), (BOTH, 64), (LEANEST, 64)),
     ),
     Group("8 GB", "olmo-1b", 8, Setup(), ((BOTH, 1),)),
     Group("8 GB, released", "olmo-1b", 8, RELEASED, tuple((recipe, 64) for recipe in (*LEANER, Recipe()))),
