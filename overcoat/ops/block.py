@@ -258,17 +258,16 @@ class _Block(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
-        cos, sin, mask, *tensors = ctx.saved_tensors
+        saved = ctx.saved_tensors
         release_saved(ctx)
-        recipe, flat = ctx.recipe, tuple(tensors[:20])
-        block = from_parameters(flat, *ctx.constants)
+        (cos, sin, mask), flat, tensors = saved[:3], saved[3:NUM_INPUTS], saved[NUM_INPUTS:]
+        recipe, block = ctx.recipe, from_parameters(flat, *ctx.constants)
         rotary = Rotary(cos, sin, mask, flat[4], flat[5])
-        del tensors[:20]
         if recipe.checkpoint == "block":
             kept = list(_recompute(tensors, block, rotary, ctx.heads, recipe, ctx.dtype))
         else:
             kept = list(_kept_from(tensors))
-        del tensors  # `block_backward` lets go of what it has read
+        del saved, tensors  # `block_backward` lets go of what it has read
         weights = ctx.needs_input_grad[7 + 6 : 7 + 13]
         wanted = Wanted(any(weights[:3]), weights[3], any(weights[4:6]), weights[6])
         dx, grads = block_backward(dy.contiguous().flatten(0, -2), kept, block, rotary, ctx.heads, recipe, wanted)
