@@ -247,6 +247,23 @@ def test_save_on_two_load_on_one_and_back(kind, tmp_path):
     on_two(_load_on_two, "cpu", kind, str(tmp_path))
 
 
+def _save_load_and_go_on(rank, device, kind, folder):
+    saved, loaded = make(True, kind, device=device), make(True, kind, seed=9, device=device)
+    train(*saved, 2)
+    save(*saved, folder)
+    load(*loaded, folder)
+    assert_same_bits(everything(*saved), everything(*loaded))
+    for run in (saved, loaded):
+        train(*run, 1, first=2)
+    assert_same_bits(everything(*saved), everything(*loaded))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_checkpoints_through_nccl(kind, tmp_path):
+    on_two(_save_load_and_go_on, "cuda", "cuda", kind, str(tmp_path))
+
+
 def _plain_state_into_shards(rank, kind):
     plain = make(False, kind)
     train(*plain, 2)
