@@ -34,6 +34,7 @@ from overcoat import memory
 from overcoat.models.compiled import begin_pass, eager, keep_gradients_outside
 from overcoat.train.config import Config
 from overcoat.train.data import make_batch
+from overcoat.train.host_bound import HostWatch
 from overcoat.train.loss import summed_loss
 from overcoat.train.metrics import MetricsLog, ProgressReport, Row, peak_bytes
 from overcoat.train.out_of_memory import (
@@ -201,8 +202,8 @@ class IntervalLog:
     """Collects step records and turns them into rows at each log interval, with the rate since the last
     one."""
 
-    def __init__(self, log: MetricsLog, report: ProgressReport, device: torch.device):
-        self._log, self._report, self._device = log, report, device
+    def __init__(self, log: MetricsLog, report: ProgressReport, device: torch.device, host: HostWatch):
+        self._log, self._report, self._device, self._host = log, report, device, host
         self._records: list[StepRecord] = []
         self._skipped = 0
         self._mark = time.perf_counter()
@@ -214,9 +215,11 @@ class IntervalLog:
         """Read the pending losses from the device and write their rows."""
         if not self._records:
             return
-        pairs = [torch.stack((record.loss, record.gradient_norm)) for record in self._records]
-        values = torch.stack(pairs).tolist()
-        seconds = time.perf_counter() - self._mark
+        pairs = torch.stack([torch.stack((record.loss, record.gradient_norm)) for record in self._records])
+        asked = time.perf_counter()
+        values = pairs.tolist()
+        waited, seconds = time.perf_counter() - asked, time.perf_counter() - self._mark
+        advice = self._host.saw(len(self._records), seconds, waited)
         common = {
             "tokens_per_second": round(sum(record.num_tokens for record in self._records) / seconds, 1),
             "peak_bytes": peak_bytes(self._device),
@@ -229,6 +232,8 @@ class IntervalLog:
         self._skipped = check_finite(rows, self._skipped)
         self._log.write(*rows)
         self._report.update(rows[-1]["step"], rows[-1])
+        if advice is not None:
+            self._report.say(advice)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -257,7 +262,7 @@ def train_steps(
         return state.step == config.train.steps or bool(every and state.step % every == 0)
 
     state.model.train()
-    interval = IntervalLog(log, report, state.device)
+    interval = IntervalLog(log, report, state.device, HostWatch(config, state.device))
 
     def changed(text: str, row: Row | None) -> None:
         interval.flush()  # what came before stays, whatever becomes of this step
