@@ -174,7 +174,9 @@ def attention_backward(
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
     """Gradients of qkv and of the q/k norm weights."""
     decoded = attention_decode(kept, rotary, heads, recipe, do.dtype)
-    return qkv_gradient(rotated_gradients(do, decoded, rotary.mask, heads), decoded.inputs, rotary, heads)
+    gradients, inputs = rotated_gradients(do, decoded, rotary.mask, heads), decoded.inputs
+    del decoded
+    return qkv_gradient(gradients, inputs, rotary, heads)
 
 
 def _quantized_in_blocks(
@@ -205,6 +207,7 @@ class _Attention(torch.autograd.Function):
         rotary = Rotary(cos, sin, mask, q_weight, k_weight)
         o, _, kept = attention_forward(qkv, rotary, heads, recipe)
         ctx.heads, ctx.recipe = heads, recipe
+        ctx.set_materialize_grads(False)  # the codes' would be zeros, as large as they
         keep(ctx, "attention", **kept._asdict(), **rotary._asdict())
         if kept.encoded_o is None:
             return o, None, None, None

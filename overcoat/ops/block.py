@@ -42,9 +42,10 @@ from overcoat.ops.linear import (
     Norm,
     NormLinearKept,
     add_norm_linear_forward,
+    input_norm_backward,
     linear_forward,
-    norm_linear_backward,
     norm_linear_forward,
+    normed_product_backward,
     rebuild_input_t,
 )
 from overcoat.ops.mlp import (
@@ -107,7 +108,6 @@ def _to_gate_up(
     o, o_amax, kept_attention = attention_forward(qkv, rotary, heads, recipe, in_place=True)
     del qkv  # 3 U in 16 bits, as long as somebody knows them
     y, kept_o = linear_forward(o, block.o.weight, block.o.bias, x.dtype, recipe, o_amax, scales.o)
-    del o
     x, gate_up, kept_gate_up = add_norm_linear_forward(y, x, block.mlp_norm, *block.gate_up, recipe, scales.gate_up)
     return x, gate_up, (kept_qkv, kept_attention, kept_o, kept_gate_up)
 
@@ -139,16 +139,17 @@ def block_backward(
     Llama-2-7B, at 4 x 2048 tokens, gradients of its weights among them); if all lived to the end, it would be 29.
     """
     dgate_up, down = _mlp_backward(dx, kept.pop(), block, recipe, wanted.down)
-    dx, dmlp_norm, dmlp_norm_bias, gate_up, dx_amax = norm_linear_backward(
-        dgate_up, dx, kept.pop(), block.mlp_norm, *block.gate_up, recipe, wanted.gate_up
-    )
+    part = kept.pop()
+    gate_up = normed_product_backward(dgate_up, part, block.mlp_norm, *block.gate_up, recipe, wanted.gate_up)
     del dgate_up
+    dx, dmlp_norm, dmlp_norm_bias, dx_amax = input_norm_backward(gate_up.dx, dx, part, block.mlp_norm, recipe)
+    gate_up, part = gate_up._replace(dx=None), None
     o = _o_backward(dx, dx_amax, kept.pop(), kept[-1], block, recipe, wanted.o)
-    assert o.dx is not None
     dqkv, dq_weight, dk_weight = _attention_backward(o.dx, kept, block, rotary, heads, recipe)
-    dx, dnorm, dnorm_bias, qkv, _ = norm_linear_backward(
-        dqkv, dx, kept.pop(), block.attention_norm, *block.qkv, recipe, wanted.qkv
-    )
+    o, part = o._replace(dx=None), kept.pop()
+    qkv = normed_product_backward(dqkv, part, block.attention_norm, *block.qkv, recipe, wanted.qkv)
+    del dqkv
+    dx, dnorm, dnorm_bias, _ = input_norm_backward(qkv.dx, dx, part, block.attention_norm, recipe)
     no_gate = (None,) if block.gate is None else ()
     weights = (*qkv.dweights, *o.dweights, *no_gate, *gate_up.dweights, *down.dweights)
     biases = (*qkv.dbiases, *o.dbiases, *no_gate, *gate_up.dbiases, *down.dbiases)
@@ -180,9 +181,10 @@ def _o_backward(
 
 
 def _attention_backward(
-    do: Tensor, kept: list[Any], block: Block, rotary: Rotary, heads: Heads, recipe: Recipe
+    do: Optional[Tensor], kept: list[Any], block: Block, rotary: Rotary, heads: Heads, recipe: Recipe
 ) -> tuple[Tensor | Gradient, Optional[Tensor], Optional[Tensor]]:
     """Gradients of qkv and of the q/k norm weights; what attention has kept, the last of `kept`, is taken from it."""
+    assert do is not None
     decoded = attention_decode(kept.pop(), rotary, heads, recipe, do.dtype)
     gradients, inputs = rotated_gradients(do, decoded, rotary.mask, heads), decoded.inputs
     del decoded
@@ -289,7 +291,7 @@ def decoder_block(
     """
     if not x.numel():
         raise ValueError(f"a block's input has the shape {tuple(x.shape)}: leave batches without tokens out")
-    if rotary.cos.numel() >= 2**31:
+    if max(rotary.cos.numel(), rotary.sin.numel()) >= 2**31:
         raise ValueError(f"cos and sin have the shape {tuple(rotary.cos.shape)}: give them fewer than 2^31 elements")
     first, second = (norm._replace(weight=None, bias=None) for norm in block[:2])
     constants = (first, second), block.gelu

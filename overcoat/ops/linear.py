@@ -138,28 +138,31 @@ def _rebuild_norm_t(kept: NormLinearKept, norm: Norm, recipe: Recipe) -> Quantiz
     return Quantized(requantize_t(*inputs, kept.y_scale, *code), kept.y_scale)
 
 
-def norm_linear_backward(
+def normed_product_backward(
     dy: Tensor | Gradient,
-    dresidual: Optional[Tensor],
     kept: NormLinearKept,
     norm: Norm,
     weights: Sequence[Tensor],
     biases: Sequence[Optional[Tensor]],
     recipe: Recipe,
     want_weights: bool = True,
-) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], LinearGrads, Tensor]:
-    """Gradients of x (the residual's own added), norm weight, norm bias, and of the linear layers' parameters; and
-    max |dx|."""
+) -> LinearGrads:
+    """Gradients of the norm's output and of the linear layers."""
     x_t = _rebuild_norm_t(kept, norm, recipe) if want_weights else None
-    grads = product_backward(dy, x_t, weights, biases, kept.w_amax, recipe)
-    has_bias = norm.bias is not None
+    return product_backward(dy, x_t, weights, biases, kept.w_amax, recipe)
+
+
+def input_norm_backward(
+    dy: Optional[Tensor], dresidual: Optional[Tensor], kept: NormLinearKept, norm: Norm, recipe: Recipe
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], Tensor]:
+    """Gradients of x (the residual's own added), norm weight and norm bias from dy, its output's; and max |dx|."""
+    assert dy is not None
     dx, dweight, dbias, dx_amax = norm_backward(
-        grads.dx, kept.codes, kept.group_amax, kept.rstd, norm.weight, dresidual, norm.centered, has_bias,
+        dy, kept.codes, kept.group_amax, kept.rstd, norm.weight, dresidual, norm.centered, norm.bias is not None,
         recipe.kept_format, recipe.group_size,
     )  # fmt: skip
-    dnorm = None if norm.weight is None else dweight
     dnorm_bias = None if norm.bias is None else dbias.to(norm.bias.dtype)
-    return dx, dnorm, dnorm_bias, grads._replace(dx=None), dx_amax
+    return dx, None if norm.weight is None else dweight, dnorm_bias, dx_amax
 
 
 class _NormLinear(torch.autograd.Function):
@@ -193,9 +196,8 @@ class _NormLinear(torch.autograd.Function):
         weights, biases = parameters[: ctx.count], parameters[ctx.count :]
         norm = Norm(norm_weight, norm_bias, ctx.eps, ctx.centered)
         want_weights = any(ctx.needs_input_grad[6 : 6 + ctx.count])
-        dx, dnorm, dnorm_bias, grads, _ = norm_linear_backward(
-            dy, dresidual, kept, norm, weights, biases, ctx.recipe, want_weights
-        )
+        grads = normed_product_backward(dy, kept, norm, weights, biases, ctx.recipe, want_weights)
+        dx, dnorm, dnorm_bias, _ = input_norm_backward(grads.dx, dresidual, kept, norm, ctx.recipe)
         return (dx, dnorm, dnorm_bias, None, None, None, *grads.dweights, *grads.dbiases)
 
 

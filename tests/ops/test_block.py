@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Starcoder2Config
 
 import overcoat.ops.block as block_ops
 from overcoat import Recipe, convert
 from overcoat.estimate.dry_run import meta_model
 from overcoat.estimate.meter import LibraryAttention, Meter
-from overcoat.ops.attention import Rotary
+from overcoat.ops.attention import Heads, Rotary, attention
 from tests.exact import E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
 from tests.ops.harness import RECIPES, block_case, check, run
 from tests.ops.test_attention import SEQUENCE, masks
@@ -163,13 +163,19 @@ def test_gradients_reach_the_input_through_both_residual_branches(device):
         assert torch.equal(grads["x"], case.grads[0])
 
 
-def _fullest(recipe, retain_graph=False):
-    """What a block of Llama-2-7B's shape and its result hold at most in its backward of 32 x 2048 tokens, in U."""
-    model = meta_model(
-        LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=1, vocab_size=32), torch.bfloat16
-    )
+WIDE = 11008 / 4096  # gate, up and h of Llama-2-7B in 16 bits, in U
+LLAMA = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=1, vocab_size=32)
+STARCODER = Starcoder2Config(
+    hidden_size=4096, intermediate_size=16384, num_hidden_layers=1, vocab_size=32, num_attention_heads=32,
+    num_key_value_heads=32, use_bias=False, residual_dropout=0.0, embedding_dropout=0.0,
+)  # fmt: skip
+
+
+def _fullest(recipe, rows, retain_graph=False, config=LLAMA):
+    """What a block and its result hold at most in its backward of rows of 2048 tokens, in U."""
+    model = meta_model(config, torch.bfloat16)
     convert(model, recipe)
-    x = torch.empty(32, 2048, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    x = torch.empty(rows, 2048, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
     tables = tuple(torch.empty(1, 2048, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
     dy, meter = torch.empty_like(x), Meter()
     meter.leave_out([*model.parameters(), *model.buffers(), x, dy, *tables])
@@ -182,30 +188,69 @@ def _fullest(recipe, retain_graph=False):
     return most / x.nbytes
 
 
-def test_a_backward_holds_what_it_still_needs():
-    """Fullest where the gradients of gate and up (I = 2.6875 U in 16 bits) are made: the block's result; what is kept,
-    of the output projection scales alone; dy transposed for wgrad; dh; gate's and up's gradients in both layouts; h
-    transposed. The gradients of the weights are 0.6 U here, and not there yet."""
-    wide = 11008 / 4096
-    kept = (0.5 + 2 + 0.5 + wide) * (1 + 2 / 128)  # two norms' inputs; q, k, v and o; gate and up; maxima of 128
-    gradients = 0.5 + wide + 2 * wide + wide / 2
-    for recipe in (Recipe(), Recipe.leanest()):
-        assert _fullest(recipe) == pytest.approx(1 + kept + gradients, abs=0.03)
+RECIPES_THAT_END_ALIKE = pytest.mark.parametrize("recipe", [Recipe(), Recipe.leanest()], ids=["default", "leanest"])
+
+
+@RECIPES_THAT_END_ALIKE
+def test_a_backward_of_many_tokens_holds_what_it_still_needs(recipe):
+    """Fullest where the gradients of gate and up are made: the block's result; what is kept, of the output projection
+    scales alone; dy transposed for wgrad; dh; gate's and up's gradients in both layouts; h transposed. The gradients of
+    the weights are 0.6 U here, and not there yet."""
+    kept = (0.5 + 2 + 0.5 + WIDE) * (1 + 2 / 128)  # two norms' inputs; q, k, v and o; gate and up; maxima of 128
+    gradients = 0.5 + WIDE + 2 * WIDE + WIDE / 2
+    assert _fullest(recipe, 32) == pytest.approx(1 + kept + gradients, abs=0.03)
     # What is kept for another backward stays: attention's part is the fullest then.
-    assert _fullest(Recipe(), retain_graph=True) > 1 + kept + gradients + 1
+    if recipe.checkpoint is None:
+        assert _fullest(recipe, 32, retain_graph=True) > 1 + kept + gradients + 1
+
+
+@RECIPES_THAT_END_ALIKE
+def test_a_backward_of_few_tokens_holds_what_it_still_needs(recipe):
+    """With 4 rows fullest in attention: the block's result; the first norm's input; gradients of o's, gate's, up's and
+    down's weights; dx and do; rotated q, k, v, and o; their gradients, and 129 numbers in FP32 per token and head.
+
+    With one row in the last wgrad: gradients of all weights; the first norm's input, and its output transposed; the
+    gradient of q, k, v in both layouts; dx of the projections and of the residual."""
+    first = 1 + 0.5 * (1 + 2 / 128)
+    attention = 1 + 1 + 3 + 1 + 3 + 4 * 129 / (2 * 128)
+    assert _fullest(recipe, 4) == pytest.approx(first + (1 + 3 * WIDE) / 2 + attention, abs=0.03)
+    assert _fullest(recipe, 1) == pytest.approx(first + 2 * (4 + 3 * WIDE) + 0.5 + 3 + 2, abs=0.03)
+
+
+def test_a_backward_without_gate_holds_what_it_still_needs():
+    """As above, with u and du of 4 U in 16 bits instead of gate and up, and h as wide."""
+    kept = (0.5 + 2 + 0.5 + 2) * (1 + 2 / 128)
+    assert _fullest(Recipe(), 32, config=STARCODER) == pytest.approx(1 + kept + 0.5 + 4 + 4 + 2, abs=0.03)
+
+
+def test_attentions_own_backward_holds_what_it_still_needs():
+    """The op on its own: fullest in attention, where nothing but what it keeps is there besides."""
+    qkv = torch.empty(8192, 3 * 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    tables = [torch.empty(2048, 128, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+    do, meter = qkv.new_empty(8192, 4096), Meter()
+    meter.leave_out([qkv, do, *tables])
+    with meter, LibraryAttention():
+        o, _ = attention(qkv, Rotary(*tables), Heads(4, 32, 32, 128, 0.1), Recipe())
+        meter.mark("backward")
+        o.backward(do)
+    meter.stop()
+    ((_, most, _),) = meter.account(["all"] * meter.count).phases()
+    kept, work = 1 + 2 * (1 + 2 / 128), 3 + 1 + 3 + 4 * 129 / (2 * 128)
+    assert most / do.nbytes == pytest.approx(kept + work, abs=0.03)
 
 
 def test_a_retained_graph_gives_the_same_gradients_again():
     case = block_case()
-    x = case.inputs["x"].detach().requires_grad_()
+    leaves = {name: case.inputs[name].detach().requires_grad_() for name in ("x", "q", "o", "gate", "down")}
     for recipe in (Recipe(), Recipe.leanest()):
-        (y,) = case.op({**case.inputs, "x": x}, recipe)
-        first, second = (torch.autograd.grad(y, x, case.grads[0].to(y.dtype), retain_graph=True) for _ in range(2))
-        (third,) = torch.autograd.grad(y, x, case.grads[0].to(y.dtype))
-        assert torch.equal(first[0], second[0])
-        assert torch.equal(first[0], third)
+        (y,) = case.op({**case.inputs, **leaves}, recipe)
+        arguments = y, list(leaves.values()), case.grads[0].to(y.dtype)
+        first, second = (torch.autograd.grad(*arguments, retain_graph=True) for _ in range(2))
+        third = torch.autograd.grad(*arguments)
+        for again in (second, third):
+            assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
         with pytest.raises(RuntimeError, match="second time"):
-            torch.autograd.grad(y, x, case.grads[0].to(y.dtype))
+            torch.autograd.grad(*arguments)
 
 
 def test_input_that_no_kernel_takes_is_refused():
