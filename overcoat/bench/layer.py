@@ -49,6 +49,7 @@ COLUMNS = (
 METRICS = (
     Metric("ms, forward + backward", ("forward_ms", "backward_ms")),
     Metric("kept for the backward, MiB", ("kept_bytes",), MEBI, 0),
+    Metric("at the fullest moment, MiB", ("peak_bytes",), MEBI, 0),
 )
 # Columns of the accuracy table: title and result.
 RESULTS = {
