@@ -2,9 +2,9 @@
 
 The host queues the kernels of a whole log interval before it asks for the losses. Where the GPU is the slower one,
 hundreds of kernels are still queued then, and the answer takes a good part of a step; where the host is, all but the
-last few have run, and the answer is there. A decoder block takes the host 3 to 4 ms however small it is; replayed as
-CUDA graphs it takes 1 (docs/log-kernels.md). So a run says once that it could be faster, if nothing in its
-configuration speaks against graphs.
+last few have run, and the answer is there. A decoder block takes the host 3 ms and more however small it is; replayed
+as CUDA graphs it takes 1 to 2 (docs/log-kernels.md). So a run says once that it could be faster, if nothing in its
+configuration speaks against graphs. What the host is busy with besides, reading data say, it does not know.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from overcoat.train.config import Config
 
 # Waiting for less than this part of a step's time is not waiting.
 SHORT = 0.05
-# So many log intervals in a row: the first one, in which kernels are compiled, says nothing.
+# So many log intervals in a row: the first, in which kernels are compiled, may count wrongly.
 INTERVALS = 3
 
 ADVICE = (
     "The GPU waits for the host, as with small models: train.compile=graphs, which replays the layers as CUDA graphs, "
-    "makes more tokens per second; so do more rows at once (train.batch_size)."
+    "can make more tokens per second; so can more rows at once (train.batch_size)."
 )
 
 
