@@ -51,8 +51,8 @@ from overcoat.recipe import GROUP_SIZES, Recipe
 # segments that grow (`overcoat.memory.use_expandable_segments`); without, some steps need more (docs/memory.md). The
 # CUDA context's and, with several GPUs, NCCL's (benchmarks/sharded.py): bytes.
 SLACK_OF_LASTING, SLACK_OF_GRADIENTS, SLACK_OF_MOVING = 0.01, 0.08, 0.16
-CONTEXT = 700 * 2**20
-NCCL = 920 * 2**20
+CONTEXT = 900 * 2**20
+NCCL = 720 * 2**20
 # The workspace of a cuBLAS handle on Hopper (`DryRun.handles`).
 HANDLE = 32 * 2**20
 # As `overcoat.release_gradients` and `overcoat.AdamW` have them by default.
