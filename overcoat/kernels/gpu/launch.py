@@ -3,8 +3,7 @@
 A decoder block is some 75 launches of 5 to 500 us. Triton's own launch path takes 16 us on a slow host, most of it to
 find out which compiled kernel the arguments ask for: every argument is classified, options and globals are compared.
 Kernels of this package are launched again and again with the same integers and flags, so here one dictionary look-up
-finds the compiled kernel, and its launcher (6 us) is called with addresses instead of tensors, which it would ask for
-theirs again, and the driver whether each is a GPU's.
+finds the compiled kernel, and its launcher (6 us) is called with the arguments as they are.
 
 The key of the look-up is finer than Triton's own specialization (dtypes of tensors, the very value of everything else,
 and only launches whose tensors are all aligned to 16 bytes are remembered), so a hit can never be a kernel compiled for
@@ -53,23 +52,20 @@ class Kernel(JITFunction):
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
         """Launch on the current device's current stream; returns the compiled kernel."""
         device = torch._C._cuda_getDevice()
-        pointers, rest, addresses, bits = args[: self.pointers], args[self.pointers :], [], 0
+        pointers, addresses = args[: self.pointers], 0
         for pointer in pointers:
-            address = pointer.data_ptr()
-            addresses.append(address)
-            # A tensor in host memory: Triton says which.
-            bits |= address if pointer.is_cuda else 1
-        entry = self.entries.get((device, rest, *options.values(), *[pointer.dtype for pointer in pointers]))
-        if entry is None or bits & 15 or self.hooks[0] or self.hooks[1]:
+            addresses |= pointer.data_ptr()
+        types = [pointer.dtype for pointer in pointers]
+        key = (device, args[self.pointers :], tuple(options.values()), *types)
+        entry = self.entries.get(key)
+        if entry is None or addresses & 15 or self.hooks[0] or self.hooks[1]:
             return self._launch_by_triton(grid, args, options)
         compiled, by_name = entry
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
         if by_name:
-            rest += tuple([options[name] for name in by_name])
-        compiled.run(
-            x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *rest
-        )  # fmt: skip
+            args += tuple([options[name] for name in by_name])
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
         return compiled
 
     def _launch_by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -83,7 +79,8 @@ class Kernel(JITFunction):
                 self.entries.clear()
             by_name = tuple(name for name in self.arg_names[len(args) :] if name in options)
             types = [pointer.dtype for pointer in pointers]
-            self.entries[(torch._C._cuda_getDevice(), rest, *options.values(), *types)] = (compiled, by_name)
+            key = (torch._C._cuda_getDevice(), rest, tuple(options.values()), *types)
+            self.entries[key] = (compiled, by_name)
         return compiled
 
 
