@@ -6,14 +6,18 @@ with the schema (nothing mutated or aliased that the schema does not name) and w
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import overcoat.kernels
+from overcoat import catalogue
 from overcoat.catalogue import CATALOGUE, op
 from tests.kernels.samples import CHECKED_ELSEWHERE, SAMPLES, normal
 
@@ -157,6 +161,103 @@ def test_an_op_registers_its_schema_and_keeps_its_docstring():
         assert torch.equal(x, expected)
     finally:
         del CATALOGUE["test_only_scale_"]
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that is more than one."""
+
+
+class Watching(TorchDispatchMode):
+    """A mode that answers for the op."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is CATALOGUE["amax"].overload
+        return CATALOGUE["amax"].reference(*args)
+
+
+@contextlib.contextmanager
+def profiled():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        yield
+
+
+ONLOOKERS = {
+    "nobody": (contextlib.nullcontext, lambda x: x),
+    "a parameter": (contextlib.nullcontext, torch.nn.Parameter),
+    "autograd": (torch.enable_grad, lambda x: x),
+    "a mode": (Watching, lambda x: x),
+    "a profiler": (profiled, lambda x: x),
+    "a subclass": (contextlib.nullcontext, lambda x: x.as_subclass(Elsewhere)),
+    "the CPU": (contextlib.nullcontext, lambda x: x.cpu()),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("onlooker", list(ONLOOKERS))
+def test_the_dispatcher_is_spared_where_nobody_looks_on(onlooker, monkeypatch):
+    """On the short way the kernel that the overload knows is called, on the long one that of the registration."""
+    amax, short = CATALOGUE["amax"], []
+    monkeypatch.setattr(amax.overload, "kernel", lambda x: short.append(x) or amax.reference(x))
+    inside, prepare = ONLOOKERS[onlooker]
+    x = normal(4, 32)
+    prepared = prepare(x.cuda())
+    with torch.no_grad(), inside():
+        result = amax(prepared)
+    assert result.item() == x.abs().amax().item()
+    assert len(short) == (onlooker in ("nobody", "a parameter"))
+
+
+@pytest.mark.gpu
+def test_vmap_and_fake_tensors_take_the_long_way(monkeypatch):
+    amax = CATALOGUE["amax"]
+    monkeypatch.setattr(amax.overload, "kernel", lambda x: pytest.fail("the kernel was called"))
+    with torch.no_grad():
+        with FakeTensorMode() as mode:
+            fake = torch.empty(4, 32, device="cuda")
+            assert isinstance(amax(fake), FakeTensor)
+        assert isinstance(amax(mode.from_tensor(torch.empty(4, 32, device="cuda"))), FakeTensor)
+        x = normal(2, 4, 32)
+        assert torch.vmap(amax)(x.cuda()).tolist() == x.abs().amax((1, 2)).tolist()
+
+
+@pytest.mark.gpu
+def test_compiled_code_spares_the_dispatcher(monkeypatch):
+    amax, short = CATALOGUE["amax"], []
+    monkeypatch.setattr(amax.overload, "kernel", lambda x: short.append(x) or amax.reference(x))
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: amax(x) * 2, fullgraph=True)
+    x = normal(4, 32).cuda()
+    with torch.no_grad():
+        values = [compiled(x).item() for _ in range(3)]
+    assert values == [x.abs().amax().item() * 2] * 3
+    assert len(short) == 3
+
+
+def test_the_short_way_takes_arguments_by_name_and_counts_what_is_written(monkeypatch):
+    """With the question answered for a tensor in host memory; a list that is empty is nobody's kernel's."""
+
+    @op(mutates=("x",))
+    def test_only_shift_(x: torch.Tensor, step: float) -> None:
+        x.add_(step)
+
+    try:
+
+        @test_only_shift_.cuda
+        def _(x, step):
+            x.untyped_storage()[0] = int(step)  # unseen by PyTorch, as a kernel's writes are
+
+        assert test_only_shift_.kernel is test_only_shift_.overload.kernel
+        monkeypatch.setattr(catalogue, "_needs_no_dispatcher", lambda first: True)
+        x = torch.zeros(3, dtype=torch.uint8)
+        before = x._version
+        test_only_shift_(x, 7.0)
+        assert x.tolist() == [7, 0, 0]
+        assert x._version == before + 1
+    finally:
+        del CATALOGUE["test_only_shift_"]
+    monkeypatch.undo()
+    with torch.no_grad():
+        assert not catalogue._needs_no_dispatcher([])
 
 
 @pytest.mark.parametrize("name", ["gemm", "attention"])
