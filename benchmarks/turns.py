@@ -1,0 +1,132 @@
+"""A block eager and compiled in turns: whose time is the host's, on a host that has moods.
+
+    python -m benchmarks.turns                              hidden 2048, 4 x 2048 tokens: a minute on an H200
+    python -m benchmarks.turns --shapes 7b-s2048 --turns 4
+
+A small block takes the GPU about as long as the host needs to queue it, and a core that others share is up to twice as
+slow, for seconds or for milliseconds: processes one after the other, as `overcoat bench layer` has them, say more about
+the host than about the block. Here all are in one process, each is measured for a few windows, then the next, over and
+over. One row of results/turns.jsonl for each:
+
+    ms        median over the turns of ms per step, in steady state; least_ms: of the turn with the least
+    host_ms   the same of what the host takes to queue a step while the GPU is busy, and least_host_ms
+
+"dispatcher": without the short way from an op to its kernel (overcoat/catalogue.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import RESULTS, append_row
+from overcoat import catalogue
+from overcoat.bench.blocks import make_block
+from overcoat.bench.shapes import BLOCKS, BlockShape, build_block
+from overcoat.bench.timing import host_ms, steady_ms
+from overcoat.models.compiled import compile_layers
+
+TURNS, STEPS = 8, 10
+Step = Callable[[], None]
+
+
+def _whole(layer: Any, model: Any) -> Any:
+    return torch.compile(layer, fullgraph=True)
+
+
+def _layers(layer: Any, model: Any) -> Any:
+    compile_layers(model, graphs=False)
+    return layer
+
+
+# How a converted layer is run, and whether it goes through the dispatcher.
+CONTESTANTS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
+    "eager": (lambda layer, model: layer, False),
+    "torch.compile": (_whole, False),
+    "train.compile = layers": (_layers, False),
+    "eager, dispatcher": (lambda layer, model: layer, True),
+    "torch.compile, dispatcher": (_whole, True),
+}
+
+
+@contextmanager
+def dispatched(through: bool) -> Iterator[None]:
+    """Inside, ops go through PyTorch's dispatcher if asked to."""
+    asked = catalogue._needs_no_dispatcher
+    if through:
+        catalogue._needs_no_dispatcher = lambda first: False
+    try:
+        yield
+    finally:
+        catalogue._needs_no_dispatcher = asked
+
+
+def make_step(name: str, shape: BlockShape, device: str) -> Step:
+    """Forward and backward of a contestant's block, weights and input its own."""
+    model, tables = build_block(shape, torch.bfloat16, device)
+    layer = make_block("overcoat", model, tables, compiled=False, attention="cudnn").module
+    run = CONTESTANTS[name][0](layer, model)
+    size = (shape.batch, shape.sequence, shape.model.hidden)
+    x, dy = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+
+    def step() -> None:
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
+        y = run(x, attention_mask=None, position_embeddings=tables)
+        (y[0] if isinstance(y, tuple) else y).backward(dy)
+
+    return step
+
+
+def take_turns(steps: dict[str, Step], turns: int) -> dict[str, dict[str, float]]:
+    """Figures of each contestant by name."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    hosts: dict[str, list[float]] = {name: [] for name in steps}
+    # Waking autograd's own thread is paid once per step of a model, not once per block.
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(turns):
+            for name, step in steps.items():
+                with dispatched(CONTESTANTS[name][1]):
+                    times[name].append(steady_ms(step, 1, STEPS)["ms"])
+                    hosts[name].append(host_ms(step))
+    return {
+        name: {
+            "turns": turns,
+            "ms": statistics.median(times[name]),
+            "least_ms": min(times[name]),
+            "host_ms": statistics.median(hosts[name]),
+            "least_host_ms": min(hosts[name]),
+        }
+        for name in steps
+    }
+
+
+def main() -> None:
+    """Measure the shapes and append their rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=BLOCKS, default=["1b-s2048"])
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "turns.jsonl")
+    arguments = parser.parse_args()
+    for shape in arguments.shapes:
+        steps = {name: make_step(name, BLOCKS[shape], "cuda") for name in CONTESTANTS}
+        for name, figures in take_turns(steps, arguments.turns).items():
+            row = {"benchmark": "turns", "shape": shape, "name": name, **figures}
+            append_row(arguments.out, row)
+            print(
+                f"{shape:10s} {name:28s} {row['ms']:7.3f} ms (least {row['least_ms']:.3f}), host {row['host_ms']:.3f} "
+                f"(least {row['least_host_ms']:.3f})",
+                flush=True,
+            )
+        torch.compiler.reset()
+
+
+if __name__ == "__main__":
+    main()
