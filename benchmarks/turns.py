@@ -30,28 +30,25 @@ from overcoat import catalogue
 from overcoat.bench.blocks import make_block
 from overcoat.bench.shapes import BLOCKS, BlockShape, build_block
 from overcoat.bench.timing import host_ms, steady_ms
-from overcoat.models.compiled import compile_layers
 
 TURNS, STEPS = 8, 10
 Step = Callable[[], None]
 
 
-def _whole(layer: Any, model: Any) -> Any:
-    return torch.compile(layer, fullgraph=True)
-
-
-def _layers(layer: Any, model: Any) -> Any:
-    compile_layers(model, graphs=False)
+def _eager(layer: Any) -> Any:
     return layer
 
 
+def _compiled(layer: Any) -> Any:
+    return torch.compile(layer, fullgraph=True)
+
+
 # How a converted layer is run, and whether it goes through the dispatcher.
-CONTESTANTS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
-    "eager": (lambda layer, model: layer, False),
-    "torch.compile": (_whole, False),
-    "train.compile = layers": (_layers, False),
-    "eager, dispatcher": (lambda layer, model: layer, True),
-    "torch.compile, dispatcher": (_whole, True),
+CONTESTANTS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "eager": (_eager, False),
+    "torch.compile": (_compiled, False),
+    "eager, dispatcher": (_eager, True),
+    "torch.compile, dispatcher": (_compiled, True),
 }
 
 
@@ -71,7 +68,7 @@ def make_step(name: str, shape: BlockShape, device: str) -> Step:
     """Forward and backward of a contestant's block, weights and input its own."""
     model, tables = build_block(shape, torch.bfloat16, device)
     layer = make_block("overcoat", model, tables, compiled=False, attention="cudnn").module
-    run = CONTESTANTS[name][0](layer, model)
+    run = CONTESTANTS[name][0](layer)
     size = (shape.batch, shape.sequence, shape.model.hidden)
     x, dy = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()

@@ -81,6 +81,25 @@ def _introduce_to_inductor(overload: Any) -> None:
         return
     tag = torch._library.utils.get_layout_constraint_tag(overload, with_default=True)
     lowering.make_fallback(overload, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)
+    lowering.lowerings[overload] = _unchecked(lowering.lowerings[overload])
+
+
+def _unchecked(create: Callable[..., Any]) -> Callable[..., Any]:
+    """`create`, which writes an op's call into compiled code, without a check of each result's strides and alignment.
+
+    They are what the shape function says (tests/test_catalogue.py). A block has 92 of these checks, and a small one
+    waits for the host.
+    """
+
+    @functools.wraps(create)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = create(*args, **kwargs)
+        for box in results if isinstance(results, (list, tuple)) else [results]:
+            if box is not None:  # an op that only writes to its arguments
+                box.data.data.skip_size_stride_alignment_checks = True
+        return results
+
+    return run
 
 
 class _Overload(torch._ops.OpOverload):

@@ -12,6 +12,7 @@ import pkgutil
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -144,6 +145,20 @@ def test_inductor_knows_an_op_before_it_comes_to_it(monkeypatch):
     assert {encode, decode} < lowering.lowerings.keys()
 
 
+@pytest.mark.parametrize("name", ["amax", "group_encode", "qk_rope_encode_"])
+def test_compiled_code_does_not_check_what_the_shape_function_says(name, device):
+    """One result, several, and arguments that are written to; arguments are checked as ever."""
+    arguments = on(device, SAMPLES[name][-1])
+    torch.compiler.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, code = run_and_get_code(torch.compile(CATALOGUE[name].overload, fullgraph=True), *arguments)
+    torch.compiler.reset()
+    assert f"torch.ops.overcoat.{name}.default(" in code[0]
+    assert "assert_size_stride(arg" in code[0]
+    assert "assert_size_stride(buf" not in code[0]
+    assert "assert_alignment(buf" not in code[0]
+
+
 def test_an_op_registers_its_schema_and_keeps_its_docstring():
     """What `op` promises its users, on an op made for the test; mutated arguments are declared in the schema."""
 
@@ -234,13 +249,25 @@ def test_compiled_code_spares_the_dispatcher(monkeypatch):
 
 
 def test_the_short_way_takes_arguments_by_name_and_counts_what_is_written(monkeypatch):
-    """With the question answered for a tensor in host memory; a list that is empty is nobody's kernel's."""
+    """With the question answered for a tensor in host memory; a list that is empty is nobody's kernel's.
+
+    Nor has compiled code a result of such an op that it could leave unchecked.
+    """
 
     @op(mutates=("x",))
     def test_only_shift_(x: torch.Tensor, step: float) -> None:
         x.add_(step)
 
+    @test_only_shift_.fake
+    def _(x, step):
+        return None
+
     try:
+        y = torch.zeros(3)
+        torch.compiler.reset()
+        torch.compile(test_only_shift_, fullgraph=True)(y, 2.0)
+        torch.compiler.reset()
+        assert y.tolist() == [2, 2, 2]
 
         @test_only_shift_.cuda
         def _(x, step):

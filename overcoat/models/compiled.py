@@ -22,16 +22,11 @@ goes back to nobody else until `forget`.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
 
 from overcoat.models.convert import decoder_layers
-
-# Compiled code checks size, strides and alignment of what every op returns: 139 times in a block, a tenth of the time
-# that a small block waits for the host. Ours return what their shape functions say (tests/test_catalogue.py).
-UNCHECKED = {"size_asserts": False, "alignment_asserts": False}
 
 
 def compile_layers(model: nn.Module, graphs: bool) -> None:
@@ -53,8 +48,7 @@ def compile_layers(model: nn.Module, graphs: bool) -> None:
         raise ValueError(f"CUDA graphs need a GPU, and the model lies on {device}: compile it with graphs=False")
     for layer in layers.values():
         # What a graph cannot hold would run beside it, unseen and slowly: fullgraph makes it an error.
-        how: dict[str, Any] = {"mode": "reduce-overhead"} if graphs else {"options": UNCHECKED}
-        layer.compile(fullgraph=True, **how)
+        layer.compile(fullgraph=True, mode="reduce-overhead" if graphs else None)
 
 
 def eager() -> AbstractContextManager[None]:
