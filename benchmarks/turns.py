@@ -67,7 +67,7 @@ def dispatched(through: bool) -> Iterator[None]:
 def make_step(name: str, shape: BlockShape, device: str) -> Step:
     """Forward and backward of a contestant's block, weights and input its own."""
     model, tables = build_block(shape, torch.bfloat16, device)
-    layer = make_block("overcoat", model, tables, compiled=False, attention="cudnn").module
+    layer = make_block("overcoat", model, tables, compiled=False, attention="default").module
     run = CONTESTANTS[name][0](layer)
     size = (shape.batch, shape.sequence, shape.model.hidden)
     x, dy = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -113,8 +113,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "turns.jsonl")
     arguments = parser.parse_args()
     for shape in arguments.shapes:
-        steps = {name: make_step(name, BLOCKS[shape], "cuda") for name in CONTESTANTS}
-        for name, figures in take_turns(steps, arguments.turns).items():
+        found = take_turns({name: make_step(name, BLOCKS[shape], "cuda") for name in CONTESTANTS}, arguments.turns)
+        for name, figures in found.items():
             row = {"benchmark": "turns", "shape": shape, "name": name, **figures}
             append_row(arguments.out, row)
             print(

@@ -54,7 +54,7 @@ def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
 def _needs_no_dispatcher(first: Any) -> bool:
     """Whether the dispatcher would do nothing but call the kernel: plain CUDA tensors, and nobody looking on.
 
-    It takes some 4 to 10 us a call. Who looks on: autograd, tracing, fake tensors and other modes, the profiler.
+    It takes some 4 to 10 us a call. Who looks on: autograd, fake tensors and other modes, vmap, the profiler.
     """
     if torch.is_grad_enabled():
         return False
@@ -87,8 +87,8 @@ def _introduce_to_inductor(overload: Any) -> None:
 def _unchecked(create: Callable[..., Any]) -> Callable[..., Any]:
     """`create`, which writes an op's call into compiled code, without a check of each result's strides and alignment.
 
-    They are what the shape function says (tests/test_catalogue.py). A block has 92 of these checks, and a small one
-    waits for the host.
+    Strides are what the shape function says (tests/test_catalogue.py), and every result is an allocation of its own. A
+    block would check 92 results twice, and a small one waits for the host.
     """
 
     @functools.wraps(create)
@@ -120,7 +120,7 @@ class Op:
         self.name = reference.__name__
         self.reference = reference
         names = list(inspect.signature(reference).parameters)
-        self.written = [names.index(name) for name in mutates]  # places among the arguments
+        self.written = [(names.index(name), name) for name in mutates]  # places among the arguments
         self.__doc__ = reference.__doc__
         schema = torch.library.infer_schema(reference, mutates_args=mutates)
         _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -159,10 +159,10 @@ class Op:
         """PyTorch counts what its own ops write to, so that autograd sees when a saved tensor has changed."""
 
         @functools.wraps(function)
-        def run(*args: Any) -> Any:
-            result = function(*args)
-            for place in self.written:
-                torch.autograd.graph.increment_version(args[place])
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            for place, name in self.written:
+                torch.autograd.graph.increment_version(args[place] if place < len(args) else kwargs[name])
             return result
 
         return run

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
+import re
 
 import pytest
 import torch
@@ -156,7 +157,8 @@ def test_compiled_code_does_not_check_what_the_shape_function_says(name, device)
     assert f"torch.ops.overcoat.{name}.default(" in code[0]
     assert "assert_size_stride(arg" in code[0]
     assert "assert_size_stride(buf" not in code[0]
-    assert "assert_alignment(buf" not in code[0]
+    # Of what lies in host memory nothing is known, and that is said in place of the check.
+    assert not re.search(r"assert_alignment\(buf|buffer buf\d+ .*not aligned", code[0])
 
 
 def test_an_op_registers_its_schema_and_keeps_its_docstring():
@@ -249,10 +251,7 @@ def test_compiled_code_spares_the_dispatcher(monkeypatch):
 
 
 def test_the_short_way_takes_arguments_by_name_and_counts_what_is_written(monkeypatch):
-    """With the question answered for a tensor in host memory; a list that is empty is nobody's kernel's.
-
-    Nor has compiled code a result of such an op that it could leave unchecked.
-    """
+    """As if it lay on a GPU. Compiled code, too, calls an op that returns nothing. An empty list lies nowhere."""
 
     @op(mutates=("x",))
     def test_only_shift_(x: torch.Tensor, step: float) -> None:
@@ -275,11 +274,15 @@ def test_the_short_way_takes_arguments_by_name_and_counts_what_is_written(monkey
 
         assert test_only_shift_.kernel is test_only_shift_.overload.kernel
         monkeypatch.setattr(catalogue, "_needs_no_dispatcher", lambda first: True)
-        x = torch.zeros(3, dtype=torch.uint8)
-        before = x._version
-        test_only_shift_(x, 7.0)
-        assert x.tolist() == [7, 0, 0]
-        assert x._version == before + 1
+        for args, kwargs in (((7.0,), {}), ((), {"step": 7.0})):
+            x = torch.zeros(3, dtype=torch.uint8)
+            before = x._version
+            test_only_shift_(x, *args, **kwargs)
+            assert x.tolist() == [7, 0, 0]
+            assert x._version == before + 1
+        written = torch.zeros(3, dtype=torch.uint8)
+        test_only_shift_.kernel(step=5.0, x=written)
+        assert (written.tolist(), written._version) == ([5, 0, 0], 1)
     finally:
         del CATALOGUE["test_only_shift_"]
     monkeypatch.undo()
