@@ -190,15 +190,13 @@ def test_nothing_else_is_left_out_or_has_the_cache() -> None:
         "tests/test_memory.py",
         "tests/test_weight_amax.py",
     ]
-    command = [*sanitizer.PYTEST, "--collect-only", "-m", "gpu", "-o", "addopts=-q"]
-
-    def names(*options: str) -> set[str]:
-        listed = subprocess.run([*command, *files, *options], cwd=sanitizer.ROOT, capture_output=True, text=True)
-        return {re.sub(r"\[.*", "", line) for line in listed.stdout.splitlines() if "::" in line}
-
-    everything = names()
+    command = [*sanitizer.PYTEST, "--collect-only", "-m", "gpu", "-o", "addopts=-q", *files]
+    listed = subprocess.run(command, cwd=sanitizer.ROOT, capture_output=True, text=True)
+    everything = {re.sub(r"\[.*", "", line) for line in listed.stdout.splitlines() if "::" in line}
+    assert any(name.startswith("tests/models/test_llama.py") for name in everything)  # whole blocks
     assert sanitizer.SLOW["racecheck"] == (*sanitizer.SLOW["memcheck"], "2_to_31")
-    left_out = everything - names("-k", " and ".join(f"not {word}" for word in sanitizer.SLOW["racecheck"]))
+    # As `pytest -k` compares: parts of names of tests and of their files, in any case.
+    left_out = {name for name in everything if any(word in name.lower() for word in sanitizer.SLOW["racecheck"])}
     assert {name.split("::")[-1] for name in left_out if "2_to_31" not in name} == {
         "test_converted_model_is_as_good_as_fp8_gemms_alone"
     }
@@ -242,10 +240,6 @@ def test_every_kernel_test_is_looked_at() -> None:
     kernels = sanitizer.test_files("racecheck")
     assert "tests/kernels/gpu/test_norm.py" in kernels
     assert all(path.startswith("tests/kernels/gpu/") for path in kernels)
-
-
-def test_whole_blocks_are_looked_at() -> None:
-    assert len(sanitizer.tests_of("memcheck", "tests/models/test_llama.py", "")) >= 10
 
 
 SMALL = """

@@ -70,16 +70,15 @@ def test_held_out_loss_is_within_one_percent_of_the_twin(config: Config, twin_lo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropped", ["down_proj", "gate_proj"])
 def test_a_dropped_gradient_leaves_the_one_percent(
-    config: Config, twin_loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: str
+    config: Config, twin_loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That the 1 % means something, shown in BF16, which is four times faster here."""
     real = overcoat.convert
 
     def broken(model: nn.Module, *args: Any) -> overcoat.Report:
         for name, parameter in model.named_parameters():
-            if dropped in name:
+            if "gate_proj" in name:
                 parameter.register_hook(torch.zeros_like)
         return real(model, *args)
 
