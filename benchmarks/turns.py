@@ -1,15 +1,16 @@
 """A block eager and compiled in turns: whose time is the host's, on a host that has moods.
 
-    python -m benchmarks.turns                              hidden 2048, 4 x 2048 tokens: a minute on an H200
+    python -m benchmarks.turns                              hidden 2048, 4 x 2048 tokens: two minutes on an H200
     python -m benchmarks.turns --shapes 7b-s2048 --turns 4
 
 A small block takes the GPU about as long as the host needs to queue it, and a core that others share is up to twice as
 slow, for seconds or for milliseconds: processes one after the other, as `overcoat bench layer` has them, say more about
 the host than about the block. Here all are in one process, each is measured for a few windows, then the next, over and
-over. One row of results/turns.jsonl for each:
+over, a turn beginning with the one that came second in the turn before. One row of results/turns.jsonl for each:
 
     ms        median over the turns of ms per step, in steady state; least_ms: of the turn with the least
-    host_ms   the same of what the host takes to queue a step while the GPU is busy, and least_host_ms
+    of_eager  median over the turns of ms by eager's ms of the same turn: a slow second is both's
+    host_ms   the same as ms of what the host takes to queue a step while the GPU is busy, and least_host_ms
 
 "dispatcher": without the short way from an op to its kernel (overcoat/catalogue.py).
 """
@@ -31,7 +32,7 @@ from overcoat.bench.blocks import make_block
 from overcoat.bench.shapes import BLOCKS, BlockShape, build_block
 from overcoat.bench.timing import host_ms, steady_ms
 
-TURNS, STEPS = 8, 10
+TURNS, STEPS = 24, 10
 Step = Callable[[], None]
 
 
@@ -83,21 +84,24 @@ def make_step(name: str, shape: BlockShape, device: str) -> Step:
 
 
 def take_turns(steps: dict[str, Step], turns: int) -> dict[str, dict[str, float]]:
-    """Figures of each contestant by name."""
+    """Figures of each contestant by name; the first is what the others are compared with."""
+    names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in steps}
     hosts: dict[str, list[float]] = {name: [] for name in steps}
     # Waking autograd's own thread is paid once per step of a model, not once per block.
     with torch.autograd.set_multithreading_enabled(False):
-        for _ in range(turns):
-            for name, step in steps.items():
+        for turn in range(turns):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
                 with dispatched(CONTESTANTS[name][1]):
-                    times[name].append(steady_ms(step, 1, STEPS)["ms"])
-                    hosts[name].append(host_ms(step))
+                    times[name].append(steady_ms(steps[name], 1, STEPS)["ms"])
+                    hosts[name].append(host_ms(steps[name]))
     return {
         name: {
             "turns": turns,
             "ms": statistics.median(times[name]),
             "least_ms": min(times[name]),
+            "of_eager": statistics.median(ms / eager for ms, eager in zip(times[name], times[names[0]], strict=True)),
             "host_ms": statistics.median(hosts[name]),
             "least_host_ms": min(hosts[name]),
         }
@@ -118,8 +122,8 @@ def main() -> None:
             row = {"benchmark": "turns", "shape": shape, "name": name, **figures}
             append_row(arguments.out, row)
             print(
-                f"{shape:10s} {name:28s} {row['ms']:7.3f} ms (least {row['least_ms']:.3f}), host {row['host_ms']:.3f} "
-                f"(least {row['least_host_ms']:.3f})",
+                f"{shape:10s} {name:28s} {row['ms']:7.3f} ms (least {row['least_ms']:.3f}), "
+                f"{row['of_eager']:.3f} of eager, host {row['host_ms']:.3f} (least {row['least_host_ms']:.3f})",
                 flush=True,
             )
         torch.compiler.reset()

@@ -33,7 +33,7 @@ def test_the_dispatcher_is_asked_for_and_left_again() -> None:
 
 
 def test_all_are_measured_in_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, order, clock = catalogue._needs_no_dispatcher, [], iter(range(100))
+    asked, order, clock = catalogue._needs_no_dispatcher, [], iter(range(1, 100))
 
     def steady(step: Any, windows: int, steps: int) -> dict[str, float]:
         order.append((step(), catalogue._needs_no_dispatcher is asked))
@@ -44,10 +44,19 @@ def test_all_are_measured_in_every_turn(monkeypatch: pytest.MonkeyPatch) -> None
     # The names alone are these steps' results.
     steps: dict[str, Any] = {name: lambda name=name: name for name in ("eager", "eager, dispatcher")}
     found = take_turns(steps, 3)
-    assert order == [("eager", True), ("eager, dispatcher", False)] * 3
+    one, other = ("eager", True), ("eager, dispatcher", False)
+    assert order == [one, other, other, one, one, other]
+    # Eager's times are 1, 7 and 9, the other's 3, 5 and 11: the ratio in the middle is not that of the medians.
     assert found == {
-        "eager": {"turns": 3, "ms": 4.0, "least_ms": 0.0, "host_ms": 50.0, "least_host_ms": 10.0},
-        "eager, dispatcher": {"turns": 3, "ms": 6.0, "least_ms": 2.0, "host_ms": 70.0, "least_host_ms": 30.0},
+        "eager": {"turns": 3, "ms": 7, "least_ms": 1, "of_eager": 1, "host_ms": 80, "least_host_ms": 20},
+        "eager, dispatcher": {
+            "turns": 3,
+            "ms": 5,
+            "least_ms": 3,
+            "of_eager": 11 / 9,
+            "host_ms": 60,
+            "least_host_ms": 40,
+        },
     }
 
 
@@ -74,4 +83,5 @@ def test_rows_of_a_tiny_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert [row["name"] for row in rows] == list(CONTESTANTS)
     for row in rows:
         assert 0 < row["least_ms"] <= row["ms"]
+        assert row["of_eager"] == 1 if row["name"] == "eager" else row["of_eager"] > 0
         assert 0 < row["least_host_ms"] <= row["host_ms"]
