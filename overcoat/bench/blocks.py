@@ -1,6 +1,9 @@
 """Who takes part in `overcoat bench layer`: name -> a decoder block with the weights of the same transformers layer.
 
     overcoat ...             `overcoat.convert` under a recipe, eager; under torch.compile
+    overcoat torch checkpoint
+                             `Recipe()` inside `torch.utils.checkpoint`, which keeps the input in 16 bits and
+                             runs all of the forward again; beside it, what "leanest" saves
     bf16 ...                 the transformers layer as it is, eager and under torch.compile
     ... graphs               torch.compile(mode="reduce-overhead"): forward and backward as CUDA graphs, without the
                              host, which is what a small block waits for
@@ -14,12 +17,14 @@ BF16 and torchao take PyTorch's attention; `attention="cudnn"` puts cuDNN's firs
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import overcoat
 from overcoat import Recipe
@@ -49,7 +54,8 @@ class Block:
 class Maker:
     """How a block is made, and the packages it needs.
 
-    `compiles`, `graphs`: torch.compile is part of its name; `delayed`: its scales are those of the steps before.
+    `compiles`, `graphs`: torch.compile is part of its name; `delayed`: its scales are those of the steps before;
+    `checkpointed`: it is called inside PyTorch's activation checkpoint.
     """
 
     make: Callable[[Any], Any]
@@ -58,6 +64,7 @@ class Maker:
     torch_attention: bool = False
     graphs: bool = False
     delayed: bool = False
+    checkpointed: bool = False
 
 
 OUR_RECIPES = {
@@ -73,6 +80,7 @@ OUR_RECIPES = {
 def makers() -> dict[str, Maker]:
     """Everyone by name, in the order of the table."""
     found = {name: Maker(_converted(recipe)) for name, recipe in OUR_RECIPES.items()}
+    found["overcoat torch checkpoint"] = Maker(_converted(Recipe()), checkpointed=True)
     found["overcoat compile"] = Maker(_converted(Recipe()), compiles=True)
     found["overcoat compile, graphs"] = Maker(_converted(Recipe()), compiles=True, graphs=True)
     found["bf16 eager"] = Maker(lambda model: model.layers[0], torch_attention=True)
@@ -100,6 +108,8 @@ def make_block(name: str, model: Any, tables: Tables, compiled: bool, attention:
     layer = maker.make(model)
     mode = "reduce-overhead" if maker.graphs else "default"
     runner = torch.compile(layer, mode=mode) if compiled and maker.compiles else layer
+    if maker.checkpointed:
+        runner = functools.partial(checkpoint, layer, use_reentrant=False)
     cudnn_first = maker.torch_attention and attention == "cudnn"
 
     def call(x: Tensor) -> Tensor:

@@ -147,7 +147,8 @@ def rope_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     yield KernelCase("qk_rope", rope.qk_rope, (qkv, *plain))
     yield KernelCase("qk_rope_backward", rope.qk_rope_backward, (*gradients, None, *plain[:-1]))
     yield KernelCase("qk_rope_encode_ norm", rope.qk_rope_encode_, (qkv, center, *normed, CODE), dv.nbytes)
-    yield KernelCase("qk_rope_decode norm", rope.qk_rope_decode, (*decode[:3], *normed, CODE, torch.bfloat16))
+    # The backward decodes first: head norms' gradients need what came before them.
+    yield KernelCase("qk_rope norm", rope.qk_rope, (qkv, *normed))
     # Of qkv it reads q and k.
     yield KernelCase("qk_rope_backward norm", rope.qk_rope_backward, (*gradients, qkv, *normed[:-1]), dv.nbytes)
 

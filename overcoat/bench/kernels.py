@@ -1,7 +1,13 @@
 """`overcoat bench kernels`: bytes, time and share of the copy bandwidth of every kernel, on a model's shape.
 
 Bytes are those that the call must move: every tensor given is read once, every one returned or mutated written once.
-Times are of the device alone, with cold caches. Below 80% is a regression, or has its reason in docs/log-kernels.md.
+Times are of the device alone, with cold caches.
+
+    of copy        share of the rate at which 4 GiB are read and written by a copy
+    of same size   share of the rate of a copy that moves as many bytes as the kernel: a launch takes a few microseconds
+                   before its first byte, which is a lot of a small tensor's time
+
+Below 80% of the latter is a regression, or has its reason in docs/log-kernels.md.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from overcoat.bench.kernel_cases import FAMILIES, KernelCase
 from overcoat.bench.session import Session, add_common_arguments, matches, positive
 from overcoat.bench.shapes import BLOCKS, BlockShape
 from overcoat.bench.table import Column, decimals, percent
-from overcoat.bench.timing import time_ms
+from overcoat.bench.timing import copy_ms, time_ms
 from overcoat.bench.worker import Figures, attempt
 
 COLUMNS = (
@@ -23,6 +29,7 @@ COLUMNS = (
     Column("ms", "ms", decimals(4)),
     Column("TB/s", "TB_per_s", decimals(2)),
     Column("of copy", "share", percent),
+    Column("of same size", "share_of_same_size", percent),
 )
 
 
@@ -37,11 +44,17 @@ def measure_family(
 
 
 def measure(case: KernelCase, repeats: int, copy_rate: float) -> Figures:
-    """Bytes, ms and share of `copy_rate`, in bytes per second, of one kernel."""
+    """Bytes, ms and shares of `copy_rate`, in bytes per second, and of a copy of the same size, of one kernel."""
     moved = case.moved_bytes(case.call())
     timing = time_ms(case.call, repeats)
     rate = moved / timing["ms"] * 1e3
-    return {"bytes": moved, **timing, "TB_per_s": rate / 1e12, "share": rate / copy_rate}
+    return {
+        "bytes": moved,
+        **timing,
+        "TB_per_s": rate / 1e12,
+        "share": rate / copy_rate,
+        "share_of_same_size": copy_ms(moved, repeats) / timing["ms"],
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -82,6 +82,12 @@ def summary(times: list[float]) -> dict[str, float]:
 
 def copy_bandwidth() -> float:
     """Bytes per second of a large device-to-device copy, read and written bytes counted."""
-    source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda").normal_()
+    moved = 2**32
+    return moved / copy_ms(moved, repeats=10) * 1e3
+
+
+def copy_ms(moved: int, repeats: int = 20) -> float:
+    """Median device time in ms of a copy that reads and writes `moved` bytes in all, to a multiple of 4, at least 4."""
+    source = torch.empty(max(moved // 4, 1), dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
-    return 2 * source.nbytes / time_ms(lambda: target.copy_(source), repeats=10)["ms"] * 1e3
+    return time_ms(lambda: target.copy_(source), repeats)["ms"]

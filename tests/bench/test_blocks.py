@@ -63,6 +63,29 @@ def test_torch_compile_where_it_is_part_of_the_name(compiled: bool, monkeypatch:
         wrapped.clear()
 
 
+def test_pytorchs_checkpoint_runs_the_forward_again() -> None:
+    """All of it, to the same gradients."""
+    found = {}
+    for name in ("overcoat", "overcoat torch checkpoint"):
+        torch.manual_seed(0)
+        model, tables = build_block(SHAPE, torch.bfloat16, "cpu")
+        block = make_block(name, model, tables, compiled=False, attention="default")
+        layer, calls = model.layers[0], list[None]()
+
+        def forward(*args: Any, forward: Any = layer.forward, calls: list[None] = calls, **kwargs: Any) -> Any:
+            calls.append(None)
+            return forward(*args, **kwargs)
+
+        layer.forward = forward
+        torch.manual_seed(1)
+        x = torch.randn(1, SHAPE.sequence, SHAPE.model.hidden, dtype=torch.bfloat16, requires_grad=True)
+        block.call(x).sum().backward()
+        found[name] = len(calls), x.grad
+    (once, dx), (twice, again) = found.values()
+    assert (once, twice) == (1, 2)
+    assert torch.equal(dx, again)
+
+
 def test_the_recipe_is_the_one_of_the_name() -> None:
     assert OUR_RECIPES["overcoat"] == Recipe()
     for name, recipe in OUR_RECIPES.items():

@@ -29,7 +29,15 @@ def figures(function: Any, *arguments: Any) -> dict[str, Any]:
         return {"draws": arguments[2], **{column.key: 25.0 for column in layer.SQNR_COLUMNS}}
     if function is kernels.measure_family:
         assert arguments[2] == ["stack"]
-        return {f"{arguments[0]} stack": {"bytes": 8, "ms": 1.0, "TB_per_s": 3.0, "share": 0.75}}
+        return {
+            f"{arguments[0]} stack": {
+                "bytes": 8,
+                "ms": 1.0,
+                "TB_per_s": 3.0,
+                "share": 0.75,
+                "share_of_same_size": 0.875,
+            }
+        }
     assert function is model.measure
     batch = arguments[2]
     if batch > 8:

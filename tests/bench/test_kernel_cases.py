@@ -27,6 +27,7 @@ BYTES = {
     "final_norm": (2 + 2) * T * H,
     "final_norm_backward": (2 + 2 + 2) * T * H,
     "qk_rope": (2 + 2) * 2 * T * H + 2 * 2 * 64 * 128,
+    "qk_rope norm": (2 + 2) * 2 * T * H + 2 * 2 * 64 * 128,
     # Three gradients and, of qkv, q and k read; the gradient of all three written.
     "qk_rope_backward": (2 + 2) * 2 * T * H + 2 * 2 * 64 * 128,
     "qk_rope_backward norm": (2 + 2) * 2 * T * H + 2 * (H + H // 2) * T + 2 * 2 * 64 * 128,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overcoat.bench import timing
-from overcoat.bench.timing import copy_bandwidth, host_ms, steady_ms, summary, time_ms
+from overcoat.bench.timing import copy_bandwidth, copy_ms, host_ms, steady_ms, summary, time_ms
 
 
 class Device:
@@ -92,18 +92,30 @@ def test_the_host_alone_while_the_device_is_busy(device: Device, monkeypatch: py
     assert device.done == ["synchronize", "lead", "step"] * 3 + ["synchronize"]
 
 
-def test_bandwidth_counts_what_is_read_and_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources: list[torch.Tensor] = []
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each copy that was timed: 2 ms, whatever its size."""
+    found: list[int] = []
 
     def timed(copy: Any, repeats: int) -> dict[str, float]:
-        sources.append(copy())
+        found.append(copy().nbytes)
         return {"ms": 2.0}
 
     original = torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: original(size, dtype=dtype, device="meta"))
     monkeypatch.setattr(timing, "time_ms", timed)
-    assert copy_bandwidth() == 2 * sources[0].nbytes / 2e-3
-    assert sources[0].nbytes == 2**31
+    return found
+
+
+def test_bandwidth_counts_what_is_read_and_what_is_written(copied: list[int]) -> None:
+    assert copy_bandwidth() == 2 * 2**31 / 2e-3
+    assert copied == [2**31]
+
+
+@pytest.mark.parametrize(("moved", "size"), [(400, 200), (403, 200), (4, 2), (1, 2), (0, 2)])
+def test_a_copy_of_a_size_moves_it_in_all(moved: int, size: int, copied: list[int]) -> None:
+    assert copy_ms(moved) == 2.0
+    assert copied == [size]
 
 
 @pytest.mark.gpu

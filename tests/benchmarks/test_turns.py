@@ -65,7 +65,7 @@ def test_every_contestant_makes_a_step(name: str) -> None:
     """Compiled ones are compiled, once for all steps."""
     torch.compiler.reset()
     graphs = CompileCounterWithBackend("aot_eager")
-    with torch.compiler.set_stance(force_backend=graphs), dispatched(CONTESTANTS[name][1]):
+    with torch.compiler.set_stance(force_backend=graphs), dispatched(CONTESTANTS[name].dispatched):
         step = make_step(name, TINY, "cpu")
         for _ in range(2):
             step()
@@ -73,15 +73,37 @@ def test_every_contestant_makes_a_step(name: str) -> None:
     assert graphs.frame_count == ("compile" in name)
 
 
+def test_dynamic_blocks_are_compiled_for_any_number_of_tokens() -> None:
+    torch.compiler.reset()
+    sizes: list[bool] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        sizes.append(any(isinstance(value, torch.SymInt) for value in values))
+        return graph
+
+    for dynamic in (None, True):
+        with torch.compiler.set_stance(force_backend=backend):
+            make_step("torch.compile", TINY, "cpu", dynamic)()
+        torch.compiler.reset()
+    assert sizes == [False, True]
+
+
 @pytest.mark.gpu
 def test_rows_of_a_tiny_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "turns.jsonl"
     monkeypatch.setitem(turns.BLOCKS, "tiny", TINY)
-    monkeypatch.setattr(sys, "argv", ["turns", "--shapes", "tiny", "--turns", "2", "--out", str(out)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["turns", "--shapes", "tiny", "--turns", "2", "--out", str(out), "--only", "=torch.compile", "leanest"],
+    )
     turns.main()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["name"] for row in rows] == list(CONTESTANTS)
+    # What another is compared with is measured, too.
+    assert {row["name"] for row in rows} == {"torch.compile", "leanest", "leanest, torch.compile", "eager"}
     for row in rows:
         assert 0 < row["least_ms"] <= row["ms"]
-        assert row["of_eager"] == 1 if row["name"] == "eager" else row["of_eager"] > 0
+        assert row["of_eager"] == 1 if row["name"] in ("eager", "leanest") else row["of_eager"] > 0
+        assert row["dynamic"] is False
         assert 0 < row["least_host_ms"] <= row["host_ms"]
