@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, Starcoder2Config
 
 import overcoat.ops.block as block_ops
@@ -64,6 +66,38 @@ def test_checkpointed_gradients_are_those_of_the_block(recipe, device):
     for name, grad in grads.items():
         allowed = combined_db(limits[name], limits[name])
         assert_close(f"d{name}", grad, checkpointed[name], allowed, extra=0.5)
+
+
+class _Calls(TorchDispatchMode):
+    """Names of our ops in the order in which they are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "overcoat":
+            self.names.append(op._opname)
+        return op(*args, **(kwargs or {}))
+
+
+def test_a_recomputed_block_does_not_look_for_what_its_forward_has_found():
+    """The weights' maxima; and it ends where the backward's own inputs are there, before the product by down."""
+    case, found = block_case(), {}
+    for recipe in (Recipe(), Recipe.leanest()):
+        names = ("x", "q", "k", "v", "o", "gate", "up", "down")
+        leaves = {name: case.inputs[name].clone().requires_grad_() for name in names}  # weights nobody has seen
+        with _Calls() as calls:
+            (y,) = case.op({**case.inputs, **leaves}, recipe)
+            forward = Counter(calls.names)
+            y.backward(case.grads[0].to(y.dtype))
+        found[recipe.checkpoint] = forward, Counter(calls.names) - forward
+    (forward, backward), (forward_of_leanest, with_forward) = found.values()
+    assert forward["stack_amax"] == forward_of_leanest["stack_amax"] == 4
+    assert with_forward["stack_amax"] == backward["stack_amax"] == 0
+    # Forward products: q, k and v stacked, o, gate and up stacked, down.
+    assert (forward["gemm"], with_forward["gemm"] - backward["gemm"]) == (4, 3)
+    assert with_forward["swiglu_quantize"] == 0 < forward["swiglu_quantize"]
 
 
 def test_checkpointed_gradients_are_equal_where_the_input_is_kept_exactly():

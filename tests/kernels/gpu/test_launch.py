@@ -12,7 +12,12 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 
+from overcoat.bench.kernel_cases import FAMILIES
+from overcoat.bench.shapes import BlockShape, ModelShape
 from overcoat.kernels.gpu import launch
 from tests.kernels.gpu.compare import INTERPRETED
 
@@ -221,3 +226,36 @@ def test_programs_that_ask_what_others_have_found_are_one_warp():
     for name in ("swiglu.swiglu_encode_kernel", "swiglu_backward.swiglu_gradient_amax_kernel",
                  "gelu_backward.gelu_gradient_amax_kernel"):  # fmt: skip
         assert [variant.options["num_warps"] for variant in launched[name]] == [1] * len(launched[name])
+
+
+# Tokens that all are multiples of 16, as batches' are, and more than a norm's backward has programs.
+FIRST, LATER = ((5, 512), (5, 528)), ((6, 512), (7, 528), (9, 640), (3, 1056))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter compiles nothing")
+def test_other_numbers_of_tokens_compile_no_other_kernel(monkeypatch):
+    """By Triton's own key of a launch: types, what is compiled in, what 16 divides."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    keys = set()
+
+    def launched(kernel, grid, *args, **options):
+        _, specialization, given = create_function_from_signature(kernel.signature, kernel.params, backend)(
+            *args, **options
+        )
+        keys.add((kernel, str(specialization), str(given)))
+
+    monkeypatch.setattr(launch.Kernel, "launch", launched)
+    found = []
+    for rows, length in FIRST + LATER:
+        shape = BlockShape(ModelShape(512, 1024, 1, 4, 2, 96), rows, length)
+        with torch.no_grad():
+            for family in FAMILIES.values():
+                for case in family(shape, "cpu"):
+                    if case.op.name not in ("final_norm", "final_norm_backward"):  # PyTorch's kernels
+                        case.op.kernel(*case.arguments)
+        found.append(set(keys))
+    # Sizes that a tile divides, and such that it does not; more of them have all been seen.
+    first = found[len(FIRST) - 1]
+    # Below 512 of them, the sums of programs' sums are compiled for each doubling.
+    assert {kernel.__name__ for kernel, _, _ in found[-1] - first} <= {"_sum_partials_kernel"}
+    assert len({kernel for kernel, _, _ in first}) > 30
