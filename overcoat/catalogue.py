@@ -15,6 +15,10 @@ Every numerical op of the project is one `Op` in the `overcoat::` namespace of `
 The reference is registered for all backends, so an op without a kernel works on a GPU too; a CUDA registration
 overrides it there. Ops carry no autograd formula: `overcoat.ops` pairs forward and backward ops in
 `torch.autograd.Function`s. An op never returns one of its inputs or a view of it (a rule of `torch.library`).
+
+Shapes, dtypes and strides of an op's results are part of its name: torch.compile keeps compiled code on disk by the
+names of ops, longer than a release of this package lasts, and that code checks no result of ours. An op whose results
+are to lie otherwise gets another name (tests/test_catalogue.py holds the layouts).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import contextlib
 import functools
 import inspect
 import sys
+from operator import attrgetter
 from typing import Any, Callable
 
 import torch
@@ -51,20 +56,34 @@ def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+# Looked up once: each op of a block asks all of them.
+_is_cuda = attrgetter("is_cuda")
+_is_grad_enabled = torch.is_grad_enabled
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_is_profiled = torch.autograd._profiler_enabled
+
+
 def _needs_no_dispatcher(first: Any) -> bool:
     """Whether the dispatcher would do nothing but call the kernel: plain CUDA tensors, and nobody looking on.
 
-    It takes 3.5 to 10 us a call. Who looks on: autograd, fake tensors and other modes, vmap, the profiler.
+    It takes 3.5 to 10 us a call. Who looks on: autograd, fake tensors and other modes, vmap, torch.jit.trace, the
+    profiler. The first argument stands for all: ours are of one kind. Not asked, since only PyTorch's own exporters do
+    it, and with fake tensors: `make_fx(pre_dispatch=True)` of real ones.
     """
-    if torch.is_grad_enabled():
+    if _is_grad_enabled():
         return False
-    tensor = first[0] if isinstance(first, list) and first else first
+    if type(first) is list and first:
+        first = first[0]
     return (
-        type(tensor) in _PLAIN
-        and tensor.is_cuda
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.autograd._profiler_enabled()
+        type(first) in _PLAIN
+        and _is_cuda(first)
+        and not first.is_neg()  # a view whose sign the dispatcher would turn first
+        and _dispatch_modes() == 0
+        and _function_modes() == 0
+        and _transforms() is None
+        and _tracing() is None
+        and not _is_profiled()
     )
 
 
@@ -87,8 +106,8 @@ def _introduce_to_inductor(overload: Any) -> None:
 def _unchecked(create: Callable[..., Any]) -> Callable[..., Any]:
     """`create`, which writes an op's call into compiled code, without a check of each result's strides and alignment.
 
-    Strides are what the shape function says (tests/test_catalogue.py), and every result is an allocation of its own. A
-    block would check 92 results twice, and a small one waits for the host.
+    Strides are what the shape function says, however the arguments lie (tests/test_catalogue.py), and every result is
+    an allocation of its own. A block would check 92 results twice, and a small one waits for the host.
     """
 
     @functools.wraps(create)

@@ -26,31 +26,31 @@ from overcoat.catalogue import op
 @op
 def log2(x: Tensor) -> Tensor:
     """Base-2 logarithm of an FP32 tensor."""
-    return torch.log2(x)
+    return torch.log2(x.contiguous())
 
 
 @op
 def exp2(x: Tensor) -> Tensor:
     """2^x of an FP32 tensor."""
-    return torch.exp2(x)
+    return torch.exp2(x.contiguous())
 
 
 @op
 def sqrt(x: Tensor) -> Tensor:
     """Square root of an FP32 tensor."""
-    return torch.sqrt(x)
+    return torch.sqrt(x.contiguous())
 
 
 @op
 def reciprocal(x: Tensor) -> Tensor:
     """1 / x of an FP32 tensor."""
-    return torch.reciprocal(x)
+    return torch.reciprocal(x.contiguous())
 
 
 @op
 def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """x y + z of FP32 tensors that broadcast together, rounded once."""
-    return torch.addcmul(z.double(), x.double(), y.double()).float()
+    return torch.addcmul(z.double(), x.double(), y.double()).float().contiguous()
 
 
 @fma.fake
@@ -59,7 +59,7 @@ def _(x, y, z):
 
 
 def _same(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 for _function in (log2, exp2, sqrt, reciprocal):

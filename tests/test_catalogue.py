@@ -10,17 +10,20 @@ import contextlib
 import importlib
 import pkgutil
 import re
+import warnings
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 import overcoat.kernels
 from overcoat import catalogue
 from overcoat.catalogue import CATALOGUE, op
+from tests.kernels.layouts import layouts, recorded
 from tests.kernels.samples import CHECKED_ELSEWHERE, SAMPLES, normal
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -49,7 +52,7 @@ def is_ours(op):
 
 def bits(x):
     """A tensor's bytes."""
-    return x.contiguous().view(-1).view(torch.uint8)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x).view(-1).view(torch.uint8)
 
 
 def on(device, arguments):
@@ -104,6 +107,55 @@ def test_op_is_deterministic_mutates_nothing_else_and_returns_no_views(name, dev
             for x, y in zip(tree_leaves(before), tree_leaves(after), strict=True):
                 if isinstance(x, torch.Tensor) and not may_change:
                     assert torch.equal(bits(x), bits(y.cpu()))
+
+
+def column_by_column(x):
+    """The same tensor with its last axis the slowest; a vector with holes."""
+    if x.dim() == 1:
+        return torch.stack((x, x), 1)[:, 0]
+    return x.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+@pytest.mark.parametrize("name", list(SAMPLES))
+def test_arguments_may_lie_anyhow(name, device):
+    """One after the other: the same bits, laid out as the shape function says, which compiled code does not check."""
+    leaves, spec = tree_flatten(on(device, SAMPLES[name][-1]))
+    leaves = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in leaves]
+    expected, after = run(name, tree_unflatten([copied(x) for x in leaves], spec))
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            continue
+        other = [column_by_column(x) if i == place else copied(x) for i, x in enumerate(leaves)]
+        with FakeTensorMode() as mode:
+            fakes = tensors(
+                CATALOGUE[name](*tree_map_only(torch.Tensor, mode.from_tensor, tree_unflatten(other, spec)))
+            )
+        results, changed = run(name, tree_unflatten(other, spec))
+        for fake, result, value in zip(fakes, results, expected, strict=True):
+            assert layout(fake) == layout(result), place
+            assert torch.equal(bits(result), bits(value)), place
+        assert all(torch.equal(bits(x), bits(value)) for x, value in zip(changed, after, strict=True)), place
+
+
+def layout(x):
+    """What compiled code takes for granted; where there is one number, a stride says nothing."""
+    return x.dtype, *((size, stride) for size, stride in zip(x.shape, x.stride()) if size != 1)
+
+
+def test_results_lie_as_compiled_code_in_users_caches_takes_for_granted():
+    """tests/kernels/layouts.py says what to do where this fails."""
+    for name, found in layouts().items():
+        known = recorded().get(name, {})
+        assert {key: known[key] for key in found if key in known} == {k: v for k, v in found.items() if k in known}, (
+            f"the results of {name} lie otherwise than those of the same name did: give the op another name"
+        )
+        assert found.keys() <= known.keys(), (
+            f"python -m tests.kernels.layouts: {name} has samples that are not recorded"
+        )
+
+
+def copied(x):
+    return x.clone() if isinstance(x, torch.Tensor) else x
 
 
 @pytest.mark.parametrize("name", list(SAMPLES))
@@ -184,6 +236,15 @@ class Elsewhere(torch.Tensor):
     """A tensor that is more than one."""
 
 
+class Asking(TorchFunctionMode):
+    """A mode that answers for PyTorch's functions, ops among them."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is CATALOGUE["amax"].overload:
+            return CATALOGUE["amax"].reference(*args)
+        return function(*args, **(kwargs or {}))
+
+
 class Watching(TorchDispatchMode):
     """A mode that answers for the op."""
 
@@ -203,38 +264,50 @@ ONLOOKERS = {
     "a parameter": (contextlib.nullcontext, torch.nn.Parameter),
     "autograd": (torch.enable_grad, lambda x: x),
     "a mode": (Watching, lambda x: x),
+    "a mode of functions": (Asking, lambda x: x),
+    "a view with the other sign": (contextlib.nullcontext, torch._neg_view),
     "a profiler": (profiled, lambda x: x),
     "a subclass": (contextlib.nullcontext, lambda x: x.as_subclass(Elsewhere)),
     "the CPU": (contextlib.nullcontext, lambda x: x.cpu()),
 }
 
 
-@pytest.mark.gpu
+@pytest.fixture
+def as_on_a_gpu(request, device, monkeypatch):
+    """Tensors on the CPU count as a GPU's, where the CPU itself is not what is asked about."""
+    if device.type == "cpu":
+        monkeypatch.setattr(catalogue, "_is_cuda", lambda x: "the CPU" not in request.node.name)
+    return device
+
+
 @pytest.mark.parametrize("onlooker", list(ONLOOKERS))
-def test_the_dispatcher_is_spared_where_nobody_looks_on(onlooker, monkeypatch):
+def test_the_dispatcher_is_spared_where_nobody_looks_on(onlooker, as_on_a_gpu, monkeypatch):
     """On the short way the kernel that the overload knows is called, on the long one that of the registration."""
     amax, short = CATALOGUE["amax"], []
     monkeypatch.setattr(amax.overload, "kernel", lambda x: short.append(x) or amax.reference(x))
     inside, prepare = ONLOOKERS[onlooker]
     x = normal(4, 32)
-    prepared = prepare(x.cuda())
+    prepared = prepare(x.to(as_on_a_gpu))
     with torch.no_grad(), inside():
         result = amax(prepared)
     assert result.item() == x.abs().amax().item()
     assert len(short) == (onlooker in ("nobody", "a parameter"))
 
 
-@pytest.mark.gpu
-def test_vmap_and_fake_tensors_take_the_long_way(monkeypatch):
-    amax = CATALOGUE["amax"]
+def test_tracing_vmap_and_fake_tensors_take_the_long_way(as_on_a_gpu, monkeypatch):
+    amax, device = CATALOGUE["amax"], as_on_a_gpu
     monkeypatch.setattr(amax.overload, "kernel", lambda x: pytest.fail("the kernel was called"))
     with torch.no_grad():
         with FakeTensorMode() as mode:
-            fake = torch.empty(4, 32, device="cuda")
+            fake = torch.empty(4, 32, device=device)
             assert isinstance(amax(fake), FakeTensor)
-        assert isinstance(amax(mode.from_tensor(torch.empty(4, 32, device="cuda"))), FakeTensor)
+        assert isinstance(amax(mode.from_tensor(torch.empty(4, 32, device=device))), FakeTensor)
         x = normal(2, 4, 32)
-        assert torch.vmap(amax)(x.cuda()).tolist() == x.abs().amax((1, 2)).tolist()
+        assert torch.vmap(amax)(x.to(device)).tolist() == x.abs().amax((1, 2)).tolist()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            traced = torch.jit.trace(lambda x: amax(x) + 1, (x.to(device),), check_trace=False)
+        assert "overcoat::amax" in str(traced.graph)
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ from overcoat.kernels.packed import dense_mask, flash_packed, flash_packed_backw
 
 def _heads(qkv: Tensor, batch: int, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, Tensor]:
     """(T, (num_q + 2 num_kv) * D) -> views q (B, num_q, S, D), k and v (B, num_kv, S, D)."""
-    heads = qkv.view(batch, qkv.shape[0] // batch, num_q + 2 * num_kv, -1).transpose(1, 2)
+    heads = qkv.reshape(batch, qkv.shape[0] // batch, num_q + 2 * num_kv, -1).transpose(1, 2)
     q, k, v = heads.split((num_q, num_kv, num_kv), dim=1)
     return q, k, v
 
@@ -121,7 +121,7 @@ def attention_backward(
     sequence = qkv.shape[0] // batch
 
     def grouped(x: Tensor) -> Tensor:
-        return x.view(batch, sequence, num_q, -1).transpose(1, 2).float().unflatten(1, (num_kv, -1))
+        return x.reshape(batch, sequence, num_q, -1).transpose(1, 2).float().unflatten(1, (num_kv, -1))
 
     do_, o_ = grouped(do), grouped(o)
     p = _probabilities(_scores(q, k, mask, scale), lse.unflatten(1, (num_kv, -1)).unsqueeze(-1))
@@ -317,7 +317,7 @@ def backward_by(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """`attention_backward` by one of the library's kernels; do, qkv and o contiguous."""
     q, k, v = _heads(qkv, batch, num_q, num_kv)
-    do, o = (x.view(batch, q.shape[2], num_q, -1).transpose(1, 2) for x in (do, o))
+    do, o = (x.reshape(batch, q.shape[2], num_q, -1).transpose(1, 2) for x in (do, o))
     return _token_rows(qkv.dtype, *kernel.backward(do, q, k, v, o, lse, _mask_for(kernel, mask, q), scale))
 
 

@@ -19,7 +19,7 @@ from overcoat.catalogue import op
 from overcoat.formats import E4M3, FLOAT8, encode_groups, group_code
 from overcoat.kernels import gpu
 from overcoat.kernels.blockwise import BLOCK, empty_rows, empty_rows_t, row_blocks, row_blocks_t
-from overcoat.kernels.norm import affine, layernorm_stats, normalize, rmsnorm_stats
+from overcoat.kernels.norm import affine, layernorm_stats, normalize, rmsnorm_stats, sum_like
 from overcoat.kernels.rope import rope_gradient
 from overcoat.kernels.swiglu import gated_gradient, gated_product
 
@@ -97,7 +97,7 @@ def add_norm_block_quantize(
     group_size: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x = residual + y (T, H), and `norm_block_quantize` of x, still in one pass."""
-    x = residual + y
+    x = (residual + y).contiguous()
     return x, *norm_block_quantize.reference(x, weight, bias, eps, centered, code, group_size)
 
 
@@ -105,7 +105,7 @@ def add_norm_block_quantize(
 def _(y, residual, weight, bias, eps, centered, code, group_size):
     groups = (y.shape[1] + group_size - 1) // group_size
     return (
-        y.new_empty(y.shape),
+        sum_like(y, residual),
         *empty_rows(y, y.shape, E4M3.dtype),
         y.new_empty(y.shape, dtype=group_code(code).dtype),
         y.new_empty((y.shape[0], groups), dtype=torch.bfloat16),

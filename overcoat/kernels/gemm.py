@@ -204,6 +204,7 @@ def _(a, b, scale_a, scale_b, square, bias, dtype):
     # PyTorch takes no E5M2 operand with block scales.
     if not _has_block_gemm(a.device) or torch.float8_e5m2 in (a.dtype, b.dtype):
         return block_gemm.reference(a, b, scale_a, scale_b, square, bias, dtype)
+    a, b, scale_a, scale_b = (x.contiguous() for x in (a, b, scale_a, scale_b))
     rows, columns = a.shape[0], b.shape[0]
     if (rows | columns | a.shape[1]) % 16:
         a, b = _pad_first(_pad_last(a)), _pad_first(_pad_last(b))

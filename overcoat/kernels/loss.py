@@ -62,7 +62,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, z_loss: fl
     Returns:
         (C,) FP32. A row with non-finite logits has a non-finite loss.
     """
-    x = logits.float()
+    x = logits.float().contiguous()
     vocabulary = x.shape[1]
     real = labels != ignore_index
     known = (labels >= 0) & (labels < vocabulary)

@@ -41,7 +41,7 @@ def affine(xhat: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Te
     return y if bias is None else y + bias.float()
 
 
-def _sum_like(y: Tensor, residual: Tensor) -> Tensor:
+def sum_like(y: Tensor, residual: Tensor) -> Tensor:
     """An empty tensor for residual + y."""
     return y.new_empty(y.shape, dtype=torch.result_type(y, residual))
 
@@ -75,7 +75,7 @@ def add_rmsnorm_stats(
 
 @add_rmsnorm_stats.fake
 def _(y, residual, weight, eps):
-    return _sum_like(y, residual), *(y.new_empty(y.shape[:1], dtype=torch.float32) for _ in range(2))
+    return sum_like(y, residual), *(y.new_empty(y.shape[:1], dtype=torch.float32) for _ in range(2))
 
 
 @add_rmsnorm_stats.cuda
@@ -118,7 +118,7 @@ def add_layernorm_stats(
 
 @add_layernorm_stats.fake
 def _(y, residual, weight, bias, eps):
-    return _sum_like(y, residual), *(y.new_empty(y.shape[:1], dtype=torch.float32) for _ in range(3))
+    return sum_like(y, residual), *(y.new_empty(y.shape[:1], dtype=torch.float32) for _ in range(3))
 
 
 @add_layernorm_stats.cuda

@@ -30,7 +30,7 @@ from overcoat.kernels.quantize import group_decode, group_encode, padded_tokens,
 def _split(qkv: Tensor, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, Tensor]:
     """The fused buffer's q, k and v (T, heads, D) in FP32."""
     count = num_q + 2 * num_kv
-    heads = qkv.view(qkv.shape[0], count, qkv.shape[1] // count).float()
+    heads = qkv.contiguous().view(qkv.shape[0], count, qkv.shape[1] // count).float()
     q, k, v = heads.split((num_q, num_kv, num_kv), dim=1)
     return q, k, v
 
@@ -127,7 +127,7 @@ def qk_rope_backward(
         gradient of qkv (T, (num_q + 2 num_kv) * D); dq_weight, dk_weight (D,) FP32 (empty without head norms).
     """
     tokens, width = dq.shape[0], dq.shape[1] // num_q
-    gq, gk, gv = (part.unflatten(1, (-1, width)).float() for part in (dq, dk, dv))
+    gq, gk, gv = (part.contiguous().unflatten(1, (-1, width)).float() for part in (dq, dk, dv))
     c, s = _per_token(cos, tokens), _per_token(sin, tokens)
     q, k, _ = (gq, gk, gv) if qkv is None else _split(qkv, num_q, gk.shape[1])
     gq, dq_weight = _head_norm_backward(_rotate_transposed(gq, c, s), q, q_weight, eps)

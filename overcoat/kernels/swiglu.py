@@ -48,7 +48,7 @@ def gated_product(gate_up: Tensor) -> Tensor:
 
 def _decode(codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tensor:
     halves = codes.unflatten(-1, (2, -1))
-    return decode_groups(Quantized(halves, group_amax.view(-1, group_amax.shape[-1])), code, group_size).flatten(1)
+    return decode_groups(Quantized(halves, group_amax.flatten(0, 1)), code, group_size).flatten(1)
 
 
 @op

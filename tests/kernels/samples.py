@@ -259,6 +259,7 @@ def _blockwise() -> None:
         add(name, strided(normal(7, 48, dtype=torch.bfloat16)), "e4m3")
     add("norm_block_quantize", strided(x), None, None, 1e-5, False, "sqrt8", 16)
     add("add_norm_block_quantize", strided(x), x, None, None, 1e-5, False, "sqrt8", 16)
+    add("add_norm_block_quantize", x, strided(x.float()), None, None, 1e-5, False, "sqrt8", 16)
     add("swiglu_block_quantize", strided(gate_up), "sqrt8", 16)
     add("swiglu_block_backward", strided(dh), *kept, code, group_size)
     for tokens, positions, (num_q, num_kv), width in ((7, 7, (1, 1), 24), (14, 7, (4, 2), 64), (130, 130, (2, 1), 128)):
@@ -284,5 +285,13 @@ def block_operands(a: Tensor, b: Tensor, square: bool) -> tuple[Tensor, Tensor, 
     return left.data, right.data, left.scale.t().contiguous(), scale
 
 
-for make in (_quantize, _gemm, _norm, _rope, _swiglu, _gelu, _attention, _loss, _blockwise, _block_gemm):
+def _hardware() -> None:
+    x = normal(7, 24).abs() + 0.5
+    for name in ("log2", "exp2", "sqrt", "reciprocal"):
+        add(name, x)
+    add("fma", x, x[0], x[:, :1])
+    add("fma", x, x + 1, x - 1)
+
+
+for make in (_quantize, _gemm, _norm, _rope, _swiglu, _gelu, _attention, _loss, _blockwise, _block_gemm, _hardware):
     make()

@@ -42,7 +42,7 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.hardware import reciprocal
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
 from overcoat.kernels.gpu.stack import alignment, choose, launches, promise, three
 from overcoat.kernels.gpu.tiles import decode_rows, store_quads
 
@@ -200,7 +200,7 @@ def block_requantize_t(
     codes: Tensor, group_amax: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], code: str, group_size: int
 ) -> tuple[Tensor, Tensor]:
     """Codes (T, C) -> E4M3 of (decoded * weight + bias), transposed, in 1x128 blocks along the tokens."""
-    codes = codes.contiguous()
+    codes, group_amax, weight, bias = dense(codes, group_amax, weight, bias)
     tokens, columns = codes.shape
     out_t, scale_t = empty_rows_t(codes, codes.shape, E4M3.dtype)
     gp, padded, strip = power_of_2(group_size), out_t.shape[1], REQUANTIZE_STRIP

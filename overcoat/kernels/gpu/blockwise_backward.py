@@ -48,7 +48,7 @@ from overcoat.kernels.gpu.common import (
     three_amax,
     two_amax,
 )
-from overcoat.kernels.gpu.launch import cdiv, dense_rows, kernel, on_device, registers
+from overcoat.kernels.gpu.launch import cdiv, dense, dense_rows, kernel, on_device, registers
 from overcoat.kernels.gpu.swiglu_backward import gradient_of, gradient_quads, load_operands
 from overcoat.kernels.gpu.tiles import store_quads
 
@@ -183,17 +183,19 @@ def swiglu_block_backward(
     dh: Tensor, codes: Tensor, group_amax: Tensor, code: str, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of gate_up (T, 2I) in dh's dtype; h as transposed E4M3 operand; group_size divides 128."""
+    dh, codes, group_amax = dense(dh, codes, group_amax)
     out = torch.empty_like(codes, dtype=dh.dtype)
-    return out, *_launch_gradient(dh.contiguous(), codes, group_amax, (out,), None, code, group_size)
+    return out, *_launch_gradient(dh, codes, group_amax, (out,), None, code, group_size)
 
 
 def swiglu_block_backward_quantize(
     dh: Tensor, codes: Tensor, group_amax: Tensor, fmt: str, code: str, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradient of gate_up in FP8 in both layouts, and h as transposed operand; I is a multiple of 128."""
+    dh, codes, group_amax = dense(dh, codes, group_amax)
     dtype = FLOAT8[fmt].dtype
     gradient = *empty_rows(dh, codes.shape, dtype), *empty_rows_t(dh, codes.shape, dtype)
-    h = _launch_gradient(dh.contiguous(), codes, group_amax, gradient, fmt, code, group_size)
+    h = _launch_gradient(dh, codes, group_amax, gradient, fmt, code, group_size)
     return *gradient, *h
 
 

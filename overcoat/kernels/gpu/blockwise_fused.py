@@ -35,7 +35,7 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.hardware import reciprocal
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
 
 # Elements of a row that one thread of the norm holds.
 NORM_ELEMENTS = 16
@@ -116,6 +116,7 @@ def _launch_norm(
     group_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`norm_block_quantize` of x (T, H); `added`: the residual, and where its sum with x goes."""
+    weight, bias = dense(weight, bias)
     tokens, hidden = x.shape
     n, padded = cdiv(hidden, group_size), power_of_2(blocks(hidden))
     y, scale = empty_rows(x, x.shape, E4M3.dtype)
@@ -157,7 +158,7 @@ def add_norm_block_quantize(
     group_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x = residual + y (T, H), and `norm_block_quantize` of it."""
-    y, residual = y.contiguous(), residual.contiguous()
+    y, residual = dense(y, residual)
     x = torch.empty_like(y)
     return x, *_launch_norm(y, (residual, x), weight, bias, eps, centered, code, group_size)
 

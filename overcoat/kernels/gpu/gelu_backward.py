@@ -36,7 +36,7 @@ from overcoat.kernels.gpu.common import (
 )
 from overcoat.kernels.gpu.gelu import gelu, is_tanh
 from overcoat.kernels.gpu.hardware import arrived
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device, registers
+from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device, registers
 from overcoat.kernels.gpu.partials import sum_partials
 from overcoat.kernels.gpu.tiles import (
     group_columns,
@@ -107,7 +107,7 @@ def gelu_backward_amax(
     dh: Tensor, codes: Tensor, group_amax: Tensor, approximate: str, code: str, group_size: int
 ) -> Tensor:
     """max |du|, 0-d FP32."""
-    dh = dh.contiguous()
+    dh, codes, group_amax = dense(dh, codes, group_amax)
     tokens, width = dh.shape
     n, gp = group_amax.shape[1], power_of_2(group_size)
     top = torch.zeros((), dtype=torch.int32, device=dh.device)
@@ -205,7 +205,7 @@ def gelu_backward(
     dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, approximate: str, code: str, group_size: int
 ) -> tuple[Tensor, Tensor]:
     """du (T, I) in dh's dtype; h rebuilt, transposed E4M3 (I, P)."""
-    dh = dh.contiguous()
+    dh, codes, group_amax = dense(dh, codes, group_amax)
     (tokens, width), padded = dh.shape, padded_tokens(dh.shape[0])
     out = torch.empty_like(dh)
     h_t = torch.empty((width, padded), dtype=E4M3.dtype, device=dh.device)
@@ -284,7 +284,7 @@ def gelu_backward_quantize(
     group_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """du in FP8: (T, I), transposed (I, P), its scale; its sum over tokens (I,) or (0,) FP32; h (I, P) E4M3."""
-    dh = dh.contiguous()
+    dh, codes, group_amax = dense(dh, codes, group_amax)
     (tokens, width), padded = dh.shape, padded_tokens(dh.shape[0])
     out = torch.empty(dh.shape, dtype=FLOAT8[fmt].dtype, device=dh.device)
     out_t = torch.empty((width, padded), dtype=out.dtype, device=dh.device)

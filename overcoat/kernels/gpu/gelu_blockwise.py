@@ -46,7 +46,7 @@ from overcoat.kernels.gpu.common import (
 )
 from overcoat.kernels.gpu.gelu import gelu, is_tanh
 from overcoat.kernels.gpu.gelu_backward import gradient_of, gradient_quads, load_operands
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device, registers
+from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device, registers
 from overcoat.kernels.gpu.partials import sum_partials
 from overcoat.kernels.gpu.tiles import store_quads
 
@@ -232,7 +232,7 @@ def gelu_block_backward(
     dh: Tensor, codes: Tensor, group_amax: Tensor, approximate: str, code: str, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """du (T, I) in dh's dtype; h as transposed E4M3 operand; group_size divides 128."""
-    dh = dh.contiguous()
+    dh, codes, group_amax = dense(dh, codes, group_amax)
     out = torch.empty_like(dh)
     return out, *_launch_columns(dh, codes, group_amax, (out,), None, False, approximate, code, group_size)[:2]
 
@@ -248,7 +248,7 @@ def gelu_block_backward_quantize(
     group_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """du in FP8 in both layouts, h as transposed operand, du's sum over tokens (I,) or (0,) FP32."""
-    dh = dh.contiguous()
+    dh, codes, group_amax = dense(dh, codes, group_amax)
     tokens, width = dh.shape
     out, scale = empty_rows(dh, dh.shape, FLOAT8[fmt].dtype)
     gradient_t = empty_rows_t(dh, dh.shape, FLOAT8[fmt].dtype)

@@ -31,7 +31,7 @@ from overcoat.kernels.gpu.common import (
     power_of_2,
 )
 from overcoat.kernels.gpu.hardware import to_float32
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
 from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_transposed
 
 # Elements of one program in the kernels that take a list of groups.
@@ -120,7 +120,7 @@ def group_encode(
     x: Tensor, center: Optional[Tensor], code: str, group_size: int, want_amax: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of x (T, C) minus center (C,), their BF16 maxima (T, n), and max |x| (garbage unless wanted)."""
-    x = x.contiguous()
+    x, center = dense(x, center)
     tokens, columns = x.shape
     n, padded = cdiv(columns, group_size), power_of_2(group_size)
     codes = torch.empty(x.shape, dtype=group_code(code).dtype, device=x.device)
@@ -164,7 +164,7 @@ def group_decode(
     codes: Tensor, group_amax: Tensor, center: Optional[Tensor], code: str, group_size: int, dtype: torch.dtype
 ) -> Tensor:
     """Values (T, C) of codes plus center (C,), rounded to `dtype`."""
-    codes = codes.contiguous()
+    codes, group_amax, center = dense(codes, group_amax, center)
     tokens, columns = codes.shape
     n = group_amax.shape[1]
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -228,6 +228,7 @@ def requantize_t(
     padded: int,
 ) -> Tensor:
     """Codes (T, C) -> E4M3 of (decoded * weight + bias) with a given scale, transposed: (C, padded)."""
+    codes, group_amax, weight, bias = dense(codes, group_amax, weight, bias)
     tokens, columns = codes.shape
     out_t = torch.empty((columns, padded), dtype=E4M3.dtype, device=codes.device)
     n, gp = group_amax.shape[1], power_of_2(group_size)

@@ -95,6 +95,11 @@ def registers(most: Optional[int], x: Tensor, group_size: int) -> Optional[int]:
     return most if x.element_size() == 2 and x.shape[1] % 16 == 0 and group_size >= 64 else None
 
 
+def dense(*tensors: Optional[Tensor]) -> list[Any]:
+    """The tensors, row by row in memory: most kernels are told sizes, not strides. None stays None."""
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
 def dense_rows(x: Tensor) -> Tensor:
     """x (rows, columns) for a kernel that is told its row stride alone: rows may lie apart, a row's elements not."""
     return x if x.stride(1) == 1 else x.contiguous()

@@ -34,7 +34,7 @@ from overcoat.kernels.gpu.common import (
 )
 from overcoat.kernels.gpu.groups import GROUP_TILE
 from overcoat.kernels.gpu.hardware import to_float32
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
 from overcoat.kernels.gpu.partials import sum_partials_into
 from overcoat.kernels.gpu.tiles import listed_groups, load_inside
 
@@ -107,6 +107,7 @@ def _launch_stats(
     centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mean (rstd unless `centered`), rstd, row maxima; `added`: the residual, and where its sum with x goes."""
+    weight, bias = dense(weight, bias)
     tokens, hidden = x.shape
     rstd, row_amax = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(2))
     mean = torch.empty_like(rstd) if centered else rstd
@@ -132,9 +133,9 @@ def add_stats(
     y: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x = residual + y (T, H), and `stats` of x."""
-    y = y.contiguous()
+    y, residual = dense(y, residual)
     x = torch.empty_like(y)
-    return x, *_launch_stats(y, (residual.contiguous(), x), weight, bias, eps, centered)
+    return x, *_launch_stats(y, (residual, x), weight, bias, eps, centered)
 
 
 # ---- output in FP8, kept codes --------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def norm_quantize(
     group_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y in E4M3 (T, H), its scale, codes of xhat (T, H), their maxima (T, n)."""
-    x = x.contiguous()
+    x, mean, rstd, weight, bias = dense(x, mean, rstd, weight, bias)
     tokens, hidden = x.shape
     n, padded = cdiv(hidden, group_size), power_of_2(group_size)
     y, scale = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device), torch.empty_like(amax)
@@ -290,8 +291,7 @@ def norm_backward(
     group_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx (T, H) with dresidual added, dweight (H,) of the weight's dtype, dbias (H,) or (0,) FP32, max |dx|."""
-    dy = dy.contiguous()
-    dresidual = None if dresidual is None else dresidual.contiguous()
+    dy, codes, group_amax, rstd, weight, dresidual = dense(dy, codes, group_amax, rstd, weight, dresidual)
     tokens, hidden = dy.shape
     n, gp = group_amax.shape[1], power_of_2(group_size)
     width = power_of_2(n) * gp

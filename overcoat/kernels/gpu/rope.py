@@ -37,7 +37,7 @@ from overcoat.kernels.gpu.common import (
     power_of_2,
 )
 from overcoat.kernels.gpu.hardware import to_float32
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
 from overcoat.kernels.gpu.tiles import load_inside
 
 # The most elements of a tile, each half of a head in EP of them, and how many a thread has.
@@ -198,7 +198,7 @@ def _launch_rope(
     num_kv: int,
     code: str,
 ) -> None:
-    cos, sin, q_weight, k_weight = tables
+    cos, sin, q_weight, k_weight = dense(*tables)
     tokens, heads = source.shape[0], num_q + 2 * num_kv
     width = source.shape[1] // heads
     half, common = power_of_2(width // 2), math.gcd(num_q, num_kv)
@@ -211,7 +211,7 @@ def _launch_rope(
         _rope_kernel[(cdiv(tokens, steps) * (heads // count),)](
             source, source if amax is None else amax, source if center is None else center,
             source if codes is None else codes, out,
-            cos.contiguous(), sin.contiguous(), cos if q_weight is None else q_weight,
+            cos, sin, cos if q_weight is None else q_weight,
             cos if k_weight is None else k_weight, eps, tokens, cos.shape[0], num_q, num_kv, width,
             out is source, center is not None, q_weight is not None, codes is not None,
             codes is None and amax is not None, CODES[code], half, count, steps,
@@ -253,7 +253,10 @@ def qk_rope_encode_(
     """Rotate in place; codes (T, heads * D) and maxima (T, heads) of what was there before, minus center."""
     codes = torch.empty(qkv.shape, dtype=group_code(code).dtype, device=qkv.device)
     amax = torch.empty((qkv.shape[0], num_q + 2 * num_kv), dtype=torch.bfloat16, device=qkv.device)
-    _launch_rope(qkv, amax, center, codes, qkv, (cos, sin, q_weight, k_weight), eps, num_q, num_kv, code)
+    rotated, center = dense(qkv, center)
+    _launch_rope(rotated, amax, center, codes, rotated, (cos, sin, q_weight, k_weight), eps, num_q, num_kv, code)
+    if rotated is not qkv:
+        qkv.copy_(rotated)
     return codes, amax
 
 
@@ -272,6 +275,7 @@ def qk_rope_decode(
     dtype: torch.dtype,
 ) -> Tensor:
     """Decode the kept q/k/v and rotate again."""
+    codes, group_amax, center = dense(codes, group_amax, center)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     _launch_rope(codes, group_amax, center, None, out, (cos, sin, q_weight, k_weight), eps, num_q, num_kv, code)
     return out

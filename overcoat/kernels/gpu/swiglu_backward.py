@@ -37,7 +37,7 @@ from overcoat.kernels.gpu.common import (
     sigmoid,
 )
 from overcoat.kernels.gpu.hardware import arrived, fma
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device, registers
+from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device, registers
 from overcoat.kernels.gpu.tiles import (
     group_columns,
     listed_groups,
@@ -271,7 +271,7 @@ def swiglu_backward(
     dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, code: str, group_size: int, padded: int
 ) -> tuple[Tensor, Tensor]:
     """Gradient of gate_up (T, 2I) in dh's dtype; h rebuilt, transposed E4M3 (I, padded)."""
-    dh = dh.contiguous()
+    dh, codes, group_amax = dense(dh, codes, group_amax)
     out = torch.empty_like(codes, dtype=dh.dtype)
     h_t = torch.empty((dh.shape[1], padded), dtype=E4M3.dtype, device=dh.device)
     n, gp = group_amax.shape[2], power_of_2(group_size)
@@ -287,7 +287,7 @@ def swiglu_backward(
 
 def swiglu_backward_amax(dh: Tensor, codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tensor:
     """max |gradient of gate_up|, 0-d FP32."""
-    dh = dh.contiguous()
+    dh, codes, group_amax = dense(dh, codes, group_amax)
     tokens, width = dh.shape
     n, gp = group_amax.shape[2], power_of_2(group_size)
     top = torch.zeros((), dtype=torch.int32, device=dh.device)
@@ -313,7 +313,7 @@ def swiglu_backward_quantize(
     padded: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradient of gate_up in FP8: (T, 2I), transposed (2I, padded), its scale; h rebuilt, transposed (I, padded)."""
-    dh = dh.contiguous()
+    dh, codes, group_amax = dense(dh, codes, group_amax)
     out = torch.empty(codes.shape, dtype=FLOAT8[fmt].dtype, device=dh.device)
     out_t = torch.empty((codes.shape[1], padded), dtype=out.dtype, device=dh.device)
     h_t = torch.empty((dh.shape[1], padded), dtype=E4M3.dtype, device=dh.device)
