@@ -184,16 +184,16 @@ class Probe:
         num_q, num_kv = (x.shape[1] // self._width for x in (q, k))
         heads = Heads(self.batch, num_q, num_kv, self._width, module.scaling)
         for variant, errors in attention_errors(
-            (q, k, v), _rows(gradient).float(), Rotary(*self.tables), heads
+            (q, k, v), _rows(gradient).float(), Rotary(*self.tables), heads, ATTENTION
         ).items():
             for name, value in errors.items():
                 self.results.put(self.results.sqnr.setdefault(name, {}), variant, self.index, value)
 
 
 def attention_errors(
-    parts: tuple[Tensor, Tensor, Tensor], do: Tensor, rotary: Rotary, heads: Heads
+    parts: tuple[Tensor, Tensor, Tensor], do: Tensor, rotary: Rotary, heads: Heads, ways: dict[str, Kept]
 ) -> dict[str, dict[str, float]]:
-    """SQNR of dq, dk, dv against those from exact q, k, v, o in FP32: of attention in BF16, and of all of ATTENTION.
+    """SQNR of dq, dk, dv against those from exact q, k, v, o in FP32: of attention in BF16, and of all `ways`.
 
     Args:
         parts: q, k, v as the projections leave them, (T, heads * D) FP32; do: gradient of o, (T, heads * D) FP32.
@@ -209,7 +209,7 @@ def attention_errors(
 
     _, _, rounded = attention_forward(qkv.bfloat16(), rotary, heads, exact)
     found = {BF16: errors(do.bfloat16(), rounded, heads, exact)}
-    for name, how in ATTENTION.items():
+    for name, how in ways.items():
         coded = coded_attention(qkv, o, kept.lse, sizes, heads.width, how)
         found[name] = errors(do, coded, heads._replace(biased=how.again), Recipe(kept_format=how.code))
     return found
