@@ -97,7 +97,7 @@ def attention_inputs(device):
 def test_a_common_key_vector_costs_gradients_unless_it_is_taken_out(device):
     q, k, v, do, rotary, heads = attention_inputs(device)
     k = k + 30 * torch.randn(1, 64, generator=torch.Generator().manual_seed(1)).to(device)
-    found = attention_errors((q, k, v), do, rotary, heads)
+    found = attention_errors((q, k, v), do, rotary, heads, ATTENTION)
     assert set(found) == {BF16, *ATTENTION}
     assert found[OURS_CENTERED]["dq"] > found[OURS]["dq"] + 6
     assert found["sqrt8 1xG, k centered"]["dq"] > found[OURS]["dq"] + 6
@@ -106,7 +106,7 @@ def test_a_common_key_vector_costs_gradients_unless_it_is_taken_out(device):
 
 def test_sharp_attention_wants_the_sum_that_fits_the_coded_scores(device):
     q, k, v, do, rotary, heads = attention_inputs(device)
-    found = attention_errors((6 * q, k, v), do, rotary, heads)
+    found = attention_errors((6 * q, k, v), do, rotary, heads, ATTENTION)
     assert found["sqrt8 1xG, centered, o again"]["dv"] > found[OURS_CENTERED]["dv"] + 6
     assert found[BF16]["dv"] > found[OURS_CENTERED]["dv"] + 6
 
