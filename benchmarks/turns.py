@@ -6,7 +6,7 @@
 A small block takes the GPU about as long as the host needs to queue it, and a core that others share is up to twice as
 slow, for seconds or for milliseconds: processes one after the other, as `overcoat bench layer` has them, say more about
 the host than about the block. Here all are in one process, each is measured for a few windows, then the next, over and
-over, a turn beginning with the one that came second in the turn before. One row of results/turns.jsonl for each:
+over, every other turn backwards, and beginning with another. One row of results/turns.jsonl for each:
 
     ms        median over the turns of ms per step, in steady state; least_ms: of the turn with the least
     of_eager  median over the turns of ms by ms of the eager one, of the same recipe and turn: a slow second is both's
@@ -100,8 +100,8 @@ def take_turns(steps: dict[str, Step], turns: int) -> dict[str, dict[str, float]
     # Waking autograd's own thread is paid once per step of a model, not once per block.
     with torch.autograd.set_multithreading_enabled(False):
         for turn in range(turns):
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
+            first = turn // 2 % len(names)
+            for name in (names[first:] + names[:first])[:: -1 if turn % 2 else 1]:
                 with dispatched(CONTESTANTS[name].dispatched):
                     times[name].append(steady_ms(steps[name], 1, STEPS)["ms"])
                     hosts[name].append(host_ms(steps[name]))
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contestants with such a word; =WORD: so named")
     arguments = parser.parse_args()
     chosen = [name for name in CONTESTANTS if matches(name, arguments.only)]
-    chosen += {CONTESTANTS[name].beside for name in chosen}.difference(chosen)
+    chosen += sorted({CONTESTANTS[name].beside for name in chosen}.difference(chosen))
     for shape in arguments.shapes:
         steps = {name: make_step(name, BLOCKS[shape], "cuda", arguments.dynamic or None) for name in chosen}
         found = take_turns(steps, arguments.turns)

@@ -31,6 +31,7 @@ from operator import attrgetter
 from typing import Any, Callable
 
 import torch
+from torch.utils._device import DeviceContext
 
 _library = torch.library.Library("overcoat", "DEF")
 
@@ -64,6 +65,11 @@ _transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._ge
 _is_profiled = torch.autograd._profiler_enabled
 
 
+def _only_devices() -> bool:
+    """Whether all modes of functions are `torch.set_default_device`'s, which no op of ours asks."""
+    return all(type(torch._C._get_function_stack_at(i)) is DeviceContext for i in range(_function_modes()))
+
+
 def _needs_no_dispatcher(first: Any) -> bool:
     """Whether the dispatcher would do nothing but call the kernel: plain CUDA tensors, and nobody looking on.
 
@@ -80,7 +86,7 @@ def _needs_no_dispatcher(first: Any) -> bool:
         and _is_cuda(first)
         and not first.is_neg()  # a view whose sign the dispatcher would turn first
         and _dispatch_modes() == 0
-        and _function_modes() == 0
+        and (_function_modes() == 0 or _only_devices())
         and _transforms() is None
         and _tracing() is None
         and not _is_profiled()

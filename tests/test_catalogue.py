@@ -24,7 +24,7 @@ import overcoat.kernels
 from overcoat import catalogue
 from overcoat.catalogue import CATALOGUE, op
 from tests.kernels.layouts import layouts, recorded
-from tests.kernels.samples import CHECKED_ELSEWHERE, SAMPLES, normal
+from tests.kernels.samples import CHECKED_ELSEWHERE, SAMPLES, column_by_column, normal
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -109,17 +109,20 @@ def test_op_is_deterministic_mutates_nothing_else_and_returns_no_views(name, dev
                     assert torch.equal(bits(x), bits(y.cpu()))
 
 
-def column_by_column(x):
-    """The same tensor with its last axis the slowest; a vector with holes."""
-    if x.dim() == 1:
-        return torch.stack((x, x), 1)[:, 0]
-    return x.movedim(-1, 0).contiguous().movedim(0, -1)
-
-
 @pytest.mark.parametrize("name", list(SAMPLES))
 def test_arguments_may_lie_anyhow(name, device):
-    """One after the other: the same bits, laid out as the shape function says, which compiled code does not check."""
-    leaves, spec = tree_flatten(on(device, SAMPLES[name][-1]))
+    """One after the other: the same bits, laid out as the shape function says, which compiled code does not check.
+
+    Of each op the last sample, and one of those with the most tensors.
+    """
+    samples = SAMPLES[name]
+    most = max(samples, key=lambda sample: len(tensors(sample)))
+    for sample in [most] if most is samples[-1] else [most, samples[-1]]:
+        lie_otherwise(name, on(device, sample))
+
+
+def lie_otherwise(name, sample):
+    leaves, spec = tree_flatten(sample)
     leaves = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in leaves]
     expected, after = run(name, tree_unflatten([copied(x) for x in leaves], spec))
     for place, leaf in enumerate(leaves):
@@ -265,6 +268,7 @@ ONLOOKERS = {
     "autograd": (torch.enable_grad, lambda x: x),
     "a mode": (Watching, lambda x: x),
     "a mode of functions": (Asking, lambda x: x),
+    "a default device": (lambda: torch.device("cpu"), lambda x: x),
     "a view with the other sign": (contextlib.nullcontext, torch._neg_view),
     "a profiler": (profiled, lambda x: x),
     "a subclass": (contextlib.nullcontext, lambda x: x.as_subclass(Elsewhere)),
@@ -291,7 +295,7 @@ def test_the_dispatcher_is_spared_where_nobody_looks_on(onlooker, as_on_a_gpu, m
     with torch.no_grad(), inside():
         result = amax(prepared)
     assert result.item() == x.abs().amax().item()
-    assert len(short) == (onlooker in ("nobody", "a parameter"))
+    assert len(short) == (onlooker in ("nobody", "a parameter", "a default device"))
 
 
 def test_tracing_vmap_and_fake_tensors_take_the_long_way(as_on_a_gpu, monkeypatch):

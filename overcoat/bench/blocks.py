@@ -3,7 +3,8 @@
     overcoat ...             `overcoat.convert` under a recipe, eager; under torch.compile
     overcoat torch checkpoint
                              `Recipe()` inside `torch.utils.checkpoint`, which keeps the input in 16 bits and
-                             runs all of the forward again; beside it, what "leanest" saves
+                             runs all of the forward again; beside it, what "leanest" saves. Its backward
+                             frees nothing before its end, as it saves through hooks of others
     bf16 ...                 the transformers layer as it is, eager and under torch.compile
     ... graphs               torch.compile(mode="reduce-overhead"): forward and backward as CUDA graphs, without the
                              host, which is what a small block waits for
@@ -109,7 +110,7 @@ def make_block(name: str, model: Any, tables: Tables, compiled: bool, attention:
     mode = "reduce-overhead" if maker.graphs else "default"
     runner = torch.compile(layer, mode=mode) if compiled and maker.compiles else layer
     if maker.checkpointed:
-        runner = functools.partial(checkpoint, layer, use_reentrant=False)
+        runner = functools.partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)
     cudnn_first = maker.torch_attention and attention == "cudnn"
 
     def call(x: Tensor) -> Tensor:

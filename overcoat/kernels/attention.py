@@ -315,7 +315,7 @@ def backward_by(
     num_kv: int,
     scale: float,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """`attention_backward` by one of the library's kernels; do, qkv and o contiguous."""
+    """`attention_backward` by one of the library's kernels; do, qkv, o and lse contiguous."""
     q, k, v = _heads(qkv, batch, num_q, num_kv)
     do, o = (x.reshape(batch, q.shape[2], num_q, -1).transpose(1, 2) for x in (do, o))
     return _token_rows(qkv.dtype, *kernel.backward(do, q, k, v, o, lse, _mask_for(kernel, mask, q), scale))
@@ -340,7 +340,7 @@ def _(qkv, mask, batch, num_q, num_kv, scale):
 
 @attention_backward.cuda
 def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale):
-    do, qkv, o = do.contiguous(), qkv.contiguous(), o.contiguous()
+    do, qkv, o, lse = (x.contiguous() for x in (do, qkv, o, lse))
     kernel = chosen(_heads(qkv, batch, num_q, num_kv)[0], mask)
     if kernel is None:
         return attention_backward.reference(do, qkv, o, lse, mask, batch, num_q, num_kv, scale)

@@ -55,5 +55,5 @@ def _(dy, x, rstd, weight):
 
 @final_norm_backward.cuda
 def _(dy, x, rstd, weight):
-    arguments = (dy.contiguous(), x.contiguous(), [x.shape[1]], rstd.view(-1, 1), weight)
+    arguments = (dy.contiguous(), x.contiguous(), [x.shape[1]], rstd.contiguous().view(-1, 1), weight)
     return torch.ops.aten._fused_rms_norm_backward(*arguments, [True, True])

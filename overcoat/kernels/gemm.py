@@ -92,7 +92,7 @@ def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual=None):
     # in other cases they are added outside.
     is_whole = b.shape[0] == columns
     fused = bias is not None and dtype != torch.float32 and is_whole
-    inner_bias = bias.to(dtype) if fused else None
+    inner_bias = bias.to(dtype).contiguous() if fused else None
     inner_residual = residual if is_whole else None
     out = _multiply(a, b, scale_a, scale_b, inner_bias, dtype, fast_accumulation, inner_residual)
     out = out if is_whole else out[:, :columns].contiguous()
@@ -118,6 +118,7 @@ def _multiply(
             out = cublaslt.gemm(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual)
         if out is not None:
             return out
+    a, b = a.contiguous(), b.contiguous()
     out = torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast_accumulation)
     return out if residual is None else out.add_(residual)
 
@@ -212,7 +213,7 @@ def _(a, b, scale_a, scale_b, square, bias, dtype):
         # A 128x128 scale covers the rows that are added.
         scale_b = scale_b if square else F.pad(scale_b, (0, b.shape[0] - columns))
     fused = bias is not None and dtype != torch.float32 and b.shape[0] == columns
-    inner_bias = bias.to(dtype) if fused else None
+    inner_bias = bias.to(dtype).contiguous() if fused else None
     recipe_b = F.ScalingType.BlockWise128x128 if square else F.ScalingType.BlockWise1x128
     out = F.scaled_mm(
         a, b.t(), scale_a.t(), F.ScalingType.BlockWise1x128, scale_b.t(), recipe_b, bias=inner_bias, output_dtype=dtype

@@ -73,9 +73,9 @@ ROWS_BETWEEN = 128
 
 def flash_packed(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
     """o and lse as in `attention.Kernel`; mask: `starts`."""
-    rows = (q.shape[0], q.shape[2])
+    rows, starts = (q.shape[0], q.shape[2]), None if mask is None else mask.contiguous()
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *_by_token(q, k, v), mask, mask, rows[1], rows[1], 0.0, True, False, scale=scale
+        *_by_token(q, k, v), starts, starts, rows[1], rows[1], 0.0, True, False, scale=scale
     )
     return o.unflatten(0, rows).transpose(1, 2), lse.unflatten(1, rows).transpose(0, 1)
 
@@ -84,11 +84,11 @@ def flash_packed_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as in `attention.Kernel`; mask: `starts`."""
-    rows = (q.shape[0], q.shape[2])
+    rows, starts = (q.shape[0], q.shape[2]), None if mask is None else mask.contiguous()
     # Without dropout it reads no random state; its schema wants the tensors all the same.
     state, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_zeros((), dtype=torch.int64)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *_by_token(do, q, k, v, o), lse.transpose(0, 1).flatten(1), mask, mask, rows[1], rows[1], 0.0, True, state,
+        *_by_token(do, q, k, v, o), lse.transpose(0, 1).flatten(1), starts, starts, rows[1], rows[1], 0.0, True, state,
         offset, scale=scale,
     )  # fmt: skip
     dq, dk, dv = (x.unflatten(0, rows).transpose(1, 2) for x in (dq, dk, dv))

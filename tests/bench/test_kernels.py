@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from overcoat.bench.kernel_cases import FAMILIES
+from overcoat.bench import kernels
+from overcoat.bench.kernel_cases import FAMILIES, KernelCase
 from overcoat.bench.kernels import measure_family
 from overcoat.bench.shapes import BlockShape, ModelShape
+from overcoat.kernels.loss import scale_
 
 SHAPE = BlockShape(ModelShape(256, 384, 1, 2, 1, 96), 2, 64)
 
@@ -18,8 +21,18 @@ def test_a_tiny_run_measures_every_kernel(family: str) -> None:
         assert "error" not in figures, (name, figures)
         assert figures["ms"] > 0
         assert figures["share"] == pytest.approx(figures["bytes"] / figures["ms"] * 1e3 / 4e12)
-        # A launch and what its events take: the copy's and the kernel's are alike at this size.
-        assert 0.02 < figures["share_of_same_size"] < 5
+        assert figures["share_of_same_size"] > 0
+
+
+def test_shares_of_a_copys_rate_and_of_a_copy_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that moves 12 KB in 4 us, where a copy of as much takes 3 us and a large one moves 6 GB a second."""
+    monkeypatch.setattr(kernels, "time_ms", lambda call, repeats: {"ms": 4e-3, "p20": 3e-3, "p80": 5e-3})
+    monkeypatch.setattr(kernels, "copy_ms", lambda moved, repeats: {12_000: 3e-3}[moved])
+    case = KernelCase("scale_", scale_, (torch.zeros(3000, dtype=torch.bfloat16), torch.tensor(1.0)), untouched=4)
+    figures = kernels.measure(case, 5, 6e9)
+    assert (figures["bytes"], figures["share_of_same_size"]) == (12_000, 0.75)
+    assert figures["TB_per_s"] == pytest.approx(3e-3)
+    assert figures["share"] == pytest.approx(0.5)
 
 
 @pytest.mark.gpu

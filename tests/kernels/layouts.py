@@ -4,7 +4,7 @@
 
 torch.compile finds code in its caches by the names of ops, not by what they do, and that code does not look at our
 results again (overcoat/catalogue.py). Where an op's results are to have another shape, dtype or order in memory for the
-same arguments, rename the op. New ops and samples are recorded as they are.
+same arguments, rename the op. New ops and samples are recorded as they are; what is known is not overwritten.
 """
 
 from __future__ import annotations
@@ -52,5 +52,11 @@ def _layout(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 if __name__ == "__main__":
-    lines = (f"{json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(layouts().items()))
+    now, then = layouts(), recorded()
+    changed = [
+        name for name in now for key in now[name] if then.get(name, {}).get(key, now[name][key]) != now[name][key]
+    ]
+    if changed:
+        raise SystemExit(f"results of {', '.join(sorted(set(changed)))} lie otherwise: rename the ops")
+    lines = (f"{json.dumps(name)}: {json.dumps(found)}" for name, found in sorted(now.items()))
     PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n")

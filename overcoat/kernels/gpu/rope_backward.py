@@ -217,7 +217,7 @@ def _launch_gradient(
     pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
     with on_device(dq):
         _rope_gradient_kernel[_grid(dq.shape[0], num_q)](
-            *pointers, dq if out is None else out, bits, *sizes,
+            *pointers, pointers[0] if out is None else out, bits, *sizes,
             out is not None, power_of_2(cos.shape[1] // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
         )  # fmt: skip
     return bits.view(torch.float32)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 pytest.importorskip("triton")
 
@@ -18,8 +19,10 @@ from triton.runtime.jit import create_function_from_signature
 
 from overcoat.bench.kernel_cases import FAMILIES
 from overcoat.bench.shapes import BlockShape, ModelShape
+from overcoat.catalogue import CATALOGUE
 from overcoat.kernels.gpu import launch
 from tests.kernels.gpu.compare import INTERPRETED
+from tests.kernels.samples import SAMPLES, column_by_column
 
 
 def declared(x_ptr, y_ptr, n, eps, FLAG, BLOCK):
@@ -259,3 +262,27 @@ def test_other_numbers_of_tokens_compile_no_other_kernel(monkeypatch):
     # Below 512 of them, the sums of programs' sums are compiled for each doubling.
     assert {kernel.__name__ for kernel, _, _ in found[-1] - first} <= {"_sum_partials_kernel"}
     assert len({kernel for kernel, _, _ in first}) > 30
+
+
+def is_launched(op):
+    """Whether a kernel of ours does it, not PyTorch's or its libraries'."""
+    return op.kernel and op.reference.__module__.split(".")[-1] not in ("attention", "final_norm", "gemm", "hardware")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="launches are written down, not made")
+@pytest.mark.parametrize("name", [name for name in SAMPLES if is_launched(CATALOGUE[name])])
+def test_kernels_are_told_of_tensors_that_are_dense(name, monkeypatch):
+    """However arguments lie: only rows may be apart, where a kernel is told by how much."""
+    launches = []
+    monkeypatch.setattr(launch.Kernel, "launch", lambda kernel, grid, *args, **_: launches.append((kernel, args)))
+    for sample in SAMPLES[name]:
+        leaves, spec = tree_flatten(sample)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.dim():
+                other = column_by_column(leaf)
+                CATALOGUE[name].kernel(*tree_unflatten([*leaves[:place], other, *leaves[place + 1 :]], spec))
+    for kernel, args in launches:
+        has_strides = any("stride" in parameter.name.lower() for parameter in kernel.params)
+        for x in args:
+            if isinstance(x, torch.Tensor):
+                assert x.is_contiguous() or (has_strides and x.stride(-1) == 1), kernel.__name__
