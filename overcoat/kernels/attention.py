@@ -317,7 +317,7 @@ def backward_by(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """`attention_backward` by one of the library's kernels; do, qkv, o and lse contiguous."""
     q, k, v = _heads(qkv, batch, num_q, num_kv)
-    do, o = (x.reshape(batch, q.shape[2], num_q, -1).transpose(1, 2) for x in (do, o))
+    do, o = (x.view(batch, q.shape[2], num_q, -1).transpose(1, 2) for x in (do, o))
     return _token_rows(qkv.dtype, *kernel.backward(do, q, k, v, o, lse, _mask_for(kernel, mask, q), scale))
 
 

@@ -18,6 +18,9 @@ from overcoat.formats import encode_groups, quantize_blocks, quantize_tensor
 # Kernel files whose ops are run through opcheck by a test of their own.
 CHECKED_ELSEWHERE = ("adamw",)
 
+# Files whose ops call PyTorch's own kernels on a GPU, or single instructions on FP32: nothing of ours is launched.
+LIBRARY = ("attention", "final_norm", "gemm", "hardware")
+
 # (tokens, columns, dtype)
 SIZES = [(1, 24, torch.bfloat16), (7, 130, torch.float32), (61, 200, torch.bfloat16)]
 SAMPLES: dict[str, list[tuple[Any, ...]]] = {}

@@ -23,11 +23,9 @@ from overcoat.catalogue import CATALOGUE
 from overcoat.kernels.gpu.launch import Kernel
 from overcoat.kernels.gpu.sum_squares import Gradients
 from tests.kernels.gpu.adamw_cases import arguments, step_and_find
-from tests.kernels.samples import SAMPLES
+from tests.kernels.samples import LIBRARY, SAMPLES
 
 TARGET = GPUTarget("cuda", 90, 32)
-# Files whose ops call PyTorch's own kernels on a GPU, or single instructions on FP32: nothing to compile.
-LIBRARY = ("attention", "final_norm", "gemm", "hardware")
 # TTIR that makes FP8 of something: Triton's cast, and inline assembly.
 TO_FLOAT8 = re.compile(r"tt\.fp_to_fp .*-> \S*f8E|cvt\.rn\.satfinite\.e\dm\dx2")
 
