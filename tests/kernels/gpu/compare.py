@@ -35,6 +35,10 @@ def awkward(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, seed: 
     return x.to(device=DEVICE, dtype=dtype)
 
 
+# Of gradients.
+FORMATS = ("e5m2", "e4m3")
+
+
 def assert_equal(kernel: Any, reference: Any, exact: bool = True, steps: int = 1) -> None:
     """Each tensor of `kernel` equals its reference, bit for bit if `exact`, else within `steps` codes or BF16 steps."""
     if isinstance(kernel, Tensor):

@@ -12,7 +12,6 @@ SHAPES += [] if INTERPRETED else [(1000, 12288), (300, 17920)]
 GROUPS = [("sqrt8", 128), ("e4m3", 16), ("int8", 80)]
 forms = pytest.mark.parametrize("approximate", ["none", "tanh"])
 shapes = pytest.mark.parametrize("shape", SHAPES)
-formats = pytest.mark.parametrize("fmt", ["e5m2", "e4m3"])
 
 
 def gradient(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -232,7 +232,7 @@ def test_programs_that_ask_what_others_have_found_are_one_warp():
 
 
 # Tokens that all are multiples of 16, as batches' are, and more than a norm's backward has programs.
-FIRST, LATER = ((5, 512), (5, 528)), ((6, 512), (7, 528), (9, 640), (3, 1056))
+FIRST, LATER = ((5, 512), (5, 528)), ((6, 512), (3, 1056))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter compiles nothing")
