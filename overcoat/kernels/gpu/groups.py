@@ -3,8 +3,9 @@
 All are bound by memory. With N elements of 2 bytes the bytes moved are: group_encode and group_decode 3N; requantize_t
 2N (codes read, FP8 written).
 
-Encoding and decoding take the tensor's T * n groups as one list, NG of them a program, one group along a tile's second
-axis; requantize_t takes tiles of (BT tokens, NG groups), written transposed.
+Decoding takes the tensor's T * n groups as one list, NG of them a program, one group along a tile's second axis. The
+others take tiles of (BT tokens, NG groups): encoding reads the center of so many columns once for all of them,
+requantize_t writes its tiles transposed.
 
 Legend: T tokens (rows), C columns, P padded tokens, G group size, GP = G rounded up to a power of 2, n = ceil(C / G).
 """
@@ -34,8 +35,8 @@ from overcoat.kernels.gpu.hardware import to_float32
 from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
 from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_transposed
 
-# Elements of one program in the kernels that take a list of groups.
-GROUP_TILE = 4096
+# Elements of one program in the kernels over groups, and columns of one that encodes (a group at least).
+GROUP_TILE, STRIP = 4096, 256
 
 
 @kernel
@@ -82,38 +83,46 @@ def _group_encode_kernel(
     x_ptr,  # (T, C)
     center_ptr,  # (C,) FP32, if HAS_CENTER
     codes_ptr,  # (T, C) 8-bit
-    group_amax_ptr,  # (T * n,) BF16
+    group_amax_ptr,  # (T, n) BF16
     amax_ptr,  # int32: bits of max |x|, if WANT_AMAX
-    groups,  # T * n
-    n,
+    T,
     C,
+    n,
+    strips,  # ceil(n / NG)
     HAS_CENTER: tl.constexpr,
     WANT_AMAX: tl.constexpr,
     G: tl.constexpr,
     GP: tl.constexpr,
     CODE: tl.constexpr,
     NG: tl.constexpr,
+    BT: tl.constexpr,
 ):
-    group, row, known, column, inside = listed_groups(groups, n, C, G, GP, NG)
-    offsets = row.to(tl.int64)[:, None] * C + column
+    tile = tl.program_id(0) // strips
+    g0, t0 = (tl.program_id(0) - tile * strips) * NG, tile.to(tl.int64) * BT
+    g, c, real = group_columns(g0, C, G, GP, NG)
+    t = tl.arange(0, BT)
+    known = (t < T - t0)[:, None] & (g < n - g0)[None, :]
+    inside = (t < T - t0)[:, None, None] & real[None, :, :]
+    start, offsets = t0 * C + g0 * G, t[:, None, None] * C + c[None, :, :]
     if WANT_AMAX:
         seen = tl.load(amax_ptr, cache_modifier=".cg")
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+    x = tl.load(x_ptr + start + offsets, mask=inside, other=0.0)
     if WANT_AMAX and HAS_CENTER:
         x = to_float32(x)
-        top = max_magnitude(tl.reshape(x, (NG * GP,), can_reorder=True), 0)
+        top = max_magnitude(tl.reshape(x, (BT * NG * GP,), can_reorder=True), 0)
     else:
         x = x.to(tl.float32)  # BF16 until it is needed again: 40 registers instead of 55
     if HAS_CENTER:
-        x -= tl.load(center_ptr + column, mask=inside, other=0.0)
-    exact = max_magnitude(x, 1)
+        x -= tl.load(center_ptr + g0 * G + c, mask=real, other=0.0)[None, :, :]
+        x = tl.where(inside, x, 0.0)
+    exact = max_magnitude(x, 2)
     if WANT_AMAX and HAS_CENTER:
         _raise(amax_ptr, seen, top)
     amax = exact.to(tl.bfloat16)
-    tl.store(group_amax_ptr + group, amax, mask=known)
-    tl.store(codes_ptr + offsets, encode(x, amax.to(tl.float32)[:, None], CODE), mask=inside)
+    tl.store(group_amax_ptr + t0 * n + g0 + t[:, None] * n + g[None, :], amax, mask=known)
+    tl.store(codes_ptr + start + offsets, encode(x, amax.to(tl.float32)[:, :, None], CODE), mask=inside)
     if WANT_AMAX and not HAS_CENTER:
-        _raise(amax_ptr, seen, max_magnitude(exact, 0))
+        _raise(amax_ptr, seen, max_magnitude(max_magnitude(exact, 1), 0))
 
 
 def group_encode(
@@ -122,15 +131,16 @@ def group_encode(
     """Codes of x (T, C) minus center (C,), their BF16 maxima (T, n), and max |x| (garbage unless wanted)."""
     x, center = dense(x, center)
     tokens, columns = x.shape
-    n, padded = cdiv(columns, group_size), power_of_2(group_size)
+    n, gp = cdiv(columns, group_size), power_of_2(group_size)
     codes = torch.empty(x.shape, dtype=group_code(code).dtype, device=x.device)
     group_amax = torch.empty((tokens, n), dtype=torch.bfloat16, device=x.device)
     amax = (torch.zeros if want_amax else torch.empty)((), dtype=torch.int32, device=x.device)
-    count = max(GROUP_TILE // padded, 1)
+    count = max(STRIP // gp, 1)
+    rows, strips = max(GROUP_TILE // (count * gp), 1), cdiv(n, count)
     with on_device(x):
-        _group_encode_kernel[(cdiv(tokens * n, count),)](
-            x, amax if center is None else center, codes, group_amax, amax, tokens * n, n, columns,
-            center is not None, want_amax, group_size, padded, CODES[code], count, num_warps=4, **EXACT,
+        _group_encode_kernel[(cdiv(tokens, rows) * strips,)](
+            x, amax if center is None else center, codes, group_amax, amax, tokens, columns, n, strips,
+            center is not None, want_amax, group_size, gp, CODES[code], count, rows, num_warps=4, **EXACT,
         )  # fmt: skip
     return codes, group_amax, amax.view(torch.float32)
 
