@@ -134,8 +134,12 @@ def max_magnitude_of_pairs(words, axis: tl.constexpr):
 
 @triton.jit
 def atomic_amax(pointer, amax):
-    """Raise the FP32 at `pointer`, given as int32, to amax >= 0; any order of arrival gives the same bits."""
-    tl.atomic_max(pointer, amax.to(tl.int32, bitcast=True), sem="relaxed")
+    """Raise the FP32 at `pointer`, given as int32, to amax >= 0; any order of arrival gives the same bits.
+
+    Returns the bits that are there then, or were when this one's turn came.
+    """
+    bits = amax.to(tl.int32, bitcast=True)
+    return tl.maximum(tl.atomic_max(pointer, bits, sem="relaxed"), bits)
 
 
 # ---- per-tensor FP8 -------------------------------------------------------------------------------------------

@@ -40,17 +40,19 @@ from overcoat.kernels.gpu.hardware import arrived, fma
 from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device, registers
 from overcoat.kernels.gpu.tiles import (
     group_columns,
-    listed_groups,
+    groups_from,
     listed_magnitude,
+    most_promising,
     store_quad_rows,
     store_quads,
     store_transposed,
     where_padded,
     whole_groups,
+    without_part,
 )
 
-# Gradients whose maximum a program seeks.
-AMAX_TILE = 2048
+# Gradients whose maximum a program seeks, and those whose codes it decodes at a time (a group's at least), if any.
+AMAX_TILE, AMAX_PART = 4096, 512
 # (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
 BACKWARD_TILE, BACKWARD_WARPS = (32, 128), 8
 GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 8
@@ -176,6 +178,25 @@ def _bits(bound):
     return tl.where(bound < float("inf"), bound, float("nan")).to(tl.int32, bitcast=True)
 
 
+@triton.jit
+def _gradient_amax(
+    dh_ptr, codes_ptr, amax_ptr, first, groups, n, I,  # noqa: E741
+    G: tl.constexpr, GP: tl.constexpr, CODE: tl.constexpr, NG: tl.constexpr,
+):  # fmt: skip
+    """max |dgate| and |dup| in NG groups from the `first` on."""
+    group, row, known, column, inside = groups_from(first, groups, n, I, G, GP, NG)
+    start, places = row.to(tl.int64)[:, None] * I, group + row * n
+    dh = tl.load(dh_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
+    gate_amax = tl.load(amax_ptr + places, mask=known, other=0.0).to(tl.float32)
+    up_amax = tl.load(amax_ptr + n + places, mask=known, other=0.0).to(tl.float32)
+    codes = codes_ptr + 2 * start + column
+    gate = decode(tl.load(codes, mask=inside, other=0.0), gate_amax[:, None], CODE)
+    up = decode(tl.load(codes + I, mask=inside, other=0.0), up_amax[:, None], CODE)
+    dgate, dup, _ = gradient(dh, gate, up)
+    top = larger(tl.abs(dgate), tl.abs(dup))  # zero outside, where dh is
+    return max_magnitude(max_magnitude(top, 1), 0)
+
+
 @kernel
 def _swiglu_gradient_amax_kernel(
     dh_ptr,  # (T, I)
@@ -189,6 +210,7 @@ def _swiglu_gradient_amax_kernel(
     GP: tl.constexpr,
     CODE: tl.constexpr,
     NG: tl.constexpr,
+    PART: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     # From L2: what this multiprocessor's own cache holds is as old as its first program.
@@ -197,24 +219,21 @@ def _swiglu_gradient_amax_kernel(
     places = group + (group // n) * n  # among (T, 2, n)
     gate_amax = tl.load(amax_ptr + places, mask=group < groups, other=0.0).to(tl.float32)
     up_amax = tl.load(amax_ptr + n + places, mask=group < groups, other=0.0).to(tl.float32)
-    largest = listed_magnitude(dh_ptr, groups, n, I, G, GP, NG, WHOLE)
+    largest = listed_magnitude(dh_ptr, groups, n, I, G, GP, NG, WHOLE, None)
     # As in the encoder: the codes are read where they may hold a larger value than those found so far. First by the
     # largest of the whole tile, which takes the fewest instructions; where that does not decide, by each group's.
-    if _bits(largest * max_magnitude(_slope_bound(gate_amax, up_amax), 0)) > seen:
-        group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
-        start = row.to(tl.int64)[:, None] * I
-        dh = tl.load(dh_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
-        places = group + row * n
-        gate_amax = tl.load(amax_ptr + places, mask=known, other=0.0).to(tl.float32)
-        up_amax = tl.load(amax_ptr + n + places, mask=known, other=0.0).to(tl.float32)
-        bound = max_magnitude(max_magnitude(dh, 1) * _slope_bound(gate_amax, up_amax), 0)
-        if _bits(bound) > seen:
-            codes = codes_ptr + 2 * start + column
-            gate = decode(tl.load(codes, mask=inside, other=0.0), gate_amax[:, None], CODE)
-            up = decode(tl.load(codes + I, mask=inside, other=0.0), up_amax[:, None], CODE)
-            dgate, dup, _ = gradient(dh, gate, up)
-            top = larger(tl.abs(dgate), tl.abs(dup))  # zero outside, where dh is
-            atomic_amax(top_ptr, max_magnitude(max_magnitude(top, 1), 0))
+    slope = _slope_bound(gate_amax, up_amax)
+    if _bits(largest * max_magnitude(slope, 0)) > seen:
+        bits = _bits(listed_magnitude(dh_ptr, groups, n, I, G, GP, NG, WHOLE, 1) * slope)
+        most, part = most_promising(bits, PART)
+        # The most promising part first. All programs that are the first come here, as nobody has found anything yet:
+        # with each part they see what the others have found in theirs.
+        while most > seen:
+            first = tl.program_id(0) * NG + part * PART
+            found = _gradient_amax(dh_ptr, codes_ptr, amax_ptr, first, groups, n, I, G, GP, CODE, PART)
+            seen = atomic_amax(top_ptr, found)
+            bits = without_part(bits, part, PART)
+            most, part = most_promising(bits, PART)
 
 
 @kernel
@@ -295,7 +314,7 @@ def swiglu_backward_amax(dh: Tensor, codes: Tensor, group_amax: Tensor, code: st
     with on_device(dh):
         _swiglu_gradient_amax_kernel[(cdiv(tokens * n, count),)](
             dh, codes, group_amax, top, tokens * n, n, width,
-            group_size, gp, CODES[code], count, whole_groups(dh, group_size),
+            group_size, gp, CODES[code], count, max(AMAX_PART // gp, 1), whole_groups(dh, group_size),
             num_warps=1, **EXACT,  # of several, some might see what others do not: swiglu.py
         )  # fmt: skip
     return top.view(torch.float32)

@@ -36,12 +36,30 @@ def load_inside(pointer, inside):
 
 
 @triton.jit
-def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr):
-    """This program's groups: number and row (NG,), which are `known`; columns (NG, GP), which elements are inside."""
-    group = tl.program_id(0) * NG + tl.arange(0, NG)
+def groups_from(first, groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr):
+    """NG groups from the `first` on: number and row (NG,), which are `known`; columns (NG, GP), which are inside."""
+    group = first + tl.arange(0, NG)
     known, row = group < groups, group // n
     column = (group - row * n)[:, None] * G + tl.arange(0, GP)[None, :]
     return group, row, known, column, known[:, None] & (column < C) & (tl.arange(0, GP) < G)[None, :]
+
+
+@triton.jit
+def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr):
+    """This program's groups, as `groups_from` gives them."""
+    return groups_from(tl.program_id(0) * NG, groups, n, C, G, GP, NG)
+
+
+@triton.jit
+def most_promising(bits, PART: tl.constexpr):
+    """Of the bounds of groups (NG,), as integers, the largest, and which PART of neighbouring groups it is in."""
+    return tl.max(tl.max(tl.reshape(bits, (bits.shape[0] // PART, PART)), 1), 0, return_indices=True)
+
+
+@triton.jit
+def without_part(bits, part, PART: tl.constexpr):
+    """`bits` (NG,) with zeros for the groups of a part that `most_promising` has named."""
+    return tl.where(tl.arange(0, bits.shape[0]) // PART == part, 0, bits)
 
 
 def whole_groups(x: Tensor, group_size: int) -> bool:
@@ -52,9 +70,9 @@ def whole_groups(x: Tensor, group_size: int) -> bool:
 
 @triton.jit
 def listed_magnitude(
-    x_ptr, groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, WHOLE: tl.constexpr
+    x_ptr, groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, WHOLE: tl.constexpr, AXIS: tl.constexpr
 ):  # fmt: skip
-    """max |x| in this program's groups, FP32; x (T, C).
+    """max |x| in this program's groups, FP32: of all, or of each (NG,) if AXIS is 1 and not None; x (T, C).
 
     WHOLE, by `whole_groups`: nobody needs the groups' rows, and BF16 is read in pairs.
     """
@@ -64,14 +82,15 @@ def listed_magnitude(
         if x_ptr.dtype.element_ty == tl.bfloat16:
             places = g[:, None] * (G // 2) + tl.arange(0, G // 2)[None, :]
             words_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first * (G // 2)
-            return max_magnitude_of_pairs(tl.load(words_ptr + places, mask=known, other=0), None)
+            return max_magnitude_of_pairs(tl.load(words_ptr + places, mask=known, other=0), AXIS)
         else:
             places = g[:, None] * G + tl.arange(0, G)[None, :]
-            return max_magnitude(tl.load(x_ptr + first * G + places, mask=known, other=0.0).to(tl.float32), None)
+            x = tl.load(x_ptr + first * G + places, mask=known, other=0.0)
+            return max_magnitude(x.to(tl.float32), AXIS)
     else:
         _, row, _, column, inside = listed_groups(groups, n, C, G, GP, NG)
         x = tl.load(x_ptr + (row.to(tl.int64)[:, None] * C + column), mask=inside, other=0.0)
-        return max_magnitude(x.to(tl.float32), None)
+        return max_magnitude(x.to(tl.float32), AXIS)
 
 
 # ---- tokens by groups -------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_a_tile_with_the_largest_gradient_is_never_passed_over(gate, up):
     largest = assert_same_largest_gradient(dh, codes, group_amax)
     top = just_below(largest)
     gpu._swiglu_gradient_amax_kernel[(2,)](
-        dh, codes, group_amax, top, 30, 6, 700, 128, 128, 0, 16, False, num_warps=1, **EXACT
+        dh, codes, group_amax, top, 30, 6, 700, 128, 128, 0, 16, 4, False, num_warps=1, **EXACT
     )
     raised = top.view(torch.float32)
     assert (raised - largest).abs() <= 4e-6 * largest if INTERPRETED else raised == largest
