@@ -54,7 +54,7 @@ from overcoat.kernels.gpu.tiles import (
 from overcoat.kernels.quantize import padded_tokens
 
 # Elements among which a program seeks max |du|, and those whose codes it decodes at a time (a group's at least).
-AMAX_TILE, AMAX_PART = 2048, 512
+AMAX_TILE, AMAX_PART = 2048, 256
 # (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
 PRODUCT_TILE, PRODUCT_WARPS = (32, 128), 4
 GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 4

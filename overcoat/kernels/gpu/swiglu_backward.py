@@ -52,7 +52,7 @@ from overcoat.kernels.gpu.tiles import (
 )
 
 # Gradients whose maximum a program seeks, and those whose codes it decodes at a time (a group's at least), if any.
-AMAX_TILE, AMAX_PART = 4096, 512
+AMAX_TILE, AMAX_PART = 4096, 128
 # (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
 BACKWARD_TILE, BACKWARD_WARPS = (32, 128), 8
 GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 8
