@@ -134,10 +134,14 @@ def max_magnitude_of_pairs(words, axis: tl.constexpr):
 
 @triton.jit
 def atomic_amax(pointer, amax):
-    """Raise the FP32 at `pointer`, given as int32, to amax >= 0; any order of arrival gives the same bits.
+    """Raise the FP32 at `pointer`, given as int32, to amax >= 0; any order of arrival gives the same bits."""
+    tl.atomic_max(pointer, amax.to(tl.int32, bitcast=True), sem="relaxed")
 
-    Returns the bits that are there then, or were when this one's turn came.
-    """
+
+@triton.jit
+def raised_amax(pointer, amax):
+    """`atomic_amax`, and the bits that are there then, or were when its turn came: the same for the whole program, by a
+    barrier. So not where warps of one program may have taken different ways."""
     bits = amax.to(tl.int32, bitcast=True)
     return tl.maximum(tl.atomic_max(pointer, bits, sem="relaxed"), bits)
 

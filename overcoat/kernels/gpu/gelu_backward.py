@@ -3,7 +3,7 @@
 Bytes moved, with V = T * I * 2:
 
     gelu_backward           1 V + 1/2 V read, 1 V + 1/2 V written: du, and gelu(u) rebuilt and transposed
-    gelu_backward_amax      1 V read; of the 1/2 V of codes only those of tiles that may hold the maximum
+    gelu_backward_amax      1 V read; of the 1/2 V of codes only those of parts of tiles that may hold the maximum
     gelu_backward_quantize  1 V + 1/2 V read, 1/2 V + 1/2 V + 1/2 V written: du in both FP8 layouts, gelu(u) transposed;
                             and, with a bias, each tile's sums over its tokens, V / 16
 
@@ -25,13 +25,13 @@ from overcoat.formats import E4M3, FLOAT8
 from overcoat.kernels.gpu.common import (
     CODES,
     EXACT,
-    atomic_amax,
     decode,
     inverse_max,
     inverse_of,
     max_magnitude,
     pack_rows,
     power_of_2,
+    raised_amax,
     scale_of,
 )
 from overcoat.kernels.gpu.gelu import gelu, is_tanh
@@ -54,7 +54,7 @@ from overcoat.kernels.gpu.tiles import (
 from overcoat.kernels.quantize import padded_tokens
 
 # Elements among which a program seeks max |du|, and those whose codes it decodes at a time (a group's at least).
-AMAX_TILE, AMAX_PART = 2048, 256
+AMAX_TILE, AMAX_PART = 2048, 512
 # (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
 PRODUCT_TILE, PRODUCT_WARPS = (32, 128), 4
 GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 4
@@ -122,7 +122,7 @@ def _gelu_gradient_amax_kernel(
         while most > seen:
             first = tl.program_id(0) * NG + part * PART
             found = _gradient_amax(dh_ptr, codes_ptr, group_amax_ptr, first, groups, n, I, TANH, G, GP, CODE, PART)
-            seen = atomic_amax(top_ptr, found)
+            seen = raised_amax(top_ptr, found)
             bits = without_part(bits, part, PART)
             most, part = most_promising(bits, PART)
 

@@ -35,7 +35,7 @@ from overcoat.kernels.gpu.hardware import to_float32
 from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
 from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_transposed
 
-# Elements of one program in the kernels over groups, and columns of one that encodes (a group at least).
+# Elements of one program that encodes or decodes, and columns of one that encodes (a group's at least).
 GROUP_TILE, STRIP = 4096, 256
 
 
@@ -111,7 +111,7 @@ def _group_encode_kernel(
         x = to_float32(x)
         top = max_magnitude(tl.reshape(x, (BT * NG * GP,), can_reorder=True), 0)
     else:
-        x = x.to(tl.float32)  # BF16 until it is needed again: 40 registers instead of 55
+        x = x.to(tl.float32)  # BF16 until it is needed again: with no center 40 registers instead of 55
     if HAS_CENTER:
         x -= tl.load(center_ptr + g0 * G + c, mask=real, other=0.0)[None, :, :]
         x = tl.where(inside, x, 0.0)

@@ -3,7 +3,7 @@
 Bytes moved, with V = T * I * 2 (2.69 U in Llama):
 
     swiglu_backward           1 V + 1 V read, 2 V + 1/2 V written
-    swiglu_backward_amax      1 V read; of the 1 V of codes only those of tiles that may hold the maximum
+    swiglu_backward_amax      1 V read; of the 1 V of codes only those of parts of tiles that may hold the maximum
     swiglu_backward_quantize  1 V + 1 V read, 1 V + 1 V written: the gradient in both FP8 layouts; 1/2 V written: the
                               product, rebuilt and transposed
 
@@ -25,7 +25,6 @@ from overcoat.formats import E4M3, FLOAT8
 from overcoat.kernels.gpu.common import (
     CODES,
     EXACT,
-    atomic_amax,
     decode,
     inverse_max,
     inverse_of,
@@ -33,6 +32,7 @@ from overcoat.kernels.gpu.common import (
     max_magnitude,
     pack_rows,
     power_of_2,
+    raised_amax,
     scale_of,
     sigmoid,
 )
@@ -52,7 +52,7 @@ from overcoat.kernels.gpu.tiles import (
 )
 
 # Gradients whose maximum a program seeks, and those whose codes it decodes at a time (a group's at least), if any.
-AMAX_TILE, AMAX_PART = 4096, 128
+AMAX_TILE, AMAX_PART = 4096, 512
 # (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
 BACKWARD_TILE, BACKWARD_WARPS = (32, 128), 8
 GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 8
@@ -231,7 +231,7 @@ def _swiglu_gradient_amax_kernel(
         while most > seen:
             first = tl.program_id(0) * NG + part * PART
             found = _gradient_amax(dh_ptr, codes_ptr, amax_ptr, first, groups, n, I, G, GP, CODE, PART)
-            seen = atomic_amax(top_ptr, found)
+            seen = raised_amax(top_ptr, found)
             bits = without_part(bits, part, PART)
             most, part = most_promising(bits, PART)
 

@@ -1,8 +1,9 @@
 """Where the elements of a program's tile lie: two shapes of tile that kernels over groups share, read and written.
 
-    a list of groups        the tensor's T * n groups in a row, NG of them a program (group_encode, swiglu_encode, ...)
-    tokens by groups        BT tokens and NG groups, in pairs or quads of neighbouring rows that end up transposed: the
-                            operand of a weight gradient (requantize_t, swiglu_backward, gelu_backward, ...)
+    a list of groups        the tensor's T * n groups in a row, NG of them a program (group_decode, swiglu_encode, ...)
+    tokens by groups        BT tokens and NG groups: for columns that share something (group_encode's center), or in
+                            pairs or quads of neighbouring rows that end up transposed, the operand of a weight
+                            gradient (requantize_t, swiglu_backward, gelu_backward, ...)
 
 Legend: T tokens (rows), C columns, P padded tokens, G group size, GP = G rounded up to a power of 2, n = ceil(C / G).
 """
@@ -52,13 +53,13 @@ def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.conste
 
 @triton.jit
 def most_promising(bits, PART: tl.constexpr):
-    """Of the bounds of groups (NG,), as integers, the largest, and which PART of neighbouring groups it is in."""
+    """The largest of groups' bounds (NG,), as integers, and the number of its part: PART neighbours are one."""
     return tl.max(tl.max(tl.reshape(bits, (bits.shape[0] // PART, PART)), 1), 0, return_indices=True)
 
 
 @triton.jit
 def without_part(bits, part, PART: tl.constexpr):
-    """`bits` (NG,) with zeros for the groups of a part that `most_promising` has named."""
+    """`bits` (NG,) with zeros for the groups of a part, by its number."""
     return tl.where(tl.arange(0, bits.shape[0]) // PART == part, 0, bits)
 
 
