@@ -3,7 +3,7 @@
 Bytes moved, with V = T * I * 2:
 
     gelu_backward           1 V + 1/2 V read, 1 V + 1/2 V written: du, and gelu(u) rebuilt and transposed
-    gelu_backward_amax      1 V read; of the 1/2 V of codes only those of parts of tiles that may hold the maximum
+    gelu_backward_amax      1 V read; of the 1/2 V of codes only those of tiles that may hold the maximum
     gelu_backward_quantize  1 V + 1/2 V read, 1/2 V + 1/2 V + 1/2 V written: du in both FP8 layouts, gelu(u) transposed;
                             and, with a bias, each tile's sums over its tokens, V / 16
 
@@ -25,13 +25,13 @@ from overcoat.formats import E4M3, FLOAT8
 from overcoat.kernels.gpu.common import (
     CODES,
     EXACT,
+    atomic_amax,
     decode,
     inverse_max,
     inverse_of,
     max_magnitude,
     pack_rows,
     power_of_2,
-    raised_amax,
     scale_of,
 )
 from overcoat.kernels.gpu.gelu import gelu, is_tanh
@@ -40,21 +40,19 @@ from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device, register
 from overcoat.kernels.gpu.partials import sum_partials
 from overcoat.kernels.gpu.tiles import (
     group_columns,
-    groups_from,
+    listed_groups,
     listed_magnitude,
     load_rows,
-    most_promising,
     store_quad_rows,
     store_quads,
     store_transposed,
     where_padded,
     whole_groups,
-    without_part,
 )
 from overcoat.kernels.quantize import padded_tokens
 
-# Elements among which a program seeks max |du|, and those whose codes it decodes at a time (a group's at least).
-AMAX_TILE, AMAX_PART = 2048, 512
+# Elements of a program that looks for max |du|.
+AMAX_TILE = 2048
 # (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
 PRODUCT_TILE, PRODUCT_WARPS = (32, 128), 4
 GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 4
@@ -67,29 +65,6 @@ SLOPE_BOUND = tl.constexpr(1.13)
 
 
 # ---- the largest gradient -------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _bits(largest, group_amax):
-    """Of what no |du| exceeds, as an integer, by the largest |dh| and |u|; NaN, the largest, where du may be NaN."""
-    bound = largest * SLOPE_BOUND
-    finite = (bound < float("inf")) & (group_amax < float("inf"))
-    return tl.where(finite, bound, float("nan")).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _gradient_amax(
-    dh_ptr, codes_ptr, amax_ptr, first, groups, n, I, TANH: tl.constexpr,  # noqa: E741
-    G: tl.constexpr, GP: tl.constexpr, CODE: tl.constexpr, NG: tl.constexpr,
-):  # fmt: skip
-    """max |du| in NG groups from the `first` on."""
-    group, row, known, column, inside = groups_from(first, groups, n, I, G, GP, NG)
-    offsets = row.to(tl.int64)[:, None] * I + column
-    dh = tl.load(dh_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    amax = tl.load(amax_ptr + group, mask=known, other=0.0).to(tl.float32)
-    u = decode(tl.load(codes_ptr + offsets, mask=inside, other=0.0), amax[:, None], CODE)
-    _, slope = gelu(u, TANH)
-    return max_magnitude(max_magnitude(dh * slope, 1), 0)  # zero outside, where dh is
 
 
 @kernel
@@ -106,25 +81,26 @@ def _gelu_gradient_amax_kernel(
     GP: tl.constexpr,
     CODE: tl.constexpr,
     NG: tl.constexpr,
-    PART: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     # From L2: what this multiprocessor's own cache holds is as old as its first program.
     seen = tl.load(top_ptr, cache_modifier=".cg")
     group = tl.program_id(0) * NG + tl.arange(0, NG)
     group_amax = tl.load(group_amax_ptr + group, mask=group < groups, other=0.0).to(tl.float32)
-    largest = listed_magnitude(dh_ptr, groups, n, I, G, GP, NG, WHOLE, None)
-    # Once the first programs have found large values few tiles can hold a larger one, and only those read codes, of
-    # their most promising part first (swiglu_backward.py). Which do depends on who comes first; the result does not.
-    if _bits(largest, max_magnitude(group_amax, 0)) > seen:
-        bits = _bits(listed_magnitude(dh_ptr, groups, n, I, G, GP, NG, WHOLE, 1), group_amax)
-        most, part = most_promising(bits, PART)
-        while most > seen:
-            first = tl.program_id(0) * NG + part * PART
-            found = _gradient_amax(dh_ptr, codes_ptr, group_amax_ptr, first, groups, n, I, TANH, G, GP, CODE, PART)
-            seen = raised_amax(top_ptr, found)
-            bits = without_part(bits, part, PART)
-            most, part = most_promising(bits, PART)
+    bound = listed_magnitude(dh_ptr, groups, n, I, G, GP, NG, WHOLE, None) * SLOPE_BOUND
+    # Where du may be NaN the bound is, whose bits are the largest.
+    bound = tl.where((bound < float("inf")) & (max_magnitude(group_amax, 0) < float("inf")), bound, float("nan"))
+    # Once the first programs have found large values few tiles can hold a larger one, and only those read their codes.
+    # Which do depends on who comes first; the result does not.
+    if bound.to(tl.int32, bitcast=True) > seen:
+        # dh once more: the many programs that never come here need no registers for it.
+        group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
+        offsets = row.to(tl.int64)[:, None] * I + column
+        dh = tl.load(dh_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        group_amax = tl.load(group_amax_ptr + group, mask=known, other=0.0).to(tl.float32)
+        u = decode(tl.load(codes_ptr + offsets, mask=inside, other=0.0), group_amax[:, None], CODE)
+        _, slope = gelu(u, TANH)
+        atomic_amax(top_ptr, max_magnitude(max_magnitude(dh * slope, 1), 0))  # zero outside, where dh is
 
 
 def gelu_backward_amax(
@@ -139,8 +115,7 @@ def gelu_backward_amax(
     with on_device(dh):
         _gelu_gradient_amax_kernel[(cdiv(tokens * n, count),)](
             dh, codes, group_amax, top, tokens * n, n, width,
-            is_tanh(approximate), group_size, gp, CODES[code], count, max(AMAX_PART // gp, 1),
-            whole_groups(dh, group_size),
+            is_tanh(approximate), group_size, gp, CODES[code], count, whole_groups(dh, group_size),
             num_warps=1, **EXACT,  # of several, some might see what others do not: swiglu.py
         )  # fmt: skip
     return top.view(torch.float32)

@@ -42,13 +42,11 @@ from overcoat.kernels.gpu.tiles import (
     group_columns,
     groups_from,
     listed_magnitude,
-    most_promising,
     store_quad_rows,
     store_quads,
     store_transposed,
     where_padded,
     whole_groups,
-    without_part,
 )
 
 # Gradients whose maximum a program seeks, and those whose codes it decodes at a time (a group's at least), if any.
@@ -56,8 +54,7 @@ AMAX_TILE, AMAX_PART = 4096, 512
 # (tokens, columns) of a tile and its warps, by measurement (docs/log-kernels.md).
 BACKWARD_TILE, BACKWARD_WARPS = (32, 128), 8
 GRADIENT_TILE, GRADIENT_WARPS = (32, 128), 8
-# Registers of a thread in both: four programs a multiprocessor.
-REGISTERS = 64
+REGISTERS = 64  # of a thread in both: four programs a multiprocessor
 # silu' rises up to 2.3994, to 1.09984.
 SLOPE_PEAK, SLOPE_BOUND = tl.constexpr(2.399), tl.constexpr(1.1)
 # More than the rounding of the hardware's approximate instructions can add to a bound.
@@ -170,10 +167,8 @@ def _slope_bound(gate_amax, up_amax):
 
 @triton.jit
 def _bits(bound):
-    """Of a bound's, as integers: as FP32 they order alike. NaN, the largest, where a gradient may be NaN.
-
-    (In FP32's normal range: where dh * up overflows on the way, a tile may be passed over for another's finite maximum
-    above 1e38.)
+    """Of a bound's, as integers: as FP32 they order alike. NaN, the largest, where a gradient may be NaN. (In FP32's
+    normal range: where dh * up overflows on the way, a tile may be passed over for another's finite maximum > 1e38.)
     """
     return tl.where(bound < float("inf"), bound, float("nan")).to(tl.int32, bitcast=True)
 
@@ -193,8 +188,13 @@ def _gradient_amax(
     gate = decode(tl.load(codes, mask=inside, other=0.0), gate_amax[:, None], CODE)
     up = decode(tl.load(codes + I, mask=inside, other=0.0), up_amax[:, None], CODE)
     dgate, dup, _ = gradient(dh, gate, up)
-    top = larger(tl.abs(dgate), tl.abs(dup))  # zero outside, where dh is
-    return max_magnitude(max_magnitude(top, 1), 0)
+    return max_magnitude(max_magnitude(larger(tl.abs(dgate), tl.abs(dup)), 1), 0)  # zero outside, where dh is
+
+
+@triton.jit
+def _most_promising(bits, PART: tl.constexpr):
+    """The largest of groups' bounds (NG,), as integers, and the number of its part: PART neighbours are one."""
+    return tl.max(tl.max(tl.reshape(bits, (bits.shape[0] // PART, PART)), 1), 0, return_indices=True)
 
 
 @kernel
@@ -225,15 +225,15 @@ def _swiglu_gradient_amax_kernel(
     slope = _slope_bound(gate_amax, up_amax)
     if _bits(largest * max_magnitude(slope, 0)) > seen:
         bits = _bits(listed_magnitude(dh_ptr, groups, n, I, G, GP, NG, WHOLE, 1) * slope)
-        most, part = most_promising(bits, PART)
+        most, part = _most_promising(bits, PART)
         # The most promising part first. All programs that are the first come here, as nobody has found anything yet:
         # with each part they see what the others have found in theirs.
         while most > seen:
             first = tl.program_id(0) * NG + part * PART
             found = _gradient_amax(dh_ptr, codes_ptr, amax_ptr, first, groups, n, I, G, GP, CODE, PART)
             seen = raised_amax(top_ptr, found)
-            bits = without_part(bits, part, PART)
-            most, part = most_promising(bits, PART)
+            bits = tl.where(tl.arange(0, NG) // PART == part, 0, bits)
+            most, part = _most_promising(bits, PART)
 
 
 @kernel

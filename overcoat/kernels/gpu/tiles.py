@@ -51,18 +51,6 @@ def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.conste
     return groups_from(tl.program_id(0) * NG, groups, n, C, G, GP, NG)
 
 
-@triton.jit
-def most_promising(bits, PART: tl.constexpr):
-    """The largest of groups' bounds (NG,), as integers, and the number of its part: PART neighbours are one."""
-    return tl.max(tl.max(tl.reshape(bits, (bits.shape[0] // PART, PART)), 1), 0, return_indices=True)
-
-
-@triton.jit
-def without_part(bits, part, PART: tl.constexpr):
-    """`bits` (NG,) with zeros for the groups of a part, by its number."""
-    return tl.where(tl.arange(0, bits.shape[0]) // PART == part, 0, bits)
-
-
 def whole_groups(x: Tensor, group_size: int) -> bool:
     """Whether the groups of a contiguous x (T, C) lie in one piece and can be read in words of 4 bytes: WHOLE below."""
     whole = x.shape[-1] % group_size == 0 and group_size == power_of_2(group_size) > 1
