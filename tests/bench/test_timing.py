@@ -112,8 +112,8 @@ def test_bandwidth_counts_what_is_read_and_what_is_written(copied: list[int]) ->
     assert copied == [2**31]
 
 
-@pytest.mark.parametrize(("moved", "size"), [(400, 200), (403, 200), (4, 2), (1, 2), (0, 2)])
-def test_a_copy_of_a_size_moves_it_in_all(moved: int, size: int, copied: list[int]) -> None:
+@pytest.mark.parametrize(("moved", "size"), [(4096, 2048), (4097, 2560), (1024, 512), (1, 512), (0, 512)])
+def test_a_copy_of_a_size_moves_it_in_all_and_no_odd_number(moved: int, size: int, copied: list[int]) -> None:
     assert copy_ms(moved) == 2.0
     assert copied == [size]
 
