@@ -15,7 +15,8 @@ from tests.bench.peers import FakeRotary, FakeTransformerLayer, module
 def transformer_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A stand-in for Transformer Engine of a new or an old release; returns "reset" and recipes as it was used."""
     used: list[Any] = []
-    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")  # as the block sets it, but only for the test
+    for variable, value in (("NVTE_UNFUSED_ATTN", "0"), ("CUDNN_HOME", "")):  # the block sets them: here for a test
+        monkeypatch.setenv(variable, value)
     keyword = {"autocast": "recipe", "fp8_autocast": "fp8_recipe"}[request.param]
 
     @contextlib.contextmanager

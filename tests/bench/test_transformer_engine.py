@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from overcoat.bench import transformer_engine as module
 from overcoat.bench.layer import accuracy
 from overcoat.bench.shapes import BlockShape, ModelShape, build_block
 from overcoat.bench.transformer_engine import TransformerEngineBlock
@@ -86,3 +93,38 @@ def test_an_unknown_recipe() -> None:
     model, _ = build_block(SHAPE, torch.float32, "cpu")
     with pytest.raises(KeyError, match="mxfp8"):
         TransformerEngineBlock(model.layers[0], "mxfp8", 8)
+
+
+@pytest.fixture
+def wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where NVIDIA's wheels would be installed; none are."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with mock.patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.split(".")[0] == "nvidia"]:
+            del sys.modules[name]
+        yield tmp_path
+
+
+@pytest.mark.parametrize("chosen", [None, "/opt/cudnn"])
+def test_the_cudnn_is_pytorchs(monkeypatch: pytest.MonkeyPatch, wheels: Path, chosen: str | None) -> None:
+    """All its parts, before another is found by their names; a CUDNN_HOME that the user has set stays."""
+    folder, loaded = wheels / "nvidia" / "cudnn", list[str]()
+    (folder / "lib").mkdir(parents=True)
+    parts = ["libcudnn.so.9", "libcudnn_cnn.so.9", "libcudnn_graph.so.9"]
+    for name in [*parts, "libother.so.9"]:
+        (folder / "lib" / name).touch()
+    monkeypatch.setattr(ctypes, "CDLL", loaded.append)
+    monkeypatch.setenv("CUDNN_HOME", chosen or "to be removed")
+    if chosen is None:
+        monkeypatch.delenv("CUDNN_HOME")
+    module._load_pytorchs_cudnn()
+    assert loaded == [str(folder / "lib" / name) for name in parts]
+    assert os.environ["CUDNN_HOME"] == (chosen or str(folder))
+
+
+@pytest.mark.usefixtures("wheels")
+def test_a_pytorch_without_wheels_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as conda's, or a build for the CPU: Transformer Engine looks for itself."""
+    monkeypatch.setenv("CUDNN_HOME", "")
+    module._load_pytorchs_cudnn()
+    assert os.environ["CUDNN_HOME"] == ""
