@@ -11,7 +11,8 @@ depends on what is noted here.
 
 AdamW finds those of parameters that it steps in one piece. Under FSDP2 it steps shards, whose maxima would have to be
 exchanged; offloaded states pass by in pieces; other optimizers find none. There the first forward of a step looks, and
-the other micro-batches and what is recomputed go without. torch.compile's graphs cannot ask.
+the other micro-batches and what is recomputed go without. torch.compile's code asks when it runs, by an op
+(`stack_weights_asking`), and notes nothing.
 """
 
 from __future__ import annotations
@@ -101,8 +102,6 @@ def guesses(weights: Sequence[Tensor]) -> Optional[list[Tensor]]:
 
     From now on AdamW finds them. Only leaves that want gradients are asked for: an optimizer steps no others.
     """
-    if torch.compiler.is_compiling():
-        return None
     found: list[Tensor] = []
     for weight in weights:
         entry = asked(weight)
@@ -117,7 +116,7 @@ def guesses(weights: Sequence[Tensor]) -> Optional[list[Tensor]]:
 
 def note(weights: Sequence[Tensor], amax: Tensor) -> None:
     """The maximum of all these weights was looked for, and found to be `amax`."""
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or amax.is_meta or _capturing(amax):
+    if torch.is_inference_mode_enabled() or amax.is_meta or _capturing(amax):
         return
     for entry, weight in ((asked(weight), weight) for weight in weights):
         if entry is not None:

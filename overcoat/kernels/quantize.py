@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overcoat import weight_amax
 from overcoat.catalogue import op
 from overcoat.formats import (
     E4M3,
@@ -156,6 +157,10 @@ def stack_weights_guessed(weights: List[Tensor], guesses: List[Tensor]) -> Tuple
 
 @stack_weights_guessed.fake
 def _(weights, guesses):
+    return _stacked_shapes(weights)
+
+
+def _stacked_shapes(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
     rows = sum(w.shape[0] for w in weights)
     data = weights[0].new_empty((rows, weights[0].shape[1]), dtype=E4M3.dtype)
     return data, weights[0].new_empty((), dtype=torch.float32), weights[0].new_empty((), dtype=torch.float32)
@@ -164,6 +169,26 @@ def _(weights, guesses):
 @stack_weights_guessed.cuda
 def _(weights, guesses):
     return gpu.stack_guessed.stack_weights_guessed(weights, guesses)
+
+
+@op
+def stack_weights_asking(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+    """`stack_weights_guessed` that asks for the guesses itself, each time it runs: compiled code cannot.
+
+    Where nothing is known it looks for the maximum, and notes it nowhere: the memory may be a CUDA graph's.
+    """
+    top = stack_amax.reference(weights)
+    return *stack_weights.reference(weights, top, False), top
+
+
+@stack_weights_asking.fake
+def _(weights):
+    return _stacked_shapes(weights)
+
+
+@stack_weights_asking.cuda
+def _(weights):
+    return gpu.stack_guessed.stack_weights_guessed(weights, weight_amax.guesses(weights))
 
 
 class Encoded(NamedTuple):

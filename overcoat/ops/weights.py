@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from overcoat import weight_amax
-from overcoat.kernels.quantize import stack_amax, stack_weights, stack_weights_guessed
+from overcoat.kernels.quantize import stack_amax, stack_weights, stack_weights_asking, stack_weights_guessed
 
 
 @dataclass
@@ -83,7 +83,10 @@ def operand(weights: Sequence[Tensor], transposed: bool, amax: Optional[Tensor])
 
 
 def _make(weights: Sequence[Tensor], transposed: bool, amax: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    guesses = weight_amax.guesses(weights) if amax is None and not transposed else None
+    is_new = amax is None and not transposed
+    if is_new and torch.compiler.is_compiling():
+        return stack_weights_asking(list(weights))
+    guesses = weight_amax.guesses(weights) if is_new else None
     if guesses is not None:
         return stack_weights_guessed(list(weights), guesses)
     if amax is None:

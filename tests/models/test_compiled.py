@@ -166,6 +166,26 @@ def test_gradients_add_up_over_passes_of_cuda_graphs(recipe: Recipe) -> None:
 
 
 @pytest.mark.gpu
+def test_cuda_graphs_read_what_adamw_writes() -> None:
+    """Recorded with AdamW's maxima of the weights, replayed with later ones, and with such as are no longer true."""
+    plain, model = made("llama", Recipe(), "cuda"), made("llama", Recipe(), "cuda")
+    optimizers = [overcoat.AdamW(each.parameters(), lr=0.02) for each in (plain, model)]
+    compile_layers(model, graphs=True)
+    for step in range(6):
+        expected = one_pass(plain, length=64, seed=step)
+        begin_pass()
+        assert torch.equal(one_pass(model, length=64, seed=step), expected), step
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                for parameter in each.parameters():
+                    parameter.data.mul_(1.5)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+@pytest.mark.gpu
 def test_forgotten_cuda_graphs_give_their_memory_back() -> None:
     model = made("llama", Recipe(), "cuda")
     compile_layers(model, graphs=True)

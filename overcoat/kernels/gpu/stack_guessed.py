@@ -11,6 +11,8 @@ Legend: N rows of a weight, K its columns.
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 import triton
 import triton.language as tl
@@ -127,10 +129,13 @@ def _copy_again_kernel(
         _copy_tile(w_ptr, out_ptr, tile // across * BN, tile % across * BK, row0, N, K, inverse, ALIGN, BN, BK)
 
 
-def stack_weights_guessed(weights: list[Tensor], guesses: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (N_i, K) as (sum N, K) with one scale, the scale, and the maximum, which should be the largest guess."""
+def stack_weights_guessed(weights: list[Tensor], guesses: Optional[list[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (N_i, K) as (sum N, K) with one scale, the scale, and the maximum, which should be the largest guess.
+
+    guesses: None where there are none.
+    """
     parts = launches(weights)
-    if len(parts) > 1:  # many weights, or of several dtypes
+    if guesses is None or len(parts) > 1:  # many weights, or of several dtypes
         top = stack_amax(weights)
         return *stack_weights(weights, top, False), top
     (part,) = parts

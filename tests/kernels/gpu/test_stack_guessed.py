@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from overcoat import weight_amax
 from overcoat.kernels import quantize as ops
 from tests.kernels.gpu.compare import DEVICE, NEEDS_GPU, assert_equal, awkward
 
@@ -51,3 +52,13 @@ def test_a_right_guess_needs_no_second_copy(monkeypatch):
     data, _, amax = ops.stack_weights_guessed.kernel(weights, [top / 2 for top in right])
     assert torch.equal(amax, expected[2])
     assert not torch.equal(data.view(torch.uint8), expected[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("sizes", [[16], [48, 16, 16], [130, 2, 4, 64, 18]])
+@pytest.mark.parametrize("factor", [None, 1.0, 2.0], ids=["unknown", "right", "too large"])
+def test_stack_weights_asking(sizes, factor, monkeypatch):
+    weights, asked = [awkward(rows, 336, seed=i) for i, rows in enumerate(sizes)], []
+    guesses = None if factor is None else [ops.amax.reference(w) * factor for w in weights]
+    monkeypatch.setattr(weight_amax, "guesses", lambda found: (asked.extend(found), guesses)[1])
+    assert_equal(ops.stack_weights_asking.kernel(weights), ops.stack_weights_asking.reference(weights))
+    assert [id(w) for w in asked] == [id(w) for w in weights]
