@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -11,8 +9,8 @@ from overcoat.kernels import gelu as ops
 from overcoat.kernels.gpu import gelu_backward as gpu
 from overcoat.kernels.gpu.common import EXACT
 from overcoat.kernels.quantize import amax
-from tests.kernels.gpu.compare import DEVICE, FORMATS, INTERPRETED, NEEDS_GPU, assert_equal, awkward
-from tests.kernels.gpu.gelu_cases import GROUPS, forms, gradient, shapes
+from tests.kernels.gpu.compare import DEVICE, INTERPRETED, NEEDS_GPU, assert_equal, awkward
+from tests.kernels.gpu.gelu_cases import GROUPS, OUTPUTS, forms, gradient, shapes
 
 pytestmark = NEEDS_GPU
 
@@ -28,7 +26,7 @@ def test_backward(shape, code, group_size, approximate):
     assert_equal(ours, ops.gelu_backward.reference(*arguments, scale, *how))
     top = ops.gelu_backward_amax.reference(*arguments, *how)
     assert_equal(ops.gelu_backward_amax.kernel(*arguments, *how), top)
-    for fmt, has_bias in itertools.product(FORMATS, (True, False)):
+    for fmt, has_bias in OUTPUTS:
         both = (*arguments, scale, top, fmt, has_bias, *how)
         *ours, sums, h_t = ops.gelu_backward_quantize.kernel(*both)
         *theirs, expected, expected_h = ops.gelu_backward_quantize.reference(*both)
