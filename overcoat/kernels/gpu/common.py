@@ -140,8 +140,10 @@ def atomic_amax(pointer, amax):
 
 @triton.jit
 def raised_amax(pointer, amax):
-    """`atomic_amax`, and the bits that are there then, or were when its turn came: the same for the whole program, by a
-    barrier. So not where warps of one program may have taken different ways."""
+    """`atomic_amax`, and the bits that lay there right after; what lies there later is not less.
+
+    All threads of the program get the same, by a barrier: so not where its warps may have taken different ways.
+    """
     bits = amax.to(tl.int32, bitcast=True)
     return tl.maximum(tl.atomic_max(pointer, bits, sem="relaxed"), bits)
 

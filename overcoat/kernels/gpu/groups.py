@@ -111,10 +111,9 @@ def _group_encode_kernel(
         x = to_float32(x)
         top = max_magnitude(tl.reshape(x, (BT * NG * GP,), can_reorder=True), 0)
     else:
-        x = x.to(tl.float32)  # BF16 until it is needed again: with no center 40 registers instead of 55
+        x = x.to(tl.float32)  # BF16 until it is needed again: with no center 40 registers instead of 56
     if HAS_CENTER:
         x -= tl.load(center_ptr + g0 * G + c, mask=real, other=0.0)[None, :, :]
-        x = tl.where(inside, x, 0.0)
     exact = max_magnitude(x, 2)
     if WANT_AMAX and HAS_CENTER:
         _raise(amax_ptr, seen, top)

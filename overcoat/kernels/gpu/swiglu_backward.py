@@ -59,6 +59,8 @@ REGISTERS = 64  # of a thread in both: four programs a multiprocessor
 SLOPE_PEAK, SLOPE_BOUND = tl.constexpr(2.399), tl.constexpr(1.1)
 # More than the rounding of the hardware's approximate instructions can add to a bound.
 ROUNDING = tl.constexpr(1.0 + 2.0**-12)
+# A bound from which on the products on the way to a gradient may overflow.
+LARGE = tl.constexpr(1.5e38)
 
 
 @triton.jit
@@ -167,10 +169,10 @@ def _slope_bound(gate_amax, up_amax):
 
 @triton.jit
 def _bits(bound):
-    """Of a bound's, as integers: as FP32 they order alike. NaN, the largest, where a gradient may be NaN. (In FP32's
-    normal range: where dh * up overflows on the way, a tile may be passed over for another's finite maximum > 1e38.)
+    """Of a bound's, as integers: as FP32 they order alike. NaN, the largest, where a gradient may be NaN or infinite:
+    dh * up, which is multiplied first, overflows where the bound, at least half of it, exceeds 1.7e38.
     """
-    return tl.where(bound < float("inf"), bound, float("nan")).to(tl.int32, bitcast=True)
+    return tl.where(bound < LARGE, bound, float("nan")).to(tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ from tests.kernels.gpu.compare import INTERPRETED, awkward
 SHAPES = [(1, 16), (7, 100), (48, 256), (61, 688)]  # of 48 tokens, a multiple of 16, nothing is padded
 SHAPES += [] if INTERPRETED else [(1000, 11008), (300, 17920)]
 GROUPS = [("sqrt8", 128), ("e4m3", 16), ("int8", 80)]
-# Of 6 groups each, 16 in a tile: many programs at once on a GPU, 23 one after another where they are interpreted.
+# Of 6 groups each, 8 in a tile of the encoder's, 32 in one of the backward's: many programs at once on a GPU, 45 and 12
+# one after another where they are interpreted.
 MANY_ROWS = 60 if INTERPRETED else 300
 
 

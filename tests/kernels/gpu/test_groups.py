@@ -14,7 +14,7 @@ pytestmark = NEEDS_GPU
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("code", ["sqrt8", "e4m3", "int8"])
-@pytest.mark.parametrize("group_size", [16, 80, 128])
+@pytest.mark.parametrize("group_size", [16, 80, 128, 512])
 @pytest.mark.parametrize("centered", [False, True])
 def test_group_codes(shape, code, group_size, centered):
     x = awkward(*shape)
@@ -61,6 +61,22 @@ def test_group_codes_of_extremes(code):
     assert_equal(ops.group_encode.kernel(x, None, code, 128), (codes, amax))
     arguments = (codes, amax, None, code, 128, torch.float32)
     assert_equal(ops.group_decode.kernel(*arguments), ops.group_decode.reference(*arguments))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("where", "centered"), [("x", False), ("x", True), ("center", True)])
+def test_no_bad_value_is_passed_over(value, where, centered):
+    """In the last row, behind a larger one that other programs have found. The maximum is x's, not x - center's."""
+    x, center = torch.randn(40, 688, device=DEVICE).bfloat16(), torch.randn(688, device=DEVICE) if centered else None
+    x[0, 0] = 1e4
+    if where == "x":
+        x[-1, -1] = value
+    else:
+        center[-1] = value
+    arguments = (x, center, "sqrt8", 128)
+    ours, theirs = ops.group_encode_amax.kernel(*arguments), ops.group_encode_amax.reference(*arguments)
+    assert_equal(ours, theirs)
+    assert ours[2].isfinite() == (where == "center")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

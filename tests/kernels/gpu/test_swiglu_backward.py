@@ -70,6 +70,34 @@ def test_no_bad_value_is_passed_over_for_the_gradient(value, where):
     assert not assert_same_largest_gradient(dh, codes, group_amax).isfinite()
 
 
+@pytest.mark.parametrize("rows", [(0, 100), (100, 0), (0, 8), (8, 0)], ids=str)
+def test_a_gradient_that_overflows_on_the_way_is_not_passed_over(rows):
+    """For a finite one near FP32's end, in another tile or in another part of the same."""
+    finite, infinite = rows
+    gate_up, dh = torch.zeros(128, 2 * 128, device=DEVICE), torch.zeros(128, 128, device=DEVICE)
+    gate_up[finite, 0], gate_up[finite, 128], dh[finite, 0] = 1.28, 1.0, 2e38
+    gate_up[infinite, 128], dh[infinite, 0] = 1.4 * 2.0**28, 1e30
+    codes, group_amax, _ = ops.swiglu_encode.reference(gate_up, "sqrt8", 128)
+    assert assert_same_largest_gradient(dh, codes, group_amax).isinf()
+
+
+@pytest.mark.parametrize("shape", [(37, 512), (130, 1280)])
+@pytest.mark.parametrize("value", [3e4, torch.nan, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_groups_that_lie_in_one_piece(shape, value, dtype, first):
+    """BF16 in pairs, either of which may hold the largest; not from an odd element on. The last group counts."""
+    codes, group_amax, _ = ops.swiglu_encode.reference(gates(shape), "sqrt8", 128)
+    codes[-1, -2:], codes[-1, shape[1] - 2 : shape[1]], group_amax[-1, :, -1] = 120, 120, 2.0
+    dh = torch.zeros(first + shape[0] * shape[1], dtype=dtype, device=DEVICE)[first:].view(shape)
+    dh.copy_(torch.randn(shape, device=DEVICE))
+    for column in (-1, -2):
+        dh[-1, -2:] = 1.0
+        dh[-1, column] = value
+        largest = assert_same_largest_gradient(dh, codes, group_amax)
+        assert largest > 2e4 if value == 3e4 else not largest.isfinite()
+
+
 def test_gradients_far_apart_in_size():
     """Rows from 1e-30 to 1e30: most tiles are passed over, none that matters."""
     gate_up = torch.randn(200, 2 * 300, device=DEVICE)
