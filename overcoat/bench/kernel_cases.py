@@ -141,6 +141,7 @@ def rope_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     decode = (codes, group_amax, center, *tables, torch.bfloat16)
     yield KernelCase("qk_rope_decode", rope.qk_rope_decode, decode)
     yield KernelCase("qk_rope_backward_amax", rope.qk_rope_backward_amax, (*gradients, cos, sin, heads))
+    yield KernelCase("qk_rope_backward_amax_sums", rope.qk_rope_backward_amax_sums, (*gradients, cos, sin, heads))
     backward = (*gradients, cos, sin, top, "e5m2", heads)
     yield KernelCase("qk_rope_backward_quantize", rope.qk_rope_backward_quantize, backward)
     plain, normed = (cos, sin, None, None, 0.0, heads, kv_heads), (cos, sin, weight, weight, EPS, heads, kv_heads)

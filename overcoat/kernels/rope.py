@@ -250,6 +250,26 @@ def _(dq, dk, dv, cos, sin, num_q):
 
 
 @op
+def qk_rope_backward_amax_sums(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int
+) -> Tuple[Tensor, Tensor]:
+    """`qk_rope_backward_amax`, and the same gradient's sums over the tokens, (C,) FP32: the biases' gradients."""
+    gradient = rope_gradient(dq, dk, dv, cos, sin, num_q)
+    return gradient.abs().amax(), gradient.sum(0)
+
+
+@qk_rope_backward_amax_sums.fake
+def _(dq, dk, dv, cos, sin, num_q):
+    columns = dq.shape[1] + dk.shape[1] + dv.shape[1]
+    return dq.new_empty((), dtype=torch.float32), dq.new_empty(columns, dtype=torch.float32)
+
+
+@qk_rope_backward_amax_sums.cuda
+def _(dq, dk, dv, cos, sin, num_q):
+    return gpu.rope_backward.qk_rope_backward_amax_sums(dq, dk, dv, cos, sin, num_q)
+
+
+@op
 def qk_rope_backward_quantize(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, amax: Tensor, fmt: str, num_q: int
 ) -> Tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ o's codes are also outputs, so that the output projection (`linear_residual`) re
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from overcoat.kernels.rope import (
     qk_rope,
     qk_rope_backward,
     qk_rope_backward_amax,
+    qk_rope_backward_amax_sums,
     qk_rope_backward_quantize,
     qk_rope_decode,
     qk_rope_encode_,
@@ -157,16 +158,22 @@ def qkv_gradient(
 
 
 def qkv_gradient_quantized(
-    gradients: tuple[Tensor, Tensor, Tensor], rotary: Rotary, heads: Heads, recipe: Recipe
+    gradients: tuple[Tensor, Tensor, Tensor],
+    rotary: Rotary,
+    heads: Heads,
+    biases: Sequence[Optional[Tensor]],
+    recipe: Recipe,
 ) -> Gradient:
-    """Gradient of qkv straight in both FP8 layouts; without q/k norms."""
+    """Gradient of qkv straight in both FP8 layouts, with its sums if there are biases; without q/k norms."""
     if recipe.linear_scaling == "block":
-        return _quantized_in_blocks(gradients, rotary, heads, recipe)
-    top = qk_rope_backward_amax(*gradients, rotary.cos, rotary.sin, heads.num_q)
-    data, transposed, scale = qk_rope_backward_quantize(
-        *gradients, rotary.cos, rotary.sin, top, recipe.grad_format, heads.num_q
-    )
-    return Gradient(data, transposed, scale, None, gradients[0].dtype)
+        return _quantized_in_blocks(gradients, rotary, heads, biases, recipe)
+    arguments, sums = (*gradients, rotary.cos, rotary.sin), None
+    if all(bias is None for bias in biases):
+        top = qk_rope_backward_amax(*arguments, heads.num_q)
+    else:
+        top, sums = qk_rope_backward_amax_sums(*arguments, heads.num_q)
+    data, transposed, scale = qk_rope_backward_quantize(*arguments, top, recipe.grad_format, heads.num_q)
+    return Gradient(data, transposed, scale, sums, gradients[0].dtype)
 
 
 def attention_backward(
@@ -180,15 +187,20 @@ def attention_backward(
 
 
 def _quantized_in_blocks(
-    gradients: tuple[Tensor, Tensor, Tensor], rotary: Rotary, heads: Heads, recipe: Recipe
+    gradients: tuple[Tensor, Tensor, Tensor],
+    rotary: Rotary,
+    heads: Heads,
+    biases: Sequence[Optional[Tensor]],
+    recipe: Recipe,
 ) -> Gradient:
     """Gradients of the rotated q and k, and of v -> gradient of qkv in both FP8 layouts with block scales."""
     cos, sin, dtype = rotary.cos, rotary.sin, gradients[0].dtype
-    if BLOCK % heads.width == 0 and whole_blocks(*(part.shape[1] for part in gradients)):
+    has_bias = any(bias is not None for bias in biases)
+    if not has_bias and BLOCK % heads.width == 0 and whole_blocks(*(part.shape[1] for part in gradients)):
         data, scale, data_t, scale_t = qk_rope_block_backward(*gradients, cos, sin, recipe.grad_format, heads.num_q)
         return Gradient(data, data_t, scale, None, dtype, scale_t)
     dqkv, _, _ = qk_rope_backward(*gradients, None, cos, sin, None, None, heads.eps, heads.num_q)
-    return quantize_gradient(dqkv, [None], recipe)
+    return quantize_gradient(dqkv, biases, recipe)
 
 
 class _Attention(torch.autograd.Function):

@@ -132,7 +132,7 @@ def block_backward(
 ) -> tuple[Tensor, list[Optional[Tensor]]]:
     """Gradients of the block's input and of its parameters, in the order of `parameters_of`.
 
-    Gradients between the ops go straight into FP8, except where a bias or a head norm reads them too.
+    Gradients between the ops go straight into FP8, except where a head norm or gate's and up's biases read them too.
 
     kept: `BlockKept` as a list. It is emptied from its end: what an op has kept is free when the op's gradients are
     there, and so are these when the op before has read them. At its fullest moment a block's backward holds 17 U (in
@@ -189,9 +189,9 @@ def _attention_backward(
     gradients, inputs = rotated_gradients(do, decoded, rotary.mask, heads), decoded.inputs
     del decoded
     has_norms = rotary.q_weight is not None or rotary.k_weight is not None
-    if has_norms or any(bias is not None for bias in block.qkv[1]):
+    if has_norms:
         return qkv_gradient(gradients, inputs, rotary, heads)
-    return qkv_gradient_quantized(gradients, rotary, heads, recipe), None, None
+    return qkv_gradient_quantized(gradients, rotary, heads, block.qkv[1], recipe), None, None
 
 
 # The first tensors that a block saves are not its own: cos, sin, mask and its 20 parameters.

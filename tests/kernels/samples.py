@@ -153,6 +153,7 @@ def _rope() -> None:
             add("qk_rope_encode_", qkv, center, *shared, "sqrt8")
             add("qk_rope_decode", *encode_groups(qkv, "int8", width), center, *shared, "int8", dtype)
         add("qk_rope_backward_amax", *parts, cos, sin, num_q)
+        add("qk_rope_backward_amax_sums", *parts, cos, sin, num_q)
         add("qk_rope_backward_quantize", *parts, cos, sin, amax(qkv) * 4, "e5m2", num_q)
     add("qk_rope", strided(qkv), *shared)
     columns = tuple(map(strided, parts))

@@ -100,6 +100,27 @@ def test_a_recomputed_block_does_not_look_for_what_its_forward_has_found():
     assert with_forward["swiglu_quantize"] == 0 < forward["swiglu_quantize"]
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "recipe", "expected"),
+    [
+        ({}, Recipe(), ["amax", "quantize"]),
+        ({"biases": True}, Recipe(), ["amax_sums", "quantize"]),
+        ({"head_norm": True}, Recipe(), [""]),
+        ({}, Recipe(linear_scaling="block"), ["block"]),
+        ({"biases": True}, Recipe(linear_scaling="block"), [""]),
+    ],
+    ids=["llama", "biases", "head norm", "scales of blocks", "scales of blocks, biases"],
+)
+def test_the_gradient_of_q_k_v_goes_straight_into_fp8(kwargs, recipe, expected):
+    """But for head norms, and for biases with scales of blocks: those read it in 16 bits."""
+    case = block_case(**kwargs)
+    (y,) = case.op({**case.inputs, "x": case.inputs["x"].clone().requires_grad_()}, recipe)
+    with _Calls() as calls:
+        y.backward(case.grads[0].to(y.dtype))
+    found = [name.removeprefix("qk_rope_") for name in calls.names if name.startswith("qk_rope_") and "back" in name]
+    assert found == [{"": "backward", "block": "block_backward"}.get(name, f"backward_{name}") for name in expected]
+
+
 def test_checkpointed_gradients_are_equal_where_the_input_is_kept_exactly():
     """x made of a code's own values decodes to itself: recomputing the block must then repeat every bit."""
     case = block_case(biases=True, head_norm=True)

@@ -4,11 +4,13 @@ Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for 
 
     qk_rope_backward            1 V read, 1 V written
     qk_rope_backward_amax       1 V read
+    qk_rope_backward_amax_sums  1 V read; programs' sums, 1/16 V, written and read again
     qk_rope_backward_quantize   1 V read, 1/2 V + 1/2 V written: both FP8 layouts
 
 Attention's backward leaves dq, dk and dv apart; one launch takes all three, told apart by the third axis of its grid.
 Each writes its columns of the fused buffer (its rows of the transposed one). A tile takes several heads, which share
-the tile's cos and sin. Everything equals the reference bit for bit.
+the tile's cos and sin. Everything equals the reference bit for bit, but for the sums over the tokens: a tile's own
+first, then the tiles' (partials.py), always in the same order.
 
 Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, P padded tokens, NH heads of a tile.
 """
@@ -36,6 +38,7 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, dense_rows, kernel, on_device
+from overcoat.kernels.gpu.partials import sum_partials
 from overcoat.kernels.gpu.rope import load_tables
 
 
@@ -53,7 +56,7 @@ def load_rotated_back(dy_ptr, offsets, E, inside, cos1, cos2, sin1, sin2, ROTATE
 def _gradient_tile(
     dy_ptr, out_ptr, heads, stride_dy, ROTATE: tl.constexpr,
     cos_ptr, sin_ptr, amax_ptr, T, positions, D, stride_out,
-    VALUES: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+    VALUES: tl.constexpr, SUMS: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
     """One program of `_rope_gradient_kernel` on one of its parts."""
     t0, E = tl.program_id(0) * BT, D // 2
@@ -62,7 +65,7 @@ def _gradient_tile(
     tables = load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, inside, D, E)
     top = tl.zeros((BT, EP), tl.float32)
     dy_ptr += t0.to(tl.int64) * stride_dy
-    out_ptr += t0.to(tl.int64) * stride_out
+    out_ptr += (tl.program_id(0) if SUMS else t0).to(tl.int64) * stride_out
     for head in range(tl.program_id(1) * NH, tl.minimum(tl.program_id(1) * NH + NH, heads)):
         source = t[:, None] * stride_dy + (head * D + e)[None, :]
         d1, d2 = load_rotated_back(dy_ptr, source, E, inside, *tables, ROTATE)
@@ -72,6 +75,10 @@ def _gradient_tile(
             tl.store(target + E, d2.to(out_ptr.dtype.element_ty), mask=inside)
         else:
             top = larger(top, larger(tl.abs(d1), tl.abs(d2)))
+        if SUMS:
+            sums = out_ptr + head * D + e
+            tl.store(sums, tl.sum(d1, 0), mask=e < E)
+            tl.store(sums + E, tl.sum(d2, 0), mask=e < E)
     if not VALUES:
         atomic_amax(amax_ptr, max_magnitude(max_magnitude(top, 1), 0))
 
@@ -83,7 +90,7 @@ def _rope_gradient_kernel(
     dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
     cos_ptr,  # (positions, D)
     sin_ptr,  # (positions, D)
-    out_ptr,  # (T, (num_q + 2 num_kv) * D), if VALUES
+    out_ptr,  # (T, (num_q + 2 num_kv) * D), if VALUES; (tiles of tokens, as many) FP32: their sums, if SUMS
     amax_ptr,  # 0-d int32: bits of max |gradient|, unless VALUES
     T,
     positions,
@@ -94,6 +101,7 @@ def _rope_gradient_kernel(
     stride_k,
     stride_v,
     VALUES: tl.constexpr,
+    SUMS: tl.constexpr,
     EP: tl.constexpr,
     BT: tl.constexpr,
     NH: tl.constexpr,
@@ -101,12 +109,12 @@ def _rope_gradient_kernel(
     shared = (cos_ptr, sin_ptr, amax_ptr, T, positions, D, (num_q + 2 * num_kv) * D)
     k, v = num_q * D, (num_q + num_kv) * D
     if tl.program_id(2) == 0:
-        _gradient_tile(dq_ptr, out_ptr, num_q, stride_q, True, *shared, VALUES, EP, BT, NH)
+        _gradient_tile(dq_ptr, out_ptr, num_q, stride_q, True, *shared, VALUES, SUMS, EP, BT, NH)
     elif tl.program_id(1) * NH < num_kv:
         if tl.program_id(2) == 1:
-            _gradient_tile(dk_ptr, out_ptr + k, num_kv, stride_k, True, *shared, VALUES, EP, BT, NH)
+            _gradient_tile(dk_ptr, out_ptr + k, num_kv, stride_k, True, *shared, VALUES, SUMS, EP, BT, NH)
         else:
-            _gradient_tile(dv_ptr, out_ptr + v, num_kv, stride_v, False, *shared, VALUES, EP, BT, NH)
+            _gradient_tile(dv_ptr, out_ptr + v, num_kv, stride_v, False, *shared, VALUES, SUMS, EP, BT, NH)
 
 
 @triton.jit
@@ -210,15 +218,19 @@ def gradient_arguments(
 
 
 def _launch_gradient(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int, out: Optional[Tensor]
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int, out: Optional[Tensor], sums: bool = False
 ) -> Tensor:
-    """Run the kernel into out (T, (num_q + 2 num_kv) * D), or for the maximum, which is returned (else garbage)."""
-    bits = (torch.zeros if out is None else torch.empty)((), dtype=torch.int32, device=dq.device)
+    """Run the kernel into out (T, (num_q + 2 num_kv) * D), or for the maximum, which is returned (else garbage).
+
+    sums: for the maximum, and into out (tiles of tokens, (num_q + 2 num_kv) * D) for their sums.
+    """
+    values = out is not None and not sums
+    bits = (torch.empty if values else torch.zeros)((), dtype=torch.int32, device=dq.device)
     pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
     with on_device(dq):
         _rope_gradient_kernel[_grid(dq.shape[0], num_q)](
             *pointers, pointers[0] if out is None else out, bits, *sizes,
-            out is not None, power_of_2(cos.shape[1] // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
+            values, sums, power_of_2(cos.shape[1] // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
         )  # fmt: skip
     return bits.view(torch.float32)
 
@@ -234,6 +246,17 @@ def qk_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tenso
 def qk_rope_backward_amax(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
     """max |gradient of the fused buffer|, 0-d FP32."""
     return _launch_gradient(dq, dk, dv, cos, sin, num_q, None)
+
+
+def qk_rope_backward_amax_sums(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int
+) -> tuple[Tensor, Tensor]:
+    """max |gradient of the fused buffer|, 0-d FP32, and its sums over the tokens, FP32 ((num_q + 2 num_kv) * D,)."""
+    columns = dq.shape[1] + dk.shape[1] + dv.shape[1]
+    partial = torch.empty((_grid(dq.shape[0], num_q)[0], columns), dtype=torch.float32, device=dq.device)
+    top = _launch_gradient(dq, dk, dv, cos, sin, num_q, partial, sums=True)
+    (total,) = sum_partials(partial)
+    return top, total
 
 
 def qk_rope_backward_quantize(

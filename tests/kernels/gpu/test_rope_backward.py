@@ -24,6 +24,11 @@ def test_backward(case):
         top = ops.qk_rope_backward_amax.kernel(*inputs, cos, sin, num_q)
         assert_equal(top, ops.qk_rope_backward_amax.reference(*inputs, cos, sin, num_q))
         assert top >= 0.99 * amax.reference(theirs[0])
+        largest, sums = ops.qk_rope_backward_amax_sums.kernel(*inputs, cos, sin, num_q)
+        assert_equal(largest, top)
+        values = ops.rope_gradient(*inputs, cos, sin, num_q).double()
+        # At most 5 additions one after another in a tile, then 9 and one for every 512 tiles: each may round.
+        assert ((sums - values.sum(0)).abs() <= 16 * 2.0**-24 * values.abs().sum(0)).all()
         for fmt in FORMATS:
             ours = ops.qk_rope_backward_quantize.kernel(*inputs, cos, sin, top, fmt, num_q)
             assert_equal(ours, ops.qk_rope_backward_quantize.reference(*inputs, cos, sin, top, fmt, num_q))
