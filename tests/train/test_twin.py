@@ -1,9 +1,10 @@
 """FP8 training against its BF16 twin: same seed, same tokens, the same held-out loss to 1 %.
 
 A smaller edition of `configs/demo.toml` that learns enough for a wrong gradient to show: with the gradient of one kind
-of matrix dropped, the loss must leave the 1 %. (Measured: FP8 -0.02 %; without the gradient of down_proj +2.6 %, of
-gate_proj +2.2 %, of q_proj +1.6 %; of v_proj or o_proj -1.7 %: this early random ones serve as well. At three times
-this learning rate two runs of any kind differ by more than 1 %.)
+of matrix dropped, the loss must leave the 1 %. (Measured: FP8 +0.35 %, with torch 2.11 -0.14 %; without the gradient of
+down_proj +4.1 %, of gate_proj +3.7 %, of up_proj +3.6 %, of q_proj or k_proj +0.3 %; of v_proj or o_proj -3.2 %: this
+early random ones serve as well. After 250 steps -0.19 %, and without gate_proj's +2.2 %. At three times this learning
+rate two runs of any kind differ by more than 1 %.)
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SMALLER = [
     "data.max_bytes=1000000",
     "data.sequence_length=128",
     "schedule.warmup_steps=20",
-    "train.steps=250",
+    "train.steps=160",
     "train.batch_size=8",
     "train.log_every=50",
     "train.tensorboard=false",
@@ -65,7 +66,7 @@ def in_folder(config: Config, folder: Path) -> Config:
 @pytest.mark.slow
 def test_held_out_loss_is_within_one_percent_of_the_twin(config: Config, twin_loss: float) -> None:
     result = run_once(config, Console(quiet=True), "FP8")
-    assert twin_loss < 4.2  # from ln(512) = 6.2: it has learnt something
+    assert twin_loss < 4.6  # from ln(512) = 6.2: it has learnt something
     assert abs(result.held_out_loss / twin_loss - 1) < 0.01
 
 
