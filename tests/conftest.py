@@ -7,6 +7,7 @@ pytest --hypothesis-profile explore       property tests with fresh random examp
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -50,6 +51,12 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where a test's tensors live; the "cuda" variant carries the `gpu` marker."""
     return torch.device(request.param)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: garbage collections, which each training asks for, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
