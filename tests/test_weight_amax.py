@@ -290,10 +290,11 @@ def known(monkeypatch, device):
         yield found
 
 
-def test_compiled_layers_ask_in_every_pass(known, device):
-    """They find what AdamW has found since they were compiled, and give the eager results bit for bit."""
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe.leanest()], ids=["default", "leanest"])
+def test_compiled_layers_ask_in_every_pass(recipe, known, device):
+    """Once a stack: they find what AdamW has found since they were compiled, and give the eager results bit for bit."""
     torch.compiler.reset()
-    eager, model = make(device), make(device)
+    eager, model = make(device, recipe), make(device, recipe)
     compile_layers(model, graphs=False)
     optimizers = [optimizer_of(each) for each in (eager, model)]
     stacks = 4 * model.config.num_hidden_layers
@@ -320,6 +321,7 @@ def test_compiled_code_notes_nothing(device):
     """What it computes may lie in the memory of a CUDA graph, where the next replay writes."""
     torch.compiler.reset()
     weight = torch.nn.Parameter(torch.randn(16, 16, device=device))
+    assert weight_amax.guesses([weight]) is None  # from now on somebody wants to know it
     run = torch.compile(lambda w: of_weights.operand([w], False, None), backend="aot_eager", fullgraph=True)
     for _ in range(2):
         found = run(weight)

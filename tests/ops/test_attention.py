@@ -180,3 +180,22 @@ def test_wrong_masks_are_named_with_the_remedy(mask, message):
 @pytest.mark.parametrize("mask", [None, *masks().values()], ids=["none", *masks()])
 def test_right_masks_pass(mask):
     assert check_mask(mask, SEQUENCE) is mask
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(linear_scaling="block")], ids=["default", "scales of blocks"])
+@pytest.mark.parametrize("which", ["", "q", "k", "v", "qkv"])
+def test_the_gradient_is_summed_for_whoever_has_a_bias(which, recipe, device):
+    """Whichever that is, over all tokens, before it is quantized: to BF16's rounding where it is made in BF16."""
+    sizes = {"q": 64, "k": 32, "v": 32}
+    gradients = tuple(normal(10, n, seed=n + i).to(device) for i, n in enumerate(sizes.values()))
+    biases = [normal(n).to(device) if name in which else None for name, n in sizes.items()]
+    cos, sin = (normal(5, 32, seed=seed).to(device) for seed in (1, 2))
+    heads = attention_ops.Heads(batch=2, num_q=2, num_kv=1, width=32, scale=1.0)
+    rotary = attention_ops.Rotary(cos, sin)
+    found = attention_ops.qkv_gradient_quantized(gradients, rotary, heads, biases, recipe).sums
+    if not which:
+        assert found is None
+        return
+    parts = tuple(part.double() for part in gradients)
+    exact = attention_ops.qkv_gradient(parts, None, attention_ops.Rotary(cos.double(), sin.double()), heads)[0]
+    assert ((found - exact.sum(0)).abs() <= 2.0**-8 * exact.abs().sum(0)).all()
