@@ -122,6 +122,15 @@ def test_the_cudnn_is_pytorchs(monkeypatch: pytest.MonkeyPatch, wheels: Path, ch
     assert os.environ["CUDNN_HOME"] == (chosen or str(folder))
 
 
+@pytest.mark.usefixtures("transformer_engine")
+def test_its_block_begins_with_the_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(module, "_load_pytorchs_cudnn", lambda: seen.append("cuDNN"))
+    monkeypatch.setattr(module, "_forget_other_models", lambda: seen.append("the first use"))
+    names_of(False)
+    assert seen == ["cuDNN", "the first use"]
+
+
 @pytest.mark.usefixtures("wheels")
 def test_a_pytorch_without_wheels_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as conda's, or a build for the CPU: Transformer Engine looks for itself."""
