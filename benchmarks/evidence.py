@@ -1,6 +1,6 @@
 """What the claims about speed, memory and correctness rest on, measured anew in one call, within a given time.
 
-    python -m benchmarks.evidence --minutes 10              all jobs, on all GPUs of this machine
+    python -m benchmarks.evidence --minutes 9               all jobs, on all GPUs of this machine
     python -m benchmarks.evidence --only suite racecheck    jobs with such a word in the name; =WORD: so named
     python -m benchmarks.evidence --list                    what there is, and how long it takes on an H200
 
@@ -29,16 +29,19 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.common import RESULTS
+from overcoat.bench.rows import commit
 
 ROOT = Path(__file__).parents[1]
+# Seconds between a job's own end and the one that it is given: to begin, and to write its rows.
+MARGIN = 30
 
 
 class Job(NamedTuple):
     """A module to run.
 
     Attributes:
-        command: what `python -m` is given; {rows} is the folder for rows, {left} the seconds that are left, {cores} how
-            many cores the job has.
+        command: what `python -m` is given; {rows} is the folder for rows, {left} the seconds in which to write them,
+            {soon} the same with a minute for what is under way, {cores} how many cores the job has.
         seconds: how long it takes on an H200, or how much is worth while for what stops by itself at {left}.
         alone: whether it times the host, so that nothing else may run.
     """
@@ -79,7 +82,7 @@ JOBS = [
     Job("kernels", "overcoat.cli bench kernels --json {rows}/kernels.jsonl", 60),
     Job("racecheck", f"{_SANITIZER} racecheck", 200),
     Job("memcheck", f"{_SANITIZER} memcheck", 200),
-    Job("counters", "benchmarks.counters --out {rows}/counters.jsonl --timeout {left}", 60),
+    Job("counters", "benchmarks.counters --out {rows}/counters.jsonl --timeout {soon}", 150),
 ]
 
 
@@ -91,6 +94,7 @@ class Session:
         self.waiting = list(jobs)
         self.ended: dict[str, str] = {}
         self._running: set[int] = set()
+        self.commit = commit()  # before there are rows, which change the checkout
         self._lock = threading.Lock()
         for folder in (rows, logs):
             folder.mkdir(parents=True, exist_ok=True)
@@ -117,9 +121,19 @@ class Session:
 
     def _run(self, job: Job, gpu: str, cores: set[int]) -> str:
         begin, left = time.monotonic(), self.left()
-        fields = {"rows": self.rows.resolve(), "left": int(left), "cores": len(cores)}
+        fields = {
+            "rows": self.rows.resolve(),
+            "left": max(int(left) - MARGIN, 1),
+            "soon": max(int(left) - MARGIN - 60, 1),
+            "cores": len(cores),
+        }
         command = [sys.executable, "-m", *(word.format(**fields) for word in shlex.split(job.command))]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": gpu,
+            "PYTHONUNBUFFERED": "1",
+            "OVERCOAT_COMMIT": self.commit,
+        }
         with open(self.logs / f"{job.name.replace(' ', '-')}.log", "w") as log:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

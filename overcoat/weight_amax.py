@@ -116,7 +116,7 @@ def guesses(weights: Sequence[Tensor]) -> Optional[list[Tensor]]:
 
 def note(weights: Sequence[Tensor], amax: Tensor) -> None:
     """The maximum of all these weights was looked for, and found to be `amax`."""
-    if torch.is_inference_mode_enabled() or amax.is_meta or _capturing(amax):
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or amax.is_meta or _capturing(amax):
         return
     for entry, weight in ((asked(weight), weight) for weight in weights):
         if entry is not None:

@@ -132,7 +132,8 @@ def block_backward(
 ) -> tuple[Tensor, list[Optional[Tensor]]]:
     """Gradients of the block's input and of its parameters, in the order of `parameters_of`.
 
-    Gradients between the ops go straight into FP8, except where a head norm or gate's and up's biases read them too.
+    Gradients between the ops go straight into FP8, except where a head norm or gate's and up's biases read
+    them too, or those of q, k and v with block scales.
 
     kept: `BlockKept` as a list. It is emptied from its end: what an op has kept is free when the op's gradients are
     there, and so are these when the op before has read them. At its fullest moment a block's backward holds 17 U (in

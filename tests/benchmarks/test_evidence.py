@@ -86,7 +86,7 @@ def test_who_times_the_host_has_the_machine_and_the_others_share_it(run: Any, tm
     if len(everything) > 1:
         assert not set(rows["a"]["cores"]) & set(rows["b"]["cores"])
     left, cores = rows["a"]["left"]
-    assert 50 <= int(left) <= 60
+    assert 20 <= int(left) <= 60 - evidence.MARGIN
     assert int(cores) == len(rows["a"]["cores"])
     assert (tmp_path / "logs" / "host-1.log").read_text() == "said host 1\n"
 
@@ -153,7 +153,7 @@ class UnderstoodError(Exception):
 @pytest.mark.parametrize("real", JOBS, ids=[real.name for real in JOBS])
 def test_the_real_commands_are_understood(real: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each module's own parser takes the words."""
-    fields = {"rows": tmp_path, "left": 100, "cores": 2}
+    fields = {"rows": tmp_path, "left": 100, "soon": 40, "cores": 2}
     module, *words = [word.format(**fields) for word in shlex.split(real.command)]
     original = argparse.ArgumentParser.parse_known_args
 
@@ -175,8 +175,10 @@ def test_whoever_ends_it_ends_its_jobs(tmp_path: Path) -> None:
     program.write_text(PROGRAM.format(root=evidence.ROOT, folder=tmp_path))
     (tmp_path / "job.py").write_text(MODULE)
     process = subprocess.Popen([sys.executable, program], env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"})
-    while len(list((tmp_path / "logs").glob("*.log"))) < 2:
+    end = time.monotonic() + 60
+    while len(list((tmp_path / "logs").glob("*.log"))) < 2 and time.monotonic() < end:
         time.sleep(0.1)
+    time.sleep(1)  # until both are known to have begun
     process.terminate()
     assert process.wait(20) == 128 + signal.SIGTERM
     assert not (tmp_path / "rows" / "rows.jsonl").exists()
