@@ -135,10 +135,13 @@ class Session:
             "OVERCOAT_COMMIT": self.commit,
         }
         with open(self.logs / f"{job.name.replace(' ', '-')}.log", "w") as log:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            self._running.add(process.pid)
+            with self._lock:  # `stop` kills what has begun, and nothing begins after it
+                if self.left() <= 0:
+                    return "not begun"
+                process = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+                self._running.add(process.pid)
             os.sched_setaffinity(process.pid, cores)
             try:
                 status = f"exit {process.wait(left)}"
@@ -146,7 +149,8 @@ class Session:
                 status = "cut off"
             finally:
                 _kill(process.pid)  # what it may have started and left
-                self._running.discard(process.pid)
+                with self._lock:
+                    self._running.discard(process.pid)
                 process.wait()
         return f"{status} after {time.monotonic() - begin:.0f} s"
 
@@ -154,8 +158,8 @@ class Session:
         """Begin no job any more, and kill those that run."""
         with self._lock:
             self.seconds = 0.0
-        for group in list(self._running):
-            _kill(group)
+            for group in self._running:
+                _kill(group)
 
     def _say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.start:4.0f} s] {text}", flush=True)
@@ -216,7 +220,8 @@ def main(argv: list[str] | None = None) -> int:
     cores = os.sched_getaffinity(0)
     with ThreadPoolExecutor(len(gpus)) as pool:
         try:
-            session.work(gpus[0], cores, alone=True)
+            # Not in this thread, which a signal may interrupt between a job's beginning and its being known.
+            pool.submit(session.work, gpus[0], cores, alone=True).result()
             list(pool.map(session.work, gpus, shares(cores, len(gpus))))
         except BaseException:  # from the keyboard, or from who ends this process: the jobs would go on
             session.stop()

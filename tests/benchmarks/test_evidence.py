@@ -41,7 +41,7 @@ from pathlib import Path
 sys.path.insert(0, "{root}")
 from benchmarks import evidence
 evidence.ROOT = Path("{folder}")
-evidence.JOBS = [evidence.Job(name, f"job {{name}} {{{{rows}}}} 30 0", 1) for name in ("a", "b")]
+evidence.JOBS = [evidence.Job(name, f"job {{name}} {{{{rows}}}} 30 0", 1) for name in ("a", "b", "waits")]
 sys.argv = ["evidence", "--minutes", "1", "--out", "{folder}/rows", "--logs", "{folder}/logs"]
 evidence.program()
 """
