@@ -28,7 +28,8 @@ class Recipe:
         kept_format: 8-bit code of the tensors that non-linear layers and attention keep; they enter no GEMM.
             The paper uses "e4m3"; "sqrt8" has about 10 dB less error at the same bytes.
         group_size: their 1xG groups along the hidden axis (paper: 16). Attention uses one group per token and head.
-        kept_attention: Q, K, V and O kept for attention's backward in "8bit" or in "bf16" (paper).
+        kept_attention: what is kept for attention's backward. "8bit": v in `kept_format`, q and k in 12 bits that give
+            BF16 back bit for bit, o computed again. "bf16": q, k, v and o in BF16 (paper).
         checkpoint: None, or "block": keep one 8-bit copy of each block's input and recompute the rest.
         linear_scaling: what shares an FP8 scale in the linear layers' products: "tensor" (COAT), or "block", 1x128
             activations and gradients and 128x128 weights (DeepSeek-V3), which on a GPU needs a Hopper.

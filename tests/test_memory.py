@@ -113,9 +113,7 @@ def test_the_parts_are_named_with_their_sizes(large_case):
         ("norm_linear", "group_amax"): 2 * 0.5 * maxima,
         ("attention", "qkv"): 1.5,
         ("attention", "qkv_amax"): 1.5 * maxima,
-        ("attention", "o"): 0.5,
-        ("attention", "o_amax"): 0.5 * maxima,
-        ("attention", "lse"): 1 / 64,
+        ("attention", "lower"): 0.5,
         ("swiglu_linear", "codes"): 2.6875,
         ("swiglu_linear", "group_amax"): 2 * 22 / 1024,  # 21.5 groups a half
     }
@@ -147,16 +145,16 @@ def test_an_mlp_without_gate_keeps_its_one_projection():
     assert sizes["gelu_linear", "codes"] == 2
     assert sizes["gelu_linear", "group_amax"] == pytest.approx(2 / 64)
     assert {op for op, _ in sizes} == {"norm_linear", "attention", "linear_residual", "gelu_linear", "block"}
-    centers = 4 * HIDDEN * 4 / UNIT  # of q, k, v and o, FP32
-    assert units(kept) == pytest.approx(5 * (1 + 1 / 64) + 1 / 64 + centers, abs=0.01)
+    centers = HIDDEN * 4 / UNIT  # of v, FP32
+    assert units(kept) == pytest.approx(5 + 4.5 / 64 + centers, abs=0.01)
     assert units(record(case, Recipe.leanest())[0]) == pytest.approx(0.5 * (1 + 1 / 64), abs=5 * 4 / UNIT)
 
 
 def test_grouped_queries_keep_less(large_case):
     grouped = block_case(2, TOKENS // 2, HIDDEN, intermediate=INTERMEDIATE, num_q=8, num_kv=2)
     saved = units(record(large_case, Recipe())[0]) - units(record(grouped, Recipe())[0])
-    center = 2 * 0.75 * HIDDEN * 4 / UNIT  # FP32, one for each column
-    assert saved == pytest.approx(2 * 0.75 * 0.5 * (1 + 1 / 64) + center)
+    center = 0.75 * HIDDEN * 4 / UNIT  # of v, FP32, one for each column
+    assert saved == pytest.approx(0.75 * (0.75 + 0.5 + 1 / 64) + center)
 
 
 def test_shared_tensors_are_counted_once_for_all_blocks(large_case):

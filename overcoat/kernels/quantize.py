@@ -206,8 +206,8 @@ CENTER_ROWS = 256
 def token_center(x: Tensor) -> Tensor:
     """What all tokens have in common: the mean over at most 256 evenly spaced rows of x (T, C), FP32 (C,).
 
-    Biases and outlier channels add the same vector to every token's k and v. It cancels in attention's gradients
-    (softmax does not see it), its quantization error would not. Any vector decodes exactly, so a sample will do.
+    Biases and outlier channels add the same vector to every token's v. It cancels in attention's gradients (softmax
+    does not see it), its quantization error would not. Any vector decodes exactly, so a sample will do.
     """
     step = max(1, -(-x.shape[0] // CENTER_ROWS))
     return x[::step].float().mean(0)

@@ -7,8 +7,8 @@ The buffer's columns are [q heads | k heads | v heads], each head D wide. With (
 and, where the model normalises q and k, each head passes RMSNorm first: x <- x * rstd * weight. v passes unchanged.
 The backward is the transposed map (not the inverse: scaled RoPE variants fold a factor into cos and sin).
 
-The op is cheap to run again, so attention keeps its *input* in 8 bits, one group per token and head, and rebuilds the
-rotated q and k in the backward.
+The op is cheap to run again, so attention keeps its *input*, q and k in 12 bits (bf12.py), v in 8, one group per
+token and head, and rebuilds the rotated q and k in the backward.
 
 Legend: T tokens = batch * sequence, D head width, P positions in cos and sin (P = T, or the sequence length when all
 batch rows share them: token t uses row t mod P).
@@ -21,10 +21,11 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from overcoat.bf12 import decode_bf12, encode_bf12
 from overcoat.catalogue import op
-from overcoat.formats import FLOAT8, group_code, quantize_tensor
+from overcoat.formats import FLOAT8, Quantized, decode_groups, encode_groups, group_code, quantize_tensor
 from overcoat.kernels import gpu
-from overcoat.kernels.quantize import group_decode, group_encode, padded_tokens, transpose_padded
+from overcoat.kernels.quantize import padded_tokens, transpose_padded
 
 
 def _split(qkv: Tensor, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +156,7 @@ def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
 
 
 @op(mutates=("qkv",))
-def qk_rope_encode_(
+def qk_rope_encode12_(
     qkv: Tensor,
     center: Optional[Tensor],
     cos: Tensor,
@@ -166,61 +167,73 @@ def qk_rope_encode_(
     num_q: int,
     num_kv: int,
     code: str,
-) -> Tuple[Tensor, Tensor]:
-    """`qk_rope` in place; returns what was there before, minus center, as codes (T, ...) and BF16 maxima (T, heads)."""
-    codes, amax = group_encode.reference(qkv, center, code, qkv.shape[1] // (num_q + 2 * num_kv))
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """`qk_rope` in place; returns what was there before: q and k as bf12, v - center (num_kv * D,) in the 8-bit `code`.
+
+    Returns:
+        codes int8 (T, (num_q + 2 num_kv) * D), the upper bits of q and k, then v's bytes; lower bits of q and k, uint8
+        (T, (num_q + num_kv) * D/2); BF16 maxima (T, num_q + 2 num_kv).
+    """
+    heads = num_q + num_kv
+    qk, v = qkv.contiguous().float().unflatten(1, (heads + num_kv, -1)).split((heads, num_kv), 1)
+    upper, lower, qk_amax = encode_bf12(qk)
+    v, v_amax = encode_groups(v if center is None else v - center.view(num_kv, -1), code, v.shape[2])
+    codes = torch.cat((upper, v.view(torch.int8)), 1).flatten(1)
     qkv.copy_(qk_rope.reference(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv))
-    return codes, amax
+    return codes, lower.flatten(1), torch.cat((qk_amax, v_amax.view(-1, num_kv)), 1)
 
 
-@qk_rope_encode_.fake
+@qk_rope_encode12_.fake
 def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
-    amax = qkv.new_empty((qkv.shape[0], num_q + 2 * num_kv), dtype=torch.bfloat16)
-    return qkv.new_empty(qkv.shape, dtype=group_code(code).dtype), amax
+    heads = num_q + 2 * num_kv
+    lower = qkv.new_empty((qkv.shape[0], (num_q + num_kv) * (qkv.shape[1] // heads // 2)), dtype=torch.uint8)
+    amax = qkv.new_empty((qkv.shape[0], heads), dtype=torch.bfloat16)
+    return qkv.new_empty(qkv.shape, dtype=torch.int8), lower, amax
 
 
-@qk_rope_encode_.cuda
+@qk_rope_encode12_.cuda
 def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
     if (q_weight is None) != (k_weight is None):
-        return qk_rope_encode_.reference(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
-    return gpu.rope.qk_rope_encode_(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
+        return qk_rope_encode12_.reference(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
+    return gpu.rope.qk_rope_encode12_(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
 
 
 @op
-def qk_rope_decode(
+def qk_rope_decode12(
     codes: Tensor,
+    lower: Tensor,
     group_amax: Tensor,
     center: Optional[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Optional[Tensor],
-    k_weight: Optional[Tensor],
-    eps: float,
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
     num_q: int,
     num_kv: int,
     code: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Decode q/k/v from `qk_rope_encode_` and normalise and rotate q and k again; rounded once, to `dtype`."""
-    width = codes.shape[1] // group_amax.shape[1]
-    values = group_decode.reference(codes, group_amax, center, code, width, torch.float32)
-    return qk_rope.reference(values, cos, sin, q_weight, k_weight, eps, num_q, num_kv).to(dtype)
+    """Decode q/k/v from `qk_rope_encode12_` and, if cos and sin are given, rotate q and k again; in `dtype`.
+
+    Without head norms: `qk_rope` applies those to what was decoded without a rotation.
+    """
+    heads, tokens = num_q + num_kv, codes.shape[0]
+    qk, v = codes.unflatten(1, (heads + num_kv, -1)).split((heads, num_kv), 1)
+    qk = decode_bf12(qk, lower.view(tokens, heads, -1), group_amax[:, :heads])
+    v = v.contiguous().view(group_code(code).dtype)
+    v = decode_groups(Quantized(v, group_amax[:, heads:].reshape(-1, 1)), code, v.shape[2])
+    values = torch.cat((qk, v if center is None else v + center.view(num_kv, -1)), 1).flatten(1)
+    if cos is not None and sin is not None:
+        values = qk_rope.reference(values, cos, sin, None, None, 0.0, num_q, num_kv)
+    return values.to(dtype)
 
 
-@qk_rope_decode.fake
-def _(codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code, dtype):
+@qk_rope_decode12.fake
+def _(codes, lower, group_amax, center, cos, sin, num_q, num_kv, code, dtype):
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
-@qk_rope_decode.cuda
-def _(codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code, dtype):
-    if (q_weight is None) != (k_weight is None):
-        return qk_rope_decode.reference(
-            codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code, dtype
-        )
-    return gpu.rope.qk_rope_decode(
-        codes, group_amax, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code, dtype
-    )
+@qk_rope_decode12.cuda
+def _(codes, lower, group_amax, center, cos, sin, num_q, num_kv, code, dtype):
+    return gpu.rope.qk_rope_decode12(codes, lower, group_amax, center, cos, sin, num_q, num_kv, code, dtype)
 
 
 def rope_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:

@@ -216,7 +216,7 @@ def _attention_inputs(
     q_proj, k_proj, width = module.q_proj, module.k_proj, module.head_dim
     eps = float(q_norm.variance_epsilon) if q_norm is not None else 0.0
     num_q, num_kv = q_proj.out_features // width, k_proj.out_features // width
-    heads = Heads(batch, num_q, num_kv, width, module.scaling, eps, biased=k_proj.bias is not None)
+    heads = Heads(batch, num_q, num_kv, width, module.scaling, eps)
     weights = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
     return Rotary(cos, sin, mask, *weights), heads
 

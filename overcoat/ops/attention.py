@@ -1,12 +1,15 @@
 """`attention`: rotary embedding (and q/k norm), softmax attention, and what they keep for the backward.
 
-Kept: the fused q/k/v buffer *before* the rotation, attention's output o, and the log-sum-exp. With
-`Recipe.kept_attention="8bit"` q, k, v and o are codes with one group per token and head (2 U in all for multi-head
-attention, less with grouped queries), after the vector that all tokens have in common is taken out: a bias or an
-outlier channel cancels in attention's gradients, its quantization error would not. With "bf16" the 16-bit values are
-kept (4 U). The forward computes on the exact values; only the backward reads the decoded ones, after rotating again.
+With `Recipe.kept_attention="8bit"` the fused q/k/v buffer *before* the rotation is kept, q and k in 12 bits, v in 8,
+one group per token and head (2 U for multi-head attention, less with grouped queries).
 
-o's codes are also outputs, so that the output projection (`linear_residual`) reuses them instead of keeping o.
+q and k come back from 12 bits as they were (bf12.py), so the backward takes exp of the forward's own scores. An error
+there grows with the scores: with 8 bits gradients explode once they pass about 100. v is off by its code's error, so
+the backward also runs attention's forward again: dP - sum(do * o) cancels only if o is made of the same v. Then o need
+not be kept. The vector that all tokens' v have in common is taken out before v is encoded: a bias or an outlier channel
+cancels in attention's gradients, its quantization error would not.
+
+With "bf16" the 16-bit q, k, v and o are kept, and the log-sum-exp (4 U).
 """
 
 from __future__ import annotations
@@ -21,15 +24,15 @@ from overcoat.kernels.attention import attention as attention_op
 from overcoat.kernels.attention import attention_backward as attention_backward_op
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.blockwise_fused import qk_rope_block_backward
-from overcoat.kernels.quantize import Encoded, group_decode, group_encode_amax, token_center
+from overcoat.kernels.quantize import amax, token_center
 from overcoat.kernels.rope import (
     qk_rope,
     qk_rope_backward,
     qk_rope_backward_amax,
     qk_rope_backward_amax_sums,
     qk_rope_backward_quantize,
-    qk_rope_decode,
-    qk_rope_encode_,
+    qk_rope_decode12,
+    qk_rope_encode12_,
 )
 from overcoat.memory import keep
 from overcoat.ops.blockwise import whole_blocks
@@ -38,12 +41,7 @@ from overcoat.recipe import Recipe
 
 
 class Heads(NamedTuple):
-    """Shape of attention: batch, query heads, key/value heads, head width, softmax scale, eps of the q/k norm.
-
-    biased: the projections have biases, so the tokens' keys share a large vector. Then dS must sum to zero over the
-    keys: the backward runs the forward again on the decoded q, k, v instead of decoding o (one more attention forward;
-    it takes k_proj's bias gradient from 1.3 dB below FP8 GEMMs alone to 0.6 dB, docs/log.md).
-    """
+    """Shape of attention: batch, query heads, key/value heads, head width, softmax scale, eps of the q/k norm."""
 
     batch: int
     num_q: int
@@ -51,24 +49,17 @@ class Heads(NamedTuple):
     width: int
     scale: float
     eps: float = 0.0
-    biased: bool = False
 
 
 class AttentionKept(NamedTuple):
-    """q/k/v before rotation and o, as 8-bit codes with maxima and center (or 16-bit values and None), and lse."""
+    """q/k/v before rotation: codes, lower bits of q and k, maxima, center of v; or in 16 bits, with o and lse."""
 
-    lse: Tensor
     qkv: Tensor
-    qkv_amax: Optional[Tensor]
-    qkv_center: Optional[Tensor]
-    o: Tensor
-    o_amax: Optional[Tensor]
-    o_center: Optional[Tensor]
-
-    @property
-    def encoded_o(self) -> Optional[Encoded]:
-        """o in 8 bits, or None if it is kept in 16."""
-        return None if self.o_amax is None else Encoded(self.o, self.o_amax, self.o_center)
+    lower: Optional[Tensor] = None
+    qkv_amax: Optional[Tensor] = None
+    qkv_center: Optional[Tensor] = None
+    o: Optional[Tensor] = None
+    lse: Optional[Tensor] = None
 
 
 class Rotary(NamedTuple):
@@ -93,14 +84,12 @@ def attention_forward(
     shape = (mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
     if recipe.kept_attention == "bf16":
         o, lse = attention_op(qk_rope(qkv, *tables), *shape)
-        return o, None, AttentionKept(lse, qkv, None, None, o, None, None)
-    center = token_center(qkv)
+        return o, None, AttentionKept(qkv, o=o, lse=lse)
+    center = token_center(qkv[:, -heads.num_kv * heads.width :])
     qkv = qkv if in_place else qkv.clone()
-    codes, group_amax = qk_rope_encode_(qkv, center, *tables, recipe.kept_format)
-    o, lse = attention_op(qkv, *shape)
-    o_center = token_center(o)
-    o_codes, o_group_amax, o_amax = group_encode_amax(o, o_center, recipe.kept_format, heads.width)
-    return o, o_amax, AttentionKept(lse, codes, group_amax, center, o_codes, o_group_amax, o_center)
+    codes, lower, group_amax = qk_rope_encode12_(qkv, center, *tables, recipe.kept_format)
+    o, _ = attention_op(qkv, *shape)
+    return o, amax(o), AttentionKept(codes, lower, group_amax, center)
 
 
 class Decoded(NamedTuple):
@@ -113,22 +102,22 @@ class Decoded(NamedTuple):
 
 
 def attention_decode(kept: AttentionKept, rotary: Rotary, heads: Heads, recipe: Recipe, dtype: torch.dtype) -> Decoded:
-    """What is kept as tensors of `dtype`, q and k rotated again."""
+    """What is kept as tensors of `dtype`, q and k rotated again; o and lse kept, or of these q, k and v."""
     cos, sin, mask, q_weight, k_weight = rotary
     tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
     has_norms = q_weight is not None or k_weight is not None
-    qkv, o, lse, code = kept.qkv, kept.o, kept.lse, recipe.kept_format
-    if kept.qkv_amax is None:
-        return Decoded(qk_rope(qkv, *tables), o, lse, qkv if has_norms else None)
+    qkv = kept.qkv
+    if kept.lower is None:
+        assert kept.o is not None
+        assert kept.lse is not None
+        return Decoded(qk_rope(qkv, *tables), kept.o, kept.lse, qkv if has_norms else None)
+    codes, last = kept[:4], (heads.num_q, heads.num_kv, recipe.kept_format, dtype)
     if has_norms:
-        qkv = group_decode(qkv, kept.qkv_amax, kept.qkv_center, code, heads.width, dtype)
+        qkv = qk_rope_decode12(*codes, None, None, *last)
         rotated = qk_rope(qkv, *tables)
     else:
-        rotated = qk_rope_decode(qkv, kept.qkv_amax, kept.qkv_center, *tables, code, dtype)
-    if heads.biased:
-        o, lse = attention_op(rotated, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
-    else:
-        o = group_decode(o, kept.o_amax, kept.o_center, code, heads.width, dtype)
+        rotated = qk_rope_decode12(*codes, cos, sin, *last)
+    o, lse = attention_op(rotated, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
     return Decoded(rotated, o, lse, qkv if has_norms else None)
 
 
@@ -215,28 +204,24 @@ class _Attention(torch.autograd.Function):
         k_weight: Optional[Tensor],
         heads: Heads,
         recipe: Recipe,
-    ) -> tuple[Optional[Tensor], ...]:
+    ) -> Tensor:
         rotary = Rotary(cos, sin, mask, q_weight, k_weight)
         o, _, kept = attention_forward(qkv, rotary, heads, recipe)
         ctx.heads, ctx.recipe = heads, recipe
-        ctx.set_materialize_grads(False)  # the codes' would be zeros, as large as they
         keep(ctx, "attention", **kept._asdict(), **rotary._asdict())
-        if kept.encoded_o is None:
-            return o, None, None, None
-        ctx.mark_non_differentiable(*kept.encoded_o)
-        return o, *kept.encoded_o
+        return o
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor, *_: None) -> tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, do: Tensor) -> tuple[Optional[Tensor], ...]:
         saved = ctx.saved_tensors
         dqkv, dq_weight, dk_weight = attention_backward(
-            do, AttentionKept(*saved[:7]), Rotary(*saved[7:]), ctx.heads, ctx.recipe
+            do, AttentionKept(*saved[:6]), Rotary(*saved[6:]), ctx.heads, ctx.recipe
         )
         return dqkv, None, None, None, dq_weight, dk_weight, None, None
 
 
-def attention(qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe) -> tuple[Tensor, Optional[Encoded]]:
+def attention(qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe) -> Tensor:
     """Rotary embedding and softmax attention.
 
     Args:
@@ -247,7 +232,6 @@ def attention(qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe) -> tupl
         heads: batch, head counts, head width D, softmax scale.
 
     Returns:
-        o (T, num_q * D); its 8-bit form for `linear_residual` (None with `kept_attention="bf16"`).
+        o (T, num_q * D).
     """
-    o, *encoded = _Attention.apply(qkv, *rotary, heads, recipe)
-    return o, None if encoded[0] is None else Encoded(*encoded)
+    return _Attention.apply(qkv, *rotary, heads, recipe)

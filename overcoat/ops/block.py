@@ -2,7 +2,7 @@
 
 Ops that are neighbours in a block can save passes over memory that separate autograd nodes cannot: the gradients of
 gate and up, and of q, k and v, are written straight into the two FP8 layouts that the products read, and never exist in
-16 bits; q and k are rotated in place; max |o| comes with o's codes.
+16 bits; q and k are rotated in place.
 
 With `Recipe.checkpoint = "block"` the forward keeps the block's input in 8-bit groups (0.5 U) and a few scalars: the
 weights' maxima and the scale of the MLP's product. The backward decodes the input, runs the forward again up to gate
@@ -17,6 +17,7 @@ gradients flow through a block.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple, Optional, Sequence
 
@@ -94,7 +95,9 @@ def block_forward(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe:
 
 
 def block_again(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe, scales: Scales) -> BlockKept:
-    """What `block_forward` keeps, once more."""
+    """What `block_forward` keeps, once more; attention's tensors in 16 bits, since its backward comes at once and would
+    only have to run attention yet again."""
+    recipe = dataclasses.replace(recipe, kept_attention="bf16")
     _, gate_up, kept = _to_gate_up(x, block, rotary, heads, recipe, scales)
     again = swiglu_linear_again if block.gelu is None else gelu_linear_again
     return BlockKept(*kept, again(gate_up, scales.product, scales.down, recipe))
@@ -145,9 +148,8 @@ def block_backward(
     del dgate_up
     dx, dmlp_norm, dmlp_norm_bias, dx_amax = input_norm_backward(gate_up.dx, dx, part, block.mlp_norm, recipe)
     gate_up, part = gate_up._replace(dx=None), None
-    o = _o_backward(dx, dx_amax, kept.pop(), kept[-1], block, recipe, wanted.o)
-    dqkv, dq_weight, dk_weight = _attention_backward(o.dx, kept, block, rotary, heads, recipe)
-    o, part = o._replace(dx=None), kept.pop()
+    o, dqkv, dq_weight, dk_weight = _attention_backward(dx, dx_amax, kept, block, rotary, heads, recipe, wanted.o)
+    part = kept.pop()
     qkv = normed_product_backward(dqkv, part, block.attention_norm, *block.qkv, recipe, wanted.qkv)
     del dqkv
     dx, dnorm, dnorm_bias, _ = input_norm_backward(qkv.dx, dx, part, block.attention_norm, recipe)
@@ -167,32 +169,29 @@ def _mlp_backward(
     return gelu_linear_backward(dx, kept, *block.down, recipe, block.gelu, True, has_bias, want_weight)
 
 
-def _o_backward(
+def _attention_backward(
     dx: Tensor,
     dx_amax: Tensor,
-    kept: LinearResidualKept,
-    attention: AttentionKept,
+    kept: list[Any],
     block: Block,
+    rotary: Rotary,
+    heads: Heads,
     recipe: Recipe,
     want_weight: bool,
-) -> LinearGrads:
-    """Gradients of o and of the output projection."""
-    o_t = rebuild_input_t(attention.o, attention.encoded_o, kept.x_scale, recipe) if want_weight else None
-    return product_backward(dx, o_t, [block.o.weight], [block.o.bias], kept.w_amax, recipe, dx_amax)
-
-
-def _attention_backward(
-    do: Optional[Tensor], kept: list[Any], block: Block, rotary: Rotary, heads: Heads, recipe: Recipe
-) -> tuple[Tensor | Gradient, Optional[Tensor], Optional[Tensor]]:
-    """Gradients of qkv and of the q/k norm weights; what attention has kept, the last of `kept`, is taken from it."""
-    assert do is not None
-    decoded = attention_decode(kept.pop(), rotary, heads, recipe, do.dtype)
-    gradients, inputs = rotated_gradients(do, decoded, rotary.mask, heads), decoded.inputs
+) -> tuple[LinearGrads, Tensor | Gradient, Optional[Tensor], Optional[Tensor]]:
+    """Gradients of the output projection, of qkv and of the q/k norm weights; what both have kept, the last two of
+    `kept`, is taken from it."""
+    kept_o, decoded = kept.pop(), attention_decode(kept.pop(), rotary, heads, recipe, dx.dtype)
+    o_t = rebuild_input_t(decoded.o, kept_o.x_scale) if want_weight else None
+    o = product_backward(dx, o_t, [block.o.weight], [block.o.bias], kept_o.w_amax, recipe, dx_amax)
+    del o_t
+    assert o.dx is not None
+    gradients, inputs = rotated_gradients(o.dx, decoded, rotary.mask, heads), decoded.inputs
+    o = o._replace(dx=None)
     del decoded
-    has_norms = rotary.q_weight is not None or rotary.k_weight is not None
-    if has_norms:
-        return qkv_gradient(gradients, inputs, rotary, heads)
-    return qkv_gradient_quantized(gradients, rotary, heads, block.qkv[1], recipe), None, None
+    if rotary.q_weight is not None or rotary.k_weight is not None:
+        return o, *qkv_gradient(gradients, inputs, rotary, heads)
+    return o, qkv_gradient_quantized(gradients, rotary, heads, block.qkv[1], recipe), None, None
 
 
 # The first tensors that a block saves are not its own: cos, sin, mask and its 20 parameters.

@@ -27,13 +27,7 @@ from overcoat.kernels.norm import (
     norm_quantize,
     rmsnorm_stats,
 )
-from overcoat.kernels.quantize import (
-    Encoded,
-    amax,
-    quantize,
-    quantize_t,
-    requantize_t,
-)
+from overcoat.kernels.quantize import amax, quantize, quantize_t, requantize_t
 from overcoat.memory import keep
 from overcoat.ops import blockwise
 from overcoat.ops.products import Gradient, LinearGrads, product, product_backward, stack_biases
@@ -229,7 +223,7 @@ def norm_linear(
 
 
 class LinearResidualKept(NamedTuple):
-    """What `linear_residual` keeps of its own: scales (none per block). Its input is what attention keeps already."""
+    """What the output projection keeps: scales (none per block). Its input, attention's result, is computed again."""
 
     x_scale: Optional[Tensor]
     w_amax: Optional[Tensor]
@@ -253,17 +247,11 @@ def linear_forward(
     return y, LinearResidualKept(x_scale, w_amax)
 
 
-def rebuild_input_t(x: Tensor, encoded: Optional[Encoded], scale: Optional[Tensor], recipe: Recipe) -> Quantized:
-    """The kept input (16-bit x, or its 8-bit form) as transposed E4M3 operand, with the forward's scale if kept."""
-    if encoded is None:
-        if scale is None:
-            return Quantized(*block_quantize_t(x, "e4m3"))
-        return Quantized(quantize_t(x, scale, "e4m3"), scale)
-    codes, group_amax, center = encoded
-    code, width = recipe.kept_format, codes.shape[1] // group_amax.shape[1]
+def rebuild_input_t(x: Tensor, scale: Optional[Tensor]) -> Quantized:
+    """The input x in 16 bits as transposed E4M3 operand, with the forward's scale if kept."""
     if scale is None:
-        return Quantized(*block_requantize_t(codes, group_amax, None, center, code, width))
-    return Quantized(requantize_t(codes, group_amax, None, center, scale, code, width), scale)
+        return Quantized(*block_quantize_t(x, "e4m3"))
+    return Quantized(quantize_t(x, scale, "e4m3"), scale)
 
 
 class _LinearResidual(torch.autograd.Function):
@@ -275,43 +263,25 @@ class _LinearResidual(torch.autograd.Function):
         bias: Optional[Tensor],
         residual: Tensor,
         recipe: Recipe,
-        codes: Optional[Tensor],
-        group_amax: Optional[Tensor],
-        center: Optional[Tensor],
     ) -> Tensor:
         y, kept = linear_forward(x, weight, bias, residual.dtype, recipe)
         ctx.recipe = recipe
-        source = x if codes is None else codes
-        inputs = {"x": source, "group_amax": group_amax, "center": center}
-        keep(ctx, "linear_residual", **kept._asdict(), **inputs, weight=weight, bias=bias)
+        keep(ctx, "linear_residual", **kept._asdict(), x=x, weight=weight, bias=bias)
         return residual + y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
-        x_scale, w_amax, source, group_amax, center, weight, bias = ctx.saved_tensors
-        encoded = None if group_amax is None else Encoded(source, group_amax, center)
-        x_t = rebuild_input_t(source, encoded, x_scale, ctx.recipe) if ctx.needs_input_grad[1] else None
+        x_scale, w_amax, x, weight, bias = ctx.saved_tensors
+        x_t = rebuild_input_t(x, x_scale) if ctx.needs_input_grad[1] else None
         grads = product_backward(dy, x_t, [weight], [bias], w_amax, ctx.recipe)
-        return grads.dx, grads.dweights[0], grads.dbiases[0], dy, None, None, None, None
+        return grads.dx, grads.dweights[0], grads.dbiases[0], dy, None
 
 
-def linear_residual(
-    x: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    residual: Tensor,
-    recipe: Recipe,
-    encoded: Optional[Encoded] = None,
-) -> Tensor:
-    """residual + x W^T + bias, in FP8.
-
-    Args:
-        x: (T, K); weight: (N, K); bias: (N,) or None; residual: (T, N).
-        encoded: x in 8-bit groups as attention keeps it; then nothing but scales is kept here. Without it x itself
-            is kept.
+def linear_residual(x: Tensor, weight: Tensor, bias: Optional[Tensor], residual: Tensor, recipe: Recipe) -> Tensor:
+    """residual + x W^T + bias, in FP8: x (T, K), weight (N, K), bias (N,) or None, residual (T, N).
 
     Returns:
-        (T, N) in the residual's dtype.
+        (T, N) in the residual's dtype. Keeps x.
     """
-    return _LinearResidual.apply(x, weight, bias, residual, recipe, *(encoded or (None, None, None)))
+    return _LinearResidual.apply(x, weight, bias, residual, recipe)

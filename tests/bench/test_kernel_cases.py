@@ -36,8 +36,8 @@ BYTES = {
     "gradients_sum_squares": 2 * (3 * H * H + 3 * H * I),
     "group_decode": (1 + 2) * T * H,
     "norm_backward": (2 + 2 + 1 + 2) * T * H,
-    # q and k in place, v only read; codes of all three. q is H wide, k and v half of it.
-    "qk_rope_encode_": (2 + 1) * 2 * T * H + 2 * (H + H // 2) * T + 2 * 2 * 64 * 128,
+    # q and k in place, v only read; 12 bits of q and k, 8 of v. q is H wide, k and v half of it.
+    "qk_rope_encode12_": (2 + 1) * 2 * T * H + (2 * 2 + 1) * (H + H // 2) * T // 2 + 2 * 2 * 64 * 128,
     "swiglu_quantize": (2 * 2 + 1) * T * I,
     "swiglu_backward_amax": 2 * T * I,  # of the codes almost nothing
     "swiglu_backward_quantize": (2 + 2 + 4 + 1) * T * I,

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overcoat.formats import encode_groups, quantize_blocks, quantize_tensor
+from overcoat.kernels.rope import qk_rope_encode12_
 
 # Kernel files whose ops are run through opcheck by a test of their own.
 CHECKED_ELSEWHERE = ("adamw",)
@@ -149,9 +150,11 @@ def _rope() -> None:
             shared = (cos, sin, q_weight, k_weight, 1e-6, num_q, num_kv)
             add("qk_rope", qkv, *shared)
             add("qk_rope_backward", *parts, None if q_weight is None else qkv, *shared[:-1])
-            center = None if q_weight is None else qkv.float().mean(0)
-            add("qk_rope_encode_", qkv, center, *shared, "sqrt8")
-            add("qk_rope_decode", *encode_groups(qkv, "int8", width), center, *shared, "int8", dtype)
+            center = None if q_weight is None else parts[2].float().mean(0)
+            add("qk_rope_encode12_", qkv, center, *shared, "sqrt8")
+            kept = qk_rope_encode12_.reference(qkv.clone(), center, *shared, "int8")
+            rotation = (cos, sin) if q_weight is None else (None, None)
+            add("qk_rope_decode12", *kept, center, *rotation, num_q, num_kv, "int8", dtype)
         add("qk_rope_backward_amax", *parts, cos, sin, num_q)
         add("qk_rope_backward_amax_sums", *parts, cos, sin, num_q)
         add("qk_rope_backward_quantize", *parts, cos, sin, amax(qkv) * 4, "e5m2", num_q)

@@ -88,36 +88,34 @@ def test_v_passes_unchanged(device):
     assert torch.equal(ops.qk_rope_backward(*parts, *arguments[:-1])[0][:, v], parts[2])
 
 
-def make_center(qkv, centered):
-    return qkv.float().mean(0) if centered else None
-
-
 @shapes
 @pytest.mark.parametrize("norms", ["", "qk"])
 @pytest.mark.parametrize("centered", [False, True], ids=["", "centered"])
-def test_encode_in_place_equals_encode_then_rotate(shape, norms, centered, device):
+@pytest.mark.parametrize("code", ["sqrt8", "e4m3", "int8"])
+def test_encode_and_decode(shape, norms, centered, code, device):
+    """In place it is `qk_rope`; what is kept decodes to what was there, q and k bit for bit, v to 8 bits."""
     qkv, *rest = inputs(shape, norms, device)
     qkv = qkv.bfloat16()
-    center = make_center(qkv, centered)
-    codes, group_amax = encode_groups(qkv.float() - center if centered else qkv, "sqrt8", shape[4])
-    expected = ops.qk_rope(qkv, *rest)
-    got_codes, got_amax = ops.qk_rope_encode_(qkv, center, *rest, "sqrt8")
-    assert torch.equal(got_codes, codes)
-    assert torch.equal(got_amax, group_amax)
+    before, expected = qkv.float(), ops.qk_rope(qkv, *rest)
+    cos, sin, _, _, _, num_q, num_kv = rest
+    cut = (num_q + num_kv) * shape[4]
+    center = before[:, cut:].mean(0) if centered else None
+    codes, lower, amax = ops.qk_rope_encode12_(qkv, center, *rest, code)
     torch.testing.assert_close(qkv, expected, rtol=2.0**-8, atol=0)  # CPU: equal; a kernel may differ in the last bit
-
-
-@shapes
-@pytest.mark.parametrize("norms", ["", "qk"])
-@pytest.mark.parametrize("code", ["sqrt8", "e4m3"])
-@pytest.mark.parametrize("centered", [False, True], ids=["", "centered"])
-def test_decode_equals_decode_then_rotate(shape, norms, code, centered, device):
-    qkv, *rest = inputs(shape, norms, device)
-    codes, group_amax = encode_groups(qkv, code, shape[4])
-    center = make_center(qkv + 1, centered)
-    values = decode_groups(Quantized(codes, group_amax), code, shape[4]) + (center if centered else 0)
-    got = ops.qk_rope_decode(codes, group_amax, center, *rest, code, torch.float32)
-    assert_close_float32("rotated", exact.rope(*doubles((values, *rest))), got, terms(shape))
+    kept = (codes, lower, amax, center)
+    decoded = ops.qk_rope_decode12(*kept, None, None, num_q, num_kv, code, torch.float32)
+    v, v_amax = encode_groups(before[:, cut:] - (center if centered else 0), code, shape[4])
+    assert torch.equal(codes[:, cut:].contiguous().view(v.dtype).float(), v.float())
+    assert torch.equal(amax[:, num_q + num_kv :].reshape(v_amax.shape), v_amax)
+    values = decode_groups(Quantized(v, v_amax), code, shape[4]) + (center if centered else 0)
+    torch.testing.assert_close(decoded[:, cut:], values, rtol=1e-6, atol=1e-6)
+    x, found = (y[:, :cut].unflatten(1, (-1, shape[4])) for y in (before, decoded))
+    small = x.abs() < 2.0**-14 * x.abs().amax(-1, keepdim=True)
+    assert torch.equal(found[~small], x[~small])
+    assert ((found - x).abs() <= 2.0**-22 * x.abs().amax(-1, keepdim=True)).all()
+    rotated = ops.qk_rope_decode12(*kept, cos, sin, num_q, num_kv, code, torch.float32)
+    truth = exact.rope(*doubles((decoded, cos, sin)), None, None, 0.0, num_q, num_kv)
+    assert_close_float32("rotated", truth, rotated, terms(shape))
 
 
 @shapes

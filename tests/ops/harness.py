@@ -186,14 +186,10 @@ def linear_residual_case(
     tokens: int = 61,
     inner: int = 192,
     bias: bool = True,
-    encode: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> Case:
-    """encode: x comes with its 8-bit form, one group for each 64 columns, as attention keeps it."""
-    from overcoat.kernels.quantize import Encoded, group_encode, token_center
-
-    width = 64
+    """The output projection, with its input in 16 bits."""
     inputs: Inputs = {
         "x": normal(tokens, inner),
         "weight": 0.15 * normal(80, inner, seed=1),
@@ -203,13 +199,8 @@ def linear_residual_case(
     inputs = {name: x if x is None else x.to(device, dtype) for name, x in inputs.items()}
 
     def op(inputs: Inputs, recipe: Recipe) -> Outputs:
-        encoded = None
-        if encode:
-            x = inputs["x"].detach()
-            center = token_center(x)
-            encoded = Encoded(*group_encode(x, center, recipe.kept_format, width), center)
         return (
-            linear_residual(inputs["x"], inputs["weight"], inputs["bias"], inputs["residual"], recipe, encoded)
+            linear_residual(inputs["x"], inputs["weight"], inputs["bias"], inputs["residual"], recipe)
             - inputs["residual"].detach(),  # so that the product's own error is measured
         )
 
@@ -218,11 +209,10 @@ def linear_residual_case(
         return (y - inputs["residual"].detach(),)
 
     def limits(recipe: Recipe) -> dict[str, float]:
-        kept = [KEPT_DB[recipe.kept_format]] if encode else []
         return {
             "out0": combined_db(E4M3_DB, E4M3_DB, BF16_DB),
             "x": gemm_db(recipe),
-            "weight": gemm_db(recipe, *kept),
+            "weight": gemm_db(recipe),
             "bias": BF16_DB,
             "residual": UNTOUCHED_DB,
         }
@@ -344,8 +334,7 @@ def attention_case(
 
     def op(inputs: Inputs, recipe: Recipe) -> Outputs:
         rotary = Rotary(*(inputs[name] for name in ("cos", "sin", "mask", "q_weight", "k_weight")))
-        o, encoded = attention(fused(inputs), rotary, heads, recipe)
-        assert (encoded is None) == (recipe.kept_attention == "bf16")
+        o = attention(fused(inputs), rotary, heads, recipe)
         return (o,)
 
     def truth(inputs: Inputs) -> Outputs:
@@ -448,7 +437,6 @@ CASES: dict[str, Callable[..., Case]] = {
     "norm_linear": lambda **kwargs: norm_linear_case(biases=True, **kwargs),
     "norm_linear layer norm": lambda **kwargs: norm_linear_case(kind="layer", biases=True, **kwargs),
     "linear_residual": linear_residual_case,
-    "linear_residual encoded": lambda **kwargs: linear_residual_case(encode=True, **kwargs),
     "attention": attention_case,
     "attention head norm": lambda **kwargs: attention_case(head_norm=True, **kwargs),
     "swiglu_linear": swiglu_linear_case,

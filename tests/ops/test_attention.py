@@ -148,13 +148,14 @@ def test_a_wrong_gradient_is_seen(part, factor, monkeypatch):
 
 
 def test_a_missing_second_rotation_is_seen(monkeypatch):
-    """The backward must rotate the decoded q and k again: on the unrotated ones P would not match lse."""
+    """The backward must rotate the decoded q and k again."""
 
-    def spoiled(codes, group_amax, center, *args):
-        code, dtype = args[-2:]
-        return attention_ops.group_decode(codes, group_amax, center, code, codes.shape[1] // group_amax.shape[1], dtype)
+    original = attention_ops.qk_rope_decode12
 
-    monkeypatch.setattr(attention_ops, "qk_rope_decode", spoiled)
+    def spoiled(codes, lower, amax, center, cos, sin, *args):
+        return original(codes, lower, amax, center, None, None, *args)
+
+    monkeypatch.setattr(attention_ops, "qk_rope_decode12", spoiled)
     with pytest.raises(AssertionError):
         check(attention_case(), Recipe())
 

@@ -8,7 +8,6 @@ import torch
 import overcoat.ops.linear as linear_ops
 from overcoat import Recipe
 from tests.exact import assert_close
-from tests.kernels.samples import normal
 from tests.ops.harness import RECIPES, check, double, evaluate, linear_residual_case, norm_linear_case, run
 
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -30,16 +29,14 @@ def test_norm_linear_sizes(tokens, hidden, kind, device):
 
 
 @recipes
-@pytest.mark.parametrize("encode", [False, True], ids=["", "encoded"])
-def test_linear_residual(encode, recipe, device):
-    check(linear_residual_case(encode=encode, device=device), recipe)
+def test_linear_residual(recipe, device):
+    check(linear_residual_case(device=device), recipe)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64])
-@pytest.mark.parametrize("encode", [False, True], ids=["", "encoded"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_residual_sizes(tokens, encode, bias, device):
-    check(linear_residual_case(tokens, 64, bias, encode, torch.float32, device), Recipe())
+def test_linear_residual_sizes(tokens, bias, device):
+    check(linear_residual_case(tokens, 64, bias, torch.float32, device), Recipe())
 
 
 def test_norm_weight_gradients_where_the_weight_is_tiny(device):
@@ -125,18 +122,10 @@ def test_a_wrong_wgrad_operand_is_seen(op, monkeypatch):
         check(norm_linear_case() if op == "requantize_t" else linear_residual_case(), Recipe())
 
 
-def test_outliers_common_to_all_tokens_cost_the_encoded_input_nothing():
-    """The center is put back when the output projection's input is rebuilt; without it dW would be wrong by far."""
-    case = linear_residual_case(encode=True)
-    case.sharing = case.inputs["x"].shape[1]  # the common vector's share of dW is one outer product
-    case.inputs["x"] = case.inputs["x"] + 3 * normal(case.inputs["x"].shape[1], seed=9).to(torch.bfloat16)
-    check(case, Recipe())
-
-
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_non_finite_reaches_output_and_gradients(bad, device):
     """It must reach the loss, and through the gradients found_inf; nothing clamps it away."""
-    for case in (norm_linear_case(device=device), linear_residual_case(encode=True, device=device)):
+    for case in (norm_linear_case(device=device), linear_residual_case(device=device)):
         case.inputs["x"][3, 5] = bad
         outputs, grads = run(case, Recipe())
         assert not outputs[0].isfinite().any()

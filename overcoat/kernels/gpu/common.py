@@ -255,6 +255,24 @@ def decode(codes, amax, CODE: tl.constexpr):
 
 
 @triton.jit
+def encode_bf12(x, amax):
+    """`bf12.encode_bf12` of x (..., D) for stored maxima amax (..., 1), both FP32: 12 bits as int32."""
+    field = 254 - (amax.to(tl.int32, bitcast=True) >> 23)
+    power = (tl.maximum(field, 0) << 23).to(tl.float32, bitcast=True)
+    bits = (x * power * 2.0**-112).to(tl.int32, bitcast=True) + 0x8000
+    return ((bits >> 16) & 0x7FF) | ((bits >> 20) & 0x800)
+
+
+@triton.jit
+def decode_bf12(upper, lower, amax):
+    """FP32 values of codes, upper bits int8, lower bits int32 below 16, with maxima amax (..., 1) in FP32."""
+    codes = (upper.to(tl.int32) << 4) | lower
+    z = ((codes & 0x7FF) << 16) | (codes & SIGN)
+    power = ((amax.to(tl.int32, bitcast=True) >> 23) << 23).to(tl.float32, bitcast=True)
+    return z.to(tl.float32, bitcast=True) * 2.0**112 * power
+
+
+@triton.jit
 def int8_to_float(x):
     """INT8 to FP32, without the conversion instruction.
 

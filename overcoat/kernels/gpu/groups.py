@@ -32,7 +32,7 @@ from overcoat.kernels.gpu.common import (
     power_of_2,
 )
 from overcoat.kernels.gpu.hardware import to_float32
-from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
+from overcoat.kernels.gpu.launch import cdiv, dense, dense_rows, kernel, on_device
 from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_transposed
 
 # Elements of one program that encodes or decodes, and columns of one that encodes (a group's at least).
@@ -43,6 +43,7 @@ GROUP_TILE, STRIP = 4096, 256
 def _token_center_kernel(
     x_ptr,  # (T, C)
     center_ptr,  # (C,) FP32
+    stride,  # of a row
     T,
     C,
     step,
@@ -54,17 +55,17 @@ def _token_center_kernel(
     for t0 in range(0, T, BT * step):
         t = t0 + tl.arange(0, BT) * step
         inside = (t < T)[:, None] & (c < C)[None, :]
-        total += tl.load(x_ptr + t.to(tl.int64)[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(x_ptr + t.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(center_ptr + c, tl.sum(total, 0) / tl.cdiv(T, step), mask=c < C)
 
 
 def token_center(x: Tensor, step: int) -> Tensor:
     """Mean over every `step`-th row of x (T, C), FP32 (C,); summed in another order than the reference's."""
-    x = x.contiguous()
+    x = dense_rows(x)
     tokens, columns = x.shape
     center = torch.empty(columns, dtype=torch.float32, device=x.device)
     with on_device(x):
-        _token_center_kernel[(cdiv(columns, 64),)](x, center, tokens, columns, max(step, 1), 32, 64)
+        _token_center_kernel[(cdiv(columns, 64),)](x, center, x.stride(0), tokens, columns, max(step, 1), 32, 64)
     return center
 
 
