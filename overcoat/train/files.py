@@ -3,18 +3,23 @@
 A checkpoint, a token cache and an export are each a directory of several files. `write_directory` fills a
 sibling directory with a temporary name, forces every file and then the directory itself to the disk, and
 renames it into place: one atomic step of the file system. Whoever is killed in between leaves a `.partial-*`
-directory, which nothing reads and the next writer removes. A manifest inside records the size and SHA-256 of
-every file, so damage that happens later (a full disk, a truncated copy) is found when the directory is read,
-not when training has gone wrong.
+directory, which nothing reads and the next writer of that name removes. A manifest inside records the size and
+SHA-256 of every file, so damage that happens later (a full disk, a truncated copy) is found when the directory is
+read, not when training has gone wrong.
+
+A directory has one writer at a time: the run's lock sees to that for checkpoints, `waiting_lock` for tokens that
+several runs share.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +32,51 @@ class DamagedError(ValueError):
     """A directory whose contents are not what its manifest says."""
 
 
+def reason(error: BaseException) -> str:
+    """Why, in one line."""
+    text = getattr(error, "strerror", None) or str(error).strip()
+    return str(text).splitlines()[0] if text else type(error).__name__
+
+
+@contextlib.contextmanager
+def waiting_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file `path`; `waiting` is called if another process holds it. The system lets go of it even when
+    the process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def write_directory(target: Path, fill: Callable[[Path], None], about: dict[str, Any]) -> None:
     """Create `target` with the files that `fill(folder)` writes, plus a manifest that also holds `about`.
 
-    An existing `target` is replaced: it is first renamed out of the way, so no moment has half of it.
+    An existing `target` is replaced: it is first renamed out of the way, so no moment has half of it. Where `fill`
+    or the disk fails, nothing is left of the new one.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    sweep(target.parent)
+    sweep(target.parent, target.name)
     partial = target.with_name(PARTIAL + target.name)
     partial.mkdir()
-    fill(partial)
-    names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
-    manifest = {**about, "files": {name: _fingerprint(partial / name) for name in names}}
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="ascii")
-    for path in [*(partial / name for name in names), partial / MANIFEST, partial]:
-        sync(path)
+    try:
+        fill(partial)
+        names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
+        manifest = {**about, "files": {name: _fingerprint(partial / name) for name in names}}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="ascii")
+        for path in [*(partial / name for name in names), partial / MANIFEST, partial]:
+            sync(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk it would be in the way
+        raise
     if target.exists():
         target.rename(target.with_name(DISCARDED + target.name))
     partial.rename(target)
     sync(target.parent)
-    sweep(target.parent)
+    sweep(target.parent, target.name)
 
 
 def remove_directory(target: Path) -> None:
@@ -56,34 +86,41 @@ def remove_directory(target: Path) -> None:
     shutil.rmtree(discarded)
 
 
-def sweep(parent: Path) -> None:
-    """Remove what interrupted writers and deletions left in `parent`, and undo a replacement cut in its
-    middle."""
-    for path in parent.glob(DISCARDED + "*"):
+def sweep(parent: Path, names: str = "*") -> None:
+    """Remove what interrupted writers and deletions of `names`, a pattern, left in `parent`, and undo a replacement cut
+    in its middle."""
+    for path in parent.glob(DISCARDED + names):
         name = path.name.removeprefix(DISCARDED)
         if (parent / (PARTIAL + name)).exists() and not (parent / name).exists():
             path.rename(parent / name)
         else:
             shutil.rmtree(path)
-    for path in parent.glob(PARTIAL + "*"):
+    for path in parent.glob(PARTIAL + names):
         shutil.rmtree(path)
 
 
-def verify_directory(target: Path) -> dict[str, Any]:
-    """The manifest of `target`, after comparing every file with it; DamagedError says what is wrong."""
+def verify_directory(target: Path, needed: Iterable[str] = ()) -> dict[str, Any]:
+    """The manifest of `target`, after comparing every file with it; DamagedError says what is wrong, which includes a
+    file of `needed` that the manifest does not list."""
     try:
         manifest: dict[str, Any] = json.loads((target / MANIFEST).read_text(encoding="ascii"))
-        files = manifest["files"].items()
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise DamagedError(f"{target} is damaged: its {MANIFEST} is missing or unreadable ({error})") from error
-    for name, expected in files:
+    for name in needed:
+        if name not in files:
+            raise DamagedError(f"{target} is damaged: its {MANIFEST} does not list {name}")
+    for name, (expected, digest) in files.items():
         path = target / name
         if not path.is_file():
             raise DamagedError(f"{target} is damaged: {name} is missing")
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise DamagedError(f"{target} is damaged: {name} has {size} bytes instead of {expected['bytes']}")
-        if _fingerprint(path) != expected:
+        try:
+            found = _fingerprint(path)
+        except OSError as error:
+            raise DamagedError(f"{target} is damaged: {name} cannot be read ({reason(error)})") from error
+        if found["bytes"] != expected:
+            raise DamagedError(f"{target} is damaged: {name} has {found['bytes']} bytes instead of {expected}")
+        if found["sha256"] != digest:
             raise DamagedError(f"{target} is damaged: the contents of {name} do not match its checksum")
     return manifest
 

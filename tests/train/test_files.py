@@ -58,6 +58,20 @@ def test_failing_at_any_sync_leaves_old_or_new(tmp_path: Path, monkeypatch: pyte
     assert visible(tmp_path) == ["x"]
 
 
+def test_a_failed_writer_leaves_nothing_and_touches_nobody_elses(tmp_path: Path) -> None:
+    (tmp_path / ".partial-y").mkdir()  # of a writer that may be at work
+
+    def no_room(folder: Path) -> None:
+        fill(folder)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_directory(tmp_path / "x", no_room, {})
+    assert visible(tmp_path) == [".partial-y"]
+    write_directory(tmp_path / "x", fill, {})
+    assert visible(tmp_path) == [".partial-y", "x"]
+
+
 def test_interruption_between_the_two_renames_is_undone(tmp_path: Path) -> None:
     write_directory(tmp_path / "x", fill, {"step": 1})
     (tmp_path / "x").rename(tmp_path / ".discarded-x")
@@ -91,10 +105,15 @@ def test_interrupted_removal_is_completed(tmp_path: Path, monkeypatch: pytest.Mo
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing or unreadable"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json is missing or unreadable"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json is missing or unreadable"),
+        (
+            lambda folder: (folder / "manifest.json").write_text('{"files": {"a": 3}}'),
+            "manifest.json is missing or unr",
+        ),
+        (lambda folder: (folder / "manifest.json").write_text('{"files": {}}'), "does not list a.bin"),
     ],
 )
 def test_damage_is_found(tmp_path: Path, damage: object, message: str) -> None:
     write_directory(tmp_path / "x", fill, {})
     damage(tmp_path / "x")  # type: ignore[operator]
     with pytest.raises(DamagedError, match=message):
-        verify_directory(tmp_path / "x")
+        verify_directory(tmp_path / "x", ["a.bin"])
