@@ -87,7 +87,7 @@ def meta_model(config: Any, dtype: torch.dtype) -> Any:
     transformers = load_extra("transformers", "hf", "overcoat estimate")
     with META:
         model = transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa"
+            copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
         )
     return model.train()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from overcoat.bench.shapes import MODELS
 from overcoat.train.extras import load_extra
+from overcoat.train.pretrained import load_pretrained
 
 # Checkpoints of the built-in shapes: their config.json need not be fetched.
 CHECKPOINTS = {
@@ -28,23 +29,19 @@ def load_model_config(name: str) -> Any:
     Raises:
         ValueError: there is none of that name, or it is no causal language model.
     """
-    transformers = load_extra("transformers", "hf", "overcoat estimate")
     if not Path(name).exists():
         name = CHECKPOINTS.get(name, name)
         if name in MODELS:
             return MODELS[name].config()
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        # Code of strangers is not run for an estimate.
+        config = load_pretrained("AutoConfig", "the configuration of", name, trust_remote_code=False)
+    except ValueError as error:
         raise ValueError(
             f"--model {name!r} is neither a built-in shape ({', '.join(MODELS)}), nor a folder or file with a "
-            f"transformers configuration, nor a model that can be fetched: {_first_line(error)}"
+            f"transformers configuration, nor a model that can be fetched: {error}"
         ) from error
     causal = load_extra("transformers.models.auto.modeling_auto", "hf", "overcoat estimate")
     if config.model_type not in causal.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"--model {name!r} is a {config.model_type} model, no causal language model of transformers")
     return config
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -12,6 +12,7 @@ from torch import nn
 import overcoat
 from overcoat.train.config import Config, ModelConfig, OptimizerConfig, RecipeConfig, require
 from overcoat.train.extras import load_extra
+from overcoat.train.pretrained import load_pretrained
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     transformers.utils.logging.disable_progress_bar()  # it would cut through ours at every checkpoint
     settings = _settings(config.model)
     if config.model.name:
-        return load_model(config.model.name, device, settings)
+        return load_model(config.model.name, device, settings, config.model.trust_remote_code)
     model_config = inline_config(config.model, tokenizer, config.data.sequence_length)
     torch.manual_seed(config.train.seed)
     with device:
@@ -76,7 +77,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
     return {"dtype": getattr(torch, model.dtype), "attn_implementation": model.attention}
 
 
-def load_model(name: str, device: torch.device, settings: dict[str, Any]) -> Any:
+def load_model(name: str, device: torch.device, settings: dict[str, Any], trust_remote_code: bool = False) -> Any:
     """The causal model of a checkpoint on `device`, complete, tensor by tensor.
 
     transformers maps the files into memory and converts one tensor at a time. With accelerate each goes to the device
@@ -84,12 +85,10 @@ def load_model(name: str, device: torch.device, settings: dict[str, Any]) -> Any
     """
     transformers = load_extra("transformers", "hf", "loading the model")
     where = {"device_map": {"": device}} if transformers.utils.is_accelerate_available() else {}
-    try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            name, **settings, **where, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except OSError as error:
-        raise ValueError(f"cannot load model.name = {name!r}: {error}") from error
+    loaded = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = load_pretrained(
+        "AutoModelForCausalLM", "model.name =", name, trust_remote_code, **settings, **where, **loaded
+    )
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is {tuple(found)}, not {tuple(needed)}" for key, found, needed in info["mismatched_keys"]]
     if wrong:

@@ -57,6 +57,9 @@ class ModelConfig:
     )
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "type of the parameters")
     attention: str = option("sdpa", "transformers' attn_implementation")
+    trust_remote_code: bool = option(
+        False, "run the Python code that a model's or tokenizer's folder brings (auto_map); false refuses to"
+    )
 
     def __post_init__(self) -> None:
         require(not (self.name and self.config), "set model.name or [model.config], not both")

@@ -14,6 +14,7 @@ from typing import Any
 
 from overcoat.train.config import Config
 from overcoat.train.extras import load_extra
+from overcoat.train.pretrained import load_pretrained
 from overcoat.train.sources import documents, encoded_size
 
 END_OF_TEXT = "<|endoftext|>"
@@ -27,7 +28,7 @@ def tokenizer_name(config: Config) -> str:
 def make_tokenizer(config: Config) -> Any | None:
     """The transformers tokenizer of this run; None for token binaries that come without one."""
     if name := tokenizer_name(config):
-        return load_tokenizer(name)
+        return load_tokenizer(name, config.model.trust_remote_code)
     if config.tokenizer.vocab_size and not config.data.is_tokens:
         return train_tokenizer(config)
     if config.data.is_tokens:
@@ -35,13 +36,9 @@ def make_tokenizer(config: Config) -> Any | None:
     raise ValueError("no tokenizer: set tokenizer.vocab_size (train one on the data) or tokenizer.name")
 
 
-def load_tokenizer(name: str | Path) -> Any:
+def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     """A tokenizer by Hugging Face name or folder, set to read special tokens in plain text as plain text."""
-    transformers = load_extra("transformers", "hf", "loading a tokenizer")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(name))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load the tokenizer {str(name)!r}: {error}") from error
+    tokenizer = load_pretrained("AutoTokenizer", "the tokenizer", str(name), trust_remote_code)
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {str(name)!r} must be a fast one with an end-of-text token to pack documents")
     tokenizer.backend_tokenizer.encode_special_tokens = True
@@ -69,6 +66,19 @@ def train_tokenizer(config: Config) -> Any:
     )
     tokenizer.backend_tokenizer.encode_special_tokens = True  # a copy of the backend, which loses this
     return tokenizer
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write it; `tokenizers` has no kind of error for a disk that is full."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        raise error if isinstance(error, OSError) else OSError(str(error)) from error
+
+
+def num_ids(tokenizer: Any) -> int:
+    """Every id is below this; a vocabulary with gaps has fewer tokens."""
+    return 1 + max(tokenizer.get_vocab().values())
 
 
 def _sample(config: Config) -> Iterator[str]:

@@ -101,7 +101,10 @@ def test_a_tokenizer_that_cannot_pack_documents_is_refused(
     monkeypatch: pytest.MonkeyPatch, is_fast: bool, end: int | None
 ) -> None:
     found = SimpleNamespace(is_fast=is_fast, eos_token_id=end, backend_tokenizer=SimpleNamespace())
-    auto = SimpleNamespace(from_pretrained=lambda _name: found)
-    monkeypatch.setattr(module, "load_extra", lambda *_: SimpleNamespace(AutoTokenizer=auto))
+    monkeypatch.setattr(module, "load_pretrained", lambda *_: found)
     with pytest.raises(ValueError, match=r"the tokenizer 'slow' must be a fast one with an end-of-text token"):
         load_tokenizer("slow")
+
+
+def test_ids_of_a_vocabulary_with_gaps() -> None:
+    assert module.num_ids(SimpleNamespace(get_vocab=lambda: {"a": 0, "<|added|>": 70_000})) == 70_001
