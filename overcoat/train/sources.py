@@ -6,10 +6,14 @@
 
     "stdlib"          the .py files of the running Python, without tests and tables (STDLIB_SKIPPED)
     "site-packages"   the .py files of everything installed beside it
-    *.jsonl           one JSON object per line, its `data.text_key`
-    other files       one document each; a file above CORPUS_BYTES is a corpus rather than a document and is
-                      cut at line ends into pieces of PIECE_BYTES, so that some of it can be held out
+    *.jsonl           one JSON object per line, its `data.text_key`; *.parquet: one row each, likewise
+    other text        one document each; a file above CORPUS_BYTES is a corpus rather than a document and is
+                      cut at line ends into pieces of PIECE_BYTES
+    *.gz              what is inside, text being a corpus of any size
     data.dataset      datasets.load_dataset(..., streaming=True): nothing is downloaded ahead or copied
+
+Text is UTF-8 (Python source: what it declares), and a document is a string: anything else is an error that names the
+file and the row. Formats that hold text but are none (NOT_TEXT) are refused with the way to read them.
 
 `DocumentStream` walks the same documents again and again, reshuffled in each epoch, and can say where it
 stands: for local files (epoch, documents done), for a dataset the state of its own iterator.
@@ -17,10 +21,14 @@ stands: for local files (epoch, documents done), for a dataset the state of its 
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import gzip
 import json
+import os
 import site
 import sysconfig
+import tokenize
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,12 +38,21 @@ import numpy as np
 
 from overcoat.train.config import DataConfig
 from overcoat.train.extras import load_extra
+from overcoat.train.files import reason
 
 CORPUS_BYTES = 1 << 18
 PIECE_BYTES = 1 << 16
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__"}
 # Tests, which distributions leave out, and tables of characters and help texts, which are not code.
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+PACKED = "unpack it first"
+NOT_TEXT = {
+    **dict.fromkeys([".json", ".csv"], "read it with data.dataset={kind}, or convert it to .jsonl"),
+    ".tsv": "convert it to .jsonl",
+    ".arrow": "read it with data.dataset=arrow",
+    ".bin": "name token files by a pattern that ends in .bin",
+    **dict.fromkeys([".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z"], PACKED),
+}
 
 
 def find_files(patterns: list[str]) -> list[Path]:
@@ -52,7 +69,7 @@ def find_files(patterns: list[str]) -> list[Path]:
         if not matches:
             raise ValueError(f"data.files: nothing found for {pattern!r} (looked from {Path.cwd()})")
         found |= {path.resolve(): name for path, name in matches}
-    return sorted(found, key=lambda path: (zlib.crc32(found[path].encode()), str(path)))
+    return sorted(found, key=lambda path: (zlib.crc32(os.fsencode(found[path])), str(path)))
 
 
 def _python_files(root: Path, excluded: set[str]) -> Iterator[tuple[Path, str]]:
@@ -70,26 +87,89 @@ def _package_roots() -> list[Path]:
 
 def read_documents(path: Path, text_key: str) -> Iterator[str]:
     """The documents of one file."""
-    if path.suffix == ".jsonl":
-        yield from _read_jsonl(path, text_key)
-        return
-    if path.stat().st_size <= CORPUS_BYTES:
-        yield path.read_text(encoding="utf-8", errors="replace")
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while lines := file.readlines(PIECE_BYTES):
-            yield "".join(lines)
+    packed = path.suffix.lower() == ".gz"
+    kind = Path(path.stem).suffix.lower() if packed else path.suffix.lower()
+    if kind in NOT_TEXT or (packed and kind == ".parquet"):
+        remedy = PACKED if packed else NOT_TEXT[kind].format(kind=kind[1:])
+        raise ValueError(f"{path}: a {kind} file is not read as text: {remedy}, or leave it out of data.files")
+    with reading(path):
+        if kind == ".parquet":
+            yield from _read_parquet(path, text_key)
+        elif kind == ".jsonl":
+            yield from _read_jsonl(path, text_key)
+        else:
+            is_corpus = packed or path.stat().st_size > CORPUS_BYTES
+            yield from _read_text(path, PIECE_BYTES if is_corpus else -1)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say which file could not be read or decoded, and what to do about it."""
+    try:
+        yield
+    except (UnicodeError, SyntaxError) as error:
+        remedy = "convert it (iconv -t UTF-8), or leave it out of data.files"
+        raise ValueError(f"{path} is not UTF-8 text: {remedy}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"cannot read {path} ({reason(error)}): repair it, or leave it out of data.files") from error
+
+
+def _open_text(path: Path) -> Any:
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig")
+    return tokenize.open(path) if path.suffix == ".py" else path.open(encoding="utf-8-sig")
+
+
+def _read_text(path: Path, piece: int) -> Iterator[str]:
+    """Pieces of about `piece` characters that end where lines do; -1: all at once."""
+    with _open_text(path) as file:
+        while lines := file.readlines(piece):
+            text = "".join(lines)
+            if "\0" in text:
+                raise ValueError(f"{path} holds NUL characters and is not text: leave it out of data.files")
+            yield text
 
 
 def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
-    with path.open(encoding="utf-8") as file:
+    with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    text = json.loads(line)[text_key]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{path}:{number}: no JSON object with text under {text_key!r}") from error
-                yield str(text)
+                    value = json.loads(line)[text_key]
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    raise ValueError(
+                        f"{path}:{number}: no JSON object with text under {text_key!r} (data.text_key)"
+                    ) from error
+                yield _checked(value, f"{path}:{number}", text_key)
+
+
+def _read_parquet(path: Path, text_key: str) -> Iterator[str]:
+    pyarrow = load_extra("pyarrow", "hf", "reading parquet")
+    parquet = load_extra("pyarrow.parquet", "hf", "reading parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            if text_key not in (names := file.schema_arrow.names):
+                raise ValueError(f"data.text_key = {text_key!r}: the columns of {path} are {', '.join(names)}")
+            values = (value for batch in file.iter_batches(columns=[text_key]) for value in batch[0].to_pylist())
+            for number, value in enumerate(values, 1):
+                yield _checked(value, f"{path}, row {number}", text_key)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"cannot read {path} ({reason(error)}): repair it, or leave it out of data.files") from error
+
+
+def _checked(value: Any, where: str, text_key: str) -> str:
+    """`value` if it is text."""
+    if not isinstance(value, str):
+        kinds = {type(None): "null", dict: "an object", list: "a list", int: "a number", float: "a number"}
+        found = kinds.get(type(value), f"a {type(value).__name__}")
+        raise ValueError(
+            f"{where}: {text_key!r} holds {found}, not text: correct or remove the row, or name another data.text_key"
+        )
+    try:
+        encoded_size(value)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: {text_key!r} holds half of a surrogate pair: correct or remove the row") from error
+    return value
 
 
 def open_dataset(config: DataConfig) -> Any:
@@ -97,15 +177,21 @@ def open_dataset(config: DataConfig) -> Any:
     datasets = load_extra("datasets", "hf", f"data.dataset = {config.dataset!r}")
     name = config.dataset_config or None
     files = config.files or None
-    try:
+    with _reading_dataset(config):
         return datasets.load_dataset(config.dataset, name, data_files=files, split=config.split, streaming=True)
-    except (FileNotFoundError, ConnectionError, ValueError) as error:
-        raise ValueError(f"data.dataset = {config.dataset!r}: {error}") from error
+
+
+@contextlib.contextmanager
+def _reading_dataset(config: DataConfig) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of any kind: from the network, a parser, a decompressor
+        raise ValueError(f"data.dataset = {config.dataset!r}: {reason(error)}") from error
 
 
 def encoded_size(text: str) -> int:
-    """Bytes of the text in UTF-8; JSON can hold a lone surrogate, which counts as what it would take."""
-    return len(text) if text.isascii() else len(text.encode("utf-8", errors="surrogatepass"))
+    """Bytes of the text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def documents(config: DataConfig) -> Iterator[str]:
@@ -125,18 +211,19 @@ def documents(config: DataConfig) -> Iterator[str]:
 
 def _all_documents(config: DataConfig) -> Iterator[str]:
     if config.dataset:
-        for example in open_dataset(config):
-            yield _text_of(example, config)
+        yield from _texts(open_dataset(config), config, 0)
     else:
         for path in find_files(config.files):
             yield from read_documents(path, config.text_key)
 
 
-def _text_of(example: dict[str, Any], config: DataConfig) -> str:
-    if config.text_key not in example:
-        keys = ", ".join(example)
-        raise ValueError(f"data.text_key = {config.text_key!r}: the dataset's fields are {keys}")
-    return str(example[config.text_key])
+def _texts(dataset: Any, config: DataConfig, num_done: int) -> Iterator[str]:
+    """The text of each example; `num_done` came before the first."""
+    with _reading_dataset(config):
+        for number, example in enumerate(dataset, num_done + 1):
+            if config.text_key not in example:
+                raise ValueError(f"data.text_key = {config.text_key!r}: the dataset's fields are {', '.join(example)}")
+            yield _checked(example[config.text_key], f"row {number}", config.text_key)
 
 
 class DocumentStream:
@@ -166,7 +253,7 @@ class DocumentStream:
     def _open(self) -> Iterator[str]:
         if self._dataset is not None:
             self._dataset.set_epoch(self.epoch)
-            return (_text_of(example, self.config) for example in self._dataset)
+            return _texts(self._dataset, self.config, self.num_done)
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self._files))
         return (text for index in order for text in read_documents(self._files[index], self.config.text_key))
 

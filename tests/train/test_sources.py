@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -9,7 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from overcoat.train import sources
 from overcoat.train.config import DataConfig
@@ -96,14 +100,72 @@ def test_a_file_named_twice_is_found_once_and_folders_are_not_files(tmp_path: Pa
         find_files([str(tmp_path / "deep.txt")])
 
 
-def test_an_empty_file_and_bytes_that_are_no_text_are_not_errors(tmp_path: Path) -> None:
+def test_an_empty_file_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    (tmp_path / "binary.txt").write_bytes(b"caf\xe9")  # Latin-1
-    (tmp_path / "large.txt").write_bytes(b"\xff" * (sources.CORPUS_BYTES + 1))  # one line, longer than a piece
-    assert list(read_documents(tmp_path / "empty.txt", "text")) == [""]
-    assert list(read_documents(tmp_path / "binary.txt", "text")) == ["caf\ufffd"]
-    assert list(read_documents(tmp_path / "large.txt", "text")) == ["\ufffd" * (sources.CORPUS_BYTES + 1)]
-    assert list(documents(DataConfig(files=[f"{tmp_path}/empty.txt"]))) == []
+    assert list(read_documents(tmp_path / "empty.txt", "text")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("latin.txt", b"caf\xe9", "is not UTF-8 text: convert it .iconv"),
+        ("latin.jsonl", b'{"text": "caf\xe9"}', "is not UTF-8 text"),
+        ("large.txt", b"\xff" * (sources.CORPUS_BYTES + 1), "is not UTF-8 text"),
+        ("source.py", b"# caf\xe9", "is not UTF-8 text"),
+        ("wide.txt", "wide".encode("utf-16-le"), "holds NUL characters and is not text"),
+        ("cut.txt.gz", gzip.compress(b"words " * 99)[:-9], "cannot read .*: repair it"),
+        ("not.txt.gz", b"words", "cannot read .*Not a gzipped file"),
+        ("not.parquet", b"words", "cannot read .*[Pp]arquet.*: repair it"),
+        ("a.json", b'[{"text": "a"}]', r"a \.json file is not read as text: read it with data\.dataset=json"),
+        ("a.jsonl.zst", b"", r"a \.zst file is not read as text: unpack it first"),
+        ("a.tar.gz", b"", r"a \.tar file is not read as text: unpack it first"),
+        ("a.bin", b"", r"pattern that ends in \.bin"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_its_path(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=why) as caught:
+        list(documents(DataConfig(files=[f"{tmp_path}/*"])))
+    assert str(tmp_path / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(ValueError, match=r"cannot read /proc/self/mem \(Input/output error\)"):
+        list(read_documents(Path("/proc/self/mem"), "text"))
+
+
+def test_gzip_and_parquet_are_read_as_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n{"text": "four"}\n'))
+    parquet.write_table(pyarrow.table({"id": [1, 2], "text": ["five", "six"]}), tmp_path / "c.parquet")
+    (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# caf\xe9\n")
+    (tmp_path / "mark.txt").write_bytes("\ufeffmark".encode())
+    found = sorted(documents(DataConfig(files=[f"{tmp_path}/*"])))
+    assert found == ["# -*- coding: latin-1 -*-\n# caf\xe9\n", "five", "four", "mark", "one\ntwo\n", "six", "three"]
+    with pytest.raises(ValueError, match=r"data\.text_key = 'body': the columns of .*c\.parquet are id, text"):
+        list(read_documents(tmp_path / "c.parquet", "body"))
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [(None, "null"), ([1], "a list"), ({"a": 1}, "an object"), (7, "a number"), (0.5, "a number"), (True, "a bool")],
+)
+def test_a_field_that_is_no_text_is_named_with_its_row(tmp_path: Path, value: object, found: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "good"}}\n{json.dumps({"text": value})}\n')
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2: 'text' holds {found}, not text"):
+        list(read_documents(tmp_path / "a.jsonl", "text"))
+    parquet.write_table(pyarrow.table({"text": [value]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=rf"a\.parquet, row 1: 'text' holds {found}, not text"):
+        list(read_documents(tmp_path / "a.parquet", "text"))
+
+
+def test_half_of_a_surrogate_pair_is_named_with_its_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n{"text": "\\ud83d"}\n')
+    found = read_documents(tmp_path / "a.jsonl", "text")
+    assert next(found) == "\U0001f600"
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: 'text' holds half of a surrogate pair"):
+        next(found)
 
 
 @pytest.mark.parametrize("line", ['{"text": "cut o', "[1, 2]", '"text"', "7", "null"])
@@ -115,7 +177,7 @@ def test_any_jsonl_line_without_the_key_is_named(tmp_path: Path, line: str) -> N
         next(found)
 
 
-@pytest.mark.parametrize(("text", "size"), [("", 0), ("abc", 3), ("\u4e2d", 3), ("a\ud800", 1 + 3)])
+@pytest.mark.parametrize(("text", "size"), [("", 0), ("abc", 3), ("\u4e2d", 3)])
 def test_a_text_has_the_size_of_its_utf8(text: str, size: int) -> None:
     assert encoded_size(text) == size
 
@@ -135,24 +197,27 @@ def test_a_dataset_is_opened_as_configured_and_a_wrong_key_names_the_fields(monk
 
     def load_dataset(*arguments: object, **options: object) -> FakeDataset:
         calls.append((arguments, options))
-        return FakeDataset({"body": "one", "id": 1}, {"body": 2, "id": 2})
+        return FakeDataset({"body": "one", "id": 1}, {"body": "two", "id": 2}, {"body": 3, "id": 3})
 
     monkeypatch.setattr(sources, "load_extra", lambda *_: SimpleNamespace(load_dataset=load_dataset))
     config = DataConfig(dataset="some/name", dataset_config="en", split="test", text_key="body")
-    assert list(documents(config)) == ["one", "2"]
+    found = documents(config)
+    assert [next(found), next(found)] == ["one", "two"]
+    with pytest.raises(ValueError, match=r"data\.dataset = 'some/name': row 3: 'body' holds a number, not text"):
+        next(found)
     assert calls == [(("some/name", "en"), {"data_files": None, "split": "test", "streaming": True})]
     with pytest.raises(ValueError, match=r"data\.text_key = 'text': the dataset's fields are body, id"):
         list(documents(DataConfig(dataset="some/name")))
     assert calls[1][0] == ("some/name", None)  # no configuration of the dataset, rather than one without a name
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError, ConnectionError, ValueError])
+@pytest.mark.parametrize("error", [FileNotFoundError, ConnectionError, KeyError])
 def test_a_dataset_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     def load_dataset(*_: object, **__: object) -> None:
         raise error("no way there")
 
     monkeypatch.setattr(sources, "load_extra", lambda *_: SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(ValueError, match=r"data\.dataset = 'some/name': no way there"):
+    with pytest.raises(ValueError, match=r"data\.dataset = 'some/name': '?no way there"):
         list(documents(DataConfig(dataset="some/name")))
 
 
