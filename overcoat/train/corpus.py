@@ -1,18 +1,20 @@
 """From the configured data to training rows and held-out rows: tokenized once, kept, and split by content.
 
-Text becomes `tokens/` in the cache directory: `tokens.bin` (uint16 where the vocabulary allows),
-`documents.npy` (start and end of each document, EOS included, and whether it is held out), the tokenizer, and
-a manifest. It is written atomically and reused by later runs with the same [data] and [tokenizer]; a resumed
-run so reads the very same tokens even if the source files have changed since.
+Text becomes `tokens/KEY/` in the cache directory: `tokens.bin` (uint16 where the vocabulary allows),
+`documents.npy` (start and end of each document, EOS included, and the checksum of its content), the tokenizer, and
+a manifest. KEY is a checksum of what decides the tokens in [data] and [tokenizer], so other data lie beside. It is
+written atomically, by one process while others wait for it, and only if it has rows to train on. Later runs with the
+same KEY use it; a resumed run so reads the very same tokens even if the source files have changed since.
 
 Held out are whole documents, chosen by the checksum of their content: those with the smallest, up to
-`data.held_out` of all tokens. Nobody has to remember a split, equal documents fall on the same side, and the
-seed does not move it. Streamed data, which are never seen as a whole, use the same checksum against a
-threshold.
+`data.held_out` of all tokens, and a row at least. Nobody has to remember a split, equal documents fall on the same
+side, and the seed does not move it. Only a document that is large beside that share is cut. Streamed data, which are
+never seen as a whole, use the same checksum against a threshold.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import zlib
@@ -25,14 +27,27 @@ import numpy as np
 
 from overcoat.train.config import Config, DataConfig
 from overcoat.train.data import PackedRows, RowSource, StreamedRows
-from overcoat.train.files import DamagedError, verify_directory, write_directory
-from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files
-from overcoat.train.tokenizer import encode, load_tokenizer, make_tokenizer, tokenizer_name
+from overcoat.train.files import DamagedError, reason, verify_directory, waiting_lock, write_directory
+from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, reading
+from overcoat.train.tokenizer import (
+    encode,
+    load_tokenizer,
+    make_tokenizer,
+    num_ids,
+    save_tokenizer,
+    tokenizer_name,
+)
 
 ENCODED_BYTES = 16 << 20
 STREAMED = "streamed"  # how the identity of a stream begins
+TOKENS, TOKENIZER = "tokens", "tokenizer"  # folders of the cache directory
 # What decides the tokens; the rest of [data] (packing, masks, streaming) does not.
-TOKEN_KEYS = ("files", "dataset", "dataset_config", "split", "text_key", "max_bytes", "held_out")
+TOKEN_KEYS = ("files", "dataset", "dataset_config", "split", "text_key", "max_bytes")
+LAYOUT = 2  # of the tokens and how text is cut; another one is another KEY
+NEEDED = {
+    TOKENS: ["tokens.bin", "documents.npy", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"],
+    TOKENIZER: ["tokenizer.json", "tokenizer_config.json"],
+}
 
 
 @dataclass
@@ -57,43 +72,76 @@ def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
     if config.data.is_tokens:
         return _open_binaries(config)
     if config.data.streaming:
-        return _open_stream(config)
-    folder = cache_dir(config) / "tokens"
-    if not folder.exists():
-        say(f"tokenizing into {folder}")
-        write_tokens(config, folder)
-    manifest = _checked_manifest(config, folder)
-    tokens = np.memmap(folder / "tokens.bin", dtype=manifest["dtype"], mode="r")
+        return _open_stream(config, say)
+    folder, manifest = _cached(config, TOKENS, say)
+    tokenizer = load_tokenizer(folder / "tokenizer", config.model.trust_remote_code)
+    tokens = np.memmap(folder / "tokens.bin", dtype=_token_type(tokenizer), mode="r")
     table = np.load(folder / "documents.npy")
-    tokenizer = load_tokenizer(folder / "tokenizer")
+    rows, held_out = _packed(config, tokens, table[:, :2], table[:, 2])
     identity = manifest["files"]["tokens.bin"]["sha256"]
-    rows, held_out = _packed(config, tokens, table[:, :2], table[:, 2] == 1)
-    return Corpus(tokenizer, tokenizer.eos_token_id, rows, held_out, len(tokenizer), identity)
+    return Corpus(tokenizer, tokenizer.eos_token_id, rows, held_out, num_ids(tokenizer), identity)
 
 
-def write_tokens(config: Config, folder: Path) -> None:
-    """Tokenize every document into `folder`."""
+def _cached(config: Config, kind: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """The folder of this configuration's tokens, or tokenizer, with its manifest; whoever comes first writes it."""
+    made_from = _made_from(config)
+    key = hashlib.sha256(json.dumps([LAYOUT, made_from], sort_keys=True).encode()).hexdigest()[:12]
+    folder = cache_dir(config) / kind / key
+    fill = {TOKENS: write_tokens, TOKENIZER: write_tokenizer}[kind]
+    try:
+        if not folder.exists():
+            waiting = functools.partial(say, f"another run is tokenizing into {folder}: waiting for its tokens")
+            with waiting_lock(folder.with_name(f".{folder.name}.lock"), waiting):
+                if not folder.exists():
+                    say(f"tokenizing into {folder}")
+                    about = {"made_from": made_from, "sources": _sources(config.data)}
+                    write_directory(folder, functools.partial(fill, config), about)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {folder}: {reason(error)}; make room there, or choose another data.cache_dir"
+        ) from error
+    try:
+        manifest = verify_directory(folder, NEEDED[kind])
+    except DamagedError as error:
+        raise DamagedError(f"{error}; delete {folder} to tokenize again") from error
+    try:
+        changed = manifest.get("sources") != _sources(config.data)
+    except (ValueError, OSError):
+        changed = False  # they are gone, and not needed any more
+    if changed:
+        say(f"data.files have changed since {folder} was made of them: delete it to tokenize them again")
+    return folder, manifest
+
+
+def write_tokens(config: Config, target: Path) -> None:
+    """Tokenize every document into `target`."""
     tokenizer = make_tokenizer(config)
     assert tokenizer is not None
-    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    dtype = _token_type(tokenizer)
+    lengths: list[int] = []
+    checksums: list[int] = []
+    with (target / "tokens.bin").open("wb") as file:
+        for texts in _grouped(documents(config.data)):
+            encoded = encode(tokenizer, texts)
+            lengths += map(len, encoded)
+            checksums += [content_key(text) for text in texts]
+            file.write(np.concatenate([np.asarray(ids, dtype=dtype) for ids in encoded]).tobytes())
+    if not lengths:
+        raise ValueError("the data hold no documents")
+    ends = np.cumsum(lengths)
+    table = np.stack([ends - lengths, ends, checksums], axis=1)
+    _split(config, table[:, :2], table[:, 2])  # tokens that are too few would be in the way of more
+    np.save(target / "documents.npy", table)
+    save_tokenizer(tokenizer, target / "tokenizer")
 
-    def fill(target: Path) -> None:
-        lengths: list[int] = []
-        checksums: list[int] = []
-        with (target / "tokens.bin").open("wb") as file:
-            for texts in _grouped(documents(config.data)):
-                encoded = encode(tokenizer, texts)
-                lengths += map(len, encoded)
-                checksums += [content_key(text) for text in texts]
-                file.write(np.concatenate([np.asarray(ids, dtype=dtype) for ids in encoded]).tobytes())
-        if not lengths:
-            raise ValueError("the data hold no documents")
-        ends = np.cumsum(lengths)
-        held_out = choose_held_out(np.asarray(checksums), np.asarray(lengths), config.data.held_out)
-        np.save(target / "documents.npy", np.stack([ends - lengths, ends, held_out], axis=1))
-        tokenizer.save_pretrained(target / "tokenizer")
 
-    write_directory(folder, fill, {"made_from": _made_from(config), "dtype": np.dtype(dtype).name})
+def write_tokenizer(config: Config, target: Path) -> None:
+    """The tokenizer alone. One trained on a stream is kept: trained again, it might see other text."""
+    save_tokenizer(make_tokenizer(config), target)
+
+
+def _token_type(tokenizer: Any) -> type[np.unsignedinteger]:
+    return np.uint16 if num_ids(tokenizer) <= 1 << 16 else np.uint32
 
 
 def _grouped(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -113,16 +161,39 @@ def _grouped(texts: Iterator[str]) -> Iterator[list[str]]:
 
 def content_key(text: str | bytes) -> int:
     """A number below 2**32 that depends on the content alone."""
-    return zlib.crc32(text.encode("utf-8", errors="surrogatepass") if isinstance(text, str) else text)
+    return zlib.crc32(text.encode() if isinstance(text, str) else text)
 
 
-def choose_held_out(keys: np.ndarray, lengths: np.ndarray, share: float) -> np.ndarray:
-    """(D,) bool: the documents with the smallest keys, at least one, up to `share` of all tokens."""
+def choose_held_out(keys: np.ndarray, lengths: np.ndarray, wanted: float) -> np.ndarray:
+    """The documents with the smallest keys, in that order: as many as it takes for `wanted` tokens, at least one."""
     order = np.argsort(keys, kind="stable")
     before = np.cumsum(lengths[order]) - lengths[order]
-    chosen = np.zeros(len(keys), dtype=bool)
-    chosen[order] = before < share * lengths.sum()
-    return chosen
+    return order[before < wanted]
+
+
+def _split(config: Config, ranges: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ranges (D, 2) of tokens to train on and those held out, of documents at `ranges` with the content `keys`."""
+    length = config.data.sequence_length
+    lengths = ranges[:, 1] - ranges[:, 0]
+    wanted = max(config.data.held_out * lengths.sum(), length + 1)
+    chosen = choose_held_out(keys, lengths, wanted)
+    excess = int(lengths[chosen].sum() - wanted)
+    is_held = np.zeros(len(keys), dtype=bool)
+    is_held[chosen] = True
+    training, held_out = ranges[~is_held], ranges[is_held]
+    if excess > wanted:
+        # The last one is most of what is held out, or all the data: its beginning is enough, and comes last because
+        # it has no EOS.
+        begin, end = ranges[chosen[-1]]
+        held_out = np.append(held_out[held_out[:, 0] != begin], [[begin, end - excess]], axis=0)
+        training = np.append(training, [[end - excess, end]], axis=0)
+    for name, share in (("training", training), ("held-out", held_out)):
+        if (share[:, 1] - share[:, 0]).sum() <= length:
+            raise ValueError(
+                f"the {name} share of the data has no full row of data.sequence_length = {length} tokens: "
+                "add data, shorten the rows, or change data.held_out"
+            )
+    return training, held_out
 
 
 def _made_from(config: Config) -> dict[str, Any]:
@@ -131,39 +202,37 @@ def _made_from(config: Config) -> dict[str, Any]:
     return {**{key: data[key] for key in TOKEN_KEYS}, "tokenizer": tokenizer}
 
 
-def _checked_manifest(config: Config, folder: Path) -> dict[str, Any]:
-    try:
-        manifest = verify_directory(folder)
-    except DamagedError as error:
-        raise DamagedError(f"{error}; delete {folder} to tokenize again") from error
-    if manifest["made_from"] != _made_from(config):
-        raise ValueError(
-            f"{folder} was tokenized from other data or with another tokenizer: "
-            "choose another data.cache_dir or train.run_dir, or delete it"
-        )
-    return manifest
-
-
 def _open_binaries(config: Config) -> Corpus:
     """Token files as they are; documents end at EOS, or every T tokens in a file that has none."""
     tokenizer = make_tokenizer(config)
     eos = tokenizer.eos_token_id if tokenizer is not None else config.model.config.get("eos_token_id")
     dtype = np.dtype(config.data.token_dtype)
     files = find_files(config.data.files)
-    for path in files:
-        if not path.stat().st_size or path.stat().st_size % dtype.itemsize:
-            raise ValueError(f"{path} ({path.stat().st_size} bytes) is not a file of {dtype} tokens (data.token_dtype)")
-    tokens = Shards([np.memmap(path, dtype=dtype, mode="r") for path in files])
+    tokens = Shards([_read_binary(path, dtype) for path in files])
     ends = np.concatenate(
         [begin + _document_ends(part, eos, config.data.sequence_length) for begin, part in tokens.located()]
     )
     ranges = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
     keys = np.asarray([content_key(tokens[begin:end].tobytes()) for begin, end in ranges])
-    held_out = choose_held_out(keys, ranges[:, 1] - ranges[:, 0], config.data.held_out)
     identity = f"{len(tokens)} tokens, {zlib.crc32(keys.tobytes()):08x}"
-    num_ids = 1 + max(int(part.max()) for part in tokens.parts)
-    rows, held_rows = _packed(config, tokens, ranges, held_out)
-    return Corpus(tokenizer, eos, rows, held_rows, num_ids, identity)
+    largest = max(int(part.max()) for part in tokens.parts)
+    rows, held_rows = _packed(config, tokens, ranges, keys)
+    return Corpus(tokenizer, eos, rows, held_rows, 1 + largest, identity)
+
+
+def _read_binary(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The tokens of one file, mapped into memory."""
+    with reading(path):
+        size = path.stat().st_size
+        if not size or size % dtype.itemsize:
+            raise ValueError(f"{path} ({size} bytes) is not a file of {dtype} tokens (data.token_dtype)")
+        tokens = np.memmap(path, dtype=dtype, mode="r")
+    # Wider ids read as narrow ones are two tokens each, the second one being the id's high half. No text has tokens in
+    # its odd places that are hundreds of times smaller than those in the even ones.
+    if len(tokens) % 2 == 0 and 256 * int(tokens[1::2].max()) < int(tokens[::2].max()):
+        remedy = "set data.token_dtype=uint32" if dtype == np.uint16 else "convert it to uint32"
+        raise ValueError(f"{path} holds wider tokens than {dtype} (data.token_dtype): {remedy}")
+    return tokens
 
 
 class Shards:
@@ -195,23 +264,19 @@ def _document_ends(tokens: np.ndarray, eos: int | None, length: int) -> np.ndarr
 
 
 def _packed(
-    config: Config, tokens: np.ndarray | Shards, ranges: np.ndarray, held_out: np.ndarray
+    config: Config, tokens: np.ndarray | Shards, ranges: np.ndarray, keys: np.ndarray
 ) -> tuple[PackedRows, np.ndarray]:
     """Training rows, and the held-out rows to evaluate on, of documents at `ranges` in `tokens`."""
     length = config.data.sequence_length
-    rows = PackedRows(tokens, ranges[~held_out], length, config.train.seed)
-    held_rows = PackedRows(tokens, ranges[held_out], length, 0, shuffle=False)
-    for name, share in (("training", rows), ("held-out", held_rows)):
-        if not share.num_rows:
-            raise ValueError(
-                f"the {name} share of the data has no full row of data.sequence_length = {length} tokens: "
-                "add data, shorten the rows, or change data.held_out"
-            )
+    training, held_out = _split(config, ranges, keys)
+    held_rows = PackedRows(tokens, held_out, length, 0, shuffle=False)
+    rows = PackedRows(tokens, training, length, config.train.seed)
     return rows, held_rows.next_rows(min(config.eval.rows, held_rows.num_rows))
 
 
-def _open_stream(config: Config) -> Corpus:
-    tokenizer = _streaming_tokenizer(config)
+def _open_stream(config: Config, say: Callable[[str], None]) -> Corpus:
+    folder, _ = _cached(config, TOKENIZER, say)
+    tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
     threshold = int(config.data.held_out * 2**32)
 
     def is_held_out(text: str) -> bool:
@@ -230,25 +295,17 @@ def _open_stream(config: Config) -> Corpus:
     stream = DocumentStream(config.data, config.train.seed)
     streamed = StreamedRows(stream, tokenizer, length, config.data.shuffle_rows, is_held_out)
     identity = _stream_identity(config.data, rows)
-    return Corpus(tokenizer, tokenizer.eos_token_id, streamed, rows, len(tokenizer), identity)
+    return Corpus(tokenizer, tokenizer.eos_token_id, streamed, rows, num_ids(tokenizer), identity)
 
 
 def _stream_identity(data: DataConfig, held_out: np.ndarray) -> str:
     """What can be known of a stream without reading it: what it is made of, and the held-out rows."""
-    made_of: list[Any] = [data.dataset, data.dataset_config, data.split, data.files]
-    if not data.dataset:  # by name, as find_files orders them: the folder may have been moved
-        made_of = [(path.name, path.stat().st_size) for path in find_files(data.files)]
+    made_of = [data.dataset, data.dataset_config, data.split, data.files] if data.dataset else _sources(data)
     digest = hashlib.sha256(json.dumps(made_of).encode())
     digest.update(held_out.astype(np.int64).tobytes())
     return f"{STREAMED} {digest.hexdigest()}"
 
 
-def _streaming_tokenizer(config: Config) -> Any:
-    """A tokenizer trained on a stream is kept beside the run: trained again, it might see other text."""
-    folder = cache_dir(config) / "tokenizer"
-    if not folder.exists():
-        tokenizer = make_tokenizer(config)
-        assert tokenizer is not None
-        write_directory(folder, tokenizer.save_pretrained, {"made_from": _made_from(config)})
-    _checked_manifest(config, folder)
-    return load_tokenizer(folder)
+def _sources(data: DataConfig) -> list[list[Any]]:
+    """Local files by name and size, as `find_files` orders them: their folder may have been moved."""
+    return [] if data.dataset else [[path.name, path.stat().st_size] for path in find_files(data.files)]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from overcoat.train import tokenizer
+from overcoat.train import corpus, files, tokenizer
 from overcoat.train.config import Config, DataConfig
 from overcoat.train.corpus import open_corpus
 from overcoat.train.files import DamagedError
@@ -76,18 +80,132 @@ def _held(text: str, titles: set[str]) -> bool:
     return text.splitlines()[0] in titles
 
 
-def test_other_data_in_the_same_cache_is_an_error(make_config: MakeConfig) -> None:
-    open_corpus(make_config(), silent)
-    with pytest.raises(ValueError, match="tokenized from other data"):
-        open_corpus(make_config("tokenizer.vocab_size=300"), silent)
+def cached(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "run/data/tokens").glob("[!.]*"))
+
+
+def test_other_data_lie_beside_in_the_same_cache(make_config: MakeConfig, tmp_path: Path) -> None:
+    first = open_corpus(make_config(), silent)
+    second = open_corpus(make_config("tokenizer.vocab_size=300"), silent)
+    assert second.num_ids == 300 != first.num_ids
+    assert len(cached(tmp_path)) == 2
+    assert open_corpus(make_config(), silent).identity == first.identity
+
+
+def test_a_second_run_waits_for_the_tokens_of_the_first(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, waits = threading.Event(), threading.Event(), threading.Event()
+    said: list[str] = []
+    written: list[Path] = []
+    real = corpus.write_tokens
+
+    def slow(config: Config, target: Path) -> None:
+        written.append(target)
+        begun.set()
+        assert go_on.wait(60)
+        real(config, target)
+
+    def say(text: str) -> None:
+        said.append(text)
+        waits.set()
+
+    monkeypatch.setattr(corpus, "write_tokens", slow)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(open_corpus, make_config(), silent)
+        assert begun.wait(60)
+        second = threads.submit(open_corpus, make_config("train.seed=5"), say)
+        try:
+            assert waits.wait(60)
+        finally:
+            go_on.set()
+        assert first.result().identity == second.result().identity
+    assert len(written) == 1
+    assert len(said) == 1
+    assert said[0].startswith("another run is tokenizing into ")
+
+
+def test_what_a_killed_run_left_is_not_in_the_way(make_config: MakeConfig, tmp_path: Path) -> None:
+    expected = open_corpus(make_config(), silent).identity
+    (folder,) = cached(tmp_path)
+    partial = folder.with_name(f".partial-{folder.name}")
+    folder.rename(partial)
+    (partial / "manifest.json").unlink()
+    assert folder.with_name(f".{folder.name}.lock").exists()
+    assert open_corpus(make_config(), silent).identity == expected
+    assert not partial.exists()
+
+
+def test_too_little_data_leave_nothing_in_the_way_of_more(make_config: MakeConfig, tmp_path: Path) -> None:
+    file = tmp_path / "some.txt"
+    config = make_config(f"data.files={file}")
+    for text, message in [("few words", "the training share of the data has no full row"), ("\n", "no documents")]:
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            open_corpus(config, silent)
+        assert not cached(tmp_path)
+    file.write_text(" ".join(map(str, range(900))))
+    assert open_corpus(config, silent).rows.next_rows(1).shape == (1, 33)
+
+
+def test_files_that_have_changed_since_are_said(make_config: MakeConfig, tmp_path: Path) -> None:
+    file, said = tmp_path / "some.txt", list[str]()
+    file.write_text(" ".join(map(str, range(900))))
+    config = make_config(f"data.files={file}")
+    first = open_corpus(config, silent)
+    file.write_text(" ".join(map(str, range(1000))))
+    assert open_corpus(config, said.append).identity == first.identity
+    file.unlink()
+    assert open_corpus(config, said.append).identity == first.identity
+    assert len(said) == 1
+    assert said[0].startswith("data.files have changed since")
+
+
+def test_one_small_file_is_trained_on_and_evaluated(make_config: MakeConfig, tmp_path: Path) -> None:
+    """A single document, cut: its beginning is held out, a row or `data.held_out` of it."""
+    (tmp_path / "one.txt").write_text(" ".join(f"{number:04d}" for number in range(8200)))  # 41 KB
+    for share, rows in [(0.001, 1), (0.1, 50)]:
+        config = make_config(f"data.files={tmp_path}/one.txt", f"data.held_out={share}", "eval.rows=100000")
+        found = open_corpus(config, silent)
+        tokens = np.concatenate([found.held_out[0, :1], found.held_out[:, 1:].ravel()])
+        assert found.tokenizer is not None
+        assert found.tokenizer.decode(tokens.tolist()).startswith("0000 0001 0002")
+        (ranges,) = found.rows.documents  # type: ignore[attr-defined]
+        assert ranges[0] >= len(tokens)
+        assert found.tokenizer.decode(found.rows.tokens[slice(*ranges)].tolist()).endswith("8199<|endoftext|>")  # type: ignore[attr-defined]
+        assert len(found.held_out) >= rows
+        assert ranges[1] - ranges[0] > 0.85 * ranges[1]
 
 
 def test_a_damaged_cache_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
     open_corpus(make_config(), silent)
-    with (tmp_path / "run/data/tokens/tokens.bin").open("r+b") as file:
+    (folder,) = cached(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    with (folder / "tokens.bin").open("r+b") as file:
         file.write(b"\xff\xff")
-    with pytest.raises(DamagedError, match=r"contents of tokens\.bin"):
+    with pytest.raises(DamagedError, match=r"contents of tokens\.bin .*; delete .* to tokenize again"):
         open_corpus(make_config(), silent)
+    (folder / "tokens.bin").unlink()
+    del manifest["files"]["tokens.bin"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DamagedError, match=r"does not list tokens\.bin; delete .* to tokenize again"):
+        open_corpus(make_config(), silent)
+
+
+def test_tokens_that_cannot_be_written_are_one_line(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write .*/file/tokens/.*Not a directory; .*another data\.cache_dir"):
+        open_corpus(make_config(f"data.cache_dir={tmp_path}/file"), silent)
+
+    def full(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "sync", full)
+    with pytest.raises(ValueError, match=r"cannot write .*: No space left on device; make room there"):
+        open_corpus(make_config(), silent)
+    assert not list((tmp_path / "run/data/tokens").glob(".partial*"))
 
 
 def test_rows_longer_than_the_data_are_an_error(make_config: MakeConfig) -> None:
@@ -121,6 +239,24 @@ def test_a_torn_binary_is_an_error(make_config: MakeConfig, tmp_path: Path) -> N
     config = make_config(f"data.files={tmp_path}/a.bin", "tokenizer.vocab_size=0")
     with pytest.raises(ValueError, match="is not a file of uint16 tokens"):
         open_corpus(config, silent)
+
+
+@pytest.mark.parametrize(("kept", "read"), [("uint32", "uint16"), ("uint64", "uint32")])
+@pytest.mark.parametrize("vocabulary", [300, 130_000])
+def test_wider_tokens_than_configured_are_an_error(
+    make_config: MakeConfig, tmp_path: Path, kept: str, read: str, vocabulary: int
+) -> None:
+    tokens = np.random.default_rng(0).integers(0, vocabulary, 999)
+    tokens.astype(kept).tofile(tmp_path / "a.bin")
+    words = ("tokenizer.vocab_size=0", f"model.config.vocab_size={vocabulary}", f"data.token_dtype={read}")
+    with pytest.raises(ValueError, match=rf"a\.bin holds wider tokens than {read} \(data\.token_dtype\): .*uint32"):
+        open_corpus(make_config(f"data.files={tmp_path}/a.bin", *words), silent)
+
+
+def test_tokens_of_few_kinds_are_no_wider_ones(make_config: MakeConfig, tmp_path: Path) -> None:
+    np.random.default_rng(0).integers(0, 4, 1000).astype(np.uint16).tofile(tmp_path / "a.bin")
+    config = make_config(f"data.files={tmp_path}/a.bin", "tokenizer.vocab_size=0")
+    assert open_corpus(config, silent).num_ids == 4
 
 
 def test_no_tokenizer_is_an_error(make_config: MakeConfig) -> None:

@@ -124,10 +124,10 @@ def test_shards_read_as_one_array() -> None:
 
 def test_held_out_is_decided_by_content_alone() -> None:
     keys, lengths = np.array([50, 10, 40, 20, 30]), np.array([10, 10, 10, 10, 60])
-    assert choose_held_out(keys, lengths, 0.15).tolist() == [False, True, False, True, False]
-    assert choose_held_out(keys, lengths, 1e-9).sum() == 1  # at least one document
+    assert choose_held_out(keys, lengths, 18).tolist() == [1, 3]
+    assert choose_held_out(keys, lengths, 1).tolist() == [1]  # at least one document
     order = np.array([3, 1, 4, 0, 2])
-    assert choose_held_out(keys[order], lengths[order], 0.15).tolist() == [True, True, False, False, False]
+    assert choose_held_out(keys[order], lengths[order], 18).tolist() == [1, 0]
 
 
 class OneTokenPerCharacter:
