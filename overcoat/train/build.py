@@ -52,7 +52,9 @@ def check_config(config: Config) -> None:
         make_optimizer(nn.Linear(1, 1, dtype=getattr(torch, config.model.dtype)), config.optimizer, config.train.seed)
     except ValueError as error:
         raise ValueError(f"[optimizer]: {error}") from error
-    if not config.model.name:
+    if config.model.name:
+        load_pretrained("AutoConfig", "model.name =", config.model.name, config.model.trust_remote_code)
+    else:
         check_builds(config.model)
 
 

@@ -99,7 +99,7 @@ class PackedRows:
     def next_rows(self, count: int) -> np.ndarray:
         rows = np.empty((count, self.length + 1), dtype=np.int64)
         for row in rows:
-            if self.num_done == self.num_rows:
+            if self.num_done >= self.num_rows:  # above: resumed on purpose with longer rows, of which there are fewer
                 self.epoch, self.num_done = self.epoch + 1, 0
                 self._arrange()
             self._gather(int(self._rows[self.num_done]) * self.length, row)

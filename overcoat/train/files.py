@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import shutil
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ class DamagedError(ValueError):
 
 def reason(error: BaseException) -> str:
     """Why, in one line."""
-    text = getattr(error, "strerror", None) or str(error).strip()
-    return str(text).splitlines()[0] if text else type(error).__name__
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return textwrap.shorten(text, 300, placeholder=" ...")
 
 
 @contextlib.contextmanager

@@ -115,6 +115,13 @@ def test_document_mask_separates_documents_in_the_model() -> None:
     assert (joined[0, 3:] - joined[1, 3:]).abs().max() > 1e-4
 
 
+def test_a_position_beyond_the_epoch_begins_the_next_one() -> None:
+    rows = PackedRows(np.arange(100), np.array([[0, 50], [50, 100]]), 8, seed=1)
+    rows.load_state_dict({"epoch": 0, "num_done": 1000})
+    rows.next_rows(1)
+    assert rows.state_dict() == {"epoch": 1, "num_done": 1}
+
+
 def test_shards_read_as_one_array() -> None:
     shards = Shards([np.arange(0, 5), np.arange(5, 7), np.arange(7, 20)])
     assert len(shards) == 20

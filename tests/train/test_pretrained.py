@@ -14,7 +14,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from overcoat.estimate.models import load_model_config
-from overcoat.train.build import build_model
+from overcoat.train.build import build_model, check_config
 from overcoat.train.config import Config
 from overcoat.train.tokenizer import load_tokenizer, train_tokenizer
 
@@ -50,12 +50,13 @@ def loaders(folder: Path, make_config: MakeConfig, *words: str) -> dict[str, Cal
     config = make_config("model.config={}", f"model.name={folder}", *words)
     return {
         "model": lambda: build_model(config, None, torch.device("cpu")),
+        "check": lambda: check_config(config),  # before data are read
         "tokenizer": lambda: load_tokenizer(folder, config.model.trust_remote_code),
         "estimate": lambda: load_model_config(str(folder)),
     }
 
 
-@pytest.mark.parametrize("what", ["model", "tokenizer", "estimate"])
+@pytest.mark.parametrize("what", ["model", "check", "tokenizer", "estimate"])
 def test_code_of_a_folder_is_refused_with_the_option(tmp_path: Path, make_config: MakeConfig, what: str) -> None:
     folder = folder_with_code(tmp_path, make_config, model_type="strange", tokenizer_class="Strange")
     with pytest.raises(ValueError, match=r"needs Python code of its own .* model\.trust_remote_code=true") as caught:
@@ -64,7 +65,7 @@ def test_code_of_a_folder_is_refused_with_the_option(tmp_path: Path, make_config
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("what", ["model", "tokenizer", "estimate"])
+@pytest.mark.parametrize("what", ["model", "check", "tokenizer", "estimate"])
 def test_a_folder_that_needs_no_code_loads_without_it(tmp_path: Path, make_config: MakeConfig, what: str) -> None:
     loaders(folder_with_code(tmp_path, make_config), make_config)[what]()
     assert not (tmp_path / "ran").exists()
