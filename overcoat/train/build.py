@@ -26,10 +26,13 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"train.device = {name!r}: expected cuda, cpu or auto") from error
+    require(device.type in ("cuda", "cpu"), f"train.device = {name!r}: expected cuda, cpu or auto")
     require(
         device.type != "cuda" or torch.cuda.is_available(),
         f"train.device = {name!r}: PyTorch sees no CUDA GPU here",
     )
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    require((device.index or 0) < count, f"train.device = {name!r}: there are {count}, counted from 0")
     return device
 
 

@@ -12,10 +12,15 @@ Each field carries its explanation (`help_text()` prints them all, `overcoat tra
 data: it is dumped as `config.toml` into the run directory, and a later run into the same directory compares
 itself with that. Keys in `FREE_KEYS` do not decide what is computed (where logs go, how often to evaluate):
 they may differ on resuming.
+
+The limits of a number stand beside its default; what several options say together is checked in
+`__post_init__`.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,9 +42,16 @@ FREE_KEYS = (
 )
 
 
-def option(default: Any, text: str) -> Any:
-    """One configuration field: its default and the sentence that `--keys` prints for it."""
-    return field(default=default, metadata={"help": text})
+MOST_TOKENS = 2**30  # in one optimizer step: its rows are made on the host at once, 8 bytes a token
+
+
+def option(default: Any, text: str, **limits: float) -> Any:
+    """One configuration field: its default, the sentence that `--keys` prints for it, and the limits of its number (or
+    numbers): at_least, above, at_most, below."""
+    metadata = {"help": text, "limits": limits}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def require(condition: bool, message: str) -> None:
@@ -51,10 +63,7 @@ def require(condition: bool, message: str) -> None:
 @dataclass(frozen=True)
 class ModelConfig:
     name: str = option("", "Hugging Face model name or local path to start from (fine-tuning)")
-    config: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={"help": "inline model configuration to train from scratch: model_type and its fields"},
-    )
+    config: dict[str, Any] = option({}, "inline model configuration to train from scratch: model_type and its fields")
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "type of the parameters")
     attention: str = option("sdpa", "transformers' attn_implementation")
     trust_remote_code: bool = option(
@@ -84,31 +93,23 @@ class RecipeConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    lr: float = option(3e-4, "peak learning rate")
-    betas: list[float] = field(
-        default_factory=lambda: [0.9, 0.95], metadata={"help": "decay of the first and the second moment"}
-    )
+    lr: float = option(3e-4, "peak learning rate", above=0)
+    betas: list[float] = option([0.9, 0.95], "decay of the first and the second moment", at_least=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment")
     weight_decay: float = option(0.1, "decoupled weight decay, on matrices only (not on norm weights and biases)")
-    moments: str | list[str] = field(
-        default="8bit",
-        metadata={"help": 'code of the moments: "8bit", "fp8", "bf16", "fp32", or a pair of codes'},
-    )
+    moments: str | list[str] = option("8bit", 'code of the moments: "8bit", "fp8", "bf16", "fp32", or a pair of codes')
     master: str = option("auto", 'what accompanies a BF16 weight: "auto", "bf16+8", "bf16+16" (exact FP32), "bf16"')
     group_size: int = option(128, "elements that share one scale in the moments")
     offload: bool = option(False, "keep the moments in host memory and stream them through the GPU: same steps, slower")
     release_gradients: bool = option(
         False, "step each parameter inside the backward pass and free its gradient; needs clip = 0, no accumulation"
     )
-    clip: float = option(1.0, "largest norm of the gradient over all parameters; 0 does not clip")
+    clip: float = option(
+        1.0, "largest norm of the gradient over all parameters; 0 and inf do not clip", at_least=0, at_most=math.inf
+    )
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, f"optimizer.lr = {self.lr}: must be above 0")
-        require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            f"optimizer.betas = {self.betas}: two numbers in [0, 1)",
-        )
-        require(self.clip >= 0, f"optimizer.clip = {self.clip}: 0 (off) or above")
+        require(len(self.betas) == 2, f"optimizer.betas = {self.betas}: two numbers, one for each moment")
         require(
             not (self.release_gradients and self.clip),
             f"optimizer.release_gradients cannot clip at {self.clip}: no moment has all gradients; set it to 0",
@@ -122,42 +123,33 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     kind: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "shape after the warm-up")
-    warmup_steps: int = option(100, "steps of linear warm-up from 0 to the peak")
-    decay_steps: int = option(0, "wsd only: length of the final linear decay; 0 means a fifth of all steps")
-    final_ratio: float = option(0.1, "learning rate at the end over the peak")
-
-    def __post_init__(self) -> None:
-        require(self.warmup_steps >= 0, f"schedule.warmup_steps = {self.warmup_steps}: 0 or above")
-        require(self.decay_steps >= 0, f"schedule.decay_steps = {self.decay_steps}: 0 or above")
-        require(0 <= self.final_ratio <= 1, f"schedule.final_ratio = {self.final_ratio}: between 0 and 1")
+    warmup_steps: int = option(100, "steps of linear warm-up from 0 to the peak", at_least=0)
+    decay_steps: int = option(0, "wsd only: length of the final linear decay; 0 means a fifth of all steps", at_least=0)
+    final_ratio: float = option(0.1, "learning rate at the end over the peak", at_least=0, at_most=1)
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    files: list[str] = field(
-        default_factory=list,
-        metadata={"help": 'paths or patterns of .txt, .jsonl, .bin, ...; or "stdlib", "site-packages"'},
-    )
+    files: list[str] = option([], 'paths or patterns of .txt, .jsonl, .bin, ...; or "stdlib", "site-packages"')
     dataset: str = option("", "name for datasets.load_dataset; with data.files these become its data_files")
     dataset_config: str = option("", "the configuration (second argument) of the dataset")
     split: str = option("train", "split of the dataset to train on")
     text_key: str = option("text", "field that holds the text, in JSONL and datasets")
     token_dtype: Literal["uint16", "uint32"] = option("uint16", "element type of .bin files")
     streaming: bool = option(False, "tokenize on the fly instead of once into data.cache_dir")
-    shuffle_rows: int = option(256, "streaming only: rows held back to draw the next one from")
-    max_bytes: int = option(0, "read at most this much text, in UTF-8; 0 reads all")
-    sequence_length: int = option(1024, "tokens in a row")
+    shuffle_rows: int = option(256, "streaming only: rows held back to draw the next one from", at_least=1)
+    max_bytes: int = option(0, "read at most this much text, in UTF-8; 0 reads all", at_least=0)
+    sequence_length: int = option(1024, "tokens in a row", at_least=2)
     document_mask: bool = option(
         False, "keep attention and loss inside a document of a packed row (else EOS separates)"
     )
-    held_out: float = option(0.01, "share of the text kept for evaluation, whole documents chosen by their content")
+    held_out: float = option(
+        0.01, "share of the text kept for evaluation, whole documents chosen by their content", above=0, below=1
+    )
     cache_dir: str = option("", "where tokens are kept; default: data/ in the run directory")
 
     def __post_init__(self) -> None:
         require(bool(self.files or self.dataset), "no data: set data.files or data.dataset")
-        require(self.sequence_length >= 2, f"data.sequence_length = {self.sequence_length}: at least 2")
-        require(0 < self.held_out < 1, f"data.held_out = {self.held_out}: between 0 and 1, both excluded")
-        require(self.shuffle_rows >= 1, f"data.shuffle_rows = {self.shuffle_rows}: at least 1 (no shuffling)")
         require(
             not (self.streaming and self.max_bytes),
             "data.max_bytes does not apply to data.streaming: drop one",
@@ -180,7 +172,7 @@ class DataConfig:
 class TokenizerConfig:
     name: str = option("", "Hugging Face name or local path; default: the model's, else one trained on the data")
     vocab_size: int = option(0, "train a byte-level BPE of this size on the data")
-    train_bytes: int = option(32_000_000, "text to train it on, taken evenly from the data")
+    train_bytes: int = option(32_000_000, "text to train it on, taken evenly from the data", at_least=1)
 
     def __post_init__(self) -> None:
         require(not (self.name and self.vocab_size), "set tokenizer.name or tokenizer.vocab_size, not both")
@@ -193,35 +185,41 @@ class TokenizerConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     run_dir: str = option("", "everything the run writes goes here; default: runs/ and the config file's name")
-    steps: int = option(1000, "optimizer steps")
+    steps: int = option(1000, "optimizer steps", at_least=1)
     batch_size: int | Literal["auto"] = option(
-        8, 'rows in one forward pass, or "auto": as many as fit the GPU, from the divisors of train.global_batch_size'
+        8,
+        'rows in one forward pass, or "auto": as many as fit the GPU, from the divisors of train.global_batch_size',
+        at_least=1,
     )
-    accumulation: int = option(1, 'forward passes in one optimizer step; with batch_size = "auto" it follows')
-    global_batch_size: int = option(0, 'rows in one optimizer step: only, and needed, with batch_size = "auto"')
+    accumulation: int = option(
+        1, 'forward passes in one optimizer step; with batch_size = "auto" it follows', at_least=1
+    )
+    global_batch_size: int = option(
+        0, 'rows in one optimizer step: only, and needed, with batch_size = "auto"', at_least=0
+    )
     memory_limit_gib: float = option(
-        0.0, 'GPU memory that batch_size = "auto" may plan with, in GiB, CUDA context included; 0: what is free'
+        0.0,
+        'GPU memory that batch_size = "auto" may plan with, in GiB, CUDA context included; 0: what is free',
+        at_least=0,
     )
     on_oom: Literal["smaller_batch", "leaner_recipe", "error"] = option(
         "smaller_batch",
         "when a step runs out of memory, take it again with fewer rows at once, or first with block checkpoints",
     )
-    seed: int = option(0, "of the model's initialisation, the data order and stochastic rounding")
-    device: str = option("auto", '"cuda", "cpu", or "auto"')
+    seed: int = option(
+        0, "of the model's initialisation, the data order and stochastic rounding", at_least=0, below=2**32
+    )
+    device: str = option("auto", '"cuda", "cuda:1", "cpu", or "auto"')
     compile: Literal["none", "layers", "graphs"] = option(
         "none", '"layers": torch.compile of every decoder layer; "graphs": replayed as CUDA graphs, too (small models)'
     )
     resume: str = option("auto", '"auto" (newest checkpoint of run_dir, if any), or the path of a checkpoint')
-    log_every: int = option(10, "steps between two reads of the loss from the device")
+    log_every: int = option(10, "steps between two reads of the loss from the device", at_least=1)
     tensorboard: bool = option(True, "also write TensorBoard events")
 
     def __post_init__(self) -> None:
-        counts = ["steps", "accumulation", "log_every"]
-        counts.append("global_batch_size" if self.batch_size == "auto" else "batch_size")
-        for name in counts:
-            require(getattr(self, name) >= 1, f"train.{name} = {getattr(self, name)}: at least 1")
-        require(self.memory_limit_gib >= 0, f"train.memory_limit_gib = {self.memory_limit_gib}: 0 (no limit) or above")
         if self.batch_size == "auto":
+            require(self.global_batch_size >= 1, "train.global_batch_size = 0: must be at least 1, the rows of a step")
             require(
                 self.accumulation == 1,
                 f"train.accumulation = {self.accumulation}: follows from train.batch_size = 'auto'; leave it out and "
@@ -242,22 +240,16 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    every: int = option(100, "steps between evaluations; 0 evaluates at the end only")
-    rows: int = option(64, "held-out rows to evaluate on, always the same")
-
-    def __post_init__(self) -> None:
-        require(self.every >= 0, f"eval.every = {self.every}: 0 (only at the end) or above")
-        require(self.rows >= 1, f"eval.rows = {self.rows}: at least 1")
+    every: int = option(100, "steps between evaluations; 0 evaluates at the end only", at_least=0)
+    rows: int = option(64, "held-out rows to evaluate on, always the same", at_least=1)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = option(500, "steps between checkpoints; 0 writes one at the end only (and on SIGTERM or Ctrl-C)")
-    keep: int = option(2, "how many of the newest to keep")
-
-    def __post_init__(self) -> None:
-        require(self.every >= 0, f"checkpoint.every = {self.every}: 0 (only at the end) or above")
-        require(self.keep >= 1, f"checkpoint.keep = {self.keep}: at least 1")
+    every: int = option(
+        500, "steps between checkpoints; 0 writes one at the end only (and on SIGTERM or Ctrl-C)", at_least=0
+    )
+    keep: int = option(2, "how many of the newest to keep", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -270,16 +262,22 @@ class MemoryConfig:
 @dataclass(frozen=True)
 class SampleConfig:
     prompt: str = option("", "text that the sample at the end continues; empty begins a new document")
-    tokens: int = option(64, "tokens to generate; 0 generates none")
-    temperature: float = option(0.8, "0 is greedy")
+    tokens: int = option(64, "tokens to generate; 0 generates none", at_least=0, at_most=2**16)
+    temperature: float = option(0.8, "0 is greedy", at_least=0)
+
+    def __post_init__(self) -> None:
+        # Logits over less are infinite in FP32, and have no softmax.
+        require(
+            not 0 < self.temperature < 1e-6,
+            f"sample.temperature = {self.temperature}: 0 (greedy), or at least 1e-06",
+        )
 
 
 @dataclass(frozen=True)
 class CompareConfig:
     name: str = option("BF16 + FP32 AdamW", "title of the second run in the table")
-    overrides: list[str] = field(
-        default_factory=list,
-        metadata={"help": 'train again with these changes, e.g. ["recipe.name=bf16", "optimizer.moments=fp32"]'},
+    overrides: list[str] = option(
+        [], 'train again with these changes, e.g. ["recipe.name=bf16", "optimizer.moments=fp32"]'
     )
 
 
@@ -309,6 +307,12 @@ class Config:
             not (self.optimizer.release_gradients and self.train.batch_size == "auto"),
             "train.batch_size = 'auto' accumulates what does not fit at once, which optimizer.release_gradients "
             "cannot: set train.batch_size to a number (overcoat estimate knows the largest)",
+        )
+        rows, length = self.train.rows_per_step, self.data.sequence_length
+        require(
+            rows * length <= MOST_TOKENS,
+            f"a step of {rows} rows (train.global_batch_size, or train.batch_size x train.accumulation) of "
+            f"data.sequence_length = {length} has {rows * length} tokens: must be at most {MOST_TOKENS}",
         )
         if self.train.compile != "none":
             _check_compiled(self)

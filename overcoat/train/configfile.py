@@ -11,13 +11,17 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import operator
 import sys
 import types
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from overcoat.train.config import FREE_KEYS, Config, require
+from overcoat.train.extras import load_extra
+from overcoat.train.files import sync
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,18 +29,22 @@ else:
     import tomli as tomllib
 
 
+LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+LARGEST = 10**15  # of numbers without an `at_most` of their own: so none is infinite, or too large for 64 bits
+
+
 def load_config(path: str | Path, arguments: list[str] | None = None) -> Config:
     """Read `path`, apply dotted `section.key=value` arguments, check everything."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read the config {path}: {error.strerror}") from error
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # of TOML or of UTF-8; brackets in brackets
         raise ValueError(f"{path} is not valid TOML: {error}") from error
-    values.setdefault("train", {}).setdefault("run_dir", f"runs/{path.stem}")
+    train = values.setdefault("train", {})
+    if isinstance(train, dict):
+        train.setdefault("run_dir", f"runs/{path.stem}")
     return build_config(values, arguments or [])
 
 
@@ -62,7 +70,16 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
             built[spec.name] = _build(hint, values.get(spec.name, {}), f"{prefix}{spec.name}.")  # type: ignore[arg-type]
         elif spec.name in values:
             built[spec.name] = _coerce(values[spec.name], hint, prefix + spec.name)
+            _check_limits(built[spec.name], spec.metadata["limits"], prefix + spec.name)
     return cls(**built)
+
+
+def _check_limits(value: Any, limits: Mapping[str, float], key: str) -> None:
+    """Refuse a number outside the limits of its option; NaN is outside of any."""
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            for name, limit in {"at_most": LARGEST, **limits}.items():
+                require(LIMITS[name](number, limit), f"{key} = {value}: must be {name.replace('_', ' ')} {limit}")
 
 
 def _apply_argument(values: dict[str, Any], argument: str) -> None:
@@ -91,7 +108,7 @@ def _parse(text: str) -> Any:
     """A TOML value, or the text itself where it is none: `lr=1e-3`, `name=gpt2`, `files=["a", "b"]`."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 
@@ -178,22 +195,38 @@ def help_text() -> str:
 
 
 def dump_toml(config: Config) -> str:
-    """The resolved configuration as TOML that `load_config` reads back to an equal Config."""
-    lines: list[str] = []
-    _dump_table(asdict(config), "", lines)
-    return "\n".join(lines) + "\n"
+    """The resolved configuration as TOML that `load_config` reads back to an equal Config.
+
+    Raises:
+        ValueError: a value does not come back: NaN within [model.config], text that is not Unicode.
+    """
+    writer = load_extra("tomli_w", "hf", "recording the configuration")
+    text = writer.dumps(_without_none(asdict(config))).encode(errors="replace").decode()
+    back = _flatten(asdict(build_config(tomllib.loads(text), [])))
+    for key, value in _flatten(asdict(config)).items():
+        require(back.get(key) == value, f"{key} = {value!r}: a TOML file cannot hold this value")
+    return str(text)
 
 
-def _dump_table(table: dict[str, Any], name: str, lines: list[str]) -> None:
-    """JSON's numbers, strings, booleans and lists are TOML too; None is left out, which means the default."""
-    if name:
-        lines.append(f"\n[{name}]" if lines else f"[{name}]")
-    for key, value in table.items():
-        if value is not None and not isinstance(value, dict):
-            lines.append(f"{key} = {json.dumps(value)}")
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            _dump_table(value, f"{name}.{key}" if name else key, lines)
+def _without_none(table: dict[str, Any]) -> dict[str, Any]:
+    """TOML has no null; a key left out has its default, and the default of all that may be None is None."""
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in table.items()
+        if value is not None
+    }
+
+
+def record_config(config: Config, path: Path) -> None:
+    """Write `path`, whole or not at all, unless it says the same already."""
+    content = dump_toml(config).encode()
+    if path.exists() and path.read_bytes() == content:
+        return
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    sync(partial)
+    partial.replace(path)
+    sync(path.parent)
 
 
 def differences(old: Config, new: Config) -> list[str]:

@@ -8,6 +8,7 @@ and add their gradients in another order; block checkpoints round each block's i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -30,7 +31,8 @@ class Fit(NamedTuple):
 
 def divisors(count: int) -> list[int]:
     """Of a number of rows, the largest first."""
-    return [size for size in range(count, 0, -1) if count % size == 0]
+    small = [size for size in range(1, math.isqrt(count) + 1) if count % size == 0]
+    return sorted({*small, *(count // size for size in small)}, reverse=True)
 
 
 def recipe_of(config: Config, fit: Fit) -> overcoat.Recipe:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from overcoat.train.build import build_model, check_config, load_model, make_recipe
+from overcoat.train.build import build_model, check_config, choose_device, load_model, make_recipe
 from overcoat.train.config import Config, RecipeConfig
 
 CPU = torch.device("cpu")
@@ -64,6 +64,15 @@ def test_weights_that_would_be_made_up_are_refused(change: Callable, message: st
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=message):
         load_model(str(tmp_path), CPU, SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["meta", "cpu:1", "mps", "cuda:-1", "cuda:3", ""])
+def test_a_device_that_is_not_there_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match=f"train.device = '{name}': (expected cuda, cpu or auto|there are [12])"):
+        choose_device(name)
 
 
 def test_a_name_that_leads_nowhere_is_refused(tmp_path: Path) -> None:

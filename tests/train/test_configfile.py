@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from overcoat.train.configfile import all_keys, build_config, differences, dump_toml, help_text, load_config
+from overcoat.train import configfile
+from overcoat.train.configfile import (
+    all_keys,
+    build_config,
+    differences,
+    dump_toml,
+    help_text,
+    load_config,
+    record_config,
+)
 from tests.train.test_config import MINIMAL
 
 
@@ -54,8 +63,12 @@ def test_unknown_key_in_the_file_names_the_nearest(tmp_path: Path) -> None:
 def test_unreadable_files_are_value_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot read the config"):
         load_config(tmp_path / "absent.toml")
-    (tmp_path / "bad.toml").write_text("[model\n")
-    with pytest.raises(ValueError, match="not valid TOML"):
+    for content in (b"[model\n", b'[model]\nname = "caf\xe9"\n', b"a = " + b"[" * 10_000):
+        (tmp_path / "bad.toml").write_bytes(content)
+        with pytest.raises(ValueError, match=r"bad\.toml is not valid TOML"):
+            load_config(tmp_path / "bad.toml")
+    (tmp_path / "bad.toml").write_text('train = 5\n[model]\nname = "m"\n[data]\nfiles = ["a"]\n')
+    with pytest.raises(ValueError, match=r"train = 5: expected a table \[train\]"):
         load_config(tmp_path / "bad.toml")
 
 
@@ -72,6 +85,55 @@ def test_dump_reads_back_equal(tmp_path: Path) -> None:
     )
     (tmp_path / "config.toml").write_text(dump_toml(config))
     assert load_config(tmp_path / "config.toml", ["train.run_dir="]) == config
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "optimizer.clip=inf",
+        "sample.prompt=a \N{GRINNING FACE} \x07 \\u0041",
+        'model.config.vocab={"a.b" = [1, {c = 2}]}',
+    ],
+)
+def test_odd_values_are_recorded_as_they_are(tmp_path: Path, argument: str) -> None:
+    start = {"model": {"config": {"model_type": "llama"}}, "data": {"files": ["a.txt"]}}
+    config = build_config(start, [argument, "train.run_dir=r"])
+    record_config(config, tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("model.config.theta=nan", "model.config.theta = nan: a TOML file cannot hold this value"),
+        ("sample.prompt=\udcff", r"sample.prompt = '\\udcff': a TOML file cannot"),
+    ],
+)
+def test_what_does_not_come_back_is_refused(argument: str, message: str) -> None:
+    start = {"model": {"config": {"model_type": "llama"}}, "data": {"files": ["a.txt"]}}
+    with pytest.raises(ValueError, match=message):
+        dump_toml(build_config(start, [argument]))
+
+
+def test_a_record_is_replaced_whole_and_only_if_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.toml"
+    old, new = build_config(MINIMAL, []), build_config(MINIMAL, ["train.seed=1"])
+    record_config(old, path)
+    before = path.stat()
+    record_config(old, path)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+    def full(_: Path) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(configfile, "sync", full)
+        with pytest.raises(OSError, match="no space left"):
+            record_config(new, path)
+    assert path.read_text() == dump_toml(old)
+    record_config(new, path)
+    assert path.read_text() == dump_toml(new)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.toml"]
 
 
 def test_differences_ignore_what_decides_nothing() -> None:
@@ -147,13 +209,7 @@ def test_differences_reach_into_free_tables() -> None:
 
 def test_every_key_stands_in_the_dump_under_its_table() -> None:
     dumped = dump_toml(build_config(MINIMAL, []))
-    assert dumped.startswith("[model]\n")
-    table, found = "", set()
-    for line in dumped.splitlines():
-        if line.startswith("["):
-            table = line.strip("[]")
-        elif line:
-            found.add(f"{table}.{line.partition(' = ')[0]}")
+    found = {f"{table}.{key}" for table, values in configfile.tomllib.loads(dumped).items() for key in values}
     left_out = {key for key in all_keys() if key not in found}
-    assert left_out <= {key for key, spec in all_keys().items() if spec.default is None} | {"model.config"}
+    assert left_out == {key for key, spec in all_keys().items() if spec.default is None}
     assert found <= set(all_keys())

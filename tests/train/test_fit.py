@@ -59,6 +59,8 @@ def test_divisors() -> None:
     assert divisors(12) == [12, 6, 4, 3, 2, 1]
     assert divisors(1) == [1]
     assert divisors(7) == [7, 1]
+    assert divisors(16) == [16, 8, 4, 2, 1]
+    assert len(divisors(2**30)) == 31  # at once: the largest batch there may be
 
 
 def test_fits_only_get_leaner() -> None:
