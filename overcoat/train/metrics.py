@@ -5,7 +5,7 @@
 {"kind": "fit", "step", ...} says how many rows pass at once from that step on (`out_of_memory.py`). A resumed
 run first writes {"kind": "resume", "step"}, which tells `read_metrics` to forget rows after that step, but
 for fits: they were logged by a process that died before its next checkpoint. The steps are then repeated
-with the same numbers. A line cut off by such a death is skipped.
+with the same numbers. A line cut off by such a death is skipped; a row of another kind is an error.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ from overcoat.train.config import Config
 from overcoat.train.extras import load_extra
 
 Row = dict[str, Any]
+METRICS = "metrics.jsonl"
+# What is read of a row beside its step.
+KINDS = {
+    "train": ("loss", "tokens_per_second", "peak_bytes"),
+    "eval": ("loss",),
+    "fit": ("micro_batch", "block_checkpoints"),
+    "resume": (),
+}
 
 
 class MetricsLog:
@@ -38,7 +46,7 @@ class MetricsLog:
 
     def __init__(self, config: Config, first_step: int):
         run_dir = Path(config.train.run_dir)
-        self._file = (run_dir / "metrics.jsonl").open("a+", encoding="ascii")
+        self._file = (run_dir / METRICS).open("a+", encoding="ascii")
         is_new = self._file.seek(0, 2) == 0
         if not is_new and self._ends_within_a_line():
             self._file.write("\n")
@@ -70,19 +78,28 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> dict[str, dict[int, Row]]:
     """{"train": {step: row}, "eval": {step: row}, "fit": {step: row}} in the order of steps, as if the run had
-    never been interrupted."""
+    never been interrupted; of a file that is not there, none."""
     found: dict[str, dict[int, Row]] = {"train": {}, "eval": {}, "fit": {}}
-    for line in path.read_text(encoding="ascii").splitlines():
+    text = path.read_text(encoding="ascii", errors="backslashreplace") if path.exists() else ""
+    for number, line in enumerate(text.split("\n"), 1):
         try:
             row = json.loads(line)
         except ValueError:
             continue
+        if not _is_row(row):
+            raise ValueError(f"{path}, line {number}: not a row that overcoat wrote: {line[:60]!r}; remove that line")
         if row["kind"] == "resume":
             for kind in ("train", "eval"):
                 found[kind] = {s: r for s, r in found[kind].items() if s <= row["step"]}
         else:
             found[row["kind"]][row["step"]] = row
     return found
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a line's value has a kind, and the numbers of that kind."""
+    keys = KINDS.get(str(row.get("kind"))) if isinstance(row, dict) else None
+    return keys is not None and all(isinstance(row.get(key), (int, float)) for key in ("step", *keys))
 
 
 # Peaks of GPUs from before `restart_peak`.

@@ -24,11 +24,16 @@ import torch
 from overcoat.models.compiled import forget
 from overcoat.train.config import Config
 from overcoat.train.fit import Fit, leanest, next_leaner
-from overcoat.train.metrics import Row, read_metrics
+from overcoat.train.metrics import METRICS, Row, read_metrics
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 
 # PyTorch's allocator has an exception of its own; these come from libraries that allocate around it.
-OF_LIBRARIES = ("CUDA error: out of memory", "[CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+OF_LIBRARIES = (
+    "CUDA error: out of memory",
+    "[CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+)
 REMEDY = (
     "overcoat estimate --config CONFIG.toml --gpu-memory SIZE lists what needs less: recipe.checkpoint=block, "
     "optimizer.master=bf16, optimizer.offload=true, shorter rows. With such changes train.resume=CHECKPOINT continues"
@@ -160,8 +165,7 @@ def fit_row(step: int, fit: Fit, out_of_memory: bool) -> Row:
 
 def recorded_fits(config: Config) -> dict[int, Fit]:
     """The fits of a run by the first step they are for; none where the configured one has served so far."""
-    path = Path(config.train.run_dir) / "metrics.jsonl"
-    rows = read_metrics(path)["fit"] if path.exists() else {}
+    rows = read_metrics(Path(config.train.run_dir) / METRICS)["fit"]
     return {step: Fit(row["micro_batch"], row["block_checkpoints"]) for step, row in rows.items()}
 
 

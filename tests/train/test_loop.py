@@ -107,7 +107,8 @@ def test_converted_model_trains(make_config: MakeConfig) -> None:
 
 
 def row(step: int, loss: float = 1.0, norm: float = 1.0) -> dict[str, object]:
-    return {"kind": "train", "step": step, "loss": loss, "gradient_norm": norm}
+    figures = {"loss": loss, "gradient_norm": norm, "tokens_per_second": 9.5, "peak_bytes": 7}
+    return {"kind": "train", "step": step, **figures}
 
 
 def test_a_skipped_step_is_marked_and_a_lost_loss_ends_the_run() -> None:

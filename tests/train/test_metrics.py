@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,8 +93,27 @@ def test_a_line_cut_off_is_skipped_wherever_it_is(tmp_path: Path, torn: str) -> 
     assert {step: r["loss"] for step, r in found["train"].items()} == {1: 1.0, 2: 3.0}
 
 
+@pytest.mark.parametrize(
+    "line",
+    ['{"kind": "lost", "step": 2}', '{"step": 2}', '{"kind": "eval", "step": 2}', '{"kind": "resume"}', "[1]", "5"],
+)
+def test_a_row_of_another_kind_is_refused_with_its_place(tmp_path: Path, line: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"m\.jsonl, line 2: not a row that overcoat wrote: '{re.escape(line)}'; remove"
+    ):
+        written(tmp_path / "m.jsonl", row(1), f"{line}\n")
+
+
+def test_bytes_that_are_no_text_are_a_line_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_bytes(json.dumps(row(1)).encode() + b'\n{"kind": "\xff\n')
+    assert list(read_metrics(tmp_path / "m.jsonl")["train"]) == [1]
+
+
 def test_resuming_forgets_later_rows_but_not_fits(tmp_path: Path) -> None:
-    evaluation, fit = {"kind": "eval", "step": 3, "loss": 5.0}, {"kind": "fit", "step": 3, "batch_size": 1}
+    evaluation, fit = (
+        {"kind": "eval", "step": 3, "loss": 5.0},
+        {"kind": "fit", "step": 3, "micro_batch": 1, "block_checkpoints": False},
+    )
     rows = [row(step) for step in (1, 2, 3, 4)]
     found = written(tmp_path / "m.jsonl", *rows, evaluation, fit, {"kind": "resume", "step": 2})
     assert list(found["train"]) == [1, 2]  # the step of the checkpoint itself has been taken
@@ -131,7 +151,8 @@ def test_tensorboard_gets_the_numbers_and_no_skipped_norm(
     log.write({**row(7), "gradient_norm": None}, {"kind": "eval", "step": 7, "loss": 2.0})
     log.close()
     assert opened == [(tmp_path / "run/tensorboard", 6)]  # events after step 6 are of a process that died
-    assert scalars == [("train/loss", 1.0, 7), ("eval/loss", 2.0, 7)]
+    figures = [("train/tokens_per_second", 9.5, 7), ("train/peak_bytes", 7, 7)]
+    assert scalars == [("train/loss", 1.0, 7), *figures, ("eval/loss", 2.0, 7)]
 
 
 @pytest.mark.parametrize(("platform", "expected"), [("linux", 3 * 1024), ("darwin", 3)])

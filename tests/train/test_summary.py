@@ -11,10 +11,11 @@ from rich.console import Console
 
 from overcoat.train.run import RunResult
 from overcoat.train.summary import summarize
+from tests.train.test_loop import row
 
 ROWS = [
-    {"kind": "train", "step": 1, "loss": 8.0},
-    {"kind": "train", "step": 2, "loss": 6.0},
+    row(1, loss=8.0),
+    row(2, loss=6.0),
     {"kind": "eval", "step": 2, "loss": 6.5},
 ]
 
