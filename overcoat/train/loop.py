@@ -254,12 +254,25 @@ def train_steps(
     log: MetricsLog,
     report: ProgressReport,
     save: Callable[[], Path],
+    is_evaluated: bool = False,
 ) -> None:
     """Train until `train.steps`, evaluate and save when due; a stop request saves and raises
-    RunStoppedError."""
+    RunStoppedError.
+
+    Args:
+        is_evaluated: the metrics have the evaluation of the step to begin with. A stop request leaves it to whoever
+            resumes: a process that is told to end may have seconds.
+    """
 
     def due(every: int) -> bool:
         return state.step == config.train.steps or bool(every and state.step % every == 0)
+
+    def evaluate_and_log() -> None:
+        interval.flush()
+        loss = evaluate(state, config, held_out)
+        log.write({"kind": "eval", "step": state.step, "loss": loss})
+        report.say(f"step {state.step}  held-out loss {loss:.4f}")
+        interval.restart_clock()
 
     state.model.train()
     interval = IntervalLog(log, report, state.device, HostWatch(config, state.device))
@@ -273,6 +286,8 @@ def train_steps(
 
     take_step = _reporting_step(report) if config.memory.report else train_step
     fitting, first_step = Fitting(take_step, config, state, changed), state.step
+    if state.step and due(config.eval.every) and not is_evaluated:
+        evaluate_and_log()
     with StopRequest() as stop:
         while state.step < config.train.steps:
             try:
@@ -285,11 +300,7 @@ def train_steps(
             if due(config.train.log_every) or state.step == 1:
                 interval.flush()
             if due(config.eval.every) and stop.signum is None:
-                interval.flush()
-                loss = evaluate(state, config, held_out)
-                log.write({"kind": "eval", "step": state.step, "loss": loss})
-                report.say(f"step {state.step}  held-out loss {loss:.4f}")
-                interval.restart_clock()
+                evaluate_and_log()
             if due(config.checkpoint.every) or stop.signum is not None:
                 interval.flush()
                 path = save()

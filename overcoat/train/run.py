@@ -36,18 +36,21 @@ from overcoat.train.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
+    set_aside_attempt,
     set_aside_newer,
     write_model,
 )
 from overcoat.train.config import Config
-from overcoat.train.configfile import build_config, dump_toml
+from overcoat.train.configfile import build_config, dump_toml, record_config
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.files import sweep, write_directory
 from overcoat.train.fit import Fit, recipe_of
-from overcoat.train.loop import evaluate, train_steps
-from overcoat.train.metrics import MetricsLog, ProgressReport, forget_peak, read_metrics
+from overcoat.train.loop import train_steps
+from overcoat.train.metrics import METRICS, MetricsLog, ProgressReport, forget_peak, read_metrics
 from overcoat.train.out_of_memory import LostStepError, free_memory, recorded_fits, whatever_the_batch
 from overcoat.train.state import TrainState
+
+LOCK = ".lock"
 
 
 @dataclass
@@ -83,17 +86,16 @@ def run(config: Config, console: Console) -> list[RunResult]:
     return results
 
 
-def check_before_training(config: Config) -> Path | None:
-    """Every mistake that shows without reading data, in the configuration or in what its run directory holds; the
-    checkpoint to start from."""
+def check_before_training(config: Config) -> None:
+    """Every mistake in the configuration that shows without reading data, or the run directory."""
     check_config(config)
-    return choose_checkpoint(config)
+    dump_toml(config)
 
 
 def check_twin(twin: Config) -> None:
     """The same of the second run, before the first one has spent its hours."""
     try:
-        check_config(twin)
+        check_before_training(twin)
     except ValueError as error:
         raise ValueError(f"the run of [compare]: {error}") from error
     try:
@@ -119,11 +121,16 @@ def twin_config(config: Config) -> Config:
 
 def run_once(config: Config, console: Console, title: str) -> RunResult:
     """Train (or go on training) one model and finish it."""
-    start_from = check_before_training(config)
-    checkpoints = [] if start_from is None else [start_from]
+    check_before_training(config)
     run_dir = Path(config.train.run_dir)
+    if not (run_dir / LOCK).exists():
+        choose_checkpoint(config)  # what is refused finds its directory as it was
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
+        start_from = choose_checkpoint(config)
+        checkpoints = [] if start_from is None else [start_from]
+        if start_from is None:
+            set_aside_attempt(config)
         while True:
             try:
                 return _train_from(checkpoints, config, console, title)
@@ -143,18 +150,26 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
     say(str(report))
     if checkpoints:
         load_checkpoint(checkpoints[-1], state)
+        require_steps_left(config, state.step, checkpoints[-1])
         say(f"resuming from {checkpoints[-1]}")
     folder = checkpoint_dir(config)
     if folder.exists():
         sweep(folder)
         set_aside_newer(folder, state.step)
-    (Path(config.train.run_dir) / RECORDED_CONFIG).write_text(dump_toml(config), encoding="utf-8")
+    record_config(config, Path(config.train.run_dir) / RECORDED_CONFIG)
 
     def save() -> Path:
         checkpoints.append(save_checkpoint(state, config, corpus.tokenizer))
         return checkpoints[-1]
 
     return _train_and_finish(config, console, title, corpus, state, save)
+
+
+def require_steps_left(config: Config, step: int, checkpoint: Path) -> None:
+    """Refuse to finish, from a checkpoint, a run that took no step of its own."""
+    steps, rows = config.train.steps, read_metrics(Path(config.train.run_dir) / METRICS)["train"]
+    if step > steps or (step == steps and not rows):
+        raise ValueError(f"{checkpoint} is at step {step} of train.steps = {steps}: nothing is left, raise train.steps")
 
 
 def beginning_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fit:
@@ -168,7 +183,7 @@ def beginning_fit(config: Config, device: torch.device, tokenizer: Any | None) -
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Hold `run_dir` for this process; the system lets go of it even when the process is killed."""
-    with (run_dir / ".lock").open("w") as file:
+    with (run_dir / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -206,9 +221,8 @@ def _train_and_finish(
     log = MetricsLog(config, state.step)
     report = ProgressReport(console, title, config.train.steps, state.step)
     try:
-        train_steps(state, config, corpus.held_out, log, report, save)
-        if state.step not in read_metrics(run_dir / "metrics.jsonl")["eval"]:
-            log.write({"kind": "eval", "step": state.step, "loss": evaluate(state, config, corpus.held_out)})
+        evaluated = read_metrics(run_dir / METRICS)["eval"].keys()
+        train_steps(state, config, corpus.held_out, log, report, save, state.step in evaluated)
     finally:
         report.close()
         log.close()
@@ -220,7 +234,7 @@ def _train_and_finish(
 
 
 def _result(config: Config, title: str, corpus: Corpus, state: TrainState, export: Path) -> RunResult:
-    metrics_path = Path(config.train.run_dir) / "metrics.jsonl"
+    metrics_path = Path(config.train.run_dir) / METRICS
     metrics = read_metrics(metrics_path)
     last = list(metrics["train"].values())[-max(1, config.train.steps // 10) :]
     return RunResult(

@@ -6,6 +6,8 @@ Whole runs that are killed and continued are in `test_resume.py`.
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from overcoat.train.checkpoint import (
     load_weights,
     newest_checkpoint,
     save_checkpoint,
+    set_aside_attempt,
     set_aside_newer,
 )
 from overcoat.train.config import Config
@@ -220,11 +223,129 @@ def test_an_explicit_checkpoint_that_is_none_is_refused(make_config: MakeConfig,
     with pytest.raises(ValueError, match=r"no such checkpoint \(in .*new/checkpoints: none\)"):
         choose_checkpoint(fresh)
     write_directory(tmp_path / "export", lambda folder: (folder / "config.json").write_text("{}") and None, {})
-    with pytest.raises(ValueError, match=r"export': not a checkpoint, it has no training\.pt"):
+    with pytest.raises(ValueError, match=r"export is not a checkpoint: its manifest does not name training\.pt"):
         choose_checkpoint(make_config(f"train.resume={tmp_path}/export"))
     damage(run_dir / "checkpoints/step-00000003")
     with pytest.raises(DamagedError, match=r"training\.pt has 4 bytes instead of 5"):
         choose_checkpoint(make_config(f"train.resume={run_dir}/checkpoints/step-00000003"))
+
+
+@pytest.mark.parametrize("where", ["tokens", "", "data", "deep/inside"])
+def test_tokens_inside_the_run_directory_are_a_fresh_start(make_config: MakeConfig, tmp_path: Path, where: str) -> None:
+    config = make_config(f"data.cache_dir={tmp_path / 'run' / where}")
+    for folder in ("tokens", "tokenizer"):
+        (tmp_path / "run" / where / folder).mkdir(parents=True)
+    assert choose_checkpoint(config) is None
+
+
+def test_a_run_that_left_no_checkpoint_may_be_corrected(make_config: MakeConfig) -> None:
+    """Its metrics are set aside: what fitted that run says nothing of this one."""
+    run_dir = fake_run(make_config())
+    (run_dir / "metrics.jsonl").write_text("rows")
+    corrected = make_config("train.seed=1")
+    for config in (make_config(), corrected):
+        assert choose_checkpoint(config) is None
+        assert (run_dir / "metrics.jsonl").exists()
+        set_aside_attempt(config)
+    assert names(run_dir) == ["abandoned-1-metrics.jsonl", "config.toml"]
+    (run_dir / "config.toml").write_text("")  # as a version before this one left it when the disk was full
+    assert choose_checkpoint(corrected) is None
+    set_aside_attempt(corrected)
+    (run_dir / "export").mkdir()  # but a finished run is kept, whatever became of its checkpoints
+    (run_dir / "config.toml").write_text(dump_toml(make_config()))
+    with pytest.raises(ValueError, match=r"\(train\.seed: 0 -> 1\): choose another train\.run_dir$"):
+        choose_checkpoint(corrected)
+
+
+def test_a_recorded_configuration_that_cannot_be_read_is_named(make_config: MakeConfig) -> None:
+    run_dir = fake_run(make_config(), 3)
+    for content, message in (("", "no data: set data.files"), ("[", "not valid TOML"), ("[odd]", "unknown key odd")):
+        (run_dir / "config.toml").write_text(content)
+        with pytest.raises(ValueError, match=rf"run/config\.toml: .*{message}.*; train\.resume=CHECKPOINT continues"):
+            choose_checkpoint(make_config())
+
+
+def test_a_run_directory_that_is_a_file_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(ValueError, match=r"train\.run_dir = '.*run' is a file: choose another"):
+        choose_checkpoint(make_config())
+
+
+def test_what_is_not_named_like_a_checkpoint_is_left_alone(make_config: MakeConfig) -> None:
+    folder = fake_run(make_config(), 3, 6) / "checkpoints"
+    (folder / "step-6.bak").mkdir()
+    (folder / "step-00000009.bak").mkdir()
+    (folder / "step-latest").symlink_to("step-00000006")
+    assert choose_checkpoint(make_config()) == folder / "step-00000006"
+    set_aside_newer(folder, 3)
+    assert names(folder) == [
+        "abandoned-1-step-00000006", "step-00000003", "step-00000009.bak", "step-6.bak", "step-latest"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_is_in_the_place_of_a_checkpoint_is_refused(make_config: MakeConfig, kind: str) -> None:
+    """The write of step 9 would fail on it."""
+    odd = fake_run(make_config(), 3) / "checkpoints/step-00000009"
+    odd.symlink_to("step-00000003") if kind == "link" else odd.touch()
+    with pytest.raises(ValueError, match="step-00000009 is a link or a file, not a checkpoint: move it away"):
+        choose_checkpoint(make_config())
+
+
+def test_weights_that_the_manifest_does_not_name_are_refused(make_config: MakeConfig) -> None:
+    """They would be loaded instead of its own."""
+    newest = fake_run(make_config(), 3) / "checkpoints/step-00000003"
+    (newest / "zz.safetensors").touch()
+    for words in ([], [f"train.resume={newest}"]):
+        with pytest.raises(DamagedError, match=r"holds zz\.safetensors, which is not in its manifest: move that file"):
+            choose_checkpoint(make_config(*words))
+
+
+@pytest.mark.parametrize("content", [b"no pickle", b"\x80\x02}q\x00."])
+@pytest.mark.parametrize("name", ["training.pt", "model.safetensors"])
+def test_files_that_are_whole_and_of_no_use_are_one_line(make_config: MakeConfig, name: str, content: bytes) -> None:
+    """Their manifest agrees with them."""
+    config = make_config(*EXACT)
+    state = make_state(config)
+    save_at(state, config, 4)
+    path = checkpoint_dir(config) / "step-00000004"
+    (path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} cannot be loaded \(\w+: .*\): choose another") as raised:
+        load_checkpoint(path, state)
+    assert "weights_only" not in str(raised.value)  # PyTorch's advice to run what is in the file
+
+
+def test_a_training_state_without_a_key_is_one_line(make_config: MakeConfig) -> None:
+    config = make_config(*EXACT)
+    state = make_state(config)
+    save_at(state, config, 4)
+    path = checkpoint_dir(config) / "step-00000004"
+    saved = torch.load(path / "training.pt")
+    del saved["optimizer"]
+    torch.save(saved, path / "training.pt")
+    with pytest.raises(ValueError, match=r"training\.pt cannot be loaded \(KeyError: 'optimizer'\)"):
+        load_checkpoint(path, state)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
+def test_a_full_disk_is_an_error_of_the_system(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The libraries raise errors of their own; PyTorch's does not even say why."""
+    config = make_config(*EXACT)
+    state = make_state(config)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if name == "training.pt":
+        monkeypatch.setattr(state.model, "save_pretrained", lambda _: None)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ({"model.safetensors": 100_000, "training.pt": 2_000}[name], limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"with \d+ bytes free on that disk"):
+            save_at(state, config, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert list_checkpoints(checkpoint_dir(config)) == []
 
 
 def test_a_damaged_newest_names_the_way_on_and_is_never_skipped(make_config: MakeConfig) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from overcoat.train import loop
+from overcoat.train import loop, run
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.configfile import dump_toml
@@ -152,6 +153,41 @@ def test_a_finished_run_is_only_summarized(prepared: tuple[Config, Path], consol
     run_once(config, console, "again")
     assert losses(reference) == before
     assert (list_checkpoints(reference / "checkpoints")[-1] / "manifest.json").read_bytes() == checkpoint
+
+
+def test_the_evaluation_of_the_step_that_was_stopped_is_made_on_resuming(
+    resumed: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = ("train.steps=4", "eval.every=1")
+    resumed(*short, f"train.run_dir={tmp_path / 'whole'}")
+    for step in (2, 4):
+        with monkeypatch.context() as patch:
+            stop_at(step, patch)
+            with pytest.raises(RunStoppedError):
+                resumed(*short)
+        assert list(losses(tmp_path / "run")["eval"]) == list(range(1, step))  # who stops it may not wait
+    resumed(*short)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_checkpoint_is_chosen_under_the_lock(
+    stopped: Path, resumed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that held it may have removed what was the newest."""
+
+    @contextlib.contextmanager
+    def locked(run_dir: Path) -> Iterator[None]:
+        shutil.rmtree(run_dir / "checkpoints/step-00000007")
+        yield
+
+    monkeypatch.setattr(run, "locked", locked)
+    resumed()
+    assert '{"kind": "resume", "step": 6}' in (stopped / "metrics.jsonl").read_text()
+
+
+def test_a_checkpoint_with_nothing_left_to_train_is_refused(stopped: Path, resumed: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"step-00000007 is at step 7 of train\.steps = 7: nothing is left, raise"):
+        resumed(f"train.resume={stopped}/checkpoints/step-00000007", f"train.run_dir={stopped}/2", "train.steps=7")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training.pt", "manifest.json"])
