@@ -5,24 +5,34 @@
     overcoat estimate --model llama-2-7b --batch 4        what a training step will hold, without a GPU
     overcoat bench layer                                  this project beside its peers (optimizer, kernels, model)
 
-Exit status: 0 done; 2 a mistake in what was asked for, nothing done; 1 training failed; 130 and 143 stopped
-by Ctrl-C and SIGTERM after writing a checkpoint (as shells number signals, so a script can tell a stopped run
-from a finished one).
+Exit status: 0 done; 2 a mistake in what was asked for, nothing done; 1 training failed, or the system refused
+(disk full, permissions); 130 and 143 stopped by Ctrl-C and SIGTERM after writing a checkpoint (as shells number
+signals, so a script can tell a stopped run from a finished one). All of them say why in one line on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from overcoat.bench.command import add_parser as add_bench_parser
 from overcoat.estimate.command import add_parser as add_estimate_parser
 from overcoat.version import VERSION
+
+# What to do about a system's error, whoever met it; the same command goes on from the newest checkpoint.
+_SPACE = "free some space there, then the same command goes on"
+_ACCESS = "change its permissions or name another path, then the same command goes on"
+REMEDIES: dict[int | None, str] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO), _SPACE),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _ACCESS),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,14 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(parsed.function(parsed))
     except ValueError as error:
-        print(f"overcoat: {error}", file=sys.stderr)
-        return 2
+        return _fail(2, str(error))
     except FloatingPointError as error:
-        print(f"overcoat: training failed: {error}", file=sys.stderr)
-        return 1
+        return _fail(1, f"training failed: {error}")
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(1, f"{place}{error.strerror or error}; {REMEDIES.get(error.errno, 'check that path')}")
+    except MemoryError as error:
+        return _fail(1, f"the host's memory ran out: {error}")
     except KeyboardInterrupt:
-        print("overcoat: interrupted", file=sys.stderr)
-        return 130
+        return _fail(130, "interrupted")
 
 
 def _add_train_parser(commands: Any) -> None:
@@ -93,30 +105,56 @@ def train_command(parsed: argparse.Namespace) -> int:
     from overcoat.train.summary import summarize
 
     use_expandable_segments()
-    console = Console(stderr=parsed.json)
+    # A sample may hold characters that the terminal does not have.
+    console = Console(file=LastingStream(sys.stderr if parsed.json else sys.stdout))  # type: ignore[arg-type]
     try:
-        results = run(config, console)
+        summary = summarize(run(config, console), Path(config.train.run_dir), console)
     except RunStoppedError as stop:
         # With the path the same command would go back to that checkpoint and set aside all newer ones.
         again = "" if config.train.resume == "auto" else " without train.resume (or with train.resume=auto)"
         console.print(f"{stop}; the same command{again} continues it", highlight=False, markup=False, soft_wrap=True)
         return 128 + stop.signum
     except DoesNotFitError as error:
-        print(f"overcoat: training failed: {error}", file=sys.stderr)
-        return 1
-    summary = summarize(results, Path(config.train.run_dir), console)
+        return _fail(1, f"training failed: {error}")
+    except OSError as error:
+        error.filename = error.filename or config.train.run_dir  # a write names no file
+        raise
     if parsed.json:
         _write(json.dumps(summary))
     return 0
 
 
+class LastingStream:
+    """A text stream that fails nobody: not when its reader is gone (`| head`, a closed terminal, a full disk), and not
+    at characters that its encoding lacks."""
+
+    def __init__(self, stream: TextIO | None):
+        # None: closed before this process began
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
+        if isinstance(self.stream, io.TextIOWrapper):
+            self.stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            # What the stream still holds is written again when Python ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def _write(text: str) -> None:
-    """Print on stdout; a reader that has seen enough (`| head`) is no error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # Python flushes stdout again at exit, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    LastingStream(sys.stdout).write(f"{text}\n")
+
+
+def _fail(status: int, text: str) -> int:
+    """Say why, in one line whatever a library put into it, and return the exit status."""
+    LastingStream(sys.stderr).write(f"overcoat: {' '.join(text.splitlines())}\n")
+    return status
 
 
 if __name__ == "__main__":

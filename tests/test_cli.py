@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
@@ -11,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.panel import Panel
 
 from overcoat import cli
-from overcoat.train import loop
+from overcoat.train import loop, run
 from overcoat.version import VERSION
 
 CONFIG = """
@@ -68,7 +72,7 @@ def test_a_mistake_is_one_line_and_status_2(config: str, capsys: pytest.CaptureF
 
 
 def test_a_diverging_run_is_status_1(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [f"train.run_dir={tmp_path / 'run'}", "optimizer.lr=1e30", "optimizer.clip=0", "recipe.name=bf16"]
+    arguments = [f"train.run_dir={tmp_path / 'run'}", "optimizer.lr=1e15", "optimizer.clip=0", "recipe.name=bf16"]
     assert cli.main(["train", config, *arguments, "train.steps=12"]) == 1
     assert "training failed: step" in capsys.readouterr().err
     assert not (tmp_path / "run/checkpoints").exists()
@@ -131,6 +135,50 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("where", ["pipe", "full", "closed"])
+def test_a_run_goes_on_when_nobody_reads(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """`| head -3`, a log on a full disk, `>&-`."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe, open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", {"pipe": pipe, "full": full, "closed": None}[where])
+        assert cli.main(["train", config, f"train.run_dir={tmp_path / 'run'}", "train.log_every=1"]) == 0
+    assert (tmp_path / "run/checkpoints/step-00000003").is_dir()
+    assert (tmp_path / "run/results.json").exists()
+
+
+def test_a_stream_writes_what_its_encoding_has() -> None:
+    raw = io.BytesIO()
+    stream = cli.LastingStream(io.TextIOWrapper(raw, encoding="ascii"))
+    Console(file=stream, width=60).print(Panel("caf\N{LATIN SMALL LETTER E WITH ACUTE} \N{GRINNING FACE}"))  # type: ignore[arg-type]
+    assert rb"caf\xe9 \U0001f600" in raw.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "RUN: No space left on device; free some space there, then"),
+        (PermissionError(errno.EACCES, "Permission denied", "a/b"), "a/b: Permission denied; change its permissions"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"), "a/b: Not a directory; check that path"),
+        (MemoryError("no 9 TiB"), "the host's memory ran out: no 9 TiB"),
+        (FloatingPointError("two\nlines"), "training failed: two lines"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_and_status_1(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, message: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run, "run", refuse)
+    assert cli.main(["train", config, "train.run_dir=RUN"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"overcoat: {message}")
+    assert said.count("\n") == 1
 
 
 def test_a_resumed_and_stopped_run_says_how_to_go_on(
