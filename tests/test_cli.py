@@ -76,6 +76,8 @@ def test_a_diverging_run_is_status_1(config: str, tmp_path: Path, capsys: pytest
     assert cli.main(["train", config, *arguments, "train.steps=12"]) == 1
     assert "training failed: step" in capsys.readouterr().err
     assert not (tmp_path / "run/checkpoints").exists()
+    assert cli.main(["train", config, arguments[0]]) == 0  # corrected, in the same directory
+    assert (tmp_path / "run/abandoned-1-metrics.jsonl").exists()
 
 
 def test_many_processes_are_refused(config: str, monkeypatch: pytest.MonkeyPatch) -> None:

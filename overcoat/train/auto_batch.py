@@ -9,6 +9,7 @@ word: a step that runs out of memory all the same is taken again with less (`out
 
 from __future__ import annotations
 
+import bisect
 import gc
 from typing import Any, NamedTuple
 
@@ -96,12 +97,15 @@ def choose_fit(config: Config, model: Any, memory: int) -> Fit | None:
         return predictor.predict(fit.micro_batch, config.data.sequence_length, setup).total_bytes
 
     fits = [Fit(rows) for rows in divisors(config.train.rows_per_step)]
-    if config.train.on_oom != "error":
-        fits += [leaner for fit in fits if (leaner := with_block_checkpoints(config, fit)) is not None]
-    for fit in fits:
-        if needed(fit) <= (1 - SAFETY) * memory:
-            return fit
-    return fits[-1] if needed(fits[-1]) <= memory else None
+    leaner = [] if config.train.on_oom == "error" else [with_block_checkpoints(config, fit) for fit in fits]
+    last = fits[-1]
+    for known in (fits, [fit for fit in leaner if fit is not None]):
+        # Fewer rows need less: a handful of predictions finds the place, where a large step has hundreds of divisors.
+        place = bisect.bisect_left(known, True, key=lambda fit: needed(fit) <= (1 - SAFETY) * memory)
+        if place < len(known):
+            return known[place]
+        last = known[-1] if known else last
+    return last if needed(last) <= memory else None
 
 
 def memory_to_plan_with(config: Config, device: torch.device | None) -> int:

@@ -71,6 +71,7 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
         elif spec.name in values:
             built[spec.name] = _coerce(values[spec.name], hint, prefix + spec.name)
             _check_limits(built[spec.name], spec.metadata["limits"], prefix + spec.name)
+            require("\\x00" not in repr(built[spec.name]), f"{prefix}{spec.name}: holds a NUL character, leave it out")
     return cls(**built)
 
 

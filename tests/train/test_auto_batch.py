@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +45,21 @@ def test_the_largest_divisor_that_fits_is_chosen(make_config: MakeConfig) -> Non
         memory = memory_for(config, Fit(rows))
         assert choose_fit(config, model, memory) == Fit(rows)
         assert choose_fit(config, model, memory - 2) != Fit(rows)
+
+
+def test_a_large_step_with_hundreds_of_divisors_costs_a_handful_of_predictions(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("train.batch_size=auto", "train.global_batch_size=32432400", "train.memory_limit_gib=1")
+    asked: list[int] = []
+
+    def predict(rows: int, *_: object) -> SimpleNamespace:
+        asked.append(rows)
+        return SimpleNamespace(total_bytes=rows)
+
+    monkeypatch.setattr(auto_batch, "Predictor", lambda *_: SimpleNamespace(predict=predict))
+    assert choose_fit(config, None, 1000) == Fit(945)  # the largest divisor that is at most 950
+    assert len(asked) < 12
 
 
 def test_block_checkpoints_come_last_and_only_if_they_may(make_config: MakeConfig) -> None:

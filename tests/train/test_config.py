@@ -47,6 +47,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ("train.global_batch_size=32", "goes with train.batch_size = 'auto'; a step has .* 8 rows"),
         ("train.memory_limit_gib=-1", "train.memory_limit_gib = -1.0: must be at least 0"),
         ("train.on_oom=retry", "expected one of 'smaller_batch', 'leaner_recipe', 'error'"),
+        ("train.run_dir=a\0b", "train.run_dir: holds a NUL character"),
         ("sample.temperature=-1", "sample.temperature = -1.0: must be at least 0"),
         ("sample.temperature=inf", "sample.temperature = inf: must be at most 10{15}"),
         ("sample.temperature=1e-40", "sample.temperature = 1e-40: 0 .greedy., or at least 1e-06"),
