@@ -1,14 +1,12 @@
-"""Peak memory predicted and measured: whole training steps on one GPU against `overcoat.estimate`.
+"""Predicted and measured peak memory of whole training steps on one GPU.
 
     python -m benchmarks.memory                        every case of CASES
-    python -m benchmarks.memory --only 7b leanest      those with both words in their name
+    python -m benchmarks.memory --only 7b leanest      cases with both words in their name
     python -m benchmarks.memory --configs              configs/*.toml, with random weights and tokens
 
-Two steps each, the second one measured: its optimizer states are there from the start. One row of results/memory.jsonl
-for each case: bytes predicted and measured, their relative difference (the goal: within 5%), peaks by kind of phase,
-what the allocator reserved and what of the GPU's memory in use lies outside it (the CUDA context, and whatever other
-processes hold). And one row of what attention's backward allocates inside, by shape, beside what the predictor takes
-for it.
+Two steps each; the second one, whose optimizer states exist from the start, is measured. One row of
+results/memory.jsonl per case: bytes predicted and measured, their relative difference, peaks by kind of phase, what
+the allocator reserved, and what of the GPU's memory in use lies outside it (CUDA context, other processes).
 """
 
 from __future__ import annotations
@@ -22,17 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import overcoat
 from benchmarks.common import RESULTS, allocator, append_row
 from overcoat import Recipe
 from overcoat.bench.shapes import MODELS, ModelShape
 from overcoat.estimate.measure import measure_step
-from overcoat.estimate.meter import workspace
 from overcoat.estimate.phases import kind_of
 from overcoat.estimate.predict import Phase, Predictor, Setup
-from overcoat.kernels.attention import attention, attention_backward
 from overcoat.memory import use_expandable_segments
 from overcoat.train.auto_batch import training
 from overcoat.train.configfile import load_config
@@ -88,8 +83,6 @@ CASES = (
     ("7b batch 1, leanest, released, bf16 weights", shape("llama-2-7b"), 1, 2048, replace(RELEASED, master="bf16")),
     ("7b batch 1, leanest, released, offload", shape("llama-2-7b"), 1, 2048, replace(RELEASED, offload=True)),
 )
-# Attention of (shape, batch, sequence).
-ATTENTION = (("llama-2-7b", 4, 2048), ("llama-3-8b", 4, 2048), ("qwen2.5-7b", 4, 2048), ("olmo-1b", 8, 2048))
 
 
 def cases() -> Iterator[Case]:
@@ -174,32 +167,6 @@ def peaks(phases: list[Phase]) -> dict[str, int]:
     return most
 
 
-def attention_workspaces() -> dict[str, dict[str, int]]:
-    """Bytes that attention's backward allocates besides its results, predicted and measured."""
-    found = {}
-    for name, batch, sequence in ATTENTION:
-        model = MODELS[name]
-        heads = (batch, model.heads, model.kv_heads)
-        columns = (model.heads + 2 * model.kv_heads) * model.head_dim
-        qkv = torch.randn(batch * sequence, columns, device="cuda", dtype=torch.bfloat16)
-        scale = model.head_dim**-0.5
-        o, lse = attention(qkv, None, *heads, scale)
-        args = (torch.randn_like(o), qkv, o, lse, None, *heads, scale)
-        attention_backward(*args)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        results: tuple[Tensor, ...] = attention_backward(*args)
-        kept = torch.cuda.memory_allocated()
-        found[f"{name} B{batch} S{sequence}"] = {
-            "predicted": workspace(attention_backward.overload, args),
-            "measured": torch.cuda.max_memory_allocated() - kept,
-            "results": kept - before,
-        }
-        del results
-    return found
-
-
 def main() -> None:
     """Measure, print a line for each case and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -208,10 +175,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "memory.jsonl")
     arguments = parser.parse_args()
     use_expandable_segments()  # as `overcoat train` does
-    if not arguments.configs and not arguments.only:
-        found = attention_workspaces()
-        print("attention backward, MiB inside:", {name: _mib(sizes) for name, sizes in found.items()}, flush=True)
-        append_row(arguments.out, {"case": "attention backward", "workspaces": found})
     for case in config_cases() if arguments.configs else cases():
         if all(word in case.name for word in arguments.only):
             torch._C._cuda_clearCublasWorkspaces()  # those of the case before are not this one's
@@ -228,10 +191,6 @@ def attempt(case: Case) -> dict[str, Any]:
         return measure(case)
     except torch.OutOfMemoryError as error:
         return {"case": case.name, "error": str(error).splitlines()[0]}
-
-
-def _mib(sizes: dict[str, int]) -> dict[str, float]:
-    return {name: round(size / 2**20, 1) for name, size in sizes.items()}
 
 
 def line(row: dict[str, Any]) -> str:

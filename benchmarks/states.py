@@ -1,146 +1,92 @@
-"""Codes for AdamW's moments on the states of a real training run, and in training: errors, ranges, held-out losses.
+"""What each code of AdamW's moments loses on the moments of a real run.
 
-    python -m benchmarks.states                                  everything, on one GPU
-    python -m benchmarks.states --runs fp32 8bit --seeds 1       some runs, for example one process for each GPU;
-                                                                 a name given twice is run twice
-    python -m benchmarks.states --report                         tables and figures of the rows that are there
+    overcoat train configs/llama-124m.toml recipe.name=bf16 optimizer.moments=fp32 optimizer.master=bf16+16 \\
+        compare.overrides=[] train.run_dir=runs/fp32                    train with FP32 moments
+    python -m benchmarks.states runs/fp32/checkpoints/step-00000640     encode and decode them in every code
 
-The 124M model is trained with its layers in BF16, so that the optimizer's states are the only difference between the
-runs. The first run "fp32" (FP32 moments, exact FP32 weights) is paused at --snapshots, and its states are coded in
-every way that `state_codes` knows: nothing of a snapshot leaves the device but sums and histograms (`state_errors`,
-`state_use`). The others train with coded moments, same seed, same tokens. Several processes may share --data (the
-first one tokenizes, the others wait) and --out (a row is appended at a time); give all but one an empty --snapshots.
+AdamW moves a weight by r = m / (sqrt(v) + eps), so that is where an error counts. With r' from the decoded moments,
+over all parameters:
 
-Rows of benchmarks/results/states.jsonl: "kind": "snapshot" or "run".
+    error = 1e4 * sum (r' - r)^2 / sum r^2
+
+Codes are rounded as a step rounds them. Prints a table, rows codes of m, columns codes of v, and appends one row to
+results/states.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
+import torch
+from torch import Tensor
 
-from benchmarks.run_report import Row, comparable, training_text
-from benchmarks.runs import (
-    Visit,
-    about_model,
-    add_arguments,
-    planned,
-    read_rows,
-    shared_corpus,
-    train,
-    write_row,
-)
-from benchmarks.state_errors import analyse
-from benchmarks.state_figures import draw_codes, draw_ranges
-from benchmarks.state_report import snapshot_checks, snapshot_text
-from overcoat.train.config import Config
-from overcoat.train.configfile import load_config
-from overcoat.train.state import TrainState
+from benchmarks.common import RESULTS, append_row
+from overcoat.formats import to_groups
+from overcoat.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second
 
-BASELINE = "fp32"
-LOSS_LIMIT = 0.005
-COMMON = ["recipe.name=bf16"]
-RUNS = {
-    BASELINE: ["optimizer.moments=fp32", "optimizer.master=bf16+16"],
-    "8bit": ["optimizer.moments=8bit", "optimizer.master=bf16+8"],
-    "fp8": ["optimizer.moments=fp8", "optimizer.master=bf16+8"],
-    # Which part of a difference comes from the moments, and which from the weights.
-    "8bit bf16+16": ["optimizer.moments=8bit", "optimizer.master=bf16+16"],
-    "fp8 bf16+16": ["optimizer.moments=fp8", "optimizer.master=bf16+16"],
-    "fp32 bf16+8": ["optimizer.moments=fp32", "optimizer.master=bf16+8"],
-}
-USUAL_RUNS = (BASELINE, "8bit", "fp8")
+GROUP_SIZE = 128
+CHUNK = 1 << 16  # groups encoded at once
+FIRST = ("e4m3", "e4m3x", "e5m2", "e5m2x", "de8", "de8x", "sqrt8", "bf16", "fp32")
+SECOND = ("e4m3", "e4m3x", "e5m2", "e5m2x", "de8", "de8x", "log8", "bf16", "fp32")
 
 
-def usual_snapshots(steps: int) -> list[int]:
-    """Early, in warm-up; after it; half way; the end: 20, 100, 320 and 640 of 640 steps."""
-    return sorted({max(1, steps // 32), max(1, steps * 5 // 32), max(1, steps // 2), steps})
+def groups_of(checkpoint: Path, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """(m, v) of each parameter in a checkpoint of `overcoat train`, FP32 groups (1, N, 128) in chunks.
+
+    Raises:
+        ValueError: the moments of the checkpoint are already coded.
+    """
+    saved = torch.load(checkpoint / "training.pt", map_location="cpu", mmap=True)["optimizer"]["state"]
+    for state in saved.values():
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        if any(moment.dtype != torch.float32 for moment in moments):
+            raise ValueError(f"{checkpoint}: moments are {moments[0].dtype}; train with optimizer.moments=fp32")
+        m, v = (to_groups(x.to(device).reshape(x.shape[0], -1), GROUP_SIZE).view(1, -1, GROUP_SIZE) for x in moments)
+        yield from zip(m.split(CHUNK, 1), v.split(CHUNK, 1), strict=True)
 
 
-def write_snapshot(state: TrainState, config: Config, identity: Row, out: Path) -> None:
-    """Analyse the states as they are now and append the row."""
-    start = time.perf_counter()
-    figures = analyse(state.model, state.optimizer, config.optimizer.eps)
-    row = {"benchmark": "states", "kind": "snapshot", **identity, **about_model(state), "step": state.step, **figures}
-    row["checks"] = snapshot_checks(row)
-    row["seconds"] = round(time.perf_counter() - start, 2)
-    write_row(out, row)
+def errors(m: Tensor, v: Tensor, eps: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of r^2, and of (r' - r)^2 for each pair of codes, named "m v"; 0-d FP64."""
+    generator = torch.Generator(m.device).manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, m.shape[:2], generator=generator, device=m.device).int()
+    first, second = {}, {}
+    for name in FIRST:
+        first[name] = decode_first(encode_first(m, MOMENT_CODES[name], bits), MOMENT_CODES[name]).float()
+    for name in SECOND:
+        decoded = decode_second(encode_second(v, MOMENT_CODES[name], bits), MOMENT_CODES[name]).float()
+        second[name] = 1.0 / (decoded.sqrt() + eps)
+    ratio = m / (v.sqrt() + eps)
+    found = {
+        f"{a} {b}": (first[a] * second[b] - ratio).square().sum(dtype=torch.float64) for a in FIRST for b in SECOND
+    }
+    return ratio.square().sum(dtype=torch.float64), found
 
 
-def snapshots_of(steps: list[int], config: Config, identity: Row, out: Path) -> Visit:
-    """What `train` calls: analyses the states after some of the steps."""
-
-    def visit(state: TrainState, say: Callable[[str], None]) -> None:
-        if state.step in steps:
-            write_snapshot(state, config, identity, out)
-            say(f"step {state.step}: states analysed")
-
-    return visit
-
-
-def run_all(arguments: argparse.Namespace) -> None:
-    """Every run of every seed, one after the other; the states of the first baseline are analysed."""
-    console = Console(stderr=True)
-    analysed = False
-    for run in planned(arguments, RUNS, COMMON):
-        steps = load_config(arguments.config, run.settings).train.steps
-        snapshots = chosen_snapshots(arguments.snapshots, steps) if run.name == BASELINE and not analysed else []
-        analysed |= run.name == BASELINE
-        # Where the loop would save a checkpoint, the states are looked at; 0 is never.
-        config = load_config(arguments.config, [*run.settings, f"checkpoint.every={math.gcd(*snapshots)}"])
-        identity = {**run.identity, "steps": steps}
-        visit = snapshots_of(snapshots, config, identity, arguments.out)
-        row = train(config, shared_corpus(config, console), run.title, console, visit)
-        write_row(arguments.out, {"benchmark": "states", "kind": "run", **identity, **row})
-        console.print(f"{run.title}: held-out loss {row['held_out_loss']:.4f}", highlight=False)
+def analyse(checkpoint: Path, eps: float, device: str) -> dict[str, float]:
+    """The relative error of each pair of codes over all parameters of a checkpoint."""
+    reference, total = 0.0, {f"{a} {b}": 0.0 for a in FIRST for b in SECOND}
+    for m, v in groups_of(checkpoint, device):
+        part, found = errors(m, v, eps)
+        reference += float(part)
+        for pair, value in found.items():
+            total[pair] += float(value)
+    return {pair: 1e4 * value / reference for pair, value in total.items()}
 
 
-def chosen_snapshots(wanted: list[int] | None, steps: int) -> list[int]:
-    """The steps to analyse; ValueError if one is not in the run."""
-    chosen = usual_snapshots(steps) if wanted is None else wanted
-    for step in chosen:
-        if not 1 <= step <= steps:
-            raise ValueError(f"--snapshots {step}: the run has the steps 1 to {steps}")
-    return chosen
-
-
-def report(rows: list[Row], figures: Path) -> None:
-    """Print every table and draw the figures of the last step among the snapshots, of the first seed."""
-    snapshots = [row for row in rows if row["kind"] == "snapshot"]
-    for row in snapshots:
-        print(snapshot_text(row))
-    for runs in comparable(row for row in rows if row["kind"] == "run"):
-        print(training_text(runs, BASELINE, LOSS_LIMIT))
-    if snapshots:
-        last = max(snapshots, key=lambda row: (row["step"], -row["seed"]))
-        draw_ranges(last, figures / "optimizer-states-range.png")
-        draw_codes(last, figures / "optimizer-states-codes.png")
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> None:
+    """Analyse a checkpoint, print the table and append the row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, RUNS, list(USUAL_RUNS), "states.jsonl")
-    parser.add_argument(
-        "--snapshots",
-        nargs="*",
-        type=int,
-        help=f"steps of the first {BASELINE} to analyse; default four; none if empty",
-    )
-    return parser.parse_args(arguments)
-
-
-def main(argv: list[str] | None = None) -> Any:
-    """Run what is asked for, then report all rows of --out."""
-    arguments = parse(argv)
-    if not arguments.report:
-        run_all(arguments)
-    report(read_rows(arguments.out), arguments.figures)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--eps", type=float, default=1e-8)
+    parser.add_argument("--out", type=Path, default=RESULTS / "states.jsonl")
+    arguments = parser.parse_args(argv)
+    found = analyse(arguments.checkpoint, arguments.eps, "cuda" if torch.cuda.is_available() else "cpu")
+    append_row(arguments.out, {"benchmark": "states", "kind": "checkpoint", "errors": found})
+    print("| m, v | " + " | ".join(SECOND) + " |", "|---|" + "---:|" * len(SECOND), sep="\n")
+    for a in FIRST:
+        print(f"| {a} | " + " | ".join(f"{found[f'{a} {b}']:.3g}" for b in SECOND) + " |")
 
 
 if __name__ == "__main__":

@@ -1,146 +1,218 @@
-"""A block eager and compiled in turns: whose time is the host's, on a host that has moods.
+"""Measure the working tree against another revision in one process, taking turns.
 
-    python -m benchmarks.turns                              hidden 2048, 4 x 2048 tokens: two minutes on an H200
-    python -m benchmarks.turns --shapes 7b-s2048 --turns 4 --only =eager "=torch.compile"
+    python -m benchmarks.turns --against 9683458                        all cases, one H200
+    python -m benchmarks.turns --against 9683458 --only block 2048      cases with both words in their name
 
-A small block takes the GPU about as long as the host needs to queue it, and a core that others share is up to twice as
-slow, for seconds or for milliseconds: processes one after the other, as `overcoat bench layer` has them, say more about
-the host than about the block. Here all are in one process, each is measured for a few windows, then the next, over and
-over, every other turn backwards, and beginning with another. One row of results/turns.jsonl for each:
+Processes started minutes apart differ by more than the changes that matter: GPUs change their clock, and a host core
+can be twice as slow for seconds. So both revisions run in one process, a few steps each in turn, every other turn in
+reverse order, and the ratio is the median over turns. The other revision is extracted from git and imported under
+another name. One row of results/turns.jsonl per case:
 
-    ms        median over the turns of ms per step, in steady state; least_ms: of the turn with the least
-    of_eager  median over the turns of ms by ms of the eager one, of the same recipe and turn: a slow second is both's
-    host_ms   the same as ms of what the host takes to queue a step while the GPU is busy, and least_host_ms
-
-"dispatcher": without the short way from an op to its kernel (overcoat/catalogue.py). `--dynamic`: compiled for any
-number of tokens, as a batch of another size is; all of a process, since blocks of one size share what is compiled.
+    ms, host_ms    medians of new and old: GPU time of a step in steady state, host time to queue it
+    ratio          median over turns of new ms by old ms; host_ratio the same for the host
+    kept, peak     bytes held between forward and backward, and the most above the start of the step
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
+import io
+import re
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from operator import truediv
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any
 
 import torch
 
+import overcoat
 from benchmarks.common import RESULTS, append_row
-from overcoat import catalogue
-from overcoat.bench.blocks import make_block
-from overcoat.bench.session import matches
-from overcoat.bench.shapes import BLOCKS, BlockShape, build_block
 from overcoat.bench.timing import host_ms, steady_ms
 
-TURNS, STEPS = 24, 10
-Step = Callable[[], None]
+ROOT = Path(__file__).parents[1]
+RECIPES = {"default": "", "paper": "paper", "leanest": "leanest", "block scales": "block"}
 
 
-class Contestant(NamedTuple):
-    """A converted layer under a recipe of `bench layer`: eager or compiled, through the dispatcher or not.
+@dataclass(frozen=True)
+class Step:
+    """A training step in two halves; what is allocated between them is kept for the second."""
 
-    beside: the contestant whose times of the same turns its own are divided by.
-    """
+    forward: Callable[[], Any]
+    finish: Callable[[Any], None]
 
-    recipe: str = "overcoat"
-    compiled: bool = False
-    dispatched: bool = False
-    beside: str = "eager"
-
-
-CONTESTANTS = {
-    "eager": Contestant(),
-    "torch.compile": Contestant(compiled=True),
-    "leanest": Contestant("overcoat leanest", beside="leanest"),
-    "leanest, torch.compile": Contestant("overcoat leanest", compiled=True, beside="leanest"),
-    "eager, dispatcher": Contestant(dispatched=True),
-    "torch.compile, dispatcher": Contestant(compiled=True, dispatched=True),
-}
+    def __call__(self) -> None:
+        self.finish(self.forward())
 
 
-@contextmanager
-def dispatched(through: bool) -> Iterator[None]:
-    """Inside, ops go through PyTorch's dispatcher if asked to."""
-    asked = catalogue._needs_no_dispatcher
-    if through:
-        catalogue._needs_no_dispatcher = lambda first: False
-    try:
-        yield
-    finally:
-        catalogue._needs_no_dispatcher = asked
+def load_revision(revision: str, folder: Path, name: str = "overcoat_old") -> ModuleType:
+    """The package as it was at a git revision, imported as `name`, so that it and `overcoat` do not collide."""
+    archive = subprocess.run(["git", "archive", revision, "overcoat"], cwd=ROOT, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+    (folder / "overcoat").rename(folder / name)
+    for path in (folder / name).rglob("*.py"):
+        path.write_text(re.sub(r"\bovercoat\b", name, path.read_text()))
+    sys.path.insert(0, str(folder))
+    return importlib.import_module(name)
 
 
-def make_step(name: str, shape: BlockShape, device: str, dynamic: bool | None = None) -> Step:
-    """Forward and backward of a contestant's block, weights and input its own; `dynamic` as torch.compile's."""
-    model, tables = build_block(shape, torch.bfloat16, device)
-    recipe, compiled = CONTESTANTS[name][:2]
-    layer = make_block(recipe, model, tables, compiled=False, attention="default").module
-    run = torch.compile(layer, fullgraph=True, dynamic=dynamic) if compiled else layer
-    size = (shape.batch, shape.sequence, shape.model.hidden)
-    x, dy = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
+def llama(hidden: int, intermediate: int, layers: int, heads: int, device: str) -> Any:
+    """A Llama with random weights, the same in every call."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads}
+    config = LlamaConfig(**sizes, num_hidden_layers=layers, num_key_value_heads=heads, vocab_size=32000)
+    with torch.device(device):
+        return LlamaForCausalLM(config).bfloat16().train()
+
+
+def recipe_of(package: Any, name: str) -> Any:
+    """A recipe of RECIPES."""
+    if RECIPES[name] == "block":
+        return package.Recipe(linear_scaling="block")
+    return package.Recipe.from_name(RECIPES[name] or "default")
+
+
+def block_step(
+    package: Any, recipe: str, hidden: int, device: str = "cuda", batch: int = 4, length: int = 2048
+) -> Step:
+    """Forward and backward of one decoder block."""
+    model = llama(hidden, hidden * 43 // 16, 1, hidden // 128, device)
+    package.convert(model, recipe_of(package, recipe))
+    layer = model.model.layers[0]
+    x, dy = (torch.randn(batch, length, hidden, device=device, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
+    tables = model.model.rotary_emb(x, torch.arange(length, device=device)[None])
 
-    def step() -> None:
+    def forward() -> Any:
         x.grad = None
-        layer.zero_grad(set_to_none=True)
-        y = run(x, attention_mask=None, position_embeddings=tables)
-        (y[0] if isinstance(y, tuple) else y).backward(dy)
+        layer.zero_grad()
+        y = layer(x, attention_mask=None, position_embeddings=tables)
+        return y[0] if isinstance(y, tuple) else y
 
-    return step
+    return Step(forward, lambda y: y.backward(dy))
 
 
-def take_turns(steps: dict[str, Step], turns: int) -> dict[str, dict[str, float]]:
-    """Figures of each contestant by name."""
-    names = list(steps)
+def model_step(package: Any, layers: int, batch: int, device: str = "cuda") -> Step:
+    """A whole training step of a Llama-2-7B, with fewer layers if wanted."""
+    model = llama(4096, 11008, layers, 32, device)
+    package.convert(model)
+    optimizer = package.AdamW(model.parameters(), lr=1e-5)
+    ids = torch.randint(32000, (batch, 2048), device=device)
+
+    def finish(loss: Any) -> None:
+        loss.backward()
+        del loss
+        optimizer.step(clip_grad_norm=1.0)
+        optimizer.zero_grad()
+
+    return Step(lambda: model(input_ids=ids, labels=ids).loss, finish)
+
+
+def adamw_step(package: Any, count: int, size: int, device: str = "cuda") -> Step:
+    """An optimizer step, gradients clipped."""
+    weights = [torch.nn.Parameter(torch.randn(size // 1024, 1024, device=device).bfloat16()) for _ in range(count)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer = package.AdamW(weights, lr=1e-5)
+    return Step(lambda: None, lambda _: optimizer.step(clip_grad_norm=1.0))
+
+
+def cases(layers: int) -> dict[str, Callable[[Any], Step]]:
+    """What is measured, by name."""
+    found: dict[str, Callable[[Any], Step]] = {}
+    for hidden in (2048, 4096):
+        for recipe in RECIPES:
+            found[f"block {hidden} {recipe}"] = partial(block_step, recipe=recipe, hidden=hidden)
+    for count, size in ((64, 1 << 24), (1000, 1 << 20)):
+        found[f"adamw {count} x {size >> 20}M"] = partial(adamw_step, count=count, size=size)
+    for batch in (4, 1):
+        found[f"model 7b, {layers} layers, batch {batch}"] = partial(model_step, layers=layers, batch=batch)
+    return found
+
+
+def memory_of(step: Step) -> dict[str, int]:
+    """Bytes kept between the halves of a step, and its peak, both above what was allocated before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = step.forward()
+    kept = torch.cuda.memory_allocated() - before
+    step.finish(result)
+    torch.cuda.synchronize()
+    return {"kept": kept, "peak": torch.cuda.max_memory_allocated() - before}
+
+
+def take_turns(steps: dict[str, Step], turns: int, windows: int) -> dict[str, Any]:
+    """Times of "new" and "old" and their ratios; `windows` steps in a turn."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     hosts: dict[str, list[float]] = {name: [] for name in steps}
     # Waking autograd's own thread is paid once per step of a model, not once per block.
     with torch.autograd.set_multithreading_enabled(False):
         for turn in range(turns):
-            first = turn // 2 % len(names)
-            for name in (names[first:] + names[:first])[:: -1 if turn % 2 else 1]:
-                with dispatched(CONTESTANTS[name].dispatched):
-                    times[name].append(steady_ms(steps[name], 1, STEPS)["ms"])
-                    hosts[name].append(host_ms(steps[name]))
+            for name in list(steps)[:: -1 if turn % 2 else 1]:
+                times[name].append(steady_ms(steps[name], 1, windows)["ms"])
+                hosts[name].append(host_ms(steps[name], 5))
     return {
-        name: {
-            "turns": turns,
-            "ms": statistics.median(times[name]),
-            "least_ms": min(times[name]),
-            "of_eager": statistics.median(map(truediv, times[name], times[CONTESTANTS[name].beside])),
-            "host_ms": statistics.median(hosts[name]),
-            "least_host_ms": min(hosts[name]),
-        }
-        for name in steps
+        "ms": {name: statistics.median(values) for name, values in times.items()},
+        "host_ms": {name: statistics.median(values) for name, values in hosts.items()},
+        "ratio": statistics.median(map(truediv, times["new"], times["old"])),
+        "host_ratio": statistics.median(map(truediv, hosts["new"], hosts["old"])),
     }
 
 
-def main() -> None:
-    """Measure the shapes and append their rows."""
+def measure(make: Callable[[Any], Step], packages: dict[str, Any], turns: int, windows: int) -> dict[str, Any]:
+    """The figures of a case."""
+    steps = {name: make(package) for name, package in packages.items()}
+    memory = {}
+    for name, step in steps.items():
+        for _ in range(2):  # allocates what lasts: states, workspaces
+            step()
+        memory[name] = memory_of(step)
+    return {**take_turns(steps, turns, windows), "memory": memory}
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    """The figures of a case as text."""
+    new, old = found["memory"]["new"], found["memory"]["old"]
+    return (
+        f"{name:28s} {found['ms']['new']:8.3f} ms ({found['ratio']:.3f} of old), host {found['host_ms']['new']:7.3f} "
+        f"({found['host_ratio']:.3f}), kept {new['kept'] / 2**20:.1f} MiB ({new['kept'] - old['kept']:+d} B), "
+        f"peak {new['peak'] / 2**20:.1f} MiB ({new['peak'] - old['peak']:+d} B)"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print a line and append a row for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=BLOCKS, default=["1b-s2048"])
-    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--against", required=True, metavar="REVISION", help="git revision to compare with")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose names hold all these words")
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10, help="steps of each in a turn")
+    parser.add_argument("--layers", type=int, default=32, help="of the 7B; two of 32 need 110 GB")
     parser.add_argument("--out", type=Path, default=RESULTS / "turns.jsonl")
-    parser.add_argument("--dynamic", action="store_true", help="compile for any number of tokens")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contestants with such a word; =WORD: so named")
-    arguments = parser.parse_args()
-    chosen = [name for name in CONTESTANTS if matches(name, arguments.only)]
-    chosen += sorted({CONTESTANTS[name].beside for name in chosen}.difference(chosen))
-    for shape in arguments.shapes:
-        steps = {name: make_step(name, BLOCKS[shape], "cuda", arguments.dynamic or None) for name in chosen}
-        found = take_turns(steps, arguments.turns)
-        for name, figures in found.items():
-            row = {"benchmark": "turns", "shape": shape, "name": name, "dynamic": arguments.dynamic, **figures}
-            append_row(arguments.out, row)
-            print(
-                f"{shape:10s} {name:28s} {row['ms']:7.3f} ms (least {row['least_ms']:.3f}), "
-                f"{row['of_eager']:.3f} of eager, host {row['host_ms']:.3f} (least {row['least_host_ms']:.3f})",
-                flush=True,
-            )
-        torch.compiler.reset()
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        packages = {"new": overcoat, "old": load_revision(arguments.against, Path(folder))}
+        for name, make in cases(arguments.layers).items():
+            if not all(word in name for word in arguments.only):
+                continue
+            found = measure(make, packages, arguments.turns, arguments.steps)
+            append_row(arguments.out, {"benchmark": "turns", "case": name, "against": arguments.against, **found})
+            print(line(name, found), flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -65,13 +65,13 @@ def test_a_case_that_does_not_fit_is_a_row(monkeypatch):
 
 
 def test_recorded_peaks_are_predicted():
-    """The newest row of each case that was measured on a GPU, and what is predicted now: 0.8% apart when recorded."""
+    """Cases of at most 16 layers: the newest row that was measured on a GPU, and what is predicted now."""
     rows = [json.loads(text) for text in RECORDED.read_text().splitlines()]
     measured = {row["case"]: row["measured"] for row in rows if "measured" in row}
     known = {case.name: case for case in [*cases(), *config_cases()]}
-    found = [name for name in measured if name in known]
-    assert len(found) >= 20
+    found = [name for name in measured if name in known and known[name].config.num_hidden_layers <= 16]
+    assert len(found) >= 12
     for name in found:
         case = known[name]
         predicted = Predictor(case.config).predict(case.batch, case.sequence, case.setup).peak_bytes
-        assert predicted == pytest.approx(measured[name], rel=0.02), name
+        assert predicted == pytest.approx(measured[name], rel=0.0025), name

@@ -1,61 +1,51 @@
-"""The whole benchmark on a tiny model: runs, snapshots, rows, tables, figures."""
+"""`benchmarks.states`: a checkpoint with known moments from file to table."""
+
+from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.states import chosen_snapshots, main, usual_snapshots
-from overcoat.train.configfile import build_config, dump_toml
-from tests.train.conftest import TINY, corpus_files
-
-__all__ = ["corpus_files"]  # a fixture
+from benchmarks.states import errors, main
 
 
-def test_usual_snapshots_of_the_real_run():
-    assert usual_snapshots(640) == [20, 100, 320, 640]
-    assert usual_snapshots(1) == [1]
+def moments(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """m and v (rows, 200) FP32 with log-normal scales; 200 leaves a padded group."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.exp(2 * torch.randn(rows, 1, generator=generator) - 9)
+    root = scale * torch.exp(0.7 * torch.randn(rows, 200, generator=generator))
+    return root * (0.25 * torch.randn(rows, 200, generator=generator)).clamp(-1, 1), root.square()
 
 
-def test_snapshots_outside_the_run_are_refused():
-    assert chosen_snapshots([3, 1], 10) == [3, 1]
-    assert chosen_snapshots([], 10) == []
-    with pytest.raises(ValueError, match="--snapshots 11: the run has the steps 1 to 10"):
-        chosen_snapshots([11], 10)
+def save(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    m, v = moments(16)
+    state = {0: {"exp_avg": m.to(dtype), "exp_avg_sq": v.to(dtype)}, 1: {"exp_avg": m[0], "exp_avg_sq": v[0]}}
+    torch.save({"optimizer": {"state": state}}, folder / "training.pt")
+    return folder
 
 
-def test_report_without_rows_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no such file; run the benchmark first"):
-        main(["--report", "--out", str(tmp_path / "none.jsonl")])
+def test_from_checkpoint_to_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "states.jsonl"
+    main([str(save(tmp_path)), "--out", str(out)])
+    found = json.loads(out.read_text())["errors"]
+    assert found["fp32 fp32"] < 1e-9
+    assert 0 < found["sqrt8 log8"] < found["e4m3x e4m3x"] < found["e4m3 e4m3"]
+    assert found["fp32 log8"] < found["sqrt8 log8"]
+    assert f"{found['sqrt8 log8']:.3g}" in capsys.readouterr().out
 
 
-def test_from_training_to_figures(tmp_path, corpus_files, capsys, monkeypatch):
-    monkeypatch.setattr("benchmarks.state_codes.EXPONENTS", (24, 32, 48))  # a short search: it has tests of its own
-    config = tmp_path / "tiny.toml"
-    # In BF16, as the 124M run: parameters and gradients.
-    values = {**TINY, "train": {**TINY["train"], "run_dir": "unused"}}
-    config.write_text(dump_toml(build_config(values, [f"data.files={corpus_files}", "train.steps=4"])))
-    out = tmp_path / "rows" / "states.jsonl"
-    common = ["--config", str(config), "--data", str(tmp_path / "data"), "--out", str(out)]
-    common += ["--figures", str(tmp_path / "figures")]
-    main([*common, "--runs", "fp32", "8bit", "fp32", "--snapshots", "4"])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    kinds = [(row["kind"], row["run"]) for row in rows]
-    assert kinds == [("snapshot", "fp32"), ("run", "fp32"), ("run", "8bit"), ("run", "fp32")]
-    snapshot, exact, coded, again = rows
-    assert again["held_out_loss"] == exact["held_out_loss"]
-    assert snapshot["step"] == 4
-    assert set(snapshot["elements"]) == {"embedding", "q", "k", "v", "o", "mlp", "norm", "all"}  # tied: no head
-    assert 0 < snapshot["errors"]["sqrt8|log8"]["all"] < snapshot["errors"]["e4m3|e4m3"]["all"]
-    assert exact["data"] == coded["data"]
-    assert exact["num_tokens"] == coded["num_tokens"] == 4 * 2 * 32
-    assert exact["optimizer_bytes"] > 2.5 * coded["optimizer_bytes"]
-    assert exact["held_out_loss"] != coded["held_out_loss"]
-    assert abs(exact["held_out_loss"] - coded["held_out_loss"]) < 0.05
-    text = capsys.readouterr().out
-    assert "8bit, seed 0: held-out loss within 0.005 of fp32" in text
-    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
-        "optimizer-states-codes.png",
-        "optimizer-states-range.png",
-    ]
-    main([*common, "--report"])
-    assert capsys.readouterr().out == text
+def test_coded_moments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"moments are torch\.bfloat16; train with optimizer\.moments=fp32"):
+        main([str(save(tmp_path, torch.bfloat16)), "--out", str(tmp_path / "rows")])
+
+
+def test_the_error_is_that_of_the_update() -> None:
+    """BF16 moments, computed here in the same way without the codes."""
+    m, v = (x.view(1, -1, 200) for x in moments(4))
+    ratio = m / (v.sqrt() + 1e-8)
+    coded = m.bfloat16().float() / (v.bfloat16().float().sqrt() + 1e-8)
+    reference, found = errors(m, v, 1e-8)
+    torch.testing.assert_close(reference, ratio.square().sum(dtype=torch.float64))
+    torch.testing.assert_close(found["bf16 bf16"], (coded - ratio).square().sum(dtype=torch.float64), rtol=1e-3, atol=0)

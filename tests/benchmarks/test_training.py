@@ -1,19 +1,24 @@
-"""The whole benchmark on a tiny model: runs, rows, tables, curves."""
+"""`benchmarks.training`: settings of each run, gaps on planted rows, and one tiny run from training to its row."""
+
+from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.training import RUNS, configured, main
-from overcoat.train.build import make_recipe
-from overcoat.train.configfile import build_config, dump_toml
+from benchmarks.report import comparable, gap_curve, gaps, noise, table
+from benchmarks.training import RUNS, curve, lengthened, main
+from overcoat import cli
+from overcoat.train.configfile import build_config, dump_toml, load_config
 from tests.train.conftest import TINY, corpus_files
 
 __all__ = ["corpus_files"]  # a fixture
 
 
 @pytest.fixture
-def tiny(tmp_path, corpus_files):
+def tiny(tmp_path: Path, corpus_files: str) -> Path:
     """The tiny run as a config file."""
     config = tmp_path / "tiny.toml"
     values = {**TINY, "train": {**TINY["train"], "run_dir": "unused"}}
@@ -21,65 +26,72 @@ def tiny(tmp_path, corpus_files):
     return config
 
 
-def test_a_longer_run_stretches_its_schedule(tiny):
-    usual = configured(tiny, [], None)
-    longer = configured(tiny, [], 64 * 400 - 1)  # 64 tokens a step
-    assert usual.train.steps == 4
-    assert longer.train.steps == 400
-    assert longer.schedule.warmup_steps == 200
+def test_a_longer_run_stretches_its_schedule(tiny: Path) -> None:
+    longer = load_config(tiny, lengthened(tiny, [], 400))
+    assert (longer.train.steps, longer.schedule.warmup_steps) == (400, 200)
     assert (longer.eval.every, longer.train.log_every) == (25, 4)
-    assert longer.optimizer == usual.optimizer
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_run_is_what_its_name_says(tiny, name):
-    config = configured(tiny, RUNS[name], None)
-    recipe = make_recipe(config.recipe)
-    assert recipe.fp8 == (not name.startswith("bf16") and name != "fp32")
-    assert (recipe.head is None) == (name in ("bf16", "bf16-8bit", "bf16-fp8", "fp32", "default-logits"))
-    assert (config.model.dtype == "float32") == (name == "fp32")
-    assert (recipe.grad_format == "e4m3") == (name in ("e4m3", "block"))
-    assert (recipe.linear_scaling == "block") == (name == "block")
-    assert (recipe.checkpoint == "block") == (name == "leanest")
-    assert (recipe.group_size == 16) == name.startswith("paper")
-    exact = name in ("bf16", "bf16-head") or name.endswith("fp32")
-    moments = "fp8" if name in ("paper", "bf16-fp8") else "fp32" if exact else "8bit"
-    assert config.optimizer.moments == moments
+def test_the_settings_of_every_run_are_valid(tiny: Path, name: str) -> None:
+    config = load_config(tiny, RUNS[name])
+    assert (config.recipe.name == "bf16") == name.startswith("bf16")
+    exact = name in ("bf16", "bf16-head", "default-fp32")
+    assert (config.optimizer.moments == "fp32") == exact
 
 
-def test_prepare_needs_a_place_for_the_tokens():
-    with pytest.raises(SystemExit):
-        main(["--prepare"])
+def test_from_training_to_a_row(
+    tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In this process: a new one imports PyTorch for seconds.
+    monkeypatch.setenv("OVERCOAT_COMMIT", "tested")
+    monkeypatch.setattr("subprocess.run", lambda command, **_: cli.main(command[3:]))
+    out = tmp_path / "training.jsonl"
+    out.write_text('{"date": "2026-01-01", "runs": {}}\n')  # rows of other kinds are left alone
+    arguments = ["--config", str(tiny), "--out", str(out), "--figures", str(tmp_path), "--data", str(tmp_path / "data")]
+    main([*arguments, "--runs", "default", "--steps", "6"])
+    row = json.loads(out.read_text().splitlines()[1])
+    assert (row["run"], row["seed"], row["steps"], row["num_tokens"]) == ("default", 0, 6, 6 * 2 * 32)
+    assert len(row["train_losses"]) == len(row["held_out_losses"]) == 6
+    assert len(row["data"]) == 64
+    assert 0 < row["optimizer_bytes"] < 4 * row["num_parameters"]
+    assert "| default | 0 |" in capsys.readouterr().out
+    assert (tmp_path / "training-0m.png").stat().st_size > 0
 
 
-def test_from_training_to_curves(tmp_path, tiny, capsys):
-    out = tmp_path / "rows" / "training.jsonl"
-    common = ["--config", str(tiny), "--data", str(tmp_path / "data"), "--out", str(out)]
-    common += ["--figures", str(tmp_path / "figures")]
-    main([*common, "--tokens", "384", "--prepare"])
-    assert "a run sees 0.0 M" in capsys.readouterr().out
-    assert not out.exists()
-    main([*common, "--tokens", "384", "--runs", "bf16", "default", "leanest", "block"])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["run"] for row in rows] == ["bf16", "default", "leanest", "block"]
-    assert {row["data"] for row in rows} == {rows[0]["data"]}
-    for row in rows:
-        assert row["steps"] == len(row["train_losses"]) == len(row["held_out_losses"]) == 6
-        assert row["num_tokens"] == 6 * 2 * 32
-        assert row["epoch_tokens"] > row["num_tokens"]
-        assert abs(row["held_out_loss"] - rows[0]["held_out_loss"]) < 0.05
-    # The same weights and tokens in all: the first loss is FP8's rounding apart, and no more.
-    first = [row["train_losses"]["1"] for row in rows]
-    assert 0 < max(first) - min(first) < 0.02
-    exact, default, leanest, blocks = rows
-    assert exact["optimizer_bytes"] > 2.5 * default["optimizer_bytes"]
-    assert exact["kept_bytes"] > default["kept_bytes"] > leanest["kept_bytes"]
-    assert blocks["held_out_loss"] != default["held_out_loss"]
-    text = capsys.readouterr().out
-    assert "leanest, seed 0: held-out loss within 0.01 of bf16" in text
-    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["training-0m.png"]
-    # Rows of other kinds, and of older versions, lie in the same file.
-    with out.open("a") as file:
-        file.write('{"date": "2026-01-01", "runs": {}}\n')
-    main([*common, "--report"])
-    assert capsys.readouterr().out == text
+def row_of(run: str, seed: int, loss: float, **changes: Any) -> dict[str, Any]:
+    row = {"data": "d", "config": "c.toml", "set": [], "steps": 10, "num_tokens": 100, "run": run, "seed": seed}
+    return {**row, "held_out_loss": loss, "tokens_per_second": 1e5, "num_parameters": 100, "peak_bytes": 1e9, **changes}
+
+
+def test_gaps_pair_runs_of_one_seed() -> None:
+    rows = [
+        row_of("bf16", 0, 3.0),
+        row_of("default", 0, 3.004),
+        row_of("bf16", 1, 3.1),
+        row_of("bf16", 1, 3.2),  # a repetition
+        row_of("default", 1, 3.14),
+        row_of("paper", 2, 3.0),  # nothing to compare with
+    ]
+    assert gaps(rows) == {"default": {0: pytest.approx(0.004), 1: pytest.approx(-0.01)}}
+    assert noise(rows) == pytest.approx(0.1 / 2**0.5)
+    text = table(rows)
+    assert "| default | 0 | 3.0040 | +0.0040 | 100,000 | 1.00 |" in text
+    assert "Mean gap of default over 2 seeds: -0.0030 +- 0.0070" in text
+
+
+def test_runs_on_other_tokens_are_not_compared() -> None:
+    rows = [row_of("bf16", 0, 3.0), row_of("default", 0, 3.0, data="e"), row_of("default", 0, 3.0, set=["a.b=1"])]
+    assert [len(part) for part in comparable(rows)] == [1, 1, 1]
+
+
+def test_gap_curve_is_against_the_mean_of_the_same_seed() -> None:
+    losses = [{"2": 4.0, "4": 3.0}, {"2": 4.2, "4": 3.2}, {"2": 9.0, "4": 9.0}, {"2": 4.0, "4": 3.3}]
+    names = [("bf16", 0), ("bf16", 0), ("bf16", 1), ("default", 0)]
+    rows = [{"run": run, "seed": seed, "held_out_losses": loss} for (run, seed), loss in zip(names, losses)]
+    assert gap_curve(rows[3], rows) == {2: pytest.approx(-0.1), 4: pytest.approx(0.2)}
+    assert gap_curve({**rows[3], "seed": 7}, rows) == {}
+
+
+def test_a_curve_keeps_means_of_neighbours() -> None:
+    assert curve({step: float(step) for step in range(1, 7)}, 3) == {2: 1.5, 4: 3.5, 6: 5.5}

@@ -1,109 +1,91 @@
-"""Turns: who goes through the dispatcher, whose figures are whose; every contestant's block on a CPU, all on a GPU."""
+"""`benchmarks.turns`: two revisions side by side, whose figures are whose, and every kind of step on a CPU."""
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
+import overcoat
 from benchmarks import turns
-from benchmarks.turns import CONTESTANTS, dispatched, make_step, take_turns
-from overcoat import catalogue
-from overcoat.bench.shapes import BlockShape, ModelShape
-
-TINY = BlockShape(ModelShape(64, 128, 1, 2, 1, 64), 2, 16)
+from benchmarks.turns import RECIPES, Step, adamw_step, block_step, cases, load_revision, take_turns
 
 
-def test_the_dispatcher_is_asked_for_and_left_again() -> None:
-    asked = catalogue._needs_no_dispatcher
-    with dispatched(False):
-        assert catalogue._needs_no_dispatcher is asked
-    with dispatched(True):
-        assert catalogue._needs_no_dispatcher is not asked
-        assert catalogue._needs_no_dispatcher(torch.zeros(1)) is False
-    assert catalogue._needs_no_dispatcher is asked
-    with pytest.raises(RuntimeError, match="a step fails"), dispatched(True):
-        raise RuntimeError("a step fails")
-    assert catalogue._needs_no_dispatcher is asked
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_block_step_leaves_gradients(recipe: str) -> None:
+    step = block_step(overcoat, recipe, 128, "cpu", batch=1, length=16)
+    y = step.forward()
+    assert y.shape == (1, 16, 128)
+    step.finish(y)
+    step()  # again: gradients are made anew
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward(torch.ones_like(y))
 
 
-def test_all_are_measured_in_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, order, clock = catalogue._needs_no_dispatcher, [], iter(range(1, 100))
+def test_an_optimizer_step_moves_the_weights() -> None:
+    seen: list[torch.nn.Parameter] = []
 
-    def steady(step: Any, windows: int, steps: int) -> dict[str, float]:
-        order.append((step(), catalogue._needs_no_dispatcher is asked))
+    class Package:
+        @staticmethod
+        def AdamW(  # noqa: N802
+            weights: list[torch.nn.Parameter], lr: float
+        ) -> Any:
+            seen.extend(weights)
+            return overcoat.AdamW(weights, lr=lr)
+
+    step = adamw_step(Package, 2, 2048, "cpu")
+    before = [weight.clone() for weight in seen]
+    step()
+    assert [weight.shape for weight in seen] == [(2, 1024)] * 2
+    assert not any(torch.equal(old, weight) for old, weight in zip(before, seen))
+
+
+@pytest.mark.skipif(not (turns.ROOT / ".git").exists(), reason="needs the git repository")
+def test_two_revisions_in_one_process(tmp_path: Path) -> None:
+    """The same block of HEAD under another name: its own classes and ops."""
+    old = load_revision("HEAD", tmp_path, "overcoat_head")
+    assert old.Recipe is not overcoat.Recipe
+    assert Path(old.__file__ or "").is_relative_to(tmp_path)
+    y = block_step(old, "default", 128, "cpu", batch=1, length=16).forward()
+    assert y.isfinite().all()
+    assert hasattr(torch.ops, "overcoat_head")
+
+
+def test_ratios_are_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    clock = iter(range(1, 100))
+
+    def steady(step: Callable[[], str], windows: int, steps: int) -> dict[str, float]:
+        order.append(step())
         return {"ms": float(next(clock))}
 
     monkeypatch.setattr(turns, "steady_ms", steady)
-    monkeypatch.setattr(turns, "host_ms", lambda step: 10.0 * next(clock))
+    monkeypatch.setattr(turns, "host_ms", lambda step, repeats: 10.0 * next(clock))
     # The names alone are these steps' results.
-    steps: dict[str, Any] = {name: lambda name=name: name for name in ("eager", "eager, dispatcher")}
-    found = take_turns(steps, 3)
-    one, other = ("eager", True), ("eager, dispatcher", False)
-    assert order == [one, other, other, one, other, one]
-    # Eager's times are 1, 7 and 11, the other's 3, 5 and 9: the ratio in the middle is not that of the medians.
-    assert found == {
-        "eager": {"turns": 3, "ms": 7, "least_ms": 1, "of_eager": 1, "host_ms": 80, "least_host_ms": 20},
-        "eager, dispatcher": {
-            "turns": 3,
-            "ms": 5,
-            "least_ms": 3,
-            "of_eager": 9 / 11,
-            "host_ms": 60,
-            "least_host_ms": 40,
-        },
-    }
+    steps: Any = {name: lambda name=name: name for name in ("new", "old")}
+    found = take_turns(steps, 3, 1)
+    assert order == ["new", "old", "old", "new", "new", "old"]
+    # New takes 1, 7 and 9, old 3, 5 and 11: the middle ratio is not that of the medians.
+    assert found["ms"] == {"new": 7, "old": 5}
+    assert found["ratio"] == 9 / 11
+    assert found["host_ratio"] == 10 / 12
 
 
-@pytest.mark.parametrize("name", CONTESTANTS)
-def test_every_contestant_makes_a_step(name: str) -> None:
-    """Compiled ones are compiled, once for all steps."""
-    torch.compiler.reset()
-    graphs = CompileCounterWithBackend("aot_eager")
-    with torch.compiler.set_stance(force_backend=graphs), dispatched(CONTESTANTS[name].dispatched):
-        step = make_step(name, TINY, "cpu")
-        for _ in range(2):
-            step()
-    torch.compiler.reset()
-    assert graphs.frame_count == ("compile" in name)
-
-
-def test_dynamic_blocks_are_compiled_for_any_number_of_tokens() -> None:
-    torch.compiler.reset()
-    sizes: list[bool] = []
-
-    def backend(graph: Any, _inputs: Any) -> Any:
-        values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-        sizes.append(any(isinstance(value, torch.SymInt) for value in values))
-        return graph
-
-    for dynamic in (None, True):
-        with torch.compiler.set_stance(force_backend=backend):
-            make_step("torch.compile", TINY, "cpu", dynamic)()
-        torch.compiler.reset()
-    assert sizes == [False, True]
+def test_names_of_cases() -> None:
+    names = list(cases(32))
+    assert "block 2048 default" in names
+    assert "adamw 1000 x 1M" in names
+    assert "model 7b, 32 layers, batch 1" in names
 
 
 @pytest.mark.gpu
-def test_rows_of_a_tiny_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    out = tmp_path / "turns.jsonl"
-    monkeypatch.setitem(turns.BLOCKS, "tiny", TINY)
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["turns", "--shapes", "tiny", "--turns", "2", "--out", str(out), "--only", "=torch.compile", "leanest"],
-    )
-    turns.main()
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    # What another is compared with is measured, too.
-    assert {row["name"] for row in rows} == {"torch.compile", "leanest", "leanest, torch.compile", "eager"}
-    for row in rows:
-        assert 0 < row["least_ms"] <= row["ms"]
-        assert row["of_eager"] == 1 if row["name"] in ("eager", "leanest") else row["of_eager"] > 0
-        assert row["dynamic"] is False
-        assert 0 < row["least_host_ms"] <= row["host_ms"]
+def test_kept_bytes_are_those_between_the_halves() -> None:
+    def forward() -> torch.Tensor:
+        torch.zeros(3 << 20, dtype=torch.uint8, device="cuda")  # freed before the first half ends
+        return torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+
+    found = turns.memory_of(Step(forward, lambda kept: None))
+    assert found == {"kept": 1 << 20, "peak": 3 << 20}
