@@ -1,0 +1,62 @@
+"""Draw the README's figure from result rows: speed and memory of a Llama-2-7B training step, ours and the peers'.
+
+python docs/draw_figure.py        writes docs/assets/llama-2-7b.png
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+DOCS = Path(__file__).parent
+ROWS = DOCS.parent / "benchmarks" / "results" / "model.jsonl"
+COMMIT = "6a843a0"  # the newest run with all of these peers
+# Names in the rows, from top to bottom, and what the figure calls them.
+NAMES = {
+    "overcoat": "Overcoat",
+    "transformer engine delayed, FlashAdamW": "Transformer Engine FP8\n+ FlashAdamW",
+    "torchao tensorwise, torch AdamW": "torchao FP8, compiled\n+ torch AdamW",
+    "bf16 compile, torch AdamW": "BF16, compiled\n+ torch AdamW",
+}
+OURS, PEERS = "#0f766e", "#b8c0cc"
+
+
+def main() -> None:
+    """Two bar charts side by side."""
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    run = {row["name"]: row for row in rows if row["commit"] == COMMIT}
+    speeds = [run[name]["tokens_per_second"] for name in NAMES]
+    peaks = [run[name]["peak_bytes"] / 2**30 for name in NAMES]
+    pyplot.rcParams.update({"font.size": 15, "font.family": "DejaVu Sans"})
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 4.6), dpi=110, sharey=True, facecolor="white")
+    panels = (
+        (axes[0], speeds, "Tokens per second", "{:,.0f}"),
+        (axes[1], peaks, "Peak GPU memory in GiB", "{:.1f}"),
+    )
+    places = range(len(NAMES))
+    for axis, values, title, form in panels:
+        bars = axis.barh(places, values, color=[OURS if place == 0 else PEERS for place in places], height=0.66)
+        labels = axis.bar_label(bars, [form.format(value) for value in values], padding=6, fontsize=16)
+        labels[0].set_fontweight("bold")
+        axis.set_title(title, loc="left", fontsize=17, fontweight="bold")
+        axis.set_xlim(0, max(values) * 1.2)
+        axis.set_xticks([])
+        axis.tick_params(length=0)
+        for side in ("top", "right", "bottom"):
+            axis.spines[side].set_visible(False)
+    axes[0].set_yticks(list(places), list(NAMES.values()))
+    axes[0].get_yticklabels()[0].set_fontweight("bold")
+    axes[0].invert_yaxis()
+    caption = "Llama-2-7B, full training step, batch 4 x 2048 tokens, one NVIDIA H200, all in one run"
+    figure.text(0.01, 0.015, caption, fontsize=14, color="#333333")
+    figure.tight_layout(rect=(0, 0.06, 1, 1), w_pad=2)
+    figure.savefig(DOCS / "assets" / "llama-2-7b.png")
+
+
+if __name__ == "__main__":
+    main()

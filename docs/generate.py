@@ -1,0 +1,114 @@
+"""MkDocs hook: fills what the code itself knows into the pages.
+
+    {{ support_matrix }}   models.md: what `overcoat.convert` says of each model type in MODEL_TYPES
+    {{ configuration }}    configuration.md: every key of overcoat/train/config.py
+
+A page with another marker of this form fails the build.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from typing import Any
+
+# transformers' names of the decoder-only models that the page answers for. `convert` is asked, so a family that is
+# added shows up as supported by itself; add a type here to list it at all.
+MODEL_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "starcoder2", "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text", "phi"),
+    *("phi3", "cohere", "cohere2", "granite", "gpt_neox", "smollm3", "glm4", "mixtral", "qwen3_moe", "ernie4_5"),
+    *("stablelm", "nemotron", "seed_oss", "helium"),
+)
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def support_matrix() -> str:
+    """A table of the model types that convert, and a list of those that do not."""
+    lines, others = ["| model | model_type | decoder layer | loss without logits |", "|---|---|---|---|"], []
+    for model_type in MODEL_TYPES:
+        title, report = conversion(model_type)
+        if report is None or not report.converted:
+            others.append(title)
+            continue
+        head = "yes" if report.head is not None and report.head.converted else "no"
+        lines.append(f"| {title} | `{model_type}` | `{report.layers[0].kind}` | {head} |")
+    return "\n".join(lines) + "\n\nLeft alone, among others: " + ", ".join(others) + "."
+
+
+def conversion(model_type: str) -> tuple[str, Any | None]:
+    """The model's name, and the report of `convert` on one without data; None if there is nothing to convert."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import overcoat
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TINY), dtype=torch.bfloat16)
+    title = type(model).__name__.removesuffix("ForCausalLM")
+    try:
+        return title, overcoat.convert(model)
+    except ValueError:
+        return title, None
+
+
+def configuration() -> str:
+    """A table of keys for each section."""
+    from overcoat.train.config import Config
+
+    sections = typing.get_type_hints(Config)
+    return "\n".join(section_table(field.name, sections[field.name]) for field in dataclasses.fields(Config))
+
+
+def section_table(section: str, cls: Any) -> str:
+    """The keys of one section: type, default, meaning."""
+    hints = typing.get_type_hints(cls)
+    lines = [f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(cls):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        cells = f"`{type_name(hints[field.name])}`", f"`{written(default)}`", field.metadata["help"]
+        lines.append(f"| `{section}.{field.name}` | " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def type_name(hint: Any) -> str:
+    """A type as a user of TOML reads it: "int or "auto""."""
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(f'"{value}"' for value in typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(type_name(part) for part in typing.get_args(hint) if part is not type(None))
+    return {"str": "text"}.get(hint.__name__, hint.__name__) if isinstance(hint, type) else str(hint)
+
+
+def written(default: Any) -> str:
+    """A default as TOML writes it; an option that replaces nothing is unset."""
+    if default is None:
+        return "unset"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f'"{default}"' if isinstance(default, str) else str(default)
+
+
+MARKERS = {"support_matrix": support_matrix, "configuration": configuration}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by MkDocs for each page.
+
+    Raises:
+        KeyError: a marker that nothing fills.
+    """
+    return re.sub(r"\{\{ (\w+) \}\}", lambda marker: MARKERS[marker[1]](), markdown)

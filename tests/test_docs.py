@@ -1,0 +1,42 @@
+"""Pages that are generated: what they say comes from the code. Links are checked by `make docs`."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from overcoat.train.configfile import help_text
+
+ROOT = Path(__file__).parents[1]
+GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+
+
+def test_every_key_of_the_configuration_is_on_its_page() -> None:
+    page = GENERATE["on_page_markdown"]((ROOT / "docs" / "configuration.md").read_text())
+    keys = re.findall(r"^\| `([a-z_]+\.[a-z0-9_]+)` \|", page, re.MULTILINE)
+    assert keys == re.findall(r"^(\w+\.\w+) = ", help_text(), re.MULTILINE)
+    assert len(keys) > 50
+    assert '| `train.batch_size` | `int or "auto"` | `8` |' in page
+    assert "{{" not in page
+
+
+def test_the_support_matrix_is_what_convert_says() -> None:
+    support_matrix = GENERATE["support_matrix"]
+    support_matrix.__globals__["MODEL_TYPES"] = ("llama", "granite")  # all of them take seconds
+    table = support_matrix()
+    assert "| Llama | `llama` | `LlamaDecoderLayer` | yes |" in table
+    rows, others = table.split("Left alone")
+    assert "Granite" in others  # looks like Llama, and multiplies
+    assert "granite" not in rows
+
+
+def test_an_unknown_marker_fails_the_build() -> None:
+    with pytest.raises(KeyError, match="nothing"):
+        GENERATE["on_page_markdown"]("{{ nothing }}")
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 600
