@@ -25,12 +25,17 @@ def test_every_key_of_the_configuration_is_on_its_page() -> None:
 
 def test_the_support_matrix_is_what_convert_says() -> None:
     support_matrix = GENERATE["support_matrix"]
-    support_matrix.__globals__["MODEL_TYPES"] = ("llama", "granite")  # all of them take seconds
+    variables = support_matrix.__globals__  # all types take seconds
+    variables["MODEL_TYPES"] = ("llama", "granite")
+    variables["supported_layers"] = lambda: {"LlamaDecoderLayer"}
     table = support_matrix()
     assert "| Llama | `llama` | `LlamaDecoderLayer` | yes |" in table
     rows, others = table.split("Left alone")
     assert "Granite" in others  # looks like Llama, and multiplies
     assert "granite" not in rows
+    variables["supported_layers"] = lambda: {"LlamaDecoderLayer", "NewDecoderLayer"}
+    with pytest.raises(ValueError, match="add the model types of NewDecoderLayer"):
+        support_matrix()
 
 
 def test_an_unknown_marker_fails_the_build() -> None:
