@@ -28,8 +28,10 @@ from benchmarks.common import RESULTS, append_row
 ROOT = Path(__file__).parents[1]
 # Tests that each tool runs: files that train or measure are left out, and what takes minutes under a tool.
 LEFT_OUT = ("tests/bench", "tests/benchmarks", "tests/estimate", "tests/train")
-KERNELS = "tests/kernels/gpu"
-SLOW = {"memcheck": ("test_numerics",), "racecheck": ("test_numerics", "2_to_31", "cublaslt", "test_product")}
+KERNELS = "tests/kernels"
+# Tests of kernels that are PyTorch's and cuBLAS' alone.
+THE_LIBRARYS = ("cublaslt", "test_product", "test_block_product", "test_attention")
+SLOW = {"memcheck": ("test_numerics",), "racecheck": ("test_numerics", "2_to_31", *THE_LIBRARYS)}
 NEEDS_THE_CACHE = ("graph", "captur", "memory", "freed", "taken_out", "let_go", "allocates")
 # Parts of kernel names, plain or mangled, of PyTorch and cuBLAS.
 NOT_OURS = ("at::native", "2at6native", "nvjet")
