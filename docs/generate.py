@@ -107,12 +107,15 @@ def section_table(section: str, cls: Any) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """A type as a user of TOML reads it: "int or "auto""."""
-    if typing.get_origin(hint) is typing.Literal:
-        return " or ".join(f'"{value}"' for value in typing.get_args(hint))
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(type_name(part) for part in typing.get_args(hint) if part is not type(None))
-    return {"str": "text"}.get(hint.__name__, hint.__name__) if isinstance(hint, type) else str(hint)
+    """A type as a user of TOML reads it: "int or "auto"", "list of float"."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(f'"{value}"' for value in parts)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_name(part) for part in parts if part is not type(None))
+    if origin is list:
+        return f"list of {type_name(parts[0])}"
+    return {str: "text", float: "number"}.get(hint) or ("table" if origin is dict else hint.__name__)
 
 
 def written(default: Any) -> str:
