@@ -1,7 +1,7 @@
 """Gradients where attention's scores are large, planted up to 3e4, against FP32: `pytest tests/models/test_scores.py`.
 
 Models with such scores are chaotic: BF16 itself is far from FP32 there. So what it costs to keep q and k in 12 bits
-and v in 8 is told by the same FP8 model that keeps them in BF16. Seen over 8 seeds of four families: 0.74 to 1.11 of its
+and v in 8 is told by the same FP8 model that keeps them in BF16. Over 8 seeds of four families: 0.74 to 1.11 of its
 error at every score. With 8 bits and the forward's log-sum-exp it was 50 times as large at 700, infinite at 8,000.
 """
 
