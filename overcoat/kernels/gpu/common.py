@@ -16,14 +16,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
-
 from overcoat.formats import FLOAT8
 from overcoat.kernels.gpu.hardware import exp2, reciprocal, sqrt
-
-# True under TRITON_INTERPRET=1: inline assembly does not exist on the CPU.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from overcoat.kernels.language import INTERPRETED, tl, triton
 
 SCALE_FLOOR = tl.constexpr(2.0**-126)
 AMAX_FLOOR = tl.constexpr(2.0**-100)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from overcoat import hardware
 from overcoat.kernels.gpu.launch import cdiv, on_device
-
-# Triton's interpreter knows no inline assembly: there the functions are NumPy's.
-_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+from overcoat.kernels.language import INTERPRETED, tl, triton
 
 
 @triton.jit
 def log2(x):
     """lg2.approx.ftz.f32"""
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
@@ -25,7 +21,7 @@ def log2(x):
 @triton.jit
 def exp2(x):
     """ex2.approx.ftz.f32"""
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.exp2(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
@@ -33,7 +29,7 @@ def exp2(x):
 @triton.jit
 def sqrt(x):
     """sqrt.approx.ftz.f32"""
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.sqrt_rn(x)
     return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
@@ -41,7 +37,7 @@ def sqrt(x):
 @triton.jit
 def log2_magnitude(x):
     """`log2` of |x|; the instruction takes the magnitude on its way."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.log2(tl.abs(x))
     return tl.inline_asm_elementwise(
         "{ .reg .f32 a; abs.f32 a, $1; lg2.approx.ftz.f32 $0, a; }", "=f,f", [x], tl.float32, is_pure=True, pack=1
@@ -51,7 +47,7 @@ def log2_magnitude(x):
 @triton.jit
 def signed_root(x, smallest):
     """sign(x) sqrt(|x|) with `sqrt`, 0 where |x| < smallest."""
-    if _INTERPRETED:
+    if INTERPRETED:
         root = tl.where(x < 0.0, -1.0, 1.0) * tl.sqrt_rn(tl.abs(x))
         return tl.where(tl.abs(x) < smallest, 0.0, root)
     x, smallest = tl.broadcast(x, smallest)
@@ -65,7 +61,7 @@ def signed_root(x, smallest):
 @triton.jit
 def reciprocal(x):
     """rcp.approx.ftz.f32"""
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
@@ -73,7 +69,7 @@ def reciprocal(x):
 @triton.jit
 def fma(x, y, z):
     """fma.rn.f32; y and z may be scalars."""
-    if _INTERPRETED:
+    if INTERPRETED:
         y = tl.zeros(x.shape, tl.float32) + y  # the interpreter leaves a scalar argument as Python has it
         return (x.to(tl.float64) * y + z).to(tl.float32)
     return tl.fma(x, y, z)
@@ -82,7 +78,7 @@ def fma(x, y, z):
 @triton.jit
 def second_byte(x):
     """Bits 8 to 15 of FP32 or int32 numbers, int8; four are packed by three instructions, shifts would be four more."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return (x.to(tl.int32, bitcast=True) >> 8).to(tl.int8)
     return tl.inline_asm_elementwise(
         "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x0051; prmt.b32 b, $3, $4, 0x0051; prmt.b32 $0, a, b, 0x5410; }",
@@ -93,7 +89,7 @@ def second_byte(x):
 @triton.jit
 def second_byte_flipped(x):
     """The same with its highest bit inverted."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return ((x.to(tl.int32, bitcast=True) >> 8) ^ 0x80).to(tl.int8)
     return tl.inline_asm_elementwise(
         "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x0051; prmt.b32 b, $3, $4, 0x0051; prmt.b32 a, a, b, 0x5410; "
@@ -105,7 +101,7 @@ def second_byte_flipped(x):
 @triton.jit
 def byte_of(x, number):
     """Byte `number`, 0 to 3, of uint32 numbers, int32; one instruction where a thread knows which."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return ((x >> (number * 8)) & 0xFF).to(tl.int32)
     x, selector = tl.broadcast(x, number + 0x4440)
     return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, $2;", "=r,r,r", [x, selector], tl.int32, is_pure=True, pack=1)
@@ -114,7 +110,7 @@ def byte_of(x, number):
 @triton.jit
 def to_float32(x):
     """FP32 of numbers as they are stored; from BF16 and int8 by one instruction each, if there are four."""
-    if _INTERPRETED or x.numel < 4:
+    if INTERPRETED or x.numel < 4:
         return x.to(tl.float32)
     elif x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -139,7 +135,7 @@ def arrived(codes, x):
     first is done, and a thread waits for memory twice. One instruction for four: or'ed with x and'ed with a zero, the
     program's third number, of which the compiler does not know that it is one.
     """
-    if _INTERPRETED or x.dtype != tl.bfloat16 or codes.numel < 4:
+    if INTERPRETED or x.dtype != tl.bfloat16 or codes.numel < 4:
         return codes
     zero = tl.broadcast_to(tl.program_id(2), codes.shape)
     return tl.inline_asm_elementwise(
@@ -150,7 +146,7 @@ def arrived(codes, x):
 @triton.jit
 def add_remainder(param, remainder):
     """FP32 whose magnitude, as bits, is that of a BF16 plus 256 times an int8, and at least 0."""
-    if _INTERPRETED:
+    if INTERPRETED:
         bits = param.to(tl.float32).to(tl.int32, bitcast=True)
         size = tl.maximum((bits & 0x7FFFFFFF) + (remainder.to(tl.int32) << 8), 0)
         return (size | (bits & -2147483648)).to(tl.float32, bitcast=True)
@@ -172,7 +168,7 @@ def add_remainder(param, remainder):
 @triton.jit
 def to_bfloat16(x):
     """FP32 rounded to the nearest even BF16; the interpreter's own cast truncates."""
-    if _INTERPRETED:
+    if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return x.to(tl.bfloat16)
@@ -184,7 +180,7 @@ def to_float8(x, TYPE: tl.constexpr, MANTISSA: tl.constexpr, TINY_LOG2: tl.const
 
     MANTISSA: stored bits of it. TINY_LOG2: exponent of the smallest positive value.
     """
-    if _INTERPRETED:
+    if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         last = (bits >> (23 - MANTISSA)) & 1
         normal = (bits + (1 << (22 - MANTISSA)) - 1 + last) & -(1 << (23 - MANTISSA))
@@ -209,8 +205,7 @@ def _fma_kernel(x, y, z, result, count, BLOCK: tl.constexpr):
     tl.store(result + offset, value, mask)
 
 
-@hardware.fma.cuda
-def _(x, y, z):
+def _fma_of_tensors(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     x, y, z = (each.contiguous() for each in torch.broadcast_tensors(x, y, z))
     result = torch.empty_like(x)
     if x.numel():
@@ -231,10 +226,12 @@ def _launcher(function):
     return launch
 
 
-for _op, _function in (
-    (hardware.log2, log2),
-    (hardware.exp2, exp2),
-    (hardware.sqrt, sqrt),
-    (hardware.reciprocal, reciprocal),
-):
-    _op.cuda(_launcher(_function))
+if triton:
+    hardware.fma.cuda(_fma_of_tensors)
+    for _op, _function in (
+        (hardware.log2, log2),
+        (hardware.exp2, exp2),
+        (hardware.sqrt, sqrt),
+        (hardware.reciprocal, reciprocal),
+    ):
+        _op.cuda(_launcher(_function))

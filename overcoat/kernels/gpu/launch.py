@@ -18,9 +18,9 @@ from inspect import signature
 from typing import Any, Callable, Optional
 
 import torch
-import triton
 from torch import Tensor
-from triton.runtime.jit import JITFunction
+
+from overcoat.kernels.language import triton
 
 _NOTHING = contextlib.nullcontext()
 
@@ -28,7 +28,7 @@ _NOTHING = contextlib.nullcontext()
 MAX_ENTRIES = 4096
 
 
-class Kernel(JITFunction):
+class Kernel(triton.runtime.JITFunction):
     """A `triton.jit` function whose launches are remembered; used as `kernel[grid](*args, **options)`.
 
     Arguments are passed pointers first, the rest after, as these kernels declare them.
@@ -115,4 +115,6 @@ def on_device(where: Tensor | torch.device) -> contextlib.AbstractContextManager
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Decorator of an entry kernel; under TRITON_INTERPRET=1 plain `triton.jit`."""
+    if not triton:
+        return triton  # says so when it is launched
     return triton.jit(function) if triton.knobs.runtime.interpret else Kernel(function)

@@ -13,12 +13,11 @@ from __future__ import annotations
 from typing import Optional, Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from overcoat.kernels.gpu.common import max_magnitude, power_of_2
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.language import tl, triton
 
 # A tile: at most so many rows of so many columns. A thread holds ELEMENTS of it, unless that leaves less than 4 warps.
 ROWS, COLUMNS = 512, 16

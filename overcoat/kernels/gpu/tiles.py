@@ -10,8 +10,6 @@ Legend: T tokens (rows), C columns, P padded tokens, G group size, GP = G rounde
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from overcoat.kernels.gpu.common import (
@@ -22,6 +20,7 @@ from overcoat.kernels.gpu.common import (
     power_of_2,
     to_float8,
 )
+from overcoat.kernels.language import tl, triton
 
 
 @triton.jit
