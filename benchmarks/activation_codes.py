@@ -24,7 +24,7 @@ from overcoat.formats import (
     quantize_blocks,
     quantize_tensor,
 )
-from overcoat.kernels.quantize import token_center
+from overcoat.kernels.groups import token_center
 
 Code = Callable[[Tensor], Tensor]
 

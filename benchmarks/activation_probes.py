@@ -29,7 +29,7 @@ from benchmarks.activation_codes import (
     gradient_codes,
     sqnr,
 )
-from overcoat.kernels.quantize import group_encode, token_center
+from overcoat.kernels.groups import group_encode, token_center
 from overcoat.kernels.swiglu import gated_product
 from overcoat.models.llama import NORMS
 from overcoat.ops.attention import AttentionKept, Heads, Rotary, attention_backward, attention_forward

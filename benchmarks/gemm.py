@@ -31,7 +31,7 @@ from benchmarks.common import RESULTS, append_row
 from overcoat.bench.shapes import BLOCKS, BlockShape
 from overcoat.formats import E4M3, E5M2, quantize_tensor
 from overcoat.kernels.gemm import gemm
-from overcoat.kernels.gpu.gemm_tiles import TILES, relative_time
+from overcoat.kernels.gemm_tiles import TILES, relative_time
 
 SECONDS = 0.2
 H200_MULTIPROCESSORS = 132
@@ -102,7 +102,7 @@ def hot_us(functions: dict[Any, Callable[[], Any]], seconds: float) -> dict[Any,
 
 def measure(product: Product, seconds: float) -> dict[str, Any]:
     """The row of a product."""
-    from overcoat.kernels.gpu import cublaslt
+    from overcoat.kernels import cublaslt
 
     name, rows, columns, inner, fast = product
     a = quantize_tensor(torch.randn(rows, inner, device="cuda"), E4M3 if product.is_forward else E5M2)

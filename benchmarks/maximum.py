@@ -20,9 +20,8 @@ from torch import Tensor
 from benchmarks.common import time_ms
 from overcoat.kernels.gpu.common import EXACT, power_of_2
 from overcoat.kernels.gpu.hardware import to_float32
-from overcoat.kernels.gpu.norm import STATS_ELEMENTS
 from overcoat.kernels.gpu.tiles import load_inside
-from overcoat.kernels.norm import rmsnorm_stats
+from overcoat.kernels.norm import STATS_ELEMENTS, rmsnorm_stats
 from overcoat.kernels.quantize import amax
 
 EPS = 1e-6

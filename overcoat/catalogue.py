@@ -1,4 +1,4 @@
-"""How an op gets its three faces: schema and fake, readable reference, CUDA kernel.
+"""How an op gets its faces: schema, readable reference, CUDA kernel, and the shapes that torch.compile sees.
 
 Every numerical op of the project is one `Op` in the `overcoat::` namespace of `torch.library`:
 
@@ -6,19 +6,18 @@ Every numerical op of the project is one `Op` in the `overcoat::` namespace of `
     def amax(x: Tensor) -> Tensor:          # the reference: plain PyTorch, the specification, runs on every device
         ...
 
-    @amax.fake                              # shapes and dtypes only: what torch.compile sees
-    def _(x): ...
-
     @amax.cuda                              # the Triton kernel's launcher, where one exists
     def _(x): ...
 
 The reference is registered for all backends, so an op without a kernel works on a GPU too; a CUDA registration
-overrides it there. Ops carry no autograd formula: `overcoat.ops` pairs forward and backward ops in
-`torch.autograd.Function`s. An op never returns one of its inputs or a view of it (a rule of `torch.library`).
+overrides it there. It is also the shape function: torch.compile runs it on fake tensors. Where that takes more than
+1 ms, or would make compiled code depend on the number of tokens, an op has a shape function of its own:
 
-Shapes, dtypes and strides of an op's results are part of its name: torch.compile keeps compiled code on disk by the
-names of ops, longer than a release of this package lasts, and that code checks no result of ours. An op whose results
-are to lie otherwise gets another name (tests/test_catalogue.py holds the layouts).
+    @quantize_both.fake
+    def _(x, amax, fmt): ...
+
+Ops carry no autograd formula: `overcoat.ops` pairs forward and backward ops in `torch.autograd.Function`s. An op never
+returns one of its inputs or a view of it (a rule of `torch.library`).
 """
 
 from __future__ import annotations
@@ -149,7 +148,9 @@ class Op:
         self.__doc__ = reference.__doc__
         schema = torch.library.infer_schema(reference, mutates_args=mutates)
         _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(self.name, _without_autocast(reference), "CompositeExplicitAutograd")
+        self._shapes = plain = _without_autocast(reference)
+        _library.impl(self.name, plain, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"overcoat::{self.name}", self._fake, lib=_library)
         self.overload = getattr(torch.ops.overcoat, self.name).default
         # PyTorch makes the object, once for each op, and compiled code asks PyTorch for it by name.
         self.overload.__class__ = _Overload
@@ -164,15 +165,13 @@ class Op:
         return self.overload(*args, **kwargs)
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Register the shape function."""
-
-        @functools.wraps(function)
-        def shapes(*args: Any, **kwargs: Any) -> Any:
-            _introduce_to_inductor(self.overload)
-            return function(*args, **kwargs)
-
-        torch.library.register_fake(f"overcoat::{self.name}", shapes, lib=_library)
+        """Register a shape function to take the place of the reference."""
+        self._shapes = function
         return function
+
+    def _fake(self, *args: Any, **kwargs: Any) -> Any:
+        _introduce_to_inductor(self.overload)
+        return self._shapes(*args, **kwargs)
 
     def cuda(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Register the kernel's launcher for CUDA tensors."""

@@ -51,16 +51,3 @@ def reciprocal(x: Tensor) -> Tensor:
 def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """x y + z of FP32 tensors that broadcast together, rounded once."""
     return torch.addcmul(z.double(), x.double(), y.double()).float().contiguous()
-
-
-@fma.fake
-def _(x, y, z):
-    return x.new_empty(torch.broadcast_shapes(x.shape, y.shape, z.shape))
-
-
-def _same(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-for _function in (log2, exp2, sqrt, reciprocal):
-    _function.fake(_same)

@@ -11,7 +11,7 @@ import torch
 
 import overcoat
 from overcoat import Recipe, weight_amax
-from overcoat.kernels.quantize import stack_weights_guessed
+from overcoat.kernels.stack_guessed import stack_weights_guessed
 from overcoat.models.compiled import compile_layers
 from overcoat.ops import weights as of_weights
 from tests.models.zoo import make_model

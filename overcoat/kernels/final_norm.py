@@ -28,11 +28,6 @@ def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tuple[Tensor, Tensor]:
     return affine(normalize(x.contiguous(), None, rstd), weight, None).to(x.dtype), rstd
 
 
-@final_norm.fake
-def _(x, weight, eps):
-    return x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.float32)
-
-
 @final_norm.cuda
 def _(x, weight, eps):
     y, rstd = torch.ops.aten._fused_rms_norm(x.contiguous(), [x.shape[1]], weight, eps)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from overcoat.kernels.quantize import group_decode, group_encode
+from overcoat.kernels.groups import group_decode, group_encode
 from overcoat.memory import keep_parts, release_saved
 from overcoat.ops.attention import (
     AttentionKept,

@@ -21,7 +21,8 @@ from overcoat.kernels.gelu import (
     gelu_quantize,
 )
 from overcoat.kernels.gelu_blockwise import gelu_block_backward, gelu_block_backward_quantize, gelu_block_quantize
-from overcoat.kernels.quantize import amax, group_encode
+from overcoat.kernels.groups import group_encode
+from overcoat.kernels.quantize import amax
 from overcoat.memory import keep
 from overcoat.ops.blockwise import forward_product
 from overcoat.ops.mlp import MlpKept

@@ -28,7 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from overcoat import weight_amax
-from overcoat.kernels.quantize import stack_amax, stack_weights, stack_weights_asking, stack_weights_guessed
+from overcoat.kernels.stack import stack_amax, stack_weights
+from overcoat.kernels.stack_guessed import stack_weights_asking, stack_weights_guessed
 
 
 @dataclass

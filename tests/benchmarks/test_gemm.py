@@ -10,7 +10,7 @@ import torch
 from benchmarks.common import RESULTS
 from benchmarks.gemm import H200_MULTIPROCESSORS, error_of_fast, fit, products, text
 from overcoat.bench.shapes import BLOCKS
-from overcoat.kernels.gpu.gemm_tiles import TILES, choose, relative_time
+from overcoat.kernels.gemm_tiles import TILES, choose, relative_time
 
 SIZES = [(8192, 12288, 4096), (8192, 4096, 11008), (4096, 11008, 8192), (16384, 4096, 4096), (8192, 6144, 2048)]
 

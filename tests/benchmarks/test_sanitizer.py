@@ -30,7 +30,7 @@ case "$*" in
 # A kernel of the package that is told of more rows than there are, beside PyTorch's own, which nobody looks at.
 OUT_OF_BOUNDS = """
 import torch
-from overcoat.kernels.gpu import quantize
+from overcoat.kernels import quantize
 
 def test_reads_beyond_the_end():
     x = torch.randn(2**20, device="cuda")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import overcoat.kernels
 from benchmarks import step
 from benchmarks.step import Meter, Run, family, idle, short, summary
 from overcoat.bench.shapes import ModelShape
-from overcoat.kernels import gpu
 
 GEMM = "nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_coopA_TNN"
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int, float*)"
@@ -39,7 +39,7 @@ def test_every_kernel_of_ours_is_known_as_such() -> None:
     """By the functions' names, which Triton gives to the kernels."""
     triton = pytest.importorskip("triton")
     names = []
-    for module in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
+    for module in pkgutil.walk_packages(overcoat.kernels.__path__, "overcoat.kernels."):
         functions = vars(importlib.import_module(module.name)).values()
         names += [each.__name__ for each in functions if isinstance(each, triton.KernelInterface)]
     entries = [name for name in names if name.endswith("_kernel")]

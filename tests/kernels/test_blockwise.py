@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from overcoat.formats import E4M3, FLOAT8, Quantized, decode_groups, encode_groups, quantize_blocks, quantize_tensor
+from overcoat.kernels import block_weights
 from overcoat.kernels import blockwise as ops
 from tests.exact import E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
 from tests.kernels.samples import normal
@@ -72,7 +73,7 @@ def test_an_outlier_costs_its_own_block_alone(device):
     for values, truth in (
         (decoded(*ops.block_quantize(x, "e4m3")), x),
         (decoded(*ops.block_quantize_t(x, "e4m3")).t(), x),
-        (decoded_weights(*ops.block_stack_weights([x], False)), x),
+        (decoded_weights(*block_weights.block_stack_weights([x], False)), x),
     ):
         far = others.clone()
         far[:128, 128:256] = False  # also leaves out the outlier's column and its 128x128 block
@@ -118,14 +119,14 @@ def test_stacked_weights(sizes, columns, device):
     """One matrix whose blocks may span two weights; its transpose holds the same numbers, scales included."""
     weights = [(10.0**i * normal(n, columns, seed=n)).to(device, torch.bfloat16) for i, n in enumerate(sizes)]
     stacked = torch.cat(weights)
-    data, scale = ops.block_stack_weights(weights, False)
+    data, scale = block_weights.block_stack_weights(weights, False)
     expected = quantize_blocks(stacked, (128, 128), E4M3)
     rows, width = ops.blocks(stacked.shape[0]), ops.blocks(columns)
     assert scale.shape == (rows, -(-width // 4) * 4)
     assert torch.equal(data.float(), expected.data.float())
     assert torch.equal(scale[:, :width], expected.scale)
     assert scale[:, width:].count_nonzero() == 0
-    data_t, scale_t = ops.block_stack_weights(weights, True)
+    data_t, scale_t = block_weights.block_stack_weights(weights, True)
     assert scale_t.shape == (width, -(-rows // 4) * 4)
     assert torch.equal(data_t.t().float(), data.float())
     assert torch.equal(scale_t[:, :rows].t(), scale[:, :width])

@@ -7,7 +7,7 @@ import torch
 
 from overcoat.formats import Quantized, decode_groups
 from overcoat.kernels import blockwise_fused as ops
-from overcoat.kernels import norm, rope, swiglu
+from overcoat.kernels import norm, norm_blockwise, rope_backward, rope_blockwise, swiglu
 from overcoat.kernels.blockwise import block_quantize_both, block_quantize_t
 from tests import exact
 from tests.exact import E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, assert_close_float32, combined_db
@@ -35,10 +35,10 @@ def test_norm(tokens, centered, affine, added, device):
     inputs = (x,)
     if added:
         inputs = (normal(tokens, 200, seed=7).to(device, torch.bfloat16), x)
-        x, *results = ops.add_norm_block_quantize(*inputs, weight, bias, EPS, centered, "sqrt8", 64)
+        x, *results = norm_blockwise.add_norm_block_quantize(*inputs, weight, bias, EPS, centered, "sqrt8", 64)
         assert torch.equal(x, inputs[0] + inputs[1])
     else:
-        results = ops.norm_block_quantize(x, weight, bias, EPS, centered, "sqrt8", 64)
+        results = norm_blockwise.norm_block_quantize(x, weight, bias, EPS, centered, "sqrt8", 64)
     y8, scale, codes, group_amax, rstd = results
     truth = exact.norm(x.double(), *(p if p is None else p.double() for p in (weight, bias)), EPS, centered)
     assert_close("y", truth, decoded(y8, scale), E4M3_DB)
@@ -51,7 +51,7 @@ def test_norm(tokens, centered, affine, added, device):
 @tokens_
 def test_norm_keeps_the_codes_of_the_unfused_norm(tokens, device):
     x, weight = normal(tokens, 200).to(device), normal(200, seed=1).to(device)
-    _, _, codes, group_amax, rstd = ops.norm_block_quantize(x, weight, None, EPS, False, "int8", 128)
+    _, _, codes, group_amax, rstd = norm_blockwise.norm_block_quantize(x, weight, None, EPS, False, "int8", 128)
     top = torch.ones((), device=device)
     assert_same((codes, group_amax), norm.norm_quantize(x, None, rstd, weight, None, top, "int8", 128)[2:])
 
@@ -94,7 +94,7 @@ def test_rope_backward(num_q, num_kv, width, fmt, device):
     tokens, positions = 14, 7
     parts = [normal(tokens, n * width, seed=n).to(device) for n in (num_q, num_kv, num_kv)]
     cos, sin = normal(positions, width, seed=8).to(device), normal(positions, width, seed=9).to(device)
-    plain = rope.qk_rope_backward(*parts, None, cos, sin, None, None, 0.0, num_q)[0]
-    ours = ops.qk_rope_block_backward(*parts, cos, sin, fmt, num_q)
+    plain = rope_backward.qk_rope_backward(*parts, None, cos, sin, None, None, 0.0, num_q)[0]
+    ours = rope_blockwise.qk_rope_block_backward(*parts, cos, sin, fmt, num_q)
     assert_same(ours, block_quantize_both(plain, fmt))
     assert_same(ours[2:], block_quantize_t(plain, fmt))

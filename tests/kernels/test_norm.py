@@ -11,14 +11,8 @@ import pytest
 import torch
 
 from overcoat.formats import Quantized, decode_groups, encode_groups
-from overcoat.kernels.norm import (
-    add_layernorm_stats,
-    add_rmsnorm_stats,
-    layernorm_stats,
-    norm_backward,
-    norm_quantize,
-    rmsnorm_stats,
-)
+from overcoat.kernels.norm import add_layernorm_stats, add_rmsnorm_stats, layernorm_stats, norm_quantize, rmsnorm_stats
+from overcoat.kernels.norm_backward import norm_backward
 from tests import exact
 from tests.exact import E4M3_DB, KEPT_DB, assert_close, assert_close_float32, leaf
 from tests.kernels.samples import normal

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from overcoat.formats import E4M3, FLOAT8, Quantized, decode_groups, encode_groups, quantize_tensor
+from overcoat.kernels import groups, stack
 from overcoat.kernels import quantize as ops
 from tests.exact import E4M3_DB, KEPT_DB, assert_close, combined_db
 from tests.kernels.samples import amax, normal
@@ -69,9 +70,9 @@ def test_quantize_uses_the_given_amax(device):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_stacked_weights_share_one_scale(transposed, device):
     weights = [normal(n, 40, dtype=torch.bfloat16, seed=n).to(device) * n for n in (8, 3, 5)]
-    largest = ops.stack_amax(weights)
+    largest = stack.stack_amax(weights)
     assert largest == torch.cat(weights).abs().max()
-    data, scale = ops.stack_weights(weights, largest, transposed)
+    data, scale = stack.stack_weights(weights, largest, transposed)
     expected = quantize_tensor(torch.cat(weights), E4M3)
     data = data.t() if transposed else data
     assert data.shape == (16, 40)
@@ -86,7 +87,7 @@ def test_non_finite_reaches_the_decoded_operand(bad, device):
     data, data_t, scale = ops.quantize_both(x, ops.amax(x), "e5m2")
     assert not decoded(data, scale).isfinite().any()
     assert not decoded(data_t[:, :7], scale).isfinite().any()
-    assert not decoded(*ops.stack_weights([x], ops.stack_amax([x]), False)).isfinite().any()
+    assert not decoded(*stack.stack_weights([x], stack.stack_amax([x]), False)).isfinite().any()
 
 
 # ---- kept tensors ------------------------------------------------------------------------------------------------
@@ -96,11 +97,11 @@ def test_non_finite_reaches_the_decoded_operand(bad, device):
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_group_codes_are_the_formats(code, tokens, device):
     x = normal(tokens, 200, dtype=torch.bfloat16).to(device)
-    codes, group_amax = ops.group_encode(x, None, code, 128)
+    codes, group_amax = groups.group_encode(x, None, code, 128)
     expected = encode_groups(x, code, 128)
     assert torch.equal(codes.float(), expected.data.float())
     assert torch.equal(group_amax, expected.scale)
-    got = ops.group_decode(codes, group_amax, None, code, 128, torch.bfloat16)
+    got = groups.group_decode(codes, group_amax, None, code, 128, torch.bfloat16)
     assert torch.equal(got, decode_groups(expected, code, 128, torch.bfloat16))
 
 
@@ -109,11 +110,11 @@ def test_center_is_taken_out_before_and_put_back_after(code, device):
     """A common vector 100 times the values' size costs nothing: SQNR of what remains is the code's own."""
     x = normal(61, 256).to(device)
     center = (100 * normal(256, seed=1)).to(device)
-    codes, group_amax = ops.group_encode(x + center, center, code, 128)
-    got = ops.group_decode(codes, group_amax, center, code, 128, torch.float32)
+    codes, group_amax = groups.group_encode(x + center, center, code, 128)
+    got = groups.group_decode(codes, group_amax, center, code, 128, torch.float32)
     assert_close("x", x, got - center, KEPT_DB[code])
-    without, amax_without = ops.group_encode(x + center, None, code, 128)
-    plain = ops.group_decode(without, amax_without, None, code, 128, torch.float32)
+    without, amax_without = groups.group_encode(x + center, None, code, 128)
+    plain = groups.group_decode(without, amax_without, None, code, 128, torch.float32)
     assert (plain - center - x).norm() > 10 * (got - center - x).norm()
 
 
@@ -122,8 +123,8 @@ def test_group_encode_amax_also_finds_the_maximum_of_x_itself(centered, device):
     """For the GEMM that reads x: max |x| before the center is taken out."""
     x = (normal(61, 200) + 3).to(device, torch.bfloat16)
     center = x.float().mean(0) if centered else None
-    codes, group_amax, largest = ops.group_encode_amax(x, center, "sqrt8", 128)
-    expected = ops.group_encode(x, center, "sqrt8", 128)
+    codes, group_amax, largest = groups.group_encode_amax(x, center, "sqrt8", 128)
+    expected = groups.group_encode(x, center, "sqrt8", 128)
     assert torch.equal(codes, expected[0])
     assert torch.equal(group_amax, expected[1])
     assert largest == amax(x)
@@ -132,16 +133,16 @@ def test_group_encode_amax_also_finds_the_maximum_of_x_itself(centered, device):
 @pytest.mark.parametrize("tokens", [1, 61, 255, 256, 257, 511, 700])
 def test_token_center_is_the_mean_of_evenly_spaced_rows(tokens, device):
     x = normal(tokens, 5).to(device)
-    rows = x[:: -(-tokens // ops.CENTER_ROWS)]
-    assert len(rows) <= ops.CENTER_ROWS
+    rows = x[:: -(-tokens // groups.CENTER_ROWS)]
+    assert len(rows) <= groups.CENTER_ROWS
     # A mean of n FP32 numbers in any order: n rounding errors of 2^-24 of the largest partial sum, at most sum |x|.
     bound = rows.abs().double().sum(0) * 2.0**-24
-    assert ((ops.token_center(x).double() - rows.double().mean(0)).abs() <= bound).all()
+    assert ((groups.token_center(x).double() - rows.double().mean(0)).abs() <= bound).all()
 
 
 def test_token_center_keeps_a_common_vector_exactly(device):
     vector = normal(9, seed=1).to(device, torch.bfloat16)
-    torch.testing.assert_close(ops.token_center(vector.expand(64, 9)), vector.float(), rtol=2.0**-23, atol=0)
+    torch.testing.assert_close(groups.token_center(vector.expand(64, 9)), vector.float(), rtol=2.0**-23, atol=0)
 
 
 @pytest.mark.parametrize("code", list(KEPT_DB))
@@ -154,7 +155,7 @@ def test_requantize_rebuilds_the_forwards_operand(code, affine, device):
     y = (x if weight is None else x * weight) + (0 if bias is None else bias)
     scale = quantize_tensor(y).scale
     kept = encode_groups(x, code, 128)
-    operand = ops.requantize_t(*kept, weight, bias, scale, code, 128)
+    operand = groups.requantize_t(*kept, weight, bias, scale, code, 128)
     assert operand.shape == (200, 64)
     assert operand[:, 61:].float().count_nonzero() == 0
     assert_close("y^T", y, decoded(operand, scale)[:, :61].t(), combined_db(E4M3_DB, KEPT_DB[code]))
@@ -168,5 +169,5 @@ def test_requantize_of_exact_codes_is_bit_equal(device):
     x = torch.randint(-127, 128, (61, 128), generator=torch.Generator().manual_seed(0)).float().to(device)
     x[:, 0] = 127
     data, scale = quantize_tensor(x)
-    operand = ops.requantize_t(*encode_groups(x, "int8", 128), None, None, scale, "int8", 128)
+    operand = groups.requantize_t(*encode_groups(x, "int8", 128), None, None, scale, "int8", 128)
     assert torch.equal(operand[:, :61].t().float(), data.float())

@@ -12,6 +12,7 @@ import torch
 
 from overcoat.formats import FLOAT8, Quantized, decode_groups, encode_groups
 from overcoat.kernels import rope as ops
+from overcoat.kernels import rope_backward, rope_quantize
 from tests import exact
 from tests.exact import BF16_DB, E5M2_DB, assert_close, assert_close_float32, leaf
 from tests.kernels.samples import normal
@@ -69,7 +70,7 @@ def test_backward(shape, norms, device):
     dy = normal(*arguments[0].shape, seed=7).to(device)
     exact.rope(*truth).backward(dy.double())
     qkv = arguments[0] if norms else None
-    dqkv, dq_weight, dk_weight = ops.qk_rope_backward(*split(dy, *shape[2:]), qkv, *arguments[1:-1])
+    dqkv, dq_weight, dk_weight = rope_backward.qk_rope_backward(*split(dy, *shape[2:]), qkv, *arguments[1:-1])
     assert_close_float32("dqkv", truth[0].grad, dqkv, 3 * terms(shape))
     tokens, _, num_q, num_kv, _ = shape
     for name, weight, got, heads in (("q", truth[3], dq_weight, num_q), ("k", truth[4], dk_weight, num_kv)):
@@ -85,7 +86,7 @@ def test_v_passes_unchanged(device):
     v = slice(-width * num_kv, None)
     assert torch.equal(ops.qk_rope(*arguments)[:, v], arguments[0][:, v])
     parts = split(arguments[0], *SHAPES[1][2:])
-    assert torch.equal(ops.qk_rope_backward(*parts, *arguments[:-1])[0][:, v], parts[2])
+    assert torch.equal(rope_backward.qk_rope_backward(*parts, *arguments[:-1])[0][:, v], parts[2])
 
 
 def make_center(qkv, centered):
@@ -128,9 +129,9 @@ def test_backward_straight_to_fp8(shape, device):
     truth = doubles((qkv, cos, sin))
     exact.rope(*truth, None, None, 0.0, num_q, num_kv).backward(dy.double())
     parts = split(dy, *shape[2:])
-    largest = ops.qk_rope_backward_amax(*parts, cos, sin, num_q)
+    largest = rope_quantize.qk_rope_backward_amax(*parts, cos, sin, num_q)
     assert_close_float32("amax", truth[0].grad.abs().max(), largest, terms(shape))
-    data, data_t, scale = ops.qk_rope_backward_quantize(*parts, cos, sin, largest, "e5m2", num_q)
+    data, data_t, scale = rope_quantize.qk_rope_backward_quantize(*parts, cos, sin, largest, "e5m2", num_q)
     assert data.float().abs().max() == FLOAT8["e5m2"].max
     assert torch.equal(data_t[:, :tokens].t().float(), data.float())
     assert data_t[:, tokens:].float().count_nonzero() == 0

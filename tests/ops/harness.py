@@ -191,7 +191,7 @@ def linear_residual_case(
     device: torch.device | str = "cpu",
 ) -> Case:
     """encode: x comes with its 8-bit form, one group for each 64 columns, as attention keeps it."""
-    from overcoat.kernels.quantize import Encoded, group_encode, token_center
+    from overcoat.kernels.groups import Encoded, group_encode, token_center
 
     width = 64
     inputs: Inputs = {

@@ -1,10 +1,4 @@
-"""The Triton kernels of the op catalogue, one file per op family, named as the references in `overcoat.kernels`.
-
-`gpu.norm` is imported when it is first asked for, which is when an op meets a CUDA tensor: Triton is absent on machines
-without a GPU. Only `cublaslt.py` and `gemm_tiles.py` do without it. `common.py` has what the kernels share; each other
-file holds kernels, each followed by its launcher. A launcher takes and returns what its op does; the op's reference is
-the specification, and the kernel equals it bit for bit unless its docstring says otherwise.
-"""
+"""The Triton kernels of swiglu.py, gelu.py, gelu_blockwise.py and blockwise_fused.py, imported when first asked for."""
 
 from __future__ import annotations
 
@@ -14,21 +8,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from overcoat.kernels.gpu import (  # noqa: F401  what `__getattr__` imports, for readers and type checkers
-        blockwise,
         blockwise_backward,
         blockwise_fused,
         gelu,
         gelu_backward,
         gelu_blockwise,
-        groups,
-        loss,
-        norm,
-        quantize,
-        rope,
-        rope_backward,
-        rope_norm_backward,
-        stack,
-        stack_guessed,
         swiglu,
         swiglu_backward,
     )

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional
 
-from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.gpu.common import larger, max_magnitude, pack_rows, power_of_2, scale_of, to_float8
 from overcoat.kernels.gpu.hardware import reciprocal
 from overcoat.kernels.gpu.launch import cdiv
 from overcoat.kernels.gpu.tiles import group_columns, where_padded
 from overcoat.kernels.language import tl, triton
 
+BLOCK = 128
 # Tokens of a tile whose rows alone are scaled.
 ROW_TILE = 16
 

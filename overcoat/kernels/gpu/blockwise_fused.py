@@ -1,19 +1,11 @@
-"""Kernels of the forward in kernels/blockwise_fused.py: norm and SwiGLU straight to FP8 blocks.
+"""Kernel of the forward in kernels/blockwise_fused.py: SwiGLU straight to FP8 blocks.
 
-Bytes moved, with U = T * H * 2, V = T * I * 2:
+With V = T * I * 2 bytes, 2 V read, 1 V of codes and 1/2 V of h written. It equals the reference bit for bit.
 
-    norm_block_quantize     1 U read, 1/2 U of y and 1/2 U of codes written; with a sum 1 U more of each
-    swiglu_block_quantize   2 V read, 1 V of codes and 1/2 V of h written
-
-The norm's sums over a row are taken in another order than PyTorch's, so rstd may differ in its last bits; given rstd
-(and the mean), all else equals the reference bit for bit, as does SwiGLU.
-
-Legend: that of blockwise.py; H hidden, I intermediate width.
+Legend: that of blockwise.py; I intermediate width.
 """
 
 from __future__ import annotations
-
-from typing import Optional
 
 import torch
 import triton
@@ -21,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from overcoat.formats import E4M3, group_code
-from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows
+from overcoat.kernels.blockwise import blocks, empty_rows
 from overcoat.kernels.gpu.block_tiles import row_tile, store_rows
 from overcoat.kernels.gpu.common import (
     CODES,
@@ -29,139 +21,9 @@ from overcoat.kernels.gpu.common import (
     encode,
     inverse_max,
     max_magnitude,
-    power_of_2,
-    scale_of,
     sigmoid,
-    to_float8,
 )
-from overcoat.kernels.gpu.hardware import reciprocal
-from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
-
-# Elements of a row that one thread of the norm holds.
-NORM_ELEMENTS = 16
-
-
-# ---- norm -----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _row_sum(x):
-    return tl.sum(tl.sum(tl.sum(x, 2), 1), 0)
-
-
-@kernel
-def _norm_kernel(
-    x_ptr,  # (T, H)
-    residual_ptr,  # (T, H), if ADD
-    sum_ptr,  # (T, H): residual + x, which is then normalised, if ADD
-    weight_ptr,  # (H,), if HAS_WEIGHT
-    bias_ptr,  # (H,), if HAS_BIAS
-    y_ptr,  # (T, H) E4M3
-    scale_ptr,  # (ceil(H / 128), T) FP32
-    codes_ptr,  # (T, H) 8-bit
-    amax_ptr,  # (T, n) BF16
-    rstd_ptr,  # (T,) FP32
-    T,
-    H,
-    n,
-    eps,
-    INVERSE_MAX: tl.constexpr,
-    ADD: tl.constexpr,
-    CENTERED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    G: tl.constexpr,
-    CODE: tl.constexpr,
-    NB: tl.constexpr,  # blocks of a row, rounded up to a power of 2
-):
-    row = tl.program_id(0).to(tl.int64)
-    SUB: tl.constexpr = 128 // G
-    block = tl.arange(0, NB)
-    group = block[:, None] * SUB + tl.arange(0, SUB)[None, :]
-    h = group[:, :, None] * G + tl.arange(0, G)[None, None, :]  # (NB, SUB, G)
-    inside = h < H
-    x = tl.load(x_ptr + row * H + h, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(residual_ptr + row * H + h, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * H + h, rounded, mask=inside)
-        x = rounded.to(tl.float32)
-    if CENTERED:
-        x = tl.where(inside, x - _row_sum(x) / H, 0.0)
-    rstd = tl.rsqrt(_row_sum(x * x) / H + eps)
-    tl.store(rstd_ptr + row, rstd)
-    xhat = x * rstd
-    amax = max_magnitude(xhat, 2).to(tl.bfloat16)
-    tl.store(amax_ptr + row * n + group, amax, mask=group < n)
-    tl.store(codes_ptr + row * H + h, encode(xhat, amax.to(tl.float32)[:, :, None], CODE), mask=inside)
-    y = xhat
-    if HAS_WEIGHT:
-        y = y * tl.load(weight_ptr + h, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        y = y + tl.load(bias_ptr + h, mask=inside, other=0.0).to(tl.float32)
-    scale = scale_of(max_magnitude(max_magnitude(y, 2), 1), INVERSE_MAX)
-    tl.store(scale_ptr + block.to(tl.int64) * T + row, scale, mask=block * 128 < H)
-    y = y * reciprocal(scale)[:, None, None]
-    tl.store(y_ptr + row * H + h, to_float8(y, tl.float8e4nv), mask=inside)
-
-
-def _launch_norm(
-    x: Tensor,
-    added: Optional[tuple[Tensor, Tensor]],
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    eps: float,
-    centered: bool,
-    code: str,
-    group_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`norm_block_quantize` of x (T, H); `added`: the residual, and where its sum with x goes."""
-    weight, bias = dense(weight, bias)
-    tokens, hidden = x.shape
-    n, padded = cdiv(hidden, group_size), power_of_2(blocks(hidden))
-    y, scale = empty_rows(x, x.shape, E4M3.dtype)
-    codes = torch.empty(x.shape, dtype=group_code(code).dtype, device=x.device)
-    group_amax = torch.empty((tokens, n), dtype=torch.bfloat16, device=x.device)
-    rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    warps = min(max(padded * BLOCK // (32 * NORM_ELEMENTS), 4), 32)
-    with on_device(x):
-        _norm_kernel[(tokens,)](
-            x, *((x, x) if added is None else added), x if weight is None else weight, x if bias is None else bias,
-            y, scale, codes, group_amax, rstd, tokens, hidden, n, eps, inverse_max("e4m3"),
-            added is not None, centered, weight is not None, bias is not None, group_size, CODES[code], padded,
-            num_warps=warps, **EXACT,
-        )  # fmt: skip
-    return y, scale, codes, group_amax, rstd
-
-
-def norm_block_quantize(
-    x: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    eps: float,
-    centered: bool,
-    code: str,
-    group_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y in E4M3 and its scale, codes of xhat and their maxima, rstd; group_size divides 128."""
-    return _launch_norm(x.contiguous(), None, weight, bias, eps, centered, code, group_size)
-
-
-def add_norm_block_quantize(
-    y: Tensor,
-    residual: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    eps: float,
-    centered: bool,
-    code: str,
-    group_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x = residual + y (T, H), and `norm_block_quantize` of it."""
-    y, residual = dense(y, residual)
-    x = torch.empty_like(y)
-    return x, *_launch_norm(y, (residual, x), weight, bias, eps, centered, code, group_size)
-
+from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 
 # ---- SwiGLU, forward ------------------------------------------------------------------------------------------------
 

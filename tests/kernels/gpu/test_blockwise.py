@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from overcoat.kernels import block_weights
 from overcoat.kernels import blockwise as ops
 from overcoat.kernels.gemm import block_gemm, why_no_block_gemm
 from tests.emulation import sqnr
@@ -60,7 +61,7 @@ def test_requantize_t_of_wide_heads():
 
 
 def kept(shape, code, group_size):
-    from overcoat.kernels.quantize import group_encode
+    from overcoat.kernels.groups import group_encode
 
     return group_encode.reference(awkward(*shape), None, code, group_size)
 
@@ -70,8 +71,8 @@ def kept(shape, code, group_size):
 @pytest.mark.parametrize("sizes", [[16], [256, 128, 128], [128, 128, 100], [48, 16, 16], [100, 61], [130]])
 def test_stack_weights(sizes, columns, transposed):
     weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
-    ours = ops.block_stack_weights.kernel(weights, transposed)
-    assert_equal(ours, ops.block_stack_weights.reference(weights, transposed))
+    ours = block_weights.block_stack_weights.kernel(weights, transposed)
+    assert_equal(ours, block_weights.block_stack_weights.reference(weights, transposed))
 
 
 # ---- the library's product --------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ def test_product(square, size, fmt, dtype, biased):
         pytest.skip(why_no_block_gemm(torch.device("cuda", 0)))
     a, a_scale = ops.block_quantize(uneven(rows, inner, 1), fmt)
     b = uneven(columns, inner, 2)
-    b, b_scale = ops.block_stack_weights([b], False) if square else ops.block_quantize(b, "e4m3")
+    b, b_scale = block_weights.block_stack_weights([b], False) if square else ops.block_quantize(b, "e4m3")
     bias = torch.randn(columns, device=DEVICE, dtype=dtype) * 100 if biased else None
     got = block_gemm(a, b, a_scale, b_scale, square, bias, dtype)
     wide = [decoded(a, a_scale, False), decoded(b, b_scale, square)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from overcoat.kernels import blockwise_fused as ops
+from overcoat.kernels import rope_blockwise
 from overcoat.kernels.swiglu import swiglu_encode
 from tests.kernels.gpu.blockwise_cases import CODES, SWIGLU_SHAPES
 from tests.kernels.gpu.compare import DEVICE, FORMATS, INTERPRETED, NEEDS_GPU, assert_equal, awkward
@@ -41,8 +42,8 @@ def test_rope_backward(case, fmt, dtype):
     angle = torch.randn(positions, width, device=DEVICE) * 3  # the halves differ, as the op's contract allows
     tables = (1.3 * angle.cos()).to(dtype), (1.3 * angle.sin()).to(dtype)
     for parts in (views, [part.contiguous() for part in views], [part.t().contiguous().t() for part in views]):
-        ours = ops.qk_rope_block_backward.kernel(*parts, *tables, fmt, num_q)
-        assert_equal(ours, ops.qk_rope_block_backward.reference(*parts, *tables, fmt, num_q))
+        ours = rope_blockwise.qk_rope_block_backward.kernel(*parts, *tables, fmt, num_q)
+        assert_equal(ours, rope_blockwise.qk_rope_block_backward.reference(*parts, *tables, fmt, num_q))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -55,7 +56,7 @@ def test_padding_is_zero_where_a_scale_is_not_finite(value):
     _, h_t, _ = ops.swiglu_block_backward.kernel(*arguments, "sqrt8", 128)
     _, _, gradient_t, _, again, _ = ops.swiglu_block_backward_quantize.kernel(*arguments, "e5m2", "sqrt8", 128)
     tables = torch.ones(67, 128, device=DEVICE), torch.ones(67, 128, device=DEVICE)
-    _, _, rotated_t, scale = ops.qk_rope_block_backward.kernel(dh, dh, dh, *tables, "e5m2", 2)
+    _, _, rotated_t, scale = rope_blockwise.qk_rope_block_backward.kernel(dh, dh, dh, *tables, "e5m2", 2)
     assert not scale[1].isfinite().all()
     for operand in (h_t, gradient_t, again, rotated_t):
         assert operand.shape[1] == 144

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from overcoat.kernels import blockwise_fused as ops
+from overcoat.kernels import norm_blockwise
 from tests.kernels.gpu.blockwise_cases import CODES, SWIGLU_SHAPES, parameters
 from tests.kernels.gpu.compare import DEVICE, INTERPRETED, NEEDS_GPU, assert_equal, awkward
 from tests.kernels.gpu.swiglu_cases import gates
@@ -37,11 +38,11 @@ def balanced(rows: int, columns: int) -> torch.Tensor:
 def test_norm(shape, affine, centered, code, group_size):
     x = balanced(*shape) if centered else awkward(*shape)
     weight, bias = parameters(shape[1], affine)
-    *ours, rstd = ops.norm_block_quantize.kernel(x, weight, bias, 1e-5, centered, code, group_size)
-    expected = ops.norm_block_quantize.reference(x, weight, bias, 1e-5, centered, code, group_size)
+    *ours, rstd = norm_blockwise.norm_block_quantize.kernel(x, weight, bias, 1e-5, centered, code, group_size)
+    expected = norm_blockwise.norm_block_quantize.reference(x, weight, bias, 1e-5, centered, code, group_size)
     torch.testing.assert_close(rstd, expected[-1], rtol=2e-6, atol=0)
     mean = torch.zeros_like(rstd) if centered else None
-    assert_equal(ours, ops.norm_from_statistics(x, mean, rstd, weight, bias, code, group_size))
+    assert_equal(ours, norm_blockwise.norm_from_statistics(x, mean, rstd, weight, bias, code, group_size))
 
 
 @pytest.mark.parametrize("shape", NORM_SHAPES)
@@ -49,15 +50,15 @@ def test_norm(shape, affine, centered, code, group_size):
 def test_norm_of_a_sum(shape, dtype):
     y, residual = awkward(*shape, dtype), awkward(*shape, dtype, seed=1)
     weight, _ = parameters(shape[1], "weight")
-    x, *ours, rstd = ops.add_norm_block_quantize.kernel(y, residual, weight, None, 1e-5, False, "sqrt8", 128)
+    x, *ours, rstd = norm_blockwise.add_norm_block_quantize.kernel(y, residual, weight, None, 1e-5, False, "sqrt8", 128)
     assert_equal(x, residual + y)
-    assert_equal(ours, ops.norm_from_statistics(x, None, rstd, weight, None, "sqrt8", 128))
+    assert_equal(ours, norm_blockwise.norm_from_statistics(x, None, rstd, weight, None, "sqrt8", 128))
 
 
 def test_norm_passes_nan_on():
     x = torch.randn(3, 300, device=DEVICE)
     x[1, 5] = torch.nan
-    _, scale, _, group_amax, rstd = ops.norm_block_quantize.kernel(x, None, None, 1e-5, False, "sqrt8", 128)
+    _, scale, _, group_amax, rstd = norm_blockwise.norm_block_quantize.kernel(x, None, None, 1e-5, False, "sqrt8", 128)
     assert rstd.isnan().tolist() == [False, True, False]
     assert scale.isnan().tolist() == [[False, True, False]] * 3
     assert group_amax.isnan().any(1).tolist() == [False, True, False]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from overcoat.formats import E4M3, E5M2, quantize_tensor
+from overcoat.kernels import cublaslt
 from overcoat.kernels.gemm import gemm
-from overcoat.kernels.gpu import cublaslt
 
 # A wide, a long and a small product, and sizes that fit no tile.
 SHAPES = [(8192, 12288, 4096), (4096, 4096, 11008), (48, 64, 32), (1000, 3584, 4608), (1, 16, 16)]

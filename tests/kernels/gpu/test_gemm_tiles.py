@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overcoat.kernels.gpu.gemm_tiles import SHORTEST, TILES, choose, relative_time
+from overcoat.kernels.gemm_tiles import SHORTEST, TILES, choose, relative_time
 
 LARGE, TALL, NARROW, ODD = (24, 5), (29, 3), (197, 5), (201, 5)
 SQUARE = (209, 3)  # 192 x 192 with clusters of 2 x 1, not in the table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from overcoat.kernels import groups
 from overcoat.kernels import quantize as ops
 from tests.kernels.gpu.compare import DEVICE, INTERPRETED, NEEDS_GPU, assert_equal, awkward
 from tests.kernels.gpu.quantize_cases import DTYPES, SHAPES
@@ -19,13 +20,13 @@ pytestmark = NEEDS_GPU
 def test_group_codes(shape, code, group_size, centered):
     x = awkward(*shape)
     center = torch.randn(shape[1], device=DEVICE) if centered else None
-    codes, amax = ops.group_encode.reference(x, center, code, group_size)
-    assert_equal(ops.group_encode.kernel(x, center, code, group_size), (codes, amax))
+    codes, amax = groups.group_encode.reference(x, center, code, group_size)
+    assert_equal(groups.group_encode.kernel(x, center, code, group_size), (codes, amax))
     with_amax = (codes, amax, ops.amax.reference(x))
-    assert_equal(ops.group_encode_amax.kernel(x, center, code, group_size), with_amax)
+    assert_equal(groups.group_encode_amax.kernel(x, center, code, group_size), with_amax)
     for dtype in DTYPES:
         arguments = (codes, amax, center, code, group_size, dtype)
-        assert_equal(ops.group_decode.kernel(*arguments), ops.group_decode.reference(*arguments))
+        assert_equal(groups.group_decode.kernel(*arguments), groups.group_decode.reference(*arguments))
 
 
 @pytest.mark.parametrize("code", ["sqrt8", "int8"])
@@ -35,14 +36,14 @@ def test_every_byte_decodes(code, columns):
     codes = torch.arange(-128, 128, device=DEVICE).to(torch.int8).repeat(3).view(-1, columns)
     amax = torch.rand(len(codes), 1, device=DEVICE).bfloat16()
     arguments = (codes, amax, None, code, 128, torch.float32)
-    assert_equal(ops.group_decode.kernel(*arguments), ops.group_decode.reference(*arguments))
+    assert_equal(groups.group_decode.kernel(*arguments), groups.group_decode.reference(*arguments))
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (7, 100), (300, 688), (1000, 4096)])
 def test_token_center(shape):
     """A mean, summed in another order than the reference's."""
     x = awkward(*shape).clamp(-10, 10)
-    torch.testing.assert_close(ops.token_center.kernel(x), ops.token_center.reference(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(groups.token_center.kernel(x), groups.token_center.reference(x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("code", ["sqrt8", "e4m3", "int8"])
@@ -57,10 +58,10 @@ def test_group_codes_of_extremes(code):
     x[5] *= 1e37
     x[6] = (torch.arange(128, device=DEVICE) + 0.5) ** 2
     x[7] = torch.arange(128, device=DEVICE) - 64
-    codes, amax = ops.group_encode.reference(x, None, code, 128)
-    assert_equal(ops.group_encode.kernel(x, None, code, 128), (codes, amax))
+    codes, amax = groups.group_encode.reference(x, None, code, 128)
+    assert_equal(groups.group_encode.kernel(x, None, code, 128), (codes, amax))
     arguments = (codes, amax, None, code, 128, torch.float32)
-    assert_equal(ops.group_decode.kernel(*arguments), ops.group_decode.reference(*arguments))
+    assert_equal(groups.group_decode.kernel(*arguments), groups.group_decode.reference(*arguments))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -74,7 +75,7 @@ def test_no_bad_value_is_passed_over(value, where, centered):
     else:
         center[-1] = value
     arguments = (x, center, "sqrt8", 128)
-    ours, theirs = ops.group_encode_amax.kernel(*arguments), ops.group_encode_amax.reference(*arguments)
+    ours, theirs = groups.group_encode_amax.kernel(*arguments), groups.group_encode_amax.reference(*arguments)
     assert_equal(ours, theirs)
     assert ours[2].isfinite() == (where == "center")
 
@@ -83,8 +84,8 @@ def test_no_bad_value_is_passed_over(value, where, centered):
 @pytest.mark.parametrize(("code", "group_size"), [("sqrt8", 128), ("e4m3", 16), ("int8", 80)])
 @pytest.mark.parametrize("affine", ["none", "weight", "both"])
 def test_requantize_t(shape, code, group_size, affine):
-    codes, amax = ops.group_encode.reference(awkward(*shape), None, code, group_size)
+    codes, amax = groups.group_encode.reference(awkward(*shape), None, code, group_size)
     weight = None if affine == "none" else torch.randn(shape[1], device=DEVICE).bfloat16()
     bias = torch.randn(shape[1], device=DEVICE).bfloat16() if affine == "both" else None
     arguments = (codes, amax, weight, bias, torch.tensor(0.37, device=DEVICE), code, group_size)
-    assert_equal(ops.requantize_t.kernel(*arguments), ops.requantize_t.reference(*arguments))
+    assert_equal(groups.requantize_t.kernel(*arguments), groups.requantize_t.reference(*arguments))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from overcoat.kernels import norm as ops
+from overcoat.kernels import norm_backward
 from overcoat.kernels.quantize import amax
 from tests.kernels.gpu.compare import DEVICE, INTERPRETED, NEEDS_GPU, assert_equal, awkward
 
@@ -81,7 +82,7 @@ def test_norm_backward(shape, centered, with_residual, has_bias, code, group_siz
         x, mean, rstd, weight, None, amax.reference(row_amax), code, group_size
     )
     arguments = (dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size)
-    ours, theirs = ops.norm_backward.kernel(*arguments), ops.norm_backward.reference(*arguments)
+    ours, theirs = norm_backward.norm_backward.kernel(*arguments), norm_backward.norm_backward.reference(*arguments)
     assert_equal(ours[0], theirs[0], False)
     for a, b in zip(ours[1:3], theirs[1:3]):
         rounding = 2**-7 if a.dtype == torch.bfloat16 else 0.0
@@ -100,7 +101,7 @@ def test_a_maximum_that_is_not_finite_is_told(value, group_size):
     dresidual = torch.zeros_like(x)
     dresidual[3, 200] = value
     backward = (torch.randn_like(x), codes, group_amax, rstd, None, dresidual, False, False, "sqrt8", group_size)
-    assert not ops.norm_backward.kernel(*backward)[3].isfinite()
+    assert not norm_backward.norm_backward.kernel(*backward)[3].isfinite()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="one program after another: nothing to race")
@@ -108,6 +109,9 @@ def test_parameter_gradients_are_deterministic():
     dy, x = (torch.randn(4096, 4096, device=DEVICE).bfloat16() for _ in range(2))
     rstd, row_amax = ops.rmsnorm_stats(x, None, 1e-5)
     _, _, codes, group_amax = ops.norm_quantize(x, None, rstd, None, None, amax(row_amax), "sqrt8", 128)
-    runs = [ops.norm_backward(dy, codes, group_amax, rstd, None, None, False, True, "sqrt8", 128) for _ in range(3)]
+    runs = [
+        norm_backward.norm_backward(dy, codes, group_amax, rstd, None, None, False, True, "sqrt8", 128)
+        for _ in range(3)
+    ]
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))

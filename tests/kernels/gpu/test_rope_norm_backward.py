@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overcoat.kernels import rope as ops
-from overcoat.kernels.gpu import rope_norm_backward
+from overcoat.kernels import rope_backward
+
 from tests.kernels.gpu.compare import INTERPRETED, NEEDS_GPU, assert_equal, awkward
 from tests.kernels.gpu.rope_cases import CASES, head_weights, laid_out, split_heads, tables
 
@@ -39,16 +39,22 @@ def assert_norm_gradient(ours, theirs, norms, num_q, num_kv):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_backward_with_head_norms(case, norms, dtype):
     arguments = norm_backward_arguments(case, norms, dtype)
-    ours, theirs = ops.qk_rope_backward.kernel(*arguments), ops.qk_rope_backward.reference(*arguments)
+    ours, theirs = (
+        rope_backward.qk_rope_backward.kernel(*arguments),
+        rope_backward.qk_rope_backward.reference(*arguments),
+    )
     assert_norm_gradient(ours, theirs, norms, *case[2:4])
 
 
 @pytest.mark.parametrize("case", NORM_CASES)
 def test_backward_with_head_norms_in_few_programs(case, monkeypatch):
     """Programs that walk along many tiles, and eps = 0, with which the rows past the end must not divide by zero."""
-    monkeypatch.setattr(rope_norm_backward, "RESIDENT", 3)
+    monkeypatch.setattr(rope_backward, "RESIDENT", 3)
     arguments = norm_backward_arguments(case, "qk", eps=0.0)
-    ours, theirs = ops.qk_rope_backward.kernel(*arguments), ops.qk_rope_backward.reference(*arguments)
+    ours, theirs = (
+        rope_backward.qk_rope_backward.kernel(*arguments),
+        rope_backward.qk_rope_backward.reference(*arguments),
+    )
     assert not theirs[1].isnan().any()
     assert_norm_gradient(ours, theirs, "qk", *case[2:4])
 
@@ -58,22 +64,25 @@ def test_backward_with_head_norms_of_strided_parts(case):
     """Wherever attention leaves the gradients of q, k and v, the same bits."""
     dq, dk, dv, *rest = norm_backward_arguments(case, "qk")
     parts = (dq, dk, dv)
-    first, *others = [ops.qk_rope_backward.kernel(*inputs, *rest) for inputs in laid_out(parts)]
+    first, *others = [rope_backward.qk_rope_backward.kernel(*inputs, *rest) for inputs in laid_out(parts)]
     for ours in others:
         assert all(torch.equal(a, b) for a, b in zip(ours, first))
-    assert_norm_gradient(first, ops.qk_rope_backward.reference(*parts, *rest), "qk", *case[2:4])
+    assert_norm_gradient(first, rope_backward.qk_rope_backward.reference(*parts, *rest), "qk", *case[2:4])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="one program after another: nothing to race")
 def test_head_norm_gradients_are_deterministic():
     arguments = norm_backward_arguments((5000, 5000, 32, 8, 128), "qk")
-    runs = [ops.qk_rope_backward.kernel(*arguments) for _ in range(3)]
+    runs = [rope_backward.qk_rope_backward.kernel(*arguments) for _ in range(3)]
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))
-    assert_norm_gradient(runs[0], ops.qk_rope_backward.reference(*arguments), "qk", 32, 8)
+    assert_norm_gradient(runs[0], rope_backward.qk_rope_backward.reference(*arguments), "qk", 32, 8)
 
 
 def test_no_tokens():
     arguments = norm_backward_arguments((0, 7, 2, 1, 16), "q")
-    ours, theirs = ops.qk_rope_backward.kernel(*arguments), ops.qk_rope_backward.reference(*arguments)
+    ours, theirs = (
+        rope_backward.qk_rope_backward.kernel(*arguments),
+        rope_backward.qk_rope_backward.reference(*arguments),
+    )
     assert [x.tolist() for x in ours] == [x.tolist() for x in theirs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overcoat.kernels import quantize as ops
+from overcoat.kernels import stack
 from tests.kernels.gpu.compare import NEEDS_GPU, assert_equal, awkward
 
 pytestmark = NEEDS_GPU
@@ -15,7 +15,7 @@ pytestmark = NEEDS_GPU
 @pytest.mark.parametrize("sizes", [[16], [48, 16, 16], [100, 61], [130, 2, 4, 64, 18]])
 def test_stack_weights(sizes, columns, transposed):
     weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
-    amax = ops.stack_amax.kernel(weights)
-    assert_equal(amax, ops.stack_amax.reference(weights))
-    ours = ops.stack_weights.kernel(weights, amax, transposed)
-    assert_equal(ours, ops.stack_weights.reference(weights, amax, transposed))
+    amax = stack.stack_amax.kernel(weights)
+    assert_equal(amax, stack.stack_amax.reference(weights))
+    ours = stack.stack_weights.kernel(weights, amax, transposed)
+    assert_equal(ours, stack.stack_weights.reference(weights, amax, transposed))

@@ -7,6 +7,7 @@ import torch
 
 from overcoat import weight_amax
 from overcoat.kernels import quantize as ops
+from overcoat.kernels import stack, stack_guessed
 from tests.kernels.gpu.compare import DEVICE, NEEDS_GPU, assert_equal, awkward
 
 pytestmark = NEEDS_GPU
@@ -22,9 +23,9 @@ def test_stack_weights_guessed(sizes, columns, factor):
     """The guess changes nothing, be it right, wrong or no number."""
     weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
     guesses = [ops.amax.reference(w) * factor for w in weights]
-    ours = ops.stack_weights_guessed.kernel(weights, guesses)
-    assert_equal(ours, ops.stack_weights_guessed.reference(weights, guesses))
-    assert_equal(ours, (*ops.stack_weights.kernel(weights, ours[2], False), ops.stack_amax.kernel(weights)))
+    ours = stack_guessed.stack_weights_guessed.kernel(weights, guesses)
+    assert_equal(ours, stack_guessed.stack_weights_guessed.reference(weights, guesses))
+    assert_equal(ours, (*stack.stack_weights.kernel(weights, ours[2], False), stack.stack_amax.kernel(weights)))
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -32,12 +33,12 @@ def test_stack_weights_guessed_not_finite(value):
     weights = [torch.randn(rows, 144, device=DEVICE) for rows in (32, 16)]
     weights[1][3, 5] = value
     for guesses in ([ops.amax.reference(w) for w in weights], [torch.ones((), device=DEVICE)] * 2):
-        ours = ops.stack_weights_guessed.kernel(weights, guesses)
-        assert_equal(ours, ops.stack_weights_guessed.reference(weights, guesses))
+        ours = stack_guessed.stack_weights_guessed.kernel(weights, guesses)
+        assert_equal(ours, stack_guessed.stack_weights_guessed.reference(weights, guesses))
 
 
 def test_a_right_guess_needs_no_second_copy(monkeypatch):
-    from overcoat.kernels.gpu import stack_guessed
+    from overcoat.kernels import stack_guessed
 
     class Nothing:
         def __getitem__(self, grid):
@@ -45,11 +46,11 @@ def test_a_right_guess_needs_no_second_copy(monkeypatch):
 
     weights = [awkward(rows, 1040, seed=rows).clamp(-3, 3) for rows in (64, 40)]
     right = [ops.amax.reference(w) for w in weights]
-    expected = ops.stack_weights_guessed.kernel(weights, right)
+    expected = stack_guessed.stack_weights_guessed.kernel(weights, right)
     monkeypatch.setattr(stack_guessed, "_copy_again_kernel", Nothing())
-    data, _, amax = ops.stack_weights_guessed.kernel(weights, right)
+    data, _, amax = stack_guessed.stack_weights_guessed.kernel(weights, right)
     assert_equal((data, amax), (expected[0], expected[2]))
-    data, _, amax = ops.stack_weights_guessed.kernel(weights, [top / 2 for top in right])
+    data, _, amax = stack_guessed.stack_weights_guessed.kernel(weights, [top / 2 for top in right])
     assert torch.equal(amax, expected[2])
     assert not torch.equal(data.view(torch.uint8), expected[0].view(torch.uint8))
 
@@ -60,5 +61,7 @@ def test_stack_weights_asking(sizes, factor, monkeypatch):
     weights, asked = [awkward(rows, 336, seed=i) for i, rows in enumerate(sizes)], []
     guesses = None if factor is None else [ops.amax.reference(w) * factor for w in weights]
     monkeypatch.setattr(weight_amax, "guesses", lambda found: (asked.extend(found), guesses)[1])
-    assert_equal(ops.stack_weights_asking.kernel(weights), ops.stack_weights_asking.reference(weights))
+    assert_equal(
+        stack_guessed.stack_weights_asking.kernel(weights), stack_guessed.stack_weights_asking.reference(weights)
+    )
     assert [id(w) for w in asked] == [id(w) for w in weights]

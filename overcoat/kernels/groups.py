@@ -1,25 +1,25 @@
-"""Kernels of kernels/quantize.py for kept tensors: 8-bit codes per group, with the vector taken out before.
+"""Kept tensors: 8-bit codes per 1xG group, with the vector taken out before; and a weight gradient's operand from them.
 
-All are bound by memory. With N elements of 2 bytes the bytes moved are: group_encode and group_decode 3N; requantize_t
-2N (codes read, FP8 written).
+The formats are those of formats.py. All kernels are bound by memory. With N elements of 2 bytes the bytes moved are:
+group_encode and group_decode 3N; requantize_t 2N (codes read, FP8 written).
 
 Decoding takes the tensor's T * n groups as one list, NG of them a program, one group along a tile's second axis. The
 others take tiles of (BT tokens, NG groups): encoding reads the center of so many columns once for all of them,
 requantize_t writes its tiles transposed.
 
-Legend: T tokens (rows), C columns, P padded tokens, G group size, GP = G rounded up to a power of 2, n = ceil(C / G).
+Legend: T tokens (rows), C columns, P = T rounded up to a multiple of 16, G group size, GP = G rounded up to a power of
+2, n = ceil(C / G).
 """
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import NamedTuple, Optional, Tuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from overcoat.formats import E4M3, group_code
+from overcoat.catalogue import op
+from overcoat.formats import E4M3, Quantized, cast_float8, decode_groups, encode_groups, group_code
 from overcoat.kernels.gpu.common import (
     CODES,
     EXACT,
@@ -34,9 +34,39 @@ from overcoat.kernels.gpu.common import (
 from overcoat.kernels.gpu.hardware import to_float32
 from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
 from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_transposed
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.quantize import amax, padded_tokens, transpose_padded
 
+CENTER_ROWS = 256
 # Elements of one program that encodes or decodes, and columns of one that encodes (a group's at least).
 GROUP_TILE, STRIP = 4096, 256
+
+
+class Encoded(NamedTuple):
+    """A kept tensor (T, C): 8-bit codes (T, C), BF16 group maxima (T, n), and the FP32 (C,) taken out before."""
+
+    codes: Tensor
+    group_amax: Tensor
+    center: Optional[Tensor]
+
+
+# ---- center ----------------------------------------------------------------------------------------------------------
+
+
+@op
+def token_center(x: Tensor) -> Tensor:
+    """What all tokens have in common: the mean over at most 256 evenly spaced rows of x (T, C), FP32 (C,).
+
+    Biases and outlier channels add the same vector to every token's k and v. It cancels in attention's gradients
+    (softmax does not see it), its quantization error would not. Any vector decodes exactly, so a sample will do.
+    """
+    step = max(1, -(-x.shape[0] // CENTER_ROWS))
+    return x[::step].float().mean(0)
+
+
+@token_center.fake
+def _(x):
+    return x.new_empty(x.shape[1:], dtype=torch.float32)
 
 
 @kernel
@@ -58,14 +88,51 @@ def _token_center_kernel(
     tl.store(center_ptr + c, tl.sum(total, 0) / tl.cdiv(T, step), mask=c < C)
 
 
-def token_center(x: Tensor, step: int) -> Tensor:
-    """Mean over every `step`-th row of x (T, C), FP32 (C,); summed in another order than the reference's."""
-    x = x.contiguous()
+@token_center.cuda
+def _(x):
+    x, step = x.contiguous(), max(-(-x.shape[0] // CENTER_ROWS), 1)
     tokens, columns = x.shape
     center = torch.empty(columns, dtype=torch.float32, device=x.device)
     with on_device(x):
-        _token_center_kernel[(cdiv(columns, 64),)](x, center, tokens, columns, max(step, 1), 32, 64)
+        _token_center_kernel[(cdiv(columns, 64),)](x, center, tokens, columns, step, 32, 64)
     return center
+
+
+# ---- encode ----------------------------------------------------------------------------------------------------------
+
+
+@op
+def group_encode(x: Tensor, center: Optional[Tensor], code: str, group_size: int) -> Tuple[Tensor, Tensor]:
+    """Kept-tensor codes of x - center: codes (T, C) and BF16 group maxima (T, n) of x (T, C), center (C,) FP32."""
+    values = x.contiguous() if center is None else x.float() - center
+    data, scale = encode_groups(values, code, group_size)
+    return data, scale
+
+
+@group_encode.fake
+def _(x, center, code, group_size):
+    groups = (x.shape[-1] + group_size - 1) // group_size
+    return (
+        x.new_empty(x.shape, dtype=group_code(code).dtype),
+        x.new_empty((x.shape[0], groups), dtype=torch.bfloat16),
+    )
+
+
+@op
+def group_encode_amax(x: Tensor, center: Optional[Tensor], code: str, group_size: int) -> Tuple[Tensor, Tensor, Tensor]:
+    """`group_encode`, and max |x| as 0-d FP32 from the same pass: x is kept in groups and is a GEMM's operand."""
+    codes, group_amax = group_encode.reference(x, center, code, group_size)
+    return codes, group_amax, amax.reference(x)
+
+
+@group_encode_amax.fake
+def _(x, center, code, group_size):
+    groups = (x.shape[-1] + group_size - 1) // group_size
+    return (
+        x.new_empty(x.shape, dtype=group_code(code).dtype),
+        x.new_empty((x.shape[0], groups), dtype=torch.bfloat16),
+        x.new_empty((), dtype=torch.float32),
+    )
 
 
 @triton.jit
@@ -124,7 +191,7 @@ def _group_encode_kernel(
         _raise(amax_ptr, seen, max_magnitude(max_magnitude(exact, 1), 0))
 
 
-def group_encode(
+def _launch_encode(
     x: Tensor, center: Optional[Tensor], code: str, group_size: int, want_amax: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of x (T, C) minus center (C,), their BF16 maxima (T, n), and max |x| (garbage unless wanted)."""
@@ -142,6 +209,33 @@ def group_encode(
             center is not None, want_amax, group_size, gp, CODES[code], count, rows, num_warps=4, **EXACT,
         )  # fmt: skip
     return codes, group_amax, amax.view(torch.float32)
+
+
+@group_encode.cuda
+def _(x, center, code, group_size):
+    return _launch_encode(x, center, code, group_size, False)[:2]
+
+
+@group_encode_amax.cuda
+def _(x, center, code, group_size):
+    return _launch_encode(x, center, code, group_size, True)
+
+
+# ---- decode ----------------------------------------------------------------------------------------------------------
+
+
+@op
+def group_decode(
+    codes: Tensor, group_amax: Tensor, center: Optional[Tensor], code: str, group_size: int, dtype: torch.dtype
+) -> Tensor:
+    """Undo `group_encode`, rounded to `dtype`."""
+    values = decode_groups(Quantized(codes, group_amax), code, group_size)
+    return (values if center is None else values + center).to(dtype)
+
+
+@group_decode.fake
+def _(codes, group_amax, center, code, group_size, dtype):
+    return codes.new_empty(codes.shape, dtype=dtype)
 
 
 @kernel
@@ -169,10 +263,8 @@ def _group_decode_kernel(
     tl.store(out_ptr + offsets, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def group_decode(
-    codes: Tensor, group_amax: Tensor, center: Optional[Tensor], code: str, group_size: int, dtype: torch.dtype
-) -> Tensor:
-    """Values (T, C) of codes plus center (C,), rounded to `dtype`."""
+@group_decode.cuda
+def _(codes, group_amax, center, code, group_size, dtype):
     codes, group_amax, center = dense(codes, group_amax, center)
     tokens, columns = codes.shape
     n = group_amax.shape[1]
@@ -185,6 +277,37 @@ def group_decode(
             center is not None, group_size, padded, CODES[code], count, num_warps=4, **EXACT,
         )  # fmt: skip
     return out
+
+
+# ---- a weight gradient's operand -------------------------------------------------------------------------------------
+
+
+@op
+def requantize_t(
+    codes: Tensor,
+    group_amax: Tensor,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    scale: Tensor,
+    code: str,
+    group_size: int,
+) -> Tensor:
+    """Kept codes (T, C) -> (decoded * weight + bias) as transposed E4M3 operand (C, P) with the forward's scale.
+
+    With a norm's weight and bias (C,) this rebuilds the norm's output from its kept normalised value, so the forward's
+    FP8 operand need not be kept; without weight, and with the center as bias, it serves attention's output.
+    """
+    y = decode_groups(Quantized(codes, group_amax), code, group_size)
+    if weight is not None:
+        y = y * weight.float()
+    if bias is not None:
+        y = y + bias.float()
+    return transpose_padded(cast_float8(y * (1.0 / scale), E4M3))
+
+
+@requantize_t.fake
+def _(codes, group_amax, weight, bias, scale, code, group_size):
+    return codes.new_empty((codes.shape[1], padded_tokens(codes.shape[0])), dtype=E4M3.dtype)
 
 
 @kernel
@@ -226,19 +349,11 @@ def _requantize_t_kernel(
     store_transposed(pack_rows(even, odd, tl.float8e4nv), out_t_ptr, c, pair, real, (P - t0) // 2, P // 2)
 
 
-def requantize_t(
-    codes: Tensor,
-    group_amax: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    scale: Tensor,
-    code: str,
-    group_size: int,
-    padded: int,
-) -> Tensor:
-    """Codes (T, C) -> E4M3 of (decoded * weight + bias) with a given scale, transposed: (C, padded)."""
+@requantize_t.cuda
+def _(codes, group_amax, weight, bias, scale, code, group_size):
     codes, group_amax, weight, bias = dense(codes, group_amax, weight, bias)
     tokens, columns = codes.shape
+    padded = padded_tokens(tokens)
     out_t = torch.empty((columns, padded), dtype=E4M3.dtype, device=codes.device)
     n, gp = group_amax.shape[1], power_of_2(group_size)
     count = max(128 // gp, 1)

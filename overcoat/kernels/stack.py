@@ -1,19 +1,21 @@
-"""Kernels for weights that share one FP8 operand (q, k, v; gate, up): their common maximum, and the stacked copy.
+"""Weights that share one FP8 operand (q, k, v; gate, up): their common maximum, and the stacked copy.
 
 Bytes moved, with N elements of 2 bytes in all: maximum 2N, stacked copy 3N. Up to `PER_LAUNCH` weights are taken by one
 launch, the third axis of its grid telling them apart: the kernels take some 10 us each, a launch of its own as much.
+They equal the references bit for bit.
 
 Legend: N rows of a weight, K its columns.
 """
 
 from __future__ import annotations
 
+from typing import List, Tuple
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from overcoat.formats import E4M3
+from overcoat.catalogue import op
+from overcoat.formats import E4M3, cast_float8, scale_from_amax
 from overcoat.kernels.gpu.common import (
     EXACT,
     atomic_amax,
@@ -26,6 +28,7 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.language import tl, triton
 
 PER_LAUNCH = 3
 AMAX_BLOCK, AMAX_PROGRAMS = 8192, 132 * 16
@@ -53,7 +56,34 @@ def choose(a, b, c):
     return chosen
 
 
-# ---- maximum ----------------------------------------------------------------------------------------------------
+# ---- which weights share a launch ------------------------------------------------------------------------------------
+
+
+def launches(weights: list[Tensor]) -> list[list[Tensor]]:
+    """Weights in their order, contiguous, up to three of one dtype together."""
+    parts: list[list[Tensor]] = []
+    for w in weights:
+        if not parts or len(parts[-1]) == PER_LAUNCH or parts[-1][0].dtype != w.dtype:
+            parts.append([])
+        parts[-1].append(w.contiguous())
+    return parts
+
+
+def three(items: list) -> list:
+    return items + items[:1] * (PER_LAUNCH - len(items))
+
+
+def alignment(weights: list[Tensor]) -> int:
+    return 16 if all(w.data_ptr() % 16 == 0 for w in weights) else 1
+
+
+# ---- maximum ---------------------------------------------------------------------------------------------------------
+
+
+@op
+def stack_amax(weights: List[Tensor]) -> Tensor:
+    """max |w| over several weights, 0-d FP32: they share one scale, being one operand of one GEMM."""
+    return torch.stack([w.abs().amax().float() for w in weights]).amax()
 
 
 @kernel
@@ -77,8 +107,8 @@ def _stack_amax_kernel(
     atomic_amax(out_ptr, max_magnitude(max_magnitude(top, 1), 0))
 
 
-def stack_amax(weights: list[Tensor]) -> Tensor:
-    """max |w| over several weights, 0-d FP32."""
+@stack_amax.cuda
+def _(weights):
     out = torch.zeros((), dtype=torch.int32, device=weights[0].device)
     with on_device(out):
         for part in launches(weights):
@@ -91,7 +121,25 @@ def stack_amax(weights: list[Tensor]) -> Tensor:
     return out.view(torch.float32)
 
 
-# ---- stacked copy -------------------------------------------------------------------------------------------------
+# ---- stacked copy ----------------------------------------------------------------------------------------------------
+
+
+@op
+def stack_weights(weights: List[Tensor], amax: Tensor, transposed: bool) -> Tuple[Tensor, Tensor]:
+    """Weights (N_i, K) as one E4M3 operand: (sum N, K), or (K, sum N) if `transposed`, and their common scale."""
+    scale = scale_from_amax(amax, E4M3)
+    data = cast_float8(torch.cat([w.float() for w in weights]) * (1.0 / scale), E4M3)
+    if transposed:
+        data = data.view(torch.uint8).t().contiguous().view(E4M3.dtype)
+    return data, scale
+
+
+@stack_weights.fake
+def _(weights, amax, transposed):
+    rows = sum(w.shape[0] for w in weights)
+    columns = weights[0].shape[1]
+    shape = (columns, rows) if transposed else (rows, columns)
+    return weights[0].new_empty(shape, dtype=E4M3.dtype), weights[0].new_empty((), dtype=torch.float32)
 
 
 @triton.jit
@@ -148,10 +196,10 @@ def _stack_weights_kernel(
             tl.store(pointers, to_float8(w, tl.float8e4nv), mask=inside)
 
 
-def stack_weights(weights: list[Tensor], amax: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Weights (N_i, K) with one scale, written into the slices of one buffer: (sum N, K) or (K, sum N)."""
+@stack_weights.cuda
+def _(weights, amax, transposed):
     if transposed and any(w.shape[0] % 2 for w in weights):
-        data, scale = stack_weights(weights, amax, False)
+        data, scale = stack_weights.kernel(weights, amax, False)
         return data.view(torch.uint8).t().contiguous().view(data.dtype), scale
     rows, columns = sum(w.shape[0] for w in weights), weights[0].shape[1]
     shape = (columns, rows) if transposed else (rows, columns)
@@ -168,24 +216,3 @@ def stack_weights(weights: list[Tensor], amax: Tensor, transposed: bool) -> tupl
             )  # fmt: skip
             first += sum(sizes)
     return out, scale
-
-
-# ---- which weights share a launch ---------------------------------------------------------------------------------
-
-
-def launches(weights: list[Tensor]) -> list[list[Tensor]]:
-    """Weights in their order, contiguous, up to three of one dtype together."""
-    parts: list[list[Tensor]] = []
-    for w in weights:
-        if not parts or len(parts[-1]) == PER_LAUNCH or parts[-1][0].dtype != w.dtype:
-            parts.append([])
-        parts[-1].append(w.contiguous())
-    return parts
-
-
-def three(items: list) -> list:
-    return items + items[:1] * (PER_LAUNCH - len(items))
-
-
-def alignment(weights: list[Tensor]) -> int:
-    return 16 if all(w.data_ptr() % 16 == 0 for w in weights) else 1

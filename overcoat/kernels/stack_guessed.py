@@ -11,13 +11,13 @@ Legend: N rows of a weight, K its columns.
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import List, Optional, Tuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from overcoat import weight_amax
+from overcoat.catalogue import op
 from overcoat.formats import E4M3
 from overcoat.kernels.gpu.common import (
     EXACT,
@@ -29,7 +29,8 @@ from overcoat.kernels.gpu.common import (
     to_float8,
 )
 from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.stack import (
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.stack import (
     PLAIN_TILE,
     alignment,
     choose,
@@ -42,6 +43,43 @@ from overcoat.kernels.gpu.stack import (
 
 # Programs of the second launch for each weight: enough to fill the GPU, few enough to start and end within 3 us.
 AGAIN_PROGRAMS = 132 * 4
+
+
+@op
+def stack_weights_guessed(weights: List[Tensor], guesses: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+    """`stack_weights` (sum N, K) with the scale for `stack_amax`, which is returned as well: data, scale, maximum.
+
+    guesses: what each weight's maximum should be, 0-d FP32, as `AdamW` found it when it wrote the weight
+    (weight_amax.py). The result does not depend on them, its time does: right ones save the kernel a pass.
+    """
+    top = stack_amax.reference(weights)
+    return *stack_weights.reference(weights, top, False), top
+
+
+@stack_weights_guessed.fake
+def _(weights, guesses):
+    return _stacked_shapes(weights)
+
+
+def _stacked_shapes(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+    rows = sum(w.shape[0] for w in weights)
+    data = weights[0].new_empty((rows, weights[0].shape[1]), dtype=E4M3.dtype)
+    return data, weights[0].new_empty((), dtype=torch.float32), weights[0].new_empty((), dtype=torch.float32)
+
+
+@op
+def stack_weights_asking(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+    """`stack_weights_guessed` that asks for the guesses itself, each time it runs: compiled code cannot.
+
+    Where nothing is known it looks for the maximum, and notes it nowhere: the memory may be a CUDA graph's.
+    """
+    top = stack_amax.reference(weights)
+    return *stack_weights.reference(weights, top, False), top
+
+
+@stack_weights_asking.fake
+def _(weights):
+    return _stacked_shapes(weights)
 
 
 @triton.jit
@@ -129,15 +167,15 @@ def _copy_again_kernel(
         _copy_tile(w_ptr, out_ptr, tile // across * BN, tile % across * BK, row0, N, K, inverse, ALIGN, BN, BK)
 
 
-def stack_weights_guessed(weights: list[Tensor], guesses: Optional[list[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_guessed(weights: list[Tensor], guesses: Optional[list[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
     """Weights (N_i, K) as (sum N, K) with one scale, the scale, and the maximum, which should be the largest guess.
 
     guesses: None where there are none.
     """
     parts = launches(weights)
     if guesses is None or len(parts) > 1:  # many weights, or of several dtypes
-        top = stack_amax(weights)
-        return *stack_weights(weights, top, False), top
+        top = stack_amax.kernel(weights)
+        return *stack_weights.kernel(weights, top, False), top
     (part,) = parts
     sizes, columns = [w.shape[0] for w in part], weights[0].shape[1]
     out = torch.empty((sum(sizes), columns), dtype=E4M3.dtype, device=part[0].device)
@@ -153,3 +191,13 @@ def stack_weights_guessed(weights: list[Tensor], guesses: Optional[list[Tensor]]
         again = min(AGAIN_PROGRAMS, max(down * right, 1))
         _copy_again_kernel[(again, 1, len(part))](*pointers, scale, *numbers, num_warps=4, **EXACT)
     return out, scale, found.view(torch.float32)
+
+
+@stack_weights_guessed.cuda
+def _(weights, guesses):
+    return _launch_guessed(weights, guesses)
+
+
+@stack_weights_asking.cuda
+def _(weights):
+    return _launch_guessed(weights, weight_amax.guesses(weights))

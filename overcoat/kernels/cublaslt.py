@@ -15,7 +15,6 @@ Source: cublasLt.h of CUDA 12 and 13, whose numbers the constants repeat.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import threading
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from overcoat.kernels.gpu.gemm_tiles import choose
+from overcoat.kernels.gemm_tiles import choose
 
 # What PyTorch allows on Hopper too unless told otherwise, so that the library makes the same offers.
 MAX_WORKSPACE = 32 * 2**20
@@ -55,7 +54,6 @@ _TILE_ID, _SPLITK_NUM, _CLUSTER_SHAPE_ID = 1, 2, 8
 
 _ONE, _ZERO = c_float(1.0), c_float(0.0)
 _ALPHA = byref(_ONE)
-_NOTHING = contextlib.nullcontext()
 
 
 class _Algorithm(Structure):
@@ -106,11 +104,6 @@ def library() -> Optional[Any]:
 def is_available(device: int) -> bool:
     """Whether products run on this GPU (-1: the CPU): on Hopper, where the choice of kernels was measured."""
     return device >= 0 and torch.cuda.get_device_capability(device)[0] == 9 and library() is not None
-
-
-def on_device(device: int) -> contextlib.AbstractContextManager[Any]:
-    """Make a GPU current. (`launch.on_device` for those who have no Triton.)"""
-    return _NOTHING if device == torch._C._cuda_getDevice() else torch.cuda.device(device)
 
 
 def _check(status: int, what: str) -> None:
