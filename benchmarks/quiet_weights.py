@@ -24,7 +24,7 @@ from torch import Tensor
 
 import overcoat
 from benchmarks.common import RESULTS, append_row
-from overcoat.moments import MOMENT_CODES, decode_first, encode_first, resolve_moments
+from overcoat.formats.moments import MOMENT_CODES, decode_first, encode_first, resolve_moments
 
 SHAPE, LR, BETAS, SCALE = (32, 128), 1e-3, (0.9, 0.95), 1e-4
 STOPS_AT = 41  # steps with gradient

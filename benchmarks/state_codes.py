@@ -1,7 +1,7 @@
 """Every code of AdamW's moments that `benchmarks.states` compares: decode(encode(x)) on groups of 128.
 
-The product's own codes run as the optimizer runs them (`overcoat.moments`), maxima and small codes rounded up or down
-by chance. Others are rounded so where they share that; those that exist here alone:
+The product's own codes run as the optimizer runs them (`overcoat.formats.moments`), maxima and small codes rounded up
+or down by chance. Others are rounded so where they share that; those that exist here alone:
 
     flash32, flash128   FlashOptim (arXiv 2602.23349) 0.1.4, groups of 32, as published, or of 128, FP16 maximum M
                         m: softsign, c = floor(127 t + 1/2), t = 2y / (1 + |y|), y = m/M    y' = t' / (2 - |t'|)
@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from overcoat.expansion import contract, expand, exponent_of_range, smallest_positive
 from overcoat.formats import E4M3, cast_float8
-from overcoat.masters import mix
-from overcoat.moments import (
+from overcoat.formats.expansion import contract, expand, exponent_of_range, smallest_positive
+from overcoat.formats.masters import mix
+from overcoat.formats.moments import (
     MOMENT_CODES,
     decode_first,
     decode_second,
@@ -67,12 +67,12 @@ def rounding_bits(x: Tensor) -> Tensor:
 
 
 def product_first(m: Tensor, name: str) -> Tensor:
-    """m after storage in a code of `overcoat.moments`, rounded as a step rounds it, in groups of any size."""
+    """m after storage in a code of `overcoat.formats.moments`, rounded as a step rounds it, in groups of any size."""
     return decode_first(encode_first(m, MOMENT_CODES[name], rounding_bits(m)), MOMENT_CODES[name])
 
 
 def product_second(v: Tensor, name: str) -> Tensor:
-    """v after storage in a code of `overcoat.moments`, rounded as a step rounds it, in groups of any size."""
+    """v after storage in a code of `overcoat.formats.moments`, rounded as a step rounds it, in groups of any size."""
     return decode_second(encode_second(v, MOMENT_CODES[name], rounding_bits(v)), MOMENT_CODES[name])
 
 

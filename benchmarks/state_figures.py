@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.figures import pyplot, save
-from overcoat.expansion import EXPONENT_STEPS, FORMAT_RANGE_LOG2
 from overcoat.formats import E4M3
+from overcoat.formats.expansion import EXPONENT_STEPS, FORMAT_RANGE_LOG2
 
 MOMENT_TITLES = {"m": "first moment m", "v": "second moment v"}
 EIGHT_BIT = {"m": "sqrt8", "v": "log8"}

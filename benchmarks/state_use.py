@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.state_codes import maximum_first, maximum_second, rounding_bits, rule_exponents, searched_exponent
-from overcoat.expansion import exponent_value, reference_log2, smallest_positive
 from overcoat.formats import E4M3
-from overcoat.moments import MOMENT_CODES, encode_first, encode_second
+from overcoat.formats.expansion import exponent_value, reference_log2, smallest_positive
+from overcoat.formats.moments import MOMENT_CODES, encode_first, encode_second
 
 OCTAVE_BINS = 128  # of half an octave
 CODE_NAMES = {"m": ("e4m3", "e4m3x", "sqrt8"), "v": ("e4m3", "e4m3x", "log8")}

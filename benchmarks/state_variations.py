@@ -34,9 +34,16 @@ from benchmarks.state_codes import (
     product_second,
     rounding_bits,
 )
-from overcoat.expansion import normalize, smallest_positive
-from overcoat.log8 import STEPS as LOG8_STEPS
-from overcoat.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second, maximum_of_first
+from overcoat.formats.expansion import normalize, smallest_positive
+from overcoat.formats.log8 import STEPS as LOG8_STEPS
+from overcoat.formats.moments import (
+    MOMENT_CODES,
+    decode_first,
+    decode_second,
+    encode_first,
+    encode_second,
+    maximum_of_first,
+)
 
 POWERS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
 # Octaves below its maximum that a searched logarithmic grid may span.

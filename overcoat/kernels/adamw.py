@@ -33,9 +33,8 @@ from torch import Tensor
 
 from overcoat.catalogue import op
 from overcoat.formats import from_groups, to_groups
-from overcoat.hardware import fma, reciprocal, sqrt
-from overcoat.masters import RANDOM_BITS, decode_master, encode_master, group_bits, random_bits
-from overcoat.moments import (
+from overcoat.formats.masters import RANDOM_BITS, decode_master, encode_master, group_bits, random_bits
+from overcoat.formats.moments import (
     MOMENT_CODES,
     Encoded,
     MomentCode,
@@ -43,6 +42,7 @@ from overcoat.moments import (
     encode_first,
     encode_second,
 )
+from overcoat.hardware import fma, reciprocal, sqrt
 
 # Elements that the reference handles at once: its temporaries stay in a CPU's cache and never grow with the model.
 CHUNK = 1 << 17

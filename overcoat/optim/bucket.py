@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from overcoat import weight_amax
+from overcoat.formats.masters import parameter_key, resolve_master
 from overcoat.kernels.adamw import gradients_sum_squares, rows_of
-from overcoat.masters import parameter_key, resolve_master
 from overcoat.optim.arguments import STATE_LISTS, Arguments, Hyper
 from overcoat.optim.offload import Staging, Streamed
 from overcoat.optim.shards import (

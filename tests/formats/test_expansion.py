@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overcoat.expansion import (
+from overcoat.formats.expansion import (
     FORMAT_RANGE_LOG2,
     contract,
     exp2,

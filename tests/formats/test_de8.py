@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from overcoat import de8
+from overcoat.formats import de8
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -4,15 +4,15 @@ code.
 Every code works on values normalized by the maximum M of their group, y = x / M. M is rounded for storage
 first, and the *stored* M encodes, so encoder and decoder agree; but for the float codes of m, where it is the exact M,
 so that the maximum's code is 1 and what it decodes to is right in the mean. In a step M is rounded stochastically, by
-the random numbers of `overcoat.masters`: rounded to nearest, an average whose step is below half a unit stops moving.
+the random numbers of `masters`: rounded to nearest, an average whose step is below half a unit stops moving.
 A constant gradient's m in BF16 stops up to 2^-8 / (1 - beta1) = 4% short of it, its v in 24 bits 1.5% with beta2 =
 0.999.
 
     e4m3 e5m2   c = cast(F_max y)                       y' = c / F_max                    (COAT, Table 1)
     de8         c = nearest value of the 8-bit tree     y' = table[c]                     (COAT, Table 8)
-    ...x        the same on sign(y) |y|^k               y' = sign |.|^(1/k)               `overcoat.expansion`
+    ...x        the same on sign(y) |y|^k               y' = sign |.|^(1/k)               `expansion`
     sqrt8       c = floor(sign(x) sqrt(|x|) 127/sqrt(M) + r)   x' = M c |c| / 127^2
-    log8        v only: 255 levels, equal steps of "bit distance" to M, and one code for exact zero: `overcoat.log8`
+    log8        v only: 255 levels, equal steps of "bit distance" to M, and one code for exact zero: `log8`
     bf16 fp32   the plain tensor, no groups
 
 The pair ("sqrt8", "log8") is named "8bit" and is the default: on the states of a trained model its error of m
@@ -43,8 +43,8 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from overcoat import de8, log8
-from overcoat.expansion import (
+from overcoat.formats import de8, log8
+from overcoat.formats.expansion import (
     FORMAT_RANGE_LOG2,
     contract,
     expand,
@@ -52,7 +52,7 @@ from overcoat.expansion import (
     normalize,
     smallest_positive,
 )
-from overcoat.formats import FLOAT8, cast_float8, decode_float8
+from overcoat.formats.float8 import FLOAT8, cast_float8, decode_float8
 from overcoat.hardware import fma, reciprocal, sqrt
 
 # The largest BF16 as FP32 bits.

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overcoat import de8
-from overcoat.formats import to_groups
-from overcoat.moments import (
+from overcoat.formats import de8, to_groups
+from overcoat.formats.moments import (
     MOMENT_CODES,
     decay,
     decode_first,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overcoat.masters import (
+from overcoat.formats.masters import (
     decode_master,
     encode_master,
     group_bits,

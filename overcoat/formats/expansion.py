@@ -19,7 +19,7 @@ overflows): k16 = floor(16 k) in 1..255. The paper's code keeps three FP32 numbe
     constant group, 1 value k = 255/16, decoded to M exactly      R = 1, log2(R) = 0
     zeros in a group        never enter mu; they stay exactly 0
     denormal M              counts as 0 (it takes gradients below 1e-19 to make such a v)
-    v > 0                   never stored as 0 (m / (sqrt(v) + eps) would explode): see `overcoat.moments`
+    v > 0                   never stored as 0 (m / (sqrt(v) + eps) would explode): see `overcoat.formats.moments`
 
 Everything here is plain PyTorch on FP32; `overcoat.hardware` says where a GPU's last bit may differ from a CPU's.
 
@@ -33,7 +33,7 @@ import math
 import torch
 from torch import Tensor
 
-from overcoat.formats import E4M3, E5M2
+from overcoat.formats.float8 import E4M3, E5M2
 from overcoat.hardware import exp2, log2, reciprocal
 
 # Exponents k are stored in sixteenths in one byte.

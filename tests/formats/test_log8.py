@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overcoat import log8
-from overcoat.moments import MOMENT_CODES, decode_second, encode_second
+from overcoat.formats import log8
+from overcoat.formats.moments import MOMENT_CODES, decode_second, encode_second
 
 ONE = 0x3F800000  # the bits of 1.0
 LARGEST = 0x7F7FFF00  # of the largest maximum that is stored
