@@ -32,7 +32,7 @@ from overcoat.kernels import (
     rope_blockwise,
     rope_quantize,
     stack,
-    stack_guessed,
+    stack_predicted,
     swiglu,
 )
 from overcoat.optim.arguments import STATE_LISTS
@@ -101,8 +101,8 @@ def quantize_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     yield KernelCase("stack_amax", stack.stack_amax, (weights,))
     yield KernelCase("stack_weights", stack.stack_weights, (weights, weight_top, False))
     yield KernelCase("stack_weights^T", stack.stack_weights, (weights, weight_top, True))
-    guesses = [quantize.amax(weight) for weight in weights]
-    yield KernelCase("stack_weights_guessed", stack_guessed.stack_weights_guessed, (weights, guesses))
+    predicted = [quantize.amax(weight) for weight in weights]
+    yield KernelCase("stack_weights_predicted", stack_predicted.stack_weights_predicted, (weights, predicted))
     left_out = x.nbytes - x[:: -(-tokens // groups.CENTER_ROWS)].nbytes
     yield KernelCase("token_center", groups.token_center, (x,), left_out)
     yield KernelCase("group_encode", groups.group_encode, (x, None, CODE, G))

@@ -96,11 +96,11 @@ class Bucket:
         """
         return self._addresses() == self.addresses and self._still_asked()
 
-    def _asked(self) -> dict[int, weight_amax.Asked]:
+    def _asked(self) -> dict[int, weight_amax.Tracked]:
         """Parameters whose maxima the forward asked for, by place; none of those that are not stepped in one piece."""
         if self.sharded or self.buffered or self.staging is not None:
             return {}
-        found = enumerate(map(weight_amax.asked, self.owners))
+        found = enumerate(map(weight_amax.tracked, self.owners))
         return {place: asked for place, asked in found if asked is not None}
 
     def _still_asked(self) -> bool:

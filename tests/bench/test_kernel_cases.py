@@ -21,7 +21,7 @@ BYTES = {
     "quantize_both": (2 + 2) * T * H,
     "token_center": 2 * T * H,  # all rows, as they are few
     "stack_weights": (2 + 1) * 2 * H * H,
-    "stack_weights_guessed": (2 + 1) * 2 * H * H,
+    "stack_weights_predicted": (2 + 1) * 2 * H * H,
     "add_rmsnorm_stats": (2 + 2 + 2) * T * H,
     "add_layernorm_stats": (2 + 2 + 2) * T * H,
     "final_norm": (2 + 2) * T * H,
@@ -67,7 +67,7 @@ def test_every_kernel_of_a_step_has_a_case() -> None:
     what launches the kernels of others.
     """
     others = {"gemm", "block_gemm", "attention", "attention_backward", "log2", "exp2", "sqrt", "reciprocal", "fma"}
-    others.add("stack_weights_asking")
+    others.add("stack_weights_tracked")
     measured = {case.op.name for family in FAMILIES.values() for case in family(SHAPE, "cpu")}
     kernels = {name for name, op in CATALOGUE.items() if op.kernel and op.reference.__module__.startswith("overcoat.")}
     assert kernels - measured == others

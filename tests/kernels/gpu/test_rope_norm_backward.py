@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from overcoat.kernels import rope_backward
-
 from tests.kernels.gpu.compare import INTERPRETED, NEEDS_GPU, assert_equal, awkward
 from tests.kernels.gpu.rope_cases import CASES, head_weights, laid_out, split_heads, tables
 

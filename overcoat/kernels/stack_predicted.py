@@ -1,10 +1,10 @@
-"""The stacked copy of weights whose maximum has been guessed: one pass over them where the guess is right.
+"""The stacked FP8 copy of weights whose maximum is predicted: one pass over them where the prediction is right.
 
-The copy is made with the guess, and the true maximum found on the way. A second launch compares the two and makes the
-copy again if they differ; else its programs, of which there are few, end where they began. So the result never depends
-on a guess, and nobody has to be sure of it (weight_amax.py).
+The copy is quantized with the predicted maximum, and the true one found on the way. A second launch compares the two
+and quantizes again if they differ; else its few programs end at once. The result never depends on the prediction
+(weight_amax.py).
 
-Bytes moved, with N elements of 2 bytes in all: 3N; 6N if the guess was wrong.
+Bytes moved, with N elements of 2 bytes in all: 3N; 6N if the prediction was wrong.
 
 Legend: N rows of a weight, K its columns.
 """
@@ -42,22 +42,37 @@ from overcoat.kernels.stack import (
 )
 
 # Programs of the second launch for each weight: enough to fill the GPU, few enough to start and end within 3 us.
-AGAIN_PROGRAMS = 132 * 4
+REQUANTIZE_PROGRAMS = 132 * 4
 
 
 @op
-def stack_weights_guessed(weights: List[Tensor], guesses: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+def stack_weights_predicted(weights: List[Tensor], predicted: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
     """`stack_weights` (sum N, K) with the scale for `stack_amax`, which is returned as well: data, scale, maximum.
 
-    guesses: what each weight's maximum should be, 0-d FP32, as `AdamW` found it when it wrote the weight
+    predicted: what each weight's maximum should be, 0-d FP32, as `AdamW` found it when it wrote the weight
     (weight_amax.py). The result does not depend on them, its time does: right ones save the kernel a pass.
     """
     top = stack_amax.reference(weights)
     return *stack_weights.reference(weights, top, False), top
 
 
-@stack_weights_guessed.fake
-def _(weights, guesses):
+@stack_weights_predicted.fake
+def _(weights, predicted):
+    return _stacked_shapes(weights)
+
+
+@op
+def stack_weights_tracked(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+    """`stack_weights_predicted` that asks for the predictions itself, each time it runs: compiled code cannot.
+
+    Where nothing is known it finds the maximum, and records it nowhere: the memory may be a CUDA graph's.
+    """
+    top = stack_amax.reference(weights)
+    return *stack_weights.reference(weights, top, False), top
+
+
+@stack_weights_tracked.fake
+def _(weights):
     return _stacked_shapes(weights)
 
 
@@ -65,21 +80,6 @@ def _stacked_shapes(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
     rows = sum(w.shape[0] for w in weights)
     data = weights[0].new_empty((rows, weights[0].shape[1]), dtype=E4M3.dtype)
     return data, weights[0].new_empty((), dtype=torch.float32), weights[0].new_empty((), dtype=torch.float32)
-
-
-@op
-def stack_weights_asking(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
-    """`stack_weights_guessed` that asks for the guesses itself, each time it runs: compiled code cannot.
-
-    Where nothing is known it looks for the maximum, and notes it nowhere: the memory may be a CUDA graph's.
-    """
-    top = stack_amax.reference(weights)
-    return *stack_weights.reference(weights, top, False), top
-
-
-@stack_weights_asking.fake
-def _(weights):
-    return _stacked_shapes(weights)
 
 
 @triton.jit
@@ -111,9 +111,9 @@ def _copy_and_find_kernel(
     a_ptr,  # (NA, K)
     b_ptr,  # (NB, K)
     c_ptr,  # (NC, K)
-    a_guess,  # 0-d FP32 each
-    b_guess,
-    c_guess,
+    a_predicted,  # 0-d FP32 each
+    b_predicted,
+    c_predicted,
     found_ptr,  # 0-d int32, 0: bits of the FP32 maximum
     out_ptr,  # (NA + NB + NC, K) FP8
     NA,
@@ -125,8 +125,8 @@ def _copy_and_find_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    guess = _largest(a_guess, b_guess, c_guess).to(tl.float32, bitcast=True)
-    inverse = inverse_of(scale_of(guess, INVERSE_MAX))
+    top = _largest(a_predicted, b_predicted, c_predicted).to(tl.float32, bitcast=True)
+    inverse = inverse_of(scale_of(top, INVERSE_MAX))
     w_ptr, N, row0 = choose(a_ptr, b_ptr, c_ptr), choose(NA, NB, NC), choose(0, NA, NA + NB)
     n0, k0 = tl.program_id(0) * BN, tl.program_id(1) * BK
     if n0 < N:
@@ -135,13 +135,13 @@ def _copy_and_find_kernel(
 
 
 @kernel
-def _copy_again_kernel(
+def _requantize_if_changed_kernel(
     a_ptr,  # as above
     b_ptr,
     c_ptr,
-    a_guess,
-    b_guess,
-    c_guess,
+    a_predicted,
+    b_predicted,
+    c_predicted,
     found_ptr,
     out_ptr,
     scale_ptr,  # 0-d FP32
@@ -161,19 +161,19 @@ def _copy_again_kernel(
     w_ptr, N, row0 = choose(a_ptr, b_ptr, c_ptr), choose(NA, NB, NC), choose(0, NA, NA + NB)
     across = tl.cdiv(K, BK)
     tiles = tl.cdiv(N, BN) * across
-    if found == _largest(a_guess, b_guess, c_guess):
+    if found == _largest(a_predicted, b_predicted, c_predicted):
         tiles = 0
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         _copy_tile(w_ptr, out_ptr, tile // across * BN, tile % across * BK, row0, N, K, inverse, ALIGN, BN, BK)
 
 
-def _launch_guessed(weights: list[Tensor], guesses: Optional[list[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (N_i, K) as (sum N, K) with one scale, the scale, and the maximum, which should be the largest guess.
+def _launch_predicted(weights: list[Tensor], predicted: Optional[list[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (N_i, K) as (sum N, K) with one scale, the scale, and the maximum, which should be the largest predicted.
 
-    guesses: None where there are none.
+    predicted: None where there are none.
     """
     parts = launches(weights)
-    if guesses is None or len(parts) > 1:  # many weights, or of several dtypes
+    if predicted is None or len(parts) > 1:  # many weights, or of several dtypes
         top = stack_amax.kernel(weights)
         return *stack_weights.kernel(weights, top, False), top
     (part,) = parts
@@ -184,20 +184,20 @@ def _launch_guessed(weights: list[Tensor], guesses: Optional[list[Tensor]]) -> t
     rows, width = PLAIN_TILE
     align = alignment(part) if columns % 16 == 0 else 1
     down, right = cdiv(max(sizes), rows), cdiv(columns, width)
-    pointers = (*three(part), *three(guesses), found, out)
+    pointers = (*three(part), *three(predicted), found, out)
     numbers = (*three(sizes), columns, inverse_max("e4m3"), align, *PLAIN_TILE)
     with on_device(out):
         _copy_and_find_kernel[(down, right, len(part))](*pointers, *numbers, num_warps=4, **EXACT)
-        again = min(AGAIN_PROGRAMS, max(down * right, 1))
-        _copy_again_kernel[(again, 1, len(part))](*pointers, scale, *numbers, num_warps=4, **EXACT)
+        programs = min(REQUANTIZE_PROGRAMS, max(down * right, 1))
+        _requantize_if_changed_kernel[(programs, 1, len(part))](*pointers, scale, *numbers, num_warps=4, **EXACT)
     return out, scale, found.view(torch.float32)
 
 
-@stack_weights_guessed.cuda
-def _(weights, guesses):
-    return _launch_guessed(weights, guesses)
+@stack_weights_predicted.cuda
+def _(weights, predicted):
+    return _launch_predicted(weights, predicted)
 
 
-@stack_weights_asking.cuda
+@stack_weights_tracked.cuda
 def _(weights):
-    return _launch_guessed(weights, weight_amax.guesses(weights))
+    return _launch_predicted(weights, weight_amax.predict(weights))
