@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 import overcoat.kernels
 from overcoat import catalogue
 from overcoat.catalogue import CATALOGUE, op
-from tests.kernels.layouts import layouts, recorded
 from tests.kernels.samples import CHECKED_ELSEWHERE, SAMPLES, column_by_column, normal
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -110,7 +109,7 @@ def test_op_is_deterministic_mutates_nothing_else_and_returns_no_views(name, dev
 
 
 @pytest.mark.parametrize("name", list(SAMPLES))
-def test_arguments_may_lie_anyhow(name, device):
+def test_arguments_may_be_noncontiguous(name, device):
     """One after the other: the same bits, laid out as the shape function says, which compiled code does not check.
 
     Of each op the last sample, and one of those with the most tensors.
@@ -118,10 +117,10 @@ def test_arguments_may_lie_anyhow(name, device):
     samples = SAMPLES[name]
     most = max(samples, key=lambda sample: len(tensors(sample)))
     for sample in [most] if most is samples[-1] else [most, samples[-1]]:
-        lie_otherwise(name, on(device, sample))
+        check_noncontiguous(name, on(device, sample))
 
 
-def lie_otherwise(name, sample):
+def check_noncontiguous(name, sample):
     leaves, spec = tree_flatten(sample)
     leaves = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in leaves]
     expected, after = run(name, tree_unflatten([copied(x) for x in leaves], spec))
@@ -143,18 +142,6 @@ def lie_otherwise(name, sample):
 def layout(x):
     """What compiled code takes for granted; where there is one number, a stride says nothing."""
     return x.dtype, *((size, stride) for size, stride in zip(x.shape, x.stride()) if size != 1)
-
-
-def test_results_lie_as_compiled_code_in_users_caches_takes_for_granted():
-    """tests/kernels/layouts.py says what to do where this fails."""
-    for name, found in layouts().items():
-        known = recorded().get(name, {})
-        assert {key: known[key] for key in found if key in known} == {k: v for k, v in found.items() if k in known}, (
-            f"the results of {name} lie otherwise than those of the same name did: give the op another name"
-        )
-        assert found.keys() <= known.keys(), (
-            f"python -m tests.kernels.layouts: {name} has samples that are not recorded"
-        )
 
 
 def copied(x):

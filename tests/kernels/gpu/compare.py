@@ -1,7 +1,7 @@
 """How the Triton kernels are tested: launcher against reference, byte for byte.
 
 On a GPU (`pytest -m gpu`) the reference runs on the same GPU and every byte must agree, NaN counting as equal to NaN.
-Under Triton's interpreter (`TRITON_INTERPRET=1 pytest tests/kernels/gpu`) the same tests run the kernels' logic on the
+Under Triton's interpreter (`TRITON_INTERPRET=1 pytest tests/kernels`) the same tests run the kernels' logic on the
 CPU; there approximate instructions and the FP8 conversion round differently, so a few codes may be one step off.
 """
 
@@ -17,8 +17,12 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
-# Applied to every test module here.
-NEEDS_GPU: list[Any] = [] if INTERPRETED else [pytest.mark.gpu]
+# Of a test module of kernels alone (tests/kernels/conftest.py).
+NEEDS_GPU: list[Any] = [pytest.mark.kernel]
+
+# Of a matrix: one token, ragged tokens and columns, more columns than a tile; on a GPU several tiles both ways.
+AWKWARD_SHAPES = [(1, 16), (7, 100), (61, 688), (9 if INTERPRETED else 1000, 5120)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 SMALLEST_NORMAL = {torch.float8_e4m3fn: 2.0**-6, torch.float8_e5m2: 2.0**-14}
 

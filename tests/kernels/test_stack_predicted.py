@@ -1,4 +1,4 @@
-"""The kernels of kernels/gpu/stack_predicted.py equal their references, whatever is predicted."""
+"""The kernels of kernels/stack_predicted.py equal their references, whatever is predicted."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import torch
 from overcoat import weight_amax
 from overcoat.kernels import quantize as ops
 from overcoat.kernels import stack, stack_predicted
-from tests.kernels.gpu.compare import DEVICE, NEEDS_GPU, assert_equal, awkward
+from tests.kernels.gpu.compare import DEVICE, assert_equal, awkward
 
-pytestmark = NEEDS_GPU
+pytestmark = pytest.mark.kernel
 
 # What the maxima found by AdamW, taken as predicted, are multiplied by.
-GUESSES = {"right": 1.0, "too small": 0.25, "too large": 3.0, "zero": 0.0, "inf": torch.inf, "nan": torch.nan}
+PREDICTIONS = {"right": 1.0, "too small": 0.25, "too large": 3.0, "zero": 0.0, "inf": torch.inf, "nan": torch.nan}
 
 
-@pytest.mark.parametrize("factor", GUESSES.values(), ids=GUESSES.keys())
-@pytest.mark.parametrize("columns", [336, 1040, 77])
-@pytest.mark.parametrize("sizes", [[16], [48, 16], [16, 48, 16], [100, 61], [130, 2, 4, 64, 18]])
+@pytest.mark.parametrize("factor", PREDICTIONS.values(), ids=PREDICTIONS.keys())
+@pytest.mark.parametrize(
+    ("sizes", "columns"),
+    [([16], 77), ([48, 16], 336), ([16, 48, 16], 1040), ([100, 61], 77), ([130, 2, 4, 64, 18], 336)],
+)
 def test_stack_weights_predicted(sizes, columns, factor):
     """The prediction changes nothing, be it right, wrong or no number."""
     weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]

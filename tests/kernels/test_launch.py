@@ -21,7 +21,6 @@ from overcoat.bench.kernel_cases import FAMILIES
 from overcoat.bench.shapes import BlockShape, ModelShape
 from overcoat.catalogue import CATALOGUE
 from overcoat.kernels.gpu import launch
-from tests.kernels.gpu.compare import INTERPRETED
 from tests.kernels.samples import LIBRARY, SAMPLES, column_by_column
 
 
@@ -212,7 +211,6 @@ def test_only_another_gpu_is_made_current(device):
     assert other.idx == 0
 
 
-@pytest.mark.skipif(INTERPRETED, reason="kernels are compiled by nobody")
 def test_one_token_is_no_constant():
     def tokens(x_ptr, T, C):
         """A kernel's arguments."""
@@ -220,7 +218,6 @@ def test_one_token_is_no_constant():
     assert [p.name for p in launch.Kernel(tokens).params if p.do_not_specialize] == ["T"]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="there are no entry kernels")
 def test_programs_that_ask_what_others_have_found_are_one_warp():
     """Where warps decide differently whether to look for a maximum, those that look wait for those that do not."""
     from tests.kernels.gpu import variants  # not for the interpreter
@@ -235,7 +232,6 @@ def test_programs_that_ask_what_others_have_found_are_one_warp():
 FIRST, LATER = ((5, 512), (5, 528)), ((6, 512), (3, 1056))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter compiles nothing")
 def test_other_numbers_of_tokens_compile_no_other_kernel(monkeypatch):
     """By Triton's own key of a launch: types, what is compiled in, what 16 divides."""
     backend = make_backend(GPUTarget("cuda", 90, 32))
@@ -269,7 +265,6 @@ def is_launched(op):
     return op.kernel and op.reference.__module__.rpartition(".")[2] not in LIBRARY
 
 
-@pytest.mark.skipif(INTERPRETED, reason="launches are written down, not made")
 @pytest.mark.parametrize("name", [name for name in SAMPLES if is_launched(CATALOGUE[name])])
 def test_kernels_are_told_of_tensors_that_are_dense(name, monkeypatch):
     """However arguments lie: only rows may be apart, where a kernel is told by how much."""
