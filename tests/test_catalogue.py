@@ -226,6 +226,24 @@ def test_an_op_registers_its_schema_and_keeps_its_docstring():
         del CATALOGUE["test_only_scale_"]
 
 
+def test_without_a_shape_function_the_reference_is_one():
+    """On tensors without values; a shape function, once given, takes its place."""
+
+    @op
+    def test_only_twice(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, x), -1).half()
+
+    try:
+        shapes = [test_only_twice(torch.empty(2, 3, device="meta"))]
+        with FakeTensorMode():
+            shapes.append(test_only_twice(torch.empty(2, 3)))
+        assert [(x.shape, x.dtype) for x in shapes] == [((2, 6), torch.float16)] * 2
+        test_only_twice.fake(lambda x: x.new_empty(1))
+        assert test_only_twice(torch.empty(2, 3, device="meta")).shape == (1,)
+    finally:
+        del CATALOGUE["test_only_twice"]
+
+
 class Elsewhere(torch.Tensor):
     """A tensor that is more than one."""
 
