@@ -29,8 +29,8 @@ from benchmarks.activation_codes import (
     gradient_codes,
     sqnr,
 )
+from overcoat.kernels.activation import activated
 from overcoat.kernels.groups import group_encode, token_center
-from overcoat.kernels.swiglu import gated_product
 from overcoat.models.llama import NORMS
 from overcoat.ops.attention import AttentionKept, Heads, Rotary, attention_backward, attention_forward
 from overcoat.recipe import KeptFormat, Recipe
@@ -158,7 +158,7 @@ class Probe:
         self.results.measure("product", self.index, codes, _rows(args[0]))
         self.results.measure(
             "product of coded gate, up", self.index, codes, gate, up,
-            function=lambda gate, up: gated_product(torch.cat((gate, up), 1)),
+            function=lambda gate, up: activated(torch.cat((gate, up), 1), "silu", True),
         )  # fmt: skip
 
     @torch.no_grad()

@@ -36,7 +36,10 @@ from benchmarks.common import RESULTS, append_row
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck")
 # Folders of tests whose kernels each tool looks at.
-FOLDERS = {"memcheck": (".", "kernels", "kernels/gpu", "ops", "models", "optim"), "racecheck": ("kernels", "kernels/gpu")}
+FOLDERS = {
+    "memcheck": (".", "kernels", "kernels/gpu", "ops", "models", "optim"),
+    "racecheck": ("kernels", "kernels/gpu"),
+}
 # Parts of the names of tests or of their files, long enough to be in no other's (tests/benchmarks/test_sanitizer.py).
 SLOW = {"memcheck": ("test_numerics",), "racecheck": ("test_numerics", "2_to_31")}
 # Of the library's kernels alone. Under racecheck those of block scales fail, though it leaves their kernels out.

@@ -14,13 +14,14 @@ from torch import Tensor
 from overcoat.bench.shapes import BlockShape
 from overcoat.catalogue import Op
 from overcoat.kernels import (
+    activation,
+    activation_backward,
+    activation_blockwise,
+    activation_bound,
     adamw,
     block_weights,
     blockwise,
-    blockwise_fused,
     final_norm,
-    gelu,
-    gelu_blockwise,
     groups,
     loss,
     norm,
@@ -33,7 +34,6 @@ from overcoat.kernels import (
     rope_quantize,
     stack,
     stack_predicted,
-    swiglu,
 )
 from overcoat.optim.arguments import STATE_LISTS
 from overcoat.optim.state import init_state
@@ -167,59 +167,37 @@ def rope_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     )
 
 
-def swiglu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
-    """SwiGLU forward and backward."""
+def activation_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
+    """The MLP's activation, forward and backward: SwiGLU, and GELU with biases, with one scale and in blocks."""
     tokens, width = shape.tokens, shape.model.intermediate
-    gate_up, dh = _normal(device, tokens, 2 * width), _normal(device, tokens, width)
-    codes, group_amax, top = swiglu.swiglu_encode(gate_up, CODE, G)
-    _, scale = swiglu.swiglu_quantize(gate_up, top)
-    backward = (dh, codes, group_amax, scale, CODE, G)
-    first = (dh, codes, group_amax, CODE, G)
-    gradient_top = swiglu.swiglu_backward_amax(*first)
-    yield KernelCase("swiglu_encode", swiglu.swiglu_encode, (gate_up, CODE, G))
-    yield KernelCase("swiglu_quantize", swiglu.swiglu_quantize, (gate_up, top))
-    yield KernelCase("swiglu_backward", swiglu.swiglu_backward, backward)
-    yield KernelCase("swiglu_backward_amax", swiglu.swiglu_backward_amax, first, codes.nbytes)
-    both = (dh, codes, group_amax, scale, gradient_top, "e5m2", CODE, G)
-    yield KernelCase("swiglu_backward_quantize", swiglu.swiglu_backward_quantize, both)
-
-
-def gelu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
-    """GELU forward and backward in the tanh form (Starcoder2's), with one scale and in blocks; three in the other."""
-    tokens, width = shape.tokens, shape.model.intermediate
-    u, dh = _normal(device, tokens, width), _normal(device, tokens, width)
-    how = ("tanh", CODE, G)
-    codes, group_amax, row_amax = gelu.gelu_encode(u, *how)
-    top = quantize.amax(row_amax)
-    _, scale = gelu.gelu_quantize(u, top, "tanh")
-    kept = (dh, codes, group_amax)
-    gradient_top = gelu.gelu_backward_amax(*kept, *how)
-    yield KernelCase("gelu_encode", gelu.gelu_encode, (u, *how))
-    yield KernelCase("gelu_quantize", gelu.gelu_quantize, (u, top, "tanh"))
-    yield KernelCase("gelu_quantize erf", gelu.gelu_quantize, (u, top, "none"))
-    yield KernelCase("gelu_backward", gelu.gelu_backward, (*kept, scale, *how))
-    unread = codes.nbytes  # but for few tiles'
-    yield KernelCase("gelu_backward_amax", gelu.gelu_backward_amax, (*kept, *how), unread)
-    yield KernelCase("gelu_backward_amax erf", gelu.gelu_backward_amax, (*kept, "none", CODE, G), unread)
-    both = (*kept, scale, gradient_top, "e5m2", True)
-    yield KernelCase("gelu_backward_quantize", gelu.gelu_backward_quantize, (*both, *how))
-    yield KernelCase("gelu_backward_quantize erf", gelu.gelu_backward_quantize, (*both, "none", CODE, G))
-    fused = gelu_blockwise
-    yield KernelCase("gelu_block_quantize", fused.gelu_block_quantize, (u, *how))
-    yield KernelCase("gelu_block_backward", fused.gelu_block_backward, (*kept, *how))
-    yield KernelCase("gelu_block_backward_quantize", fused.gelu_block_backward_quantize, (*kept, "e5m2", True, *how))
+    dh = _normal(device, tokens, width)
+    for name, function, gated in (("swiglu", "silu", True), ("gelu", "gelu", False), ("gelu_tanh", "gelu_tanh", False)):
+        z, how, has_bias = _normal(device, tokens, (1 + gated) * width), (function, CODE, G), not gated
+        encode = (z, function, gated, CODE, G)
+        codes, group_amax, top = activation.activation_encode(*encode)
+        _, scale = activation.activation_quantize(z, top, function, gated)
+        kept, first = (dh, codes, group_amax), (dh, group_amax, function, G)
+        bound = activation_bound.activation_gradient_bound(*first)
+        calls: list[tuple[Op, tuple[Any, ...]]] = [
+            (activation.activation_encode, encode),
+            (activation.activation_quantize, (z, top, function, gated)),
+            (activation_bound.activation_gradient_bound, first),
+            (activation_backward.activation_backward, (*kept, scale, *how)),
+            (activation_backward.activation_backward_quantize, (*kept, scale, bound, "e5m2", has_bias, *how)),
+            (activation.activation_block_quantize, encode),
+            (activation_blockwise.activation_block_backward, (*kept, *how)),
+            (activation_blockwise.activation_block_backward_quantize, (*kept, "e5m2", has_bias, *how)),
+        ]
+        yield from (KernelCase(f"{op.name} {name}", op, arguments) for op, arguments in calls)
 
 
 def blockwise_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     """The same work with 1x128 and 128x128 scales."""
-    tokens, hidden, width = shape.tokens, shape.model.hidden, shape.model.intermediate
+    tokens, hidden = shape.tokens, shape.model.hidden
     x, weight = _normal(device, tokens, hidden), _normal(device, hidden)
-    gate_up, dh = _normal(device, tokens, 2 * width), _normal(device, tokens, width)
     gradients = tuple(_normal(device, tokens, columns) for columns in _widths(shape))
     weights = [_normal(device, rows, hidden) for rows in _widths(shape)]
     codes, group_amax = groups.group_encode(x, None, CODE, G)
-    _, _, kept, kept_amax = blockwise_fused.swiglu_block_quantize(gate_up, CODE, G)
-    fused = blockwise_fused
     yield KernelCase("block_quantize", blockwise.block_quantize, (x, "e4m3"))
     yield KernelCase("block_quantize_both", blockwise.block_quantize_both, (x, "e5m2"))
     yield KernelCase("block_quantize_t", blockwise.block_quantize_t, (x, "e4m3"))
@@ -230,10 +208,6 @@ def blockwise_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     yield KernelCase("norm_block_quantize", norm_blockwise.norm_block_quantize, (x, weight, None, EPS, False, CODE, G))
     residual = (x, _normal(device, tokens, hidden), weight, None, EPS, False, CODE, G)
     yield KernelCase("add_norm_block_quantize", norm_blockwise.add_norm_block_quantize, residual)
-    yield KernelCase("swiglu_block_quantize", fused.swiglu_block_quantize, (gate_up, CODE, G))
-    yield KernelCase("swiglu_block_backward", fused.swiglu_block_backward, (dh, kept, kept_amax, CODE, G))
-    both = (dh, kept, kept_amax, "e5m2", CODE, G)
-    yield KernelCase("swiglu_block_backward_quantize", fused.swiglu_block_backward_quantize, both)
     rotation = (*gradients, *_tables(shape, device), "e5m2", shape.model.heads)
     yield KernelCase("qk_rope_block_backward", rope_blockwise.qk_rope_block_backward, rotation)
 
@@ -269,8 +243,7 @@ FAMILIES: dict[str, Callable[[BlockShape, str], Iterator[KernelCase]]] = {
     "quantize": quantize_cases,
     "norm": norm_cases,
     "rope": rope_cases,
-    "swiglu": swiglu_cases,
-    "gelu": gelu_cases,
+    "activation": activation_cases,
     "blockwise": blockwise_cases,
     "loss": loss_cases,
     "optimizer": optimizer_cases,

@@ -38,13 +38,13 @@ BYTES = {
     "norm_backward": (2 + 2 + 1 + 2) * T * H,
     # q and k in place, v only read; codes of all three. q is H wide, k and v half of it.
     "qk_rope_encode_": (2 + 1) * 2 * T * H + 2 * (H + H // 2) * T + 2 * 2 * 64 * 128,
-    "swiglu_quantize": (2 * 2 + 1) * T * I,
-    "swiglu_backward_amax": 2 * T * I,  # of the codes almost nothing
-    "swiglu_backward_quantize": (2 + 2 + 4 + 1) * T * I,
-    "gelu_encode": (2 + 1) * T * I,
-    "gelu_backward_amax": 2 * T * I,  # its codes are read where a larger value may be
-    "gelu_backward_quantize": (2 + 1 + 3) * T * I,
-    "gelu_block_backward_quantize": (2 + 1 + 3) * T * I,
+    "activation_quantize swiglu": (2 * 2 + 1) * T * I,
+    "activation_gradient_bound swiglu": 2 * T * I,
+    "activation_backward_quantize swiglu": (2 + 2 + 4 + 1) * T * I,
+    "activation_encode gelu": (2 + 1) * T * I,
+    "activation_gradient_bound gelu": 2 * T * I,
+    "activation_backward_quantize gelu": (2 + 1 + 3) * T * I,
+    "activation_block_backward_quantize gelu": (2 + 1 + 3) * T * I,
     "block_quantize_both": (2 + 2) * T * H,
     "cross_entropy_": (2 + 2) * T * 96,
     "scale_": (2 + 2) * T * 96,

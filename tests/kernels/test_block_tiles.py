@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from overcoat.kernels import blockwise, blockwise_fused, gelu_blockwise
+from overcoat.kernels import activation, activation_blockwise, blockwise
 from overcoat.kernels.gpu import block_tiles
 from overcoat.kernels.gpu.block_tiles import MOST_BLOCKS, ROW_TILE, row_tile, token_blocks
 from tests.kernels.gpu.compare import DEVICE, NEEDS_GPU
@@ -32,15 +32,16 @@ def _by_rows():
     """What the kernels make whose programs have `row_tile` tokens, of a number that no tile divides."""
     torch.manual_seed(0)
     x, dh = (torch.randn(130, 192, device=DEVICE).bfloat16() for _ in range(2))
-    _, _, u_codes, u_amax = gelu = gelu_blockwise.gelu_block_quantize.kernel(x, "tanh", "sqrt8", 128)
+    _, _, *u = gelu = activation.activation_block_quantize.kernel(x, "gelu_tanh", False, "sqrt8", 128)
     gate_up = torch.cat((x, dh), 1)
-    _, _, codes, amax = swiglu = blockwise_fused.swiglu_block_quantize.kernel(gate_up, "sqrt8", 64)
+    _, _, *kept = swiglu = activation.activation_block_quantize.kernel(gate_up, "silu", True, "sqrt8", 64)
+    backward = activation_blockwise.activation_block_backward_quantize.kernel
     return (
         *blockwise.block_quantize.kernel(x, "e4m3"),
         *gelu,
         *swiglu,
-        *gelu_blockwise.gelu_block_backward_quantize.kernel(dh, u_codes, u_amax, "e4m3", False, "tanh", "sqrt8", 128),
-        *blockwise_fused.swiglu_block_backward_quantize.kernel(dh, codes, amax, "e4m3", "sqrt8", 64),
+        *backward(dh, *u, "e4m3", False, "gelu_tanh", "sqrt8", 128),
+        *backward(dh, *kept, "e4m3", False, "silu", "sqrt8", 64),
     )
 
 

@@ -16,7 +16,8 @@ import sys
 sys.modules["triton"] = None  # what `import triton` then finds
 import torch
 from overcoat import hardware
-from overcoat.kernels.gpu import block_tiles, common, launch, partials, tiles
+from overcoat.kernels import activation, activation_backward, activation_blockwise, activation_bound
+from overcoat.kernels.gpu import launch
 from overcoat.kernels.language import INTERPRETED, triton
 assert not triton and not INTERPRETED
 
@@ -26,6 +27,11 @@ def double_kernel(x_ptr):
 
 assert hardware.fma(torch.ones(2), torch.ones(2), torch.ones(2)).tolist() == [2, 2]
 assert hardware.fma.kernel is None  # on a GPU the reference runs
+z = torch.ones(2, 32)
+codes, group_amax, top = activation.activation_encode(z, "relu2", False, "int8", 16)
+assert top == 1
+assert activation_bound.activation_gradient_bound(z, group_amax, "relu2", 16) >= 2
+assert activation_blockwise.activation_block_backward(z, codes, group_amax, "relu2", "int8", 16)[0].shape == z.shape
 try:
     double_kernel[(1,)](torch.ones(2))
 except ModuleNotFoundError as error:

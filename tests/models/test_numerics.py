@@ -19,19 +19,17 @@ from torch import Tensor, nn
 
 import overcoat
 from overcoat import Recipe
+from overcoat.kernels import activation_backward as backward
 from overcoat.kernels import (
+    activation_blockwise,
     attention,
     block_weights,
     blockwise,
-    blockwise_fused,
-    gelu,
-    gelu_blockwise,
     groups,
     norm_backward,
     norm_blockwise,
     rope_blockwise,
     rope_quantize,
-    swiglu,
 )
 from tests.emulation import emulate_fp8_gemms
 from tests.models.zoo import make_batch, make_model
@@ -183,8 +181,8 @@ MUTATIONS = {
     ),
     "norm: projection term dropped": (norm_backward.norm_backward, lambda r, a: (_no_projection(*a), *r[1:])),
     "norm weight gradient mis-scaled": (norm_backward.norm_backward, lambda r, a: (r[0], r[1] * 1.2, *r[2:])),
-    "gate gradient mis-scaled": (swiglu.swiglu_backward_quantize, lambda r, a: _scale_half(r, 0, 0.85)),
-    "up gradient mis-scaled": (swiglu.swiglu_backward_quantize, lambda r, a: _scale_half(r, 1, 0.85)),
+    "gate gradient mis-scaled": (backward.activation_backward_quantize, lambda r, a: _scale_half(r, 0, 0.85)),
+    "up gradient mis-scaled": (backward.activation_backward_quantize, lambda r, a: _scale_half(r, 1, 0.85)),
     "rotation not undone": (rope_quantize.qk_rope_backward_quantize, lambda r, a: _not_rotated(*a)),
     "query gradient dropped": (attention.attention_backward, lambda r, a: _zero_part(r, 0)),
     "key gradient dropped": (attention.attention_backward, lambda r, a: _zero_part(r, 1)),
@@ -229,7 +227,7 @@ BLOCK_MUTATIONS = {
     "dgrad: scales of other tokens": (blockwise.block_quantize_both, _neighbours_scale(1)),
     "wgrad: scales of other columns of dy": (blockwise.block_quantize_both, _neighbours_scale(3)),
     "wgrad: scales of other columns of x": (blockwise.block_requantize_t, _neighbours_scale(1)),
-    "wgrad: scales of other columns of h": (blockwise_fused.swiglu_block_backward, _neighbours_scale(2)),
+    "wgrad: scales of other columns of h": (activation_blockwise.activation_block_backward, _neighbours_scale(2)),
     "rotation not undone": (
         rope_blockwise.qk_rope_block_backward,
         lambda r, a: rope_blockwise.qk_rope_block_backward.reference(
@@ -244,13 +242,13 @@ def _next_token(h_t: Tensor) -> Tensor:
 
 
 GELU_MUTATIONS = {
-    "gradient mis-scaled": (gelu.gelu_backward_quantize, lambda r, a: (*r[:2], r[2] * 0.85, *r[3:])),
-    "bias gradient mis-scaled": (gelu.gelu_backward_quantize, lambda r, a: (*r[:3], r[3] * 0.85, r[4])),
+    "gradient mis-scaled": (backward.activation_backward_quantize, lambda r, a: (*r[:2], r[2] * 0.85, *r[3:])),
+    "bias gradient mis-scaled": (backward.activation_backward_quantize, lambda r, a: (*r[:3], r[3] * 0.85, r[4])),
     "derivative at the u of another column": (
-        gelu.gelu_backward_quantize,
-        lambda r, a: (*gelu.gelu_backward_quantize.reference(a[0], a[1].roll(1, 1), *a[2:])[:4], r[4]),
+        backward.activation_backward_quantize,
+        lambda r, a: (*backward.activation_backward_quantize.reference(a[0], a[1].roll(1, 1), *a[2:])[:4], r[4]),
     ),
-    "h of another token": (gelu.gelu_backward_quantize, lambda r, a: (*r[:4], _next_token(r[4]))),
+    "h of another token": (backward.activation_backward_quantize, lambda r, a: (*r[:4], _next_token(r[4]))),
     "norm: mean of the gradient left in": (
         norm_backward.norm_backward,
         lambda r, a: norm_backward.norm_backward.reference(*a[:6], False, *a[7:]),
@@ -258,8 +256,8 @@ GELU_MUTATIONS = {
     "norm's bias gradient dropped": (norm_backward.norm_backward, lambda r, a: (*r[:2], r[2] * 0, r[3])),
 }
 GELU_BLOCK_MUTATIONS = {
-    "scales of other columns of u": (gelu_blockwise.gelu_block_backward_quantize, _neighbours_scale(3)),
-    "scales of other columns of h": (gelu_blockwise.gelu_block_backward_quantize, _neighbours_scale(5)),
+    "scales of other columns of u": (activation_blockwise.activation_block_backward_quantize, _neighbours_scale(3)),
+    "scales of other columns of h": (activation_blockwise.activation_block_backward_quantize, _neighbours_scale(5)),
 }
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from overcoat.formats import FLOAT8
-from overcoat.kernels.gpu.hardware import exp2, reciprocal, sqrt
+from overcoat.kernels.gpu.hardware import reciprocal, sqrt
 from overcoat.kernels.language import INTERPRETED, tl, triton
 
 SCALE_FLOOR = tl.constexpr(2.0**-126)
@@ -131,16 +131,6 @@ def max_magnitude_of_pairs(words, axis: tl.constexpr):
 def atomic_amax(pointer, amax):
     """Raise the FP32 at `pointer`, given as int32, to amax >= 0; any order of arrival gives the same bits."""
     tl.atomic_max(pointer, amax.to(tl.int32, bitcast=True), sem="relaxed")
-
-
-@triton.jit
-def raised_amax(pointer, amax):
-    """`atomic_amax`, and the bits that lay there right after; what lies there later is not less.
-
-    All threads of the program get the same, by a barrier: so not where its warps may have taken different ways.
-    """
-    bits = amax.to(tl.int32, bitcast=True)
-    return tl.maximum(tl.atomic_max(pointer, bits, sem="relaxed"), bits)
 
 
 # ---- per-tensor FP8 -------------------------------------------------------------------------------------------
@@ -272,12 +262,3 @@ def int8_to_float(x):
             "=f,=f,=f,=f,r", [x], tl.float32, True, 4,
         )  # fmt: skip
         return shifted - (2.0**23 + 128.0)
-
-
-# ---- sigmoid ----------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def sigmoid(x):
-    """`swiglu.sigmoid`: 1 / (1 + 2^(-x log2 e))."""
-    return reciprocal(1.0 + exp2(x * -LOG2E))

@@ -1,9 +1,9 @@
 """Where the elements of a program's tile lie: two shapes of tile that kernels over groups share, read and written.
 
-    a list of groups        the tensor's T * n groups in a row, NG of them a program (group_decode, swiglu_encode, ...)
+    a list of groups        the tensor's T * n groups in a row, NG of them a program (group_decode, ...)
     tokens by groups        BT tokens and NG groups: for columns that share something (group_encode's center), or in
                             pairs or quads of neighbouring rows that end up transposed, the operand of a weight
-                            gradient (requantize_t, swiglu_backward, gelu_backward, ...)
+                            gradient (requantize_t, activation_backward, ...)
 
 Legend: T tokens (rows), C columns, P padded tokens, G group size, GP = G rounded up to a power of 2, n = ceil(C / G).
 """
@@ -36,18 +36,12 @@ def load_inside(pointer, inside):
 
 
 @triton.jit
-def groups_from(first, groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr):
-    """NG groups from the `first` on: number and row (NG,), which are `known`; columns (NG, GP), which are inside."""
-    group = first + tl.arange(0, NG)
+def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr):
+    """This program's groups: number and row (NG,), which are `known`; columns (NG, GP), which are inside."""
+    group = tl.program_id(0) * NG + tl.arange(0, NG)
     known, row = group < groups, group // n
     column = (group - row * n)[:, None] * G + tl.arange(0, GP)[None, :]
     return group, row, known, column, known[:, None] & (column < C) & (tl.arange(0, GP) < G)[None, :]
-
-
-@triton.jit
-def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr):
-    """This program's groups, as `groups_from` gives them."""
-    return groups_from(tl.program_id(0) * NG, groups, n, C, G, GP, NG)
 
 
 def whole_groups(x: Tensor, group_size: int) -> bool:
@@ -58,9 +52,9 @@ def whole_groups(x: Tensor, group_size: int) -> bool:
 
 @triton.jit
 def listed_magnitude(
-    x_ptr, groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, WHOLE: tl.constexpr, AXIS: tl.constexpr
+    x_ptr, groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """max |x| in this program's groups, FP32: of all, or of each (NG,) if AXIS is 1 and not None; x (T, C).
+    """max |x| of each of this program's groups (NG,) FP32; x (T, C).
 
     WHOLE, by `whole_groups`: nobody needs the groups' rows, and BF16 is read in pairs.
     """
@@ -70,15 +64,15 @@ def listed_magnitude(
         if x_ptr.dtype.element_ty == tl.bfloat16:
             places = g[:, None] * (G // 2) + tl.arange(0, G // 2)[None, :]
             words_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first * (G // 2)
-            return max_magnitude_of_pairs(tl.load(words_ptr + places, mask=known, other=0), AXIS)
+            return max_magnitude_of_pairs(tl.load(words_ptr + places, mask=known, other=0), 1)
         else:
             places = g[:, None] * G + tl.arange(0, G)[None, :]
             x = tl.load(x_ptr + first * G + places, mask=known, other=0.0)
-            return max_magnitude(x.to(tl.float32), AXIS)
+            return max_magnitude(x.to(tl.float32), 1)
     else:
         _, row, _, column, inside = listed_groups(groups, n, C, G, GP, NG)
         x = tl.load(x_ptr + (row.to(tl.int64)[:, None] * C + column), mask=inside, other=0.0)
-        return max_magnitude(x.to(tl.float32), AXIS)
+        return max_magnitude(x.to(tl.float32), 1)
 
 
 # ---- tokens by groups -------------------------------------------------------------------------------------------
