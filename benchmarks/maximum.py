@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks.common import time_ms
-from overcoat.kernels.gpu.common import EXACT, power_of_2
-from overcoat.kernels.gpu.hardware import to_float32
-from overcoat.kernels.gpu.tiles import load_inside
+from overcoat.kernels.device import EXACT, power_of_2
+from overcoat.kernels.instructions import to_float32
 from overcoat.kernels.norm import STATS_ELEMENTS, rmsnorm_stats
 from overcoat.kernels.quantize import amax
+from overcoat.kernels.tiles import load_inside
 
 EPS = 1e-6
 PAPER_GROUP = 16

@@ -12,7 +12,7 @@ over, every other turn backwards, and beginning with another. One row of results
     of_eager  median over the turns of ms by ms of the eager one, of the same recipe and turn: a slow second is both's
     host_ms   the same as ms of what the host takes to queue a step while the GPU is busy, and least_host_ms
 
-"dispatcher": without the short way from an op to its kernel (overcoat/catalogue.py). `--dynamic`: compiled for any
+"dispatcher": without the short way from an op to its kernel (overcoat/kernels/op.py). `--dynamic`: compiled for any
 number of tokens, as a batch of another size is; all of a process, since blocks of one size share what is compiled.
 """
 
@@ -29,11 +29,11 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.common import RESULTS, append_row
-from overcoat import catalogue
 from overcoat.bench.blocks import make_block
 from overcoat.bench.session import matches
 from overcoat.bench.shapes import BLOCKS, BlockShape, build_block
 from overcoat.bench.timing import host_ms, steady_ms
+from overcoat.kernels import op as catalogue
 
 TURNS, STEPS = 24, 10
 Step = Callable[[], None]

@@ -62,7 +62,7 @@ class Tracked:
 def memory(entries: Sequence[Tracked], device: torch.device) -> list[Tensor]:
     """Where the maxima of these weights, which lie on `device`, are to be written."""
     new = [entry for entry in entries if entry.amax is None or entry.amax.device != device]
-    # Each at a multiple of 16 bytes, as launches of kernels are remembered for such addresses (kernels/gpu/launch.py).
+    # Each at a multiple of 16 bytes, as launches of kernels are remembered for such addresses (kernels/launch.py).
     for entry, place in zip(new, torch.zeros(len(new), 4, device=device), strict=True):
         entry.amax, entry.version = place[0], None
     return [entry.amax for entry in entries if entry.amax is not None]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from overcoat.bench.shapes import BlockShape
-from overcoat.catalogue import Op
 from overcoat.kernels import (
     activation,
     activation_backward,
@@ -35,6 +34,7 @@ from overcoat.kernels import (
     stack,
     stack_predicted,
 )
+from overcoat.kernels.op import Op
 from overcoat.optim.arguments import STATE_LISTS
 from overcoat.optim.state import init_state
 

@@ -21,7 +21,8 @@ overflows): k16 = floor(16 k) in 1..255. The paper's code keeps three FP32 numbe
     denormal M              counts as 0 (it takes gradients below 1e-19 to make such a v)
     v > 0                   never stored as 0 (m / (sqrt(v) + eps) would explode): see `overcoat.formats.moments`
 
-Everything here is plain PyTorch on FP32; `overcoat.hardware` says where a GPU's last bit may differ from a CPU's.
+Everything here is plain PyTorch on FP32; `overcoat.kernels.hardware` says where a GPU's last bit may differ from a
+CPU's.
 
 Legend: R rows, n groups of a row, G group size; groups are (R, n, G), their statistics (R, n, 1), both FP32.
 """
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 from overcoat.formats.float8 import E4M3, E5M2
-from overcoat.hardware import exp2, log2, reciprocal
+from overcoat.kernels.hardware import exp2, log2, reciprocal
 
 # Exponents k are stored in sixteenths in one byte.
 EXPONENT_STEPS = 16

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat import hardware
+from overcoat.kernels import hardware
 
 # The smallest normal FP32 number: a smaller scale would have no finite reciprocal.
 SCALE_FLOOR = 2.0**-126

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat import hardware
 from overcoat.formats.float8 import E4M3, Quantized, cast_float8, decode_float8
+from overcoat.kernels import hardware
 
 # Below this a group's maximum counts as zero: 1/M would leave FP32's range, and no activation is that small.
 AMAX_FLOOR = 2.0**-100

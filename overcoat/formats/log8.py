@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overcoat.hardware import fma, reciprocal
+from overcoat.kernels.hardware import fma, reciprocal
 
 STEPS = 254
 ROUND = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which then is in the low bits

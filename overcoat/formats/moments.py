@@ -53,7 +53,7 @@ from overcoat.formats.expansion import (
     smallest_positive,
 )
 from overcoat.formats.float8 import FLOAT8, cast_float8, decode_float8
-from overcoat.hardware import fma, reciprocal, sqrt
+from overcoat.kernels.hardware import fma, reciprocal, sqrt
 
 # The largest BF16 as FP32 bits.
 BFLOAT16_MAX = 0x7F7F0000

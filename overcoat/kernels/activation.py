@@ -25,16 +25,14 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import E4M3, encode_groups, group_code, quantize_tensor
 from overcoat.kernels.activation_functions import ROUNDING, activation_of
+from overcoat.kernels.block_tiles import row_tile, store_rows
 from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, row_blocks
-from overcoat.kernels.gpu.block_tiles import row_tile, store_rows
-from overcoat.kernels.gpu.common import (
-    CODES,
+from overcoat.kernels.codes import CODES, encode
+from overcoat.kernels.device import (
     EXACT,
     atomic_amax,
-    encode,
     inverse_max,
     inverse_of,
     max_magnitude,
@@ -42,9 +40,10 @@ from overcoat.kernels.gpu.common import (
     scale_of,
     to_float8,
 )
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
-from overcoat.kernels.gpu.tiles import listed_groups
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.op import op
+from overcoat.kernels.tiles import listed_groups
 
 _ROUNDING = tl.constexpr(ROUNDING)
 

@@ -24,25 +24,18 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import E4M3, FLOAT8, Quantized, cast_float8, decode_groups, quantize_tensor
 from overcoat.kernels.activation_functions import activation_of
-from overcoat.kernels.gpu.block_tiles import store_values
-from overcoat.kernels.gpu.common import (
-    CODES,
-    EXACT,
-    decode,
-    inverse_max,
-    inverse_of,
-    power_of_2,
-    scale_of,
-)
-from overcoat.kernels.gpu.hardware import arrived
-from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device, registers
-from overcoat.kernels.gpu.partials import sum_partials
-from overcoat.kernels.gpu.tiles import group_columns, store_quad_rows, store_quads
+from overcoat.kernels.block_tiles import store_values
+from overcoat.kernels.codes import CODES, decode
+from overcoat.kernels.device import EXACT, inverse_max, inverse_of, power_of_2, scale_of
+from overcoat.kernels.instructions import arrived
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense, kernel, on_device, registers
+from overcoat.kernels.op import op
+from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import padded_tokens, transpose_padded
+from overcoat.kernels.tiles import group_columns, store_quad_rows, store_quads
 
 
 def gradient(

@@ -18,7 +18,6 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import E4M3, FLOAT8
 from overcoat.kernels.activation_backward import (
     gradient,
@@ -29,8 +28,7 @@ from overcoat.kernels.activation_backward import (
     token_sums,
 )
 from overcoat.kernels.activation_functions import activation_of
-from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, empty_rows_t, row_blocks, row_blocks_t
-from overcoat.kernels.gpu.block_tiles import (
+from overcoat.kernels.block_tiles import (
     Strip,
     quad_magnitude,
     row_tile,
@@ -40,8 +38,9 @@ from overcoat.kernels.gpu.block_tiles import (
     strip_columns,
     token_blocks,
 )
-from overcoat.kernels.gpu.common import (
-    CODES,
+from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, empty_rows_t, row_blocks, row_blocks_t
+from overcoat.kernels.codes import CODES
+from overcoat.kernels.device import (
     EXACT,
     TRITON_FLOAT8,
     inverse_max,
@@ -50,10 +49,11 @@ from overcoat.kernels.gpu.common import (
     two_amax,
     two_amax_and_sum,
 )
-from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device, registers
-from overcoat.kernels.gpu.partials import sum_partials
-from overcoat.kernels.gpu.tiles import store_quads
 from overcoat.kernels.language import tl
+from overcoat.kernels.launch import cdiv, dense, kernel, on_device, registers
+from overcoat.kernels.op import op
+from overcoat.kernels.partials import sum_partials
+from overcoat.kernels.tiles import store_quads
 
 
 @op

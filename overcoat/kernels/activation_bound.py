@@ -15,13 +15,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import to_groups
 from overcoat.kernels.activation_functions import ROUNDING, activation_of
-from overcoat.kernels.gpu.common import EXACT, atomic_amax, larger, max_magnitude, power_of_2
-from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
-from overcoat.kernels.gpu.tiles import listed_magnitude, whole_groups
+from overcoat.kernels.device import EXACT, atomic_amax, larger, max_magnitude, power_of_2
 from overcoat.kernels.language import tl
+from overcoat.kernels.launch import cdiv, dense, kernel, on_device
+from overcoat.kernels.op import op
+from overcoat.kernels.tiles import listed_magnitude, whole_groups
 
 _ROUNDING = tl.constexpr(ROUNDING)
 

@@ -12,9 +12,9 @@ from typing import Any, Callable, NamedTuple, Tuple
 
 from torch import Tensor
 
-from overcoat import hardware
-from overcoat.kernels.gpu.common import larger
-from overcoat.kernels.gpu.hardware import exp2, fma, reciprocal
+from overcoat.kernels import hardware
+from overcoat.kernels.device import larger
+from overcoat.kernels.instructions import exp2, fma, reciprocal
 from overcoat.kernels.language import tl, triton
 
 LOG2E = math.log2(math.e)

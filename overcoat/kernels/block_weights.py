@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import E4M3, quantize_blocks
 from overcoat.kernels.blockwise import BLOCK, blocks
-from overcoat.kernels.gpu.common import EXACT, inverse_max, larger, max_magnitude, pack_rows, scale_of, to_float8
-from overcoat.kernels.gpu.hardware import reciprocal
-from overcoat.kernels.gpu.launch import kernel, on_device
+from overcoat.kernels.device import EXACT, inverse_max, larger, max_magnitude, pack_rows, scale_of, to_float8
+from overcoat.kernels.instructions import reciprocal
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import kernel, on_device
+from overcoat.kernels.op import op
 from overcoat.kernels.stack import alignment, choose, launches, promise, three
 
 # Warps of a tile of 128 x 128.

@@ -33,9 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import E4M3, FLOAT8, Float8, Quantized, decode_groups, quantize_blocks
-from overcoat.kernels.gpu.block_tiles import (
+from overcoat.kernels.block_tiles import (
     BLOCK,
     Strip,
     quad_magnitude,
@@ -46,11 +45,13 @@ from overcoat.kernels.gpu.block_tiles import (
     strip_columns,
     token_blocks,
 )
-from overcoat.kernels.gpu.common import CODES, EXACT, inverse_max, max_magnitude, power_of_2
-from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
-from overcoat.kernels.gpu.tiles import decode_rows, store_quads
+from overcoat.kernels.codes import CODES
+from overcoat.kernels.device import EXACT, inverse_max, max_magnitude, power_of_2
 from overcoat.kernels.language import tl
+from overcoat.kernels.launch import cdiv, dense, kernel, on_device
+from overcoat.kernels.op import op
 from overcoat.kernels.quantize import padded_tokens
+from overcoat.kernels.tiles import decode_rows, store_quads
 
 # Warps of a tile of 128 x 128: fewer have fewer parts of a maximum to put together.
 TILE_WARPS = 4

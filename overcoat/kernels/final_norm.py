@@ -17,8 +17,8 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.kernels.norm import affine, normalize
+from overcoat.kernels.op import op
 
 
 @op

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import Quantized, decode_float8, dequantize_blocks
 from overcoat.kernels import cublaslt
 from overcoat.kernels.blockwise import BLOCK, blocks
-from overcoat.kernels.gpu.launch import on_device
+from overcoat.kernels.launch import on_device
+from overcoat.kernels.op import op
 
 
 @op

@@ -18,24 +18,15 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import E4M3, Quantized, cast_float8, decode_groups, encode_groups, group_code
-from overcoat.kernels.gpu.common import (
-    CODES,
-    EXACT,
-    atomic_amax,
-    decode,
-    encode,
-    inverse_of,
-    max_magnitude,
-    pack_rows,
-    power_of_2,
-)
-from overcoat.kernels.gpu.hardware import to_float32
-from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
-from overcoat.kernels.gpu.tiles import decode_rows, group_columns, listed_groups, store_transposed
+from overcoat.kernels.codes import CODES, decode, encode
+from overcoat.kernels.device import EXACT, atomic_amax, inverse_of, max_magnitude, pack_rows, power_of_2
+from overcoat.kernels.instructions import to_float32
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense, kernel, on_device
+from overcoat.kernels.op import op
 from overcoat.kernels.quantize import amax, padded_tokens, transpose_padded
+from overcoat.kernels.tiles import decode_rows, group_columns, listed_groups, store_transposed
 
 CENTER_ROWS = 256
 # Elements of one program that encodes or decodes, and columns of one that encodes (a group's at least).

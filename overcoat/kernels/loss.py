@@ -29,12 +29,12 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
+from overcoat.kernels.device import LOG2E, power_of_2
 from overcoat.kernels.gemm import gemm
-from overcoat.kernels.gpu.common import LOG2E, power_of_2
-from overcoat.kernels.gpu.hardware import exp2
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.instructions import exp2
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.op import op
 from overcoat.kernels.quantize import amax, quantize_both
 from overcoat.kernels.stack import stack_amax, stack_weights
 

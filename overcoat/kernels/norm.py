@@ -25,24 +25,15 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import E4M3, encode_groups, group_code, quantize_tensor
-from overcoat.kernels.gpu.common import (
-    CODES,
-    EXACT,
-    encode,
-    inverse_max,
-    inverse_of,
-    max_magnitude,
-    power_of_2,
-    scale_of,
-    to_float8,
-)
-from overcoat.kernels.gpu.hardware import to_float32
-from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
-from overcoat.kernels.gpu.tiles import listed_groups, load_inside
+from overcoat.kernels.codes import CODES, encode
+from overcoat.kernels.device import EXACT, inverse_max, inverse_of, max_magnitude, power_of_2, scale_of, to_float8
 from overcoat.kernels.groups import GROUP_TILE
+from overcoat.kernels.instructions import to_float32
 from overcoat.kernels.language import tl
+from overcoat.kernels.launch import cdiv, dense, kernel, on_device
+from overcoat.kernels.op import op
+from overcoat.kernels.tiles import listed_groups, load_inside
 
 # Elements of a row that one thread holds.
 STATS_ELEMENTS = 32

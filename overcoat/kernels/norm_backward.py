@@ -18,13 +18,14 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import Quantized, decode_groups
-from overcoat.kernels.gpu.common import CODES, EXACT, decode, larger, max_magnitude, power_of_2
-from overcoat.kernels.gpu.launch import dense, kernel, on_device
-from overcoat.kernels.gpu.partials import sum_partials_into
+from overcoat.kernels.codes import CODES, decode
+from overcoat.kernels.device import EXACT, larger, max_magnitude, power_of_2
 from overcoat.kernels.language import tl
+from overcoat.kernels.launch import dense, kernel, on_device
 from overcoat.kernels.norm import row_warps
+from overcoat.kernels.op import op
+from overcoat.kernels.partials import sum_partials_into
 
 # Elements of a row that one thread holds.
 BACKWARD_ELEMENTS = 8

@@ -17,23 +17,15 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import E4M3, encode_groups, group_code
 from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, row_blocks
-from overcoat.kernels.gpu.common import (
-    CODES,
-    EXACT,
-    encode,
-    inverse_max,
-    max_magnitude,
-    power_of_2,
-    scale_of,
-    to_float8,
-)
-from overcoat.kernels.gpu.hardware import reciprocal
-from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
+from overcoat.kernels.codes import CODES, encode
+from overcoat.kernels.device import EXACT, inverse_max, max_magnitude, power_of_2, scale_of, to_float8
+from overcoat.kernels.instructions import reciprocal
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense, kernel, on_device
 from overcoat.kernels.norm import affine, layernorm_stats, normalize, rmsnorm_stats, sum_like
+from overcoat.kernels.op import op
 
 # Elements of a row that one thread holds.
 NORM_ELEMENTS = 16

@@ -25,9 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import FLOAT8, cast_float8, quantize_tensor
-from overcoat.kernels.gpu.common import (
+from overcoat.kernels.device import (
     EXACT,
     atomic_amax,
     inverse_max,
@@ -38,8 +37,9 @@ from overcoat.kernels.gpu.common import (
     scale_of,
     to_float8,
 )
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.op import op
 
 TOKEN_MULTIPLE = 16
 

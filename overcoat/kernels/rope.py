@@ -33,22 +33,15 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import group_code
-from overcoat.kernels.gpu.common import (
-    CODES,
-    EXACT,
-    decode,
-    encode,
-    larger,
-    max_magnitude,
-    power_of_2,
-)
-from overcoat.kernels.gpu.hardware import to_float32
-from overcoat.kernels.gpu.launch import cdiv, dense, kernel, on_device
-from overcoat.kernels.gpu.tiles import load_inside
+from overcoat.kernels.codes import CODES, decode, encode
+from overcoat.kernels.device import EXACT, larger, max_magnitude, power_of_2
 from overcoat.kernels.groups import group_decode, group_encode
+from overcoat.kernels.instructions import to_float32
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense, kernel, on_device
+from overcoat.kernels.op import op
+from overcoat.kernels.tiles import load_inside
 
 # The most elements of a tile, each half of a head in EP of them, and how many a thread has.
 HEAD_TILE, HEAD_ELEMENTS = 2048, 16

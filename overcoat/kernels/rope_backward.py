@@ -27,11 +27,11 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
-from overcoat.kernels.gpu.common import EXACT, atomic_amax, larger, max_magnitude, power_of_2
-from overcoat.kernels.gpu.launch import cdiv, dense_rows, kernel, on_device
-from overcoat.kernels.gpu.partials import sum_partials
+from overcoat.kernels.device import EXACT, atomic_amax, larger, max_magnitude, power_of_2
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense_rows, kernel, on_device
+from overcoat.kernels.op import op
+from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.rope import load_halves, load_tables, per_token, split_heads
 
 # Tile of the backward: tokens, and heads that share the tables.

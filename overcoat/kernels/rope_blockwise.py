@@ -13,15 +13,15 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import FLOAT8
+from overcoat.kernels.block_tiles import quad_magnitude, row_amax, store_scaled_rows, store_scales, token_blocks
 from overcoat.kernels.blockwise import BLOCK, empty_rows, empty_rows_t, row_blocks, row_blocks_t
-from overcoat.kernels.gpu.block_tiles import quad_magnitude, row_amax, store_scaled_rows, store_scales, token_blocks
-from overcoat.kernels.gpu.common import EXACT, inverse_max, larger, scale_of, two_amax
-from overcoat.kernels.gpu.launch import dense_rows, kernel, on_device
-from overcoat.kernels.gpu.tiles import store_quads
+from overcoat.kernels.device import EXACT, inverse_max, larger, scale_of, two_amax
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import dense_rows, kernel, on_device
+from overcoat.kernels.op import op
 from overcoat.kernels.rope_backward import rope_gradient
+from overcoat.kernels.tiles import store_quads
 
 # By measurement (docs/log-kernels.md): columns of a thread, warps, registers.
 ROPE_VECTOR, ROPE_WARPS, ROPE_REGISTERS = 8, 4, None

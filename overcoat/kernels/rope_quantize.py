@@ -22,12 +22,12 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import FLOAT8, quantize_tensor
-from overcoat.kernels.gpu.common import EXACT, inverse_max, inverse_of, pack_rows, power_of_2, scale_of, to_float8
-from overcoat.kernels.gpu.launch import kernel, on_device
-from overcoat.kernels.gpu.partials import sum_partials
+from overcoat.kernels.device import EXACT, inverse_max, inverse_of, pack_rows, power_of_2, scale_of, to_float8
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import kernel, on_device
+from overcoat.kernels.op import op
+from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import padded_tokens, transpose_padded
 from overcoat.kernels.rope import load_tables
 from overcoat.kernels.rope_backward import (

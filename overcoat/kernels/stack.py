@@ -14,9 +14,8 @@ from typing import List, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import E4M3, cast_float8, scale_from_amax
-from overcoat.kernels.gpu.common import (
+from overcoat.kernels.device import (
     EXACT,
     atomic_amax,
     inverse_max,
@@ -27,8 +26,9 @@ from overcoat.kernels.gpu.common import (
     scale_of,
     to_float8,
 )
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.op import op
 
 PER_LAUNCH = 3
 AMAX_BLOCK, AMAX_PROGRAMS = 8192, 132 * 16

@@ -17,19 +17,11 @@ import torch
 from torch import Tensor
 
 from overcoat import weight_amax
-from overcoat.catalogue import op
 from overcoat.formats import E4M3
-from overcoat.kernels.gpu.common import (
-    EXACT,
-    atomic_amax,
-    inverse_max,
-    inverse_of,
-    max_magnitude,
-    scale_of,
-    to_float8,
-)
-from overcoat.kernels.gpu.launch import cdiv, kernel, on_device
+from overcoat.kernels.device import EXACT, atomic_amax, inverse_max, inverse_of, max_magnitude, scale_of, to_float8
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.op import op
 from overcoat.kernels.stack import (
     PLAIN_TILE,
     alignment,

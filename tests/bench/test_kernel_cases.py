@@ -7,9 +7,9 @@ import torch
 
 from overcoat.bench.kernel_cases import FAMILIES, KernelCase
 from overcoat.bench.shapes import BlockShape, ModelShape
-from overcoat.catalogue import CATALOGUE
 from overcoat.kernels.adamw import gradients_sum_squares
 from overcoat.kernels.loss import scale_
+from overcoat.kernels.op import CATALOGUE
 from overcoat.kernels.quantize import quantize
 
 SHAPE = BlockShape(ModelShape(256, 384, 1, 2, 1, 96), 2, 64)

@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from benchmarks import turns
 from benchmarks.turns import CONTESTANTS, dispatched, make_step, take_turns
-from overcoat import catalogue
 from overcoat.bench.shapes import BlockShape, ModelShape
+from overcoat.kernels import op as catalogue
 
 TINY = BlockShape(ModelShape(64, 128, 1, 2, 1, 64), 2, 16)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.gpu import interpreter  # noqa: F401  mends Triton's interpreter before any kernel is defined
-from tests.kernels.gpu.compare import INTERPRETED
+from tests.kernels import interpreter  # noqa: F401  mends Triton's interpreter before any kernel is defined
+from tests.kernels.compare import INTERPRETED
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests/conftest.py skips what needs a GPU

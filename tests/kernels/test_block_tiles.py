@@ -1,4 +1,4 @@
-"""How kernels/gpu/block_tiles.py divides tokens among programs; what its device functions write: test_blockwise.py."""
+"""How kernels/block_tiles.py divides tokens among programs; what its device functions write: test_blockwise.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from overcoat.kernels import activation, activation_blockwise, blockwise
-from overcoat.kernels.gpu import block_tiles
-from overcoat.kernels.gpu.block_tiles import MOST_BLOCKS, ROW_TILE, row_tile, token_blocks
-from tests.kernels.gpu.compare import DEVICE, NEEDS_GPU
+from overcoat.kernels import activation, activation_blockwise, block_tiles, blockwise
+from overcoat.kernels.block_tiles import MOST_BLOCKS, ROW_TILE, row_tile, token_blocks
+from tests.kernels.compare import DEVICE, NEEDS_GPU
 
 MOST = MOST_BLOCKS * 128
 

@@ -9,7 +9,7 @@ from overcoat.formats import FLOAT8, Quantized, decode_groups, encode_groups, qu
 from overcoat.kernels import block_weights
 from overcoat.kernels import blockwise as ops
 from tests.exact import E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
-from tests.kernels.gpu.compare import DEVICE, DTYPES, INTERPRETED, assert_equal, awkward
+from tests.kernels.compare import DEVICE, DTYPES, INTERPRETED, assert_equal, awkward
 from tests.kernels.samples import normal
 
 SHAPES = [(1, 24), (7, 130), (61, 256), (300, 200)]

@@ -14,12 +14,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.kernels.gpu.compare import INTERPRETED
+from tests.kernels.compare import INTERPRETED
 
 if INTERPRETED:
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
 
-from tests.kernels.gpu import variants
+from tests.kernels import variants
 
 CONVERSION = re.compile(r"cvt\.rn\.satfinite\.(?:relu\.)?e\dm\dx2\.\w+\s+(%\w+),")
 SOURCES = re.compile(r"cvt\.rn\.satfinite\.((?:relu\.)?e\dm\dx2)\.\w+\s+(%\w+),([^;]+)")

@@ -1,4 +1,4 @@
-"""cuBLASLt by its C interface against `torch._scaled_mm`: `pytest -m gpu tests/kernels/gpu/test_cublaslt.py`."""
+"""cuBLASLt by its C interface against `torch._scaled_mm`: `pytest -m gpu tests/kernels/test_cublaslt.py`."""
 
 from __future__ import annotations
 

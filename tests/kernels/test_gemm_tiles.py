@@ -1,4 +1,4 @@
-"""The choice among cuBLASLt's kernels: `pytest tests/kernels/gpu/test_gemm_tiles.py`."""
+"""The choice among cuBLASLt's kernels: `pytest tests/kernels/test_gemm_tiles.py`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from overcoat.formats import Quantized, decode_groups, encode_groups, quantize_t
 from overcoat.kernels import groups as ops
 from overcoat.kernels.quantize import amax
 from tests.exact import E4M3_DB, KEPT_DB, assert_close, combined_db
-from tests.kernels.gpu.compare import AWKWARD_SHAPES, DEVICE, DTYPES, INTERPRETED, assert_equal, awkward
+from tests.kernels.compare import AWKWARD_SHAPES, DEVICE, DTYPES, INTERPRETED, assert_equal, awkward
 from tests.kernels.samples import normal
 
 codes_ = pytest.mark.parametrize("code", list(KEPT_DB))

@@ -15,9 +15,13 @@ def test_without_triton_files_import_and_launches_say_what_is_missing():
 import sys
 sys.modules["triton"] = None  # what `import triton` then finds
 import torch
-from overcoat import hardware
-from overcoat.kernels import activation, activation_backward, activation_blockwise, activation_bound
-from overcoat.kernels.gpu import launch
+from overcoat.kernels import hardware
+import importlib, pkgutil
+import overcoat.kernels
+for module in pkgutil.iter_modules(overcoat.kernels.__path__, "overcoat.kernels."):
+    if not module.ispkg:
+        importlib.import_module(module.name)
+from overcoat.kernels import activation, activation_blockwise, activation_bound, launch
 from overcoat.kernels.language import INTERPRETED, triton
 assert not triton and not INTERPRETED
 

@@ -1,4 +1,4 @@
-"""What kernels/gpu/launch.py remembers of launches, and when it asks Triton: on a CPU, with nothing compiled."""
+"""What kernels/launch.py remembers of launches, and when it asks Triton: on a CPU, with nothing compiled."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from triton.runtime.jit import create_function_from_signature
 
 from overcoat.bench.kernel_cases import FAMILIES
 from overcoat.bench.shapes import BlockShape, ModelShape
-from overcoat.catalogue import CATALOGUE
-from overcoat.kernels.gpu import launch
+from overcoat.kernels import launch
+from overcoat.kernels.op import CATALOGUE
 from tests.kernels.samples import LIBRARY, SAMPLES, column_by_column
 
 
@@ -220,7 +220,7 @@ def test_one_token_is_no_constant():
 
 def test_programs_that_ask_what_others_have_found_are_one_warp():
     """Where warps decide differently whether to look for a maximum, those that look wait for those that do not."""
-    from tests.kernels.gpu import variants  # not for the interpreter
+    from tests.kernels import variants  # not for the interpreter
 
     launched = variants.launched()
     for name in ("activation.activation_encode_kernel", "activation_bound.activation_bound_kernel"):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from overcoat.kernels import loss as ops
 from overcoat.kernels.loss import CHUNK_BYTES, CHUNK_MULTIPLE, MIN_CHUNK, chunk_rows
 from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db
-from tests.kernels.gpu.compare import DEVICE, INTERPRETED, assert_equal
+from tests.kernels.compare import DEVICE, INTERPRETED, assert_equal
 from tests.kernels.samples import normal
 
 HIDDEN = 96

@@ -15,7 +15,7 @@ from overcoat.kernels.norm import add_layernorm_stats, add_rmsnorm_stats, layern
 from overcoat.kernels.norm_backward import norm_backward
 from tests import exact
 from tests.exact import E4M3_DB, KEPT_DB, assert_close, assert_close_float32, leaf
-from tests.kernels.gpu.compare import AWKWARD_SHAPES, DEVICE, INTERPRETED, assert_equal, awkward
+from tests.kernels.compare import AWKWARD_SHAPES, DEVICE, INTERPRETED, assert_equal, awkward
 from tests.kernels.samples import normal
 
 TOKENS = [1, 7, 61]

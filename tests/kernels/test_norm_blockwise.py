@@ -10,7 +10,7 @@ from overcoat.kernels.norm import norm_quantize
 from overcoat.kernels.norm_blockwise import add_norm_block_quantize, norm_block_quantize, norm_from_statistics
 from tests import exact
 from tests.exact import E4M3_DB, KEPT_DB, assert_close, assert_close_float32
-from tests.kernels.gpu.compare import DEVICE, INTERPRETED, assert_equal, awkward
+from tests.kernels.compare import DEVICE, INTERPRETED, assert_equal, awkward
 from tests.kernels.samples import normal
 from tests.kernels.test_blockwise import decoded
 

@@ -1,12 +1,12 @@
-"""The kernel of kernels/gpu/partials.py: sums of whole numbers, which are exact in any order, and maxima."""
+"""The kernel of kernels/partials.py: sums of whole numbers, which are exact in any order, and maxima."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from overcoat.kernels.gpu import partials
-from tests.kernels.gpu.compare import DEVICE, INTERPRETED, NEEDS_GPU
+from overcoat.kernels import partials
+from tests.kernels.compare import DEVICE, INTERPRETED, NEEDS_GPU
 
 pytestmark = NEEDS_GPU
 

@@ -10,7 +10,7 @@ import torch
 
 from overcoat.formats import FLOAT8, quantize_tensor
 from overcoat.kernels import quantize as ops
-from tests.kernels.gpu.compare import AWKWARD_SHAPES, DEVICE, DTYPES, assert_equal, awkward
+from tests.kernels.compare import AWKWARD_SHAPES, DEVICE, DTYPES, assert_equal, awkward
 from tests.kernels.samples import amax, normal
 
 TOKENS = [1, 7, 16, 61]

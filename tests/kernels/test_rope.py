@@ -15,7 +15,7 @@ from overcoat.kernels import rope as ops
 from overcoat.kernels import rope_backward, rope_quantize
 from tests import exact
 from tests.exact import BF16_DB, E5M2_DB, assert_close, assert_close_float32, leaf
-from tests.kernels.gpu.compare import DEVICE, FORMATS, INTERPRETED, assert_equal, awkward
+from tests.kernels.compare import DEVICE, FORMATS, INTERPRETED, assert_equal, awkward
 from tests.kernels.samples import normal
 
 EPS = 1e-2  # large enough that a wrong one shows

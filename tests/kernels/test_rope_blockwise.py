@@ -8,7 +8,7 @@ import torch
 from overcoat.kernels.blockwise import block_quantize_both
 from overcoat.kernels.rope_backward import qk_rope_backward
 from overcoat.kernels.rope_blockwise import qk_rope_block_backward
-from tests.kernels.gpu.compare import DEVICE, INTERPRETED, assert_equal, awkward
+from tests.kernels.compare import DEVICE, INTERPRETED, assert_equal, awkward
 from tests.kernels.samples import normal
 from tests.kernels.test_rope import tables
 

@@ -9,7 +9,7 @@ from overcoat.formats import E4M3, quantize_blocks, quantize_tensor
 from overcoat.kernels.block_weights import block_stack_weights
 from overcoat.kernels.blockwise import blocks
 from overcoat.kernels.stack import stack_amax, stack_weights
-from tests.kernels.gpu.compare import assert_equal, awkward
+from tests.kernels.compare import assert_equal, awkward
 from tests.kernels.samples import normal
 
 layouts = pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])

@@ -8,7 +8,7 @@ import torch
 from overcoat import weight_amax
 from overcoat.kernels import quantize as ops
 from overcoat.kernels import stack, stack_predicted
-from tests.kernels.gpu.compare import DEVICE, assert_equal, awkward
+from tests.kernels.compare import DEVICE, assert_equal, awkward
 
 pytestmark = pytest.mark.kernel
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from overcoat.kernels.gpu.hardware import (
+from overcoat.kernels.instructions import (
     add_remainder,
     byte_of,
     exp2,

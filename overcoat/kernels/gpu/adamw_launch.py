@@ -27,9 +27,9 @@ from overcoat.formats.masters import RANDOM_BITS
 from overcoat.formats.moments import MOMENT_CODES, range_log2
 from overcoat.kernels.adamw import adamw_step_, rows_of, step_coefficients
 from overcoat.kernels.gpu.adamw import FIELDS, adamw_kernel, clear_weight_amax_kernel, count_steps_kernel
-from overcoat.kernels.gpu.launch import cdiv, on_device
 from overcoat.kernels.gpu.multi_tensor import TRITON_TYPE, contiguous, tile_table
 from overcoat.kernels.gpu.sum_squares import Gradients
+from overcoat.kernels.launch import cdiv, on_device
 
 # Elements of a tile and warps of a program: 16 elements per thread, loads of 16 bytes. With 8 elements per thread, or
 # several tiles per program, a step took longer (docs/log-optimizer.md).

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overcoat.kernels.activation_functions import ACTIVATIONS
-from tests.kernels.gpu.compare import FORMATS, INTERPRETED, awkward
+from tests.kernels.compare import FORMATS, INTERPRETED, awkward
 
 # (tokens, intermediate width): padded tokens, more of them than a block; of 144, a multiple of 16, none are padded.
 SHAPES = [(7, 100), (134, 200), (144, 128)]

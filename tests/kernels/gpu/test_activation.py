@@ -7,8 +7,8 @@ import torch
 
 from overcoat.kernels import activation as ops
 from overcoat.kernels.activation_bound import activation_gradient_bound
+from tests.kernels.compare import DEVICE, INTERPRETED, NEEDS_GPU, assert_equal, awkward
 from tests.kernels.gpu.activation_cases import block_cases, cases, dtypes, gradient, inputs, kinds, shapes
-from tests.kernels.gpu.compare import DEVICE, INTERPRETED, NEEDS_GPU, assert_equal, awkward
 
 pytestmark = NEEDS_GPU
 

@@ -9,8 +9,8 @@ import torch
 from overcoat.kernels import activation as forward
 from overcoat.kernels import activation_backward as ops
 from overcoat.kernels import activation_blockwise as block_ops
+from tests.kernels.compare import DEVICE, NEEDS_GPU, assert_equal, awkward
 from tests.kernels.gpu.activation_cases import OUTPUTS, block_cases, cases, gradient, inputs, shapes
-from tests.kernels.gpu.compare import DEVICE, NEEDS_GPU, assert_equal, awkward
 
 pytestmark = NEEDS_GPU
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from overcoat.formats import log8, masters, moments
 from overcoat.kernels.gpu import adamw_codes as codes
-from tests.kernels.gpu.compare import DEVICE, INTERPRETED, NEEDS_GPU
+from tests.kernels.compare import DEVICE, INTERPRETED, NEEDS_GPU
 
 pytestmark = NEEDS_GPU
 

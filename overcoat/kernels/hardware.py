@@ -20,7 +20,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
+from overcoat.kernels import instructions
+from overcoat.kernels.language import triton
+from overcoat.kernels.op import op
 
 
 @op
@@ -51,3 +53,14 @@ def reciprocal(x: Tensor) -> Tensor:
 def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """x y + z of FP32 tensors that broadcast together, rounded once."""
     return torch.addcmul(z.double(), x.double(), y.double()).float().contiguous()
+
+
+if triton:  # without it a GPU runs the references
+    fma.cuda(instructions.multiply_add)
+    for _op, _instruction in (
+        (log2, instructions.log2),
+        (exp2, instructions.exp2),
+        (sqrt, instructions.sqrt),
+        (reciprocal, instructions.reciprocal),
+    ):
+        _op.cuda(instructions.elementwise(_instruction))

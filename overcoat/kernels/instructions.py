@@ -1,13 +1,16 @@
-"""The instructions of `overcoat.hardware` for Triton kernels, and as elementwise kernels for the reference on a GPU."""
+"""Instructions of the GPU as device functions: one each where Triton would take several, or PyTorch's rounding.
+
+Approximate ones are those of hardware.py, by which a reference on a GPU computes the same bits. Triton's interpreter
+knows no inline assembly: there the functions are NumPy's.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from overcoat import hardware
-from overcoat.kernels.gpu.launch import cdiv, on_device
 from overcoat.kernels.language import INTERPRETED, tl, triton
+from overcoat.kernels.launch import cdiv, on_device
 
 
 @triton.jit
@@ -205,7 +208,8 @@ def _fma_kernel(x, y, z, result, count, BLOCK: tl.constexpr):
     tl.store(result + offset, value, mask)
 
 
-def _fma_of_tensors(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+def multiply_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """`fma` of FP32 tensors that broadcast together."""
     x, y, z = (each.contiguous() for each in torch.broadcast_tensors(x, y, z))
     result = torch.empty_like(x)
     if x.numel():
@@ -214,7 +218,9 @@ def _fma_of_tensors(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return result
 
 
-def _launcher(function):
+def elementwise(function):
+    """A launcher of `function` on each element of an FP32 tensor."""
+
     def launch(x: Tensor) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
@@ -224,14 +230,3 @@ def _launcher(function):
         return y
 
     return launch
-
-
-if triton:
-    hardware.fma.cuda(_fma_of_tensors)
-    for _op, _function in (
-        (hardware.log2, log2),
-        (hardware.exp2, exp2),
-        (hardware.sqrt, sqrt),
-        (hardware.reciprocal, reciprocal),
-    ):
-        _op.cuda(_launcher(_function))

@@ -19,9 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 
 import overcoat.kernels
-from overcoat.catalogue import CATALOGUE
-from overcoat.kernels.gpu.launch import Kernel
 from overcoat.kernels.gpu.sum_squares import Gradients
+from overcoat.kernels.launch import Kernel
+from overcoat.kernels.op import CATALOGUE
 from tests.kernels.gpu.adamw_cases import arguments, step_and_find
 from tests.kernels.samples import LIBRARY, SAMPLES
 
@@ -99,7 +99,7 @@ def name_of(kernel: Kernel) -> str:
 
 
 def entry_kernels() -> dict[str, Kernel]:
-    """Every entry kernel of overcoat.kernels.gpu by its name."""
+    """Every entry kernel of overcoat.kernels by its name."""
     modules = [
         importlib.import_module(info.name)
         for info in pkgutil.walk_packages(overcoat.kernels.__path__, "overcoat.kernels.")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from overcoat import hardware
+from overcoat.kernels import hardware
 
 UNARY = ("log2", "exp2", "sqrt", "reciprocal")
 

@@ -12,14 +12,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from overcoat.kernels.gpu.common import (
-    decode,
-    max_magnitude,
-    max_magnitude_of_pairs,
-    pack_quads,
-    power_of_2,
-    to_float8,
-)
+from overcoat.kernels.codes import decode
+from overcoat.kernels.device import max_magnitude, max_magnitude_of_pairs, pack_quads, power_of_2, to_float8
 from overcoat.kernels.language import tl, triton
 
 

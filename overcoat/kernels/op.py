@@ -111,7 +111,7 @@ def _introduce_to_inductor(overload: Any) -> None:
 def _unchecked(create: Callable[..., Any]) -> Callable[..., Any]:
     """`create`, which writes an op's call into compiled code, without a check of each result's strides and alignment.
 
-    Strides are what the shape function says, however the arguments lie (tests/test_catalogue.py), and every result is
+    Strides are what the shape function says, however the arguments lie (tests/kernels/test_op.py), and every result is
     an allocation of its own. A block would check 92 results twice, and a small one waits for the host.
     """
 

@@ -1,4 +1,4 @@
-"""Every op of the catalogue through opcheck and torch.compile: `pytest tests/test_catalogue.py`.
+"""Every op of the catalogue through opcheck and torch.compile: `pytest tests/kernels/test_op.py`.
 
 opcheck runs each op on the samples of samples.py and compares the real result with the fake's (shape, dtype, strides),
 with the schema (nothing mutated or aliased that the schema does not name) and with itself under AOT dispatch.
@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 import overcoat.kernels
-from overcoat import catalogue
-from overcoat.catalogue import CATALOGUE, op
+from overcoat.kernels import op as catalogue
+from overcoat.kernels.op import CATALOGUE, op
 from tests.kernels.samples import CHECKED_ELSEWHERE, SAMPLES, column_by_column, normal
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

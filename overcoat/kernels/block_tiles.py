@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional
 
-from overcoat.kernels.gpu.common import larger, max_magnitude, pack_rows, power_of_2, scale_of, to_float8
-from overcoat.kernels.gpu.hardware import reciprocal
-from overcoat.kernels.gpu.launch import cdiv
-from overcoat.kernels.gpu.tiles import group_columns, where_padded
+from overcoat.kernels.device import larger, max_magnitude, pack_rows, power_of_2, scale_of, to_float8
+from overcoat.kernels.instructions import reciprocal
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv
+from overcoat.kernels.tiles import group_columns, where_padded
 
 BLOCK = 128
 # Tokens of a tile whose rows alone are scaled.
