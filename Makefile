@@ -23,8 +23,7 @@ demo: install
 
 test: install-dev lint docs
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels/gpu \
-		--ignore tests/kernels/gpu/test_adamw_interpreted.py  # interprets in a process of its own, above
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -18,8 +18,9 @@ percent shows there, however small its share of the noise.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +91,14 @@ def attention(qkv: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_k
     sees_nothing = ~visible.any(-1, keepdim=True)
     p = torch.softmax(scores.masked_fill(~visible & ~sees_nothing, -torch.inf), -1) * ~sees_nothing
     return (p @ v).transpose(1, 2).reshape(tokens, -1)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

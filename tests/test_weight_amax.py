@@ -11,7 +11,7 @@ import torch
 
 import overcoat
 from overcoat import Recipe, weight_amax
-from overcoat.kernels.quantize import stack_weights_guessed
+from overcoat.kernels.stack_predicted import stack_weights_predicted
 from overcoat.models.compiled import compile_layers
 from overcoat.ops import weights as of_weights
 from tests.models.zoo import make_model
@@ -83,10 +83,10 @@ def test_what_is_known_is_the_maximum(device):
     for seed in (1, 2):
         step(model, optimizer, device, seed)
         for weight in quantized(model):
-            (known,) = weight_amax.guesses([weight])
+            (known,) = weight_amax.predict([weight])
             assert torch.equal(known, weight.detach().abs().amax().float())
     others = [p for p in model.parameters() if all(p is not q for q in quantized(model))]
-    assert all(weight_amax.asked(p) is None for p in others)
+    assert all(weight_amax.tracked(p) is None for p in others)
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(checkpoint="block"), Recipe(reuse_weights=True)])
@@ -95,7 +95,7 @@ def test_training_is_the_same_bit_for_bit(recipe, monkeypatch, device):
     for known in (True, False):
         with monkeypatch.context() as patch:
             if not known:
-                patch.setattr(weight_amax, "guesses", lambda weights: None)
+                patch.setattr(weight_amax, "predict", lambda weights: None)
             model = make(device, recipe)
             runs.append(losses(model, optimizer_of(model), device))
     for a, b in zip(*runs, strict=True):
@@ -119,7 +119,7 @@ def by_another_optimizer(model):
 
 
 @pytest.mark.parametrize("change", [by_loading, in_place, by_another_optimizer])
-def test_changed_weights_are_not_guessed(change, passes, device):
+def test_changed_weights_are_not_predicted(change, passes, device):
     model = make(device)
     optimizer = optimizer_of(model)
     step(model, optimizer, device)
@@ -143,7 +143,7 @@ def replace(p):
 
 @pytest.mark.parametrize("change", [grow, shrink, replace])
 def test_writes_that_nobody_sees_do_no_harm(change, passes, device):
-    """Through `data` no version is counted: the guess is wrong, the result is not."""
+    """Through `data` no version is counted: the prediction is wrong, the result is not."""
     model = make(device)
     step(model, optimizer_of(model), device)
     for p in quantized(model):
@@ -151,7 +151,7 @@ def test_writes_that_nobody_sees_do_no_harm(change, passes, device):
     twin = copy.deepcopy(model)
     passes.clear()
     loss = backward(model, device)
-    assert not passes, "the guess is tried"
+    assert not passes, "the prediction is tried"
     assert torch.equal(loss, backward(twin, device))
     assert len(passes) == len(quantized(twin)), "of a copy nothing is known"
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
@@ -167,7 +167,7 @@ def test_a_skipped_step_keeps_what_is_known(device):
     optimizer.step()
     assert optimizer.skipped_steps == 1
     for weight in quantized(model):
-        assert torch.equal(*weight_amax.guesses([weight]), weight.detach().abs().amax().float())
+        assert torch.equal(*weight_amax.predict([weight]), weight.detach().abs().amax().float())
 
 
 def test_released_gradients(passes, device):
@@ -179,10 +179,10 @@ def test_released_gradients(passes, device):
             overcoat.release_gradients(model, optimizer, batch_bytes=4096)
         passes.clear()
         runs.append([step(model, optimizer, device, seed) for seed in (1, 2, 3)])
-        # Released, a step's first backward has asked before the tables are made.
+        # Released, a step's first backward has tracked them before the tables are made.
         assert len(passes) == len(quantized(model))
         for weight in quantized(model):
-            assert torch.equal(*weight_amax.guesses([weight]), weight.detach().abs().amax().float())
+            assert torch.equal(*weight_amax.predict([weight]), weight.detach().abs().amax().float())
     assert runs[0] == runs[1]
 
 
@@ -205,7 +205,7 @@ def test_other_optimizers_leave_it_to_the_first_micro_batch(passes, device, reci
         passes.clear()
         for seed in (2, 3, 4):
             if forgetful:
-                weight_amax._asked.clear()
+                weight_amax._tracked.clear()
             found.append(backward(model, device, seed))
         runs.append(found)
         assert len(passes) == (3 if forgetful else 1) * len(quantized(model))
@@ -223,11 +223,11 @@ def test_a_step_of_any_optimizer_ends_what_a_forward_has_found(passes, device):
     assert len(passes) == 2 * len(quantized(model))
 
 
-def test_a_model_converted_between_two_steps_is_asked_from_then_on(passes, device):
+def test_a_model_converted_between_two_steps_is_tracked_from_then_on(passes, device):
     model = make_model("llama", layers=2).to(device)
     optimizer = optimizer_of(model)
     step(model, optimizer, device)
-    assert all(weight_amax.asked(p) is None for p in model.parameters())
+    assert all(weight_amax.tracked(p) is None for p in model.parameters())
     overcoat.convert(model, Recipe())
     step(model, optimizer, device)
     passes.clear()
@@ -244,7 +244,7 @@ def test_two_models_share_a_weight(passes, device):
     step(left, first, device)
     step(right, second, device)
     shared = left.model.layers[0].mlp.down_proj.weight
-    assert torch.equal(*weight_amax.guesses([shared]), shared.detach().abs().amax().float())
+    assert torch.equal(*weight_amax.predict([shared]), shared.detach().abs().amax().float())
     passes.clear()
     step(left, first, device)
     assert not passes
@@ -252,22 +252,22 @@ def test_two_models_share_a_weight(passes, device):
 
 def test_nothing_is_kept_of_weights_that_are_gone(device):
     gc.collect()
-    before = len(weight_amax._asked)
+    before = len(weight_amax._tracked)
     model = make(device)
     optimizer = optimizer_of(model)
     step(model, optimizer, device)
-    assert len(weight_amax._asked) == before + len(quantized(model))
+    assert len(weight_amax._tracked) == before + len(quantized(model))
     del model, optimizer
     gc.collect()
-    assert len(weight_amax._asked) == before
+    assert len(weight_amax._tracked) == before
 
 
-def test_frozen_and_computed_weights_are_not_asked_for():
+def test_frozen_and_computed_weights_are_not_tracked():
     frozen = torch.nn.Parameter(torch.randn(16, 16), requires_grad=False)
     computed = torch.nn.Parameter(torch.randn(16, 16)) * 2
     count = weight_amax.count()
-    assert weight_amax.guesses([frozen]) is None
-    assert weight_amax.guesses([computed]) is None
+    assert weight_amax.predict([frozen]) is None
+    assert weight_amax.predict([computed]) is None
     assert weight_amax.count() == count
 
 
@@ -275,18 +275,18 @@ def test_frozen_and_computed_weights_are_not_asked_for():
 def known(monkeypatch, device):
     """Whether the maxima were known, each time that somebody asked; compiled code on a CPU, too, which has no need."""
     found = []
-    original = weight_amax.guesses
+    original = weight_amax.predict
 
-    def guesses(weights):
+    def predicted(weights):
         result = original(weights)
         found.append(result is not None)
         return result
 
-    monkeypatch.setattr(weight_amax, "guesses", guesses)
+    monkeypatch.setattr(weight_amax, "predict", predicted)
     with torch.library._scoped_library("overcoat", "IMPL") as library:
         if device.type == "cpu":
-            launch = functools.partial(stack_weights_guessed.reference, guesses=None)
-            library.impl("stack_weights_asking", lambda weights: (guesses(weights), launch(weights))[1], "CPU")
+            launch = functools.partial(stack_weights_predicted.reference, predicted=None)
+            library.impl("stack_weights_tracked", lambda weights: (predicted(weights), launch(weights))[1], "CPU")
         yield found
 
 
@@ -321,16 +321,16 @@ def test_compiled_code_notes_nothing(device):
     """What it computes may lie in the memory of a CUDA graph, where the next replay writes."""
     torch.compiler.reset()
     weight = torch.nn.Parameter(torch.randn(16, 16, device=device))
-    assert weight_amax.guesses([weight]) is None  # from now on somebody wants to know it
+    assert weight_amax.predict([weight]) is None  # from now on somebody wants to know it
     run = torch.compile(lambda w: of_weights.operand([w], False, None), backend="aot_eager", fullgraph=True)
     for _ in range(2):
         found = run(weight)
         for a, b in zip(found, of_weights.operand([weight.detach()], False, None), strict=True):
             assert torch.equal(a.float(), b.float())
-    assert weight_amax.guesses([weight]) is None
+    assert weight_amax.predict([weight]) is None
 
 
-def test_weights_made_in_inference_mode_are_not_asked_for():
+def test_weights_made_in_inference_mode_are_not_tracked():
     """They have no version counter."""
     with torch.inference_mode():
         weight = torch.nn.Parameter(torch.randn(32, 16))
@@ -339,11 +339,11 @@ def test_weights_made_in_inference_mode_are_not_asked_for():
             data, _scale, amax = of_weights.operand([weight], False, None)
     assert amax == weight.detach().abs().amax()
     assert data.shape == weight.shape
-    assert weight_amax.asked(weight) is None
+    assert weight_amax.tracked(weight) is None
 
 
 @pytest.mark.gpu
-def test_a_moved_model_is_asked_again(passes):
+def test_a_moved_model_is_tracked_again(passes):
     model = make("cpu")
     optimizer = optimizer_of(model)
     step(model, optimizer, "cpu")
@@ -377,7 +377,7 @@ def test_captured_steps_follow_the_weights(passes):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = one(captured, optimizers[0])
-    assert not passes, "captured with a guess"
+    assert not passes, "captured with a prediction"
     for step in range(3):
         for p, q in zip(captured, eager, strict=True):
             p.grad.fill_(step - 1.5)

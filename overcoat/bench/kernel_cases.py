@@ -12,20 +12,29 @@ import torch
 from torch import Tensor
 
 from overcoat.bench.shapes import BlockShape
-from overcoat.catalogue import Op
 from overcoat.kernels import (
+    activation,
+    activation_backward,
+    activation_blockwise,
+    activation_bound,
     adamw,
+    block_weights,
     blockwise,
-    blockwise_fused,
     final_norm,
-    gelu,
-    gelu_blockwise,
+    groups,
     loss,
     norm,
+    norm_backward,
+    norm_blockwise,
     quantize,
     rope,
-    swiglu,
+    rope_backward,
+    rope_blockwise,
+    rope_quantize,
+    stack,
+    stack_predicted,
 )
+from overcoat.kernels.op import Op
 from overcoat.optim.arguments import STATE_LISTS
 from overcoat.optim.state import init_state
 
@@ -82,26 +91,26 @@ def quantize_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     tokens, hidden = shape.tokens, shape.model.hidden
     x, norm_weight, scale = _normal(device, tokens, hidden), _normal(device, hidden), torch.tensor(0.01, device=device)
     weights = [_normal(device, rows, hidden) for rows in _widths(shape)]
-    top, center = quantize.amax(x), quantize.token_center(x)
-    codes, group_amax = quantize.group_encode(x, center, CODE, G)
-    weight_top = quantize.stack_amax(weights)
+    top, center = quantize.amax(x), groups.token_center(x)
+    codes, group_amax = groups.group_encode(x, center, CODE, G)
+    weight_top = stack.stack_amax(weights)
     yield KernelCase("amax", quantize.amax, (x,))
     yield KernelCase("quantize", quantize.quantize, (x, top, "e4m3"))
     yield KernelCase("quantize_both", quantize.quantize_both, (x, top, "e5m2"))
     yield KernelCase("quantize_t", quantize.quantize_t, (x, scale, "e4m3"))
-    yield KernelCase("stack_amax", quantize.stack_amax, (weights,))
-    yield KernelCase("stack_weights", quantize.stack_weights, (weights, weight_top, False))
-    yield KernelCase("stack_weights^T", quantize.stack_weights, (weights, weight_top, True))
-    guesses = [quantize.amax(weight) for weight in weights]
-    yield KernelCase("stack_weights_guessed", quantize.stack_weights_guessed, (weights, guesses))
-    left_out = x.nbytes - x[:: -(-tokens // quantize.CENTER_ROWS)].nbytes
-    yield KernelCase("token_center", quantize.token_center, (x,), left_out)
-    yield KernelCase("group_encode", quantize.group_encode, (x, None, CODE, G))
-    yield KernelCase("group_encode_amax", quantize.group_encode_amax, (x, center, CODE, G))
+    yield KernelCase("stack_amax", stack.stack_amax, (weights,))
+    yield KernelCase("stack_weights", stack.stack_weights, (weights, weight_top, False))
+    yield KernelCase("stack_weights^T", stack.stack_weights, (weights, weight_top, True))
+    predicted = [quantize.amax(weight) for weight in weights]
+    yield KernelCase("stack_weights_predicted", stack_predicted.stack_weights_predicted, (weights, predicted))
+    left_out = x.nbytes - x[:: -(-tokens // groups.CENTER_ROWS)].nbytes
+    yield KernelCase("token_center", groups.token_center, (x,), left_out)
+    yield KernelCase("group_encode", groups.group_encode, (x, None, CODE, G))
+    yield KernelCase("group_encode_amax", groups.group_encode_amax, (x, center, CODE, G))
     decode = (codes, group_amax, center, CODE, G, x.dtype)
-    yield KernelCase("group_decode", quantize.group_decode, decode)
+    yield KernelCase("group_decode", groups.group_decode, decode)
     rebuild = (codes, group_amax, norm_weight, None, scale, CODE, G)
-    yield KernelCase("requantize_t", quantize.requantize_t, rebuild)
+    yield KernelCase("requantize_t", groups.requantize_t, rebuild)
 
 
 def norm_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
@@ -119,9 +128,9 @@ def norm_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     yield KernelCase("add_layernorm_stats", norm.add_layernorm_stats, (dy, x, weight, bias, EPS))
     yield KernelCase("norm_quantize", norm.norm_quantize, forward)
     backward = (dy, codes, group_amax, rstd, weight, dresidual, False, False, CODE, G)
-    yield KernelCase("norm_backward", norm.norm_backward, backward)
+    yield KernelCase("norm_backward", norm_backward.norm_backward, backward)
     centered = (*backward[:6], True, True, CODE, G)
-    yield KernelCase("norm_backward LayerNorm", norm.norm_backward, centered)
+    yield KernelCase("norm_backward LayerNorm", norm_backward.norm_backward, centered)
     yield KernelCase("final_norm", final_norm.final_norm, (x, weight, EPS))
     yield KernelCase("final_norm_backward", final_norm.final_norm_backward, (dy, x, rstd, weight))
 
@@ -133,96 +142,74 @@ def rope_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     cos, sin = _tables(shape, device)
     gradients = tuple(_normal(device, tokens, width) for width in _widths(shape))
     dv, weight = gradients[2], _normal(device, shape.model.head_dim)
-    center = quantize.token_center(qkv[:, -_widths(shape)[2] :])
+    center = groups.token_center(qkv[:, -_widths(shape)[2] :])
     tables = (cos, sin, None, None, 0.0, heads, kv_heads, CODE)
     kept = rope.qk_rope_encode12_(qkv, center, *tables)
-    top = rope.qk_rope_backward_amax(*gradients, cos, sin, heads)
+    top = rope_quantize.qk_rope_backward_amax(*gradients, cos, sin, heads)
     yield KernelCase("qk_rope_encode12_", rope.qk_rope_encode12_, (qkv, center, *tables), dv.nbytes)
     decode = (*kept, center, cos, sin, heads, kv_heads, CODE, torch.bfloat16)
     yield KernelCase("qk_rope_decode12", rope.qk_rope_decode12, decode)
-    yield KernelCase("qk_rope_backward_amax", rope.qk_rope_backward_amax, (*gradients, cos, sin, heads))
-    yield KernelCase("qk_rope_backward_amax_sums", rope.qk_rope_backward_amax_sums, (*gradients, cos, sin, heads))
+    yield KernelCase("qk_rope_backward_amax", rope_quantize.qk_rope_backward_amax, (*gradients, cos, sin, heads))
+    yield KernelCase(
+        "qk_rope_backward_amax_sums", rope_quantize.qk_rope_backward_amax_sums, (*gradients, cos, sin, heads)
+    )
     backward = (*gradients, cos, sin, top, "e5m2", heads)
-    yield KernelCase("qk_rope_backward_quantize", rope.qk_rope_backward_quantize, backward)
+    yield KernelCase("qk_rope_backward_quantize", rope_quantize.qk_rope_backward_quantize, backward)
     plain, normed = (cos, sin, None, None, 0.0, heads, kv_heads), (cos, sin, weight, weight, EPS, heads, kv_heads)
     yield KernelCase("qk_rope", rope.qk_rope, (qkv, *plain))
-    yield KernelCase("qk_rope_backward", rope.qk_rope_backward, (*gradients, None, *plain[:-1]))
+    yield KernelCase("qk_rope_backward", rope_backward.qk_rope_backward, (*gradients, None, *plain[:-1]))
     yield KernelCase("qk_rope_encode12_ norm", rope.qk_rope_encode12_, (qkv, center, *normed, CODE), dv.nbytes)
     # The backward decodes first: head norms' gradients need what came before them.
     yield KernelCase("qk_rope norm", rope.qk_rope, (qkv, *normed))
     # Of qkv it reads q and k.
-    yield KernelCase("qk_rope_backward norm", rope.qk_rope_backward, (*gradients, qkv, *normed[:-1]), dv.nbytes)
+    yield KernelCase(
+        "qk_rope_backward norm", rope_backward.qk_rope_backward, (*gradients, qkv, *normed[:-1]), dv.nbytes
+    )
 
 
-def swiglu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
-    """SwiGLU forward and backward."""
+def activation_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
+    """The MLP's activation, forward and backward: SwiGLU, and GELU with biases, with one scale and in blocks."""
     tokens, width = shape.tokens, shape.model.intermediate
-    gate_up, dh = _normal(device, tokens, 2 * width), _normal(device, tokens, width)
-    codes, group_amax, top = swiglu.swiglu_encode(gate_up, CODE, G)
-    _, scale = swiglu.swiglu_quantize(gate_up, top)
-    backward = (dh, codes, group_amax, scale, CODE, G)
-    first = (dh, codes, group_amax, CODE, G)
-    gradient_top = swiglu.swiglu_backward_amax(*first)
-    yield KernelCase("swiglu_encode", swiglu.swiglu_encode, (gate_up, CODE, G))
-    yield KernelCase("swiglu_quantize", swiglu.swiglu_quantize, (gate_up, top))
-    yield KernelCase("swiglu_backward", swiglu.swiglu_backward, backward)
-    yield KernelCase("swiglu_backward_amax", swiglu.swiglu_backward_amax, first, codes.nbytes)
-    both = (dh, codes, group_amax, scale, gradient_top, "e5m2", CODE, G)
-    yield KernelCase("swiglu_backward_quantize", swiglu.swiglu_backward_quantize, both)
-
-
-def gelu_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
-    """GELU forward and backward in the tanh form (Starcoder2's), with one scale and in blocks; three in the other."""
-    tokens, width = shape.tokens, shape.model.intermediate
-    u, dh = _normal(device, tokens, width), _normal(device, tokens, width)
-    how = ("tanh", CODE, G)
-    codes, group_amax, row_amax = gelu.gelu_encode(u, *how)
-    top = quantize.amax(row_amax)
-    _, scale = gelu.gelu_quantize(u, top, "tanh")
-    kept = (dh, codes, group_amax)
-    gradient_top = gelu.gelu_backward_amax(*kept, *how)
-    yield KernelCase("gelu_encode", gelu.gelu_encode, (u, *how))
-    yield KernelCase("gelu_quantize", gelu.gelu_quantize, (u, top, "tanh"))
-    yield KernelCase("gelu_quantize erf", gelu.gelu_quantize, (u, top, "none"))
-    yield KernelCase("gelu_backward", gelu.gelu_backward, (*kept, scale, *how))
-    unread = codes.nbytes  # but for few tiles'
-    yield KernelCase("gelu_backward_amax", gelu.gelu_backward_amax, (*kept, *how), unread)
-    yield KernelCase("gelu_backward_amax erf", gelu.gelu_backward_amax, (*kept, "none", CODE, G), unread)
-    both = (*kept, scale, gradient_top, "e5m2", True)
-    yield KernelCase("gelu_backward_quantize", gelu.gelu_backward_quantize, (*both, *how))
-    yield KernelCase("gelu_backward_quantize erf", gelu.gelu_backward_quantize, (*both, "none", CODE, G))
-    fused = gelu_blockwise
-    yield KernelCase("gelu_block_quantize", fused.gelu_block_quantize, (u, *how))
-    yield KernelCase("gelu_block_backward", fused.gelu_block_backward, (*kept, *how))
-    yield KernelCase("gelu_block_backward_quantize", fused.gelu_block_backward_quantize, (*kept, "e5m2", True, *how))
+    dh = _normal(device, tokens, width)
+    for name, function, gated in (("swiglu", "silu", True), ("gelu", "gelu", False), ("gelu_tanh", "gelu_tanh", False)):
+        z, how, has_bias = _normal(device, tokens, (1 + gated) * width), (function, CODE, G), not gated
+        encode = (z, function, gated, CODE, G)
+        codes, group_amax, top = activation.activation_encode(*encode)
+        _, scale = activation.activation_quantize(z, top, function, gated)
+        kept, first = (dh, codes, group_amax), (dh, group_amax, function, G)
+        bound = activation_bound.activation_gradient_bound(*first)
+        calls: list[tuple[Op, tuple[Any, ...]]] = [
+            (activation.activation_encode, encode),
+            (activation.activation_quantize, (z, top, function, gated)),
+            (activation_bound.activation_gradient_bound, first),
+            (activation_backward.activation_backward, (*kept, scale, *how)),
+            (activation_backward.activation_backward_quantize, (*kept, scale, bound, "e5m2", has_bias, *how)),
+            (activation.activation_block_quantize, encode),
+            (activation_blockwise.activation_block_backward, (*kept, *how)),
+            (activation_blockwise.activation_block_backward_quantize, (*kept, "e5m2", has_bias, *how)),
+        ]
+        yield from (KernelCase(f"{op.name} {name}", op, arguments) for op, arguments in calls)
 
 
 def blockwise_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     """The same work with 1x128 and 128x128 scales."""
-    tokens, hidden, width = shape.tokens, shape.model.hidden, shape.model.intermediate
+    tokens, hidden = shape.tokens, shape.model.hidden
     x, weight = _normal(device, tokens, hidden), _normal(device, hidden)
-    gate_up, dh = _normal(device, tokens, 2 * width), _normal(device, tokens, width)
     gradients = tuple(_normal(device, tokens, columns) for columns in _widths(shape))
     weights = [_normal(device, rows, hidden) for rows in _widths(shape)]
-    codes, group_amax = quantize.group_encode(x, None, CODE, G)
-    _, _, kept, kept_amax = blockwise_fused.swiglu_block_quantize(gate_up, CODE, G)
-    fused = blockwise_fused
+    codes, group_amax = groups.group_encode(x, None, CODE, G)
     yield KernelCase("block_quantize", blockwise.block_quantize, (x, "e4m3"))
     yield KernelCase("block_quantize_both", blockwise.block_quantize_both, (x, "e5m2"))
     yield KernelCase("block_quantize_t", blockwise.block_quantize_t, (x, "e4m3"))
     rebuild = (codes, group_amax, weight, None, CODE, G)
     yield KernelCase("block_requantize_t", blockwise.block_requantize_t, rebuild)
-    yield KernelCase("block_stack_weights", blockwise.block_stack_weights, (weights, False))
-    yield KernelCase("block_stack_weights^T", blockwise.block_stack_weights, (weights, True))
-    yield KernelCase("norm_block_quantize", fused.norm_block_quantize, (x, weight, None, EPS, False, CODE, G))
+    yield KernelCase("block_stack_weights", block_weights.block_stack_weights, (weights, False))
+    yield KernelCase("block_stack_weights^T", block_weights.block_stack_weights, (weights, True))
+    yield KernelCase("norm_block_quantize", norm_blockwise.norm_block_quantize, (x, weight, None, EPS, False, CODE, G))
     residual = (x, _normal(device, tokens, hidden), weight, None, EPS, False, CODE, G)
-    yield KernelCase("add_norm_block_quantize", fused.add_norm_block_quantize, residual)
-    yield KernelCase("swiglu_block_quantize", fused.swiglu_block_quantize, (gate_up, CODE, G))
-    yield KernelCase("swiglu_block_backward", fused.swiglu_block_backward, (dh, kept, kept_amax, CODE, G))
-    both = (dh, kept, kept_amax, "e5m2", CODE, G)
-    yield KernelCase("swiglu_block_backward_quantize", fused.swiglu_block_backward_quantize, both)
+    yield KernelCase("add_norm_block_quantize", norm_blockwise.add_norm_block_quantize, residual)
     rotation = (*gradients, *_tables(shape, device), "e5m2", shape.model.heads)
-    yield KernelCase("qk_rope_block_backward", fused.qk_rope_block_backward, rotation)
+    yield KernelCase("qk_rope_block_backward", rope_blockwise.qk_rope_block_backward, rotation)
 
 
 def loss_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
@@ -256,8 +243,7 @@ FAMILIES: dict[str, Callable[[BlockShape, str], Iterator[KernelCase]]] = {
     "quantize": quantize_cases,
     "norm": norm_cases,
     "rope": rope_cases,
-    "swiglu": swiglu_cases,
-    "gelu": gelu_cases,
+    "activation": activation_cases,
     "blockwise": blockwise_cases,
     "loss": loss_cases,
     "optimizer": optimizer_cases,

@@ -19,8 +19,8 @@ from typing import Any
 from overcoat.bench.session import positive
 from overcoat.bench.shapes import MODELS
 from overcoat.estimate.predict import DTYPES, Predictor, Setup
-from overcoat.masters import MASTERS
-from overcoat.moments import MOMENTS
+from overcoat.formats.masters import MASTERS
+from overcoat.formats.moments import MOMENTS
 from overcoat.recipe import GROUP_SIZES, Recipe
 
 # Options that a training configuration replaces, and their values where they are not given.

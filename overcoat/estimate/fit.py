@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Optional
 
 from overcoat.estimate.predict import Prediction, Predictor, Setup
-from overcoat.moments import MOMENT_CODES, resolve_moments
+from overcoat.formats.moments import MOMENT_CODES, resolve_moments
 
 # No batch is looked for beyond this.
 MOST_ROWS = 2**16

@@ -37,11 +37,11 @@ from overcoat.estimate.dry_run import (
 )
 from overcoat.estimate.fsdp import shard_rows
 from overcoat.estimate.meter import aligned
+from overcoat.formats.masters import resolve_master
+from overcoat.formats.moments import resolve_moments
 from overcoat.host import packed
-from overcoat.masters import resolve_master
 from overcoat.memory import KeptReport
 from overcoat.models.convert import Report
-from overcoat.moments import resolve_moments
 from overcoat.optim.offload import SLOTS
 from overcoat.optim.state import state_fields
 from overcoat.recipe import GROUP_SIZES, Recipe

@@ -31,11 +31,9 @@ from typing import List, NamedTuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import from_groups, to_groups
-from overcoat.hardware import fma, reciprocal, sqrt
-from overcoat.masters import RANDOM_BITS, decode_master, encode_master, group_bits, random_bits
-from overcoat.moments import (
+from overcoat.formats.masters import RANDOM_BITS, decode_master, encode_master, group_bits, random_bits
+from overcoat.formats.moments import (
     MOMENT_CODES,
     Encoded,
     MomentCode,
@@ -43,6 +41,8 @@ from overcoat.moments import (
     encode_first,
     encode_second,
 )
+from overcoat.kernels.hardware import fma, reciprocal, sqrt
+from overcoat.kernels.op import op
 
 # Elements that the reference handles at once: its temporaries stay in a CPU's cache and never grow with the model.
 CHUNK = 1 << 17

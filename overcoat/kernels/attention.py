@@ -26,7 +26,7 @@ from typing import Callable, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
+from overcoat.kernels.op import op
 from overcoat.kernels.packed import dense_mask, flash_packed, flash_packed_backward, is_starts
 
 

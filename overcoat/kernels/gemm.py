@@ -1,7 +1,7 @@
 """The FP8 matrix products: D = A @ B^T, both operands K-major, with one scale per tensor (`gemm`) or per block.
 
 On GPUs with FP8 tensor cores (sm_89 and newer) `gemm` is cuBLASLt: on Hopper by its C interface, which lets us choose
-its kernel and add the residual stream (gpu/cublaslt.py), on others through `torch._scaled_mm`. Elsewhere the decoded
+its kernel and add the residual stream (cublaslt.py), on others through `torch._scaled_mm`. Elsewhere the decoded
 values are multiplied in FP32, which is the same product: an FP8 product is exact in FP32, only the summation order
 differs.
 
@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat.catalogue import op
 from overcoat.formats import Quantized, decode_float8, dequantize_blocks
+from overcoat.kernels import cublaslt
 from overcoat.kernels.blockwise import BLOCK, blocks
-from overcoat.kernels.gpu import cublaslt
+from overcoat.kernels.launch import on_device
+from overcoat.kernels.op import op
 
 
 @op
@@ -59,12 +60,6 @@ def gemm(
     if residual is not None:
         product = product + residual.float()
     return product.to(dtype)
-
-
-@gemm.fake
-def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual=None):
-    _check_residual(residual, a.shape[0], b.shape[0], dtype)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
 def _check_residual(residual: Optional[Tensor], rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -114,7 +109,7 @@ def _multiply(
     whole_gpu = torch._C._get_sm_carveout_experimental() is None
     if whole_gpu and cublaslt.is_available(a.get_device()) and a.numel() and b.numel():
         _check_scales(scale_a, scale_b)
-        with cublaslt.on_device(a.get_device()):
+        with on_device(a):
             out = cublaslt.gemm(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual)
         if out is not None:
             return out

@@ -14,6 +14,11 @@ Gradients are computed beside the loss, since the logits are there: three produc
 take a fourth, and save nothing: dW is the first gradient that a backward makes, and hidden (needed again) is as large
 as dhidden. The chunk bounds the memory: `chunk_rows`.
 
+The kernel of the loss: one program per token reads its row twice, first for maximum and sum (in one sweep, each lane
+its own), then to turn it into the gradient. With N = C * V * 2 bytes of logits it moves 2N or 3N, as the L2 cache still
+has the row or not. It sums over V in another order than PyTorch, so it agrees with the reference to FP32 rounding (and
+a gradient to one step of its dtype), not bit for bit, but repeats its bits. `scale_` equals its reference bit for bit.
+
 Legend: T tokens, H hidden, V vocabulary, C tokens of a chunk.
 """
 
@@ -24,10 +29,14 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.catalogue import op
-from overcoat.kernels import gpu
+from overcoat.kernels.device import LOG2E, power_of_2
 from overcoat.kernels.gemm import gemm
-from overcoat.kernels.quantize import amax, quantize_both, stack_amax, stack_weights
+from overcoat.kernels.instructions import exp2
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.op import op
+from overcoat.kernels.quantize import amax, quantize_both
+from overcoat.kernels.stack import stack_amax, stack_weights
 
 # What the logits of one chunk may take, unless even MIN_CHUNK tokens take more. The products are efficient from some
 # thousand tokens on; below, dW += dx^T hidden reads and writes dW for too little arithmetic.
@@ -36,6 +45,13 @@ MIN_CHUNK = 2048
 CHUNK_MULTIPLE = 256
 # Rows of logits begin at multiples of 128 bytes (64 in BF16), however odd the vocabulary: the products need it.
 ROW_MULTIPLE = 64
+# Columns that a program takes at a time, and its warps.
+TILE, WARPS = 2048, 8
+# Elements of one program of `scale_`.
+SCALE_BLOCK = 2048
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.0e38)  # finite, so that -inf - LOWEST is no NaN
 
 
 def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
@@ -47,7 +63,7 @@ def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
     return -(-tokens // (count * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
 
 
-# ---- on a chunk of logits -----------------------------------------------------------------------------------------
+# ---- on a chunk of logits --------------------------------------------------------------------------------------------
 
 
 @op(mutates=("logits",))
@@ -83,9 +99,94 @@ def _(logits, labels, ignore_index, z_loss, gradient):
     return logits.new_empty(labels.shape, dtype=torch.float32)
 
 
+@triton.jit
+def _add(top, total, x):
+    """Take x into each lane's maximum and its sum of 2^(x - maximum).
+
+    Of the old and the new maximum one is x or `top` itself, so one power per element serves both cases. A NaN ends up
+    in the sum; +inf makes it NaN or inf.
+    """
+    smaller = exp2(-tl.abs(x - top))
+    return tl.where(x > top, x, top), tl.where(x > top, total * smaller + 1.0, total + smaller)
+
+
+@triton.jit
+def _log2_sum_exp2(logits_ptr, V, full, TILE: tl.constexpr):
+    """log2 of the sum of 2^(x log2 e) over a row; `full`: columns in whole tiles, read without a mask."""
+    lane = tl.arange(0, TILE)
+    top = tl.full((TILE,), LOWEST, tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    for start in range(0, full, TILE):
+        top, total = _add(top, total, tl.load(logits_ptr + start + lane).to(tl.float32) * LOG2E)
+    x = tl.load(logits_ptr + full + lane, mask=lane < V - full, other=float("-inf"))
+    top, total = _add(top, total, x.to(tl.float32) * LOG2E)
+    highest = tl.max(top, 0)
+    return highest + tl.log2(tl.sum(total * exp2(top - highest), 0))
+
+
+@triton.jit
+def _gradient(x, column, label, lse2, slope):
+    """p (1 + 2 z lse) - onehot(label) of logits x, in their dtype."""
+    dx = exp2(x.to(tl.float32) * LOG2E - lse2) * slope
+    return tl.where(column == label, dx - 1.0, dx).to(x.dtype)
+
+
+@kernel
+def _cross_entropy_kernel(
+    logits_ptr,  # (C, V), rows `stride` apart; becomes the gradient if GRADIENT
+    labels_ptr,  # (C,) int64
+    losses_ptr,  # (C,) FP32
+    stride,
+    V,
+    ignore_index,
+    z_loss,
+    GRADIENT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    label = tl.load(labels_ptr + row)
+    lane = tl.arange(0, TILE)
+    # A mask at an odd V would forbid vector loads and stores: only the last tile has one.
+    full = V // TILE * TILE
+    tail = lane < V - full
+    if label == ignore_index:
+        tl.store(losses_ptr + row, 0.0)
+        if GRADIENT:
+            zero = tl.zeros((TILE,), logits_ptr.dtype.element_ty)
+            for start in range(0, full, TILE):
+                tl.store(logits_ptr + start + lane, zero)
+            tl.store(logits_ptr + full + lane, zero, mask=tail)
+    else:
+        # Read before the sums, whose barriers keep it ahead of every thread's stores.
+        known = (label >= 0) & (label < V)
+        target = tl.load(logits_ptr + label, mask=known, other=float("nan")).to(tl.float32)
+        lse2 = _log2_sum_exp2(logits_ptr, V, full, TILE)
+        lse = lse2 * LN2
+        tl.store(losses_ptr + row, lse - target + z_loss * lse * lse)
+        if GRADIENT:
+            slope = tl.where(known, 1.0 + 2.0 * z_loss * lse, float("nan"))
+            for start in range(0, full, TILE):
+                x = tl.load(logits_ptr + start + lane)
+                tl.store(logits_ptr + start + lane, _gradient(x, start + lane, label, lse2, slope))
+            x = tl.load(logits_ptr + full + lane, mask=tail, other=0.0)
+            tl.store(logits_ptr + full + lane, _gradient(x, full + lane, label, lse2, slope), mask=tail)
+
+
 @cross_entropy_.cuda
 def _(logits, labels, ignore_index, z_loss, gradient):
-    return gpu.loss.cross_entropy_(logits, labels, ignore_index, z_loss, gradient)
+    tokens, vocabulary = logits.shape
+    losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    rows = logits if logits.stride(1) == 1 else logits.contiguous()
+    if tokens:
+        with on_device(logits):
+            _cross_entropy_kernel[(tokens,)](
+                rows, labels.contiguous(), losses, rows.stride(0), vocabulary, ignore_index, float(z_loss),
+                gradient, min(TILE, max(power_of_2(vocabulary), 128)), num_warps=WARPS,
+            )  # fmt: skip
+    if gradient and rows is not logits:
+        logits.copy_(rows)
+    return losses
 
 
 @op(mutates=("x",))
@@ -94,17 +195,29 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     x.copy_(x.float() * factor)
 
 
-@scale_.fake
-def _(x, factor):
-    return None
+@kernel
+def _scale_kernel(
+    x_ptr,  # N elements
+    factor_ptr,  # 0-d FP32
+    N,
+    BLOCK: tl.constexpr,
+):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < N).to(tl.float32) * tl.load(factor_ptr)
+    tl.store(x_ptr + offsets, x.to(x_ptr.dtype.element_ty), mask=offsets < N)
 
 
 @scale_.cuda
 def _(x, factor):
-    gpu.loss.scale_(x, factor)
+    dense = x if x.is_contiguous() else x.contiguous()
+    if x.numel():
+        with on_device(x):
+            _scale_kernel[(cdiv(x.numel(), SCALE_BLOCK),)](dense, factor, x.numel(), SCALE_BLOCK)
+    if dense is not x:
+        x.copy_(dense)
 
 
-# ---- the head -----------------------------------------------------------------------------------------------------
+# ---- the head --------------------------------------------------------------------------------------------------------
 
 
 class _Head:

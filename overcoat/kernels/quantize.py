@@ -1,4 +1,4 @@
-"""Quantize GEMM operands and kept tensors; turn kept codes back into a transposed GEMM operand.
+"""Quantize GEMM operands: maxima, and per-tensor FP8 in one or both layouts.
 
 FP8 tensor cores on Hopper take both operands with the contraction axis contiguous ("NT": D = A @ B^T). The three
 products of a linear layer y = x W^T (T tokens, K in, N out) therefore want:
@@ -10,33 +10,46 @@ products of a linear layer y = x W^T (T tokens, K in, N out) therefore want:
 so a quantizing op can write the plain layout, the transposed one, or both from one read. The contraction axis must be
 a multiple of 16: transposed activations are padded with zero tokens, which add nothing to the product.
 
-Legend: T tokens, C columns, P = T rounded up to a multiple of 16, G group size.
+The kernels are bound by memory. With N elements of 2 bytes the bytes moved are: amax 2N; quantize 3N; quantize_both 4N;
+quantize_t 3N. A tile (BT tokens, BC columns) is read once, and written as it lies and / or transposed through shared
+memory, as 16-bit words that hold the FP8 of two neighbouring tokens. They equal the references bit for bit.
+
+Legend: T tokens, C columns, P = T rounded up to a multiple of 16.
 """
 
 from __future__ import annotations
 
-from typing import List, NamedTuple, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat import weight_amax
-from overcoat.catalogue import op
-from overcoat.formats import (
-    E4M3,
-    FLOAT8,
-    Quantized,
-    cast_float8,
-    decode_groups,
-    encode_groups,
-    group_code,
-    quantize_tensor,
-    scale_from_amax,
+from overcoat.formats import FLOAT8, cast_float8, quantize_tensor
+from overcoat.kernels.device import (
+    EXACT,
+    atomic_amax,
+    inverse_max,
+    inverse_of,
+    larger,
+    max_magnitude,
+    pack_rows,
+    scale_of,
+    to_float8,
 )
-from overcoat.kernels import gpu
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.op import op
 
 TOKEN_MULTIPLE = 16
+
+# Below this many elements one program finds the maximum; above, many programs share an atomic maximum.
+AMAX_BLOCK = 8192
+AMAX_ONE_PROGRAM = 8 * AMAX_BLOCK
+AMAX_PROGRAMS = 132 * 16
+
+# (tokens, columns) of one program of the per-tensor kernel, without and with the transposed layout.
+PLAIN_TILE, TRANSPOSED_TILE = (16, 512), (64, 128)
 
 
 def padded_tokens(tokens: int) -> int:
@@ -50,6 +63,9 @@ def transpose_padded(data: Tensor) -> Tensor:
     return as_bytes.t().contiguous().view(data.dtype)
 
 
+# ---- maximum ---------------------------------------------------------------------------------------------------------
+
+
 @op
 def amax(x: Tensor) -> Tensor:
     """max |x| as 0-d FP32; 0 for an empty tensor; NaN if any element is NaN."""
@@ -58,14 +74,38 @@ def amax(x: Tensor) -> Tensor:
     return x.abs().amax().float()
 
 
-@amax.fake
-def _(x):
-    return x.new_empty((), dtype=torch.float32)
+@kernel
+def _amax_kernel(
+    x_ptr,  # N elements
+    out_ptr,  # int32: bits of the FP32 maximum
+    N,
+    ATOMIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    top = tl.zeros((BLOCK,), tl.float32)
+    offsets = tl.arange(0, BLOCK)
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, step):
+        x = tl.load(x_ptr + start + offsets, mask=offsets < N - start, other=0.0)
+        top = larger(top, tl.abs(x.to(tl.float32)))
+    if ATOMIC:
+        atomic_amax(out_ptr, max_magnitude(top, 0))
+    else:
+        tl.store(out_ptr, max_magnitude(top, 0).to(tl.int32, bitcast=True))
 
 
 @amax.cuda
 def _(x):
-    return gpu.quantize.amax_of(x)
+    x = x.contiguous()
+    one_program = x.numel() <= AMAX_ONE_PROGRAM
+    programs = 1 if one_program else min(cdiv(x.numel(), AMAX_BLOCK), AMAX_PROGRAMS)
+    out = (torch.empty if one_program else torch.zeros)((), dtype=torch.int32, device=x.device)
+    with on_device(x):
+        _amax_kernel[(programs,)](x, out, x.numel(), not one_program, AMAX_BLOCK, num_warps=8)
+    return out.view(torch.float32)
+
+
+# ---- per-tensor FP8 --------------------------------------------------------------------------------------------------
 
 
 @op
@@ -73,16 +113,6 @@ def quantize(x: Tensor, amax: Tensor, fmt: str) -> Tuple[Tensor, Tensor]:
     """Per-tensor FP8 of x (T, C): data (T, C) and the 0-d FP32 dequantization scale for `amax`."""
     data, scale = quantize_tensor(x.contiguous(), FLOAT8[fmt], amax)
     return data, scale
-
-
-@quantize.fake
-def _(x, amax, fmt):
-    return x.new_empty(x.shape, dtype=FLOAT8[fmt].dtype), x.new_empty((), dtype=torch.float32)
-
-
-@quantize.cuda
-def _(x, amax, fmt):
-    return gpu.quantize.quantize(x, amax, fmt)
 
 
 @op
@@ -100,226 +130,6 @@ def _(x, amax, fmt):
     return x.new_empty(x.shape, dtype=dtype), transposed, x.new_empty((), dtype=torch.float32)
 
 
-@quantize_both.cuda
-def _(x, amax, fmt):
-    return gpu.quantize.quantize_both(x, amax, fmt, padded_tokens(x.shape[0]))
-
-
-@op
-def stack_amax(weights: List[Tensor]) -> Tensor:
-    """max |w| over several weights, 0-d FP32: they share one scale, being one operand of one GEMM."""
-    return torch.stack([w.abs().amax().float() for w in weights]).amax()
-
-
-@stack_amax.fake
-def _(weights):
-    return weights[0].new_empty((), dtype=torch.float32)
-
-
-@stack_amax.cuda
-def _(weights):
-    return gpu.stack.stack_amax(weights)
-
-
-@op
-def stack_weights(weights: List[Tensor], amax: Tensor, transposed: bool) -> Tuple[Tensor, Tensor]:
-    """Weights (N_i, K) as one E4M3 operand: (sum N, K), or (K, sum N) if `transposed`, and their common scale."""
-    scale = scale_from_amax(amax, E4M3)
-    data = cast_float8(torch.cat([w.float() for w in weights]) * (1.0 / scale), E4M3)
-    if transposed:
-        data = data.view(torch.uint8).t().contiguous().view(E4M3.dtype)
-    return data, scale
-
-
-@stack_weights.fake
-def _(weights, amax, transposed):
-    rows = sum(w.shape[0] for w in weights)
-    columns = weights[0].shape[1]
-    shape = (columns, rows) if transposed else (rows, columns)
-    return weights[0].new_empty(shape, dtype=E4M3.dtype), weights[0].new_empty((), dtype=torch.float32)
-
-
-@stack_weights.cuda
-def _(weights, amax, transposed):
-    return gpu.stack.stack_weights(weights, amax, transposed)
-
-
-@op
-def stack_weights_guessed(weights: List[Tensor], guesses: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
-    """`stack_weights` (sum N, K) with the scale for `stack_amax`, which is returned as well: data, scale, maximum.
-
-    guesses: what each weight's maximum should be, 0-d FP32, as `AdamW` found it when it wrote the weight
-    (weight_amax.py). The result does not depend on them, its time does: right ones save the kernel a pass.
-    """
-    top = stack_amax.reference(weights)
-    return *stack_weights.reference(weights, top, False), top
-
-
-@stack_weights_guessed.fake
-def _(weights, guesses):
-    return _stacked_shapes(weights)
-
-
-def _stacked_shapes(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
-    rows = sum(w.shape[0] for w in weights)
-    data = weights[0].new_empty((rows, weights[0].shape[1]), dtype=E4M3.dtype)
-    return data, weights[0].new_empty((), dtype=torch.float32), weights[0].new_empty((), dtype=torch.float32)
-
-
-@stack_weights_guessed.cuda
-def _(weights, guesses):
-    return gpu.stack_guessed.stack_weights_guessed(weights, guesses)
-
-
-@op
-def stack_weights_asking(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
-    """`stack_weights_guessed` that asks for the guesses itself, each time it runs: compiled code cannot.
-
-    Where nothing is known it looks for the maximum, and notes it nowhere: the memory may be a CUDA graph's.
-    """
-    top = stack_amax.reference(weights)
-    return *stack_weights.reference(weights, top, False), top
-
-
-@stack_weights_asking.fake
-def _(weights):
-    return _stacked_shapes(weights)
-
-
-@stack_weights_asking.cuda
-def _(weights):
-    return gpu.stack_guessed.stack_weights_guessed(weights, weight_amax.guesses(weights))
-
-
-class Encoded(NamedTuple):
-    """A kept tensor (T, C): 8-bit codes (T, C), BF16 group maxima (T, n), and the FP32 (C,) taken out before."""
-
-    codes: Tensor
-    group_amax: Tensor
-    center: Optional[Tensor]
-
-
-CENTER_ROWS = 256
-
-
-@op
-def token_center(x: Tensor) -> Tensor:
-    """What all tokens have in common: the mean over at most 256 evenly spaced rows of x (T, C), FP32 (C,).
-
-    Biases and outlier channels add the same vector to every token's v. It cancels in attention's gradients (softmax
-    does not see it), its quantization error would not. Any vector decodes exactly, so a sample will do.
-    """
-    step = max(1, -(-x.shape[0] // CENTER_ROWS))
-    return x[::step].float().mean(0)
-
-
-@token_center.fake
-def _(x):
-    return x.new_empty(x.shape[1:], dtype=torch.float32)
-
-
-@token_center.cuda
-def _(x):
-    return gpu.groups.token_center(x, -(-x.shape[0] // CENTER_ROWS))
-
-
-@op
-def group_encode(x: Tensor, center: Optional[Tensor], code: str, group_size: int) -> Tuple[Tensor, Tensor]:
-    """Kept-tensor codes of x - center: codes (T, C) and BF16 group maxima (T, n) of x (T, C), center (C,) FP32."""
-    values = x.contiguous() if center is None else x.float() - center
-    data, scale = encode_groups(values, code, group_size)
-    return data, scale
-
-
-@group_encode.fake
-def _(x, center, code, group_size):
-    groups = (x.shape[-1] + group_size - 1) // group_size
-    return (
-        x.new_empty(x.shape, dtype=group_code(code).dtype),
-        x.new_empty((x.shape[0], groups), dtype=torch.bfloat16),
-    )
-
-
-@group_encode.cuda
-def _(x, center, code, group_size):
-    return gpu.groups.group_encode(x, center, code, group_size, False)[:2]
-
-
-@op
-def group_encode_amax(x: Tensor, center: Optional[Tensor], code: str, group_size: int) -> Tuple[Tensor, Tensor, Tensor]:
-    """`group_encode`, and max |x| as 0-d FP32 from the same pass: x is kept in groups and is a GEMM's operand."""
-    codes, group_amax = group_encode.reference(x, center, code, group_size)
-    return codes, group_amax, amax.reference(x)
-
-
-@group_encode_amax.fake
-def _(x, center, code, group_size):
-    groups = (x.shape[-1] + group_size - 1) // group_size
-    return (
-        x.new_empty(x.shape, dtype=group_code(code).dtype),
-        x.new_empty((x.shape[0], groups), dtype=torch.bfloat16),
-        x.new_empty((), dtype=torch.float32),
-    )
-
-
-@group_encode_amax.cuda
-def _(x, center, code, group_size):
-    return gpu.groups.group_encode(x, center, code, group_size, True)
-
-
-@op
-def group_decode(
-    codes: Tensor, group_amax: Tensor, center: Optional[Tensor], code: str, group_size: int, dtype: torch.dtype
-) -> Tensor:
-    """Undo `group_encode`, rounded to `dtype`."""
-    values = decode_groups(Quantized(codes, group_amax), code, group_size)
-    return (values if center is None else values + center).to(dtype)
-
-
-@group_decode.fake
-def _(codes, group_amax, center, code, group_size, dtype):
-    return codes.new_empty(codes.shape, dtype=dtype)
-
-
-@group_decode.cuda
-def _(codes, group_amax, center, code, group_size, dtype):
-    return gpu.groups.group_decode(codes, group_amax, center, code, group_size, dtype)
-
-
-@op
-def requantize_t(
-    codes: Tensor,
-    group_amax: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    scale: Tensor,
-    code: str,
-    group_size: int,
-) -> Tensor:
-    """Kept codes (T, C) -> (decoded * weight + bias) as transposed E4M3 operand (C, P) with the forward's scale.
-
-    With a norm's weight and bias (C,) this rebuilds the norm's output from its kept normalised value, so the forward's
-    FP8 operand need not be kept; without weight, and with the center as bias, it serves attention's output.
-    """
-    y = decode_groups(Quantized(codes, group_amax), code, group_size)
-    if weight is not None:
-        y = y * weight.float()
-    if bias is not None:
-        y = y + bias.float()
-    return transpose_padded(cast_float8(y * (1.0 / scale), E4M3))
-
-
-@requantize_t.fake
-def _(codes, group_amax, weight, bias, scale, code, group_size):
-    return codes.new_empty((codes.shape[1], padded_tokens(codes.shape[0])), dtype=E4M3.dtype)
-
-
-@requantize_t.cuda
-def _(codes, group_amax, weight, bias, scale, code, group_size):
-    padded = padded_tokens(codes.shape[0])
-    return gpu.groups.requantize_t(codes, group_amax, weight, bias, scale, code, group_size, padded)
-
-
 @op
 def quantize_t(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     """x (T, C) as transposed FP8 operand (C, P) with a scale that the forward found."""
@@ -331,6 +141,92 @@ def _(x, scale, fmt):
     return x.new_empty((x.shape[1], padded_tokens(x.shape[0])), dtype=FLOAT8[fmt].dtype)
 
 
+@triton.jit
+def _quantize_tile(x_ptr, out_ptr, t, c, rows, columns, stride, inverse, PLAIN: tl.constexpr):
+    """Scale the rows t and columns c of a tile, of which `rows` and `columns` exist; store them if PLAIN."""
+    inside = (t < rows)[:, None] & (c < columns)[None, :]
+    offsets = t[:, None] * stride + c[None, :]
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    # Padding stays zero even where the scale is not finite.
+    x = tl.where(inside, x * inverse, 0.0)
+    if PLAIN:
+        tl.store(out_ptr + offsets, to_float8(x, out_ptr.dtype.element_ty), mask=inside)
+    return x
+
+
+@kernel
+def _quantize_kernel(
+    x_ptr,  # (T, C)
+    factor_ptr,  # 0-d FP32: amax, or the scale itself if GIVEN_SCALE
+    out_ptr,  # (T, C) FP8, written if PLAIN
+    out_t_ptr,  # (C, P / 2) int16, pairs of FP8, row stride `stride_t`; if TRANSPOSED
+    scale_ptr,  # 0-d FP32, unless GIVEN_SCALE
+    T,
+    C,
+    P,
+    stride_t,
+    INVERSE_MAX: tl.constexpr,
+    GIVEN_SCALE: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+):
+    factor = tl.load(factor_ptr)
+    scale = factor if GIVEN_SCALE else scale_of(factor, INVERSE_MAX)
+    if not GIVEN_SCALE:
+        tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
+    inverse = inverse_of(scale)
+    t0, c0 = tl.program_id(0) * BT, tl.program_id(1) * BC
+    c = tl.arange(0, BC)
+    x_ptr += t0.to(tl.int64) * C + c0
+    out_ptr += t0.to(tl.int64) * C + c0
+    if TRANSPOSED:
+        pair = tl.arange(0, BT // 2)
+        even = _quantize_tile(x_ptr, out_ptr, 2 * pair, c, T - t0, C - c0, C, inverse, PLAIN)
+        odd = _quantize_tile(x_ptr, out_ptr, 2 * pair + 1, c, T - t0, C - c0, C, inverse, PLAIN)
+        words = tl.trans(pack_rows(even, odd, out_ptr.dtype.element_ty))
+        inside_t = (c < C - c0)[:, None] & (pair < (P - t0) // 2)[None, :]
+        out_t_ptr += c0.to(tl.int64) * stride_t + t0 // 2
+        tl.store(out_t_ptr + (c[:, None] * stride_t + pair[None, :]), words, mask=inside_t)
+    else:
+        _quantize_tile(x_ptr, out_ptr, tl.arange(0, BT), c, T - t0, C - c0, C, inverse, PLAIN)
+
+
+def _launch_quantize(
+    x: Tensor, factor: Tensor, out: Optional[Tensor], out_t: Optional[Tensor], scale: Optional[Tensor], fmt: str
+) -> None:
+    """x (T, C) contiguous -> out (T, C) and / or out_t (C, P), whose rows may lie apart; `scale` None: it is given."""
+    rows, columns = x.shape
+    padded = rows if out_t is None else out_t.shape[1]
+    tile = PLAIN_TILE if out_t is None else TRANSPOSED_TILE
+    grid = (cdiv(padded, tile[0]), cdiv(columns, tile[1]))
+    words = x if out_t is None else out_t.view(torch.int16)
+    with on_device(x):
+        _quantize_kernel[grid](
+            x, factor, out_t if out is None else out, words, scale if scale is not None else factor,
+            rows, columns, padded, words.stride(0),
+            inverse_max(fmt), scale is None, out is not None, out_t is not None, *tile, num_warps=4, **EXACT,
+        )  # fmt: skip
+
+
+@quantize.cuda
+def _(x, amax, fmt):
+    out, scale = torch.empty(x.shape, dtype=FLOAT8[fmt].dtype, device=x.device), torch.empty_like(amax)
+    _launch_quantize(x.contiguous(), amax, out, None, scale, fmt)
+    return out, scale
+
+
+@quantize_both.cuda
+def _(x, amax, fmt):
+    out, scale = torch.empty(x.shape, dtype=FLOAT8[fmt].dtype, device=x.device), torch.empty_like(amax)
+    out_t = torch.empty((x.shape[1], padded_tokens(x.shape[0])), dtype=out.dtype, device=x.device)
+    _launch_quantize(x.contiguous(), amax, out, out_t, scale, fmt)
+    return out, out_t, scale
+
+
 @quantize_t.cuda
 def _(x, scale, fmt):
-    return gpu.quantize.quantize_t(x, scale, fmt, padded_tokens(x.shape[0]))
+    out_t = torch.empty((x.shape[1], padded_tokens(x.shape[0])), dtype=FLOAT8[fmt].dtype, device=x.device)
+    _launch_quantize(x.contiguous(), scale, None, out_t, None, fmt)
+    return out_t

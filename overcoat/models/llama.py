@@ -4,10 +4,9 @@
     o      = attention(qkv)
     x      = linear_residual(o, Wo, x)
     gu, x  = norm_linear(x, post_attention_layernorm, [Wgate, Wup])
-    x      = swiglu_linear(gu, Wdown, x)
+    x      = mlp(gu, Wdown, x)
 
-Starcoder2 has LayerNorm, biases, and an MLP without gate: the last two are u, x = norm_linear(..., [Wfc]) and
-x = gelu_linear(u, Wproj, x).
+Starcoder2 has LayerNorm, biases, and an MLP without gate: gu is then u of norm_linear(..., [Wfc]).
 
 `Fp8DecoderLayer` is mixed into the layer's own class (convert.py), so parameters, names, hooks and the original forward
 stay. It computes in FP8 in `train()` mode; otherwise, and whenever a module of it was replaced or hooked since (a

@@ -23,17 +23,12 @@ from torch.autograd.function import once_differentiable
 from overcoat.kernels.attention import attention as attention_op
 from overcoat.kernels.attention import attention_backward as attention_backward_op
 from overcoat.kernels.blockwise import BLOCK
-from overcoat.kernels.blockwise_fused import qk_rope_block_backward
-from overcoat.kernels.quantize import amax, token_center
-from overcoat.kernels.rope import (
-    qk_rope,
-    qk_rope_backward,
-    qk_rope_backward_amax,
-    qk_rope_backward_amax_sums,
-    qk_rope_backward_quantize,
-    qk_rope_decode12,
-    qk_rope_encode12_,
-)
+from overcoat.kernels.groups import token_center
+from overcoat.kernels.quantize import amax
+from overcoat.kernels.rope import qk_rope, qk_rope_decode12, qk_rope_encode12_
+from overcoat.kernels.rope_backward import qk_rope_backward
+from overcoat.kernels.rope_blockwise import qk_rope_block_backward
+from overcoat.kernels.rope_quantize import qk_rope_backward_amax, qk_rope_backward_amax_sums, qk_rope_backward_quantize
 from overcoat.memory import keep
 from overcoat.ops.blockwise import whole_blocks
 from overcoat.ops.products import Gradient, quantize_gradient

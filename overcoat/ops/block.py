@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from overcoat.kernels.quantize import group_decode, group_encode
+from overcoat.kernels.groups import group_decode, group_encode
 from overcoat.memory import keep_parts, release_saved
 from overcoat.ops.attention import (
     AttentionKept,
@@ -37,7 +37,6 @@ from overcoat.ops.attention import (
     qkv_gradient_quantized,
     rotated_gradients,
 )
-from overcoat.ops.gelu import gelu_linear_again, gelu_linear_backward, gelu_linear_forward
 from overcoat.ops.linear import (
     LinearResidualKept,
     Norm,
@@ -49,12 +48,7 @@ from overcoat.ops.linear import (
     normed_product_backward,
     rebuild_input_t,
 )
-from overcoat.ops.mlp import (
-    MlpKept,
-    swiglu_linear_again,
-    swiglu_linear_backward,
-    swiglu_linear_forward,
-)
+from overcoat.ops.mlp import MlpSaved, mlp_backward, mlp_forward, mlp_recompute
 from overcoat.ops.offload import run_block
 from overcoat.ops.parameters import Block, from_parameters, parameters_of
 from overcoat.ops.products import Gradient, LinearGrads, product_backward
@@ -68,7 +62,7 @@ class BlockKept(NamedTuple):
     attention: AttentionKept
     o: LinearResidualKept
     gate_up: NormLinearKept
-    down: MlpKept
+    down: MlpSaved
 
 
 class Scales(NamedTuple):
@@ -87,10 +81,7 @@ class Scales(NamedTuple):
 def block_forward(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: Recipe) -> tuple[Tensor, BlockKept]:
     """x (T, H) -> x (T, H), and what the ops keep."""
     x, gate_up, kept = _to_gate_up(x, block, rotary, heads, recipe, Scales())
-    if block.gelu is None:
-        x, kept_down = swiglu_linear_forward(gate_up, *block.down, x, recipe)
-    else:
-        x, kept_down = gelu_linear_forward(gate_up, *block.down, x, recipe, block.gelu)
+    x, kept_down = mlp_forward(gate_up, *block.down, x, *_activation(block), recipe)
     return x, BlockKept(*kept, kept_down)
 
 
@@ -99,8 +90,14 @@ def block_again(x: Tensor, block: Block, rotary: Rotary, heads: Heads, recipe: R
     only have to run attention yet again."""
     recipe = dataclasses.replace(recipe, kept_attention="bf16")
     _, gate_up, kept = _to_gate_up(x, block, rotary, heads, recipe, scales)
-    again = swiglu_linear_again if block.gelu is None else gelu_linear_again
-    return BlockKept(*kept, again(gate_up, scales.product, scales.down, recipe))
+    return BlockKept(*kept, mlp_recompute(gate_up, scales.product, scales.down, *_activation(block), recipe))
+
+
+def _activation(block: Block) -> tuple[str, bool]:
+    """The MLP's activation by name, and whether it is gated."""
+    if block.gelu is None:
+        return "silu", True
+    return {"none": "gelu", "tanh": "gelu_tanh"}[block.gelu], False
 
 
 def _to_gate_up(
@@ -135,8 +132,8 @@ def block_backward(
 ) -> tuple[Tensor, list[Optional[Tensor]]]:
     """Gradients of the block's input and of its parameters, in the order of `parameters_of`.
 
-    Gradients between the ops go straight into FP8, except where a head norm or gate's and up's biases read
-    them too, or those of q, k and v with block scales.
+    Gradients between the ops go straight into FP8, except where a head norm reads them too, or with block scales the
+    biases of q, k and v do.
 
     kept: `BlockKept` as a list. It is emptied from its end: what an op has kept is free when the op's gradients are
     there, and so are these when the op before has read them. At its fullest moment a block's backward holds 17 U (in
@@ -161,12 +158,13 @@ def block_backward(
 
 
 def _mlp_backward(
-    dx: Tensor, kept: MlpKept, block: Block, recipe: Recipe, want_weight: bool
+    dx: Tensor, kept: MlpSaved, block: Block, recipe: Recipe, want_weight: bool
 ) -> tuple[Tensor | Gradient, LinearGrads]:
     has_bias = any(bias is not None for bias in block.gate_up[1])
-    if block.gelu is None:
-        return swiglu_linear_backward(dx, kept, *block.down, recipe, not has_bias, want_weight)
-    return gelu_linear_backward(dx, kept, *block.down, recipe, block.gelu, True, has_bias, want_weight)
+    return mlp_backward(
+        dx, kept, *block.down, *_activation(block), recipe,
+        quantized=True, into_has_bias=has_bias, want_weight=want_weight,
+    )  # fmt: skip
 
 
 def _attention_backward(
@@ -197,7 +195,7 @@ def _attention_backward(
 # The first tensors that a block saves are not its own: cos, sin, mask and its 20 parameters.
 NUM_INPUTS = 23
 # What each op of a block keeps, in the order of `BlockKept`.
-_KINDS = (NormLinearKept, AttentionKept, LinearResidualKept, NormLinearKept, MlpKept)
+_KINDS = (NormLinearKept, AttentionKept, LinearResidualKept, NormLinearKept, MlpSaved)
 
 
 def _op_names(block: Block) -> tuple[str, ...]:

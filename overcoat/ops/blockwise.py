@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from overcoat.formats import Quantized
-from overcoat.kernels.blockwise import BLOCK, block_stack_weights
+from overcoat.kernels.block_weights import block_stack_weights
+from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.gemm import block_gemm
 
 

@@ -18,16 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from overcoat.formats import Quantized
 from overcoat.kernels.blockwise import block_quantize, block_quantize_t, block_requantize_t
-from overcoat.kernels.blockwise_fused import add_norm_block_quantize, norm_block_quantize
-from overcoat.kernels.norm import (
-    add_layernorm_stats,
-    add_rmsnorm_stats,
-    layernorm_stats,
-    norm_backward,
-    norm_quantize,
-    rmsnorm_stats,
-)
-from overcoat.kernels.quantize import amax, quantize, quantize_t, requantize_t
+from overcoat.kernels.groups import requantize_t
+from overcoat.kernels.norm import add_layernorm_stats, add_rmsnorm_stats, layernorm_stats, norm_quantize, rmsnorm_stats
+from overcoat.kernels.norm_backward import norm_backward
+from overcoat.kernels.norm_blockwise import add_norm_block_quantize, norm_block_quantize
+from overcoat.kernels.quantize import amax, quantize, quantize_t
 from overcoat.memory import keep
 from overcoat.ops import blockwise
 from overcoat.ops.products import Gradient, LinearGrads, product, product_backward, stack_biases

@@ -1,4 +1,4 @@
-"""The three products of a linear layer in FP8, shared by linear.py, mlp.py, gelu.py and attention.py.
+"""The three products of a linear layer in FP8, shared by linear.py, mlp.py and attention.py.
 
 With T tokens, K in, N out (kernels/quantize.py has the layouts):
 

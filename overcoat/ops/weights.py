@@ -28,7 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from overcoat import weight_amax
-from overcoat.kernels.quantize import stack_amax, stack_weights, stack_weights_asking, stack_weights_guessed
+from overcoat.kernels.stack import stack_amax, stack_weights
+from overcoat.kernels.stack_predicted import stack_weights_predicted, stack_weights_tracked
 
 
 @dataclass
@@ -85,13 +86,13 @@ def operand(weights: Sequence[Tensor], transposed: bool, amax: Optional[Tensor])
 def _make(weights: Sequence[Tensor], transposed: bool, amax: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     is_new = amax is None and not transposed
     if is_new and torch.compiler.is_compiling():
-        return stack_weights_asking(list(weights))
-    guesses = weight_amax.guesses(weights) if is_new else None
-    if guesses is not None:
-        return stack_weights_guessed(list(weights), guesses)
+        return stack_weights_tracked(list(weights))
+    predicted = weight_amax.predict(weights) if is_new else None
+    if predicted is not None:
+        return stack_weights_predicted(list(weights), predicted)
     if amax is None:
         amax = stack_amax(list(weights))
-        weight_amax.note(weights, amax)
+        weight_amax.observe(weights, amax)
     return *stack_weights(list(weights), amax, transposed), amax
 
 

@@ -5,8 +5,8 @@
     optimizer.step(clip_grad_norm=1.0)
 
 A BF16 parameter costs 2 bytes of weight, 2 of gradient, 2.05 of moments and 1 of remainder: 7.05 in all,
-where BF16 training with FP32 masters and moments costs 16. How moments are coded is `overcoat.moments`, how
-weights keep more than BF16's bits is `overcoat.masters`, the maths is `overcoat.kernels.adamw`; here is only
+where BF16 training with FP32 masters and moments costs 16. How moments are coded is `overcoat.formats.moments`, how
+weights keep more than BF16's bits is `overcoat.formats.masters`, the maths is `overcoat.kernels.adamw`; here is only
 what makes it a `torch.optim.Optimizer`.
 
 The step never waits for the GPU: learning rate, step count, gradient scale, clipping and the decision to skip
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Op
 import torch
 from torch import Tensor
 
-from overcoat.masters import resolve_master
-from overcoat.moments import resolve_moments
+from overcoat.formats.masters import resolve_master
+from overcoat.formats.moments import resolve_moments
 from overcoat.optim.arguments import check_hyperparameters
 from overcoat.optim.bucket import Bucket
 from overcoat.optim.offload import SLOTS, Staging, check_options, is_on_host, move_to_host
@@ -52,8 +52,8 @@ class AdamW(torch.optim.Optimizer):
         eps: added to sqrt(v). With 0, a gradient below some 1e-18 makes an infinite step on a GPU, where roots of
             numbers below 2^-126 are 0.
         weight_decay: decoupled, as in torch.optim.AdamW.
-        moments: "8bit" (default), "fp8" (the paper's), "bf16", "fp32", or a pair of codes (m, v): `overcoat.moments`.
-        master: what is kept beside BF16 parameters: "bf16+8" ("auto"), "bf16+16" or "bf16": `overcoat.masters`.
+        moments: "8bit" (default), "fp8" (the paper's), "bf16", "fp32", or a pair of codes: `overcoat.formats.moments`.
+        master: what is kept beside BF16 parameters: "bf16+8" ("auto"), "bf16+16" or "bf16": `overcoat.formats.masters`.
         group_size: elements that share one maximum: 128, 64, 32 or 16.
         seed: of stochastic rounding; the same seed repeats a run bit for bit.
         check_finite: skip a step if any gradient is inf or NaN, or so large that its square overflows FP32, and with it

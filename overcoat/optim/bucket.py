@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from overcoat import weight_amax
+from overcoat.formats.masters import parameter_key, resolve_master
 from overcoat.kernels.adamw import gradients_sum_squares, rows_of
-from overcoat.masters import parameter_key, resolve_master
 from overcoat.optim.arguments import STATE_LISTS, Arguments, Hyper
 from overcoat.optim.offload import Staging, Streamed
 from overcoat.optim.shards import (
@@ -96,11 +96,11 @@ class Bucket:
         """
         return self._addresses() == self.addresses and self._still_asked()
 
-    def _asked(self) -> dict[int, weight_amax.Asked]:
+    def _asked(self) -> dict[int, weight_amax.Tracked]:
         """Parameters whose maxima the forward asked for, by place; none of those that are not stepped in one piece."""
         if self.sharded or self.buffered or self.staging is not None:
             return {}
-        found = enumerate(map(weight_amax.asked, self.owners))
+        found = enumerate(map(weight_amax.tracked, self.owners))
         return {place: asked for place, asked in found if asked is not None}
 
     def _still_asked(self) -> bool:

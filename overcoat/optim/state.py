@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from overcoat.expansion import EXPONENT_STEPS
+from overcoat.formats.expansion import EXPONENT_STEPS
+from overcoat.formats.masters import REMAINDER_DTYPE, resolve_master
+from overcoat.formats.moments import MOMENT_CODES
 from overcoat.host import packed
 from overcoat.kernels.adamw import rows_of
-from overcoat.masters import REMAINDER_DTYPE, resolve_master
-from overcoat.moments import MOMENT_CODES
 from overcoat.optim.shards import place_state, state_shape, wrap_state
 
 

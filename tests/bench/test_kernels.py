@@ -41,5 +41,5 @@ def test_only_picks_kernels() -> None:
         "stack_amax",
         "stack_weights",
         "stack_weights^T",
-        "stack_weights_guessed",
+        "stack_weights_predicted",
     }

@@ -68,8 +68,8 @@ def _quantize() -> None:
         add("stack_amax", weights)
         for transposed in (False, True):
             add("stack_weights", weights, torch.stack([amax(w) for w in weights]).amax(), transposed)
-        add("stack_weights_asking", weights)
-        add("stack_weights_guessed", weights, [amax(w) * (i + 1) for w in weights])
+        add("stack_weights_tracked", weights)
+        add("stack_weights_predicted", weights, [amax(w) * (i + 1) for w in weights])
         code, group_size = codes[i], (16, 128, 64)[i]
         add("token_center", x)
         kept = encode_groups(x, code, group_size)
@@ -165,47 +165,24 @@ def _rope() -> None:
     add("qk_rope_backward_quantize", *columns, cos, sin, amax(qkv) * 4, "e5m2", num_q)
 
 
-def _swiglu() -> None:
-    for i, (tokens, columns, dtype) in enumerate(SIZES):
-        gate_up, dh = normal(tokens, 2 * columns, dtype=dtype), normal(tokens, columns, dtype=dtype, seed=1)
-        code, group_size = ("sqrt8", "e4m3", "int8")[i], (16, 128, 64)[i]
-        halves = encode_groups(gate_up.unflatten(1, (2, -1)), code, group_size)
-        kept = halves.data.flatten(1), halves.scale.unflatten(0, (tokens, 2))
-        add("swiglu_encode", gate_up, code, group_size)
-        add("swiglu_quantize", gate_up, amax(gate_up).square())
-        scale = amax(gate_up).square() / 448
-        add("swiglu_backward", dh, *kept, scale, code, group_size)
-        add("swiglu_backward_amax", dh, *kept, code, group_size)
-        add("swiglu_backward_quantize", dh, *kept, scale, amax(gate_up) * 4, "e5m2", code, group_size)
-    add("swiglu_encode", strided(gate_up), "sqrt8", 16)
-    add("swiglu_quantize", strided(gate_up), amax(gate_up).square())
-    add("swiglu_backward", strided(dh), *kept, amax(gate_up).square() / 448, code, group_size)
-
-
-def _gelu() -> None:
+def _activation() -> None:
+    kinds = [("relu2", True), ("gelu", False), ("gelu_tanh", True), ("silu", True)]
     for i, (tokens, columns, dtype) in enumerate([*SIZES, (130, 384, torch.bfloat16)]):
-        u, dh = normal(tokens, columns, dtype=dtype), normal(tokens, columns, dtype=dtype, seed=1)
+        activation, gated = kinds[i]
+        z, dh = normal(tokens, (1 + gated) * columns, dtype=dtype), normal(tokens, columns, dtype=dtype, seed=1)
         code, group_size = ("sqrt8", "e4m3", "int8", "sqrt8")[i], (16, 128, 48, 64)[i]
-        kept = encode_groups(u, code, group_size)
-        for approximate in ("none", "tanh"):
-            how = approximate, code, group_size
-            add("gelu_encode", u, *how)
-            add("gelu_quantize", u, amax(u), approximate)
-            add("gelu_backward", dh, *kept, amax(u) / 448, *how)
-            add("gelu_backward_amax", dh, *kept, *how)
-            add("gelu_block_quantize", u, *how)
-            add("gelu_block_backward", dh, *kept, *how)
-            for has_bias in (True, False):
-                add("gelu_backward_quantize", dh, *kept, amax(u) / 448, amax(dh) * 2, "e5m2", has_bias, *how)
-                add("gelu_block_backward_quantize", dh, *kept, "e5m2", has_bias, *how)
-    add("gelu_encode", strided(u), "none", "sqrt8", 16)
-    add("gelu_quantize", strided(u), amax(u), "none")
-    add("gelu_backward", strided(dh), *kept, amax(u) / 448, *how)
-    add("gelu_backward_amax", strided(dh), *kept, *how)
-    add("gelu_backward_quantize", strided(dh), *kept, amax(u) / 448, amax(dh) * 2, "e5m2", True, *how)
-    add("gelu_block_quantize", strided(u), "none", "sqrt8", 16)
-    add("gelu_block_backward", strided(dh), *kept, *how)
-    add("gelu_block_backward_quantize", strided(dh), *kept, "e5m2", True, *how)
+        groups = encode_groups(z.view(-1, columns), code, group_size)
+        kept = groups.data.view(tokens, -1), groups.scale.view(tokens, 1 + gated, -1)
+        how, top = (activation, code, group_size), amax(z).square()
+        add("activation_encode", z, activation, gated, code, group_size)
+        add("activation_quantize", z, top, activation, gated)
+        add("activation_block_quantize", z, activation, gated, code, group_size)
+        add("activation_gradient_bound", dh, kept[1], activation, group_size)
+        add("activation_backward", dh, *kept, top / 448, *how)
+        add("activation_block_backward", dh, *kept, *how)
+        for has_bias in (True, False) if i % 2 else (False,):
+            add("activation_backward_quantize", dh, *kept, top / 448, amax(dh) * 9, "e5m2", has_bias, *how)
+            add("activation_block_backward_quantize", dh, *kept, "e5m2", has_bias, *how)
 
 
 def _attention() -> None:
@@ -264,19 +241,11 @@ def _blockwise() -> None:
             add("add_norm_block_quantize", x, x.flip(0), weight, bias, 1e-5, bias is not None, code, group_size)
         for transposed in (False, True):
             add("block_stack_weights", weights, transposed)
-        gate_up, dh = normal(tokens, 2 * columns, dtype=dtype), normal(tokens, columns, dtype=dtype, seed=1)
-        add("swiglu_block_quantize", gate_up, code, group_size)
-        halves = encode_groups(gate_up.unflatten(1, (2, -1)), code, group_size)
-        kept = halves.data.flatten(1), halves.scale.unflatten(0, (tokens, 2))
-        add("swiglu_block_backward", dh, *kept, code, group_size)
-        add("swiglu_block_backward_quantize", dh, *kept, "e5m2", code, group_size)
     for name in ("block_quantize", "block_quantize_both", "block_quantize_t"):
         add(name, strided(normal(7, 48, dtype=torch.bfloat16)), "e4m3")
     add("norm_block_quantize", strided(x), None, None, 1e-5, False, "sqrt8", 16)
     add("add_norm_block_quantize", strided(x), x, None, None, 1e-5, False, "sqrt8", 16)
     add("add_norm_block_quantize", x, strided(x.float()), None, None, 1e-5, False, "sqrt8", 16)
-    add("swiglu_block_quantize", strided(gate_up), "sqrt8", 16)
-    add("swiglu_block_backward", strided(dh), *kept, code, group_size)
     for tokens, positions, (num_q, num_kv), width in ((7, 7, (1, 1), 24), (14, 7, (4, 2), 64), (130, 130, (2, 1), 128)):
         parts = [normal(tokens, heads * width, seed=heads) for heads in (num_q, num_kv, num_kv)]
         cos, sin = normal(positions, width, seed=1), normal(positions, width, seed=2)
@@ -308,5 +277,5 @@ def _hardware() -> None:
     add("fma", x, x + 1, x - 1)
 
 
-for make in (_quantize, _gemm, _norm, _rope, _swiglu, _gelu, _attention, _loss, _blockwise, _block_gemm, _hardware):
+for make in (_quantize, _gemm, _norm, _rope, _activation, _attention, _loss, _blockwise, _block_gemm, _hardware):
     make()

@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 
+from overcoat.formats.masters import group_bits
 from overcoat.kernels import adamw
 from overcoat.kernels.adamw import Draw, adamw_step_, gradients_sum_squares, rows_of, step_coefficients
-from overcoat.masters import group_bits
 from overcoat.optim.adamw import AdamW
 from overcoat.optim.state import init_state
 from tests.optim.harness import assert_same_bits, make_params

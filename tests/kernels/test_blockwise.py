@@ -1,13 +1,15 @@
-"""Block-scaled operands against their meaning, block by block: `pytest tests/kernels/test_blockwise.py`."""
+"""Block-scaled operands against their meaning, block by block, and their kernels, bit for bit."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from overcoat.formats import E4M3, FLOAT8, Quantized, decode_groups, encode_groups, quantize_blocks, quantize_tensor
+from overcoat.formats import FLOAT8, Quantized, decode_groups, encode_groups, quantize_tensor
+from overcoat.kernels import block_weights
 from overcoat.kernels import blockwise as ops
 from tests.exact import E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
+from tests.kernels.compare import DEVICE, DTYPES, INTERPRETED, assert_equal, awkward
 from tests.kernels.samples import normal
 
 SHAPES = [(1, 24), (7, 130), (61, 256), (300, 200)]
@@ -72,7 +74,7 @@ def test_an_outlier_costs_its_own_block_alone(device):
     for values, truth in (
         (decoded(*ops.block_quantize(x, "e4m3")), x),
         (decoded(*ops.block_quantize_t(x, "e4m3")).t(), x),
-        (decoded_weights(*ops.block_stack_weights([x], False)), x),
+        (decoded_weights(*block_weights.block_stack_weights([x], False)), x),
     ):
         far = others.clone()
         far[:128, 128:256] = False  # also leaves out the outlier's column and its 128x128 block
@@ -112,21 +114,54 @@ def test_requantize_rebuilds_the_operand(code, affine, device):
     assert_close("y^T", truth.t(), decoded(data, scale)[:, :150], combined_db(E4M3_DB, KEPT_DB[code]))
 
 
-@pytest.mark.parametrize("sizes", [(128, 256), (128, 100), (40, 30, 70), (130,)])
-@pytest.mark.parametrize("columns", [24, 640])
-def test_stacked_weights(sizes, columns, device):
-    """One matrix whose blocks may span two weights; its transpose holds the same numbers, scales included."""
-    weights = [(10.0**i * normal(n, columns, seed=n)).to(device, torch.bfloat16) for i, n in enumerate(sizes)]
-    stacked = torch.cat(weights)
-    data, scale = ops.block_stack_weights(weights, False)
-    expected = quantize_blocks(stacked, (128, 128), E4M3)
-    rows, width = ops.blocks(stacked.shape[0]), ops.blocks(columns)
-    assert scale.shape == (rows, -(-width // 4) * 4)
-    assert torch.equal(data.float(), expected.data.float())
-    assert torch.equal(scale[:, :width], expected.scale)
-    assert scale[:, width:].count_nonzero() == 0
-    data_t, scale_t = ops.block_stack_weights(weights, True)
-    assert scale_t.shape == (width, -(-rows // 4) * 4)
-    assert torch.equal(data_t.t().float(), data.float())
-    assert torch.equal(scale_t[:, :rows].t(), scale[:, :width])
-    assert scale_t[:, rows:].count_nonzero() == 0
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+KERNEL_SHAPES = [(1, 16), (7, 100), (130, 400), (144, 256)] + ([] if INTERPRETED else [(1000, 5120), (513, 4096)])
+QUANTIZERS = [ops.block_quantize, ops.block_quantize_both, ops.block_quantize_t]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("op", QUANTIZERS, ids=lambda op: op.name)
+@pytest.mark.parametrize("shape", KERNEL_SHAPES)
+@pytest.mark.parametrize(("fmt", "dtype"), zip(["e4m3", "e5m2", "e4m3"], DTYPES))
+def test_quantize_kernels(op, shape, fmt, dtype):
+    x = awkward(*shape, dtype)
+    assert_equal(op.kernel(x, fmt), op.reference(x, fmt))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("op", QUANTIZERS, ids=lambda op: op.name)
+@formats
+def test_extreme_blocks_in_the_kernels(op, fmt):
+    """Blocks that are zero, tiny, huge or not finite: each keeps its trouble to itself, and padding stays zero."""
+    x = torch.randn(150, 300, device=DEVICE)
+    x[:, :128] *= 1e-38
+    x[3, 140], x[140, 150] = torch.nan, torch.inf
+    x[5, 256:] = 0.0
+    x[6, 256:] *= 1e36
+    x[:, 299] = 0.0
+    ours, theirs = op.kernel(x, fmt), op.reference(x, fmt)
+    assert_equal(ours, theirs)
+    assert (ours[1] == 1).any()
+    assert not ours[1].isfinite().all()
+    if op is ops.block_quantize_t:
+        assert ours[0][:, 150:].view(torch.uint8).count_nonzero() == 0
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("shape", [*KERNEL_SHAPES, (200, 512)])
+@pytest.mark.parametrize(
+    ("code", "group_size", "affine"),
+    [
+        ("sqrt8", 128, "both"),
+        ("e4m3", 16, "weight"),
+        ("int8", 80, "both"),
+        ("sqrt8", 48, "none"),
+        ("sqrt8", 256, "bias"),
+    ],
+)
+def test_requantize_kernel(shape, code, group_size, affine):
+    weight = torch.randn(shape[1], device=DEVICE).bfloat16() if affine in ("weight", "both") else None
+    bias = torch.randn(shape[1], device=DEVICE).bfloat16() if affine in ("bias", "both") else None
+    arguments = (*encode_groups(awkward(*shape), code, group_size), weight, bias, code, group_size)
+    assert_equal(ops.block_requantize_t.kernel(*arguments), ops.block_requantize_t.reference(*arguments))

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from overcoat.formats import E4M3, FLOAT8, quantize_tensor
-from overcoat.kernels.blockwise import block_quantize, block_stack_weights
+from overcoat.kernels.block_weights import block_stack_weights
+from overcoat.kernels.blockwise import block_quantize, blocks
 from overcoat.kernels.gemm import block_gemm, gemm, why_no_block_gemm
+from tests.emulation import sqnr
 from tests.kernels.samples import normal
 from tests.kernels.test_blockwise import decoded, decoded_weights
 
@@ -141,3 +143,38 @@ def test_where_the_library_multiplies_blocks(capability, cuda, reason, monkeypat
     monkeypatch.setattr(torch.version, "cuda", cuda)
     answer = why_no_block_gemm(torch.device("cuda", 0))
     assert (answer is None) if reason is None else re.search(reason, answer)
+
+
+# ---- on a GPU: the library's product ---------------------------------------------------------------------------------
+
+
+def uneven(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Values whose 128 x 128 blocks differ by powers of ten: a scale read from the wrong place shows."""
+    generator = torch.Generator().manual_seed(seed)
+    size = 10.0 ** torch.randint(-2, 3, (blocks(rows), blocks(columns)), generator=generator)
+    size = size.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return (torch.randn(rows, columns, generator=generator) * size).to("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x128"])
+@pytest.mark.parametrize("size", [(256, 384, 640), (1, 16, 16), (61, 200, 400), (100, 128, 272), (4096, 1024, 2688)])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_block_product_by_the_library(square, size, fmt, dtype, biased):
+    rows, columns, inner = size
+    if why_no_block_gemm(torch.device("cuda", 0)):
+        pytest.skip(why_no_block_gemm(torch.device("cuda", 0)))
+    a, a_scale = block_quantize(uneven(rows, inner, 1), fmt)
+    b = uneven(columns, inner, 2)
+    b, b_scale = block_stack_weights([b], False) if square else block_quantize(b, "e4m3")
+    bias = torch.randn(columns, device="cuda", dtype=dtype) * 100 if biased else None
+    got = block_gemm(a, b, a_scale, b_scale, square, bias, dtype)
+    wide = [decoded(a, a_scale), (decoded_weights if square else decoded)(b, b_scale)]
+    exact = wide[0] @ wide[1].t() + (0 if bias is None else bias.double())
+    assert got.shape == exact.shape
+    assert got.dtype == dtype
+    # Row by row, so that a row of small values counts like a large one. FP32: 128 products in 14 bits, then FP32.
+    worst = min(sqnr(exact[i], got[i]) for i in range(0, rows, max(rows // 64, 1)))
+    assert worst > (42 if dtype == torch.bfloat16 else 50), f"{worst:.1f} dB"

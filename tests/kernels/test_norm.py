@@ -1,4 +1,4 @@
-"""Norm ops against FP64 autograd through torch's own norms: `pytest tests/kernels/test_norm.py`.
+"""Norm ops against FP64 autograd through torch's own norms, and their kernels against them.
 
 The backward reads the normalised input from 8-bit codes. To see its own arithmetic alone, it is fed inputs whose
 normalised values are 2 and 1/2 with both signs (mean 0, mean square 1): E4M3 codes hold those exactly, so what remains
@@ -11,16 +11,11 @@ import pytest
 import torch
 
 from overcoat.formats import Quantized, decode_groups, encode_groups
-from overcoat.kernels.norm import (
-    add_layernorm_stats,
-    add_rmsnorm_stats,
-    layernorm_stats,
-    norm_backward,
-    norm_quantize,
-    rmsnorm_stats,
-)
+from overcoat.kernels.norm import add_layernorm_stats, add_rmsnorm_stats, layernorm_stats, norm_quantize, rmsnorm_stats
+from overcoat.kernels.norm_backward import norm_backward
 from tests import exact
 from tests.exact import E4M3_DB, KEPT_DB, assert_close, assert_close_float32, leaf
+from tests.kernels.compare import AWKWARD_SHAPES, DEVICE, INTERPRETED, assert_equal, awkward
 from tests.kernels.samples import normal
 
 TOKENS = [1, 7, 61]
@@ -51,23 +46,6 @@ def stats(x, weight, bias, eps, centered):
     if centered:
         return layernorm_stats(x, weight, bias, eps)
     return None, *rmsnorm_stats(x, weight, eps)
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-@centered
-def test_statistics_of_a_sum(tokens, centered, device):
-    y, residual = (normal(tokens, HIDDEN, seed=seed).to(device, torch.bfloat16) for seed in (0, 1))
-    weight, bias = parameters("weight+bias", centered, device)
-    if centered:
-        x, *of_sum = add_layernorm_stats(y, residual, weight, bias, EPS)
-        expected = layernorm_stats(x, weight, bias, EPS)
-    else:
-        x, *of_sum = add_rmsnorm_stats(y, residual, weight, EPS)
-        expected = rmsnorm_stats(x, weight, EPS)
-    assert torch.equal(x, residual + y)
-    for a, b in zip(of_sum, expected, strict=True):
-        # A mean of values around 0 is as exact as its terms are large.
-        torch.testing.assert_close(a, b, rtol=HIDDEN * 2**-24, atol=HIDDEN * 2**-24 if centered else 0.0)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -172,3 +150,101 @@ def test_eps_is_the_models(device):
     for eps in (1e-6, 1e-5, 1e-3):
         rstd, _ = rmsnorm_stats(x, None, eps)
         assert_close_float32("rstd", (x.double().square().mean(1) + eps).rsqrt(), rstd, HIDDEN)
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+# The kernels sum a row in another order: statistics and dx agree to rounding, dx then within one BF16 step. Given the
+# same statistics, `norm_quantize` equals its reference bit for bit.
+
+
+def affine_of(width, affine):
+    weight = None if affine == "none" else torch.randn(width, device=DEVICE).bfloat16()
+    if weight is not None:
+        weight[0], weight[1] = 0.0, 1e-4
+    return weight, torch.randn(width, device=DEVICE).bfloat16() if affine == "weight+bias" else None
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("shape", AWKWARD_SHAPES)
+@pytest.mark.parametrize(
+    ("affine", "dtype"), [("none", torch.bfloat16), ("weight", torch.float32), ("weight+bias", torch.bfloat16)]
+)
+def test_statistics_kernels(shape, affine, dtype):
+    y, residual, (weight, bias) = awkward(*shape, dtype), awkward(*shape, dtype, seed=1), affine_of(shape[1], affine)
+    for plain, of_sum, parameters in (
+        (rmsnorm_stats, add_rmsnorm_stats, (weight, EPS)),
+        (layernorm_stats, add_layernorm_stats, (weight, bias, EPS)),
+    ):
+        assert_equal(plain.kernel(y, *parameters), plain.reference(y, *parameters), False)
+        x, *ours = of_sum.kernel(y, residual, *parameters)
+        assert_equal(x, residual + y)
+        assert_equal(ours, plain.reference(x, *parameters), False)
+
+
+@pytest.mark.kernel
+def test_statistics_kernel_passes_nan_on():
+    x = torch.randn(3, 100, device=DEVICE)
+    x[1, 5] = torch.nan
+    _, row_amax = rmsnorm_stats.kernel(x, None, EPS)
+    assert row_amax.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("shape", AWKWARD_SHAPES)
+@affines
+@pytest.mark.parametrize(("centered", "code", "group_size"), [(True, "sqrt8", 128), (False, "e4m3", 16)])
+def test_quantize_kernel(shape, affine, centered, code, group_size):
+    x, (weight, bias) = awkward(*shape), affine_of(shape[1], affine)
+    mean, rstd, row_amax = layernorm_stats.reference(x, weight, bias, EPS)
+    arguments = (x, mean if centered else None, rstd, weight, bias, row_amax.amax(), code, group_size)
+    assert_equal(norm_quantize.kernel(*arguments), norm_quantize.reference(*arguments))
+
+
+def kept_of(x, weight, code, group_size):
+    """xhat in codes, its maxima, rstd."""
+    mean, rstd, row_amax = layernorm_stats.reference(x, weight, None, EPS)
+    return *norm_quantize.reference(x, mean, rstd, weight, None, row_amax.amax(), code, group_size)[2:], rstd
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("shape", AWKWARD_SHAPES)
+@pytest.mark.parametrize(
+    ("affine", "centered", "with_residual", "has_bias"),
+    [("weight", False, True, False), ("weight", True, True, True), ("none", True, False, False)],
+)
+@pytest.mark.parametrize(("code", "group_size"), [("sqrt8", 128), ("e4m3", 16)])
+def test_backward_kernel(shape, affine, centered, with_residual, has_bias, code, group_size):
+    x, (weight, _) = awkward(*shape), affine_of(shape[1], affine)
+    dy = torch.randn(shape, device=DEVICE).bfloat16()
+    dresidual = torch.randn(shape, device=DEVICE).bfloat16() if with_residual else None
+    arguments = (dy, *kept_of(x, weight, code, group_size), weight, dresidual, centered, has_bias, code, group_size)
+    ours, theirs = norm_backward.kernel(*arguments), norm_backward.reference(*arguments)
+    assert_equal(ours[0], theirs[0], False)
+    for a, b in zip(ours[1:3], theirs[1:3]):
+        rounding = 2**-7 if a.dtype == torch.bfloat16 else 0.0
+        torch.testing.assert_close(a, b, rtol=1e-4 + rounding, atol=1e-4 * shape[0] ** 0.5)
+    assert ours[3] == ours[0].abs().amax()
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("group_size", [16, 80, 128])
+def test_backward_kernel_tells_of_a_maximum_that_is_not_finite(value, group_size):
+    """From the last column, of a width that fills no group: what the next quantization takes for max |dx|."""
+    x = torch.randn(5, 201, device=DEVICE).bfloat16()
+    dresidual = torch.zeros_like(x)
+    dresidual[3, 200] = value
+    kept = kept_of(x, None, "sqrt8", group_size)
+    arguments = (torch.randn_like(x), *kept, None, dresidual, False, False, "sqrt8", group_size)
+    assert not norm_backward.kernel(*arguments)[3].isfinite()
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(INTERPRETED, reason="one program after another: nothing to race")
+def test_parameter_gradients_are_deterministic():
+    dy, x = (torch.randn(4096, 4096, device=DEVICE).bfloat16() for _ in range(2))
+    kept = kept_of(x, None, "sqrt8", 128)
+    runs = [norm_backward(dy, *kept, None, None, False, True, "sqrt8", 128) for _ in range(3)]
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))

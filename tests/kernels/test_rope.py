@@ -1,4 +1,4 @@
-"""Rotary embedding and head norm against FP64 autograd: `pytest tests/kernels/test_rope.py`.
+"""Rotary embedding and head norm against FP64 autograd, and their kernels against them.
 
 The tables are Gaussian numbers, not cosines and sines: the backward must be the transposed map, which for true angles
 equals the inverse and would hide the difference (scaled RoPE variants fold a factor into cos and sin). The halves of a
@@ -12,8 +12,10 @@ import torch
 
 from overcoat.formats import FLOAT8, Quantized, decode_groups, encode_groups
 from overcoat.kernels import rope as ops
+from overcoat.kernels import rope_backward, rope_quantize
 from tests import exact
 from tests.exact import BF16_DB, E5M2_DB, assert_close, assert_close_float32, leaf
+from tests.kernels.compare import DEVICE, FORMATS, INTERPRETED, assert_equal, awkward
 from tests.kernels.samples import normal
 
 EPS = 1e-2  # large enough that a wrong one shows
@@ -69,7 +71,7 @@ def test_backward(shape, norms, device):
     dy = normal(*arguments[0].shape, seed=7).to(device)
     exact.rope(*truth).backward(dy.double())
     qkv = arguments[0] if norms else None
-    dqkv, dq_weight, dk_weight = ops.qk_rope_backward(*split(dy, *shape[2:]), qkv, *arguments[1:-1])
+    dqkv, dq_weight, dk_weight = rope_backward.qk_rope_backward(*split(dy, *shape[2:]), qkv, *arguments[1:-1])
     assert_close_float32("dqkv", truth[0].grad, dqkv, 3 * terms(shape))
     tokens, _, num_q, num_kv, _ = shape
     for name, weight, got, heads in (("q", truth[3], dq_weight, num_q), ("k", truth[4], dk_weight, num_kv)):
@@ -85,7 +87,7 @@ def test_v_passes_unchanged(device):
     v = slice(-width * num_kv, None)
     assert torch.equal(ops.qk_rope(*arguments)[:, v], arguments[0][:, v])
     parts = split(arguments[0], *SHAPES[1][2:])
-    assert torch.equal(ops.qk_rope_backward(*parts, *arguments[:-1])[0][:, v], parts[2])
+    assert torch.equal(rope_backward.qk_rope_backward(*parts, *arguments[:-1])[0][:, v], parts[2])
 
 
 @shapes
@@ -126,11 +128,176 @@ def test_backward_straight_to_fp8(shape, device):
     truth = doubles((qkv, cos, sin))
     exact.rope(*truth, None, None, 0.0, num_q, num_kv).backward(dy.double())
     parts = split(dy, *shape[2:])
-    largest = ops.qk_rope_backward_amax(*parts, cos, sin, num_q)
+    largest = rope_quantize.qk_rope_backward_amax(*parts, cos, sin, num_q)
     assert_close_float32("amax", truth[0].grad.abs().max(), largest, terms(shape))
-    data, data_t, scale = ops.qk_rope_backward_quantize(*parts, cos, sin, largest, "e5m2", num_q)
+    data, data_t, scale = rope_quantize.qk_rope_backward_quantize(*parts, cos, sin, largest, "e5m2", num_q)
     assert data.float().abs().max() == FLOAT8["e5m2"].max
     assert torch.equal(data_t[:, :tokens].t().float(), data.float())
     assert data_t[:, tokens:].float().count_nonzero() == 0
     if tokens > 1:
         assert_close("dqkv", truth[0].grad, data.double() * scale.double(), E5M2_DB)
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+# Bit for bit; with head norms, which are summed otherwise, nearly.
+
+# Tokens, positions, query heads, key/value heads, head width.
+# 16 heads of 80: a token a tile, halves of heads that are no power of 2.
+CASES = [(1, 1, 1, 1, 16), (14, 7, 2, 2, 80), (35, 35, 4, 2, 128), (3, 3, 16, 16, 80), (40, 20, 3, 1, 64)]
+CASES += [] if INTERPRETED else [(61, 61, 4, 2, 128), (2000, 1000, 32, 32, 128), (1000, 1000, 28, 4, 128)]
+# Of the backward with head norms: no multiples of a tile's tokens or heads; head widths with odd halves, of one
+# element, of several tiles.
+NORM_CASES = [*CASES, (5, 5, 28, 4, 12), (67, 67, 5, 1, 2), (3, 3, 1, 1, 384)]
+
+
+def tables(positions, width, dtype=torch.bfloat16):
+    """cos and sin; the halves differ, as the op's contract allows."""
+    angle = torch.randn(positions, width, device=DEVICE) * 3
+    return (1.3 * angle.cos()).to(dtype), (1.3 * angle.sin()).to(dtype)
+
+
+def laid_out(parts):
+    """The same gradients as views of one buffer, as columns of wider ones, apart, and stored column by column."""
+    wider = [torch.cat((part, part.neg()), 1)[:, : part.shape[1]] for part in parts]
+    return parts, wider, [part.contiguous() for part in parts], [part.t().contiguous().t() for part in parts]
+
+
+def head_weights(width, wanted):
+    return tuple(torch.randn(width, device=DEVICE).bfloat16() if wanted else None for _ in range(2))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("head_norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_forward_kernel(case, head_norm, dtype):
+    tokens, positions, num_q, num_kv, width = case
+    qkv = awkward(tokens, (num_q + 2 * num_kv) * width, dtype)
+    arguments = (qkv, *tables(positions, width, dtype), *head_weights(width, head_norm), 1e-6, num_q, num_kv)
+    assert_equal(ops.qk_rope.kernel(*arguments), ops.qk_rope.reference(*arguments), exact=not head_norm)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("head_norm", "code"), [(False, "sqrt8"), (True, "sqrt8"), (False, "e4m3"), (True, "int8")])
+def test_encode_and_decode_kernels(case, head_norm, code):
+    tokens, positions, num_q, num_kv, width = case
+    qkv = awkward(tokens, (num_q + 2 * num_kv) * width)
+    center = None if width == 80 else torch.randn(num_kv * width, device=DEVICE)
+    arguments = (center, *tables(positions, width), *head_weights(width, head_norm), 1e-6, num_q, num_kv, code)
+    ours, theirs = qkv.clone(), qkv.clone()
+    kept_reference = ops.qk_rope_encode12_.reference(theirs, *arguments)
+    kept = ops.qk_rope_encode12_.kernel(ours, *arguments)
+    assert_equal(ours, theirs, exact=not head_norm)
+    whole = (center, None, None, num_q, num_kv, code, torch.float32)
+    if INTERPRETED:  # maxima in BF16 are truncated there, E4M3 loses carries: other codes for nearly the same values
+        found, true = (ops.qk_rope_decode12.reference(*each, *whole) for each in (kept, kept_reference))
+        assert (found - true).abs().max() <= (0.5 if code == "e4m3" else 2.0**-5) * true.abs().max()
+        assert_equal(kept[2], kept_reference[2])
+    else:
+        assert_equal(kept, kept_reference)
+    for rotation in (arguments[1:3], (None, None)):
+        last = (center, *rotation, num_q, num_kv, code, torch.bfloat16)
+        decoded = ops.qk_rope_decode12.kernel(*kept_reference, *last)
+        assert_equal(decoded, ops.qk_rope_decode12.reference(*kept_reference, *last))
+
+
+@pytest.mark.kernel
+def test_head_norms_of_two_dtypes():
+    q_weight, k_weight = head_weights(16, True)
+    qkv, shared = awkward(14, 4 * 16), tables(7, 16)
+    mixed = (qkv, *shared, q_weight, k_weight.float(), 1e-6, 2, 1)
+    assert_equal(ops.qk_rope.kernel(*mixed), ops.qk_rope.kernel(qkv, *shared, q_weight, k_weight, 1e-6, 2, 1))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("case", CASES)
+def test_backward_kernels(case):
+    """Wherever attention leaves the gradients of q, k and v."""
+    tokens, positions, num_q, num_kv, width = case
+    parts = split(awkward(tokens, (num_q + 2 * num_kv) * width), num_q, num_kv, width)
+    cos, sin = tables(positions, width)
+    arguments = (None, cos, sin, None, None, 0.0, num_q)
+    theirs = rope_backward.qk_rope_backward.reference(*parts, *arguments)
+    top, _ = rope_quantize.qk_rope_backward_amax_sums.reference(*parts, cos, sin, num_q)
+    quantized = {
+        fmt: rope_quantize.qk_rope_backward_quantize.reference(*parts, cos, sin, top, fmt, num_q) for fmt in FORMATS
+    }
+    values = rope_backward.rope_gradient(*parts, cos, sin, num_q).double()
+    for i, inputs in enumerate(laid_out(parts) if case in CASES[:2] else [parts]):
+        assert_equal(rope_backward.qk_rope_backward.kernel(*inputs, *arguments), theirs)
+        assert_equal(rope_quantize.qk_rope_backward_amax.kernel(*inputs, cos, sin, num_q), top)
+        largest, sums = rope_quantize.qk_rope_backward_amax_sums.kernel(*inputs, cos, sin, num_q)
+        assert_equal(largest, top)
+        # At most 5 additions one after another in a tile, then 9 and one for every 512 tiles: each may round.
+        assert ((sums - values.sum(0)).abs() <= 16 * 2.0**-24 * values.abs().sum(0)).all()
+        for fmt in FORMATS if i == 0 else FORMATS[:1]:
+            ours = rope_quantize.qk_rope_backward_quantize.kernel(*inputs, cos, sin, top, fmt, num_q)
+            assert_equal(ours, quantized[fmt])
+
+
+def norm_backward_arguments(case, norms, dtype=torch.bfloat16, eps=1e-6):
+    tokens, positions, num_q, num_kv, width = case
+    qkv = awkward(tokens, (num_q + 2 * num_kv) * width, dtype)
+    if eps == 0:
+        qkv = torch.randn_like(qkv)
+    weights = (weight if name in norms else None for name, weight in zip("qk", head_weights(width, True)))
+    gradients = split(torch.randn_like(qkv), num_q, num_kv, width)
+    return *gradients, qkv, *tables(positions, width, dtype), *weights, eps, num_q
+
+
+def assert_norm_gradient(ours, arguments, norms, case):
+    """Heads with a norm are as near as another order of summation allows, all others equal bit for bit."""
+    theirs = rope_backward.qk_rope_backward.reference(*arguments)
+    assert not any(part.isnan().any() for part in theirs)
+    for name, a, b in zip("qkv", split(ours[0], *case[2:]), split(theirs[0], *case[2:])):
+        assert_equal(a.contiguous(), b.contiguous(), exact=name not in norms)
+    for a, b, heads in zip(ours[1:], theirs[1:], case[2:4]):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * (heads * len(ours[0])) ** 0.5)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("case", NORM_CASES)
+@pytest.mark.parametrize(("norms", "dtype"), [("qk", torch.bfloat16), ("q", torch.float32), ("k", torch.bfloat16)])
+def test_backward_kernel_with_head_norms(case, norms, dtype):
+    arguments = norm_backward_arguments(case, norms, dtype)
+    assert_norm_gradient(rope_backward.qk_rope_backward.kernel(*arguments), arguments, norms, case)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("case", NORM_CASES)
+def test_backward_kernel_with_head_norms_in_few_programs(case, monkeypatch):
+    """Programs that walk along many tiles, and eps = 0, with which the rows past the end must not divide by zero."""
+    monkeypatch.setattr(rope_backward, "RESIDENT", 3)
+    arguments = norm_backward_arguments(case, "qk", eps=0.0)
+    assert_norm_gradient(rope_backward.qk_rope_backward.kernel(*arguments), arguments, "qk", case)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("case", NORM_CASES[1:3])
+def test_backward_kernel_with_head_norms_of_strided_parts(case):
+    """Wherever attention leaves the gradients of q, k and v, the same bits."""
+    dq, dk, dv, *rest = arguments = norm_backward_arguments(case, "qk")
+    first, *others = [rope_backward.qk_rope_backward.kernel(*inputs, *rest) for inputs in laid_out((dq, dk, dv))]
+    for ours in others:
+        assert all(torch.equal(a, b) for a, b in zip(ours, first))
+    assert_norm_gradient(first, arguments, "qk", case)
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(INTERPRETED, reason="one program after another: nothing to race")
+def test_head_norm_gradients_are_deterministic():
+    case = (5000, 5000, 32, 8, 128)
+    arguments = norm_backward_arguments(case, "qk")
+    runs = [rope_backward.qk_rope_backward.kernel(*arguments) for _ in range(3)]
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))
+    assert_norm_gradient(runs[0], arguments, "qk", case)
+
+
+@pytest.mark.kernel
+def test_backward_kernel_of_no_tokens():
+    arguments = norm_backward_arguments((0, 7, 2, 1, 16), "q")
+    op = rope_backward.qk_rope_backward
+    assert [x.tolist() for x in op.kernel(*arguments)] == [x.tolist() for x in op.reference(*arguments)]

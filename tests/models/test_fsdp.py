@@ -53,9 +53,9 @@ def _sharded_gradients(kind: str, device: str, recipe: Recipe) -> dict[str, torc
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor)
         grads[name] = parameter.grad.full_tensor()
-    # What the forward multiplies is gathered, what is stepped is a shard: its maximum is nobody's guess.
+    # What the forward multiplies is gathered, what is stepped is a shard: its maximum predicts nothing.
     overcoat.AdamW(model.parameters()).step()
-    assert all(entry.version is None for entry in weight_amax._asked.values())
+    assert all(entry.version is None for entry in weight_amax._tracked.values())
     model(**_batch(device)).loss.backward()
     return grads
 

@@ -19,7 +19,18 @@ from torch import Tensor, nn
 
 import overcoat
 from overcoat import Recipe
-from overcoat.kernels import attention, blockwise, blockwise_fused, gelu, gelu_blockwise, norm, quantize, rope, swiglu
+from overcoat.kernels import activation_backward as backward
+from overcoat.kernels import (
+    activation_blockwise,
+    attention,
+    block_weights,
+    blockwise,
+    groups,
+    norm_backward,
+    norm_blockwise,
+    rope_blockwise,
+    rope_quantize,
+)
 from tests.emulation import emulate_fp8_gemms
 from tests.models.zoo import make_batch, make_model
 
@@ -160,20 +171,23 @@ def patched(op, change):
 
 
 MUTATIONS = {
-    "residual gradient dropped": (norm.norm_backward, lambda r, a: (r[0] - a[5] if a[5] is not None else r[0], *r[1:])),
+    "residual gradient dropped": (
+        norm_backward.norm_backward,
+        lambda r, a: (r[0] - a[5] if a[5] is not None else r[0], *r[1:]),
+    ),
     "norm: dx mis-scaled by 10%": (
-        norm.norm_backward,
+        norm_backward.norm_backward,
         lambda r, a: ((r[0].float() + 0.1 * (r[0].float() - a[5].float())).to(r[0].dtype), *r[1:]),
     ),
-    "norm: projection term dropped": (norm.norm_backward, lambda r, a: (_no_projection(*a), *r[1:])),
-    "norm weight gradient mis-scaled": (norm.norm_backward, lambda r, a: (r[0], r[1] * 1.2, *r[2:])),
-    "gate gradient mis-scaled": (swiglu.swiglu_backward_quantize, lambda r, a: _scale_half(r, 0, 0.85)),
-    "up gradient mis-scaled": (swiglu.swiglu_backward_quantize, lambda r, a: _scale_half(r, 1, 0.85)),
-    "rotation not undone": (rope.qk_rope_backward_quantize, lambda r, a: _not_rotated(*a)),
+    "norm: projection term dropped": (norm_backward.norm_backward, lambda r, a: (_no_projection(*a), *r[1:])),
+    "norm weight gradient mis-scaled": (norm_backward.norm_backward, lambda r, a: (r[0], r[1] * 1.2, *r[2:])),
+    "gate gradient mis-scaled": (backward.activation_backward_quantize, lambda r, a: _scale_half(r, 0, 0.85)),
+    "up gradient mis-scaled": (backward.activation_backward_quantize, lambda r, a: _scale_half(r, 1, 0.85)),
+    "rotation not undone": (rope_quantize.qk_rope_backward_quantize, lambda r, a: _not_rotated(*a)),
     "query gradient dropped": (attention.attention_backward, lambda r, a: _zero_part(r, 0)),
     "key gradient dropped": (attention.attention_backward, lambda r, a: _zero_part(r, 1)),
     "value gradient dropped": (attention.attention_backward, lambda r, a: _zero_part(r, 2)),
-    "weight gradients see another scale": (quantize.requantize_t, lambda r, a: (r.float() * 0.75).to(r.dtype)),
+    "weight gradients see another scale": (groups.requantize_t, lambda r, a: (r.float() * 0.75).to(r.dtype)),
 }
 
 
@@ -193,7 +207,9 @@ def _scale_half(quantized: tuple[Tensor, ...], half: int, factor: float) -> tupl
 
 
 def _not_rotated(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return rope.qk_rope_backward_quantize.reference(dq, dk, dv, torch.ones_like(cos), torch.zeros_like(sin), *rest)
+    return rope_quantize.qk_rope_backward_quantize.reference(
+        dq, dk, dv, torch.ones_like(cos), torch.zeros_like(sin), *rest
+    )
 
 
 def _zero_part(parts: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
@@ -206,15 +222,15 @@ def _neighbours_scale(index: int) -> Any:
 
 
 BLOCK_MUTATIONS = {
-    "forward: scales of other tokens": (blockwise_fused.norm_block_quantize, _neighbours_scale(1)),
-    "weights: scales of other columns": (blockwise.block_stack_weights, _neighbours_scale(1)),
+    "forward: scales of other tokens": (norm_blockwise.norm_block_quantize, _neighbours_scale(1)),
+    "weights: scales of other columns": (block_weights.block_stack_weights, _neighbours_scale(1)),
     "dgrad: scales of other tokens": (blockwise.block_quantize_both, _neighbours_scale(1)),
     "wgrad: scales of other columns of dy": (blockwise.block_quantize_both, _neighbours_scale(3)),
     "wgrad: scales of other columns of x": (blockwise.block_requantize_t, _neighbours_scale(1)),
-    "wgrad: scales of other columns of h": (blockwise_fused.swiglu_block_backward, _neighbours_scale(2)),
+    "wgrad: scales of other columns of h": (activation_blockwise.activation_block_backward, _neighbours_scale(2)),
     "rotation not undone": (
-        blockwise_fused.qk_rope_block_backward,
-        lambda r, a: blockwise_fused.qk_rope_block_backward.reference(
+        rope_blockwise.qk_rope_block_backward,
+        lambda r, a: rope_blockwise.qk_rope_block_backward.reference(
             *a[:3], torch.ones_like(a[3]), torch.zeros_like(a[4]), *a[5:]
         ),
     ),
@@ -226,22 +242,22 @@ def _next_token(h_t: Tensor) -> Tensor:
 
 
 GELU_MUTATIONS = {
-    "gradient mis-scaled": (gelu.gelu_backward_quantize, lambda r, a: (*r[:2], r[2] * 0.85, *r[3:])),
-    "bias gradient mis-scaled": (gelu.gelu_backward_quantize, lambda r, a: (*r[:3], r[3] * 0.85, r[4])),
+    "gradient mis-scaled": (backward.activation_backward_quantize, lambda r, a: (*r[:2], r[2] * 0.85, *r[3:])),
+    "bias gradient mis-scaled": (backward.activation_backward_quantize, lambda r, a: (*r[:3], r[3] * 0.85, r[4])),
     "derivative at the u of another column": (
-        gelu.gelu_backward_quantize,
-        lambda r, a: (*gelu.gelu_backward_quantize.reference(a[0], a[1].roll(1, 1), *a[2:])[:4], r[4]),
+        backward.activation_backward_quantize,
+        lambda r, a: (*backward.activation_backward_quantize.reference(a[0], a[1].roll(1, 1), *a[2:])[:4], r[4]),
     ),
-    "h of another token": (gelu.gelu_backward_quantize, lambda r, a: (*r[:4], _next_token(r[4]))),
+    "h of another token": (backward.activation_backward_quantize, lambda r, a: (*r[:4], _next_token(r[4]))),
     "norm: mean of the gradient left in": (
-        norm.norm_backward,
-        lambda r, a: norm.norm_backward.reference(*a[:6], False, *a[7:]),
+        norm_backward.norm_backward,
+        lambda r, a: norm_backward.norm_backward.reference(*a[:6], False, *a[7:]),
     ),
-    "norm's bias gradient dropped": (norm.norm_backward, lambda r, a: (*r[:2], r[2] * 0, r[3])),
+    "norm's bias gradient dropped": (norm_backward.norm_backward, lambda r, a: (*r[:2], r[2] * 0, r[3])),
 }
 GELU_BLOCK_MUTATIONS = {
-    "scales of other columns of u": (gelu_blockwise.gelu_block_backward_quantize, _neighbours_scale(3)),
-    "scales of other columns of h": (gelu_blockwise.gelu_block_backward_quantize, _neighbours_scale(5)),
+    "scales of other columns of u": (activation_blockwise.activation_block_backward_quantize, _neighbours_scale(3)),
+    "scales of other columns of h": (activation_blockwise.activation_block_backward_quantize, _neighbours_scale(5)),
 }
 
 

@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overcoat import Recipe
+from overcoat.formats import Quantized, dequantize_blocks, dequantize_tensor
 from overcoat.models.llama import decoder_block
 from overcoat.ops.attention import Heads, Rotary, attention
-from overcoat.ops.gelu import gelu_linear
 from overcoat.ops.linear import Norm, linear_residual, norm_linear
-from overcoat.ops.mlp import swiglu_linear
+from overcoat.ops.mlp import MlpSaved, mlp_backward, mlp_forward
 from overcoat.ops.parameters import Block, Linear
+from overcoat.ops.products import Gradient
 from tests import exact
 from tests.exact import BF16_DB, E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
 from tests.kernels.samples import normal
@@ -220,17 +221,62 @@ def linear_residual_case(
     return Case(inputs, op, truth, limits, sharing=few_tokens(tokens))
 
 
-def swiglu_linear_case(
+class _Mlp(torch.autograd.Function):
+    """`mlp_forward` and `mlp_backward` as autograd sees them inside a block."""
+
+    @staticmethod
+    def forward(ctx, z, weight, bias, residual, kind, recipe, quantized):
+        y, saved = mlp_forward(z, weight, bias, residual, *kind, recipe)
+        ctx.save_for_backward(*saved, weight, bias)
+        ctx.kind, ctx.recipe, ctx.quantized = kind, recipe, quantized
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        *saved, weight, bias = ctx.saved_tensors
+        dz, grads = mlp_backward(
+            dy, MlpSaved(*saved), weight, bias, *ctx.kind, ctx.recipe,
+            quantized=ctx.quantized, into_has_bias=ctx.quantized, want_weight=True,
+        )  # fmt: skip
+        if isinstance(dz, Gradient):
+            dz = decoded_gradient(dz)
+        return dz, grads.dweights[0], grads.dbiases[0], dy, None, None, None
+
+
+def decoded_gradient(d: Gradient) -> Tensor:
+    """The values of `data`; `transposed` and `sums` must be of the same."""
+    assert d.data is not None
+    assert d.sums is not None
+    tokens = d.data.shape[0]
+    if d.scale_t is None:
+        values = dequantize_tensor(Quantized(d.data, d.scale))
+        assert torch.equal(d.transposed[:, :tokens].t().float(), d.data.float())
+    else:
+        values = dequantize_blocks(Quantized(d.data, d.scale.t().contiguous()), (1, 128))
+        other = dequantize_blocks(Quantized(d.transposed, d.scale_t.t().contiguous()), (1, 128))[:, :tokens].t()
+        assert_close("transposed", values, other, combined_db(*[FLOAT8_DB["e5m2"]] * 2), extra=1.0)
+    noise = FLOAT8_DB["e5m2"] if d.data.dtype == torch.float8_e5m2 else FLOAT8_DB["e4m3"]
+    assert_close("sums", d.sums, values.sum(0), noise, extra=3.0)
+    return values.to(d.dtype)
+
+
+def mlp_case(
     tokens: int = 61,
     width: int = 200,
     bias: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
+    activation: str = "silu",
+    gated: bool = True,
+    quantized: bool = False,
 ) -> Case:
-    """Gate and up as two inputs, so that the gradient of each is held on its own."""
+    """Gate and up, if there are both, as two inputs, so that the gradient of each is held on its own.
+
+    quantized: whether the gradient of z goes through FP8.
+    """
     inputs: Inputs = {
         "gate": normal(tokens, width),
-        "up": normal(tokens, width, seed=1),
+        "up": normal(tokens, width, seed=1) if gated else None,
         "weight": 0.15 * normal(80, width, seed=2),
         "bias": normal(80, seed=3) if bias else None,
         "residual": normal(tokens, 80, seed=4),
@@ -238,59 +284,23 @@ def swiglu_linear_case(
     inputs = {name: x if x is None else x.to(device, dtype) for name, x in inputs.items()}
 
     def op(inputs: Inputs, recipe: Recipe) -> Outputs:
-        gate_up = torch.cat((inputs["gate"], inputs["up"]), 1)
-        y = swiglu_linear(gate_up, inputs["weight"], inputs["bias"], inputs["residual"], recipe)
+        z = torch.cat((inputs["gate"], inputs["up"]), 1) if gated else inputs["gate"]
+        linear = inputs["weight"], inputs["bias"], inputs["residual"]
+        y = _Mlp.apply(z, *linear, (activation, gated), recipe, quantized)
         return (y - inputs["residual"].detach(),)
 
     def truth(inputs: Inputs) -> Outputs:
-        h = exact.swiglu(torch.cat((inputs["gate"], inputs["up"]), 1))
+        h = exact.ACTIVATIONS[activation](inputs["gate"])
+        h = h * inputs["up"] if gated else h
         return (F.linear(h, inputs["weight"], inputs["bias"]) + (inputs["residual"] - inputs["residual"].detach()),)
 
     def limits(recipe: Recipe) -> dict[str, float]:
-        kept = KEPT_DB[recipe.kept_format]
+        kept, stored = KEPT_DB[recipe.kept_format], [FLOAT8_DB[recipe.grad_format]] * quantized
         return {
             "out0": combined_db(E4M3_DB, E4M3_DB, BF16_DB),
-            "gate": gemm_db(recipe, kept, kept),
-            "up": gemm_db(recipe, kept),
-            "weight": gemm_db(recipe, kept, kept),
-            "bias": BF16_DB,
-            "residual": UNTOUCHED_DB,
-        }
-
-    return Case(inputs, op, truth, limits, heavy=0.5, sharing=few_tokens(tokens))
-
-
-def gelu_linear_case(
-    tokens: int = 61,
-    width: int = 200,
-    bias: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
-    approximate: str = "tanh",
-) -> Case:
-    """The MLP without a gate."""
-    inputs: Inputs = {
-        "u": normal(tokens, width),
-        "weight": 0.15 * normal(80, width, seed=2),
-        "bias": normal(80, seed=3) if bias else None,
-        "residual": normal(tokens, 80, seed=4),
-    }
-    inputs = {name: x if x is None else x.to(device, dtype) for name, x in inputs.items()}
-
-    def op(inputs: Inputs, recipe: Recipe) -> Outputs:
-        y = gelu_linear(inputs["u"], inputs["weight"], inputs["bias"], inputs["residual"], recipe, approximate)
-        return (y - inputs["residual"].detach(),)
-
-    def truth(inputs: Inputs) -> Outputs:
-        h = F.gelu(inputs["u"], approximate=approximate)
-        return (F.linear(h, inputs["weight"], inputs["bias"]) + (inputs["residual"] - inputs["residual"].detach()),)
-
-    def limits(recipe: Recipe) -> dict[str, float]:
-        kept = KEPT_DB[recipe.kept_format]
-        return {
-            "out0": combined_db(E4M3_DB, E4M3_DB, BF16_DB),
-            "u": gemm_db(recipe, kept),
-            "weight": gemm_db(recipe, kept),
+            "gate": gemm_db(recipe, kept, *[kept] * gated, *stored),
+            "up": gemm_db(recipe, kept, *stored),
+            "weight": gemm_db(recipe, kept, *[kept] * gated),
             "bias": BF16_DB,
             "residual": UNTOUCHED_DB,
         }
@@ -439,8 +449,6 @@ CASES: dict[str, Callable[..., Case]] = {
     "linear_residual": linear_residual_case,
     "attention": attention_case,
     "attention head norm": lambda **kwargs: attention_case(head_norm=True, **kwargs),
-    "swiglu_linear": swiglu_linear_case,
-    "gelu_linear": gelu_linear_case,
     "block": lambda **kwargs: block_case(biases=True, head_norm=True, **kwargs),
     "block gelu": lambda **kwargs: block_case(biases=True, gelu="tanh", **kwargs),
 }

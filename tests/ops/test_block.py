@@ -97,7 +97,7 @@ def test_a_recomputed_block_does_not_look_for_what_its_forward_has_found():
     assert with_forward["stack_amax"] == backward["stack_amax"] == 0
     # Forward products: q, k and v stacked, o, gate and up stacked, down.
     assert (forward["gemm"], with_forward["gemm"] - backward["gemm"]) == (4, 3)
-    assert with_forward["swiglu_quantize"] == 0 < forward["swiglu_quantize"]
+    assert with_forward["activation_quantize"] == 0 < forward["activation_quantize"]
 
 
 @pytest.mark.parametrize(
@@ -185,17 +185,17 @@ def test_rows_of_sequences_are_the_same_tokens(recipe, device):
 @pytest.mark.parametrize(
     ("part", "kwargs"),
     [
-        ("swiglu_linear_backward", {}),
+        ("mlp_backward", {}),
         ("qkv_gradient_quantized", {}),
-        ("gelu_linear_backward", {"gelu": "tanh", "biases": True}),
+        ("mlp_backward", {"gelu": "tanh", "biases": True}),
     ],
 )
 def test_a_missing_branch_is_seen(part, kwargs, monkeypatch):
     """The checkpointed block adds the branches' gradients itself: drop one and `check` must fail."""
     original = getattr(block_ops, part)
 
-    def spoiled(*args):
-        results = original(*args)
+    def spoiled(*args, **kwargs):
+        results = original(*args, **kwargs)
         gradient = results if part == "qkv_gradient_quantized" else results[0]
         zeros = gradient._replace(
             data=torch.zeros_like(gradient.data), transposed=torch.zeros_like(gradient.transposed)

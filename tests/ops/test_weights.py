@@ -25,7 +25,7 @@ def made(monkeypatch):
     def counted(original):
         return lambda *args: (count.append(args), original(*args))[1]
 
-    for name in ("stack_weights", "stack_weights_guessed"):
+    for name in ("stack_weights", "stack_weights_predicted"):
         monkeypatch.setattr(of_weights, name, counted(getattr(of_weights, name)))
     return count
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from overcoat import memory
-from overcoat.moments import MOMENTS
+from overcoat.formats.moments import MOMENTS
 from overcoat.optim.adamw import AdamW
 from tests.optim.harness import SHAPES, assert_same_bits, make_params, set_grads, snapshot, train
 

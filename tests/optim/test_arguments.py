@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from overcoat.formats.moments import MOMENT_CODES
 from overcoat.kernels.adamw import adamw_step_
-from overcoat.moments import MOMENT_CODES
 from overcoat.optim import arguments as module
 from overcoat.optim.arguments import STATE_LISTS, Arguments, Hyper, check_hyperparameters
 from overcoat.optim.state import init_state, state_fields

@@ -68,22 +68,22 @@ def test_a_bucket_whose_tensors_have_moved_does_not_serve(change):
     assert not bucket.serves()
 
 
-def test_a_bucket_serves_until_the_maximum_of_one_of_its_weights_is_asked_for():
+def test_a_bucket_serves_until_the_maximum_of_one_of_its_weights_is_tracked():
     bucket, params, _ = make()
     other = torch.nn.Parameter(torch.ones(3))
-    assert weight_amax.guesses([other]) is None
+    assert weight_amax.predict([other]) is None
     assert bucket.serves()
-    assert weight_amax.guesses([params[0]]) is None
+    assert weight_amax.predict([params[0]]) is None
     assert not bucket.serves()
 
 
-def test_maxima_that_are_asked_for_are_known_after_the_step():
+def test_maxima_that_are_tracked_are_known_after_the_step():
     params = make_params(shapes=SHAPES)
-    assert weight_amax.guesses([params[0]]) is None
+    assert weight_amax.predict([params[0]]) is None
     bucket = Bucket(GROUP, params, [0, 1, 2], [init_state(param, GROUP) for param in params])
-    assert weight_amax.guesses([params[0]]) is None
+    assert weight_amax.predict([params[0]]) is None
     stepped(bucket, [torch.full_like(p, 2.0) for p in params])
-    (known,) = weight_amax.guesses([params[0]])
+    (known,) = weight_amax.predict([params[0]])
     assert torch.equal(known, params[0].detach().abs().max())
     assert list(bucket.arguments.weight_amax) == [0]
 

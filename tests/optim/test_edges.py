@@ -11,8 +11,8 @@ import torch
 
 from overcoat import AdamW, release_gradients
 from overcoat.formats import from_groups, to_groups
+from overcoat.formats.moments import MOMENT_CODES, Encoded, decode_first, decode_second
 from overcoat.kernels.adamw import adamw_step_
-from overcoat.moments import MOMENT_CODES, Encoded, decode_first, decode_second
 from overcoat.optim.state import init_state
 from tests.optim.harness import SHAPES, assert_same_bits, make_params, set_grads, snapshot, train
 

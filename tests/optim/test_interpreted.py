@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = """
-import tests.kernels.gpu.interpreter
+import tests.kernels.interpreter
 import copy
 import gc
 import os

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from overcoat.moments import MOMENT_CODES
+from overcoat.formats.moments import MOMENT_CODES
 from overcoat.optim.state import (
     Field,
     bytes_to_offload,

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from overcoat.kernels.gpu import adamw_codes as codes
-from overcoat.kernels.gpu.hardware import fma, reciprocal, sqrt, to_float32
-from overcoat.kernels.gpu.launch import kernel
+from overcoat.kernels.instructions import fma, reciprocal, sqrt, to_float32
+from overcoat.kernels.launch import kernel
 
 FIELDS = (
     "param", "exp_avg", "exp_avg_sq", "remainder", "amax", "exponent", "scale", "groups", "columns", "groups_per_row",

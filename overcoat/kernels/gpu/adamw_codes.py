@@ -1,4 +1,4 @@
-"""Device functions of the optimizer kernel: `overcoat.moments`, `log8` and `masters` in Triton, bit for bit.
+"""Device functions of the optimizer kernel: `overcoat.formats.moments`, `log8` and `masters` in Triton, bit for bit.
 
 Each function names its plain twin; the formulas are explained there. Compiled without contraction, so that an FMA is
 where `fma` says so and nowhere else. A tile is (GROUPS, G) FP32, a group's statistics (GROUPS,).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from overcoat.kernels.gpu.hardware import (
+from overcoat.kernels.instructions import (
     add_remainder,
     byte_of,
     exp2,

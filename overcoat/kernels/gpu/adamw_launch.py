@@ -21,15 +21,15 @@ import torch
 import triton
 from torch import Tensor
 
-from overcoat import de8
-from overcoat.expansion import EXPONENT_STEPS
+from overcoat.formats import de8
+from overcoat.formats.expansion import EXPONENT_STEPS
+from overcoat.formats.masters import RANDOM_BITS
+from overcoat.formats.moments import MOMENT_CODES, range_log2
 from overcoat.kernels.adamw import adamw_step_, rows_of, step_coefficients
 from overcoat.kernels.gpu.adamw import FIELDS, adamw_kernel, clear_weight_amax_kernel, count_steps_kernel
-from overcoat.kernels.gpu.launch import cdiv, on_device
 from overcoat.kernels.gpu.multi_tensor import TRITON_TYPE, contiguous, tile_table
 from overcoat.kernels.gpu.sum_squares import Gradients
-from overcoat.masters import RANDOM_BITS
-from overcoat.moments import MOMENT_CODES, range_log2
+from overcoat.kernels.launch import cdiv, on_device
 
 # Elements of a tile and warps of a program: 16 elements per thread, loads of 16 bytes. With 8 elements per thread, or
 # several tiles per program, a step took longer (docs/log-optimizer.md).

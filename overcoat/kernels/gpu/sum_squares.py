@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from overcoat.kernels.adamw import gradients_sum_squares
-from overcoat.kernels.gpu.launch import kernel, on_device
 from overcoat.kernels.gpu.multi_tensor import TRITON_TYPE, aligned, contiguous, tile_table, upload
+from overcoat.kernels.launch import kernel, on_device
 
 # Elements that a program reads at once, how often, how many of those before it waits, and its warps.
 TILE = 4096

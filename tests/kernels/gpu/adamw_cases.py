@@ -4,8 +4,8 @@ import copy
 
 import torch
 
+from overcoat.formats.masters import REMAINDER_DTYPE
 from overcoat.kernels.adamw import adamw_step_, find_weight_amax_
-from overcoat.masters import REMAINDER_DTYPE
 from overcoat.optim.state import init_state
 
 # Whole groups, ragged rows (aligned to 16 and not), 0-d, 1-d with a tail, empty, one element per row.

@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from overcoat import log8, masters, moments
+from overcoat.formats import log8, masters, moments
 from overcoat.kernels.gpu import adamw_codes as codes
-from tests.kernels.gpu.compare import DEVICE, INTERPRETED, NEEDS_GPU
+from tests.kernels.compare import DEVICE, INTERPRETED, NEEDS_GPU
 
 pytestmark = NEEDS_GPU
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = """
-import tests.kernels.gpu.interpreter
+import tests.kernels.interpreter
 import torch
 from adamw_cases import SHAPES, arguments, check_weight_amax, differing_bytes, gradients, reference, run
 from overcoat.kernels.adamw import gradients_sum_squares

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.kernels.gpu.compare import INTERPRETED
+from tests.kernels.compare import INTERPRETED
 
 if INTERPRETED:
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)

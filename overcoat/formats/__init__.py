@@ -1,0 +1,55 @@
+"""The 8-bit formats in plain PyTorch: FP8 operands, codes of kept tensors, and (modules of their own) optimizer states.
+
+float8      FP8 with one scale per tensor or block: GEMM operands
+groups      codes of 1xG groups: tensors that are kept for the backward
+moments     AdamW's moments, by the codes of `de8`, `log8` and `expansion` among others
+masters     weights with more bits than BF16
+"""
+
+from overcoat.formats.float8 import (
+    E4M3,
+    E5M2,
+    FLOAT8,
+    Float8,
+    Quantized,
+    cast_float8,
+    decode_float8,
+    dequantize_blocks,
+    dequantize_tensor,
+    quantize_blocks,
+    quantize_tensor,
+    scale_from_amax,
+)
+from overcoat.formats.groups import (
+    AMAX_FLOOR,
+    GROUP_CODES,
+    GroupCode,
+    decode_groups,
+    encode_groups,
+    from_groups,
+    group_code,
+    to_groups,
+)
+
+__all__ = [
+    "AMAX_FLOOR",
+    "E4M3",
+    "E5M2",
+    "FLOAT8",
+    "GROUP_CODES",
+    "Float8",
+    "GroupCode",
+    "Quantized",
+    "cast_float8",
+    "decode_float8",
+    "decode_groups",
+    "dequantize_blocks",
+    "dequantize_tensor",
+    "encode_groups",
+    "from_groups",
+    "group_code",
+    "quantize_blocks",
+    "quantize_tensor",
+    "scale_from_amax",
+    "to_groups",
+]

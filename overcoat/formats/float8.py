@@ -1,0 +1,139 @@
+"""FP8 operands of GEMMs: the formats, and one scale per tensor or per block.
+
+Tensor cores take FP8 operands with ONE scale per tensor (or per block): E4M3 (max 448, 3 mantissa bits) for activations
+and weights, E5M2 (max 57344, 2 mantissa bits) for gradients.
+
+    scale = amax / fmt.max            (1 for an all-zero tensor)
+    data  = cast(x * (1 / scale))     round to nearest even, saturate
+    x'    = data * scale
+
+Non-finite values stay non-finite: an inf or NaN makes its scale non-finite, hence every value that the scale decodes,
+hence the loss. These functions are the specification; the Triton kernels equal them bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overcoat.kernels import hardware
+
+# The smallest normal FP32 number: a smaller scale would have no finite reciprocal.
+SCALE_FLOOR = 2.0**-126
+
+
+class Quantized(NamedTuple):
+    """8-bit data and what decodes it: a dequantization scale (FP8 GEMM operands) or the groups' maxima (kept codes)."""
+
+    data: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True)
+class Float8:
+    """An FP8 format: its torch dtype, largest finite value and smallest positive (subnormal) value."""
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    tiny: float
+
+
+E4M3 = Float8("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9)
+E5M2 = Float8("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16)
+FLOAT8 = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+
+
+def cast_float8(x: Tensor, fmt: Float8) -> Tensor:
+    """Round FP32 to nearest even in `fmt`, saturating at +-max; NaN stays NaN.
+
+    PyTorch's own cast turns values beyond the range into NaN (E4M3) or inf (E5M2), hence the clamp.
+    """
+    return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
+
+
+@functools.cache
+def _values(dtype: torch.dtype) -> Tensor:
+    """FP32 of all 256 codes of an FP8 dtype, on the CPU."""
+    # Made in inference mode it could not be used outside.
+    with torch.inference_mode(False):
+        return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+
+
+def decode_float8(codes: Tensor) -> Tensor:
+    """FP8 codes as FP32. On a CPU out of a table: PyTorch's own conversion takes six times as long there."""
+    if type(codes) is not Tensor or codes.device.type != "cpu" or torch.compiler.is_compiling():
+        return codes.float()
+    places = codes.view(torch.uint8).flatten().int()
+    return _values(codes.dtype).index_select(0, places).view(codes.shape)
+
+
+# ---- one scale per tensor ------------------------------------------------------------------------------------
+
+
+def scale_from_amax(amax: Tensor, fmt: Float8) -> Tensor:
+    """Dequantization scale (FP32) that maps `amax` to the format's maximum; 1 where amax is 0; NaN and inf pass."""
+    # Times the reciprocal: what PyTorch makes of a division by a constant on CUDA, so that all devices agree.
+    scale = (amax.float() * (1.0 / fmt.max)).clamp_min(SCALE_FLOOR)
+    return torch.where(amax == 0, torch.ones_like(scale), scale)
+
+
+def quantize_tensor(x: Tensor, fmt: Float8 = E4M3, amax: Tensor | None = None) -> Quantized:
+    """Quantize with one scale for the whole tensor.
+
+    Args:
+        x: any shape, floating point.
+        fmt: E4M3 or E5M2.
+        amax: 0-d, max |x| if already known (Group Scaling finds it in the producer); computed here otherwise.
+
+    Returns:
+        data of `fmt.dtype` in the shape of x; scale, 0-d FP32.
+    """
+    if amax is None:
+        amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+    scale = scale_from_amax(amax, fmt)
+    return Quantized(cast_float8(x.float() * (1.0 / scale), fmt), scale)
+
+
+def dequantize_tensor(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Decode `quantize_tensor`: data * scale, computed in FP32."""
+    return (decode_float8(q.data) * q.scale).to(dtype)
+
+
+# ---- one scale per block (DeepSeek's recipe: 128 x 128 weights, 1 x 128 activations) ---------------------------
+
+
+def quantize_blocks(x: Tensor, block: tuple[int, int], fmt: Float8 = E4M3) -> Quantized:
+    """Quantize a matrix with one scale for each block of `block` = (rows, columns); ragged edges allowed.
+
+    Returns:
+        data, (R, C); scale, FP32 (ceil(R / rows), ceil(C / columns)).
+    """
+    if x.dim() != 2:
+        raise ValueError(f"quantize_blocks wants a matrix, got shape {tuple(x.shape)}; flatten the leading axes first")
+    blocks = _to_blocks(x.float(), block)  # (R/r, r, C/c, c)
+    scale = scale_from_amax(blocks.abs().amax((1, 3)), fmt)
+    data = cast_float8(blocks * hardware.reciprocal(scale)[:, None, :, None], fmt)
+    return Quantized(_from_blocks(data, x.shape), scale)
+
+
+def dequantize_blocks(q: Quantized, block: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Decode `quantize_blocks`."""
+    blocks = _to_blocks(decode_float8(q.data), block) * q.scale[:, None, :, None]
+    return _from_blocks(blocks, q.data.shape).to(dtype)
+
+
+def _to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+    r, c = block
+    x = F.pad(x, (0, -x.shape[1] % c, 0, -x.shape[0] % r))
+    return x.view(x.shape[0] // r, r, x.shape[1] // c, c)
+
+
+def _from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
+    flat = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
+    return flat[: shape[0], : shape[1]].clone(memory_format=torch.contiguous_format)  # not the padding's bytes

@@ -1,0 +1,316 @@
+"""How AdamW's two moments are stored: 8-bit codes per group of 128, a maximum, and one byte that shapes the
+code.
+
+Every code works on values normalized by the maximum M of their group, y = x / M. M is rounded for storage
+first, and the *stored* M encodes, so encoder and decoder agree; but for the float codes of m, where it is the exact M,
+so that the maximum's code is 1 and what it decodes to is right in the mean. In a step M is rounded stochastically, by
+the random numbers of `masters`: rounded to nearest, an average whose step is below half a unit stops moving.
+A constant gradient's m in BF16 stops up to 2^-8 / (1 - beta1) = 4% short of it, its v in 24 bits 1.5% with beta2 =
+0.999.
+
+    e4m3 e5m2   c = cast(F_max y)                       y' = c / F_max                    (COAT, Table 1)
+    de8         c = nearest value of the 8-bit tree     y' = table[c]                     (COAT, Table 8)
+    ...x        the same on sign(y) |y|^k               y' = sign |.|^(1/k)               `expansion`
+    sqrt8       c = floor(sign(x) sqrt(|x|) 127/sqrt(M) + r)   x' = M c |c| / 127^2
+    log8        v only: 255 levels, equal steps of "bit distance" to M, and one code for exact zero: `log8`
+    bf16 fp32   the plain tensor, no groups
+
+The pair ("sqrt8", "log8") is named "8bit" and is the default: on the states of a trained model its error of m
+/ sqrt(v) is 2.5 to 3.5 times below the paper's pair, "fp8" = ("e4m3x", "e4m3x"), at the same bytes
+(docs/optimizer-states.md).
+
+**sqrt8.** r is 1/2, to round to nearest, but for m's small codes. A mean that decays by beta1 = 0.9 decays by 0.95 in
+the root, which a code up to 9 rounds back to itself: the m of a weight whose gradient stops, or seldom comes, would
+stay at up to M / 200 while its v goes to zero, and the weight walk off. So below code 16 (M / 63) rounding is
+stochastic, r one random byte per group in 256ths and 255/256 - r for every second element, right in the mean for each;
+and what is below the first code, M / 16129, is zero: rounded up by chance it would be a multiple of what its v was
+made of.
+
+**Metadata.** m: M in BF16, and k16 in uint8 if the code is expanded. v: one int32 per group, M's top 24 bits
+above the shape byte. v needs the 24 bits: its steps, 2^-10 of a maximum with beta2 = 0.999, would drown in the
+noise of a BF16's, 2^-8. m moves by 10% a step, so BF16 is enough. Bytes per parameter, both moments, groups of 128:
+"8bit" 2 + 6/128 = 2.047; "fp8" 2 + 7/128 = 2.055.
+
+Legend: R rows, n groups of a row, G group size; groups are (R, n, G) FP32, padded with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from overcoat.formats import de8, log8
+from overcoat.formats.expansion import (
+    FORMAT_RANGE_LOG2,
+    contract,
+    expand,
+    exponent_of_range,
+    normalize,
+    smallest_positive,
+)
+from overcoat.formats.float8 import FLOAT8, cast_float8, decode_float8
+from overcoat.kernels.hardware import fma, reciprocal, sqrt
+
+# The largest BF16 as FP32 bits.
+BFLOAT16_MAX = 0x7F7F0000
+FLOAT32_TINY = torch.finfo(torch.float32).tiny
+# The largest finite FP32 with its 8 low bits clear, as bits: v's stored maximum never rounds up to inf.
+PACKED_MAX = 0x7F7FFF00
+# 1.5 * 2^15: adding it leaves 256ths in the first byte, and so a floor in the second. With a half added a code is
+# rounded to nearest, but that a half rounds up, 1/512 more than exactly in the mean: so m adds it to every second one.
+FIXED = 49152.0
+SQRT8_SMALLEST = (1 / 127) ** 2  # of M: what is below is zero
+SQRT8_DITHERED = (16 / 127) ** 2  # of M: what is below is rounded stochastically
+
+
+@dataclass(frozen=True)
+class MomentCode:
+    """One way to store a moment.
+
+    Attributes:
+        name: as the user writes it, for example "e4m3x".
+        base: the code without expansion: "e4m3", "e5m2", "de8", "sqrt8", "log8", "bf16" or "fp32".
+        expanded: apply dynamic range expansion before the base code.
+        dtype: of the stored codes.
+    """
+
+    name: str
+    base: str
+    expanded: bool
+    dtype: torch.dtype
+
+    @property
+    def grouped(self) -> bool:
+        """Whether groups and their maxima are needed: not for "bf16" and "fp32"."""
+        return self.base not in ("bf16", "fp32")
+
+
+_DTYPES = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "de8": torch.uint8,
+    "sqrt8": torch.int8,
+    "log8": torch.uint8,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
+EXPANDABLE = ("e4m3", "e5m2", "de8")
+
+MOMENT_CODES = {base: MomentCode(base, base, False, dtype) for base, dtype in _DTYPES.items()}
+MOMENT_CODES |= {base + "x": MomentCode(base + "x", base, True, _DTYPES[base]) for base in EXPANDABLE}
+
+# Names of pairs (code of m, code of v).
+MOMENTS = {
+    "8bit": ("sqrt8", "log8"),
+    "fp8": ("e4m3x", "e4m3x"),
+    "bf16": ("bf16", "bf16"),
+    "fp32": ("fp32", "fp32"),
+}
+
+
+def resolve_moments(moments: str | tuple[str, str]) -> tuple[str, str]:
+    """The pair of code names that `moments` stands for; ValueError names what is possible."""
+    if isinstance(moments, str):
+        if moments not in MOMENTS:
+            raise ValueError(
+                f"unknown moments {moments!r}; choose one of {', '.join(MOMENTS)}, or a pair of codes (m, v) from "
+                f"{', '.join(MOMENT_CODES)}"
+            )
+        return MOMENTS[moments]
+    pair = tuple(moments)
+    if len(pair) != 2 or any(code not in MOMENT_CODES for code in pair):
+        raise ValueError(f"moments {moments!r} must be a pair of codes (m, v) from {', '.join(MOMENT_CODES)}")
+    if pair[0] == "log8":
+        raise ValueError('moments: "log8" has no sign, so it can store v but not m; use "sqrt8" for m')
+    return pair[0], pair[1]
+
+
+class Encoded(NamedTuple):
+    """A stored moment: codes, and per group the maximum and the byte that shapes the code, where the code has them.
+
+    m: amax is BF16 and shape uint8. v: amax is the packed int32 and holds the shape; the field `shape` is None.
+    """
+
+    codes: Tensor
+    amax: Optional[Tensor] = None
+    shape: Optional[Tensor] = None
+
+
+# ---- the first moment ----------------------------------------------------------------------------------
+
+
+def encode_first(groups: Tensor, code: MomentCode, random: Optional[Tensor] = None) -> Encoded:
+    """Encode m: codes (R, n, G), amax (R, n) BF16, shape (R, n) uint8 or None.
+
+    random: `masters.group_bits`, int32 (R, n), to round the maximum and small codes of sqrt8 stochastically; None
+        rounds them to nearest.
+    """
+    if not code.grouped:
+        return Encoded(groups.to(code.dtype))
+    exact, stored = maximum_of_first(groups, random)
+    amax = stored.bfloat16()
+    if code.base == "sqrt8":
+        return Encoded(_encode_first_sqrt8(groups, stored, random), amax.squeeze(-1))
+    shape = None
+    if code.expanded:
+        shape = exponent_of_range(exact, smallest_positive(groups), range_log2(code.base, signed=True))
+        y = expand(groups, exact, shape)
+    else:
+        y = normalize(groups, exact)
+    codes = _encode_unit(y, code.base, signed=True)
+    return Encoded(codes, amax.squeeze(-1), None if shape is None else shape.squeeze(-1))
+
+
+def maximum_of_first(groups: Tensor, random: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+    """The maximum M of each group of m, finite, exact and as it is stored, FP32 (R, n, 1); random: `encode_first`."""
+    bits = _maximum(groups.abs()).view(torch.int32).clamp(max=BFLOAT16_MAX)
+    rounded = bits + (0x8000 if random is None else random.unsqueeze(-1) & 0xFFFF)
+    return bits.view(torch.float32), (rounded & ~0xFFFF).view(torch.float32)
+
+
+def _maximum(groups: Tensor) -> Tensor:
+    """Of values >= 0, (R, n, 1). NaN is none, as in the kernel: it does not take its group with it."""
+    return torch.where(groups.isnan(), 0.0, groups).amax(-1, keepdim=True)
+
+
+def decode_first(moment: Encoded, code: MomentCode) -> Tensor:
+    """Decode m to FP32 groups (R, n, G)."""
+    return _decode(moment, code, signed=True)
+
+
+# ---- the second moment ---------------------------------------------------------------------------------
+
+
+def encode_second(groups: Tensor, code: MomentCode, random: Optional[Tensor] = None) -> Encoded:
+    """Encode v >= 0: codes (R, n, G), amax (R, n) int32 = top 24 bits of FP32 M | shape byte. v > 0 is never 0.
+
+    random: as for `encode_first`; other bits of the same numbers are used.
+    """
+    if not code.grouped:
+        return Encoded(_never_zero(groups.to(code.dtype), groups))
+    bits = packed_maximum(_maximum(groups), None if random is None else random.unsqueeze(-1) >> 16)
+    smallest = smallest_positive(groups)
+    if code.base == "log8":
+        bits = torch.where(bits < log8.FLOOR, 0, bits)
+        codes, shape = log8.encode(groups, bits, smallest)
+        return Encoded(codes, (bits | shape).squeeze(-1))
+    stored = bits.view(torch.float32)
+    if code.base == "sqrt8":
+        nearest = groups.new_full((), FIXED + 0.5)
+        codes = _encode_sqrt8(torch.minimum(groups, stored), stored, nearest)
+        return Encoded(_never_zero(codes, groups), bits.squeeze(-1))
+    shape = torch.zeros_like(bits)
+    if code.expanded:
+        exponent = exponent_of_range(stored, smallest, range_log2(code.base, signed=False))
+        y = expand(groups, stored, exponent)
+        shape = exponent.int()
+    else:
+        y = normalize(groups, stored)
+    codes = _never_zero(_encode_unit(y, code.base, signed=False), groups)
+    return Encoded(codes, (bits | shape).squeeze(-1))
+
+
+def decode_second(moment: Encoded, code: MomentCode) -> Tensor:
+    """Decode v to FP32 groups (R, n, G)."""
+    if code.base == "log8" and moment.amax is not None:
+        packed = moment.amax.unsqueeze(-1)
+        return log8.decode(moment.codes, packed & ~0xFF, packed & 0xFF)
+    return _decode(moment, code, signed=False)
+
+
+def packed_maximum(amax: Tensor, random: Optional[Tensor] = None) -> Tensor:
+    """Bits (int32) of M >= 0 rounded to its top 24; a positive M stays positive and a finite range stays finite.
+
+    random: int32, whose low 8 bits decide; None rounds to nearest.
+    """
+    bits = amax.view(torch.int32)
+    added = bits.clamp(max=PACKED_MAX) + (0x80 if random is None else random & 0xFF)
+    return torch.where(bits > 0, added.clamp(min=0x100), 0).clamp(max=PACKED_MAX) & ~0xFF
+
+
+def _encode_sqrt8(x: Tensor, amax: Tensor, addend: Tensor) -> Tensor:
+    """addend: FIXED + r."""
+    # Roots of small numbers are not small, so nothing overflows here; only a denormal maximum counts as zero, and its
+    # group with it. For any other, M's rounding moves |x| / M up by less than 2^-7, and the root, 127.4951 at most,
+    # rounds to 127 still.
+    factor = torch.where(amax >= FLOAT32_TINY, reciprocal(sqrt(amax)) * 127.0, 0.0)
+    fixed = fma(torch.copysign(sqrt(x.abs()), x), factor, addend)
+    return fixed.view(torch.int8)[..., 1::4].contiguous()
+
+
+def _encode_first_sqrt8(x: Tensor, amax: Tensor, random: Optional[Tensor]) -> Tensor:
+    """random: as for `encode_first`; r is its highest byte."""
+    size = x.abs()
+    is_odd = torch.arange(x.shape[-1], device=x.device) % 2 == 1
+    # In 256ths a value half way between two codes is rounded up, 1/512 more than exactly: less for every second one.
+    addend = FIXED + torch.where(is_odd, 127 / 256, 0.5)
+    if random is not None:
+        even = ((random >> 24) & 0xFF).unsqueeze(-1).float() * 2.0**-8
+        dithered = FIXED + torch.where(is_odd, 255 / 256 - even, even)
+        addend = torch.where(size < amax * SQRT8_DITHERED, dithered, addend)
+    return _encode_sqrt8(torch.where(size < amax * SQRT8_SMALLEST, 0.0, x), amax, addend)
+
+
+# ---- codes of the unit interval ------------------------------------------------------------------------
+
+
+def range_log2(base: str, signed: bool) -> float:
+    """log2 of the base code's dynamic range."""
+    return FORMAT_RANGE_LOG2[base] if base in FORMAT_RANGE_LOG2 else -math.log2(de8.smallest_magnitude(signed))
+
+
+def decay(moment: Encoded, code: MomentCode, beta: float, addend: Tensor, signed: bool) -> Tensor:
+    """beta x + addend, FP32 (R, n, G), rounded once, of a moment x as it is stored; signed: it is m.
+
+    Where a code multiplies its group's maximum, beta does before. In sqrt8 that product is over 127^2, so for maxima
+    below 2e-34, where it is denormal, the result is less exact than FP32: by up to a thousandth at 1e-38.
+    """
+    factor = addend.new_full((), beta)
+    if moment.amax is None or code.base == "log8":
+        return fma(decode_second(moment, code), factor, addend)
+    z, unit, amax = _normalized(moment, moment.amax, code, signed)
+    return fma(z, (amax * factor) * unit, addend)
+
+
+def _decode(moment: Encoded, code: MomentCode, signed: bool) -> Tensor:
+    if moment.amax is None:
+        return moment.codes.float()
+    z, unit, amax = _normalized(moment, moment.amax, code, signed)
+    return (z * unit) * amax
+
+
+def _normalized(moment: Encoded, packed: Tensor, code: MomentCode, signed: bool) -> tuple[Tensor, float, Tensor]:
+    """(z, unit, M): x / M as z times unit, FP32 (R, n, G) and a number; M FP32 (R, n, 1)."""
+    amax = packed.float() if signed else (packed & ~0xFF).view(torch.float32)
+    if code.base == "sqrt8":
+        root = moment.codes.float()
+        return root * root.abs(), 1 / 127**2, amax.unsqueeze(-1)
+    z = _decode_unit(moment.codes, code.base, signed)
+    if code.expanded:
+        shape = moment.shape if moment.shape is not None else packed & 0xFF
+        z = contract(z, shape.unsqueeze(-1))
+    return z, 1.0, amax.unsqueeze(-1)
+
+
+def _encode_unit(y: Tensor, base: str, signed: bool) -> Tensor:
+    if base in FLOAT8:
+        return cast_float8(y * FLOAT8[base].max, FLOAT8[base])
+    return de8.encode(y, signed)
+
+
+def _decode_unit(codes: Tensor, base: str, signed: bool) -> Tensor:
+    if base in FLOAT8:
+        return decode_float8(codes) * (1.0 / FLOAT8[base].max)
+    return de8.decode(codes, signed)
+
+
+def _never_zero(codes: Tensor, groups: Tensor) -> Tensor:
+    """The smallest positive code where v > 0 was rounded to zero. In every code that is the bit pattern 1."""
+    if codes.dtype == torch.float32:
+        return codes
+    pattern = codes.view(torch.int16 if codes.dtype == torch.bfloat16 else torch.uint8)
+    return torch.where((groups > 0) & (pattern == 0), torch.ones_like(pattern), pattern).view(codes.dtype)

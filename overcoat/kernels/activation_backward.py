@@ -1,0 +1,300 @@
+"""The backward of activation.py: gradient of z from the kept codes, and h rebuilt as transposed GEMM operand.
+
+    dz = dh f'(z)                             h = f(z)
+    dz = (dh up f'(gate), dh f(gate))         h = f(gate) up        gated
+
+dz goes straight into FP8 in both layouts, with the scale for its bound (activation_bound.py), or stays in 16 bits. Here
+with one scale per tensor; with block scales: activation_blockwise.py. Bytes moved, with V = T * I * 2 and F = 2 if
+gated, else 1:
+
+    activation_backward             V + F V / 2 read, F V + V / 2 written
+    activation_backward_quantize    V + F V / 2 read, F V + V / 2 written
+
+and, for a bias, each tile's sums over its tokens, F V / 16. Kernels equal their references bit for bit, but for these
+sums, which add in another order.
+
+Legend: T tokens, I intermediate width, P = T padded to a multiple of 16, G group size, GP = G rounded up to a power of
+2, n = ceil(I / G) groups.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from overcoat.formats import E4M3, FLOAT8, Quantized, cast_float8, decode_groups, quantize_tensor
+from overcoat.kernels.activation_functions import activation_of
+from overcoat.kernels.block_tiles import store_values
+from overcoat.kernels.codes import CODES, decode
+from overcoat.kernels.device import EXACT, inverse_max, inverse_of, power_of_2, scale_of
+from overcoat.kernels.instructions import arrived
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense, kernel, on_device, registers
+from overcoat.kernels.op import op
+from overcoat.kernels.partials import sum_partials
+from overcoat.kernels.quantize import padded_tokens, transpose_padded
+from overcoat.kernels.tiles import group_columns, store_quad_rows, store_quads
+
+
+def gradient(
+    dh: Tensor, codes: Tensor, group_amax: Tensor, activation: str, code: str, group_size: int
+) -> Tuple[Tensor, Tensor]:
+    """dz (T, F I) and h (T, I), both FP32, from the kept codes."""
+    tokens, parts, _ = group_amax.shape
+    kept = Quantized(codes.reshape(tokens * parts, -1), group_amax.flatten(0, 1))
+    gate, *up = decode_groups(kept, code, group_size).view(tokens, parts, -1).unbind(1)
+    value, slope = activation_of(activation).reference(gate)
+    dh = dh.contiguous().float()
+    if not up:
+        return dh * slope, value
+    return torch.cat((dh * up[0] * slope, dh * value), -1), value * up[0]
+
+
+def token_sums(dz: Tensor, has_bias: bool) -> Tensor:
+    """Gradient of a bias (F I,) FP32 from dz (T, F I) FP32; empty without a bias."""
+    return dz.sum(0) if has_bias else dz.new_empty(0)
+
+
+@triton.jit
+def load_operands(
+    dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, GATED: tl.constexpr  # noqa: E741
+):  # fmt: skip
+    """Rows t of a tile (BT, NG, GP), of which `rows` and `groups` exist: dh, codes of gate and of up, their maxima
+    (BT, NG, 1), and which are inside; without a gate z is in its place, and up means nothing."""
+    F: tl.constexpr = 2 if GATED else 1
+    inside = (t < rows)[:, None, None] & real[None, :, :]
+    dh = tl.load(dh_ptr + (t[:, None, None] * I + c[None, :, :]), mask=inside, other=0.0)
+    known = (t < rows)[:, None] & (g < groups)[None, :]
+    maxima = amax_ptr + (t[:, None] * (F * n) + g[None, :])
+    amax = tl.load(maxima, mask=known, other=0.0).to(tl.float32)[:, :, None]
+    up_amax = amax
+    if GATED:
+        up_amax = tl.load(maxima + n, mask=known, other=0.0).to(tl.float32)[:, :, None]
+    codes_ptr += t[:, None, None] * (F * I) + c[None, :, :]
+    gate = tl.load(codes_ptr, mask=inside, other=0.0)
+    up = gate
+    if GATED:
+        up = tl.load(codes_ptr + I, mask=inside, other=0.0)
+    return dh, gate, up, amax, up_amax, inside
+
+
+@triton.jit
+def gradient_of(operands, awaited, FUNCTION: tl.constexpr, GATED: tl.constexpr, CODE: tl.constexpr):
+    """dgate, dup, h of what `load_operands` gave, not before `awaited` operands' dh is there; and which are inside."""
+    dh, gate, up, gate_amax, up_amax, inside = operands
+    value, slope = FUNCTION(decode(arrived(gate, awaited[0]), gate_amax, CODE))
+    dh = dh.to(tl.float32)
+    if GATED:
+        up = decode(up, up_amax, CODE)
+        return dh * up * slope, dh * value, value * up, inside
+    else:
+        dz = dh * slope
+        return dz, dz, value, inside
+
+
+@triton.jit
+def gradient_quads(
+    dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n,  # noqa: E741
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
+    """Rows t to t + 3: four of dgate, of dup, of h, and of which are inside."""
+    x0 = load_operands(dh_ptr, codes_ptr, amax_ptr, t, c, g, real, rows, groups, I, n, GATED)
+    x1 = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 1, c, g, real, rows, groups, I, n, GATED)
+    x2 = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 2, c, g, real, rows, groups, I, n, GATED)
+    x3 = load_operands(dh_ptr, codes_ptr, amax_ptr, t + 3, c, g, real, rows, groups, I, n, GATED)
+    # Crosswise, so that all loads are under way before the arithmetic on any begins.
+    a0, b0, h0, in0 = gradient_of(x0, x3, FUNCTION, GATED, CODE)
+    a1, b1, h1, in1 = gradient_of(x1, x2, FUNCTION, GATED, CODE)
+    a2, b2, h2, in2 = gradient_of(x2, x1, FUNCTION, GATED, CODE)
+    a3, b3, h3, in3 = gradient_of(x3, x0, FUNCTION, GATED, CODE)
+    return (a0, a1, a2, a3), (b0, b1, b2, b3), (h0, h1, h2, h3), (in0, in1, in2, in3)
+
+
+@triton.jit
+def quad_sum(x):
+    """Four rows' sum over the tokens of a tile."""
+    return tl.sum((x[0] + x[1]) + (x[2] + x[3]), 0)
+
+
+# ---- one scale per tensor -------------------------------------------------------------------------------------------
+
+
+@op
+def activation_backward(
+    dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, activation: str, code: str, group_size: int
+) -> Tuple[Tensor, Tensor]:
+    """dz in 16 bits, and h.
+
+    Args:
+        dh: (T, I), gradient of h; codes, group_amax: as kept; scale: that of h, from `activation_quantize`.
+
+    Returns:
+        dz (T, F I) in dh's dtype; h as transposed E4M3 operand (I, P).
+    """
+    dz, h = gradient(dh, codes, group_amax, activation, code, group_size)
+    return dz.to(dh.dtype), transpose_padded(cast_float8(h * (1.0 / scale), E4M3))
+
+
+@op
+def activation_backward_quantize(
+    dh: Tensor,
+    codes: Tensor,
+    group_amax: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    fmt: str,
+    has_bias: bool,
+    activation: str,
+    code: str,
+    group_size: int,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dz in FP8 in both layouts, the gradient of z's bias, and h.
+
+    Args:
+        amax: max |dz| or more; fmt: "e4m3" or "e5m2"; has_bias: whether z's projection has a bias.
+        dh, codes, group_amax, scale: as `activation_backward`.
+
+    Returns:
+        dz (T, F I); dz transposed (F I, P); their 0-d FP32 scale; sum of dz over the tokens (F I,) FP32, before it is
+        rounded, empty without a bias; h as transposed E4M3 operand (I, P).
+    """
+    dz, h = gradient(dh, codes, group_amax, activation, code, group_size)
+    data, d_scale = quantize_tensor(dz, FLOAT8[fmt], amax)
+    h_t = transpose_padded(cast_float8(h * (1.0 / scale), E4M3))
+    return data, transpose_padded(data), d_scale, token_sums(dz, has_bias), h_t
+
+
+@kernel
+def _activation_gradient_kernel(
+    dh_ptr,  # (T, I)
+    codes_ptr,  # (T, F I) 8-bit
+    group_amax_ptr,  # (T, F, n) BF16
+    h_scale_ptr,  # 0-d FP32: scale of h
+    amax_ptr,  # 0-d FP32: bound of |dz|, unless VALUES
+    out_ptr,  # (T, F I): dz
+    out_t_ptr,  # (F I, P / 4) int32: four FP8 each, unless VALUES
+    scale_ptr,  # 0-d FP32: scale of dz, unless VALUES
+    h_t_ptr,  # (I, P / 4) int32: four E4M3 each
+    partial_ptr,  # (ceil(P / BT), F I) FP32: sums over a tile's tokens, if SUMS
+    T,
+    I,  # noqa: E741
+    P,
+    n,
+    INVERSE_MAX: tl.constexpr,
+    VALUES: tl.constexpr,  # dz in 16 bits
+    SUMS: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    CODE: tl.constexpr,
+    NG: tl.constexpr,
+    BT: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    F: tl.constexpr = 2 if GATED else 1
+    t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
+    quad = tl.arange(0, BT // 4)
+    g, c, real = group_columns(g0, I, G, GP, NG, COLUMNS)
+    start = t0.to(tl.int64) * F * I + g0 * G
+    dh_ptr += t0.to(tl.int64) * I + g0 * G
+    codes_ptr += start
+    group_amax_ptr += t0.to(tl.int64) * F * n + g0
+    t, rows, groups = 4 * quad, T - t0, n - g0
+    a, b, h, inside = gradient_quads(
+        dh_ptr, codes_ptr, group_amax_ptr, t, c, g, real, rows, groups, I, n, FUNCTION, GATED, CODE
+    )
+    if SUMS:
+        partial_ptr += tl.program_id(0).to(tl.int64) * F * I + g0 * G
+        tl.store(partial_ptr + c, quad_sum(a), mask=real)
+        if GATED:
+            tl.store(partial_ptr + I + c, quad_sum(b), mask=real)
+    quads, stride_t = (P - t0) // 4, P // 4
+    first = (g0 * G).to(tl.int64) * stride_t + t0 // 4
+    inverse = inverse_of(tl.load(h_scale_ptr))
+    store_quads(h, inside, inverse, h_t_ptr + first, c, quad, real, quads, stride_t, PADDED, tl.float8e4nv)
+    offsets = t[:, None, None] * (F * I) + c[None, :, :]
+    out_ptr += start
+    if VALUES:
+        store_values(a, inside, out_ptr + offsets, F * I)
+        if GATED:
+            store_values(b, inside, out_ptr + I + offsets, F * I)
+    else:
+        TYPE: tl.constexpr = out_ptr.dtype.element_ty
+        scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
+        tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
+        inverse = inverse_of(scale)
+        out_t_ptr += first
+        store_quad_rows(a, inside, inverse, out_ptr, F * I, offsets)
+        store_quads(a, inside, inverse, out_t_ptr, c, quad, real, quads, stride_t, PADDED, TYPE)
+        if GATED:
+            store_quad_rows(b, inside, inverse, out_ptr + I, F * I, offsets)
+            out_t_ptr += tl.cast(I, tl.int64) * stride_t
+            store_quads(b, inside, inverse, out_t_ptr, c, quad, real, quads, stride_t, PADDED, TYPE)
+
+
+class Tile(NamedTuple):
+    """How a program takes its 32 tokens and 128 columns, by measurement (docs/log-kernels.md)."""
+
+    warps: int
+    registers: Optional[int]  # the most of a thread
+    columns: int  # next to each other in a thread: of fewer, fewer numbers are put together for sums over tokens
+
+
+# By whether there is a gate. With one and sums, more registers.
+TILES = {True: Tile(8, 64, 16), False: Tile(4, 80, 4)}
+GATED_SUMS_TILE = Tile(8, None, 4)
+TILE_TOKENS, TILE_COLUMNS = 32, 128
+
+
+def _launch(
+    dh: Tensor,
+    codes: Tensor,
+    group_amax: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    quantized: Optional[Tuple[Tensor, Tensor, Tensor, str]],
+    has_bias: bool,
+    activation: str,
+    code: str,
+    group_size: int,
+) -> Tuple[Tensor, Tensor]:
+    """Write dz to `out`; `quantized`: its transpose, its scale, its bound and its format. Returns sums and h."""
+    (tokens, width), (_, parts, n), padded = dh.shape, group_amax.shape, padded_tokens(dh.shape[0])
+    h_t = torch.empty((width, padded), dtype=E4M3.dtype, device=dh.device)
+    out_t, d_scale, amax, fmt = quantized or (h_t, scale, scale, "e4m3")
+    gated, gp, turns = parts == 2, power_of_2(group_size), cdiv(padded, TILE_TOKENS)
+    tile, count = GATED_SUMS_TILE if gated and has_bias else TILES[gated], max(TILE_COLUMNS // gp, 1)
+    partial = torch.empty((turns if has_bias else 0, parts * width), dtype=torch.float32, device=dh.device)
+    with on_device(dh):
+        _activation_gradient_kernel[(turns, cdiv(n, count))](
+            dh, codes, group_amax, scale, amax, out, out_t.view(torch.int32), d_scale, h_t.view(torch.int32),
+            partial if has_bias else scale, tokens, width, padded, n, inverse_max(fmt), quantized is None, has_bias,
+            activation_of(activation).device, gated, group_size, gp, CODES[code], count, TILE_TOKENS, padded > tokens,
+            tile.columns, num_warps=tile.warps, maxnreg=registers(tile.registers, dh, group_size), **EXACT,
+        )  # fmt: skip
+    return sum_partials(partial)[0] if has_bias else partial.view(0), h_t
+
+
+@activation_backward.cuda
+def _(dh, codes, group_amax, scale, activation, code, group_size):
+    dh, codes, group_amax = dense(dh, codes, group_amax)
+    out = dh.new_empty((dh.shape[0], group_amax.shape[1] * dh.shape[1]))
+    _, h_t = _launch(dh, codes, group_amax, scale, out, None, False, activation, code, group_size)
+    return out, h_t
+
+
+@activation_backward_quantize.cuda
+def _(dh, codes, group_amax, scale, amax, fmt, has_bias, activation, code, group_size):
+    dh, codes, group_amax = dense(dh, codes, group_amax)
+    tokens, columns = dh.shape[0], group_amax.shape[1] * dh.shape[1]
+    out = torch.empty((tokens, columns), dtype=FLOAT8[fmt].dtype, device=dh.device)
+    out_t = torch.empty((columns, padded_tokens(tokens)), dtype=out.dtype, device=dh.device)
+    d_scale = torch.empty_like(amax)
+    sums, h_t = _launch(
+        dh, codes, group_amax, scale, out, (out_t, d_scale, amax, fmt), has_bias, activation, code, group_size
+    )
+    return out, out_t, d_scale, sums, h_t

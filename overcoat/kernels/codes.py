@@ -1,0 +1,101 @@
+"""Codes of kept tensors as device functions: `encode` and `decode`, the twins of those in overcoat/formats/groups.py.
+
+They equal their twins bit for bit. A new format is a constant, a branch in `encode` and one in `decode`.
+
+Legend: G group size.
+"""
+
+from __future__ import annotations
+
+from overcoat.kernels.device import to_float8
+from overcoat.kernels.instructions import reciprocal, sqrt
+from overcoat.kernels.language import INTERPRETED, tl, triton
+
+AMAX_FLOOR = tl.constexpr(2.0**-100)
+# Adding 1.5 * 2^23 to |x| < 2^22 rounds x to an integer (half to even), which is then the low bits of the sum.
+ROUNDER = tl.constexpr(1.5 * 2.0**23)
+SIGN = tl.constexpr(-(2**31))
+
+# Kept-tensor codes as compile-time constants.
+SQRT8 = tl.constexpr(0)
+E4M3_CODE = tl.constexpr(1)
+INT8 = tl.constexpr(2)
+CODES = {"sqrt8": 0, "e4m3": 1, "int8": 2}
+
+
+@triton.jit
+def _ratio(TOP: tl.constexpr, amax):
+    """TOP / amax, or 0 where amax is (nearly) zero or NaN. `formats._ratio`."""
+    return tl.where(amax >= AMAX_FLOOR, reciprocal(amax * (1.0 / TOP)), 0.0)
+
+
+@triton.jit
+def int8_to_float(x):
+    """INT8 to FP32, without the conversion instruction.
+
+    That one runs where roots and exponentials do, 16 a cycle and multiprocessor. Here four bytes, made unsigned, become
+    the low bits of four floats between 2^23 and 2^24, whose last bit is worth 1.
+    """
+    tl.static_assert(x.dtype == tl.int8)
+    if INTERPRETED or x.numel < 4:
+        return x.to(tl.float32)
+    else:
+        shifted = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            xor.b32 t, $4, 0x80808080;
+            prmt.b32 $0, t, 0x4B000000, 0x7540;
+            prmt.b32 $1, t, 0x4B000000, 0x7541;
+            prmt.b32 $2, t, 0x4B000000, 0x7542;
+            prmt.b32 $3, t, 0x4B000000, 0x7543;
+            }""",
+            "=f,=f,=f,=f,r", [x], tl.float32, True, 4,
+        )  # fmt: skip
+        return shifted - (2.0**23 + 128.0)
+
+
+@triton.jit
+def encode(x, amax, CODE: tl.constexpr):
+    """Codes of x (..., G) for the groups' stored maxima amax (..., 1), both FP32. `formats.encode_groups`."""
+    if CODE == E4M3_CODE:
+        return to_float8(x * _ratio(448.0, amax), tl.float8e4nv)
+    elif CODE == INT8:
+        y = x * _ratio(127.0, amax)
+        y = tl.where(y == y, tl.minimum(tl.maximum(y, -127.0), 127.0), 0.0)
+        return (y + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        # max() turns NaN into code 0: the group's maximum carries the NaN.
+        root = sqrt(tl.maximum(tl.abs(x) * _ratio(16129.0, amax), 0.0))
+        sign = x.to(tl.int32, bitcast=True) & SIGN
+        signed = (root.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        return (signed + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def decode(codes, amax, CODE: tl.constexpr):
+    """FP32 values of codes (..., G) with maxima amax (..., 1) in FP32. `formats.decode_groups`."""
+    if CODE == E4M3_CODE:
+        return codes.to(tl.float32) * (amax * (1.0 / 448.0))
+    elif CODE == INT8:
+        return int8_to_float(codes) * (amax * (1.0 / 127.0))
+    else:
+        c = int8_to_float(codes)
+        return c * tl.abs(c) * (amax * (1.0 / 16129.0))
+
+
+@triton.jit
+def pack_bf12(x, amax):
+    """`bf12.encode_bf12` of x (..., D) for stored maxima amax (..., 1), both FP32: 12 bits as int32."""
+    field = 254 - (amax.to(tl.int32, bitcast=True) >> 23)
+    power = (tl.maximum(field, 0) << 23).to(tl.float32, bitcast=True)
+    bits = (x * power * 2.0**-112).to(tl.int32, bitcast=True) + 0x8000
+    return ((bits >> 16) & 0x7FF) | ((bits >> 20) & 0x800)
+
+
+@triton.jit
+def load_bf12(upper, lower, amax):
+    """`bf12.decode_bf12`: FP32 of upper bits int8 and lower bits int32 below 16, for maxima amax (..., 1) in FP32."""
+    codes = (upper.to(tl.int32) << 4) | lower
+    z = ((codes & 0x7FF) << 16) | (codes & SIGN)
+    power = ((amax.to(tl.int32, bitcast=True) >> 23) << 23).to(tl.float32, bitcast=True)
+    return z.to(tl.float32, bitcast=True) * 2.0**112 * power

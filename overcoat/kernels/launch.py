@@ -1,0 +1,120 @@
+"""Launching a kernel again for a third of the host time: the `kernel` decorator of all entry kernels.
+
+A decoder block is some 75 launches of 5 to 500 us. Triton's own launch path takes 16 us on a slow host, most of it to
+find out which compiled kernel the arguments ask for: every argument is classified, options and globals are compared.
+Kernels of this package are launched again and again with the same integers and flags, so here one dictionary look-up
+finds the compiled kernel, and its launcher (6 us) is called with the arguments as they are.
+
+The key of the look-up is finer than Triton's own specialization (dtypes of tensors, the very value of everything else,
+and only launches whose tensors are all aligned to 16 bytes are remembered), so a hit can never be a kernel compiled for
+something else; as long as an argument is of one type: 0 and 0.0 are equal. All other launches go through Triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from inspect import signature
+from typing import Any, Callable, Optional
+
+import torch
+from torch import Tensor
+
+from overcoat.kernels.language import triton
+
+_NOTHING = contextlib.nullcontext()
+
+# Launches remembered per kernel. Integers are part of the key (a new number of tokens is a new entry), hence a bound.
+MAX_ENTRIES = 4096
+
+
+class Kernel(triton.runtime.JITFunction):
+    """A `triton.jit` function whose launches are remembered; used as `kernel[grid](*args, **options)`.
+
+    Arguments are passed pointers first, the rest after, as these kernels declare them.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        # A single token would be compiled in, and what lies outside with it, as zeros; of conversions of the same
+        # constants ptxas makes one, and then loses some of its uses (tiles.store_quad_rows).
+        super().__init__(
+            function, do_not_specialize=[name for name in ("T",) if name in signature(function).parameters]
+        )
+        self.entries: dict[Any, tuple[Any, tuple[str, ...]]] = {}
+        self.pointers = 0  # how many arguments are tensors; known at the first launch
+        runtime = triton.knobs.runtime
+        # Profilers' hooks are Triton's to call.
+        self.hooks = (runtime.launch_enter_hook.calls, runtime.launch_exit_hook.calls)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return functools.partial(self.launch, grid)
+
+    def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+        """Launch on the current device's current stream; returns the compiled kernel."""
+        device = torch._C._cuda_getDevice()
+        pointers, addresses = args[: self.pointers], 0
+        for pointer in pointers:
+            addresses |= pointer.data_ptr()
+        types = [pointer.dtype for pointer in pointers]
+        key = (device, args[self.pointers :], tuple(options.values()), *types)
+        entry = self.entries.get(key)
+        if entry is None or addresses & 15 or self.hooks[0] or self.hooks[1]:
+            return self._launch_by_triton(grid, args, options)
+        compiled, by_name = entry
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if by_name:
+            args += tuple([options[name] for name in by_name])
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+        return compiled
+
+    def _launch_by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        compiled = self.run(*args, grid=grid, warmup=False, **options)
+        self.pointers = next((i for i, arg in enumerate(args) if not isinstance(arg, Tensor)), len(args))
+        pointers, rest = args[: self.pointers], args[self.pointers :]
+        if any(isinstance(arg, Tensor) for arg in (*rest, *options.values())):
+            raise TypeError(f"{self.__name__}: tensors are passed first, before all other arguments")
+        if all(pointer.data_ptr() & 15 == 0 for pointer in pointers):
+            if len(self.entries) >= MAX_ENTRIES:
+                self.entries.clear()
+            by_name = tuple(name for name in self.arg_names[len(args) :] if name in options)
+            types = [pointer.dtype for pointer in pointers]
+            key = (torch._C._cuda_getDevice(), rest, tuple(options.values()), *types)
+            self.entries[key] = (compiled, by_name)
+        return compiled
+
+
+def cdiv(a: int, b: int) -> int:
+    """ceil(a / b); `triton.cdiv` takes 3 us."""
+    return -(-a // b)
+
+
+def registers(most: Optional[int], x: Tensor, group_size: int) -> Optional[int]:
+    """A launch's `maxnreg`: `most` for what it was measured with, x (T, C) in 16 bits, groups of 64 and more, rows that
+    can be read in words of 16 bytes. All else needs more registers, and has as many as the compiler wants."""
+    return most if x.element_size() == 2 and x.shape[1] % 16 == 0 and group_size >= 64 else None
+
+
+def dense(*tensors: Optional[Tensor]) -> list[Any]:
+    """The tensors, row by row in memory: most kernels are told sizes, not strides. None stays None."""
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x (rows, columns) for a kernel that is told its row stride alone: rows may lie apart, a row's elements not."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def on_device(where: Tensor | torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make a tensor's GPU current: Triton launches on the current device and its current stream."""
+    index = where.get_device() if isinstance(where, Tensor) else where.index
+    if index is None or index < 0 or index == torch._C._cuda_getDevice():
+        return _NOTHING
+    return torch.cuda.device(index)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Decorator of an entry kernel; under TRITON_INTERPRET=1 plain `triton.jit`."""
+    if not triton:
+        return triton  # says so when it is launched
+    return triton.jit(function) if triton.knobs.runtime.interpret else Kernel(function)

@@ -1,0 +1,150 @@
+"""Where the elements of a program's tile lie: two shapes of tile that kernels over groups share, read and written.
+
+    a list of groups        the tensor's T * n groups in a row, NG of them a program (group_decode, ...)
+    tokens by groups        BT tokens and NG groups: for columns that share something (group_encode's center), or in
+                            pairs or quads of neighbouring rows that end up transposed, the operand of a weight
+                            gradient (requantize_t, activation_backward, ...)
+
+Legend: T tokens (rows), C columns, P padded tokens, G group size, GP = G rounded up to a power of 2, n = ceil(C / G).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from overcoat.kernels.codes import decode
+from overcoat.kernels.device import max_magnitude, max_magnitude_of_pairs, pack_quads, power_of_2, to_float8
+from overcoat.kernels.language import tl, triton
+
+
+@triton.jit
+def load_inside(pointer, inside):
+    """What lies there, 0 where not `inside`; that may be None: no mask is then taken along, no register set to zero."""
+    if inside is None:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=inside, other=0.0)
+
+
+# ---- a list of groups -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr):
+    """This program's groups: number and row (NG,), which are `known`; columns (NG, GP), which are inside."""
+    group = tl.program_id(0) * NG + tl.arange(0, NG)
+    known, row = group < groups, group // n
+    column = (group - row * n)[:, None] * G + tl.arange(0, GP)[None, :]
+    return group, row, known, column, known[:, None] & (column < C) & (tl.arange(0, GP) < G)[None, :]
+
+
+def whole_groups(x: Tensor, group_size: int) -> bool:
+    """Whether the groups of a contiguous x (T, C) lie in one piece and can be read in words of 4 bytes: WHOLE below."""
+    whole = x.shape[-1] % group_size == 0 and group_size == power_of_2(group_size) > 1
+    return whole and x.data_ptr() % 4 == 0
+
+
+@triton.jit
+def listed_magnitude(
+    x_ptr, groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """max |x| of each of this program's groups (NG,) FP32; x (T, C).
+
+    WHOLE, by `whole_groups`: nobody needs the groups' rows, and BF16 is read in pairs.
+    """
+    if WHOLE:
+        first, g = tl.program_id(0).to(tl.int64) * NG, tl.arange(0, NG)
+        known = (g < groups - first)[:, None]
+        if x_ptr.dtype.element_ty == tl.bfloat16:
+            places = g[:, None] * (G // 2) + tl.arange(0, G // 2)[None, :]
+            words_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first * (G // 2)
+            return max_magnitude_of_pairs(tl.load(words_ptr + places, mask=known, other=0), 1)
+        else:
+            places = g[:, None] * G + tl.arange(0, G)[None, :]
+            x = tl.load(x_ptr + first * G + places, mask=known, other=0.0)
+            return max_magnitude(x.to(tl.float32), 1)
+    else:
+        _, row, _, column, inside = listed_groups(groups, n, C, G, GP, NG)
+        x = tl.load(x_ptr + (row.to(tl.int64)[:, None] * C + column), mask=inside, other=0.0)
+        return max_magnitude(x.to(tl.float32), 1)
+
+
+# ---- tokens by groups -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def group_columns(g0, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, MOST: tl.constexpr = 16):
+    """Numbers (NG,) and columns (NG, GP) of the groups from g0 and column g0 * G on, and which columns are real.
+
+    A thread holds at most MOST columns next to each other. The fewer, the more rows, whose sums need no other thread.
+    """
+    g, i = tl.arange(0, NG), tl.arange(0, GP)
+    if MOST < 16:
+        i = tl.max_contiguous(i, MOST)
+    c = g[:, None] * G + i[None, :]
+    return g, c, (c < C - g0 * G) & (i < G)[None, :]
+
+
+@triton.jit
+def load_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n):
+    """Rows t of a tile of groups (BT, NG, GP), of which `rows` and `groups` exist: codes, maxima, which are inside."""
+    inside = (t < rows)[:, None, None] & real[None, :, :]
+    codes = tl.load(codes_ptr + (t[:, None, None] * C + c[None, :, :]), mask=inside, other=0.0)
+    known = (t < rows)[:, None] & (g < groups)[None, :]
+    return codes, tl.load(amax_ptr + (t[:, None] * n + g[None, :]), mask=known, other=0.0), inside
+
+
+@triton.jit
+def decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: tl.constexpr):
+    """Rows t of a tile of groups (BT, NG, GP), of which `rows` and `groups` exist: values and which are inside."""
+    codes, amax, inside = load_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n)
+    return decode(codes, amax.to(tl.float32)[:, :, None], CODE), inside
+
+
+@triton.jit
+def store_transposed(words, out_t_ptr, c, pair, real, pairs, stride):
+    """Words (B, NG, GP) of two or four tokens each to (NG, GP, B), of which `real` columns and `pairs` words exist."""
+    inside = real[:, :, None] & (pair < pairs)[None, None, :]
+    tl.store(out_t_ptr + (c[:, :, None] * stride + pair[None, None, :]), tl.permute(words, (1, 2, 0)), mask=inside)
+
+
+@triton.jit
+def where_padded(x, inside, PADDED: tl.constexpr):
+    """x with zeros outside, for what is stored there; PADDED: whether anything is, that is, whether P exceeds T."""
+    if PADDED:
+        return tl.where(inside, x, 0.0)
+    return x
+
+
+@triton.jit
+def store_quads(
+    x,  # four of (BT / 4, NG, GP): rows 4k, 4k + 1, 4k + 2, 4k + 3
+    inside,  # four: which of x are
+    inverse,  # 1 / scale: one, or (1, NG, GP) of each column
+    out_t_ptr,  # int32: four FP8 each, row stride `stride_t`
+    c,  # (NG, GP) columns
+    quad,  # (BT / 4,): where among the quads
+    real,  # (NG, GP): which columns exist
+    quads,  # how many quads of tokens exist, padding included
+    stride_t,
+    PADDED: tl.constexpr,  # whether they include padding, which is zero even where a scale is not finite
+    TYPE: tl.constexpr,
+):
+    """x / scale in FP8, transposed: words of four tokens each."""
+    x0, x1 = where_padded(x[0] * inverse, inside[0], PADDED), where_padded(x[1] * inverse, inside[1], PADDED)
+    x2, x3 = where_padded(x[2] * inverse, inside[2], PADDED), where_padded(x[3] * inverse, inside[3], PADDED)
+    store_transposed(pack_quads(x0, x1, x2, x3, TYPE), out_t_ptr, c, quad, real, quads, stride_t)
+
+
+@triton.jit
+def store_quad_rows(x, inside, inverse, out_ptr, stride, offsets):
+    """x / scale in FP8 as the rows lie, by conversions of their own.
+
+    ptxas (12.8 and 12.9, not 13.0) drops one to two FP8 bytes whose result is the low half of a 32-bit word, as in
+    `store_quads`, and used elsewhere as well: what is stored there is some other register's content.
+    """
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    tl.store(out_ptr + offsets, to_float8(x[0] * inverse, TYPE), mask=inside[0])
+    tl.store(out_ptr + stride + offsets, to_float8(x[1] * inverse, TYPE), mask=inside[1])
+    tl.store(out_ptr + 2 * stride + offsets, to_float8(x[2] * inverse, TYPE), mask=inside[2])
+    tl.store(out_ptr + 3 * stride + offsets, to_float8(x[3] * inverse, TYPE), mask=inside[3])

@@ -1,0 +1,230 @@
+"""FP8 operands, property by property: one scale per tensor or block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from overcoat.formats import (
+    E4M3,
+    E5M2,
+    Float8,
+    cast_float8,
+    decode_float8,
+    dequantize_blocks,
+    dequantize_tensor,
+    quantize_blocks,
+    quantize_tensor,
+)
+from overcoat.formats.float8 import _values
+from tests.emulation import sqnr
+from tests.exact import E4M3_DB, E5M2_DB
+from tests.formats.samples import MANTISSA_BITS, SLACK, half_spacing, tensors
+
+formats = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+
+
+def check_float8(x: Tensor, decoded: Tensor, scale: Tensor, fmt: Float8) -> None:
+    """|decoded - x| is at most half a spacing at x; x beyond the range by less than that saturates."""
+    t = x.double() / scale.double()
+    bound = half_spacing(t, fmt) + t.abs() * SLACK
+    assert ((decoded.double() / scale.double() - t).abs() <= bound).all()
+
+
+# ---- the formats -------------------------------------------------------------------------------------------------
+
+
+@formats
+def test_constants_are_the_dtypes(fmt):
+    info = torch.finfo(fmt.dtype)
+    assert (fmt.max, fmt.tiny) == (info.max, info.smallest_normal * 2.0 ** -MANTISSA_BITS[fmt.name])
+
+
+@formats
+def test_cast_saturates_and_keeps_nan(fmt):
+    x = torch.tensor([fmt.max * 1.2, -1e30, torch.inf, -torch.inf, torch.nan, 0.0, fmt.tiny, fmt.tiny * 0.49])
+    got = cast_float8(x, fmt).float()
+    assert got[:4].tolist() == [fmt.max, -fmt.max, fmt.max, -fmt.max]
+    assert got[4].isnan()
+    assert got[5:].tolist() == [0.0, fmt.tiny, 0.0]
+
+
+@formats
+def test_cast_rounds_ties_to_even(fmt):
+    one = 2.0 ** -MANTISSA_BITS[fmt.name]  # spacing just above 1
+    x = torch.tensor([1 + one / 2, 1 + 3 * one / 2, -1 - one / 2, fmt.tiny / 2, 3 * fmt.tiny / 2])
+    assert cast_float8(x, fmt).float().tolist() == [1.0, 1 + 2 * one, -1.0, 0.0, 2 * fmt.tiny]
+
+
+# ---- one scale per tensor ----------------------------------------------------------------------------------------
+
+
+@formats
+@given(x=tensors())
+def test_tensor_error_is_half_a_spacing(fmt, x):
+    q = quantize_tensor(x, fmt)
+    assert q.data.dtype == fmt.dtype
+    assert q.data.shape == x.shape
+    assert q.scale.shape == ()
+    assert q.scale.dtype == torch.float32
+    check_float8(x, dequantize_tensor(q), q.scale, fmt)
+
+
+@formats
+@given(x=tensors())
+def test_tensor_maximum_uses_the_whole_range(fmt, x):
+    """A scale twice too large loses a bit of range for small values without breaking any bound relative to itself."""
+    q = quantize_tensor(x, fmt)
+    if x.abs().amax() >= fmt.max * 2.0**-126:
+        assert q.data.float().abs().amax() == fmt.max
+
+
+@formats
+@given(x=tensors())
+def test_tensor_requantizing_is_exact(fmt, x):
+    q = quantize_tensor(x, fmt)
+    again = quantize_tensor(dequantize_tensor(q), fmt, x.abs().amax())
+    assert torch.equal(again.data.view(torch.uint8), q.data.view(torch.uint8))
+
+
+@formats
+def test_tensor_known_amax_is_used(fmt):
+    """Values above the given maximum saturate, they do not become NaN or wrap."""
+    x = torch.tensor([[0.5, -8.0, 3.0]])
+    q = quantize_tensor(x, fmt, torch.tensor(2.0))
+    assert q.scale == 2.0 / fmt.max
+    assert dequantize_tensor(q).tolist() == [[0.5, -2.0, 2.0]]
+
+
+@formats
+def test_tensor_all_zero_has_scale_one(fmt):
+    q = quantize_tensor(torch.zeros(3, 5), fmt)
+    assert q.scale == 1.0
+    assert dequantize_tensor(q).count_nonzero() == 0
+
+
+@formats
+@pytest.mark.parametrize("value", [1.0, -3.7e-5, 2.0**-140, -(2.0**-149), 3e38])
+def test_tensor_constant_and_one_element(fmt, value):
+    """The maximum maps to the format's maximum, so it comes back to FP32 rounding; denormals to a spacing's half."""
+    for shape in ((), (1,), (4, 7)):
+        x = torch.full(shape, value)
+        q = quantize_tensor(x, fmt)
+        decoded = dequantize_tensor(q)
+        assert decoded.shape == shape
+        if abs(value) > fmt.max * 2.0**-126:
+            torch.testing.assert_close(decoded, x, rtol=2.0**-22, atol=0)
+        else:
+            check_float8(x, decoded, q.scale, fmt)
+
+
+@formats
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0)])
+def test_tensor_empty(fmt, shape):
+    q = quantize_tensor(torch.empty(shape), fmt)
+    assert q.data.shape == shape
+    assert q.scale == 1.0
+
+
+@formats
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_tensor_non_finite_reaches_every_value(fmt, bad):
+    x = torch.ones(4, 4)
+    x[1, 2] = bad
+    assert not dequantize_tensor(quantize_tensor(x, fmt)).isfinite().any()
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_tensor_takes_other_dtypes_and_strides(fmt, dtype):
+    x = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
+    contiguous = quantize_tensor(x.t().contiguous(), fmt)
+    strided = quantize_tensor(x.t(), fmt)
+    assert torch.equal(contiguous.data.float(), strided.data.float())
+    assert torch.equal(contiguous.data.float(), quantize_tensor(x.float().t(), fmt).data.float())
+    assert contiguous.scale == strided.scale
+
+
+@pytest.mark.parametrize(("fmt", "db"), [(E4M3, E4M3_DB), (E5M2, E5M2_DB)], ids=["e4m3", "e5m2"])
+def test_tensor_sqnr_of_gaussians(fmt, db):
+    """31.5 and 25.5 dB (NUMERICS.md section 8), the numbers that the other tests' limits are made of.
+
+    Derived: with m mantissa bits the error is uniform in a cell of 2^(e-m), so its relative power is 4^-m / 12 over the
+    mean of the squared mantissa; a factor 4 = 6 dB between the formats.
+    """
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    assert sqnr(x, dequantize_tensor(quantize_tensor(x, fmt))) == pytest.approx(db, abs=0.15)
+
+
+# ---- one scale per block -----------------------------------------------------------------------------------------
+
+block_shapes = st.sampled_from([(1, 128), (128, 128), (16, 16), (3, 5), (1, 1)])
+
+
+@formats
+@given(x=tensors(max_rows=40, max_columns=40), block=block_shapes)
+def test_block_error_is_half_a_spacing(fmt, x, block):
+    q = quantize_blocks(x, block, fmt)
+    assert q.scale.shape == (-(-x.shape[0] // block[0]), -(-x.shape[1] // block[1]))
+    decoded = dequantize_blocks(q, block)
+    assert decoded.shape == x.shape
+    scale = q.scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: x.shape[0], : x.shape[1]]
+    check_float8(x, decoded, scale, fmt)
+
+
+@formats
+@given(x=tensors(max_rows=20, max_columns=20), block=block_shapes)
+def test_each_block_equals_itself_alone(fmt, x, block):
+    """A block sees no neighbour and no padding: cut out and quantized per tensor it gives the same bytes."""
+    q = quantize_blocks(x, block, fmt)
+    for i in range(q.scale.shape[0]):
+        for j in range(q.scale.shape[1]):
+            place = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
+            alone = quantize_tensor(x[place], fmt)
+            assert torch.equal(alone.data.view(torch.uint8), q.data[place].view(torch.uint8))
+            assert alone.scale == q.scale[i, j]
+            if i * j > 4:
+                return  # the far blocks say nothing new
+
+
+@formats
+def test_block_edges(fmt):
+    for shape in ((0, 8), (3, 0)):
+        q = quantize_blocks(torch.empty(shape), (2, 4), fmt)
+        assert dequantize_blocks(q, (2, 4)).shape == shape
+    zero = quantize_blocks(torch.zeros(5, 7), (2, 4), fmt)
+    assert (zero.scale == 1).all()
+    assert dequantize_blocks(zero, (2, 4)).count_nonzero() == 0
+    x = torch.ones(4, 8)
+    x[0, 1] = torch.nan
+    decoded = dequantize_blocks(quantize_blocks(x, (2, 4), fmt), (2, 4))
+    assert not decoded[:2, :4].isfinite().any()
+    assert torch.equal(decoded[2:], x[2:])
+    assert torch.equal(decoded[:, 4:], x[:, 4:])
+
+
+def test_blocks_want_a_matrix():
+    with pytest.raises(ValueError, match=r"\(2, 3, 4\).*flatten"):
+        quantize_blocks(torch.zeros(2, 3, 4), (2, 2))
+
+
+@formats
+def test_decoding_float8_is_the_conversion_bit_for_bit(fmt, device):
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(fmt.dtype)
+    for these in (codes, codes.view(16, 16).t(), codes[::3], codes[:0], codes[7]):
+        decoded = decode_float8(these)
+        assert decoded.shape == these.shape
+        assert torch.equal(decoded.view(torch.int32), these.float().view(torch.int32))
+
+
+def test_decoding_float8_first_in_inference_mode_serves_training():
+    _values.cache_clear()
+    codes = torch.ones(4).to(E4M3.dtype)
+    with torch.inference_mode():
+        decode_float8(codes)
+    weight = torch.ones(4, requires_grad=True)
+    (decode_float8(codes) * weight).sum().backward()
+    assert torch.equal(weight.grad, torch.ones(4))

@@ -1,0 +1,25 @@
+"""Which tests run where: those of kernels (marked `kernel`) on a GPU, or under Triton's interpreter in a process of
+their own, `TRITON_INTERPRET=1 pytest tests/kernels`; all others in every other process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import interpreter  # noqa: F401  mends Triton's interpreter before any kernel is defined
+from tests.kernels.compare import INTERPRETED
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests/conftest.py skips what needs a GPU
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = []
+    for item in items:
+        if item.get_closest_marker("kernel"):
+            if not INTERPRETED:
+                item.add_marker(pytest.mark.gpu)
+        elif INTERPRETED and Path(__file__).parent in item.path.parents:
+            left_out.append(item)
+    if left_out:
+        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=left_out)

@@ -1,0 +1,178 @@
+"""Kept codes against the formats, and their kernels against them, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overcoat.formats import Quantized, decode_groups, encode_groups, quantize_tensor
+from overcoat.kernels import groups as ops
+from overcoat.kernels.quantize import amax
+from tests.exact import E4M3_DB, KEPT_DB, assert_close, combined_db
+from tests.kernels.compare import AWKWARD_SHAPES, DEVICE, DTYPES, INTERPRETED, assert_equal, awkward
+from tests.kernels.samples import normal
+
+codes_ = pytest.mark.parametrize("code", list(KEPT_DB))
+
+
+@codes_
+@pytest.mark.parametrize("tokens", [1, 7, 61])
+def test_group_codes_are_the_formats(code, tokens, device):
+    x = normal(tokens, 200, dtype=torch.bfloat16).to(device)
+    codes, group_amax = ops.group_encode(x, None, code, 128)
+    expected = encode_groups(x, code, 128)
+    assert torch.equal(codes.float(), expected.data.float())
+    assert torch.equal(group_amax, expected.scale)
+    got = ops.group_decode(codes, group_amax, None, code, 128, torch.bfloat16)
+    assert torch.equal(got, decode_groups(expected, code, 128, torch.bfloat16))
+
+
+@codes_
+def test_center_is_taken_out_before_and_put_back_after(code, device):
+    """A common vector 100 times the values' size costs nothing: SQNR of what remains is the code's own."""
+    x = normal(61, 256).to(device)
+    center = (100 * normal(256, seed=1)).to(device)
+    codes, group_amax = ops.group_encode(x + center, center, code, 128)
+    got = ops.group_decode(codes, group_amax, center, code, 128, torch.float32)
+    assert_close("x", x, got - center, KEPT_DB[code])
+    without, amax_without = ops.group_encode(x + center, None, code, 128)
+    plain = ops.group_decode(without, amax_without, None, code, 128, torch.float32)
+    assert (plain - center - x).norm() > 10 * (got - center - x).norm()
+
+
+@pytest.mark.parametrize("centered", [False, True], ids=["", "centered"])
+def test_group_encode_amax_also_finds_the_maximum_of_x_itself(centered, device):
+    """For the GEMM that reads x: max |x| before the center is taken out."""
+    x = (normal(61, 200) + 3).to(device, torch.bfloat16)
+    center = x.float().mean(0) if centered else None
+    *ours, largest = ops.group_encode_amax(x, center, "sqrt8", 128)
+    assert all(torch.equal(a, b) for a, b in zip(ours, ops.group_encode(x, center, "sqrt8", 128), strict=True))
+    assert largest == amax(x)
+
+
+@pytest.mark.parametrize("tokens", [1, 61, 255, 256, 257, 511, 700])
+def test_token_center_is_the_mean_of_evenly_spaced_rows(tokens, device):
+    x = normal(tokens, 5).to(device)
+    rows = x[:: -(-tokens // ops.CENTER_ROWS)]
+    assert len(rows) <= ops.CENTER_ROWS
+    # A mean of n FP32 numbers in any order: n rounding errors of 2^-24 of the largest partial sum, at most sum |x|.
+    bound = rows.abs().double().sum(0) * 2.0**-24
+    assert ((ops.token_center(x).double() - rows.double().mean(0)).abs() <= bound).all()
+
+
+@codes_
+@pytest.mark.parametrize("affine", ["neither", "weight", "bias", "both"])
+def test_requantize_rebuilds_the_forwards_operand(code, affine, device):
+    """decode * weight + bias, then E4M3 with the forward's scale: only the kept code's noise is added to E4M3's."""
+    x = normal(61, 200).to(device)
+    weight = (1 + 0.3 * normal(200, seed=1)).to(device) if affine in ("weight", "both") else None
+    bias = (0.5 * normal(200, seed=2)).to(device) if affine in ("bias", "both") else None
+    y = (x if weight is None else x * weight) + (0 if bias is None else bias)
+    scale = quantize_tensor(y).scale
+    kept = encode_groups(x, code, 128)
+    operand = ops.requantize_t(*kept, weight, bias, scale, code, 128)
+    assert operand.shape == (200, 64)
+    assert operand[:, 61:].float().count_nonzero() == 0
+    values = operand[:, :61].t().double() * scale.double()
+    assert_close("y^T", y, values, combined_db(E4M3_DB, KEPT_DB[code]))
+    from_codes = decode_groups(Quantized(*kept), code, 128)
+    from_codes = (from_codes if weight is None else from_codes * weight) + (0 if bias is None else bias)
+    assert_close("y^T from the codes", from_codes, values, E4M3_DB)
+
+
+def test_requantize_of_exact_codes_is_bit_equal(device):
+    """Integers times a power of two: the kept form holds them exactly, so the operand is the forward's own."""
+    x = torch.randint(-127, 128, (61, 128), generator=torch.Generator().manual_seed(0)).float().to(device)
+    x[:, 0] = 127
+    data, scale = quantize_tensor(x)
+    operand = ops.requantize_t(*encode_groups(x, "int8", 128), None, None, scale, "int8", 128)
+    assert torch.equal(operand[:, :61].t().float(), data.float())
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+GROUPS = [("sqrt8", 128), ("e4m3", 16), ("int8", 80), ("sqrt8", 512)]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("shape", AWKWARD_SHAPES)
+@pytest.mark.parametrize(("code", "group_size"), GROUPS)
+@pytest.mark.parametrize("centered", [False, True])
+def test_encode_and_decode_kernels(shape, code, group_size, centered):
+    x = awkward(*shape)
+    center = torch.randn(shape[1], device=DEVICE) if centered else None
+    codes, group_amax = ops.group_encode.reference(x, center, code, group_size)
+    assert_equal(ops.group_encode.kernel(x, center, code, group_size), (codes, group_amax))
+    with_amax = (codes, group_amax, amax.reference(x))
+    assert_equal(ops.group_encode_amax.kernel(x, center, code, group_size), with_amax)
+    for dtype in DTYPES[:1] if centered else DTYPES:
+        arguments = (codes, group_amax, center, code, group_size, dtype)
+        assert_equal(ops.group_decode.kernel(*arguments), ops.group_decode.reference(*arguments))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("code", ["sqrt8", "int8"])
+@pytest.mark.parametrize("columns", [128, 3])
+def test_every_byte_decodes_in_the_kernel(code, columns):
+    """Four at a time where a thread holds four, by itself where it does not."""
+    codes = torch.arange(-128, 128, device=DEVICE).to(torch.int8).repeat(3).view(-1, columns)
+    group_amax = torch.rand(len(codes), 1, device=DEVICE).bfloat16()
+    arguments = (codes, group_amax, None, code, 128, torch.float32)
+    assert_equal(ops.group_decode.kernel(*arguments), ops.group_decode.reference(*arguments))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("shape", [(1, 16), (7, 100), (300, 688), (1000, 4096)])
+def test_token_center_kernel(shape):
+    """A mean, summed in another order than the reference's."""
+    x = awkward(*shape).clamp(-10, 10)
+    torch.testing.assert_close(ops.token_center.kernel(x), ops.token_center.reference(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.kernel
+@codes_
+def test_extreme_groups_in_the_kernels(code):
+    """Groups with NaN, infinities, values near FP32's ends, and the roots' ties."""
+    if INTERPRETED and code == "e4m3":
+        pytest.skip("the interpreter's FP8 conversion knows no NaN")
+    x = torch.randn(8, 128, device=DEVICE)
+    x[0, 3], x[1, 4], x[2, 5] = torch.nan, torch.inf, -torch.inf
+    x[3] *= 1e-38
+    x[4] *= 1e-30
+    x[5] *= 1e37
+    x[6] = (torch.arange(128, device=DEVICE) + 0.5) ** 2
+    x[7] = torch.arange(128, device=DEVICE) - 64
+    kept = ops.group_encode.reference(x, None, code, 128)
+    assert_equal(ops.group_encode.kernel(x, None, code, 128), kept)
+    arguments = (*kept, None, code, 128, torch.float32)
+    assert_equal(ops.group_decode.kernel(*arguments), ops.group_decode.reference(*arguments))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("where", "centered"), [("x", False), ("x", True), ("center", True)])
+def test_no_bad_value_is_passed_over(value, where, centered):
+    """In the last row, behind a larger one that other programs have found. The maximum is x's, not x - center's."""
+    x, center = torch.randn(40, 688, device=DEVICE).bfloat16(), torch.randn(688, device=DEVICE) if centered else None
+    x[0, 0] = 1e4
+    if where == "x":
+        x[-1, -1] = value
+    else:
+        center[-1] = value
+    arguments = (x, center, "sqrt8", 128)
+    ours, theirs = ops.group_encode_amax.kernel(*arguments), ops.group_encode_amax.reference(*arguments)
+    assert_equal(ours, theirs)
+    assert ours[2].isfinite() == (where == "center")
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("shape", AWKWARD_SHAPES)
+@pytest.mark.parametrize(
+    ("code", "group_size", "affine"), [("sqrt8", 128, "both"), ("e4m3", 16, "weight"), ("int8", 80, "none")]
+)
+def test_requantize_kernel(shape, code, group_size, affine):
+    kept = ops.group_encode.reference(awkward(*shape), None, code, group_size)
+    weight = None if affine == "none" else torch.randn(shape[1], device=DEVICE).bfloat16()
+    bias = torch.randn(shape[1], device=DEVICE).bfloat16() if affine == "both" else None
+    arguments = (*kept, weight, bias, torch.tensor(0.37, device=DEVICE), code, group_size)
+    assert_equal(ops.requantize_t.kernel(*arguments), ops.requantize_t.reference(*arguments))

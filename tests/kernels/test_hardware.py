@@ -1,0 +1,68 @@
+"""The functions that a GPU has as one instruction: how near they are, one rounding where one is promised, shapes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from overcoat.kernels import hardware
+
+EXACT = {"log2": torch.log2, "exp2": torch.exp2, "sqrt": torch.sqrt, "reciprocal": torch.reciprocal}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_results_are_within_few_units_of_the_last_place(name, device):
+    """As the PTX manual bounds them; of log2 near 1 the error is absolute. The ends of the range are PyTorch's."""
+    x = torch.rand(20_000, generator=torch.Generator().manual_seed(0)) * 20 + 0.01
+    x = torch.cat((x, torch.tensor([0.0, 1.0, math.inf, -math.inf, math.nan]))).to(device)
+    found = getattr(hardware, name)(x)
+    assert found.dtype == torch.float32
+    exact, atol = EXACT[name](x.double()), 2**-22 if name == "log2" else 0
+    torch.testing.assert_close(found.double(), exact, rtol=2**-21.5, atol=atol, equal_nan=True)
+
+
+def test_fma_keeps_what_a_rounded_product_would_lose(device):
+    """(1 + 2^-12)^2 = 1 + 2^-11 + 2^-24, whose last bit FP32 does not hold."""
+    x, z = torch.tensor([1 + 2.0**-12], device=device), torch.tensor([-(1 + 2.0**-11)], device=device)
+    assert x * x + z == 0
+    assert hardware.fma(x, x, z) == 2.0**-24
+    large = torch.tensor([2.0**127], device=device)
+    assert hardware.fma(large, torch.tensor([2.0], device=device), -large) == 2.0**127
+
+
+def test_fma_rounds_the_exact_result_once(device):
+    """The error of x y is x y - rounded(x y), which is a FP32 number: fma gives it exactly, for any x and y."""
+    x, y = torch.randn(2, 10_000, generator=torch.Generator().manual_seed(0)).to(device)
+    product = x * y
+    error = x.double() * y.double() - product.double()
+    assert (error != 0).any()
+    assert torch.equal(hardware.fma(x, y, -product).double(), error)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "z", "expected"),
+    [
+        (2.0, 3.0, 4.0, 10.0),
+        (0.0, math.inf, 1.0, math.nan),
+        (math.inf, 2.0, -math.inf, math.nan),
+        (3e38, 2.0, 0.0, math.inf),
+        (2.0**-140, 2.0**-9, 2.0**-149, 2.0**-148),
+        (2.0**-100, 2.0**-50, 0.0, 0.0),
+    ],
+)
+def test_fma_by_hand(x, y, z, expected):
+    """Denormals, which count on a CPU; half of the smallest is a tie, and rounds to zero."""
+    found = hardware.fma(*(torch.tensor([value]) for value in (x, y, z)))
+    torch.testing.assert_close(found, torch.tensor([expected]), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((), (), ()), ((3, 1), (4,), ()), ((2, 1, 5), (3, 1), (1,)), ((0, 1), (7,), (1, 1))]
+)
+def test_fma_broadcasts_all_three(shapes, device):
+    x, y, z = (torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(device) for shape in shapes)
+    found = hardware.fma(x, y, z)
+    assert found.shape == torch.broadcast_shapes(*shapes)
+    torch.testing.assert_close(found, x * y + z, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,82 @@
+"""Weights stacked into one operand, with one scale or in 128x128 blocks, and their kernels, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overcoat.formats import E4M3, quantize_blocks, quantize_tensor
+from overcoat.kernels.block_weights import block_stack_weights
+from overcoat.kernels.blockwise import blocks
+from overcoat.kernels.stack import stack_amax, stack_weights
+from tests.kernels.compare import assert_equal, awkward
+from tests.kernels.samples import normal
+
+layouts = pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+
+
+@layouts
+def test_stacked_weights_share_one_scale(transposed, device):
+    weights = [normal(n, 40, dtype=torch.bfloat16, seed=n).to(device) * n for n in (8, 3, 5)]
+    largest = stack_amax(weights)
+    assert largest == torch.cat(weights).abs().max()
+    data, scale = stack_weights(weights, largest, transposed)
+    expected = quantize_tensor(torch.cat(weights), E4M3)
+    data = data.t() if transposed else data
+    assert data.shape == (16, 40)
+    assert torch.equal(data.float(), expected.data.float())
+    assert scale == expected.scale
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_non_finite_reaches_the_stack(bad, device):
+    weights = [normal(7, 40).to(device) for _ in range(2)]
+    weights[1][3, 5] = bad
+    data, scale = stack_weights(weights, stack_amax(weights), False)
+    assert not (data.double() * scale).isfinite().any()
+
+
+@pytest.mark.parametrize("sizes", [(128, 256), (128, 100), (40, 30, 70), (130,)])
+@pytest.mark.parametrize("columns", [24, 640])
+def test_blocks_of_stacked_weights(sizes, columns, device):
+    """One matrix whose blocks may span two weights; its transpose holds the same numbers, scales included."""
+    weights = [(10.0**i * normal(n, columns, seed=n)).to(device, torch.bfloat16) for i, n in enumerate(sizes)]
+    stacked = torch.cat(weights)
+    data, scale = block_stack_weights(weights, False)
+    expected = quantize_blocks(stacked, (128, 128), E4M3)
+    rows, width = blocks(stacked.shape[0]), blocks(columns)
+    assert scale.shape == (rows, -(-width // 4) * 4)
+    assert torch.equal(data.float(), expected.data.float())
+    assert torch.equal(scale[:, :width], expected.scale)
+    assert scale[:, width:].count_nonzero() == 0
+    data_t, scale_t = block_stack_weights(weights, True)
+    assert scale_t.shape == (width, -(-rows // 4) * 4)
+    assert torch.equal(data_t.t().float(), data.float())
+    assert torch.equal(scale_t[:, :rows].t(), scale[:, :width])
+    assert scale_t[:, rows:].count_nonzero() == 0
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.kernel
+@layouts
+@pytest.mark.parametrize(
+    ("sizes", "columns"), [([16], 336), ([48, 16, 16], 1040), ([100, 61], 77), ([130, 2, 4, 64, 18], 336)]
+)
+def test_stack_kernels(sizes, columns, transposed):
+    weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
+    amax = stack_amax.kernel(weights)
+    assert_equal(amax, stack_amax.reference(weights))
+    ours = stack_weights.kernel(weights, amax, transposed)
+    assert_equal(ours, stack_weights.reference(weights, amax, transposed))
+
+
+@pytest.mark.kernel
+@layouts
+@pytest.mark.parametrize("columns", [16, 336, 768])
+@pytest.mark.parametrize("sizes", [[16], [256, 128, 128], [128, 128, 100], [48, 16, 16], [100, 61], [130]])
+def test_block_kernel(sizes, columns, transposed):
+    weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
+    ours = block_stack_weights.kernel(weights, transposed)
+    assert_equal(ours, block_stack_weights.reference(weights, transposed))
