@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from overcoat.formats.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second
 from torch import Tensor
 
 from benchmarks.common import RESULTS, append_row
 from overcoat.formats import to_groups
+from overcoat.formats.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second
 
 GROUP_SIZE = 128
 CHUNK = 1 << 16  # groups encoded at once
