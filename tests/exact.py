@@ -6,7 +6,7 @@ in FP64 they are the truth that every op and its backward is measured against.
 Limits in dB come from the formats. An operand rounded to a format carries relative noise of a known power; noises of
 independent operands add, and a product or a sum over many terms passes relative noise on unchanged:
 
-    E4M3  3 mantissa bits, one scale   31.5 dB    (Gaussian data; tests/test_formats.py measures these)
+    E4M3  3 mantissa bits, one scale   31.5 dB    (Gaussian data; tests/formats measures these)
     E5M2  2 mantissa bits              25.5 dB
     sqrt8 43.4, int8 43.8, e4m3 31.8 dB in groups of 128
 

@@ -35,8 +35,7 @@ from overcoat.kernels import (
     stack_predicted,
 )
 from overcoat.kernels.op import Op
-from overcoat.optim.arguments import STATE_LISTS
-from overcoat.optim.state import init_state
+from overcoat.optim.state import STATE_LISTS, init_state
 
 CODE, G = "sqrt8", 128
 EPS = 1e-5

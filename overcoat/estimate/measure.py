@@ -17,7 +17,7 @@ from overcoat.estimate.meter import Meter, aligned
 from overcoat.estimate.phases import EMBEDDING, OPTIMIZER, watch
 from overcoat.estimate.predict import Phase
 from overcoat.ops.offload import transfers
-from overcoat.optim.shards import local
+from overcoat.optim.sharding import local
 
 END = "end"
 

@@ -64,13 +64,20 @@ def rows_of(shape: torch.Size | tuple[int, ...], group_size: int) -> Rows:
 
 
 class Hyper(NamedTuple):
-    """What one update needs besides its tensors: Python floats, and 0-d FP32 tensors that depend on the step t."""
+    """What all parameters of a step share besides tensors, in the order of `adamw_step_`; equal ones share kernels."""
 
     beta1: float
     beta2: float
-    step_size: Tensor  # lr sqrt(1 - beta2^t) / (1 - beta1^t)
-    eps: Tensor  # eps sqrt(1 - beta2^t)
-    keep: Tensor  # 1 - lr weight_decay
+    eps: float
+    weight_decay: float
+    m_code: str
+    v_code: str
+    master: str
+    group_size: int
+
+    @property
+    def codes(self) -> tuple[MomentCode, MomentCode]:
+        return MOMENT_CODES[self.m_code], MOMENT_CODES[self.v_code]
 
 
 def adamw_update(
@@ -79,23 +86,28 @@ def adamw_update(
     grad_factor: Tensor,
     first: Encoded,
     second: Encoded,
-    codes: tuple[MomentCode, MomentCode],
     hyper: Hyper,
+    coefficients: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """AdamW on FP32 tensors w and grad, and moments as they are stored, of one shape: returns the new (w, m, v).
+
+    coefficients: those of `step_coefficients` for this parameter, (3,).
 
     The correction of v's bias is moved out of the fraction: m / (sqrt(v)/s + eps) = m s / (sqrt(v) + eps s). What
     multiplies every gradient is one number each for m and for v, where it is under the square.
     """
-    m = decay(first, codes[0], hyper.beta1, grad * (grad_factor * (1.0 - hyper.beta1)), signed=True)
+    step_size, eps, keep = coefficients
+    m = decay(first, hyper.codes[0], hyper.beta1, grad * (grad_factor * (1.0 - hyper.beta1)), signed=True)
     root = grad * (grad_factor * math.sqrt(1.0 - hyper.beta2))
-    v = decay(second, codes[1], hyper.beta2, root * root, signed=False)
-    w = fma(m * reciprocal(sqrt(v) + hyper.eps), -hyper.step_size, w * hyper.keep)
+    v = decay(second, hyper.codes[1], hyper.beta2, root * root, signed=False)
+    w = fma(m * reciprocal(sqrt(v) + eps), -step_size, w * keep)
     return w, m, v
 
 
 def step_coefficients(steps: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float) -> Tensor:
-    """(step_size, eps, keep) of `Hyper` for each parameter, FP32 (T, 3), from step counts (T,), computed in FP64.
+    """What depends on the step t, FP32 (T, 3) from step counts (T,), computed in FP64:
+
+        step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t)     eps sqrt(1 - beta2^t)     keep = 1 - lr weight_decay
 
     Shared by the reference and the kernel, so that they cannot differ.
     """
@@ -160,7 +172,7 @@ def adamw_step_(
         return
     torch._foreach_add_(steps, 1.0)
     coefficients = step_coefficients(torch.stack(steps), lr, beta1, beta2, eps, weight_decay)
-    codes = (MOMENT_CODES[m_code], MOMENT_CODES[v_code])
+    hyper = Hyper(beta1, beta2, eps, weight_decay, m_code, v_code, master, group_size)
     lists = {
         "exp_avg": exp_avgs,
         "amax": exp_avg_amaxes,
@@ -171,9 +183,8 @@ def adamw_step_(
     }
     for i, param in enumerate(params):
         state = {name: tensors[i] for name, tensors in lists.items() if tensors}
-        hyper = Hyper(beta1, beta2, *coefficients[i])
         draw = Draw(keys[i], steps[i], first_groups[i], RANDOM_BITS[master])
-        _step_parameter(param, grads[i], state, hyper, grad_factor, codes, master, group_size, draw)
+        _step_parameter(param, grads[i], state, hyper, coefficients[i], grad_factor, draw)
 
 
 @adamw_step_.fake
@@ -211,14 +222,12 @@ def _step_parameter(
     grad: Tensor,
     state: dict[str, Tensor],
     hyper: Hyper,
+    coefficients: Tensor,
     grad_factor: Tensor,
-    codes: tuple[MomentCode, MomentCode],
-    master: str,
-    group_size: int,
     draw: Draw,
 ) -> None:
     """Step one parameter in place, some rows at a time."""
-    layout = rows_of(param.shape, group_size)
+    layout = rows_of(param.shape, hyper.group_size)
     if not param.numel():
         return
     flat, grad = param.reshape(layout.rows, layout.columns), grad.reshape(layout.rows, layout.columns)
@@ -226,9 +235,9 @@ def _step_parameter(
     per_chunk = max(1, CHUNK // layout.columns)
     for start in range(0, layout.rows, per_chunk):
         chunk = slice(start, min(start + per_chunk, layout.rows))
-        random = draw.of_rows(chunk, layout.groups, group_size)
+        random = draw.of_rows(chunk, layout.groups, hyper.group_size)
         rows = {name: tensor[chunk] for name, tensor in state.items()}
-        _step_rows(flat[chunk], grad[chunk], rows, hyper, grad_factor, codes, master, group_size, random)
+        _step_rows(flat[chunk], grad[chunk], rows, hyper, coefficients, grad_factor, random)
     if flat.data_ptr() != param.data_ptr():  # a non-contiguous parameter was copied by reshape
         param.copy_(flat.view(param.shape))
 
@@ -238,22 +247,20 @@ def _step_rows(
     grad: Tensor,
     state: dict[str, Tensor],
     hyper: Hyper,
+    coefficients: Tensor,
     grad_factor: Tensor,
-    codes: tuple[MomentCode, MomentCode],
-    master: str,
-    group_size: int,
     random: tuple[Tensor, Tensor | None],
 ) -> None:
     """Step some rows of one parameter in place: all tensors are (r, C) or (r, n) views; random: `Draw.of_rows`."""
-    m_code, v_code = codes
+    (m_code, v_code), group_size = hyper.codes, hyper.group_size
     first = Encoded(_groups(state["exp_avg"], group_size), state.get("amax"), state.get("exponent"))
     second = Encoded(_groups(state["exp_avg_sq"], group_size), state.get("scale"))
     remainder = _groups(state["remainder"], group_size) if "remainder" in state else None
     w = decode_master(_groups(param, group_size), remainder)
-    w, m, v = adamw_update(w, to_groups(grad.float(), group_size), grad_factor, first, second, codes, hyper)
+    w, m, v = adamw_update(w, to_groups(grad.float(), group_size), grad_factor, first, second, hyper, coefficients)
 
     of_group, of_element = random
-    new_param, new_remainder = encode_master(w, master, of_element)
+    new_param, new_remainder = encode_master(w, hyper.master, of_element)
     first, second = encode_first(m, m_code, of_group), encode_second(v, v_code, of_group)
     shape = param.shape
     param.copy_(from_groups(new_param, shape))

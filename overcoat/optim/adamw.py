@@ -4,13 +4,10 @@
     loss.backward()
     optimizer.step(clip_grad_norm=1.0)
 
-A BF16 parameter costs 2 bytes of weight, 2 of gradient, 2.05 of moments and 1 of remainder: 7.05 in all,
-where BF16 training with FP32 masters and moments costs 16. How moments are coded is `overcoat.formats.moments`, how
-weights keep more than BF16's bits is `overcoat.formats.masters`, the maths is `overcoat.kernels.adamw`; here is only
-what makes it a `torch.optim.Optimizer`.
-
-The step never waits for the GPU: learning rate, step count, gradient scale, clipping and the decision to skip
-a step whose gradients are not finite are tensors on the device.
+A BF16 parameter costs 2 bytes of weight, 2 of gradient, 2.05 of moments and 1 of remainder: 7.05 in all, where BF16
+training with FP32 masters and moments costs 16. The codes are in `overcoat.formats`, the maths in
+`overcoat.kernels.adamw`; here is only what makes it a `torch.optim.Optimizer`. The step never waits for the GPU:
+learning rate, step count, gradient scale, clipping and skipping are tensors on the device.
 """
 
 from __future__ import annotations
@@ -18,35 +15,59 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Optional, Union
+from typing import Any, Callable, Iterable, Mapping, Optional, Protocol, Union
 
 import torch
 from torch import Tensor
 
-from overcoat.formats.masters import resolve_master
 from overcoat.formats.moments import resolve_moments
-from overcoat.optim.arguments import check_hyperparameters
-from overcoat.optim.bucket import Bucket
-from overcoat.optim.offload import SLOTS, Staging, check_options, is_on_host, move_to_host
-from overcoat.optim.roster import Roster
-from overcoat.optim.shards import check_placements
-from overcoat.optim.state import bytes_to_offload, init_state, is_elsewhere, restore_state
-from overcoat.optim.statedict import loading, saving
-from overcoat.optim.watched import State, States
-
-if TYPE_CHECKING:
-    from overcoat.optim.release import GradientRelease
+from overcoat.optim.offload import (
+    SLOTS,
+    OffloadedStepGroup,
+    Staging,
+    check_offload_options,
+    is_on_host,
+    move_to_host,
+)
+from overcoat.optim.state import (
+    OPTIONS,
+    NotifyingState,
+    NotifyingStates,
+    bytes_to_offload,
+    check_format,
+    check_lr,
+    check_options,
+    check_parameters,
+    check_state,
+    init_state,
+    is_elsewhere,
+    make_plain,
+    match_saved,
+    restore_state,
+)
+from overcoat.optim.step import StepGroup, StepGroups
 
 # What a copy of the optimizer takes along besides torch's own.
-ATTRIBUTES = ("check_finite", "offload", "offload_buffer", "skipped_steps", "grad_norm")
-_GRAD = operator.attrgetter("grad")
+ATTRIBUTES = ("check_finite", "clip_grad_norm", "offload", "offload_buffer", "skipped_steps", "grad_norm", "_options")
+_GRAD, _OPTIONS = operator.attrgetter("grad"), operator.itemgetter(*OPTIONS)
+
+
+class Release(Protocol):
+    """The handle of `overcoat.release_gradients`, as the optimizer and trainers use it."""
+
+    has_stepped: bool
+
+    def check_step(self, clip_grad_norm: Optional[float]) -> None: ...
+    def end_step(self) -> None: ...
+    def drop_pending(self) -> None: ...
+    def drop_states(self) -> None: ...
 
 
 class AdamW(torch.optim.Optimizer):
     """AdamW with quantized moments.
 
     Args:
-        params: parameters or parameter groups, BF16 or FP32; a group may override any option below.
+        params: parameters or parameter groups, BF16 or FP32; a group may override any option up to `seed`.
         lr: learning rate, a float or a 0-d tensor (then schedules can change it inside a CUDA graph).
         betas: decay of the two moments.
         eps: added to sqrt(v). With 0, a gradient below some 1e-18 makes an infinite step on a GPU, where roots of
@@ -60,6 +81,7 @@ class AdamW(torch.optim.Optimizer):
             v: never below 2^60 = 1.1e18, always from 2^64 on; clipping is too late for those. It costs one more read
             of the gradients, which clipping needs anyway, and then checks. False trusts the gradients, or GradScaler's
             own check.
+        clip_grad_norm: what `step` clips to when it is not told: for trainers that call `step()` themselves.
         offload: keep moments and remainders in page-locked host memory and stream them through the GPU during the step,
             bit for bit the same step: `overcoat.optim.offload`. On a CPU they are in host memory anyway.
         offload_buffer: bytes of GPU memory that they pass through, in three parts.
@@ -73,13 +95,15 @@ class AdamW(torch.optim.Optimizer):
     model of nothing but such gradients (views into one buffer at odd offsets) needs the memory of all of them again.
 
     Raises:
-        ValueError: an option is out of range, a parameter is neither BF16 nor FP32, a gradient is sparse.
+        ValueError: an option is out of range, at the start or at a later step; a parameter is neither BF16 nor FP32, or
+            given twice; a gradient is sparse; options or parameters have changed so that states do not fit any more.
     """
 
     # torch.amp.GradScaler then hands over `grad_scale` and `found_inf` instead of unscaling and synchronizing itself.
     _step_supports_amp_scaling = True
     # On the class: a copied or unpickled optimizer is not released, the hooks stay with the original.
-    release: Optional[GradientRelease] = None
+    release: Optional[Release] = None
+    clip_grad_norm: Optional[float] = None
 
     def __init__(
         self,
@@ -94,32 +118,27 @@ class AdamW(torch.optim.Optimizer):
         group_size: int = 128,
         seed: int = 0,
         check_finite: bool = True,
+        clip_grad_norm: Optional[float] = None,
         offload: bool = False,
         offload_buffer: int = 192 * 2**20,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "moments": moments,
-            "master": master,
-            "group_size": group_size,
-            "seed": seed,
-        }
-        check_options(offload, offload_buffer)
-        self.check_finite = check_finite
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"moments": moments, "master": master, "group_size": group_size, "seed": seed}
+        check_offload_options(offload, offload_buffer)
+        _check_clipping(clip_grad_norm)
+        self.check_finite, self.clip_grad_norm = check_finite, clip_grad_norm
         self.offload, self.offload_buffer = offload, offload_buffer
         self.skipped_steps: Optional[Tensor] = None
         self.grad_norm: Optional[Tensor] = None
-        self._forget()
+        self._options: dict[int, tuple[Any, ...]] = {}  # OPTIONS as they have been checked, by number of the group
+        self._start_fresh()
         super().__init__(params, defaults)
         self._watch()
 
-    def _forget(self) -> None:
-        """Start with nothing kept from earlier steps but the states."""
-        self._rosters: dict[int, Roster] = {}  # by number of the group
-        self._listener = weakref.WeakMethod(self._let_go)
+    def _start_fresh(self) -> None:
+        """Keep nothing from earlier steps but the states."""
+        self._step_groups: dict[int, StepGroups] = {}  # by number of the parameter group
+        self._listener = weakref.WeakMethod(self._drop_step_groups)
         self._staging: dict[torch.device, Staging] = {}
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._captured: dict[int, tuple[Any, ...]] = {}  # what CUDA graphs read at every replay
@@ -133,32 +152,30 @@ class AdamW(torch.optim.Optimizer):
         names = ("_captured", "_constants")
         captured: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
         super().__setstate__(state)
-        self._forget()
+        self.__dict__.setdefault("_options", {})  # pickled by an earlier version
+        self._start_fresh()
         self.__dict__.update(captured)  # loading a state does not end the graphs that have been captured
         self._watch()
 
     def _watch(self) -> None:
-        """Be told before anybody else writes to the states."""
-        self.state = self._watched = States(self.state, self._listener)
+        """Be notified before anybody else writes to the states."""
+        self.state = self._watched = NotifyingStates(self.state, self._listener)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group after checking its options and its parameters."""
         if self.release is not None:
             raise ValueError("add_param_group: release_gradients would not see the new parameters; remove() its handle")
         group = {**self.defaults, **param_group}
-        check_hyperparameters(group)
+        check_lr(group["lr"])
+        check_options(group)
         param_group["moments"] = resolve_moments(group["moments"])
         if isinstance(param_group["params"], Tensor):
             param_group["params"] = [param_group["params"]]
         if not isinstance(param_group["params"], set):  # which torch refuses: it has no order
             param_group["params"] = list(param_group["params"])
-        for entry in param_group["params"]:
-            param = entry[1] if isinstance(entry, tuple) else entry
-            if isinstance(param, Tensor):
-                resolve_master(group["master"], param.dtype)
-                check_placements(param)
+            check_parameters(param_group["params"], group["master"])
         super().add_param_group(param_group)
-        self._let_go()
+        self._drop_step_groups()
         self.wait_for_offload()
         self._staging = {}  # its buffers may be too small now
 
@@ -169,23 +186,23 @@ class AdamW(torch.optim.Optimizer):
         Args:
             closure: reevaluates the model and returns the loss.
             clip_grad_norm: scale all gradients together so that their norm is at most this, inside the step; the
-                gradients themselves stay as they are.
+                gradients themselves stay as they are. None: the constructor's; math.inf: no clipping.
 
         Returns:
             The closure's loss, or None.
         """
-        if clip_grad_norm is not None and not clip_grad_norm > 0:
-            raise ValueError(f"clip_grad_norm {clip_grad_norm!r} must be positive; pass None for no clipping")
+        _check_clipping(clip_grad_norm)
+        max_norm = self.clip_grad_norm if clip_grad_norm is None else clip_grad_norm
         if self.release is not None:
-            self.release.check_step(clip_grad_norm)
+            self.release.check_step(max_norm)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._step_all(clip_grad_norm)
+            self._step_all(max_norm)
         except BaseException:
-            self._rosters = {}  # they hold gradients that nobody will free
+            self._step_groups = {}  # they hold gradients that nobody will free
             raise
         if self.release is not None:
             self.release.end_step()
@@ -198,10 +215,22 @@ class AdamW(torch.optim.Optimizer):
             self.release.drop_pending()
             self.release.end_step()
 
+    # ---- state dicts ----------------------------------------------------------------------------------
+    # torch casts every state tensor that it loads to the dtype of its parameter, which would destroy the codes, so
+    # it loads all but them. Our hooks are next to its own work: users' hooks see whole state dicts and a filled state.
+    #
+    #     load    their pre-hooks | take the states out | torch | put them in  | their post-hooks
+    #     save    their pre-hooks |                       torch | plain copies | their post-hooks
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's; offloaded states are copied, since later steps write to theirs while the host goes on."""
-        with saving(self):
+        self._check_groups()
+        self.wait_for_offload()
+        hook = self.register_state_dict_post_hook(make_plain, prepend=True)
+        try:
             return super().state_dict()
+        finally:
+            hook.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved under the same moments, master and group size, bit for bit.
@@ -209,99 +238,129 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: it was saved under others, by another optimizer or for another model; nothing has been changed.
         """
-        with loading(self):
+        states: list[tuple[Tensor, dict[str, Any]]] = []
+
+        def take(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+            rest, states[:] = match_saved(saved, self.param_groups)
+            self.wait_for_offload()
+            if self.release is not None:
+                self.release.end_step()
+                self.release.drop_states()
+            return {**saved, "state": rest}
+
+        def put(_: Any) -> None:
+            for group in self.param_groups:
+                group["moments"] = tuple(group["moments"])
+            for param, saved in states:
+                state = restore_state(saved, param, self.offload)
+                state = move_to_host(state, param) if self.offload else state
+                self.state[param] = NotifyingState(state, self._listener)
+
+        self._check_groups()
+        first = self.register_load_state_dict_pre_hook(take)
+        last = self.register_load_state_dict_post_hook(put, prepend=True)
+        try:
             super().load_state_dict(state_dict)
+        finally:
+            first.remove()
+            last.remove()
 
     # ---- inside a step --------------------------------------------------------------------------------
 
-    def _step_all(self, clip_grad_norm: Optional[float]) -> None:
-        buckets = self._buckets()
-        if buckets:
-            factor, skip = self._gradient_factor([bucket for _, bucket in buckets], clip_grad_norm)
-            for group, bucket in buckets:
-                bucket.step(group, factor, skip)
-            self.keep_if_captured([bucket for _, bucket in buckets])
+    def _step_all(self, max_norm: Optional[float]) -> None:
+        pairs = self._take_gradients()
+        if pairs:
+            step_groups = [step_group for _, step_group in pairs]
+            factor, skip = self._gradient_factor(step_groups, max_norm)
+            for group, step_group in pairs:
+                step_group.step(group, factor, skip)
+            self.keep_if_captured(step_groups)
 
-    def indexed_parameters(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(number of the group, index, parameter): the index counts through all groups, as in a state dict."""
-        index = 0
+    def _take_gradients(self) -> list[tuple[dict[str, Any], StepGroup]]:
+        """The step groups of all parameters that have gradients, with these; their states exist afterwards."""
+        self.begin_step()
+        result: list[tuple[dict[str, Any], StepGroup]] = []
+        first = 0
         for number, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                yield number, index, param
-                index += 1
-
-    def watched_state(self, values: Mapping[str, Tensor]) -> State:
-        """A parameter's state, as `state` holds it."""
-        return State(values, self._listener)
+            grads = list(map(_GRAD, group["params"]))
+            step_groups = self._step_groups.get(number)
+            if step_groups is None or not step_groups.hold(group, first, grads):
+                step_groups = self._step_groups[number] = StepGroups(group, first, grads, self.step_group_of)
+            result += [(group, step_group) for step_group in step_groups.take_gradients(grads)]
+            first += len(grads)
+        return result
 
     def begin_step(self) -> None:
         """The mark before every step, and before the first of released gradients."""
+        self._check_groups()
         if self.state is not self._watched:  # somebody has assigned another dictionary
-            self._let_go()
+            self._drop_step_groups()
             self._watch()
         for staging in self._staging.values():
             staging.begin_step()
 
-    def _let_go(self) -> None:
+    def _check_groups(self) -> None:
+        """ValueError if options were set to what cannot work: states are read by the codes that wrote them."""
+        for number, group in enumerate(self.param_groups):
+            check_lr(group["lr"])
+            new, old = _OPTIONS(group), self._options.get(number)
+            if new != old:
+                has_states = any(self.state.get(param) for param in group["params"])
+                check_options(group)
+                group["moments"] = resolve_moments(group["moments"])
+                if old is not None and has_states:
+                    check_format(group, number, dict(zip(OPTIONS, old, strict=True)))
+                self._options[number] = _OPTIONS(group)
+
+    def _drop_step_groups(self) -> None:
         """Keep no state tensors but those in `state`: they are about to change."""
-        self._rosters = {}
+        self._step_groups = {}
         if self.release is not None:
-            self.release.steps.let_go()
+            self.release.drop_states()
 
     def wait_for_offload(self) -> None:
         """Wait until the last step's states are in host memory."""
         for staging in self._staging.values():
             staging.synchronize()
 
-    def _state_of(self, group: dict[str, Any], param: Tensor) -> State:
+    def _state_of(self, group: Mapping[str, Any], param: Tensor, index: int) -> NotifyingState:
         """The state of a parameter, made before its first step, and where it belongs."""
         state: Any = self.state.get(param)
         is_new = not state
         if is_new:
             state = init_state(param, group, self.offload)
-        elif is_elsewhere(state, param, self.offload):  # the model has been moved
-            self.wait_for_offload()
-            state = restore_state(state, param, self.offload)
+        else:
+            check_state(state, param, group, index, "set back what has changed, or start anew without its state")
+            if is_elsewhere(state, param, self.offload):  # the model has been moved
+                self.wait_for_offload()
+                state = restore_state(state, param, self.offload)
         if self.offload and (is_new or not is_on_host(state, param)):
             state = move_to_host(state, param)
-        if not isinstance(state, State) or state.listener is not self._listener:
-            state = self.watched_state(state)
-            self._watched.keep(param, state)
+        if not isinstance(state, NotifyingState) or state.listener is not self._listener:
+            state = NotifyingState(state, self._listener)
+            self._watched.set_quietly(param, state)
         return state
 
-    def bucket_of(self, group: dict[str, Any], params: list[Tensor], indices: list[int]) -> Bucket:
-        """A new bucket of some parameters of a group, which can be stepped together; their states exist afterwards."""
-        states = [self._state_of(group, param) for param in params]
-        staging = self._staging_on(params[0].device) if self.offload else None
-        return Bucket(group, params, indices, states, staging)
+    def step_group_of(self, group: dict[str, Any], params: list[Tensor], indices: list[int]) -> StepGroup:
+        """A new step group of some parameters of a group, which can be stepped together; their states exist then."""
+        states = [self._state_of(group, param, index) for param, index in zip(params, indices, strict=True)]
+        if self.offload:
+            return OffloadedStepGroup(self._staging_on(params[0].device), group, params, indices, states)
+        return StepGroup(group, params, indices, states)
 
     def _staging_on(self, device: torch.device) -> Staging:
         if device not in self._staging:
-            all_params = [(param, group) for group in self.param_groups for param in group["params"]]
-            needed = sum(bytes_to_offload(param, group) for param, group in all_params if param.device == device)
+            owners = [(param, group) for group in self.param_groups for param in group["params"]]
+            needed = sum(bytes_to_offload(param, group) for param, group in owners if param.device == device)
             self._staging[device] = Staging(device, min(self.offload_buffer // SLOTS, needed))
         return self._staging[device]
 
-    def _buckets(self) -> list[tuple[dict[str, Any], Bucket]]:
-        """Parameters that have gradients, by group, device and dtypes; their states exist afterwards."""
-        result: list[tuple[dict[str, Any], Bucket]] = []
-        self.begin_step()
-        first = 0
-        for number, group in enumerate(self.param_groups):
-            grads = list(map(_GRAD, group["params"]))
-            roster = self._rosters.get(number)
-            if roster is None or not roster.serves(group, first, grads):
-                roster = self._rosters[number] = Roster(group, first, grads, self.bucket_of)
-            result += [(group, bucket) for bucket in roster.take_gradients(grads)]
-            first += len(grads)
-        return result
-
-    def keep_if_captured(self, buckets: list[Bucket], *others: Any) -> None:
-        """A graph reads tables by their addresses: keep them, and others, whatever becomes of the rosters after it."""
-        for bucket in buckets:
-            if bucket.device.type == "cuda" and bucket.fused() and torch.cuda.is_current_stream_capturing():
-                addresses = bucket.gradients.addresses
-                self._captured[id(addresses)] = (bucket, addresses, *others)
+    def keep_if_captured(self, step_groups: list[StepGroup], *others: Any) -> None:
+        """A graph reads tables by their addresses: keep them, and others, whatever becomes of the step groups."""
+        for step_group in step_groups:
+            if step_group.device.type == "cuda" and step_group.fused() and torch.cuda.is_current_stream_capturing():
+                addresses = step_group.gradients.addresses
+                self._captured[id(addresses)] = (step_group, addresses, *others)
 
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(1.0, False), 0-d on the device: a factor that changes nothing and no skip."""
@@ -316,9 +375,9 @@ class AdamW(torch.optim.Optimizer):
             self.skipped_steps = torch.zeros((), dtype=torch.int32, device=skip.device)
         self.skipped_steps += skip.to(self.skipped_steps.device)
 
-    def _gradient_factor(self, buckets: list[Bucket], max_norm: Optional[float]) -> tuple[Tensor, Tensor]:
+    def _gradient_factor(self, step_groups: list[StepGroup], max_norm: Optional[float]) -> tuple[Tensor, Tensor]:
         """(factor, skip): what multiplies every gradient (FP32), and whether this step does nothing (bool); 0-d."""
-        device = buckets[0].device
+        device = step_groups[0].device
         factor, skip = self.constants(device)
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if grad_scale is not None:
@@ -327,7 +386,7 @@ class AdamW(torch.optim.Optimizer):
             skip = found_inf.to(device) != 0
         self.grad_norm = None
         if self.check_finite or max_norm is not None:
-            parts = [bucket.sum_squares().to(device) for bucket in buckets]
+            parts = [step_group.sum_squares().to(device) for step_group in step_groups]
             total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
             norm = total.sqrt() * factor if grad_scale is not None else total.sqrt()
             self.grad_norm = norm.float()
@@ -336,3 +395,8 @@ class AdamW(torch.optim.Optimizer):
                 factor = factor * (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
         self.count_skipped(skip)
         return factor, skip
+
+
+def _check_clipping(clip_grad_norm: Optional[float]) -> None:
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ValueError(f"clip_grad_norm {clip_grad_norm!r} must be positive; pass None for no clipping")

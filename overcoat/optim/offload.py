@@ -7,10 +7,10 @@
     current stream             [step 0] [step 1] [step 2]           ...
     copy-out stream                     [chunk 0][chunk 1][chunk 2] ...
 
-A chunk is what fits into one staging buffer: whole parameters, or some rows of a large one (some groups of a large
-vector). A group is never cut and random numbers count groups in the whole parameter, so every bit is that of the step
-without offload. Events order the three streams; the host waits for nothing. Time: the states cross PCIe once each way
-per step, both ways at once; 3.05 bytes per parameter with "8bit" and "bf16+8".
+A chunk is what fits into one staging buffer: whole parameters, or pieces of a large one: some rows of a matrix, some
+groups of a vector. A group is never cut and random numbers count groups in the whole parameter, so every bit is that
+of the step without offload. Events order the three streams; the host waits for nothing. Time: the states cross PCIe
+once each way per step, both ways at once; 3.05 bytes per parameter with "8bit" and "bf16+8".
 
 The last chunks are still on their way to host memory when `step` returns: read a state through `state_dict()`, which
 waits and copies, or after `torch.cuda.synchronize()`.
@@ -20,23 +20,23 @@ On a CPU the same code runs with plain memory on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from overcoat.host import host_buffer, packed
-from overcoat.optim.arguments import Arguments, Hyper, adamw_launch
-from overcoat.optim.pieces import Piece, cut, states_of
-from overcoat.optim.shards import local, rewrap
+from overcoat.host import ALIGNMENT, host_buffer, packed
+from overcoat.kernels.adamw import Hyper, rows_of
+from overcoat.optim.sharding import local, rewrap
+from overcoat.optim.step import StepGroup, StepTensors, adamw_counters
 
 # Staging buffers: one is filled, one is stepped, one is emptied.
 SLOTS = 3
 
 
-def check_options(offload: bool, offload_buffer: int) -> None:
+def check_offload_options(offload: bool, offload_buffer: int) -> None:
     """ValueError for what `AdamW` does not take."""
     if not isinstance(offload, bool):
         raise ValueError(f"offload {offload!r} must be True (states in host memory) or False")
@@ -47,7 +47,7 @@ def check_options(offload: bool, offload_buffer: int) -> None:
 # ---- host memory -----------------------------------------------------------------------------------------
 
 
-def move_to_host(state: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
+def move_to_host(state: Mapping[str, Tensor], param: Tensor) -> dict[str, Tensor]:
     """A parameter's state with everything but the step count in one host buffer, page-locked if `param` is on a GPU."""
     names = [name for name in state if name != "step"]
     offsets, size = packed([local(state[name]).nbytes for name in names])
@@ -61,7 +61,7 @@ def move_to_host(state: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
     return moved
 
 
-def is_on_host(state: dict[str, Tensor], param: Tensor) -> bool:
+def is_on_host(state: Mapping[str, Tensor], param: Tensor) -> bool:
     """Whether a state is where `move_to_host` puts it."""
     value = local(state["exp_avg"])
     return value.device.type == "cpu" and (not param.is_cuda or not value.numel() or value.is_pinned())
@@ -71,11 +71,100 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+# ---- pieces of parameters ----------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Units `start` to `stop` of the parameter number `owner`: rows of a matrix, or groups of a vector.
+
+    Units are never cut: a piece is stepped like a parameter of its own.
+    """
+
+    owner: int
+    start: int
+    stop: int
+    units: int  # of the whole parameter
+    width: int  # elements of a unit
+    groups: int  # of a unit
+    is_matrix: bool
+
+    @classmethod
+    def whole(cls, owner: int, shape: torch.Size, group_size: int) -> Piece:
+        """All of a parameter."""
+        rows, columns, groups = rows_of(shape, group_size)
+        if len(shape) > 1:
+            units = rows if columns else 0
+            return cls(owner, 0, units, units, columns, groups, True)
+        return cls(owner, 0, groups, groups, group_size, 1, False)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == self.units
+
+    @property
+    def first_group(self) -> int:
+        return self.start * self.groups
+
+    @property
+    def first_element(self) -> int:
+        return self.start * self.width
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its part of a contiguous tensor with one element for each of the parameter, or for each group."""
+        if self.is_matrix:
+            return tensor.view(self.units, -1)[self.start : self.stop]
+        # A vector's last group may be short. One of a single element has one group: both slices are the same then.
+        width = 1 if tensor.numel() == self.units else self.width
+        return tensor.view(-1)[self.start * width : self.stop * width]
+
+
+def states_of(tensors: StepTensors) -> dict[str, list[Tensor]]:
+    """The lists of states that are there, without the step counts."""
+    return {name: of for name, of in tensors.states.items() if of and name != "step"}
+
+
+def cut(tensors: StepTensors, size: int) -> Iterator[list[Piece]]:
+    """All parameters in chunks whose states take at most `size` bytes, packed; as few chunks as possible.
+
+    Raises:
+        ValueError: the states of a single row are larger.
+    """
+    chunk: list[Piece] = []
+    room = size
+    for owner, param in enumerate(tensors.params):
+        states = [of[owner] for of in states_of(tensors).values()]
+        rest = Piece.whole(owner, param.shape, tensors.group_size)
+        while rest.start < rest.stop:
+            piece = rest
+            if _packed_bytes(rest, states) > room:
+                unit = sum(rest._replace(stop=rest.start + 1).of(state).nbytes for state in states)
+                units = max(room - ALIGNMENT * len(states), 0) // unit
+                piece = rest._replace(stop=min(rest.start + units, rest.stop))
+            if piece.start < piece.stop:
+                chunk.append(piece)
+                room -= _packed_bytes(piece, states)
+                rest = rest._replace(start=piece.stop)
+            elif chunk:
+                yield chunk
+                chunk, room = [], size
+            else:
+                raise ValueError(
+                    f"offload: the states of one row of a parameter of shape {tuple(param.shape)} take {unit} bytes, a "
+                    f"staging buffer has {size}; raise offload_buffer"
+                )
+    if chunk:
+        yield chunk
+
+
+def _packed_bytes(piece: Piece, states: list[Tensor]) -> int:
+    return packed([piece.of(state).nbytes for state in states])[1]
+
+
 # ---- the device's side -----------------------------------------------------------------------------------
 
 
 class Staging:
-    """Staging buffers on one device, and the streams of copies, for all buckets of an optimizer.
+    """Staging buffers on one device, and the streams of copies, for all step groups of an optimizer.
 
     Args:
         device: of the parameters.
@@ -135,33 +224,32 @@ class Chunk:
     """Pieces of parameters whose states fit into one staging buffer together.
 
     Args:
-        whole: the bucket's parameters and states in host memory.
+        whole: the step group's parameters and states in host memory.
         pieces: what the chunk has of them.
         staging: holds the buffers.
     """
 
-    def __init__(self, whole: Arguments, pieces: list[Piece], staging: Staging) -> None:
+    def __init__(self, whole: StepTensors, pieces: list[Piece], staging: Staging) -> None:
         self.slot = staging.take_slot()
         self.pieces = pieces
         host = [(piece, name, piece.of(of[piece.owner])) for piece in pieces for name, of in states_of(whole).items()]
         offsets, _ = packed([tensor.nbytes for _, _, tensor in host])
         states: dict[str, list[Tensor]] = {name: [] for name in whole.states}
-        pairs = []
+        copies = []
         for (piece, name, tensor), offset in zip(host, offsets, strict=True):
             staged = staging.slots[self.slot][offset : offset + tensor.nbytes]
             states[name].append(staged.view(tensor.dtype).view(tensor.shape))
-            pairs.append((tensor, offset, piece.is_whole))
-        self.spans = list(_merged(pairs, staging.slots[self.slot]))
-        self.arguments = whole._replace(
+            copies.append((tensor, offset, piece.is_whole))
+        self.spans = list(_merged(copies, staging.slots[self.slot]))
+        self.tensors = whole._replace(
             params=[piece.of(whole.params[piece.owner]) for piece in pieces],
             states=states,
             keys=[whole.keys[piece.owner] for piece in pieces],
             first_groups=[whole.first_groups[piece.owner] + piece.first_group for piece in pieces],
         )
-        self.plan: Any = self.arguments.plan() if whole.kernel_runs() else None
-        device = staging.device
-        self.owners = torch.tensor([piece.owner for piece in pieces]).to(device)
-        self.first_elements = torch.tensor([piece.first_element for piece in pieces]).to(device)
+        self.plan: Any = self.tensors.plan() if whole.kernel_runs() else None
+        self.owners = torch.tensor([piece.owner for piece in pieces]).to(staging.device)
+        self.first_elements = torch.tensor([piece.first_element for piece in pieces]).to(staging.device)
 
     def copy(self, *, to_device: bool) -> None:
         """All states, one way; on the current stream."""
@@ -172,14 +260,14 @@ class Chunk:
                 host.copy_(staged, non_blocking=True)
 
 
-def _merged(pairs: list[tuple[Tensor, int, bool]], slot: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _merged(copies: list[tuple[Tensor, int, bool]], slot: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """(host, staged) bytes to copy, for a host tensor, its offset in `slot` and whether it is of a whole parameter.
 
     The tensors of a whole parameter lie one after the other on both sides, with the same padding, and are copied at
     once. Between those of a part lie other parts, which must not be written back: another chunk may be doing that.
     """
     spans: list[list[Any]] = []  # [host storage, start, stop, offset in the slot]
-    for tensor, offset, is_whole in pairs:
+    for tensor, offset, is_whole in copies:
         memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
         start = tensor.data_ptr() - memory.data_ptr()
         last = spans[-1] if spans and is_whole else None
@@ -191,42 +279,41 @@ def _merged(pairs: list[tuple[Tensor, int, bool]], slot: Tensor) -> Iterator[tup
         yield memory[start:stop], slot[offset : offset + stop - start]
 
 
-class Streamed:
-    """The step of a bucket whose states are in host memory.
+class OffloadedStepGroup(StepGroup):
+    """A step group whose states are in host memory, step counts on the device; the other arguments are `StepGroup`'s.
 
-    Args:
-        arguments: parameters, contiguous, on the device; states in host memory, step counts on the device.
-        staging: the way between them.
+    staging: the way between them.
     """
 
-    def __init__(self, arguments: Arguments, staging: Staging) -> None:
-        self.arguments, self.staging = arguments, staging
-        self.chunks = [Chunk(arguments, pieces, staging) for pieces in cut(arguments, staging.size)]
-        self.table: Any = adamw_launch.Table.of_counters(arguments.states["step"]) if arguments.kernel_runs() else None
+    offloaded = True
 
-    def step(self, grads: list[Tensor], gradients: Any, lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
-        """One step; the arguments are those of `Bucket.step`. gradients: their table, or None to step by the op."""
-        if gradients is None:
+    def __init__(self, staging: Staging, *args: Any) -> None:
+        super().__init__(*args)
+        self.staging = staging
+        self.chunks = [Chunk(self.tensors, pieces, staging) for pieces in cut(self.tensors, staging.size)]
+        self.counters: Any = adamw_counters.Table.of_counters(self.tensors.states["step"]) if self.on_kernel else None
+
+    def _count_and_step(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+        if not self.fused():
             self._step_by_op(grads, lr, factor, skip, hyper)
             return
-        options = self.arguments.options(hyper)
-        upcoming = self.table.take_step(lr, skip, options)
+        scalars = self.counters.take_step(lr, skip, hyper)
         for chunk in self.chunks:
             with self.staging.holding(chunk):
-                addresses = gradients.addresses.index_select(0, chunk.owners)
-                addresses += chunk.first_elements * gradients.dtype.itemsize
+                addresses = self.gradients.addresses.index_select(0, chunk.owners)
+                addresses += chunk.first_elements * self.gradients.dtype.itemsize
                 skipped = skip.index_select(0, chunk.owners) if skip.dim() else skip
-                of_pieces = adamw_launch.Upcoming(*(values.index_select(0, chunk.owners) for values in upcoming))
-                chunk.plan.launch(addresses, gradients.dtype, of_pieces, factor, skipped, options)
+                of_pieces = adamw_counters.StepScalars(*(values.index_select(0, chunk.owners) for values in scalars))
+                chunk.plan.launch(addresses, self.gradients.dtype, of_pieces, factor, skipped, hyper)
 
     def _step_by_op(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
-        counters = self.arguments.states["step"]
+        counters = self.tensors.states["step"]
         for chunk in self.chunks:
             # The op counts steps: each piece has a counter of its own for that.
-            chunk.arguments.states["step"][:] = [counters[piece.owner].clone() for piece in chunk.pieces]
+            chunk.tensors.states["step"][:] = [counters[piece.owner].clone() for piece in chunk.pieces]
             parts = [piece.of(grads[piece.owner]) for piece in chunk.pieces]
             skipped = skip.index_select(0, chunk.owners) if skip.dim() else skip
             with self.staging.holding(chunk):
-                chunk.arguments.call(parts, lr, factor, skipped, hyper)
+                chunk.tensors.call_op(parts, lr, factor, skipped, hyper)
         for counter, skipped in zip(counters, skip.expand(len(counters)), strict=True):
             counter += ~skipped

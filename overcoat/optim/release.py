@@ -7,11 +7,10 @@
         scheduler.step()
 
 Gradients of a whole model cost 2 bytes per BF16 parameter; released, only those that are being worked on exist.
-Completed gradients are taken from their parameters and collected until they hold `batch_bytes`, or until backward ends,
-and then stepped by one launch: a step of its own for every small parameter would cost more time on the host than the
-whole backward pass. A larger gradient is stepped at once. In a layer that `convert` made, all gradients of one decoder
-block are born together, so there at least those of one block exist. What moves is bit for bit what the ordinary step
-without clipping moves, with one difference:
+Completed gradients are collected until they hold `batch_bytes`, or until backward ends, and then stepped by one launch:
+a step for every small parameter would cost the host more time than the whole backward pass. In a layer that `convert`
+made, all gradients of a decoder block are born together, so at least those of one block exist. What moves is bit for
+bit what the ordinary step without clipping moves, with one difference:
 
     ordinary    a gradient that is not finite skips the whole step         skipped_steps counts steps
     released    it skips its own parameter's step: the others have moved   skipped_steps counts parameters' steps
@@ -37,14 +36,16 @@ of its own per segment, so the gradient of a weight shared between segments arri
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
 
 from overcoat.optim.adamw import AdamW
-from overcoat.optim.released import Batch, Entry, ReleasedSteps, current_stream, raw_stream
+from overcoat.optim.sharding import shard_bytes
+from overcoat.optim.step import StepGroup, adamw_counters, hyper_of, kind_of, scalar_on
 
 
 def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = 32 * 2**20) -> GradientRelease:
@@ -65,19 +66,59 @@ def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = 
     return GradientRelease(model, optimizer, batch_bytes)
 
 
+class Entry(NamedTuple):
+    """A parameter, with the number of its group and its own in the optimizer, and its completed gradient."""
+
+    group_number: int
+    number: int
+    param: Tensor
+    grad: Tensor
+
+
+class Batch:
+    """Completed gradients on one device that wait for their step, and the stream that made them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.raw_stream, self.stream = _raw_stream(device), _current_stream(device)
+        self.entries: list[Entry] = []
+        self.bytes = 0
+
+    def add(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        self.bytes += shard_bytes(entry.grad)
+
+
+def _current_stream(device: torch.device) -> Optional[torch.cuda.Stream]:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _raw_stream(device: torch.device) -> int:
+    """The current stream's number: asked for every gradient, in a tenth of the time."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
 class GradientRelease:
-    """The handle of `release_gradients`: the hooks, and what has happened since the last `optimizer.step()`."""
+    """The handle of `release_gradients`: the hooks, and what has happened since the last `optimizer.step()`.
+
+    Attributes:
+        has_stepped: whether a parameter may have moved since the last `optimizer.step()` or `zero_grad()`.
+    """
 
     def __init__(self, model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
         _check(model, optimizer, batch_bytes)
         self.optimizer, self.batch_bytes = optimizer, batch_bytes
-        self.taken: set[int] = set()  # indices of the parameters whose gradients have been taken in this step
         self.batches: dict[torch.device, Batch] = {}  # backward runs in a thread of its own on every device
         self.streams: dict[torch.device, Optional[torch.cuda.Stream]] = {}  # that stepped last
-        self.steps = ReleasedSteps(optimizer)
+        self.step_groups: dict[Any, StepGroup] = {}  # by kind and parameters, of the last step and of this one
+        self.next_steps: dict[Any, adamw_counters.NextStep] = {}  # by number of the parameter group and device
+        # Since the last `optimizer.step()`:
+        self.taken: set[int] = set()  # indices of the parameters whose gradients have been taken
+        self.used: dict[Any, StepGroup] = {}  # step groups, in their order
+        self.sums: list[Tensor] = []  # of squares of gradients, (T,)
+        self.has_begun = self.has_stepped = False
         self.names = {id(param): name for name, param in model.named_parameters()}
         self.handles = [model.register_forward_pre_hook(self._before_forward)]
-        for number, index, param in optimizer.indexed_parameters():
+        for number, index, param in _numbered(optimizer):
             if param.requires_grad:
                 self.handles.append(param.register_post_accumulate_grad_hook(self._hook(number, index)))
         optimizer.release = self
@@ -89,7 +130,7 @@ class GradientRelease:
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        self.finish_backward()
+        self._finish_backward()
         if self.optimizer.release is self:
             self.optimizer.release = None
 
@@ -97,21 +138,11 @@ class GradientRelease:
         """A copy of the model takes its hooks along, so also this: as a handle that is not in force."""
         return _removed, ()
 
-    @property
-    def has_stepped(self) -> bool:
-        """Whether a parameter may have moved since the last `optimizer.step()` or `zero_grad()`."""
-        return self.steps.moved
-
     # ---- called by the optimizer ----------------------------------------------------------------------
 
     def check_step(self, clip_grad_norm: Optional[float]) -> None:
         """Refuse what `optimizer.step` cannot do once gradients are released."""
-        if clip_grad_norm is not None:
-            raise ValueError(
-                "step(clip_grad_norm=...) cannot work with release_gradients: clipping by the global norm needs all "
-                "gradients at once, and each has been applied and freed in the backward pass; call step() without "
-                "clip_grad_norm, or handle.remove()"
-            )
+        _check_clipping(clip_grad_norm)
         if any(getattr(self.optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
             raise ValueError(
                 "GradScaler cannot work with release_gradients: it decides from all gradients whether to step, and "
@@ -119,30 +150,45 @@ class GradientRelease:
                 "call handle.remove()"
             )
 
-    def finish_backward(self) -> None:
-        """Step what has been collected: called when backward ends, and by `step`, should backward have failed."""
-        for device in list(self.batches):
-            self._step_batch(device)
-        for device in self.streams:
-            self._follow(device, current_stream(device))
-        self.steps.count()
+    def end_step(self) -> None:
+        """The mark between two steps, set by `optimizer.step` and `zero_grad`: report this one, prepare the next."""
+        self._finish_backward()
+        self.taken = set()
+        if not self.has_begun:
+            return
+        self._report()
+        by_group: dict[Any, list[StepGroup]] = {}
+        for key, step_group in self.used.items():
+            if step_group.plan is not None:
+                by_group.setdefault((key[0], step_group.device), []).append(step_group)
+        for group_key, step_groups in by_group.items():
+            next_step = self.next_steps.get(group_key)
+            if next_step is None or list(next_step.parts) != step_groups:
+                counters = {step_group: step_group.tensors.states["step"] for step_group in step_groups}
+                self.next_steps[group_key] = adamw_counters.NextStep(counters)
+        for next_step in self.next_steps.values():
+            next_step.is_current = None
+        self.step_groups, self.used, self.sums = self.used, {}, []
+        self.has_begun = self.has_stepped = False
 
     def drop_pending(self) -> None:
         """Forget gradients that have been collected and not used: backward has failed."""
         self.batches.clear()
 
-    def forget(self) -> None:
-        """End the step, and keep nothing of the states: others take their place."""
-        self.finish_backward()
-        self.steps.end()
-        self.steps.let_go()
-        self.taken = set()
+    def drop_states(self) -> None:
+        """Keep no state tensors: they are about to change."""
+        self._count_steps()
+        self.step_groups, self.used, self.next_steps = {}, {}, {}
 
-    def end_step(self) -> None:
-        """The mark between two steps, set by `optimizer.step` and `zero_grad`."""
-        self.finish_backward()
-        self.steps.end()
-        self.taken = set()
+    def _report(self) -> None:
+        """`grad_norm` and `skipped_steps` of the step that ends."""
+        optimizer = self.optimizer
+        optimizer.grad_norm = None
+        if self.sums:
+            device = self.sums[0].device
+            sums = torch.cat([part.to(device) for part in self.sums])
+            optimizer.grad_norm = sums.sum().sqrt().float()
+            optimizer.count_skipped((~(sums < math.inf)).sum())
 
     # ---- hooks ----------------------------------------------------------------------------------------
 
@@ -192,29 +238,39 @@ class GradientRelease:
                 "was one pass: segments under reentrant checkpointing share this weight; use_reentrant=False)"
             )
         self.taken.add(index)
-        self._collect(number, index, param, grad)
+        self._collect(Entry(number, index, param, grad))
 
-    def _collect(self, number: int, index: int, param: Tensor, grad: Tensor) -> None:
-        device = grad.device
+    def _collect(self, entry: Entry) -> None:
+        device = entry.grad.device
         in_backward = torch._C._current_graph_task_id() != -1
         batch = self.batches.get(device)
-        if batch is not None and batch.raw_stream != raw_stream(device):
+        if batch is not None and batch.raw_stream != _raw_stream(device):
             self._step_batch(device)
             batch = None
         if batch is None:
             batch = self.batches[device] = Batch(device)
             if in_backward:
-                torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
-        batch.add(Entry(number, index, param, grad))
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        batch.add(entry)
         if batch.bytes >= self.batch_bytes or not in_backward:
             self._step_batch(device)
+
+    # ---- steps ----------------------------------------------------------------------------------------
+
+    def _finish_backward(self) -> None:
+        """Step what has been collected: called when backward ends, and by `step`, should backward have failed."""
+        for device in list(self.batches):
+            self._step_batch(device)
+        for device in self.streams:
+            self._follow(device, _current_stream(device))
+        self._count_steps()
 
     def _step_batch(self, device: torch.device) -> None:
         batch = self.batches.pop(device)
         self._follow(device, batch.stream)
-        elsewhere = batch.stream is not None and batch.raw_stream != raw_stream(device)
-        with torch.cuda.stream(batch.stream) if elsewhere else contextlib.nullcontext():
-            self.steps.step(batch)
+        elsewhere = batch.stream is not None and batch.raw_stream != _raw_stream(device)
+        with torch.cuda.stream(batch.stream) if elsewhere else contextlib.nullcontext(), torch.no_grad():
+            self._step(batch.entries)
 
     def _follow(self, device: torch.device, stream: Optional[torch.cuda.Stream]) -> None:
         """Let `stream` wait for the one that stepped last: FSDP2 completes gradients on a stream of its own."""
@@ -223,11 +279,67 @@ class GradientRelease:
             stream.wait_stream(last)
         self.streams[device] = stream
 
+    def _step(self, entries: list[Entry]) -> None:
+        """Step every parameter of a batch; one whose gradient is not finite is skipped alone."""
+        if not self.has_begun:
+            self.optimizer.begin_step()
+            self.has_begun = True
+        kinds: dict[Any, list[Entry]] = {}
+        for entry in entries:
+            kinds.setdefault((entry.group_number, *kind_of(entry.param, entry.grad)), []).append(entry)
+        for kind, of_kind in kinds.items():
+            group = self.optimizer.param_groups[kind[0]]
+            step_group = self._step_group(kind, group, of_kind)
+            step_group.take_gradients([entry.grad for entry in of_kind])
+            ready, next_step = None, self.next_steps.get((kind[0], step_group.device))
+            if next_step is not None and step_group.fused():
+                if next_step.is_current is None:  # the first of this step
+                    lr, hyper = scalar_on(group["lr"], step_group.device), hyper_of(group, step_group.dtype)
+                    next_step.compute(lr, hyper)
+                ready = next_step.parts.get(step_group) if next_step.is_current else None
+            factor, skip = self.optimizer.constants(step_group.device)
+            if self.optimizer.check_finite:
+                squares, skip = step_group.sums_of_squares(None if ready is None else ready.sums)
+                self.sums.append(squares)
+            if next_step is not None and ready is not None:
+                skip = next_step.take(ready, skip)
+            step_group.step(group, factor, skip, None if ready is None else ready.scalars)
+            self.optimizer.keep_if_captured([step_group], ready, next_step)
+
+    def _step_group(self, kind: Any, group: dict[str, Any], entries: list[Entry]) -> StepGroup:
+        indices = [entry.number for entry in entries]
+        key = (*kind, *indices)
+        step_group = self.step_groups.get(key)
+        if step_group is None or not step_group.holds():
+            step_group = self.optimizer.step_group_of(group, [entry.param for entry in entries], indices)
+            self.step_groups[key] = step_group
+        self.used[key] = step_group
+        self.has_stepped = True
+        return step_group
+
+    def _count_steps(self) -> None:
+        for next_step in self.next_steps.values():
+            next_step.count()
+
+
+def _numbered(optimizer: AdamW) -> list[tuple[int, int, Tensor]]:
+    """(number of the group, index through all groups, parameter)."""
+    of_groups = [(number, param) for number, group in enumerate(optimizer.param_groups) for param in group["params"]]
+    return [(number, index, param) for index, (number, param) in enumerate(of_groups)]
+
 
 def _removed() -> GradientRelease:
     handle = GradientRelease.__new__(GradientRelease)
     handle.handles = []
     return handle
+
+
+def _check_clipping(clip_grad_norm: Optional[float]) -> None:
+    if clip_grad_norm is not None:
+        raise ValueError(
+            f"clip_grad_norm={clip_grad_norm!r} cannot work with release_gradients: clipping by the global norm needs "
+            "all gradients at once, and each is applied and freed in backward; leave it out, or call handle.remove()"
+        )
 
 
 def _check(model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
@@ -240,6 +352,7 @@ def _check(model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
         raise ValueError(f"release_gradients steps an overcoat.AdamW, got {type(optimizer).__name__}")
     if optimizer.release is not None:
         raise ValueError("release_gradients: this optimizer's gradients are released already; remove() the old handle")
+    _check_clipping(optimizer.clip_grad_norm)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
             "release_gradients: DistributedDataParallel averages gradients only after each would have been applied; "
@@ -253,7 +366,7 @@ def _check(model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
                 "on stepping; call remove() of its handle"
             )
     owned = {id(param) for param in model.parameters()}
-    for _, index, param in optimizer.indexed_parameters():
+    for _, index, param in _numbered(optimizer):
         if id(param) not in owned:
             raise ValueError(
                 f"release_gradients: parameter {index} of the optimizer, of shape {tuple(param.shape)}, is not in the "

@@ -1,5 +1,4 @@
-"""What AdamW keeps for a parameter: plain tensors, their shapes and dtypes, and how they travel in a state
-dict.
+"""What AdamW keeps for a parameter: plain tensors, their shapes and dtypes, checks, and dictionaries that notify.
 
     step               0-d FP32, on the parameter's device, as torch's fused AdamW; the rest may be offloaded
     exp_avg            codes of m in the parameter's shape
@@ -10,15 +9,18 @@ dict.
     remainder          int8 or int16 in the parameter's shape, only for the masters "bf16+8" and "bf16+16"
 
 No tensor subclass of our own: a state dict is saved, sliced and sharded by whatever handles plain tensors. The
-state of a sharded parameter is sharded like it (`overcoat.optim.shards`); shapes above are the unsharded ones.
+state of a sharded parameter is sharded like it (`overcoat.optim.sharding`); shapes above are the unsharded ones.
 
 n = number of groups in a row (`overcoat.kernels.adamw.rows_of`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -28,7 +30,22 @@ from overcoat.formats.masters import REMAINDER_DTYPE, resolve_master
 from overcoat.formats.moments import MOMENT_CODES
 from overcoat.host import packed
 from overcoat.kernels.adamw import rows_of
-from overcoat.optim.shards import place_state, state_shape, wrap_state
+from overcoat.optim.sharding import check_placements, copy_of, place_state, state_shape, wrap_state
+from overcoat.recipe import GROUP_SIZES
+
+# Names of the state tensors, by the op's and the kernel's names for their lists.
+STATE_LISTS = {
+    "exp_avg": "exp_avg",
+    "amax": "exp_avg_amax",
+    "exponent": "exp_avg_exponent",
+    "exp_avg_sq": "exp_avg_sq",
+    "scale": "exp_avg_sq_scale",
+    "remainder": "remainder",
+    "step": "step",
+}
+# Options of a parameter group but the learning rate. By the first three a state is laid out and read.
+OPTIONS = ("moments", "master", "group_size", "betas", "eps", "weight_decay", "seed")
+FORMAT_OPTIONS = OPTIONS[:3]
 
 
 class Field(NamedTuple):
@@ -39,11 +56,21 @@ class Field(NamedTuple):
     fill: int = 0
 
 
-def state_fields(param: Tensor, group: dict[str, Any]) -> dict[str, Field]:
+def state_fields(param: Tensor, group: Mapping[str, Any]) -> Mapping[str, Field]:
     """The state tensors of `param` under the options of its parameter group."""
-    m_code, v_code = (MOMENT_CODES[name] for name in group["moments"])
-    shape = tuple(param.shape)
-    layout = rows_of(shape, group["group_size"])
+    master = resolve_master(group["master"], param.dtype)
+    key = (tuple(param.shape), tuple(group["moments"]), master, group["group_size"])
+    if key not in _fields:  # no lru_cache, at which torch.compile warns
+        _fields[key] = _make_fields(*key)
+    return _fields[key]
+
+
+_fields: dict[tuple[Any, ...], dict[str, Field]] = {}
+
+
+def _make_fields(shape: tuple[int, ...], moments: tuple[str, str], master: str, group_size: int) -> dict[str, Field]:
+    m_code, v_code = (MOMENT_CODES[name] for name in moments)
+    layout = rows_of(shape, group_size)
     per_group = (layout.rows, layout.groups) if len(shape) > 1 else (layout.groups,)
     k_one = EXPONENT_STEPS  # the exponent of an all-zero group: k = 1
     fields = {"step": Field((), torch.float32), "exp_avg": Field(shape, m_code.dtype)}
@@ -54,13 +81,13 @@ def state_fields(param: Tensor, group: dict[str, Any]) -> dict[str, Field]:
     fields["exp_avg_sq"] = Field(shape, v_code.dtype)
     if v_code.grouped:
         fields["exp_avg_sq_scale"] = Field(per_group, torch.int32, k_one if v_code.expanded else 0)
-    remainder = REMAINDER_DTYPE[resolve_master(group["master"], param.dtype)]
+    remainder = REMAINDER_DTYPE[master]
     if remainder is not None:
         fields["remainder"] = Field(shape, remainder)
     return fields
 
 
-def init_state(param: Tensor, group: dict[str, Any], offload: bool = False) -> dict[str, Tensor]:
+def init_state(param: Tensor, group: Mapping[str, Any], offload: bool = False) -> dict[str, Tensor]:
     """The state before the first step: both moments zero, the master equal to the parameter."""
     state = {}
     for name, field in state_fields(param, group).items():
@@ -71,29 +98,12 @@ def init_state(param: Tensor, group: dict[str, Any], offload: bool = False) -> d
     return state
 
 
-def check_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], index: Any) -> None:
-    """ValueError if a saved state does not fit `param`; its message says which tensor and what to do."""
-    fields = state_fields(param, group)
-    if set(saved) != set(fields):
-        raise ValueError(
-            f"saved optimizer state of parameter {index} has {sorted(saved)}, but moments={group['moments']!r} and "
-            f"master={group['master']!r} keep {sorted(fields)}; build overcoat.AdamW with the options it was saved with"
-        )
-    for name, field in fields.items():
-        value = saved[name]
-        if tuple(value.shape) != field.shape or value.dtype != field.dtype:
-            raise ValueError(
-                f"saved {name!r} of parameter {index} is {value.dtype} {tuple(value.shape)}, expected {field.dtype} "
-                f"{field.shape}; is this the state of another model, or of other options?"
-            )
-
-
-def restore_state(saved: dict[str, Any], param: Tensor, offload: bool = False) -> dict[str, Tensor]:
+def restore_state(saved: Mapping[str, Tensor], param: Tensor, offload: bool = False) -> dict[str, Tensor]:
     """A copy of a saved state, laid out as the parameter, every tensor with its own dtype and bits."""
     return {name: place_state(param, value, _home(name, param, offload)) for name, value in saved.items()}
 
 
-def is_elsewhere(state: dict[str, Tensor], param: Tensor, offload: bool = False) -> bool:
+def is_elsewhere(state: Mapping[str, Tensor], param: Tensor, offload: bool = False) -> bool:
     """Whether a state is not on the device of its parameter, or with offload the step count is not."""
     names = ("step",) if offload else tuple(state)
     return any(state[name].device != param.device for name in names)
@@ -103,7 +113,7 @@ def _home(name: str, param: Tensor, offload: bool) -> torch.device:
     return torch.device("cpu") if offload and name != "step" else param.device
 
 
-def bytes_to_offload(param: Tensor, group: dict[str, Any]) -> int:
+def bytes_to_offload(param: Tensor, group: Mapping[str, Any]) -> int:
     """Bytes of one parameter's state that offload keeps in this process' host memory, padding included."""
     fields = state_fields(param, group)
     sizes = [
@@ -112,3 +122,181 @@ def bytes_to_offload(param: Tensor, group: dict[str, Any]) -> int:
         if name != "step"
     ]
     return packed(sizes)[1]
+
+
+# ---- checks ----------------------------------------------------------------------------------------------
+
+
+def check_lr(lr: Any) -> None:
+    """ValueError if a learning rate is out of range; one on a GPU is not looked at, as the host would wait."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
+        if lr.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+    if not 0.0 <= lr < math.inf:
+        raise ValueError(f"lr {lr!r} must be a number >= 0")
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """ValueError if another option of a parameter group is out of range; codes and masters have checks of their own."""
+    eps, decay, betas = group["eps"], group["weight_decay"], group["betas"]
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas {betas!r} must be two numbers in [0, 1)")
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps {eps!r} must be a number >= 0")
+    if not 0.0 <= decay < math.inf:
+        raise ValueError(f"weight_decay {decay!r} must be a number >= 0")
+    if group["group_size"] not in GROUP_SIZES:
+        raise ValueError(f"group_size {group['group_size']!r} must be one of {', '.join(map(str, GROUP_SIZES))}")
+    if not isinstance(group["seed"], int):
+        raise ValueError(f"seed {group['seed']!r} must be an integer")
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise ValueError(f"{name}={group[name]!r} is torch.optim.AdamW's and not supported; leave it out")
+
+
+def check_format(group: Mapping[str, Any], number: int, before: Mapping[str, Any]) -> None:
+    """ValueError if an option by which the states of a group are read is not what it was before."""
+    for option in FORMAT_OPTIONS:
+        if group[option] != before[option]:
+            raise ValueError(
+                f"param_groups[{number}][{option!r}] is {group[option]!r}, but its states are kept under "
+                f"{before[option]!r}; set it back, or start anew after optimizer.state.clear()"
+            )
+
+
+def check_parameters(params: Sequence[Any], master: str) -> None:
+    """ValueError if a parameter, or (name, parameter), of a new group cannot be stepped."""
+    seen: set[int] = set()
+    for entry in params:
+        param = entry[1] if isinstance(entry, tuple) else entry
+        if isinstance(param, Tensor):  # for anything else torch has a message
+            if id(param) in seen:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is in its group twice and would be stepped twice; list "
+                    "every parameter once"
+                )
+            seen.add(id(param))
+            resolve_master(master, param.dtype)
+            check_placements(param)
+
+
+def check_state(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], index: Any, remedy: str) -> None:
+    """ValueError if a state does not fit `param`; its message says which tensor, and the remedy."""
+    fields = state_fields(param, group)
+    if state.keys() != fields.keys():
+        raise ValueError(
+            f"optimizer state of parameter {index} has {sorted(state)}, but a {param.dtype} parameter with "
+            f"moments={group['moments']!r} and master={group['master']!r} has {sorted(fields)}; {remedy}"
+        )
+    for name, (shape, dtype, _) in fields.items():
+        value = state[name]
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name!r} of parameter {index} is a {type(value).__name__}, expected a tensor; {remedy}")
+        if value.dtype != dtype or value.shape != shape:
+            raise ValueError(
+                f"{name!r} of parameter {index} is {value.dtype} {tuple(value.shape)}, expected {dtype} {shape}; "
+                f"{remedy}"
+            )
+
+
+def match_saved(
+    saved: dict[str, Any], groups: list[dict[str, Any]]
+) -> tuple[dict[Any, Any], list[tuple[Tensor, dict[str, Any]]]]:
+    """Sort a state dict's states: (what else its `state` holds, (parameter, its state) of all that have one).
+
+    Raises:
+        ValueError: a state was saved in another format than that of its group, by another optimizer or for another
+            model.
+    """
+    for group, saved_group in zip(groups, saved["param_groups"], strict=False):
+        for option in FORMAT_OPTIONS:
+            if option not in saved_group:
+                raise ValueError(
+                    f"the state has no {option!r} in its parameter groups: another optimizer saved it. Start "
+                    "overcoat.AdamW without a state, or go on with the optimizer that saved it"
+                )
+            old, new = saved_group[option], group[option]
+            if (tuple(old) if option == "moments" else old) != new:
+                raise ValueError(
+                    f"the state was saved with {option}={old!r}, this optimizer has {option}={new!r}; "
+                    f"build overcoat.AdamW(..., {option}={old!r}) to load it"
+                )
+    rest, found = dict(saved["state"]), []
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    owners = [(param, group) for group in groups for param in group["params"]]
+    for index, (param, group) in zip(indices, owners, strict=False):
+        state = rest.pop(index, None)
+        if state:  # reading `optimizer.state[param]` of a parameter without a state leaves an empty one
+            check_state(state, param, group, index, "is this the state of another model, or of other options?")
+            found.append((param, state))
+    return rest, found
+
+
+def make_plain(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Hook of `state_dict`: states as plain dictionaries; with offload copies, since later steps write to theirs."""
+    for index, state in saved["state"].items():
+        if isinstance(state, dict):
+            saved["state"][index] = {
+                name: copy_of(value) if optimizer.offload and isinstance(value, Tensor) else value
+                for name, value in state.items()
+            }
+
+
+# ---- dictionaries that notify before they change -----------------------------------------------------------
+# From step to step the optimizer keeps lists and device tables of all state tensors. But the states are the user's as
+# well, as with any torch optimizer: a tensor may be replaced, a state taken out, all moved to the host while something
+# else needs the GPU. The lists would not know, and keep the old tensors in memory. So every write notifies first.
+
+# Finds what is to be called before a write, `weakref.WeakMethod` of the optimizer's method; None once it is gone.
+FindListener = Callable[[], Optional[Callable[[], None]]]
+
+
+class NotifyingState(dict[str, Tensor]):
+    """The state of one parameter. Copied or pickled it is a plain dictionary."""
+
+    def __init__(self, values: Mapping[str, Tensor], listener: FindListener) -> None:
+        super().__init__(values)
+        self.listener = listener
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+class NotifyingStates(defaultdict[Any, Any]):
+    """What `optimizer.state` is: the states by parameter. Copied or pickled it is a plain defaultdict."""
+
+    def __init__(self, values: Mapping[Any, Any], listener: FindListener) -> None:
+        super().__init__(dict, values)
+        self.listener = listener
+
+    def set_quietly(self, param: Tensor, state: NotifyingState) -> None:
+        """Write without notifying: for the optimizer itself."""
+        defaultdict.__setitem__(self, param, state)
+
+    def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        return defaultdict(dict, self)
+
+    __copy__ = copy  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+
+def _notifying(kind: type, name: str) -> Any:
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        listener = self.listener()
+        if listener is not None:
+            listener()
+        return method(self, *args, **kwargs)
+
+    return write
+
+
+for _kind in (NotifyingState, NotifyingStates):
+    for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+        setattr(_kind, _name, _notifying(_kind, _name))

@@ -32,7 +32,7 @@ for name in launches:
     setattr(Plan, name, counted)
 
 
-def run(batch_bytes=None, broken=False, **options):
+def run(batch_bytes=None, broken=False, steps=3, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 40), nn.GELU(), nn.Linear(40, 16), nn.LayerNorm(16)).bfloat16()
     optimizer = AdamW(model.parameters(), lr=1e-2, **options)
@@ -40,7 +40,7 @@ def run(batch_bytes=None, broken=False, **options):
         release_gradients(model, optimizer, batch_bytes=batch_bytes)
     for name in launches:
         launches[name] = 0
-    for step in range(3):
+    for step in range(steps):
         if broken and step == 2:
             model[2].weight.register_hook(lambda grad: grad * torch.inf)
         x = torch.randn(5, 16, generator=torch.Generator().manual_seed(step)).bfloat16()
@@ -57,10 +57,10 @@ def same_bits(left, right):
                for a, b in zip(left, right, strict=True))
 
 
-def check(expected, found, foreseen):
+def check(expected, found, prepared):
     assert same_bits(expected[2], found[2])
     torch.testing.assert_close(expected[1].grad_norm, found[1].grad_norm, rtol=1e-6, atol=0)
-    if foreseen:  # two batches a step: the first step's count for themselves, later ones are foreseen
+    if prepared:  # two batches a step: the first step's count for themselves, later ones are prepared
         assert launches == {"step": 2, "launch": 4}, launches
     else:  # chunks of pieces, more than there are steps
         assert launches["step"] == 0, launches
@@ -82,7 +82,7 @@ assert moved == [False, False, True, False, False, False]
 
 # States that are cleared are freed at once, with all that was made of them for the kernels.
 for options in ({}, {"batch_bytes": 900}, {"batch_bytes": 900, **offload}, offload):
-    model, optimizer = run(**options)[:2]
+    model, optimizer = run(steps=2, **options)[:2]
     old = [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
     gc.disable()
     optimizer.state.clear()

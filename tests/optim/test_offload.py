@@ -6,14 +6,22 @@ import io
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from overcoat import AdamW, memory, release_gradients
-from overcoat.optim.pieces import states_of
+from overcoat.host import ALIGNMENT, packed
+from overcoat.kernels.adamw import rows_of
+from overcoat.optim.offload import cut, states_of
+from overcoat.optim.state import STATE_LISTS, init_state
+from overcoat.optim.step import StepTensors
 from tests.optim.harness import SHAPES, assert_same_bits, make_params, set_grads, snapshot, train
 from tests.waits import waiting_is_an_error
 
 # One row of the widest matrix takes up to 1600 bytes: many chunks, larger parameters cut.
 SMALL = 3 * 2048
+
+
 KINDS = {
     "8bit": {},
     "fp8": {"moments": "fp8", "master": "bf16+16"},
@@ -32,8 +40,7 @@ def make(device, dtype=torch.bfloat16, offloaded=True, shapes=SHAPES, seed=0, bu
 
 
 def chunks_of(optimizer):
-    return [chunk for roster in optimizer._rosters.values() for bucket, _ in roster.parts
-            for chunk in bucket.streamed.chunks]  # fmt: skip
+    return [chunk for groups in optimizer._step_groups.values() for group, _ in groups.parts for chunk in group.chunks]
 
 
 @pytest.mark.parametrize("buffer", [SMALL, 2**20])
@@ -65,10 +72,10 @@ def test_chunks_copy_nothing_of_each_other(kind, dtype, device):
     params, optimizer = make(device, dtype, **KINDS[kind])
     train(params, optimizer, 1)
     owner = {}
-    for roster in optimizer._rosters.values():
-        for bucket, _ in roster.parts:
-            whole = states_of(bucket.streamed.arguments)
-            for chunk in bucket.streamed.chunks:
+    for groups in optimizer._step_groups.values():
+        for group, _ in groups.parts:
+            whole = states_of(group.tensors)
+            for chunk in group.chunks:
                 for piece in chunk.pieces:
                     for of in whole.values():
                         owner.update(dict.fromkeys(extent(piece.of(of[piece.owner])), chunk))
@@ -97,13 +104,6 @@ def test_a_small_model_does_not_take_the_whole_buffer():
     (staging,) = optimizer._staging.values()
     assert staging.size < 2000
     assert len(chunks_of(optimizer)) == 2  # one for each group
-
-
-def test_a_parameter_is_copied_at_once_when_it_fits(device):
-    params, optimizer = make(device, shapes=[(16, 384)], buffer=2**20)
-    train(params, optimizer, 1)
-    (chunk,) = chunks_of(optimizer)
-    assert len(chunk.spans) == 1
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["into offloaded", "out of offloaded"])
@@ -139,15 +139,6 @@ def test_a_state_dict_stays_as_it_was(device):
     assert not torch.equal(optimizer.state_dict()["state"][2]["exp_avg"], before[2]["exp_avg"])
 
 
-def test_copies_go_on_alike(device):
-    params, optimizer = make(device)
-    train(params, optimizer, 1)
-    twins, twin = copy.deepcopy((params, optimizer))
-    for run in ((params, optimizer), (twins, twin)):
-        train(*run, 2, first=1)
-    assert_same_bits(snapshot(params, optimizer), snapshot(twins, twin))
-
-
 def test_non_contiguous_parameters(device):
     start = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).to(device)
     runs = []
@@ -158,17 +149,6 @@ def test_non_contiguous_parameters(device):
         assert not param.is_contiguous()
         runs.append(snapshot([param], optimizer))
     assert_same_bits(*runs)
-
-
-def test_skipped_steps_change_nothing(device):
-    params, optimizer = make(device)
-    train(params, optimizer, 2)
-    before = snapshot(params, optimizer)
-    set_grads(params, 2)
-    params[4].grad[1, 77] = torch.inf
-    optimizer.step()
-    assert_same_bits(before, snapshot(params, optimizer))
-    assert optimizer.skipped_steps.item() == 1
 
 
 def test_grad_scaler(device):
@@ -209,23 +189,57 @@ def test_parameters_added_later_may_be_larger():
     assert optimizer.state[late]["step"] == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"offload": "cpu"}, "offload 'cpu'"),
-        ({"offload": True, "offload_buffer": 0}, "offload_buffer 0"),
-        ({"offload": True, "offload_buffer": 1.5e8}, "offload_buffer 150000000.0"),
-        ({"offload": True, "offload_buffer": True}, "offload_buffer True"),
-    ],
-)
-def test_wrong_options_are_named(options, words):
-    with pytest.raises(ValueError, match=words):
-        AdamW(make_params(), **options)
+# ---- pieces ----------------------------------------------------------------------------------------------
 
 
-def test_a_buffer_too_small_for_a_row_is_named():
+PIECES = [(), (1,), (300,), (6, 1), (3, 128), (40, 200), (6, 3, 3, 5), (0, 7), (2, 0), (1, 640)]
+
+
+def tensors_of(moments=("sqrt8", "log8"), group_size=128):
+    """Parameters of all shapes; states hold the running number of their byte, so that each can be told."""
+    params = [torch.zeros(shape, dtype=torch.bfloat16) for shape in PIECES]
+    options = {"moments": moments, "group_size": group_size, "master": "auto"}
+    states = [init_state(param, options) for param in params]
+    lists = {name: [state[key] for state in states] if key in states[0] else [] for name, key in STATE_LISTS.items()}
+    tensors = StepTensors(params, lists, list(range(len(params))), [0] * len(params), group_size, {})
+    for of in states_of(tensors).values():
+        for tensor in of:
+            flat = tensor.view(-1).view(torch.uint8)
+            flat.copy_(torch.arange(flat.numel()) % 251)
+    return tensors
+
+
+@given(size=st.integers(3000, 40_000), group_size=st.sampled_from([16, 128]))
+def test_chunks_hold_everything_once_in_order_and_fit(size, group_size):
+    whole = tensors_of(("e4m3x", "bf16"), group_size)
+    chunks = list(cut(whole, size))
+    lists = states_of(whole)
+    for pieces in chunks:
+        taken = [piece.of(of[piece.owner]).nbytes for piece in pieces for of in lists.values()]
+        assert packed(taken)[1] <= size
+    for owner, param in enumerate(whole.params):
+        pieces = [piece for chunk in chunks for piece in chunk if piece.owner == owner]
+        for of in (*lists.values(), whole.params):
+            parts = [piece.of(of[owner]).reshape(-1) for piece in pieces]
+            expected = of[owner].reshape(-1)
+            assert torch.equal(torch.cat([*parts, expected[:0]]).view(torch.uint8), expected.view(torch.uint8))
+        for piece in pieces:
+            assert param.dim() > 1 or piece.first_element % group_size == 0
+            assert piece.first_group == piece.start * (
+                rows_of(param.shape, group_size).groups if param.dim() > 1 else 1
+            )
+
+
+def test_what_fits_is_one_chunk():
+    whole = tensors_of()
+    size = packed([tensor.nbytes for of in states_of(whole).values() for tensor in of])[1]
+    assert len(list(cut(whole, size))) == 1
+    assert len(list(cut(whole, size - ALIGNMENT))) == 2
+
+
+def test_a_row_that_does_not_fit_is_an_error_that_names_the_remedy():
     params, optimizer = make("cpu", buffer=300)
-    with pytest.raises(ValueError, match="offload_buffer"):
+    with pytest.raises(ValueError, match=r"shape \(3, 128\).*raise offload_buffer"):
         train(params, optimizer, 1)
 
 

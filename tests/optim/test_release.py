@@ -75,13 +75,13 @@ def same_bits(left, right):
     return len(left) == len(right) and all(torch.equal(bits(a), bits(b)) for a, b in zip(left, right))
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize(("reentrant", "batch_bytes"), [(None, 1), (False, 3000), (True, 2**25)])
 @pytest.mark.parametrize(("dtype", "moments"), [(torch.bfloat16, "8bit"), (torch.float32, "fp8")])
-def test_released_steps_equal_ordinary_ones_bit_for_bit(dtype, moments, reentrant):
+def test_released_steps_equal_ordinary_ones_bit_for_bit(dtype, moments, reentrant, batch_bytes, device):
     """With tied weights, two parameter groups, a schedule, and checkpointing of both kinds."""
-    released, optimizer = make_pair(dtype, Tied(reentrant), moments=moments)
-    plain, ordinary = make_pair(dtype, Tied(reentrant), moments=moments)
-    release_gradients(released, optimizer)
+    released, optimizer = make_pair(dtype, Tied(reentrant).to(device), moments=moments)
+    plain, ordinary = make_pair(dtype, Tied(reentrant).to(device), moments=moments)
+    release_gradients(released, optimizer, batch_bytes=batch_bytes)
     train(released, optimizer)
     train(plain, ordinary)
     assert same_bits(snapshot(released, optimizer), snapshot(plain, ordinary))
@@ -119,21 +119,6 @@ def test_gradients_alive_are_bounded(reentrant, batch_bytes):
         assert (most > 0) == (batch_bytes > 1)
         optimizer.step()
         seen.clear()
-
-
-def test_loading_a_state_while_released_takes_its_learning_rate_too():
-    model, optimizer = make_pair()
-    plain, ordinary = make_pair()
-    release_gradients(model, optimizer)
-    train(plain, ordinary, 2)
-    train(model, optimizer, 1)
-    model.load_state_dict(plain.state_dict())
-    optimizer.load_state_dict(ordinary.state_dict())
-    for m, o in ((model, optimizer), (plain, ordinary)):
-        loss_of(m, 2).backward()
-        o.step()
-        o.zero_grad()
-    assert same_bits(snapshot(model, optimizer), snapshot(plain, ordinary))
 
 
 def test_remove_gives_back_the_ordinary_step():
@@ -175,47 +160,6 @@ def test_parameters_that_outlive_model_and_optimizer_keep_their_gradients():
     gc.collect()
     weight.sum().backward()
     assert torch.equal(weight.grad, torch.ones_like(weight))
-
-
-def test_a_non_finite_gradient_skips_its_own_parameter_only():
-    model, optimizer = make_pair()
-    release_gradients(model, optimizer)
-    train(model, optimizer, 1)
-    before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state[model.norm.weight])
-    model.norm.weight.register_hook(lambda grad: grad * torch.inf)
-    loss_of(model, 1).backward()
-    optimizer.step()
-    assert torch.equal(model.norm.weight, before.norm.weight)
-    assert all(torch.equal(optimizer.state[model.norm.weight][name], value) for name, value in state.items())
-    assert not torch.equal(model.head.weight, before.head.weight)
-    assert not torch.equal(model.norm.bias, before.norm.bias)
-    assert optimizer.skipped_steps == 1
-
-
-def test_closure_and_frozen_parameters():
-    model, optimizer = make_pair()
-    model.norm.requires_grad_(False)
-    release_gradients(model, optimizer)
-    before = model.norm.weight.clone()
-
-    def closure():
-        loss = loss_of(model, 0)
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(15)]
-    assert losses[-1] < losses[0]
-    assert torch.equal(model.norm.weight, before)
-
-
-@pytest.mark.parametrize("batch_bytes", [1, 3000, 2**25])
-def test_any_size_of_batches_gives_the_same_bits(batch_bytes, device):
-    runs = [make_pair(model=Tied().to(device)) for _ in range(2)]
-    release_gradients(*runs[0], batch_bytes=batch_bytes)
-    for run in runs:
-        train(*run, 5)
-    assert same_bits(snapshot(*runs[0]), snapshot(*runs[1]))
-    torch.testing.assert_close(runs[0][1].grad_norm, runs[1][1].grad_norm, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
@@ -266,6 +210,52 @@ def test_gradients_of_a_backward_pass_that_failed(then):
     optimizer.step()
     assert optimizer.state[model.norm.bias]["step"] == (3 if then == "step" else 2)
     assert optimizer.state[model.head.weight]["step"] == 2
+
+
+def test_a_non_finite_gradient_skips_its_own_parameter_only():
+    model, optimizer = make_pair()
+    release_gradients(model, optimizer)
+    train(model, optimizer, 1)
+    before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state[model.norm.weight])
+    model.norm.weight.register_hook(lambda grad: grad * torch.inf)
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert torch.equal(model.norm.weight, before.norm.weight)
+    assert all(torch.equal(optimizer.state[model.norm.weight][name], value) for name, value in state.items())
+    assert not torch.equal(model.head.weight, before.head.weight)
+    assert not torch.equal(model.norm.bias, before.norm.bias)
+    assert optimizer.skipped_steps == 1
+    assert not optimizer.grad_norm.isfinite()
+
+
+def test_step_groups_are_kept_for_the_same_batches():
+    model, optimizer = make_pair()
+    handle = release_gradients(model, optimizer, batch_bytes=8000)
+    train(model, optimizer, 1)
+    first = dict(handle.step_groups)
+    train(model, optimizer, 1)
+    assert handle.step_groups == first
+    assert len(first) > 2
+    assert handle.used == {}
+    model.norm.weight.data = model.norm.weight.data.clone()
+    before = model.norm.weight.detach().clone()
+    train(model, optimizer, 1)
+    assert sum(handle.step_groups[key] is not step_group for key, step_group in first.items()) == 1
+    assert not torch.equal(model.norm.weight, before)
+    model.norm.requires_grad_(False)
+    train(model, optimizer, 1)
+    assert handle.step_groups.keys() != first.keys()  # those that were not used are dropped
+    norm = optimizer.grad_norm
+    optimizer.step()
+    assert optimizer.grad_norm is norm  # nothing new to report
+
+
+def test_unchecked_gradients_have_no_norm():
+    model, optimizer = make_pair(check_finite=False)
+    release_gradients(model, optimizer)
+    train(model, optimizer, 1)
+    assert optimizer.grad_norm is None
+    assert optimizer.state[model.norm.bias]["step"] == 1
 
 
 # ---- refusals: each names the reason, and nothing has changed -------------------------------------------
@@ -328,11 +318,17 @@ def test_the_whole_model_checkpointed_is_not_taken_for_accumulation():
 
 
 def test_clipping_is_refused():
-    model, optimizer = make_pair()
+    model, optimizer = make_pair(clip_grad_norm=1.0)
+    with pytest.raises(ValueError, match=r"clip_grad_norm=1.0.*global norm"):
+        release_gradients(model, optimizer)
+    optimizer.clip_grad_norm = None
     release_gradients(model, optimizer)
     loss_of(model, 0).backward()
     with pytest.raises(ValueError, match="global norm"):
         optimizer.step(clip_grad_norm=1.0)
+    optimizer.clip_grad_norm = 1.0
+    with pytest.raises(ValueError, match="global norm"):
+        optimizer.step()
 
 
 def test_grad_scaler_is_refused():
@@ -370,6 +366,18 @@ def test_what_cannot_be_released_is_named():
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
+def test_copies_of_handle_and_optimizer_are_not_in_force():
+    model, optimizer = make_pair()
+    handle = release_gradients(model, optimizer)
+    train(model, optimizer, 1)
+    copy.deepcopy(handle).remove()
+    assert copy.deepcopy(optimizer).release is None
+    assert optimizer.release is handle
+    handle.remove()
+    handle.remove()
+    assert optimizer.release is None
+
+
 def test_a_weight_of_two_released_models_is_named():
     model, optimizer = make_pair()
     other, second = make_pair()
@@ -379,23 +387,6 @@ def test_a_weight_of_two_released_models_is_named():
     release_gradients(other, second)
     with pytest.raises(ValueError, match=r"the gradient of 'norm\.weight' is gone"):
         loss_of(model, 0).backward()
-
-
-def test_a_copied_handle_does_nothing():
-    model, optimizer = make_pair()
-    handle = release_gradients(model, optimizer)
-    copy.deepcopy(handle).remove()
-    assert optimizer.release is handle
-    handle.remove()
-    handle.remove()
-    assert optimizer.release is None
-
-
-def test_a_copied_optimizer_is_not_released():
-    model, optimizer = make_pair()
-    release_gradients(model, optimizer)
-    train(model, optimizer, 1)
-    assert copy.deepcopy(optimizer).release is None
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -416,7 +407,7 @@ def test_a_copied_model_is_not_released_and_holds_no_optimizer(copied):
 
 
 def test_a_loaded_state_is_the_only_one():
-    """The buckets of the last backward pass let go of the states that were replaced."""
+    """The step groups of the last backward pass let go of the states that were replaced."""
     model, optimizer = make_pair()
     release_gradients(model, optimizer)
     train(model, optimizer, 2)
@@ -476,7 +467,7 @@ def test_the_host_never_waits(batch_bytes):
 
 @pytest.mark.gpu
 def test_a_non_finite_gradient_on_the_gpu_skips_its_own_parameter_only():
-    """Also where its step was foreseen: it is not counted."""
+    """Also where its step was prepared: it is not counted."""
     model, optimizer = make_pair(model=Tied().cuda())
     release_gradients(model, optimizer)
     train(model, optimizer, 3)

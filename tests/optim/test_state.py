@@ -1,13 +1,23 @@
-"""What is kept for a parameter: its tensors by name, their first values, checking, copies, devices, bytes."""
+"""What is kept for a parameter: its tensors, first values, checks; state dicts; and states that others write to."""
 
+import collections
+import copy
+import gc
 import math
+import pickle
+import weakref
 
 import pytest
 import torch
+from torch import nn
 
+from overcoat import AdamW, release_gradients
 from overcoat.formats.moments import MOMENT_CODES
 from overcoat.optim.state import (
+    STATE_LISTS,
     Field,
+    NotifyingState,
+    NotifyingStates,
     bytes_to_offload,
     check_state,
     init_state,
@@ -15,7 +25,7 @@ from overcoat.optim.state import (
     restore_state,
     state_fields,
 )
-from tests.optim.harness import assert_same_bits
+from tests.optim.harness import assert_same_bits, make_params, snapshot, train
 
 K_ONE = 16  # k = 1, in sixteenths
 
@@ -24,13 +34,15 @@ def options(moments=("sqrt8", "log8"), group_size=128, master="auto"):
     return {"moments": moments, "group_size": group_size, "master": master}
 
 
-def test_every_moment_code_has_a_state():
+def test_lists_name_every_tensor_that_a_state_can_have():
+    kept = set()
     for name, code in MOMENT_CODES.items():
-        w = torch.nn.Parameter(torch.randn(2, 130))
-        moments = ("sqrt8", name) if name == "log8" else (name, name)
-        state = init_state(w, {"moments": moments, "group_size": 128, "master": "auto"})
+        moments = ("sqrt8" if name == "log8" else name, name)
+        state = init_state(torch.zeros(2, 130).bfloat16(), options(moments))
         assert state["exp_avg_sq"].dtype == code.dtype
         assert (state["exp_avg_sq"].float() == 0).all()
+        kept |= state.keys()
+    assert kept == set(STATE_LISTS.values())
 
 
 def test_fields_of_a_matrix_by_hand():
@@ -66,24 +78,6 @@ def test_plain_moments_have_no_groups_and_whole_masters_no_remainder(moments, ma
     }
 
 
-@pytest.mark.parametrize(
-    ("shape", "per_group"),
-    [
-        ((), (1,)),
-        ((1,), (1,)),
-        ((300,), (3,)),
-        ((0,), (0,)),
-        ((6, 3, 3, 5), (6, 1)),
-        ((0, 7), (0, 1)),
-        ((2, 0), (2, 0)),
-    ],
-)
-def test_groups_of_awkward_shapes(shape, per_group):
-    fields = state_fields(torch.zeros(shape), options())
-    assert fields["exp_avg"].shape == fields["exp_avg_sq"].shape == shape
-    assert fields["exp_avg_amax"].shape == fields["exp_avg_sq_scale"].shape == per_group
-
-
 @pytest.mark.parametrize("moments", [("sqrt8", "log8"), ("e4m3x", "e4m3x"), ("de8x", "e5m2"), ("bf16", "fp32")])
 @pytest.mark.parametrize("shape", [(), (300,), (4, 200), (0, 7)])
 def test_a_new_state_has_the_fields_and_their_first_values(moments, shape):
@@ -94,7 +88,7 @@ def test_a_new_state_has_the_fields_and_their_first_values(moments, shape):
     for name, value in state.items():
         assert (tuple(value.shape), value.dtype) == (fields[name].shape, fields[name].dtype)
         assert (value.float() == fields[name].fill).all()
-    check_state(state, param, group, 0)
+    check_state(state, param, group, 0, "")
 
 
 def test_offload_keeps_all_but_the_step_count_in_host_memory():
@@ -116,31 +110,24 @@ def test_whether_a_state_is_elsewhere():
     assert is_elsewhere(offloaded, there, False)
 
 
-# ---- saved states ---------------------------------------------------------------------------------------
-
-
-def test_other_tensors_than_the_options_keep_are_named():
-    param = torch.zeros(4, 200, dtype=torch.bfloat16)
-    saved = init_state(param, options())
-    for wrong in ({**saved, "max_exp_avg_sq": saved["exp_avg_sq"]}, {k: saved[k] for k in saved if k != "remainder"}):
-        with pytest.raises(ValueError, match=r"parameter 5 has \[.*moments=\('sqrt8', 'log8'\) and master='auto' keep"):
-            check_state(wrong, param, options(), 5)
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("change", "words"),
     [
-        ("exp_avg", torch.zeros(4, 201, dtype=torch.int8), r"'exp_avg' of parameter 5 is torch.int8 \(4, 201\)"),
-        ("exp_avg", torch.zeros(4, 200, dtype=torch.uint8), r"expected torch.int8 \(4, 200\)"),
-        ("exp_avg_sq_scale", torch.zeros(4, 13, dtype=torch.int32), r"expected torch.int32 \(4, 2\)"),
-        ("step", torch.zeros(1), r"'step' of parameter 5 is torch.float32 \(1,\), expected torch.float32 \(\)"),
+        ({"max_exp_avg_sq": torch.zeros(3)}, r"parameter 5 has \[.*moments=\('sqrt8', 'log8'\) and master='auto' has"),
+        ({"remainder": None}, r"parameter 5 has \[.*do this"),
+        ({"exp_avg": torch.zeros(4, 201, dtype=torch.int8)}, r"'exp_avg' of parameter 5 is torch.int8 \(4, 201\)"),
+        ({"exp_avg": torch.zeros(4, 200, dtype=torch.uint8)}, r"expected torch.int8 \(4, 200\); do this"),
+        ({"exp_avg_sq_scale": torch.zeros(4, 13, dtype=torch.int32)}, r"expected torch.int32 \(4, 2\)"),
+        ({"step": torch.zeros(1)}, r"'step' of parameter 5 is torch.float32 \(1,\), expected torch.float32 \(\)"),
+        ({"step": 3}, "'step' of parameter 5 is a int, expected a tensor"),
     ],
 )
-def test_a_tensor_of_another_shape_or_dtype_is_named(name, value, words):
+def test_what_does_not_fit_is_named(change, words):
     param = torch.zeros(4, 200, dtype=torch.bfloat16)
-    saved = {**init_state(param, options()), name: value}
+    state = {**init_state(param, options()), **change}
+    state = {name: value for name, value in state.items() if value is not None}
     with pytest.raises(ValueError, match=words):
-        check_state(saved, param, options(), 5)
+        check_state(state, param, options(), 5, "do this")
 
 
 def test_a_restored_state_is_a_contiguous_copy_of_the_same_bits():
@@ -168,9 +155,6 @@ def test_a_restored_state_goes_where_the_parameter_is():
     assert {name for name, value in restored.items() if value.device.type == "meta"} == {"step"}
 
 
-# ---- bytes ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shape", "moments", "sizes"),
     [
@@ -187,3 +171,298 @@ def test_bytes_to_offload_by_hand(shape, moments, sizes):
     assert bytes_to_offload(param, options(moments)) == sum(sizes)
     state = init_state(param, options(moments))
     assert sum(math.ceil(value.nbytes / 16) * 16 for name, value in state.items() if name != "step") == sum(sizes)
+
+
+# ---- state dicts: torch's hooks see whole states, before and after, and may change them -----------------------
+
+
+SHAPES = [(300,), (4, 200), (3, 128)]
+
+
+FIELDS = {"step", "exp_avg", "exp_avg_amax", "exp_avg_sq", "exp_avg_sq_scale", "remainder"}
+
+
+def trained(steps=2, **options):
+    params = make_params(torch.bfloat16, SHAPES)
+    optimizer = AdamW(params, lr=1e-2, **options)
+    train(params, optimizer, steps)
+    return params, optimizer
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_hooks_see_whole_states(offload):
+    _, optimizer = trained(offload=offload)
+    other = AdamW(make_params(torch.bfloat16, SHAPES), offload=offload)
+    seen = {}
+
+    def look(name):
+        def hook(of, state_dict=None):
+            states = of.state if state_dict is None else state_dict["state"]
+            seen[name] = [set(state) for state in states.values()]
+
+        return hook
+
+    optimizer.register_state_dict_pre_hook(look("before saving"))
+    optimizer.register_state_dict_post_hook(look("saved"))
+    other.register_load_state_dict_pre_hook(look("to load"))
+    other.register_load_state_dict_post_hook(look("loaded"))
+    other.load_state_dict(optimizer.state_dict())
+    assert seen == {name: [FIELDS] * 3 for name in ("before saving", "saved", "to load", "loaded")}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_hooks_may_change_what_is_saved_and_loaded(offload):
+    _, optimizer = trained(offload=offload)
+    plain = optimizer.state_dict()
+    optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "state": {}, "packed": saved["state"]})
+    packed = optimizer.state_dict()
+    assert packed["state"] == {}
+    others = make_params(torch.bfloat16, SHAPES)
+    other = AdamW(others, offload=offload)
+    other.register_load_state_dict_pre_hook(lambda _, saved: {**saved, "state": saved["packed"]})
+    other.register_load_state_dict_post_hook(lambda of: of.state[others[0]]["step"].add_(5))
+    other.load_state_dict(packed)
+    for (index, state), loaded in zip(plain["state"].items(), other.state.values()):
+        assert_same_bits([state["step"] + (5 if index == 0 else 0)], [loaded["step"]])
+        names = FIELDS - {"step"}
+        assert_same_bits([state[name] for name in names], [loaded[name] for name in names])
+    train(others, other, 1)
+    assert other.state[others[0]]["step"] == 8
+
+
+def test_hooks_of_ours_do_not_stay():
+    _, optimizer = trained()
+    hooks = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="another optimizer"):
+        optimizer.load_state_dict(torch.optim.AdamW(make_params()).state_dict())
+    assert not any(getattr(optimizer, f"_optimizer_{name}_hooks") for name in hooks)
+
+
+def test_a_refused_state_dict_changes_nothing():
+    params, optimizer = trained()
+    before, saved = snapshot(params, optimizer), optimizer.state_dict()
+    for spoil in (
+        lambda spoilt: spoilt["state"][1].pop("remainder"),
+        lambda spoilt: spoilt["param_groups"].append(spoilt["param_groups"][0]),
+        lambda spoilt: spoilt["param_groups"][0]["params"].pop(),
+    ):
+        spoilt = copy.deepcopy(saved)
+        spoil(spoilt)
+        with pytest.raises(ValueError, match=r"remainder|parameter group"):
+            optimizer.load_state_dict(spoilt)
+        assert_same_bits(before, snapshot(params, optimizer))
+
+
+def test_a_state_that_was_only_asked_for_is_none():
+    """`optimizer.state[param]` leaves an empty dictionary, as in torch."""
+    params = make_params(torch.bfloat16, SHAPES)
+    optimizer = AdamW(params)
+    assert optimizer.state[params[0]] == {}
+    saved = optimizer.state_dict()
+    assert saved["state"] == {0: {}}
+    train(params, optimizer, 1)
+    optimizer.load_state_dict(saved)
+    assert not any(optimizer.state.values())
+    train(params, optimizer, 1)
+    assert optimizer.state[params[0]]["step"] == 1
+
+
+def test_what_others_keep_in_the_state_is_kept():
+    _, optimizer = trained()
+    saved = optimizer.state_dict()
+    saved["state"]["averaged"] = {"since": 3}
+    optimizer.load_state_dict(saved)
+    assert optimizer.state["averaged"] == {"since": 3}
+    assert optimizer.state_dict()["state"]["averaged"] == {"since": 3}
+
+
+# ---- states are the user's: what is taken out or replaced is freed at once ----------------------------------
+
+
+def clear_all(optimizer):
+    optimizer.state.clear()
+
+
+def clear_each(optimizer):
+    for state in optimizer.state.values():
+        state.clear()
+
+
+def delete_each(optimizer):
+    for param in list(optimizer.state):
+        del optimizer.state[param]
+
+
+def copy_each(optimizer):
+    """As trainers do that take the states to the host while something else needs the GPU."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.clone()
+
+
+def take_out(optimizer):
+    while optimizer.state:
+        optimizer.state.popitem()
+
+
+def tensors_of(optimizer):
+    return [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
+
+
+def released_model(device, **options):
+    model = nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 8)).to(device, torch.bfloat16)
+    optimizer = AdamW(model.parameters(), **options)
+    release_gradients(model, optimizer, batch_bytes=500)
+    return model, optimizer
+
+
+def released_step(model, optimizer):
+    model(torch.ones(2, 16, device=next(model.parameters()).device, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("disturb", [clear_all, clear_each, delete_each, copy_each, take_out])
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_is_taken_out_is_freed_at_once(disturb, offload, device):
+    params = make_params(torch.bfloat16, SHAPES, device=device)
+    optimizer = AdamW(params, offload=offload)
+    train(params, optimizer, 2)
+    optimizer.state_dict()
+    old = tensors_of(optimizer)
+    assert len(old) == 18
+    gc.disable()  # not only when cycles are collected
+    try:
+        disturb(optimizer)
+        assert not any(tensor() is not None for tensor in old)
+    finally:
+        gc.enable()
+    train(params, optimizer, 1)
+    steps = [state["step"].item() for state in optimizer.state.values()]
+    assert steps == [3 if disturb is copy_each else 1] * 3
+
+
+@pytest.mark.parametrize("disturb", [clear_all, clear_each, delete_each, copy_each, take_out])
+def test_released_gradients_let_go_as_well(disturb, device):
+    model, optimizer = released_model(device)
+    for _ in range(3):
+        released_step(model, optimizer)
+    old = tensors_of(optimizer)
+    disturb(optimizer)
+    assert not any(tensor() is not None for tensor in old)
+    released_step(model, optimizer)
+    steps = [state["step"].item() for state in optimizer.state.values()]
+    assert steps == [4 if disturb is copy_each else 1] * 4
+
+
+def test_a_write_between_backward_and_step_loses_no_count(device):
+    model, optimizer = released_model(device)
+    for _ in range(2):
+        released_step(model, optimizer)
+    model(torch.ones(2, 16, device=device, dtype=torch.bfloat16)).sum().backward()
+    copy_each(optimizer)
+    optimizer.step()
+    assert optimizer.grad_norm > 0
+    released_step(model, optimizer)
+    assert [state["step"].item() for state in optimizer.state.values()] == [4] * 4
+
+
+def test_every_write_notifies_and_reading_does_not():
+    writes = [
+        lambda state: state.__setitem__("a", 2),
+        lambda state: state.update(a=3),
+        lambda state: state.setdefault("b", 4),
+        lambda state: state.pop("b"),
+        lambda state: state.__ior__({"c": 5}),
+        lambda state: state.popitem(),
+        lambda state: state.__delitem__("a"),
+        lambda state: state.clear(),
+    ]
+    for kind in (NotifyingState, NotifyingStates):
+        told = []
+        state = kind({"a": 1}, lambda: lambda: told.append(True))  # noqa: B023
+        expected = {"a": 1}
+        for count, write in enumerate(writes):
+            assert len(told) == count
+            write(state)
+            write(expected)
+            assert state == expected
+        before = len(told)
+        assert state.get("a") is None
+        assert list(state.values()) == []
+        assert len(told) == before
+
+
+def test_copies_are_plain_dictionaries():
+    state = NotifyingState({"step": torch.ones(())}, lambda: None)
+    for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert type(twin) is dict
+        assert twin["step"] == 1
+    states = NotifyingStates({1: {"a": 2}}, lambda: None)
+    for twin in (copy.copy(states), copy.deepcopy(states), pickle.loads(pickle.dumps(states)), states.copy()):
+        assert type(twin) is collections.defaultdict
+        assert twin == {1: {"a": 2}}
+        assert twin["new"] == {}
+
+
+def test_states_given_to_another_optimizer_are_watched_by_that_one():
+    params = make_params(torch.bfloat16, SHAPES)
+    first, second = AdamW(params), AdamW(params)
+    train(params, first, 1)
+    second.state = first.state
+    train(params, second, 1)
+    old = second.state[params[1]]["exp_avg_sq"]
+    second.state[params[1]]["exp_avg_sq"] = torch.full_like(old, 9)
+    twins, twin = copy.deepcopy((params, second))
+    train(params, second, 1, first=5)
+    train(twins, twin, 1, first=5)
+    assert all(map(torch.equal, params, twins))
+
+
+def test_the_dictionary_stays_the_same_object():
+    """Wrappers around an optimizer hold on to its `state`."""
+    params = make_params(torch.bfloat16, SHAPES)
+    optimizer = AdamW(params)
+    state = optimizer.state
+    train(params, optimizer, 2)
+    assert optimizer.state is state
+    state.clear()
+    train(params, optimizer, 1)
+    assert optimizer.state is state
+    assert all(state[p]["step"] == 1 for p in params)
+
+
+def test_an_optimizer_is_freed_without_the_cycle_collector():
+    params = make_params(torch.bfloat16, SHAPES)
+    optimizer = AdamW(params)
+    train(params, optimizer, 2)
+    old, state = tensors_of(optimizer), optimizer.state
+    gc.disable()
+    try:
+        del optimizer
+        del state
+        assert not any(tensor() is not None for tensor in old)
+    finally:
+        gc.enable()
+
+
+def test_a_step_that_fails_holds_no_gradients(monkeypatch):
+    """Out of memory, say: whoever catches it and frees the gradients has them freed."""
+    params = make_params(torch.bfloat16, SHAPES)
+    optimizer = AdamW(params, lr=1e-2)
+    train(params, optimizer, 1)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdamW, "_gradient_factor", fail)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        gradients = [weakref.ref(param.grad.untyped_storage()) for param in params]
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    assert not any(gradient() for gradient in gradients)
+    train(params, optimizer, 1)

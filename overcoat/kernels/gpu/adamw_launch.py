@@ -1,10 +1,10 @@
 """Launching the fused AdamW step: the CUDA face of `overcoat::adamw_step_`.
 
-A `Plan` holds what stays the same from step to step: the device tables of addresses and tiles. Who steps the same
-parameters again and again keeps it (`optim.bucket`); the op itself finds it again by the addresses of all its tensors.
+A `Plan` holds what stays the same from step to step: the device tables of addresses and tiles. The optimizer keeps it
+(`optim.step`); the op itself finds it again by the addresses of all its tensors.
 
 `skip` may be one flag for all or one per tensor. The kernels read a single flag, so a tensor that is skipped alone gets
-another row of the table: no groups, and a step counter that nobody reads.
+another row of the table: no groups, and a dummy step counter.
 
 Legend: T tensors.
 """
@@ -24,12 +24,13 @@ from torch import Tensor
 from overcoat.formats import de8
 from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import RANDOM_BITS
-from overcoat.formats.moments import MOMENT_CODES, range_log2
-from overcoat.kernels.adamw import adamw_step_, rows_of, step_coefficients
-from overcoat.kernels.gpu.adamw import FIELDS, adamw_kernel, clear_weight_amax_kernel, count_steps_kernel
+from overcoat.formats.moments import range_log2
+from overcoat.kernels.adamw import Hyper, adamw_step_, rows_of
+from overcoat.kernels.gpu.adamw import FIELDS, adamw_kernel
+from overcoat.kernels.gpu.adamw_counters import StepScalars, Table, scalars_of
 from overcoat.kernels.gpu.multi_tensor import TRITON_TYPE, contiguous, tile_table
 from overcoat.kernels.gpu.sum_squares import Gradients
-from overcoat.kernels.launch import cdiv, on_device
+from overcoat.kernels.launch import on_device
 
 # Elements of a tile and warps of a program: 16 elements per thread, loads of 16 bytes. With 8 elements per thread, or
 # several tiles per program, a step took longer (docs/log-optimizer.md).
@@ -40,11 +41,8 @@ NUM_WARPS = 4
 # expansion would spill at 72 (4.27 ms instead of 4.11). Where rows are not aligned, loads element by element need 254.
 MAX_REGISTERS = 72
 MAX_REGISTERS_SPILLING = 80
-# Step counters that one program counts.
-COUNTERS = 128
 # Triton's interpreter runs the kernels on CPU tensors.
 INTERPRETED: bool = triton.knobs.runtime.interpret
-_GROUPS, _STEP, _WEIGHT_AMAX = map(FIELDS.index, ("groups", "step", "weight_amax"))
 
 
 @lru_cache(maxsize=16)
@@ -65,85 +63,6 @@ class _Launch(NamedTuple):
 
 # Table entries that are addresses of tensors in the parameter's shape, read in vectors.
 _VECTORS = ("param", "exp_avg", "exp_avg_sq", "remainder")
-
-
-class Options(NamedTuple):
-    """What a step needs that is no tensor; equal options share compiled kernels."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    m_code: str
-    v_code: str
-    master: str
-    group_size: int
-
-
-class Upcoming(NamedTuple):
-    """The step that each of T parameters takes next: its number, FP32 (T,), and `step_coefficients`, FP32 (T, 3)."""
-
-    steps: Tensor
-    coefficients: Tensor
-
-
-class Table:
-    """The device table of T parameters, rows int64 (T, FIELDS): counting their steps, and skipping some of them."""
-
-    def __init__(self, rows: Tensor, device: torch.device) -> None:
-        self.device, self.tensors = device, len(rows)
-        self.rows = rows.to(device)
-        self.steps = torch.empty(self.tensors, dtype=torch.float32, device=device)
-        self.never = torch.zeros((), dtype=torch.bool, device=device)
-        self.always = torch.ones((), dtype=torch.bool, device=device)
-        self.idle: Optional[Tensor] = None  # the rows of parameters that are skipped
-
-    @classmethod
-    def of_counters(cls, counters: List[Tensor]) -> Table:
-        """Of step counters alone, 0-d FP32 tensors that lie anywhere on one device."""
-        rows = torch.zeros(len(counters), len(FIELDS), dtype=torch.int64)
-        rows[:, _STEP] = torch.tensor(list(map(Tensor.data_ptr, counters)))
-        return cls(rows, counters[0].device)
-
-    def skipping(self, skip: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, one flag) that stand for `skip`, 0-d or (T,)."""
-        if not skip.dim():
-            return self.rows, skip
-        if self.idle is None:
-            self.nobodys = torch.zeros((), device=self.device)
-            self.idle = self.rows.clone()
-            self.idle[:, _GROUPS] = 0
-            self.idle[:, _STEP] = self.nobodys.data_ptr()
-            self.idle[:, _WEIGHT_AMAX] = 0
-        return torch.where(skip.unsqueeze(1), self.idle, self.rows), self.never
-
-    def clear_weight_amax(self, rows: Tensor, skip: Tensor) -> None:
-        """Set the maxima of the weights to 0 unless skipped (0-d)."""
-        clear_weight_amax_kernel[(cdiv(self.tensors, COUNTERS),)](rows, skip, self.tensors, len(FIELDS), COUNTERS)
-
-    def count(self, rows: Tensor, skip: Tensor) -> Tensor:
-        """Increment every counter unless skipped (0-d); returns all, FP32 (T,), valid until the next call."""
-        count_steps_kernel[(cdiv(self.tensors, COUNTERS),)](rows, self.steps, skip, self.tensors, len(FIELDS), COUNTERS)
-        return self.steps
-
-    def count_step(self, skip: Tensor) -> None:
-        """Count the step of every parameter; skip 0-d or (T,)."""
-        with on_device(self.device):
-            self.count(*self.skipping(skip))
-
-    def take_step(self, lr: Tensor, skip: Tensor, options: Options) -> Upcoming:
-        """The same, and return what the step needs."""
-        with on_device(self.device):
-            return _upcoming(self.count(*self.skipping(skip)), lr, options)
-
-    def foresee_step(self, lr: Tensor, options: Options) -> Upcoming:
-        """What `take_step` will return, without counting."""
-        with on_device(self.device):
-            return _upcoming(self.count(self.rows, self.always) + 1.0, lr, options)
-
-
-def _upcoming(steps: Tensor, lr: Tensor, of: Options) -> Upcoming:
-    return Upcoming(steps, step_coefficients(steps, lr, of.beta1, of.beta2, of.eps, of.weight_decay))
 
 
 class Plan:
@@ -193,40 +112,40 @@ class Plan:
             _Launch(tile_table(count).to(self.device), sum(count), *kind) for kind, count in counts.items()
         ]
 
-    def step(self, gradients: Gradients, lr: Tensor, grad_factor: Tensor, skip: Tensor, options: Options) -> None:
+    def step(self, gradients: Gradients, lr: Tensor, grad_factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
         """Step every parameter; the arguments are those of `adamw_step_`, but skip may be (T,)."""
         with on_device(self.device):
             rows, skip = self.table.skipping(skip)
-            upcoming = _upcoming(self.table.count(rows, skip), lr, options)
-            self._launch(rows, gradients.addresses, gradients.dtype, upcoming, grad_factor, skip, options)
+            scalars = scalars_of(self.table.count(rows, skip), lr, hyper)
+            self._launch(rows, gradients.addresses, gradients.dtype, scalars, grad_factor, skip, hyper)
 
     def launch(
         self,
         addresses: Tensor,
         grad_dtype: torch.dtype,
-        upcoming: Upcoming,
+        scalars: StepScalars,
         grad_factor: Tensor,
         skip: Tensor,
-        options: Options,
+        hyper: Hyper,
     ) -> None:
         """The update alone, where somebody else counts the steps; addresses of the gradients, int64 (T,)."""
         with on_device(self.device):
             rows, skip = self.table.skipping(skip)
-            self._launch(rows, addresses, grad_dtype, upcoming, grad_factor, skip, options)
+            self._launch(rows, addresses, grad_dtype, scalars, grad_factor, skip, hyper)
 
     def _launch(
         self,
         rows: Tensor,
         addresses: Tensor,
         grad_dtype: torch.dtype,
-        upcoming: Upcoming,
+        scalars: StepScalars,
         grad_factor: Tensor,
         skip: Tensor,
-        options: Options,
+        hyper: Hyper,
     ) -> None:
         if self.weight_amax:
             self.table.clear_weight_amax(rows, skip)
-        kind = (self.dtype, grad_dtype, self.remainder_dtype, options, bool(self.weight_amax))
+        kind = (self.dtype, grad_dtype, self.remainder_dtype, hyper, bool(self.weight_amax))
         signed, unsigned = _de8_tables(True, self.device), _de8_tables(False, self.device)
         for launch in self.launches:
             if launch.programs:
@@ -234,16 +153,16 @@ class Plan:
                     launch.tiles,
                     rows,
                     addresses,
-                    upcoming.coefficients,
-                    upcoming.steps,
+                    scalars.coefficients,
+                    scalars.steps,
                     grad_factor,
                     skip,
                     signed,
                     unsigned,
-                    options.beta1,
-                    1.0 - options.beta1,
-                    options.beta2,
-                    math.sqrt(1.0 - options.beta2),
+                    hyper.beta1,
+                    1.0 - hyper.beta1,
+                    hyper.beta2,
+                    math.sqrt(1.0 - hyper.beta2),
                     ALIGN=launch.align,
                     **_constants(*kind, launch.flat, launch.align >= 16),
                 )
@@ -254,13 +173,13 @@ def _constants(
     dtype: torch.dtype,
     grad_dtype: torch.dtype,
     remainder_dtype: Optional[torch.dtype],
-    options: Options,
+    hyper: Hyper,
     weight_amax: bool,
     flat: bool,
     aligned: bool,
 ) -> dict[str, Any]:
     """Compile-time arguments of the kernel and its launch options."""
-    m, v = MOMENT_CODES[options.m_code], MOMENT_CODES[options.v_code]
+    m, v = hyper.codes
     return {
         "PARAM": TRITON_TYPE[dtype],
         "GRAD": TRITON_TYPE[grad_dtype],
@@ -273,23 +192,23 @@ def _constants(
         "V_CODE": v.base,
         "V_EXPANDED": v.expanded,
         "V_RANGE": EXPONENT_STEPS * range_log2(v.base, signed=False) if v.expanded else 0.0,
-        "MASTER": options.master,
-        "RANDOM": RANDOM_BITS[options.master],
-        "G": options.group_size,
-        "GROUPS": TILE // options.group_size,
+        "MASTER": hyper.master,
+        "RANDOM": RANDOM_BITS[hyper.master],
+        "G": hyper.group_size,
+        "GROUPS": TILE // hyper.group_size,
         "NUM_FIELDS": len(FIELDS),
         "WEIGHT_AMAX": weight_amax,
         "FLAT": flat,
         "num_warps": NUM_WARPS,
-        "maxnreg": _max_registers(options, m.expanded or v.expanded, weight_amax) if aligned else None,
+        "maxnreg": _max_registers(hyper, m.expanded or v.expanded, weight_amax) if aligned else None,
         "enable_fp_fusion": False,
     }
 
 
-def _max_registers(options: Options, expanded: bool, weight_amax: bool) -> Optional[int]:
+def _max_registers(hyper: Hyper, expanded: bool, weight_amax: bool) -> Optional[int]:
     if expanded:
-        return MAX_REGISTERS_SPILLING if options.master == "bf16" else MAX_REGISTERS
-    is_default = (options.m_code, options.v_code, options.master) == ("sqrt8", "log8", "bf16+8")
+        return MAX_REGISTERS_SPILLING if hyper.master == "bf16" else MAX_REGISTERS
+    is_default = (hyper.m_code, hyper.v_code, hyper.master) == ("sqrt8", "log8", "bf16+8")
     return MAX_REGISTERS if is_default and not weight_amax else None
 
 
@@ -342,8 +261,8 @@ def adamw_step_triton(
     }
     plan, gradients = _plan(tensors, group_size, keys, first_groups)
     gradients.set(contiguous(grads))
-    options = Options(beta1, beta2, eps, weight_decay, m_code, v_code, master, group_size)
-    plan.step(gradients, lr, grad_factor, skip, options)
+    hyper = Hyper(beta1, beta2, eps, weight_decay, m_code, v_code, master, group_size)
+    plan.step(gradients, lr, grad_factor, skip, hyper)
     gradients.forget_copies()
     for param, copy in zip(params, whole, strict=True):
         if copy is not param:

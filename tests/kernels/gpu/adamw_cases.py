@@ -5,7 +5,7 @@ import copy
 import torch
 
 from overcoat.formats.masters import REMAINDER_DTYPE
-from overcoat.kernels.adamw import adamw_step_, find_weight_amax_
+from overcoat.kernels.adamw import Hyper, adamw_step_, find_weight_amax_
 from overcoat.optim.state import init_state
 
 # Whole groups, ragged rows (aligned to 16 and not), 0-d, 1-d with a tail, empty, one element per row.
@@ -69,7 +69,7 @@ def step_and_find(args, skip, tops):
     plan = adamw_launch.Plan({"param": params, **tensors}, args[19], args[20], args[21], tops)
     gradients = sum_squares.Gradients([p.numel() for p in params], params[0].device)
     gradients.set([g.contiguous() for g in grads])
-    plan.step(gradients, args[9], args[10], skip, adamw_launch.Options(*args[12:20]))
+    plan.step(gradients, args[9], args[10], skip, Hyper(*args[12:20]))
     return params
 
 

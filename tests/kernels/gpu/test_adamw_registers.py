@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from overcoat.kernels.adamw import Hyper
 from overcoat.kernels.gpu import adamw_launch
 from overcoat.kernels.gpu.adamw import adamw_kernel
 
@@ -35,9 +36,9 @@ DEFAULT, FP8 = ("sqrt8", "log8"), ("e4m3x", "e4m3x")
 
 def resources(codes: tuple[str, str], master: str, grad: torch.dtype, amax: bool, align: int) -> tuple[int, int]:
     """(registers of a thread, bytes of its stack) as compiled for sm_90."""
-    options = adamw_launch.Options(0.9, 0.95, 1e-8, 0.1, *codes, master, 128)
+    hyper = Hyper(0.9, 0.95, 1e-8, 0.1, *codes, master, 128)
     remainder = torch.int8 if master == "bf16+8" else None
-    constants = adamw_launch._constants(torch.bfloat16, grad, remainder, options, amax, align == 16, align == 16)
+    constants = adamw_launch._constants(torch.bfloat16, grad, remainder, hyper, amax, align == 16, align == 16)
     launch = {name: constants[name] for name in LAUNCH if constants[name] is not None}
     values = {name: value for name, value in constants.items() if name not in LAUNCH} | {"ALIGN": align}
     names = adamw_kernel.arg_names

@@ -22,6 +22,7 @@ clipping the last bits of a run may depend on it too; without clipping nothing d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
 import torch
@@ -44,8 +45,13 @@ def check_placements(param: Tensor) -> None:
         )
 
 
-def check_gradient_placements(param: Tensor, grad: Tensor) -> None:
-    """ValueError if the gradient of a sharded parameter is not sharded like it."""
+def check_gradient(param: Tensor, grad: Tensor) -> None:
+    """ValueError if a gradient is sparse, or that of a sharded parameter not sharded like it."""
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"overcoat.AdamW got a {grad.layout} gradient for a parameter of shape {tuple(param.shape)}; "
+            f"build the embedding with sparse=False"
+        )
     if isinstance(param, DTensor) and not is_whole(param):
         placements = grad.placements if isinstance(grad, DTensor) else None
         if placements != param.placements:
@@ -68,6 +74,15 @@ def layout_of(param: Tensor) -> Hashable:
 def local(tensor: Tensor) -> Tensor:
     """This process' part; of a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_bytes(tensor: Tensor) -> int:
+    """Bytes of a process' part of a tensor, the same number on every process, though shards may differ by a row."""
+    total = tensor.numel() * tensor.element_size()
+    if isinstance(tensor, DTensor):
+        sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        total //= math.prod(size for placement, size in sizes if isinstance(placement, Shard))
+    return total
 
 
 def first_row(param: Tensor) -> int:
@@ -94,15 +109,25 @@ def gather(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
-def whole_buffer(param: Tensor) -> Tensor:
-    """Memory for all of a sharded parameter."""
-    return torch.empty(param.shape, dtype=param.dtype, device=param.device)
+def stepped_part(tensor: Tensor) -> Tensor:
+    """What this process steps of a tensor: all of a sharded vector; of anything else its own part."""
+    return gather(tensor) if is_whole(tensor) else local(tensor)
 
 
-def keep_own_part(param: Tensor, whole: Tensor) -> None:
-    """Write this process' part of `whole` into the sharded parameter."""
-    own, start = local(param), first_row(param)
-    own.copy_(whole[start : start + len(own)] if whole.dim() else whole)
+def buffer_for(param: Tensor) -> Tensor:
+    """Contiguous memory for what `stepped_part` returns."""
+    if is_whole(param):
+        return torch.empty(param.shape, dtype=param.dtype, device=param.device)
+    return torch.empty_like(local(param), memory_format=torch.contiguous_format)
+
+
+def write_back(param: Tensor, stepped: Tensor) -> None:
+    """Write `stepped_part`, as it is after the step, into the parameter."""
+    own = local(param)
+    if is_whole(param) and stepped.dim():
+        start = first_row(param)
+        stepped = stepped[start : start + len(own)]
+    own.copy_(stepped)
 
 
 def sum_over_shards(part: Tensor, param: Tensor) -> Tensor:

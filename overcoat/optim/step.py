@@ -1,0 +1,339 @@
+"""Step groups: parameters that are stepped together by one launch, kept from step to step.
+
+    parameter group    the user's: `optimizer.param_groups`, options
+    step group         those of its parameters that have gradients, of one device, dtype, gradient dtype and sharding
+
+With a thousand parameters, collecting the lists of their tensors costs the host more time than the step costs the GPU.
+So step groups are kept, and a step asks only what may have changed: which parameters have gradients, of which type and
+dtype, and whether all tensors still lie where they did. All of that is asked by `map` over lists, without a Python
+call per parameter: half a microsecond for each of a thousand parameters instead of one and a half. Writes to the
+states are not looked for: the optimizer is notified of them (`overcoat.optim.state`) and drops its step groups.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, compress
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from overcoat import weight_amax
+from overcoat.formats.masters import parameter_key, resolve_master
+from overcoat.kernels.adamw import Hyper, adamw_step_, find_weight_amax_, gradients_sum_squares, rows_of
+from overcoat.optim.sharding import (
+    buffer_for,
+    check_gradient,
+    first_row,
+    is_whole,
+    layout_of,
+    local,
+    stepped_part,
+    sum_over_shards,
+    write_back,
+)
+from overcoat.optim.state import STATE_LISTS
+
+if importlib.util.find_spec("triton") is not None:
+    from overcoat.kernels.gpu import adamw_counters, adamw_launch, sum_squares
+else:  # the reference runs everywhere
+    adamw_counters = adamw_launch = sum_squares = None  # type: ignore[assignment]
+
+_DTYPE = operator.attrgetter("dtype")
+
+
+def hyper_of(group: Mapping[str, Any], dtype: torch.dtype) -> Hyper:
+    """The hyperparameters of a parameter group, for its parameters of one dtype."""
+    master = resolve_master(group["master"], dtype)
+    (beta1, beta2), (m_code, v_code) = group["betas"], group["moments"]
+    return Hyper(beta1, beta2, group["eps"], group["weight_decay"], m_code, v_code, master, group["group_size"])
+
+
+class StepTensors(NamedTuple):
+    """Lists of equal length, of plain tensors on one device, as `adamw_step_` takes them.
+
+    Attributes:
+        params: of one dtype.
+        states: lists by the names of `STATE_LISTS`; empty where the codes need no such tensor.
+        keys, first_groups, group_size: as `adamw_step_` takes them.
+        weight_amax: where max |parameter| is wanted, 0-d FP32, by place in the lists (weight_amax.py).
+    """
+
+    params: list[Tensor]
+    states: dict[str, list[Tensor]]
+    keys: list[int]
+    first_groups: list[int]
+    group_size: int
+    weight_amax: dict[int, Tensor]
+
+    def kernel_runs(self) -> bool:
+        """Whether the kernel can be launched on these very tensors: on a GPU, and in Triton's interpreter."""
+        return (
+            adamw_launch is not None
+            and (self.params[0].is_cuda or adamw_launch.INTERPRETED)
+            and all(map(Tensor.is_contiguous, self.params))
+        )
+
+    def plan(self) -> adamw_launch.Plan:
+        """The kernel's tables."""
+        tensors = {"param": self.params, **self.states}
+        return adamw_launch.Plan(tensors, self.group_size, self.keys, self.first_groups, self.weight_amax)
+
+    def call_op(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+        """Step by the op; skip may be one flag (0-d) or one per parameter (T,)."""
+        if skip.dim():
+            for i, grad in enumerate(grads):
+                self._only(i).call_op([grad], lr, factor, skip[i], hyper)
+            return
+        of = self.states
+        adamw_step_(
+            self.params, grads, of["exp_avg"], of["amax"], of["exponent"], of["exp_avg_sq"], of["scale"],
+            of["remainder"], of["step"], lr, factor, skip, *hyper, self.keys, self.first_groups,
+        )  # fmt: skip
+        if not torch.compiler.is_compiling():
+            for place, amax in self.weight_amax.items():
+                find_weight_amax_(amax, self.params[place], skip)
+
+    def _only(self, i: int) -> StepTensors:
+        """The lists of parameter i alone."""
+        return self._replace(
+            params=[self.params[i]],
+            states={name: of[i : i + 1] for name, of in self.states.items()},
+            keys=[self.keys[i]],
+            first_groups=[self.first_groups[i]],
+            weight_amax={0: self.weight_amax[i]} if i in self.weight_amax else {},
+        )
+
+
+class StepGroup:
+    """Parameters of one parameter group, device and pair of dtypes that are stepped together, and their tensors.
+
+    Args:
+        group: their parameter group.
+        params: as the optimizer holds them, DTensors of one layout or plain tensors.
+        indices: their numbers in the optimizer.
+        states: their states.
+    """
+
+    offloaded = False  # `overcoat.optim.offload` has one whose states are in host memory
+
+    def __init__(
+        self,
+        group: Mapping[str, Any],
+        params: Sequence[Tensor],
+        indices: Sequence[int],
+        states: Sequence[Mapping[str, Tensor]],
+    ) -> None:
+        self.params, self.indices = params, indices
+        self.sharded, self.whole = isinstance(params[0], DTensor), is_whole(params[0])
+        own = [local(param) for param in params]
+        # What is stepped: this process' rows, or buffers for whole vectors, and for what chunks of rows cannot be cut
+        # from. They are filled before every step and not here: processes need not build their step groups at the same
+        # time, but gathering takes all of them.
+        self.buffered = self.whole or (self.offloaded and not all(map(Tensor.is_contiguous, own)))
+        self.tracked_before, self.tracked = weight_amax.count(), self._tracked()
+        names = states[0].keys()
+        self.tensors = StepTensors(
+            params=[buffer_for(param) for param in params] if self.buffered else own,
+            states={
+                name: [local(state[key]) for state in states] if key in names else []
+                for name, key in STATE_LISTS.items()
+            },
+            keys=[parameter_key(group["seed"], index) for index in indices],
+            first_groups=[self._first_group(param, group["group_size"]) for param in params],
+            group_size=group["group_size"],
+            weight_amax=dict(
+                zip(self.tracked, weight_amax.memory([*self.tracked.values()], own[0].device), strict=True)
+            ),
+        )
+        self.device, self.dtype = self.tensors.params[0].device, params[0].dtype
+        self.state_tensors = list(chain.from_iterable(self.tensors.states.values()))
+        self.addresses = self._addresses()
+        self.on_kernel = self.tensors.kernel_runs()
+        # The kernel's tables (`kernels.gpu`), where it runs: of the gradients, and of all else.
+        self.gradients: Any = None
+        self.plan: Any = None
+        if self.on_kernel:
+            self.gradients = sum_squares.Gradients([param.numel() for param in self.tensors.params], self.device)
+            self.plan = None if self.offloaded else self.tensors.plan()
+        self.grads: list[Tensor] = []
+
+    def _first_group(self, param: Tensor, group_size: int) -> int:
+        return 0 if self.whole else first_row(param) * rows_of(param.shape, group_size).groups
+
+    # ---- whether it still holds -----------------------------------------------------------------------
+
+    def holds(self) -> bool:
+        """Whether parameters and state tensors lie where they did: assigning to a tensor's `data` moves it.
+
+        Every one is asked. For a thousand parameters that is half of the host's time for a step, but a kernel that
+        wrote where a tensor no longer is would change somebody else's memory.
+        """
+        return self._addresses() == self.addresses and self._tracks_the_same()
+
+    def _addresses(self) -> list[int]:
+        params = list(map(local, self.params)) if self.sharded else self.params
+        # Their sizes as well: a parameter may be cut where it lies.
+        return [*map(Tensor.data_ptr, params), *map(Tensor.numel, params), *map(Tensor.data_ptr, self.state_tensors)]
+
+    def _tracked(self) -> dict[int, weight_amax.Tracked]:
+        """Parameters whose maxima the forward wants, by place; none of those that are not stepped in one piece."""
+        if self.sharded or self.buffered or self.offloaded:
+            return {}
+        found = enumerate(map(weight_amax.tracked, self.params))
+        return {place: entry for place, entry in found if entry is not None}
+
+    def _tracks_the_same(self) -> bool:
+        if self.tracked_before == weight_amax.count():
+            return True
+        self.tracked_before = weight_amax.count()
+        return self._tracked() == self.tracked
+
+    # ---- a step ---------------------------------------------------------------------------------------
+
+    def take_gradients(self, grads: Sequence[Tensor]) -> None:
+        """The gradients of the coming step, one per parameter; whole vectors are gathered from all processes."""
+        if self.sharded or not all(map(Tensor.is_contiguous, grads)):
+            for param, grad in zip(self.params, grads, strict=True):
+                check_gradient(param, grad)
+            grads = [stepped_part(grad).contiguous() for grad in grads]
+        self.grads = list(grads)
+        if self.buffered:
+            for buffer, param in zip(self.tensors.params, self.params, strict=True):
+                buffer.copy_(stepped_part(param))
+        if self.fused():
+            self.gradients.set(self.grads)
+
+    def fused(self) -> bool:
+        """Whether the kernel is launched from here; torch.compile sees the op instead."""
+        return self.on_kernel and not torch.compiler.is_compiling()
+
+    def sum_squares(self) -> Tensor:
+        """Of all gradients, 0-d FP64, over all processes."""
+        part = self.gradients.sum_squares() if self.fused() else gradients_sum_squares(self.grads)
+        return sum_over_shards(part, self.params[0])
+
+    def sums_of_squares(self, sums: Any = None) -> tuple[Tensor, Tensor]:
+        """Of each gradient, FP64 (T,), and which are not finite, bool (T,), over all processes.
+
+        sums: where the kernel may write them, `gpu.sum_squares.Sums`.
+        """
+        if self.fused() and not self.sharded:
+            return self.gradients.sums_of_squares(sums)
+        if self.fused():
+            squares = self.gradients.sums_of_squares().squares
+        else:
+            squares = torch.stack([gradients_sum_squares([grad]) for grad in self.grads])
+        squares = sum_over_shards(squares, self.params[0])
+        return squares, ~(squares < math.inf)  # NaN is not below anything
+
+    def step(self, group: Mapping[str, Any], factor: Tensor, skip: Tensor, scalars: Any = None) -> None:
+        """One step by the gradients taken; they are let go.
+
+        Args:
+            group: the parameter group, for its hyperparameters.
+            factor: 0-d FP32, multiplies every gradient.
+            skip: bool, 0-d or one per parameter (T,).
+            scalars: `gpu.adamw_counters.StepScalars` of these parameters, if whoever calls counts their steps.
+        """
+        grads, self.grads = self.grads, []
+        factor, skip, hyper = factor.to(self.device), skip.to(self.device), hyper_of(group, self.dtype)
+        if scalars is not None:
+            of = self.gradients
+            self.plan.launch(of.addresses, of.dtype, scalars, factor, skip, hyper)
+        else:
+            self._count_and_step(grads, scalar_on(group["lr"], self.device), factor, skip, hyper)
+        if self.gradients is not None:
+            self.gradients.forget_copies()
+        if self.fused():
+            # Kernels launched from here are not seen by PyTorch, which counts what is written.
+            torch.autograd.graph.increment_version(self.tensors.params)
+        if not torch.compiler.is_compiling():
+            for place, entry in self.tracked.items():
+                entry.version = self.params[place]._version
+        if self.buffered:
+            for buffer, param in zip(self.tensors.params, self.params, strict=True):
+                write_back(param, buffer)
+
+    def _count_and_step(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+        if self.fused():
+            self.plan.step(self.gradients, lr, factor, skip, hyper)
+        else:
+            self.tensors.call_op(grads, lr, factor, skip, hyper)
+
+
+def scalar_on(value: Union[float, Tensor], device: torch.device) -> Tensor:
+    """A 0-d FP32 tensor on `device`; a Python float travels as a kernel argument, without a copy to wait for."""
+    if isinstance(value, Tensor) and value.device == device:
+        return value.float()
+    return torch.full((), float(value), device=device)
+
+
+# ---- all step groups of a parameter group -------------------------------------------------------------------
+
+# Makes the step group of some parameters of a parameter group, by their numbers in the optimizer.
+MakeGroup = Callable[[dict[str, Any], list[Tensor], list[int]], StepGroup]
+
+
+def kind_of(param: Tensor, grad: Tensor) -> Any:
+    """Equal for parameters of one parameter group that can be stepped together."""
+    layout = layout_of(param) if isinstance(param, DTensor) else None
+    return (param.device, param.dtype, grad.dtype, layout)
+
+
+class StepGroups:
+    """The step groups of a parameter group: of those parameters that had gradients at the step that made this.
+
+    Args:
+        group: the parameter group.
+        first: number of its first parameter in the optimizer.
+        grads: of its parameters, None where there is none.
+        make: makes a step group.
+    """
+
+    def __init__(self, group: dict[str, Any], first: int, grads: list[Any], make: MakeGroup) -> None:
+        self.group, self.first, self.seed = group, first, group["seed"]
+        self.params = list(group["params"])
+        self.types = list(map(type, grads))
+        self.present = [grad is not None for grad in grads]
+        self.all_present = all(self.present)
+        grads = self._of_present(grads)
+        self.dtypes = list(map(_DTYPE, grads))
+        params = self._of_present(self.params)
+        indices = self._of_present(range(first, first + len(self.params)))
+        places: dict[Any, list[int]] = {}  # in these lists
+        for place, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            places.setdefault(kind_of(param, grad), []).append(place)
+        self.parts: list[tuple[StepGroup, Optional[list[int]]]] = [
+            (make(group, [params[i] for i in of], [indices[i] for i in of]), of if len(places) > 1 else None)
+            for of in places.values()
+        ]
+
+    def _of_present(self, values: Sequence[Any]) -> list[Any]:
+        return list(values) if self.all_present else list(compress(values, self.present))
+
+    def hold(self, group: dict[str, Any], first: int, grads: list[Any]) -> bool:
+        """Whether this describes the coming step as well, provided that the parameters have the same states."""
+        params = group["params"]
+        return (
+            group is self.group
+            and first == self.first
+            and group["seed"] == self.seed
+            and len(params) == len(self.params)
+            and all(map(operator.is_, params, self.params))
+            and list(map(type, grads)) == self.types
+            and list(map(_DTYPE, self._of_present(grads))) == self.dtypes
+            and all(step_group.holds() for step_group, _ in self.parts)
+        )
+
+    def take_gradients(self, grads: list[Any]) -> list[StepGroup]:
+        """The step groups, each with its gradients."""
+        grads = self._of_present(grads)
+        for step_group, places in self.parts:
+            step_group.take_gradients(grads if places is None else [grads[place] for place in places])
+        return [step_group for step_group, _ in self.parts]

@@ -1,0 +1,388 @@
+"""Step groups: when they still hold, their gradients and sums, one step by hand; and that no change is overlooked."""
+
+import collections
+import copy
+import gc
+import math
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from overcoat import AdamW, weight_amax
+from overcoat.optim import step as module
+from overcoat.optim.state import init_state
+from overcoat.optim.step import StepGroup, hyper_of, scalar_on
+from tests.optim.harness import assert_same_bits, make_params, set_grads, snapshot, train
+
+GROUP = {
+    "lr": 0.1,
+    "betas": (0.5, 0.75),
+    "eps": 0.0,
+    "weight_decay": 0.5,
+    "moments": ("fp32", "fp32"),
+    "master": "auto",
+    "group_size": 128,
+    "seed": 0,
+}
+
+
+SHAPES = [(4, 200), (300,), ()]
+
+
+def make(shapes=SHAPES, dtype=torch.float32, **options):
+    """A step group, its parameters and their states."""
+    options = {**GROUP, **options}
+    params = make_params(dtype, shapes)
+    states = [init_state(param, options) for param in params]
+    return StepGroup(options, params, list(range(len(params))), states), params, states
+
+
+@torch.no_grad()
+def stepped(group, grads, factor=1.0, skip=False, **options):
+    group.take_gradients(grads)
+    group.step({**GROUP, **options}, torch.tensor(factor), torch.tensor(skip))
+
+
+# ---- whether a step group holds -------------------------------------------------------------------------
+
+
+def cut_where_it_lies(tensor):
+    tensor.data = tensor.data[: len(tensor) - 1]
+
+
+def move(tensor):
+    tensor.data = tensor.data.clone()
+
+
+@pytest.mark.parametrize("change", [move, cut_where_it_lies])
+def test_a_group_notices_every_parameter_that_moves(change):
+    for i in range(2):
+        group, params, _ = make()
+        stepped(group, [torch.ones_like(p) for p in params])
+        assert group.holds()
+        change(params[i])
+        assert not group.holds()
+
+
+def test_a_group_notices_every_state_tensor_that_moves():
+    """The kernel knows tensors by their addresses only."""
+    options = {"moments": ("e4m3x", "log8")}
+    names = make(dtype=torch.bfloat16, **options)[2][0]
+    assert len(names) == 7
+    for name in names:
+        for i in range(len(SHAPES)):
+            group, _, states = make(dtype=torch.bfloat16, **options)
+            assert group.holds()
+            move(states[i][name])
+            assert not group.holds()
+
+
+def test_a_group_holds_until_one_of_its_weights_is_tracked():
+    group, params, _ = make()
+    other = torch.nn.Parameter(torch.ones(3))
+    assert weight_amax.predict([other]) is None
+    assert group.holds()
+    assert weight_amax.predict([params[0]]) is None
+    assert not group.holds()
+
+
+def test_maxima_of_tracked_weights_are_known_after_the_step():
+    params = make_params(shapes=SHAPES)
+    assert weight_amax.predict([params[0]]) is None
+    group = StepGroup(GROUP, params, [0, 1, 2], [init_state(param, GROUP) for param in params])
+    assert weight_amax.predict([params[0]]) is None
+    stepped(group, [torch.full_like(p, 2.0) for p in params])
+    (known,) = weight_amax.predict([params[0]])
+    assert torch.equal(known, params[0].detach().abs().max())
+    assert list(group.tensors.weight_amax) == [0]
+
+
+# ---- a step of a group ----------------------------------------------------------------------------------
+
+
+def test_gradients_are_contiguous_and_let_go_by_the_step():
+    group, _, _ = make()
+    grads = [torch.randn(200, 4).t(), torch.randn(600)[::2], torch.tensor(1.0)]
+    with torch.no_grad():
+        group.take_gradients(grads)
+        assert all(map(torch.Tensor.is_contiguous, group.grads))
+        assert_same_bits([g.contiguous() for g in grads], group.grads)
+        held = [weakref.ref(grad) for grad in group.grads]
+        group.step(GROUP, torch.tensor(1.0), torch.tensor(False))
+    del grads
+    gc.collect()
+    assert group.grads == []
+    assert not any(grad() is not None for grad in held)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**64])
+def test_sums_tell_which_gradients_are_not_finite(value):
+    """Nor may a square be beyond FP32."""
+    group, params, _ = make()
+    grads = [torch.ones_like(p) for p in params]
+    grads[1].data[299] = value
+    group.take_gradients(grads)
+    assert not group.sum_squares().isfinite()
+    squares, bad = group.sums_of_squares()
+    assert bad.tolist() == [False, True, False]
+    assert squares[[0, 2]].tolist() == [800, 1]
+
+
+def test_a_step_by_hand():
+    """At t = 1 all moves by lr against the sign, from w (1 - lr weight_decay); the factor is in m and v."""
+    group, params, states = make()
+    before = [p.detach().clone() for p in params]
+    stepped(group, [torch.full_like(p, -4.0 if i else 4.0) for i, p in enumerate(params)], factor=0.5)
+    for i, (param, old, state) in enumerate(zip(params, before, states)):
+        sign = -1.0 if i else 1.0
+        torch.testing.assert_close(param.detach(), old * 0.95 - 0.1 * sign)
+        torch.testing.assert_close(state["exp_avg"], torch.full_like(old, sign))
+        torch.testing.assert_close(state["exp_avg_sq"], torch.ones_like(old))
+        assert state["step"] == 1
+
+
+@pytest.mark.parametrize("skip", [True, False, [True, False, True]])
+def test_skipped_parameters_keep_every_bit(skip):
+    group, params, states = make(dtype=torch.bfloat16, moments=("sqrt8", "log8"))
+    before = [[p.detach().clone(), *(v.clone() for v in state.values())] for p, state in zip(params, states)]
+    stepped(group, [torch.ones_like(p) for p in params], skip=skip, moments=("sqrt8", "log8"))
+    for i, (param, state) in enumerate(zip(params, states)):
+        skipped = skip[i] if isinstance(skip, list) else skip
+        if skipped:
+            assert_same_bits(before[i], [param.detach(), *state.values()])
+        else:
+            assert state["step"] == 1
+            assert not torch.equal(param, before[i][0])
+
+
+def test_the_hyperparameters_of_the_step_count_not_those_of_the_group():
+    group, params, _ = make()
+    before = [p.detach().clone() for p in params]
+    stepped(group, [torch.ones_like(p) for p in params], lr=torch.tensor(0.25, dtype=torch.float64), weight_decay=0.0)
+    for param, old in zip(params, before):
+        torch.testing.assert_close(param.detach(), old - 0.25)
+
+
+def test_random_numbers_are_those_of_seed_and_index():
+    """Of the parameter's number in the optimizer, not of its place in the group."""
+    results = []
+    for index, seed in ((1, 0), (1, 0), (2, 0), (1, 3)):
+        param = torch.nn.Parameter(torch.ones(64, 128).bfloat16())
+        options = {**GROUP, "master": "bf16", "seed": seed, "lr": 1e-3}
+        group = StepGroup(options, [param], [index], [init_state(param, options)])
+        stepped(group, [torch.ones_like(param)], lr=1e-3, master="bf16")
+        results.append(param.detach())
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+    assert not torch.equal(results[0], results[3])
+
+
+@pytest.mark.parametrize("skip", [False, [True, False, False]])
+def test_the_op_finds_the_maxima_that_are_wanted(skip):
+    group, params, _ = make(dtype=torch.bfloat16)
+    tensors = group.tensors._replace(weight_amax={place: torch.tensor(-1.0) for place in (0, 1)})
+    grads = [torch.ones_like(p) for p in params]
+    with torch.no_grad():
+        tensors.call_op(
+            grads, torch.tensor(0.1), torch.tensor(1.0), torch.tensor(skip), hyper_of(GROUP, torch.bfloat16)
+        )
+    found = [tensors.weight_amax[place].item() for place in (0, 1)]
+    assert found == [-1.0 if skip else params[0].abs().max().item(), params[1].abs().max().item()]
+
+
+def test_the_kernel_runs_on_contiguous_parameters_where_there_is_one(monkeypatch):
+    plain = make(shapes=((4, 200), (2, 3)))[0].tensors
+    strided = plain._replace(params=[plain.params[0], plain.params[1].t()])
+    for launcher, expected in (
+        (None, False),
+        (SimpleNamespace(INTERPRETED=False), False),
+        (SimpleNamespace(INTERPRETED=True), True),
+    ):
+        monkeypatch.setattr(module, "adamw_launch", launcher)
+        assert plain.kernel_runs() == expected
+        assert not strided.kernel_runs()
+
+
+@pytest.mark.parametrize(
+    "value", [0.1, 1, torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64), torch.tensor([0.1])]
+)
+def test_a_scalar_is_fp32_on_the_device(value):
+    found = scalar_on(value, torch.device("cpu"))
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(float(value), rel=1e-7)
+    moved = scalar_on(value, torch.device("meta"))
+    assert (moved.device.type, moved.shape) == ("meta", ())
+
+
+# ---- what is kept from step to step -----------------------------------------------------------------------
+
+
+MANY = [(300,), (4, 200), (3, 128), (8, 256), *[(7,)] * 20, (2, 130)]
+
+
+def step_groups(optimizer):
+    return [group for groups in optimizer._step_groups.values() for group, _ in groups.parts]
+
+
+def replace_data(params, optimizer):
+    params[1].data = params[1].data.clone() + 1.0
+
+
+def replace_a_moment(params, optimizer):
+    optimizer.state[params[1]]["exp_avg"] = optimizer.state[params[1]]["exp_avg"].clone()
+
+
+def reset_a_step_count(params, optimizer):
+    optimizer.state[params[0]]["step"] = torch.zeros_like(optimizer.state[params[0]]["step"])
+
+
+def another_dictionary(params, optimizer):
+    state = dict(optimizer.state[params[2]])
+    state["remainder"] = state["remainder"] * 0
+    optimizer.state[params[2]] = state
+
+
+def forget_a_state(params, optimizer):
+    del optimizer.state[params[1]]
+
+
+def clear_a_state(params, optimizer):
+    optimizer.state[params[1]].clear()
+
+
+def move_all_there_and_back(params, optimizer):
+    """As trainers do that free the GPU for a while: same tensors, new memory."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.data = value.data.to("cpu", copy=True)
+    blocker = torch.empty(1000, device=params[0].device)
+    for state in optimizer.state.values():
+        for value in reversed(state.values()):
+            value.data = value.data.to(params[0].device, copy=True)
+    del blocker
+
+
+def move_the_last_metadata(params, optimizer):
+    value = optimizer.state[params[-1]]["exp_avg_sq_scale"]
+    value.data = value.data + (1 << 24)
+
+
+def another_dictionary_of_states(params, optimizer):
+    optimizer.state = collections.defaultdict(dict)
+
+
+def load_its_own_state(params, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def new_group_options(params, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.param_groups[0]["betas"] = (0.5, 0.6)
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+
+
+def another_order(params, optimizer):
+    """Another index means other random numbers."""
+    optimizer.param_groups[0]["params"] = [params[3], *params[:3], *params[4:]]
+
+
+def another_seed(params, optimizer):
+    optimizer.param_groups[0]["seed"] = 5
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        replace_data, replace_a_moment, reset_a_step_count, another_dictionary, forget_a_state, clear_a_state,
+        move_all_there_and_back, move_the_last_metadata, another_dictionary_of_states, load_its_own_state,
+        new_group_options, another_order, another_seed,
+    ],
+)  # fmt: skip
+def test_the_next_step_sees_what_was_done(disturb, device):
+    """A copy of the optimizer starts with nothing kept; both must go on alike."""
+    params = make_params(torch.bfloat16, MANY, device=device)
+    optimizer = AdamW(params, lr=1e-2)
+    train(params, optimizer, 2)
+    undisturbed = copy.deepcopy((params, optimizer))
+    disturb(params, optimizer)
+    twins, twin = copy.deepcopy((params, optimizer))
+    for run in ((params, optimizer), (twins, twin), undisturbed):
+        train(*run, 2, first=2)
+    assert_same_bits(snapshot(params, optimizer), snapshot(twins, twin))
+    if disturb not in (replace_a_moment, move_all_there_and_back, load_its_own_state):
+        with pytest.raises(AssertionError):
+            assert_same_bits(snapshot(params, optimizer), snapshot(*undisturbed))
+
+
+def test_step_groups_are_kept_while_nothing_changes(device):
+    params = make_params(torch.bfloat16, MANY, device=device)
+    optimizer = AdamW(params, lr=1e-2)
+    train(params, optimizer, 1)
+    first = step_groups(optimizer)
+    train(params, optimizer, 3, first=1, clip_grad_norm=1.0)
+    assert all(map(lambda a, b: a is b, first, step_groups(optimizer)))
+    replace_a_moment(params, optimizer)
+    train(params, optimizer, 1)
+    second = step_groups(optimizer)
+    assert second[0] is not first[0]
+    train(params, optimizer, 1)
+    assert step_groups(optimizer)[0] is second[0]
+
+
+def test_gradients_of_other_kinds(device):
+    """Missing, non-contiguous and unaligned gradients, and parameters of two dtypes in one group."""
+    shapes = [(300,), (256, 256), (4, 200)]
+
+    def run(forget):
+        params = [*make_params(torch.bfloat16, shapes, device=device), *make_params(shapes=shapes, device=device)]
+        optimizer = AdamW(params, lr=1e-2)
+        for step in range(5):
+            set_grads(params, step)
+            if step == 1:
+                params[0].grad = params[4].grad = None
+            if step == 2:
+                params[1].grad = params[1].grad.t()
+                params[4].grad = torch.cat([params[4].grad.view(-1), torch.zeros(1, device=device)])[1:].view(256, 256)
+            if forget:
+                optimizer._start_fresh()
+            optimizer.step()
+        assert len(step_groups(optimizer)) == 2
+        return snapshot(params, optimizer)
+
+    assert_same_bits(run(False), run(True))
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_after_steps_of_other_kinds():
+    """The tables whose addresses it has captured stay, though later steps make others."""
+    params = make_params(torch.bfloat16, MANY, device="cuda")
+    set_grads(params, 0)
+    grads = [p.grad for p in params]
+    optimizer = AdamW(params, lr=1e-2)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    twins, twin = copy.deepcopy((params, optimizer))
+    set_grads(params, 1)  # elsewhere in memory
+    optimizer.step()
+    params[1].grad = None
+    optimizer.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, device="cuda"))]})
+    blockers = [torch.full((n,), -1, dtype=torch.int64, device="cuda") for n in (4, 4, 52, 52, 208) for _ in range(50)]
+    graph.replay()
+    torch.cuda.synchronize()
+    del blockers
+    set_grads(twins, 1)
+    twin.step()
+    twins[1].grad = None
+    twin.step()
+    for p, grad in zip(twins, grads):
+        p.grad = grad
+    twin.step()
+    assert_same_bits(snapshot(params, optimizer), snapshot(twins, twin))
