@@ -45,7 +45,7 @@ from overcoat.optim.state import (
     match_saved,
     restore_state,
 )
-from overcoat.optim.step import StepGroup, StepGroups
+from overcoat.optim.step import StepGroup, StepGroups, moved
 
 # What a copy of the optimizer takes along besides torch's own.
 ATTRIBUTES = ("check_finite", "clip_grad_norm", "offload", "offload_buffer", "skipped_steps", "grad_norm", "_options")
@@ -373,7 +373,7 @@ class AdamW(torch.optim.Optimizer):
         """Add to `skipped_steps`: a flag or a number of steps, 0-d."""
         if self.skipped_steps is None:
             self.skipped_steps = torch.zeros((), dtype=torch.int32, device=skip.device)
-        self.skipped_steps += skip.to(self.skipped_steps.device)
+        self.skipped_steps += moved(skip, self.skipped_steps.device)
 
     def _gradient_factor(self, step_groups: list[StepGroup], max_norm: Optional[float]) -> tuple[Tensor, Tensor]:
         """(factor, skip): what multiplies every gradient (FP32), and whether this step does nothing (bool); 0-d."""
@@ -386,13 +386,15 @@ class AdamW(torch.optim.Optimizer):
             skip = found_inf.to(device) != 0
         self.grad_norm = None
         if self.check_finite or max_norm is not None:
-            parts = [step_group.sum_squares().to(device) for step_group in step_groups]
+            parts = [moved(step_group.sum_squares(), device) for step_group in step_groups]
             total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
             norm = total.sqrt() * factor if grad_scale is not None else total.sqrt()
             self.grad_norm = norm.float()
-            skip = skip | ~(self.grad_norm < math.inf)  # NaN is not below anything
+            is_bad = ~(self.grad_norm < math.inf)  # NaN is not below anything
+            skip = is_bad if found_inf is None else skip | is_bad
             if max_norm is not None:
-                factor = factor * (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+                clip = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+                factor = clip if grad_scale is None else factor * clip
         self.count_skipped(skip)
         return factor, skip
 
