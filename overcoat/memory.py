@@ -135,6 +135,8 @@ def _parameters_and_buffers(model: nn.Module | None) -> Iterator[Tensor]:
 
 
 _active: list[_Recorder] = []
+# An op, names of what it keeps, and the tensors; those beyond the names have none.
+Part = tuple[str, tuple[str, ...], tuple[Tensor | None, ...]]
 
 
 @contextlib.contextmanager
@@ -188,16 +190,16 @@ def without_hooks() -> Iterator[Callable[[Tensor, bool], None] | None]:
 
 def keep(ctx: torch.autograd.function.FunctionCtx, op: str, **tensors: Tensor | None) -> None:
     """`ctx.save_for_backward` with names: `ctx.saved_tensors` gives the values back in the order of the keywords."""
-    keep_parts(ctx, (op, tensors))
+    keep_parts(ctx, (op, tuple(tensors), tuple(tensors.values())))
 
 
-def keep_parts(ctx: torch.autograd.function.FunctionCtx, *parts: tuple[str, dict[str, Tensor | None]]) -> None:
-    """`keep` for a Function that runs several ops: (op, its tensors by name) each, saved one after the other."""
-    saved: list[Any] = [tensor for _, tensors in parts for tensor in tensors.values()]
+def keep_parts(ctx: torch.autograd.function.FunctionCtx, *parts: Part) -> None:
+    """`keep` for a Function that runs several ops, saved one after the other."""
+    saved: list[Any] = [tensor for _, _, tensors in parts for tensor in tensors]
     ctx.save_for_backward(*saved)
     if _active and not torch.compiler.is_compiling():
-        for op, tensors in parts:
-            for name, tensor in tensors.items():
+        for op, names, tensors in parts:
+            for name, tensor in zip(names, tensors, strict=False):
                 if tensor is not None:
                     for recorder in _active:
                         # The newest name wins: an address named earlier may have been freed and given to this tensor.

@@ -38,12 +38,10 @@ class Recipe:
         fp8: False leaves every layer in its original precision: the baseline through the same code path.
         head: products of lm_head and its loss, which is computed without holding the logits: "bf16" (the model's own
             dtype), "fp8" (logits' gradient in `grad_format`), or None: Hugging Face's loss, with all logits.
-        reuse_weights: keep the weights' FP8 copies until the weights change, 2 bytes per weight, for gradient
-            accumulation (ops/weights.py); per-tensor scales only, without effect under FSDP2 and torch.compile.
         z_loss: weight of log(sum exp(logits))^2, added to every label's loss in `train()` mode; it holds the
             logits near zero (arXiv 2204.02311: 1e-4). 0 adds nothing.
         offload_blocks: how many converted blocks keep their tensors in page-locked host memory between forward and
-            backward, or "all" (ops/offload.py). Evenly spread over the model, none of the last two, which would come
+            backward, or "all" (block/offload.py). Evenly spread over the model, none of the last two, which would come
             back at once. Changes no bit; without effect under torch.compile and inside other saved-tensor hooks.
 
     Raises:
@@ -58,7 +56,6 @@ class Recipe:
     grad_format: GradFormat = None  # type: ignore[assignment]  # never None once constructed
     fp8: bool = True
     head: Head | None = "bf16"
-    reuse_weights: bool = False
     z_loss: float = 0.0
     offload_blocks: int | Literal["all"] = 0
 
@@ -74,7 +71,6 @@ class Recipe:
             "grad_format": get_args(GradFormat),
             "fp8": (True, False),
             "head": (None, *get_args(Head)),
-            "reuse_weights": (True, False),
         }
         for name, values in allowed.items():
             value = getattr(self, name)

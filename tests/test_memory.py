@@ -19,14 +19,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from overcoat import Recipe, memory
+from overcoat.block.spec import Scales
 from overcoat.memory import KeptReport, KeptTensor, keep, optimizer_bytes, record_kept
-from overcoat.ops.block import Scales
-from tests.ops.harness import CASES, block_case
+from tests.block.harness import KINDS, block_case
 
 TOKENS, HIDDEN, INTERMEDIATE = 256, 1024, 2752
 UNIT = TOKENS * HIDDEN * 2
 SHARED = {("attention", "cos"), ("attention", "sin"), ("block", "cos"), ("block", "sin")}
-OURS = {"norm_linear", "attention", "linear_residual", "swiglu_linear", "gelu_linear", "block"}
+OURS = {"attention input", "attention", "attention output", "mlp input", "mlp", "block"}
 
 
 class OneBlock(nn.Module):
@@ -109,13 +109,15 @@ def test_the_parts_are_named_with_their_sizes(large_case):
     sizes = {row: size / UNIT for row, size in kept.by_tensor().items()}
     maxima = 1 / 64  # one BF16 number for 128 codes
     expected = {
-        ("norm_linear", "codes"): 2 * 0.5,
-        ("norm_linear", "group_amax"): 2 * 0.5 * maxima,
+        ("attention input", "codes"): 0.5,
+        ("attention input", "group_amax"): 0.5 * maxima,
+        ("mlp input", "codes"): 0.5,
+        ("mlp input", "group_amax"): 0.5 * maxima,
         ("attention", "qkv"): 1.5,
         ("attention", "qkv_amax"): 1.5 * maxima,
         ("attention", "lower"): 0.5,
-        ("swiglu_linear", "codes"): 2.6875,
-        ("swiglu_linear", "group_amax"): 2 * 22 / 1024,  # 21.5 groups a half
+        ("mlp", "codes"): 2.6875,
+        ("mlp", "group_amax"): 2 * 22 / 1024,  # 21.5 groups a half
     }
     for row, size in expected.items():
         assert sizes.pop(row) == pytest.approx(size), row
@@ -124,7 +126,7 @@ def test_the_parts_are_named_with_their_sizes(large_case):
     # What remains is a few numbers a token or a channel: rstd, centers, scales.
     assert sum(sizes.values()) < 0.05, sizes
     text = str(kept)
-    for op in ("norm_linear", "attention", "swiglu_linear", "total"):
+    for op in ("attention input", "attention", "mlp", "total"):
         assert op in text
 
 
@@ -132,19 +134,21 @@ def test_the_leanest_keeps_the_input_alone(large_case):
     kept, _ = record(large_case, Recipe.leanest())
     sizes = kept.by_tensor()
     scalars = [sizes.pop(("block", name)) for name in Scales._fields]
-    assert scalars == [4] * 5
+    assert scalars == [8, 4, 8]  # of two branches; attention has no scale inside
     assert set(sizes) == {("block", "codes"), ("block", "group_amax"), ("block", "cos"), ("block", "sin")}
     assert units(kept) == pytest.approx(0.5 * (1 + 1 / 64), abs=sum(scalars) / UNIT)
 
 
 def test_an_mlp_without_gate_keeps_its_one_projection():
     """Starcoder2's block, I = 4 H: 0.5 + 2 + 0.5 + 2 U, and the groups' maxima; nothing for biases and norm biases."""
-    case = block_case(2, TOKENS // 2, HIDDEN, intermediate=4 * HIDDEN, num_q=8, num_kv=8, biases=True, gelu="tanh")
+    case = block_case(
+        2, TOKENS // 2, HIDDEN, intermediate=4 * HIDDEN, num_q=8, num_kv=8, biases=True, activation="gelu_tanh"
+    )
     kept, _ = record(case, Recipe())
     sizes = {row: size / UNIT for row, size in kept.by_tensor().items()}
-    assert sizes["gelu_linear", "codes"] == 2
-    assert sizes["gelu_linear", "group_amax"] == pytest.approx(2 / 64)
-    assert {op for op, _ in sizes} == {"norm_linear", "attention", "linear_residual", "gelu_linear", "block"}
+    assert sizes["mlp", "codes"] == 2
+    assert sizes["mlp", "group_amax"] == pytest.approx(2 / 64)
+    assert {op for op, _ in sizes} == OURS
     centers = HIDDEN * 4 / UNIT  # of v, FP32
     assert units(kept) == pytest.approx(5 + 4.5 / 64 + centers, abs=0.01)
     assert units(record(case, Recipe.leanest())[0]) == pytest.approx(0.5 * (1 + 1 / 64), abs=5 * 4 / UNIT)
@@ -168,7 +172,7 @@ def test_shared_tensors_are_counted_once_for_all_blocks(large_case):
 @pytest.mark.parametrize("recipe", [recipe for recipe, _ in LIMITS.values()], ids=LIMITS)
 def test_the_report_is_what_autograd_holds(recipe):
     """Walk the graph and add up every node's saved tensors: the same bytes as reported, no more and no less."""
-    case = block_case(biases=True, head_norm=True)
+    case = block_case(biases=True, qk_norm="head")
     module = OneBlock(case, recipe)
     x = case.inputs["x"].clone().requires_grad_()
     with record_kept(module) as kept:
@@ -189,7 +193,7 @@ def test_the_report_is_what_autograd_holds(recipe):
 )
 def test_nothing_else_stays_alive(recipe):
     """Every tensor born in the forward and alive after it is the output or in the report; after the backward, none."""
-    case = block_case(biases=True, head_norm=True)
+    case = block_case(biases=True, qk_norm="head")
     module = OneBlock(case, recipe)
     x = case.inputs["x"].clone().requires_grad_()
     out = module(x)  # warm up
@@ -244,16 +248,16 @@ def test_backward_frees_what_was_kept():
     assert len(alive) <= 4
 
 
-@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
-def test_every_op_names_what_it_keeps(make):
-    case = make()
+@pytest.mark.parametrize("kwargs", KINDS.values(), ids=KINDS)
+def test_a_block_names_what_it_keeps(kwargs):
+    case = block_case(**kwargs)
     leaves = {
         name: x if x is None else nn.Parameter(x) if x.is_floating_point() else x for name, x in case.inputs.items()
     }
     with record_kept() as kept:
         case.op(leaves, Recipe())
     assert kept.rows
-    assert {row.op for row in kept.rows} <= OURS
+    assert {row.op for row in kept.rows} <= {*OURS, "attention norm", "mlp norm"}
     assert not any(row.name.startswith("parameter") for row in kept.rows), "a parameter was counted"
 
 

@@ -11,9 +11,9 @@ import torch
 
 import overcoat
 from overcoat import Recipe, weight_amax
+from overcoat.block import linear as of_weights
 from overcoat.kernels.stack_predicted import stack_weights_predicted
 from overcoat.models.compiled import compile_layers
-from overcoat.ops import weights as of_weights
 from tests.models.zoo import make_model
 
 
@@ -89,7 +89,7 @@ def test_what_is_known_is_the_maximum(device):
     assert all(weight_amax.tracked(p) is None for p in others)
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(checkpoint="block"), Recipe(reuse_weights=True)])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(checkpoint="block")])
 def test_training_is_the_same_bit_for_bit(recipe, monkeypatch, device):
     runs = []
     for known in (True, False):

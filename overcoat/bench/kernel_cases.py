@@ -20,13 +20,14 @@ from overcoat.kernels import (
     adamw,
     block_weights,
     blockwise,
-    final_norm,
     groups,
     loss,
     norm,
+    norm_after,
     norm_backward,
     norm_blockwise,
     quantize,
+    rms_norm,
     rope,
     rope_backward,
     rope_blockwise,
@@ -130,8 +131,9 @@ def norm_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:
     yield KernelCase("norm_backward", norm_backward.norm_backward, backward)
     centered = (*backward[:6], True, True, CODE, G)
     yield KernelCase("norm_backward LayerNorm", norm_backward.norm_backward, centered)
-    yield KernelCase("final_norm", final_norm.final_norm, (x, weight, EPS))
-    yield KernelCase("final_norm_backward", final_norm.final_norm_backward, (dy, x, rstd, weight))
+    yield KernelCase("add_norm_encode", norm_after.add_norm_encode, (dy, x, weight, None, EPS, False, CODE, G))
+    yield KernelCase("rms_norm", rms_norm.rms_norm, (x, weight, EPS))
+    yield KernelCase("rms_norm_backward", rms_norm.rms_norm_backward, (dy, x, rstd, weight))
 
 
 def rope_cases(shape: BlockShape, device: str) -> Iterator[KernelCase]:

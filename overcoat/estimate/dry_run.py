@@ -14,19 +14,18 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
 
+from overcoat.block import offload
 from overcoat.estimate.fsdp import FullyShard
 from overcoat.estimate.meter import Account, LibraryAttention, Meter
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.memory import KeptReport, record_kept
 from overcoat.models.convert import Report, convert
-from overcoat.ops import offload
-from overcoat.ops.weights import kept_bytes
 from overcoat.recipe import Recipe
 from overcoat.train.extras import load_extra
 
@@ -66,14 +65,12 @@ class DryRun(NamedTuple):
     """What the run saw.
 
     account: living bytes by category, without parameters, and without gradients that were there before.
-    reused: bytes of the weights' FP8 copies that last from step to step (`Recipe.reuse_weights`).
     host: bytes of host memory that kept activations wait in (`Recipe.offload_blocks`).
     handles: of cuBLAS, one for each thread that asks PyTorch for products: the main one's forward, autograd's backward.
     """
 
     account: Account
     report: Report
-    reused: int
     host: int
     handles: int
 
@@ -101,9 +98,7 @@ def own_loss(model: Any, batch: int, sequence: int) -> Tensor:
 def dry_run(config: Any, work: Work, loss_of: LossOf = own_loss) -> DryRun:
     """Forward and backward of one micro-batch, the last of its step."""
     model = meta_model(config, work.dtype)
-    # FSDP2's parameters are other objects in every forward: no copy of theirs is used again.
-    report = convert(model, replace(work.recipe, reuse_weights=False) if work.gpus > 1 else work.recipe)
-    reused = _make_reused_copies(model, work, loss_of)
+    report = convert(model, work.recipe)
     meter = Meter(answer=not work.document_mask)
     meter.leave_out([*model.parameters(), *model.buffers()])
     if work.accumulation > 1 and work.gpus == 1:
@@ -129,7 +124,7 @@ def dry_run(config: Any, work: Work, loss_of: LossOf = own_loss) -> DryRun:
         model.zero_grad()
     meter.stop()
     account = meter.account(_categories(meter, kept))
-    return DryRun(account, report, reused, transfers.pool.total_bytes, handles)
+    return DryRun(account, report, transfers.pool.total_bytes, handles)
 
 
 def kept_tensors(config: Any, work: Work, loss_of: LossOf = own_loss) -> KeptReport:
@@ -140,17 +135,6 @@ def kept_tensors(config: Any, work: Work, loss_of: LossOf = own_loss) -> KeptRep
     with _refusing_values(config), meter, LibraryAttention(), offload.separate(META), record_kept(model) as kept:
         loss_of(model, work.batch, work.sequence)
     return kept
-
-
-def _make_reused_copies(model: nn.Module, work: Work, loss_of: LossOf) -> int:
-    """Run a micro-batch that leaves behind the FP8 copies that the next one finds; their bytes."""
-    if not work.recipe.reuse_weights or work.gpus > 1:
-        return 0
-    before = kept_bytes()  # of other models
-    with Meter(answer=not work.document_mask), LibraryAttention(), offload.separate(META):
-        loss_of(model, work.batch, work.sequence).backward()
-    model.zero_grad()
-    return kept_bytes() - before
 
 
 @contextlib.contextmanager

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overcoat.block.offload import transfers
 from overcoat.estimate.meter import Meter, aligned
 from overcoat.estimate.phases import EMBEDDING, OPTIMIZER, watch
 from overcoat.estimate.predict import Phase
-from overcoat.ops.offload import transfers
 from overcoat.optim.sharding import local
 
 END = "end"

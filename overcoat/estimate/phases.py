@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from overcoat.models import family
 from overcoat.models.head import find_causal_model
-from overcoat.models.llama import original_class
 
 EMBEDDING, NORM, LOSS = "embedding", "final norm", "loss"
 LOSS_BACKWARD, EMBEDDING_BACKWARD, OPTIMIZER = "loss backward", "embedding backward", "optimizer"
@@ -23,7 +23,7 @@ LOSS_BACKWARD, EMBEDDING_BACKWARD, OPTIMIZER = "loss backward", "embedding backw
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The model's decoder layers in order."""
-    return [module for module in model.modules() if original_class(module).__name__.endswith("DecoderLayer")]
+    return list(family.decoder_layers(model).values())
 
 
 def forward_of(block: int) -> str:

@@ -4,7 +4,7 @@
     gradients, kept activations, residual stream, loss, workspace
                                    of a dry run of the step on the meta device (`dry_run.py`), at its fullest moment
     gathered                       what FSDP2 gathers, of the same dry run (`fsdp.py`)
-    fp8 weights, offload buffers   of `Recipe.reuse_weights`, `AdamW(offload=True)`
+    offload buffers                of `AdamW(offload=True)`
     libraries                      cuBLAS' workspaces, which it gets from PyTorch's allocator, and what the
                                    allocator's multiples add to the sizes of lasting tensors
 
@@ -60,7 +60,7 @@ RELEASE_BYTES = 32 * 2**20
 OFFLOAD_BUFFER = 192 * 2**20
 DTYPES = ("bfloat16", "float32")
 # Components that are there during the whole step.
-LASTING = ("weights", "remainders", "moments", "fp8 weights", "offload buffers", "libraries")
+LASTING = ("weights", "remainders", "moments", "offload buffers", "libraries")
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,6 @@ def _lasting(
         "moments": moments,
         GRADIENTS: gradients,
         KEPT: 0,
-        "fp8 weights": run.reused,
         GATHERED: 0,
         "offload buffers": buffers,
         "libraries": HANDLE * run.handles,

@@ -16,8 +16,8 @@ overrides it there. It is also the shape function: torch.compile runs it on fake
     @quantize_both.fake
     def _(x, amax, fmt): ...
 
-Ops carry no autograd formula: `overcoat.ops` pairs forward and backward ops in `torch.autograd.Function`s. An op never
-returns one of its inputs or a view of it (a rule of `torch.library`).
+Ops carry no autograd formula: `overcoat.block` pairs forward and backward ops in `torch.autograd.Function`s. An op
+never returns one of its inputs or a view of it (a rule of `torch.library`).
 """
 
 from __future__ import annotations

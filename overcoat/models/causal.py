@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from overcoat.kernels.packed import document_starts, given_starts
-from overcoat.models.llama import HARMLESS_HOOKS, Fp8DecoderLayer, has_hooks
+from overcoat.models.decoder import HARMLESS_HOOKS, Fp8DecoderLayer, has_hooks
 
 # Documents shorter than this on average (padding whose positions do not count, say) get transformers' mask: each costs
 # FlashAttention's backward 128 more rows of dq in FP32, and a block of its grid for every 128 tokens of a row.

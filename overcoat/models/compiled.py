@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from overcoat.models.convert import decoder_layers
+from overcoat.models.family import decoder_layers
 
 
 def compile_layers(model: nn.Module, graphs: bool) -> None:
@@ -42,7 +42,7 @@ def compile_layers(model: nn.Module, graphs: bool) -> None:
     """
     layers = decoder_layers(model)
     if not layers:
-        raise ValueError(f"{type(model).__name__} contains no decoder layer (a module named *DecoderLayer) to compile")
+        raise ValueError(f"{type(model).__name__} contains no decoder layer to compile")
     device = next(model.parameters()).device
     if graphs and device.type != "cuda":
         raise ValueError(f"CUDA graphs need a GPU, and the model lies on {device}: compile it with graphs=False")

@@ -1,27 +1,30 @@
 """`convert`: turn a model's decoder layers to FP8 and its loss to one without logits, in place.
 
-A layer keeps its parameters, submodules, hooks and names; only its class changes, to a subclass of its own class whose
-forward computes in FP8 while training (`models/llama.py`); the model and its lm_head likewise (`models/head.py`). So
-checkpoints, `save_pretrained`, `from_pretrained`, FSDP2 and `generate` see the model they know.
+A layer keeps its parameters, submodules, hooks and names; only its class changes, to a subclass of its own class, of
+the same name, whose forward computes in FP8 while training (models/decoder.py); the model and its lm_head likewise
+(models/head.py). So checkpoints, `save_pretrained`, `from_pretrained`, FSDP2 and `generate` see the model they know.
 """
 
 from __future__ import annotations
 
-import functools
+import gc
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import nn
 
+from overcoat.block.attention import Attention
+from overcoat.block.offload import choose_blocks
 from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
+from overcoat.models.decoder import Fp8DecoderLayer, why_unsupported
+from overcoat.models.family import Family, decoder_layers, families, family_of, mixed, original_class
 from overcoat.models.head import find_causal_model, install_head, remove_head, why_head_unsupported
-from overcoat.models.llama import SUPPORTED, Fp8DecoderLayer, original_class, parts_of, why_unsupported
-from overcoat.ops.offload import choose_blocks
-from overcoat.ops.weights import reuse
 from overcoat.recipe import Recipe
 
 FilterFn = Callable[[nn.Module, str], bool]
+FILTERED = "filter_fn said no"
 
 
 class LayerReport(NamedTuple):
@@ -83,7 +86,9 @@ def _runs(layers: list[LayerReport]) -> list[tuple[LayerReport, LayerReport, int
     return runs
 
 
-def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Optional[FilterFn] = None) -> Report:
+def convert(
+    model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Optional[FilterFn] = None, *, strict: bool = False
+) -> Report:
     """Convert a Hugging Face model to FP8 training, in place: its decoder layers, and the loss at its end.
 
     In `train()` mode converted layers compute in FP8 and keep 8-bit tensors for the backward; in `eval()` they run
@@ -93,25 +98,27 @@ def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Option
     `output_logits=True`, without labels and in `eval()` it returns them as ever (`models/head.py`).
 
     Args:
-        model: any module that contains transformers decoder layers (Llama, Mistral, Qwen2, Qwen3, Starcoder2).
+        model: any module that contains decoder layers of transformers, of a family that is a file of this folder.
             Parameters are shared, names unchanged. Converting again changes the recipe.
         recipe: what is kept, and in which format; `Recipe()` if None.
         filter_fn: `filter_fn(module, name) -> bool`; False leaves that decoder layer, or lm_head, alone.
+        strict: an error instead of a warning where no layer at all can train in FP8.
 
     Returns:
         a `Report` saying for each decoder layer and the head what it got, or why it was left alone.
 
     Raises:
         ValueError: the model lies on a GPU without FP8 tensor cores (or without products of block scales, if the
-            recipe wants them), or contains no decoder layer; `Recipe.z_loss` without a head that can have it.
+            recipe wants them), or contains no decoder layer, or with `strict` none that trains in FP8;
+            `Recipe.z_loss` without a head that can have it.
     """
     recipe = recipe or Recipe()
     report = Report(recipe)
     layers = decoder_layers(model)
     if not layers and recipe.fp8:
         raise ValueError(
-            f"{type(model).__name__} contains no decoder layer (a module named *DecoderLayer); overcoat.convert takes "
-            f"transformers models of the kinds {', '.join(SUPPORTED.values())}"
+            f"{type(model).__name__} contains no decoder layer; overcoat.convert takes transformers models with layers "
+            f"of the kinds {_known()}"
         )
     if recipe.fp8 or recipe.head == "fp8":
         _check_device(model, recipe)
@@ -119,21 +126,25 @@ def convert(model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Option
         _check_z_loss(model, recipe, filter_fn)
     for name, layer in layers.items():
         report.layers.append(_convert_layer(layer, name, recipe, filter_fn))
-        linears = [module.weight for module in layer.modules() if isinstance(module, nn.Linear)]
-        reused = recipe.reuse_weights and recipe.linear_scaling == "tensor" and report.layers[-1].converted
-        reuse(linears, reused)
     _choose_offloaded(layers, report)
     report.head = _convert_head(model, recipe, filter_fn)
-    if report.converted and not getattr(model, "_overcoat_no_cache", False):
-        model.register_forward_pre_hook(_no_cache_while_training, with_kwargs=True)
-        model._overcoat_no_cache = True  # type: ignore[assignment]
+    _forbid_cache(model, report.converted)
+    _check_converted(report, strict)
     return report
 
 
-def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """All decoder layers of a model by name, converted or not."""
-    found = model.named_modules()
-    return {name: module for name, module in found if original_class(module).__name__.endswith("DecoderLayer")}
+def _known() -> str:
+    return ", ".join(family.layer for family in families())
+
+
+def _check_converted(report: Report, strict: bool) -> None:
+    reasons = dict.fromkeys(reason for reason in report.left_alone.values() if reason != FILTERED)
+    if not report.recipe.fp8 or report.converted or not reasons:
+        return
+    message = f"no decoder layer trains in FP8: {'; '.join(reasons)}"
+    if strict:
+        raise ValueError(message)
+    warnings.warn(message, stacklevel=3)
 
 
 def _check_device(model: nn.Module, recipe: Recipe) -> None:
@@ -167,29 +178,30 @@ def _convert_layer(layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optio
 
     def left_alone(reason: str) -> LayerReport:
         if isinstance(layer, Fp8DecoderLayer):
-            if type(layer) is not fp8_class(original):  # type: ignore[arg-type]
+            if type(layer) is not mixed(Fp8DecoderLayer, original):
                 raise ValueError(
                     f"{name} was converted and is wrapped since, as {type(layer).__name__}: it cannot become a plain "
                     f"{kind} again ({reason}). Build the model again and convert it before wrapping"
                 )
-            layer.__class__ = original  # type: ignore[assignment]
+            layer.__class__ = original
         return LayerReport(name, kind, False, reason)
 
     if not recipe.fp8:
         return left_alone("Recipe.bf16()")
     if filter_fn is not None and not filter_fn(layer, name):
-        return left_alone("filter_fn said no")
-    if SUPPORTED.get(original.__module__) != kind:
-        return left_alone(f"{kind} is not among the supported kinds ({', '.join(SUPPORTED.values())})")
-    reason = why_unsupported(layer)
+        return left_alone(FILTERED)
+    family = family_of(layer)
+    if family is None:
+        return left_alone(f"{kind} is not among the supported kinds ({_known()})")
+    reason = why_unsupported(layer, family)
     if reason is not None:
         return left_alone(reason)
-    if not isinstance(layer, Fp8DecoderLayer) and type(layer) is not original:
-        return left_alone(f"the layer is wrapped already, as {type(layer).__name__}: convert it before")
     if not isinstance(layer, Fp8DecoderLayer):
-        layer.__class__ = fp8_class(original)  # type: ignore[arg-type]
+        if type(layer) is not original:
+            return left_alone(f"the layer is wrapped already, as {type(layer).__name__}: convert it before")
+        layer.__class__ = mixed(Fp8DecoderLayer, original)
     layer.overcoat_recipe = recipe  # type: ignore[assignment]
-    return LayerReport(name, kind, True, _describe(layer, recipe))
+    return LayerReport(name, kind, True, _describe(layer, family, recipe))
 
 
 def _choose_offloaded(layers: dict[str, nn.Module], report: Report) -> None:
@@ -230,41 +242,51 @@ def _why_no_head(path: str, causal: nn.Module, recipe: Recipe, filter_fn: Option
         return "Recipe.head is None"
     reason = why_head_unsupported(causal)
     if reason is None and filter_fn is not None and not filter_fn(causal.get_submodule("lm_head"), _head_name(path)):
-        reason = "filter_fn said no"
+        reason = FILTERED
     return reason
 
 
-@functools.cache
-def fp8_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a decoder layer's class that trains in FP8."""
-    return type(f"Fp8{original.__name__}", (Fp8DecoderLayer, original), {"__module__": __name__})
-
-
-def __getattr__(name: str) -> Any:
-    """Make `Fp8<Layer>` classes importable by name, so that a converted module can be unpickled."""
-    for module_name, kind in SUPPORTED.items():
-        if name == f"Fp8{kind}":
-            module = __import__(module_name, fromlist=[kind])
-            return fp8_class(getattr(module, kind))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _describe(layer: nn.Module, recipe: Recipe) -> str:
+def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
     kept = f"kept {recipe.kept_format} 1x{recipe.group_size}"
     if recipe.checkpoint == "block":
         kept = f"block input {kept}, the rest recomputed"
     else:
         kept += ", attention " + (recipe.kept_format if recipe.kept_attention == "8bit" else "bf16")
-    parts = parts_of(layer)
-    extras = [] if parts.gated else ["LayerNorm", "GELU"]
-    if parts.attention.q_proj.bias is not None:
-        extras.append("biases")
-    if hasattr(parts.attention, "q_norm"):
-        extras.append("q/k norm")
+    extras = []
+    for core, _, into, _, inner, pre, post in family.branches(layer, 1):
+        if isinstance(pre or post, nn.LayerNorm):
+            extras.append("LayerNorm")
+        if pre is None:
+            extras.append("norms after")
+        if not isinstance(core, Attention):
+            extras += [] if (core.activation, core.gated) == ("silu", True) else [core.activation]
+            continue
+        if any(linear.bias is not None for linear in into):
+            extras.append("biases")
+        if any(norm is not None for norm in inner):
+            extras.append("q/k norm" + (" over all heads (unfused)" if core.heads.full_norm else ""))
     scales = " in 1x128 and 128x128 blocks" if recipe.linear_scaling == "block" else ""
-    if recipe.reuse_weights and not scales:
-        extras.append("weights' FP8 copies reused")
-    return ", ".join([f"GEMMs e4m3/{recipe.grad_format}{scales}", kept, *extras])
+    return ", ".join([f"GEMMs e4m3/{recipe.grad_format}{scales}", kept, *dict.fromkeys(extras)])
+
+
+def _forbid_cache(model: nn.Module, converted: list[str]) -> None:
+    """No key/value cache while training, by a hook on whoever owns the converted layers and calls them."""
+    for owner in {_owner(model, name) for name in converted}:
+        if owner is not None and not getattr(owner, "_overcoat_no_cache", False):
+            owner.register_forward_pre_hook(_no_cache_while_training, with_kwargs=True)
+            owner._overcoat_no_cache = True  # type: ignore[assignment]
+
+
+def _owner(model: nn.Module, name: str) -> Optional[nn.Module]:
+    """The module whose list a layer is in: in `model`, or around it where that is the list (`model.model.layers`)."""
+    path = name.split(".")
+    owner = model
+    while path and type(owner := model.get_submodule(".".join(path[:-1]))) is nn.ModuleList:
+        path.pop()
+    if not name or type(owner) is not nn.ModuleList:
+        return owner if name else None
+    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    return next((x for x in modules if any(child is model for child in x._modules.values())), None)
 
 
 def _no_cache_while_training(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

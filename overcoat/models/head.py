@@ -1,38 +1,37 @@
 """The end of a converted model: `model(input_ids, labels=...)` computes its loss without ever holding the logits.
 
-The supported models end alike: final norm, `lm_head` (a linear layer without bias, perhaps tied to the embedding),
-`ForCausalLMLoss` on shifted labels. The model, its lm_head and its final norm (final_norm.py) get subclasses of their
-own classes, as the decoder layers do (convert.py), with the same parameters and names:
+The families' models end alike: final norm, `lm_head` (a linear layer without bias, perhaps tied to the embedding),
+`ForCausalLMLoss` on shifted labels. The model, its lm_head and its final norm get subclasses of their own classes, as
+the decoder layers do (convert.py), with the same parameters and names:
 
-    LossHead         lm_head(hidden) gives logits as ever; lm_head(hidden, labels) their loss, in chunks (ops/loss.py).
-                     The call goes through the module, so that FSDP2 may wrap lm_head by itself.
+    LossHead         lm_head(hidden) gives logits as ever; lm_head(hidden, labels) their loss, in chunks
+                     (block/loss.py). The call goes through the module, so that FSDP2 may wrap lm_head by itself.
     LeanLossModel    forward(labels=...) calls it so in `train()` mode and leaves `logits` out of its result (None).
+    FinalNorm        RMSNorm as one op while it does; else its original forward, so that logits are what they were, bit
+                     for bit. LayerNorm needs nothing, PyTorch's is fused.
 
 `Recipe.z_loss` is added to that loss in `train()` mode, nowhere else: in `eval()` the loss is the cross-entropy.
 
 Everything else is the original forward: without labels, in `eval()`, with `output_logits=True` or `logits_to_keep`,
-with another loss function, and when lm_head was replaced or hooked since. The subclass of the model keeps the name of
-its class, which `save_pretrained` writes into config.json.
+with another loss function, and when lm_head was replaced or hooked since.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any, Optional, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overcoat.block.loss import final_norm, linear_cross_entropy
 from overcoat.models.causal import causal_mask
-from overcoat.models.final_norm import fused_final_norm, install_final_norm, remove_final_norm
-from overcoat.models.llama import HARMLESS_HOOKS, SUPPORTED, has_hooks, original_class
-from overcoat.ops.loss import linear_cross_entropy
+from overcoat.models.decoder import HARMLESS_HOOKS, has_hooks
+from overcoat.models.family import Mixin, class_name, families, family_of, mixed, original_class
 from overcoat.recipe import Recipe
-
-# Models of transformers whose forward is the one below, by their module.
-SUPPORTED_MODELS = {module: kind.replace("DecoderLayer", "ForCausalLM") for module, kind in SUPPORTED.items()}
 
 
 class LossHead(nn.Linear):
@@ -45,7 +44,22 @@ class LossHead(nn.Linear):
         return linear_cross_entropy(input, self.weight, labels, **options)
 
 
-class LeanLossModel(nn.Module):
+class FinalNorm(Mixin):
+    """Mixin before an RMSNorm's own class, switched on for the loss without logits."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+    overcoat_fused = False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states (..., H) -> (..., H)."""
+        # With a weight of another dtype the original returns that of both.
+        if not self.overcoat_fused or hidden_states.dtype != self.weight.dtype:
+            return super().forward(hidden_states)
+        return final_norm(hidden_states, self.weight, float(self.variance_epsilon))
+
+
+class LeanLossModel(Mixin):
     """Mixin before a causal model's own class: the loss without logits while training."""
 
     overcoat_recipe: Recipe
@@ -106,7 +120,7 @@ class LeanLossModel(nn.Module):
 
         return_dict = inputs.pop("return_dict", None)
         inputs["attention_mask"] = causal_mask(self, inputs)
-        with fused_final_norm(self):
+        with _fused_final_norm(self):
             outputs = self.get_submodule("model")(**inputs, return_dict=True)
         result = CausalLMOutputWithPast(
             loss=self._loss(outputs.last_hidden_state, labels, inputs),
@@ -136,6 +150,19 @@ class LeanLossModel(nn.Module):
         return loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
 
 
+@contextlib.contextmanager
+def _fused_final_norm(model: nn.Module) -> Iterator[None]:
+    norm = model.get_submodule("model.norm")
+    if not isinstance(norm, FinalNorm):
+        yield
+        return
+    norm.overcoat_fused = True
+    try:
+        yield
+    finally:
+        norm.overcoat_fused = False
+
+
 def find_causal_model(model: nn.Module) -> Optional[tuple[str, nn.Module]]:
     """Name and module of transformers' causal model in `model` (itself, or inside a PEFT model, say), or None."""
     for name, module in model.named_modules():
@@ -148,15 +175,16 @@ def find_causal_model(model: nn.Module) -> Optional[tuple[str, nn.Module]]:
 def why_head_unsupported(model: nn.Module) -> Optional[str]:
     """The reason why a causal model's loss cannot be computed without logits, or None if it can."""
     original: Any = original_class(model)
-    if SUPPORTED_MODELS.get(original.__module__) != original.__name__:
-        return f"{original.__name__} is not among the supported kinds ({', '.join(SUPPORTED_MODELS.values())})"
+    if family_of(model) is None:
+        kinds = ", ".join(family.causal for family in families())
+        return f"{original.__name__} is not among the supported kinds ({kinds})"
     if type(model) is not original and not isinstance(model, LeanLossModel):
         return f"the model is wrapped already, as {type(model).__name__}: convert it before"
     if "forward" in vars(model):
         return "the model's forward was replaced on the object: convert it before"
     head = model.get_submodule("lm_head")
     if type(head) is not nn.Linear and not isinstance(head, LossHead):
-        return f"lm_head is a {type(head).__name__}, not nn.Linear"
+        return f"lm_head is a {class_name(head)}, not nn.Linear"
     return _why_not_lean(model, head)
 
 
@@ -164,7 +192,7 @@ def why_head_replaced(model: nn.Module) -> Optional[str]:
     """The reason why a converted model's head is not what it was any more; checked at each forward with labels."""
     head = model.get_submodule("lm_head")
     if not isinstance(head, LossHead):
-        return f"lm_head is a {type(head).__name__} now; convert the model again if it is nn.Linear"
+        return f"lm_head is a {class_name(head)} now; convert the model again if it is nn.Linear"
     return _why_not_lean(model, head)
 
 
@@ -184,41 +212,30 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
 
 def install_head(model: nn.Module, recipe: Recipe) -> None:
     """Give a supported model the lean loss, in place; again to change the recipe, even when wrapped by FSDP2 since."""
-    original: Any = original_class(model)
     if not isinstance(model, LeanLossModel):
-        model.__class__ = lean_class(original)
+        model.__class__ = mixed(LeanLossModel, original_class(model))
     head: nn.Module = model.get_submodule("lm_head")
     if not isinstance(head, LossHead):
         head.__class__ = LossHead
-    install_final_norm(model)
+    norm: Any = model.get_submodule("model.norm")
+    family = family_of(model)
+    is_own = family is not None and (type(norm).__module__, type(norm).__name__) == (family.module, family.norm)
+    if is_own and "forward" not in vars(norm):
+        norm.__class__ = mixed(FinalNorm, type(norm))
     model.overcoat_recipe = recipe  # type: ignore[assignment]
 
 
 def remove_head(model: nn.Module) -> None:
     """Undo `install_head`; a model that was wrapped since keeps its class and computes its original forward."""
-    original: Any = original_class(model)
-    if isinstance(model, LeanLossModel):
-        remove_final_norm(model)
-    if type(model) is lean_class(original):
-        model.__class__ = original
-        head: nn.Module = model.get_submodule("lm_head")
-        if type(head) is LossHead:
-            head.__class__ = nn.Linear  # type: ignore[assignment]
-    elif isinstance(model, LeanLossModel):
+    if not isinstance(model, LeanLossModel):
+        return
+    norm = model.get_submodule("model.norm")
+    if type(norm) is mixed(FinalNorm, original_class(norm)):
+        norm.__class__ = original_class(norm)
+    if type(model) is not mixed(LeanLossModel, original_class(model)):
         model.overcoat_recipe = Recipe.bf16()
-
-
-@functools.cache
-def lean_class(original: Any) -> Any:
-    """The subclass of a causal model's class that leaves its logits out; of the same name, and of its own to pickle."""
-    names = {"__module__": __name__, "__qualname__": f"Lean{original.__name__}"}
-    return type(original.__name__, (LeanLossModel, original), names)
-
-
-def __getattr__(name: str) -> Any:
-    """Make `Lean<Model>` classes importable by name, so that a converted model can be unpickled."""
-    for module_name, kind in SUPPORTED_MODELS.items():
-        if name == f"Lean{kind}":
-            module = __import__(module_name, fromlist=[kind])
-            return lean_class(getattr(module, kind))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return
+    model.__class__ = original_class(model)
+    head: nn.Module = model.get_submodule("lm_head")
+    if type(head) is LossHead:
+        head.__class__ = nn.Linear  # type: ignore[assignment]

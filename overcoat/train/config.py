@@ -86,7 +86,6 @@ class RecipeConfig:
     offload_blocks: int | str | None = option(
         None, 'blocks whose kept tensors wait in host memory: a number, or "all" (but the last two)'
     )
-    reuse_weights: bool | None = option(None, "true keeps the weights' FP8 copies for all micro-batches of a step")
     head: str | None = option(None, 'replaces the products of the loss: "bf16", "fp8", or "none" (all logits at once)')
     z_loss: float | None = option(None, "weight of log(sum exp)^2 in the training loss, per label (PaLM: 1e-4)")
 
@@ -329,7 +328,6 @@ def _check_compiled(config: Config) -> None:
     """Refuse what compiled layers would leave undone, and what CUDA graphs would do wrong or are not meant for."""
     refused: list[tuple[str, Any, str]] = [
         ("recipe.offload_blocks", config.recipe.offload_blocks, "compiled layers keep everything on the GPU"),
-        ("recipe.reuse_weights", config.recipe.reuse_weights, "compiled layers make FP8 weights anew in every pass"),
         ("memory.report", config.memory.report, "it measures, and predicts, layers that are not compiled"),
     ]
     if config.train.compile == "graphs":

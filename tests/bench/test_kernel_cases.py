@@ -24,8 +24,9 @@ BYTES = {
     "stack_weights_predicted": (2 + 1) * 2 * H * H,
     "add_rmsnorm_stats": (2 + 2 + 2) * T * H,
     "add_layernorm_stats": (2 + 2 + 2) * T * H,
-    "final_norm": (2 + 2) * T * H,
-    "final_norm_backward": (2 + 2 + 2) * T * H,
+    "rms_norm": (2 + 2) * T * H,
+    "rms_norm_backward": (2 + 2 + 2) * T * H,
+    "add_norm_encode": (2 + 2 + 2 + 1) * T * H,
     "qk_rope": (2 + 2) * 2 * T * H + 2 * 2 * 64 * 128,
     "qk_rope norm": (2 + 2) * 2 * T * H + 2 * 2 * 64 * 128,
     # Three gradients and, of qkv, q and k read; the gradient of all three written.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import overcoat
 from overcoat.bench.shapes import ModelShape, build_model
 from overcoat.bench.trainers import LR, trainers
-from overcoat.models.llama import Fp8DecoderLayer
+from overcoat.models.decoder import Fp8DecoderLayer
 from tests.bench.peers import module
 
 SHAPE = ModelShape(128, 256, 2, 2, 1, 320)

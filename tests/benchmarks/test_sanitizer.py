@@ -79,7 +79,7 @@ def test_every_test_goes_to_one_process() -> None:
 
 
 def test_files_with_kernels_are_found() -> None:
-    assert "tests/models/test_llama.py" in sanitizer.test_files("memcheck")
+    assert "tests/models/test_decoder.py" in sanitizer.test_files("memcheck")
     assert not any(path.startswith("tests/train") for path in sanitizer.test_files("memcheck"))
     kernels = sanitizer.test_files("racecheck")
     assert kernels

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from overcoat.block.loss import linear_cross_entropy
 from overcoat.estimate.meter import ALIGNMENT, LibraryAttention, Meter, aligned, workspace
 from overcoat.kernels.attention import attention_backward
-from overcoat.ops.loss import linear_cross_entropy
 
 KIB = 256  # FP32 elements
 

@@ -217,22 +217,6 @@ def test_accumulated_gradients_are_there_from_the_start():
     assert prediction.components[GRADIENTS] == weights
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_reused_weights_last_in_both_layouts(accumulation):
-    model = make_model("llama", layers=2)
-    recipe = Recipe(reuse_weights=True)
-    prediction = predict(model.config, BATCH, LENGTH, Setup(recipe, accumulation=accumulation))
-    linears = [m.weight for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
-    assert prediction.components["fp8 weights"] == pytest.approx(2 * sum(w.numel() for w in linears), abs=64)
-    plain = predict(model.config, BATCH, LENGTH, Setup(accumulation=accumulation))
-    copies = prediction.components["fp8 weights"]
-    block = next(place for place, phase in enumerate(plain.phases) if phase.label == "block 2 forward")
-    # The forward makes no copies of its own, at its fullest moment those of gate and up.
-    assert prediction.phases[block].peak - copies < plain.phases[block].peak - 100_000
-    assert prediction.phases[block].end - copies == pytest.approx(plain.phases[block].end, abs=4096)
-    assert predict(model.config, BATCH, LENGTH, Setup(recipe), gpus=2).components["fp8 weights"] == 0
-
-
 def test_gpus_share_what_fsdp_shards():
     model = make_model("llama", layers=4, vocab_size=1023)
     parameters = list(model.parameters())

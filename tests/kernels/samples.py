@@ -20,7 +20,7 @@ from overcoat.kernels.rope import qk_rope_encode12_
 CHECKED_ELSEWHERE = ("adamw",)
 
 # Files whose ops call PyTorch's own kernels on a GPU, or single instructions on FP32: nothing of ours is launched.
-LIBRARY = ("attention", "final_norm", "gemm", "hardware")
+LIBRARY = ("attention", "gemm", "hardware")
 
 # (tokens, columns, dtype)
 SIZES = [(1, 24, torch.bfloat16), (7, 130, torch.float32), (61, 200, torch.bfloat16)]
@@ -108,8 +108,10 @@ def _norm() -> None:
         rstd, mean = x.float().square().mean(1).rsqrt(), x.float().mean(1)
         code, group_size = ("sqrt8", "e4m3", "int8")[i], (16, 128, 64)[i]
         kept = encode_groups(x, code, group_size)
-        add("final_norm", x, weight, 1e-6)
-        add("final_norm_backward", dy, x, rstd, weight)
+        add("rms_norm", x, weight, 1e-6)
+        add("rms_norm_backward", dy, x, rstd, weight)
+        for w, b, centered in ((weight, None, False), (weight, bias, True), (None, None, True)):
+            add("add_norm_encode", x, dy, w, b, 1e-6, centered, code, group_size)
         for w in (weight, None):
             add("rmsnorm_stats", x, w, 1e-6)
             add("add_rmsnorm_stats", dy, x, w, 1e-6)
@@ -124,8 +126,8 @@ def _norm() -> None:
     x = strided(normal(7, 48, dtype=torch.bfloat16))
     rstd = x.float().square().mean(1).rsqrt()
     kept = encode_groups(x, "sqrt8", 16)
-    add("final_norm", x, normal(48, dtype=x.dtype), 1e-6)
-    add("final_norm_backward", x, x, rstd, normal(48, dtype=x.dtype))
+    add("rms_norm", x, normal(48, dtype=x.dtype), 1e-6)
+    add("rms_norm_backward", x, x, rstd, normal(48, dtype=x.dtype))
     add("rmsnorm_stats", x, None, 1e-6)
     add("layernorm_stats", x, None, None, 1e-6)
     add("norm_quantize", x, None, rstd, None, None, amax(x) * 4, "sqrt8", 16)

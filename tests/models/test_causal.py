@@ -14,7 +14,7 @@ import overcoat
 from overcoat import Recipe
 from overcoat.kernels.packed import document_starts
 from overcoat.models.causal import causal_mask
-from overcoat.models.llama import check_mask
+from overcoat.models.decoder import check_mask
 from tests.emulation import sqnr
 from tests.models.zoo import make_batch, make_model
 from tests.waits import waiting_is_an_error
@@ -248,7 +248,7 @@ def test_packed_sequences_give_the_same(kind: str, recipe: str, layer: str) -> N
 
 def test_packed_sequences_in_eval_mode_are_masked_once_by_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by each layer: with and without logits the loss is the original model's."""
-    monkeypatch.setattr("overcoat.models.llama.dense_mask", None)
+    monkeypatch.setattr("overcoat.models.decoder.dense_mask", None)
     inputs = {**packed_batch(), "use_cache": False}
     expected = make_model("llama", layers=3).eval()(**inputs).loss
     model = wide().eval()

@@ -128,7 +128,7 @@ def test_moved_gradients_are_the_same_and_elsewhere() -> None:
 
 
 def test_what_cannot_be_compiled_is_said() -> None:
-    with pytest.raises(ValueError, match=r"Linear contains no decoder layer .* to compile"):
+    with pytest.raises(ValueError, match=r"Linear contains no decoder layer to compile"):
         compile_layers(nn.Linear(2, 2), graphs=False)
     with pytest.raises(ValueError, match="the model lies on cpu: compile it with graphs=False"):
         compile_layers(make_model("llama", layers=1), graphs=True)

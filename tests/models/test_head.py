@@ -18,8 +18,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import overcoat
 from overcoat import Recipe
-from overcoat.models.final_norm import FinalNorm, fused_final_norm
-from overcoat.models.head import SUPPORTED_MODELS, LossHead, why_head_replaced
+from overcoat.models.family import families
+from overcoat.models.head import FinalNorm, LossHead, _fused_final_norm, why_head_replaced
 from tests.emulation import sqnr
 from tests.models.zoo import KINDS, VOCAB, make_batch, make_model
 from tests.waits import waiting_is_an_error
@@ -117,7 +117,7 @@ def test_a_z_loss_is_refused_where_it_would_be_lost(model: nn.Module) -> None:
         overcoat.convert(model, recipe, lambda _module, name: "head" not in name)
     with pytest.raises(ValueError, match="and there is no lm_head"):
         overcoat.convert(model.model, recipe)
-    assert not isinstance(model.model.layers[0], overcoat.models.llama.Fp8DecoderLayer)  # nothing was changed
+    assert not isinstance(model.model.layers[0], overcoat.models.decoder.Fp8DecoderLayer)  # nothing was changed
 
 
 def test_tied_embeddings_sum_their_gradients(device: torch.device) -> None:
@@ -324,7 +324,7 @@ def test_what_others_read_of_the_class_stays(kind: str, tmp_path: Any) -> None:
     original = type(model)
     overcoat.convert(model)
     assert isinstance(model, original)
-    assert type(model).__name__ == original.__name__ in SUPPORTED_MODELS.values()
+    assert type(model).__name__ == original.__name__ in {family.causal for family in families()}
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [original.__name__]
     # The HF Trainer drops the columns of a dataset that forward has no argument for.
@@ -431,7 +431,7 @@ def test_the_host_does_not_wait_for_the_loss(kind: str, head: Any, options: dict
     x = torch.randn(*labels.shape, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 
     def step() -> torch.Tensor:
-        with fused_final_norm(model):
+        with _fused_final_norm(model):
             hidden = model.model.norm(x)
         loss = model._loss(hidden, labels, options)
         loss.backward()

@@ -1,38 +1,27 @@
-"""Small models of every supported kind, and batches of every kind of mask. Random weights, no downloads."""
+"""Small models of every family in the registry, and batches of every kind of mask. Random weights, no downloads."""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
-)
+
+from overcoat.models.family import Family, families
 
 VOCAB = 512
-KINDS: dict[str, tuple[type[PretrainedConfig], type[nn.Module], dict]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "llama-biases": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 24, "head_dim": 64}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 64}),
-    "starcoder2": (Starcoder2Config, Starcoder2ForCausalLM, {"sliding_window": 24}),
+# By name: the family, and what the configuration has beside the fields below.
+KINDS: dict[str, tuple[Family, dict[str, Any]]] = {
+    name: (family, extra) for family in families() for name, extra in family.samples.items()
 }
 
 
 def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides: object) -> nn.Module:
     """A BF16 model with grouped-query heads, uneven norm weights and non-zero biases."""
     torch.manual_seed(seed)
-    config, model_class, extra = KINDS[kind]
+    family, extra = KINDS[kind]
+    model_class = getattr(importlib.import_module(family.module), family.causal)
     values = dict(  # noqa: C408
         hidden_size=256,
         intermediate_size=688,
@@ -43,7 +32,7 @@ def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides:
         max_position_embeddings=256,
         attn_implementation="sdpa",
     )
-    model = model_class(config(**{**values, **extra, **overrides})).to(torch.bfloat16)
+    model = model_class(model_class.config_class(**{**values, **extra, **overrides})).to(torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

@@ -89,7 +89,6 @@ def test_the_rows_of_a_step() -> None:
 LAYERS_REFUSE = [
     ("recipe.offload_blocks=2", "recipe.offload_blocks = 2 does not go with"),
     ("recipe.offload_blocks=all", "recipe.offload_blocks = 'all' does not go with"),
-    ("recipe.reuse_weights=true", "recipe.reuse_weights = True does not go with"),
     ("memory.report=true", "memory.report = True does not go with"),
 ]
 GRAPHS_REFUSE = [

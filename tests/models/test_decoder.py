@@ -8,7 +8,8 @@ import torch
 import overcoat
 from overcoat import Recipe
 from overcoat.kernels.gemm import why_no_block_gemm
-from overcoat.models.llama import _attention_inputs, block_of, parts_of
+from overcoat.models.decoder import block_of
+from overcoat.models.family import family_of
 from tests.models.zoo import make_batch, make_model
 from tests.waits import waiting_is_an_error
 
@@ -20,7 +21,7 @@ CASES = {
     "paper": ("llama", Recipe.paper(), None),
     "block scales": ("llama", Recipe(linear_scaling="block"), None),
     "attention in 16 bits": ("llama", Recipe(kept_attention="bf16"), None),
-    "reused weights": ("llama", Recipe(reuse_weights=True), None),
+    "norms after": ("olmo2", Recipe(), None),
     "biases of q, k, v": ("qwen2", Recipe(), None),
     "biases, block scales": ("qwen2", Recipe(linear_scaling="block"), None),
     "head norms": ("qwen3", Recipe(), None),
@@ -93,6 +94,5 @@ def test_an_eps_that_is_an_integer_is_taken_as_a_number() -> None:
     layer = model.model.layers[0]
     for norm in (layer.input_layernorm, layer.self_attn.q_norm):
         norm.variance_epsilon = 0
-    parts = parts_of(layer)
-    heads = _attention_inputs(parts.attention, (torch.zeros(1, 8, 128), torch.zeros(1, 8, 128)), None, 1)[1]
-    assert [type(eps) for eps in (heads.eps, *(norm.eps for norm in block_of(parts)[:2]))] == [float] * 3
+    attention, mlp = block_of(family_of(layer).branches(layer, 1), False).branches
+    assert [type(eps) for eps in (attention.core.heads.eps, attention.pre.eps, mlp.pre.eps)] == [float] * 3

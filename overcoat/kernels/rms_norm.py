@@ -1,11 +1,11 @@
-"""RMSNorm in the model's own dtype: the norm at a model's end, whose output no FP8 product reads.
+"""RMSNorm in the model's own dtype, read by no FP8 product: the norm at a model's end, and OLMo 2's of q and k.
 
     y  = x * rstd * weight,                  rstd = (mean(x^2) + eps)^(-1/2)
     dx = rstd * (g - xhat * mean(g * xhat)),   g = dy * weight, xhat = x * rstd
     dweight = sum_T dy * xhat
 
-By PyTorch's own fused kernels. transformers' module takes some twenty instead, keeps x twice in FP32, and rounds xhat
-to x's dtype before it multiplies the weight.
+On a GPU these are the kernels of `F.rms_norm`. That function itself would keep x in FP32, three times, on the meta
+device, where memory is estimated, and on a CPU.
 
 Legend: T tokens, H hidden.
 """
@@ -22,20 +22,20 @@ from overcoat.kernels.op import op
 
 
 @op
-def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tuple[Tensor, Tensor]:
     """RMSNorm of x (T, H) with weight (H,) of x's dtype: y in that dtype, rstd (T,) FP32."""
     rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
     return affine(normalize(x.contiguous(), None, rstd), weight, None).to(x.dtype), rstd
 
 
-@final_norm.cuda
+@rms_norm.cuda
 def _(x, weight, eps):
     y, rstd = torch.ops.aten._fused_rms_norm(x.contiguous(), [x.shape[1]], weight, eps)
     return y, rstd.view(-1)
 
 
 @op
-def final_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
+def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
     """Gradients of x (T, H) and of weight (H,), in their dtype, from dy (T, H), x and rstd (T,)."""
     xhat, wide = normalize(x.contiguous(), None, rstd), dy.contiguous().float()
     g = wide * weight.float()
@@ -43,12 +43,12 @@ def final_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> 
     return dx.to(x.dtype), (wide * xhat).sum(0).to(weight.dtype)
 
 
-@final_norm_backward.fake
+@rms_norm_backward.fake
 def _(dy, x, rstd, weight):
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-@final_norm_backward.cuda
+@rms_norm_backward.cuda
 def _(dy, x, rstd, weight):
     arguments = (dy.contiguous(), x.contiguous(), [x.shape[1]], rstd.contiguous().view(-1, 1), weight)
     return torch.ops.aten._fused_rms_norm_backward(*arguments, [True, True])

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: a causal model's loss from its last hidden states, without the logits.
+"""What comes after the last block: the final norm, and a causal model's loss without the logits.
 
 Tokens pass in chunks (kernels/loss.py): logits, loss, gradient of the logits in their place, and the two products that
 turn it into the gradients of hidden and weight. Those are ready when the forward ends; the backward only multiplies
@@ -14,8 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from overcoat.kernels import loss as kernels
+from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
 from overcoat.memory import keep
 from overcoat.recipe import GradFormat
+
+# Whether the backward that runs was called with retain_graph=True.
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -48,7 +52,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Optional[Tensor], ...]:
-        grads = ctx.saved_tensors
+        # Scaled in place and handed on; a retained graph keeps its own for another backward.
+        retained = not torch.compiler.is_compiling() and _keeps_graph()
+        grads = [None if grad is None else grad.clone() if retained else grad for grad in ctx.saved_tensors]
         for grad in grads:
             if grad is not None:
                 kernels.scale_(grad, dtotal)
@@ -70,7 +76,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: (..., H); weight: (V, H) of the same dtype (or whatever, under autocast: its dtype then).
-        labels: (...), int64, the class of each hidden state, or `ignore_index`. Others outside [0, V) give NaN.
+        labels: (...), int64, the class of each hidden state, or `ignore_index`.
         reduction: "mean" over the labels that are not ignored, or "sum". Without any label the mean is NaN and its
             gradients are zero, as in PyTorch.
         z_loss: weight of an additional log(sum exp)^2 per label (PaLM: 1e-4), which holds the logits near zero.
@@ -78,10 +84,11 @@ def linear_cross_entropy(
         chunk_tokens: tokens at a time; None takes what 256 MiB of logits hold, at least 2048.
 
     Returns:
-        the loss, 0-d FP32. A backward consumes the gradients that the forward made: one per forward.
+        the loss, 0-d FP32.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, or an option has a value not listed above.
+        ValueError: shapes or dtypes do not fit together, an option has a value not listed above, or on a CPU a label
+            is outside [0, V). On a GPU that is a device-side assert, as in `F.cross_entropy`: the host does not wait.
     """
     # The meta device, on which overcoat.estimate runs models, has no autocast to ask for.
     if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
@@ -91,6 +98,7 @@ def linear_cross_entropy(
     _check_options(reduction, fp8, chunk_tokens)
     learns = torch.is_grad_enabled()
     labels = labels.reshape(-1)
+    _check_labels(labels, weight.shape[0], ignore_index)
     total = _LinearCrossEntropy.apply(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -124,6 +132,19 @@ def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         )
 
 
+def _check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
+    if labels.is_meta:
+        return
+    known = ((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)
+    if labels.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(known.all(), "a label is neither a token of the vocabulary nor ignore_index")
+    elif not known.all():
+        raise ValueError(
+            f"label {int(labels[~known][0])} is neither a token of the vocabulary of {vocabulary} nor "
+            f"ignore_index = {ignore_index}"
+        )
+
+
 def _check_options(reduction: str, fp8: Optional[str], chunk_tokens: Optional[int]) -> None:
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction = {reduction!r}; choose 'mean' or 'sum'")
@@ -131,3 +152,30 @@ def _check_options(reduction: str, fp8: Optional[str], chunk_tokens: Optional[in
         raise ValueError(f"fp8 = {fp8!r}; choose None or one of {', '.join(map(repr, get_args(GradFormat)))}")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens = {chunk_tokens}; at least 1, or None")
+
+
+class _FinalNorm(torch.autograd.Function):
+    """Keeps its input as it is, and a number for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, rstd = rms_norm(x, weight, eps)
+        keep(ctx, "final_norm", x=x, rstd=rstd, weight=weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
+        x, rstd, weight = ctx.saved_tensors
+        return *rms_norm_backward(dy, x, rstd, weight), None
+
+
+def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x * (mean(x^2) + eps)^(-1/2) * weight over the last dimension, rounded once.
+
+    On a GPU that is `F.rms_norm`; on the meta device, where memory is estimated, that would count copies in FP32.
+
+    Args:
+        x: (..., H); weight: (H,), of the same dtype.
+    """
+    return _FinalNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)

@@ -6,18 +6,27 @@ rebuilds h from the codes in the pass that computes the gradient of z (kernels/a
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
 
+from overcoat.block.linear import (
+    Gradient,
+    LinearGrads,
+    block_product,
+    dgrad,
+    product,
+    quantize_gradient,
+    wgrad,
+    whole_blocks,
+)
+from overcoat.block.spec import Branch, Linear, Scales, Tables
 from overcoat.formats import Quantized
 from overcoat.kernels.activation import activation_block_quantize, activation_encode, activation_quantize
 from overcoat.kernels.activation_backward import activation_backward, activation_backward_quantize
 from overcoat.kernels.activation_blockwise import activation_block_backward, activation_block_backward_quantize
 from overcoat.kernels.activation_bound import activation_gradient_bound
 from overcoat.kernels.groups import group_encode
-from overcoat.ops.blockwise import forward_product, whole_blocks
-from overcoat.ops.products import Gradient, LinearGrads, dgrad, product, quantize_gradient, wgrad
 from overcoat.recipe import Recipe
 
 
@@ -53,7 +62,7 @@ def mlp_forward(
     code, group_size = recipe.kept_format, recipe.group_size
     if recipe.linear_scaling == "block":
         h8, h_scale, codes, group_amax = activation_block_quantize(z, activation, gated, code, group_size)
-        y = forward_product(Quantized(h8, h_scale), [weight], bias, dtype)
+        y = block_product(Quantized(h8, h_scale), [weight], bias, dtype)
         return y if residual is None else residual + y, MlpSaved(codes, group_amax, None, None)
     codes, group_amax, h_amax = activation_encode(z, activation, gated, code, group_size)
     h8, h_scale = activation_quantize(z, h_amax, activation, gated)
@@ -128,3 +137,58 @@ def mlp_backward(
     dweight = wgrad(d, h_t, weight.dtype) if want_weight else None
     dbias = None if bias is None or d.sums is None else d.sums.to(bias.dtype)
     return dz, LinearGrads(None, (dweight,), (dbias,))
+
+
+class Mlp(NamedTuple):
+    """activation: "silu", "gelu", "gelu_tanh" or "relu2"; gated: times the second half of the columns."""
+
+    activation: str
+    gated: bool
+
+    @property
+    def saved(self) -> tuple[type[Any], ...]:
+        """What `output` leaves behind, in order."""
+        return (MlpSaved,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the memory report: of the layers before, of each of `saved`, of the norm after."""
+        return ("mlp input", "mlp", "mlp norm")
+
+    def inside(self, z: Tensor, _branch: Branch, _tables: Tables, _recipe: Recipe, _saved: list[Any]) -> Tensor:
+        """Nothing of its own: the activation is part of writing the output layer's operand."""
+        return z
+
+    def output(
+        self, z: Tensor, branch: Branch, residual: Optional[Tensor], recipe: Recipe, saved: list[Any], _known: Scales
+    ) -> tuple[Tensor, bool]:
+        """The output layer's result, the residual added if given; whether it is."""
+        weight, bias = branch.out.weights[0], branch.out.biases[0]
+        y, kept = mlp_forward(z, weight, bias, residual, self.activation, self.gated, recipe)
+        saved.append(kept)
+        return y, residual is not None
+
+    def recompute(self, z: Tensor, _branch: Branch, recipe: Recipe, saved: list[Any], known: Scales) -> None:
+        """What `output` keeps, without its result: the product would be 5% of a block."""
+        saved.append(mlp_recompute(z, known.inner, known.out, self.activation, self.gated, recipe))
+
+    def backward(
+        self,
+        dy: Tensor,
+        dy_amax: Optional[Tensor],
+        saved: list[Any],
+        branch: Branch,
+        _tables: Tables,
+        recipe: Recipe,
+        want_out: bool,
+    ) -> tuple[Tensor | Gradient, Linear, tuple[()]]:
+        """Gradients of the stacked layers' result and of the output layer. Takes what it reads from `saved`."""
+        dz, out = mlp_backward(
+            dy, saved.pop(), branch.out.weights[0], branch.out.biases[0], self.activation, self.gated, recipe,
+            quantized=True, into_has_bias=branch.into.has_bias, want_weight=want_out, dy_amax=dy_amax,
+        )  # fmt: skip
+        return dz, Linear(out.dweights, out.dbiases), ()
+
+    def scales(self, saved: list[Any]) -> tuple[Optional[Tensor], Optional[Tensor]]:
+        """Of the last things saved, by `output`: `Scales.inner` and `Scales.out`."""
+        return saved[-1].h_scale, saved[-1].w_amax

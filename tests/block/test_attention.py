@@ -1,16 +1,30 @@
-"""`attention` against FP64 autograd: `pytest tests/ops/test_attention.py`."""
+"""Attention's functions as one op, against FP64 autograd: `pytest tests/block/test_attention.py`."""
 
 from __future__ import annotations
 
+from typing import Optional
+
 import pytest
 import torch
+from torch import Tensor
 
-import overcoat.ops.attention as attention_ops
+import overcoat.block.attention as attention_ops
 from overcoat import Recipe
-from overcoat.models.llama import check_mask
+from overcoat.block.attention import (
+    AttentionSaved,
+    Heads,
+    Rotary,
+    attention_decode,
+    attention_forward,
+    qkv_gradient,
+    rotated_gradients,
+)
+from overcoat.models.decoder import check_mask
+from tests import exact
+from tests.block.harness import EPS, FP32_DB, RECIPES, Case, Inputs, Outputs, check, double, evaluate, run, tables_of
 from tests.emulation import sqnr
+from tests.exact import BF16_DB, KEPT_DB, combined_db
 from tests.kernels.samples import normal
-from tests.ops.harness import RECIPES, attention_case, check, double, evaluate, run
 
 SEQUENCE = 31
 
@@ -30,10 +44,93 @@ def masks(batch=2, heads=4):
     }  # fmt: skip
 
 
+class _Attention(torch.autograd.Function):
+    """What a block does around attention, for these tests."""
+
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, mask, q_weight, k_weight, heads, recipe):
+        rotary = Rotary(cos, sin, mask, q_weight, k_weight)
+        o, _, kept = attention_forward(qkv.clone(), rotary, heads, recipe)
+        ctx.heads, ctx.recipe = heads, recipe
+        ctx.save_for_backward(*kept, *rotary)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        kept, rotary = AttentionSaved(*ctx.saved_tensors[:6]), Rotary(*ctx.saved_tensors[6:])
+        decoded = attention_decode(kept, rotary, ctx.heads, ctx.recipe, do.dtype)
+        gradients = rotated_gradients(do, decoded, rotary.mask, ctx.heads)
+        dqkv, dq_weight, dk_weight = qkv_gradient(gradients, decoded.inputs, rotary, ctx.heads)
+        return dqkv, None, None, None, dq_weight, dk_weight, None, None
+
+
+def attention_case(
+    batch: int = 2,
+    sequence: int = SEQUENCE,
+    num_q: int = 4,
+    num_kv: int = 2,
+    width: int = 64,
+    head_norm: bool = False,
+    mask: Optional[Tensor] = None,
+    shared_positions: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    full_norm: bool = False,
+) -> Case:
+    """Inputs q, k, v apart, so that the gradient of each is held on its own."""
+    tokens = batch * sequence
+    heads = Heads(batch, num_q, num_kv, width, width**-0.5, EPS, full_norm)
+    cos, sin = tables_of(sequence, width)
+    if not shared_positions:
+        cos, sin = torch.cat((cos, cos.roll(1, 0))), torch.cat((sin, sin.roll(1, 0)))
+    sizes = (num_q * width, num_kv * width) if full_norm else (width, width)
+    inputs: Inputs = {
+        "q": normal(tokens, num_q * width),
+        "k": normal(tokens, num_kv * width, seed=1),
+        "v": normal(tokens, num_kv * width, seed=2),
+        "q_weight": 1 + 0.3 * normal(sizes[0], seed=3) if head_norm or full_norm else None,
+        "k_weight": 1 + 0.3 * normal(sizes[1], seed=4) if head_norm or full_norm else None,
+        "cos": cos,
+        "sin": sin,
+    }
+    inputs = {name: x if x is None else x.to(device, dtype) for name, x in inputs.items()}
+    inputs["mask"] = mask if mask is None else mask.to(device)
+
+    def op(inputs: Inputs, recipe: Recipe) -> Outputs:
+        qkv = torch.cat((inputs["q"], inputs["k"], inputs["v"]), 1)
+        rotary = [inputs[name] for name in ("cos", "sin", "mask", "q_weight", "k_weight")]
+        return (_Attention.apply(qkv, *rotary, heads, recipe),)
+
+    def truth(inputs: Inputs) -> Outputs:
+        q, k, weights = inputs["q"], inputs["k"], (inputs["q_weight"], inputs["k_weight"])
+        if full_norm:
+            q, k = (exact.norm(x, weight, None, EPS, False) for x, weight in zip((q, k), weights, strict=True))
+            weights = None, None
+        qkv = torch.cat((q, k, inputs["v"]), 1)
+        rotated = exact.rope(qkv, inputs["cos"], inputs["sin"], *weights, EPS, num_q, num_kv)
+        return (exact.attention(rotated, inputs["mask"], batch, num_q, num_kv, heads.scale),)
+
+    def limits(recipe: Recipe) -> dict[str, float]:
+        # q, k, v, o and the probabilities made of q and k each bring a kept tensor's noise; in dS = P (dP - D) the
+        # terms cancel in part, which raises it by up to 3 dB. Exact and kept in 16 bits: the same count of roundings.
+        exactly = BF16_DB if dtype == torch.bfloat16 else FP32_DB
+        kept = exactly if recipe.kept_attention == "bf16" else KEPT_DB[recipe.kept_format]
+        score = combined_db(*[kept] * 5) - 3
+        dbs = {"out0": combined_db(*[exactly] * 5), "v": combined_db(*[kept] * 3)}
+        return dbs | dict.fromkeys(("q", "k", "q_weight", "k_weight"), score)
+
+    return Case(inputs, op, truth, limits, sharing=width, constants=("cos", "sin", "mask"))
+
+
+NORMS = pytest.mark.parametrize(
+    "norm", [{}, {"head_norm": True}, {"full_norm": True}], ids=["", "head norm", "full norm"]
+)
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("head_norm", [False, True], ids=["", "head norm"])
-def test_attention(head_norm, recipe, device):
-    check(attention_case(head_norm=head_norm, device=device), recipe)
+@NORMS
+def test_attention(norm, recipe, device):
+    check(attention_case(device=device, **norm), recipe)
 
 
 @pytest.mark.parametrize("kind", list(masks()))
@@ -50,11 +147,11 @@ def test_heads_and_positions(heads, shared_positions, device):
     check(attention_case(2, 17, *heads, width=32, shared_positions=shared_positions, device=device), Recipe())
 
 
-@pytest.mark.parametrize("head_norm", [False, True], ids=["", "head norm"])
-def test_exact_where_nothing_is_rounded(head_norm, device):
+@NORMS
+def test_exact_where_nothing_is_rounded(norm, device):
     """FP32 kept as it is: forward and backward equal FP64 to FP32 rounding, so no term is left out or mis-scaled."""
     recipe = Recipe(kept_attention="bf16")
-    check(attention_case(head_norm=head_norm, dtype=torch.float32, device=device), recipe)
+    check(attention_case(dtype=torch.float32, device=device, **norm), recipe)
 
 
 def test_forward_does_not_read_the_codes(device):

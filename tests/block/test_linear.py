@@ -1,4 +1,4 @@
-"""The three products of a linear layer, exactly: `pytest tests/ops/test_products.py`.
+"""The three products of a linear layer, exactly: `pytest tests/block/test_linear.py`.
 
 Small integers under a scale of 1 (the maximum is said to be the format's own) have no rounding in either FP8 format,
 and their products none in FP32: every result equals that of integer arithmetic.
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from overcoat import Recipe
+from overcoat.block import linear as products
+from overcoat.block.linear import dgrad, product, product_backward, quantize_gradient, stack_biases, wgrad
 from overcoat.formats import E4M3, E5M2, Quantized
 from overcoat.kernels.blockwise import block_quantize_t
 from overcoat.kernels.quantize import amax, quantize, quantize_both
-from overcoat.ops import products
-from overcoat.ops.products import dgrad, product, product_backward, quantize_gradient, stack_biases, wgrad
 from tests.emulation import rounded
 from tests.kernels.samples import normal
 

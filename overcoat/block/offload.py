@@ -209,7 +209,7 @@ def separate(device: torch.device) -> Iterator[Transfers]:
             _transfers[device] = before
 
 
-def run_block(block: Callable[[], Tensor], num_inputs: int, is_chosen: bool) -> Tensor:
+def run_offloaded(block: Callable[[], Tensor], num_inputs: int, is_chosen: bool) -> Tensor:
     """Run a block of a model of which some are offloaded.
 
     Args:

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` against PyTorch's cross-entropy in FP64: `pytest tests/ops/test_loss.py`.
+"""`linear_cross_entropy` against PyTorch's cross-entropy in FP64: `pytest tests/block/test_loss.py`.
 
 Besides the rounding of gradients (tests/kernels/test_loss.py) there is that of the logits, to BF16 or of their FP8
 operands: an error e in a logit changes its probability by the factor 1 + e.
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from overcoat.ops.loss import linear_cross_entropy
+from overcoat.block.loss import linear_cross_entropy
 from tests.emulation import sqnr
 from tests.kernels.samples import normal
 from tests.waits import waiting_is_an_error
@@ -192,12 +192,31 @@ def test_torch_checkpoint(reentrant, device):
     assert torch.equal(weight.grad, expected[2])
 
 
-def test_backward_twice_and_second_derivatives_are_errors(device):
+def test_a_retained_graph_gives_the_same_gradients_again(device):
     hidden, weight, labels = make(device=device)
-    loss = linear_cross_entropy(hidden, weight, labels)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    loss = 3 * linear_cross_entropy(hidden, weight, labels)
+    first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
+    last = torch.autograd.grad(loss, (hidden, weight))
+    for again in (second, last):
+        assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("label", [-1, 10**6])
+def test_a_label_outside_of_the_vocabulary_is_refused(label):
+    hidden, weight, labels = make()
+    labels[3] = label
+    with pytest.raises(ValueError, match=f"label {label} is neither a token of the vocabulary of {len(weight)} nor"):
+        linear_cross_entropy(hidden, weight, labels)
+    if label == -1:
+        assert linear_cross_entropy(hidden, weight, labels.clamp(min=-1), ignore_index=-1).isfinite()
+    with pytest.raises(RuntimeError, match="neither a token"):
+        torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)(hidden, weight, labels)
+
+
+def test_second_derivatives_are_errors(device):
+    hidden, weight, labels = make(device=device)
     loss = linear_cross_entropy(hidden, weight, labels).square()
     (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

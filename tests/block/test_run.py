@@ -1,4 +1,4 @@
-"""A whole block, op by op and as `Recipe.checkpoint = "block"`: `pytest tests/ops/test_block.py`."""
+"""A whole block against FP64 autograd, and what it owes autograd: `pytest tests/block/test_run.py`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,24 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, Starcoder2Config
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, Olmo2Config, Starcoder2Config
 
-import overcoat.ops.block as block_ops
+import overcoat.block.run as block_ops
 from overcoat import Recipe, convert
+from overcoat.block import attention as attention_ops
+from overcoat.block import mlp as mlp_ops
+from overcoat.block import norm as norm_ops
+from overcoat.block.spec import Tables
 from overcoat.estimate.dry_run import meta_model
 from overcoat.estimate.meter import LibraryAttention, Meter
-from overcoat.ops.attention import Heads, Rotary, attention
-from tests.exact import E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
-from tests.ops.harness import RECIPES, block_case, check, run
-from tests.ops.test_attention import SEQUENCE, masks
+from tests.block.harness import KINDS, RECIPES, block_case, check, evaluate, run
+from tests.block.test_attention import SEQUENCE, masks
+from tests.exact import BF16_DB, E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
 
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-kinds = pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"biases": True},
-        {"head_norm": True},
-        {"biases": True, "head_norm": True},
-        {"gelu": "tanh", "biases": True},
-        {"gelu": "none"},
-    ],
-    ids=["llama", "biases", "head norm", "both", "gelu with biases", "gelu"],
-)
+kinds = pytest.mark.parametrize("kwargs", KINDS.values(), ids=KINDS)
+some = pytest.mark.parametrize("name", ["biases, head norm", "gelu, biases", "post", "sandwich", "parallel"])
 
 
 @recipes
@@ -41,16 +35,19 @@ def test_block(kwargs, recipe, device):
 
 
 @kinds
-@pytest.mark.parametrize("kind", [None, *masks()])
-def test_checkpointed_block(kwargs, kind, device):
-    mask = None if kind is None else masks()[kind]
-    if mask is not None and mask.is_floating_point():
-        mask = mask.to(torch.bfloat16)
-    check(block_case(sequence=SEQUENCE, mask=mask, device=device, **kwargs), Recipe.leanest())
+def test_checkpointed_block(kwargs, device):
+    check(block_case(device=device, **kwargs), Recipe.leanest())
 
 
-@recipes
-def test_checkpointed_gradients_are_those_of_the_block(recipe, device):
+@pytest.mark.parametrize("kind", masks())
+def test_masks_of_a_checkpointed_block(kind, device):
+    mask = masks()[kind]
+    mask = mask.to(torch.bfloat16) if mask.is_floating_point() else mask
+    check(block_case(sequence=SEQUENCE, mask=mask, device=device), Recipe.leanest())
+
+
+@some
+def test_checkpointed_gradients_are_those_of_the_block(name, device):
     """The backward of the block at x' = decode(encode(x)) instead of x.
 
     The outputs are equal to the bit. Between the gradients stands the noise of x' (the kept code's), and what it makes
@@ -58,7 +55,7 @@ def test_checkpointed_gradients_are_those_of_the_block(recipe, device):
     of FP8 that rounding is independent of the other. So at worst the two are as far apart as two independent FP8
     backwards: each at the distance `check` allows from the truth.
     """
-    case = block_case(biases=True, head_norm=True, device=device)
+    case, recipe = block_case(device=device, **KINDS[name]), Recipe()
     outputs, grads = run(case, recipe)
     checkpointed_outputs, checkpointed = run(case, replace(recipe, checkpoint="block"))
     assert torch.equal(outputs[0], checkpointed_outputs[0])
@@ -105,7 +102,7 @@ def test_a_recomputed_block_does_not_look_for_what_its_forward_has_found():
     [
         ({}, Recipe(), ["amax", "quantize"]),
         ({"biases": True}, Recipe(), ["amax_sums", "quantize"]),
-        ({"head_norm": True}, Recipe(), [""]),
+        ({"qk_norm": "head"}, Recipe(), [""]),
         ({}, Recipe(linear_scaling="block"), ["block"]),
         ({"biases": True}, Recipe(linear_scaling="block"), [""]),
     ],
@@ -123,7 +120,7 @@ def test_the_gradient_of_q_k_v_goes_straight_into_fp8(kwargs, recipe, expected):
 
 def test_checkpointed_gradients_are_equal_where_the_input_is_kept_exactly():
     """x made of a code's own values decodes to itself: recomputing the block must then repeat every bit."""
-    case = block_case(biases=True, head_norm=True)
+    case = block_case(**KINDS["biases, head norm"])
     recipe = Recipe(kept_format="int8", group_size=16, kept_attention="bf16")  # as a recomputation keeps it
     x = torch.randint(-127, 128, case.inputs["x"].shape, generator=torch.Generator().manual_seed(0))
     x[:, ::16] = 127
@@ -134,8 +131,6 @@ def test_checkpointed_gradients_are_equal_where_the_input_is_kept_exactly():
     _, grads = run(case, recipe)
     _, checkpointed = run(case, replace(recipe, checkpoint="block"))
     for name, grad in grads.items():
-        if name == "x":  # op by op, autograd sums the two branches of a norm in one pass as well: same bits
-            assert torch.equal(grad, checkpointed[name])
         assert torch.equal(grad, checkpointed[name]), name
 
 
@@ -183,28 +178,100 @@ def test_rows_of_sequences_are_the_same_tokens(recipe, device):
 
 
 @pytest.mark.parametrize(
-    ("part", "kwargs"),
+    ("module", "part", "kind"),
     [
-        ("mlp_backward", {}),
-        ("qkv_gradient_quantized", {}),
-        ("mlp_backward", {"gelu": "tanh", "biases": True}),
+        (mlp_ops, "mlp_backward", "llama"),
+        (mlp_ops, "mlp_backward", "gelu, biases"),
+        (attention_ops, "qkv_gradient_quantized", "llama"),
     ],
 )
-def test_a_missing_branch_is_seen(part, kwargs, monkeypatch):
-    """The checkpointed block adds the branches' gradients itself: drop one and `check` must fail."""
-    original = getattr(block_ops, part)
+def test_a_missing_branch_is_seen(module, part, kind, monkeypatch):
+    original = getattr(module, part)
 
-    def spoiled(*args, **kwargs):
-        results = original(*args, **kwargs)
+    def spoiled(*args, **options):
+        results = original(*args, **options)
         gradient = results if part == "qkv_gradient_quantized" else results[0]
         zeros = gradient._replace(
             data=torch.zeros_like(gradient.data), transposed=torch.zeros_like(gradient.transposed)
         )
         return zeros if gradient is results else (zeros, *results[1:])
 
-    monkeypatch.setattr(block_ops, part, spoiled)
+    monkeypatch.setattr(module, part, spoiled)
     with pytest.raises(AssertionError):
-        check(block_case(**kwargs), Recipe.leanest())
+        check(block_case(**KINDS[kind]), Recipe.leanest())
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.75])
+@pytest.mark.parametrize("wrong", ["dx", "weight", "bias", "residual"])
+@pytest.mark.parametrize("wiring", ["pre", "post", "parallel"])
+def test_a_wrong_norm_backward_is_seen(wiring, wrong, factor, monkeypatch):
+    """The gradient of the residual stream, which comes with it, among them; a norm after has none."""
+    if (wiring, wrong) == ("post", "residual"):
+        pytest.skip("the stream passes by the norm")
+    original = norm_ops.norm_backward
+
+    def spoiled(*args):
+        args = list(args)
+        if wrong == "residual":
+            args[5] = args[5] * factor
+            return original(*args)
+        results = list(original(*args))
+        place = ("dx", "weight", "bias").index(wrong)
+        results[place] = results[place] * factor
+        return tuple(results)
+
+    monkeypatch.setattr(norm_ops, "norm_backward", spoiled)
+    case = block_case(wiring=wiring, activation="gelu", biases=True, dtype=torch.float32)
+    found = {"dx": "d", "weight": f"d{'post' if wiring == 'post' else 'pre'}_", "bias": "d.*_bias", "residual": "dx"}
+    with pytest.raises(AssertionError, match=found[wrong]):
+        check(case, Recipe(kept_format="int8"))
+
+
+def test_a_parallel_branch_does_not_use_the_largest_gradient_of_another(monkeypatch):
+    """Each branch's gradient is the block's own, whose maximum nobody has looked for."""
+    seen = []
+    original = mlp_ops.mlp_backward
+    monkeypatch.setattr(mlp_ops, "mlp_backward", lambda *args, **o: seen.append(o["dy_amax"]) or original(*args, **o))
+    product = attention_ops.product_backward
+    monkeypatch.setattr(attention_ops, "product_backward", lambda *args: seen.append(args[-1]) or product(*args))
+    run(block_case(wiring="parallel"), Recipe())
+    assert seen == [None, None]
+    run(block_case(), Recipe())
+    assert seen[2] is None
+    assert seen[3] is not None
+
+
+@pytest.mark.parametrize("op", ["requantize_t", "stack"])
+def test_a_wrong_wgrad_operand_is_seen(op, monkeypatch):
+    """Its tokens shifted by one, or the norm's weight left out: every element plausible, the gradient noise."""
+    original = norm_ops.requantize_t
+
+    def spoiled(codes, group_amax, weight, bias, *rest):
+        if op == "stack":
+            return original(codes, group_amax, None, bias, *rest)
+        return original(codes, group_amax, weight, bias, *rest).view(torch.uint8).roll(1, 1).view(torch.float8_e4m3fn)
+
+    monkeypatch.setattr(norm_ops, "requantize_t", spoiled)
+    with pytest.raises(AssertionError, match=r"d(q|k|v|gate|up):"):
+        check(block_case(), Recipe())
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@some
+def test_non_finite_reaches_output_and_gradients(name, bad, device):
+    """It must reach the loss, and through the gradients found_inf; nothing clamps it away."""
+    case = block_case(device=device, **KINDS[name])
+    case.inputs["x"][3, 5] = bad
+    outputs, grads = run(case, Recipe())
+    assert not outputs[0].isfinite().all()
+    assert not grads["q"].isfinite().all()
+    assert not grads["down"].isfinite().all()
+
+
+@pytest.mark.parametrize("hidden", [136, 264])
+@pytest.mark.parametrize("name", ["gelu, biases", "post"])
+def test_widths_that_fit_no_group(hidden, name, device):
+    check(block_case(2, 13, hidden, device=device, dtype=torch.float32, **KINDS[name]), Recipe())
 
 
 def test_gradients_reach_the_input_through_both_residual_branches(device):
@@ -220,6 +287,10 @@ def test_gradients_reach_the_input_through_both_residual_branches(device):
 
 WIDE = 11008 / 4096  # gate, up and h of Llama-2-7B in 16 bits, in U
 LLAMA = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=1, vocab_size=32)
+OLMO = Olmo2Config(
+    hidden_size=4096, intermediate_size=11008, num_hidden_layers=1, vocab_size=32, num_attention_heads=32,
+    num_key_value_heads=32,
+)  # fmt: skip
 STARCODER = Starcoder2Config(
     hidden_size=4096, intermediate_size=16384, num_hidden_layers=1, vocab_size=32, num_attention_heads=32,
     num_key_value_heads=32, use_bias=False, residual_dropout=0.0, embedding_dropout=0.0,
@@ -284,22 +355,6 @@ def test_a_backward_without_gate_holds_what_it_still_needs():
     assert _fullest(Recipe(), 32, config=STARCODER) == pytest.approx(1 + kept + 0.5 + 4 + 4 + 2, abs=0.03)
 
 
-def test_attentions_own_backward_holds_what_it_still_needs():
-    """The op on its own: fullest in attention, where nothing but what it keeps is there besides."""
-    qkv = torch.empty(8192, 3 * 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    tables = [torch.empty(2048, 128, dtype=torch.bfloat16, device="meta") for _ in range(2)]
-    do, meter = qkv.new_empty(8192, 4096), Meter()
-    meter.leave_out([qkv, do, *tables])
-    with meter, LibraryAttention():
-        o = attention(qkv, Rotary(*tables), Heads(4, 32, 32, 128, 0.1), Recipe())
-        meter.mark("backward")
-        o.backward(do)
-    meter.stop()
-    ((_, most, _),) = meter.account(["all"] * meter.count).phases()
-    kept, work = 1 + 2 * (1 + 2 / 128), 3 + 1 + 3 + 4 * 129 / (2 * 128)
-    assert most / do.nbytes == pytest.approx(kept + work, abs=0.03)
-
-
 def test_a_retained_graph_gives_the_same_gradients_again():
     case = block_case()
     leaves = {name: case.inputs[name].detach().requires_grad_() for name in ("x", "q", "o", "gate", "down")}
@@ -320,7 +375,7 @@ def test_input_that_no_kernel_takes_is_refused():
         case.op({**case.inputs, "x": case.inputs["x"][:0]}, Recipe())
     tables = torch.zeros(1, 1).expand(2**24, 128)
     with pytest.raises(ValueError, match=r"shape \(16777216, 128\): give them fewer than 2\^31 elements"):
-        block_ops.decoder_block(case.inputs["x"], None, Rotary(tables, tables), None, Recipe())
+        block_ops.run_block(case.inputs["x"], None, Tables(tables, tables), Recipe())
 
 
 def test_limits_are_those_of_the_formats():
@@ -328,3 +383,154 @@ def test_limits_are_those_of_the_formats():
     assert combined_db(E4M3_DB, E4M3_DB) == pytest.approx(28.5, abs=0.05)
     assert combined_db(FLOAT8_DB["e5m2"], E4M3_DB) == pytest.approx(24.5, abs=0.05)
     assert combined_db(FLOAT8_DB["e5m2"], E4M3_DB, KEPT_DB["sqrt8"]) == pytest.approx(24.45, abs=0.05)
+
+
+# ---- what a block owes autograd -------------------------------------------------------------------------------------
+
+
+def same(name, expected, got):
+    """Equal bytes on the CPU; on CUDA, where library kernels add in any order, equal to two BF16 roundings."""
+    assert (expected is None) == (got is None), f"{name}: {'a' if expected is None else 'no'} gradient"
+    if expected is None:
+        return
+    assert expected.dtype == got.dtype
+    if expected.device.type == "cpu":
+        assert torch.equal(expected, got), f"{name} differs"
+    else:
+        assert_close(name, expected, got, combined_db(BF16_DB, BF16_DB), extra=6.0)
+
+
+def compare(expected, got):
+    for i, (a, b) in enumerate(zip(expected[0], got[0], strict=True)):
+        same(f"out{i}", a.detach(), b.detach())
+    assert expected[1].keys() == got[1].keys()
+    for name in expected[1]:
+        same(f"d{name}", expected[1][name], got[1][name])
+
+
+def op_of(case):
+    return lambda inputs: case.op(inputs, Recipe())
+
+
+def leaves_of(case):
+    leaves = {name: x if x is None else x.detach().clone() for name, x in case.inputs.items()}
+    for name in case.names():
+        leaves[name].requires_grad_()
+    return leaves
+
+
+@some
+def test_strided_inputs_and_gradients(name, device):
+    """Transposed and expanded (as `sum().backward()` sends), read like contiguous ones."""
+    case = block_case(device=device, **KINDS[name])
+    expected = run(case, Recipe())
+    strided = [grad.t().contiguous().t() for grad in case.grads]
+
+    def op(inputs):
+        stride = {n: x.t().contiguous().t() if x is not None and x.dim() == 2 else x for n, x in inputs.items()}
+        return case.op(stride, Recipe())
+
+    compare(expected, evaluate(op, case.inputs, case.names(), strided))
+    ones = [torch.ones_like(grad) for grad in case.grads]
+    expanded = [grad.new_ones(()).expand(grad.shape) for grad in case.grads]
+    compare(*(evaluate(op_of(case), case.inputs, case.names(), grads) for grads in (ones, expanded)))
+
+
+@some
+def test_frozen_inputs(name, device):
+    """All parameters frozen but one, or that one alone, changes no other gradient, and gives the frozen none."""
+    case = block_case(device=device, **KINDS[name])
+    outputs, grads = run(case, Recipe())
+    names = case.names()
+    groups = [[other for other in names if other != frozen] for frozen in names[::3]] + [[one] for one in names]
+    for wanted in groups:
+        got = evaluate(op_of(case), case.inputs, wanted, case.grads)
+        compare((outputs, {name: grads[name] for name in wanted}), got)
+
+
+def test_frozen_weights_cost_no_wgrad():
+    case = block_case()
+    wanted = {"x": 0, "q": 1, "o": 1, "up": 1, "down": 1}
+    for name, products in wanted.items():
+        leaf = case.inputs[name].clone().requires_grad_()
+        (y,) = case.op({**case.inputs, name: leaf}, Recipe())
+        with _Calls() as calls:
+            y.backward(case.grads[0].to(y.dtype))
+        assert Counter(calls.names)["gemm"] == 4 + products, name  # four dgrads
+
+
+@some
+def test_compiled_equals_eager_bit_for_bit(name, device):
+    case = block_case(device=device, **KINDS[name])
+    for recipe in (Recipe(), Recipe.leanest()):
+        torch.compiler.reset()
+        compiled = torch.compile(lambda inputs, r=recipe: case.op(inputs, r), fullgraph=True, backend="aot_eager")
+        compare(run(case, recipe), evaluate(compiled, case.inputs, case.names(), case.grads))
+
+
+def test_two_uses_in_one_graph_add_up(device):
+    """Twice the same BF16 number is exact."""
+    case = block_case(device=device)
+    _, once = run(case, Recipe())
+    leaves = leaves_of(case)
+    outputs = [out for _ in range(2) for out in case.op(leaves, Recipe())]
+    torch.autograd.backward(outputs, case.grads * 2)
+    for name in case.names():
+        same(name, 2 * once[name], leaves[name].grad)
+
+
+def test_hooks_see_and_change_gradients(device):
+    """Gradients of the output's own dtype and shape. Times 2 commutes with every rounding here."""
+    case = block_case(device=device)
+    expected = evaluate(op_of(case), case.inputs, case.names(), [2 * grad for grad in case.grads])
+    seen = []
+
+    def hooked(inputs):
+        (out,) = case.op(inputs, Recipe())
+        out.register_hook(lambda grad: (seen.append((grad.dtype, grad.shape)), 2 * grad)[1])
+        return (out,)
+
+    compare(expected, evaluate(hooked, case.inputs, case.names(), case.grads))
+    assert seen == [(torch.bfloat16, case.inputs["x"].shape)]
+
+
+@some
+def test_torch_checkpoint(name, device):
+    """`torch.utils.checkpoint` around a block: the recomputed forward keeps the same codes."""
+    case = block_case(device=device, **KINDS[name])
+
+    def checkpointed(inputs):
+        return checkpoint(lambda: case.op(inputs, Recipe()), use_reentrant=False)
+
+    compare(run(case, Recipe()), evaluate(checkpointed, case.inputs, case.names(), case.grads))
+
+
+@pytest.mark.parametrize("weight", ["q", "o", "up", "down", "pre_mlp"])
+def test_a_weight_changed_in_place_before_the_backward_is_an_error(weight):
+    """Autograd keeps the parameter itself; its FP8 copy is made again in the backward, so it must be the same one."""
+    case = block_case()
+    leaves = leaves_of(case)
+    outputs = case.op(leaves, Recipe())
+    with torch.no_grad():
+        leaves[weight].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(outputs, case.grads)
+
+
+def test_nothing_to_differentiate():
+    case = block_case()
+    expected, _ = run(case, Recipe())
+    leaves = {name: x if x is None else x.detach().clone() for name, x in case.inputs.items()}
+    (out,) = case.op(leaves, Recipe())
+    assert not out.requires_grad
+    same("out", expected[0].detach(), out)
+    with torch.no_grad():
+        assert case.op(leaves_of(case), Recipe())[0].grad_fn is None
+
+
+def test_a_second_derivative_is_an_error_and_not_zero():
+    case = block_case()
+    leaves = leaves_of(case)
+    (grad,) = torch.autograd.grad(case.op(leaves, Recipe())[0].square().sum(), leaves["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

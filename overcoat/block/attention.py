@@ -1,0 +1,310 @@
+"""Rotary embedding (and q/k norm), softmax attention, and what they keep for the backward.
+
+With `Recipe.kept_attention="8bit"` the fused q/k/v buffer *before* the rotation is kept, q and k in 12 bits, v in 8,
+one group per token and head (2 U for multi-head attention, less with grouped queries).
+
+q and k come back from 12 bits as they were (bf12.py), so the backward takes exp of the forward's own scores. An error
+there grows with the scores: with 8 bits gradients explode once they pass about 100. v is off by its code's error, so
+the backward also runs attention's forward again: dP - sum(do * o) cancels only if o is made of the same v. Then o need
+not be kept. The vector that all tokens' v have in common is taken out before v is encoded: a bias or an outlier channel
+cancels in attention's gradients, its quantization error would not.
+
+With "bf16" the 16-bit q, k, v and o are kept, and the log-sum-exp (4 U).
+
+`Attention`, at the end, is the core of a branch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from overcoat.block.linear import (
+    Gradient,
+    OutputSaved,
+    linear_forward,
+    product_backward,
+    quantize_gradient,
+    rebuild_input_t,
+    whole_blocks,
+)
+from overcoat.block.spec import Branch, Linear, Scales, Tables
+from overcoat.kernels.attention import attention as attention_op
+from overcoat.kernels.attention import attention_backward as attention_backward_op
+from overcoat.kernels.blockwise import BLOCK
+from overcoat.kernels.groups import token_center
+from overcoat.kernels.quantize import amax
+from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
+from overcoat.kernels.rope import qk_rope, qk_rope_decode12, qk_rope_encode12_
+from overcoat.kernels.rope_backward import qk_rope_backward
+from overcoat.kernels.rope_blockwise import qk_rope_block_backward
+from overcoat.kernels.rope_quantize import qk_rope_backward_amax, qk_rope_backward_amax_sums, qk_rope_backward_quantize
+from overcoat.recipe import Recipe
+
+
+class Heads(NamedTuple):
+    """Shape of attention: batch, query heads, key/value heads, head width, softmax scale, eps of the q/k norm.
+
+    full_norm: the q/k norm takes all heads of q together, and of k (OLMo 2), instead of each head (Qwen 3).
+    """
+
+    batch: int
+    num_q: int
+    num_kv: int
+    width: int
+    scale: float
+    eps: float = 0.0
+    full_norm: bool = False
+
+
+class AttentionSaved(NamedTuple):
+    """q/k/v before rotation: codes, lower bits of q and k, maxima, center of v; or in 16 bits, with o and lse."""
+
+    qkv: Tensor
+    lower: Optional[Tensor] = None
+    qkv_amax: Optional[Tensor] = None
+    qkv_center: Optional[Tensor] = None
+    o: Optional[Tensor] = None
+    lse: Optional[Tensor] = None
+
+
+class Rotary(NamedTuple):
+    """Shared by all layers: cos and sin (P, D), mask or None. Per layer: q/k norm weights (D,), or (heads * D,)
+    where they take all heads together, or None."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Optional[Tensor] = None
+    q_weight: Optional[Tensor] = None
+    k_weight: Optional[Tensor] = None
+
+
+def attention_forward(
+    qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe
+) -> tuple[Tensor, Optional[Tensor], AttentionSaved]:
+    """qkv (T, (num_q + 2 num_kv) * D) as the projections leave it -> o (T, num_q * D), max |o| if known.
+
+    qkv is the caller's to give: it is overwritten.
+    """
+    cos, sin, mask, q_weight, k_weight = rotary
+    tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
+    shape = (mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
+    if recipe.kept_attention == "bf16":
+        o, lse = attention_op(_rotated(qkv, rotary, heads), *shape)
+        return o, None, AttentionSaved(qkv, o=o, lse=lse)
+    center = token_center(qkv[:, -heads.num_kv * heads.width :])
+    # Rotates q and k where they lie, after their norm if it is of single heads.
+    rotated = _rotated(qkv, rotary, heads) if heads.full_norm else qkv
+    if heads.full_norm:
+        tables = (cos, sin, None, None, heads.eps, heads.num_q, heads.num_kv)
+    codes, lower, group_amax = qk_rope_encode12_(qkv, center, *tables, recipe.kept_format)
+    o, _ = attention_op(rotated, *shape)
+    return o, amax(o), AttentionSaved(codes, lower, group_amax, center)
+
+
+def _rotated(qkv: Tensor, rotary: Rotary, heads: Heads) -> Tensor:
+    """q and k normalised and rotated, and v."""
+    cos, sin, _, q_weight, k_weight = rotary
+    if heads.full_norm:
+        q, k, v = _split(qkv, heads)
+        q, k = rms_norm(q, q_weight, heads.eps)[0], rms_norm(k, k_weight, heads.eps)[0]
+        qkv, q_weight, k_weight = torch.cat((q, k, v), 1), None, None
+    return qk_rope(qkv, cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
+
+
+def _split(qkv: Tensor, heads: Heads) -> tuple[Tensor, ...]:
+    return qkv.split((heads.num_q * heads.width, heads.num_kv * heads.width, heads.num_kv * heads.width), 1)
+
+
+class Decoded(NamedTuple):
+    """What attention's backward reads: rotated q/k/v, o and lse; with head norms also q/k/v before, else None."""
+
+    rotated: Tensor
+    o: Tensor
+    lse: Tensor
+    inputs: Optional[Tensor]
+
+
+def attention_decode(kept: AttentionSaved, rotary: Rotary, heads: Heads, recipe: Recipe, dtype: torch.dtype) -> Decoded:
+    """What is kept as tensors of `dtype`, q and k rotated again; o and lse kept, or of these q, k and v."""
+    cos, sin, mask, q_weight, k_weight = rotary
+    has_norms = q_weight is not None or k_weight is not None
+    qkv = kept.qkv
+    if kept.lower is None:
+        assert kept.o is not None
+        assert kept.lse is not None
+        return Decoded(_rotated(qkv, rotary, heads), kept.o, kept.lse, qkv if has_norms else None)
+    codes, last = kept[:4], (heads.num_q, heads.num_kv, recipe.kept_format, dtype)
+    if has_norms:
+        qkv = qk_rope_decode12(*codes, None, None, *last)
+        rotated = _rotated(qkv, rotary, heads)
+    else:
+        rotated = qk_rope_decode12(*codes, cos, sin, *last)
+    o, lse = attention_op(rotated, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
+    return Decoded(rotated, o, lse, qkv if has_norms else None)
+
+
+def rotated_gradients(
+    do: Tensor, decoded: Decoded, mask: Optional[Tensor], heads: Heads
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the rotated q and k, and of v, from o's, do (T, num_q * D)."""
+    rotated, o, lse, _ = decoded
+    return attention_backward_op(
+        do.contiguous(), rotated, o, lse, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale
+    )
+
+
+def qkv_gradient(
+    gradients: tuple[Tensor, Tensor, Tensor], inputs: Optional[Tensor], rotary: Rotary, heads: Heads
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    """Gradients of qkv and of the q/k norm weights, from `rotated_gradients` and `Decoded.inputs`."""
+    cos, sin, _, q_weight, k_weight = rotary
+    if heads.full_norm:
+        return _full_norm_gradient(gradients, inputs, rotary, heads)
+    dqkv, dq_weight, dk_weight = qk_rope_backward(
+        *gradients, inputs, cos, sin, q_weight, k_weight, heads.eps, heads.num_q
+    )
+    return (
+        dqkv,
+        None if q_weight is None else dq_weight.to(q_weight.dtype),
+        None if k_weight is None else dk_weight.to(k_weight.dtype),
+    )
+
+
+def _full_norm_gradient(
+    gradients: tuple[Tensor, Tensor, Tensor], inputs: Optional[Tensor], rotary: Rotary, heads: Heads
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert inputs is not None
+    cos, sin, _, *weights = rotary
+    turned, _, _ = qk_rope_backward(*gradients, None, cos, sin, None, None, heads.eps, heads.num_q)
+    *both, dv = _split(turned, heads)
+    dx: list[Tensor] = []
+    dweights: list[Tensor] = []
+    for dy, x, weight in zip(both, _split(inputs, heads), weights, strict=False):
+        assert weight is not None
+        _, rstd = rms_norm(x, weight, heads.eps)
+        for into, gradient in zip((dx, dweights), rms_norm_backward(dy, x, rstd, weight), strict=True):
+            into.append(gradient)
+    return torch.cat((*dx, dv), 1), dweights[0], dweights[1]
+
+
+def qkv_gradient_quantized(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    rotary: Rotary,
+    heads: Heads,
+    biases: Sequence[Optional[Tensor]],
+    recipe: Recipe,
+) -> Gradient:
+    """Gradient of qkv straight in both FP8 layouts, with its sums if there are biases; without q/k norms."""
+    if recipe.linear_scaling == "block":
+        return _quantized_in_blocks(gradients, rotary, heads, biases, recipe)
+    arguments, sums = (*gradients, rotary.cos, rotary.sin), None
+    if all(bias is None for bias in biases):
+        top = qk_rope_backward_amax(*arguments, heads.num_q)
+    else:
+        top, sums = qk_rope_backward_amax_sums(*arguments, heads.num_q)
+    data, transposed, scale = qk_rope_backward_quantize(*arguments, top, recipe.grad_format, heads.num_q)
+    return Gradient(data, transposed, scale, sums, gradients[0].dtype)
+
+
+def _quantized_in_blocks(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    rotary: Rotary,
+    heads: Heads,
+    biases: Sequence[Optional[Tensor]],
+    recipe: Recipe,
+) -> Gradient:
+    """Gradients of the rotated q and k, and of v -> gradient of qkv in both FP8 layouts with block scales."""
+    cos, sin, dtype = rotary.cos, rotary.sin, gradients[0].dtype
+    has_bias = any(bias is not None for bias in biases)
+    if not has_bias and BLOCK % heads.width == 0 and whole_blocks(*(part.shape[1] for part in gradients)):
+        data, scale, data_t, scale_t = qk_rope_block_backward(*gradients, cos, sin, recipe.grad_format, heads.num_q)
+        return Gradient(data, data_t, scale, None, dtype, scale_t)
+    dqkv, _, _ = qk_rope_backward(*gradients, None, cos, sin, None, None, heads.eps, heads.num_q)
+    return quantize_gradient(dqkv, biases, recipe)
+
+
+class Attention(NamedTuple):
+    """The core of a branch whose stacked linear layers make q, k and v; `Branch.inner`: the q/k norm weights."""
+
+    heads: Heads
+
+    @property
+    def saved(self) -> tuple[type[Any], ...]:
+        """What `output` leaves behind, in order."""
+        return (AttentionSaved, OutputSaved)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the memory report: of the layers before, of each of `saved`, of the norm after."""
+        return ("attention input", "attention", "attention output", "attention norm")
+
+    def inside(
+        self, z: Tensor, branch: Branch, tables: Tables, recipe: Recipe, saved: list[Any]
+    ) -> tuple[Tensor, Optional[Tensor]]:
+        """o, and max |o| if known."""
+        o, o_amax, kept = attention_forward(z, Rotary(*tables, *branch.inner), self.heads, recipe)
+        saved.append(kept)
+        return o, o_amax
+
+    def output(
+        self,
+        inside: tuple[Tensor, Optional[Tensor]],
+        branch: Branch,
+        _residual: Optional[Tensor],
+        recipe: Recipe,
+        saved: list[Any],
+        known: Scales,
+    ) -> tuple[Tensor, bool]:
+        """The output layer's result; whether the residual is added."""
+        o, o_amax = inside
+        y, kept = linear_forward(o, branch.out.weights[0], branch.out.biases[0], o.dtype, recipe, o_amax, known.out)
+        saved.append(kept)
+        return y, False
+
+    def recompute(
+        self,
+        inside: tuple[Tensor, Optional[Tensor]],
+        branch: Branch,
+        recipe: Recipe,
+        saved: list[Any],
+        known: Scales,
+    ) -> None:
+        """What `output` keeps, without its result."""
+        self.output(inside, branch, None, recipe, saved, known)
+
+    def backward(
+        self,
+        dy: Tensor,
+        dy_amax: Optional[Tensor],
+        saved: list[Any],
+        branch: Branch,
+        tables: Tables,
+        recipe: Recipe,
+        want_out: bool,
+    ) -> tuple[Tensor | Gradient, Linear, tuple[Optional[Tensor], ...]]:
+        """Gradients of q, k and v, of the output layer and of the q/k norm weights. Takes what it reads from `saved`.
+
+        They go straight into FP8, except where a norm of q and k reads them too.
+        """
+        scales, rotary = saved.pop(), Rotary(*tables, *branch.inner)
+        decoded = attention_decode(saved.pop(), rotary, self.heads, recipe, dy.dtype)
+        x_t = rebuild_input_t(decoded.o, scales.x_scale) if want_out else None
+        out = product_backward(dy, x_t, *branch.out, scales.w_amax, recipe, dy_amax)
+        del x_t
+        assert out.dx is not None
+        gradients, inputs = rotated_gradients(out.dx, decoded, rotary.mask, self.heads), decoded.inputs
+        del decoded
+        dout = Linear(out.dweights, out.dbiases)
+        del out
+        if rotary.q_weight is None and rotary.k_weight is None:
+            dz: Tensor | Gradient = qkv_gradient_quantized(gradients, rotary, self.heads, branch.into.biases, recipe)
+            return dz, dout, (None, None)
+        dz, *dnorms = qkv_gradient(gradients, inputs, rotary, self.heads)
+        return dz, dout, tuple(dnorms)
+
+    def scales(self, saved: list[Any]) -> tuple[Optional[Tensor], Optional[Tensor]]:
+        """Of the last things saved, by `output`: `Scales.inner` and `Scales.out`."""
+        return None, saved[-1].w_amax

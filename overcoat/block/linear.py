@@ -1,0 +1,246 @@
+"""The three products of a linear layer in FP8, and a linear layer that reads no norm.
+
+With T tokens, K in, N out (kernels/quantize.py has the layouts):
+
+    y  = x W^T          x, W in E4M3, one scale each, found just in time
+    dx = dy W           dy in the recipe's gradient format (E5M2)
+    dW = dy^T x         x rebuilt from its 8-bit kept form, with the forward's scale
+
+Weights that read the same input (q, k, v; gate, up) are one stacked operand of one GEMM. Autograd keeps the parameters
+themselves, never their FP8 copies: those are made where they are used and freed after.
+
+With `Recipe.linear_scaling="block"` operands have a scale per block instead: 1x128 along the summed axis for x and dy,
+128x128 for W. Nothing of an operand is kept for the backward then, not even its scale: the transposed layouts have
+scales of their own (kernels/blockwise.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from overcoat import weight_amax
+from overcoat.block.spec import Linear
+from overcoat.formats import Quantized
+from overcoat.kernels.block_weights import block_stack_weights
+from overcoat.kernels.blockwise import BLOCK, block_quantize, block_quantize_both, block_quantize_t, block_requantize_t
+from overcoat.kernels.gemm import block_gemm, gemm
+from overcoat.kernels.groups import group_encode_amax, requantize_t
+from overcoat.kernels.quantize import amax, quantize, quantize_both, quantize_t
+from overcoat.kernels.stack import stack_amax, stack_weights
+from overcoat.kernels.stack_predicted import stack_weights_predicted, stack_weights_tracked
+from overcoat.recipe import Recipe
+
+# Fast accumulation in a block's backward: wgrad 4 to 7% faster on a hot H200 (gemm.jsonl). FP8 leaves 17 to 27 dB, and
+# its own error is 55 dB and more below a trained model's dgrad, and 48 (worst 41) below its wgrad over 8,192 tokens
+# (accumulation.jsonl). It grows with the number of terms, which wgrad's tokens are, and with their mean: for operands
+# with means of half their deviation it is 36 dB over 8,192 tokens, 28 over 16,384 (docs/log-kernels.md).
+FAST_DGRAD = True
+FAST_WGRAD_TOKENS = 8192
+
+
+def stack_biases(weights: Sequence[Tensor], biases: Sequence[Optional[Tensor]]) -> Optional[Tensor]:
+    """One bias for the stacked weights, zeros where a layer has none; None if no layer has one."""
+    if all(bias is None for bias in biases):
+        return None
+    if len(biases) == 1:
+        return biases[0]
+    return torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)])
+
+
+def operand(weights: Sequence[Tensor], transposed: bool, amax: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (N_i, K) as one E4M3 operand, (sum N, K) or (K, sum N); its 0-d scale; their 0-d maximum.
+
+    amax: the maximum if known; else it is taken from AdamW's pass, where that can be checked (weight_amax.py).
+    """
+    is_new = amax is None and not transposed
+    if is_new and torch.compiler.is_compiling():
+        return stack_weights_tracked(list(weights))
+    predicted = weight_amax.predict(weights) if is_new else None
+    if predicted is not None:
+        return stack_weights_predicted(list(weights), predicted)
+    if amax is None:
+        amax = stack_amax(list(weights))
+        weight_amax.observe(weights, amax)
+    return *stack_weights(list(weights), amax, transposed), amax
+
+
+def block_product(x: Quantized, weights: Sequence[Tensor], bias: Optional[Tensor], dtype: torch.dtype) -> Tensor:
+    """y = x W^T + bias (T, N) of x (T, K) in 1x128 blocks and the stacked weights."""
+    weight, scale = block_stack_weights(list(weights), False)
+    return block_gemm(x.data, weight, x.scale, scale, True, bias, dtype)
+
+
+def whole_blocks(*columns: int) -> bool:
+    """Whether tensors of these widths, side by side, can be quantized one by one: no block spans two of them."""
+    return all(width % BLOCK == 0 for width in columns)
+
+
+def product(
+    x8: Tensor,
+    x_scale: Tensor,
+    weights: Sequence[Tensor],
+    bias: Optional[Tensor],
+    dtype: torch.dtype,
+    w_amax: Optional[Tensor] = None,
+    residual: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """y = x W^T + bias of the stacked weights, plus a residual (T, N) if given.
+
+    Also the weights' common maximum (found unless given), for the backward.
+    """
+    w8, w_scale, w_amax = operand(weights, False, w_amax)
+    return gemm(x8, w8, x_scale, w_scale, bias, dtype, True, residual), w_amax
+
+
+class LinearGrads(NamedTuple):
+    """Gradients of a (stacked) linear layer: of its input, of each weight, of each bias (None where not needed)."""
+
+    dx: Optional[Tensor]
+    dweights: tuple[Optional[Tensor], ...]
+    dbiases: tuple[Optional[Tensor], ...]
+
+
+class Gradient(NamedTuple):
+    """An output gradient (T, N) as FP8 operand of both products that read it, made once for both.
+
+    data (T, N), for dgrad, None when that has read it for the last time; transposed (N, P), for wgrad; their 0-d scale;
+    sums (N,) FP32 over the tokens, for biases, or None; dtype of the activations. With block scales `scale` is data's
+    and `scale_t` transposed's.
+    """
+
+    data: Optional[Tensor]
+    transposed: Tensor
+    scale: Tensor
+    sums: Optional[Tensor]
+    dtype: torch.dtype
+    scale_t: Optional[Tensor] = None
+
+
+def quantize_gradient(
+    dy: Tensor, biases: Sequence[Optional[Tensor]], recipe: Recipe, dy_amax: Optional[Tensor] = None
+) -> Gradient:
+    """dy (T, N) in the recipe's gradient format; dy_amax: max |dy| if known."""
+    dy = dy.contiguous()
+    sums = None if all(bias is None for bias in biases) else dy.sum(0, dtype=torch.float32)
+    if recipe.linear_scaling == "block":
+        data, scale, transposed, scale_t = block_quantize_both(dy, recipe.grad_format)
+        return Gradient(data, transposed, scale, sums, dy.dtype, scale_t)
+    data, transposed, scale = quantize_both(dy, amax(dy) if dy_amax is None else dy_amax, recipe.grad_format)
+    return Gradient(data, transposed, scale, sums, dy.dtype)
+
+
+def dgrad(d: Gradient, weights: Sequence[Tensor], w_amax: Optional[Tensor]) -> Tensor:
+    """dx = dy W (T, K) of the stacked weights; w_amax: their maximum, None with block scales."""
+    assert d.data is not None
+    if w_amax is None:
+        weight, scale = block_stack_weights(list(weights), True)
+        return block_gemm(d.data, weight, d.scale, scale, True, None, d.dtype)
+    w_t, w_scale, _ = operand(weights, True, w_amax)
+    return gemm(d.data, w_t, d.scale, w_scale, None, d.dtype, FAST_DGRAD)
+
+
+def wgrad(d: Gradient, x_t: Quantized, dtype: torch.dtype) -> Tensor:
+    """dW = dy^T x (N, K), with x as transposed operand (K, P)."""
+    if d.scale_t is not None:
+        return block_gemm(d.transposed, x_t.data, d.scale_t, x_t.scale, False, None, dtype)
+    fast = d.transposed.shape[1] <= FAST_WGRAD_TOKENS
+    return gemm(d.transposed, x_t.data, d.scale, x_t.scale, None, dtype, fast)
+
+
+def product_backward(
+    dy: Tensor | Gradient,
+    x_t: Optional[Quantized],
+    weights: Sequence[Tensor],
+    biases: Sequence[Optional[Tensor]],
+    w_amax: Optional[Tensor],
+    recipe: Recipe,
+    dy_amax: Optional[Tensor] = None,
+) -> LinearGrads:
+    """dgrad and wgrad from dy (T, N), quantized already or not.
+
+    Args:
+        x_t: the input as transposed E4M3 operand (K, P), or None when no weight wants a gradient.
+        dy_amax: max |dy| if known.
+    """
+    d = dy if isinstance(dy, Gradient) else quantize_gradient(dy, biases, recipe, dy_amax)
+    dx = dgrad(d, weights, w_amax)
+    sizes = [w.shape[0] for w in weights]
+    dweights: tuple[Optional[Tensor], ...] = (None,) * len(weights)
+    if x_t is not None:
+        dweights = wgrad(d, x_t, weights[0].dtype).split_with_sizes(sizes)
+    dbiases: tuple[Optional[Tensor], ...] = (None,) * len(weights)
+    if d.sums is not None:
+        sums = d.sums.split_with_sizes(sizes)
+        dbiases = tuple(None if b is None else s.to(b.dtype) for b, s in zip(biases, sums, strict=True))
+    return LinearGrads(dx, dweights, dbiases)
+
+
+class OutputSaved(NamedTuple):
+    """What an output layer keeps: scales (none per block). Its input is kept, or computed again, by the core."""
+
+    x_scale: Optional[Tensor]
+    w_amax: Optional[Tensor]
+
+
+def linear_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dtype: torch.dtype,
+    recipe: Recipe,
+    x_amax: Optional[Tensor] = None,
+    w_amax: Optional[Tensor] = None,
+) -> tuple[Tensor, OutputSaved]:
+    """x W^T + bias in `dtype`, x (T, K); x_amax, w_amax: max |x| and max |weight| if known."""
+    if recipe.linear_scaling == "block":
+        return block_product(Quantized(*block_quantize(x, "e4m3")), [weight], bias, dtype), OutputSaved(None, None)
+    x8, x_scale = quantize(x, amax(x) if x_amax is None else x_amax, "e4m3")
+    y, w_amax = product(x8, x_scale, [weight], bias, dtype, w_amax)
+    return y, OutputSaved(x_scale, w_amax)
+
+
+def rebuild_input_t(x: Tensor, scale: Optional[Tensor]) -> Quantized:
+    """The input x in 16 bits as transposed E4M3 operand, with the forward's scale if kept."""
+    if scale is None:
+        return Quantized(*block_quantize_t(x, "e4m3"))
+    return Quantized(quantize_t(x, scale, "e4m3"), scale)
+
+
+class InputSaved(NamedTuple):
+    """What linear layers keep that read the residual stream itself: their input in 8-bit groups, scales."""
+
+    codes: Tensor
+    group_amax: Tensor
+    x_scale: Optional[Tensor]
+    w_amax: Optional[Tensor]
+
+
+def stream_linear_forward(
+    x: Tensor, into: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
+) -> tuple[Tensor, InputSaved]:
+    """x (T, H) times the stacked weights -> (T, sum N); w_amax: the weights' maximum if known."""
+    codes, group_amax, x_amax = group_encode_amax(x, None, recipe.kept_format, recipe.group_size)
+    bias = stack_biases(*into)
+    if recipe.linear_scaling == "block":
+        y = block_product(Quantized(*block_quantize(x, "e4m3")), into.weights, bias, x.dtype)
+        return y, InputSaved(codes, group_amax, None, None)
+    x8, x_scale = quantize(x, x_amax, "e4m3")
+    y, w_amax = product(x8, x_scale, into.weights, bias, x.dtype, w_amax)
+    return y, InputSaved(codes, group_amax, x_scale, w_amax)
+
+
+def stream_linear_backward(
+    dy: Tensor | Gradient, saved: InputSaved, into: Linear, recipe: Recipe, want_weights: bool
+) -> LinearGrads:
+    """Gradients of the residual stream by way of these layers, and of the layers."""
+    x_t = None
+    if want_weights:
+        inputs, code = (saved.codes, saved.group_amax, None, None), (recipe.kept_format, recipe.group_size)
+        if saved.x_scale is None:
+            x_t = Quantized(*block_requantize_t(*inputs, *code))
+        else:
+            x_t = Quantized(requantize_t(*inputs, saved.x_scale, *code), saved.x_scale)
+    return product_backward(dy, x_t, *into, saved.w_amax, recipe)

@@ -1,0 +1,135 @@
+"""Norms before and after a branch's linear layers, and what they keep.
+
+Before: the norm's output is written as the FP8 operand of one GEMM over the stacked layers that read it, and never
+exists in 16 bits. After: the residual plus the norm of the output layer's result, in one pass. Both keep the normalised
+input in 8-bit groups (0.5 U) and rstd, which is enough for the norm's backward and to rebuild its output.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from overcoat.block.linear import Gradient, LinearGrads, block_product, product, product_backward, stack_biases
+from overcoat.block.spec import Linear, Norm
+from overcoat.formats import Quantized
+from overcoat.kernels.blockwise import block_requantize_t
+from overcoat.kernels.groups import requantize_t
+from overcoat.kernels.norm import add_layernorm_stats, add_rmsnorm_stats, layernorm_stats, norm_quantize, rmsnorm_stats
+from overcoat.kernels.norm_after import add_norm_encode
+from overcoat.kernels.norm_backward import norm_backward
+from overcoat.kernels.norm_blockwise import add_norm_block_quantize, norm_block_quantize
+from overcoat.kernels.quantize import amax
+from overcoat.recipe import Recipe
+
+
+class NormLinearSaved(NamedTuple):
+    """What a norm and its linear layers keep: the normalised input in 8-bit groups (0.5 U), rstd, two scales (none per
+    block)."""
+
+    codes: Tensor
+    group_amax: Tensor
+    rstd: Tensor
+    y_scale: Optional[Tensor]
+    w_amax: Optional[Tensor]
+
+
+def add_norm_linear_forward(
+    y: Tensor, residual: Tensor, norm: Norm, into: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
+) -> tuple[Tensor, Tensor, NormLinearSaved]:
+    """x = residual + y (T, H), and `norm_linear_forward` of x, in one pass less."""
+    if recipe.linear_scaling == "block":
+        x, *parts = add_norm_block_quantize(y, residual, *norm, recipe.kept_format, recipe.group_size)
+        return x, *_from_blocks(parts, into, x.dtype)
+    mean = None
+    if norm.centered:
+        x, mean, rstd, row_amax = add_layernorm_stats(y, residual, norm.weight, norm.bias, norm.eps)
+    else:
+        x, rstd, row_amax = add_rmsnorm_stats(y, residual, norm.weight, norm.eps)
+    return x, *_from_statistics(x, mean, rstd, row_amax, norm, into, recipe, w_amax)
+
+
+def norm_linear_forward(
+    x: Tensor, norm: Norm, into: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
+) -> tuple[Tensor, NormLinearSaved]:
+    """Norm(x) times the stacked weights: x (T, H) -> (T, sum N); w_amax: the weights' maximum if known."""
+    if recipe.linear_scaling == "block":
+        parts = norm_block_quantize(x, *norm, recipe.kept_format, recipe.group_size)
+        return _from_blocks(parts, into, x.dtype)
+    mean = None
+    if norm.centered:
+        mean, rstd, row_amax = layernorm_stats(x, norm.weight, norm.bias, norm.eps)
+    else:
+        rstd, row_amax = rmsnorm_stats(x, norm.weight, norm.eps)
+    return _from_statistics(x, mean, rstd, row_amax, norm, into, recipe, w_amax)
+
+
+def _from_statistics(
+    x: Tensor,
+    mean: Optional[Tensor],
+    rstd: Tensor,
+    row_amax: Tensor,
+    norm: Norm,
+    into: Linear,
+    recipe: Recipe,
+    w_amax: Optional[Tensor],
+) -> tuple[Tensor, NormLinearSaved]:
+    y8, y_scale, codes, group_amax = norm_quantize(
+        x, mean, rstd, norm.weight, norm.bias, amax(row_amax), recipe.kept_format, recipe.group_size
+    )
+    y, w_amax = product(y8, y_scale, into.weights, stack_biases(*into), x.dtype, w_amax)
+    return y, NormLinearSaved(codes, group_amax, rstd, y_scale, w_amax)
+
+
+def _from_blocks(parts: Sequence[Tensor], into: Linear, dtype: torch.dtype) -> tuple[Tensor, NormLinearSaved]:
+    """`norm_linear_forward` from the results of `norm_block_quantize`."""
+    y8, y_scale, codes, group_amax, rstd = parts
+    y = block_product(Quantized(y8, y_scale), into.weights, stack_biases(*into), dtype)
+    return y, NormLinearSaved(codes, group_amax, rstd, None, None)
+
+
+def norm_linear_backward(
+    dy: Tensor | Gradient, saved: NormLinearSaved, norm: Norm, into: Linear, recipe: Recipe, want_weights: bool
+) -> LinearGrads:
+    """Gradients of the norm's output and of the linear layers."""
+    x_t = _output_t(saved, norm, recipe) if want_weights else None
+    return product_backward(dy, x_t, *into, saved.w_amax, recipe)
+
+
+def _output_t(saved: NormLinearSaved, norm: Norm, recipe: Recipe) -> Quantized:
+    """The norm's output as transposed E4M3 operand, with the forward's scale if kept."""
+    inputs, code = (saved.codes, saved.group_amax, norm.weight, norm.bias), (recipe.kept_format, recipe.group_size)
+    if saved.y_scale is None:
+        return Quantized(*block_requantize_t(*inputs, *code))
+    return Quantized(requantize_t(*inputs, saved.y_scale, *code), saved.y_scale)
+
+
+class NormSaved(NamedTuple):
+    """What a norm after the output layer keeps: its normalised input in 8-bit groups (0.5 U), rstd."""
+
+    codes: Tensor
+    group_amax: Tensor
+    rstd: Tensor
+
+
+def norm_after_forward(y: Tensor, residual: Tensor, norm: Norm, recipe: Recipe) -> tuple[Tensor, NormSaved]:
+    """residual + norm(y), both (T, H)."""
+    x, *saved = add_norm_encode(y, residual, *norm, recipe.kept_format, recipe.group_size)
+    return x, NormSaved(*saved)
+
+
+def input_gradient(
+    dy: Tensor, dresidual: Optional[Tensor], saved: NormLinearSaved | NormSaved, norm: Norm, recipe: Recipe
+) -> tuple[Tensor, Norm, Tensor]:
+    """Gradients of a norm's input (with dresidual added, if given) and of its parameters from dy, its output's; and
+    the largest of the former, for the product that reads it next."""
+    dx, dweight, dbias, dx_amax = norm_backward(
+        dy, saved.codes, saved.group_amax, saved.rstd, norm.weight, dresidual, norm.centered, norm.bias is not None,
+        recipe.kept_format, recipe.group_size,
+    )  # fmt: skip
+    gradients = norm._replace(
+        weight=None if norm.weight is None else dweight, bias=None if norm.bias is None else dbias.to(norm.bias.dtype)
+    )
+    return dx, gradients, dx_amax

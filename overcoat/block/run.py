@@ -1,0 +1,241 @@
+"""A whole decoder block as one autograd node: one loop over its branches forward, one backward.
+
+Neighbours in a block save passes over memory that separate autograd nodes cannot: the gradients of gate and up, and of
+q, k and v, are written straight into the two FP8 layouts that the products read, and never exist in 16 bits; q and k
+are rotated in place; a branch's result is added to the residual inside the next norm.
+
+With `Recipe.checkpoint = "block"` the forward keeps the block's input in 8-bit groups (0.5 U) and `Scales`. The
+backward decodes the input, runs the forward again, and then the branches' backwards in reverse. Cheaper than
+`torch.utils.checkpoint`, which keeps 1 U, finds all maxima again, and computes the block's result a second time only to
+throw it away.
+
+What is saved is a stack: the forward appends what each step keeps, the backward takes it from the end, so that memory
+is free as soon as it has been read. With `Recipe.offload_blocks` it waits in host memory (offload.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from overcoat.block.linear import InputSaved, stream_linear_backward, stream_linear_forward
+from overcoat.block.norm import (
+    NormLinearSaved,
+    NormSaved,
+    add_norm_linear_forward,
+    input_gradient,
+    norm_after_forward,
+    norm_linear_backward,
+    norm_linear_forward,
+)
+from overcoat.block.offload import run_offloaded
+from overcoat.block.spec import Block, Branch, Linear, Scales, Tables, tensors_of, with_tensors, without_tensors
+from overcoat.kernels.groups import group_decode, group_encode
+from overcoat.memory import Part, keep_parts, release_saved
+from overcoat.recipe import Recipe
+
+
+def block_forward(
+    x: Tensor, block: Block, tables: Tables, recipe: Recipe, known: Optional[Sequence[Scales]] = None
+) -> tuple[Tensor, list[Any]]:
+    """x (T, H) -> x (T, H), and what is saved.
+
+    known: a recomputation's; where nothing reads a result it is not computed, and what is returned is not the block's.
+    """
+    if known is not None:
+        # The backward comes at once: attention would only have to run yet again.
+        recipe = dataclasses.replace(recipe, kept_attention="bf16")
+    saved: list[Any] = []
+    source, y = x, None  # y: a branch's result that is still to be added to x
+    for index, branch in enumerate(block.branches):
+        scales = Scales() if known is None else known[index]
+        if block.parallel:
+            _, z = _enter(source, None, branch, recipe, saved, scales)
+        else:
+            x, z = _enter(x, y, branch, recipe, saved, scales)
+            y = None
+        inside = branch.core.inside(z, branch, tables, recipe, saved)
+        del z  # 3 U of q, k and v in 16 bits, as long as somebody knows them
+        is_last = index == len(block.branches) - 1
+        if known is not None and branch.post is None and (block.parallel or is_last):
+            branch.core.recompute(inside, branch, recipe, saved, scales)
+            continue
+        if y is not None:
+            x, y = x + y, None
+        y, is_added = branch.core.output(inside, branch, None if branch.post else x, recipe, saved, scales)
+        del inside
+        if branch.post is not None:
+            x, kept = norm_after_forward(y, x, branch.post, recipe)
+            saved.append(kept)
+            y = None
+        elif is_added:
+            x, y = y, None
+    return x if y is None else x + y, saved
+
+
+def _enter(
+    x: Tensor, y: Optional[Tensor], branch: Branch, recipe: Recipe, saved: list[Any], known: Scales
+) -> tuple[Tensor, Tensor]:
+    """x plus y, if given, and the stacked linear layers of its norm."""
+    kept: Any
+    if branch.pre is None:
+        x = x if y is None else x + y
+        z, kept = stream_linear_forward(x, branch.into, recipe, known.into)
+    elif y is None:
+        z, kept = norm_linear_forward(x, branch.pre, branch.into, recipe, known.into)
+    else:
+        x, z, kept = add_norm_linear_forward(y, x, branch.pre, branch.into, recipe, known.into)
+    saved.append(kept)
+    return x, z
+
+
+def block_backward(
+    dy: Tensor, saved: list[Any], block: Block, tables: Tables, recipe: Recipe, wanted: Block
+) -> tuple[Tensor, list[Branch]]:
+    """Gradients of the block's input and of its branches' parameters.
+
+    saved: emptied from its end: what a step has kept is free when its gradients are there, and so are these when the
+    step before has read them. At its fullest moment a block's backward holds 17 U (in Llama-2-7B, at 4 x 2048 tokens,
+    gradients of its weights among them); if all lived to the end, it would be 29.
+    wanted: in the place of each parameter whether it wants a gradient (frozen weights have none).
+    """
+    dx, dx_amax, gradients = dy, None, []
+    for branch, want in zip(reversed(block.branches), reversed(wanted.branches), strict=True):
+        d, d_amax, dpost = dx, dx_amax, None
+        if block.parallel:
+            d, d_amax = dy, None
+        if branch.post is not None:
+            d, dpost, d_amax = input_gradient(d, None, saved.pop(), branch.post, recipe)
+        dz, dout, dinner = branch.core.backward(d, d_amax, saved, branch, tables, recipe, any(want.out.weights))
+        del d
+        kept, want_into = saved.pop(), any(want.into.weights)
+        if branch.pre is None:
+            into = stream_linear_backward(dz, kept, branch.into, recipe, want_into)
+            del dz
+            assert into.dx is not None
+            dx, dpre, dx_amax = dx + into.dx, None, None
+        else:
+            into = norm_linear_backward(dz, kept, branch.pre, branch.into, recipe, want_into)
+            del dz
+            assert into.dx is not None
+            dx, dpre, dx_amax = input_gradient(into.dx, dx, kept, branch.pre, recipe)
+        dinto = Linear(into.dweights, into.dbiases)
+        del into, kept
+        gradients.append(Branch(branch.core, dinto, dout, dinner, dpre, dpost))
+    return dx, gradients[::-1]
+
+
+def _kinds(block: Block) -> list[tuple[type[Any], str]]:
+    """What `block_forward` saves: the NamedTuples, in order, and their names in the memory report."""
+    kinds: list[tuple[type[Any], str]] = []
+    for branch in block.branches:
+        before, *own, after = branch.core.names
+        kinds.append((InputSaved if branch.pre is None else NormLinearSaved, before))
+        kinds += zip(branch.core.saved, own, strict=True)
+        if branch.post is not None:
+            kinds.append((NormSaved, after))
+    return kinds
+
+
+def _unflatten(tensors: Sequence[Any], kinds: Sequence[type[Any]]) -> list[Any]:
+    """NamedTuples from the flat list of their tensors."""
+    parts: list[Any] = []
+    first = 0
+    for kind in kinds:
+        last = first + len(kind._fields)
+        parts.append(kind(*tensors[first:last]))
+        first = last
+    return parts
+
+
+def _scales(saved: Sequence[Any], block: Block) -> list[Scales]:
+    """What a recomputation need not find again."""
+    found, rest = [], list(saved)
+    for branch in reversed(block.branches):
+        if branch.post is not None:
+            rest.pop()
+        inner, out = branch.core.scales(rest)
+        del rest[-len(branch.core.saved) :]
+        found.append(Scales(rest.pop().w_amax, inner, out))
+    return found[::-1]
+
+
+class _Block(torch.autograd.Function):
+    """A whole block; keeps what its branches keep, or with `Recipe.checkpoint` its input in 8 bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Optional[Tensor],
+        constants: Block,
+        recipe: Recipe,
+        *parameters: Optional[Tensor],
+    ) -> Tensor:
+        block, shape = with_tensors(constants, parameters), x.shape
+        x = x.contiguous().flatten(0, -2)
+        y, saved = block_forward(x, block, Tables(cos, sin, mask), recipe)
+        ctx.constants, ctx.recipe, ctx.dtype = constants, recipe, x.dtype
+        inputs = ("block", Tables._fields, (cos, sin, mask, *parameters))  # what is kept of parameters has no name
+        parts: list[Part]
+        if recipe.checkpoint == "block":
+            codes, group_amax = group_encode(x, None, recipe.kept_format, recipe.group_size)
+            parts = [("block", ("codes", "group_amax"), (codes, group_amax))]
+            parts += [("block", Scales._fields, scales) for scales in _scales(saved, block)]
+        else:
+            parts = [(name, kind._fields, kept) for (kind, name), kept in zip(_kinds(constants), saved, strict=True)]
+        keep_parts(ctx, inputs, *parts)
+        # Not a view, whose hooks are lost when somebody changes it in place: FSDP2 warns of such results.
+        return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
+        tensors, constants, recipe = ctx.saved_tensors, ctx.constants, ctx.recipe
+        release_saved(ctx)
+        wanted = ctx.needs_input_grad[6:]
+        count = 3 + len(wanted)
+        tables, block, kept = Tables(*tensors[:3]), with_tensors(constants, tensors[3:count]), tensors[count:]
+        del tensors
+        if recipe.checkpoint == "block":
+            x = group_decode(*kept[:2], None, recipe.kept_format, recipe.group_size, ctx.dtype)
+            known = _unflatten(kept[2:], [Scales] * len(block.branches))
+            saved = block_forward(x, block, tables, recipe, known)[1]
+            del x
+        else:
+            saved = _unflatten(kept, [kind for kind, _ in _kinds(constants)])
+        del kept  # `block_backward` lets go of what it has read
+        dx, gradients = block_backward(
+            dy.contiguous().flatten(0, -2), saved, block, tables, recipe, with_tensors(constants, wanted)
+        )
+        return (dx.view(dy.shape), None, None, None, None, None, *tensors_of(gradients))
+
+
+def run_block(x: Tensor, block: Block, tables: Tables, recipe: Recipe, offload: Optional[bool] = None) -> Tensor:
+    """One decoder block on tokens x (T, H) or (B, S, H) as one autograd node; the result has x's shape.
+
+    Keeps 5.8 U in Llama-2-7B, or with `Recipe.checkpoint = "block"` 0.5 U, and recomputes the rest.
+
+    offload: whether it keeps that in host memory; None in a model of which no block does.
+
+    Raises:
+        ValueError: no tokens, or tables that the kernels' 32-bit offsets do not reach.
+    """
+    if not x.numel():
+        raise ValueError(f"a block's input has the shape {tuple(x.shape)}: leave batches without tokens out")
+    if max(tables.cos.numel(), tables.sin.numel()) >= 2**31:
+        raise ValueError(f"cos and sin have the shape {tuple(tables.cos.shape)}: give them fewer than 2^31 elements")
+    parameters = tensors_of(block.branches)
+    run = functools.partial(_Block.apply, x, *tables, without_tensors(block), recipe, *parameters)
+    # Neither the compiler nor a captured graph knows of the copies.
+    if offload is None or torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return run()
+    return run_offloaded(run, 3 + len(parameters), offload)

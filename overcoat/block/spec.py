@@ -1,0 +1,120 @@
+"""A block as data: branches of (norm, stacked linear layers, core, output layer, norm), in a row or side by side.
+
+    pre-norm (Llama)        x = x + out(core(into(norm(x))))
+    post-norm (OLMo 2)      x = x + norm(out(core(into(x))))
+    sandwich (Gemma 2)      both norms
+    parallel (GPT-NeoX)     x = x + sum of all branches of the same x
+
+`Block` holds the parameters themselves. An `autograd.Function` knows tensors among its own arguments alone, so the
+parameters go in as one flat list (`tensors_of`) beside the same block without them (`without_tensors`), and are put
+together again inside (`with_tensors`). Gradients go the same way back: a `Branch` of gradients, by the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional
+
+from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """A norm's parameters. weight, bias: (H,) or None; centered: LayerNorm instead of RMSNorm."""
+
+    weight: Optional[Tensor]
+    bias: Optional[Tensor]
+    eps: float
+    centered: bool = False
+
+
+class Linear(NamedTuple):
+    """Linear layers that read one input, one GEMM: weights (N_i, K), biases (N_i,) or None."""
+
+    weights: tuple[Any, ...]
+    biases: tuple[Any, ...]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether any of the layers has one."""
+        return any(bias is not None for bias in self.biases)
+
+
+class Branch(NamedTuple):
+    """One residual branch.
+
+    core: what is between the two linear layers: `Attention` (attention.py) or `Mlp` (mlp.py), constants alone.
+    inner: the core's own parameters: q/k norm weights.
+    pre, post: the norms before and after, or None.
+    """
+
+    core: Any
+    into: Linear
+    out: Linear
+    inner: tuple[Any, ...] = ()
+    pre: Optional[Norm] = None
+    post: Optional[Norm] = None
+
+
+class Block(NamedTuple):
+    """Branches in a row, or all of the block's input if `parallel`."""
+
+    branches: tuple[Branch, ...]
+    parallel: bool = False
+
+
+class Tables(NamedTuple):
+    """What all layers share: cos and sin (P, D); the mask, or None (kernels/attention.py, kernels/packed.py)."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Optional[Tensor] = None
+
+
+class Scales(NamedTuple):
+    """What a branch's forward has found and its recomputation need not find again; None where unknown.
+
+    Maxima of the weights, and the scale of what the MLP's output layer reads, each 0-d.
+    """
+
+    into: Optional[Tensor] = None
+    inner: Optional[Tensor] = None
+    out: Optional[Tensor] = None
+
+
+def tensors_of(branches: Sequence[Branch]) -> list[Any]:
+    """All parameters (or gradients, ...) as one flat list."""
+    flat: list[Any] = []
+    for _, into, out, inner, pre, post in branches:
+        if pre is not None:
+            flat += pre[:2]
+        flat += (*into.weights, *into.biases, *inner, *out.weights, *out.biases)
+        if post is not None:
+            flat += post[:2]
+    return flat
+
+
+def with_tensors(block: Block, flat: tuple[Any, ...]) -> Block:
+    """The block with other tensors, in the order of `tensors_of`."""
+    branches, i = [], 0
+    for core, into, out, inner, pre, post in block.branches:
+        if pre is not None:
+            pre = Norm(flat[i], flat[i + 1], pre.eps, pre.centered)
+            i += 2
+        into, i = _linear_at(flat, i, len(into.weights))
+        inner, i = flat[i : i + len(inner)], i + len(inner)
+        out, i = _linear_at(flat, i, len(out.weights))
+        if post is not None:
+            post = Norm(flat[i], flat[i + 1], post.eps, post.centered)
+            i += 2
+        branches.append(Branch(core, into, out, inner, pre, post))
+    return Block(tuple(branches), block.parallel)
+
+
+def _linear_at(flat: tuple[Any, ...], start: int, count: int) -> tuple[Linear, int]:
+    middle, end = start + count, start + 2 * count
+    return Linear(flat[start:middle], flat[middle:end]), end
+
+
+def without_tensors(block: Block) -> Block:
+    """The block's constants: None for every parameter."""
+    return with_tensors(block, (None,) * len(tensors_of(block.branches)))

@@ -1,0 +1,275 @@
+"""What all families share: a decoder layer that trains in FP8, and how its modules become the branches of a block.
+
+`Fp8DecoderLayer` is mixed into the layer's own class (convert.py), so parameters, names, hooks and the original forward
+stay. It computes in FP8 in `train()` mode; otherwise, and whenever a module of it was replaced or hooked since (a
+LoRA adapter, say) or a cache is asked for, the original forward runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+
+from overcoat.block.attention import Attention, Heads
+from overcoat.block.mlp import Mlp
+from overcoat.block.run import run_block
+from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
+from overcoat.kernels.packed import dense_mask
+from overcoat.models.family import Family, Mixin, Modules, class_name, family_of
+from overcoat.recipe import Recipe
+
+# transformers' names of the activations, and ours.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu2": "relu2",
+}
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Hooks that expect nothing of what a module gets and returns: transformers' sleeping recorders, FSDP2's gathering,
+# the one that forbids the cache (convert.py).
+HARMLESS_HOOKS = ("transformers.utils", "torch.distributed", "overcoat.models")
+# Attention code of transformers that hands every mask to the layer; others read position_ids or lengths instead.
+ATTENTION = ("sdpa", "eager")
+
+
+# ---- what families are made of ----------------------------------------------------------------------------------
+
+
+def attention(module: Any, batch: int, *, pre: Any = None, post: Any = None, full_norm: bool = False) -> Modules:
+    """The branch of an attention module with q_proj, k_proj, v_proj and o_proj, and perhaps norms of q and k.
+
+    full_norm: these take all heads together.
+    """
+    q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+    q_proj, k_proj, width = module.q_proj, module.k_proj, module.head_dim
+    heads = Heads(
+        batch,
+        q_proj.weight.shape[0] // width,
+        k_proj.weight.shape[0] // width,
+        width,
+        module.scaling,
+        0.0 if q_norm is None else float(q_norm.variance_epsilon),
+        full_norm,
+    )
+    return Modules(
+        Attention(heads), module, (q_proj, k_proj, module.v_proj), module.o_proj, (q_norm, k_norm), pre, post
+    )
+
+
+def gated_mlp(module: Any, *, pre: Any = None, post: Any = None) -> Modules:
+    """The branch of an MLP down_proj(act(gate_proj(x)) * up_proj(x))."""
+    core = Mlp(ACTIVATIONS.get(module.config.hidden_act, ""), True)
+    return Modules(core, module, (module.gate_proj, module.up_proj), module.down_proj, (), pre, post)
+
+
+def plain_mlp(module: Any, into: Any, out: Any, activation: str, *, pre: Any = None, post: Any = None) -> Modules:
+    """The branch of an MLP out(act(into(x)))."""
+    return Modules(Mlp(ACTIVATIONS.get(activation, ""), False), module, (into,), out, (), pre, post)
+
+
+def block_of(branches: tuple[Modules, ...], parallel: bool) -> Block:
+    """A layer's parameters, as `run_block` takes them."""
+    return Block(tuple([_branch(modules) for modules in branches]), parallel)
+
+
+def _branch(modules: Modules) -> Branch:
+    core, _, into, out, inner, pre, post = modules
+    weights = tuple([None if norm is None else norm.weight for norm in inner])
+    return Branch(core, _linear(into), _linear((out,)), weights, _norm(pre), _norm(post))
+
+
+def _linear(layers: tuple[Any, ...]) -> Linear:
+    own = [layer._parameters for layer in layers]  # `layer.weight` would take three times as long
+    return Linear(tuple([each["weight"] for each in own]), tuple([each["bias"] for each in own]))
+
+
+def _norm(norm: Any) -> Optional[Norm]:
+    if norm is None:
+        return None
+    if isinstance(norm, nn.LayerNorm):
+        return Norm(norm.weight, norm.bias, float(norm.eps), centered=True)
+    return Norm(norm.weight, None, float(norm.variance_epsilon))
+
+
+# ---- what cannot run in FP8 ---------------------------------------------------------------------------------------
+
+
+def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
+    """The reason why a layer of a family cannot run in FP8, or None if it can."""
+    reason = _why_foreign(layer, family)
+    if reason is not None:
+        return reason
+    branches = family.branches(layer, 1)
+    # What accelerate does to spread a model over devices. It would run, or be left out, whatever the class is.
+    for module in (layer, *_modules_of(branches)):
+        if "forward" in vars(module):
+            return f"the forward of {_path(layer, module)} was replaced on the object: convert before"
+    for modules in branches:
+        for name in ("attention_dropout", "residual_dropout"):
+            dropout = getattr(modules.owner, name, 0.0)
+            if dropout:
+                return f"{name} is {dropout}; only 0 is supported"
+    config: Any = branches[0].owner.config
+    for core in (modules.core for modules in branches):
+        if isinstance(core, Mlp) and not core.activation:
+            return f"hidden_act is {config.hidden_act!r}; only {', '.join(ACTIVATIONS)} are supported"
+    partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        return f"partial_rotary_factor is {partial}; only 1.0 is supported"
+    return _why_changed(layer, family, branches)
+
+
+def why_replaced(layer: nn.Module, family: Family) -> Optional[str]:
+    """The reason why a layer's modules or attention are not what the FP8 block computes."""
+    return _why_foreign(layer, family) or _why_changed(layer, family, family.branches(layer, 1))
+
+
+def _why_foreign(layer: nn.Module, family: Family) -> Optional[str]:
+    """Whether a direct part of a layer, of which `Family.branches` expects attributes, is another module's."""
+    for name, part in layer._modules.items():
+        module = type(part).__module__
+        if part is not None and module != family.module and not module.startswith("torch.nn.modules."):
+            return f"{name} is a {class_name(part)}, not the model's own"
+    return None
+
+
+def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]) -> Optional[str]:
+    for _, _, into, out, inner, pre, post in branches:
+        for linear in (*into, out):
+            if type(linear) is not nn.Linear:
+                return f"{_path(layer, linear)} is a {class_name(linear)}, not nn.Linear"
+        for norm in (*inner, pre, post):
+            if norm is not None and not _is_own_norm(norm, family):
+                return f"{_path(layer, norm)} is a {class_name(norm)}, not the model's own norm"
+    # A hook on a module whose forward the FP8 block stands in for would not run.
+    for module in _modules_of(branches):
+        if has_hooks(module):
+            return f"{_path(layer, module)} has hooks, which the FP8 block would not run"
+    config: Any = branches[0].owner.config
+    if config._attn_implementation not in ATTENTION:
+        return f"attn_implementation is {config._attn_implementation!r}; only sdpa and eager masks are read"
+    if getattr(config, "is_causal", True) is False:
+        return "config.is_causal is False; only causal attention is supported"
+    return None
+
+
+def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
+    for _, owner, into, out, inner, pre, post in branches:
+        for module in (owner, *into, out, *inner, pre, post):
+            if module is not None:
+                yield module
+
+
+def _path(layer: nn.Module, module: Any) -> str:
+    return next((name for name, part in layer.named_modules() if part is module and name), "the layer")
+
+
+def _is_own_norm(norm: nn.Module, family: Family) -> bool:
+    if family.norm is None:
+        return type(norm) is nn.LayerNorm
+    return (type(norm).__module__, type(norm).__name__) == (family.module, family.norm)
+
+
+def has_hooks(module: Any, harmless: tuple[str, ...] = ("transformers.utils",), kinds: tuple[str, ...] = HOOKS) -> bool:
+    """Whether somebody hooked the module, but for functions of modules whose names begin so; transformers' recording
+    hooks stay on it and sleep."""
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+        return False
+    return any(
+        not (getattr(hook, "__module__", None) or "").startswith(harmless)
+        for hooks in kinds
+        for hook in getattr(module, hooks).values()
+    )
+
+
+# ---- the layer -------------------------------------------------------------------------------------------------------
+
+
+class Fp8DecoderLayer(Mixin):
+    """Mixin before the layer's own class: FP8 while training, the original forward otherwise."""
+
+    overcoat_recipe: Recipe
+    overcoat_family: Any
+    # Whether this layer's kept tensors go to host memory; None where those of no layer do.
+    overcoat_offload: Optional[bool] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.overcoat_family = family_of(cls)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's own signature (transformers): hidden_states (B, S, H) -> (B, S, H)."""
+        embeddings: Any = kwargs.get("position_embeddings")
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and not mask.numel():  # models/causal.py
+            mask = kwargs["attention_mask"] = None
+        branches = None
+        if not args and embeddings is not None:
+            branches = self._fp8_branches(hidden_states.shape[0], kwargs.get("past_key_values"))
+        if branches is None:
+            starts = _as_starts(mask)
+            if starts is not None:
+                kwargs["attention_mask"] = dense_mask(starts, *hidden_states.shape[:2])
+            return super().forward(hidden_states, *args, **kwargs)
+        mask = check_mask(mask, hidden_states.shape[1])
+        cos, sin = embeddings
+        tables = Tables(cos.flatten(0, -2), sin.flatten(0, -2), mask)
+        block = block_of(branches, self.overcoat_family.parallel)
+        return run_block(hidden_states, block, tables, self.overcoat_recipe, self.overcoat_offload)
+
+    def _fp8_branches(self, batch: int, cache: Any) -> Optional[tuple[Modules, ...]]:
+        """The modules whose forward the FP8 block stands in for; None where each is to run its own."""
+        # Not `torch.is_grad_enabled()`: a reentrant checkpoint runs its first forward without gradients, and the
+        # recomputation must repeat the same numbers.
+        if not self.training:
+            return None
+        family = self.overcoat_family
+        if cache is not None:
+            reason: Optional[str] = "a key/value cache was asked for (use_cache=True)"
+        else:
+            reason = _why_foreign(self, family)
+        if reason is None:
+            branches = family.branches(self, batch)
+            reason = _why_changed(self, family, branches)
+            if reason is None:
+                return branches
+        warnings.warn(f"this layer trains in its original precision: {reason}", stacklevel=3)
+        return None
+
+
+def _as_starts(mask: Any) -> Optional[Tensor]:
+    """What models/causal.py gives where sequences are packed, as attention takes it; None for other masks."""
+    given = isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2] > 1
+    return mask.flatten() if given and mask.numel() == mask.shape[2] else None
+
+
+def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:
+    """The mask a layer received, as attention takes it; ValueError for kinds that only other attention code reads."""
+    if mask is None:
+        return None
+    starts = _as_starts(mask)
+    if starts is not None:
+        return starts
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-2:] != (sequence, sequence):
+        kind = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask is {kind}; Overcoat's attention takes None or (batch, heads or 1, {sequence}, {sequence})"
+            '. Load the model with attn_implementation="sdpa" (or "eager").'
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask is {mask.dtype}; Overcoat's attention takes bool (True = visible) or an additive floating "
+            "mask. Write mask.bool() for one of zeros and ones."
+        )
+    return mask

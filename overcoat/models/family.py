@@ -1,0 +1,133 @@
+"""The registry of model families: one file of this folder each, with a `FAMILY` that says what its layers compute.
+
+A family is recognised by the name and module of transformers' class, never by its structure: layers with multipliers,
+without rotation or with another one look the same, and would get wrong gradients. `convert`, the head, the estimate,
+the benchmarks and the tests iterate over `families()`; llama.py shows what a file holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from torch import nn
+
+
+class Modules(NamedTuple):
+    """One residual branch of a decoder layer, in modules; `block.spec.Branch` has its parameters.
+
+    core: `Attention` or `Mlp`. owner: the module whose forward the core and its linear layers stand in for.
+    inner: the norms of q and of k, None where there is none. pre, post: the norms before and after, or None.
+    """
+
+    core: Any
+    owner: Any
+    into: tuple[Any, ...]
+    out: Any
+    inner: tuple[Any, ...] = ()
+    pre: Any = None
+    post: Any = None
+
+
+class Family(NamedTuple):
+    """What has been read and tested of a family of transformers.
+
+    Attributes:
+        module: its modeling module. layer, causal, norm: names of the decoder layer's class in it, of the causal
+            model's, and of the RMSNorm's (x * rstd * weight); norm is None where norms are LayerNorm.
+        branches: the decoder layer and the batch size -> its branches, in the order in which they are computed.
+        samples: small configurations for the tests, by name: fields beside those that all families share.
+        parallel: whether all branches read the layer's input, instead of each the sum so far.
+        trunk, head: where the causal model keeps its layers' owner and its last linear layer.
+    """
+
+    module: str
+    layer: str
+    causal: str
+    norm: Optional[str]
+    branches: Callable[[Any, int], tuple[Modules, ...]]
+    samples: dict[str, dict[str, Any]]
+    parallel: bool = False
+    trunk: str = "model"
+    head: str = "lm_head"
+
+
+@functools.cache
+def families() -> tuple[Family, ...]:
+    """All families, in the order of their files' names."""
+    names = sorted(file.name for file in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
+    return tuple(module.FAMILY for module in modules if hasattr(module, "FAMILY"))
+
+
+def original_class(module: nn.Module | type[nn.Module]) -> Any:
+    """A module's transformers class, whatever was mixed in (by this package or by FSDP2); else its own."""
+    cls = module if isinstance(module, type) else type(module)
+    for base in cls.__mro__:
+        # A mixed class has the original's name (`mixed`), and that one's module only the original itself.
+        if base.__module__.startswith("transformers."):
+            return base
+    return cls
+
+
+def family_of(module: nn.Module | type[nn.Module]) -> Optional[Family]:
+    """The family whose decoder layer or causal model this is, or None."""
+    original = original_class(module)
+    for family in families():
+        if original.__module__ == family.module and original.__name__ in (family.layer, family.causal):
+            return family
+    return None
+
+
+def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """All layers of a model by name, converted or not, of a known family or another.
+
+    transformers' word for a layer is its base class, `GradientCheckpointingLayer`, whatever the class itself is called.
+    Of layers inside each other the outer ones.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_layer = any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
+        if is_layer and not any(name.startswith(f"{outer}.") or not outer for outer in found):
+            found[name] = module
+    return found
+
+
+def class_name(module: nn.Module) -> str:
+    """A module's class as errors name it: with its module, unless PyTorch's own or transformers'."""
+    cls = type(module)
+    return (
+        cls.__name__ if cls.__module__.startswith(("torch.nn", "transformers.")) else f"{cls.__module__}.{cls.__name__}"
+    )
+
+
+def mixed(mixin: Any, original: Any) -> Any:
+    """`original` with `mixin` before it, under the original's name: Accelerate finds layers by it, and config.json
+    has it."""
+    return _mixed(mixin, original)
+
+
+@functools.cache
+def _mixed(mixin: Any, original: Any) -> Any:
+    names = {"__module__": mixin.__module__, "__qualname__": f"{mixin.__name__}[{original.__name__}]"}
+    return type(original.__name__, (mixin, original), names)
+
+
+class Mixin(nn.Module):
+    """What is mixed into a transformers class; objects of the result are pickled as mixin and original."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made: Any = super().__reduce_ex__(protocol)
+        bases: Any = type(self).__bases__
+        if len(bases) == 2 and type(self) is mixed(*bases):
+            return (_new, bases, *made[2:])
+        return made
+
+
+def _new(mixin: Any, original: Any) -> Any:
+    cls = mixed(mixin, original)
+    return cls.__new__(cls)

@@ -1,1 +1,0 @@
-"""The ops of a decoder block, as `torch.autograd.Function`s over the op catalogue."""

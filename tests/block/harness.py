@@ -1,0 +1,247 @@
+"""A whole block as a case: inputs by name, the block, its truth in FP64, and the SQNR it must reach.
+
+The limits are sums of noise powers (tests/exact.py): a GEMM's two operands, and the kept codes that the backward reads.
+
+    forward          x and W in E4M3                        combined(31.5, 31.5) = 28.5 dB
+    dgrad, wgrad     dy in E5M2 (or E4M3), W or x in E4M3   combined(25.5, 31.5) = 24.5 dB
+    norm, the MLP    the dgrad's noise, and one or two kept codes (43.4 dB for sqrt8)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Callable, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overcoat import Recipe
+from overcoat.block.attention import Attention, Heads
+from overcoat.block.mlp import Mlp
+from overcoat.block.run import run_block
+from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
+from tests import exact
+from tests.exact import E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
+from tests.kernels.samples import normal
+
+Inputs = dict[str, Optional[Tensor]]
+Outputs = tuple[Tensor, ...]
+EPS = 1e-5
+FP32_DB = 120.0  # 24 bits are 144; less 24 for sums over a few hundred terms
+
+RECIPES = {
+    "default": Recipe(),
+    "paper": Recipe.paper(),
+    "int8": Recipe(kept_format="int8"),
+    "groups of 32": Recipe(group_size=32),
+    "attention bf16": Recipe(kept_attention="bf16"),
+    "e4m3 gradients": Recipe(grad_format="e4m3"),
+    "blocks": Recipe(linear_scaling="block"),
+}
+
+
+@dataclass
+class Case:
+    """An op on its inputs.
+
+    Attributes:
+        inputs: tensors by name; those in `constants` take no gradient.
+        op, truth: the op under a recipe and its FP64 twin, both from inputs to outputs.
+        limits: dB by name of outputs ("out0", ...) and inputs, given a recipe.
+        heavy: extra dB for results that are products of Gaussians.
+        sharing: how many elements of a matrix share one error.
+        relative: factor on the second output's gradient.
+    """
+
+    inputs: Inputs
+    op: Callable[[Inputs, Recipe], Outputs]
+    truth: Callable[[Inputs], Outputs]
+    limits: Callable[[Recipe], dict[str, float]]
+    heavy: float = 0.0
+    sharing: int = 1
+    relative: float = 1.0
+    constants: tuple[str, ...] = ()
+    grads: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.grads:
+            with torch.no_grad():
+                outputs = self.truth(double(self.inputs))
+            x = next(x for x in self.inputs.values() if x is not None)
+            self.grads = [normal(*out.shape, seed=90 + i).to(x) for i, out in enumerate(outputs)]
+            if len(self.grads) > 1:
+                self.grads[1] *= self.relative
+
+    def names(self) -> list[str]:
+        """Inputs that take gradients."""
+        return [name for name, x in self.inputs.items() if x is not None and name not in self.constants]
+
+
+def double(inputs: Inputs) -> Inputs:
+    """FP64 copies; boolean masks stay."""
+    return {name: x.detach().double() if x is not None and x.is_floating_point() else x for name, x in inputs.items()}
+
+
+def evaluate(
+    function: Callable[[Inputs], Outputs], inputs: Inputs, wanted: list[str], grads: list[Optional[Tensor]]
+) -> tuple[Outputs, dict[str, Optional[Tensor]]]:
+    """Outputs, and the gradients of the inputs in `wanted`, for gradients of the outputs (None: not used)."""
+    leaves = {name: x if x is None else x.detach().clone() for name, x in inputs.items()}
+    for name in wanted:
+        leaves[name].requires_grad_()
+    outputs = function(leaves)
+    used = [(out, grad.to(out.dtype)) for out, grad in zip(outputs, grads) if grad is not None]
+    torch.autograd.backward(*zip(*used))
+    for name, x in leaves.items():
+        assert x is None or name in wanted or x.grad is None, f"{name} takes no gradient but got one"
+    return outputs, {name: leaves[name].grad for name in wanted}
+
+
+def run(case: Case, recipe: Recipe) -> tuple[Outputs, dict[str, Optional[Tensor]]]:
+    """The op forward and backward."""
+    return evaluate(lambda inputs: case.op(inputs, recipe), case.inputs, case.names(), list(case.grads))
+
+
+def check(case: Case, recipe: Recipe) -> None:
+    """Outputs and every gradient against FP64: size and direction of the error, shapes, dtypes, None."""
+    outputs, grads = run(case, recipe)
+    exact_outputs, exact_grads = evaluate(case.truth, double(case.inputs), case.names(), list(case.grads))
+    limits = case.limits(recipe)
+    for i, (truth, value) in enumerate(zip(exact_outputs, outputs, strict=True)):
+        assert_close(f"out{i}", truth, value, limits[f"out{i}"], case.heavy, case.sharing)
+    for name, truth in exact_grads.items():
+        assert grads[name] is not None, f"no gradient for {name}"
+        assert grads[name].dtype == case.inputs[name].dtype
+        sharing = case.sharing if truth.dim() == 2 else 1
+        assert_close(f"d{name}", truth, grads[name], limits[name], case.heavy, sharing)
+
+
+def gemm_db(recipe: Recipe, *more: float) -> float:
+    """dgrad or wgrad, and further sources."""
+    return combined_db(FLOAT8_DB[recipe.grad_format], E4M3_DB, *more)
+
+
+# ---- the case ---------------------------------------------------------------------------------------------------
+
+# How a block is wired, what its norms of q and k are, whether its layers have biases, and its MLP's activation.
+WIRINGS = ("pre", "post", "sandwich", "parallel")
+KINDS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "biases": {"biases": True},
+    "head norm": {"qk_norm": "head"},
+    "biases, head norm": {"biases": True, "qk_norm": "head"},
+    "gelu": {"activation": "gelu"},
+    "gelu, biases": {"activation": "gelu_tanh", "biases": True},
+    "post": {"wiring": "post", "qk_norm": "full"},
+    "sandwich": {"wiring": "sandwich"},
+    "sandwich, gelu": {"wiring": "sandwich", "activation": "gelu", "biases": True},
+    "parallel": {"wiring": "parallel", "biases": True},
+}
+
+
+def tables_of(sequence: int, width: int) -> tuple[Tensor, Tensor]:
+    """cos and sin (sequence, width)."""
+    angles = torch.arange(sequence)[:, None] * 100.0 ** (-torch.arange(width // 2) / (width // 2))
+    angles = torch.cat((angles, angles), 1)
+    return angles.cos(), angles.sin()
+
+
+def block_case(
+    batch: int = 2,
+    sequence: int = 31,
+    hidden: int = 256,
+    biases: bool = False,
+    qk_norm: Optional[str] = None,
+    mask: Optional[Tensor] = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    intermediate: int = 344,
+    num_q: int = 4,
+    num_kv: int = 2,
+    activation: str = "silu",
+    wiring: str = "pre",
+) -> Case:
+    """A block with SwiGLU and RMSNorms, or with another activation LayerNorms and no gate; qk_norm: "head", "full"."""
+    width, gated = hidden // num_q, activation == "silu"
+    shapes = {
+        "q": (hidden, hidden), "k": (num_kv * width, hidden), "v": (num_kv * width, hidden), "o": (hidden, hidden),
+        "gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate),
+    }  # fmt: skip
+    if not gated:
+        del shapes["gate"]
+    places = {"pre": ("pre",), "post": ("post",), "sandwich": ("pre", "post"), "parallel": ("pre",)}[wiring]
+    norms = [f"{place}_{core}" for place in places for core in ("attention", "mlp")]
+    inputs: Inputs = {"x": normal(batch * sequence, hidden, seed=30)}
+    for i, name in enumerate(norms):
+        inputs[name] = 1 + 0.3 * normal(hidden, seed=40 + i)
+        inputs[f"{name}_bias"] = None if gated else 0.3 * normal(hidden, seed=45 + i)
+    for i, (name, shape) in enumerate(shapes.items()):
+        inputs[name] = normal(*shape, seed=50 + i) * shape[1] ** -0.5
+        inputs[f"{name}_bias"] = 0.3 * normal(shape[0], seed=60 + i) if biases else None
+    for i, (name, count) in enumerate((("q_weight", num_q), ("k_weight", num_kv))):
+        size = width if qk_norm == "head" else width * count
+        inputs[name] = None if qk_norm is None else 1 + 0.3 * normal(size, seed=70 + i)
+    inputs["cos"], inputs["sin"] = tables_of(sequence, width)
+    inputs = {name: x if x is None else x.to(device, dtype) for name, x in inputs.items()}
+    inputs["mask"] = mask if mask is None else mask.to(device)
+    heads = Heads(batch, num_q, num_kv, width, width**-0.5, EPS, qk_norm == "full")
+
+    def block_of(inputs: Inputs) -> Block:
+        def linear(*names: str) -> Linear:
+            return Linear(tuple(inputs[name] for name in names), tuple(inputs[f"{name}_bias"] for name in names))
+
+        def norm(name: str) -> Optional[Norm]:
+            return Norm(inputs[name], inputs[f"{name}_bias"], EPS, not gated) if name in inputs else None
+
+        inner, gate = (inputs["q_weight"], inputs["k_weight"]), ("gate", "up") if gated else ("up",)
+        attention = Branch(
+            Attention(heads), linear("q", "k", "v"), linear("o"), inner, norm("pre_attention"), norm("post_attention")
+        )
+        mlp = Branch(Mlp(activation, gated), linear(*gate), linear("down"), (), norm("pre_mlp"), norm("post_mlp"))
+        return Block((attention, mlp), wiring == "parallel")
+
+    def op(inputs: Inputs, recipe: Recipe) -> Outputs:
+        tables = Tables(inputs["cos"], inputs["sin"], inputs["mask"])
+        return (run_block(inputs["x"], block_of(inputs), tables, recipe),)
+
+    def truth(inputs: Inputs) -> Outputs:
+        def linear(name: str, y: Tensor) -> Tensor:
+            return F.linear(y, inputs[name], inputs[f"{name}_bias"])
+
+        def norm(name: str, x: Tensor) -> Tensor:
+            return exact.norm(x, inputs[name], inputs[f"{name}_bias"], EPS, not gated) if name in inputs else x
+
+        def attention(y: Tensor) -> Tensor:
+            q, k, v = (linear(name, y) for name in ("q", "k", "v"))
+            weights = inputs["q_weight"], inputs["k_weight"]
+            if qk_norm == "full":
+                q, k = (exact.norm(x, weight, None, EPS, False) for x, weight in zip((q, k), weights, strict=True))
+                weights = None, None
+            rotated = exact.rope(torch.cat((q, k, v), 1), inputs["cos"], inputs["sin"], *weights, EPS, num_q, num_kv)
+            return linear("o", exact.attention(rotated, inputs["mask"], batch, num_q, num_kv, heads.scale))
+
+        def mlp(y: Tensor) -> Tensor:
+            if gated:
+                return linear("down", exact.swiglu(torch.cat((linear("gate", y), linear("up", y)), 1)))
+            form = "tanh" if activation == "gelu_tanh" else "none"
+            return linear("down", F.gelu(linear("up", y), approximate=form))
+
+        def branch(name: str, x: Tensor) -> Tensor:
+            core = {"attention": attention, "mlp": mlp}[name]
+            return norm(f"post_{name}", core(norm(f"pre_{name}", x)))
+
+        x = inputs["x"]
+        if wiring == "parallel":
+            return (x + branch("attention", x) + branch("mlp", x),)
+        x = x + branch("attention", x)
+        return (x + branch("mlp", x),)
+
+    def limits(recipe: Recipe) -> dict[str, float]:
+        # A gradient passes at most four dgrads and wgrads (down, gate/up, o, qkv) of values that four forward products
+        # made noisy, and the backward of attention, which raises noise by up to 3 dB (NUMERICS.md section 7: 2 to 3).
+        forward = combined_db(*[combined_db(E4M3_DB, E4M3_DB)] * 4)
+        deep = combined_db(*[gemm_db(recipe, KEPT_DB[recipe.kept_format])] * 4, forward) - 3
+        return {"out0": forward} | dict.fromkeys(inputs, deep)
+
+    return Case(inputs, op, truth, limits, heavy=0.5, constants=("cos", "sin", "mask"))
