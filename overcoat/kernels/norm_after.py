@@ -51,7 +51,7 @@ def add_norm_encode(
     else:
         rstd = torch.rsqrt(wide.square().mean(-1) + eps)
     xhat = normalize(wide, mean, rstd)
-    total = residual.float() + affine(xhat, weight, bias)
+    total = residual.contiguous().float() + affine(xhat, weight, bias)
     return total.to(torch.result_type(y, residual)), *encode_groups(xhat, code, group_size), rstd
 
 
