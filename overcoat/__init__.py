@@ -3,11 +3,12 @@
     overcoat.convert(model)                                   # FP8 layers, in place
     optimizer = overcoat.AdamW(model.parameters(), lr=2e-5)   # 8-bit moments
 
-README.md shows the whole; docs/design.md says how data flows.
+README.md shows the whole; docs/architecture.md says how data flows.
 """
 
 from overcoat import memory
 from overcoat.models.convert import Report, convert
+from overcoat.models.scores import record_scores
 from overcoat.optim.adamw import AdamW
 from overcoat.optim.release import release_gradients
 from overcoat.recipe import Recipe
@@ -15,4 +16,4 @@ from overcoat.version import VERSION
 
 __version__ = VERSION
 
-__all__ = ["AdamW", "Recipe", "Report", "convert", "memory", "release_gradients"]
+__all__ = ["AdamW", "Recipe", "Report", "convert", "memory", "record_scores", "release_gradients"]

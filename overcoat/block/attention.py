@@ -16,7 +16,8 @@ With "bf16" the 16-bit q, k, v and o are kept, and the log-sum-exp (4 U).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -81,6 +82,10 @@ class Rotary(NamedTuple):
     k_weight: Optional[Tensor] = None
 
 
+# Called with each layer's log-sum-exp (B, num_q, S) while somebody records them (models/scores.py).
+observers: list[Callable[[Tensor], None]] = []
+
+
 def attention_forward(
     qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe
 ) -> tuple[Tensor, Optional[Tensor], AttentionSaved]:
@@ -93,6 +98,7 @@ def attention_forward(
     shape = (mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
     if recipe.kept_attention == "bf16":
         o, lse = attention_op(_rotated(qkv, rotary, heads), *shape)
+        _observe(lse)
         return o, None, AttentionSaved(qkv, o=o, lse=lse)
     center = token_center(qkv[:, -heads.num_kv * heads.width :])
     # Rotates q and k where they lie, after their norm if it is of single heads.
@@ -100,8 +106,15 @@ def attention_forward(
     if heads.full_norm:
         tables = (cos, sin, None, None, heads.eps, heads.num_q, heads.num_kv)
     codes, lower, group_amax = qk_rope_encode12_(qkv, center, *tables, recipe.kept_format)
-    o, _ = attention_op(rotated, *shape)
+    o, lse = attention_op(rotated, *shape)
+    _observe(lse)
     return o, amax(o), AttentionSaved(codes, lower, group_amax, center)
+
+
+def _observe(lse: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        for observe in observers:
+            observe(lse)
 
 
 def _rotated(qkv: Tensor, rotary: Rotary, heads: Heads) -> Tensor:

@@ -112,6 +112,12 @@ def convert(
             recipe wants them), or contains no decoder layer, or with `strict` none that trains in FP8;
             `Recipe.z_loss` without a head that can have it.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"overcoat.convert takes a model (nn.Module), not {model!r:.80}")
+    if not isinstance(recipe, (Recipe, type(None))):
+        raise TypeError(
+            f"overcoat.convert takes a Recipe, not {recipe!r:.80}; Recipe.from_name(...) makes one of a name"
+        )
     recipe = recipe or Recipe()
     report = Report(recipe)
     layers = decoder_layers(model)

@@ -32,6 +32,7 @@ import torch
 
 from overcoat import memory
 from overcoat.models.compiled import begin_pass, eager, keep_gradients_outside
+from overcoat.models.scores import record_scores
 from overcoat.train.config import Config
 from overcoat.train.data import make_batch
 from overcoat.train.host_bound import HostWatch
@@ -175,6 +176,19 @@ def _mean_loss(state: TrainState, config: Config, rows: np.ndarray, size: int) -
     return float(total) / num_labels
 
 
+# A log-sum-exp from which on the log names the layer: BF16's rounding of q and k moves such scores by more than one.
+LARGE_SCORE = 500.0
+
+
+def largest_score(state: TrainState, config: Config, rows: np.ndarray) -> tuple[str, float]:
+    """The largest log-sum-exp of attention in one held-out row, and its layer; ("", -inf) without converted layers."""
+    batch = make_batch(rows[:1], state.eos, config.data.document_mask)
+    with torch.no_grad(), eager(), record_scores(state.model) as scores:
+        if scores.names:
+            summed_loss(state.model, batch.to(state.device))
+    return scores.largest
+
+
 def check_finite(rows: list[Row], skipped: int = 0) -> int:
     """Steps with an infinite gradient were skipped and are only marked; MOST_SKIPPED of them in a row, or a loss that
     is lost, end the run.
@@ -269,9 +283,12 @@ def train_steps(
 
     def evaluate_and_log() -> None:
         interval.flush()
-        loss = evaluate(state, config, held_out)
-        log.write({"kind": "eval", "step": state.step, "loss": loss})
+        loss, (layer, score) = evaluate(state, config, held_out), largest_score(state, config, held_out)
+        row = {"kind": "eval", "step": state.step, "loss": loss}
+        log.write(row if not layer else {**row, "attention_score": score})
         report.say(f"step {state.step}  held-out loss {loss:.4f}")
+        if score > LARGE_SCORE:
+            report.say(f"step {state.step}  attention scores reach {score:.0f} in {layer}: BF16 is inexact there")
         interval.restart_clock()
 
     state.model.train()

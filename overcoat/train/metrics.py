@@ -1,7 +1,8 @@
 """What a run reports while it trains: one JSON line per step, TensorBoard events, a progress bar.
 
 `metrics.jsonl` is only ever appended to. A row is {"kind": "train", "step", "loss", "lr", "gradient_norm",
-...} or {"kind": "eval", "step", "loss"}; a step skipped for its gradient has "gradient_norm": null;
+...} or {"kind": "eval", "step", "loss", "attention_score"}, the last the largest log-sum-exp of a held-out
+row's attention where layers are converted; a step skipped for its gradient has "gradient_norm": null;
 {"kind": "fit", "step", ...} says how many rows pass at once from that step on (`out_of_memory.py`). A resumed
 run first writes {"kind": "resume", "step"}, which tells `read_metrics` to forget rows after that step, but
 for fits: they were logged by a process that died before its next checkpoint. The steps are then repeated

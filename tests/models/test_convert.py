@@ -513,3 +513,13 @@ def test_what_has_a_forward_of_its_own_is_left_alone(model: nn.Module, path: str
     assert report.converted == ["model.layers.0"]
     assert model(**make_batch()).loss.isfinite()
     assert type(model.model.layers[1]) is type(expected.model.layers[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "message"),
+    [(None, None, "takes a model"), ("gpt2", None, "not 'gpt2'"), (nn.Linear(1, 1), "paper", "from_name")],
+    ids=["none", "name", "name of a recipe"],
+)
+def test_arguments_of_other_types_are_named(model, recipe, message):
+    with pytest.raises(TypeError, match=message):
+        overcoat.convert(model, recipe)

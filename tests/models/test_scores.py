@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import overcoat
 from overcoat import Recipe
+from overcoat.block import attention
 from tests.models.zoo import KINDS, make_batch, make_model
 
 SCORES = (100.0, 700.0, 5e3, 3e4)
@@ -93,3 +94,20 @@ def test_every_family_and_mask(kind, mask, monkeypatch):
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_every_code_and_recipe(recipe, monkeypatch):
     check("qwen2", "causal", recipe, 700.0, monkeypatch)
+
+
+def test_recorded_scores_are_those_of_the_model(monkeypatch):
+    """Between the largest score and that plus log(keys); each layer by its name, also where blocks are recomputed."""
+    batch = make_batch(length=40)
+    model, twin = planted("llama", batch, 700.0, monkeypatch)
+    largest = largest_score(twin, batch, monkeypatch)
+    overcoat.convert(model, Recipe.leanest())
+    with overcoat.record_scores(model) as scores:
+        model(**batch).loss.backward()
+    assert list(scores.by_layer) == ["model.layers.0", "model.layers.1"]
+    assert scores.largest[1] == max(scores.by_layer.values())
+    assert abs(scores.largest[1] - largest) < 0.03 * largest  # BF16 against FP32
+    assert not attention.observers
+    with overcoat.record_scores(model.eval()) as scores:
+        model(**batch)
+    assert scores.by_layer == {}
