@@ -60,12 +60,8 @@ def support_matrix() -> str:
 
 def supported_layers() -> set[str]:
     """Names of the decoder layers that the package knows."""
-    try:
-        from overcoat.models.family import families
-    except ModuleNotFoundError:  # until the registry of families is there
-        from overcoat.models.llama import SUPPORTED
+    from overcoat.models.family import families
 
-        return set(SUPPORTED.values())
     return {family.layer for family in families()}
 
 
