@@ -1,6 +1,6 @@
 """`Recipe`: every numerical choice of the FP8 flow, in one frozen dataclass.
 
-The defaults are what measurement says (docs/log.md); `Recipe.paper()` is COAT as published.
+The defaults are what measurement says (docs/research/log.md); `Recipe.paper()` is COAT as published.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Times are of the device alone, with cold caches.
     of same size   share of the rate of a copy that moves as many bytes as the kernel: a launch takes a few microseconds
                    before its first byte, which is a lot of a small tensor's time
 
-Below 80% of the latter is a regression, or has its reason in docs/log-kernels.md.
+Below 80% of the latter is a regression, or has its reason in docs/research/kernels.md.
 """
 
 from __future__ import annotations

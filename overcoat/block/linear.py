@@ -36,7 +36,7 @@ from overcoat.recipe import Recipe
 # Fast accumulation in a block's backward: wgrad 4 to 7% faster on a hot H200 (gemm.jsonl). FP8 leaves 17 to 27 dB, and
 # its own error is 55 dB and more below a trained model's dgrad, and 48 (worst 41) below its wgrad over 8,192 tokens
 # (accumulation.jsonl). It grows with the number of terms, which wgrad's tokens are, and with their mean: for operands
-# with means of half their deviation it is 36 dB over 8,192 tokens, 28 over 16,384 (docs/log-kernels.md).
+# with means of half their deviation it is 36 dB over 8,192 tokens, 28 over 16,384 (docs/research/kernels.md).
 FAST_DGRAD = True
 FAST_WGRAD_TOKENS = 8192
 

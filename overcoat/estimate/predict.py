@@ -49,7 +49,7 @@ from overcoat.recipe import GROUP_SIZES, Recipe
 # Margins for what is not a tensor; benchmarks/memory.py records what they stand for. The allocator's: shares of what
 # lasts, which lies packed; of gradients that come and go with each step; and of what else comes and goes. They hold for
 # segments that grow (`overcoat.memory.use_expandable_segments`); without, some steps need more (docs/memory.md). The
-# CUDA context's and, with several GPUs, NCCL's (benchmarks/sharded.py): bytes.
+# CUDA context's and, with several GPUs, NCCL's (docs/research/measurements.md): bytes.
 SLACK_OF_LASTING, SLACK_OF_GRADIENTS, SLACK_OF_MOVING = 0.01, 0.08, 0.16
 CONTEXT = 900 * 2**20
 NCCL = 720 * 2**20

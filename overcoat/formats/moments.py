@@ -17,7 +17,7 @@ A constant gradient's m in BF16 stops up to 2^-8 / (1 - beta1) = 4% short of it,
 
 The pair ("sqrt8", "log8") is named "8bit" and is the default: on the states of a trained model its error of m
 / sqrt(v) is 2.5 to 3.5 times below the paper's pair, "fp8" = ("e4m3x", "e4m3x"), at the same bytes
-(docs/optimizer-states.md).
+(docs/research/optimizer-states.md).
 
 **sqrt8.** r is 1/2, to round to nearest, but for m's small codes. A mean that decays by beta1 = 0.9 decays by 0.95 in
 the root, which a code up to 9 rounds back to itself: the m of a weight whose gradient stops, or seldom comes, would

@@ -237,7 +237,7 @@ def _activation_gradient_kernel(
 
 
 class Tile(NamedTuple):
-    """How a program takes its 32 tokens and 128 columns, by measurement (docs/log-kernels.md)."""
+    """How a program takes its 32 tokens and 128 columns, by measurement (docs/research/kernels.md)."""
 
     warps: int
     registers: Optional[int]  # the most of a thread

@@ -205,7 +205,7 @@ def _activation_columns_kernel(
     store_quads(h, inside, h_inverse, h_t_ptr + place, c, quad, real, quads, stride_t, PADDED, tl.float8e4nv)
 
 
-# By measurement (docs/log-kernels.md), by whether there is a gate: with dz in FP8, and as it is.
+# By measurement (docs/research/kernels.md), by whether there is a gate: with dz in FP8, and as it is.
 GRADIENT_STRIPS = {True: Strip(32, 4, 4, 128), False: Strip(32, 4, 4, 80)}
 VALUES_STRIPS = {True: Strip(32, 4, 8, 80), False: Strip(32, 8, 4, 128)}
 GATED_SUMS_STRIP = Strip(32, 4, 4, None)

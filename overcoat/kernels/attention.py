@@ -14,7 +14,7 @@ newer where it takes the shape (1.7 times as fast as FlashAttention there: B4 S2
 against 0.48, backward 0.83 against 1.39; with a mask 0.82 + 2.45 against the memory-efficient kernel's 2.20 + 5.68);
 else FlashAttention, with a mask the memory-efficient one; packed sequences FlashAttention's for lengths (0.27 + 0.63);
 and cuDNN never when `torch.use_deterministic_algorithms` asks for one result each time (it adds up dq in any order).
-All of benchmarks.attention, results/attention.jsonl.
+Measured on an H200 (docs/research/measurements.md).
 
 Legend: B batch, S sequence length, D head width, T = B * S. Column layout of a fused buffer: [q heads | k | v].
 """

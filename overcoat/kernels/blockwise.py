@@ -55,7 +55,7 @@ from overcoat.kernels.tiles import decode_rows, store_quads
 
 # Warps of a tile of 128 x 128: fewer have fewer parts of a maximum to put together.
 TILE_WARPS = 4
-# By measurement (docs/log-kernels.md).
+# By measurement (docs/research/kernels.md).
 REQUANTIZE_STRIP = Strip(64, 4, 4, None)
 
 

@@ -5,7 +5,7 @@ H200 draws its 700 W and lowers its clock, and there another one is: with 192 x 
 results, the products of a 7B's gate and up take 6% longer than with 168 x 128. All that do not split K return the same
 bits.
 
-So the choice is by a model of the time, with constants measured on hot H200s (benchmarks/gemm.py; gemm.jsonl):
+So the choice is by a model of the time, with constants measured on hot H200s (docs/research/kernels.md):
 
     time = waves * area * (per_product + per_tile * 4096 / K)
 

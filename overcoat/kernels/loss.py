@@ -240,7 +240,7 @@ class _Head:
         if dhidden is not None:
             torch.mm(dx, self.weight, out=dhidden[rows])
         if dweight is not None:
-            # Accumulated in the weight's dtype, rounded once a chunk: docs/log.md has the error.
+            # Accumulated in the weight's dtype, rounded once a chunk: docs/research/log.md has the error.
             dweight.addmm_(dx.t(), self.hidden[rows], beta=0 if rows.start == 0 else 1)
 
 

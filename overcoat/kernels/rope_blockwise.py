@@ -23,7 +23,7 @@ from overcoat.kernels.op import op
 from overcoat.kernels.rope_backward import rope_gradient
 from overcoat.kernels.tiles import store_quads
 
-# By measurement (docs/log-kernels.md): columns of a thread, warps, registers.
+# By measurement (docs/research/kernels.md): columns of a thread, warps, registers.
 ROPE_VECTOR, ROPE_WARPS, ROPE_REGISTERS = 8, 4, None
 
 

@@ -3,7 +3,7 @@
 The host queues the kernels of a whole log interval before it asks for the losses. Where the GPU is the slower one,
 hundreds of kernels are still queued then, and the answer takes a good part of a step; where the host is, all but the
 last few have run, and the answer is there. A decoder block takes the host 3 ms and more however small it is; replayed
-as CUDA graphs it takes 1 to 2 (docs/log-kernels.md). So a run says once that it could be faster, if nothing in its
+as CUDA graphs it takes 1 to 2 (docs/research/kernels.md). So a run says once that it could be faster, if nothing in its
 configuration speaks against graphs. What the host is busy with besides, reading data say, it does not know.
 """
 

@@ -218,6 +218,7 @@ def assert_close(found: Losses, expected: Losses) -> None:
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """After each step: how many graphs were there (the run itself forgets them), and how many had been skipped."""
+    forget()  # graphs of tests before, in whichever order they run
     found: list[tuple[int, int]] = []
     real, before = loop.train_step, skipped()
 

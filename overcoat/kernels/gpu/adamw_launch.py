@@ -33,7 +33,7 @@ from overcoat.kernels.gpu.sum_squares import Gradients
 from overcoat.kernels.launch import on_device
 
 # Elements of a tile and warps of a program: 16 elements per thread, loads of 16 bytes. With 8 elements per thread, or
-# several tiles per program, a step took longer (docs/log-optimizer.md).
+# several tiles per program, a step took longer (docs/research/log.md).
 TILE = 2048
 NUM_WARPS = 4
 # Held to 72 registers, more programs run at once: with expansion, which waits for the special function unit, and with
