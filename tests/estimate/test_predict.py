@@ -275,7 +275,10 @@ def test_recorded_training_runs_within_one_percent(run, setup):
 
 @pytest.mark.parametrize(
     ("run", "recipe", "random_state"),
-    [("BF16, FP32 moments", Recipe.bf16(), 96), ("Recipe(), 8bit moments", Recipe(head=None), 0)],
+    [
+        ("BF16, FP32 moments", Recipe.bf16(), 96),
+        ("Recipe(), q and k in 12 bits, bounds of gradients", Recipe(), 0),
+    ],
 )
 def test_recorded_kept_bytes_to_the_byte(run, recipe, random_state):
     """What `record_kept` counted on the H200 in those runs; fused attention's random state was not counted."""

@@ -1,8 +1,8 @@
 """What ptxas would make wrong bytes of: searched for in the PTX of every kernel that makes FP8, without a GPU.
 
 ptxas 12.8 and 12.9, Triton's for sm_90, lose the other uses of a conversion to two FP8 bytes that is the low half of a
-`mov.b32` (docs/research/kernels.md). As high half, or as half of two such words, it is safe; so is ptxas 13.0. Conversions
-of the same two numbers, which are one to ptxas, are not safe as half of any such word.
+`mov.b32` (docs/research/kernels.md). As high half, or as half of two such words, it is safe; so is ptxas 13.0.
+Conversions of the same two numbers, which are one to ptxas, are not safe as half of any such word.
 """
 
 from __future__ import annotations
