@@ -24,11 +24,10 @@ import torch
 import overcoat
 from benchmarks.common import RESULTS, allocator, append_row
 from overcoat import Recipe
-from overcoat.bench.shapes import MODELS, ModelShape
-from overcoat.estimate.measure import measure_step
-from overcoat.estimate.phases import kind_of
-from overcoat.estimate.predict import Phase, Predictor, Setup
+from overcoat.estimate.phases import Phase, kind_of, measure_step
+from overcoat.estimate.predict import Predictor, Setup
 from overcoat.memory import use_expandable_segments
+from overcoat.models.shapes import MODELS, ModelShape
 from overcoat.train.auto_batch import training
 from overcoat.train.configfile import load_config
 

@@ -6,14 +6,42 @@
 README.md shows the whole; docs/architecture.md says how data flows.
 """
 
-from overcoat import memory
-from overcoat.models.convert import Report, convert
-from overcoat.models.scores import record_scores
-from overcoat.optim.adamw import AdamW
-from overcoat.optim.release import release_gradients
-from overcoat.recipe import Recipe
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from overcoat.version import VERSION
+
+if TYPE_CHECKING:
+    from overcoat import memory
+    from overcoat.models.convert import Report, convert
+    from overcoat.models.scores import record_scores
+    from overcoat.optim.adamw import AdamW
+    from overcoat.optim.release import release_gradients
+    from overcoat.recipe import Recipe
 
 __version__ = VERSION
 
 __all__ = ["AdamW", "Recipe", "Report", "convert", "memory", "record_scores", "release_gradients"]
+
+# Where each name is, imported when it is first used: PyTorch takes seconds, `overcoat --help` needs none of it.
+_PLACES = {
+    "AdamW": "optim.adamw",
+    "Recipe": "recipe",
+    "Report": "models.convert",
+    "convert": "models.convert",
+    "record_scores": "models.scores",
+    "release_gradients": "optim.release",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "memory":
+        return importlib.import_module("overcoat.memory")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'overcoat' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"overcoat.{_PLACES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

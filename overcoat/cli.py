@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import io
 import json
 import os
@@ -22,9 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from overcoat.bench.command import add_parser as add_bench_parser
-from overcoat.estimate.command import add_parser as add_estimate_parser
+from overcoat.extras import importing
 from overcoat.version import VERSION
+
+# Commands besides `train`, whose options are in overcoat/COMMAND/command.py; that imports PyTorch, which takes seconds.
+COMMANDS = {
+    "estimate": "predict the memory of training, without a GPU",
+    "bench": "measure this project beside its peers",
+}
 
 # What to do about a system's error, whoever met it; the same command goes on from the newest checkpoint.
 _SPACE = "free some space there, then the same command goes on"
@@ -41,12 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"overcoat {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train_parser(commands)
-    add_estimate_parser(commands)
-    add_bench_parser(commands)
     words = sys.argv[1:] if arguments is None else list(arguments)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        if name == chosen:
+            with importing():
+                module = importlib.import_module(f"overcoat.{name}.command")
+            module.add_arguments(command)
     # argparse gives all positionals up at the first option after one; what follows it comes back as unknown.
     parsed, rest = parser.parse_known_args(words)
-    parsed.argv = words
+    parsed.argv, parsed.read_config = words, read_config
     takes_rest = hasattr(parsed, "overrides")
     if unknown := [argument for argument in rest if argument.startswith("-") or not takes_rest]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -81,7 +92,7 @@ def _add_train_parser(commands: Any) -> None:
 def train_command(parsed: argparse.Namespace) -> int:
     """Train as a TOML file says. The same command again (without train.resume) continues an interrupted
     run."""
-    from overcoat.train.extras import load_extra
+    from overcoat.extras import load_extra
 
     load_extra("rich", "hf", "overcoat train")
     from overcoat.train.configfile import help_text, load_config
@@ -122,6 +133,14 @@ def train_command(parsed: argparse.Namespace) -> int:
     if parsed.json:
         _write(json.dumps(summary))
     return 0
+
+
+def read_config(path: str, overrides: list[str], memory: int | None) -> Any:
+    """What `overcoat estimate --config` asks for (`overcoat.train.auto_batch.to_estimate`)."""
+    from overcoat.train.auto_batch import to_estimate
+    from overcoat.train.configfile import load_config
+
+    return to_estimate(load_config(path, overrides), memory)
 
 
 class LastingStream:

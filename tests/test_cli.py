@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     """`overcoat train --keys | head`: here the other end is closed before the first byte."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "overcoat.cli", "train", "--keys"]
+    command = [sys.executable, "-m", "overcoat", "train", "--keys"]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
@@ -206,3 +207,25 @@ def test_a_resumed_and_stopped_run_says_how_to_go_on(
     assert cli.main(arguments) == 0
     assert f"resuming from {checkpoints / 'step-00000002'}" in capsys.readouterr().out
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_help_needs_no_pytorch_and_answers_at_once() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['overcoat', '--help']\n"
+        "try: runpy.run_module('overcoat', run_name='__main__')\n"
+        "except SystemExit: print('loaded:', sorted({'torch', 'transformers', 'numpy', 'rich'} & {*sys.modules}))\n"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    seconds = time.perf_counter() - started
+    assert "predict the memory of training" in done.stdout
+    assert done.stdout.endswith("loaded: []\n"), done.stderr
+    assert seconds < 2.0  # 0.1 on an idle machine
+
+
+def test_an_estimate_is_there_within_seconds() -> None:
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "overcoat", "estimate", "--model", "llama-2-7b", "--batch", "4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.startswith("6.738 B parameters, batch 4 x 2048 tokens\n"), done.stderr
+    assert time.perf_counter() - started < 20.0  # 4 on an idle machine

@@ -10,7 +10,6 @@
                              host, which is what a small block waits for
     torchao ...              its float8 training recipes under torch.compile
     transformer engine ...   its TransformerLayer under its FP8 recipes
-    original COAT            its Llama layer
 
 BF16 and torchao take PyTorch's attention; `attention="cudnn"` puts cuDNN's first, the fastest on Hopper.
 """
@@ -29,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 import overcoat
 from overcoat import Recipe
-from overcoat.bench.coat import OriginalCoatBlock
 from overcoat.bench.transformer_engine import TransformerEngineBlock
 
 Tables = tuple[Tensor, Tensor]
@@ -92,7 +90,6 @@ def makers() -> dict[str, Maker]:
     for recipe in ("delayed", "current", "block"):
         make = _transformer_engine(recipe)
         found[f"transformer engine {recipe}"] = Maker(make, ("transformer_engine",), delayed=recipe == "delayed")
-    found["original COAT"] = Maker(lambda model: OriginalCoatBlock(model.layers[0]), ("coat.activation",))
     return found
 
 

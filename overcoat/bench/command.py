@@ -15,17 +15,13 @@ BENCHMARKS: dict[str, tuple[Any, str]] = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add `bench` to the command line's sub-commands."""
-    bench = commands.add_parser(
-        "bench",
-        help="measure this project beside its peers",
-        description="Measure this project and the peers that are installed, in one run on one NVIDIA GPU.",
-    )
-    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A sub-command for each benchmark."""
+    parser.description = "Measure this project and the peers that are installed, in one run on one NVIDIA GPU."
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, (module, summary) in BENCHMARKS.items():
-        parser = benchmarks.add_parser(
+        benchmark = benchmarks.add_parser(
             name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        module.add_arguments(parser)
-        parser.set_defaults(function=module.run)
+        module.add_arguments(benchmark)
+        benchmark.set_defaults(function=module.run)

@@ -18,11 +18,12 @@ from collections.abc import Sequence
 import torch
 
 from overcoat.bench.kernel_cases import FAMILIES, KernelCase
-from overcoat.bench.session import Session, add_common_arguments, matches, positive
+from overcoat.bench.output import Column, decimals, percent
+from overcoat.bench.session import Session, add_common_arguments, matches
 from overcoat.bench.shapes import BLOCKS, BlockShape
-from overcoat.bench.table import Column, decimals, percent
 from overcoat.bench.timing import copy_ms, time_ms
 from overcoat.bench.worker import Figures, attempt
+from overcoat.estimate.command import positive
 
 COLUMNS = (
     Column("MB", "bytes", decimals(1, 1e-6)),

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from overcoat.bench.blocks import Block, make_block, makers
-from overcoat.bench.plot import Metric
-from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument, positive
-from overcoat.bench.shapes import BLOCKS, MODELS, BlockShape, build_block
-from overcoat.bench.table import Column, decimals
+from overcoat.bench.output import Column, Metric, decimals
+from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument
+from overcoat.bench.shapes import BLOCKS, BlockShape, build_block
 from overcoat.bench.timing import host_ms, steady_ms
 from overcoat.bench.worker import Figures
+from overcoat.estimate.command import positive
+from overcoat.models.shapes import MODELS
 
 STEPS = 10
 OUTLIER_CHANNELS, OUTLIER = 8, 20.0

@@ -25,15 +25,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from overcoat.bench.plot import Metric
+from overcoat.bench.output import Column, Metric, decimals, line
 from overcoat.bench.rows import Row
-from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument, positive, say
-from overcoat.bench.shapes import MODELS, ModelShape, build_model
-from overcoat.bench.table import Column, decimals, line
+from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument, say
+from overcoat.bench.shapes import build_model
 from overcoat.bench.timing import steady_ms
 from overcoat.bench.trainers import trainers
 from overcoat.bench.worker import OUT_OF_MEMORY, Figures
+from overcoat.estimate.command import positive
 from overcoat.models.compiled import begin_pass
+from overcoat.models.shapes import MODELS, ModelShape
 
 WARMUP = 3
 # Doubling the batch must bring this much, or larger ones are not tried.

@@ -21,11 +21,11 @@ from typing import Any, Callable, NamedTuple
 
 import torch
 
-from overcoat.bench.plot import Metric
-from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument, positive
-from overcoat.bench.table import Column, decimals, percent
+from overcoat.bench.output import Column, Metric, decimals, percent
+from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument
 from overcoat.bench.timing import steady_ms
 from overcoat.bench.worker import Figures
+from overcoat.estimate.command import positive
 from overcoat.optim.adamw import AdamW
 
 # Name: (tensors, shape of each)
@@ -79,14 +79,6 @@ def _imported(path: str, **options: Any) -> Callable[[list[torch.nn.Parameter]],
     return make
 
 
-def _original_coat(params: list[torch.nn.Parameter]) -> Any:
-    """COAT's own AdamW: FP32 parameters only, since it makes scales in the parameters' type and reads FP32."""
-    from coat.optimizer.fp8_adamw import CoatAdamW
-    from coat.utils._fp8_quantization_config import QuantizationConfig
-
-    return CoatAdamW(params, lr=LR, qargs=QuantizationConfig())
-
-
 CONTESTANTS = {
     "overcoat 8bit, bf16+8": ours(),
     "overcoat 8bit, bf16+8, unchecked": ours(check_finite=False),
@@ -110,7 +102,6 @@ CONTESTANTS = {
     ),
     "torchao AdamW8bit": Contestant(_imported("torchao.optim:AdamW8bit"), needs=("torchao",)),
     "bitsandbytes AdamW8bit": Contestant(_imported("bitsandbytes.optim:AdamW8bit"), needs=("bitsandbytes",)),
-    "original COAT, FP32 parameters": Contestant(_original_coat, torch.float32, ("coat.optimizer", "qoptim_cuda")),
 }
 
 

@@ -33,7 +33,6 @@ PACKAGES = (
     "bitsandbytes",
     "transformer_engine",
     "liger_kernel",
-    "fp8_coat",
 )
 # Options that name a file to write; where it lies says nothing about the result.
 FILE_OPTIONS = ("--json", "--plot", "--out")

@@ -10,9 +10,8 @@ from typing import Any, Callable, NamedTuple
 
 import torch
 
-from overcoat.bench.plot import Metric, bar_chart
+from overcoat.bench.output import Column, Metric, bar_chart, heading, line
 from overcoat.bench.rows import Row, append_row, command_line, environment
-from overcoat.bench.table import Column, heading, line
 from overcoat.bench.timing import copy_bandwidth
 from overcoat.bench.worker import Figures, Worker
 
@@ -132,14 +131,6 @@ def require_packages(benchmark: str, packages: Sequence[str]) -> None:
             raise ValueError(
                 f"overcoat bench {benchmark} needs the package {package!r} for this: pip install 'overcoat[bench]'"
             )
-
-
-def positive(text: str) -> int:
-    """A whole number above 0, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
 
 
 def describe(command: str) -> Figures:

@@ -1,52 +1,15 @@
-"""Models by name, as shapes: what `overcoat bench` builds with random weights.
-
-Every model is built as Llama or, with biases on q, k and v, as Qwen2. "olmo-1b" is a Llama in OLMo-1B's shape (its own
-norms have no weights). "124m" is configs/llama-124m.toml.
-"""
+"""Decoder blocks by name, and models of random weights: what `overcoat bench` builds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from overcoat.train.extras import load_extra
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A decoder-only model's sizes. `qkv_bias`: q, k and v have biases; `tied`: the head is the embedding."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    qkv_bias: bool = False
-    tied: bool = False
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-    def config(self) -> Any:
-        """The transformers configuration."""
-        transformers = load_extra("transformers", "bench", "overcoat bench")
-        kind = transformers.Qwen2Config if self.qkv_bias else transformers.LlamaConfig
-        return kind(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            vocab_size=self.vocab,
-            max_position_embeddings=8192,
-            tie_word_embeddings=self.tied,
-            attn_implementation="sdpa",
-        )
+from overcoat.extras import load_extra
+from overcoat.models.shapes import MODELS, ModelShape
 
 
 class BlockShape(NamedTuple):
@@ -61,15 +24,6 @@ class BlockShape(NamedTuple):
         return self.batch * self.sequence
 
 
-MODELS = {
-    "124m": ModelShape(768, 2560, 12, 6, 6, 16384),
-    "olmo-1b": ModelShape(2048, 8192, 16, 16, 16, 50304, tied=True),
-    "llama-2-7b": ModelShape(4096, 11008, 32, 32, 32, 32000),
-    "llama-3-8b": ModelShape(4096, 14336, 32, 32, 8, 128256),
-    "qwen2.5-7b": ModelShape(3584, 18944, 28, 28, 4, 152064, qkv_bias=True),
-    "llama-2-13b": ModelShape(5120, 13824, 40, 40, 40, 32000),
-    "llama-30b": ModelShape(6656, 17920, 60, 52, 52, 32000),
-}
 # COAT's layer of hidden 2048 has Llama's ratio of intermediate to hidden.
 _1B = replace(MODELS["olmo-1b"], intermediate=5504)
 BLOCKS = {

@@ -16,11 +16,13 @@ import json
 import re
 from typing import Any
 
-from overcoat.bench.session import positive
-from overcoat.bench.shapes import MODELS
+from overcoat.estimate import table
+from overcoat.estimate.fit import Room, advise
 from overcoat.estimate.predict import DTYPES, Predictor, Setup
+from overcoat.extras import importing, load_extra
 from overcoat.formats.masters import MASTERS
 from overcoat.formats.moments import MOMENTS
+from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.recipe import GROUP_SIZES, Recipe
 
 # Options that a training configuration replaces, and their values where they are not given.
@@ -42,14 +44,9 @@ WORDS = {"none": None, "true": True, "false": False}
 UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def add_parser(commands: Any) -> None:
-    """Add `estimate` to the command line's sub-commands."""
-    parser = commands.add_parser(
-        "estimate",
-        help="predict the memory of training, without a GPU",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `overcoat estimate`."""
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     what = parser.add_mutually_exclusive_group(required=True)
     built_in = ", ".join(MODELS)
     what.add_argument("--model", metavar="NAME|PATH", help=f"{built_in}, a config.json or its folder, or a hub name")
@@ -60,11 +57,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--gpus", type=positive, default=1, help="GPUs that share the model (FSDP2; default 1)")
     parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="of one GPU: 80GB, 141GB, 24GiB")
     parser.add_argument("--json", action="store_true", help="one JSON line instead of the tables")
-    _add_setup_arguments(parser)
     parser.set_defaults(function=run, **DEFAULTS)
-
-
-def _add_setup_arguments(parser: argparse.ArgumentParser) -> None:
     setup = parser.add_argument_group("how it is trained, with --model")
     setup.add_argument(
         "--recipe",
@@ -80,6 +73,14 @@ def _add_setup_arguments(parser: argparse.ArgumentParser) -> None:
     setup.add_argument("--accumulation", type=positive, help="forward passes in a step (default 1)")
     setup.add_argument("--dtype", choices=DTYPES, help="of the parameters (default bfloat16)")
     setup.add_argument("--document-mask", action="store_true", help="several documents in a row, attention masked")
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
 
 
 def memory_size(text: str) -> int:
@@ -119,10 +120,9 @@ def _value(word: str) -> Any:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print the estimate."""
-    from overcoat.estimate import table
-    from overcoat.estimate.fit import Room, advise
-
+    """Print the estimate. `parsed.read_config`: path, overrides, memory -> what `_what` returns."""
+    with importing():
+        load_extra("transformers.modeling_utils", "hf", "overcoat estimate")
     predictor, batch, sequence, setup, note = _what(parsed)
     prediction = predictor.predict(batch, sequence, setup, parsed.gpus)
     room = advice = None
@@ -145,26 +145,13 @@ def run(parsed: argparse.Namespace) -> int:
 def _what(parsed: argparse.Namespace) -> tuple[Predictor, int, int, Setup, str]:
     """The model, batch, sequence and setup asked for, and what was chosen for whoever asked."""
     if parsed.config is not None:
-        from overcoat.train.auto_batch import training
-        from overcoat.train.configfile import load_config
-        from overcoat.train.loss import loss_for_estimates
-
         for name, value in DEFAULTS.items():
             if getattr(parsed, name) != value:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} does not go with --config; change that: train.batch_size=8, and the like")
-        config = load_config(parsed.config, parsed.overrides)
-        asked = training(config, parsed.gpu_memory)
-        predictor = Predictor(asked.model, loss_for_estimates(config.data.document_mask))
-        note = ""
-        if config.train.batch_size == "auto":
-            no = "" if asked.fits else ", which does not fit either"
-            note = f"train.batch_size = auto: {asked.fit}, {config.train.rows_per_step} in a step{no}"
-        return predictor, asked.batch, asked.sequence, asked.setup, note
+        return parsed.read_config(parsed.config, parsed.overrides, parsed.gpu_memory)
     if parsed.overrides:
         raise ValueError(f"{parsed.overrides[0]!r}: section.key=value changes a --config, and there is none")
-    from overcoat.estimate.models import load_model_config
-
     codes = parsed.moments.split(",")
     setup = Setup(
         recipe=parse_recipe(parsed.recipe),

@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
 
 from overcoat.block import offload
 from overcoat.estimate.fsdp import FullyShard
-from overcoat.estimate.meter import Account, LibraryAttention, Meter
+from overcoat.estimate.meter import GATHERED, GRADIENTS, Account, LibraryAttention, Meter
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
+from overcoat.extras import load_extra
 from overcoat.memory import KeptReport, record_kept
 from overcoat.models.convert import Report, convert
 from overcoat.recipe import Recipe
-from overcoat.train.extras import load_extra
 
-GRADIENTS, KEPT, FLOWING = "gradients", "kept activations", "residual stream"
-LOSS_PART, WORKSPACE, GATHERED = "loss", "workspace", "gathered"
+KEPT, FLOWING, LOSS_PART, WORKSPACE = "kept activations", "residual stream", "loss", "workspace"
 
 META = torch.device("meta")
 # model, batch, sequence -> scalar loss
@@ -167,14 +166,14 @@ def _categories(meter: Meter, kept: set[int]) -> list[str]:
 @contextlib.contextmanager
 def _gradient_hooks(model: nn.Module, work: Work, meter: Meter) -> Iterator[None]:
     """Inside, gradients are kept, or released in batches; of several processes, parts of them."""
-    take: _Kept | _Released = _Kept(meter)
-    if work.release_bytes is not None:
-        take = _Released(meter, work.release_bytes)
+    gradients = _Gradients(meter, work.release_bytes)
     if work.gpus > 1:
-        with FullyShard(model, meter, work.gpus, _parts(take, work.accumulation > 1), GATHERED, GRADIENTS).installed():
+        # What accumulates is added to the gradients that are there, and freed.
+        take = gradients.keep if work.accumulation == 1 else lambda _: None
+        with FullyShard(model, meter, work.gpus, take).installed():
             yield
         return
-    handles = [parameter.register_post_accumulate_grad_hook(take) for parameter in model.parameters()]
+    handles = [parameter.register_post_accumulate_grad_hook(gradients) for parameter in model.parameters()]
     try:
         yield
     finally:
@@ -182,50 +181,26 @@ def _gradient_hooks(model: nn.Module, work: Work, meter: Meter) -> Iterator[None
             handle.remove()
 
 
-def _parts(take: _Kept | _Released, accumulates: bool) -> Callable[[Tensor, list[int]], None]:
-    """Hand a group's parts on one by one, views of one buffer; where they accumulate, they are added and freed."""
+class _Gradients:
+    """Gradients wait for `optimizer.step()`, or, released (`overcoat.release_gradients`), until they hold `batch_bytes`
+    or the backward ends."""
 
-    def parts(flat: Tensor, sizes: list[int]) -> None:
-        if not accumulates:
-            for part in flat.split(sizes):
-                take.keep(part)
-
-    return parts
-
-
-class _Kept:
-    """Gradients wait for `optimizer.step()`."""
-
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
-        self.parts: list[Tensor] = []
-
-    def __call__(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.meter.tag(parameter.grad, GRADIENTS)
-
-    def keep(self, part: Tensor) -> None:
-        """Of a gradient that is no parameter's `grad` here."""
-        self.parts.append(part)
-
-
-class _Released:
-    """`overcoat.release_gradients`: freed when they hold `batch_bytes`, the last ones when backward ends."""
-
-    def __init__(self, meter: Meter, batch_bytes: int) -> None:
+    def __init__(self, meter: Meter, batch_bytes: Optional[int]) -> None:
         self.meter, self.batch_bytes = meter, batch_bytes
         self.waiting: list[Tensor] = []
 
     def __call__(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        assert gradient is not None
         self.meter.tag(gradient, GRADIENTS)
-        self.keep(gradient)
+        if self.batch_bytes is not None:
+            parameter.grad = None
+            self.keep(gradient)
 
     def keep(self, gradient: Tensor) -> None:
-        """Until its batch is full."""
-        if not self.waiting:
+        """Of a gradient that is no parameter's `grad`."""
+        if self.batch_bytes is not None and not self.waiting:
             torch.autograd.Variable._execution_engine.queue_callback(self.waiting.clear)
         self.waiting.append(gradient)
-        if sum(gradient.nbytes for gradient in self.waiting) >= self.batch_bytes:
+        if self.batch_bytes is not None and sum(each.nbytes for each in self.waiting) >= self.batch_bytes:
             self.waiting.clear()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Optional
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Optional
 
 from overcoat.estimate.predict import Prediction, Predictor, Setup
 from overcoat.formats.moments import MOMENT_CODES, resolve_moments
@@ -48,67 +48,77 @@ class Room:
 # ---- what can be changed, the cheapest first ----------------------------------------------------------------------
 
 
-class Change(NamedTuple):
-    """A way to less memory: its name, its price, and the setup with it, or None where it changes nothing."""
+@dataclass(frozen=True)
+class Change:
+    """A way to less memory: its name and price, whether a setup can have it, and the fields that it sets."""
 
     name: str
     price: str
-    apply: Callable[[Setup], Optional[Setup]]
+    possible: Callable[[Setup], bool]
+    setup: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+    def apply(self, setup: Setup) -> Optional[Setup]:
+        """The setup with it, or None where it changes nothing."""
+        if not self.possible(setup):
+            return None
+        return replace(setup, recipe=replace(setup.recipe, **self.recipe), **self.setup)
 
 
-def _head(setup: Setup) -> Optional[Setup]:
-    return replace(setup, recipe=replace(setup.recipe, head="bf16")) if setup.recipe.head is None else None
+def _has_wide_moments(setup: Setup) -> bool:
+    return any(MOMENT_CODES[code].dtype.itemsize > 1 for code in resolve_moments(setup.moments))
 
 
-def _fp8(setup: Setup) -> Optional[Setup]:
-    return None if setup.recipe.fp8 else replace(setup, recipe=replace(setup.recipe, fp8=True))
-
-
-def _attention(setup: Setup) -> Optional[Setup]:
+def _keeps_wide_attention(setup: Setup) -> bool:
     recipe = setup.recipe
-    changes = recipe.fp8 and recipe.checkpoint is None and recipe.kept_attention != "8bit"
-    return replace(setup, recipe=replace(recipe, kept_attention="8bit")) if changes else None
-
-
-def _moments(setup: Setup) -> Optional[Setup]:
-    wide = any(MOMENT_CODES[code].dtype.itemsize > 1 for code in resolve_moments(setup.moments))
-    return replace(setup, moments="8bit") if wide else None
-
-
-def _checkpoint(setup: Setup) -> Optional[Setup]:
-    recipe = setup.recipe
-    return replace(setup, recipe=replace(recipe, checkpoint="block")) if recipe.fp8 and not recipe.checkpoint else None
-
-
-def _release(setup: Setup) -> Optional[Setup]:
-    possible = not setup.release_gradients and setup.accumulation == 1
-    return replace(setup, release_gradients=True) if possible else None
-
-
-def _bf16_weights(setup: Setup) -> Optional[Setup]:
-    changes = setup.dtype == "bfloat16" and setup.master != "bf16"
-    return replace(setup, master="bf16") if changes else None
-
-
-def _offload(setup: Setup) -> Optional[Setup]:
-    return None if setup.offload else replace(setup, offload=True)
-
-
-def _offload_blocks(setup: Setup) -> Optional[Setup]:
-    changes = setup.recipe.fp8 and setup.recipe.offload_blocks != "all"
-    return replace(setup, recipe=replace(setup.recipe, offload_blocks="all")) if changes else None
+    return recipe.fp8 and recipe.checkpoint is None and recipe.kept_attention != "8bit"
 
 
 CHANGES = (
-    Change("recipe.head = bf16", "nothing: the loss is computed in chunks, without all logits", _head),
-    Change("recipe.name = default", "products in FP8", _fp8),
-    Change("recipe.kept_attention = 8bit", "the 8-bit rounding of what attention keeps", _attention),
-    Change("optimizer.moments = 8bit", "the 8-bit rounding of the moments", _moments),
-    Change("recipe.checkpoint = block", "each block's forward runs twice", _checkpoint),
-    Change("release_gradients", "no accumulation, no clipping by the norm of all gradients", _release),
-    Change("optimizer.master = bf16", "weights rounded stochastically, nothing beside their BF16", _bf16_weights),
-    Change("optimizer.offload", "the states cross PCIe both ways in every step", _offload),
-    Change("recipe.offload_blocks = all", "what the blocks keep crosses PCIe both ways", _offload_blocks),
+    Change(
+        "recipe.head = bf16",
+        "nothing: the loss is computed in chunks, without all logits",
+        lambda setup: setup.recipe.head is None,
+        recipe={"head": "bf16"},
+    ),
+    Change("recipe.name = default", "products in FP8", lambda setup: not setup.recipe.fp8, recipe={"fp8": True}),
+    Change(
+        "recipe.kept_attention = 8bit",
+        "the 8-bit rounding of what attention keeps",
+        _keeps_wide_attention,
+        recipe={"kept_attention": "8bit"},
+    ),
+    Change("optimizer.moments = 8bit", "the 8-bit rounding of the moments", _has_wide_moments, {"moments": "8bit"}),
+    Change(
+        "recipe.checkpoint = block",
+        "each block's forward runs twice",
+        lambda setup: setup.recipe.fp8 and not setup.recipe.checkpoint,
+        recipe={"checkpoint": "block"},
+    ),
+    Change(
+        "release_gradients",
+        "no accumulation, no clipping by the norm of all gradients",
+        lambda setup: not setup.release_gradients and setup.accumulation == 1,
+        {"release_gradients": True},
+    ),
+    Change(
+        "optimizer.master = bf16",
+        "weights rounded stochastically, nothing beside their BF16",
+        lambda setup: setup.dtype == "bfloat16" and setup.master != "bf16",
+        {"master": "bf16"},
+    ),
+    Change(
+        "optimizer.offload",
+        "the states cross PCIe both ways in every step",
+        lambda setup: not setup.offload,
+        {"offload": True},
+    ),
+    Change(
+        "recipe.offload_blocks = all",
+        "what the blocks keep crosses PCIe both ways",
+        lambda setup: setup.recipe.fp8 and setup.recipe.offload_blocks != "all",
+        recipe={"offload_blocks": "all"},
+    ),
 )
 
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from overcoat.estimate.meter import Meter
-from overcoat.estimate.phases import decoder_layers
+from overcoat.estimate.meter import GATHERED, GRADIENTS, Meter
+from overcoat.models.family import decoder_layers
 from overcoat.models.head import find_causal_model
 
 
@@ -59,28 +59,20 @@ class FullyShard:
     """The hooks of `fully_shard` on a meta model.
 
     Args:
-        meter: sees what is allocated; gathered: name for parameters, gradients: for gradients, whole and sharded.
+        meter: sees what is allocated.
         gpus: processes, at least 2.
-        take: called with this process' part of a group's gradients (flat) and the bytes of each parameter in it.
+        take: called with this process' part of each gradient.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        meter: Meter,
-        gpus: int,
-        take: Callable[[Tensor, list[int]], None],
-        gathered: str,
-        gradients: str,
-    ) -> None:
+    def __init__(self, model: nn.Module, meter: Meter, gpus: int, take: Callable[[Tensor], None]) -> None:
         found = find_causal_model(model)
         assert found is not None  # a dry run's model is one
         self.root_module: Any = found[1]
-        self.layers = decoder_layers(self.root_module)
+        self.layers = list(decoder_layers(self.root_module).values())
         self.blocks = [Group(list(layer.parameters()), gpus) for layer in self.layers]
         inside = {id(parameter) for block in self.blocks for parameter in block.parameters}
         self.root = Group([each for each in self.root_module.parameters() if id(each) not in inside], gpus)
-        self.meter, self.gpus, self.take, self.gathered, self.gradients = meter, gpus, take, gathered, gradients
+        self.meter, self.gpus, self.take = meter, gpus, take
         self.order: list[Group] = []  # of the forward
         self.copied: Tensor | None = None  # the buffer of the group gathered last in the forward
         self.reducing: Tensor | None = None  # the copy of the gradients reduced last
@@ -150,7 +142,7 @@ class FullyShard:
 
     def _name_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self.meter.tag(parameter.grad, self.gradients)
+        self.meter.tag(parameter.grad, GRADIENTS)
 
     def _reduce(self, group: Group) -> None:
         """The end of a group's backward."""
@@ -161,9 +153,10 @@ class FullyShard:
         group.whole.clear()
         self.reducing = None
         if sizes:
-            self.reducing = self._empty(self.gpus * sum(sizes), self.gradients)
+            self.reducing = self._empty(self.gpus * sum(sizes), GRADIENTS)
             grads.clear()
-            self.take(self._empty(sum(sizes), self.gradients), sizes)
+            for part in self._empty(sum(sizes), GRADIENTS).split(sizes):  # views of one buffer
+                self.take(part)
 
     def _after_backward(self) -> None:
         self._reduce(self.root)
@@ -176,13 +169,13 @@ class FullyShard:
 
     def _start(self, group: Group) -> None:
         if group.buffer is None and not group.whole:
-            group.buffer = self._empty(sum(group.sizes), self.gathered)
+            group.buffer = self._empty(sum(group.sizes), GATHERED)
 
     def _finish(self, group: Group) -> Tensor | None:
         """Copy what has arrived; the buffer, which is freed unless somebody keeps it."""
         buffer, group.buffer = group.buffer, None
         if buffer is not None:
-            group.whole = [self._empty(size, self.gathered) for size in group.sizes]
+            group.whole = [self._empty(size, GATHERED) for size in group.sizes]
         return buffer
 
     def _empty(self, size: int, name: str) -> Tensor:

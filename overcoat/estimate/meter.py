@@ -36,6 +36,8 @@ from overcoat.kernels.gemm import block_gemm
 from overcoat.kernels.loss import linear_cross_entropy
 from overcoat.kernels.packed import ROWS_BETWEEN, is_starts
 
+# Names of allocations that several modules give.
+GRADIENTS, GATHERED = "gradients", "gathered"
 # CUDA's caching allocator hands out multiples of this many bytes.
 ALIGNMENT = 512
 # Ops that are plain PyTorch on a GPU too: what they do inside is seen by running their reference.

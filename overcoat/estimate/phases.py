@@ -1,39 +1,37 @@
-"""The phases of a training step, as hooks on a transformers model see them begin.
+"""The phases of a training step, as hooks on a transformers model see them begin, predicted and measured.
 
     embedding | block 1 forward ... block L forward | final norm | loss |
     loss backward | block L backward ... block 1 backward | embedding backward | optimizer
 
-The predictor and the measured report watch the same boundaries, so their phases can be compared one by one.
+On a GPU the caching allocator is asked at each boundary: what is allocated, and the most since the last one. On a CPU,
+whose allocator keeps no such account, a `Meter` counts the tensors of the same step.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from overcoat.models import family
+from overcoat.block.offload import transfers
+from overcoat.estimate.meter import Meter, aligned
+from overcoat.models.family import decoder_layers
 from overcoat.models.head import find_causal_model
+from overcoat.optim.sharding import local
 
 EMBEDDING, NORM, LOSS = "embedding", "final norm", "loss"
 LOSS_BACKWARD, EMBEDDING_BACKWARD, OPTIMIZER = "loss backward", "embedding backward", "optimizer"
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's decoder layers in order."""
-    return list(family.decoder_layers(model).values())
+class Phase(NamedTuple):
+    """A part of a step: the most bytes allocated in it, and those at its end."""
 
-
-def forward_of(block: int) -> str:
-    """Label of a block's forward; blocks count from 1."""
-    return f"block {block} forward"
-
-
-def backward_of(block: int) -> str:
-    """Label of a block's backward."""
-    return f"block {block} backward"
+    label: str
+    peak: int
+    end: int
 
 
 def kind_of(label: str) -> str:
@@ -52,22 +50,51 @@ def watch(
     """Inside, `mark(label)` is called wherever a phase of the step begins, all but the optimizer's.
 
     Args:
-        model: a transformers causal model.
+        model: a transformers causal model; its blocks are numbered from 1.
         flowing: called with the residual stream and its gradient wherever it passes from block to block.
     """
     found = find_causal_model(model)
     if found is None:
         raise ValueError(f"{type(model).__name__} is not a causal language model of transformers (a *ForCausalLM)")
     causal: Any = found[1]
-    layers = decoder_layers(causal)
+    layers = list(decoder_layers(causal).values())
+
+    def flows_back(x: Tensor, label: str) -> None:
+        def hook(gradient: Tensor) -> None:
+            mark(label)
+            flowing(gradient)
+
+        flowing(x)
+        if x.requires_grad:
+            x.register_hook(hook)
+
+    def before(index: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            if index == 1 and args and args[0].requires_grad:
+                flows_back(args[0], EMBEDDING_BACKWARD)
+            mark(f"block {index} forward")
+
+        return hook
+
+    def after(index: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            flows_back(output[0] if isinstance(output, tuple) else output, f"block {index} backward")
+            if index == len(layers):
+                mark(NORM)
+
+        return hook
+
+    def after_loss(_module: nn.Module, _args: Any, output: Any) -> None:
+        if output[0].requires_grad:  # the loss, or the logits where there is none
+            output[0].register_hook(lambda _: mark(LOSS_BACKWARD))
+
     handles = [
         causal.register_forward_pre_hook(lambda *_: mark(EMBEDDING)),
         causal.base_model.register_forward_hook(lambda *_: mark(LOSS)),
-        causal.register_forward_hook(_watch_result(mark)),
+        causal.register_forward_hook(after_loss),
     ]
-    for index, layer in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(_watch_input(index, mark, flowing)))
-        handles.append(layer.register_forward_hook(_watch_output(index, len(layers), mark, flowing)))
+    for index, layer in enumerate(layers, 1):
+        handles += [layer.register_forward_pre_hook(before(index)), layer.register_forward_hook(after(index))]
     try:
         yield
     finally:
@@ -75,42 +102,85 @@ def watch(
             handle.remove()
 
 
-def _watch_input(index: int, mark: Callable[[str], None], flowing: Callable[[Tensor], None]) -> Callable[..., None]:
-    def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        if index == 0 and args and args[0].requires_grad:
-            args[0].register_hook(_on_gradient(EMBEDDING_BACKWARD, mark, flowing))
-            flowing(args[0])
-        mark(forward_of(index + 1))
-
-    return hook
+# ---- a real step --------------------------------------------------------------------------------------------------
 
 
-def _watch_output(
-    index: int, count: int, mark: Callable[[str], None], flowing: Callable[[Tensor], None]
-) -> Callable[..., None]:
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        x = output[0] if isinstance(output, tuple) else output
-        flowing(x)
-        if x.requires_grad:
-            x.register_hook(_on_gradient(backward_of(index + 1), mark, flowing))
-        if index + 1 == count:
-            mark(NORM)
-
-    return hook
+def restart_peak(device: torch.device) -> int:
+    """Most bytes allocated on a GPU since the last call."""
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
-def _watch_result(mark: Callable[[str], None]) -> Callable[..., None]:
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        result = output[0]  # the loss, or the logits where there is none
-        if result.requires_grad:
-            result.register_hook(lambda _: mark(LOSS_BACKWARD))
+class Allocator:
+    """Phases by a GPU's allocator; restart: begins a new peak and returns the old one."""
 
-    return hook
+    def __init__(self, device: torch.device, restart: Callable[[torch.device], int]) -> None:
+        self.device, self.restart = device, restart
+        self.label = ""
+        self.phases: list[Phase] = []
+        restart(device)
+
+    def mark(self, label: str) -> None:
+        peak = self.restart(self.device)
+        if self.label:
+            self.phases.append(Phase(self.label, peak, torch.cuda.memory_allocated(self.device)))
+        self.label = label
 
 
-def _on_gradient(label: str, mark: Callable[[str], None], flowing: Callable[[Tensor], None]) -> Callable[..., None]:
-    def hook(gradient: Tensor) -> None:
-        mark(label)
-        flowing(gradient)
+@contextlib.contextmanager
+def measure_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    restart: Callable[[torch.device], int] = restart_peak,
+) -> Iterator[list[Phase]]:
+    """Measure the training step taken inside: forward, backward and `optimizer.step()`.
 
-    return hook
+    Args:
+        model: a transformers causal model. optimizer: of its parameters; offloaded states are not on the device.
+        restart: begins a new peak and returns the old one, for who keeps the account of a whole run.
+
+    Yields:
+        the step's phases in order, filled when the block ends; of several micro-batches those of the last.
+    """
+    device = next(model.parameters()).device
+    phases: list[Phase] = []
+    if device.type == "cuda":
+        allocator = Allocator(device, restart)
+        with _boundaries(model, optimizer, allocator.mark):
+            yield phases
+        allocator.mark("end")
+        phases += allocator.phases
+    else:
+        there = _tensors(model, optimizer)
+        sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in there}
+        base = sum(map(aligned, sizes.values()))
+        meter = Meter()
+        meter.leave_out(there)
+        buffers = [buffer.memory for buffer in transfers(device).pool.buffers]
+        meter.leave_out(memory for memory in buffers if memory is not None)
+        with _boundaries(model, optimizer, meter.mark), meter.watch_resizes(), meter:
+            yield phases
+        meter.mark("end")
+        meter.stop()
+        account = meter.account(["all"] * meter.count)
+        phases += [Phase(label, base + peak, base + end) for label, peak, end in account.phases()[:-1]]
+    del phases[: max((index for index, phase in enumerate(phases) if phase.label == EMBEDDING), default=0)]
+
+
+@contextlib.contextmanager
+def _boundaries(model: nn.Module, optimizer: torch.optim.Optimizer, mark: Callable[[str], None]) -> Iterator[None]:
+    handle = optimizer.register_step_pre_hook(lambda *_: mark(OPTIMIZER))
+    try:
+        with watch(model, mark):
+            yield
+    finally:
+        handle.remove()
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What is there before a step, this process' part of each."""
+    there: list[Any] = [*model.parameters(), *model.buffers()]
+    there += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    there += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return list(map(local, there))

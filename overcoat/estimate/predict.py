@@ -16,27 +16,16 @@ what the allocator holds between tensors (`slack_bytes`) and what lies outside i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from overcoat.estimate.dry_run import (
-    GATHERED,
-    GRADIENTS,
-    KEPT,
-    DryRun,
-    LossOf,
-    Work,
-    dry_run,
-    kept_tensors,
-    meta_model,
-    own_loss,
-)
+from overcoat.estimate.dry_run import KEPT, DryRun, LossOf, Work, dry_run, kept_tensors, meta_model, own_loss
 from overcoat.estimate.fsdp import shard_rows
-from overcoat.estimate.meter import aligned
+from overcoat.estimate.meter import GATHERED, GRADIENTS, aligned
+from overcoat.estimate.phases import Phase
 from overcoat.formats.masters import resolve_master
 from overcoat.formats.moments import resolve_moments
 from overcoat.host import packed
@@ -108,14 +97,6 @@ class Setup:
         return {"moments": resolve_moments(self.moments), "master": self.master, "group_size": self.group_size}
 
 
-class Phase(NamedTuple):
-    """A part of a step (`phases.py`): the most bytes allocated in it, and those at its end."""
-
-    label: str
-    peak: int
-    end: int
-
-
 @dataclass(frozen=True)
 class Prediction:
     """Bytes on each GPU.
@@ -181,24 +162,20 @@ class StateBytes(NamedTuple):
     @classmethod
     def of(cls, parameters: list[Tensor], setup: Setup, gpus: int) -> StateBytes:
         """Of these (meta) parameters."""
-        sums = dict.fromkeys(cls._fields, 0)
-        for parameter in parameters:
-            sizes = dict(_state_sizes(parameter, setup.group, gpus))
-            movable = [size for name, size in sizes.items() if name != "step"]
-            sums["remainders"] += sizes.get("remainder", 0)
-            sums["moments"] += sum(sizes.values()) - sizes.get("remainder", 0)
-            sums["aligned"] += sum(map(aligned, sizes.values()))
-            sums["offloaded"] += sum(movable)
-            sums["offloaded_aligned"] += sum(map(aligned, movable))
-            sums["host"] += packed(movable)[1]
-        return cls(**sums)
+        return cls(*map(sum, zip(*(cls._of_one(parameter, setup, gpus) for parameter in parameters), strict=True)))
 
-
-def _state_sizes(parameter: Tensor, group: dict[str, Any], gpus: int) -> Iterator[tuple[str, int]]:
-    """(name, bytes) of a parameter's state tensors; those of vectors are whole on every process."""
-    for name, field in state_fields(parameter, group).items():
-        value = torch.empty(field.shape, dtype=field.dtype, device="meta")
-        yield name, _part(value, gpus) if parameter.dim() > 1 and field.shape else value.nbytes
+    @classmethod
+    def _of_one(cls, parameter: Tensor, setup: Setup, gpus: int) -> StateBytes:
+        sizes = {}
+        for name, field in state_fields(parameter, setup.group).items():
+            value = torch.empty(field.shape, dtype=field.dtype, device="meta")
+            # Those of vectors are whole on every process.
+            sizes[name] = _part(value, gpus) if parameter.dim() > 1 and field.shape else value.nbytes
+        movable = [size for name, size in sizes.items() if name != "step"]
+        remainder = sizes.get("remainder", 0)
+        moments, all_aligned = sum(sizes.values()) - remainder, sum(map(aligned, sizes.values()))
+        offloaded_aligned = sum(map(aligned, movable))
+        return cls(moments, remainder, all_aligned, sum(movable), offloaded_aligned, packed(movable)[1])
 
 
 def _part(tensor: Tensor, gpus: int) -> int:
@@ -230,8 +207,12 @@ class Predictor:
         for name, value in (("batch", batch), ("sequence", sequence), ("gpus", gpus)):
             if value < 1:
                 raise ValueError(f"{name} {value!r} must be at least 1")
-        parameters = self._model_parameters(setup.torch_dtype)
-        run = self._run(batch, sequence, setup, gpus)
+        dtype, work = setup.torch_dtype, _work(batch, sequence, setup, gpus)
+        if dtype not in self._parameters:
+            self._parameters[dtype] = list(meta_model(self.config, dtype).parameters())
+        if work not in self._runs:
+            self._runs[work] = dry_run(self.config, work, self.loss_of)
+        parameters, run = self._parameters[dtype], self._runs[work]
         states = StateBytes.of(parameters, setup, gpus)
         lasting, rounding = _lasting(parameters, states, setup, gpus, run)
         moment, moving = run.account.at_peak()
@@ -249,35 +230,18 @@ class Predictor:
 
     def kept(self, batch: int, sequence: int, setup: Setup) -> KeptReport:
         """What a forward pass keeps for its backward, by op and tensor."""
-        return kept_tensors(self.config, self._work(batch, sequence, setup, 1), self.loss_of)
-
-    def _model_parameters(self, dtype: torch.dtype) -> list[Tensor]:
-        if dtype not in self._parameters:
-            self._parameters[dtype] = list(meta_model(self.config, dtype).parameters())
-        return self._parameters[dtype]
-
-    def _run(self, batch: int, sequence: int, setup: Setup, gpus: int) -> DryRun:
-        work = self._work(batch, sequence, setup, gpus)
-        if work not in self._runs:
-            self._runs[work] = dry_run(self.config, work, self.loss_of)
-        return self._runs[work]
-
-    def _work(self, batch: int, sequence: int, setup: Setup, gpus: int) -> Work:
-        return Work(
-            setup.recipe,
-            batch,
-            sequence,
-            setup.torch_dtype,
-            min(setup.accumulation, 2),
-            RELEASE_BYTES if setup.release_gradients else None,
-            gpus,
-            setup.document_mask,
-        )
+        return kept_tensors(self.config, _work(batch, sequence, setup, 1), self.loss_of)
 
 
 def predict(config: Any, batch: int, sequence: int, setup: Optional[Setup] = None, gpus: int = 1) -> Prediction:
     """Peak memory of a training step of a model, from its transformers configuration: `Predictor.predict`."""
     return Predictor(config).predict(batch, sequence, setup, gpus)
+
+
+def _work(batch: int, sequence: int, setup: Setup, gpus: int) -> Work:
+    release = RELEASE_BYTES if setup.release_gradients else None
+    passes, mask = min(setup.accumulation, 2), setup.document_mask
+    return Work(setup.recipe, batch, sequence, setup.torch_dtype, passes, release, gpus, mask)
 
 
 def _lasting(

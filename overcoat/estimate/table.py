@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Optional
 
 from overcoat.estimate.fit import Advice, Room, Rung
-from overcoat.estimate.predict import Prediction, Setup
+from overcoat.estimate.predict import Prediction
 
 GIBI = 2.0**30
 # Components below this are left out of the table.
@@ -25,14 +25,15 @@ def component_table(prediction: Prediction) -> str:
     for name, size in prediction.components.items():
         if size >= LEAST:
             lines.append(f"{name:38s} {gib(size):>8s}  {size / peak:6.1%}")
-    lines.append(f"{'allocated':38s} {gib(peak):>8s}")
-    lines.append(f"{'allocator, margin':38s} {gib(prediction.slack_bytes):>8s}")
-    outside = "CUDA context, margin" if prediction.gpus == 1 else "CUDA context and NCCL, margin"
-    lines.append(f"{outside:38s} {gib(prediction.context_bytes):>8s}")
-    lines.append(f"{'needed on each GPU':38s} {gib(prediction.total_bytes):>8s}")
+    sums = {
+        "allocated": peak,
+        "allocator, margin": prediction.slack_bytes,
+        f"CUDA context{' and NCCL' if prediction.gpus > 1 else ''}, margin": prediction.context_bytes,
+        "needed on each GPU": prediction.total_bytes,
+    }
     if prediction.host_bytes:
-        lines.append(f"{'page-locked host memory, each process':38s} {gib(prediction.host_bytes):>8s}")
-    return "\n".join(lines)
+        sums["page-locked host memory, each process"] = prediction.host_bytes
+    return "\n".join([*lines, *(f"{name:38s} {gib(size):>8s}" for name, size in sums.items())])
 
 
 def not_converted(prediction: Prediction) -> str:
@@ -81,35 +82,21 @@ def recommendation(room: Room, advice: Advice) -> str:
 
 def as_data(prediction: Prediction, room: Optional[Room], advice: Optional[Advice]) -> dict[str, Any]:
     """Everything above as plain data, sizes in bytes."""
-    data = {
-        "parameters": prediction.parameters,
-        "batch": prediction.batch,
-        "sequence": prediction.sequence,
-        "gpus": prediction.gpus,
-        "setup": setup_data(prediction.setup),
-        "components": prediction.components,
-        "moment": prediction.moment,
-        "peak_bytes": prediction.peak_bytes,
-        "slack_bytes": prediction.slack_bytes,
-        "context_bytes": prediction.context_bytes,
-        "total_bytes": prediction.total_bytes,
-        "host_bytes": prediction.host_bytes,
-        "left_alone": prediction.report.left_alone,
-    }
+    plain = ("components", "moment", "peak_bytes", "slack_bytes", "context_bytes", "total_bytes", "host_bytes")
+    data = {name: getattr(prediction, name) for name in ("parameters", "batch", "sequence", "gpus")}
+    data["setup"] = dataclasses.asdict(prediction.setup)
+    data |= {name: getattr(prediction, name) for name in plain}
+    data["left_alone"] = prediction.report.left_alone
     if room is not None and advice is not None:
+        changes = advice.changes
         data |= {
             "gpu_memory": room.limit,
             "rungs": [_rung_data(room, rung) for rung in advice.rungs],
-            "fits": not advice.changes and advice.changes is not None,
-            "recommendation": None if advice.changes is None else [change.name for change in advice.changes],
-            "recommended_setup": None if advice.changes is None else setup_data(advice.setup),
+            "fits": changes == [],
+            "recommendation": None if changes is None else [change.name for change in changes],
+            "recommended_setup": None if changes is None else dataclasses.asdict(advice.setup),
         }
     return data
-
-
-def setup_data(setup: Setup) -> dict[str, Any]:
-    """A setup as plain data."""
-    return dataclasses.asdict(setup)
 
 
 def _rung_data(room: Room, rung: Rung) -> dict[str, Any]:

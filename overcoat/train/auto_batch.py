@@ -63,6 +63,16 @@ def training(config: Config, memory: int | None = None) -> Training:
     return Training(model, config.data.sequence_length, training_setup(config, fit), fit, fits)
 
 
+def to_estimate(config: Config, memory: int | None) -> tuple[Predictor, int, int, Setup, str]:
+    """Predictor, batch, sequence and setup of a training configuration, and what "auto" chose; memory: as above."""
+    asked, note = training(config, memory), ""
+    if config.train.batch_size == "auto":
+        no = "" if asked.fits else ", which does not fit either"
+        note = f"train.batch_size = auto: {asked.fit}, {config.train.rows_per_step} in a step{no}"
+    predictor = Predictor(asked.model, loss_for_estimates(config.data.document_mask))
+    return predictor, asked.batch, asked.sequence, asked.setup, note
+
+
 def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fit:
     """The fit a run on `device` begins with, before its model is there.
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import overcoat
+from overcoat.extras import load_extra
+from overcoat.models.pretrained import load_pretrained
 from overcoat.train.config import Config, ModelConfig, OptimizerConfig, RecipeConfig, require
-from overcoat.train.extras import load_extra
-from overcoat.train.pretrained import load_pretrained
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")

@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 
+from overcoat.extras import load_extra
 from overcoat.train.config import Config, require
 from overcoat.train.configfile import differences, load_config
 from overcoat.train.corpus import STREAMED, cache_dir
-from overcoat.train.extras import load_extra
 from overcoat.train.files import DamagedError, remove_directory, verify_directory, write_directory
 from overcoat.train.metrics import METRICS
 from overcoat.train.state import TrainState

@@ -19,8 +19,8 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from overcoat.extras import load_extra
 from overcoat.train.config import FREE_KEYS, Config, require
-from overcoat.train.extras import load_extra
 from overcoat.train.files import sync
 
 if sys.version_info >= (3, 11):

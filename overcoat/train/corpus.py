@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from overcoat.extras import reason
 from overcoat.train.config import Config, DataConfig
 from overcoat.train.data import PackedRows, RowSource, StreamedRows
-from overcoat.train.files import DamagedError, reason, verify_directory, waiting_lock, write_directory
+from overcoat.train.files import DamagedError, verify_directory, waiting_lock, write_directory
 from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, reading
 from overcoat.train.tokenizer import (
     encode,

@@ -19,10 +19,11 @@ import hashlib
 import json
 import os
 import shutil
-import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from overcoat.extras import reason
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial-"
@@ -31,12 +32,6 @@ DISCARDED = ".discarded-"
 
 class DamagedError(ValueError):
     """A directory whose contents are not what its manifest says."""
-
-
-def reason(error: BaseException) -> str:
-    """Why, in one line."""
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return textwrap.shorten(text, 300, placeholder=" ...")
 
 
 @contextlib.contextmanager

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from overcoat.estimate.measure import measure_step
-from overcoat.estimate.phases import LOSS, kind_of
-from overcoat.estimate.predict import Phase, Prediction, Predictor
+from overcoat.estimate.phases import LOSS, Phase, kind_of, measure_step
+from overcoat.estimate.predict import Prediction, Predictor
+from overcoat.extras import load_extra
 from overcoat.memory import optimizer_bytes
 from overcoat.train.config import Config
-from overcoat.train.extras import load_extra
 from overcoat.train.loss import loss_for_estimates
 from overcoat.train.memory_setup import training_setup
 from overcoat.train.metrics import restart_peak

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from overcoat.estimate.models import load_model_config
 from overcoat.estimate.predict import Setup
+from overcoat.models.shapes import load_model_config
 from overcoat.train.build import inline_config
 from overcoat.train.config import Config
 from overcoat.train.fit import Fit, recipe_of

@@ -28,8 +28,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from overcoat.extras import load_extra
 from overcoat.train.config import Config
-from overcoat.train.extras import load_extra
 
 Row = dict[str, Any]
 METRICS = "metrics.jsonl"

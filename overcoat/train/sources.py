@@ -36,9 +36,8 @@ from typing import Any
 
 import numpy as np
 
+from overcoat.extras import load_extra, reason
 from overcoat.train.config import DataConfig
-from overcoat.train.extras import load_extra
-from overcoat.train.files import reason
 
 CORPUS_BYTES = 1 << 18
 PIECE_BYTES = 1 << 16

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from overcoat.train.extras import load_extra
+from overcoat.extras import load_extra
 from overcoat.train.metrics import format_bytes, read_metrics
 from overcoat.train.run import RunResult
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from overcoat.extras import load_extra
+from overcoat.models.pretrained import load_pretrained
 from overcoat.train.config import Config
-from overcoat.train.extras import load_extra
-from overcoat.train.pretrained import load_pretrained
 from overcoat.train.sources import documents, encoded_size
 
 END_OF_TEXT = "<|endoftext|>"

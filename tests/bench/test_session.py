@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from overcoat.bench import session as sessions
-from overcoat.bench.plot import Metric
+from overcoat.bench.output import Column, Metric, decimals
 from overcoat.bench.session import Case, Session, is_installed, matches
-from overcoat.bench.table import Column, decimals
 from overcoat.bench.worker import Worker, attempt
 
 WHERE = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from overcoat import Recipe, cli
-from overcoat.bench.shapes import MODELS
 from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.command import memory_size, parse_recipe
+from overcoat.models.shapes import MODELS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overcoat.bench.shapes import ModelShape
 from overcoat.estimate.dry_run import GRADIENTS, KEPT, Work, dry_run, meta_model
+from overcoat.models.shapes import ModelShape
 
 SHAPE = ModelShape(64, 96, 2, 4, 2, 128)
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from overcoat import Recipe
-from overcoat.bench.shapes import MODELS, ModelShape
 from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.fit import CHANGES, Room, advise
 from overcoat.estimate.predict import CONTEXT
 from overcoat.estimate.table import recommendation
+from overcoat.models.shapes import MODELS, ModelShape
 
 MIB = 2**20
 SHAPE = ModelShape(512, 1376, 4, 4, 2, 4096)

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import overcoat
 from overcoat import Recipe
 from overcoat.estimate import Setup, predict
-from overcoat.estimate.measure import measure_step
-from overcoat.estimate.predict import Phase
+from overcoat.estimate.phases import Phase, measure_step
 from tests.models.zoo import make_model
 from tests.processes import on_two
 

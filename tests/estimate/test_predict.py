@@ -11,12 +11,12 @@ import torch
 
 import overcoat
 from overcoat import Recipe
-from overcoat.bench.shapes import MODELS
 from overcoat.estimate import Predictor, Setup, predict
 from overcoat.estimate.dry_run import GRADIENTS, KEPT
-from overcoat.estimate.measure import measure_step
+from overcoat.estimate.phases import measure_step
 from overcoat.estimate.predict import CONTEXT, HANDLE, LASTING, NCCL, StateBytes
 from overcoat.memory import optimizer_bytes, record_kept
+from overcoat.models.shapes import MODELS
 from overcoat.optim.state import bytes_to_offload
 from overcoat.train.data import Batch
 from overcoat.train.loss import summed_loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from overcoat import Recipe
 from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.fit import CHANGES, Advice, Rung, advise
 from overcoat.estimate.predict import LASTING, Phase, Prediction
-from overcoat.estimate.table import as_data, component_table, gib, not_converted, recommendation, rung_table, setup_data
+from overcoat.estimate.table import as_data, component_table, gib, not_converted, recommendation, rung_table
 from overcoat.models.convert import LayerReport, Report
 from tests.estimate.test_fit import SHAPE, names, room
 
@@ -155,7 +156,7 @@ def test_data_tell_what_fits_from_what_can_be_made_to_fit(changes, fits):
     data = as_data(made(), MadeRoom(), made_advice(changes))
     assert data["fits"] is fits
     assert data["recommendation"] == (None if changes is None else [change.name for change in changes])
-    assert data["recommended_setup"] == (None if changes is None else setup_data(Setup()))
+    assert data["recommended_setup"] == (None if changes is None else dataclasses.asdict(Setup()))
     assert [rung["change"] for rung in data["rungs"]] == [None, CHANGES[0].name, CHANGES[1].name]
     assert data["gpu_memory"] == 20 * GIB
 
@@ -164,6 +165,6 @@ def test_data_are_plain():
     """What `--json` prints can be read again; the recipe is data too."""
     report = Report(Recipe(), [LayerReport("layers.0", "Layer", False, "has a hook")])
     data = as_data(made(report=report, host_bytes=7), MadeRoom(), made_advice(None))
-    assert json.loads(json.dumps(data)) == {**data, "setup": json.loads(json.dumps(setup_data(Setup())))}
+    assert json.loads(json.dumps(data)) == {**data, "setup": json.loads(json.dumps(dataclasses.asdict(Setup())))}
     assert data["setup"]["recipe"]["kept_format"] == "sqrt8"
     assert (data["left_alone"], data["host_bytes"]) == ({"layers.0": "has a hook"}, 7)

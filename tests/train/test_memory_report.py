@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from overcoat.estimate.predict import Phase
+from overcoat.estimate.phases import Phase
 from overcoat.train.config import Config
 from overcoat.train.memory_report import Figure, draw_timeline, write_table
 from overcoat.train.metrics import read_metrics

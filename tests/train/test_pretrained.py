@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from overcoat.estimate.models import load_model_config
+from overcoat.models.shapes import load_model_config
 from overcoat.train.build import build_model, check_config
 from overcoat.train.config import Config
 from overcoat.train.tokenizer import load_tokenizer, train_tokenizer

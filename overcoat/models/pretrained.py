@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overcoat.train.extras import load_extra
-from overcoat.train.files import reason
+from overcoat.extras import load_extra, reason
 
 
 def load_pretrained(auto: str, what: str, name: str, trust_remote_code: bool, **options: Any) -> Any:

@@ -5,16 +5,28 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import LlamaConfig, T5Config
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, T5Config
 
-from overcoat.bench.shapes import MODELS
-from overcoat.estimate.models import CHECKPOINTS, load_model_config
+from overcoat.models.shapes import CHECKPOINTS, MODELS, load_model_config
+
+# Millions of parameters, from the models' cards; OLMo-1B's own norms have no weights.
+PARAMETERS = {
+    "124m": 124.3,
+    "olmo-1b": 1176.8,
+    "llama-2-7b": 6738.4,
+    "llama-3-8b": 8030.3,
+    "qwen2.5-7b": 7615.6,
+    "llama-2-13b": 13015.9,
+    "llama-30b": 32528.9,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_built_in_names(name):
-    config = load_model_config(name)
-    assert (config.hidden_size, config.num_hidden_layers) == (MODELS[name].hidden, MODELS[name].layers)
+def test_built_in_names_have_the_parameters_of_their_models(name):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_model_config(name))
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PARAMETERS[name], rel=2e-3)
 
 
 def test_checkpoints_of_built_in_shapes():

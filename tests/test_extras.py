@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from overcoat.train.extras import load_extra
+from overcoat.extras import load_extra
 
 
 def test_a_package_that_is_there_is_imported() -> None:

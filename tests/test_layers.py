@@ -1,0 +1,76 @@
+"""The package's layers: a module imports from its own package and from layers below, and never in a circle."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "overcoat").rglob("*.py"))
+}
+# From the bottom up. "" is the package itself: what `import overcoat` gives.
+LAYERS = (
+    ("version", "recipe", "extras", "memory", "host", "weight_amax", "ops of the device"),
+    ("formats",),
+    ("kernels",),
+    ("ops",),
+    ("block", "optim"),
+    ("models",),
+    ("",),
+    ("estimate",),
+    ("train", "bench"),
+    ("cli",),
+    ("__main__",),
+)
+# What the formats' references are written with.
+LOWEST_KERNELS = ("op", "language", "launch", "instructions", "hardware")
+RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+
+
+def part_of(module: str) -> str:
+    """The entry of LAYERS that a module belongs to."""
+    name = module.removeprefix("overcoat").removeprefix(".")
+    if name.removeprefix("kernels.") in LOWEST_KERNELS:
+        return "ops of the device"
+    return name if name in RANKS else name.split(".")[0]
+
+
+def imports(module: str, code: str) -> set[str]:
+    """The package's modules that the code of a module imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in MODULES}
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            assert node.level == 0, f"{module}: imports are absolute here"
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in MODULES else node.module for name in names}
+    return found - {module}
+
+
+GRAPH = {module: imports(module, path.read_text()) for module, path in MODULES.items()}
+
+
+@pytest.mark.parametrize("module", GRAPH)
+def test_nothing_is_imported_from_above(module: str) -> None:
+    mine = part_of(module)
+    assert mine in RANKS, f"{module}: give it a place in LAYERS"
+    for other in GRAPH[module]:
+        part = part_of(other)
+        assert part == mine or RANKS[part] < RANKS[mine], f"{module} imports {other}"
+
+
+def test_nothing_is_imported_in_a_circle() -> None:
+    TopologicalSorter(GRAPH).prepare()
+
+
+def test_what_counts_as_an_import() -> None:
+    code = "import torch, overcoat\nfrom overcoat import memory, Recipe\ndef f():\n    from overcoat.train import run\n"
+    assert imports("overcoat.x", code) == {"overcoat", "overcoat.memory", "overcoat.train.run"}
+    assert part_of("overcoat.kernels.hardware") == "ops of the device"
+    assert (part_of("overcoat.kernels.gpu.adamw"), part_of("overcoat")) == ("kernels", "")
