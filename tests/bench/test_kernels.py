@@ -33,13 +33,3 @@ def test_shares_of_a_copys_rate_and_of_a_copy_of_the_same_size(monkeypatch: pyte
     assert (figures["bytes"], figures["share_of_same_size"]) == (12_000, 0.75)
     assert figures["TB_per_s"] == pytest.approx(3e-3)
     assert figures["share"] == pytest.approx(0.5)
-
-
-@pytest.mark.gpu
-def test_only_picks_kernels() -> None:
-    assert set(measure_family("quantize", SHAPE, ["stack"], 2, 4e12)) == {
-        "stack_amax",
-        "stack_weights",
-        "stack_weights^T",
-        "stack_weights_predicted",
-    }

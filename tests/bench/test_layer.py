@@ -70,13 +70,3 @@ def test_of_graphs_the_total_and_the_host_are_measured() -> None:
     figures = measure("overcoat compile, graphs", shape, 2, "default")
     assert set(figures) == {"total_ms", "host_ms"}
     assert figures["total_ms"] > 0
-
-
-@pytest.mark.gpu
-def test_a_tiny_accuracy_run() -> None:
-    shape = BlockShape(ModelShape(512, 1024, 1, 4, 2, 32), 1, 64)
-    ours, bf16 = accuracy("overcoat", shape, 2), accuracy("bf16 eager", shape, 2)
-    assert ours.pop("draws") == bf16.pop("draws") == 2
-    assert set(ours) == {*RESULTS.values(), *(f"{key}_error" for key in RESULTS.values())}
-    # The output is mostly the residual, which both round to BF16.
-    assert all(bf16[key] > ours[key] - 1 > 5 for key in RESULTS.values())

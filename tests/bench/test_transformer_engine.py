@@ -82,19 +82,6 @@ def test_weights_have_the_layers_dtype() -> None:
     assert torch.equal(block.layer.layernorm_mlp.fc2_weight, layer.mlp.down_proj.weight)
 
 
-@pytest.mark.usefixtures("transformer_engine")
-def test_rotary_tables_are_as_long_as_asked() -> None:
-    model, _ = build_block(SHAPE, torch.float32, "cpu")
-    assert TransformerEngineBlock(model.layers[0], "block", 24).frequencies.shape == (24, 1, 1, 16)
-
-
-@pytest.mark.usefixtures("transformer_engine")
-def test_an_unknown_recipe() -> None:
-    model, _ = build_block(SHAPE, torch.float32, "cpu")
-    with pytest.raises(KeyError, match="mxfp8"):
-        TransformerEngineBlock(model.layers[0], "mxfp8", 8)
-
-
 @pytest.fixture
 def wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where NVIDIA's wheels would be installed; none are."""
@@ -120,15 +107,6 @@ def test_the_cudnn_is_pytorchs(monkeypatch: pytest.MonkeyPatch, wheels: Path, ch
     module._load_pytorchs_cudnn()
     assert loaded == [str(folder / "lib" / name) for name in parts]
     assert os.environ["CUDNN_HOME"] == (chosen or str(folder))
-
-
-@pytest.mark.usefixtures("transformer_engine")
-def test_its_block_begins_with_the_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(module, "_load_pytorchs_cudnn", lambda: seen.append("cuDNN"))
-    monkeypatch.setattr(module, "_forget_other_models", lambda: seen.append("the first use"))
-    names_of(False)
-    assert seen == ["cuDNN", "the first use"]
 
 
 @pytest.mark.usefixtures("wheels")

@@ -11,7 +11,7 @@ from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.fit import CHANGES, Room, advise
 from overcoat.estimate.predict import CONTEXT
 from overcoat.estimate.table import recommendation
-from overcoat.models.shapes import MODELS, ModelShape
+from overcoat.models.shapes import ModelShape
 
 MIB = 2**20
 SHAPE = ModelShape(512, 1376, 4, 4, 2, 4096)
@@ -93,15 +93,6 @@ def test_the_change_to_fp8_keeps_the_rest_of_the_recipe(predictor):
     recipes = {rung.change.name: rung.setup.recipe for rung in rungs if rung.change is not None}
     assert recipes["recipe.name = default"] == replace(asked, fp8=True)
     assert recipes["recipe.checkpoint = block"] == replace(asked, fp8=True, kept_attention="8bit", checkpoint="block")
-
-
-def test_a_7b_with_accumulation_on_48_gib():
-    """Not as it is, but with block checkpoints; those are the first to be told."""
-    here = Room(Predictor(MODELS["llama-2-7b"].config()), 1, 2048, 1, 48 * 2**30)
-    advice = advise(here, Setup(accumulation=4))
-    assert names(advice) == ["recipe.checkpoint = block"]
-    assert here.predict(advice.setup).peak_bytes < 46 * 2**30 < here.predict(Setup(accumulation=4)).peak_bytes
-    assert "fits into 48.00 GiB with recipe.checkpoint = block" in recommendation(here, advice)
 
 
 def test_no_advice_where_nothing_helps(predictor):

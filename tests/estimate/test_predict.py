@@ -118,8 +118,10 @@ def test_the_baseline_keeps_what_a_bf16_model_does():
 # ---- optimizer states -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moments", ["8bit", "fp8", "bf16", "fp32", ("de8x", "log8"), ("e5m2x", "fp32")])
-@pytest.mark.parametrize("master", ["bf16+8", "bf16+16", "bf16"])
+@pytest.mark.parametrize(
+    ("moments", "master"),
+    [("8bit", "bf16+8"), ("fp8", "bf16+16"), ("bf16", "bf16"), ("fp32", "bf16+8"), (("de8x", "log8"), "bf16+16")],
+)
 def test_states_are_those_of_a_real_optimizer(moments, master):
     setup = Setup(moments=moments, master=master, group_size=64)
     model = make_model("qwen2", layers=1, vocab_size=130)
@@ -164,11 +166,13 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("setup", STEPS.values(), ids=STEPS)
-def test_every_phase_of_a_real_step(setup, tied):
+@pytest.mark.parametrize(
+    ("name", "tied"), [*((name, False) for name in STEPS), *((name, True) for name in ("default", "released"))]
+)
+def test_every_phase_of_a_real_step(name, tied):
     """Peak and end of each phase of the second step, within what the scalars of a step take."""
-    model = make_model("llama", layers=6, vocab_size=2048, tie_word_embeddings=tied)
+    setup = STEPS[name]
+    model = make_model("llama", layers=4, vocab_size=2048, tie_word_embeddings=tied)
     prediction = predict(model.config, BATCH, LENGTH, setup)
     step, optimizer = step_of(model, setup)
     step()
@@ -198,15 +202,14 @@ def test_parameters_are_the_models_own():
     prediction = predict(model.config, 1, 32)
     assert prediction.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert prediction.components["weights"] == sum(parameter.nbytes for parameter in model.parameters())
-    assert predict(MODELS["llama-2-7b"].config(), 1, 32).parameters == 6_738_415_616
 
 
 def test_released_gradients_are_those_of_a_block():
-    config = MODELS["llama-2-7b"].config()
+    config = replace(MODELS["llama-2-7b"], layers=6).config()
     kept, released = (predict(config, 1, 2048, Setup(release_gradients=value)) for value in (False, True))
     block = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
     assert released.components[GRADIENTS] <= block + 2**20
-    assert kept.components[GRADIENTS] > 31 * block
+    assert kept.components[GRADIENTS] > 5 * block
 
 
 def test_accumulated_gradients_are_there_from_the_start():
@@ -248,7 +251,7 @@ def test_gradients_of_several_gpus(accumulation):
 
 def test_fewer_bytes_where_they_are_expected():
     """Each option saves at its own place."""
-    config = MODELS["124m"].config()
+    config = replace(MODELS["124m"], layers=4).config()
     base = predict(config, 8, 1024)
     lean = predict(config, 8, 1024, Setup(Recipe.leanest()))
     bf16 = predict(config, 8, 1024, Setup(Recipe.bf16()))

@@ -12,7 +12,7 @@ from overcoat import Recipe
 from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.fit import CHANGES, Advice, Rung, advise
 from overcoat.estimate.predict import LASTING, Phase, Prediction
-from overcoat.estimate.table import as_data, component_table, gib, not_converted, recommendation, rung_table
+from overcoat.estimate.table import as_data, component_table, not_converted, recommendation, rung_table
 from overcoat.models.convert import LayerReport, Report
 from tests.estimate.test_fit import SHAPE, names, room
 
@@ -57,25 +57,6 @@ def needed():
 
 
 # ---- text ---------------------------------------------------------------------------------------------------------
-
-
-def test_tables_say_what_was_found(predictor):
-    here = room(predictor, 120)
-    advice = advise(here, Setup())
-    prediction = advice.rungs[0].prediction
-    lines = component_table(prediction).splitlines()
-    assert lines[0].startswith(f"at the peak, {prediction.moment}")
-    assert lines[-1].split()[-1] == f"{prediction.total_bytes / 2**30:.2f}"
-    assert not any(line.startswith("gathered") for line in lines)  # one GPU gathers nothing
-    rungs = rung_table(here, advice).splitlines()
-    assert len(rungs) == 1 + len(advice.rungs)
-    largest = str(here.largest_batch(Setup()))
-    sizes = [f"{size / 2**30:.2f}" for size in (prediction.peak_bytes, prediction.total_bytes)]
-    assert rungs[1].split() == ["as", "asked", *sizes, largest]
-
-
-def test_sizes_in_gib():
-    assert [gib(size) for size in (0, GIB // 2, 1536 * GIB)] == ["0.00", "0.50", "1,536.00"]
 
 
 def test_components_are_shares_of_the_peak_and_small_ones_are_left_out():
