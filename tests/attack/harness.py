@@ -1,0 +1,271 @@
+"""What all attacks share: a run of a third of a second, forked children that run it, and the verdict.
+
+Every command must end in one of two ways: done, with the right numbers; or one line of error, an exit status that is
+not 0, nothing destroyed, and the corrected command works. Anything else is a finding.
+
+`Ground` runs the tiny training once in this process: that is the reference, and it imports and warms up all that the
+children inherit, so a case costs a fork instead of seconds of imports. No thread is started here: children are forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import json
+import math
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from overcoat import cli
+from overcoat.train.checkpoint import list_checkpoints
+from overcoat.train.metrics import read_metrics
+
+SECONDS = 20.0  # a command takes 0.3; the time limit holds on a machine that does other things, too
+MORE_MEMORY = 4 << 30
+PIPE_BYTES = 1 << 20
+F_SETPIPE_SZ = 1031  # fcntl has the name since Python 3.10 on Linux only
+
+# Flat, so that a mutation replaces one line.
+BASE: dict[str, str] = {
+    "model.config.model_type": '"llama"',
+    "model.config.hidden_size": "64",
+    "model.config.intermediate_size": "64",
+    "model.config.num_hidden_layers": "1",
+    "model.config.num_attention_heads": "2",
+    "model.config.num_key_value_heads": "1",
+    "model.config.tie_word_embeddings": "true",
+    "tokenizer.vocab_size": "280",
+    "data.files": '["FOLDER/text/*.txt"]',
+    "data.cache_dir": '"FOLDER/cache"',
+    "data.sequence_length": "16",
+    "data.held_out": "0.2",
+    "schedule.warmup_steps": "1",
+    "train.steps": "4",
+    "train.batch_size": "2",
+    "train.log_every": "1",
+    "train.tensorboard": "false",
+    "train.device": '"cpu"',
+    "eval.every": "2",
+    "eval.rows": "4",
+    "checkpoint.every": "2",
+    "checkpoint.keep": "2",
+    "sample.tokens": "0",
+}
+
+
+class Finding(NamedTuple):
+    """One case, and what is wrong with how it ended: "" if nothing."""
+
+    case: str
+    fault: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended: its exit status, minus the signal's number, or None if it had to be killed."""
+
+    status: int | None
+    output: str
+    error: str
+
+    def fault(self, *expected: int) -> str:
+        """What is wrong with it, "" if nothing; `expected` statuses need no line of error."""
+        if self.status is None:
+            return f"does not end within {SECONDS:.0f} s, nor after SIGTERM"
+        if "Traceback (most recent call last)" in self.error:
+            return "traceback: " + self.last_line()
+        if self.status in (0, *expected):
+            return ""
+        if self.status < 0:
+            return f"dies of {signal.Signals(-self.status).name}"
+        lines = [line for line in self.error.splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith("overcoat")]
+        if len(said) == 1 and lines[-1] == said[0]:
+            return ""
+        return f"exit status {self.status}, and not one line of error but {lines[-3:]}"
+
+    def last_line(self) -> str:
+        """The error, in one line."""
+        lines = [line for line in self.error.splitlines() if line.strip() and not line.startswith(" ")]
+        return lines[-1][:300] if lines else ""
+
+
+class Child:
+    """A function in a forked process, its output in pipes; what it returns is its exit status."""
+
+    def __init__(self, work: Callable[[], int], folder: Path, wrong_stdout: str = ""):
+        pipes = [os.pipe() for _ in range(2)]
+        for _, end in pipes:
+            fcntl.fcntl(end, F_SETPIPE_SZ, PIPE_BYTES)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_child(work, folder, [end for _, end in pipes], [begin for begin, _ in pipes], wrong_stdout)
+        for _, end in pipes:
+            os.close(end)
+        self._pipes = [begin for begin, _ in pipes]
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def ended_within(self, seconds: float) -> bool:
+        return bool(select.select([self._pidfd], [], [], seconds)[0])
+
+    def wait(self, seconds: float = SECONDS) -> Ended:
+        """Its end; after the time limit SIGTERM must end it, as it would a run with many steps."""
+        on_time = self.ended_within(seconds)
+        if not on_time:
+            os.kill(self.pid, signal.SIGTERM)
+            on_time = self.ended_within(seconds)
+            if not on_time:
+                os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._pidfd)
+        return Ended(os.waitstatus_to_exitcode(status) if on_time else None, *map(_drain, self._pipes))
+
+
+def _be_child(work: Callable[[], int], folder: Path, out: list[int], unused: list[int], wrong_stdout: str) -> None:
+    status = 1
+    try:
+        for begin in unused:
+            os.close(begin)
+        os.dup2(os.open("/dev/full", os.O_WRONLY) if wrong_stdout == "full" else out[0], 1)
+        os.dup2(out[1], 2)
+        if wrong_stdout == "ascii":
+            sys.stdout.reconfigure(encoding="ascii")  # type: ignore[union-attr]
+        elif wrong_stdout == "closed":  # a pipe whose reader has gone, as of `| head`
+            begin, end = os.pipe()
+            os.close(begin)
+            os.dup2(end, 1)
+        os.chdir(folder)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MORE_MEMORY,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        status = work()
+    except SystemExit as stop:  # argparse
+        status = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(status)
+
+
+def _drain(pipe: int) -> str:
+    os.set_blocking(pipe, False)  # a child of the child may still hold the other end
+    parts = []
+    with contextlib.suppress(BlockingIOError):
+        while part := os.read(pipe, PIPE_BYTES):
+            parts.append(part)
+    os.close(pipe)
+    return b"".join(parts).decode(errors="replace")
+
+
+def toml(values: dict[str, str]) -> str:
+    return "".join(f"{key} = {value}\n" for key, value in values.items())
+
+
+class Ground:
+    """Text, tokens, a configuration, and the numbers of its unbroken run, in `folder`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.base = {key: value.replace("FOLDER", str(folder)) for key, value in BASE.items()}
+        (folder / "text").mkdir(parents=True)
+        generator = random.Random(0)
+        words = "alpha beta gamma delta return import x=1 ( ) print".split()
+        for number in range(12):
+            text = f"file {number} " + " ".join(generator.choices(words, k=40))
+            (folder / "text" / f"{number:02d}.txt").write_text(text)
+        self.config = folder / "base.toml"
+        self.config.write_text(toml(self.base))
+        self.reference = folder / "reference"
+        with (folder / "reference.log").open("w") as log, contextlib.redirect_stdout(log):
+            status = cli.main(self.command(self.reference))
+        assert status == 0, (folder / "reference.log").read_text()
+        self.numbers = numbers(self.reference)
+        gc.collect()
+        gc.freeze()  # the run asks for a collection, which need not look at all that was imported
+
+    def command(self, run_dir: Path, *overrides: str) -> list[str]:
+        return ["train", str(self.config), f"train.run_dir={run_dir}", *overrides]
+
+    def start(
+        self, arguments: list[str], folder: Path, before: Callable[[], None] | None = None, wrong_stdout: str = ""
+    ) -> Child:
+        """`overcoat ARGUMENTS` from `folder`; `before` runs in the child first."""
+
+        def work() -> int:
+            if before is not None:
+                before()
+            return cli.main(arguments)
+
+        return Child(work, folder, wrong_stdout)
+
+    def train(self, arguments: list[str], folder: Path, before: Callable[[], None] | None = None) -> Ended:
+        return self.start(arguments, folder, before).wait()
+
+    def wrong(self, run_dir: Path, arguments: list[str], folder: Path) -> str:
+        """Run the command; "" if it ends with the numbers of the unbroken run, else what it does instead."""
+        ended = self.train(arguments, folder)
+        if fault := ended.fault():
+            return f"the same command: {fault}"
+        if ended.status != 0:
+            return f"the same command refuses: {ended.last_line()}"
+        found = numbers(run_dir)
+        changed = [key for key in self.numbers if found.get(key) != self.numbers[key]]
+        return f"the same command ends with other {' and '.join(changed)} than the unbroken run" if changed else ""
+
+
+def numbers(run_dir: Path) -> dict[str, Any]:
+    """All that a run has computed: what it logged, its weights, its optimizer's state."""
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    newest = list_checkpoints(run_dir / "checkpoints")[-1]
+    saved = torch.load(newest / "training.pt", weights_only=True)
+    state = [tensor for of in saved["optimizer"]["state"].values() for tensor in of.values()]
+    return {
+        "losses": {step: [row[key] for key in ("loss", "lr", "gradient_norm")] for step, row in metrics["train"].items()},
+        "evaluations": {step: row["loss"] for step, row in metrics["eval"].items()},
+        "weights": (run_dir / "export/model.safetensors").read_bytes(),
+        "checkpoints": [newest.name, (newest / "model.safetensors").read_bytes()],
+        "optimizer state": [(str(tensor.dtype), tensor.flatten().view(torch.uint8).tolist()) for tensor in state],
+    }
+
+
+def results(run_dir: Path) -> str:
+    """What is wrong with results.json, "" if nothing."""
+    try:
+        first = json.loads((run_dir / "results.json").read_text())["runs"][0]
+        losses = first["train_loss"], first["held_out_loss"]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        return f"done, but results.json is not right: {error!r}"
+    return "" if all(map(math.isfinite, losses)) else f"done, but the losses are {losses}"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@contextlib.contextmanager
+def fresh(parent: Path, name: str) -> Iterator[Path]:
+    """An empty folder for one case."""
+    folder = parent / name
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
