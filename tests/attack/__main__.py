@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 # Cases of a night and of a minute.
-COUNTS = {"configs": (2000, 40), "kills": (1000, 12), "damage": (300, 14), "disk": (100, 5), "two": (60, 3),
+COUNTS = {"configs": (2000, 30), "kills": (1000, 9), "damage": (300, 10), "disk": (100, 4), "two": (60, 2),
           "library": (500, 40)}  # fmt: skip
 
 

@@ -138,17 +138,14 @@ def attack(ground: Ground, index: int, random: random.Random, folder: Path) -> F
         arguments += [f"{key}={value}" for key, value in changes.items()]
 
     ended = ground.start(arguments, folder, wrong_stdout=stdout).wait()
-    stopped = ended.status == 143  # a legitimate run of many steps, which the time limit ended with SIGTERM
     if fault := ended.fault(143):
         return Finding(case, fault)
     if (folder / "file.txt").read_text() != "years of work":
         return Finding(case, "it destroyed a file that is not its own")
-    if index % 8 <= 1 and ended.status == 0 and index % 8 == 0:
+    if ended.status == 143 or (ended.status == 0 and index % 8 == 0):  # many steps, ended by the time limit's SIGTERM
         return Finding(case, "")
     if ended.status == 0:
         return Finding(case, accepted(ground, arguments, changes, folder))
-    if stopped:
-        return Finding(case, "")
     if changes and not stdout and (fault := unclear(ended.last_line(), changes)):
         return Finding(case, fault)
     if not run_dir.exists() or list_checkpoints(run_dir / "checkpoints"):
@@ -159,8 +156,8 @@ def attack(ground: Ground, index: int, random: random.Random, folder: Path) -> F
 
 
 def unclear(line: str, changes: dict[str, str]) -> str:
-    """A message names a key that was changed, by its last part at least, or a path."""
-    names = [key.rpartition(".")[2] for key in changes] + [key.partition(".")[0] + "]" for key in changes]
+    """A message names some key or its section, a value that was given, or the last part of a key that was changed."""
+    names = [*all_keys(), *(f"[{key.partition('.')[0]}]" for key in changes), *(key.rpartition(".")[2] for key in changes)]
     values = [value.strip('"') for value in changes.values() if len(value) > 5]
     return "" if any(name in line for name in names + values) else f"a message that names no key: {line}"
 

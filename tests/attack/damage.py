@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.attack.events import Events, receive
-from tests.attack.harness import Finding, Ground, files, numbers
+from tests.attack.harness import Finding, Ground, files, numbers, spread
 from tests.attack.kills import command
 
 Damage = Callable[[Path, random.Random], object]
@@ -85,7 +85,7 @@ def attack(ground: Ground, index: int, random: random.Random, folder: Path) -> F
     if whole and (wrong := ground.wrong(folder / "run", arguments, folder)):
         return Finding("a run stopped by SIGTERM at step 3", wrong)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    path = paths[(index * 7) % len(paths)]
+    path = paths[spread(index, len(paths))]
     kinds: dict[str, Damage] = {**DAMAGES, **STRAY}  # type: ignore[dict-item]
     name = random.choice(list(kinds))
     case = f"{'finished' if whole else 'stopped'} run, {path.relative_to(folder)}: {name}"

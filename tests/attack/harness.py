@@ -75,23 +75,24 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: its exit status, minus the signal's number, or None if it had to be killed."""
+    """How a child ended: its exit status or minus the signal's number; whether it was late and got SIGTERM."""
 
-    status: int | None
+    status: int
+    is_late: bool
     output: str
     error: str
 
     def fault(self, *expected: int) -> str:
         """What is wrong with it, "" if nothing; `expected` statuses need no line of error."""
-        if self.status is None:
-            return f"does not end within {SECONDS:.0f} s, nor after SIGTERM"
+        if self.is_late and self.status < 0:
+            return f"does not end within {SECONDS:.0f} s; SIGTERM then leads to {signal.Signals(-self.status).name}"
         if "Traceback (most recent call last)" in self.error:
             return "traceback: " + self.last_line()
         if self.status in (0, *expected):
             return ""
         if self.status < 0:
             return f"dies of {signal.Signals(-self.status).name}"
-        lines = [line for line in self.error.splitlines() if line.strip()]
+        lines = [line for line in self.error.split("\n") if line.strip()]
         said = [line for line in lines if line.startswith("overcoat")]
         if len(said) == 1 and lines[-1] == said[0]:
             return ""
@@ -99,7 +100,7 @@ class Ended:
 
     def last_line(self) -> str:
         """The error, in one line."""
-        lines = [line for line in self.error.splitlines() if line.strip() and not line.startswith(" ")]
+        lines = [line for line in self.error.split("\n") if line.strip() and not line.startswith(" ")]
         return lines[-1][:300] if lines else ""
 
 
@@ -125,15 +126,14 @@ class Child:
 
     def wait(self, seconds: float = SECONDS) -> Ended:
         """Its end; after the time limit SIGTERM must end it, as it would a run with many steps."""
-        on_time = self.ended_within(seconds)
-        if not on_time:
+        is_late = not self.ended_within(seconds)
+        if is_late:
             os.kill(self.pid, signal.SIGTERM)
-            on_time = self.ended_within(seconds)
-            if not on_time:
+            if not self.ended_within(seconds):
                 os.kill(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
         os.close(self._pidfd)
-        return Ended(os.waitstatus_to_exitcode(status) if on_time else None, *map(_drain, self._pipes))
+        return Ended(os.waitstatus_to_exitcode(status), is_late, *map(_drain, self._pipes))
 
 
 def _be_child(work: Callable[[], int], folder: Path, out: list[int], unused: list[int], wrong_stdout: str) -> None:
@@ -143,12 +143,12 @@ def _be_child(work: Callable[[], int], folder: Path, out: list[int], unused: lis
             os.close(begin)
         os.dup2(os.open("/dev/full", os.O_WRONLY) if wrong_stdout == "full" else out[0], 1)
         os.dup2(out[1], 2)
-        if wrong_stdout == "ascii":
-            sys.stdout.reconfigure(encoding="ascii")  # type: ignore[union-attr]
-        elif wrong_stdout == "closed":  # a pipe whose reader has gone, as of `| head`
+        if wrong_stdout == "closed":  # a pipe whose reader has gone, as of `| head`
             begin, end = os.pipe()
             os.close(begin)
             os.dup2(end, 1)
+        sys.stdout = open(1, "w", encoding="ascii" if wrong_stdout == "ascii" else "utf-8", closefd=False)
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
         os.chdir(folder)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MORE_MEMORY,) * 2)
@@ -254,6 +254,12 @@ def results(run_dir: Path) -> str:
     except (OSError, ValueError, KeyError, IndexError) as error:
         return f"done, but results.json is not right: {error!r}"
     return "" if all(map(math.isfinite, losses)) else f"done, but the losses are {losses}"
+
+
+def spread(index: int, count: int) -> int:
+    """A place among `count`: `count` turns take each once, neighbours far apart."""
+    stride = next(n for n in range(max(1, round(0.618 * count)), count + 1) if math.gcd(n, count) == 1)
+    return index * stride % count
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from overcoat import cli
 from tests.attack.events import Events, die, die_after, receive
-from tests.attack.harness import Child, Finding, Ground
+from tests.attack.harness import Child, Finding, Ground, spread
 
 # Name, action, the statuses that it may lead to.
 Kill = tuple[str, Callable[[str], None], tuple[int, ...]]
@@ -53,14 +53,16 @@ def choose_kill(random: random.Random) -> Kill:
 
 
 def attack(ground: Ground, index: int, random: random.Random, folder: Path) -> Finding:
-    """Case `index` takes the event of that number, and so does every round through all of them."""
+    """As many cases as there are events take each once."""
     events = events_of(ground, ground.folder / "events")
-    place, told = index % len(events), []
+    place, told = spread(index, len(events)), []
     for _ in range(1 + (index % 3 == 2)):
         name, act, statuses = choose_kill(random)
         ended = ground.train(command(ground, folder), folder, Events(folder, place + 1, act).install)
         told.append(f"{name} at event {place + 1} ({events[place]})")
         if fault := ended.fault(*statuses):
             return Finding(", then ".join(told), fault)
+        if ended.status == 128 + signal.SIGTERM and "the same command continues it" not in ended.output:
+            return Finding(", then ".join(told), f"does not say how to go on: {ended.output[-200:]!r}")
         place = random.randrange(len(events))
     return Finding(", then ".join(told), ground.wrong(folder / "run", command(ground, folder), folder))
