@@ -15,6 +15,8 @@ from tests.attack.harness import Finding, Ground, files, numbers, spread
 from tests.attack.kills import command
 
 Damage = Callable[[Path, random.Random], object]
+JSON = ["[]", "null", "3", '{"a": {}}\n']
+COPIES = [".bak", "-copy", "1", " (1)"]
 
 
 def flip_a_bit(path: Path, random: random.Random) -> None:
@@ -35,6 +37,10 @@ def replaced_by(other: Callable[[Path, random.Random], object]) -> Damage:
     return damage
 
 
+def beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
 def swap_with_a_neighbour(path: Path, random: random.Random) -> None:
     neighbours = sorted(other for other in path.parent.iterdir() if other.is_file() and other != path)
     if neighbours:
@@ -50,18 +56,18 @@ DAMAGES: dict[str, Damage] = {
     "a folder instead": replaced_by(lambda path, _: path.mkdir()),
     "a link to nowhere instead": replaced_by(lambda path, _: path.symlink_to("nowhere")),
     "random bytes instead": lambda path, random: path.write_bytes(random.randbytes(max(1, path.stat().st_size))),
-    "JSON of another kind instead": lambda path, random: path.write_text(random.choice(["[]", "null", "3", '{"a": {}}\n'])),
+    "JSON of another kind instead": lambda path, random: path.write_text(random.choice(JSON)),
     "a neighbour's contents": swap_with_a_neighbour,
 }
-STRAY = {
+STRAY: dict[str, Damage] = {
     "a stray copy of": lambda path, random: shutil.copy(path, path.with_name(random.choice(["a-", "z-"]) + path.name)),
     "a stray temporary beside": lambda path, _: path.with_name(f".{path.name}.tmp").write_bytes(b"x"),
     "a stray .partial file beside": lambda path, _: path.with_name(".partial-x").write_bytes(b"x"),
     "a stray .discarded folder beside": lambda path, _: path.with_name(".discarded-x").mkdir(),
     "a copy of the folder of": lambda path, random: shutil.copytree(
-        path.parent, path.parent.with_name(path.parent.name + random.choice([".bak", "-copy", "1", " (1)"]))
+        path.parent, beside(path.parent, random.choice(COPIES))
     ),
-    "a link to the folder of": lambda path, _: path.parent.with_name(path.parent.name + "-link").symlink_to(path.parent),
+    "a link to the folder of": lambda path, _: beside(path.parent, "-link").symlink_to(path.parent),
 }
 
 
@@ -78,7 +84,7 @@ def stopped_run(ground: Ground) -> Path:
 
 
 def attack(ground: Ground, index: int, random: random.Random, folder: Path) -> Finding:
-    """Files in turn, of a stopped run and of a finished one; with the resumed run's own path in its configuration."""
+    """Files in turn, of a stopped run and of a finished one."""
     shutil.copytree(stopped_run(ground), folder, dirs_exist_ok=True)
     arguments = command(ground, folder)
     whole = index % 3 == 0
@@ -86,7 +92,7 @@ def attack(ground: Ground, index: int, random: random.Random, folder: Path) -> F
         return Finding("a run stopped by SIGTERM at step 3", wrong)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     path = paths[spread(index, len(paths))]
-    kinds: dict[str, Damage] = {**DAMAGES, **STRAY}  # type: ignore[dict-item]
+    kinds: dict[str, Damage] = {**DAMAGES, **STRAY}
     name = random.choice(list(kinds))
     case = f"{'finished' if whole else 'stopped'} run, {path.relative_to(folder)}: {name}"
     backup = folder.with_name(folder.name + "-backup")

@@ -36,7 +36,6 @@ from overcoat.train.metrics import read_metrics
 SECONDS = 20.0  # a command takes 0.3; the time limit holds on a machine that does other things, too
 MORE_MEMORY = 4 << 30
 PIPE_BYTES = 1 << 20
-F_SETPIPE_SZ = 1031  # fcntl has the name since Python 3.10 on Linux only
 
 # Flat, so that a mutation replaces one line.
 BASE: dict[str, str] = {
@@ -110,7 +109,7 @@ class Child:
     def __init__(self, work: Callable[[], int], folder: Path, wrong_stdout: str = ""):
         pipes = [os.pipe() for _ in range(2)]
         for _, end in pipes:
-            fcntl.fcntl(end, F_SETPIPE_SZ, PIPE_BYTES)
+            fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -147,8 +146,9 @@ def _be_child(work: Callable[[], int], folder: Path, out: list[int], unused: lis
             begin, end = os.pipe()
             os.close(begin)
             os.dup2(end, 1)
-        sys.stdout = open(1, "w", encoding="ascii" if wrong_stdout == "ascii" else "utf-8", closefd=False)
-        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+        # Not the streams of this process, which pytest may have replaced.
+        sys.stdout = os.fdopen(1, "w", encoding="ascii" if wrong_stdout == "ascii" else "utf-8", closefd=False)
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
         os.chdir(folder)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MORE_MEMORY,) * 2)
@@ -187,7 +187,7 @@ class Ground:
         self.base = {key: value.replace("FOLDER", str(folder)) for key, value in BASE.items()}
         (folder / "text").mkdir(parents=True)
         generator = random.Random(0)
-        words = "alpha beta gamma delta return import x=1 ( ) print".split()
+        words = ["alpha", "beta", "gamma", "delta", "return", "import", "x = 1", "(", ")", "print"]
         for number in range(12):
             text = f"file {number} " + " ".join(generator.choices(words, k=40))
             (folder / "text" / f"{number:02d}.txt").write_text(text)
@@ -237,8 +237,9 @@ def numbers(run_dir: Path) -> dict[str, Any]:
     newest = list_checkpoints(run_dir / "checkpoints")[-1]
     saved = torch.load(newest / "training.pt", weights_only=True)
     state = [tensor for of in saved["optimizer"]["state"].values() for tensor in of.values()]
+    logged = ("loss", "lr", "gradient_norm")
     return {
-        "losses": {step: [row[key] for key in ("loss", "lr", "gradient_norm")] for step, row in metrics["train"].items()},
+        "losses": {step: [row[key] for key in logged] for step, row in metrics["train"].items()},
         "evaluations": {step: row["loss"] for step, row in metrics["eval"].items()},
         "weights": (run_dir / "export/model.safetensors").read_bytes(),
         "checkpoints": [newest.name, (newest / "model.safetensors").read_bytes()],

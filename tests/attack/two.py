@@ -21,11 +21,11 @@ def attack(ground: Ground, index: int, random: random.Random, folder: Path) -> F
     shares_run = index % 2 == 0
     runs = [folder / "run", folder / ("run" if shares_run else "run2")]
     commands = [ground.command(run, f"data.cache_dir={folder / 'cache'}") for run in runs]
-    # Tokens are made in the first fifth of a run.
+    # Tokens are made in the first third of a run.
     place = random.randrange(len(events) if shares_run else len(events) // 3)
     is_killed = random.random() < 0.3
-    end = "is killed" if is_killed else "goes on"
-    case = f"two on one {'run directory' if shares_run else 'cache'}, the first waits at event {place + 1} ({events[place]}), then {end}"
+    shared, then = "run directory" if shares_run else "cache", "is killed" if is_killed else "goes on"
+    case = f"two on one {shared}, the first waits at event {place + 1} ({events[place]}), then {then}"
 
     first = ground.start(commands[0], folder, Events(folder, place + 1, receive(signal.SIGSTOP)).install)
     _wait_until_stopped(first.pid)

@@ -1,4 +1,4 @@
-"""Resuming: killed anywhere, a run continues with the very numbers of a run that was never stopped."""
+"""Resuming: a run continues with the very numbers of a run that was never stopped (tests/attack/kills.py: killed)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from rich.console import Console
 from overcoat.train import loop, run
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
-from overcoat.train.configfile import dump_toml
 from overcoat.train.files import DamagedError, verify_directory
 from overcoat.train.loop import RunStoppedError
 from overcoat.train.metrics import read_metrics
@@ -80,36 +77,6 @@ def resumed(prepared: tuple[Config, Path], tmp_path: Path, console: Console) -> 
         return run_once(build_config(values, [f"train.run_dir={tmp_path / 'run'}", *arguments]), console, "run")
 
     return start
-
-
-def test_killed_runs_continue_bit_for_bit(prepared: tuple[Config, Path], tmp_path: Path) -> None:
-    """SIGKILL after steps, in the middle of checkpoint writes, from outside; SIGTERM and Ctrl-C; then the same command.
-
-    A checkpoint here is 10 fsyncs (8 files, its directory, the parent), so 13 is inside the second write and 20 right
-    after its rename; the 41st would be after the last one.
-    """
-    config, reference = prepared
-    path = tmp_path / "config.toml"
-    path.write_text(dump_toml(config))
-    moments = [("step", 1), ("step", 8), ("sync", 13), ("sync", 20), ("outside", 4), ("term", 5), ("interrupt", 7)]
-    plans = [{"run_dir": str(tmp_path / f"{m}-{at}"), "moment": m, "at": at} for m, at in moments]
-    again = [{**plan, "moment": "none"} for plan in plans]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = Path(__file__).with_name("kill.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(path), json.dumps(plans + again)],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    codes = list(map(json.loads, done.stdout.split()))
-    killed = -signal.SIGKILL
-    assert codes == [*[killed] * 5, 128 + signal.SIGTERM, 128 + signal.SIGINT, *[0] * 7], done.stderr
-    for plan in plans:
-        assert_same_run(Path(str(plan["run_dir"])), reference)
-    assert "step-00000005; the same command continues it" in done.stderr  # SIGTERM wrote a checkpoint of its own
-    for step, name in ((3, "sync-13"), (6, "sync-20"), (5, "term-5"), (7, "interrupt-7")):
-        log = (tmp_path / name / "metrics.jsonl").read_text()
-        assert f'{{"kind": "resume", "step": {step}}}' in log
 
 
 def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
