@@ -12,6 +12,7 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ DATA = (*NO_DATA, "text.jsonl", "latin1.txt", "narrow.bin", "text", "text/*.txt"
 def make_odd_data(folder: Path) -> None:
     words = "alpha beta gamma delta " * 20
     documents = [f"{number} {words}" for number in range(20)]
-    lines = {"null": [None] * 20, "lists": [[text] for text in documents], "text": documents}
+    lines: dict[str, list[Any]] = {"null": [None] * 20, "lists": [[text] for text in documents], "text": documents}
     for name, values in lines.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
     (folder / "list.jsonl").write_text("[]\n" * 20)

@@ -108,8 +108,8 @@ def attack(ground: Ground, index: int, random: random.Random, folder: Path) -> F
         if name in STRAY:
             return Finding(case, f"stops the run: {ended.last_line()}")
         after = files(folder)
-        if lost := [name for name in damaged if name not in after]:
-            return Finding(case, f"the refusal destroyed {lost[0]}")
+        if lost := [name for name, content in damaged.items() if after.get(name) != content]:
+            return Finding(case, f"the refusal changed {', '.join(lost)}")
         shutil.rmtree(folder)
         shutil.copytree(backup, folder, symlinks=True)
         return Finding(case + ", then undone", ground.wrong(folder / "run", arguments, folder))

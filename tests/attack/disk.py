@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 from tests.attack.events import Events, full_disk
-from tests.attack.harness import Finding, Ground
+from tests.attack.harness import Ended, Finding, Ground
 from tests.attack.kills import command, events_of
 
 PAGE = 4096
@@ -42,7 +42,7 @@ def _mount(*arguments: str) -> None:
     subprocess.run(["mount", *arguments], check=True, capture_output=True)
 
 
-def _judge(ground: Ground, folder: Path, case: str, ended) -> Finding:  # type: ignore[no-untyped-def]
+def _judge(ground: Ground, folder: Path, case: str, ended: Ended) -> Finding:
     if fault := ended.fault():
         return Finding(case, fault)
     return Finding(case + ", then not", ground.wrong(folder / "run", command(ground, folder), ground.folder))

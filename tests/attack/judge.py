@@ -16,7 +16,7 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def judge(plain: tuple[Any, Exception | None], own: tuple[Any, Exception | None], tolerance: float = 0.3) -> str:
+def judge(plain: tuple[Any, Exception | None], own: tuple[Any, Exception | None], *, tolerance: float = 0.3) -> str:
     """What is wrong with our outcome beside the plain one; values are vectors."""
     (expected, plain_error), (found, error) = plain, own
     if error is not None:
