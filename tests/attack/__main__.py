@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tests.attack.harness import Ground
 
 # Cases of a night and of a minute.
-COUNTS = {"configs": (2000, 28), "kills": (1000, 8), "damage": (300, 8), "disk": (100, 4), "two": (60, 2),
-          "library": (700, 35)}  # fmt: skip
+COUNTS = {"configs": (2000, 40), "kills": (1000, 12), "damage": (300, 12), "disk": (100, 6), "two": (60, 3),
+          "library": (700, 40)}  # fmt: skip
 
 
 def main() -> int:

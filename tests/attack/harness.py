@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from overcoat import cli
+from overcoat.train import summary
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.metrics import read_metrics
 
@@ -198,6 +199,8 @@ class Ground:
             status = cli.main(self.command(self.reference))
         assert status == 0, (folder / "reference.log").read_text()
         self.numbers = numbers(self.reference)
+        # Drawing takes as long as all else; the children write the file alone.
+        summary.plot_losses = lambda _results, path: path.write_bytes(b"x" * 20_000)
         gc.collect()
         gc.freeze()  # the run asks for a collection, which need not look at all that was imported
 
