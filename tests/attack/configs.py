@@ -31,10 +31,11 @@ PATHS = ["file.txt", "file.txt/x", "dangling", "/dev/null", "/dev/null/x", "/pro
          " ", "\\u0000", "new/🧥", "full/run", "run/inside", "run", "*.txt", "~", "$HOME"]  # fmt: skip
 # Keys of transformers' own configuration; odd values must not reach it unread.
 MODEL_KEYS = {
-    **dict.fromkeys(["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    **dict.fromkeys(["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
                      "intermediate_size", "max_position_embeddings", "vocab_size", "rms_norm_eps", "eos_token_id",
                      "attention_dropout", "rope_theta"], NUMBERS),
     **dict.fromkeys(["tie_word_embeddings", "rope_parameters", "nonsense"], ANY),
+    "num_hidden_layers": [number for number in NUMBERS if number != "100_000"],  # which only takes long to build
     "model_type": ['"gpt2"', '"qwen2"', '"mistral"', '"bert"', '"t5"', '"x"', '""', "3"],
     "hidden_act": TEXTS, "dtype": TEXTS, "auto_map": ['{AutoConfig = "x.X"}'],
 }  # fmt: skip
@@ -161,7 +162,14 @@ def attack(ground: Ground, index: int, random: random.Random, folder: Path) -> F
 
 def unclear(line: str, changes: dict[str, str]) -> str:
     """A message names some key or its section, a value that was given, or the last part of a key that was changed."""
-    names = [*all_keys(), "model.config]", "overcoat estimate", *(key.rpartition(".")[2] for key in changes)]
+    sections = {f"[{key.partition('.')[0]}]" for key in all_keys()}
+    names = [
+        *all_keys(),
+        *sections,
+        "[model.config]",
+        "overcoat estimate",
+        *(key.rpartition(".")[2] for key in changes),
+    ]
     values = [value.strip('"') for value in changes.values() if len(value) > 5]
     return "" if any(name in line for name in names + values) else f"a message that names no key: {line}"
 
