@@ -34,9 +34,11 @@ COMMANDS = {
 
 # What to do about a system's error, whoever met it; the same command goes on from the newest checkpoint.
 _SPACE = "free some space there, then the same command goes on"
+_PLACE = "name another path"
 _ACCESS = "change its permissions or name another path, then the same command goes on"
 REMEDIES: dict[int | None, str] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO), _SPACE),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP), _PLACE),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _ACCESS),
 }
 
@@ -110,7 +112,7 @@ def train_command(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from overcoat.memory import use_expandable_segments
-    from overcoat.train.loop import RunStoppedError
+    from overcoat.train.loop import RunStoppedError, UnreadableDataError
     from overcoat.train.out_of_memory import DoesNotFitError
     from overcoat.train.run import run
     from overcoat.train.summary import summarize
@@ -125,7 +127,7 @@ def train_command(parsed: argparse.Namespace) -> int:
         again = "" if config.train.resume == "auto" else " without train.resume (or with train.resume=auto)"
         console.print(f"{stop}; the same command{again} continues it", highlight=False, markup=False, soft_wrap=True)
         return 128 + stop.signum
-    except DoesNotFitError as error:
+    except (DoesNotFitError, UnreadableDataError) as error:
         return _fail(1, f"training failed: {error}")
     except OSError as error:
         error.filename = error.filename or config.train.run_dir  # a write names no file

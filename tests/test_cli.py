@@ -166,9 +166,12 @@ def test_a_stream_writes_what_its_encoding_has() -> None:
     [
         (OSError(errno.ENOSPC, "No space left on device"), "RUN: No space left on device; free some space there, then"),
         (PermissionError(errno.EACCES, "Permission denied", "a/b"), "a/b: Permission denied; change its permissions"),
-        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"), "a/b: Not a directory; check that path"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"), "a/b: Not a directory; name another path"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "n"), "n: File name too long; name another path"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "a/b"), "a/b: Is a directory; check that path"),
+        (loop.UnreadableDataError("step 3: a.jsonl:7: no text"), "training failed: step 3: a.jsonl:7: no text"),
         (MemoryError("no 9 TiB"), "the host's memory ran out: no 9 TiB"),
-        (FloatingPointError("two\nlines"), "training failed: two lines"),
+        (FloatingPointError("two\nlines\x85of\u2028text"), "training failed: two lines of text"),
     ],
 )
 def test_what_the_system_refuses_is_one_line_and_status_1(

@@ -134,18 +134,18 @@ def check_lr(lr: Any) -> None:
             raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
         if lr.device.type != "cpu" or torch.compiler.is_compiling():
             return
-    if not 0.0 <= lr < math.inf:
+    if not _is_within(lr, math.inf):
         raise ValueError(f"lr {lr!r} must be a number >= 0")
 
 
 def check_options(group: Mapping[str, Any]) -> None:
     """ValueError if another option of a parameter group is out of range; codes and masters have checks of their own."""
     eps, decay, betas = group["eps"], group["weight_decay"], group["betas"]
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(_is_within(beta, 1.0) for beta in betas):
         raise ValueError(f"betas {betas!r} must be two numbers in [0, 1)")
-    if not 0.0 <= eps < math.inf:
+    if not _is_within(eps, math.inf):
         raise ValueError(f"eps {eps!r} must be a number >= 0")
-    if not 0.0 <= decay < math.inf:
+    if not _is_within(decay, math.inf):
         raise ValueError(f"weight_decay {decay!r} must be a number >= 0")
     if group["group_size"] not in GROUP_SIZES:
         raise ValueError(f"group_size {group['group_size']!r} must be one of {', '.join(map(str, GROUP_SIZES))}")
@@ -154,6 +154,11 @@ def check_options(group: Mapping[str, Any]) -> None:
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise ValueError(f"{name}={group[name]!r} is torch.optim.AdamW's and not supported; leave it out")
+
+
+def _is_within(value: Any, upper: float) -> bool:
+    """Whether it is a number in [0, upper)."""
+    return hasattr(value, "__float__") and bool(0.0 <= value < upper)
 
 
 def check_format(group: Mapping[str, Any], number: int, before: Mapping[str, Any]) -> None:

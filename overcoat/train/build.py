@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from overcoat.train.config import Config, ModelConfig, OptimizerConfig, RecipeCo
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
+MANY_LAYERS = 1000  # take a second to make, even on the meta device
 
 
 def choose_device(name: str) -> torch.device:
@@ -58,7 +60,7 @@ def check_config(config: Config) -> None:
     if config.model.name:
         load_pretrained("AutoConfig", "model.name =", config.model.name, config.model.trust_remote_code)
     else:
-        check_builds(config.model)
+        check_builds(config.model, device)
 
 
 def build_model(config: Config, tokenizer: Any | None, device: torch.device = CPU) -> Any:
@@ -143,21 +145,49 @@ def _inline_values(model: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in model.config.items() if key != "model_type"}
 
 
-def check_builds(model: ModelConfig) -> None:
-    """Refuse [model.config] whose names are right but whose values make no model, by making it without memory."""
+def check_builds(model: ModelConfig, device: torch.device) -> None:
+    """Refuse [model.config] whose names are right but whose values make no model, or one whose weights alone are more
+    than the memory of `device`, by making it without memory."""
     transformers = load_extra("transformers", "hf", "building the model")
     model_type, values = check_inline(model), _inline_values(model)
     if "vocab_size" not in values:  # the tokenizer will say; it has the ids that are given
         ids = [value for key, value in values.items() if key.endswith("_token_id") and isinstance(value, int)]
         values["vocab_size"] = max([2, *ids]) + 1
-    try:
-        with torch.device("meta"):
-            transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.for_model(model_type, **values), **_settings(model)
-            )
-    except Exception as error:  # of any kind: from a check of transformers, or from PyTorch when the layers are made
-        why = " ".join(str(error).split())
-        raise ValueError(f"[model.config] and model.attention make no {model_type} model: {why}") from error
+
+    def weight_bytes(**depth: int) -> int:
+        try:
+            with torch.device("meta"):
+                made = transformers.AutoModelForCausalLM.from_config(
+                    transformers.AutoConfig.for_model(model_type, **values | depth), **_settings(model)
+                )
+        except Exception as error:  # of any kind: from a check of transformers, or from PyTorch when layers are made
+            why = " ".join(str(error).split())
+            raise ValueError(f"[model.config] and model.attention make no {model_type} model: {why}") from error
+        return sum(parameter.nbytes for parameter in made.parameters())
+
+    aliases = getattr(type(transformers.AutoConfig.for_model(model_type)), "attribute_map", {})
+    key = aliases.get("num_hidden_layers", "num_hidden_layers")
+    depth, known = values.get(key), memory_of(device)
+    require(depth != 0, f"model.config.{key} = 0: a model has at least one layer")
+    if isinstance(depth, int) and depth > MANY_LAYERS:
+        one, two = (weight_bytes(**{key: layers}) for layers in (1, 2))
+        _check_size(one + (two - one) * (depth - 1), known)
+    _check_size(weight_bytes(), known)
+
+
+def _check_size(num_bytes: int, memory: int) -> None:
+    require(
+        num_bytes <= memory,
+        f"[model.config] makes a model whose weights alone take {num_bytes / 2**30:.1f} GiB, and train.device has "
+        f"{memory / 2**30:.1f} GiB of memory: make it smaller",
+    )
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that a device has, in use or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def inline_config(model: ModelConfig, tokenizer: Any | None, length: int) -> Any:

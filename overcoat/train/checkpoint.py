@@ -39,6 +39,7 @@ from overcoat.train.corpus import STREAMED, cache_dir
 from overcoat.train.files import DamagedError, remove_directory, verify_directory, write_directory
 from overcoat.train.metrics import METRICS
 from overcoat.train.state import TrainState
+from overcoat.train.tokenizer import save_tokenizer
 
 RECORDED_CONFIG = "config.toml"
 TRAINING = "training.pt"
@@ -115,7 +116,7 @@ def write_model(model: Any, tokenizer: Any | None, folder: Path) -> None:
     with _writing(folder):
         model.save_pretrained(folder)
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer, folder)
 
 
 @contextlib.contextmanager
@@ -229,13 +230,11 @@ def _explicit_checkpoint(path: Path, folder: Path) -> Path:
 
 
 def _verify(path: Path) -> None:
-    """DamagedError unless `path` holds what its manifest says, and no weights beside."""
-    named = verify_directory(path)["files"]
+    """DamagedError unless `path` holds what its manifest says, the training state, and no weights beside."""
+    named = verify_directory(path, [TRAINING])["files"]
     strays = sorted({file.name for file in path.glob("*.safetensors")} - set(named))
     if strays:
         raise DamagedError(f"{path} holds {strays[0]}, which is not in its manifest: move that file away")
-    if TRAINING not in named:
-        raise DamagedError(f"{path} is not a checkpoint: its manifest does not name {TRAINING}")
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -127,8 +127,6 @@ def write_tokens(config: Config, target: Path) -> None:
             lengths += map(len, encoded)
             checksums += [content_key(text) for text in texts]
             file.write(np.concatenate([np.asarray(ids, dtype=dtype) for ids in encoded]).tobytes())
-    if not lengths:
-        raise ValueError("the data hold no documents")
     ends = np.cumsum(lengths)
     table = np.stack([ends - lengths, ends, checksums], axis=1)
     _split(config, table[:, :2], table[:, 2])  # tokens that are too few would be in the way of more

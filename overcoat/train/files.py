@@ -83,16 +83,21 @@ def remove_directory(target: Path) -> None:
 
 
 def sweep(parent: Path, names: str = "*") -> None:
-    """Remove what interrupted writers and deletions of `names`, a pattern, left in `parent`, and undo a replacement cut
-    in its middle."""
-    for path in parent.glob(DISCARDED + names):
+    """Remove the directories that interrupted writers and deletions of `names`, a pattern, left in `parent`, and undo a
+    replacement cut in its middle."""
+    for path in _directories(parent, DISCARDED + names):
         name = path.name.removeprefix(DISCARDED)
         if (parent / (PARTIAL + name)).exists() and not (parent / name).exists():
             path.rename(parent / name)
         else:
             shutil.rmtree(path)
-    for path in parent.glob(PARTIAL + names):
+    for path in _directories(parent, PARTIAL + names):
         shutil.rmtree(path)
+
+
+def _directories(parent: Path, pattern: str) -> list[Path]:
+    """No writer of ours leaves files or links of such names: they are somebody else's."""
+    return [path for path in parent.glob(pattern) if path.is_dir() and not path.is_symlink()]
 
 
 def verify_directory(target: Path, needed: Iterable[str] = ()) -> dict[str, Any]:

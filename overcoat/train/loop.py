@@ -21,7 +21,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ from overcoat.models.compiled import begin_pass, eager, keep_gradients_outside
 from overcoat.models.scores import record_scores
 from overcoat.train.config import Config
 from overcoat.train.data import make_batch
+from overcoat.train.files import reason
 from overcoat.train.host_bound import HostWatch
 from overcoat.train.loss import summed_loss
 from overcoat.train.metrics import MetricsLog, ProgressReport, Row, peak_bytes
@@ -57,6 +58,10 @@ class RunStoppedError(Exception):
     def __init__(self, signum: int, checkpoint: Path):
         super().__init__(f"{signal.Signals(signum).name}: stopped after writing {checkpoint}")
         self.signum, self.checkpoint = signum, checkpoint
+
+
+class UnreadableDataError(Exception):
+    """The data cannot be read on in the middle of a run."""
 
 
 class StopRequest:
@@ -102,12 +107,13 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
 
     Raises:
         DoesNotFitError: the optimizer itself ran out of memory.
+        UnreadableDataError: there are no more rows.
     """
     lr = config.optimizer.lr * multiplier(config.schedule, state.step, config.train.steps)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     if state.drawn is None:
-        state.drawn = state.rows.next_rows(config.train.rows_per_step)
+        state.drawn = _next_rows(state, config)
     batches = [
         make_batch(state.drawn[start : start + state.fit.micro_batch], state.eos, config.data.document_mask)
         for start in range(0, len(state.drawn), state.fit.micro_batch)
@@ -119,9 +125,10 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
             if number == 1:
                 keep_gradients_outside(state.model)
             begin_pass()
-        with _measured(state):
-            loss = summed_loss(state.model, batch.to(state.device)) / num_labels
-        loss.backward()
+        with naming_config(config) if state.kept_bytes == 0 else contextlib.nullcontext():
+            with _measured(state):
+                loss = summed_loss(state.model, batch.to(state.device)) / num_labels
+            loss.backward()
         total += loss.detach()
     with whatever_the_batch("the optimizer's step"):
         state.optimizer.step(clip_grad_norm=config.optimizer.clip or None)
@@ -133,6 +140,30 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     num_tokens = sum(batch.input_ids.numel() for batch in batches)
     state.num_tokens += num_tokens
     return StepRecord(state.step, lr, num_tokens, total, norm)
+
+
+def _next_rows(state: TrainState, config: Config) -> np.ndarray:
+    try:
+        return state.rows.next_rows(config.train.rows_per_step)
+    except ValueError as error:
+        if state.step == 0:
+            raise
+        raise UnreadableDataError(
+            f"step {state.step + 1}: {error}. Checkpoints are as they were, the same command goes on from the newest"
+        ) from error
+
+
+@contextlib.contextmanager
+def naming_config(config: Config) -> Iterator[None]:
+    """What the code of an inline model raises inside, as a ValueError: transformers checks the types of [model.config],
+    and few of its values."""
+    try:
+        yield
+    except Exception as error:
+        if not config.model.config or is_out_of_memory(error):
+            raise
+        kind = type(error).__name__
+        raise ValueError(f"the first step of the model of [model.config] fails ({kind}: {reason(error)})") from error
 
 
 @contextlib.contextmanager

@@ -194,8 +194,13 @@ def encoded_size(text: str) -> int:
 
 
 def documents(config: DataConfig) -> Iterator[str]:
-    """Every document once, exact duplicates and empty ones left out, at most `data.max_bytes` of text."""
+    """Every document once, exact duplicates and empty ones left out, at most `data.max_bytes` of text.
+
+    Raises:
+        ValueError: there is none.
+    """
     seen: set[int] = set()
+    is_empty = True
     num_bytes = 0
     for text in _all_documents(config):
         key = hash(text)
@@ -204,8 +209,18 @@ def documents(config: DataConfig) -> Iterator[str]:
         seen.add(key)
         num_bytes += encoded_size(text)
         if config.max_bytes and num_bytes > config.max_bytes:
-            return
+            break
+        is_empty = False
         yield text
+    if is_empty:
+        raise no_documents(config)
+
+
+def no_documents(config: DataConfig) -> ValueError:
+    """That there is nothing to train on."""
+    where = "data.dataset has" if config.dataset else "data.files have"
+    limit = f" within data.max_bytes = {config.max_bytes}: raise it" if config.max_bytes else ": name others"
+    return ValueError(f"{where} no documents with text{limit}")
 
 
 def _all_documents(config: DataConfig) -> Iterator[str]:
@@ -244,7 +259,7 @@ class DocumentStream:
         self.num_done += len(taken)
         if len(taken) < count:
             if not self.num_done:
-                raise ValueError("the data hold no documents")
+                raise no_documents(self.config)
             self.epoch, self.num_done = self.epoch + 1, 0
             self._iterator = self._open()
         return taken

@@ -8,11 +8,12 @@ encoded as ordinary text, never as the special token.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from overcoat.extras import load_extra
+from overcoat.extras import load_extra, reason
 from overcoat.models.pretrained import load_pretrained
 from overcoat.train.config import Config
 from overcoat.train.sources import documents, encoded_size
@@ -73,7 +74,9 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
-        raise error if isinstance(error, OSError) else OSError(str(error)) from error
+        if isinstance(error, OSError):
+            raise
+        raise OSError(errno.EIO, reason(error), str(folder)) from error
 
 
 def num_ids(tokenizer: Any) -> int:

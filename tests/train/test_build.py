@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from overcoat.train.build import build_model, check_config, choose_device, load_model, make_recipe
-from overcoat.train.config import Config, RecipeConfig
+from overcoat.train import build
+from overcoat.train.build import build_model, check_builds, check_config, choose_device, load_model, make_recipe
+from overcoat.train.config import Config, ModelConfig, RecipeConfig
 
 CPU = torch.device("cpu")
 SETTINGS = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
@@ -186,6 +189,29 @@ def test_values_that_make_no_model_are_refused_before_anything_is_read(
 ) -> None:
     with pytest.raises(ValueError, match=rf"\[model\.config\] and model\.attention make no llama model: .*{why}"):
         check_config(make_config(word))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"num_hidden_layers": 2**31}, r"weights alone take \d{6,}\.\d GiB, and train\.device has 1\.0 GiB of memory"),
+        ({"hidden_size": 40_000}, r"weights alone take \d+\.\d GiB, and train\.device has 1\.0 GiB of memory"),
+        ({"model_type": "gpt2", "n_layer": 10**8}, r"weights alone take \d{6,}\.\d GiB"),  # its name for depth
+        ({"num_hidden_layers": 0}, r"model\.config\.num_hidden_layers = 0: a model has at least one layer"),
+    ],
+    ids=["layers", "width", "GPT-2", "no layers"],
+)
+def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(
+    model: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "memory_of", lambda _: 2**30)
+    with pytest.raises(ValueError, match=message):
+        check_builds(ModelConfig(config={"model_type": "llama"} | model), CPU)
+
+
+def test_a_hosts_memory_is_all_that_it_has() -> None:
+    (line,) = re.findall(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
+    assert build.memory_of(CPU) == 1024 * int(line)
 
 
 @pytest.mark.parametrize("token", [0, 40_000])

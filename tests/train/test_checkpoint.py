@@ -25,6 +25,7 @@ from overcoat.train.checkpoint import (
     save_checkpoint,
     set_aside_attempt,
     set_aside_newer,
+    write_model,
 )
 from overcoat.train.config import Config
 from overcoat.train.configfile import dump_toml
@@ -223,7 +224,7 @@ def test_an_explicit_checkpoint_that_is_none_is_refused(make_config: MakeConfig,
     with pytest.raises(ValueError, match=r"no such checkpoint \(in .*new/checkpoints: none\)"):
         choose_checkpoint(fresh)
     write_directory(tmp_path / "export", lambda folder: (folder / "config.json").write_text("{}") and None, {})
-    with pytest.raises(ValueError, match=r"export is not a checkpoint: its manifest does not name training\.pt"):
+    with pytest.raises(DamagedError, match=r"export is damaged: its manifest.json does not list training\.pt"):
         choose_checkpoint(make_config(f"train.resume={tmp_path}/export"))
     damage(run_dir / "checkpoints/step-00000003")
     with pytest.raises(DamagedError, match=r"training\.pt has 4 bytes instead of 5"):
@@ -346,6 +347,16 @@ def test_a_full_disk_is_an_error_of_the_system(
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
     assert list_checkpoints(checkpoint_dir(config)) == []
+
+
+def test_so_is_a_tokenizer_that_cannot_be_written(make_config: MakeConfig, tmp_path: Path) -> None:
+    class Unwritable:
+        def save_pretrained(self, _: Path) -> None:
+            raise Exception("No space left on device (os error 28)")  # as tokenizers does
+
+    config = make_config(*EXACT)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_model(make_state(config).model, Unwritable(), tmp_path)
 
 
 def test_a_damaged_newest_names_the_way_on_and_is_never_skipped(make_config: MakeConfig) -> None:

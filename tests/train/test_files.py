@@ -96,6 +96,16 @@ def test_interrupted_removal_is_completed(tmp_path: Path, monkeypatch: pytest.Mo
     assert visible(tmp_path) == []
 
 
+def test_what_only_looks_like_a_leftover_is_left_alone(tmp_path: Path) -> None:
+    """Writers leave directories."""
+    for name in (".partial-x", ".discarded-x"):
+        (tmp_path / name).write_text("years of work")
+        (tmp_path / f"{name}-link").symlink_to(tmp_path)
+    before = visible(tmp_path)
+    sweep(tmp_path)
+    assert visible(tmp_path) == before
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

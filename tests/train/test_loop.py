@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,49 @@ def test_converted_model_trains(make_config: MakeConfig) -> None:
     assert len(overcoat.convert(state.model).converted) == 2
     losses = [float(train_step(state, config).loss) for _ in range(12)]
     assert losses[-1] < losses[0] - 0.05
+
+
+@pytest.mark.parametrize("word", ["num_key_value_heads=5", "attention_dropout=-1", "attention_dropout=inf"])
+def test_a_first_step_that_fails_names_the_models_configuration(make_config: MakeConfig, word: str) -> None:
+    config = make_config(*EXACT, f"model.config.{word}")
+    with pytest.raises(ValueError, match=r"the first step of the model of \[model\.config\] fails \(RuntimeError: \w+"):
+        train_step(make_state(config), config)
+
+
+def test_what_a_configuration_is_not_to_blame_for_is_raised_as_it_is(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = make_config(*EXACT)
+    named = replace(named, model=replace(named.model, name="gpt2", config={}))
+    for config, error in [(named, RuntimeError("a kernel")), (make_config(), torch.OutOfMemoryError("CUDA out of"))]:
+        with pytest.raises(type(error), match=str(error)), loop.naming_config(config):
+            raise error
+    config = make_config(*EXACT)
+    state = make_state(config)
+    train_step(state, config)
+    monkeypatch.setattr(loop, "summed_loss", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_step(state, config)
+
+
+def test_data_that_end_in_the_middle_are_no_mistake_of_the_command(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(*EXACT)
+    state = make_state(config)
+
+    def unreadable(_: int) -> np.ndarray:
+        raise ValueError("a.jsonl:7: no text")
+
+    good = state.rows.next_rows
+    monkeypatch.setattr(state.rows, "next_rows", unreadable)
+    with pytest.raises(ValueError, match=r"^a\.jsonl:7: no text$"):
+        train_step(state, config)
+    monkeypatch.setattr(state.rows, "next_rows", good)
+    train_step(state, config)
+    monkeypatch.setattr(state.rows, "next_rows", unreadable)
+    with pytest.raises(loop.UnreadableDataError, match=r"step 2: a\.jsonl:7: no text\. Checkpoints are as they were"):
+        train_step(state, config)
 
 
 def row(step: int, loss: float = 1.0, norm: float = 1.0) -> dict[str, object]:

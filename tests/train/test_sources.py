@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import sysconfig
@@ -238,6 +239,19 @@ def test_a_stream_visits_everything_in_each_epoch_in_another_order(tmp_path: Pat
     assert DocumentStream(config, seed=1).take(9) == epochs[0] != DocumentStream(config, seed=2).take(9)
 
 
+def test_a_limit_below_the_first_document_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "some.md"
+    file.write_text("some text")
+    config = DataConfig(files=[str(file)], max_bytes=5)
+    with pytest.raises(
+        ValueError, match=r"data\.files have no documents with text within data\.max_bytes = 5: raise it"
+    ):
+        list(documents(config))
+    file.write_text(" \n")
+    with pytest.raises(ValueError, match=r"data\.files have no documents with text: name others"):
+        list(documents(dataclasses.replace(config, max_bytes=0)))
+
+
 @pytest.mark.parametrize("taken", [0, 1, 8, 9, 10, 20])
 def test_a_stream_goes_on_where_it_stood(tmp_path: Path, taken: int) -> None:
     config = numbered(tmp_path, 9)
@@ -250,7 +264,7 @@ def test_a_stream_goes_on_where_it_stood(tmp_path: Path, taken: int) -> None:
 
 def test_a_stream_without_documents_or_with_fewer_than_before_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(ValueError, match="the data hold no documents"):
+    with pytest.raises(ValueError, match=r"data\.files have no documents with text: name others"):
         DocumentStream(DataConfig(files=[f"{tmp_path}/empty.jsonl"]), seed=1).take(1)
     stream = DocumentStream(numbered(tmp_path, 3), seed=1)
     state = {"epoch": 0, "num_done": 4, "dataset": None}

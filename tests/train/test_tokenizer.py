@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from overcoat.train.tokenizer import (
     encode,
     load_tokenizer,
     make_tokenizer,
+    save_tokenizer,
     tokenizer_name,
     train_tokenizer,
 )
@@ -104,6 +106,22 @@ def test_a_tokenizer_that_cannot_pack_documents_is_refused(
     monkeypatch.setattr(module, "load_pretrained", lambda *_: found)
     with pytest.raises(ValueError, match=r"the tokenizer 'slow' must be a fast one with an end-of-text token"):
         load_tokenizer("slow")
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [(Exception("No space left on device (os error 28)"), errno.EIO), (PermissionError(13, "no"), 13)],
+)
+def test_one_that_cannot_be_written_is_an_error_of_the_system(tmp_path: Path, error: Exception, number: int) -> None:
+    """tokenizers raises a bare Exception."""
+
+    class Unwritable:
+        def save_pretrained(self, _: Path) -> None:
+            raise error
+
+    with pytest.raises(OSError, match=r"No space left|no") as raised:
+        save_tokenizer(Unwritable(), tmp_path)
+    assert raised.value.errno == number
 
 
 def test_ids_of_a_vocabulary_with_gaps() -> None:
