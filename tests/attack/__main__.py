@@ -16,76 +16,58 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from tests.attack.harness import Ground
-
-# Cases of a night and of a minute.
-COUNTS = {"configs": (2000, 40), "kills": (1000, 12), "damage": (300, 12), "disk": (100, 6), "two": (60, 3),
-          "library": (700, 40)}  # fmt: skip
+# Module; cases of a night and of a minute.
+KINDS = {
+    "configs": ("configs", 2000, 36), "kills": ("interruptions", 1000, 10), "damage": ("damage", 300, 10),
+    "disk": ("interruptions", 100, 6), "two": ("interruptions", 60, 3), "library": ("library", 700, 40),
+}  # fmt: skip
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(COUNTS))
+    parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__)
+    parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], metavar="KIND")
     parser.add_argument("--count", type=int, help="cases of each kind")
     parser.add_argument("--short", action="store_true", help="as many cases as fit CI")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--only", type=int, metavar="N", help="case N alone")
     options = parser.parse_args()
-    kinds = options.kinds or list(COUNTS)
-    if unknown := set(kinds) - set(COUNTS):
-        parser.error(f"unknown kind {', '.join(unknown)}; choose from {', '.join(COUNTS)}")
-    prepare_process()
-    from tests.attack.harness import Ground
-
-    failed = 0
-    with tempfile.TemporaryDirectory(prefix="attack-") as folder:
-        ground = Ground(Path(folder).resolve() / "ground")
-        for kind in kinds:
-            count = options.count or COUNTS[kind][options.short]
-            numbers = range(count) if options.only is None else [options.only]
-            failed += run(kind, numbers, options.seed, ground)
-    return 1 if failed else 0
-
-
-def prepare_process() -> None:
-    """What the children inherit: one thread, no network."""
+    # What the children inherit: one thread, no network.
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ.pop("COLUMNS", None)
     import torch
+
+    from tests.attack.harness import Ground
 
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="attack-") as folder:
+        ground, found = Ground(Path(folder).resolve() / "ground"), 0
+        for kind in options.kinds or KINDS:
+            count = options.count or KINDS[kind][1 + options.short]
+            found += run(kind, range(count) if options.only is None else [options.only], options.seed, ground)
+    return min(found, 1)
 
 
-def run(kind: str, numbers: Sequence[int], seed: int, ground: Ground) -> int:
+def run(kind: str, numbers: Any, seed: int, ground: Any) -> int:
     """Attack; prints each kind of finding once, and returns how many cases found something."""
-    from tests.attack.harness import fresh
-
-    attack = importlib.import_module(f"tests.attack.{kind}").attack
+    attack = getattr(importlib.import_module(f"tests.attack.{KINDS[kind][0]}"), kind)
     found: Counter[str] = Counter()
-    start = time.perf_counter()
+    begun = time.perf_counter()
     for number in numbers:
-        with fresh(ground.folder / kind, str(number)) as folder:
+        with tempfile.TemporaryDirectory(dir=ground.folder, ignore_cleanup_errors=True) as name:
             try:
-                case, fault = attack(ground, number, random.Random(f"{kind} {seed} {number}"), folder)
+                case, fault = attack(ground, number, random.Random(f"{kind} {seed} {number}"), Path(name))
             except Exception as error:  # what a run left cannot even be read
                 case, fault = "not judged", repr(error)
-        if fault:
-            signature = re.sub(r"/[^ ']*|\d+", "", fault)
-            found[signature] += 1
-            if found[signature] == 1:
-                line = f"FOUND {kind} {number}: {case}: {fault}"
-                print(line.replace(str(folder), "CASE").replace(str(ground.folder), "GROUND"), flush=True)
-    seconds = time.perf_counter() - start
-    print(
-        f"{kind}, seed {seed}: {len(numbers)} cases in {seconds:.0f} s, {found.total()} with a finding, "
-        f"{len(found)} different", flush=True,
-    )  # fmt: skip
+        found[signature := re.sub(r"/[^ ']*|\d+", "", fault)] += 1
+        if fault and found[signature] == 1:
+            line = f"FOUND {kind} {number}: {case}: {fault}"
+            print(line.replace(name, "CASE").replace(str(ground.folder), "GROUND"), flush=True)
+    del found[""]
+    counts = f"{len(numbers)} cases in {time.perf_counter() - begun:.0f} s, {found.total()} with a finding"
+    print(f"{kind}, seed {seed}: {counts}, {len(found)} different", flush=True)
     return found.total()
 
 

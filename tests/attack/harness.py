@@ -1,10 +1,8 @@
 """What all attacks share: a run of a third of a second, forked children that run it, and the verdict.
 
-Every command must end in one of two ways: done, with the right numbers; or one line of error, an exit status that is
-not 0, nothing destroyed, and the corrected command works. Anything else is a finding.
-
-`Ground` runs the tiny training once in this process: that is the reference, and it imports and warms up all that the
-children inherit, so a case costs a fork instead of seconds of imports. No thread is started here: children are forked.
+A command must end done, with the right numbers; or in one line of error, with an exit status that is not 0, nothing
+destroyed, and the corrected command works. `Ground` runs the tiny training once in this process: that is the reference,
+and it imports and warms up all that the forked children inherit. No thread is started here.
 """
 
 from __future__ import annotations
@@ -12,20 +10,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import json
-import math
 import os
 import random
 import resource
 import select
-import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,40 +32,18 @@ from overcoat.train.metrics import read_metrics
 SECONDS = 20.0  # a command takes 0.3; the time limit holds on a machine that does other things, too
 MORE_MEMORY = 4 << 30
 PIPE_BYTES = 1 << 20
-
+STRIDE = 7919  # number * STRIDE % n: n numbers take each place once (a prime), neighbours far apart
+Finding = tuple[str, str]  # a case, and what is wrong with how it ended: "" if nothing
 # Flat, so that a mutation replaces one line.
 BASE: dict[str, str] = {
-    "model.config.model_type": '"llama"',
-    "model.config.hidden_size": "64",
-    "model.config.intermediate_size": "64",
-    "model.config.num_hidden_layers": "1",
-    "model.config.num_attention_heads": "2",
-    "model.config.num_key_value_heads": "1",
-    "model.config.tie_word_embeddings": "true",
-    "tokenizer.vocab_size": "280",
-    "data.files": '["FOLDER/text/*.txt"]',
-    "data.cache_dir": '"FOLDER/cache"',
-    "data.sequence_length": "16",
-    "data.held_out": "0.2",
-    "schedule.warmup_steps": "1",
-    "train.steps": "4",
-    "train.batch_size": "2",
-    "train.log_every": "1",
-    "train.tensorboard": "false",
-    "train.device": '"cpu"',
-    "eval.every": "2",
-    "eval.rows": "4",
-    "checkpoint.every": "2",
-    "checkpoint.keep": "2",
-    "sample.tokens": "0",
-}
-
-
-class Finding(NamedTuple):
-    """One case, and what is wrong with how it ended: "" if nothing."""
-
-    case: str
-    fault: str
+    "model.config.model_type": '"llama"', "model.config.hidden_size": "64", "model.config.intermediate_size": "64",
+    "model.config.num_hidden_layers": "1", "model.config.num_attention_heads": "2",
+    "model.config.num_key_value_heads": "1", "model.config.tie_word_embeddings": "true",
+    "tokenizer.vocab_size": "280", "data.files": '["FOLDER/text/*.txt"]', "data.cache_dir": '"FOLDER/cache"',
+    "data.sequence_length": "16", "data.held_out": "0.2", "schedule.warmup_steps": "1",
+    "train.steps": "4", "train.batch_size": "2", "train.log_every": "1", "train.tensorboard": "false",
+    "train.device": '"cpu"', "eval.every": "2", "eval.rows": "4", "checkpoint.every": "2", "sample.tokens": "0",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,24 +57,21 @@ class Ended:
 
     def fault(self, *expected: int) -> str:
         """What is wrong with it, "" if nothing; `expected` statuses need no line of error."""
-        if self.is_late and self.status < 0:
-            return f"does not end within {SECONDS:.0f} s; SIGTERM then leads to {signal.Signals(-self.status).name}"
+        by = signal.Signals(-self.status).name if self.status < 0 else ""
+        if self.is_late and by:
+            return f"does not end within {SECONDS:.0f} s; SIGTERM then leads to {by}"
         if "Traceback (most recent call last)" in self.error:
             return "traceback: " + self.last_line()
-        if self.status in (0, *expected):
-            return ""
-        if self.status < 0:
-            return f"dies of {signal.Signals(-self.status).name}"
+        if by or self.status in (0, *expected):
+            return "" if self.status in (0, *expected) else f"dies of {by}"
         lines = [line for line in self.error.split("\n") if line.strip()]
         said = [line for line in lines if line.startswith("overcoat")]
-        if len(said) == 1 and lines[-1] == said[0]:
-            return ""
-        return f"exit status {self.status}, and not one line of error but {lines[-3:]}"
+        return "" if said and said == lines[-1:] else f"exit status {self.status}, not one line of error: {lines[-3:]}"
 
     def last_line(self) -> str:
         """The error, in one line."""
         lines = [line for line in self.error.split("\n") if line.strip() and not line.startswith(" ")]
-        return lines[-1][:300] if lines else ""
+        return lines[-1][:1000] if lines else ""
 
 
 class Child:
@@ -115,7 +85,7 @@ class Child:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _be_child(work, folder, [end for _, end in pipes], [begin for begin, _ in pipes], wrong_stdout)
+            _be_child(work, folder, [end for _, end in pipes], wrong_stdout)
         for _, end in pipes:
             os.close(end)
         self._pipes = [begin for begin, _ in pipes]
@@ -124,23 +94,24 @@ class Child:
     def ended_within(self, seconds: float) -> bool:
         return bool(select.select([self._pidfd], [], [], seconds)[0])
 
-    def wait(self, seconds: float = SECONDS) -> Ended:
+    def wait(self) -> Ended:
         """Its end; after the time limit SIGTERM must end it, as it would a run with many steps."""
-        is_late = not self.ended_within(seconds)
+        is_late = not self.ended_within(SECONDS)
         if is_late:
             os.kill(self.pid, signal.SIGTERM)
-            if not self.ended_within(seconds):
+            if not self.ended_within(SECONDS):
                 os.kill(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
         os.close(self._pidfd)
-        return Ended(os.waitstatus_to_exitcode(status), is_late, *map(_drain, self._pipes))
+        for pipe in self._pipes:
+            os.set_blocking(pipe, False)  # a child of the child may still hold the other end
+        texts = [(os.fdopen(pipe, "rb").read() or b"").decode(errors="replace") for pipe in self._pipes]
+        return Ended(os.waitstatus_to_exitcode(status), is_late, *texts)
 
 
-def _be_child(work: Callable[[], int], folder: Path, out: list[int], unused: list[int], wrong_stdout: str) -> None:
+def _be_child(work: Callable[[], int], folder: Path, out: list[int], wrong_stdout: str) -> None:
     status = 1
     try:
-        for begin in unused:
-            os.close(begin)
         os.dup2(os.open("/dev/full", os.O_WRONLY) if wrong_stdout == "full" else out[0], 1)
         os.dup2(out[1], 2)
         if wrong_stdout == "closed":  # a pipe whose reader has gone, as of `| head`
@@ -166,16 +137,6 @@ def _be_child(work: Callable[[], int], folder: Path, out: list[int], unused: lis
         os._exit(status)
 
 
-def _drain(pipe: int) -> str:
-    os.set_blocking(pipe, False)  # a child of the child may still hold the other end
-    parts = []
-    with contextlib.suppress(BlockingIOError):
-        while part := os.read(pipe, PIPE_BYTES):
-            parts.append(part)
-    os.close(pipe)
-    return b"".join(parts).decode(errors="replace")
-
-
 def toml(values: dict[str, str]) -> str:
     return "".join(f"{key} = {value}\n" for key, value in values.items())
 
@@ -194,44 +155,36 @@ class Ground:
             (folder / "text" / f"{number:02d}.txt").write_text(text)
         self.config = folder / "base.toml"
         self.config.write_text(toml(self.base))
-        self.reference = folder / "reference"
         with (folder / "reference.log").open("w") as log, contextlib.redirect_stdout(log):
-            status = cli.main(self.command(self.reference))
+            status = cli.main(["train", str(self.config), f"train.run_dir={folder / 'reference'}"])
         assert status == 0, (folder / "reference.log").read_text()
-        self.numbers = numbers(self.reference)
+        self.numbers = numbers(folder / "reference")
         # Drawing takes as long as all else; the children write the file alone.
         summary.plot_losses = lambda _results, path: path.write_bytes(b"x" * 20_000)
         gc.collect()
         gc.freeze()  # the run asks for a collection, which need not look at all that was imported
 
-    def command(self, run_dir: Path, *overrides: str) -> list[str]:
-        return ["train", str(self.config), f"train.run_dir={run_dir}", *overrides]
+    def command(self, folder: Path, name: str = "run") -> list[str]:
+        """A run in `folder` that also tokenizes."""
+        return ["train", str(self.config), f"train.run_dir={folder / name}", f"data.cache_dir={folder / 'cache'}"]
 
-    def start(
-        self, arguments: list[str], folder: Path, before: Callable[[], None] | None = None, wrong_stdout: str = ""
-    ) -> Child:
-        """`overcoat ARGUMENTS` from `folder`; `before` runs in the child first."""
-
-        def work() -> int:
-            if before is not None:
-                before()
-            return cli.main(arguments)
-
-        return Child(work, folder, wrong_stdout)
-
-    def train(self, arguments: list[str], folder: Path, before: Callable[[], None] | None = None) -> Ended:
-        return self.start(arguments, folder, before).wait()
-
-    def wrong(self, run_dir: Path, arguments: list[str], folder: Path) -> str:
-        """Run the command; "" if it ends with the numbers of the unbroken run, else what it does instead."""
-        ended = self.train(arguments, folder)
-        if fault := ended.fault():
-            return f"the same command: {fault}"
-        if ended.status != 0:
-            return f"the same command refuses: {ended.last_line()}"
-        found = numbers(run_dir)
-        changed = [key for key in self.numbers if found.get(key) != self.numbers[key]]
+    def wrong(self, folder: Path, name: str = "run", arguments: list[str] | None = None) -> str:
+        """Run the command (again); "" if it ends with the numbers of the unbroken run, else what it does instead."""
+        ended = start(arguments or self.command(folder, name), self.folder).wait()
+        if ended.status or ended.fault():
+            return f"the same command: {ended.fault() or ended.last_line()}"
+        changed = self.changed(folder / name)
         return f"the same command ends with other {' and '.join(changed)} than the unbroken run" if changed else ""
+
+    def changed(self, run_dir: Path) -> list[str]:
+        """In what the numbers of a run differ from those of the unbroken run."""
+        found = numbers(run_dir)
+        return [key for key in self.numbers if found[key] != self.numbers[key]]
+
+
+def start(arguments: list[str], folder: Path, before: Callable[[], None] = bool, wrong_stdout: str = "") -> Child:
+    """`overcoat ARGUMENTS` from `folder`; `before` runs in the child first."""
+    return Child(lambda: before() or cli.main(arguments), folder, wrong_stdout)
 
 
 def numbers(run_dir: Path) -> dict[str, Any]:
@@ -240,42 +193,10 @@ def numbers(run_dir: Path) -> dict[str, Any]:
     newest = list_checkpoints(run_dir / "checkpoints")[-1]
     saved = torch.load(newest / "training.pt", weights_only=True)
     state = [tensor for of in saved["optimizer"]["state"].values() for tensor in of.values()]
-    logged = ("loss", "lr", "gradient_norm")
     return {
-        "losses": {step: [row[key] for key in logged] for step, row in metrics["train"].items()},
+        "losses": {step: (row["loss"], row["lr"], row["gradient_norm"]) for step, row in metrics["train"].items()},
         "evaluations": {step: row["loss"] for step, row in metrics["eval"].items()},
         "weights": (run_dir / "export/model.safetensors").read_bytes(),
         "checkpoints": [newest.name, (newest / "model.safetensors").read_bytes()],
         "optimizer state": [(str(tensor.dtype), tensor.flatten().view(torch.uint8).tolist()) for tensor in state],
-    }
-
-
-def results(run_dir: Path) -> str:
-    """What is wrong with results.json, "" if nothing."""
-    try:
-        first = json.loads((run_dir / "results.json").read_text())["runs"][0]
-        losses = first["train_loss"], first["held_out_loss"]
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        return f"done, but results.json is not right: {error!r}"
-    return "" if all(map(math.isfinite, losses)) else f"done, but the losses are {losses}"
-
-
-def spread(index: int, count: int) -> int:
-    """A place among `count`: `count` turns take each once, neighbours far apart."""
-    stride = next(n for n in range(max(1, round(0.618 * count)), count + 1) if math.gcd(n, count) == 1)
-    return index * stride % count
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-@contextlib.contextmanager
-def fresh(parent: Path, name: str) -> Iterator[Path]:
-    """An empty folder for one case."""
-    folder = parent / name
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    }  # fmt: skip
