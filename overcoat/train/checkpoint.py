@@ -225,7 +225,10 @@ def _explicit_checkpoint(path: Path, folder: Path) -> Path:
     if not path.is_dir():
         others = ", ".join(map(str, list_checkpoints(folder))) or "none"
         raise ValueError(f"train.resume = {str(path)!r}: no such checkpoint (in {folder}: {others})")
-    _verify(path)
+    try:
+        _verify(path)
+    except DamagedError as error:
+        raise DamagedError(f"train.resume = {str(path)!r}: {error}") from error
     return path
 
 
