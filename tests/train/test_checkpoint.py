@@ -224,7 +224,9 @@ def test_an_explicit_checkpoint_that_is_none_is_refused(make_config: MakeConfig,
     with pytest.raises(ValueError, match=r"no such checkpoint \(in .*new/checkpoints: none\)"):
         choose_checkpoint(fresh)
     write_directory(tmp_path / "export", lambda folder: (folder / "config.json").write_text("{}") and None, {})
-    with pytest.raises(DamagedError, match=r"train\.resume = '.*': .*export is damaged: its manifest.json does not list training\.pt"):
+    with pytest.raises(
+        DamagedError, match=r"train\.resume = '.*': .*export is damaged: its manifest.json does not list training\.pt"
+    ):
         choose_checkpoint(make_config(f"train.resume={tmp_path}/export"))
     damage(run_dir / "checkpoints/step-00000003")
     with pytest.raises(DamagedError, match=r"training\.pt has 4 bytes instead of 5"):
