@@ -31,11 +31,11 @@ import numpy as np
 import torch
 
 from overcoat import memory
+from overcoat.extras import reason
 from overcoat.models.compiled import begin_pass, eager, keep_gradients_outside
 from overcoat.models.scores import record_scores
 from overcoat.train.config import Config
 from overcoat.train.data import make_batch
-from overcoat.train.files import reason
 from overcoat.train.host_bound import HostWatch
 from overcoat.train.loss import summed_loss
 from overcoat.train.metrics import MetricsLog, ProgressReport, Row, peak_bytes
