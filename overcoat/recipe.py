@@ -74,7 +74,7 @@ class Recipe:
         }
         for name, values in allowed.items():
             value = getattr(self, name)
-            if value not in values:
+            if not any(value == known and type(value) is type(known) for known in values):  # 128.0 and 1 are not
                 choices = ", ".join(repr(v) for v in values)
                 raise ValueError(f"Recipe.{name} = {value!r} is not known; choose one of {choices}")
         is_number = isinstance(self.z_loss, (int, float)) and not isinstance(self.z_loss, bool)

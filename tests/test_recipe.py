@@ -92,3 +92,9 @@ def test_every_field_has_more_than_one_legal_value():
         with pytest.raises(ValueError, match=field.name) as error:
             Recipe(**{field.name: "nonsense"})
         assert str(error.value).split("choose one of ")[1].count(",") >= 1
+
+
+@pytest.mark.parametrize("change", [{"group_size": 128.0}, {"fp8": 1}])
+def test_a_value_of_another_type_is_not_the_same(change):
+    with pytest.raises(ValueError, match="is not known"):
+        Recipe(**change)

@@ -222,6 +222,11 @@ class Fp8DecoderLayer(Mixin):
             if starts is not None:
                 kwargs["attention_mask"] = dense_mask(starts, *hidden_states.shape[:2])
             return super().forward(hidden_states, *args, **kwargs)
+        if hidden_states.dim() != 3:
+            raise ValueError(
+                f"hidden_states has the shape {tuple(hidden_states.shape)}: a decoder layer takes (batch, sequence, "
+                "hidden), the model input_ids of (batch, sequence)"
+            )
         mask = check_mask(mask, hidden_states.shape[1])
         cos, sin = embeddings
         tables = Tables(cos.flatten(0, -2), sin.flatten(0, -2), mask)

@@ -96,3 +96,12 @@ def test_an_eps_that_is_an_integer_is_taken_as_a_number() -> None:
         norm.variance_epsilon = 0
     attention, mlp = block_of(family_of(layer).branches(layer, 1), False).branches
     assert [type(eps) for eps in (attention.core.heads.eps, attention.pre.eps, mlp.pre.eps)] == [float] * 3
+
+
+def test_a_batch_of_another_shape_is_refused() -> None:
+    """(1, B, S) would be taken for one sequence of B * S tokens, each row seeing the rows before it."""
+    model = make_model("llama", layers=1)
+    overcoat.convert(model)
+    ids = make_batch()["input_ids"]
+    with pytest.raises(ValueError, match=r"shape \(1, 2, 61, 256\): a decoder layer takes \(batch, sequence, hidden\)"):
+        model(input_ids=ids[None], labels=ids[None])
