@@ -18,7 +18,6 @@ LAYERS = (
     ("version", "recipe", "extras", "memory", "host", "weight_amax", "ops of the device"),
     ("formats",),
     ("kernels",),
-    ("ops",),
     ("block", "optim"),
     ("models",),
     ("",),
