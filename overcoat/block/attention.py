@@ -16,7 +16,7 @@ With "bf16" the 16-bit q, k, v and o are kept, and the log-sum-exp (4 U).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -82,8 +82,8 @@ class Rotary(NamedTuple):
     k_weight: Optional[Tensor] = None
 
 
-# Called with each layer's log-sum-exp (B, num_q, S) while somebody records them (models/scores.py).
-observers: list[Callable[[Tensor], None]] = []
+# Told of each layer's log-sum-exp (B, num_q, S) while somebody records them (models/scores.py).
+observers: list[Any] = []
 
 
 def attention_forward(
@@ -113,8 +113,8 @@ def attention_forward(
 
 def _observe(lse: Tensor) -> None:
     if not torch.compiler.is_compiling():
-        for observe in observers:
-            observe(lse)
+        for observer in observers:
+            observer.note(lse)
 
 
 def _rotated(qkv: Tensor, rotary: Rotary, heads: Heads) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.block.attention import Attention, Heads
+from overcoat.block.attention import Attention, Heads, observers
 from overcoat.block.mlp import Mlp
 from overcoat.block.run import run_block
 from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
@@ -33,6 +33,13 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu2": "relu2",
+}
+# The classes that transformers makes of them.
+FUNCTIONS = {
+    "silu": ("SiLUActivation", "SiLU"),
+    "gelu": ("GELUActivation",),
+    "gelu_tanh": ("GELUTanh", "PytorchGELUTanh", "NewGELUActivation", "FastGELUActivation"),
+    "relu2": ("ReLUSquaredActivation",),
 }
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -145,7 +152,17 @@ def _why_foreign(layer: nn.Module, family: Family) -> Optional[str]:
 
 
 def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]) -> Optional[str]:
-    for _, _, into, out, inner, pre, post in branches:
+    for core, owner, into, out, inner, pre, post in branches:
+        if isinstance(core, Mlp):
+            for part in owner._modules.values():
+                if (
+                    part not in into
+                    and part is not out
+                    and type(part).__name__ not in FUNCTIONS.get(core.activation, ())
+                ):
+                    return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
+        elif getattr(owner, "is_causal", True) is False:
+            return f"{_path(layer, owner)}.is_causal is False; only causal attention is supported"
         for linear in (*into, out):
             if type(linear) is not nn.Linear:
                 return f"{_path(layer, linear)} is a {class_name(linear)}, not nn.Linear"
@@ -156,6 +173,9 @@ def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]
     for module in _modules_of(branches):
         if has_hooks(module):
             return f"{_path(layer, module)} has hooks, which the FP8 block would not run"
+        # Compiled code was traced with what was there.
+        if not torch.compiler.is_compiling() and "forward" in vars(module):
+            return f"the forward of {_path(layer, module)} was replaced on the object"
     config: Any = branches[0].owner.config
     if config._attn_implementation not in ATTENTION:
         return f"attn_implementation is {config._attn_implementation!r}; only sdpa and eager masks are read"
@@ -165,8 +185,9 @@ def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]
 
 
 def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
-    for _, owner, into, out, inner, pre, post in branches:
-        for module in (owner, *into, out, *inner, pre, post):
+    for core, owner, into, out, inner, pre, post in branches:
+        parts = owner._modules.values() if isinstance(core, Mlp) else (*into, out, *inner)  # an MLP's activation, too
+        for module in (owner, *parts, pre, post):
             if module is not None:
                 yield module
 
@@ -231,7 +252,13 @@ class Fp8DecoderLayer(Mixin):
         cos, sin = embeddings
         tables = Tables(cos.flatten(0, -2), sin.flatten(0, -2), mask)
         block = block_of(branches, self.overcoat_family.parallel)
-        return run_block(hidden_states, block, tables, self.overcoat_recipe, self.overcoat_offload)
+        watched = not torch.compiler.is_compiling() and bool(observers)
+        for observer in observers if watched else ():
+            observer.enter(self)
+        result = run_block(hidden_states, block, tables, self.overcoat_recipe, self.overcoat_offload)
+        for observer in observers if watched else ():
+            observer.enter(None)
+        return result
 
     def _fp8_branches(self, batch: int, cache: Any) -> Optional[tuple[Modules, ...]]:
         """The modules whose forward the FP8 block stands in for; None where each is to run its own."""

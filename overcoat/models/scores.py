@@ -14,7 +14,9 @@ or a clip of the logits.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -26,46 +28,54 @@ from overcoat.models.decoder import Fp8DecoderLayer
 class Scores:
     """The largest log-sum-exp of each converted layer that ran; reading it waits for the device.
 
-    names: of the model's converted layers.
+    names: of the model's converted layers, by the layer's `id`.
     """
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: dict[int, str]) -> None:
         self.names = names
-        self._seen: list[Tensor] = []
+        self._layer: Optional[str] = None  # whose forward runs now; a recomputed block's does not count
+        self._seen: list[tuple[str, Tensor]] = []
 
-    def __call__(self, lse: Tensor) -> None:
-        """Note one layer's log-sum-exp, in the order in which layers run."""
-        self._seen.append(lse.detach().amax())
+    def enter(self, layer: Optional[nn.Module]) -> None:
+        """The layer whose forward begins; None where it ends."""
+        self._layer = self.names.get(id(layer))
+
+    def note(self, lse: Tensor) -> None:
+        """Note the running layer's log-sum-exp."""
+        if self._layer is not None:
+            self._seen.append((self._layer, lse.detach().amax()))
 
     @property
     def by_layer(self) -> dict[str, float]:
-        """Over all forward passes, by the layer's name; empty if no converted layer ran in `train()` mode."""
+        """Over all forward passes, by the layer's name; NaN if one was. Empty if none ran in `train()` mode."""
         if not self._seen:
             return {}
         found: dict[str, float] = {}
-        for place, value in enumerate(torch.stack(self._seen).tolist()):
-            name = self.names[place % len(self.names)]
-            found[name] = max(found.get(name, value), value)
+        values = torch.stack([value for _, value in self._seen]).tolist()
+        for (name, _), value in zip(self._seen, values, strict=True):
+            found[name] = max(found.get(name, value), value, key=_by_size)
         return found
 
     @property
     def largest(self) -> tuple[str, float]:
-        """The layer with the largest one, and that; ("", -inf) if none ran."""
-        return max(self.by_layer.items(), key=lambda item: item[1], default=("", float("-inf")))
+        """The layer with the largest one, and that, NaN before all; ("", -inf) if none ran."""
+        return max(self.by_layer.items(), key=lambda item: _by_size(item[1]), default=("", -math.inf))
 
     def __str__(self) -> str:
         return "\n".join(f"{name}  {value:.1f}" for name, value in self.by_layer.items())
+
+
+def _by_size(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 @contextlib.contextmanager
 def record_scores(model: nn.Module) -> Iterator[Scores]:
     """Record the log-sum-exp of every converted layer that runs in `train()` mode inside; compiled layers are not seen.
 
-    Costs one reduction a layer and no wait for the device. A backward inside that recomputes blocks counts them again,
-    which changes no maximum.
+    Costs one reduction a layer and no wait for the device. Blocks that a backward recomputes are not counted again.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, Fp8DecoderLayer)]
-    scores = Scores(names)
+    scores = Scores({id(m): name for name, m in model.named_modules() if isinstance(m, Fp8DecoderLayer)})
     attention.observers.append(scores)
     try:
         yield scores

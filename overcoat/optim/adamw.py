@@ -191,8 +191,8 @@ class AdamW(torch.optim.Optimizer):
         Returns:
             The closure's loss, or None.
         """
-        _check_clipping(clip_grad_norm)
         max_norm = self.clip_grad_norm if clip_grad_norm is None else clip_grad_norm
+        _check_clipping(max_norm)
         if self.release is not None:
             self.release.check_step(max_norm)
         loss = None
@@ -310,7 +310,8 @@ class AdamW(torch.optim.Optimizer):
                 group["moments"] = resolve_moments(group["moments"])
                 if old is not None and has_states:
                     check_format(group, number, dict(zip(OPTIONS, old, strict=True)))
-                self._options[number] = _OPTIONS(group)
+                # Lists may be changed in place.
+                self._options[number] = tuple(tuple(x) if isinstance(x, list) else x for x in _OPTIONS(group))
 
     def _drop_step_groups(self) -> None:
         """Keep no state tensors but those in `state`: they are about to change."""

@@ -47,7 +47,7 @@ from overcoat.train.out_of_memory import (
     whatever_the_batch,
 )
 from overcoat.train.schedule import multiplier
-from overcoat.train.state import TrainState
+from overcoat.train.state import TrainState, rng_state, set_rng_state
 
 MOST_SKIPPED = 10  # steps in a row: one odd batch is survived, a model that is lost is not trained on
 
@@ -214,9 +214,11 @@ LARGE_SCORE = 500.0
 def largest_score(state: TrainState, config: Config, rows: np.ndarray) -> tuple[str, float]:
     """The largest log-sum-exp of attention in one held-out row, and its layer; ("", -inf) without converted layers."""
     batch = make_batch(rows[:1], state.eos, config.data.document_mask)
+    generators = rng_state()  # a dropout outside the layers would draw
     with torch.no_grad(), eager(), record_scores(state.model) as scores:
         if scores.names:
             summed_loss(state.model, batch.to(state.device))
+    set_rng_state(generators)
     return scores.largest
 
 
@@ -316,9 +318,9 @@ def train_steps(
         interval.flush()
         loss, (layer, score) = evaluate(state, config, held_out), largest_score(state, config, held_out)
         row = {"kind": "eval", "step": state.step, "loss": loss}
-        log.write(row if not layer else {**row, "attention_score": score})
+        log.write(row if not math.isfinite(score) else {**row, "attention_score": score})
         report.say(f"step {state.step}  held-out loss {loss:.4f}")
-        if score > LARGE_SCORE:
+        if layer and not score <= LARGE_SCORE:
             report.say(f"step {state.step}  attention scores reach {score:.0f} in {layer}: BF16 is inexact there")
         interval.restart_clock()
 

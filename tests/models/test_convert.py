@@ -523,3 +523,21 @@ def test_what_has_a_forward_of_its_own_is_left_alone(model: nn.Module, path: str
 def test_arguments_of_other_types_are_named(model, recipe, message):
     with pytest.raises(TypeError, match=message):
         overcoat.convert(model, recipe)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda layer: setattr(layer.mlp, "act_fn", nn.Tanh()), "mlp.act_fn is a Tanh"),
+        (lambda layer: setattr(layer.self_attn, "is_causal", False), "self_attn.is_causal is False"),
+        (lambda layer: setattr(layer.mlp, "forward", layer.mlp.forward), "forward of mlp was replaced"),
+        (lambda layer: layer.mlp.act_fn.register_forward_hook(print), "mlp.act_fn has hooks"),
+    ],
+    ids=["activation", "not causal", "forward", "hook"],
+)
+def test_what_was_changed_after_converting_is_computed_as_it_is(change, reason):
+    model = make_model("llama", layers=1)
+    overcoat.convert(model)
+    change(model.model.layers[0])
+    with pytest.warns(UserWarning, match=reason):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long))

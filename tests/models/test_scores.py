@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import overcoat
 from overcoat import Recipe
 from overcoat.block import attention
+from overcoat.models.scores import Scores
 from tests.models.zoo import KINDS, make_batch, make_model
 
 SCORES = (100.0, 700.0, 5e3, 3e4)
@@ -103,11 +104,33 @@ def test_recorded_scores_are_those_of_the_model(monkeypatch):
     largest = largest_score(twin, batch, monkeypatch)
     overcoat.convert(model, Recipe.leanest())
     with overcoat.record_scores(model) as scores:
-        model(**batch).loss.backward()
-    assert list(scores.by_layer) == ["model.layers.0", "model.layers.1"]
-    assert scores.largest[1] == max(scores.by_layer.values())
+        loss = model(**batch).loss
+        found = scores.by_layer
+        loss.backward()  # recomputes the blocks, the last one first
+    assert list(found) == ["model.layers.0", "model.layers.1"]
+    assert scores.by_layer == found
+    assert scores.largest[1] == max(found.values())
     assert abs(scores.largest[1] - largest) < 0.03 * largest  # BF16 against FP32
     assert not attention.observers
     with overcoat.record_scores(model.eval()) as scores:
         model(**batch)
     assert scores.by_layer == {}
+
+
+def test_scores_are_those_of_their_layer_where_another_falls_back():
+    model = make_model("llama", layers=2)
+    overcoat.convert(model)
+    with overcoat.record_scores(model) as scores:
+        model(**make_batch())
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    with overcoat.record_scores(model) as fewer, pytest.warns(UserWarning, match="mlp has hooks"):
+        model(**make_batch())
+    assert list(fewer.by_layer) == ["model.layers.1"]
+    assert fewer.by_layer["model.layers.1"] == pytest.approx(scores.by_layer["model.layers.1"], rel=0.05)
+
+
+def test_a_score_that_is_no_number_is_the_largest():
+    scores = Scores({})
+    scores._seen = [("a", torch.tensor(1.0)), ("b", torch.tensor(torch.nan)), ("b", torch.tensor(2.0))]
+    assert scores.largest[0] == "b"
+    assert scores.largest[1] != scores.largest[1]

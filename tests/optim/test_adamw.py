@@ -497,3 +497,24 @@ def test_a_model_moved_to_the_gpu_goes_on_as_one_that_was_there(offload):
         train(params, optimizer, 2, first=2)
         runs.append(snapshot(params, optimizer))
     assert_same_bits(*runs)
+
+
+def test_a_clip_set_later_is_checked_before_anything_moves():
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = AdamW([weight], lr=0.1)
+    weight.grad = torch.ones(4)
+    optimizer.clip_grad_norm = -1.0
+    with pytest.raises(ValueError, match=r"clip_grad_norm -1\.0 must be positive"):
+        optimizer.step()
+    assert torch.equal(weight, torch.ones(4))
+
+
+def test_betas_changed_in_place_are_checked():
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = AdamW([weight], lr=0.1)
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.param_groups[0]["betas"][0] = 1.5
+    with pytest.raises(ValueError, match=r"1\.5"):
+        optimizer.step()
