@@ -168,7 +168,8 @@ def check_builds(model: ModelConfig, device: torch.device) -> None:
     aliases = getattr(type(transformers.AutoConfig.for_model(model_type)), "attribute_map", {})
     key = aliases.get("num_hidden_layers", "num_hidden_layers")
     depth, known = values.get(key), memory_of(device)
-    require(depth != 0, f"model.config.{key} = 0: a model has at least one layer")
+    has_layer = not isinstance(depth, int) or depth >= 1
+    require(has_layer, f"model.config.{key} = {depth}: a model has at least one layer")
     if isinstance(depth, int) and depth > MANY_LAYERS:
         one, two = (weight_bytes(**{key: layers}) for layers in (1, 2))
         _check_size(one + (two - one) * (depth - 1), known)

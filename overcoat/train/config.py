@@ -170,7 +170,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class TokenizerConfig:
     name: str = option("", "Hugging Face name or local path; default: the model's, else one trained on the data")
-    vocab_size: int = option(0, "train a byte-level BPE of this size on the data")
+    vocab_size: int = option(0, "train a byte-level BPE of this size on the data", at_most=2**22)
     train_bytes: int = option(32_000_000, "text to train it on, taken evenly from the data", at_least=1)
 
     def __post_init__(self) -> None:

@@ -133,8 +133,10 @@ def configs(ground: Ground, index: int, random: random.Random, folder: Path) -> 
 
 
 def unclear(line: str, changes: dict[str, str]) -> str:
-    """A message names some key or its section, a value that was given, or the last part of a key that was changed."""
+    """A message names some key or its section, a value that was given, or the last part of a key that was changed; of a
+    file that is no TOML the line."""
     names = [*all_keys(), *(f"[{key.partition('.')[0]}]" for key in all_keys()), "[model.config]", "overcoat estimate"]
+    names += ["is not valid TOML: "]
     names += [key.rpartition(".")[2] for key in changes] + [value.strip('"') for value in changes.values() if value[5:]]
     return "" if any(name in line for name in names) else f"a message that names no key: {line}"
 

@@ -198,8 +198,9 @@ def test_values_that_make_no_model_are_refused_before_anything_is_read(
         ({"hidden_size": 40_000}, r"weights alone take \d+\.\d GiB, and train\.device has 1\.0 GiB of memory"),
         ({"model_type": "gpt2", "n_layer": 10**8}, r"weights alone take \d{6,}\.\d GiB"),  # its name for depth
         ({"num_hidden_layers": 0}, r"model\.config\.num_hidden_layers = 0: a model has at least one layer"),
+        ({"num_hidden_layers": -1}, r"model\.config\.num_hidden_layers = -1: a model has at least one layer"),
     ],
-    ids=["layers", "width", "GPT-2", "no layers"],
+    ids=["layers", "width", "GPT-2", "no layers", "fewer"],
 )
 def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(
     model: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch

@@ -38,6 +38,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ("model.name=", "no model"),
         ("model.config.model_type=llama", "not both"),
         ("tokenizer.vocab_size=100", "at least 257|needs 257"),
+        ("tokenizer.vocab_size=1000000000000", "tokenizer.vocab_size"),
         ('data.files=["a.bin", "b.txt"]', "mixes .bin with text"),
         ("optimizer.release_gradients=true", "optimizer.release_gradients cannot clip at 1.0.*set it to 0"),
         ("memory.report=yes", "memory.report = 'yes': expected true or false"),
