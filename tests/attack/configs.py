@@ -44,9 +44,10 @@ NO_DATA = {
     "null.jsonl": b'{"text": null}\n' * 20, "lists.jsonl": b'{"text": ["a", "b"]}\n' * 20, "list.jsonl": b"[]\n" * 20,
     "empty.txt": b"", "cut.bin": b"\1" * 2001, "wide.bin": (np.arange(2000, dtype=np.uint32) % 250).tobytes(),
     "table.parquet": b"PAR1" + bytes(5000) + b"PAR1", "image.png": b"\x89PNG\r\n\x1a\n" + bytes(range(250)),
-    "random.txt": random.Random(2).randbytes(5000), "text.gz": gzip.compress("\n".join(TEXT).encode()),
+    "random.txt": random.Random(2).randbytes(5000), "cut.gz": gzip.compress("\n".join(TEXT).encode())[:-40],
 }  # fmt: skip
 DATA = {
+    "text.gz": gzip.compress("\n".join(TEXT).encode()),
     "text.jsonl": "\n".join(json.dumps({"text": text}) for text in TEXT).encode(), "narrow.bin": bytes(range(250)) * 16,
     "latin1.txt": "größer\n".join(TEXT).encode("latin-1"),
 }  # fmt: skip
