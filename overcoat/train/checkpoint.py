@@ -186,7 +186,7 @@ def choose_checkpoint(config: Config) -> Path | None:
     """The checkpoint to start from, verified, or None; see the module docstring. Writes nothing."""
     run_dir, folder = Path(config.train.run_dir), checkpoint_dir(config)
     require(run_dir.is_dir() or not run_dir.exists(), f"train.run_dir = '{run_dir}' is a file: choose another")
-    if not (run_dir / RECORDED_CONFIG).exists() and _holds_other_files(config):
+    if not (run_dir / RECORDED_CONFIG).exists() and _holds_other_files(run_dir.resolve(), cache_dir(config).resolve()):
         raise ValueError(f"{run_dir} holds files but no run of overcoat: choose another train.run_dir")
     found = list_checkpoints(folder)
     if config.train.resume != "auto":
@@ -202,13 +202,16 @@ def choose_checkpoint(config: Config) -> Path | None:
     return newest_checkpoint(folder)
 
 
-def _holds_other_files(config: Config) -> bool:
-    """Whether there is more in the run directory than tokens and hidden files."""
-    run_dir, cache = Path(config.train.run_dir).resolve(), cache_dir(config).resolve()
+def _holds_other_files(run_dir: Path, cache: Path) -> bool:
+    """Whether there is more in `run_dir` than tokens, hidden files, and folders that hold nothing else: those of a run
+    inside it that was refused."""
+    if not run_dir.is_dir() or run_dir.is_symlink():
+        return run_dir.is_symlink() or run_dir.exists()
     tokens = [run_dir / "data", cache / "tokens", cache / "tokenizer"]
-    return run_dir.exists() and any(
-        not path.name.startswith(".") and not any(place.is_relative_to(path) for place in tokens)
+    return any(
+        _holds_other_files(path, cache)
         for path in run_dir.iterdir()
+        if not path.name.startswith(".") and not any(place.is_relative_to(path) for place in tokens)
     )
 
 

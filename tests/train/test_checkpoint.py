@@ -200,6 +200,18 @@ def test_a_new_directory_and_one_with_tokens_alone_are_fresh_starts(make_config:
     assert choose_checkpoint(config) is None  # a run that died before its first checkpoint
 
 
+def test_what_a_refused_run_inside_left_is_in_nobodys_way(make_config: MakeConfig) -> None:
+    config = make_config()
+    inside = Path(config.train.run_dir) / "inside"
+    (inside / "data/tokens").mkdir(parents=True)
+    (inside / "data/tokens/0.bin").write_bytes(b"1")
+    (inside / ".lock").touch()
+    assert choose_checkpoint(config) is None
+    (inside / "thesis.txt").touch()
+    with pytest.raises(ValueError, match="holds files but no run of overcoat"):
+        choose_checkpoint(config)
+
+
 def test_the_same_configuration_continues_from_the_newest(make_config: MakeConfig) -> None:
     run_dir = fake_run(make_config(), 3, 12, 6)
     assert choose_checkpoint(make_config("eval.every=1")) == run_dir / "checkpoints/step-00000012"
