@@ -1,53 +1,31 @@
-"""What a training run is: nested frozen dataclasses, filled from defaults, then a TOML file, then dotted
-arguments.
+"""What a training run is: nested frozen dataclasses, filled from defaults, then a TOML file, then dotted arguments.
 
     overcoat train configs/demo.toml train.steps=50 optimizer.lr=1e-3 data.files='["a.txt", "b.txt"]'
 
-Later sources win: the dataclass default, the file, the arguments in their order. A key that no dataclass has
-is an error that names the nearest one that exists; a value of the wrong type, or out of range, is an error
-that names the key and what it accepts. All of it happens before a file is opened, so a typing mistake costs
-nothing.
-
-Each field carries its explanation (`help_text()` prints them all, `overcoat train --keys`). `Config` is plain
-data: it is dumped as `config.toml` into the run directory, and a later run into the same directory compares
-itself with that. Keys in `FREE_KEYS` do not decide what is computed (where logs go, how often to evaluate):
-they may differ on resuming.
-
-The limits of a number stand beside its default; what several options say together is checked in
-`__post_init__`.
+Later sources win (`configfile.py`). All is checked before a file is opened, so a typing mistake costs nothing. Each
+field carries its explanation (`overcoat train --keys`) and, for a number, its limits; what several options say
+together is checked in `__post_init__`.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# Keys that do not decide what is computed: they may differ on resuming.
 FREE_KEYS = (
-    "train.run_dir",
-    "train.resume",
-    "train.log_every",
-    "train.tensorboard",
-    "train.on_oom",
-    "train.memory_limit_gib",
-    "recipe.offload_blocks",
-    "optimizer.offload",
-    "data.cache_dir",
-    "checkpoint.",
-    "eval.every",
-    "memory.",
-    "sample.",
+    "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.on_oom", "train.memory_limit_gib",
+    "recipe.offload_blocks", "optimizer.offload", "data.cache_dir", "checkpoint.", "eval.every", "memory.", "sample.",
     "compare.",
-)
-
-
+)  # fmt: skip
 MOST_TOKENS = 2**30  # in one optimizer step: its rows are made on the host at once, 8 bytes a token
 
 
 def option(default: Any, text: str, **limits: float) -> Any:
-    """One configuration field: its default, the sentence that `--keys` prints for it, and the limits of its number (or
-    numbers): at_least, above, at_most, below."""
+    """A field: its default, what `--keys` prints, and the limits of its number(s): at_least, above, at_most, below."""
     metadata = {"help": text, "limits": limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
@@ -66,9 +44,7 @@ class ModelConfig:
     config: dict[str, Any] = option({}, "inline model configuration to train from scratch: model_type and its fields")
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "type of the parameters")
     attention: str = option("sdpa", "transformers' attn_implementation")
-    trust_remote_code: bool = option(
-        False, "run the Python code that a model's or tokenizer's folder brings (auto_map); false refuses to"
-    )
+    trust_remote_code: bool = option(False, "run Python code that a model's or tokenizer's folder brings (auto_map)")
 
     def __post_init__(self) -> None:
         require(not (self.name and self.config), "set model.name or [model.config], not both")
@@ -83,9 +59,7 @@ class RecipeConfig:
     checkpoint: str | None = option(None, 'replaces the recipe\'s recomputation: "block", or "none"')
     linear_scaling: str | None = option(None, "replaces what shares an FP8 scale in linear layers: tensor, block")
     grad_format: str | None = option(None, "replaces the format of output gradients: e5m2, e4m3")
-    offload_blocks: int | str | None = option(
-        None, 'blocks whose kept tensors wait in host memory: a number, or "all" (but the last two)'
-    )
+    offload_blocks: int | str | None = option(None, 'blocks whose kept tensors wait in host memory: a number, or "all"')
     head: str | None = option(None, 'replaces the products of the loss: "bf16", "fp8", or "none" (all logits at once)')
     z_loss: float | None = option(None, "weight of log(sum exp)^2 in the training loss, per label (PaLM: 1e-4)")
 
@@ -101,11 +75,9 @@ class OptimizerConfig:
     group_size: int = option(128, "elements that share one scale in the moments")
     offload: bool = option(False, "keep the moments in host memory and stream them through the GPU: same steps, slower")
     release_gradients: bool = option(
-        False, "step each parameter inside the backward pass and free its gradient; needs clip = 0, no accumulation"
+        False, "step and free each gradient in the backward; needs clip=0, no accumulation"
     )
-    clip: float = option(
-        1.0, "largest norm of the gradient over all parameters; 0 and inf do not clip", at_least=0, at_most=math.inf
-    )
+    clip: float = option(1.0, "largest norm of all gradients; 0 and inf do not clip", at_least=0, at_most=math.inf)
 
     def __post_init__(self) -> None:
         require(len(self.betas) == 2, f"optimizer.betas = {self.betas}: two numbers, one for each moment")
@@ -139,20 +111,13 @@ class DataConfig:
     shuffle_rows: int = option(256, "streaming only: rows held back to draw the next one from", at_least=1)
     max_bytes: int = option(0, "read at most this much text, in UTF-8; 0 reads all", at_least=0)
     sequence_length: int = option(1024, "tokens in a row", at_least=2)
-    document_mask: bool = option(
-        False, "keep attention and loss inside a document of a packed row (else EOS separates)"
-    )
-    held_out: float = option(
-        0.01, "share of the text kept for evaluation, whole documents chosen by their content", above=0, below=1
-    )
+    document_mask: bool = option(False, "keep attention and loss inside a document of a packed row")
+    held_out: float = option(0.01, "share kept for evaluation: whole documents, by their content", above=0, below=1)
     cache_dir: str = option("", "where tokens are kept; default: data/ in the run directory")
 
     def __post_init__(self) -> None:
         require(bool(self.files or self.dataset), "no data: set data.files or data.dataset")
-        require(
-            not (self.streaming and self.max_bytes),
-            "data.max_bytes does not apply to data.streaming: drop one",
-        )
+        require(not (self.streaming and self.max_bytes), "data.max_bytes does not apply to data.streaming: drop one")
         binaries = [name for name in self.files if name.endswith(".bin")]
         require(len(binaries) in (0, len(self.files)), "data.files mixes .bin with text: tokenize the text first")
         for name in ("streaming", "max_bytes"):
@@ -186,50 +151,36 @@ class TrainConfig:
     run_dir: str = option("", "everything the run writes goes here; default: runs/ and the config file's name")
     steps: int = option(1000, "optimizer steps", at_least=1)
     batch_size: int | Literal["auto"] = option(
-        8,
-        'rows in one forward pass, or "auto": as many as fit the GPU, from the divisors of train.global_batch_size',
-        at_least=1,
+        8, 'rows in a forward pass; "auto": as many as fit, a divisor of train.global_batch_size', at_least=1
     )
-    accumulation: int = option(
-        1, 'forward passes in one optimizer step; with batch_size = "auto" it follows', at_least=1
-    )
-    global_batch_size: int = option(
-        0, 'rows in one optimizer step: only, and needed, with batch_size = "auto"', at_least=0
-    )
-    memory_limit_gib: float = option(
-        0.0,
-        'GPU memory that batch_size = "auto" may plan with, in GiB, CUDA context included; 0: what is free',
-        at_least=0,
-    )
+    accumulation: int = option(1, 'forward passes in a step; with batch_size = "auto" it follows', at_least=1)
+    global_batch_size: int = option(0, 'rows in a step: only, and needed, with batch_size = "auto"', at_least=0)
+    memory_limit_gib: float = option(0.0, 'GiB of GPU that batch_size = "auto" plans with; 0: what is free', at_least=0)
     on_oom: Literal["smaller_batch", "leaner_recipe", "error"] = option(
-        "smaller_batch",
-        "when a step runs out of memory, take it again with fewer rows at once, or first with block checkpoints",
+        "smaller_batch", "a step that runs out of memory: again with fewer rows at once, or first block checkpoints"
     )
-    seed: int = option(
-        0, "of the model's initialisation, the data order and stochastic rounding", at_least=0, below=2**32
-    )
+    seed: int = option(0, "of initialisation, data order and stochastic rounding", at_least=0, below=2**32)
     device: str = option("auto", '"cuda", "cuda:1", "cpu", or "auto"')
     compile: Literal["none", "layers", "graphs"] = option(
-        "none", '"layers": torch.compile of every decoder layer; "graphs": replayed as CUDA graphs, too (small models)'
+        "none", '"layers": torch.compile of decoder layers; "graphs": replayed as CUDA graphs, too (small models)'
     )
     resume: str = option("auto", '"auto" (newest checkpoint of run_dir, if any), or the path of a checkpoint')
     log_every: int = option(10, "steps between two reads of the loss from the device", at_least=1)
     tensorboard: bool = option(True, "also write TensorBoard events")
 
     def __post_init__(self) -> None:
-        if self.batch_size == "auto":
-            require(self.global_batch_size >= 1, "train.global_batch_size = 0: must be at least 1, the rows of a step")
-            require(
-                self.accumulation == 1,
-                f"train.accumulation = {self.accumulation}: follows from train.batch_size = 'auto'; leave it out and "
-                "say how many rows a step has with train.global_batch_size",
-            )
-        else:
-            require(
-                self.global_batch_size == 0,
-                f"train.global_batch_size = {self.global_batch_size}: goes with train.batch_size = 'auto'; a step has "
-                f"batch_size x accumulation = {self.batch_size * self.accumulation} rows",
-            )
+        rows, is_auto = self.global_batch_size, self.batch_size == "auto"
+        require(rows >= 1 or not is_auto, "train.global_batch_size = 0: must be at least 1, the rows of a step")
+        require(
+            rows == 0 or is_auto,
+            f"train.global_batch_size = {rows}: goes with train.batch_size = 'auto'; a step has batch_size x "
+            f"accumulation = {self.rows_per_step} rows",
+        )
+        require(
+            self.accumulation == 1 or not is_auto,
+            f"train.accumulation = {self.accumulation}: follows from train.batch_size = 'auto'; leave it out and "
+            "say how many rows a step has with train.global_batch_size",
+        )
 
     @property
     def rows_per_step(self) -> int:
@@ -245,17 +196,13 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = option(
-        500, "steps between checkpoints; 0 writes one at the end only (and on SIGTERM or Ctrl-C)", at_least=0
-    )
+    every: int = option(500, "steps between checkpoints; 0: at the end, and on SIGTERM or Ctrl-C", at_least=0)
     keep: int = option(2, "how many of the newest to keep", at_least=1)
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    report: bool = option(
-        False, "measure the second step's memory by phase, beside the prediction: memory.txt, memory.png, memory.json"
-    )
+    report: bool = option(False, "measure the second step's memory, beside the prediction: memory.txt, .png, .json")
 
 
 @dataclass(frozen=True)
@@ -266,18 +213,26 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         # Logits over less are infinite in FP32, and have no softmax.
-        require(
-            not 0 < self.temperature < 1e-6,
-            f"sample.temperature = {self.temperature}: 0 (greedy), or at least 1e-06",
-        )
+        is_tiny = 0 < self.temperature < 1e-6
+        require(not is_tiny, f"sample.temperature = {self.temperature}: 0 (greedy), or at least 1e-06")
 
 
 @dataclass(frozen=True)
 class CompareConfig:
     name: str = option("BF16 + FP32 AdamW", "title of the second run in the table")
-    overrides: list[str] = option(
-        [], 'train again with these changes, e.g. ["recipe.name=bf16", "optimizer.moments=fp32"]'
-    )
+    overrides: list[str] = option([], 'train again with these changes, e.g. ["recipe.name=bf16"]')
+
+
+NOT_COMPILED = {
+    "recipe.offload_blocks": "compiled layers keep everything on the GPU",
+    "memory.report": "it measures, and predicts, layers that are not compiled",
+}
+NOT_IN_GRAPHS = {
+    "optimizer.release_gradients": "weights would move between the graphs of one backward pass",
+    "optimizer.offload": "states would be copied while the next pass is recorded",
+    "data.document_mask": "each batch has its own number of documents, a graph has one shape",
+    "train.batch_size": "the estimate does not know what memory graphs keep to themselves",
+}
 
 
 @dataclass(frozen=True)
@@ -313,8 +268,6 @@ class Config:
             f"a step of {rows} rows (train.global_batch_size, or train.batch_size x train.accumulation) of "
             f"data.sequence_length = {length} has {rows * length} tokens: must be at most {MOST_TOKENS}",
         )
-        if self.train.compile != "none":
-            _check_compiled(self)
         warmup, steps = self.schedule.warmup_steps, self.train.steps
         require(warmup < steps, f"schedule.warmup_steps = {warmup}: must be below train.steps = {steps}")
         decay = self.schedule.decay_steps
@@ -322,28 +275,13 @@ class Config:
             self.schedule.kind != "wsd" or warmup + decay <= steps,
             f"schedule: warmup_steps + decay_steps = {warmup + decay} must not exceed train.steps = {steps}",
         )
-
-
-def _check_compiled(config: Config) -> None:
-    """Refuse what compiled layers would leave undone, and what CUDA graphs would do wrong or are not meant for."""
-    refused: list[tuple[str, Any, str]] = [
-        ("recipe.offload_blocks", config.recipe.offload_blocks, "compiled layers keep everything on the GPU"),
-        ("memory.report", config.memory.report, "it measures, and predicts, layers that are not compiled"),
-    ]
-    if config.train.compile == "graphs":
-        optimizer, documents = config.optimizer, config.data.document_mask
-        auto = config.train.batch_size if config.train.batch_size == "auto" else None
-        moved = "weights would move between the graphs of one backward pass"
-        refused += [
-            ("optimizer.release_gradients", optimizer.release_gradients, moved),
-            ("optimizer.offload", optimizer.offload, "states would be copied while the next pass is recorded"),
-            ("data.document_mask", documents, "each batch has its own number of documents, a graph has one shape"),
-            ("train.batch_size", auto, "the estimate does not know what memory graphs keep to themselves"),
-        ]
-    for key, value, reason in refused:
-        way = "Set it to a number" if value == "auto" else "Leave it out"
-        require(
-            not value,
-            f"{key} = {value!r} does not go with train.compile = {config.train.compile!r}: {reason}. {way}, or set "
-            "train.compile to 'none'",
-        )
+        # What compiled layers would leave undone, and what CUDA graphs would do wrong or are not meant for.
+        lacking = {"none": {}, "layers": NOT_COMPILED, "graphs": NOT_COMPILED | NOT_IN_GRAPHS}[self.train.compile]
+        for key, why in lacking.items():
+            value = operator.attrgetter(key)(self)
+            way = "Set it to a number" if value == "auto" else "Leave it out"
+            require(
+                not value or (key == "train.batch_size" and value != "auto"),
+                f"{key} = {value!r} does not go with train.compile = {self.train.compile!r}: {why}. {way}, or set "
+                "train.compile to 'none'",
+            )

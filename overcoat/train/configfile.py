@@ -1,9 +1,8 @@
 """From TOML and dotted arguments to a `Config`, and back.
 
-Every value meets the type hint of its dataclass field here: whole numbers widen to floats, one value stands
-for a list of one, nothing else is converted. An argument's text is read as a TOML value first and as bare
-text where that fails, so `train.device=cpu`, `optimizer.lr=1e-3` and `data.files='["a.txt", "b.txt"]'` all do
-what they look like.
+Every value meets the type hint of its dataclass field here: whole numbers widen to floats, one value stands for a list
+of one, nothing else is converted. An argument's text is read as a TOML value first and as bare text where that fails,
+so `train.device=cpu`, `optimizer.lr=1e-3` and `data.files='["a.txt", "b.txt"]'` all do what they look like.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import json
 import operator
 import sys
 import types
-from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -61,26 +59,21 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
     require(isinstance(values, dict), f"{prefix[:-1]} = {values!r}: expected a table [{prefix[:-1]}]")
     hints = get_type_hints(cls)
     for key in values:
-        if key not in hints:
-            raise ValueError(_unknown_key(prefix + key))
+        require(key in hints, _unknown_key(prefix + key))
     built = {}
     for spec in fields(cls):
-        hint = hints[spec.name]
+        hint, key = hints[spec.name], prefix + spec.name
         if is_dataclass(hint):
-            built[spec.name] = _build(hint, values.get(spec.name, {}), f"{prefix}{spec.name}.")  # type: ignore[arg-type]
+            built[spec.name] = _build(hint, values.get(spec.name, {}), f"{key}.")  # type: ignore[arg-type]
         elif spec.name in values:
-            built[spec.name] = _coerce(values[spec.name], hint, prefix + spec.name)
-            _check_limits(built[spec.name], spec.metadata["limits"], prefix + spec.name)
-            require("\\x00" not in repr(built[spec.name]), f"{prefix}{spec.name}: holds a NUL character, leave it out")
+            built[spec.name] = value = _coerce(values[spec.name], hint, key)
+            require("\\x00" not in repr(value), f"{key}: holds a NUL character, leave it out")
+            for number in value if isinstance(value, list) else [value]:  # NaN is outside of any limit
+                if isinstance(number, (int, float)) and not isinstance(number, bool):
+                    for name, limit in {"at_most": LARGEST, **spec.metadata["limits"]}.items():
+                        in_limit = LIMITS[name](number, limit)
+                        require(in_limit, f"{key} = {value}: must be {name.replace('_', ' ')} {limit}")
     return cls(**built)
-
-
-def _check_limits(value: Any, limits: Mapping[str, float], key: str) -> None:
-    """Refuse a number outside the limits of its option; NaN is outside of any."""
-    for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, (int, float)) and not isinstance(number, bool):
-            for name, limit in {"at_most": LARGEST, **limits}.items():
-                require(LIMITS[name](number, limit), f"{key} = {value}: must be {name.replace('_', ' ')} {limit}")
 
 
 def _apply_argument(values: dict[str, Any], argument: str) -> None:
@@ -91,8 +84,7 @@ def _apply_argument(values: dict[str, Any], argument: str) -> None:
     hint: Any = Config
     for depth, part in enumerate(path):
         hints = get_type_hints(hint) if is_dataclass(hint) else {}
-        if part not in hints:
-            raise ValueError(_unknown_key(key))
+        require(part in hints, _unknown_key(key))
         hint = hints[part]
         if get_origin(hint) is dict and depth < len(path) - 1:
             hint = Any  # the keys of a free table are checked by whoever reads it
@@ -125,25 +117,17 @@ def _coerce_text(text: str, hint: Any, key: str) -> Any:
 
 def _coerce(value: Any, hint: Any, key: str) -> Any:
     """`value` as `hint` demands, widening only int -> float and one element -> list of one."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin, choices = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        for choice in arguments:
-            if choice is not type(None) and (get_origin(choice) is not list or isinstance(value, list)):
+        for choice in choices:
+            if get_origin(choice) is not list or isinstance(value, list):
                 try:
                     return _coerce(value, choice, key)
                 except ValueError:
                     continue
-    elif origin is Literal:
-        if value in arguments:
-            return value
     elif origin is list:
-        return [_coerce(element, arguments[0], key) for element in (value if isinstance(value, list) else [value])]
-    elif origin is dict:
-        if isinstance(value, dict):
-            return value
-    elif type(value) is hint:
+        return [_coerce(element, choices[0], key) for element in (value if isinstance(value, list) else [value])]
+    elif value in choices if origin is Literal else type(value) is (origin or hint):
         return value
     elif hint is float and type(value) is int:
         return float(value)
@@ -175,8 +159,7 @@ def all_keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _unknown_key(key: str) -> str:
-    """Nearest first by the last part alone (train.lr -> optimizer.lr), then by the whole key
-    (optimiser.lr)."""
+    """Nearest first by the last part alone (train.lr -> optimizer.lr), then by the whole key (optimiser.lr)."""
     leaves = {name.rpartition(".")[2]: name for name in all_keys()}
     leaf = key.rpartition(".")[2]
     nearest = difflib.get_close_matches(key, [*all_keys(), *(spec.name for spec in fields(Config))], n=1, cutoff=0.7)
@@ -202,20 +185,13 @@ def dump_toml(config: Config) -> str:
         ValueError: a value does not come back: NaN within [model.config], text that is not Unicode.
     """
     writer = load_extra("tomli_w", "hf", "recording the configuration")
-    text = writer.dumps(_without_none(asdict(config))).encode(errors="replace").decode()
+    # TOML has no null; a key left out has its default, and the default of all that may be None is None.
+    values = asdict(config, dict_factory=lambda items: {key: value for key, value in items if value is not None})
+    text = str(writer.dumps(values).encode(errors="replace").decode())
     back = _flatten(asdict(build_config(tomllib.loads(text), [])))
     for key, value in _flatten(asdict(config)).items():
         require(back.get(key) == value, f"{key} = {value!r}: a TOML file cannot hold this value")
-    return str(text)
-
-
-def _without_none(table: dict[str, Any]) -> dict[str, Any]:
-    """TOML has no null; a key left out has its default, and the default of all that may be None is None."""
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in table.items()
-        if value is not None
-    }
+    return text
 
 
 def record_config(config: Config, path: Path) -> None:
