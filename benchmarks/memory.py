@@ -28,7 +28,7 @@ from overcoat.estimate.phases import Phase, kind_of, measure_step
 from overcoat.estimate.predict import Predictor, Setup
 from overcoat.memory import use_expandable_segments
 from overcoat.models.shapes import MODELS, ModelShape
-from overcoat.train.auto_batch import training
+from overcoat.train.fit import training
 from overcoat.train.configfile import load_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -104,8 +104,6 @@ def train_command(parsed: argparse.Namespace) -> int:
         return 0
     if parsed.config is None:
         raise ValueError("overcoat train needs a CONFIG.toml (overcoat train --keys lists what it may hold)")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("WORLD_SIZE is above 1, but this version trains on one device: start it without torchrun")
     config = load_config(parsed.config, parsed.overrides)
 
     # Importing PyTorch and transformers takes seconds; a mistake in the configuration is found before.
@@ -138,9 +136,9 @@ def train_command(parsed: argparse.Namespace) -> int:
 
 
 def read_config(path: str, overrides: list[str], memory: int | None) -> Any:
-    """What `overcoat estimate --config` asks for (`overcoat.train.auto_batch.to_estimate`)."""
-    from overcoat.train.auto_batch import to_estimate
+    """What `overcoat estimate --config` asks for (`overcoat.train.fit.to_estimate`)."""
     from overcoat.train.configfile import load_config
+    from overcoat.train.fit import to_estimate
 
     return to_estimate(load_config(path, overrides), memory)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 from typing import Any
 
 import torch
@@ -14,28 +13,11 @@ import overcoat
 from overcoat.extras import load_extra
 from overcoat.models.pretrained import load_pretrained
 from overcoat.train.config import Config, ModelConfig, OptimizerConfig, RecipeConfig, require
+from overcoat.train.process import choose_device, memory_of
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
 MANY_LAYERS = 1000  # take a second to make, even on the meta device
-
-
-def choose_device(name: str) -> torch.device:
-    """`train.device` as a device; "auto" is the GPU where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"train.device = {name!r}: expected cuda, cpu or auto") from error
-    require(device.type in ("cuda", "cpu"), f"train.device = {name!r}: expected cuda, cpu or auto")
-    require(
-        device.type != "cuda" or torch.cuda.is_available(),
-        f"train.device = {name!r}: PyTorch sees no CUDA GPU here",
-    )
-    count = torch.cuda.device_count() if device.type == "cuda" else 1
-    require((device.index or 0) < count, f"train.device = {name!r}: there are {count}, counted from 0")
-    return device
 
 
 def check_config(config: Config) -> None:
@@ -184,13 +166,6 @@ def _check_size(num_bytes: int, memory: int) -> None:
     )
 
 
-def memory_of(device: torch.device) -> int:
-    """Bytes of memory that a device has, in use or not."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def inline_config(model: ModelConfig, tokenizer: Any | None, length: int) -> Any:
     """[model.config] as a transformers configuration, completed with what the tokenizer and the rows
     decide."""
@@ -228,13 +203,12 @@ def make_optimizer(model: nn.Module, section: OptimizerConfig, seed: int) -> ove
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    moments = section.moments if isinstance(section.moments, str) else (section.moments[0], section.moments[1])
     return overcoat.AdamW(
         [group for group in groups if group["params"]],
         lr=section.lr,
         betas=(section.betas[0], section.betas[1]),
         eps=section.eps,
-        moments=moments,
+        moments=section.codes,
         master=section.master,
         group_size=section.group_size,
         offload=section.offload,

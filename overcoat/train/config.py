@@ -90,6 +90,11 @@ class OptimizerConfig:
             f"optimizer.moments = {self.moments}: a name, or two codes such as ['sqrt8', 'log8']",
         )
 
+    @property
+    def codes(self) -> str | tuple[str, str]:
+        """`moments` as AdamW takes them."""
+        return self.moments if isinstance(self.moments, str) else (self.moments[0], self.moments[1])
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:

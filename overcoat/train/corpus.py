@@ -28,7 +28,7 @@ import numpy as np
 from overcoat.extras import reason
 from overcoat.train.config import Config, DataConfig
 from overcoat.train.data import PackedRows, RowSource, StreamedRows
-from overcoat.train.files import DamagedError, verify_directory, waiting_lock, write_directory
+from overcoat.train.files import DamagedError, lock, verify_directory, write_directory
 from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, reading
 from overcoat.train.tokenizer import (
     encode,
@@ -92,7 +92,7 @@ def _cached(config: Config, kind: str, say: Callable[[str], None]) -> tuple[Path
     try:
         if not folder.exists():
             waiting = functools.partial(say, f"another run is tokenizing into {folder}: waiting for its tokens")
-            with waiting_lock(folder.with_name(f".{folder.name}.lock"), waiting):
+            with lock(folder.with_name(f".{folder.name}.lock"), waiting):
                 if not folder.exists():
                     say(f"tokenizing into {folder}")
                     about = {"made_from": made_from, "sources": _sources(config.data)}

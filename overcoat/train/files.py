@@ -1,14 +1,11 @@
 """Directories that appear whole or not at all.
 
-A checkpoint, a token cache and an export are each a directory of several files. `write_directory` fills a
-sibling directory with a temporary name, forces every file and then the directory itself to the disk, and
-renames it into place: one atomic step of the file system. Whoever is killed in between leaves a `.partial-*`
-directory, which nothing reads and the next writer of that name removes. A manifest inside records the size and
-SHA-256 of every file, so damage that happens later (a full disk, a truncated copy) is found when the directory is
-read, not when training has gone wrong.
-
-A directory has one writer at a time: the run's lock sees to that for checkpoints, `waiting_lock` for tokens that
-several runs share.
+A checkpoint, a token cache and an export are each a directory of several files. `write_directory` fills a sibling
+directory with a temporary name, forces every file and then the directory itself to the disk, and renames it into place:
+one atomic step of the file system. Whoever is killed in between leaves a `.partial-*` directory, which nothing reads
+and the next writer of that name removes. A manifest inside records the size and SHA-256 of every file, so damage that
+happens later is found when the directory is read, not when training has gone wrong. A directory has one writer at a
+time, which holds a `lock`.
 """
 
 from __future__ import annotations
@@ -35,15 +32,15 @@ class DamagedError(ValueError):
 
 
 @contextlib.contextmanager
-def waiting_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file `path`; `waiting` is called if another process holds it. The system lets go of it even when
-    the process is killed."""
+def lock(path: Path, busy: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file `path`. If another process holds it, `busy` is called: it raises, or the lock is waited for.
+    The system lets go of it even when the process is killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waiting()
+            busy()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -1,21 +1,38 @@
-"""What may change in a running run without changing what it learns: how many rows pass at once, and whether converted
-blocks keep only their inputs.
+"""How many rows pass at once, and whether converted blocks keep only their inputs: what may change in a running run
+without changing what it learns; and `train.batch_size = "auto"`, which chooses it.
 
 A step always takes `train.rows_per_step` rows in equal micro-batches, of a divisor of their number. Another fit changes
 neither the rows of a step nor the weight of a label: other micro-batches are other tensors to find an FP8 scale for,
 and add their gradients in another order; block checkpoints round each block's input to 8 bits (`Recipe.checkpoint`).
+
+    planned = (1 - SAFETY) x what is free, or what PyTorch may take, or train.memory_limit_gib, the least of them
+    chosen  = the largest divisor of train.global_batch_size whose `Prediction.total_bytes` are at most that
+
+The prediction (`overcoat.estimate`) has margins of its own, for the allocator and the CUDA context. It is not the last
+word: a step that runs out of memory all the same is taken again with less (`out_of_memory.py`).
 """
 
 from __future__ import annotations
 
+import bisect
+import gc
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 import overcoat
-from overcoat.train.build import make_recipe
+from overcoat.estimate.predict import CONTEXT, Predictor, Setup
+from overcoat.models.shapes import load_model_config
+from overcoat.train.build import inline_config, make_recipe
 from overcoat.train.config import Config
+from overcoat.train.loss import loss_for_estimates
+
+# Share of the memory that is not planned with: other processes, fragmentation, predictions that are too low.
+SAFETY = 0.05
+GIBI = 2**30
 
 
 class Fit(NamedTuple):
@@ -41,31 +58,164 @@ def recipe_of(config: Config, fit: Fit) -> overcoat.Recipe:
     return replace(recipe, checkpoint="block") if fit.block_checkpoints else recipe
 
 
-def with_block_checkpoints(config: Config, fit: Fit) -> Fit | None:
-    """The same batch with block checkpoints; None if it has them, or has no FP8 blocks."""
+def _checkpointed(config: Config, fit: Fit) -> list[Fit]:
+    """The same batch with block checkpoints; none if it has them, or has no FP8 blocks."""
     recipe = recipe_of(config, fit)
-    return fit._replace(block_checkpoints=True) if recipe.fp8 and recipe.checkpoint is None else None
-
-
-def with_fewer_rows(config: Config, fit: Fit) -> Fit | None:
-    """The next smaller micro-batch; None if there is none, or gradients are released and cannot accumulate."""
-    if config.optimizer.release_gradients:
-        return None
-    smaller = [size for size in divisors(config.train.rows_per_step) if size < fit.micro_batch]
-    return fit._replace(micro_batch=smaller[0]) if smaller else None
+    return [fit._replace(block_checkpoints=True)] if recipe.fp8 and recipe.checkpoint is None else []
 
 
 def next_leaner(config: Config, fit: Fit) -> Fit | None:
     """What to try when a step with `fit` ran out of memory, as `train.on_oom` says; None if nothing is left."""
-    if config.train.on_oom == "error":
-        return None
-    ways = [with_fewer_rows, with_block_checkpoints]
-    if config.train.on_oom == "leaner_recipe":
-        ways.reverse()
-    return next((leaner for way in ways if (leaner := way(config, fit)) is not None), None)
+    fewer = [fit._replace(micro_batch=size) for size in divisors(config.train.rows_per_step) if size < fit.micro_batch]
+    if config.optimizer.release_gradients:
+        fewer = []  # they cannot accumulate
+    lean = _checkpointed(config, fit)
+    ways = {"smaller_batch": [*fewer, *lean], "leaner_recipe": [*lean, *fewer], "error": []}[config.train.on_oom]
+    return ways[0] if ways else None
 
 
 def leanest(fits: Iterable[Fit]) -> Fit:
     """The fit that has what any of them has less."""
-    known = list(fits)
-    return Fit(min(fit.micro_batch for fit in known), any(fit.block_checkpoints for fit in known))
+    rows, checkpoints = zip(*fits, strict=True)
+    return Fit(min(rows), any(checkpoints))
+
+
+class Training(NamedTuple):
+    """A training configuration as far as memory is concerned."""
+
+    model: Any  # transformers configuration
+    batch: int  # rows in one forward pass
+    sequence: int
+    setup: Setup
+    note: str  # what "auto" chose
+
+
+def training(config: Config, memory: int | None = None) -> Training:
+    """Model, batch and setup of a training configuration, for an estimate; of one row if `train.batch_size = "auto"`
+    finds nothing that fits.
+
+    Args:
+        memory: bytes of the GPU that "auto" plans with, at most `train.memory_limit_gib`; None: that, or this
+            machine's GPU.
+    """
+    model, note = model_config(config), ""
+    if config.train.batch_size == "auto":
+        limit = int(GIBI * config.train.memory_limit_gib)
+        if memory is None:
+            memory = memory_to_plan_with(config, torch.device("cuda") if torch.cuda.is_available() else None)
+        fit, no = choose_fit(config, model, min(memory, limit or memory)), ""
+        if fit is None:
+            fit, no = Fit(1), ", which does not fit either"
+        note = f"train.batch_size = auto: {fit}, {config.train.rows_per_step} in a step{no}"
+    else:
+        fit = Fit(config.train.batch_size)
+    return Training(model, fit.micro_batch, config.data.sequence_length, training_setup(config, fit), note)
+
+
+def to_estimate(config: Config, memory: int | None) -> tuple[Predictor, int, int, Setup, str]:
+    """What `overcoat estimate --config` asks for: `training` with a predictor for its model."""
+    asked = training(config, memory)
+    predictor = Predictor(asked.model, loss_for_estimates(config.data.document_mask))
+    return predictor, asked.batch, asked.sequence, asked.setup, asked.note
+
+
+def training_setup(config: Config, fit: Fit) -> Setup:
+    """What a training configuration says about memory, with micro-batches and recipe as `fit` has them."""
+    optimizer = config.optimizer
+    return Setup(
+        recipe=recipe_of(config, fit),
+        moments=optimizer.codes,
+        master=optimizer.master,
+        group_size=optimizer.group_size,
+        release_gradients=optimizer.release_gradients,
+        offload=optimizer.offload,
+        accumulation=config.train.rows_per_step // fit.micro_batch,
+        dtype=config.model.dtype,
+        document_mask=config.data.document_mask,
+    )
+
+
+def model_config(config: Config, tokenizer: Any | None = None) -> Any:
+    """The transformers configuration of the model that is trained.
+
+    Raises:
+        ValueError: the vocabulary is that of a tokenizer which is not given.
+    """
+    model, size = config.model, config.tokenizer.vocab_size
+    if model.name:
+        return load_model_config(model.name)
+    if tokenizer is None and "vocab_size" not in model.config:
+        if not size:
+            raise ValueError(
+                "the size of the vocabulary is known only once the tokenizer is read: pass model.config.vocab_size=N"
+            )
+        model = replace(model, config={**model.config, "vocab_size": size})
+    return inline_config(model, tokenizer, config.data.sequence_length)
+
+
+def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fit:
+    """The fit a run on `device` begins with, before its model is there.
+
+    Raises:
+        ValueError: `train.batch_size = "auto"`, and not a single row fits, or the memory is not known.
+    """
+    if config.train.batch_size != "auto":
+        return Fit(config.train.batch_size)
+    memory = memory_to_plan_with(config, device)
+    fit = choose_fit(config, model_config(config, tokenizer), memory)
+    if fit is None:
+        raise ValueError(
+            f"train.batch_size = 'auto': not even one row fits {memory / GIBI:.2f} GiB; overcoat estimate --config "
+            f"CONFIG.toml --gpu-memory {memory / GIBI:.1f}GiB says what would make it fit, train.batch_size=1 with "
+            "train.accumulation tries all the same"
+        )
+    return fit
+
+
+def choose_fit(config: Config, model: Any, memory: int) -> Fit | None:
+    """The largest micro-batch of a step's rows that fits, with the recipe as configured; with block checkpoints where
+    not a single row fits without them and `train.on_oom` allows them; None if that does not fit either.
+
+    Args:
+        model: transformers configuration.
+        memory: bytes of the GPU, the CUDA context's included. SAFETY comes off, but for the leanest of all.
+    """
+    predictor = Predictor(model, loss_for_estimates(config.data.document_mask))
+
+    def needed(fit: Fit) -> int:
+        setup = training_setup(config, fit)
+        return predictor.predict(fit.micro_batch, config.data.sequence_length, setup).total_bytes
+
+    fits = [Fit(rows) for rows in divisors(config.train.rows_per_step)]
+    leaner = [] if config.train.on_oom == "error" else [lean for fit in fits for lean in _checkpointed(config, fit)]
+    for known in (fits, leaner):
+        # Fewer rows need less: a handful of predictions finds the place, where a large step has hundreds of divisors.
+        place = bisect.bisect_left(known, True, key=lambda fit: needed(fit) <= (1 - SAFETY) * memory)
+        if place < len(known):
+            return known[place]
+    last = [*fits, *leaner][-1]
+    return last if needed(last) <= memory else None
+
+
+def memory_to_plan_with(config: Config, device: torch.device | None) -> int:
+    """Bytes that a run may take on `device` (None: there is none), the CUDA context's included.
+
+    Raises:
+        ValueError: there is no GPU, and no `train.memory_limit_gib`.
+    """
+    known = [int(config.train.memory_limit_gib * GIBI)] if config.train.memory_limit_gib else []
+    if device is not None and device.type == "cuda":
+        gc.collect()  # an earlier run's model
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        used = torch.cuda.memory_allocated(device)  # by what else lives in this process
+        known.append(free + torch.cuda.memory_reserved(device) - used)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        # What `set_per_process_memory_fraction` leaves to tensors; the context comes on top.
+        known.append(int(torch.cuda.get_per_process_memory_fraction(index) * total) - used + CONTEXT)
+    if not known:
+        raise ValueError(
+            "train.batch_size = 'auto' asks a GPU how much memory is free, and there is none: set train.batch_size to "
+            "a number, or train.memory_limit_gib to what it may plan with"
+        )
+    return min(known)

@@ -15,21 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from overcoat.estimate.phases import LOSS, Phase, kind_of, measure_step
 from overcoat.estimate.predict import Prediction, Predictor
 from overcoat.extras import load_extra
 from overcoat.memory import optimizer_bytes
 from overcoat.train.config import Config
+from overcoat.train.fit import training_setup
 from overcoat.train.loss import loss_for_estimates
-from overcoat.train.memory_setup import training_setup
 from overcoat.train.metrics import restart_peak
 from overcoat.train.state import TrainState
 
 MEASURED_STEP = 2
-KINDS = ("forward", "loss", "backward", "optimizer")
 COLORS = {"forward": "tab:green", "loss": "tab:orange", "backward": "tab:blue", "optimizer": "tab:purple"}
+Step = Callable[[TrainState, Config], Any]
 
 
 class Figure(NamedTuple):
@@ -40,91 +38,90 @@ class Figure(NamedTuple):
     measured: int | None
 
 
-class ReportingStep:
-    """Takes training steps; the second one is measured and reported.
+def reporting(train_step: Step, say: Callable[[str], None]) -> Step:
+    """`train_step`, whose second call that does not raise is measured and reported."""
+    num_taken = 0
+
+    def step(state: TrainState, config: Config) -> Any:
+        nonlocal num_taken
+        is_measured = num_taken + 1 == min(MEASURED_STEP, config.train.steps)
+        record = _measured(train_step, say, state, config) if is_measured else train_step(state, config)
+        num_taken += 1
+        return record
+
+    return step
+
+
+def _measured(train_step: Step, say: Callable[[str], None], state: TrainState, config: Config) -> Any:
+    gradients: list[int] = []
+
+    def count(*_: Any) -> None:
+        gradients.append(sum(p.grad.nbytes for p in state.model.parameters() if p.grad is not None))
+
+    handle = state.optimizer.register_step_pre_hook(count)
+    try:
+        with measure_step(state.model, state.optimizer, restart_peak) as phases:
+            record = train_step(state, config)
+    finally:
+        handle.remove()
+    say(write_report(state, config, phases, gradients[-1]))
+    return record
+
+
+def write_report(state: TrainState, config: Config, phases: list[Phase], gradients: int) -> str:
+    """The three files; returns what there is to say.
 
     Args:
-        train_step: takes a step, or raises; then the call did not count.
-        say: prints a line.
+        phases: as measured.
+        gradients: bytes of them when the backward had ended.
     """
-
-    def __init__(self, train_step: Callable[[TrainState, Config], Any], say: Callable[[str], None]) -> None:
-        self.train_step, self.say = train_step, say
-        self.steps = 0
-
-    def __call__(self, state: TrainState, config: Config) -> Any:
-        measured = self.steps + 1 == min(MEASURED_STEP, config.train.steps)
-        record = self._measured(state, config) if measured else self.train_step(state, config)
-        self.steps += 1
-        return record
-
-    def _measured(self, state: TrainState, config: Config) -> Any:
-        gradients: list[int] = []
-        handle = state.optimizer.register_step_pre_hook(lambda *_: gradients.append(_gradient_bytes(state.model)))
-        try:
-            with measure_step(state.model, state.optimizer, restart_peak) as phases:
-                record = self.train_step(state, config)
-        finally:
-            handle.remove()
-        self._report(state, config, phases, gradients[-1])
-        return record
-
-    def _report(self, state: TrainState, config: Config, phases: list[Phase], gradients: int) -> None:
-        setup = training_setup(config, state.fit)
-        if state.device.type != "cuda":
-            setup = replace(setup, offload=False)  # the states are in the memory that is counted
-        predictor = Predictor(state.model.config, loss_for_estimates(setup.document_mask))
-        work = (state.fit.micro_batch, config.data.sequence_length)
-        prediction = predictor.predict(*work, setup)
-        # Nothing of a CPU's matrix library is in the count of tensors.
-        absent = 0 if state.device.type == "cuda" else prediction.handle_bytes
-        predicted = [Phase(label, peak - absent, end - absent) for label, peak, end in prediction.phases]
-        figures = [
-            *_component_figures(state, prediction, gradients),
-            Figure("kept for the backward", predictor.kept(*work, setup).total_bytes, state.kept_bytes or None),
-            *_phase_figures(predicted, phases),
-        ]
-        text = write_table(figures)
-        run_dir = Path(config.train.run_dir)
-        (run_dir / "memory.txt").write_text(text + "\n", encoding="utf-8")
-        (run_dir / "memory.json").write_text(json.dumps(_data(figures, predicted, phases)) + "\n", encoding="utf-8")
-        draw_timeline(predicted, phases, run_dir / "memory.png")
-        self.say(f"{text}\n{run_dir / 'memory.png'} shows the step's course")
-
-
-def _gradient_bytes(model: torch.nn.Module) -> int:
-    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return sum(gradient.nbytes for gradient in found)
+    setup, is_gpu = training_setup(config, state.fit), state.device.type == "cuda"
+    if not is_gpu:
+        setup = replace(setup, offload=False)  # the states are in the memory that is counted
+    predictor = Predictor(state.model.config, loss_for_estimates(setup.document_mask))
+    work = (state.fit.micro_batch, config.data.sequence_length)
+    prediction = predictor.predict(*work, setup)
+    # Nothing of a CPU's matrix library is in the count of tensors.
+    absent = 0 if is_gpu else prediction.handle_bytes
+    predicted = [Phase(label, peak - absent, end - absent) for label, peak, end in prediction.phases]
+    figures = [
+        *_component_figures(state, prediction, gradients),
+        Figure("kept for the backward", predictor.kept(*work, setup).total_bytes, state.kept_bytes or None),
+        *_phase_figures(predicted, phases),
+    ]
+    data = {
+        "figures": {name: {"predicted": mine, "measured": real} for name, mine, real in figures},
+        "predicted": [phase._asdict() for phase in predicted],
+        "measured": [phase._asdict() for phase in phases],
+    }
+    text, run_dir = write_table(figures), Path(config.train.run_dir)
+    (run_dir / "memory.txt").write_text(text + "\n", encoding="utf-8")
+    (run_dir / "memory.json").write_text(json.dumps(data) + "\n", encoding="utf-8")
+    draw_timeline(predicted, phases, run_dir / "memory.png")
+    return f"{text}\n{run_dir / 'memory.png'} shows the step's course"
 
 
 def _component_figures(state: TrainState, prediction: Prediction, gradients: int) -> list[Figure]:
     """What lasts, and the gradients when backward has ended."""
     components = prediction.components
     weights = sum(parameter.nbytes for parameter in state.model.parameters())
-    device_type = state.device.type if prediction.setup.offload else None
-    states = optimizer_bytes(state.optimizer, device_type)
-    of_step = 0 if prediction.setup.release_gradients else weights
+    states = optimizer_bytes(state.optimizer, state.device.type if prediction.setup.offload else None)
     return [
         Figure("weights", components["weights"], weights),
         Figure("moments and remainders", components["moments"] + components["remainders"], states),
-        Figure("gradients, backward done", of_step, gradients),
+        Figure("gradients, backward done", 0 if prediction.setup.release_gradients else weights, gradients),
     ]
 
 
 def _phase_figures(predicted: list[Phase], measured: list[Phase]) -> list[Figure]:
     """Peaks by kind of phase, and what is there between forward and backward."""
-
-    def most(phases: list[Phase], kind: str) -> int:
-        return max((phase.peak for phase in phases if kind_of(phase.label) == kind), default=0)
-
-    def after_forward(phases: list[Phase]) -> int:
-        return next(phase.end for phase in phases if phase.label == LOSS)
-
-    return [
-        Figure("allocated, forward done", after_forward(predicted), after_forward(measured)),
-        *(Figure(f"peak, {kind}", most(predicted, kind), most(measured, kind)) for kind in KINDS),
-        Figure("peak of the step", max(p.peak for p in predicted), max(p.peak for p in measured)),
-    ]
+    both = (predicted, measured)
+    ends = [next(phase.end for phase in phases if phase.label == LOSS) for phases in both]
+    figures = [Figure("allocated, forward done", *ends)]
+    for kind in COLORS:
+        peaks = [[phase.peak for phase in phases if kind_of(phase.label) == kind] for phases in both]
+        figures.append(Figure(f"peak, {kind}", *(max(of, default=0) for of in peaks)))
+    return [*figures, Figure("peak of the step", *(max(phase.peak for phase in phases) for phases in both))]
 
 
 def write_table(figures: list[Figure]) -> str:
@@ -139,14 +136,6 @@ def write_table(figures: list[Figure]) -> str:
     return "\n".join(lines)
 
 
-def _data(figures: list[Figure], predicted: list[Phase], measured: list[Phase]) -> dict[str, Any]:
-    return {
-        "figures": {name: {"predicted": mine, "measured": real} for name, mine, real in figures},
-        "predicted": [phase._asdict() for phase in predicted],
-        "measured": [phase._asdict() for phase in measured],
-    }
-
-
 def draw_timeline(predicted: list[Phase], measured: list[Phase], path: Path) -> None:
     """Bytes over the phases of the step: measured as bars, dark what a phase leaves and light its peak, predicted as
     lines.
@@ -158,17 +147,19 @@ def draw_timeline(predicted: list[Phase], measured: list[Phase], path: Path) -> 
     pyplot = load_extra("matplotlib.pyplot", "hf", "memory.report = true")
     unit, size = ("GiB", 2**30) if max(phase.peak for phase in measured) >= 2**30 else ("MiB", 2**20)
     figure, axes = pyplot.subplots(figsize=(10, 4.5), dpi=120)
-    for kind in KINDS:
+    for kind, color in COLORS.items():
         places = [place for place, phase in enumerate(measured) if kind_of(phase.label) == kind]
         ends = [measured[place].end / size for place in places]
         tops = [(measured[place].peak - measured[place].end) / size for place in places]
-        axes.bar(places, ends, 1.0, color=COLORS[kind], alpha=0.65, label=f"{kind}, measured")
-        axes.bar(places, tops, 1.0, bottom=ends, color=COLORS[kind], alpha=0.3)
+        axes.bar(places, ends, 1.0, color=color, alpha=0.65, label=f"{kind}, measured")
+        axes.bar(places, tops, 1.0, bottom=ends, color=color, alpha=0.3)
     edges = [place - 0.5 for place in range(len(predicted) + 1)]
     for name, style in (("peak", "-"), ("end", ":")):
         values = [getattr(phase, name) / size for phase in predicted]
         axes.stairs(values, edges, color="black", linestyle=style, baseline=None, label=f"{name}, predicted")
-    shown = _ticks(measured)
+    # Labels for every phase outside the blocks, and for the first and the last block each way.
+    others = {place for place, phase in enumerate(measured) if not phase.label.startswith("block")}
+    shown = [place for place in range(len(measured)) if others & {place - 1, place, place + 1}]
     axes.set_xticks(shown, [measured[place].label for place in shown], rotation=30, ha="right", fontsize=7)
     axes.set_ylabel(f"{unit} allocated: at a phase's peak (light) and end")
     axes.set_xlim(-0.5, max(len(measured), len(predicted)) - 0.5)
@@ -177,11 +168,3 @@ def draw_timeline(predicted: list[Phase], measured: list[Phase], path: Path) -> 
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
-
-
-def _ticks(phases: list[Phase]) -> list[int]:
-    """Places with a label: the first and the last block each way, and every phase outside the blocks."""
-    blocks = [place for place, phase in enumerate(phases) if phase.label.startswith("block")]
-    others = [place for place, phase in enumerate(phases) if not phase.label.startswith("block")]
-    last = [place for place in blocks if place + 1 in others or place - 1 in others]
-    return sorted({*others, *last})

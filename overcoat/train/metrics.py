@@ -1,38 +1,40 @@
-"""What a run reports while it trains: one JSON line per step, TensorBoard events, a progress bar.
+"""What a run reports while it trains: one JSON line per step, TensorBoard events, a progress bar or lines.
 
-`metrics.jsonl` is only ever appended to. A row is {"kind": "train", "step", "loss", "lr", "gradient_norm",
-...} or {"kind": "eval", "step", "loss", "attention_score"}, the last the largest log-sum-exp of a held-out
-row's attention where layers are converted; a step skipped for its gradient has "gradient_norm": null;
-{"kind": "fit", "step", ...} says how many rows pass at once from that step on (`out_of_memory.py`). A resumed
-run first writes {"kind": "resume", "step"}, which tells `read_metrics` to forget rows after that step, but
-for fits: they were logged by a process that died before its next checkpoint. The steps are then repeated
-with the same numbers. A line cut off by such a death is skipped; a row of another kind is an error.
+`metrics.jsonl` is only ever appended to:
+
+    {"kind": "train", "step", "loss", "lr", "gradient_norm", ...}    the norm is null where the step was skipped for it
+    {"kind": "eval", "step", "loss", "attention_score"}              the largest log-sum-exp of attention in a held-out
+                                                                     row, where layers are converted
+    {"kind": "fit", "step", ...}       how many rows pass at once from that step on (`out_of_memory.py`)
+    {"kind": "resume", "step"}         first of a resumed run: `read_metrics` forgets rows after that step, but for
+                                       fits: a process logged them that died before its next checkpoint
+
+The steps are then repeated with the same numbers. A line cut off by such a death is skipped; a row of another kind is
+an error.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from overcoat.extras import load_extra
 from overcoat.train.config import Config
 
 Row = dict[str, Any]
 METRICS = "metrics.jsonl"
+PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}  # for Console.print: a line as it is
 # What is read of a row beside its step.
 KINDS = {
     "train": ("loss", "tokens_per_second", "peak_bytes"),
@@ -40,27 +42,50 @@ KINDS = {
     "fit": ("micro_batch", "block_checkpoints"),
     "resume": (),
 }
+MOST_SKIPPED = 10  # steps in a row: one odd batch is survived, a model that is lost is not trained on
 
 
-class MetricsLog:
-    """Appends rows to metrics.jsonl and mirrors their numbers to TensorBoard."""
+@dataclass
+class StepRecord:
+    """What one step leaves behind; the tensors are on the device, unread."""
 
-    def __init__(self, config: Config, first_step: int):
+    step: int
+    lr: float
+    num_tokens: int
+    loss: torch.Tensor  # () fp32
+    gradient_norm: torch.Tensor  # () fp32, before clipping
+
+
+class RunLog:
+    """Where a run's rows and lines go.
+
+    Step records are collected unread; `flush` reads them from the device together, at each log interval.
+    """
+
+    def __init__(self, config: Config, console: Console, title: str, first_step: int, device: torch.device):
         run_dir = Path(config.train.run_dir)
+        self._console, self._title, self._device, self._num_steps = console, title, device, config.train.steps
         self._file = (run_dir / METRICS).open("a+", encoding="ascii")
-        is_new = self._file.seek(0, 2) == 0
-        if not is_new and self._ends_within_a_line():
-            self._file.write("\n")
         self._writer = None
         if config.train.tensorboard:
             board = load_extra("torch.utils.tensorboard", "hf", "train.tensorboard = true")
             self._writer = board.SummaryWriter(run_dir / "tensorboard", purge_step=first_step)
-        if not is_new:
+        if (size := self._file.seek(0, 2)) > 0:
+            self._file.seek(size - 1)
+            if self._file.read(1) != "\n":  # cut off within a line
+                self._file.write("\n")
             self.write({"kind": "resume", "step": first_step})
-
-    def _ends_within_a_line(self) -> bool:
-        self._file.seek(self._file.tell() - 1)
-        return self._file.read(1) != "\n"
+        time_columns = (TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.fields[status]}"), *time_columns)
+        self._bar = Progress(
+            TextColumn("{task.description}"), *columns, console=console, disable=not console.is_terminal
+        )
+        self._task = self._bar.add_task(title, total=config.train.steps, completed=first_step, status="")
+        self._bar.start()
+        self._records: list[StepRecord] = []
+        self._skipped = 0
+        self._host = HostWatch(config, device)
+        self._mark = time.perf_counter()
 
     def write(self, *rows: Row) -> None:
         self._file.write("".join(json.dumps(row) + "\n" for row in rows))
@@ -71,10 +96,73 @@ class MetricsLog:
                     if key not in ("kind", "step") and value is not None:
                         self._writer.add_scalar(f"{row['kind']}/{key}", value, row["step"])
 
+    def say(self, text: str) -> None:
+        self._console.print(text, **PLAIN)
+
+    def add(self, record: StepRecord) -> None:
+        self._records.append(record)
+
+    def flush(self) -> None:
+        """Read the pending losses from the device, check them and write their rows, with the rate since the last."""
+        if not self._records:
+            return
+        pairs = torch.stack([torch.stack((record.loss, record.gradient_norm)) for record in self._records])
+        asked = time.perf_counter()
+        values = pairs.tolist()
+        waited, seconds = time.perf_counter() - asked, time.perf_counter() - self._mark
+        advice = self._host.saw(len(self._records), seconds, waited)
+        common = {
+            "tokens_per_second": round(sum(record.num_tokens for record in self._records) / seconds, 1),
+            "peak_bytes": peak_bytes(self._device),
+        }
+        rows = [
+            {"kind": "train", "step": record.step, "loss": loss, "lr": record.lr, "gradient_norm": norm, **common}
+            for record, (loss, norm) in zip(self._records, values, strict=True)
+        ]
+        self._records.clear()
+        self._skipped = check_finite(rows, self._skipped)
+        self.write(*rows)
+        self._show(rows[-1])
+        if advice is not None:
+            self.say(advice)
+        self.restart_clock()
+
+    def _show(self, row: Row) -> None:
+        peak = decimal(row["peak_bytes"], precision=2)
+        status = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s  peak {peak}"
+        self._bar.update(self._task, completed=row["step"], status=status)
+        if not self._console.is_terminal:
+            self.say(f"{self._title}  step {row['step']}/{self._num_steps}  {status}")
+
+    def restart_clock(self) -> None:
+        """Leave what happened since the last flush (an evaluation, a checkpoint) out of the rate."""
+        self._mark = time.perf_counter()
+
     def close(self) -> None:
+        self._bar.stop()
         self._file.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def check_finite(rows: list[Row], skipped: int = 0) -> int:
+    """Steps with an infinite gradient were skipped and are only marked; MOST_SKIPPED of them in a row, or a loss that
+    is lost, end the run before it can reach a checkpoint.
+
+    `skipped` steps in a row came before `rows`; returns how many end with them.
+    """
+    remedy = "lower optimizer.lr or lengthen schedule.warmup_steps"
+    for row in rows:
+        start = f"step {row['step']}: the"
+        if not math.isfinite(row["loss"]):
+            raise FloatingPointError(f"{start} loss is {row['loss']}, and this reached no checkpoint; {remedy}")
+        skipped = 0 if math.isfinite(row["gradient_norm"]) else skipped + 1
+        if skipped:
+            row["gradient_norm"] = None
+        if skipped == MOST_SKIPPED:
+            many = f"{start} gradients of {skipped} steps in a row were not finite, and all of them were skipped"
+            raise FloatingPointError(f"{many}; {remedy}")
+    return skipped
 
 
 def read_metrics(path: Path) -> dict[str, dict[int, Row]]:
@@ -87,7 +175,8 @@ def read_metrics(path: Path) -> dict[str, dict[int, Row]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if not _is_row(row):
+        keys = KINDS.get(str(row.get("kind"))) if isinstance(row, dict) else None
+        if keys is None or not all(isinstance(row.get(key), (int, float)) for key in ("step", *keys)):
             raise ValueError(f"{path}, line {number}: not a row that overcoat wrote: {line[:60]!r}; remove that line")
         if row["kind"] == "resume":
             for kind in ("train", "eval"):
@@ -95,12 +184,6 @@ def read_metrics(path: Path) -> dict[str, dict[int, Row]]:
         else:
             found[row["kind"]][row["step"]] = row
     return found
-
-
-def _is_row(row: Any) -> bool:
-    """Whether a line's value has a kind, and the numbers of that kind."""
-    keys = KINDS.get(str(row.get("kind"))) if isinstance(row, dict) else None
-    return keys is not None and all(isinstance(row.get(key), (int, float)) for key in ("step", *keys))
 
 
 # Peaks of GPUs from before `restart_peak`.
@@ -130,41 +213,37 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def format_bytes(count: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB" if count < 1000 else f"{count:.0f} GB"
+class HostWatch:
+    """Whether the GPU waits for the host: counts the log intervals at whose ends the GPU had nothing left to do.
 
+    The host queues the kernels of a whole interval before it asks for the losses. Where the GPU is the slower one, the
+    answer takes a good part of a step; where the host is, it is there. A block takes the host 3 ms and more however
+    small it is, as CUDA graphs 1 to 2 (docs/research/kernels.md). A run says so once, if nothing speaks against graphs.
+    """
 
-class ProgressReport:
-    """A live bar on a terminal, one plain line per log interval elsewhere (a file, CI)."""
+    SHORT = 0.05  # waiting for less than this part of a step's time is not waiting
+    INTERVALS = 3  # in a row: the first, in which kernels are compiled, may count wrongly
+    ADVICE = (
+        "The GPU waits for the host, as with small models: train.compile=graphs, which replays the layers as CUDA "
+        "graphs, can make more tokens per second; so can more rows at once (train.batch_size)."
+    )
 
-    def __init__(self, console: Console, title: str, num_steps: int, first_step: int):
-        self._console, self._title, self._num_steps = console, title, num_steps
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task(title, total=num_steps, completed=first_step, status="")
-        self._bar.start()
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.in_a_row = 0
+        self.advises = device.type == "cuda" and config.recipe.name != "bf16" and config.train.compile != "graphs"
+        try:
+            replace(config, train=replace(config.train, compile="graphs"))
+        except ValueError:
+            self.advises = False
 
-    def update(self, step: int, row: Row) -> None:
-        rate, peak = row["tokens_per_second"], format_bytes(row["peak_bytes"])
-        status = f"loss {row['loss']:.4f}  {rate:,.0f} tok/s  peak {peak}"
-        self._bar.update(self._task, completed=step, status=status)
-        if not self._console.is_terminal:
-            self.say(f"{self._title}  step {step}/{self._num_steps}  {status}")
+    def saw(self, steps: int, seconds: float, waited: float) -> str | None:
+        """An interval of so many steps took `seconds`, in the last `waited` of which the host waited for the GPU.
 
-    def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        self._bar.stop()
+        Returns:
+            the advice, at most once.
+        """
+        self.in_a_row = self.in_a_row + 1 if waited < self.SHORT * seconds / steps else 0
+        if not self.advises or self.in_a_row < self.INTERVALS:
+            return None
+        self.advises = False
+        return self.ADVICE

@@ -44,7 +44,7 @@ class DoesNotFitError(Exception):
     """Memory ran out, and nothing that may be changed by itself would help. is_whole: all is as before the step."""
 
     def __init__(self, message: str, is_whole: bool):
-        super().__init__(message)
+        super().__init__(f"{message}. {REMEDY}")
         self.is_whole = is_whole
 
 
@@ -69,7 +69,7 @@ def whatever_the_batch(what: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        message = f"{what} ran out of memory, whatever the batch ({_first_line(error)}). {REMEDY}"
+        message = f"{what} ran out of memory, whatever the batch ({_first_line(error)})"
         raise DoesNotFitError(message, is_whole=False) from error
 
 
@@ -112,7 +112,11 @@ class Fitting:
             DoesNotFitError: nothing leaner is left.
             LostStepError: weights have moved.
         """
-        self._follow_record(state, config)
+        recorded = fit_at(self.recorded, state.step + 1)
+        if recorded is not None and (fit := leanest([state.fit, recorded])) != state.fit:
+            free_memory(state.device, config)
+            state.change_fit(config, fit)
+            self.changed(f"step {state.step + 1}: {fit}, as recorded", None)
         generators = rng_state()
         while True:
             try:
@@ -135,27 +139,16 @@ class Fitting:
         fit = next_leaner(config, state.fit)
         if fit is None:
             left = "train.on_oom = 'error'" if config.train.on_oom == "error" else "nothing leaner is left to try"
-            message = f"step {step} ran out of memory with {state.fit}, and {left} ({reason}). {REMEDY}"
-            raise DoesNotFitError(message, is_whole)
+            raise DoesNotFitError(f"step {step} ran out of memory with {state.fit}, and {left} ({reason})", is_whole)
         how = "taking it again with" if is_whole else "back to the newest checkpoint, then"
         self.changed(f"step {step} ran out of memory; {how} {fit} ({reason})", fit_row(step, fit, out_of_memory=True))
         if not is_whole:
             raise LostStepError(f"step {step}: some weights have moved")
         state.change_fit(config, fit)
 
-    def _follow_record(self, state: TrainState, config: Config) -> None:
-        recorded = fit_at(self.recorded, state.step + 1)
-        if recorded is not None and (fit := leanest([state.fit, recorded])) != state.fit:
-            free_memory(state.device, config)
-            state.change_fit(config, fit)
-            self.changed(f"step {state.step + 1}: {fit}, as recorded", None)
-
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
-
-
-# ---- the record -----------------------------------------------------------------------------------------------------
 
 
 def fit_row(step: int, fit: Fit, out_of_memory: bool) -> Row:

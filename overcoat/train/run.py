@@ -1,5 +1,4 @@
-"""A whole run: from a configuration to a trained, exported model and its figures; twice where a comparison is
-wanted.
+"""A whole run: from a configuration to a trained, exported model and its figures; twice where a comparison is wanted.
 
 RUN_DIR/config.toml      the resolved configuration
         data/            tokens and tokenizer
@@ -13,13 +12,9 @@ RUN_DIR/config.toml      the resolved configuration
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import functools
 import statistics
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,27 +22,17 @@ from rich.console import Console
 import overcoat
 from overcoat import memory
 from overcoat.models.compiled import compile_layers, eager
-from overcoat.train.auto_batch import first_fit
-from overcoat.train.build import build_model, check_config, check_vocabulary, choose_device, make_optimizer
-from overcoat.train.checkpoint import (
-    RECORDED_CONFIG,
-    checkpoint_dir,
-    choose_checkpoint,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-    set_aside_attempt,
-    set_aside_newer,
-    write_model,
-)
+from overcoat.train import checkpoint
+from overcoat.train.build import build_model, check_config, check_vocabulary, make_optimizer
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, dump_toml, record_config
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
-from overcoat.train.files import sweep, write_directory
-from overcoat.train.fit import Fit, recipe_of
+from overcoat.train.files import lock, sweep, write_directory
+from overcoat.train.fit import Fit, first_fit, recipe_of
 from overcoat.train.loop import train_steps
-from overcoat.train.metrics import METRICS, MetricsLog, ProgressReport, forget_peak, read_metrics
+from overcoat.train.metrics import METRICS, PLAIN, RunLog, forget_peak, read_metrics
 from overcoat.train.out_of_memory import LostStepError, free_memory, recorded_fits, whatever_the_batch
+from overcoat.train.process import check_alone, choose_device
 from overcoat.train.state import TrainState
 
 LOCK = ".lock"
@@ -78,41 +63,32 @@ def run(config: Config, console: Console) -> list[RunResult]:
     """The configured run, then its twin if [compare] asks for one; both resume if they were interrupted."""
     twin = twin_config(config) if config.compare.overrides else None
     check_before_training(config)
-    if twin is not None:
-        check_twin(twin)
-    results = [run_once(config, console, "Overcoat")]
-    if twin is not None:
-        results.append(run_once(twin, console, config.compare.name))
-    return results
+    if twin is None:
+        return [run_once(config, console, "Overcoat")]
+    again = ""
+    try:  # the same of the second run, before the first one has spent its hours
+        check_before_training(twin)
+        again = f"; for this run: delete {twin.train.run_dir} to train it anew"
+        checkpoint.choose_checkpoint(twin)
+    except ValueError as error:
+        raise ValueError(f"the run of [compare]: {error}{again}") from error
+    return [run_once(config, console, "Overcoat"), run_once(twin, console, config.compare.name)]
 
 
 def check_before_training(config: Config) -> None:
     """Every mistake in the configuration that shows without reading data, or the run directory."""
+    check_alone()
     check_config(config)
     dump_toml(config)
-
-
-def check_twin(twin: Config) -> None:
-    """The same of the second run, before the first one has spent its hours."""
-    try:
-        check_before_training(twin)
-    except ValueError as error:
-        raise ValueError(f"the run of [compare]: {error}") from error
-    try:
-        choose_checkpoint(twin)
-    except ValueError as error:
-        again = f"delete {twin.train.run_dir} to train it anew"
-        raise ValueError(f"the run of [compare]: {error}; for this run: {again}") from error
 
 
 def twin_config(config: Config) -> Config:
     """The configuration of the run to compare with: same tokens, seed and steps, and what `compare.overrides`
     changes."""
-    run_dir = Path(config.train.run_dir)
     mine = replace(
         config,
         compare=replace(config.compare, overrides=[]),
-        train=replace(config.train, run_dir=str(run_dir / "twin"), resume="auto"),
+        train=replace(config.train, run_dir=str(Path(config.train.run_dir) / "twin"), resume="auto"),
         data=replace(config.data, cache_dir=str(cache_dir(config))),
         sample=replace(config.sample, tokens=0),
     )
@@ -124,13 +100,16 @@ def run_once(config: Config, console: Console, title: str) -> RunResult:
     check_before_training(config)
     run_dir = Path(config.train.run_dir)
     if not (run_dir / LOCK).exists():
-        choose_checkpoint(config)  # what is refused finds its directory as it was
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with locked(run_dir):
-        start_from = choose_checkpoint(config)
+        checkpoint.choose_checkpoint(config)  # what is refused finds its directory as it was
+
+    def busy() -> None:
+        raise ValueError(f"another process is training in {run_dir}: choose another train.run_dir")
+
+    with lock(run_dir / LOCK, busy):
+        start_from = checkpoint.choose_checkpoint(config)
         checkpoints = [] if start_from is None else [start_from]
         if start_from is None:
-            set_aside_attempt(config)
+            checkpoint.set_aside_attempt(config)
         while True:
             try:
                 return _train_from(checkpoints, config, console, title)
@@ -142,53 +121,47 @@ def run_once(config: Config, console: Console, title: str) -> RunResult:
 
 def _train_from(checkpoints: list[Path], config: Config, console: Console, title: str) -> RunResult:
     """Train from the last of `checkpoints`, to which those that are written are added, or from the beginning."""
-    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    device = choose_device(config.train.device)
+    run_dir, device = Path(config.train.run_dir), choose_device(config.train.device)
+
+    def say(text: str) -> None:
+        console.print(text, **PLAIN)
+
     corpus = open_corpus(config, say)
     with whatever_the_batch("the model"):
-        state, report = make_state(config, corpus, device, beginning_fit(config, device, corpus.tokenizer))
+        recorded = recorded_fits(config) if config.train.batch_size == "auto" else {}  # chosen once
+        fit = recorded[min(recorded)] if recorded else first_fit(config, device, corpus.tokenizer)
+        state, report = make_state(config, corpus, device, fit)
     say(str(report))
     if checkpoints:
-        load_checkpoint(checkpoints[-1], state)
+        checkpoint.load_checkpoint(checkpoints[-1], state)
         require_steps_left(config, state.step, checkpoints[-1])
         say(f"resuming from {checkpoints[-1]}")
-    folder = checkpoint_dir(config)
+    folder = checkpoint.checkpoint_dir(config)
     if folder.exists():
         sweep(folder)
-        set_aside_newer(folder, state.step)
-    record_config(config, Path(config.train.run_dir) / RECORDED_CONFIG)
+        checkpoint.set_aside_newer(folder, state.step)
+    record_config(config, run_dir / checkpoint.RECORDED_CONFIG)
 
     def save() -> Path:
-        checkpoints.append(save_checkpoint(state, config, corpus.tokenizer))
+        checkpoints.append(checkpoint.save_checkpoint(state, config, corpus.tokenizer))
         return checkpoints[-1]
 
-    return _train_and_finish(config, console, title, corpus, state, save)
+    with contextlib.closing(RunLog(config, console, title, state.step, device)) as log:
+        is_evaluated = state.step in read_metrics(run_dir / METRICS)["eval"]
+        train_steps(state, config, corpus.held_out, log, save, is_evaluated)
+    if state.kept_table:
+        (run_dir / "kept.txt").write_text(state.kept_table + "\n", encoding="utf-8")
+    export = run_dir / "export"
+    about = {"step": state.step}
+    write_directory(export, lambda folder: checkpoint.write_model(state.model, corpus.tokenizer, folder), about)
+    return _result(config, title, corpus, state)
 
 
-def require_steps_left(config: Config, step: int, checkpoint: Path) -> None:
+def require_steps_left(config: Config, step: int, path: Path) -> None:
     """Refuse to finish, from a checkpoint, a run that took no step of its own."""
     steps, rows = config.train.steps, read_metrics(Path(config.train.run_dir) / METRICS)["train"]
     if step > steps or (step == steps and not rows):
-        raise ValueError(f"{checkpoint} is at step {step} of train.steps = {steps}: nothing is left, raise train.steps")
-
-
-def beginning_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fit:
-    """The fit to begin with: chosen once, then the first that the run has recorded."""
-    recorded = recorded_fits(config)
-    if config.train.batch_size == "auto" and recorded:
-        return recorded[min(recorded)]
-    return first_fit(config, device, tokenizer)
-
-
-@contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Hold `run_dir` for this process; the system lets go of it even when the process is killed."""
-    with (run_dir / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"another process is training in {run_dir}: choose another train.run_dir") from error
-        yield
+        raise ValueError(f"{path} is at step {step} of train.steps = {steps}: nothing is left, raise train.steps")
 
 
 def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -> tuple[TrainState, overcoat.Report]:
@@ -202,57 +175,29 @@ def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -
         overcoat.release_gradients(model, optimizer)
     if config.train.compile != "none":
         compile_layers(model, graphs=config.train.compile == "graphs")
-    state = TrainState(
-        model=model,
-        optimizer=optimizer,
-        rows=corpus.rows,
-        data_identity=corpus.identity,
-        eos=corpus.eos,
-        device=device,
-        fit=fit,
-    )
-    return state, report
+    return TrainState(model, optimizer, corpus.rows, corpus.identity, corpus.eos, device, fit), report
 
 
-def _train_and_finish(
-    config: Config, console: Console, title: str, corpus: Corpus, state: TrainState, save: Callable[[], Path]
-) -> RunResult:
+def _result(config: Config, title: str, corpus: Corpus, state: TrainState) -> RunResult:
     run_dir = Path(config.train.run_dir)
-    log = MetricsLog(config, state.step)
-    report = ProgressReport(console, title, config.train.steps, state.step)
-    try:
-        evaluated = read_metrics(run_dir / METRICS)["eval"].keys()
-        train_steps(state, config, corpus.held_out, log, report, save, state.step in evaluated)
-    finally:
-        report.close()
-        log.close()
-    if state.kept_table:
-        (run_dir / "kept.txt").write_text(state.kept_table + "\n", encoding="utf-8")
-    export = run_dir / "export"
-    write_directory(export, lambda folder: write_model(state.model, corpus.tokenizer, folder), {"step": state.step})
-    return _result(config, title, corpus, state, export)
-
-
-def _result(config: Config, title: str, corpus: Corpus, state: TrainState, export: Path) -> RunResult:
-    metrics_path = Path(config.train.run_dir) / METRICS
-    metrics = read_metrics(metrics_path)
-    last = list(metrics["train"].values())[-max(1, config.train.steps // 10) :]
+    metrics = read_metrics(run_dir / METRICS)
+    rows = list(metrics["train"].values())
     return RunResult(
         title=title,
         steps=state.step,
         num_tokens=state.num_tokens,
         num_parameters=sum(parameter.numel() for parameter in state.model.parameters()),
-        train_loss=statistics.fmean(row["loss"] for row in last),
+        train_loss=statistics.fmean(row["loss"] for row in rows[-max(1, config.train.steps // 10) :]),
         held_out_loss=metrics["eval"][state.step]["loss"],
-        tokens_per_second=statistics.median(row["tokens_per_second"] for row in metrics["train"].values()),
+        tokens_per_second=statistics.median(row["tokens_per_second"] for row in rows),
         # Not this process's own: it may have done nothing but read a finished run.
-        peak_bytes=max(row["peak_bytes"] for row in metrics["train"].values()),
+        peak_bytes=max(row["peak_bytes"] for row in rows),
         kept_bytes=state.kept_bytes,
         optimizer_bytes=memory.optimizer_bytes(state.optimizer),
         device=torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "CPU",
-        checkpoint=str(list_checkpoints(checkpoint_dir(config))[-1]),
-        export=str(export),
-        metrics=str(metrics_path),
+        checkpoint=str(checkpoint.list_checkpoints(checkpoint.checkpoint_dir(config))[-1]),
+        export=str(run_dir / "export"),
+        metrics=str(run_dir / METRICS),
         sample=generate_sample(config, corpus, state),
     )
 

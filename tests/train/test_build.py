@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from overcoat.train import build
-from overcoat.train.build import build_model, check_builds, check_config, choose_device, load_model, make_recipe
+from overcoat.train.build import build_model, check_builds, check_config, load_model, make_recipe
+from overcoat.train.process import choose_device
 from overcoat.train.config import Config, ModelConfig, RecipeConfig
 
 CPU = torch.device("cpu")

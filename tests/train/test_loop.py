@@ -18,8 +18,8 @@ from overcoat.train.build import build_model, make_optimizer
 from overcoat.train.config import Config
 from overcoat.train.data import PackedRows, make_batch
 from overcoat.train.fit import Fit
-from overcoat.train.loop import check_finite, evaluate, train_step
-from overcoat.train.metrics import read_metrics
+from overcoat.train.loop import evaluate, train_step
+from overcoat.train.metrics import check_finite, read_metrics
 from overcoat.train.run import run_once
 from overcoat.train.state import TrainState, rng_state
 

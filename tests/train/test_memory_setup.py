@@ -8,7 +8,7 @@ import pytest
 
 from overcoat import Recipe
 from overcoat.estimate import Setup
-from overcoat.train.auto_batch import training
+from overcoat.train.fit import training
 from overcoat.train.configfile import build_config, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

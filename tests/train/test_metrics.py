@@ -16,7 +16,7 @@ from rich.console import Console
 
 from overcoat.train import metrics
 from overcoat.train.config import Config
-from overcoat.train.metrics import MetricsLog, ProgressReport, format_bytes, peak_bytes, read_metrics
+from overcoat.train.metrics import peak_bytes, read_metrics
 from tests.train.test_loop import row
 
 MakeConfig = Callable[..., Config]

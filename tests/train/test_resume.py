@@ -225,7 +225,6 @@ def test_a_checkpoint_of_another_model_is_refused(stopped: Path, resumed: Callab
 
 
 def test_two_processes_cannot_share_a_run(resumed: Callable[..., Any], tmp_path: Path) -> None:
-    from overcoat.train.run import locked
 
     (tmp_path / "run").mkdir()
     with locked(tmp_path / "run"), pytest.raises(ValueError, match="another process is training"):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from overcoat.train.config import ScheduleConfig
-from overcoat.train.schedule import multiplier
+from overcoat.train.loop import multiplier
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
