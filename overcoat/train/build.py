@@ -21,8 +21,7 @@ MANY_LAYERS = 1000  # take a second to make, even on the meta device
 
 
 def check_config(config: Config) -> None:
-    """Find what is wrong with the device, the recipe, the optimizer and the inline model before anything is
-    read."""
+    """Find what is wrong with the device, the recipe, the optimizer and the inline model before anything is read."""
     device = choose_device(config.train.device)
     make_recipe(config.recipe)
     require(
@@ -104,11 +103,12 @@ def check_vocabulary(model: Any, num_ids: int, is_tokens: bool) -> None:
     )
 
 
-def check_inline(model: ModelConfig) -> str:
-    """The model type of [model.config], after a look at it and at the names of the other keys."""
+def _inline(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """The model type of [model.config] and the other values, after a look at it and at their names."""
     transformers = load_extra("transformers", "hf", "building the model")
     supported = list(load_extra(MODEL_TYPES, "hf", "building the model").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    model_type = model.config.get("model_type", "")
+    values = dict(model.config)
+    model_type = values.pop("model_type", "")
     if model_type not in supported:
         near = difflib.get_close_matches(str(model_type), supported, n=1) or ["llama"]
         raise ValueError(
@@ -116,22 +116,18 @@ def check_inline(model: ModelConfig) -> str:
             f"did you mean {near[0]!r}?"
         )
     known = transformers.AutoConfig.for_model(model_type).to_dict().keys() | {"rope_theta"}
-    for key in model.config.keys() - known:
+    for key in values.keys() - known:
         near = difflib.get_close_matches(key, known, n=1)
         hint = f"; did you mean model.config.{near[0]}?" if near else ""
         raise ValueError(f"unknown key model.config.{key} for a {model_type} model{hint}")
-    return str(model_type)
-
-
-def _inline_values(model: ModelConfig) -> dict[str, Any]:
-    return {key: value for key, value in model.config.items() if key != "model_type"}
+    return model_type, values
 
 
 def check_builds(model: ModelConfig, device: torch.device) -> None:
     """Refuse [model.config] whose names are right but whose values make no model, or one whose weights alone are more
     than the memory of `device`, by making it without memory."""
     transformers = load_extra("transformers", "hf", "building the model")
-    model_type, values = check_inline(model), _inline_values(model)
+    model_type, values = _inline(model)
     if "vocab_size" not in values:  # the tokenizer will say; it has the ids that are given
         ids = [value for key, value in values.items() if key.endswith("_token_id") and isinstance(value, int)]
         values["vocab_size"] = max([2, *ids]) + 1
@@ -149,34 +145,31 @@ def check_builds(model: ModelConfig, device: torch.device) -> None:
 
     aliases = getattr(type(transformers.AutoConfig.for_model(model_type)), "attribute_map", {})
     key = aliases.get("num_hidden_layers", "num_hidden_layers")
-    depth, known = values.get(key), memory_of(device)
-    has_layer = not isinstance(depth, int) or depth >= 1
-    require(has_layer, f"model.config.{key} = {depth}: a model has at least one layer")
-    if isinstance(depth, int) and depth > MANY_LAYERS:
-        one, two = (weight_bytes(**{key: layers}) for layers in (1, 2))
-        _check_size(one + (two - one) * (depth - 1), known)
-    _check_size(weight_bytes(), known)
-
-
-def _check_size(num_bytes: int, memory: int) -> None:
+    depth, known, needed = values.get(key), memory_of(device), 0
+    if isinstance(depth, int):
+        require(depth >= 1, f"model.config.{key} = {depth}: a model has at least one layer")
+        if depth > MANY_LAYERS:
+            one, two = (weight_bytes(**{key: layers}) for layers in (1, 2))
+            needed = one + (two - one) * (depth - 1)
+    if needed <= known:
+        needed = weight_bytes()
     require(
-        num_bytes <= memory,
-        f"[model.config] makes a model whose weights alone take {num_bytes / 2**30:.1f} GiB, and train.device has "
-        f"{memory / 2**30:.1f} GiB of memory: make it smaller",
+        needed <= known,
+        f"[model.config] makes a model whose weights alone take {needed / 2**30:.1f} GiB, and train.device has "
+        f"{known / 2**30:.1f} GiB of memory: make it smaller",
     )
 
 
 def inline_config(model: ModelConfig, tokenizer: Any | None, length: int) -> Any:
-    """[model.config] as a transformers configuration, completed with what the tokenizer and the rows
-    decide."""
+    """[model.config] as a transformers configuration, completed with what the tokenizer and the rows decide."""
     transformers = load_extra("transformers", "hf", "building the model")
-    model_type, values = check_inline(model), _inline_values(model)
+    model_type, values = _inline(model)
     if tokenizer is not None:
-        values.setdefault("vocab_size", len(tokenizer))
+        size = values.setdefault("vocab_size", len(tokenizer))
         require(
-            values["vocab_size"] >= len(tokenizer),
-            f"model.config.vocab_size = {values['vocab_size']}: the tokenizer has {len(tokenizer)} tokens; "
-            "raise it to that, or leave it out",
+            size >= len(tokenizer),
+            f"model.config.vocab_size = {size}: the tokenizer has {len(tokenizer)} tokens; raise it to that, or leave "
+            "it out",
         )
         # Not the padding token, which is EOS: nn.Embedding would never train its row.
         for name in ("bos_token_id", "eos_token_id"):
@@ -196,8 +189,7 @@ def make_recipe(section: RecipeConfig) -> overcoat.Recipe:
 
 
 def make_optimizer(model: nn.Module, section: OptimizerConfig, seed: int) -> overcoat.AdamW:
-    """AdamW with weight decay on matrices only: shrinking norm weights and biases would change what they
-    mean."""
+    """AdamW with weight decay on matrices only: shrinking norm weights and biases would change what they mean."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},

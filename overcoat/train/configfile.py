@@ -19,7 +19,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from overcoat.extras import load_extra
 from overcoat.train.config import FREE_KEYS, Config, require
-from overcoat.train.files import sync
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -192,18 +191,6 @@ def dump_toml(config: Config) -> str:
     for key, value in _flatten(asdict(config)).items():
         require(back.get(key) == value, f"{key} = {value!r}: a TOML file cannot hold this value")
     return text
-
-
-def record_config(config: Config, path: Path) -> None:
-    """Write `path`, whole or not at all, unless it says the same already."""
-    content = dump_toml(config).encode()
-    if path.exists() and path.read_bytes() == content:
-        return
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    sync(partial)
-    partial.replace(path)
-    sync(path.parent)
 
 
 def differences(old: Config, new: Config) -> list[str]:

@@ -26,18 +26,11 @@ from typing import Any
 import numpy as np
 
 from overcoat.extras import reason
-from overcoat.train.config import Config, DataConfig
-from overcoat.train.data import PackedRows, RowSource, StreamedRows
-from overcoat.train.files import DamagedError, lock, verify_directory, write_directory
+from overcoat.train.config import Config, DataConfig, require
+from overcoat.train.data import PackedRows, RowSource, StreamedRows, cut
+from overcoat.train.files import DamagedError, lock, verify_directory, write_directory, writing
 from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, reading
-from overcoat.train.tokenizer import (
-    encode,
-    load_tokenizer,
-    make_tokenizer,
-    num_ids,
-    save_tokenizer,
-    tokenizer_name,
-)
+from overcoat.train.tokenizer import encode, load_tokenizer, make_tokenizer, num_ids, tokenizer_name
 
 ENCODED_BYTES = 16 << 20
 STREAMED = "streamed"  # how the identity of a stream begins
@@ -131,12 +124,16 @@ def write_tokens(config: Config, target: Path) -> None:
     table = np.stack([ends - lengths, ends, checksums], axis=1)
     _split(config, table[:, :2], table[:, 2])  # tokens that are too few would be in the way of more
     np.save(target / "documents.npy", table)
-    save_tokenizer(tokenizer, target / "tokenizer")
+    with writing(target / "tokenizer"):
+        tokenizer.save_pretrained(target / "tokenizer")
 
 
 def write_tokenizer(config: Config, target: Path) -> None:
     """The tokenizer alone. One trained on a stream is kept: trained again, it might see other text."""
-    save_tokenizer(make_tokenizer(config), target)
+    tokenizer = make_tokenizer(config)
+    assert tokenizer is not None
+    with writing(target):
+        tokenizer.save_pretrained(target)
 
 
 def _token_type(tokenizer: Any) -> type[np.unsignedinteger]:
@@ -144,8 +141,7 @@ def _token_type(tokenizer: Any) -> type[np.unsignedinteger]:
 
 
 def _grouped(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Lists of documents of about ENCODED_BYTES: enough to keep every core busy, little enough to hold in
-    memory."""
+    """Lists of documents of about ENCODED_BYTES: enough to keep every core busy, little enough to hold in memory."""
     group: list[str] = []
     size = 0
     for text in texts:
@@ -187,11 +183,11 @@ def _split(config: Config, ranges: np.ndarray, keys: np.ndarray) -> tuple[np.nda
         held_out = np.append(held_out[held_out[:, 0] != begin], [[begin, end - excess]], axis=0)
         training = np.append(training, [[end - excess, end]], axis=0)
     for name, share in (("training", training), ("held-out", held_out)):
-        if (share[:, 1] - share[:, 0]).sum() <= length:
-            raise ValueError(
-                f"the {name} share of the data has no full row of data.sequence_length = {length} tokens: "
-                "add data, shorten the rows, or change data.held_out"
-            )
+        require(
+            (share[:, 1] - share[:, 0]).sum() > length,
+            f"the {name} share of the data has no full row of data.sequence_length = {length} tokens: add data, "
+            "shorten the rows, or change data.held_out",
+        )
     return training, held_out
 
 
@@ -209,7 +205,10 @@ def _open_binaries(config: Config) -> Corpus:
     files = find_files(config.data.files)
     tokens = Shards([_read_binary(path, dtype) for path in files])
     ends = np.concatenate(
-        [begin + _document_ends(part, eos, config.data.sequence_length) for begin, part in tokens.located()]
+        [
+            begin + _document_ends(part, eos, config.data.sequence_length)
+            for begin, part in zip(tokens.begins[:-1], tokens.parts, strict=True)
+        ]
     )
     ranges = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
     keys = np.asarray([content_key(tokens[begin:end].tobytes()) for begin, end in ranges])
@@ -249,10 +248,6 @@ class Shards:
         begin = int(self.begins[index])
         return self.parts[index][where.start - begin : where.stop - begin]
 
-    def located(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Each file with the position of its first token."""
-        return zip(self.begins[:-1].tolist(), self.parts, strict=True)
-
 
 def _document_ends(tokens: np.ndarray, eos: int | None, length: int) -> np.ndarray:
     """Where documents end in one file, its own end included."""
@@ -287,10 +282,9 @@ def _open_stream(config: Config, say: Callable[[str], None]) -> Corpus:
         held += encode(tokenizer, [text])[0]
         if len(held) > config.eval.rows * length:
             break
-    num_rows = min(config.eval.rows, max(0, len(held) - 1) // length)
-    if not num_rows:
-        raise ValueError(f"no row of held-out text within data.held_out = {config.data.held_out}: raise it")
-    rows = np.stack([np.asarray(held[row * length : (row + 1) * length + 1]) for row in range(num_rows)])
+    found = cut(np.asarray(held), length)[: config.eval.rows]
+    require(bool(found), f"no row of held-out text within data.held_out = {config.data.held_out}: raise it")
+    rows = np.stack(found)
     stream = DocumentStream(config.data, config.train.seed)
     streamed = StreamedRows(stream, tokenizer, length, config.data.shuffle_rows, is_held_out)
     identity = _stream_identity(config.data, rows)

@@ -18,7 +18,7 @@ Legend: B rows, T sequence length, D documents.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,15 +67,9 @@ def make_batch(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> Bat
     return Batch(inputs, labels, position_ids, int((labels != IGNORED).sum()), document_starts(position_ids))
 
 
-class RowSource(Protocol):
-    """Where training rows come from."""
-
-    def next_rows(self, count: int) -> np.ndarray:
-        """The next `count` rows, (count, T + 1) int64."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+def cut(tokens: np.ndarray, length: int) -> list[np.ndarray]:
+    """The full rows (T + 1,) of one stream of tokens."""
+    return [tokens[start : start + length + 1] for start in range(0, len(tokens) - length, length)]
 
 
 class PackedRows:
@@ -92,11 +86,12 @@ class PackedRows:
         """Lay out this epoch: documents in a new order, then rows in a new order."""
         generator = np.random.default_rng([self.seed, self.epoch])
         ranges = self.documents[generator.permutation(len(self.documents))] if self.shuffle else self.documents
-        self._begins = ranges[:, 0]
-        self._ends = np.cumsum(ranges[:, 1] - ranges[:, 0])
+        self._stops = ranges[:, 1]  # of documents among the tokens
+        self._ends = np.cumsum(ranges[:, 1] - ranges[:, 0])  # and in the epoch's stream
         self._rows = generator.permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)
 
     def next_rows(self, count: int) -> np.ndarray:
+        """The next `count` rows, (count, T + 1) int64."""
         rows = np.empty((count, self.length + 1), dtype=np.int64)
         for row in rows:
             if self.num_done >= self.num_rows:  # above: resumed on purpose with longer rows, of which there are fewer
@@ -111,9 +106,8 @@ class PackedRows:
         index = int(np.searchsorted(self._ends, start, side="right"))
         filled = 0
         while filled < len(row):
-            size = min(len(row) - filled, int(self._ends[index]) - start)
-            length = int(self._ends[index]) - (int(self._ends[index - 1]) if index else 0)
-            begin = int(self._begins[index]) + length - (int(self._ends[index]) - start)
+            left = int(self._ends[index]) - start
+            size, begin = min(len(row) - filled, left), int(self._stops[index]) - left
             row[filled : filled + size] = self.tokens[begin : begin + size]
             filled, start, index = filled + size, start + size, index + 1
 
@@ -136,6 +130,7 @@ class StreamedRows:
         self._pending = np.empty(0, dtype=np.int64)
 
     def next_rows(self, count: int) -> np.ndarray:
+        """The next `count` rows, (count, T + 1) int64."""
         return np.stack([self._draw() for _ in range(count)])
 
     def _draw(self) -> np.ndarray:
@@ -149,11 +144,9 @@ class StreamedRows:
         texts = [text for text in self.stream.take(ENCODED_AT_ONCE) if text.strip() and not self.is_held_out(text)]
         encoded = [np.asarray(ids, dtype=np.int64) for ids in encode(self.tokenizer, texts)]
         pending = np.concatenate([self._pending, *encoded])
-        num_rows = max(0, (len(pending) - 1) // self.length)
-        for row in range(num_rows):
-            start = row * self.length
-            self._pool.append(pending[start : start + self.length + 1].copy())
-        self._pending = pending[num_rows * self.length :].copy()
+        rows = cut(pending, self.length)
+        self._pool += [row.copy() for row in rows]
+        self._pending = pending[len(rows) * self.length :].copy()
 
     def state_dict(self) -> dict[str, Any]:
         pool = np.stack(self._pool) if self._pool else np.empty((0, self.length + 1), dtype=np.int64)
@@ -169,3 +162,6 @@ class StreamedRows:
         self._pool = list(state["pool"].numpy())
         self._pending = state["pending"].numpy()
         self._generator.set_state(state["generator"])
+
+
+RowSource = PackedRows | StreamedRows

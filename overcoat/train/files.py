@@ -11,6 +11,7 @@ time, which holds a `lock`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -19,6 +20,8 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from torch import OutOfMemoryError
 
 from overcoat.extras import reason
 
@@ -43,6 +46,35 @@ def lock(path: Path, busy: Callable[[], None]) -> Iterator[None]:
             busy()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What libraries raise when they cannot write, as an OSError: of PyTorch, safetensors and tokenizers none says that
+    the disk is full."""
+    try:
+        yield
+    except (OSError, OutOfMemoryError):
+        raise
+    except Exception as error:
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(errno.EIO, f"{_short(error)}, with {free} bytes free on that disk", str(path)) from error
+
+
+@contextlib.contextmanager
+def loading(path: Path) -> Iterator[None]:
+    """What libraries raise on a file of a checkpoint that is whole and yet not what it should be, as a ValueError."""
+    try:
+        yield
+    except OutOfMemoryError:
+        raise
+    except Exception as error:  # of pickle, zip, safetensors, or a key that is not there
+        raise ValueError(f"{path} cannot be loaded ({_short(error)}): choose another with train.resume=PATH") from error
+
+
+def _short(error: Exception) -> str:
+    """Its kind and first sentence: what follows in PyTorch's is the advice to load with weights_only=False."""
+    return f"{type(error).__name__}: {str(error).partition('. ')[0]}"
 
 
 def write_directory(target: Path, fill: Callable[[Path], None], about: dict[str, Any]) -> None:
@@ -100,26 +132,29 @@ def _directories(parent: Path, pattern: str) -> list[Path]:
 def verify_directory(target: Path, needed: Iterable[str] = ()) -> dict[str, Any]:
     """The manifest of `target`, after comparing every file with it; DamagedError says what is wrong, which includes a
     file of `needed` that the manifest does not list."""
+
+    def wrong(what: str) -> DamagedError:
+        return DamagedError(f"{target} is damaged: {what}")
+
     try:
         manifest: dict[str, Any] = json.loads((target / MANIFEST).read_text(encoding="ascii"))
         files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise DamagedError(f"{target} is damaged: its {MANIFEST} is missing or unreadable ({error})") from error
+        raise wrong(f"its {MANIFEST} is missing or unreadable ({error})") from error
     for name in needed:
         if name not in files:
-            raise DamagedError(f"{target} is damaged: its {MANIFEST} does not list {name}")
+            raise wrong(f"its {MANIFEST} does not list {name}")
     for name, (expected, digest) in files.items():
-        path = target / name
-        if not path.is_file():
-            raise DamagedError(f"{target} is damaged: {name} is missing")
+        if not (target / name).is_file():
+            raise wrong(f"{name} is missing")
         try:
-            found = _fingerprint(path)
+            found = _fingerprint(target / name)
         except OSError as error:
-            raise DamagedError(f"{target} is damaged: {name} cannot be read ({reason(error)})") from error
+            raise wrong(f"{name} cannot be read ({reason(error)})") from error
         if found["bytes"] != expected:
-            raise DamagedError(f"{target} is damaged: {name} has {found['bytes']} bytes instead of {expected}")
+            raise wrong(f"{name} has {found['bytes']} bytes instead of {expected}")
         if found["sha256"] != digest:
-            raise DamagedError(f"{target} is damaged: the contents of {name} do not match its checksum")
+            raise wrong(f"the contents of {name} do not match its checksum")
     return manifest
 
 

@@ -25,7 +25,7 @@ from overcoat.models.compiled import compile_layers, eager
 from overcoat.train import checkpoint
 from overcoat.train.build import build_model, check_config, check_vocabulary, make_optimizer
 from overcoat.train.config import Config
-from overcoat.train.configfile import build_config, dump_toml, record_config
+from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.files import lock, sweep, write_directory
 from overcoat.train.fit import Fit, first_fit, recipe_of
@@ -140,7 +140,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
     if folder.exists():
         sweep(folder)
         checkpoint.set_aside_newer(folder, state.step)
-    record_config(config, run_dir / checkpoint.RECORDED_CONFIG)
+    checkpoint.record_config(config)
 
     def save() -> Path:
         checkpoints.append(checkpoint.save_checkpoint(state, config, corpus.tokenizer))

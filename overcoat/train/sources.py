@@ -1,22 +1,20 @@
 """Where text comes from: files, Python's own source, JSONL, or a `datasets` name, all seen as documents.
 
-`documents(config)` yields every document once, in an order that depends on names only and is not alphabetical
-(sorted by the checksum of the name): any prefix is a fair sample, for the tokenizer or under
-`data.max_bytes`.
+`documents(config)` yields every document once, in an order that depends on names only and is not alphabetical (sorted
+by the checksum of the name): any prefix is a fair sample, for the tokenizer or under `data.max_bytes`.
 
     "stdlib"          the .py files of the running Python, without tests and tables (STDLIB_SKIPPED)
     "site-packages"   the .py files of everything installed beside it
     *.jsonl           one JSON object per line, its `data.text_key`; *.parquet: one row each, likewise
-    other text        one document each; a file above CORPUS_BYTES is a corpus rather than a document and is
-                      cut at line ends into pieces of PIECE_BYTES
+    other text        one document each; above CORPUS_BYTES cut at line ends into pieces of PIECE_BYTES
     *.gz              what is inside, text being a corpus of any size
     data.dataset      datasets.load_dataset(..., streaming=True): nothing is downloaded ahead or copied
 
 Text is UTF-8 (Python source: what it declares), and a document is a string: anything else is an error that names the
 file and the row. Formats that hold text but are none (NOT_TEXT) are refused with the way to read them.
 
-`DocumentStream` walks the same documents again and again, reshuffled in each epoch, and can say where it
-stands: for local files (epoch, documents done), for a dataset the state of its own iterator.
+`DocumentStream` walks the same documents again and again, reshuffled in each epoch, and can say where it stands: for
+local files (epoch, documents done), for a dataset the state of its own iterator.
 """
 
 from __future__ import annotations
@@ -160,9 +158,9 @@ def _checked(value: Any, where: str, text_key: str) -> str:
     """`value` if it is text."""
     if not isinstance(value, str):
         kinds = {type(None): "null", dict: "an object", list: "a list", int: "a number", float: "a number"}
-        found = kinds.get(type(value), f"a {type(value).__name__}")
+        what = f"{kinds.get(type(value), f'a {type(value).__name__}')}, not text"
         raise ValueError(
-            f"{where}: {text_key!r} holds {found}, not text: correct or remove the row, or name another data.text_key"
+            f"{where}: {text_key!r} holds {what}: correct or remove the row, or name another data.text_key"
         )
     try:
         encoded_size(value)
@@ -200,9 +198,13 @@ def documents(config: DataConfig) -> Iterator[str]:
         ValueError: there is none.
     """
     seen: set[int] = set()
-    is_empty = True
     num_bytes = 0
-    for text in _all_documents(config):
+    if config.dataset:
+        texts = _texts(open_dataset(config), config, 0)
+    else:
+        texts = (text for path in find_files(config.files) for text in read_documents(path, config.text_key))
+    is_empty = True
+    for text in texts:
         key = hash(text)
         if not text.strip() or key in seen:
             continue
@@ -221,14 +223,6 @@ def no_documents(config: DataConfig) -> ValueError:
     where = "data.dataset has" if config.dataset else "data.files have"
     limit = f" within data.max_bytes = {config.max_bytes}: raise it" if config.max_bytes else ": name others"
     return ValueError(f"{where} no documents with text{limit}")
-
-
-def _all_documents(config: DataConfig) -> Iterator[str]:
-    if config.dataset:
-        yield from _texts(open_dataset(config), config, 0)
-    else:
-        for path in find_files(config.files):
-            yield from read_documents(path, config.text_key)
 
 
 def _texts(dataset: Any, config: DataConfig, num_done: int) -> Iterator[str]:

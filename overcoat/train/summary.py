@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -47,8 +48,7 @@ GPU_LINE: Line = ("peak GPU memory", lambda r: r.peak_bytes, _bytes, _times)
 
 
 def summarize(results: list[RunResult], run_dir: Path, console: Console) -> dict[str, Any]:
-    """Write loss.png and results.json, print the table, the sample and the places; returns what results.json
-    holds."""
+    """Write loss.png and results.json, print the table, the sample and the places; returns what results.json holds."""
     plot = run_dir / "loss.png"
     plot_losses(results, plot)
     summary: dict[str, Any] = {"runs": [asdict(result) for result in results], "plot": str(plot)}
@@ -86,32 +86,21 @@ def _table(results: list[RunResult]) -> Table:
 
 
 def plot_losses(results: list[RunResult], path: Path) -> None:
-    """Training loss (running mean over a fiftieth of the steps) and held-out loss over tokens, one colour per
-    run."""
+    """Training loss (running mean over a fiftieth of the steps) and held-out loss over tokens, one colour per run."""
     load_extra("matplotlib", "hf", "the loss plot").use("Agg")
     pyplot = load_extra("matplotlib.pyplot", "hf", "the loss plot")
     figure, axes = pyplot.subplots(figsize=(7, 4.5), dpi=120)
-    for result, color in zip(results, ("tab:blue", "tab:orange"), strict=False):
+    for result, color, marker in zip(results, ("tab:blue", "tab:orange"), "ox", strict=False):
         metrics = read_metrics(Path(result.metrics))
-        per_step = result.num_tokens / result.steps / 1e6
-        steps = list(metrics["train"])
-        losses = _running_mean([row["loss"] for row in metrics["train"].values()], max(1, result.steps // 50))
-        axes.plot(
-            [step * per_step for step in steps],
-            losses,
-            color=color,
-            label=f"{result.title}, training",
-            alpha=0.7,
+        (steps, losses), held_out = (
+            ([step * result.num_tokens / result.steps / 1e6 for step in rows], [row["loss"] for row in rows.values()])
+            for rows in (metrics["train"], metrics["eval"])
         )
-        held_out = metrics["eval"]
-        axes.plot(
-            [step * per_step for step in held_out],
-            [row["loss"] for row in held_out.values()],
-            color=color,
-            linestyle="",
-            marker="o" if result is results[0] else "x",
-            label=f"{result.title}, held out {result.held_out_loss:.4f}",
-        )
+        width = max(1, result.steps // 50)
+        means = [statistics.fmean(losses[max(0, end - width) : end]) for end in range(1, len(losses) + 1)]
+        axes.plot(steps, means, color=color, label=f"{result.title}, training", alpha=0.7)
+        label = f"{result.title}, held out {result.held_out_loss:.4f}"
+        axes.plot(*held_out, color=color, linestyle="", marker=marker, label=label)
     axes.set_xlabel("million tokens")
     axes.set_ylabel("loss per token (nats)")
     axes.grid(alpha=0.3)
@@ -119,7 +108,3 @@ def plot_losses(results: list[RunResult], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
-
-
-def _running_mean(values: list[float], width: int) -> list[float]:
-    return [sum(values[max(0, i + 1 - width) : i + 1]) / min(i + 1, width) for i in range(len(values))]

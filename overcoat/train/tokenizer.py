@@ -8,12 +8,11 @@ encoded as ordinary text, never as the special token.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from overcoat.extras import load_extra, reason
+from overcoat.extras import load_extra
 from overcoat.models.pretrained import load_pretrained
 from overcoat.train.config import Config
 from overcoat.train.sources import documents, encoded_size
@@ -67,16 +66,6 @@ def train_tokenizer(config: Config) -> Any:
     )
     tokenizer.backend_tokenizer.encode_special_tokens = True  # a copy of the backend, which loses this
     return tokenizer
-
-
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write it; `tokenizers` has no kind of error for a disk that is full."""
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:
-        if isinstance(error, OSError):
-            raise
-        raise OSError(errno.EIO, reason(error), str(folder)) from error
 
 
 def num_ids(tokenizer: Any) -> int:
