@@ -16,17 +16,10 @@ from overcoat.train.config import Config
 from overcoat.train.configfile import build_config
 
 TINY: dict[str, Any] = {
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "tie_word_embeddings": True,
-        }
-    },
+    "model": {"config": {
+        "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
+    }},
     "tokenizer": {"vocab_size": 320},
     "data": {"sequence_length": 32, "held_out": 0.1},
     "optimizer": {"lr": 3e-3},
@@ -35,7 +28,7 @@ TINY: dict[str, Any] = {
     "eval": {"every": 6, "rows": 4},
     "checkpoint": {"every": 3, "keep": 2},
     "sample": {"tokens": 0},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

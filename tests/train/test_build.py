@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from overcoat.train import build
 from overcoat.train.build import build_model, check_builds, check_config, load_model, make_recipe
-from overcoat.train.process import choose_device
 from overcoat.train.config import Config, ModelConfig, RecipeConfig
+from overcoat.train.process import choose_device
 
 CPU = torch.device("cpu")
 SETTINGS = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}

@@ -1,20 +1,26 @@
-"""Precedence, types, ranges and the errors of the configuration."""
+"""From TOML and dotted arguments to a `Config` and back: precedence, types, ranges, refusals, differences."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import overcoat
+from overcoat.train import configfile
 from overcoat.train.build import make_optimizer
-from overcoat.train.config import Config, RecipeConfig
-from overcoat.train.configfile import build_config, differences, load_config
+from overcoat.train.config import RecipeConfig
+from overcoat.train.configfile import all_keys, build_config, differences, dump_toml, help_text, load_config
 
 MINIMAL = {"model": {"name": "some/model"}, "data": {"files": ["a.txt"]}}
-CONFIGS = Path(__file__).parents[2] / "configs"
+INLINE: dict[str, Any] = {"model": {"config": {"model_type": "llama"}}, "data": {"files": ["a.txt"]}}
+
+
+RELEASED = "optimizer.release_gradients=true optimizer.clip=0"
+AUTO = "train.batch_size=auto train.global_batch_size=8"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +49,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ("optimizer.release_gradients=true", "optimizer.release_gradients cannot clip at 1.0.*set it to 0"),
         ("memory.report=yes", "memory.report = 'yes': expected true or false"),
         ("train.batch_size=all", "train.batch_size = 'all': expected a whole number or one of 'auto'"),
+        (f"{RELEASED} train.accumulation=2", r"cannot accumulate \(train.accumulation = 2\)"),
+        (f"{RELEASED} {AUTO}", "'auto' accumulates .* optimizer.release_gradients cannot"),
+        (f"{AUTO} train.accumulation=2", "train.accumulation = 2: follows from train.batch_size = 'auto'"),
         ("train.batch_size=0", "train.batch_size = 0: must be at least 1"),
         ("train.batch_size=auto", "train.global_batch_size = 0: must be at least 1"),
         ("train.global_batch_size=32", "goes with train.batch_size = 'auto'; a step has .* 8 rows"),
@@ -58,77 +67,60 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ("train.seed=4294967296", "train.seed = 4294967296: must be below 4294967296"),
         ("optimizer.lr=nan", "optimizer.lr = nan: must be at most"),
         ("optimizer.weight_decay=inf", "optimizer.weight_decay = inf: must be at most"),
-        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas = .*: must be below 1"),
+        ("optimizer.betas=[0.9,1.0]", "optimizer.betas = .*: must be below 1"),
         ("train.steps=10000000000000000000000", "must be at most 10{15}"),
         ("train.batch_size=1000000000000", "a step of 10{12} rows .* must be at most 1073741824"),
         ("train.compile=all", "train.compile = 'all': expected one of 'none', 'layers', 'graphs'"),
+        # `[8]` is a list first and only then text: the message shows what was read.
+        ("train.steps=[8]", r"train\.steps = \[8\]: expected a whole number"),
     ],
 )
 def test_mistakes_name_the_remedy(argument: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        build_config(MINIMAL, [argument])
-
-
-def test_released_gradients_cannot_accumulate() -> None:
-    words = ["optimizer.release_gradients=true", "optimizer.clip=0"]
-    assert build_config(MINIMAL, words).optimizer.release_gradients
-    with pytest.raises(ValueError, match=r"cannot accumulate \(train.accumulation = 2\)"):
-        build_config(MINIMAL, [*words, "train.accumulation=2"])
+        build_config(MINIMAL, argument.split() if argument.startswith(("optimizer", "train")) else [argument])
 
 
 def test_the_rows_of_a_step() -> None:
+    assert build_config(MINIMAL, RELEASED.split()).optimizer.release_gradients
     assert build_config(MINIMAL, ["train.batch_size=3", "train.accumulation=4"]).train.rows_per_step == 12
-    auto = ["train.batch_size=auto", "train.global_batch_size=32"]
-    config = build_config(MINIMAL, auto)
-    assert (config.train.batch_size, config.train.rows_per_step) == ("auto", 32)
-    with pytest.raises(ValueError, match=r"train.accumulation = 2: follows from train.batch_size = 'auto'"):
-        build_config(MINIMAL, [*auto, "train.accumulation=2"])
-    with pytest.raises(ValueError, match=r"'auto' accumulates .* optimizer.release_gradients cannot"):
-        build_config(MINIMAL, [*auto, "optimizer.release_gradients=true", "optimizer.clip=0"])
+    config = build_config(MINIMAL, AUTO.split())
+    assert (config.train.batch_size, config.train.rows_per_step) == ("auto", 8)
 
 
-LAYERS_REFUSE = [
-    ("recipe.offload_blocks=2", "recipe.offload_blocks = 2 does not go with"),
-    ("recipe.offload_blocks=all", "recipe.offload_blocks = 'all' does not go with"),
-    ("memory.report=true", "memory.report = True does not go with"),
-]
-GRAPHS_REFUSE = [
-    ("optimizer.release_gradients=true optimizer.clip=0", "optimizer.release_gradients = True does not go with"),
-    ("optimizer.offload=true", "optimizer.offload = True does not go with"),
-    ("data.document_mask=true", "data.document_mask = True does not go with"),
-    (
-        "train.batch_size=auto train.global_batch_size=8",
-        "train.batch_size = 'auto' does not go with",
-    ),
-]
-
-
-@pytest.mark.parametrize(("words", "message"), [*LAYERS_REFUSE, *GRAPHS_REFUSE])
-def test_what_compiled_layers_cannot_do_is_refused_with_a_way_out(words: str, message: str) -> None:
-    changes = words.split()
-    build_config(MINIMAL, changes)
-    remedy = "(Leave it out|Set it to a number), or set train.compile to 'none'"
-    with pytest.raises(ValueError, match=f"{message} train.compile = 'graphs': .* {remedy}"):
-        build_config(MINIMAL, [*changes, "train.compile=graphs"])
-    if (words, message) in GRAPHS_REFUSE:
-        assert build_config(MINIMAL, [*changes, "train.compile=layers"]).train.compile == "layers"
-    else:
-        with pytest.raises(ValueError, match=f"{message} train.compile = 'layers': "):
-            build_config(MINIMAL, [*changes, "train.compile=layers"])
+@pytest.mark.parametrize(
+    ("words", "value", "mode"),
+    [
+        ("recipe.offload_blocks=2", "2", "layers"),
+        ("recipe.offload_blocks=all", "'all'", "layers"),
+        ("memory.report=true", "True", "layers"),
+        (RELEASED, "True", "graphs"),
+        ("optimizer.offload=true", "True", "graphs"),
+        ("data.document_mask=true", "True", "graphs"),
+        (AUTO, "'auto'", "graphs"),
+    ],
+)
+def test_what_compiled_layers_cannot_do_is_refused_with_a_way_out(words: str, value: str, mode: str) -> None:
+    """What layers cannot, graphs cannot either."""
+    refusing = {"layers", "graphs"} if mode == "layers" else {"graphs"}
+    key, remedy = words.partition("=")[0], "(Leave it out|Set it to a number), or set train.compile to 'none'"
+    for compiled in ("none", "layers", "graphs"):
+        arguments = [*words.split(), f"train.compile={compiled}"]
+        if compiled not in refusing:
+            assert build_config(MINIMAL, arguments).train.compile == compiled
+        else:
+            with pytest.raises(ValueError, match=f"{key} = {value} does not go with train.compile = .*: .* {remedy}"):
+                build_config(MINIMAL, arguments)
 
 
 def test_graphs_go_with_accumulation_clipping_and_block_checkpoints() -> None:
     words = ["train.compile=graphs", "train.accumulation=2", "optimizer.clip=1.0", "recipe.name=leanest"]
     assert build_config(MINIMAL, [*words, "recipe.offload_blocks=0"]).train.compile == "graphs"
-    assert "train.compile" in differences(build_config(MINIMAL, []), build_config(MINIMAL, words))[-1]
 
 
-def test_offload_reaches_the_optimizer_and_may_change_on_resuming() -> None:
-    config = build_config(MINIMAL, ["optimizer.offload=true"])
-    layer = torch.nn.Linear(2, 2)
-    assert make_optimizer(layer, config.optimizer, 0).offload
-    assert not make_optimizer(layer, build_config(MINIMAL, []).optimizer, 0).offload
-    assert differences(build_config(MINIMAL, []), config) == []
+def test_offload_reaches_the_optimizer() -> None:
+    for word in ("true", "false"):
+        config = build_config(MINIMAL, [f"optimizer.offload={word}"])
+        assert make_optimizer(torch.nn.Linear(2, 2), config.optimizer, 0).offload == (word == "true")
 
 
 def test_recipe_section_covers_the_recipe() -> None:
@@ -136,8 +128,141 @@ def test_recipe_section_covers_the_recipe() -> None:
     assert {f.name for f in fields(overcoat.Recipe)} - {"fp8"} == {f.name for f in fields(RecipeConfig)} - {"name"}
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
-def test_shipped_configs_load(path: Path) -> None:
-    config = load_config(path)
-    assert isinstance(config, Config)
-    assert replace(config) == config
+# ---- files and arguments --------------------------------------------------------------------------------------------
+
+
+def test_defaults_then_file_then_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text('[model]\nname = "m"\n[data]\nfiles = ["a.txt"]\n[optimizer]\nlr = 0.5\neps = 1e-6\n')
+    config = load_config(path, ["optimizer.lr=0.25", "optimizer.lr=0.125"])
+    assert config.optimizer.lr == 0.125  # the last argument over the first, the file and the default
+    assert config.optimizer.eps == 1e-6  # the file over the default
+    assert config.optimizer.betas == [0.9, 0.95]  # the default
+    assert config.train.run_dir == "runs/my"
+
+
+@pytest.mark.parametrize(
+    ("argument", "section", "key", "value"),
+    [
+        ("optimizer.lr=1", "optimizer", "lr", 1.0),
+        ("train.device=cpu", "train", "device", "cpu"),
+        ("model.name=7", "model", "name", "7"),
+        ("data.files=b.txt", "data", "files", ["b.txt"]),
+        ('data.files=["b", "c"]', "data", "files", ["b", "c"]),
+        ("optimizer.betas=[0, 0.5]", "optimizer", "betas", [0.0, 0.5]),
+        ("optimizer.moments=fp32", "optimizer", "moments", "fp32"),
+        ("optimizer.moments=['sqrt8', 'log8']", "optimizer", "moments", ["sqrt8", "log8"]),
+        ("recipe.group_size=16", "recipe", "group_size", 16),
+        ("optimizer.offload=true", "optimizer", "offload", True),
+        ("data.streaming=true", "data", "streaming", True),
+        ("sample.prompt=a = b", "sample", "prompt", "a = b"),
+    ],
+)
+def test_argument_values(argument: str, section: str, key: str, value: object) -> None:
+    found = getattr(getattr(build_config(MINIMAL, [argument]), section), key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_unreadable_files_are_value_errors(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    with pytest.raises(ValueError, match="cannot read the config"):
+        load_config(path)
+    for content in (b"[model\n", b'[model]\nname = "caf\xe9"\n', b"a = " + b"[" * 10_000):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"bad\.toml is not valid TOML"):
+            load_config(path)
+    for text, message in (
+        ('train = 5\n[model]\nname = "m"\n[data]\nfiles = ["a"]\n', r"train = 5: expected a table \[train\]"),
+        ("data.seqence_length = 3", r"data.seqence_length; did you mean data.sequence_length\?"),
+        ("", "no data: set data"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_config(path)
+    config = load_config(path, ["model.name=m", "data.files=a.txt"])  # an empty file that arguments complete
+    assert config == build_config({}, ["model.name=m", "data.files=a.txt", "train.run_dir=runs/bad"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["optimizer.clip=inf"],
+        ["sample.prompt=a \N{GRINNING FACE} \x07 \\u0041", 'data.files=["q\\"uo\\\\te\\n"]'],
+        ['model.config.vocab={"a.b" = [1, {c = 2}]}', "model.config.rope={theta = 1e4}"],
+        ["recipe.checkpoint=block", *AUTO.split(), "optimizer.lr=1e-5", "compare.overrides=['recipe.name=bf16']"],
+    ],
+)
+def test_dump_reads_back_equal(tmp_path: Path, arguments: list[str]) -> None:
+    config = build_config(INLINE, [*arguments, "train.run_dir=r"])
+    (tmp_path / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+    assert load_config(tmp_path / "config.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("model.config.theta=nan", "model.config.theta = nan: a TOML file cannot hold this value"),
+        ("sample.prompt=\udcff", r"sample.prompt = '\\udcff': a TOML file cannot"),
+    ],
+)
+def test_what_does_not_come_back_is_refused(argument: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dump_toml(build_config(INLINE, [argument]))
+
+
+def test_every_key_stands_in_the_dump_under_its_table_and_is_explained() -> None:
+    dumped, text = dump_toml(build_config(MINIMAL, [])), help_text()
+    found = {f"{table}.{key}" for table, values in configfile.tomllib.loads(dumped).items() for key in values}
+    assert found == {key for key, spec in all_keys().items() if spec.default is not None}
+    assert all(f"{key} = " in text and spec.metadata["help"] in text for key, spec in all_keys().items())
+
+
+def test_differences_ignore_what_decides_nothing() -> None:
+    old = build_config(MINIMAL, [])
+    free = """train.run_dir=x checkpoint.keep=9 eval.every=3 train.resume=y sample.tokens=1 memory.report=true
+        train.on_oom=error train.memory_limit_gib=40 optimizer.offload=true"""
+    assert differences(old, build_config(MINIMAL, free.split())) == []
+    changed = build_config(MINIMAL, ["train.seed=1", "train.compile=graphs"])
+    assert differences(old, changed) == ["train.compile: 'none' -> 'graphs'", "train.seed: 0 -> 1"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optimizer": 3}, r"optimizer = 3: expected a table \[optimizer\]"),
+        ({"optimizer": {"lr": "fast"}}, r"optimizer\.lr = 'fast': expected a number"),
+        ({"optimizer": {"betas": ["a"]}}, r"optimizer\.betas = 'a': expected a number"),
+        ({"train": {"steps": True}}, r"train\.steps = True: expected a whole number"),
+        ({"train": {"device": 3}}, r"train\.device = 3: expected text"),
+        ({"data": {"files": 3}}, r"data\.files = 3: expected text"),
+        ({"model": {"config": "llama"}}, r"model\.config = 'llama': expected a table"),
+        ({"optimizer": {"moments": 8}}, r"optimizer\.moments = 8: expected text or a list of text"),
+        ({"optimiser": {"lr": 1.0}}, r"unknown key optimiser; did you mean optimizer\?"),
+        ({"zzzz": 1}, r"unknown key zzzz \(overcoat train --keys lists all\)"),  # nothing is near: no guess
+    ],
+)
+def test_values_of_a_file_are_checked_like_arguments(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_config({**MINIMAL, **values}, [])
+
+
+def test_arguments_reach_into_free_tables_and_nowhere_else() -> None:
+    arguments = ["model.config.rope.theta=1e4", "model.config.name=7 b", "model.config.sizes=[1, 2]"]
+    expected = {"model_type": "llama", "rope": {"theta": 1e4}, "name": "7 b", "sizes": [1, 2]}
+    assert build_config(INLINE, arguments).model.config == expected
+    assert INLINE["model"]["config"] == {"model_type": "llama"}  # the caller's own is not written to
+    with pytest.raises(ValueError, match=r"'model\.config\.model_type\.x=1': model_type is not a table"):
+        build_config(INLINE, ["model.config.model_type.x=1"])
+    with pytest.raises(ValueError, match=r"unknown key train\.steps\.x"):
+        build_config(INLINE, ["train.steps.x=1"])
+
+
+def test_differences_reach_into_free_tables() -> None:
+    old = build_config({"model": {"config": {"a": 1, "b": {"c": 2}}}, "data": {"files": ["a.txt"]}}, [])
+    new = build_config({"model": {"config": {"b": {"c": 3}, "d": 4}}, "data": {"files": ["a.txt"]}}, [])
+    assert differences(old, new) == [
+        "model.config.a: 1 -> None",
+        "model.config.b.c: 2 -> 3",
+        "model.config.d: None -> 4",
+    ]

@@ -1,77 +1,229 @@
-"""What gets leaner, in which order."""
+"""What fits: what "auto" chooses for a batch, what gets leaner in which order, and what an estimate is told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from rich.console import Console
 
+from overcoat import Recipe
+from overcoat.estimate import Predictor, Setup
+from overcoat.estimate.predict import CONTEXT
+from overcoat.train import fit as module
 from overcoat.train.build import make_recipe
 from overcoat.train.config import Config
-from overcoat.train.fit import Fit, divisors, leanest, next_leaner, recipe_of
+from overcoat.train.configfile import build_config, load_config
+from overcoat.train.fit import (
+    SAFETY,
+    Fit,
+    choose_fit,
+    divisors,
+    first_fit,
+    leanest,
+    memory_to_plan_with,
+    model_config,
+    next_leaner,
+    recipe_of,
+    training,
+    training_setup,
+)  # fmt: skip
+from overcoat.train.loss import loss_for_estimates
+from overcoat.train.metrics import read_metrics
 from overcoat.train.out_of_memory import fit_at
+from overcoat.train.run import check_before_training, run_once
+from tests.train.runs import CONFIGS, CPU, MakeConfig, assert_same_end, fits_of, losses, stop_at, text_of
 
-MakeConfig = Callable[..., Config]
-TWELVE = ("train.batch_size=6", "train.accumulation=2")
+AUTO = ("train.batch_size=auto", "train.global_batch_size=12", "model.config.vocab_size=400")
+LLAMA = {"model": {"config": {"model_type": "llama", "hidden_size": 256}}, "data": {"files": ["a.txt"]}}
 
 
-def ladder(config: Config, fit: Fit) -> list[tuple[int, bool]]:
-    """Everything that is tried, one after the other."""
-    found = []
-    while (leaner := next_leaner(config, fit)) is not None:
-        found.append(tuple(leaner))
-        fit = leaner
-    return found  # type: ignore[return-value]
+def needed(config: Config, fit: Fit) -> int:
+    predictor = Predictor(model_config(config), loss_for_estimates(config.data.document_mask))
+    return predictor.predict(fit.micro_batch, config.data.sequence_length, training_setup(config, fit)).total_bytes
+
+
+def memory_for(config: Config, fit: Fit) -> int:
+    """The least memory in which `fit` is safe."""
+    return int(needed(config, fit) / (1 - SAFETY)) + 1
+
+
+# ---- chosen ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_divisor_that_fits_is_chosen(make_config: MakeConfig) -> None:
+    config = make_config(*AUTO)
+    model = model_config(config)
+    for rows in (12, 4, 1):
+        memory = memory_for(config, Fit(rows))
+        assert choose_fit(config, model, memory) == Fit(rows)
+        assert choose_fit(config, model, memory - 2) != Fit(rows)
+
+
+def test_a_large_step_with_hundreds_of_divisors_costs_a_handful_of_predictions(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("train.batch_size=auto", "train.global_batch_size=32432400", "train.memory_limit_gib=1")
+    asked: list[int] = []
+
+    def predict(rows: int, *_: object) -> SimpleNamespace:
+        asked.append(rows)
+        return SimpleNamespace(total_bytes=rows)
+
+    monkeypatch.setattr(module, "Predictor", lambda *_: SimpleNamespace(predict=predict))
+    assert choose_fit(config, None, 1000) == Fit(945)  # the largest divisor that is at most 950
+    assert len(asked) < 12
+
+
+def test_block_checkpoints_come_last_and_only_if_they_may(make_config: MakeConfig) -> None:
+    config = make_config(*AUTO, "data.sequence_length=256")
+    leaner = next(Fit(rows, True) for rows in divisors(12) if needed(config, Fit(rows, True)) < needed(config, Fit(1)))
+    memory = memory_for(config, leaner)
+    assert choose_fit(config, model_config(config), memory) == leaner
+    refusing = make_config(*AUTO, "data.sequence_length=256", "train.on_oom=error")
+    assert choose_fit(refusing, model_config(config), min(memory, needed(config, Fit(1)) - 1)) is None
+
+
+def test_the_leanest_may_use_what_is_kept_free_for_safety(make_config: MakeConfig) -> None:
+    config = make_config(*AUTO)
+    least = needed(config, Fit(1, True))
+    assert choose_fit(config, model_config(config), least) == Fit(1, True)
+    asked = training(config, least - 1)
+    assert (asked.batch, asked.setup.accumulation) == (1, 12)
+    assert asked.note.endswith("1 row in a forward pass, 12 in a step, which does not fit either")
+
+
+def test_where_no_memory_is_enough_or_known_the_error_says_what_to_do(
+    make_config: MakeConfig, console: Console, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"not even one row fits 0.50 GiB; overcoat estimate .*--gpu-memory 0.5GiB"):
+        run_once(make_config(*AUTO, "train.memory_limit_gib=0.5"), console, "run")
+    assert not (tmp_path / "run/config.toml").exists()  # before anything is built
+    with pytest.raises(ValueError, match=r"this run is on a CPU: set train.batch_size to a number"):
+        check_before_training(make_config(*AUTO))
+    with pytest.raises(ValueError, match="there is none"):
+        memory_to_plan_with(make_config(*AUTO), None)
+
+
+def test_the_least_of_what_is_free_allowed_and_wanted(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    gib, fraction, used = 2**30, [1.0], [0]
+    for name, answer in {
+        "empty_cache": lambda: None, "mem_get_info": lambda _: (30 * gib, 80 * gib),
+        "memory_reserved": lambda _: 4 * gib, "memory_allocated": lambda _: used[0],
+        "get_per_process_memory_fraction": lambda _: fraction[0],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, answer)
+    for fraction[0], used[0], limit, expected in [
+        (1.0, 0, 0, 34 * gib), (1.0, 0, 24.5, 24.5 * gib), (0.25, 0, 0, 20 * gib + CONTEXT),
+        (0.25, 3 * gib, 0, 17 * gib + CONTEXT), (1.0, 3 * gib, 0, 31 * gib),
+    ]:  # fmt: skip
+        config = make_config(*AUTO, f"train.memory_limit_gib={limit}")
+        assert memory_to_plan_with(config, torch.device("cuda", 0)) == expected
+
+
+def test_a_number_is_taken_as_it_is(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "choose_fit", None)
+    config = make_config("train.batch_size=3", "model.config.vocab_size=400")
+    assert first_fit(config, CPU, None) == Fit(3)
+    assert training(config).batch == 3
+
+
+def test_a_run_is_that_of_the_batch_it_chose_also_when_resumed_with_other_memory(
+    make_config: MakeConfig, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = memory_for(make_config(*AUTO), Fit(4)) / 2**30
+    words = ("model.config.vocab_size=400", "train.steps=6", f"data.cache_dir={tmp_path / 'data'}")
+    number = (*words, "train.batch_size=4", "train.accumulation=3", f"train.run_dir={tmp_path / 'number'}")
+    expected = run_once(make_config(*number), console, "number")
+    with monkeypatch.context() as patch:
+        stop_at(4, patch)
+        with pytest.raises(Exception, match="stopped after writing"):
+            run_once(make_config(*AUTO, *words, f"train.memory_limit_gib={limit}"), console, "auto")
+    found = run_once(make_config(*AUTO, *words, "train.memory_limit_gib=100"), console, "auto")
+    assert fits_of(tmp_path / "run") == {1: (4, False)}
+    assert not read_metrics(tmp_path / "run/metrics.jsonl")["fit"][1]["out_of_memory"]
+    assert "train.batch_size = auto: 4 rows in a forward pass, 12 in a step" in text_of(console)
+    assert losses(tmp_path / "run")["train"] == losses(tmp_path / "number")["train"]
+    assert_same_end(tmp_path / "run", tmp_path / "number")
+    assert (found.num_tokens, found.kept_bytes) == (expected.num_tokens, expected.kept_bytes)
+
+
+# ---- leaner ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ((), [(4, False), (3, False), (2, False), (1, False), (1, True)]),
-        (("train.on_oom=leaner_recipe",), [(6, True), (4, True), (3, True), (2, True), (1, True)]),
-        (("recipe.name=leanest",), [(4, False), (3, False), (2, False), (1, False)]),
-        (("recipe.name=bf16", "train.on_oom=leaner_recipe"), [(4, False), (3, False), (2, False), (1, False)]),
-        (("train.on_oom=error",), []),
+        ("", [(4, False), (3, False), (2, False), (1, False), (1, True)]),
+        ("train.on_oom=leaner_recipe", [(6, True), (4, True), (3, True), (2, True), (1, True)]),
+        ("recipe.name=leanest", [(4, False), (3, False), (2, False), (1, False)]),
+        ("recipe.name=bf16 train.on_oom=leaner_recipe", [(4, False), (3, False), (2, False), (1, False)]),
+        ("train.on_oom=error", []),
+        ("optimizer.release_gradients=true optimizer.clip=0", [(6, True)]),  # cannot accumulate
+        ("optimizer.release_gradients=true optimizer.clip=0 train.on_oom=leaner_recipe", [(6, True)]),
     ],
 )
-def test_what_is_tried(make_config: MakeConfig, words: tuple[str, ...], expected: list[tuple[int, bool]]) -> None:
-    config = make_config(*TWELVE, *words)
-    assert ladder(config, Fit(6)) == expected
-    assert all(config.train.rows_per_step % rows == 0 for rows, _ in expected)
-
-
-@pytest.mark.parametrize("way", ["smaller_batch", "leaner_recipe"])
-def test_released_gradients_keep_their_batch(make_config: MakeConfig, way: str) -> None:
-    config = make_config("optimizer.release_gradients=true", "optimizer.clip=0", f"train.on_oom={way}")
-    assert ladder(config, Fit(2)) == [(2, True)]
+def test_what_is_tried(make_config: MakeConfig, words: str, expected: list[tuple[int, bool]]) -> None:
+    accumulation = 1 if "release" in words else 2
+    config = make_config("train.batch_size=6", f"train.accumulation={accumulation}", *words.split())
+    fit, found = Fit(6), []
+    while (leaner := next_leaner(config, fit)) is not None:
+        found.append(tuple(fit := leaner))
+    assert found == expected
 
 
 def test_block_checkpoints_change_nothing_else_of_the_recipe(make_config: MakeConfig) -> None:
     config = make_config("recipe.name=paper", "recipe.z_loss=1e-4", "recipe.head=fp8")
     asked = make_recipe(config.recipe)
-    assert asked.z_loss == 1e-4
     assert recipe_of(config, Fit(2)) == asked
     assert recipe_of(config, Fit(2, True)) == replace(asked, checkpoint="block")
 
 
 def test_divisors() -> None:
-    assert divisors(12) == [12, 6, 4, 3, 2, 1]
-    assert divisors(1) == [1]
-    assert divisors(7) == [7, 1]
-    assert divisors(16) == [16, 8, 4, 2, 1]
+    assert [divisors(count) for count in (1, 7, 12, 16)] == [[1], [7, 1], [12, 6, 4, 3, 2, 1], [16, 8, 4, 2, 1]]
     assert len(divisors(2**30)) == 31  # at once: the largest batch there may be
 
 
 def test_fits_only_get_leaner() -> None:
     assert leanest([Fit(4), Fit(8, True), Fit(6)]) == Fit(4, True)
     recorded = {3: Fit(8), 5: Fit(8, True), 9: Fit(4)}
-    assert fit_at(recorded, 2) is None
-    assert [fit_at(recorded, step) for step in (3, 4, 5, 8, 9, 100)] == [
-        Fit(8), Fit(8), Fit(8, True), Fit(8, True), Fit(4, True), Fit(4, True),
-    ]  # fmt: skip
+    found = {step: fit_at(recorded, step) for step in (2, 3, 4, 5, 8, 9, 100)}
+    last, between = Fit(4, True), Fit(8, True)
+    assert found == {2: None, 3: Fit(8), 4: Fit(8), 5: between, 8: between, 9: last, 100: last}
 
 
 def test_a_fit_reads_as_text() -> None:
     assert str(Fit(1)) == "1 row in a forward pass"
     assert str(Fit(8, True)) == "8 rows in a forward pass, block checkpoints"
+
+
+# ---- for an estimate ------------------------------------------------------------------------------------------------
+
+
+def test_a_training_configuration_in_full() -> None:
+    words = """model.config.vocab_size=1000 recipe.name=paper recipe.head=none optimizer.moments=['sqrt8','fp32']
+        optimizer.master=bf16 optimizer.group_size=64 optimizer.release_gradients=true optimizer.clip=0
+        optimizer.offload=true model.dtype=float32 data.document_mask=true data.sequence_length=96 train.batch_size=3"""
+    asked = training(build_config(LLAMA, words.split()))
+    recipe = Recipe(kept_format="e4m3", group_size=16, kept_attention="bf16", head=None)
+    assert asked.setup == Setup(recipe, ("sqrt8", "fp32"), "bf16", 64, True, True, dtype="float32", document_mask=True)
+    assert (asked.batch, asked.sequence) == (3, 96)
+    assert (asked.model.hidden_size, asked.model.vocab_size) == (256, 1000)
+
+
+def test_the_vocabulary_of_a_tokenizer_to_be_trained() -> None:
+    assert training(build_config(LLAMA, ["tokenizer.vocab_size=777"])).model.vocab_size == 777
+    with pytest.raises(ValueError, match=r"pass model.config.vocab_size=N"):
+        training(build_config(LLAMA, ["tokenizer.name=some/tokenizer"]))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
+def test_shipped_configs_load_and_can_be_estimated(path: Path) -> None:
+    config = load_config(path)
+    assert replace(config) == config
+    asked = training(config)
+    assert asked.model.model_type in ("llama", "qwen2")
+    assert asked.batch * asked.sequence >= 1024

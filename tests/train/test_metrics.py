@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,129 +17,86 @@ from rich.console import Console
 
 from overcoat.train import metrics
 from overcoat.train.config import Config
-from overcoat.train.metrics import peak_bytes, read_metrics
-from tests.train.test_loop import row
+from overcoat.train.configfile import load_config
+from overcoat.train.metrics import HostWatch, RunLog, StepRecord, check_finite, peak_bytes, read_metrics
+from overcoat.train.run import run_once
+from tests.train.runs import CONFIGS, CPU, MakeConfig, before_steps, row, text_of
 
-MakeConfig = Callable[..., Config]
+GPU = torch.device("cuda", 0)
+Open = Callable[..., RunLog]
 
 
 @pytest.fixture
-def config(make_config: MakeConfig, tmp_path: Path) -> Config:
-    """A run whose directory is there, as `MetricsLog` demands."""
+def path(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
-    return make_config()
+    return tmp_path / "run/metrics.jsonl"
 
 
-def written(path: Path, *lines: object) -> dict[str, Any]:
+@pytest.fixture
+def open_log(make_config: MakeConfig, console: Console, path: Path) -> Open:
+    """The log of a run that begins with a step."""
+    return lambda step=0, *words, at=console: RunLog(make_config(*words), at, "[bold] run", step, CPU)
+
+
+def read(path: Path, *lines: object) -> dict[str, Any]:
     """What `read_metrics` makes of these lines, rows or raw text."""
     path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
     return read_metrics(path)
 
 
-def test_metrics_forget_what_a_dead_process_logged_after_its_checkpoint(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    (tmp_path / "run").mkdir()
-    config = make_config()
-    path = tmp_path / "run/metrics.jsonl"
-    log = MetricsLog(config, 0)
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_dead_process_logged_after_its_checkpoint_is_forgotten(path: Path, open_log: Open) -> None:
+    log = open_log()
+    assert path.read_text() == ""  # a first start is no resumption
     log.write(row(1), row(2), {"kind": "eval", "step": 2, "loss": 5.0}, row(3, loss=9.0))
+    before = path.read_text()
+    assert json.loads(before.splitlines()[0]) == row(1)  # on the disk at once: whoever is killed now has logged it
     log.close()
+    open_log(2).close()
+    assert path.read_text() == before + '{"kind": "resume", "step": 2}\n'  # no empty line where none was cut off
     with path.open("a") as file:
         file.write('{"kind": "train", "st')  # killed while writing
-    log = MetricsLog(config, 2)
+    log = open_log(2)
     log.write(row(3, loss=3.0))
     log.close()
     found = read_metrics(path)
     assert {step: r["loss"] for step, r in found["train"].items()} == {1: 1.0, 2: 1.0, 3: 3.0}
     assert found["eval"][2]["loss"] == 5.0
-    assert [json.loads(line)["kind"] for line in path.read_text().splitlines() if "resume" in line] == ["resume"]
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(7, "7 B"), (1234, "1.23 KB"), (5_678_000, "5.68 MB"), (123.4e9, "123 GB")]
-)
-def test_format_bytes(count: float, text: str) -> None:
-    assert format_bytes(count) == text
-
-
-def test_the_peak_of_a_run_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report starts PyTorch's counter anew; the run's own figure must not fall."""
-    device = torch.device("cuda", 0)
-    counter = {"peak": 70}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: counter["peak"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: counter.update(peak=10))
-    monkeypatch.setattr(metrics, "_earlier_peaks", {})
-    assert metrics.restart_peak(device) == 70
-    assert metrics.peak_bytes(device) == 70
-    counter["peak"] = 50
-    assert metrics.restart_peak(device) == 50
-    assert metrics.peak_bytes(device) == 70
-    counter["peak"] = 90
-    assert metrics.peak_bytes(device) == 90
-    metrics.forget_peak(device)
-    assert metrics.peak_bytes(device) == 10
-
-
-def test_a_file_in_which_nothing_was_written_is_a_run_of_no_steps(tmp_path: Path) -> None:
-    assert written(tmp_path / "m.jsonl", "") == {"train": {}, "eval": {}, "fit": {}}
-
-
-@pytest.mark.parametrize(
-    "torn", ['{"kind": "train", "st', '{"kind": "train", "step": 2, "loss": 1.', "\x00\x00\x00", ""]
-)
-def test_a_line_cut_off_is_skipped_wherever_it_is(tmp_path: Path, torn: str) -> None:
-    resume = {"kind": "resume", "step": 1}
-    found = written(tmp_path / "m.jsonl", row(1), f"{torn}\n", resume, row(2, loss=3.0), torn)
-    assert {step: r["loss"] for step, r in found["train"].items()} == {1: 1.0, 2: 3.0}
+@pytest.mark.parametrize("torn", ['{"kind": "train", "step": 2, "loss": 1.', "\x00\x00\x00", '{"k": "\udcff', ""])
+def test_a_line_cut_off_is_skipped_wherever_it_is(path: Path, torn: str) -> None:
+    assert read(path, "") == {"train": {}, "eval": {}, "fit": {}}
+    lines = [json.dumps(row(1)), torn, '{"kind": "resume", "step": 1}', json.dumps(row(2, loss=3.0)), torn]
+    path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+    assert {step: r["loss"] for step, r in read_metrics(path)["train"].items()} == {1: 1.0, 2: 3.0}
 
 
 @pytest.mark.parametrize(
     "line",
     ['{"kind": "lost", "step": 2}', '{"step": 2}', '{"kind": "eval", "step": 2}', '{"kind": "resume"}', "[1]", "5"],
 )
-def test_a_row_of_another_kind_is_refused_with_its_place(tmp_path: Path, line: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"m\.jsonl, line 2: not a row that overcoat wrote: '{re.escape(line)}'; remove"
-    ):
-        written(tmp_path / "m.jsonl", row(1), f"{line}\n")
+def test_a_row_of_another_kind_is_refused_with_its_place(path: Path, line: str) -> None:
+    expected = rf"m\w+\.jsonl, line 2: not a row that overcoat wrote: '{re.escape(line)}'; remove"
+    with pytest.raises(ValueError, match=expected):
+        read(path, row(1), f"{line}\n")
 
 
-def test_bytes_that_are_no_text_are_a_line_cut_off(tmp_path: Path) -> None:
-    (tmp_path / "m.jsonl").write_bytes(json.dumps(row(1)).encode() + b'\n{"kind": "\xff\n')
-    assert list(read_metrics(tmp_path / "m.jsonl")["train"]) == [1]
-
-
-def test_resuming_forgets_later_rows_but_not_fits(tmp_path: Path) -> None:
-    evaluation, fit = (
-        {"kind": "eval", "step": 3, "loss": 5.0},
-        {"kind": "fit", "step": 3, "micro_batch": 1, "block_checkpoints": False},
-    )
-    rows = [row(step) for step in (1, 2, 3, 4)]
-    found = written(tmp_path / "m.jsonl", *rows, evaluation, fit, {"kind": "resume", "step": 2})
+def test_resuming_forgets_later_rows_but_not_fits(path: Path) -> None:
+    fit = {"kind": "fit", "step": 3, "micro_batch": 1, "block_checkpoints": False}
+    rows = [*map(row, (1, 2, 3, 4)), {"kind": "eval", "step": 3, "loss": 5.0}, fit]
+    found = read(path, *rows, {"kind": "resume", "step": 2})
     assert list(found["train"]) == [1, 2]  # the step of the checkpoint itself has been taken
-    assert found["eval"] == {}
-    assert found["fit"] == {3: fit}
-    again = written(tmp_path / "m.jsonl", *rows, {"kind": "resume", "step": 3}, {"kind": "resume", "step": 0})
+    assert (found["eval"], found["fit"]) == ({}, {3: fit})
+    again = read(path, *rows, {"kind": "resume", "step": 3}, {"kind": "resume", "step": 0})
     assert again["train"] == {}  # back to the beginning
 
 
-def test_a_log_is_appended_to_and_says_where_it_goes_on(config: Config, tmp_path: Path) -> None:
-    path = tmp_path / "run/metrics.jsonl"
-    log = MetricsLog(config, 0)
-    assert path.read_text() == ""  # a first start is no resumption
-    log.write(row(1))
-    before = path.read_text()
-    assert json.loads(before) == row(1)  # on the disk at once: whoever is killed now has logged it
-    log.close()
-    MetricsLog(config, 1).close()
-    assert path.read_text() == before + '{"kind": "resume", "step": 1}\n'  # no empty line where none was cut off
-
-
 def test_tensorboard_gets_the_numbers_and_no_skipped_norm(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, open_log: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "run").mkdir()
     opened: list[tuple[Path, int]] = []
     scalars: list[tuple[str, float, int]] = []
 
@@ -147,12 +105,71 @@ def test_tensorboard_gets_the_numbers_and_no_skipped_norm(
         return SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar), close=lambda: None)
 
     monkeypatch.setattr(metrics, "load_extra", lambda *_: SimpleNamespace(SummaryWriter=writer))
-    log = MetricsLog(make_config("train.tensorboard=true"), 6)
+    log = open_log(6, "train.tensorboard=true")
     log.write({**row(7), "gradient_norm": None}, {"kind": "eval", "step": 7, "loss": 2.0})
     log.close()
-    assert opened == [(tmp_path / "run/tensorboard", 6)]  # events after step 6 are of a process that died
+    assert opened == [(path.parent / "tensorboard", 6)]  # events after step 6 are of a process that died
     figures = [("train/tokens_per_second", 9.5, 7), ("train/peak_bytes", 7, 7)]
     assert scalars == [("train/loss", 1.0, 7), *figures, ("eval/loss", 2.0, 7)]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_a_line_per_report_where_no_bar_can_be(
+    open_log: Open, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    """Of the records since the last one; the line is neither wrapped nor read as markup."""
+    console = Console(file=io.StringIO(), width=40, force_terminal=is_terminal)
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(metrics, "peak_bytes", lambda _: 2_500_000_000)
+    log = open_log(at=console)
+    for step in (5, 6):
+        log.add(StepRecord(step, 0.1, 600, torch.tensor(1.25), torch.tensor(2.0)))
+    log.flush()
+    log.close()
+    line = "[bold] run  step 6/12  loss 1.2500  40 tok/s  peak 2.50 GB\n"
+    assert text_of(console) == line if not is_terminal else line not in text_of(console)
+
+
+# ---- losses and gradients that are not finite -----------------------------------------------------------------------
+
+
+def test_a_skipped_step_is_marked_and_a_lost_loss_ends_the_run() -> None:
+    rows = [row(1), row(2, norm=float("inf")), row(3)]
+    check_finite(rows)
+    assert [r["gradient_norm"] for r in rows] == [1.0, None, 1.0]
+    with pytest.raises(FloatingPointError, match="step 5: the loss is nan"):
+        check_finite([row(4), row(5, loss=float("nan")), row(6, loss=float("nan"))])
+
+
+def test_ten_skipped_steps_in_a_row_end_the_run_however_they_are_reported() -> None:
+    for size in (1, 4, 9):
+        skipped = 0
+        for start in range(1, 10, size):
+            bad = [row(step, norm=float("inf")) for step in range(start, min(10, start + size))]
+            skipped = check_finite(bad, skipped)
+        assert skipped == 9
+        assert check_finite([row(10), row(11, norm=float("nan"))], skipped) == 1
+        with pytest.raises(FloatingPointError, match="step 10: the gradients of 10 steps in a row were not finite"):
+            check_finite([row(10, norm=float("nan")), row(11)], skipped)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_peak_of_a_run_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report starts PyTorch's counter anew; the run's own figure must not fall."""
+    counter = {"peak": 70}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: counter["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: counter.update(peak=10))
+    monkeypatch.setattr(metrics, "_earlier_peaks", {})
+    assert (metrics.restart_peak(GPU), peak_bytes(GPU)) == (70, 70)
+    counter["peak"] = 50
+    assert (metrics.restart_peak(GPU), peak_bytes(GPU)) == (50, 70)
+    counter["peak"] = 90
+    assert peak_bytes(GPU) == 90
+    metrics.forget_peak(GPU)
+    assert peak_bytes(GPU) == 10
 
 
 @pytest.mark.parametrize(("platform", "expected"), [("linux", 3 * 1024), ("darwin", 3)])
@@ -161,15 +178,47 @@ def test_the_peak_of_a_process_is_in_bytes_everywhere(
 ) -> None:
     monkeypatch.setattr(metrics.sys, "platform", platform)
     monkeypatch.setattr(metrics.resource, "getrusage", lambda _who: SimpleNamespace(ru_maxrss=3))
-    assert peak_bytes(torch.device("cpu")) == expected
+    assert peak_bytes(CPU) == expected
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_is_a_line_per_report_where_no_bar_can_be(is_terminal: bool) -> None:
-    console = Console(file=io.StringIO(), width=40, force_terminal=is_terminal)
-    report = ProgressReport(console, "[bold] run", 12, 0)
-    report.update(6, {"loss": 1.25, "tokens_per_second": 12345.6, "peak_bytes": 2.5e9})
-    report.close()
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    line = "[bold] run  step 6/12  loss 1.2500  12,346 tok/s  peak 2.5 GB\n"  # neither wrapped nor read as markup
-    assert printed == line if not is_terminal else line not in printed
+# ---- a GPU that waits for the host ----------------------------------------------------------------------------------
+
+STEP = 0.05  # seconds
+
+
+@pytest.mark.parametrize(
+    ("word", "waits", "advice_after"),
+    [
+        ("", 9 * [0.001], [3]),
+        ("", [0.001, 0.001, 0.02, 0.001, 0.001, 0.001, 0.001], [6]),  # some intervals in a row, and once
+        ("", 9 * [0.06 * STEP], []),
+        ("", 9 * [0.04 * STEP], [3]),
+        # Nothing is advised that would be refused.
+        *((f"{word}", 9 * [0.0], []) for word in (
+            "train.compile=graphs", "optimizer.offload=true", "data.document_mask=true", "recipe.name=bf16")),
+    ],
+)  # fmt: skip
+def test_advice_after_intervals_of_20_steps(
+    make_config: MakeConfig, word: str, waits: list[float], advice_after: list[int]
+) -> None:
+    config: Config = make_config(*word.split())
+    for device, expected in ((GPU, advice_after), (CPU, [])):
+        watch = HostWatch(config, device)
+        assert [i for i, waited in enumerate(waits, 1) if watch.saw(20, 20 * STEP, waited)] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("slow", "times"), [(lambda _: time.sleep(0.2), 1), (lambda _: torch.cuda._sleep(200_000_000), 0)]
+)
+def test_a_run_says_who_waits(
+    slow: Callable[[Any], None], times: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By far, as tests beside this one slow down either: 0.2 s the host, 200 M cycles (0.1 s) the GPU."""
+    before_steps(monkeypatch, slow)
+    words = """train.device=cuda train.steps=41 train.tensorboard=false data.max_bytes=2000000 sample.tokens=0
+        tokenizer.vocab_size=2048 eval.every=0 checkpoint.every=0"""
+    places = [f"train.run_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'data'}"]
+    said = Console(file=io.StringIO(), width=500)
+    run_once(load_config(CONFIGS / "demo.toml", [*words.split(), *places]), said, "FP8")
+    assert text_of(said).count(HostWatch.ADVICE) == times

@@ -13,11 +13,7 @@ from overcoat.train.run import RunResult
 from overcoat.train.summary import summarize
 from tests.train.test_loop import row
 
-ROWS = [
-    row(1, loss=8.0),
-    row(2, loss=6.0),
-    {"kind": "eval", "step": 2, "loss": 6.5},
-]
+ROWS = [row(1, loss=8.0), row(2, loss=6.0), {"kind": "eval", "step": 2, "loss": 6.5}]
 
 
 def result(folder: Path, title: str, device: str, **figures: float) -> RunResult:
