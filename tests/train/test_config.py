@@ -45,7 +45,9 @@ AUTO = "train.batch_size=auto train.global_batch_size=8"
         ("model.config.model_type=llama", "not both"),
         ("tokenizer.vocab_size=100", "at least 257|needs 257"),
         ("tokenizer.vocab_size=1000000000000", "tokenizer.vocab_size"),
-        ('data.files=["a.bin", "b.txt"]', "mixes .bin with text"),
+        ('data.files=["a.bin","b.txt"]', "mixes .bin with text"),
+        ("data.max_bytes=10 data.files=a.bin", r"data.max_bytes = 10: does not apply to \.bin files"),
+        ("data.streaming=true data.files=a.bin", r"does not apply to \.bin files"),
         ("optimizer.release_gradients=true", "optimizer.release_gradients cannot clip at 1.0.*set it to 0"),
         ("memory.report=yes", "memory.report = 'yes': expected true or false"),
         ("train.batch_size=all", "train.batch_size = 'all': expected a whole number or one of 'auto'"),
@@ -77,7 +79,7 @@ AUTO = "train.batch_size=auto train.global_batch_size=8"
 )
 def test_mistakes_name_the_remedy(argument: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        build_config(MINIMAL, argument.split() if argument.startswith(("optimizer", "train")) else [argument])
+        build_config(MINIMAL, argument.split() if argument.startswith(("optimizer", "train", "data.")) else [argument])
 
 
 def test_the_rows_of_a_step() -> None:

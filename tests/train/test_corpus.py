@@ -6,40 +6,23 @@ import errno
 import json
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from overcoat.train import corpus, files, tokenizer
-from overcoat.train.config import Config, DataConfig
+from overcoat.train import corpus, files
+from overcoat.train.config import Config
 from overcoat.train.corpus import open_corpus
 from overcoat.train.files import DamagedError
 from overcoat.train.sources import documents
 from overcoat.train.tokenizer import encode
-
-MakeConfig = Callable[..., Config]
+from tests.train.runs import MakeConfig
 
 
 def silent(_text: str) -> None:
     pass
-
-
-def test_sizes_are_counted_in_bytes(tmp_path: Path, make_config: MakeConfig) -> None:
-    for number in range(20):
-        (tmp_path / f"{number}.txt").write_text(f"{number:02d}" + "\u4e2d" * 100, encoding="utf-8")  # 302 bytes
-    files = [str(tmp_path / "*.txt")]
-    assert len(list(documents(DataConfig(files=files, max_bytes=1000)))) == 3
-    config = make_config(f"data.files={files[0]}", "tokenizer.train_bytes=1000")
-    assert len(list(tokenizer._sample(config))) == 4  # the one that reaches it is the last
-
-
-@pytest.mark.parametrize("argument", ["data.max_bytes=10", "data.streaming=true"])
-def test_what_binaries_ignore_is_an_error(make_config: MakeConfig, argument: str) -> None:
-    with pytest.raises(ValueError, match=r"does not apply to \.bin files"):
-        make_config("data.files=a.bin", argument)
 
 
 def test_tokens_are_written_once_and_reused(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,25 +42,15 @@ def test_tokens_are_written_once_and_reused(make_config: MakeConfig, monkeypatch
 def test_training_and_held_out_text_are_apart_and_complete(make_config: MakeConfig) -> None:
     config = make_config("data.sequence_length=8", "eval.rows=10000")
     corpus = open_corpus(config, silent)
-    texts = list(documents(config.data))
-    tokenizer = corpus.tokenizer
-    assert tokenizer is not None
+    texts, tokenizer = list(documents(config.data)), corpus.tokenizer
     held = tokenizer.decode(corpus.held_out[:, 1:].ravel().tolist())
-    rows = corpus.rows.next_rows(corpus.rows.num_rows)  # type: ignore[attr-defined]
+    rows = corpus.rows.next_rows(corpus.rows.num_rows)
     trained = tokenizer.decode(np.unique(rows, axis=0).ravel().tolist())
-    titles = {text.splitlines()[0] for text in texts}
-    in_held = {title for title in titles if f"{title}\n" in held}
-    assert in_held
-    assert all(f"{title}\n" not in trained for title in in_held)
-    total = sum(len(ids) for ids in encode(tokenizer, texts))
-    in_training = np.diff(corpus.rows.documents).sum()  # type: ignore[attr-defined]
-    assert in_training + sum(len(i) for t, i in zip(texts, encode(tokenizer, texts)) if _held(t, in_held)) >= (
-        0.97 * total
-    )
-
-
-def _held(text: str, titles: set[str]) -> bool:
-    return text.splitlines()[0] in titles
+    apart = [text for text in texts if f"{text.splitlines()[0]}\n" in held]
+    assert apart
+    assert all(f"{text.splitlines()[0]}\n" not in trained for text in apart)
+    total, in_held = (sum(map(len, encode(tokenizer, some))) for some in (texts, apart))
+    assert np.diff(corpus.rows.documents).sum() + in_held >= 0.97 * total
 
 
 def cached(tmp_path: Path) -> list[Path]:
@@ -234,18 +207,14 @@ def test_token_binaries(make_config: MakeConfig, tmp_path: Path, eos: int | None
     assert 0 <= row.min() <= row.max() < 300
 
 
-def test_a_torn_binary_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(b"123")
-    config = make_config(f"data.files={tmp_path}/a.bin", "tokenizer.vocab_size=0")
-    with pytest.raises(ValueError, match="is not a file of uint16 tokens"):
-        open_corpus(config, silent)
-
-
 @pytest.mark.parametrize(("kept", "read"), [("uint32", "uint16"), ("uint64", "uint32")])
 @pytest.mark.parametrize("vocabulary", [300, 130_000])
 def test_wider_tokens_than_configured_are_an_error(
     make_config: MakeConfig, tmp_path: Path, kept: str, read: str, vocabulary: int
 ) -> None:
+    (tmp_path / "a.bin").write_bytes(b"123")
+    with pytest.raises(ValueError, match="is not a file of uint16 tokens"):
+        open_corpus(make_config(f"data.files={tmp_path}/a.bin", "tokenizer.vocab_size=0"), silent)
     tokens = np.random.default_rng(0).integers(0, vocabulary, 999)
     tokens.astype(kept).tofile(tmp_path / "a.bin")
     words = ("tokenizer.vocab_size=0", f"model.config.vocab_size={vocabulary}", f"data.token_dtype={read}")
@@ -259,11 +228,6 @@ def test_tokens_of_few_kinds_are_no_wider_ones(make_config: MakeConfig, tmp_path
     assert open_corpus(config, silent).num_ids == 4
 
 
-def test_no_tokenizer_is_an_error(make_config: MakeConfig) -> None:
-    with pytest.raises(ValueError, match="no tokenizer"):
-        open_corpus(make_config("tokenizer.vocab_size=0"), silent)
-
-
 def test_streaming_holds_out_the_same_rows_every_time(make_config: MakeConfig) -> None:
     config = make_config("data.streaming=true", "data.held_out=0.3", "data.shuffle_rows=4")
     first, second = open_corpus(config, silent), open_corpus(config, silent)
@@ -274,12 +238,8 @@ def test_streaming_holds_out_the_same_rows_every_time(make_config: MakeConfig) -
 
 def test_the_identity_of_a_stream_is_what_it_is_made_of(make_config: MakeConfig, tmp_path: Path) -> None:
     def identity(folder: str, *arguments: str) -> str:
-        return open_corpus(
-            make_config(
-                "data.streaming=true", "data.held_out=0.3", f"data.files={tmp_path / folder}/*.txt", *arguments
-            ),
-            silent,
-        ).identity
+        words = ("data.streaming=true", "data.held_out=0.3", f"data.files={tmp_path / folder}/*.txt", *arguments)
+        return open_corpus(make_config(*words), silent).identity
 
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()

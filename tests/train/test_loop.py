@@ -1,10 +1,11 @@
-"""One optimizer step and one evaluation against plain PyTorch."""
+"""The schedule against its closed forms, one optimizer step and one evaluation against plain PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,32 +15,36 @@ from rich.console import Console
 
 import overcoat
 from overcoat.train import loop
-from overcoat.train.build import build_model, make_optimizer
-from overcoat.train.config import Config
-from overcoat.train.data import PackedRows, make_batch
-from overcoat.train.fit import Fit
-from overcoat.train.loop import evaluate, train_step
-from overcoat.train.metrics import check_finite, read_metrics
+from overcoat.train.config import Config, ScheduleConfig
+from overcoat.train.data import make_batch
+from overcoat.train.loop import evaluate, multiplier, train_step
+from overcoat.train.metrics import read_metrics
 from overcoat.train.run import run_once
 from overcoat.train.state import TrainState, rng_state
-
-MakeConfig = Callable[..., Config]
-EXACT = ("model.dtype=float32", "optimizer.moments=fp32", "model.config.vocab_size=50")
+from tests.train.runs import EXACT, MakeConfig, make_state
 
 
-def make_state(config: Config, document_mask_eos: int | None = 0) -> TrainState:
-    """An unconverted model on simple tokens: what the loop adds is plain PyTorch and can be compared with it."""
-    model = build_model(config, None).train()
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(5, 60, 40)
-    tokens = np.arange(lengths.sum()) * 7 % 49 + 1  # each token decides the next
-    ends = np.cumsum(lengths)
-    tokens[ends - 1] = 0
-    rows = PackedRows(tokens, np.stack([ends - lengths, ends], axis=1), config.data.sequence_length, seed=0)
-    optimizer = make_optimizer(model, config.optimizer, 0)
-    return TrainState(
-        model, optimizer, rows, "test", document_mask_eos, torch.device("cpu"), Fit(config.train.batch_size)
-    )
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
+def test_warmup_rises_linearly_to_the_peak(kind: Any) -> None:
+    schedule = ScheduleConfig(kind=kind, warmup_steps=4, final_ratio=0.1)
+    assert [multiplier(schedule, step, 100) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup", "decay", "final", "steps", "expected"),
+    [
+        ("cosine", 10, 0, 0.2, 110, {60: 0.6, 35: 0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2, 110: 0.2, 500: 0.2}),
+        ("linear", 0, 0, 0.0, 4, {0: 1.0, 1: 0.75, 2: 0.5, 3: 0.25, 4: 0.0, 9: 0.0}),
+        ("wsd", 2, 4, 0.5, 10, {0: 0.5, 1: 1.0, 2: 1.0, 6: 1.0, 7: 0.875, 8: 0.75, 9: 0.625}),
+        ("wsd", 0, 0, 0.0, 10, {7: 1.0, 8: 1.0, 9: 0.5, 10: 0.0}),  # a fifth by default
+        ("wsd", 9, 0, 0.0, 10, {8: 1.0, 9: 1.0, 10: 0.0}),  # but never within the warm-up
+        ("constant", 2, 0, 0.0, 10, {1: 1.0, 9: 1.0}),
+    ],
+)
+def test_schedules(kind: Any, warmup: int, decay: int, final: float, steps: int, expected: dict[int, float]) -> None:
+    """A run may have been lengthened: the ratio stays at its end."""
+    schedule = ScheduleConfig(kind=kind, warmup_steps=warmup, decay_steps=decay, final_ratio=final)
+    assert {step: multiplier(schedule, step, steps) for step in expected} == pytest.approx(expected)
 
 
 def test_one_step_is_adamw_on_the_mean_gradient_with_clipping(make_config: MakeConfig) -> None:
@@ -148,31 +153,6 @@ def test_data_that_end_in_the_middle_are_no_mistake_of_the_command(
     monkeypatch.setattr(state.rows, "next_rows", unreadable)
     with pytest.raises(loop.UnreadableDataError, match=r"step 2: a\.jsonl:7: no text\. Checkpoints are as they were"):
         train_step(state, config)
-
-
-def row(step: int, loss: float = 1.0, norm: float = 1.0) -> dict[str, object]:
-    figures = {"loss": loss, "gradient_norm": norm, "tokens_per_second": 9.5, "peak_bytes": 7}
-    return {"kind": "train", "step": step, **figures}
-
-
-def test_a_skipped_step_is_marked_and_a_lost_loss_ends_the_run() -> None:
-    rows = [row(1), row(2, norm=float("inf")), row(3)]
-    check_finite(rows)
-    assert [r["gradient_norm"] for r in rows] == [1.0, None, 1.0]
-    with pytest.raises(FloatingPointError, match="step 5: the loss is nan"):
-        check_finite([row(4), row(5, loss=float("nan")), row(6, loss=float("nan"))])
-
-
-def test_ten_skipped_steps_in_a_row_end_the_run_however_they_are_reported() -> None:
-    bad = [row(step, norm=float("inf")) for step in range(1, 10)]
-    for size in (1, 4, 9):
-        skipped = 0
-        for start in range(0, 9, size):
-            skipped = check_finite([dict(r) for r in bad[start : start + size]], skipped)
-        assert skipped == 9
-        assert check_finite([row(10), row(11, norm=float("nan"))], skipped) == 1
-        with pytest.raises(FloatingPointError, match="step 10: the gradients of 10 steps in a row were not finite"):
-            check_finite([row(10, norm=float("nan")), row(11)], skipped)
 
 
 @pytest.mark.parametrize("num_bad", [1, 10])

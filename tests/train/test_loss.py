@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +10,9 @@ import torch.nn.functional as F
 
 import overcoat
 from overcoat.estimate.dry_run import META
-from overcoat.train.config import Config
 from overcoat.train.data import IGNORED, Batch, make_batch
 from overcoat.train.loss import loss_for_estimates, summed_loss
-from tests.train.test_loop import EXACT, make_state
-
-MakeConfig = Callable[..., Config]
+from tests.train.runs import EXACT, MakeConfig, make_state
 
 
 def test_summed_loss_is_the_models_own(make_config: MakeConfig) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from overcoat.train.config import Config
 from overcoat.train.memory_report import Figure, draw_timeline, write_table
 from overcoat.train.metrics import read_metrics
 from overcoat.train.run import run_once
+from tests.train.runs import MakeConfig
 
-MakeConfig = Callable[..., Config]
 # Wide enough that the scalars of a step do not matter.
 WIDE = ("model.config.hidden_size=256", "model.config.intermediate_size=512", "tokenizer.vocab_size=1024")
 SHORT = ("train.steps=3", "eval.every=0", "checkpoint.every=0")

@@ -15,10 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from overcoat.models.shapes import load_model_config
 from overcoat.train.build import build_model, check_config
-from overcoat.train.config import Config
 from overcoat.train.tokenizer import load_tokenizer, train_tokenizer
-
-MakeConfig = Callable[..., Config]
+from tests.train.runs import MakeConfig
 
 
 def folder_with_code(tmp_path: Path, make_config: MakeConfig, **changes: Any) -> Path:

@@ -17,11 +17,11 @@ from overcoat.train import loop
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
-from overcoat.train.metrics import read_metrics
 from overcoat.train.run import check_before_training, run, run_once
+from overcoat.train.state import TrainState
 from tests.models.graphs import recorded, skipped
+from tests.train.runs import CONFIGS, MakeConfig, before_steps, losses, run_out_of_memory
 
-MakeConfig = Callable[..., Config]
 Losses = dict[str, dict[int, tuple[float, ...]]]
 
 
@@ -31,26 +31,9 @@ def _forget_after() -> Iterator[None]:
     forget()
 
 
-def losses(folder: Path) -> Losses:
-    """Losses and gradient norms by step, and held-out losses."""
-    metrics = read_metrics(folder / "metrics.jsonl")
-    names = ("loss", "gradient_norm")
-    return {
-        kind: {step: tuple(row[name] for name in names if name in row) for step, row in metrics[kind].items()}
-        for kind in ("train", "eval")
-    }
-
-
-def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, step: int, rows: int) -> None:
-    """Say so, before a step takes so many rows at once."""
-    real = loop.train_step
-
-    def take(state: Any, config: Config) -> Any:
-        if state.step + 1 == step and state.fit.micro_batch == rows:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(state, config)
-
-    monkeypatch.setattr(loop, "train_step", take)
+def out_of_memory_at(patch: pytest.MonkeyPatch, step: int, rows: int) -> None:
+    """Before a step takes so many rows at once."""
+    before_steps(patch, lambda state: (state.step + 1, state.fit.micro_batch) == (step, rows) and run_out_of_memory())
 
 
 # ---- on a CPU -------------------------------------------------------------------------------------------------------
@@ -119,7 +102,7 @@ def test_the_twin_compiles_its_own_layers(
 def test_a_step_out_of_memory_is_taken_again_with_layers_compiled_anew(
     both: Callable[..., list[Losses]], graphs: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_out_of_memory(monkeypatch, step=3, rows=2)
+    out_of_memory_at(monkeypatch, step=3, rows=2)
     none, layers = both()
     assert layers == none
     assert graphs.frame_count == 2  # two rows, then one, as constants
@@ -141,32 +124,25 @@ class DeadError(Exception):
 
 
 def test_a_resumed_run_drops_what_was_compiled_where_it_follows_a_smaller_batch(
-    make_config: MakeConfig, graphs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, graphs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the run before it did when memory ran out: the graphs of more rows keep their memory otherwise."""
-    words = ("train.compile=layers", "train.steps=4", "checkpoint.every=2")
+    config = make_config("train.compile=layers", "train.steps=4", "checkpoint.every=2")
+
+    def die(state: TrainState) -> None:
+        if (state.step + 1, state.fit.micro_batch) == (4, 1):
+            raise DeadError
+
     with monkeypatch.context() as patch:
-        real = loop.train_step
-
-        def step(state: Any, config: Config) -> Any:
-            if state.step + 1 == 4 and state.fit.micro_batch == 1:
-                raise DeadError
-            return real(state, config)
-
-        patch.setattr(loop, "train_step", step)
-        run_out_of_memory(patch, step=4, rows=2)
+        before_steps(patch, die)
+        out_of_memory_at(patch, step=4, rows=2)
         with pytest.raises(DeadError):
-            run_once(make_config(*words), Console(quiet=True), "killed")
+            run_once(config, Console(quiet=True), "killed")
     forgotten: list[bool] = []
     monkeypatch.setattr("overcoat.train.out_of_memory.forget", lambda: forgotten.append(True) or forget())
     seen: list[tuple[int, int, int]] = []
-
-    def watched(state: Any, config: Config) -> Any:
-        seen.append((state.step + 1, state.fit.micro_batch, len(forgotten)))
-        return real(state, config)
-
-    monkeypatch.setattr(loop, "train_step", watched)
-    run_once(make_config(*words), Console(quiet=True), "resumed")
+    before_steps(monkeypatch, lambda state: seen.append((state.step + 1, state.fit.micro_batch, len(forgotten))))
+    run_once(config, Console(quiet=True), "resumed")
     assert seen == [(3, 2, 0), (4, 1, 1)]
     assert len(forgotten) == 2  # and at the end, for the twin
 
@@ -181,38 +157,26 @@ def test_graphs_need_a_gpu(make_config: MakeConfig) -> None:
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 STEPS = 6
-SMALL = [
-    "train.device=cuda",
-    f"train.steps={STEPS}",
-    "train.log_every=1",
-    "train.tensorboard=false",
-    "train.batch_size=4",
-    "schedule.warmup_steps=1",
-    "optimizer.clip=0.5",
-    "data.max_bytes=1000000",
-    "data.sequence_length=128",
-    "tokenizer.vocab_size=512",
-    "eval.every=2",
-    "checkpoint.every=3",
-    "sample.tokens=8",
-]
+SMALL = f"""train.device=cuda train.steps={STEPS} train.log_every=1 train.tensorboard=false train.batch_size=4
+    schedule.warmup_steps=1 optimizer.clip=0.5 data.max_bytes=1000000 data.sequence_length=128
+    tokenizer.vocab_size=512 eval.every=2 checkpoint.every=3 sample.tokens=8"""
 
 
 def train(tmp_path: Path, name: str, *words: str) -> Losses:
     """A short run in `tmp_path / name` on tokens that all runs share."""
-    demo = Path(__file__).parents[2] / "configs" / "demo.toml"
     places = [f"train.run_dir={tmp_path / name}", f"data.cache_dir={tmp_path / 'data'}", "compare.overrides=[]"]
-    run(load_config(demo, [*SMALL, *places, *words]), Console(quiet=True))
+    run(load_config(CONFIGS / "demo.toml", [*SMALL.split(), *places, *words]), Console(quiet=True))
     return losses(tmp_path / name)
 
 
 def assert_close(found: Losses, expected: Losses) -> None:
     """As two runs on a GPU are, whose unordered sums differ: to a thousandth, gradient norms to a hundredth."""
-    for kind, rows in expected.items():
+    for kind in ("train", "eval"):
+        rows = expected[kind]
         assert found[kind].keys() == rows.keys()
-        for step, (loss, *norms) in rows.items():
+        for step, (loss, *rest) in rows.items():  # of a training step also its rate, and the norm
             assert found[kind][step][0] == pytest.approx(loss, rel=1e-3), (kind, step)
-            assert found[kind][step][1:] == pytest.approx(tuple(norms), rel=1e-2), (kind, step)
+            assert found[kind][step][1:] == pytest.approx(tuple(rest), rel=1e-2), (kind, step)
 
 
 @pytest.fixture
@@ -255,7 +219,7 @@ def test_graphs_are_recorded_anew_with_fewer_rows(
     tmp_path: Path, counts: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the fifth step's passes, two by then, one is measured and one warms up; the sixth records and replays."""
-    run_out_of_memory(monkeypatch, step=5, rows=4)
+    out_of_memory_at(monkeypatch, step=5, rows=4)
     none = train(tmp_path, "none")
     counts.clear()
     assert_close(train(tmp_path, "graphs", "train.compile=graphs"), none)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +9,10 @@ import pytest
 import torch
 
 from overcoat.train import state as module
-from overcoat.train.config import Config
 from overcoat.train.fit import Fit
 from overcoat.train.loop import train_step
 from overcoat.train.state import TrainState, rng_state, set_rng_state
-from tests.train.test_loop import EXACT, make_state
-
-MakeConfig = Callable[..., Config]
+from tests.train.runs import EXACT, MakeConfig, make_state
 
 
 def test_generators_are_restored() -> None:

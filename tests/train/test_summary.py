@@ -11,7 +11,7 @@ from rich.console import Console
 
 from overcoat.train.run import RunResult
 from overcoat.train.summary import summarize
-from tests.train.test_loop import row
+from tests.train.runs import row
 
 ROWS = [row(1, loss=8.0), row(2, loss=6.0), {"kind": "eval", "step": 2, "loss": 6.5}]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,37 +9,30 @@ from typing import Any
 import pytest
 
 from overcoat.train import tokenizer as module
-from overcoat.train.config import Config
 from overcoat.train.tokenizer import (
     END_OF_TEXT,
     encode,
     load_tokenizer,
     make_tokenizer,
-    save_tokenizer,
     tokenizer_name,
     train_tokenizer,
 )
+from tests.train.runs import MakeConfig
 
-MakeConfig = Callable[..., Config]
 BINARY = ("data.files=a.bin", "tokenizer.vocab_size=0")
 NAMED = ("model.config={}", "model.name=some/model")
 
 
 def test_trained_tokenizer_round_trips_any_text_and_ends_documents(make_config: MakeConfig, tmp_path: Path) -> None:
-    train_tokenizer(make_config()).save_pretrained(tmp_path / "tok")
-    tokenizer = load_tokenizer(tmp_path / "tok")
-    assert len(tokenizer) <= 320
-    for text in ("x = 1\n\treturn  alpha", "\u00e9\u4e2d\U0001f600", f"source that says {END_OF_TEXT} in it"):
-        (ids,) = encode(tokenizer, [text])
-        assert ids[-1] == tokenizer.eos_token_id
-        assert tokenizer.eos_token_id not in ids[:-1]
-        assert tokenizer.decode(ids[:-1]) == text
-
-
-def test_the_special_token_in_a_text_is_text_before_saving_as_well(make_config: MakeConfig) -> None:
     trained = train_tokenizer(make_config())
-    (ids,) = encode(trained, [f"source that says {END_OF_TEXT} in it"])
-    assert [place for place, token in enumerate(ids) if token == trained.eos_token_id] == [len(ids) - 1]
+    trained.save_pretrained(tmp_path / "tok")
+    for tokenizer in (trained, load_tokenizer(tmp_path / "tok")):
+        assert len(tokenizer) <= 320
+        for text in ("x = 1\n\treturn  alpha", "\u00e9\u4e2d\U0001f600", f"source that says {END_OF_TEXT} in it"):
+            (ids,) = encode(tokenizer, [text])
+            assert ids[-1] == tokenizer.eos_token_id
+            assert tokenizer.eos_token_id not in ids[:-1]
+            assert tokenizer.decode(ids[:-1]) == text
 
 
 @pytest.mark.parametrize(
@@ -106,22 +97,6 @@ def test_a_tokenizer_that_cannot_pack_documents_is_refused(
     monkeypatch.setattr(module, "load_pretrained", lambda *_: found)
     with pytest.raises(ValueError, match=r"the tokenizer 'slow' must be a fast one with an end-of-text token"):
         load_tokenizer("slow")
-
-
-@pytest.mark.parametrize(
-    ("error", "number"),
-    [(Exception("No space left on device (os error 28)"), errno.EIO), (PermissionError(13, "no"), 13)],
-)
-def test_one_that_cannot_be_written_is_an_error_of_the_system(tmp_path: Path, error: Exception, number: int) -> None:
-    """tokenizers raises a bare Exception."""
-
-    class Unwritable:
-        def save_pretrained(self, _: Path) -> None:
-            raise error
-
-    with pytest.raises(OSError, match=r"No space left|no") as raised:
-        save_tokenizer(Unwritable(), tmp_path)
-    assert raised.value.errno == number
 
 
 def test_ids_of_a_vocabulary_with_gaps() -> None:
