@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -20,6 +19,7 @@ from rich.panel import Panel
 from overcoat import cli
 from overcoat.train import loop, run
 from overcoat.version import VERSION
+from tests.train.runs import names, stop_at
 
 CONFIG = """
 [model.config]
@@ -56,20 +56,53 @@ def config(tmp_path: Path) -> str:
 
 
 def test_train_prints_one_json_line(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", config, f"train.run_dir={tmp_path / 'run'}", "--json"]) == 0
+    assert cli.main(["train", config, "--json", f"train.run_dir={tmp_path / 'run'}", "train.steps=2"]) == 0
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     captured = capsys.readouterr()
     summary = json.loads(captured.out)
-    assert summary["runs"][0]["steps"] == 3
+    assert summary["runs"][0]["steps"] == 2
     assert "held-out loss" in captured.err
 
 
-def test_a_mistake_is_one_line_and_status_2(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", config, "train.stepz=3"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err == (
-        "overcoat: unknown key train.stepz; did you mean train.steps? (overcoat train --keys lists all)\n"
-    )
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (
+            "train CONFIG train.stepz=3",
+            2,
+            "unknown key train.stepz; did you mean train.steps? (overcoat train --keys l",
+        ),
+        ("train --json CONFIG train.stepz=3", 2, "unknown key train.stepz"),
+        ("train CONFIG train.steps=2 --json train.stepz=3", 2, "unknown key train.stepz"),
+        ("train CONFIG --jsonn train.steps=2", 2, "unrecognized arguments: --jsonn"),
+        ("train", 2, "needs a CONFIG.toml"),
+        ("", 2, "COMMAND"),
+        ("--version", 0, VERSION),
+        ("train --keys", 0, "optimizer.lr = 0.0003"),
+    ],
+)
+def test_what_is_said_without_training(
+    config: str, capsys: pytest.CaptureFixture[str], arguments: str, status: int, said: str
+) -> None:
+    """Mistakes are one line; options may stand between and before the arguments."""
+    try:
+        found = cli.main(arguments.replace("CONFIG", config).split())
+    except SystemExit as stop:  # argparse
+        found = stop.code
+    printed = capsys.readouterr()
+    assert found == status
+    assert said in (printed.err if status else printed.out)
+    if "train.stepz" in arguments:
+        assert printed.err.startswith("overcoat: ")
+        assert printed.err.count("\n") == 1
+
+
+def test_one_of_several_processes_is_refused(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["train", config]) == 2
+    assert "WORLD_SIZE is above 1" in capsys.readouterr().err
 
 
 def test_a_diverging_run_is_status_1(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,31 +114,6 @@ def test_a_diverging_run_is_status_1(config: str, tmp_path: Path, capsys: pytest
     assert (tmp_path / "run/abandoned-1-metrics.jsonl").exists()
 
 
-def test_many_processes_are_refused(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cli.main(["train", config]) == 2
-
-
-def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--keys"]) == 0
-    assert "optimizer.lr = 0.0003" in capsys.readouterr().out
-
-
-def test_train_without_a_config_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train"]) == 2
-    assert "needs a CONFIG.toml" in capsys.readouterr().err
-
-
-def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--version"])
-    assert stop.value.code == 0
-    assert VERSION in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        cli.main([])
-    assert stop.value.code == 2
-
-
 def test_a_missing_extra_names_it(config: str) -> None:
     """Without rich (the extra `hf`), in a process of its own since it must not be imported yet."""
     code = (
@@ -114,20 +122,6 @@ def test_a_missing_extra_names_it(config: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert "overcoat train needs the package 'rich': pip install 'overcoat[hf]'" in done.stderr
-
-
-def test_options_may_stand_between_and_before_the_arguments(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["train", config, "--json", f"train.run_dir={tmp_path / 'a'}", "train.steps=2"]) == 0
-    assert json.loads(capsys.readouterr().out)["runs"][0]["steps"] == 2
-    for arguments in (["--json", config, "train.stepz=3"], [config, "train.steps=2", "--json", "train.stepz=3"]):
-        assert cli.main(["train", *arguments]) == 2
-        assert "unknown key train.stepz" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["train", config, "--jsonn", "train.steps=2"])
-    assert stop.value.code == 2
-    assert "unrecognized arguments: --jsonn" in capsys.readouterr().err
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
@@ -192,24 +186,17 @@ def test_a_resumed_and_stopped_run_says_how_to_go_on(
 ) -> None:
     """Repeating train.resume=PATH would go back to PATH; what the message says goes on from the newest."""
     arguments = ["train", config, f"train.run_dir={tmp_path / 'run'}", "checkpoint.every=1"]
-    real, stop_at = loop.train_step, [1]
-
-    def step(state: Any, config: Any) -> Any:
-        if state.step + 1 in stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(state, config)
-
-    monkeypatch.setattr(loop, "train_step", step)
     checkpoints = tmp_path / "run/checkpoints"
-    assert cli.main(arguments) == 128 + signal.SIGTERM
-    assert "step-00000001; the same command continues it" in capsys.readouterr().out
-    stop_at[:] = [2]
-    assert cli.main([*arguments, f"train.resume={checkpoints / 'step-00000001'}"]) == 128 + signal.SIGTERM
-    assert "the same command without train.resume (or with train.resume=auto) continues it" in capsys.readouterr().out
-    stop_at.clear()
+    again = [*arguments, f"train.resume={checkpoints / 'step-00000001'}"]
+    without = " without train.resume (or with train.resume=auto)"
+    for step, command, how in ((1, arguments, ""), (2, again, without)):
+        with monkeypatch.context() as patch:
+            stop_at(step, patch)
+            assert cli.main(command) == 128 + signal.SIGTERM
+        assert f"step-{step:08d}; the same command{how} continues it" in capsys.readouterr().out
     assert cli.main(arguments) == 0
     assert f"resuming from {checkpoints / 'step-00000002'}" in capsys.readouterr().out
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002", "step-00000003"]
+    assert names(checkpoints) == ["step-00000002", "step-00000003"]
 
 
 def test_help_needs_no_pytorch_and_answers_at_once() -> None:

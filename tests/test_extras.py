@@ -15,18 +15,14 @@ def test_a_package_that_is_there_is_imported() -> None:
     assert load_extra("json.decoder", "hf", "reading") is json.decoder
 
 
-@pytest.mark.parametrize("module", ["surely_not_installed", "surely_not_installed.part.of_it"])
+@pytest.mark.parametrize("module", ["surely_not_installed", "surely_not_installed.part", "json.surely_not_there"])
 def test_a_missing_package_says_what_it_is_for_and_how_to_get_it(module: str) -> None:
-    expected = r"^loading a thing needs the package 'surely_not_installed': pip install 'overcoat\[extra\]'$"
+    """An old version of a package may lack the module: the remedy is the same."""
+    package = module.partition(".")[0]
+    expected = rf"^loading a thing needs the package '{package}': pip install 'overcoat\[extra\]'$"
     with pytest.raises(ValueError, match=expected) as caught:
         load_extra(module, "extra", "loading a thing")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
-
-
-def test_a_module_missing_from_its_package_is_no_reason_to_blame_another() -> None:
-    """An old version of the package may lack the module: the remedy is the same."""
-    with pytest.raises(ValueError, match="needs the package 'json'"):
-        load_extra("json.surely_not_there", "hf", "reading")
 
 
 @pytest.mark.parametrize(

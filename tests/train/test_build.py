@@ -18,10 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from overcoat.train import build
 from overcoat.train.build import build_model, check_builds, check_config, load_model, make_recipe
-from overcoat.train.config import Config, ModelConfig, RecipeConfig
+from overcoat.train.config import ModelConfig, RecipeConfig
 from overcoat.train.process import choose_device
+from tests.train.runs import CPU, MakeConfig
 
-CPU = torch.device("cpu")
 SETTINGS = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
 
 
@@ -79,12 +79,7 @@ def test_a_device_that_is_not_there_is_refused(name: str, monkeypatch: pytest.Mo
         choose_device(name)
 
 
-def test_a_name_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot load model\.name"):
-        load_model(str(tmp_path / "nothing"), CPU, SETTINGS)
-
-
-def test_random_weights_are_drawn_on_the_device(make_config: Callable[..., Config], device: torch.device) -> None:
+def test_random_weights_are_drawn_on_the_device(make_config: MakeConfig, device: torch.device) -> None:
     config = make_config("model.config.vocab_size=50")
     models = [build_model(config, None, device) for _ in range(2)]
     for first, second in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -94,18 +89,15 @@ def test_random_weights_are_drawn_on_the_device(make_config: Callable[..., Confi
     assert models[0].model.embed_tokens.weight.float().std() > 0.01
     assert models[0].model.rotary_emb.inv_freq.dtype == torch.float32
     assert models[0].model.rotary_emb.inv_freq.device.type == device.type
+    with pytest.raises(ValueError, match=r"cannot load model\.name"):
+        load_model("/nothing/there", device, SETTINGS)
 
 
 # 64 M parameters, half of them in the embedding and the head.
 LARGE = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "tie_word_embeddings": False,
-}
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def large_checkpoint(folder: Path) -> None:
@@ -152,7 +144,7 @@ def test_loading_holds_nothing_twice(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("source", ["checkpoint", "random"])
-def test_the_gpu_holds_nothing_twice(source: str, make_config: Callable[..., Config], tmp_path: Path) -> None:
+def test_the_gpu_holds_nothing_twice(source: str, make_config: MakeConfig, tmp_path: Path) -> None:
     """Weights read from an FP32 checkpoint, and random ones: BF16 parameters and at most one tensor on its way."""
     device = torch.device("cuda")
     if source == "checkpoint":
@@ -186,7 +178,7 @@ def test_the_gpu_holds_nothing_twice(source: str, make_config: Callable[..., Con
     ],
 )
 def test_values_that_make_no_model_are_refused_before_anything_is_read(
-    make_config: Callable[..., Config], word: str, why: str
+    make_config: MakeConfig, word: str, why: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"\[model\.config\] and model\.attention make no llama model: .*{why}"):
         check_config(make_config(word))
@@ -206,30 +198,32 @@ def test_values_that_make_no_model_are_refused_before_anything_is_read(
 def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(
     model: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (line,) = re.findall(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
+    assert build.memory_of(CPU) == 1024 * int(line)
     monkeypatch.setattr(build, "memory_of", lambda _: 2**30)
     with pytest.raises(ValueError, match=message):
         check_builds(ModelConfig(config={"model_type": "llama"} | model), CPU)
 
 
-def test_a_hosts_memory_is_all_that_it_has() -> None:
-    (line,) = re.findall(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
-    assert build.memory_of(CPU) == 1024 * int(line)
-
-
 @pytest.mark.parametrize("token", [0, 40_000])
-def test_ids_are_those_of_a_vocabulary_that_is_not_known_yet(make_config: Callable[..., Config], token: int) -> None:
+def test_ids_are_those_of_a_vocabulary_that_is_not_known_yet(make_config: MakeConfig, token: int) -> None:
     check_config(make_config(f"model.config.pad_token_id={token}"))
 
 
-def test_recipes_of_offloaded_blocks() -> None:
-    assert make_recipe(RecipeConfig(offload_blocks="all")).offload_blocks == "all"
-    assert make_recipe(RecipeConfig(offload_blocks=8)).offload_blocks == 8
+@pytest.mark.parametrize(
+    ("section", "field", "expected"),
+    [
+        ({"offload_blocks": "all"}, "offload_blocks", "all"),
+        ({"offload_blocks": 8}, "offload_blocks", 8),
+        ({"head": "none"}, "head", None),
+        ({"name": "bf16"}, "head", None),
+        ({"name": "bf16", "head": "bf16"}, "head", "bf16"),
+        ({"name": "leanest"}, "checkpoint", "block"),
+        ({"name": "leanest", "checkpoint": "none"}, "checkpoint", None),
+        ({"name": "leanest", "group_size": 32}, "group_size", 32),
+    ],
+)
+def test_a_section_replaces_fields_of_the_named_recipe(section: dict[str, Any], field: str, expected: object) -> None:
+    assert getattr(make_recipe(RecipeConfig(**section)), field) == expected
     with pytest.raises(ValueError, match="offload_blocks = 'many'"):
-        make_recipe(RecipeConfig(offload_blocks="many"))
-
-
-def test_recipe_names_none() -> None:
-    assert make_recipe(RecipeConfig(head="none")).head is None
-    assert make_recipe(RecipeConfig(name="bf16", head="bf16")).head == "bf16"
-    assert make_recipe(RecipeConfig(name="bf16")).head is None
-    assert make_recipe(RecipeConfig(name="leanest", checkpoint="none")).checkpoint is None
+        make_recipe(RecipeConfig(**{**section, "offload_blocks": "many"}))

@@ -20,25 +20,26 @@ from overcoat.train.fit import Fit, model_config, training_setup
 from overcoat.train.loss import loss_for_estimates
 from overcoat.train.metrics import Row, read_metrics
 from overcoat.train.run import run_once, twin_config
+from tests.train.runs import CONFIGS, text_of
 
-SHORTER = [
-    "train.device=cuda",
-    "train.steps=80",
-    "train.tensorboard=false",
-    "data.max_bytes=2000000",
-    "tokenizer.vocab_size=2048",
-    "eval.every=0",
-    "checkpoint.every=0",
-    "sample.tokens=0",
-]
+SHORTER = """train.device=cuda train.steps=80 train.tensorboard=false data.max_bytes=2000000 tokenizer.vocab_size=2048
+    eval.every=0 checkpoint.every=0 sample.tokens=0"""
+WIDE = """train.steps=6 schedule.warmup_steps=1 data.sequence_length=512 eval.rows=8 model.config.hidden_size=1024
+    model.config.intermediate_size=2816 model.config.num_attention_heads=8 model.config.num_key_value_heads=8
+    model.config.num_hidden_layers=8 model.config.vocab_size=2048"""
+MANY = 64
+
+
+def demo(tmp_path: Path, *words: str) -> Config:
+    """A short run of the demo."""
+    places = [f"train.run_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'data'}"]
+    return load_config(CONFIGS / "demo.toml", [*SHORTER.split(), *places, *words])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("moments", ["8bit", "fp8"])
 def test_a_short_training_keeps_up_with_its_twin_in_less_memory(moments: str, tmp_path: Path) -> None:
-    demo = Path(__file__).parents[2] / "configs" / "demo.toml"
-    places = [f"train.run_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'data'}"]
-    config = load_config(demo, [*SHORTER, f"optimizer.moments={moments}", *places])
+    config = demo(tmp_path, f"optimizer.moments={moments}")
     ours = run_once(config, Console(quiet=True), "FP8")
     twin = run_once(twin_config(config), Console(quiet=True), "BF16")
     assert twin.held_out_loss < 6.5  # from ln(2048) = 7.6
@@ -48,21 +49,6 @@ def test_a_short_training_keeps_up_with_its_twin_in_less_memory(moments: str, tm
 
 
 # ---- too little memory ----------------------------------------------------------------------------------------------
-
-WIDE = [
-    *SHORTER,
-    "train.steps=6",
-    "schedule.warmup_steps=1",
-    "data.sequence_length=512",
-    "model.config.hidden_size=1024",
-    "model.config.intermediate_size=2816",
-    "model.config.num_attention_heads=8",
-    "model.config.num_key_value_heads=8",
-    "model.config.num_hidden_layers=8",
-    "model.config.vocab_size=2048",
-    "eval.rows=8",
-]
-MANY = 64
 
 
 @pytest.fixture
@@ -74,12 +60,6 @@ def whole_gpu() -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def wide_config(tmp_path: Path, *words: str) -> Config:
-    demo = Path(__file__).parents[2] / "configs" / "demo.toml"
-    places = [f"train.run_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'data'}"]
-    return load_config(demo, [*WIDE, *places, *words])
 
 
 def predicted(config: Config, fit: Fit) -> Prediction:
@@ -102,14 +82,14 @@ def finished(config: Config) -> tuple[list[Row], str]:
     assert result.num_tokens == 6 * MANY * 512
     assert math.isfinite(result.held_out_loss)
     assert metrics["train"][6]["loss"] < metrics["train"][1]["loss"]
-    return list(metrics["fit"].values()), console.file.getvalue()  # type: ignore[attr-defined]
+    return list(metrics["fit"].values()), text_of(console)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["smaller_batch", "leaner_recipe"])
 def test_a_step_that_does_not_fit_is_taken_with_less(way: str, tmp_path: Path, whole_gpu: None) -> None:
     """Room for all rows with block checkpoints and for half of them without, but not for all without."""
-    config = wide_config(tmp_path, f"train.batch_size={MANY}", f"train.on_oom={way}")
+    config = demo(tmp_path, *WIDE.split(), f"train.batch_size={MANY}", f"train.on_oom={way}")
     too_much = predicted(config, Fit(MANY)).peak_bytes
     enough = [predicted(config, fit) for fit in (Fit(MANY, True), Fit(MANY // 2))]
     least = max(prediction.peak_bytes + prediction.slack_bytes for prediction in enough)
@@ -128,7 +108,7 @@ def test_a_step_that_does_not_fit_is_taken_with_less(way: str, tmp_path: Path, w
 @pytest.mark.gpu
 def test_an_automatic_batch_fits_at_once(tmp_path: Path, whole_gpu: None) -> None:
     """In memory that would not take all rows: fewer are chosen, and the choice lasts."""
-    config = wide_config(tmp_path, "train.batch_size=auto", f"train.global_batch_size={MANY}")
+    config = demo(tmp_path, *WIDE.split(), "train.batch_size=auto", f"train.global_batch_size={MANY}")
     leave(0.8 * predicted(config, Fit(MANY)).peak_bytes)
     fits, text = finished(config)
     assert f"train.batch_size = auto: {fits[0]['micro_batch']} rows in a forward pass, {MANY} in a step" in text
@@ -140,7 +120,7 @@ def test_an_automatic_batch_fits_at_once(tmp_path: Path, whole_gpu: None) -> Non
 @pytest.mark.gpu
 def test_released_gradients_survive_with_block_checkpoints(tmp_path: Path, whole_gpu: None) -> None:
     released = ("optimizer.release_gradients=true", "optimizer.clip=0")
-    config = wide_config(tmp_path, f"train.batch_size={MANY}", *released)
+    config = demo(tmp_path, *WIDE.split(), f"train.batch_size={MANY}", *released)
     lean, too_much = predicted(config, Fit(MANY, True)), predicted(config, Fit(MANY)).peak_bytes
     least = lean.peak_bytes + lean.slack_bytes
     assert least < 0.85 * too_much

@@ -8,20 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from overcoat.train import state as module
 from overcoat.train.fit import Fit
 from overcoat.train.loop import train_step
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 from tests.train.runs import EXACT, MakeConfig, make_state
-
-
-def test_generators_are_restored() -> None:
-    import random
-
-    saved = rng_state()
-    drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
-    set_rng_state(saved)
-    assert [random.random(), np.random.rand(), float(torch.rand(()))] == drawn
 
 
 def test_generators_go_on_in_the_middle_of_a_draw(tmp_path: Path) -> None:
@@ -91,13 +81,12 @@ def test_rows_of_an_unfinished_step_are_saved_with_it(make_config: MakeConfig, t
     assert other.drawn is None
 
 
-def test_another_fit_is_measured_anew(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    converted: list[tuple[object, object]] = []
-    monkeypatch.setattr(module.overcoat, "convert", lambda model, recipe: converted.append((model, recipe)))
-    monkeypatch.setattr(module, "recipe_of", lambda _config, fit: f"recipe for {fit.micro_batch}")
-    config = make_config(*EXACT)
+def test_another_fit_is_measured_anew(make_config: MakeConfig) -> None:
+    config = make_config("model.config.vocab_size=50")
     state = make_state(config)
-    state.kept_bytes, state.kept_table = 7, "table"
-    state.change_fit(config, Fit(1))
-    assert converted == [(state.model, "recipe for 1")]
-    assert (state.fit, state.kept_bytes, state.kept_table) == (Fit(1), 0, "")
+    train_step(state, config)
+    before = state.kept_bytes
+    state.change_fit(config, Fit(1, True))
+    assert (state.fit, state.kept_bytes, state.kept_table) == (Fit(1, True), 0, "")
+    train_step(state, config)
+    assert 0 < state.kept_bytes < before / 2  # one row, and converted to keep its blocks' inputs only

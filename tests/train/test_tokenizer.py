@@ -73,12 +73,12 @@ def test_training_reads_its_share_of_the_corpus_and_no_more(
     read: list[str] = []
 
     def documents(_config: object) -> Any:
-        for text in ("common " * 20, "rare " * 20, "unread " * 20):
+        for text in ("common " * 20, "rare \u4e2d" * 20, "unread " * 20):
             read.append(text)
             yield text
 
     monkeypatch.setattr(module, "documents", documents)
-    trained = train_tokenizer(make_config("tokenizer.train_bytes=240"))  # reached by the second document
+    trained = train_tokenizer(make_config("tokenizer.train_bytes=280"))  # reached by the second document
     assert [text.split()[0] for text in read] == ["common", "rare"]
     sizes = [len(ids) for ids in encode(trained, ["common", "unread"])]
     assert sizes[0] < sizes[1] == len("unread") + 1

@@ -22,33 +22,19 @@ import overcoat
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 from overcoat.train.run import run_once, twin_config
+from tests.train.runs import CONFIGS
 
-SMALLER = [
-    "model.config.hidden_size=128",
-    "model.config.intermediate_size=256",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=2",
-    "model.config.num_key_value_heads=2",
-    "tokenizer.vocab_size=512",
-    "data.max_bytes=1000000",
-    "data.sequence_length=128",
-    "schedule.warmup_steps=20",
-    "train.steps=160",
-    "train.batch_size=8",
-    "train.log_every=50",
-    "train.tensorboard=false",
-    "train.device=cpu",
-    "eval.every=0",
-    "checkpoint.every=0",
-    "sample.tokens=0",
-]
+SMALLER = """model.config.hidden_size=128 model.config.intermediate_size=256 model.config.num_hidden_layers=2
+    model.config.num_attention_heads=2 model.config.num_key_value_heads=2 tokenizer.vocab_size=512
+    data.max_bytes=1000000 data.sequence_length=128 schedule.warmup_steps=20 train.steps=160 train.batch_size=8
+    train.log_every=50 train.tensorboard=false train.device=cpu eval.every=0 checkpoint.every=0 sample.tokens=0"""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     folder = tmp_path_factory.mktemp("twin")
-    demo = Path(__file__).parents[2] / "configs" / "demo.toml"
-    return load_config(demo, [*SMALLER, f"train.run_dir={folder / 'fp8'}", f"data.cache_dir={folder / 'data'}"])
+    places = [f"train.run_dir={folder / 'fp8'}", f"data.cache_dir={folder / 'data'}"]
+    return load_config(CONFIGS / "demo.toml", [*SMALLER.split(), *places])
 
 
 @pytest.fixture(scope="module")
