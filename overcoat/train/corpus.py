@@ -1,15 +1,14 @@
 """From the configured data to training rows and held-out rows: tokenized once, kept, and split by content.
 
-Text becomes `tokens/KEY/` in the cache directory: `tokens.bin` (uint16 where the vocabulary allows),
-`documents.npy` (start and end of each document, EOS included, and the checksum of its content), the tokenizer, and
-a manifest. KEY is a checksum of what decides the tokens in [data] and [tokenizer], so other data lie beside. It is
-written atomically, by one process while others wait for it, and only if it has rows to train on. Later runs with the
-same KEY use it; a resumed run so reads the very same tokens even if the source files have changed since.
+Text becomes `tokens/KEY/` in the cache directory: `tokens.bin` (uint16 where the vocabulary allows), `documents.npy`
+(start and end of each document, EOS included, and the checksum of its content), the tokenizer, and a manifest. KEY is a
+checksum of what decides the tokens in [data] and [tokenizer], so other data lie beside. It is written atomically, by
+one process while others wait for it, and only if it has rows to train on. Later runs with the same KEY use it, also
+when the source files have changed since: a resumed run reads the very same tokens.
 
-Held out are whole documents, chosen by the checksum of their content: those with the smallest, up to
-`data.held_out` of all tokens, and a row at least. Nobody has to remember a split, equal documents fall on the same
-side, and the seed does not move it. Only a document that is large beside that share is cut. Streamed data, which are
-never seen as a whole, use the same checksum against a threshold.
+Held out are whole documents, chosen by the checksum of their content: those with the smallest, up to `data.held_out` of
+all tokens, and a row at least. Nobody has to remember a split, equal documents fall on the same side, and the seed does
+not move it. Only a document that is large beside that share is cut. Streamed data use the checksum against a threshold.
 """
 
 from __future__ import annotations
@@ -154,9 +153,9 @@ def _grouped(texts: Iterator[str]) -> Iterator[list[str]]:
         yield group
 
 
-def content_key(text: str | bytes) -> int:
+def content_key(text: str) -> int:
     """A number below 2**32 that depends on the content alone."""
-    return zlib.crc32(text.encode() if isinstance(text, str) else text)
+    return zlib.crc32(text.encode())
 
 
 def choose_held_out(keys: np.ndarray, lengths: np.ndarray, wanted: float) -> np.ndarray:
@@ -204,14 +203,10 @@ def _open_binaries(config: Config) -> Corpus:
     dtype = np.dtype(config.data.token_dtype)
     files = find_files(config.data.files)
     tokens = Shards([_read_binary(path, dtype) for path in files])
-    ends = np.concatenate(
-        [
-            begin + _document_ends(part, eos, config.data.sequence_length)
-            for begin, part in zip(tokens.begins[:-1], tokens.parts, strict=True)
-        ]
-    )
+    located, length = zip(tokens.begins[:-1], tokens.parts, strict=True), config.data.sequence_length
+    ends = np.concatenate([begin + _document_ends(part, eos, length) for begin, part in located])
     ranges = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
-    keys = np.asarray([content_key(tokens[begin:end].tobytes()) for begin, end in ranges])
+    keys = np.asarray([zlib.crc32(tokens[begin:end].tobytes()) for begin, end in ranges])
     identity = f"{len(tokens)} tokens, {zlib.crc32(keys.tobytes()):08x}"
     largest = max(int(part.max()) for part in tokens.parts)
     rows, held_rows = _packed(config, tokens, ranges, keys)

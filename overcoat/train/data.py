@@ -17,7 +17,7 @@ Legend: B rows, T sequence length, D documents.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,11 +45,11 @@ class Batch:
         """The batch on `device`; the copy to a GPU does not wait for the work queued there."""
         if device.type == "cpu":
             return self
-        moved = [
-            tensor if tensor is None else tensor.pin_memory().to(device, non_blocking=True)
-            for tensor in (self.input_ids, self.labels, self.position_ids, self.document_starts)
-        ]
-        return Batch(moved[0], moved[1], moved[2], self.num_labels, moved[3])  # type: ignore[arg-type]
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {
+            name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()
+        }
+        return replace(self, **moved)
 
 
 def make_batch(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> Batch:
