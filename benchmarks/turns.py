@@ -20,6 +20,7 @@ import gc
 import importlib
 import io
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -55,10 +56,15 @@ class Step:
 
 
 def load_revision(revision: str, folder: Path, name: str = "overcoat_old") -> ModuleType:
-    """The package as it was at a git revision, imported as `name`, so that it and `overcoat` do not collide."""
-    archive = subprocess.run(["git", "archive", revision, "overcoat"], cwd=ROOT, check=True, capture_output=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        files.extractall(folder, filter="data")
+    """The package as it was at a git revision, or in a folder that holds overcoat/, imported as `name`, so that it and
+    `overcoat` do not collide."""
+    if (Path(revision) / "overcoat").is_dir():
+        shutil.copytree(Path(revision) / "overcoat", folder / "overcoat")
+    else:
+        command = ["git", "archive", revision, "overcoat"]
+        archive = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
     (folder / "overcoat").rename(folder / name)
     for path in (folder / name).rglob("*.py"):
         path.write_text(re.sub(r"\bovercoat\b", name, path.read_text()))
@@ -196,7 +202,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Measure, print a line and append a row for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", required=True, metavar="REVISION", help="git revision to compare with")
+    parser.add_argument("--against", required=True, metavar="REVISION", help="git revision, or folder, to compare with")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose names hold all these words")
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--steps", type=int, default=10, help="steps of each in a turn")
