@@ -20,6 +20,7 @@ silently: the error names the one before. What has another name than a checkpoin
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from overcoat.train.metrics import METRICS
 from overcoat.train.state import TrainState
 
 TRAINING = "training.pt"
+WRITTEN_LAST = ("loss.png", "kept.txt", "results.json")  # files of a finished run
 NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -159,13 +161,15 @@ def choose_checkpoint(config: Config) -> Path | None:
     """The checkpoint to start from, verified, or None; see the module docstring. Writes nothing."""
     run_dir, folder = Path(config.train.run_dir), checkpoint_dir(config)
     require(run_dir.is_dir() or not run_dir.exists(), f"train.run_dir = '{run_dir}' is a file: choose another")
+    for name in WRITTEN_LAST:  # found at the end, it would cost the run
+        require(not (run_dir / name).is_dir(), f"{run_dir / name} is a folder: move it away, the run writes that file")
     if not _recorded(config).exists() and _holds_other_files(run_dir.resolve(), cache_dir(config).resolve()):
         raise ValueError(f"{run_dir} holds files but no run of overcoat: choose another train.run_dir")
     found = list_checkpoints(folder)
     if config.train.resume != "auto":
         path = Path(config.train.resume)
         others = ", ".join(map(str, found)) or "none"
-        require(path.is_dir(), f"train.resume = {str(path)!r}: no such checkpoint (in {folder}: {others})")
+        require(os.path.isdir(path), f"train.resume = {str(path)!r}: no such checkpoint (in {folder}: {others})")
         return _verify(path, f"train.resume = {str(path)!r}: ", "")
     if found or (run_dir / "export").exists():
         changed = _changes(config)

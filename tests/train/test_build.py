@@ -184,6 +184,11 @@ def test_values_that_make_no_model_are_refused_before_anything_is_read(
         check_config(make_config(word))
 
 
+def test_weight_decay_that_turns_signs_is_refused(make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match=r"optimizer\.lr \* optimizer\.weight_decay = 2: above 1"):
+        check_config(make_config("optimizer.lr=0.5", "optimizer.weight_decay=4"))
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

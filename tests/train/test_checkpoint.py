@@ -274,6 +274,13 @@ def test_tokens_inside_the_run_directory_are_a_fresh_start(make_config: MakeConf
     assert choose_checkpoint(config) is None
 
 
+def test_a_folder_where_a_finished_run_writes_is_found_at_the_start(make_config: MakeConfig) -> None:
+    config = make_config()
+    (Path(config.train.run_dir) / "loss.png").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"loss\.png is a folder: move it away"):
+        choose_checkpoint(config)
+
+
 def test_the_same_configuration_continues_from_the_newest(make_config: MakeConfig) -> None:
     run_dir = fake_run(make_config(), 3, 12, 6)
     assert choose_checkpoint(make_config("eval.every=1")) == run_dir / "checkpoints/step-00000012"
@@ -297,6 +304,7 @@ def test_an_explicit_checkpoint_that_is_none_is_refused(make_config: MakeConfig,
             choose_checkpoint(make_config(f"train.resume={path}", *words))
 
     refused(tmp_path / "gone", r"no such checkpoint \(in .*: .*step-00000003\)")
+    refused(Path("x" * 5000), "no such checkpoint")  # longer than any file's name
     refused(
         tmp_path / "gone", r"no such checkpoint \(in .*new/checkpoints: none\)", f"train.run_dir={tmp_path / 'new'}"
     )
