@@ -27,9 +27,9 @@ from overcoat import Recipe
 from overcoat.estimate.phases import Phase, kind_of, measure_step
 from overcoat.estimate.predict import Predictor, Setup
 from overcoat.memory import use_expandable_segments
-from overcoat.models.shapes import MODELS, ModelShape
-from overcoat.train.fit import training
+from overcoat.models.shapes import MODELS, Model
 from overcoat.train.configfile import load_config
+from overcoat.train.fit import training
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Configurations for a laptop and for a first run.
@@ -47,9 +47,9 @@ class Case:
     setup: Setup
 
 
-def shape(name: str, layers: int | None = None) -> ModelShape:
-    """A built-in shape, with fewer layers if given."""
-    return MODELS[name] if layers is None else replace(MODELS[name], layers=layers)
+def shape(name: str, layers: int | None = None) -> Model:
+    """A built-in model, with fewer layers if given."""
+    return MODELS[name] if layers is None else MODELS[name].changed(num_hidden_layers=layers)
 
 
 BASELINE = Setup(Recipe.bf16(), moments="fp32", master="bf16+16")

@@ -1,13 +1,12 @@
-"""`overcoat bench optimizer | layer | kernels | model`: the sub-commands and their options."""
+"""`overcoat bench optimizer | layer | kernels | model`: the sub-commands."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from overcoat.bench import kernels, layer, model, optimizer
 
-BENCHMARKS: dict[str, tuple[Any, str]] = {
+BENCHMARKS = {
     "optimizer": (optimizer, "one optimizer step: ours and the installed peers"),
     "layer": (layer, "one decoder block, forward and backward: ours and the installed peers"),
     "kernels": (kernels, "every kernel against the copy bandwidth"),

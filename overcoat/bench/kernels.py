@@ -17,12 +17,12 @@ from collections.abc import Sequence
 
 import torch
 
-from overcoat.bench.kernel_cases import FAMILIES, KernelCase
+from overcoat.bench.kernel_cases import FAMILIES, Inputs, KernelCase
 from overcoat.bench.output import Column, decimals, percent
-from overcoat.bench.session import Session, add_common_arguments, matches
-from overcoat.bench.shapes import BLOCKS, BlockShape
+from overcoat.bench.rows import Row
+from overcoat.bench.session import Session, add_common_arguments, attempt, matches
+from overcoat.bench.shapes import BlockShape, block_shape
 from overcoat.bench.timing import copy_ms, time_ms
-from overcoat.bench.worker import Figures, attempt
 from overcoat.estimate.command import positive
 
 COLUMNS = (
@@ -34,17 +34,15 @@ COLUMNS = (
 )
 
 
-def measure_family(
-    family: str, shape: BlockShape, only: Sequence[str] | None, repeats: int, copy_rate: float
-) -> Figures:
+def measure_family(family: str, shape: BlockShape, only: Sequence[str] | None, repeats: int, copy_rate: float) -> Row:
     """{kernel: figures} of one family's kernels that `only` leaves in; their inputs come from each other."""
     torch.manual_seed(0)
     with torch.no_grad():
-        cases = (case for case in FAMILIES[family](shape, "cuda") if matches(case.name, only))
+        cases = (case for case in FAMILIES[family](Inputs(shape, "cuda")) if matches(case.name, only))
         return {case.name: attempt(measure, case, repeats, copy_rate) for case in cases}
 
 
-def measure(case: KernelCase, repeats: int, copy_rate: float) -> Figures:
+def measure(case: KernelCase, repeats: int, copy_rate: float) -> Row:
     """Bytes, ms and shares of `copy_rate`, in bytes per second, and of a copy of the same size, of one kernel."""
     moved = case.moved_bytes(case.call())
     timing = time_ms(case.call, repeats)
@@ -59,22 +57,18 @@ def measure(case: KernelCase, repeats: int, copy_rate: float) -> Figures:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", default="7b-s2048", choices=BLOCKS, help="default 7b-s2048")
+    parser.add_argument("--shape", metavar="MODEL[-sTOKENS]", default="7b-s2048", help="as of bench layer")
     parser.add_argument("--repeats", type=positive, default=20, help="timed calls (default 20)")
-    add_common_arguments(parser)
+    add_common_arguments(parser, plot=False)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure every family; of a family that fails, say so and go on."""
-    shape = BLOCKS[parsed.shape]
-    with Session("kernels", parsed, COLUMNS) as session:
-        session.table(f"{parsed.shape}: batch {shape.batch}, sequence {shape.sequence}, {shape.model}")
-        for family in FAMILIES:
-            arguments = (family, shape, parsed.only, parsed.repeats, session.copy_rate)
-            found = session.worker.call(measure_family, *arguments, timeout=parsed.timeout)
-            if "error" in found:
-                session.add({"shape": parsed.shape, "name": family, **found})
-                continue
-            for name, figures in found.items():
-                session.add({"shape": parsed.shape, "name": name, **figures})
+    shape = block_shape(parsed.shape)
+    session = Session("kernels", parsed, COLUMNS)
+    session.table(f"{parsed.shape}: batch {shape.batch}, sequence {shape.sequence}, {shape.model}")
+    for family in FAMILIES:
+        found = session.call(measure_family, family, shape, parsed.only, parsed.repeats, session.copy_rate)
+        for name, figures in ({family: found} if "error" in found else found).items():
+            session.add({"shape": parsed.shape, "name": name, **figures})
     return 0

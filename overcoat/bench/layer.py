@@ -19,17 +19,17 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from overcoat.bench.blocks import Block, make_block, makers
+from overcoat.bench.contestants import ENGINES, Block, make_block
 from overcoat.bench.output import Column, Metric, decimals
-from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument
-from overcoat.bench.shapes import BLOCKS, BlockShape, build_block
+from overcoat.bench.rows import Row
+from overcoat.bench.session import Session, add_common_arguments
+from overcoat.bench.shapes import BlockShape, block_shape, build_block
 from overcoat.bench.timing import host_ms, steady_ms
-from overcoat.bench.worker import Figures
 from overcoat.estimate.command import positive
 from overcoat.models.shapes import MODELS
 
@@ -73,11 +73,11 @@ SQNR_COLUMNS = (
 )
 
 
-def measure(name: str, shape: BlockShape, windows: int, attention: str) -> Figures:
+def measure(name: str, shape: BlockShape, windows: int, attention: str) -> Row:
     """Times in ms and bytes of one contestant."""
-    model, tables = build_block(shape, torch.bfloat16, "cuda")
-    block = make_block(name, model, tables, compiled=True, attention=attention)
-    size = (shape.batch, shape.sequence, shape.model.hidden)
+    model, inputs = build_block(shape, torch.bfloat16, "cuda")
+    block = make_block(name, model, inputs, attention=attention)
+    size = (shape.batch, shape.sequence, model.config.hidden_size)
     x, dy = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
 
@@ -86,19 +86,19 @@ def measure(name: str, shape: BlockShape, windows: int, attention: str) -> Figur
 
     def step() -> None:
         x.grad = None
-        block.module.zero_grad(set_to_none=True)
+        block.layer.zero_grad(set_to_none=True)
         forward().backward(dy)
 
     # Waking autograd's own thread takes up to a millisecond. A model pays that once per step, not once per block: here
     # everyone's backward runs on the calling thread.
     with torch.autograd.set_multithreading_enabled(False):
         figures = {"total_ms": steady_ms(step, windows, STEPS)["ms"], "host_ms": host_ms(step)}
-        if makers()[name].graphs:
+        if ENGINES[name].graphs:
             # A forward alone would be captured anew, and a graph's own memory is neither freed nor counted as others'.
             return figures
         ahead = steady_ms(forward, windows, STEPS)["ms"]
     x.grad = None
-    block.module.zero_grad(set_to_none=True)
+    block.layer.zero_grad(set_to_none=True)
     return {
         "forward_ms": ahead,
         "backward_ms": figures["total_ms"] - ahead,
@@ -126,13 +126,13 @@ def _memory(block: Block, x: Tensor, dy: Tensor) -> dict[str, float]:
     }
 
 
-def accuracy(name: str, shape: BlockShape, draws: int = ACCURACY_DRAWS, device: str = "cuda") -> Figures:
+def accuracy(name: str, shape: BlockShape, draws: int = ACCURACY_DRAWS, device: str = "cuda") -> Row:
     """SQNR in dB of one contestant's output and gradients against the same block in FP64, over `draws` draws.
 
     "NAME_error" beside each is its standard error (the jackknife's: without one draw at a time).
     """
     drawn = [draw_powers(name, shape, draw, device) for draw in range(draws)]
-    found: Figures = {"draws": draws}
+    found: Row = {"draws": draws}
     for key in drawn[0]:
         each = torch.stack([powers[key] for powers in drawn])
         found[key] = decibels(*each.sum(0))
@@ -147,18 +147,19 @@ def draw_powers(name: str, shape: BlockShape, seed: int, device: str) -> dict[st
 
     Delayed scales are measured in the second step on the same data, which they then fit: at their best.
     """
-    model, tables = build_block(shape, torch.bfloat16, device, seed)
-    outliers = torch.ones(shape.model.hidden, device=device)
-    outliers[:: shape.model.hidden // OUTLIER_CHANNELS] = OUTLIER
-    x = (torch.randn(shape.batch, shape.sequence, shape.model.hidden, device=device) * outliers).bfloat16()
+    model, inputs = build_block(shape, torch.bfloat16, device, seed)
+    hidden = model.config.hidden_size
+    outliers = torch.ones(hidden, device=device)
+    outliers[:: hidden // OUTLIER_CHANNELS] = OUTLIER
+    x = (torch.randn(shape.batch, shape.sequence, hidden, device=device) * outliers).bfloat16()
     dy = torch.randn_like(x)
-    exact = copy.deepcopy(model).double()
-    exact_tables = (tables[0].double(), tables[1].double())
-    truth = results(make_block("bf16 eager", exact, exact_tables, False, "default"), x.double(), dy.double())
-    block = make_block(name, model, tables, False, "default")
-    if makers()[name].delayed:  # the first step has no maxima to scale by
+    exact_inputs = tree_map_only(Tensor, lambda given: given.double() if given.is_floating_point() else given, inputs)
+    exact = make_block("bf16 eager", copy.deepcopy(model).double(), exact_inputs, attention="default")
+    truth = results(exact, x.double(), dy.double())
+    block = make_block(name, model, inputs, compiled=False, attention="default")
+    if ENGINES[name].delayed:  # the first step has no maxima to scale by
         results(block, x, dy)
-        block.module.zero_grad(set_to_none=True)
+        block.layer.zero_grad(set_to_none=True)
     got = results(block, x, dy)
     return {key: powers(truth[key], value) for key, value in got.items()}
 
@@ -189,7 +190,13 @@ def sqnr(truth: Tensor, got: Tensor) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", nargs="*", default=["7b-s2048"], choices=[*BLOCKS, "all"], help="default 7b-s2048")
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        metavar="MODEL[-sTOKENS]",
+        default=["7b-s2048"],
+        help=f"{', '.join(MODELS)} with 2048 tokens in a row or as many as it says, or all (default 7b-s2048)",
+    )
     parser.add_argument("--repeats", type=positive, default=7, help=f"windows of {STEPS} steps (default 7)")
     parser.add_argument("--accuracy", action="store_true", help="also the SQNR of every result against FP64")
     parser.add_argument(
@@ -202,26 +209,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the peers' order of PyTorch's attention backends: cuDNN first, or PyTorch's own",
     )
     add_common_arguments(parser)
-    add_plot_argument(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure everyone wanted on every shape."""
-    shapes = list(BLOCKS) if "all" in parsed.shapes else parsed.shapes
-    wanted: dict[str, Any] = makers()
-    with Session("layer", parsed, COLUMNS, ("transformers",)) as session:
-        wanted = {name: maker for name, maker in wanted.items() if session.wants(name)}
-        for shape in shapes:
-            block = BLOCKS[shape]
-            session.table(f"{shape}: batch {block.batch}, sequence {block.sequence}, {block.model}")
-            rows = []
-            for name, maker in wanted.items():
-                arguments = (name, block, parsed.repeats, parsed.attention)
-                rows.append(session.run(Case(name, measure, arguments, maker.needs), shape=shape))
-            session.draw(rows, group=shape)
-        session.plot(METRICS)
-        if parsed.accuracy:
-            session.table(f"SQNR in dB against FP64, 1024 tokens, {parsed.draws} draws", SQNR_COLUMNS)
-            for name, maker in wanted.items():
-                session.run(Case(name, accuracy, (name, ACCURACY_SHAPE, parsed.draws), maker.needs), shape="accuracy")
+    shapes = {name: block_shape(name) for name in (MODELS if "all" in parsed.shapes else parsed.shapes)}
+    session = Session("layer", parsed, COLUMNS, ("transformers",))
+    wanted = {name: engine.needs for name, engine in ENGINES.items() if session.wants(name)}
+    for shape, block in shapes.items():
+        session.table(f"{shape}: batch {block.batch}, sequence {block.sequence}, {block.model}")
+        arguments = (block, parsed.repeats, parsed.attention)
+        rows = [session.run(name, measure, (name, *arguments), needs, shape=shape) for name, needs in wanted.items()]
+        session.draw(rows, group=shape)
+    session.plot(METRICS)
+    if parsed.accuracy:
+        session.table(f"SQNR in dB against FP64, 1024 tokens, {parsed.draws} draws", SQNR_COLUMNS)
+        for name, needs in wanted.items():
+            session.run(name, accuracy, (name, ACCURACY_SHAPE, parsed.draws), needs, shape="accuracy")
     return 0

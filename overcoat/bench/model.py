@@ -18,23 +18,21 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from overcoat.bench.contestants import TRAINERS
 from overcoat.bench.output import Column, Metric, decimals, line
 from overcoat.bench.rows import Row
-from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument, say
-from overcoat.bench.shapes import build_model
+from overcoat.bench.session import OUT_OF_MEMORY, Session, add_common_arguments, say
+from overcoat.bench.shapes import build_model, head_dim
 from overcoat.bench.timing import steady_ms
-from overcoat.bench.trainers import trainers
-from overcoat.bench.worker import OUT_OF_MEMORY, Figures
 from overcoat.estimate.command import positive
 from overcoat.models.compiled import begin_pass
-from overcoat.models.shapes import MODELS, ModelShape
+from overcoat.models.shapes import MODELS, Model
 
 WARMUP = 3
 # Doubling the batch must bring this much, or larger ones are not tried.
@@ -55,9 +53,10 @@ METRICS = (
 )
 
 
-def step_flops(parameters: int, tokens: int, sequence: int, shape: ModelShape) -> float:
+def step_flops(parameters: int, tokens: int, sequence: int, config: Any) -> float:
     """Floating-point operations of one training step, by the formula above; `parameters` is its N."""
-    return 6.0 * parameters * tokens + 6.0 * shape.layers * tokens * sequence * shape.heads * shape.head_dim
+    width = config.num_attention_heads * head_dim(config)
+    return 6.0 * parameters * tokens + 6.0 * config.num_hidden_layers * tokens * sequence * width
 
 
 def multiplied_parameters(model: Any) -> int:
@@ -75,17 +74,17 @@ class Training(NamedTuple):
     parameters: int
 
 
-def training(name: str, shape: ModelShape, batch: int, sequence: int, device: str = "cuda") -> Training:
+def training(name: str, model: Model, batch: int, sequence: int, device: str = "cuda") -> Training:
     """Make one contestant's model and optimizer."""
-    trainer = trainers()[name]
-    model: Any = build_model(shape, torch.bfloat16, device)
-    parameters = multiplied_parameters(model)
-    forward, optimizer = trainer.prepare(model), trainer.optimizer(model)
+    trainer = TRAINERS[name]
+    made = build_model(model, torch.bfloat16, device)
+    parameters, vocabulary = multiplied_parameters(made), made.config.get_text_config().vocab_size
+    forward, optimizer = trainer.prepare(made)
     loss = torch.zeros((), device=device)
 
     def step() -> None:
-        ids = torch.randint(shape.vocab, (batch, sequence), device=device)
-        if trainer.graphs:
+        ids = torch.randint(vocabulary, (batch, sequence), device=device)
+        if trainer.engine.graphs:
             begin_pass()
         value = forward(ids)
         value.backward()
@@ -96,23 +95,22 @@ def training(name: str, shape: ModelShape, batch: int, sequence: int, device: st
     return Training(step, loss, parameters)
 
 
-def measure(name: str, shape: ModelShape, batch: int, sequence: int, steps: int) -> Figures:
+def measure(name: str, model: Model, batch: int, sequence: int, steps: int) -> Row:
     """Time and memory of one contestant's training steps."""
-    torch.cuda.reset_peak_memory_stats()
-    step, loss, parameters = training(name, shape, batch, sequence)
+    step, loss, parameters = training(name, model, batch, sequence)
     for _ in range(WARMUP):
         step()
     torch.cuda.synchronize()
-    if not trainers()[name].graphs:
+    if not TRAINERS[name].engine.graphs:
         torch.cuda.reset_peak_memory_stats()
     timing = steady_ms(step, steps, warmup=0)
     if not math.isfinite(loss.item()):
         raise FloatingPointError(f"the loss is {loss.item()} after {WARMUP + steps} steps")
-    tokens = batch * sequence
+    tokens, config = batch * sequence, model.config().get_text_config()
     return {
         **timing,
         "tokens_per_second": tokens / timing["ms"] * 1e3,
-        "TFLOP_per_s": step_flops(parameters, tokens, sequence, shape) / timing["ms"] / 1e9,
+        "TFLOP_per_s": step_flops(parameters, tokens, sequence, config) / timing["ms"] / 1e9,
         "parameters": parameters,
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
@@ -127,35 +125,30 @@ def search_best_batch(run: Callable[[int], Row], first: Row) -> Row:
         run: batch -> its row; {"error": OUT_OF_MEMORY} if it does not fit. Any other error ends the search.
         first: the row of the batch to begin with.
     """
-    best = fits = first if "error" not in first else None
+    rows = [first] if "error" not in first else []
+    fits = first["batch"] if rows else 0
     too_large = first["batch"] if first.get("error") == OUT_OF_MEMORY else None
-    while True:
-        batch = _next_batch(fits["batch"] if fits else 0, too_large)
-        if batch is None:
-            return best or first
+    # Between what fits and what does not: within an eighth the throughput hardly differs.
+    while fits or too_large:
+        if too_large is not None and too_large - fits <= max(1, fits // 8):
+            break
+        batch = 2 * fits if too_large is None else (fits + too_large) // 2
         found = run(batch)
         if found.get("error") == OUT_OF_MEMORY:
             too_large = batch
             continue
         if "error" in found:
-            return best or first
-        enough = too_large is None and fits is not None and _gain(fits, found) < LEAST_GAIN
-        best = found if best is None or _gain(best, found) > 1.0 else best
-        fits = found
-        if enough:
-            return best
+            break
+        gain = _speed(found) / _speed(rows[-1]) if rows else math.inf
+        rows.append(found)
+        fits = batch
+        if too_large is None and gain < LEAST_GAIN:
+            break
+    return max(rows, key=_speed, default=first)
 
 
-def _next_batch(fits: int, too_large: int | None) -> int | None:
-    """Doubled, or the middle between what fits and what does not; None when that is known to an eighth."""
-    if too_large is None:
-        return 2 * fits or None
-    # Within an eighth the throughput hardly differs.
-    return (fits + too_large) // 2 if too_large - fits > max(1, fits // 8) else None
-
-
-def _gain(before: Row, after: Row) -> float:
-    return after["tokens_per_second"] / before["tokens_per_second"]
+def _speed(row: Row) -> float:
+    return row["tokens_per_second"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,37 +159,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=10, help=f"timed steps, after {WARMUP} (default 10)")
     parser.add_argument("--layers", type=positive, help="build only this many layers")
     add_common_arguments(parser, timeout=400.0)
-    add_plot_argument(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure everyone wanted on every model."""
-    with Session("model", parsed, COLUMNS, ("transformers",)) as session:
-        for name in parsed.models:
-            shape = MODELS[name]
-            if parsed.layers is not None:
-                shape = replace(shape, layers=parsed.layers)
-            _measure_model(session, name, shape)
-        session.plot(METRICS)
+    session = Session("model", parsed, COLUMNS, ("transformers",))
+    for name in parsed.models:
+        model = MODELS[name]
+        if parsed.layers is not None:
+            model = model.changed(num_hidden_layers=parsed.layers)
+        _measure_model(session, name, model)
+    session.plot(METRICS)
     return 0
 
 
-def _measure_model(session: Session, model: str, shape: ModelShape) -> None:
+def _measure_model(session: Session, label: str, model: Model) -> None:
     """Everyone at the common batch, then, if asked for, everyone at larger ones, and the best of each."""
     parsed = session.parsed
-    wanted = {name: trainer for name, trainer in trainers().items() if session.wants(name)}
+    labels = {"layers": model.config().get_text_config().num_hidden_layers, "sequence": parsed.sequence}
 
     def at(batch: int, name: str) -> Row:
-        case = Case(name, measure, (name, shape, batch, parsed.sequence, parsed.steps), wanted[name].needs)
-        return session.run(case, model=model, layers=shape.layers, sequence=parsed.sequence, batch=batch)
+        arguments = (name, model, batch, parsed.sequence, parsed.steps)
+        return session.run(name, measure, arguments, TRAINERS[name].needs, model=label, **labels, batch=batch)
 
-    session.table(f"{model}, batch {parsed.batch}, sequence {parsed.sequence}: {shape}")
-    equal = [at(parsed.batch, name) for name in wanted]
-    session.draw(equal, group=f"{model}, batch {parsed.batch}")
+    session.table(f"{label}, batch {parsed.batch}, sequence {parsed.sequence}: {model}")
+    equal = [at(parsed.batch, name) for name in TRAINERS if session.wants(name)]
+    session.draw(equal, group=f"{label}, batch {parsed.batch}")
     if parsed.best:
-        session.table(f"{model}, other batches")
+        session.table(f"{label}, other batches")
         best = [search_best_batch(partial(at, name=row["name"]), row) for row in equal if "absent" not in row]
-        session.table(f"{model}, each one's best batch")
+        session.table(f"{label}, each one's best batch")
         for row in best:
             say(line(row, COLUMNS))
-        session.draw(best, group=f"{model}, best batch")
+        session.draw(best, group=f"{label}, best batch")

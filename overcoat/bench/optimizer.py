@@ -16,15 +16,15 @@ PCIe, which is another limit, so those rows have no traffic.
 from __future__ import annotations
 
 import argparse
-import gc
+import importlib
 from typing import Any, Callable, NamedTuple
 
 import torch
 
 from overcoat.bench.output import Column, Metric, decimals, percent
-from overcoat.bench.session import Case, Session, add_common_arguments, add_plot_argument
+from overcoat.bench.rows import Row
+from overcoat.bench.session import Session, add_common_arguments
 from overcoat.bench.timing import steady_ms
-from overcoat.bench.worker import Figures
 from overcoat.estimate.command import positive
 from overcoat.optim.adamw import AdamW
 
@@ -54,8 +54,8 @@ METRICS = (
 )
 
 
-class Contestant(NamedTuple):
-    """An optimizer: how it is made, what its parameters are, the packages it needs."""
+class Optimizer(NamedTuple):
+    """How an optimizer is made, what its parameters are, the packages it needs, how often a step reads gradients."""
 
     make: Callable[[list[torch.nn.Parameter]], Any]
     dtype: torch.dtype = torch.bfloat16
@@ -63,23 +63,23 @@ class Contestant(NamedTuple):
     gradient_reads: int = 1
 
 
-def ours(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Contestant:
+def ours(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Optimizer:
     """`overcoat.AdamW` with these options."""
     reads = 2 if options.get("check_finite", True) else 1
-    return Contestant(lambda params: AdamW(params, lr=LR, **options), dtype, gradient_reads=reads)
+    return Optimizer(lambda params: AdamW(params, lr=LR, **options), dtype, gradient_reads=reads)
 
 
-def _imported(path: str, **options: Any) -> Callable[[list[torch.nn.Parameter]], Any]:
-    """Make `module:Class` with these options."""
+def peer(module: str, name: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Optimizer:
+    """Somebody's optimizer with these options."""
 
     def make(params: list[torch.nn.Parameter]) -> Any:
-        module, name = path.split(":")
-        return getattr(__import__(module, fromlist=[name]), name)(params, lr=LR, **options)
+        return getattr(importlib.import_module(module), name)(params, lr=LR, **options)
 
-    return make
+    package = module.split(".")[0]
+    return Optimizer(make, dtype, () if package == "torch" else (package,))
 
 
-CONTESTANTS = {
+OPTIMIZERS = {
     "overcoat 8bit, bf16+8": ours(),
     "overcoat 8bit, bf16+8, unchecked": ours(check_finite=False),
     "overcoat fp8, bf16+8": ours(moments="fp8"),
@@ -90,37 +90,31 @@ CONTESTANTS = {
     "overcoat 8bit, bf16, unchecked": ours(master="bf16", check_finite=False),
     "overcoat 8bit, bf16+8, offload": ours(offload=True),
     "overcoat fp8, FP32 parameters": ours(torch.float32, moments="fp8", check_finite=False),
-    "torch fused BF16": Contestant(_imported("torch.optim:AdamW", fused=True)),
-    "torch fused FP32": Contestant(_imported("torch.optim:AdamW", fused=True), torch.float32),
-    "FlashAdamW 24-bit": Contestant(_imported("flashoptim:FlashAdamW", master_weight_bits=24), needs=("flashoptim",)),
-    "FlashAdamW no master": Contestant(
-        _imported("flashoptim:FlashAdamW", master_weight_bits=None), needs=("flashoptim",)
-    ),
-    "torchao AdamWFp8": Contestant(_imported("torchao.optim:AdamWFp8"), needs=("torchao",)),
-    "torchao AdamWFp8, stochastic": Contestant(
-        _imported("torchao.optim:AdamWFp8", bf16_stochastic_round=True), needs=("torchao",)
-    ),
-    "torchao AdamW8bit": Contestant(_imported("torchao.optim:AdamW8bit"), needs=("torchao",)),
-    "bitsandbytes AdamW8bit": Contestant(_imported("bitsandbytes.optim:AdamW8bit"), needs=("bitsandbytes",)),
+    "torch fused BF16": peer("torch.optim", "AdamW", fused=True),
+    "torch fused FP32": peer("torch.optim", "AdamW", torch.float32, fused=True),
+    "FlashAdamW 24-bit": peer("flashoptim", "FlashAdamW", master_weight_bits=24),
+    "FlashAdamW no master": peer("flashoptim", "FlashAdamW", master_weight_bits=None),
+    "torchao AdamWFp8": peer("torchao.optim", "AdamWFp8"),
+    "torchao AdamWFp8, stochastic": peer("torchao.optim", "AdamWFp8", bf16_stochastic_round=True),
+    "torchao AdamW8bit": peer("torchao.optim", "AdamW8bit"),
+    "bitsandbytes AdamW8bit": peer("bitsandbytes.optim", "AdamW8bit"),
 }
 
 
-def measure(name: str, count: int, shape: tuple[int, ...], repeats: int, copy_rate: float) -> Figures:
+def measure(name: str, count: int, shape: tuple[int, ...], repeats: int, copy_rate: float) -> Row:
     """Time and memory of one optimizer on `count` fresh parameters of `shape`; `copy_rate` in bytes per second."""
-    contestant = CONTESTANTS[name]
+    made = OPTIMIZERS[name]
     torch.manual_seed(0)
-    gc.collect()  # what an earlier measurement left must not be freed during this one
     start = torch.cuda.memory_allocated()
-    params = [torch.nn.Parameter(_normal(shape, contestant.dtype, 0.02)) for _ in range(count)]
+    params = [torch.nn.Parameter(_normal(shape, made.dtype, 0.02)) for _ in range(count)]
     for param in params:
-        param.grad = _normal(shape, contestant.dtype, 1e-3)
+        param.grad = _normal(shape, made.dtype, 1e-3)
     first = params[0].detach().clone()
     start += first.nbytes
     total = sum(param.numel() for param in params)
     before = torch.cuda.memory_allocated()
-    optimizer = contestant.make(params)
+    optimizer = made.make(params)
     optimizer.step()
-    gc.collect()
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -143,7 +137,7 @@ def measure(name: str, count: int, shape: tuple[int, ...], repeats: int, copy_ra
         "all_in_bytes_per_parameter": (peak - start) / total,
     }
     if not host:
-        traffic = 2 * (width + state) + contestant.gradient_reads * width
+        traffic = 2 * (width + state) + made.gradient_reads * width
         rate = traffic * total / timing["ms"] * 1e3
         figures |= {"traffic_bytes_per_parameter": traffic, "TB_per_s": rate / 1e12, "share": rate / copy_rate}
     return figures
@@ -163,21 +157,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", default=["64x16M"], choices=[*SIZES, "all"], help="default 64x16M")
     parser.add_argument("--repeats", type=positive, default=20, help="timed steps (default 20)")
     add_common_arguments(parser)
-    add_plot_argument(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure every wanted optimizer at every size."""
     sizes = list(SIZES) if "all" in parsed.sizes else parsed.sizes
-    with Session("optimizer", parsed, COLUMNS) as session:
-        for size in sizes:
-            count, shape = SIZES[size]
-            session.table(f"{size}: {count} tensors, {count * torch.Size(shape).numel() / 1e9:.2f} B parameters")
-            rows = []
-            for name, contestant in CONTESTANTS.items():
-                if session.wants(name):
-                    arguments = (name, count, shape, parsed.repeats, session.copy_rate)
-                    rows.append(session.run(Case(name, measure, arguments, contestant.needs), size=size))
-            session.draw(rows, group=size)
-        session.plot(METRICS)
+    session = Session("optimizer", parsed, COLUMNS)
+    for size in sizes:
+        count, shape = SIZES[size]
+        session.table(f"{size}: {count} tensors, {count * torch.Size(shape).numel() / 1e9:.2f} B parameters")
+        arguments = (count, shape, parsed.repeats, session.copy_rate)
+        rows = [
+            session.run(name, measure, (name, *arguments), optimizer.needs, size=size)
+            for name, optimizer in OPTIMIZERS.items()
+            if session.wants(name)
+        ]
+        session.draw(rows, group=size)
+    session.plot(METRICS)
     return 0

@@ -10,7 +10,6 @@ from overcoat.bench.rows import Row
 from overcoat.extras import load_extra
 
 NAME_WIDTH = 40
-OURS, PEERS = "tab:blue", "tab:gray"
 BAR_INCHES = 0.28
 
 
@@ -67,26 +66,21 @@ def bar_chart(path: Path, title: str, rows: Sequence[Row], metrics: Sequence[Met
     """
     load_extra("matplotlib", "bench", "--plot").use("Agg")
     pyplot = load_extra("matplotlib.pyplot", "bench", "--plot")
-    keys = [key for metric in metrics for key in metric.keys]
-    drawn = [row for row in rows if all(row.get(key) is not None for key in keys)]
-    if not drawn:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if all(row.get(key) is not None for metric in metrics for key in metric.keys):
+            groups.setdefault(row["group"], []).append(row)
+    if not groups:
         raise ValueError(f"--plot {path.name}: nothing was measured, so there is nothing to draw")
-    groups = list(dict.fromkeys(row["group"] for row in drawn))
-    counts = [sum(row["group"] == name for row in drawn) for name in groups]
-    figure, axes = pyplot.subplots(
-        len(groups),
-        len(metrics),
-        figsize=(5.5 * len(metrics), 0.9 * len(groups) + BAR_INCHES * sum(counts) + 0.5),
-        height_ratios=counts,
-        squeeze=False,
-        dpi=120,
-    )
-    for line, name in zip(axes, groups, strict=True):
-        members = [row for row in drawn if row["group"] == name]
-        for panel, metric in zip(line, metrics, strict=True):
+    counts = [len(members) for members in groups.values()]
+    size = (5.5 * len(metrics), 0.9 * len(groups) + BAR_INCHES * sum(counts) + 0.5)
+    grid = {"height_ratios": counts, "squeeze": False, "dpi": 120}
+    figure, axes = pyplot.subplots(len(groups), len(metrics), figsize=size, **grid)
+    for panels, (name, members) in zip(axes, groups.items(), strict=True):
+        for panel, metric in zip(panels, metrics, strict=True):
             _draw_panel(panel, members, metric)
             panel.set_title(f"{name}: {metric.title}", fontsize=9)
-        for panel in line[1:]:
+        for panel in panels[1:]:
             panel.set_yticklabels([])
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
@@ -96,15 +90,14 @@ def bar_chart(path: Path, title: str, rows: Sequence[Row], metrics: Sequence[Met
 
 
 def _draw_panel(panel: Any, rows: Sequence[Row], metric: Metric) -> None:
-    names = [row["name"] for row in rows]
-    colors = [OURS if "overcoat" in name else PEERS for name in names]
-    left = [0.0] * len(rows)
+    places, left = range(len(rows)), [0.0] * len(rows)
+    colors = ["tab:blue" if "overcoat" in row["name"] else "tab:gray" for row in rows]
     for shade, key in enumerate(metric.keys):
         widths = [row[key] * metric.scale for row in rows]
-        bars = panel.barh(range(len(rows)), widths, left=left, color=colors, alpha=1.0 - 0.4 * shade)
+        bars = panel.barh(places, widths, left=left, color=colors, alpha=1.0 - 0.4 * shade)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     panel.bar_label(bars, [f"{value:,.{metric.digits}f}" for value in left], padding=2, fontsize=7)
-    panel.set_yticks(range(len(rows)), names, fontsize=7)
+    panel.set_yticks(places, [row["name"] for row in rows], fontsize=7)
     panel.tick_params(axis="x", labelsize=7)
     panel.set_xlim(0, max(left) * 1.15 or 1.0)
     panel.invert_yaxis()

@@ -1,62 +1,59 @@
-"""One run of a benchmark: its child process, its environment, its rows, printed and written as they come."""
+"""One run of a benchmark: its measurements, printed and written as they come.
+
+Every measurement has a process of its own, since contestants clash. A peer's kernel that writes out of bounds takes the
+CUDA context with it, one may crash the interpreter or never return. Transformer Engine needs PyTorch's cuDNN loaded
+first and keeps the FP8 state of all its modules; torch.compile keeps graphs, and counts recompilations; what one leaves
+allocated would be counted against the next. Starting a process takes seconds, most of it importing PyTorch.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Iterable, Sequence
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any
 
 import torch
 
 from overcoat.bench.output import Column, Metric, bar_chart, heading, line
 from overcoat.bench.rows import Row, append_row, command_line, environment
 from overcoat.bench.timing import copy_bandwidth
-from overcoat.bench.worker import Figures, Worker
 
-
-class Case(NamedTuple):
-    """One measurement: its name in the table, the function and its arguments, the packages it cannot do without."""
-
-    name: str
-    function: Callable[..., Figures]
-    arguments: tuple[Any, ...]
-    needs: tuple[str, ...] = ()
+OUT_OF_MEMORY = "out of memory"
 
 
 class Session:
-    """Measures cases, prints the table and appends the rows to `--json`. A context: leaving it ends the child."""
+    """Measures, prints the table and appends the rows to `--json`."""
 
     def __init__(
         self, benchmark: str, parsed: argparse.Namespace, columns: Sequence[Column], needs: Sequence[str] = ()
     ) -> None:
-        require_gpu(benchmark)
-        require_packages(benchmark, [*needs, *(["matplotlib"] if getattr(parsed, "plot", None) else [])])
+        if not torch.cuda.is_available():
+            version = torch.__version__
+            raise ValueError(f"overcoat bench {benchmark} needs an NVIDIA GPU, and PyTorch {version} sees none")
+        # Said before, not after, all is measured.
+        for package in [*needs, *(["matplotlib"] if getattr(parsed, "plot", None) else [])]:
+            if not is_installed(package):
+                raise ValueError(
+                    f"overcoat bench {benchmark} needs the package {package!r} for this: pip install 'overcoat[bench]'"
+                )
         self.parsed, self.columns = parsed, columns
         self.drawn: list[Row] = []
-        self.worker = Worker()
-        described = self.worker.call(describe, command_line("overcoat", parsed.argv), timeout=parsed.timeout)
-        if "error" in described:
-            self.worker.close()
-            raise ValueError(f"overcoat bench cannot use this GPU: {described['error']}")
-        self.where = {"benchmark": benchmark, **described}
-        versions = ", ".join(f"{name} {version}" for name, version in described["peers"].items())
+        where = call_alone(describe, command_line("overcoat", parsed.argv), timeout=parsed.timeout)
+        if "error" in where:
+            raise ValueError(f"overcoat bench cannot use this GPU: {where['error']}")
+        self.where = {"benchmark": benchmark, **where}
+        self.copy_rate = where["copy_TB_per_s"] * 1e12  # bytes per second, read and written
+        versions = ", ".join(f"{name} {version}" for name, version in where["peers"].items())
         say(
-            f"{described['gpu']}, device copy {described['copy_TB_per_s']:.2f} TB/s, torch {described['torch']}, "
-            f"triton {described['triton']}, {versions}, commit {described['commit']}"
+            f"{where['gpu']}, device copy {where['copy_TB_per_s']:.2f} TB/s, torch {where['torch']}, "
+            f"triton {where['triton']}, {versions}, commit {where['commit']}"
         )
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.worker.close()
-
-    @property
-    def copy_rate(self) -> float:
-        """Bytes per second of a device-to-device copy, read and written."""
-        return self.where["copy_TB_per_s"] * 1e12
 
     def table(self, title: str, columns: Sequence[Column] | None = None) -> None:
         """Begin a table; its lines follow."""
@@ -67,15 +64,19 @@ class Session:
         """Whether `--only` leaves `name` in."""
         return matches(name, self.parsed.only)
 
-    def run(self, case: Case, **labels: Any) -> Row:
-        """Measure one case and add its row; a package it needs and that is not installed is said in its line."""
-        missing = [package for package in case.needs if not is_installed(package)]
-        if missing:
-            row = {**labels, "name": case.name, "absent": f"not installed: {', '.join(missing)}"}
+    def run(
+        self, name: str, function: Callable[..., Row], arguments: Sequence[Any], needs: Sequence[str], **labels: Any
+    ) -> Row:
+        """Measure `name` and add its row; packages that it needs and that are not installed are said in its line."""
+        if missing := [package for package in needs if not is_installed(package)]:
+            row = {**labels, "name": name, "absent": f"not installed: {', '.join(missing)}"}
             say(line(row, self.columns))
             return row
-        figures = self.worker.call(case.function, *case.arguments, timeout=self.parsed.timeout)
-        return self.add({**labels, "name": case.name, **figures})
+        return self.add({**labels, "name": name, **self.call(function, *arguments)})
+
+    def call(self, function: Callable[..., Row], *arguments: Any) -> Row:
+        """What `function(*arguments)` returns in a process of its own, or {"error": reason}."""
+        return call_alone(function, *arguments, timeout=self.parsed.timeout)
 
     def add(self, row: Row) -> Row:
         """Print a measured row and append it to the file."""
@@ -84,7 +85,7 @@ class Session:
             append_row(self.parsed.json, row, self.where)
         return row
 
-    def draw(self, rows: Iterable[Row], group: str) -> None:
+    def draw(self, rows: Sequence[Row], group: str) -> None:
         """Keep rows for the plot, in a group of its own."""
         self.drawn += [{**row, "group": group} for row in rows]
 
@@ -96,8 +97,8 @@ class Session:
             bar_chart(self.parsed.plot, title, self.drawn, metrics)
 
 
-def add_common_arguments(parser: argparse.ArgumentParser, timeout: float = 300.0) -> None:
-    """Options of every benchmark."""
+def add_common_arguments(parser: argparse.ArgumentParser, timeout: float = 300.0, plot: bool = True) -> None:
+    """Options of every benchmark, and `--plot` of those that draw."""
     parser.add_argument(
         "--only",
         nargs="+",
@@ -112,28 +113,11 @@ def add_common_arguments(parser: argparse.ArgumentParser, timeout: float = 300.0
         metavar="SECONDS",
         help=f"give one measurement up after this long (default {timeout:.0f})",
     )
+    if plot:
+        parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw the results as bars (needs matplotlib)")
 
 
-def add_plot_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plot", type=Path, metavar="PATH.png", help="draw the results as bars (needs matplotlib)")
-
-
-def require_gpu(benchmark: str) -> None:
-    """ValueError where nothing can be measured."""
-    if not torch.cuda.is_available():
-        raise ValueError(f"overcoat bench {benchmark} needs an NVIDIA GPU, and PyTorch {torch.__version__} sees none")
-
-
-def require_packages(benchmark: str, packages: Sequence[str]) -> None:
-    """ValueError if one of the extra `bench` is not installed: said before, not after, all is measured."""
-    for package in packages:
-        if not is_installed(package):
-            raise ValueError(
-                f"overcoat bench {benchmark} needs the package {package!r} for this: pip install 'overcoat[bench]'"
-            )
-
-
-def describe(command: str) -> Figures:
+def describe(command: str) -> Row:
     """The run's environment and the GPU's copy bandwidth."""
     return {**environment(command), "copy_TB_per_s": round(copy_bandwidth() / 1e12, 3)}
 
@@ -148,11 +132,57 @@ def is_installed(package: str) -> bool:
 
 def matches(name: str, words: Sequence[str] | None) -> bool:
     """Whether `name` has one of `words` in it, or is the word after a "="; without words, always."""
-    if not words:
-        return True
     name = name.lower()
-    return any(name == word[1:].lower() if word.startswith("=") else word.lower() in name for word in words)
+    return not words or any(
+        name == word[1:].lower() if word.startswith("=") else word.lower() in name for word in words
+    )
 
 
 def say(text: str) -> None:
     print(text, flush=True)
+
+
+# ---- a process for each measurement -------------------------------------------------------------------------------
+
+
+def call_alone(function: Callable[..., Row], *arguments: Any, timeout: float) -> Row:
+    """What `function(*arguments)` returns in a new process, or {"error": reason}.
+
+    Args:
+        function: importable by name; returns a dict of plain numbers and strings.
+        timeout: seconds after which the process is killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        return mine.recv() if mine.poll(timeout) else {"error": f"no result within {timeout:.0f} s"}
+    except EOFError:
+        process.join(10)
+        code = process.exitcode
+        died = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
+        return {"error": f"the process died: {died}"}
+    finally:
+        process.kill()
+        process.join()
+        mine.close()
+
+
+def _answer(pipe: Connection, function: Callable[..., Row], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
+    os.dup2(2, 1)  # what peers print must not run into the table
+    pipe.send(attempt(function, *arguments))
+
+
+def attempt(function: Callable[..., Row], *arguments: Any) -> Row:
+    """What `function(*arguments)` returns, or {"error": "Type: message"}, one line."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        # cuBLAS, cuDNN and extensions say it in words of their own.
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+            return {"error": OUT_OF_MEMORY}
+        text = " ".join(str(error).split())
+        return {"error": f"{type(error).__name__}: {text}"[:300]}

@@ -1,21 +1,30 @@
-"""Decoder blocks by name, and models of random weights: what `overcoat bench` builds."""
+"""Decoder blocks and models of random weights: what `overcoat bench` builds, out of `overcoat.models.shapes.MODELS`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from overcoat.extras import load_extra
-from overcoat.models.shapes import MODELS, ModelShape
+from overcoat.models.family import decoder_layers
+from overcoat.models.shapes import MODELS, Model
+
+# Short names of models in `--shapes`.
+SHORT = {
+    "1b": "coat-1b",
+    "7b": "llama-2-7b",
+    "llama3-8b": "llama-3-8b",
+    "13b": "llama-2-13b",
+    "30b": "llama-30b",
+}
 
 
 class BlockShape(NamedTuple):
     """One decoder block of a model, and the batch and sequence it runs on."""
 
-    model: ModelShape
+    model: Model
     batch: int
     sequence: int
 
@@ -24,43 +33,51 @@ class BlockShape(NamedTuple):
         return self.batch * self.sequence
 
 
-# COAT's layer of hidden 2048 has Llama's ratio of intermediate to hidden.
-_1B = replace(MODELS["olmo-1b"], intermediate=5504)
-BLOCKS = {
-    "1b-s2048": BlockShape(_1B, 4, 2048),
-    "1b-s4096": BlockShape(_1B, 4, 4096),
-    "7b-s2048": BlockShape(MODELS["llama-2-7b"], 4, 2048),
-    "7b-s4096": BlockShape(MODELS["llama-2-7b"], 4, 4096),
-    "llama3-8b": BlockShape(MODELS["llama-3-8b"], 4, 2048),
-    "13b": BlockShape(MODELS["llama-2-13b"], 4, 2048),
-    "30b": BlockShape(MODELS["llama-30b"], 2, 2048),
-    "qwen2.5-7b": BlockShape(MODELS["qwen2.5-7b"], 4, 2048),
-}
+def block_shape(name: str) -> BlockShape:
+    """The block "MODEL" or "MODEL-sTOKENS", with 2048 tokens in a row unless it says how many."""
+    match = re.fullmatch(r"(.+?)(?:-s([1-9][0-9]*))?", name)
+    model = MODELS.get(SHORT.get(match[1], match[1])) if match else None
+    if match is None or model is None:
+        names = ", ".join([*MODELS, *SHORT])
+        raise ValueError(f"unknown shape {name!r}; choose MODEL or MODEL-sTOKENS of {names}")
+    return BlockShape(model, model.batch, int(match[2] or 2048))
 
 
-def build_block(shape: BlockShape, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[nn.Module, tuple[Any, Any]]:
-    """A transformers model of one layer with random weights, the same for the same seed, and its cos and sin.
+def head_dim(config: Any) -> int:
+    """Columns of an attention head, which some configurations say and others imply."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def build_block(shape: BlockShape, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[Any, dict[str, Any]]:
+    """A transformers model of one layer with random weights, the same for the same seed, and what it gives its layer
+    beside the input: rotary tables, masks.
 
     Norm weights and biases are random too: at their usual ones and zeros an error in them would not show.
     """
     transformers = load_extra("transformers", "bench", "overcoat bench")
     torch.manual_seed(seed)
-    config = replace(shape.model, layers=1, vocab=32).config()
+    config = shape.model.changed(num_hidden_layers=1).config().get_text_config()
     with torch.device(device):
         model = transformers.AutoModel.from_config(config, dtype=dtype).train()
+        ids = torch.zeros((shape.batch, shape.sequence), dtype=torch.int64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.2, 1.8)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
-    positions = torch.arange(shape.sequence, device=device)[None]
-    return model, model.rotary_emb(torch.empty(1, dtype=dtype, device=device), positions)
+    inputs: dict[str, Any] = {}
+    (layer,) = decoder_layers(model).values()
+    handle = layer.register_forward_pre_hook(lambda *given: inputs.update(given[2]), with_kwargs=True)
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    handle.remove()
+    return model, inputs
 
 
-def build_model(shape: ModelShape, dtype: torch.dtype, device: str) -> nn.Module:
+def build_model(model: Model, dtype: torch.dtype, device: str) -> Any:
     """A whole transformers model, random weights made on the device, in training mode."""
     transformers = load_extra("transformers", "bench", "overcoat bench")
     torch.manual_seed(0)
     with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(shape.config(), dtype=dtype).train()
+        return transformers.AutoModelForCausalLM.from_config(model.config(), dtype=dtype).train()

@@ -6,50 +6,78 @@ a Llama. It has biases on all projections or on none: here on none, also in the 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from overcoat.models.family import decoder_layers, original_class
+
 # Name: class in transformer_engine.common.recipe
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+# What it computes; layers of other families have other norms.
+LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer")
+
+
+def use_transformer_engine(model: Any, recipe: str) -> Callable[[], Any]:
+    """Put a `TransformerEngineBlock` in the place of every decoder layer; returns the context to call the model in.
+
+    One context around all blocks: delayed scaling updates the scales of all modules there are at the end of each.
+
+    Raises:
+        ValueError: the layers are of a family that it does not compute.
+    """
+    # Where neither cuDNN nor FlashAttention can be loaded its attention writes out all scores: an error instead of
+    # the times of a peer that nobody would run.
+    os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
+    load_pytorchs_cudnn()
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+    from transformer_engine.pytorch.attention import RotaryPositionEmbedding
+
+    _forget_other_models()
+    config = model.config
+    rotary: Any = None
+    layers: dict[str, Any] = decoder_layers(model)
+    for name, layer in layers.items():
+        kind = original_class(layer).__name__
+        if kind not in LAYERS or config.rope_parameters["rope_type"] != "default" or config.hidden_act != "silu":
+            raise ValueError(
+                f"its TransformerLayer stands in for {', '.join(LAYERS)} as they are by default, not {kind}"
+            )
+        block: Any = TransformerEngineBlock(te.TransformerLayer, layer)
+        if rotary is None:
+            theta = config.rope_parameters["rope_theta"]
+            embedding = RotaryPositionEmbedding(layer.self_attn.head_dim, rotary_base=theta)
+            rotary = embedding(config.max_position_embeddings)  # (tokens, 1, 1, head_dim)
+        block.rotary = rotary
+        model.set_submodule(name, block)
+    chosen = getattr(recipes, RECIPES[recipe])()
+    if hasattr(te, "autocast"):
+        return functools.partial(te.autocast, enabled=True, recipe=chosen)
+    return functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=chosen)  # older releases
 
 
 class TransformerEngineBlock(nn.Module):
     """A `TransformerLayer` called like a transformers decoder layer; `layer` gives weights and sizes.
 
-    Args:
-        layer: a transformers Llama or Qwen2 decoder layer on the GPU.
-        recipe: one of `RECIPES`.
-        max_sequence: tokens for which rotary tables are made.
-        inside: the caller enters `context()` around a whole model of blocks. Delayed scaling updates the scales of
-            all modules there are at the end of each, so that one for each block would do it as often as there are.
-
     Attributes:
-        frequencies: the rotary table, (max_sequence, 1, 1, head_dim): blocks of one model can share it.
+        rotary: the rotary table, (tokens, 1, 1, head_dim), which blocks of one model share.
     """
 
-    def __init__(self, layer: Any, recipe: str, max_sequence: int, inside: bool = False) -> None:
-        super().__init__()
-        # Where neither cuDNN nor FlashAttention can be loaded its attention writes out all scores: an error instead of
-        # the times of a peer that nobody would run.
-        os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
-        _load_pytorchs_cudnn()
-        import transformer_engine.pytorch as te
-        from transformer_engine.common import recipe as recipes
-        from transformer_engine.pytorch.attention import RotaryPositionEmbedding
+    rotary: Tensor
 
-        _forget_other_models()
-        self.autocast, self.recipe, self.inside = _autocast(te), getattr(recipes, RECIPES[recipe])(), inside
-        config = layer.self_attn.config
-        head_dim = layer.self_attn.head_dim
+    def __init__(self, kind: Any, layer: Any) -> None:
+        super().__init__()
+        config, head_dim = layer.self_attn.config, layer.self_attn.head_dim
         self.splits = [config.num_attention_heads * head_dim] + 2 * [config.num_key_value_heads * head_dim]
-        self.layer = te.TransformerLayer(
+        self.layer = kind(
             config.hidden_size,
             config.intermediate_size,
             config.num_attention_heads,
@@ -67,32 +95,20 @@ class TransformerEngineBlock(nn.Module):
             attn_input_format="bshd",
             params_dtype=layer.self_attn.q_proj.weight.dtype,
         )
-        theta = config.rope_parameters["rope_theta"]
-        self.frequencies = RotaryPositionEmbedding(head_dim, rotary_base=theta)(max_sequence)
         with torch.no_grad():
-            for name, part in self._parts().items():
+            for name, part in self._parts(self.layer.get_parameter).items():
                 part.copy_(layer.get_parameter(name))
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """(batch, sequence, hidden) to the same; masks and positions are always causal and 0, 1, 2, ..."""
-        with contextlib.nullcontext() if self.inside else self.context():
-            return self.layer(hidden_states, rotary_pos_emb=self.frequencies)
-
-    def context(self) -> Any:
-        """Where its recipe holds."""
-        return self.autocast(self.recipe)
+        return self.layer(hidden_states, rotary_pos_emb=self.rotary)
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients under the names of the transformers layer."""
-        return self._parts(gradients=True)
+        return self._parts(lambda name: self.layer.get_parameter(name).grad)
 
-    def _parts(self, gradients: bool = False) -> dict[str, Tensor]:
-        """The weights, or their gradients, under the names of the transformers layer."""
-
-        def of(name: str) -> Tensor:
-            parameter = self.layer.get_parameter(name)
-            return parameter.grad if gradients else parameter
-
+    def _parts(self, of: Callable[[str], Any]) -> dict[str, Tensor]:
+        """What `of` makes of the weights, under the names of the transformers layer."""
         q, k, v = of("self_attention.layernorm_qkv.weight").split(self.splits)
         gate, up = of("layernorm_mlp.fc1_weight").chunk(2)
         return {
@@ -108,7 +124,7 @@ class TransformerEngineBlock(nn.Module):
         }
 
 
-def _load_pytorchs_cudnn() -> None:
+def load_pytorchs_cudnn() -> None:
     """Load all libraries of the cuDNN that PyTorch's wheels bring, before Transformer Engine looks for one.
 
     cuDNN opens its parts by name when they are first needed. Where the machine has a cuDNN of its own as well,
@@ -132,10 +148,3 @@ def _forget_other_models() -> None:
     except ImportError:  # older releases
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
     FP8GlobalStateManager.reset()
-
-
-def _autocast(te: Any) -> Any:
-    """recipe -> context: `autocast`, called `fp8_autocast` in older releases."""
-    if hasattr(te, "autocast"):
-        return lambda recipe: te.autocast(enabled=True, recipe=recipe)
-    return lambda recipe: te.fp8_autocast(enabled=True, fp8_recipe=recipe)

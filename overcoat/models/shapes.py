@@ -1,86 +1,87 @@
-"""Models by name, as shapes, and the transformers configuration of any model. No weights are read.
+"""Named models, and the transformers configuration of any model. No weights are read.
 
-A built-in shape is built as Llama or, with biases on q, k and v, as Qwen2. "olmo-1b" is a Llama in OLMo-1B's shape (its
-own norms have no weights). "124m" is configs/llama-124m.toml.
+`overcoat estimate --model`, `overcoat bench model --models` and `overcoat bench layer --shapes` share `MODELS`. A new
+model is one entry: a configuration class of transformers and its keyword arguments, those of a multimodal model's
+language part as `text_config`. Only sizes matter here: rotary bases and token ids are the class's defaults.
+
+"olmo-1b" is a Llama in OLMo-1B's shape (its own norms have no weights); "coat-1b" has the layer of hidden 2048 that
+COAT measures, with Llama's ratio of intermediate to hidden; "124m" is configs/llama-124m.toml.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from overcoat.extras import load_extra
 from overcoat.models.pretrained import load_pretrained
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """A decoder-only model's sizes. `qkv_bias`: q, k and v have biases; `tied`: the head is the embedding."""
+class Model(NamedTuple):
+    """A model's configuration: class of transformers and its arguments.
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    qkv_bias: bool = False
-    tied: bool = False
+    checkpoint: on the Hugging Face hub; its config.json need not be fetched. batch: rows that `bench layer` runs.
+    """
 
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+    kind: str
+    fields: dict[str, Any]
+    checkpoint: str = ""
+    batch: int = 4
+
+    def changed(self, **fields: Any) -> Model:
+        """The same with other fields; of a multimodal model in its language part."""
+        if "text_config" in self.fields:
+            fields = {"text_config": {**self.fields["text_config"], **fields}}
+        return self._replace(fields={**self.fields, **fields})
 
     def config(self) -> Any:
         """The transformers configuration."""
-        transformers = load_extra("transformers", "bench", "overcoat bench")
-        kind = transformers.Qwen2Config if self.qkv_bias else transformers.LlamaConfig
-        return kind(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            vocab_size=self.vocab,
-            max_position_embeddings=8192,
-            tie_word_embeddings=self.tied,
-            attn_implementation="sdpa",
-        )
+        kind = getattr(load_extra("transformers", "bench", "overcoat bench"), self.kind)
+        return kind(**self.fields, attn_implementation="sdpa")
+
+
+def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> Any:
+    """Keyword arguments of a language model's configuration."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 8192,
+        **more,
+    }
 
 
 MODELS = {
-    "124m": ModelShape(768, 2560, 12, 6, 6, 16384),
-    "olmo-1b": ModelShape(2048, 8192, 16, 16, 16, 50304, tied=True),
-    "llama-2-7b": ModelShape(4096, 11008, 32, 32, 32, 32000),
-    "llama-3-8b": ModelShape(4096, 14336, 32, 32, 8, 128256),
-    "qwen2.5-7b": ModelShape(3584, 18944, 28, 28, 4, 152064, qkv_bias=True),
-    "llama-2-13b": ModelShape(5120, 13824, 40, 40, 40, 32000),
-    "llama-30b": ModelShape(6656, 17920, 60, 52, 52, 32000),
+    "124m": Model("LlamaConfig", sizes(768, 2560, 12, 6, 6, 16384)),
+    "olmo-1b": Model("LlamaConfig", sizes(2048, 8192, 16, 16, 16, 50304, tie_word_embeddings=True)),
+    "coat-1b": Model("LlamaConfig", sizes(2048, 5504, 16, 16, 16, 50304, tie_word_embeddings=True)),
+    "llama-2-7b": Model("LlamaConfig", sizes(4096, 11008, 32, 32, 32, 32000), "meta-llama/Llama-2-7b-hf"),
+    "llama-3-8b": Model("LlamaConfig", sizes(4096, 14336, 32, 32, 8, 128256), "meta-llama/Meta-Llama-3-8B"),
+    "qwen2.5-7b": Model("Qwen2Config", sizes(3584, 18944, 28, 28, 4, 152064), "Qwen/Qwen2.5-7B"),
+    "olmo-2-7b": Model("Olmo2Config", sizes(4096, 11008, 32, 32, 32, 100352), "allenai/OLMo-2-1124-7B"),
+    "qwen3-8b": Model("Qwen3Config", sizes(4096, 12288, 36, 32, 8, 151936, head_dim=128), "Qwen/Qwen3-8B"),
+    "llama-2-13b": Model("LlamaConfig", sizes(5120, 13824, 40, 40, 40, 32000), "meta-llama/Llama-2-13b-hf"),
+    "llama-30b": Model("LlamaConfig", sizes(6656, 17920, 60, 52, 52, 32000), "huggyllama/llama-30b", batch=2),
 }
-# Checkpoints of the built-in shapes: their config.json need not be fetched.
-CHECKPOINTS = {
-    "meta-llama/Llama-2-7b-hf": "llama-2-7b",
-    "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
-    "Qwen/Qwen2.5-7B": "qwen2.5-7b",
-    "meta-llama/Llama-2-13b-hf": "llama-2-13b",
-    "huggyllama/llama-30b": "llama-30b",
-}
+_CHECKPOINTS = {model.checkpoint: model for model in MODELS.values() if model.checkpoint}
 
 
 def load_model_config(name: str) -> Any:
     """The transformers configuration of a model.
 
     Args:
-        name: a built-in shape, a `config.json` or the folder it is in, or a model of the Hugging Face hub, whose
-            config.json alone is fetched.
+        name: one of `MODELS` or its checkpoint, a `config.json` or the folder it is in, or a model of the Hugging Face
+            hub, whose config.json alone is fetched.
 
     Raises:
         ValueError: there is none of that name, or it is no causal language model.
     """
-    if not Path(name).exists():
-        name = CHECKPOINTS.get(name, name)
-        if name in MODELS:
-            return MODELS[name].config()
+    known = MODELS.get(name) or _CHECKPOINTS.get(name)
+    if known is not None and not Path(name).exists():
+        return known.config()
     try:
         # Code of strangers is not run for an estimate.
         config = load_pretrained("AutoConfig", "the configuration of", name, trust_remote_code=False)

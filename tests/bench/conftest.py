@@ -1,4 +1,4 @@
-"""A stand-in that several tests share."""
+"""Stand-ins that several tests share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,20 @@ import pytest
 from tests.bench.peers import FakeRotary, FakeTransformerLayer, module
 
 
+@pytest.fixture
+def torchao(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A stand-in for torchao's float8 training; what it converted, and under which recipe."""
+    given: list[Any] = []
+    config = type("Float8LinearConfig", (), {"from_recipe_name": staticmethod(str)})
+    module(monkeypatch, "torchao")
+    convert = lambda layer, config: given.append((layer, config))  # noqa: E731
+    module(monkeypatch, "torchao.float8", Float8LinearConfig=config, convert_to_float8_training=convert)
+    return given
+
+
 @pytest.fixture(params=["autocast", "fp8_autocast"])
 def transformer_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A stand-in for Transformer Engine of a new or an old release; returns "reset" and recipes as it was used."""
+    """A stand-in for Transformer Engine of a new or an old release; "reset" and recipes' names as it was used."""
     used: list[Any] = []
     for variable, value in (("NVTE_UNFUSED_ATTN", "0"), ("CUDNN_HOME", "")):  # the block sets them: here for a test
         monkeypatch.setenv(variable, value)
@@ -22,21 +33,17 @@ def transformer_engine(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     @contextlib.contextmanager
     def autocast(enabled: bool, **options: Any) -> Iterator[None]:
         assert enabled
-        used.append(options[keyword])
+        used.append(type(options[keyword]).__name__)
         yield
 
     recipes = {name: type(name, (), {}) for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")}
+    manager = type("FP8GlobalStateManager", (), {"reset": staticmethod(lambda: used.append("reset"))})
+    place = {"autocast": "quantization", "fp8_autocast": "fp8"}[request.param]
     module(monkeypatch, "transformer_engine")
     module(monkeypatch, "transformer_engine.common")
     module(monkeypatch, "transformer_engine.common.recipe", **recipes)
-    module(
-        monkeypatch,
-        "transformer_engine.pytorch",
-        TransformerLayer=FakeTransformerLayer,
-        **{request.param: autocast},
-    )
+    pytorch = {"TransformerLayer": FakeTransformerLayer, request.param: autocast}
+    module(monkeypatch, "transformer_engine.pytorch", **pytorch)
     module(monkeypatch, "transformer_engine.pytorch.attention", RotaryPositionEmbedding=FakeRotary)
-    manager = type("FP8GlobalStateManager", (), {"reset": staticmethod(lambda: used.append("reset"))})
-    place = {"autocast": "quantization", "fp8_autocast": "fp8"}[request.param]
     module(monkeypatch, f"transformer_engine.pytorch.{place}", FP8GlobalStateManager=manager)
     return used

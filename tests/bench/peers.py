@@ -1,10 +1,10 @@
-"""What stands in for peers' packages that need not be installed.
-
-Modules of the same interface, as far as their documentation and source promise it, computing in plain PyTorch.
+"""Small models, and what stands in for peers' packages that need not be installed: modules of the same interface, as
+far as their documentation and source promise it, computing in plain PyTorch.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -15,11 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overcoat.bench.blocks import make_block
-from overcoat.bench.layer import results, sqnr
-from overcoat.bench.shapes import BlockShape, ModelShape, build_block
+from overcoat.bench.shapes import BlockShape
+from overcoat.models.shapes import Model, sizes
+from tests.models.zoo import KINDS
 
-SHAPE = BlockShape(ModelShape(64, 128, 1, 4, 2, 32), 2, 8)
+SMALL = Model("LlamaConfig", sizes(128, 256, 2, 4, 2, 320))
+SHAPE = BlockShape(SMALL, 2, 16)
+
+
+def model_of(kind: str) -> Model:
+    """A small model of one of the registry's families."""
+    family, extra = KINDS[kind]
+    causal = getattr(importlib.import_module(family.module), family.causal)
+    return Model(causal.config_class.__name__, {**SMALL.fields, **extra})
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,17 +102,3 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> Modul
     if parent:
         setattr(sys.modules[parent], child, made)
     return made
-
-
-def compare(name: str) -> None:
-    """Outputs and gradients of a peer's block against those of the transformers layer."""
-    outcomes = []
-    for who in ("bf16 eager", name):
-        model, tables = build_block(SHAPE, torch.float32, "cpu")
-        torch.manual_seed(1)
-        x, dy = (torch.randn(SHAPE.batch, SHAPE.sequence, SHAPE.model.hidden) for _ in range(2))
-        outcomes.append(results(make_block(who, model, tables, compiled=False, attention="default"), x, dy))
-    truth, got = outcomes
-    assert set(got) == set(truth)
-    for key, value in truth.items():
-        assert sqnr(value, got[key]) > 80, key

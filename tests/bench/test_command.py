@@ -13,7 +13,8 @@ from overcoat import cli
 from overcoat.bench import kernels, layer, model, optimizer
 from overcoat.bench import session as sessions
 from overcoat.bench.command import BENCHMARKS
-from overcoat.bench.worker import OUT_OF_MEMORY, Worker
+from overcoat.bench.session import OUT_OF_MEMORY
+from overcoat.models.shapes import MODELS
 
 
 def figures(function: Any, *arguments: Any) -> dict[str, Any]:
@@ -47,8 +48,8 @@ def figures(function: Any, *arguments: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "require_gpu", lambda _benchmark: None)
-    monkeypatch.setattr(Worker, "call", lambda _self, function, *arguments, timeout: figures(function, *arguments))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sessions, "call_alone", lambda function, *arguments, timeout: figures(function, *arguments))
 
 
 def bench(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -74,7 +75,7 @@ def test_optimizer(tmp_path: Path) -> None:
 def test_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = str(tmp_path / "bars.png")
     rows = bench(tmp_path, "layer", "--shapes", "all", "--only", "eager", "engine", "--accuracy", "--plot", plot)
-    assert [row["shape"] for row in rows] == [*layer.BLOCKS, "accuracy"]
+    assert [row["shape"] for row in rows] == [*MODELS, "accuracy"]
     assert rows[-1]["dx"] == 25.0
     out = capsys.readouterr().out
     assert out.count("not installed: transformer_engine") == 3 * len(rows)
@@ -86,6 +87,12 @@ def test_layer_accuracy_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     rows = bench(tmp_path, "layer", "--shapes", "--only", "eager", "--accuracy", "--draws", "64")
     assert [(row["shape"], row["draws"]) for row in rows] == [("accuracy", 64)]
     assert "64 draws" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["layer", "--shapes", "8b"], ["kernels", "--shape", "8b"]])
+def test_an_unknown_shape_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert "unknown shape '8b'; choose MODEL or MODEL-sTOKENS of 124m" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("made_up")
@@ -127,7 +134,6 @@ def test_without_a_gpu_it_is_one_line_and_status_2(
     [
         [],
         ["layer", "7b"],
-        ["layer", "--shapes", "8b"],
         ["layer", "--repeats", "0"],
         ["kernels", "--plot", "x.png"],
         ["model", "--nope"],
@@ -145,7 +151,7 @@ def test_a_missing_package_is_said_before_anything_is_measured(
     missing: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sessions, "is_installed", lambda package: package != missing)
-    monkeypatch.setattr(Worker, "call", None)
+    monkeypatch.setattr(sessions, "call_alone", None)
     assert cli.main(["bench", *arguments, "--plot", "x.png"]) == 2
     assert f"needs the package '{missing}' for this: pip install 'overcoat[bench]'" in capsys.readouterr().err
 

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from overcoat.bench import layer
-from overcoat.bench.blocks import makers
+from overcoat.bench.contestants import ENGINES
 from overcoat.bench.layer import RESULTS, accuracy, measure, sqnr
-from overcoat.bench.shapes import BlockShape, ModelShape
+from overcoat.bench.shapes import BlockShape
+from overcoat.models.shapes import Model, sizes
+from tests.bench.peers import SHAPE, model_of
+from tests.models.zoo import KINDS
 
-SHAPE = BlockShape(ModelShape(128, 256, 1, 4, 2, 32), 2, 16)
-EAGER = [name for name, maker in makers().items() if not maker.needs and not maker.compiles]
+EAGER = [name for name, engine in ENGINES.items() if not engine.needs and not engine.compile]
+WIDE = BlockShape(Model("LlamaConfig", sizes(512, 1024, 1, 4, 2, 32)), 2, 256)
 
 
 @pytest.mark.parametrize("name", EAGER)
@@ -26,6 +29,15 @@ def test_everyone_computes_the_same_block(name: str) -> None:
     for key, decibels in found.items():
         assert decibels > (30 if name == "bf16 eager" else 15), key
         assert 0 <= errors[key] < 5, key
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "llama"])
+def test_every_family_of_the_registry_has_a_block(kind: str) -> None:
+    found = accuracy("overcoat", SHAPE._replace(model=model_of(kind)), 2, "cpu")
+    assert {"output", "dx", "self_attn.o_proj.weight"} < found.keys()
+    for key, decibels in found.items():
+        if "error" not in key and "k_proj.bias" not in key and key != "draws":  # softmax does not see k's bias
+            assert decibels > 12, key
 
 
 def test_the_error_of_a_mean_over_draws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,9 +62,8 @@ def test_sqnr() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["overcoat", "overcoat leanest", "bf16 eager", "bf16 compile"])
 def test_a_tiny_run_measures_time_and_bytes(name: str) -> None:
-    shape = BlockShape(ModelShape(512, 1024, 1, 4, 2, 32), 2, 256)
-    figures = measure(name, shape, 2, "default")
-    unit = shape.tokens * shape.model.hidden * 2
+    figures = measure(name, WIDE, 2, "default")
+    unit = WIDE.tokens * 512 * 2
     assert figures["total_ms"] > figures["forward_ms"] > 0
     assert 0 < figures["host_ms"] < 20.0  # it never waits for the device, which is busy that long
     assert figures["backward_ms"] == pytest.approx(figures["total_ms"] - figures["forward_ms"])
@@ -66,7 +77,6 @@ def test_a_tiny_run_measures_time_and_bytes(name: str) -> None:
 
 @pytest.mark.gpu
 def test_of_graphs_the_total_and_the_host_are_measured() -> None:
-    shape = BlockShape(ModelShape(512, 1024, 1, 4, 2, 32), 2, 256)
-    figures = measure("overcoat compile, graphs", shape, 2, "default")
+    figures = measure("overcoat compile, graphs", WIDE, 2, "default")
     assert set(figures) == {"total_ms", "host_ms"}
     assert figures["total_ms"] > 0

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from overcoat.bench.contestants import TRAINERS
 from overcoat.bench.model import measure, multiplied_parameters, search_best_batch, step_flops, training
-from overcoat.bench.shapes import ModelShape, build_model
-from overcoat.bench.worker import OUT_OF_MEMORY
-
-SHAPE = ModelShape(128, 256, 2, 2, 1, 320)
+from overcoat.bench.session import OUT_OF_MEMORY
+from overcoat.bench.shapes import build_model
+from overcoat.models.shapes import Model, sizes
+from tests.bench.peers import SMALL
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_are_those_that_pytorch_counts(tied: bool) -> None:
     """PyTorch counts the products as run: all of attention's square, where the formula counts the causal half."""
-    shape = replace(SHAPE, tied=tied)
-    model: Any = build_model(shape, torch.float32, "cpu")
+    model = build_model(SMALL.changed(tie_word_embeddings=tied), torch.float32, "cpu")
     model.set_attn_implementation("eager")
-    ids = torch.randint(shape.vocab, (2, 64))
+    ids = torch.randint(320, (2, 64))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     counted = counter.get_total_flops()
     parameters = multiplied_parameters(model)
-    ours = step_flops(parameters, ids.numel(), 64, shape)
-    products = step_flops(parameters, ids.numel(), 0, shape)
+    ours = step_flops(parameters, ids.numel(), 64, model.config)
+    products = step_flops(parameters, ids.numel(), 0, model.config)
     assert products + 2 * (ours - products) == pytest.approx(counted, rel=0.01)
 
 
@@ -91,22 +90,24 @@ def test_another_error_ends_the_search() -> None:
 
 
 def test_steps_on_fresh_tokens_tell_their_loss() -> None:
-    step, loss, parameters = training("overcoat", SHAPE, 2, 32, "cpu")
+    step, loss, parameters = training("overcoat", SMALL, 2, 32, "cpu")
     losses = []
     for _ in range(2):
         step()
         losses.append(loss.item())
     assert losses[0] != losses[1]
-    assert all(abs(value - math.log(SHAPE.vocab)) < 1 for value in losses)
-    assert parameters == multiplied_parameters(build_model(SHAPE, torch.bfloat16, "cpu"))
+    assert all(abs(value - math.log(320)) < 1 for value in losses)
+    assert parameters == multiplied_parameters(build_model(SMALL, torch.bfloat16, "cpu"))
 
 
 @pytest.mark.parametrize(("name", "count"), [("overcoat", 0), ("overcoat graphs", 2)])
 def test_every_pass_of_graphs_is_begun(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[bool] = []
-    monkeypatch.setattr("overcoat.bench.trainers.compile_layers", lambda model, graphs: None)
+    trainer = TRAINERS["overcoat graphs"]
+    eager = trainer._replace(engine=trainer.engine._replace(compile=None))
+    monkeypatch.setitem(TRAINERS, "overcoat graphs", eager)
     monkeypatch.setattr("overcoat.bench.model.begin_pass", lambda: begun.append(True))
-    step, *_ = training(name, SHAPE, 2, 32, "cpu")
+    step, *_ = training(name, SMALL, 2, 32, "cpu")
     step()
     step()
     assert len(begun) == count
@@ -115,9 +116,9 @@ def test_every_pass_of_graphs_is_begun(name: str, count: int, monkeypatch: pytes
 @pytest.mark.gpu
 def test_the_peak_of_graphs_counts_what_recording_them_allocates() -> None:
     """In replays nothing is allocated: counted as the others', the peak would lack what blocks keep, 5.8 U each."""
-    shape, rows, tokens = ModelShape(512, 1024, 4, 4, 4, 1024), 8, 1024
-    figures = measure("overcoat graphs", shape, rows, tokens, 2)
-    kept = shape.layers * 5.5 * rows * tokens * shape.hidden * 2
+    rows, tokens = 8, 1024
+    figures = measure("overcoat graphs", Model("LlamaConfig", sizes(512, 1024, 4, 4, 4, 1024)), rows, tokens, 2)
+    kept = 4 * 5.5 * rows * tokens * 512 * 2
     states = (2 + 2 + 3) * figures["parameters"]  # weight, gradient, moments and remainder
     assert figures["peak_bytes"] > kept + states
 
@@ -127,7 +128,7 @@ def test_the_peak_of_graphs_counts_what_recording_them_allocates() -> None:
     "name", ["overcoat", "overcoat graphs", "overcoat leanest, released", "bf16 compile, torch AdamW"]
 )
 def test_a_tiny_run_measures_speed_and_memory(name: str) -> None:
-    figures = measure(name, ModelShape(512, 1024, 2, 4, 4, 1024), 2, 256, 2)
+    figures = measure(name, Model("LlamaConfig", sizes(512, 1024, 2, 4, 4, 1024)), 2, 256, 2)
     assert figures["tokens_per_second"] == pytest.approx(2 * 256 / figures["ms"] * 1e3)
     assert figures["reserved_bytes"] >= figures["peak_bytes"] > 2 * figures["parameters"]
     assert 0 < figures["loss"] < 20

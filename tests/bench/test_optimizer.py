@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overcoat.bench.optimizer import CONTESTANTS, measure
+from overcoat.bench.optimizer import OPTIMIZERS, measure
 
 
-@pytest.mark.parametrize("name", [name for name, who in CONTESTANTS.items() if not who.needs])
+@pytest.mark.parametrize("name", [name for name, who in OPTIMIZERS.items() if not who.needs])
 def test_whoever_needs_no_package_steps(name: str) -> None:
-    contestant = CONTESTANTS[name]
+    contestant = OPTIMIZERS[name]
     before = torch.full((4, 128), 0.01, dtype=contestant.dtype)  # where a step of LR is more than half an ulp of BF16
     param = torch.nn.Parameter(before.clone())
     param.grad = torch.ones_like(param)
@@ -20,7 +20,7 @@ def test_whoever_needs_no_package_steps(name: str) -> None:
 
 def test_only_checked_steps_are_credited_with_a_second_read_of_the_gradients() -> None:
     """Ours check unless told otherwise; no peer does."""
-    for name, contestant in CONTESTANTS.items():
+    for name, contestant in OPTIMIZERS.items():
         checks = False
         if not contestant.needs:
             made = contestant.make([torch.nn.Parameter(torch.ones(2, dtype=contestant.dtype))])

@@ -1,18 +1,21 @@
-"""A run: rows printed and written as they come, absent peers named, failed ones too."""
+"""A run: what goes wrong in a measurement's process is reported and the next one runs; rows come as they are made."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from overcoat.bench import session as sessions
 from overcoat.bench.output import Column, Metric, decimals
-from overcoat.bench.session import Case, Session, is_installed, matches
-from overcoat.bench.worker import Worker, attempt
+from overcoat.bench.session import OUT_OF_MEMORY, Session, attempt, call_alone, is_installed, matches
 
 WHERE = {
     "date": "2026-01-01T00:00:00Z",
@@ -21,58 +24,53 @@ WHERE = {
     "torch": "2",
     "triton": "3",
     "peers": {"torchao": "1"},
-    "command": "overcoat bench x",
     "copy_TB_per_s": 4.0,
 }
-COLUMNS = (Column("ms", "ms", decimals(1)),)
 
 
 @pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Session:
-    """A session whose child is this process and whose GPU is made up."""
-    monkeypatch.setattr(sessions, "require_gpu", lambda _benchmark: None)
+def parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> argparse.Namespace:
+    """Options of a session whose measurements run in this process, on a GPU that is made up."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sessions, "describe", lambda command: {**WHERE, "command": command})
-    monkeypatch.setattr(Worker, "call", lambda _self, function, *arguments, timeout: attempt(function, *arguments))
-    parsed = argparse.Namespace(
-        argv=["bench", "x", "--json", str(tmp_path / "rows.jsonl")],
-        json=tmp_path / "rows.jsonl",
-        plot=tmp_path / "bars.png",
-        only=None,
-        timeout=1.0,
-    )
-    return Session("x", parsed, COLUMNS)
+    monkeypatch.setattr(sessions, "call_alone", lambda function, *arguments, timeout: attempt(function, *arguments))
+    rows = tmp_path / "rows.jsonl"
+    argv = ["bench", "x", "--json", str(rows)]
+    return argparse.Namespace(argv=argv, json=rows, plot=tmp_path / "bars.png", only=None, timeout=1.0)
+
+
+def fail() -> dict[str, Any]:
+    raise RuntimeError("first\n  second " + "x" * 1000)
 
 
 def test_every_result_is_printed_and_written(
-    session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    parsed: argparse.Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> dict[str, Any]:
-        raise ValueError("no kernel")
-
+    session = Session("x", parsed, (Column("ms", "ms", decimals(1)),))
     session.table("first")
     rows = [
-        session.run(Case("overcoat", dict, ([("ms", 1.25)],)), shape="7b"),
-        session.run(Case("broken peer", fail, ()), shape="7b"),
-        session.run(Case("absent peer", fail, (), ("json", "no_such_package")), shape="7b"),
+        session.run("overcoat", dict, [[("ms", 1.25)]], (), shape="7b"),
+        session.run("broken peer", fail, (), (), shape="7b"),
+        session.run("absent peer", fail, (), ("json", "no_such_package"), shape="7b"),
     ]
     session.draw(rows, group="7b")
     session.plot([Metric("ms", ("ms",))])
     written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     command = {"benchmark": "x", **WHERE, "command": "overcoat bench x --json rows.jsonl"}
     assert written[0] == {**command, "shape": "7b", "name": "overcoat", "ms": 1.25}
-    assert written[1]["error"] == "ValueError: no kernel"
+    assert written[1]["error"].startswith("RuntimeError: first second x")
     assert len(written) == 2
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()[1:]
     assert lines[1] == "first"
     assert [line.split(maxsplit=1)[0] for line in lines[3:]] == ["overcoat", "broken", "absent"]
     assert lines[5].endswith("not installed: no_such_package")
     assert (tmp_path / "bars.png").stat().st_size > 1000
 
 
-def test_a_gpu_that_cannot_be_used_is_one_sentence(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_used_is_one_sentence(parsed: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "describe", lambda _command: {"error": "RuntimeError: busy"})
     with pytest.raises(ValueError, match="overcoat bench cannot use this GPU: RuntimeError: busy"):
-        Session("x", session.parsed, COLUMNS)
+        Session("x", parsed, ())
 
 
 def test_only_picks_by_words() -> None:
@@ -84,7 +82,26 @@ def test_only_picks_by_words() -> None:
 
 
 def test_installed_or_not_also_inside_a_package_that_is_not_there() -> None:
-    assert is_installed("json.decoder")
-    assert not is_installed("no_such_package")
-    assert not is_installed("no_such_package.part")
-    assert not is_installed("json.no_such_part")
+    found = {name: is_installed(name) for name in ("json.decoder", "no_package", "no_package.part", "json.no_part")}
+    assert [name for name, here in found.items() if here] == ["json.decoder"]
+
+
+def test_a_crash_and_a_hang_are_reported() -> None:
+    assert call_alone(dict, [("ms", 1.5)], timeout=120) == {"ms": 1.5}
+    assert call_alone(signal.raise_signal, signal.SIGKILL, timeout=120) == {"error": "the process died: SIGKILL"}
+    started = time.monotonic()
+    assert call_alone(time.sleep, 60, timeout=1) == {"error": "no result within 1 s"}
+    assert time.monotonic() - started < 30
+
+
+def test_errors_become_one_line() -> None:
+    assert attempt(operator.truediv, 1, 0) == {"error": "ZeroDivisionError: division by zero"}
+    assert len(attempt(fail)["error"]) == 300
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("cuDNN: Out of memory, 3 GiB")])
+def test_running_out_of_memory_has_one_name(error: Exception) -> None:
+    def run_out() -> dict[str, Any]:
+        raise error
+
+    assert attempt(run_out) == {"error": OUT_OF_MEMORY}

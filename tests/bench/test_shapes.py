@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from overcoat.bench.shapes import BLOCKS, BlockShape, build_block, build_model
-from overcoat.models.shapes import ModelShape
+from overcoat.bench.shapes import SHORT, BlockShape, block_shape, build_block, build_model, head_dim
+from overcoat.models.shapes import MODELS
+from tests.bench.peers import SHAPE, SMALL, model_of
 
 
-def test_every_block_divides_into_heads() -> None:
-    for block in BLOCKS.values():
-        assert block.model.heads % block.model.kv_heads == 0
-        assert block.model.head_dim * block.model.heads == block.model.hidden
-        assert block.tokens == block.batch * block.sequence
+def test_blocks_by_name() -> None:
+    """Every model is one, and the short names stay."""
+    assert block_shape("7b-s4096") == block_shape("llama-2-7b-s4096") == (MODELS["llama-2-7b"], 4, 4096)
+    assert block_shape("30b") == (MODELS["llama-30b"], 2, 2048)
+    assert {block_shape(name).tokens for name in [*MODELS, *SHORT]} == {4096, 8192}
+    for name in ("8b", "7b-s", "7b-s0", ""):
+        with pytest.raises(ValueError, match=f"unknown shape '{name}'; choose MODEL or MODEL-sTOKENS of 124m, "):
+            block_shape(name)
 
 
-@pytest.mark.parametrize("qkv_bias", [False, True])
-def test_a_block_is_the_same_at_every_call_and_nothing_in_it_is_one_or_zero(qkv_bias: bool) -> None:
-    shape = BlockShape(ModelShape(64, 128, 2, 4, 2, 100, qkv_bias=qkv_bias), 1, 8)
-    (first, tables), (second, _) = (build_block(shape, torch.float32, "cpu") for _ in range(2))
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_block_is_the_same_at_every_call_and_nothing_in_it_is_one_or_zero(kind: str) -> None:
+    shape = BlockShape(model_of(kind), 1, 8)
+    (first, inputs), (second, _) = (build_block(shape, torch.float32, "cpu") for _ in range(2))
     names = [name for name, _ in first.named_parameters()]
-    assert ("layers.0.self_attn.q_proj.bias" in names) is qkv_bias
+    assert ("layers.0.self_attn.q_proj.bias" in names) is (kind == "qwen2")
     for (name, a), b in zip(first.named_parameters(), second.parameters()):
         assert torch.equal(a, b), name
         assert "embed" in name or len(a.unique()) > a.numel() // 2, name
-    assert tables[0].shape == (1, 8, 16)
+    assert inputs["position_embeddings"][0].shape == (1, 8, 32)
 
 
-def test_a_model_trains_tied_or_not() -> None:
-    for tied in (False, True):
-        model = build_model(replace(ModelShape(64, 128, 2, 4, 2, 100), tied=tied), torch.float32, "cpu")
-        assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
-        assert model.training
+def test_a_layer_gets_the_mask_that_its_model_would_give_it() -> None:
+    """None where attention is causal and nothing else; a window's else."""
+    window = model_of("qwen3").changed(use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    for model, masked in ((SMALL, False), (window, True)):
+        _, inputs = build_block(SHAPE._replace(model=model), torch.float32, "cpu")
+        assert (inputs["attention_mask"] is not None) is masked
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_trains_tied_or_not(tied: bool) -> None:
+    model = build_model(SMALL.changed(tie_word_embeddings=tied), torch.float32, "cpu")
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
+    assert model.training
+
+
+def test_widths_of_heads() -> None:
+    widths = {name: head_dim(model.config()) for name, model in MODELS.items()}
+    assert set(widths.values()) == {128}
+    assert head_dim(SMALL.changed(head_dim=48).config()) == 48

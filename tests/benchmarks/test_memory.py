@@ -10,9 +10,9 @@ import torch
 from benchmarks import memory
 from benchmarks.common import RESULTS
 from benchmarks.memory import CASES, Case, attempt, cases, config_cases, line, measured_step, peaks
-from overcoat.bench.shapes import ModelShape
 from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.predict import Phase
+from overcoat.models.shapes import Model, sizes
 
 RECORDED = RESULTS / "memory.jsonl"
 
@@ -35,7 +35,7 @@ def test_every_shipped_config_for_a_large_model_is_measured():
 
 @pytest.mark.parametrize("setup", [Setup(accumulation=2), Setup(release_gradients=True)], ids=["kept", "released"])
 def test_the_measured_step_is_the_predicted_one(setup):
-    case = Case("small", ModelShape(256, 512, 2, 4, 2, 1024).config(), 2, 64, setup)
+    case = Case("small", Model("LlamaConfig", sizes(256, 512, 2, 4, 2, 1024)).config(), 2, 64, setup)
     phases = measured_step(case, "cpu")
     prediction = Predictor(case.config).predict(2, 64, setup)
     measured, predicted = peaks(phases), peaks(prediction.phases)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ def test_options_reach_the_setup(capsys):
 
 
 def test_what_fits_and_what_to_change(capsys, tmp_path):
-    replace(MODELS["124m"], layers=4, vocab=1024).config().save_pretrained(tmp_path)
+    MODELS["124m"].changed(num_hidden_layers=4, vocab_size=1024).config().save_pretrained(tmp_path)
     words = ["--model", str(tmp_path), "--batch", "4", "--gpu-memory", "1550MB", "--json"]
     data = json.loads(estimate(capsys, *words))
     assert data["fits"] is False

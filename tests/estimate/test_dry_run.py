@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from overcoat.estimate.dry_run import GRADIENTS, KEPT, Work, dry_run, meta_model
-from overcoat.models.shapes import ModelShape
+from overcoat.models.shapes import Model, sizes
 
-SHAPE = ModelShape(64, 96, 2, 4, 2, 128)
+SHAPE = Model("LlamaConfig", sizes(64, 96, 2, 4, 2, 128))
 
 
 def at_the_end(work, phase):

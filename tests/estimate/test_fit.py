@@ -11,10 +11,10 @@ from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.fit import CHANGES, Room, advise
 from overcoat.estimate.predict import CONTEXT
 from overcoat.estimate.table import recommendation
-from overcoat.models.shapes import ModelShape
+from overcoat.models.shapes import Model, sizes
 
 MIB = 2**20
-SHAPE = ModelShape(512, 1376, 4, 4, 2, 4096)
+SHAPE = Model("LlamaConfig", sizes(512, 1376, 4, 4, 2, 4096))
 BASELINE = Setup(Recipe.bf16(), moments="fp32", master="bf16+16")
 
 

@@ -205,7 +205,7 @@ def test_parameters_are_the_models_own():
 
 
 def test_released_gradients_are_those_of_a_block():
-    config = replace(MODELS["llama-2-7b"], layers=6).config()
+    config = MODELS["llama-2-7b"].changed(num_hidden_layers=6).config()
     kept, released = (predict(config, 1, 2048, Setup(release_gradients=value)) for value in (False, True))
     block = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
     assert released.components[GRADIENTS] <= block + 2**20
@@ -251,7 +251,7 @@ def test_gradients_of_several_gpus(accumulation):
 
 def test_fewer_bytes_where_they_are_expected():
     """Each option saves at its own place."""
-    config = replace(MODELS["124m"], layers=4).config()
+    config = MODELS["124m"].changed(num_hidden_layers=4).config()
     base = predict(config, 8, 1024)
     lean = predict(config, 8, 1024, Setup(Recipe.leanest()))
     bf16 = predict(config, 8, 1024, Setup(Recipe.bf16()))

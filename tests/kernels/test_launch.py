@@ -17,10 +17,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from overcoat.bench.kernel_cases import FAMILIES
-from overcoat.bench.shapes import BlockShape, ModelShape
+from overcoat.bench.kernel_cases import FAMILIES, Inputs
+from overcoat.bench.shapes import BlockShape
 from overcoat.kernels import launch
 from overcoat.kernels.op import CATALOGUE
+from overcoat.models.shapes import Model, sizes
 from tests.kernels.samples import LIBRARY, SAMPLES, column_by_column
 
 
@@ -245,10 +246,10 @@ def test_other_numbers_of_tokens_compile_no_other_kernel(monkeypatch):
     monkeypatch.setattr(launch.Kernel, "launch", launched)
     found = []
     for rows, length in FIRST + LATER:
-        shape = BlockShape(ModelShape(512, 1024, 1, 4, 2, 96), rows, length)
+        shape = BlockShape(Model("LlamaConfig", sizes(512, 1024, 1, 4, 2, 96)), rows, length)
         with torch.no_grad():
             for family in FAMILIES.values():
-                for case in family(shape, "cpu"):
+                for case in family(Inputs(shape, "cpu")):
                     if is_launched(case.op):
                         case.op.kernel(*case.arguments)
         found.append(set(keys))

@@ -8,15 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, T5Config
 
-from overcoat.models.shapes import CHECKPOINTS, MODELS, load_model_config
+from overcoat.models.shapes import MODELS, Model, load_model_config
 
-# Millions of parameters, from the models' cards; OLMo-1B's own norms have no weights.
+# Millions of parameters, from the models' cards; OLMo-1B's own norms have no weights, COAT's 1B is no model of a card.
 PARAMETERS = {
     "124m": 124.3,
     "olmo-1b": 1176.8,
+    "coat-1b": 912.6,
     "llama-2-7b": 6738.4,
     "llama-3-8b": 8030.3,
     "qwen2.5-7b": 7615.6,
+    "olmo-2-7b": 7298.6,
+    "qwen3-8b": 8190.7,
     "llama-2-13b": 13015.9,
     "llama-30b": 32528.9,
 }
@@ -29,9 +32,15 @@ def test_built_in_names_have_the_parameters_of_their_models(name):
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PARAMETERS[name], rel=2e-3)
 
 
-def test_checkpoints_of_built_in_shapes():
-    assert set(CHECKPOINTS.values()) < set(MODELS)
+def test_checkpoints_of_built_in_models():
     assert load_model_config("Qwen/Qwen2.5-7B").vocab_size == 152064
+
+
+def test_changes_are_of_the_language_part():
+    entry = Model("LlavaConfig", {"text_config": {"model_type": "llama", "num_hidden_layers": 3, "vocab_size": 64}})
+    text = entry.changed(num_hidden_layers=2).config().get_text_config()
+    assert (text.num_hidden_layers, text.vocab_size) == (2, 64)
+    assert MODELS["124m"].changed(num_hidden_layers=2).config().num_hidden_layers == 2
 
 
 @pytest.mark.parametrize("target", ["", "config.json"], ids=["folder", "file"])

@@ -1,0 +1,254 @@
+"""Who takes part: `ENGINES` run the decoder layers in `bench layer`, `TRAINERS` take whole steps in `bench model`.
+
+    overcoat ...             `overcoat.convert` under a recipe, eager; compiled; as CUDA graphs
+    overcoat torch checkpoint
+                             `Recipe()` inside `torch.utils.checkpoint`, which keeps the input in 16 bits and
+                             runs all of the forward again; beside it, what "leanest" saves. Its backward
+                             frees nothing before its end, as it saves through hooks of others
+    bf16 ...                 the transformers layer as it is, eager and compiled
+    torchao ...              its float8 training recipes on every linear layer, compiled
+    transformer engine ...   its TransformerLayer under its FP8 recipes
+
+"compile" is torch.compile layer by layer, as people do; "graphs" with mode="reduce-overhead": CUDA graphs, without the
+host, which is what a small block waits for. BF16 and torchao take PyTorch's attention, cuDNN's first, the fastest on
+Hopper. In whole models peers get the best parts that can be assembled: liger-kernel's fused linear cross-entropy where
+it is installed, and the optimizer their name says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import overcoat
+from overcoat import Recipe
+from overcoat.bench.optimizer import OPTIMIZERS
+from overcoat.bench.session import is_installed
+from overcoat.bench.transformer_engine import use_transformer_engine
+from overcoat.models.compiled import compile_layers
+from overcoat.models.family import decoder_layers
+from overcoat.models.head import why_head_unsupported
+
+Context = Callable[[], AbstractContextManager[Any]]
+# In the order in which they are tried; a shape that a backend cannot do goes to the next.
+CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class Engine(NamedTuple):
+    """How decoder layers are run.
+
+    change: changes a model's layers in place; returns the context that they are to be called in.
+    needs: packages. compile: the model's layers, in place.
+    graphs: they are CUDA graphs. delayed: scales are those of the steps before. checkpointed: called inside PyTorch's
+    activation checkpoint.
+    """
+
+    change: Callable[[Any], Context]
+    needs: tuple[str, ...] = ()
+    compile: Callable[[Any], None] | None = None
+    graphs: bool = False
+    delayed: bool = False
+    checkpointed: bool = False
+
+
+def cudnn_first() -> AbstractContextManager[Any]:
+    return sdpa_kernel(CUDNN_FIRST, set_priority=True)
+
+
+def overcoat_engine(recipe: Recipe, **options: Any) -> Engine:
+    """`overcoat.convert`; ValueError if it leaves a layer or the head alone, whose figures would not be its own."""
+
+    def change(model: Any) -> Context:
+        report = overcoat.convert(model, recipe)
+        if report.left_alone or (report.head is not None and not report.head.converted):
+            raise ValueError(f"not converted:\n{report}")
+        return contextlib.nullcontext
+
+    return Engine(change, **options)
+
+
+def torchao_engine(recipe: str) -> Engine:
+    def change(model: Any) -> Context:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        for layer in decoder_layers(model).values():
+            convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name(recipe))
+        return cudnn_first
+
+    return Engine(change, ("torchao",), compile_peer)
+
+
+def compile_peer(model: Any, mode: str | None = None) -> None:
+    layers = decoder_layers(model).values()
+    # One entry per layer at worst; beyond the limit layers would silently run eager.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers))
+    for layer in layers:
+        layer.compile(mode=mode)
+
+
+compile_ours = functools.partial(compile_layers, graphs=False)
+OUR_RECIPES = {
+    "overcoat": Recipe(),
+    "overcoat attention bf16": Recipe(kept_attention="bf16"),
+    "overcoat paper": Recipe.paper(),
+    "overcoat leanest": Recipe.leanest(),
+    "overcoat e4m3 gradients": Recipe(grad_format="e4m3"),
+    "overcoat block scaling": Recipe(linear_scaling="block"),
+}
+BF16 = Engine(lambda _: cudnn_first)
+ENGINES = {
+    **{name: overcoat_engine(recipe) for name, recipe in OUR_RECIPES.items()},
+    "overcoat torch checkpoint": overcoat_engine(Recipe(), checkpointed=True),
+    "overcoat compile": overcoat_engine(Recipe(), compile=compile_ours),
+    "overcoat compile, graphs": overcoat_engine(
+        Recipe(), compile=functools.partial(compile_layers, graphs=True), graphs=True
+    ),
+    "bf16 eager": BF16,
+    "bf16 compile": BF16._replace(compile=compile_peer),
+    "bf16 compile, graphs": BF16._replace(compile=functools.partial(compile_peer, mode="reduce-overhead"), graphs=True),
+    **{f"torchao {recipe}, compile": torchao_engine(recipe) for recipe in ("tensorwise", "rowwise")},
+    **{
+        f"transformer engine {recipe}": Engine(
+            functools.partial(use_transformer_engine, recipe=recipe),
+            ("transformer_engine",),
+            delayed=recipe == "delayed",
+        )
+        for recipe in ("delayed", "current", "block")
+    },
+}
+
+
+# ---- a decoder block ----------------------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """A block to run: what owns its parameters, the call, its gradients under the transformers layer's names."""
+
+    layer: nn.Module
+    call: Callable[[Tensor], Tensor]
+    gradients: Callable[[], dict[str, Tensor]]
+
+
+def make_block(name: str, model: Any, inputs: dict[str, Any], compiled: bool = True, attention: str = "cudnn") -> Block:
+    """The contestant `name`, made out of `model`, which it may change.
+
+    Args:
+        model: a transformers model of one layer; inputs: what it gives the layer beside x.
+        compiled: False leaves torch.compile out, for accuracy alone.
+        attention: "cudnn" or "default": PyTorch's order of attention backends.
+    """
+    engine, (place,) = ENGINES[name], decoder_layers(model)
+    context = engine.change(model)
+    if context is cudnn_first and attention == "default":
+        context = contextlib.nullcontext
+    if compiled and engine.compile:
+        engine.compile(model)
+    layer: Any = model.get_submodule(place)
+    run = layer
+    if engine.checkpointed:
+        run = functools.partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)
+
+    def call(x: Tensor) -> Tensor:
+        with context():
+            return run(x, **inputs)
+
+    def gradients() -> dict[str, Tensor]:
+        return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+
+    return Block(layer, call, getattr(layer, "gradients", gradients))
+
+
+# ---- whole steps --------------------------------------------------------------------------------------------------
+
+
+class Trainer(NamedTuple):
+    """A contestant: how its layers run, its optimizer (one of `OPTIMIZERS`), whether gradients are released to it."""
+
+    engine: Engine
+    optimizer: str = "overcoat 8bit, bf16+8"
+    released: bool = False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Packages it cannot do without."""
+        return self.engine.needs + OPTIMIZERS[self.optimizer].needs
+
+    def prepare(self, model: Any) -> tuple[Callable[[Tensor], Tensor], Any]:
+        """Change the model, on the GPU; (input ids (batch, sequence) -> loss), optimizer."""
+        context = self.engine.change(model)
+        if self.engine.compile:
+            self.engine.compile(model)
+        optimizer = OPTIMIZERS[self.optimizer].make(list(model.parameters()))
+        if isinstance(optimizer, overcoat.AdamW):
+            if self.released:
+                overcoat.release_gradients(model, optimizer)
+        elif self.released:
+            from flashoptim import enable_gradient_release
+
+            enable_gradient_release(model, optimizer)
+        return loss_function(model, context), optimizer
+
+
+OURS, LEANEST = ENGINES["overcoat"], ENGINES["overcoat leanest"]
+TORCH, FLASH = "torch fused BF16", "FlashAdamW 24-bit"
+TORCHAO = ENGINES["torchao tensorwise, compile"]
+TRAINERS = {
+    **{name: Trainer(ENGINES[name]) for name in OUR_RECIPES},
+    "overcoat graphs": Trainer(ENGINES["overcoat compile, graphs"]),
+    "overcoat paper": Trainer(ENGINES["overcoat paper"], "overcoat fp8, bf16+8"),
+    "overcoat fp8 head": Trainer(overcoat_engine(Recipe(head="fp8"))),
+    "overcoat bf16 weights": Trainer(OURS, "overcoat 8bit, bf16"),
+    "overcoat released": Trainer(OURS, released=True),
+    "overcoat leanest, released": Trainer(LEANEST, released=True),
+    "overcoat leanest, bf16 w., released": Trainer(LEANEST, "overcoat 8bit, bf16", released=True),
+    "overcoat leanest, offload, released": Trainer(LEANEST, "overcoat 8bit, bf16+8, offload", released=True),
+    "bf16 eager, torch AdamW": Trainer(BF16, TORCH),
+    "bf16 compile, torch AdamW": Trainer(ENGINES["bf16 compile"], TORCH),
+    "bf16 compile, graphs, torch AdamW": Trainer(ENGINES["bf16 compile, graphs"], TORCH),
+    "bf16 compile, FlashAdamW": Trainer(ENGINES["bf16 compile"], FLASH),
+    "torchao tensorwise, torch AdamW": Trainer(TORCHAO, TORCH),
+    "torchao tensorwise, FlashAdamW": Trainer(TORCHAO, FLASH),
+    "torchao tensorwise, FlashAdamW rel.": Trainer(TORCHAO, FLASH, released=True),
+    "torchao tensorwise, AdamWFp8": Trainer(TORCHAO, "torchao AdamWFp8"),
+    "transformer engine delayed, FlashAdamW": Trainer(ENGINES["transformer engine delayed"], FLASH),
+    "transformer engine current, FlashAdamW": Trainer(ENGINES["transformer engine current"], FLASH),
+}
+
+
+def loss_function(model: Any, context: Context) -> Callable[[Tensor], Tensor]:
+    """ids -> loss: of a converted model its own, of others liger-kernel's fused one where it is installed and computes
+    the same, else the model's own."""
+    is_ours = context is contextlib.nullcontext
+    if is_ours or not is_installed("liger_kernel") or why_head_unsupported(model) is not None:
+
+        def own(ids: Tensor) -> Tensor:
+            with context():
+                return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+        return own
+
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+
+    def fused(ids: Tensor) -> Tensor:
+        with context():
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        # Every position but a sequence's last one predicts the next token.
+        labels = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        return loss(model.get_output_embeddings().weight, hidden.flatten(0, 1), labels.flatten())
+
+    return fused

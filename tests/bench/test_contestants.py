@@ -1,0 +1,234 @@
+"""Who takes part: what is converted, compiled and called, under which attention, loss and optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import overcoat
+from overcoat import Recipe
+from overcoat.bench import contestants
+from overcoat.bench.contestants import CUDNN_FIRST, ENGINES, OUR_RECIPES, TRAINERS, make_block, overcoat_engine
+from overcoat.bench.layer import sqnr
+from overcoat.bench.optimizer import LR
+from overcoat.bench.shapes import build_block, build_model
+from overcoat.models.decoder import Fp8DecoderLayer
+from tests.bench.peers import SHAPE, SMALL, model_of, module
+from tests.models.zoo import KINDS
+
+HERE = [name for name, engine in ENGINES.items() if not engine.needs]
+
+
+def block_of(name: str, **options: Any) -> tuple[Any, contestants.Block]:
+    model, inputs = build_block(SHAPE, torch.bfloat16, "cpu")
+    return model, make_block(name, model, inputs, **{"compiled": False, "attention": "default", **options})
+
+
+def called(block: contestants.Block) -> Tensor:
+    torch.manual_seed(1)
+    x = torch.randn(1, SHAPE.sequence, 128, dtype=torch.bfloat16, requires_grad=True)
+    y = block.call(x)
+    y.sum().backward()
+    assert x.grad is not None
+    return torch.stack([y.detach(), x.grad])
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_only_pytorchs_own_attention_is_given_an_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its order changes nothing but the time."""
+    orders: list[Any] = []
+    original = contestants.sdpa_kernel
+
+    def recorded(order: Any, set_priority: bool) -> Any:
+        orders.append((order, set_priority))
+        return original(order, set_priority=set_priority)
+
+    monkeypatch.setattr(contestants, "sdpa_kernel", recorded)
+    default, cudnn = (called(block_of(name, attention=attention)[1]) for attention in ("default", "cudnn"))
+    assert orders == ([(CUDNN_FIRST, True)] if name.startswith("bf16") else [])
+    assert sqnr(default, cudnn) > 40
+
+
+def test_torch_compile_where_it_is_part_of_the_name(monkeypatch: pytest.MonkeyPatch, torchao: list[Any]) -> None:
+    """Of peers' layers none runs into the limit of recompilations."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda layer, mode: compiled.append((layer, mode)))
+    for name in ("bf16 eager", "bf16 compile", "bf16 compile, graphs", "torchao tensorwise, compile"):
+        model, block = block_of(name)
+        assert not compiled
+        model, block = block_of(name, compiled=True)
+        mode = "reduce-overhead" if "graphs" in name else None
+        assert compiled == ([(model.layers[0], mode)] if "compile" in name else []), name
+        assert block.layer is model.layers[0]
+        compiled.clear()
+    for name, engine in ENGINES.items():
+        assert ("compile" in name, "graphs" in name) == (engine.compile is not None, engine.graphs), name
+    model = build_model(SMALL, torch.float32, "cpu")
+    with torch._dynamo.config.patch(recompile_limit=3):
+        TRAINERS["bf16 compile, torch AdamW"].prepare(model)
+        assert [layer for layer, _ in compiled] == list(model.model.layers)
+        assert torch._dynamo.config.recompile_limit == 4
+    TRAINERS["torchao tensorwise, torch AdamW"].prepare(model)
+    assert torchao[-2:] == [(layer, "tensorwise") for layer in model.model.layers]
+
+
+def test_our_layers_are_compiled_after_they_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def compile_(layer: Any, fullgraph: bool, mode: str | None) -> None:
+        seen.append((isinstance(layer, Fp8DecoderLayer), fullgraph, mode))
+
+    monkeypatch.setattr(nn.Module, "compile", compile_)
+    for name in ("overcoat", "overcoat compile"):
+        block_of(name, compiled=True)
+    assert seen == [(True, True, None)]
+    with pytest.raises(ValueError, match="CUDA graphs need a GPU"):
+        TRAINERS["overcoat graphs"].prepare(build_model(SMALL, torch.bfloat16, "cpu"))
+
+
+def test_pytorchs_checkpoint_runs_the_forward_again() -> None:
+    """All of it, to the same gradients."""
+    found = {}
+    for name in ("overcoat", "overcoat torch checkpoint"):
+        model, block = block_of(name)
+        layer, calls = model.layers[0], list[None]()
+
+        def forward(*args: Any, forward: Any = layer.forward, calls: list[None] = calls, **kwargs: Any) -> Any:
+            calls.append(None)
+            return forward(*args, **kwargs)
+
+        layer.forward = forward
+        found[name] = called(block), len(calls)
+    (once, one), (again, two) = found.values()
+    assert (one, two) == (1, 2)
+    assert torch.equal(once, again)
+
+
+def test_names_say_the_recipe_and_the_packages() -> None:
+    assert OUR_RECIPES["overcoat"] == Recipe()
+    for name, recipe in OUR_RECIPES.items():
+        model, _ = block_of(name)
+        assert model.layers[0].overcoat_recipe == recipe, name
+    packages = {"torchao": "torchao", "transformer engine": "transformer_engine", "FlashAdamW": "flashoptim"}
+    for name, contestant in [*ENGINES.items(), *TRAINERS.items()]:
+        expected = {package for word, package in packages.items() if word in name}
+        assert set(contestant.needs) == expected, name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("part", ["layer", "head"])
+def test_what_convert_leaves_alone_is_no_contestant(part: str) -> None:
+    model = build_model(SMALL, torch.bfloat16, "cpu")
+    changed = model.model.layers[1] if part == "layer" else model
+    changed.forward = changed.forward  # somebody's own
+    with pytest.raises(ValueError, match="not converted:\nlayer  "):
+        overcoat_engine(Recipe()).change(model)
+
+
+# ---- whole steps --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "llama") for name, trainer in TRAINERS.items() if not trainer.needs and not trainer.engine.compile),
+        *(("overcoat", kind) for kind in KINDS if kind != "llama"),
+    ],
+)
+def test_steps_move_every_weight_and_release_where_the_name_says(name: str, kind: str) -> None:
+    """Of every family in the registry."""
+    model = build_model(model_of(kind), torch.bfloat16, "cpu")
+    forward, optimizer = TRAINERS[name].prepare(model)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    loss = forward(torch.randperm(320)[None])  # every token, so that every row of the embedding moves
+    loss.backward()
+    assert all(p.grad is None for p in model.parameters()) is ("released" in name)
+    optimizer.step()
+    assert loss.isfinite()
+    for key, p in model.named_parameters():
+        assert key.endswith("k_proj.bias") or not torch.equal(p, before[key]), key  # softmax does not see k's bias
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("overcoat", {"moments": "8bit", "master": "auto"}),
+        ("overcoat paper", {"moments": "fp8", "master": "auto"}),
+        ("overcoat bf16 weights", {"moments": "8bit", "master": "bf16"}),
+        ("overcoat leanest, bf16 w., released", {"moments": "8bit", "master": "bf16"}),
+    ],
+)
+def test_our_optimizers_have_the_options_of_their_name(name: str, group: dict[str, Any]) -> None:
+    _, optimizer = TRAINERS[name].prepare(build_model(SMALL, torch.bfloat16, "cpu"))
+    defaults = overcoat.AdamW([nn.Parameter(torch.ones(4, 4))], lr=LR, **group).param_groups[0]
+    for found in optimizer.param_groups:
+        assert {key: found[key] for key in ("lr", *group)} == {key: defaults[key] for key in ("lr", *group)}
+
+
+class FakeFlash:
+    """flashoptim.FlashAdamW."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        self.parameters, self.options = list(parameters), options
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.usefixtures("torchao")
+def test_flash_adamw_has_its_remainders_and_releases(released: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    contents = {"FlashAdamW": FakeFlash, "enable_gradient_release": lambda *both: calls.append(both)}
+    module(monkeypatch, "flashoptim", **contents)
+    model = build_model(SMALL, torch.bfloat16, "cpu")
+    _, optimizer = TRAINERS["torchao tensorwise, FlashAdamW" + released * " rel."].prepare(model)
+    assert optimizer.options == {"lr": LR, "master_weight_bits": 24}
+    assert len(optimizer.parameters) == len(list(model.parameters()))
+    assert calls == ([(model, optimizer)] if released else [])
+
+
+# ---- the loss of peers --------------------------------------------------------------------------------------------
+
+
+class FakeFusedLoss(nn.Module):
+    """liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss."""
+
+    calls = 0
+
+    def forward(self, weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
+        type(self).calls += 1
+        return F.cross_entropy(F.linear(hidden, weight).float(), labels, ignore_index=-100)
+
+
+def loss_and_gradients(name: str, kind: str = "llama") -> tuple[Tensor, dict[str, Tensor]]:
+    model = build_model(model_of(kind), torch.float32, "cpu")
+    ids = torch.randint(320, (2, 16), generator=torch.Generator().manual_seed(1))
+    loss = contestants.loss_function(model, ENGINES[name].change(model))(ids)
+    loss.backward()
+    return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+def test_the_fused_loss_is_the_models_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = loss_and_gradients("bf16 eager", kind)
+    module(monkeypatch, "liger_kernel")
+    module(monkeypatch, "liger_kernel.transformers", LigerFusedLinearCrossEntropyLoss=FakeFusedLoss)
+    monkeypatch.setattr(FakeFusedLoss, "calls", 0)
+    torch.testing.assert_close(loss_and_gradients("bf16 eager", kind), own)
+    assert FakeFusedLoss.calls == 1
+    monkeypatch.setattr(contestants, "why_head_unsupported", lambda _: "lm_head has a bias")
+    torch.testing.assert_close(loss_and_gradients("bf16 eager", kind), own)
+    loss_and_gradients("overcoat", kind)
+    assert FakeFusedLoss.calls == 1  # neither of a head that it does not know nor of ours
+
+
+def test_a_whole_model_of_transformer_engine_blocks(transformer_engine: list[Any]) -> None:
+    own, _ = loss_and_gradients("bf16 eager")
+    theirs, gradients = loss_and_gradients("transformer engine current")
+    torch.testing.assert_close(theirs, own)
+    # Two blocks, one context around both: at its end delayed scaling updates the scales of all modules.
+    assert transformer_engine == ["reset", "Float8CurrentScaling"]
+    assert gradients["model.layers.1.layer.layernorm_mlp.fc2_weight"].abs().sum() > 0
