@@ -25,7 +25,8 @@ import overcoat
 from benchmarks.common import RESULTS, allocator, append_row
 from overcoat import Recipe
 from overcoat.estimate.phases import Phase, kind_of, measure_step
-from overcoat.estimate.predict import Predictor, Setup
+from overcoat.estimate.predict import Predictor
+from overcoat.estimate.setup import Setup
 from overcoat.memory import use_expandable_segments
 from overcoat.models.shapes import MODELS, Model
 from overcoat.train.configfile import load_config

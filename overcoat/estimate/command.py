@@ -14,33 +14,19 @@ import argparse
 import contextlib
 import json
 import re
+from dataclasses import fields
 from typing import Any
 
 from overcoat.estimate import table
 from overcoat.estimate.fit import Room, advise
-from overcoat.estimate.predict import DTYPES, Predictor, Setup
+from overcoat.estimate.predict import Predictor
+from overcoat.estimate.setup import DTYPES, Setup
 from overcoat.extras import importing, load_extra
 from overcoat.formats.masters import MASTERS
 from overcoat.formats.moments import MOMENTS
 from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.recipe import GROUP_SIZES, Recipe
 
-# Options that a training configuration replaces, and their values where they are not given.
-DEFAULTS: dict[str, Any] = {
-    "batch": 1,
-    "seq": 2048,
-    "recipe": ["default"],
-    "moments": "8bit",
-    "master": "auto",
-    "group_size": 128,
-    "release_gradients": False,
-    "offload": False,
-    "accumulation": 1,
-    "dtype": "bfloat16",
-    "document_mask": False,
-}
-# Values of a recipe's fields that are no text.
-WORDS = {"none": None, "true": True, "false": False}
 UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -52,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", metavar="NAME|PATH", help=f"{built_in}, a config.json or its folder, or a hub name")
     what.add_argument("--config", metavar="FILE.toml", help="a training configuration; what it says replaces the rest")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to --config")
-    parser.add_argument("--batch", type=positive, help="rows in a forward pass, on each GPU (default 1)")
-    parser.add_argument("--seq", type=positive, help="tokens in a row (default 2048)")
     parser.add_argument("--gpus", type=positive, default=1, help="GPUs that share the model (FSDP2; default 1)")
     parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="of one GPU: 80GB, 141GB, 24GiB")
     parser.add_argument("--json", action="store_true", help="one JSON line instead of the tables")
-    parser.set_defaults(function=run, **DEFAULTS)
-    setup = parser.add_argument_group("how it is trained, with --model")
+    parser.set_defaults(function=run)
+    setup = parser.add_argument_group("how it is trained, with --model", argument_default=argparse.SUPPRESS)
+    setup.add_argument("--batch", type=positive, help="rows in a forward pass, on each GPU (default 1)")
+    setup.add_argument("--seq", type=positive, help="tokens in a row (default 2048)")
     setup.add_argument(
         "--recipe",
         nargs="+",
@@ -100,23 +86,15 @@ def parse_recipe(words: list[str]) -> Recipe:
     Raises:
         ValueError: the name, a field or its value is not known.
     """
-    fields: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals:
             raise ValueError(f"--recipe {word!r}: after the name come field=value, for example kept_attention=bf16")
-        fields[key] = _value(value)
-    return Recipe.from_name(words[0], **fields)
-
-
-def _value(word: str) -> Any:
-    """A word of the command line as the value of a field: a number where it is one."""
-    if word in WORDS:
-        return WORDS[word]
-    for kind in (int, float):
+        changes[key] = None if value == "none" else value
         with contextlib.suppress(ValueError):
-            return kind(word)
-    return word
+            changes[key] = json.loads(value)  # a number, true or false
+    return Recipe.from_name(words[0], **changes)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -144,24 +122,18 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _what(parsed: argparse.Namespace) -> tuple[Predictor, int, int, Setup, str]:
     """The model, batch, sequence and setup asked for, and what was chosen for whoever asked."""
+    options = {"batch", "seq", *(field.name for field in fields(Setup))}
+    given = {name: value for name, value in vars(parsed).items() if name in options}
     if parsed.config is not None:
-        for name, value in DEFAULTS.items():
-            if getattr(parsed, name) != value:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} does not go with --config; change that: train.batch_size=8, and the like")
+        for name in given:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} does not go with --config; change that: train.batch_size=8, and the like")
         return parsed.read_config(parsed.config, parsed.overrides, parsed.gpu_memory)
     if parsed.overrides:
         raise ValueError(f"{parsed.overrides[0]!r}: section.key=value changes a --config, and there is none")
-    codes = parsed.moments.split(",")
-    setup = Setup(
-        recipe=parse_recipe(parsed.recipe),
-        moments=parsed.moments if len(codes) == 1 else (codes[0], codes[1]),
-        master=parsed.master,
-        group_size=parsed.group_size,
-        release_gradients=parsed.release_gradients,
-        offload=parsed.offload,
-        accumulation=parsed.accumulation,
-        dtype=parsed.dtype,
-        document_mask=parsed.document_mask,
-    )
-    return Predictor(load_model_config(parsed.model)), parsed.batch, parsed.seq, setup, ""
+    batch, sequence = given.pop("batch", 1), given.pop("seq", 2048)
+    if "recipe" in given:
+        given["recipe"] = parse_recipe(given["recipe"])
+    if "," in given.get("moments", ""):
+        given["moments"] = tuple(given["moments"].split(",", 1))
+    return Predictor(load_model_config(parsed.model)), batch, sequence, Setup(**given), ""

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Optional
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,40 +23,18 @@ from overcoat.block import offload
 from overcoat.estimate.fsdp import FullyShard
 from overcoat.estimate.meter import GATHERED, GRADIENTS, Account, LibraryAttention, Meter
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
+from overcoat.estimate.setup import Setup
 from overcoat.extras import load_extra
 from overcoat.memory import KeptReport, record_kept
 from overcoat.models.convert import Report, convert
-from overcoat.recipe import Recipe
 
 KEPT, FLOWING, LOSS_PART, WORKSPACE = "kept activations", "residual stream", "loss", "workspace"
 
 META = torch.device("meta")
+# As `overcoat.release_gradients` has it by default.
+RELEASE_BYTES = 32 * 2**20
 # model, batch, sequence -> scalar loss
 LossOf = Callable[[Any, int, int], Tensor]
-
-
-@dataclass(frozen=True)
-class Work:
-    """What the dry run depends on.
-
-    Attributes:
-        recipe: of `overcoat.convert`.
-        batch, sequence: rows in one forward pass, and their tokens.
-        dtype: of the parameters.
-        accumulation: forward passes in an optimizer step; from the second on, gradients are there from the start.
-        release_bytes: batch of `overcoat.release_gradients`, or None: gradients are kept until the step.
-        gpus: processes of FSDP2.
-        document_mask: rows hold several documents, so attention has a mask.
-    """
-
-    recipe: Recipe = field(default_factory=Recipe)
-    batch: int = 1
-    sequence: int = 2048
-    dtype: torch.dtype = torch.bfloat16
-    accumulation: int = 1
-    release_bytes: Optional[int] = None
-    gpus: int = 1
-    document_mask: bool = False
 
 
 class DryRun(NamedTuple):
@@ -94,26 +71,26 @@ def own_loss(model: Any, batch: int, sequence: int) -> Tensor:
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-def dry_run(config: Any, work: Work, loss_of: LossOf = own_loss) -> DryRun:
+def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1, loss_of: LossOf = own_loss) -> DryRun:
     """Forward and backward of one micro-batch, the last of its step."""
-    model = meta_model(config, work.dtype)
-    report = convert(model, work.recipe)
-    meter = Meter(answer=not work.document_mask)
+    model = meta_model(config, setup.torch_dtype)
+    report = convert(model, setup.recipe)
+    meter = Meter(answer=not setup.document_mask)
     meter.leave_out([*model.parameters(), *model.buffers()])
-    if work.accumulation > 1 and work.gpus == 1:
+    if setup.accumulation > 1 and gpus == 1:
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         meter.leave_out(parameter.grad for parameter in model.parameters())
     with (
         _refusing_values(config),
-        _gradient_hooks(model, work, meter),
+        _gradient_hooks(model, meter, setup, gpus),
         watch(model, meter.mark, lambda tensor: meter.tag(tensor, FLOWING)),
         meter,
         LibraryAttention(),
         offload.separate(META) as transfers,
     ):
         transfers.on_fetch = lambda tensor: meter.tag(tensor, KEPT)
-        loss = loss_of(model, work.batch, work.sequence)
+        loss = loss_of(model, batch, sequence)
         kept, handles = meter.alive(), int(meter.multiplies)
         meter.multiplies = False
         loss.backward()
@@ -122,17 +99,17 @@ def dry_run(config: Any, work: Work, loss_of: LossOf = own_loss) -> DryRun:
         meter.mark(OPTIMIZER)
         model.zero_grad()
     meter.stop()
-    account = meter.account(_categories(meter, kept))
+    account = meter.account([_category(meter, number, number in kept) for number in range(meter.count)])
     return DryRun(account, report, transfers.pool.total_bytes, handles)
 
 
-def kept_tensors(config: Any, work: Work, loss_of: LossOf = own_loss) -> KeptReport:
+def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: LossOf = own_loss) -> KeptReport:
     """What `overcoat.memory.record_kept` will report of one forward pass, by op and tensor."""
-    model = meta_model(config, work.dtype)
-    convert(model, work.recipe)
-    meter = Meter(answer=not work.document_mask)
+    model = meta_model(config, setup.torch_dtype)
+    convert(model, setup.recipe)
+    meter = Meter(answer=not setup.document_mask)
     with _refusing_values(config), meter, LibraryAttention(), offload.separate(META), record_kept(model) as kept:
-        loss_of(model, work.batch, work.sequence)
+        loss_of(model, batch, sequence)
     return kept
 
 
@@ -147,60 +124,47 @@ def _refusing_values(config: Any) -> Iterator[None]:
         ) from error
 
 
-def _categories(meter: Meter, kept: set[int]) -> list[str]:
-    """One name for each allocation; `kept`: numbers of those that waited for the backward."""
-
-    def name(number: int) -> str:
-        if (tag := meter.tags.get(number)) in (GRADIENTS, GATHERED):
-            return tag
-        if meter.place(number) == LOSS:
-            return LOSS_PART
-        return KEPT if number in kept else meter.tags.get(number, WORKSPACE)
-
-    return [name(number) for number in range(meter.count)]
-
-
-# ---- what becomes of a gradient -----------------------------------------------------------------------------------
+def _category(meter: Meter, number: int, kept: bool) -> str:
+    """The name of an allocation; kept: it waited for the backward."""
+    tag = meter.tags.get(number, WORKSPACE)
+    if tag in (GRADIENTS, GATHERED):
+        return tag
+    if meter.place(number) == LOSS:
+        return LOSS_PART
+    return KEPT if kept else tag
 
 
 @contextlib.contextmanager
-def _gradient_hooks(model: nn.Module, work: Work, meter: Meter) -> Iterator[None]:
-    """Inside, gradients are kept, or released in batches; of several processes, parts of them."""
-    gradients = _Gradients(meter, work.release_bytes)
-    if work.gpus > 1:
+def _gradient_hooks(model: nn.Module, meter: Meter, setup: Setup, gpus: int) -> Iterator[None]:
+    """Inside, gradients wait for `optimizer.step()`, or, released, until they hold RELEASE_BYTES or the backward ends;
+    of several processes, parts of them."""
+    waiting: list[Tensor] = []
+
+    def keep(gradient: Tensor) -> None:
+        """Of a gradient that is no parameter's `grad`."""
+        if setup.release_gradients and not waiting:
+            torch.autograd.Variable._execution_engine.queue_callback(waiting.clear)
+        waiting.append(gradient)
+        if setup.release_gradients and sum(each.nbytes for each in waiting) >= RELEASE_BYTES:
+            waiting.clear()
+
+    def accumulated(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        meter.tag(gradient, GRADIENTS)
+        if setup.release_gradients:
+            parameter.grad = None
+            keep(gradient)
+
+    if gpus > 1:
         # What accumulates is added to the gradients that are there, and freed.
-        take = gradients.keep if work.accumulation == 1 else lambda _: None
-        with FullyShard(model, meter, work.gpus, take).installed():
+        take = keep if setup.accumulation == 1 else lambda _: None
+        with FullyShard(model, meter, gpus, take).installed():
             yield
         return
-    handles = [parameter.register_post_accumulate_grad_hook(gradients) for parameter in model.parameters()]
+    handles = [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in model.parameters()]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Gradients:
-    """Gradients wait for `optimizer.step()`, or, released (`overcoat.release_gradients`), until they hold `batch_bytes`
-    or the backward ends."""
-
-    def __init__(self, meter: Meter, batch_bytes: Optional[int]) -> None:
-        self.meter, self.batch_bytes = meter, batch_bytes
-        self.waiting: list[Tensor] = []
-
-    def __call__(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        self.meter.tag(gradient, GRADIENTS)
-        if self.batch_bytes is not None:
-            parameter.grad = None
-            self.keep(gradient)
-
-    def keep(self, gradient: Tensor) -> None:
-        """Of a gradient that is no parameter's `grad`."""
-        if self.batch_bytes is not None and not self.waiting:
-            torch.autograd.Variable._execution_engine.queue_callback(self.waiting.clear)
-        self.waiting.append(gradient)
-        if self.batch_bytes is not None and sum(each.nbytes for each in self.waiting) >= self.batch_bytes:
-            self.waiting.clear()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional
 
-from overcoat.estimate.predict import Prediction, Predictor, Setup
+from overcoat.estimate.predict import Prediction, Predictor
+from overcoat.estimate.setup import Setup
 from overcoat.formats.moments import MOMENT_CODES, resolve_moments
 
 # No batch is looked for beyond this.
@@ -48,76 +49,77 @@ class Room:
 # ---- what can be changed, the cheapest first ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Change:
-    """A way to less memory: its name and price, whether a setup can have it, and the fields that it sets."""
+class Change(NamedTuple):
+    """A way to less memory: its name and price, fields of a setup or, if `of_recipe`, of its recipe, and whether it can
+    have them."""
 
     name: str
     price: str
-    possible: Callable[[Setup], bool]
-    setup: dict[str, Any] = field(default_factory=dict)
-    recipe: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any]
+    of_recipe: bool = False
+    possible: Callable[[Setup], bool] = lambda setup: True
 
     def apply(self, setup: Setup) -> Optional[Setup]:
         """The setup with it, or None where it changes nothing."""
         if not self.possible(setup):
             return None
-        return replace(setup, recipe=replace(setup.recipe, **self.recipe), **self.setup)
+        fields = {"recipe": replace(setup.recipe, **self.fields)} if self.of_recipe else self.fields
+        changed = replace(setup, **fields)
+        return changed if changed != setup else None
 
 
 def _has_wide_moments(setup: Setup) -> bool:
     return any(MOMENT_CODES[code].dtype.itemsize > 1 for code in resolve_moments(setup.moments))
 
 
-def _keeps_wide_attention(setup: Setup) -> bool:
-    recipe = setup.recipe
-    return recipe.fp8 and recipe.checkpoint is None and recipe.kept_attention != "8bit"
-
-
 CHANGES = (
     Change(
         "recipe.head = bf16",
         "nothing: the loss is computed in chunks, without all logits",
+        {"head": "bf16"},
+        True,
         lambda setup: setup.recipe.head is None,
-        recipe={"head": "bf16"},
     ),
-    Change("recipe.name = default", "products in FP8", lambda setup: not setup.recipe.fp8, recipe={"fp8": True}),
+    Change("recipe.name = default", "products in FP8", {"fp8": True}, True),
     Change(
         "recipe.kept_attention = 8bit",
         "the 8-bit rounding of what attention keeps",
-        _keeps_wide_attention,
-        recipe={"kept_attention": "8bit"},
+        {"kept_attention": "8bit"},
+        True,
+        lambda setup: setup.recipe.fp8 and setup.recipe.checkpoint is None,
     ),
-    Change("optimizer.moments = 8bit", "the 8-bit rounding of the moments", _has_wide_moments, {"moments": "8bit"}),
+    Change(
+        "optimizer.moments = 8bit",
+        "the 8-bit rounding of the moments",
+        {"moments": "8bit"},
+        possible=_has_wide_moments,
+    ),
     Change(
         "recipe.checkpoint = block",
         "each block's forward runs twice",
+        {"checkpoint": "block"},
+        True,
         lambda setup: setup.recipe.fp8 and not setup.recipe.checkpoint,
-        recipe={"checkpoint": "block"},
     ),
     Change(
         "release_gradients",
         "no accumulation, no clipping by the norm of all gradients",
-        lambda setup: not setup.release_gradients and setup.accumulation == 1,
         {"release_gradients": True},
+        possible=lambda setup: setup.accumulation == 1,
     ),
     Change(
         "optimizer.master = bf16",
         "weights rounded stochastically, nothing beside their BF16",
-        lambda setup: setup.dtype == "bfloat16" and setup.master != "bf16",
         {"master": "bf16"},
+        possible=lambda setup: setup.dtype == "bfloat16",
     ),
-    Change(
-        "optimizer.offload",
-        "the states cross PCIe both ways in every step",
-        lambda setup: not setup.offload,
-        {"offload": True},
-    ),
+    Change("optimizer.offload", "the states cross PCIe both ways in every step", {"offload": True}),
     Change(
         "recipe.offload_blocks = all",
         "what the blocks keep crosses PCIe both ways",
-        lambda setup: setup.recipe.fp8 and setup.recipe.offload_blocks != "all",
-        recipe={"offload_blocks": "all"},
+        {"offload_blocks": "all"},
+        True,
+        lambda setup: setup.recipe.fp8,
     ),
 )
 
@@ -146,14 +148,10 @@ def advise(room: Room, setup: Setup) -> Advice:
         changed = change.apply(rungs[-1].setup)
         if changed is not None:
             rungs.append(Rung(change, changed, room.predict(changed)))
-    wanted: list[Change] = []
-    for rung in rungs:
-        if rung.change is not None:
-            wanted.append(rung.change)
-        if rung.prediction.total_bytes <= room.limit:
-            break
-    else:
+    fitting = next((place for place, rung in enumerate(rungs) if rung.prediction.total_bytes <= room.limit), None)
+    if fitting is None:
         return Advice(rungs, None, setup)
+    wanted = [rung.change for rung in rungs[: fitting + 1] if rung.change is not None]
     for change in reversed(wanted[:-1]):
         fewer = [other for other in wanted if other is not change]
         if room.fits(_with(setup, fewer)):

@@ -59,7 +59,7 @@ def watch(
     causal: Any = found[1]
     layers = list(decoder_layers(causal).values())
 
-    def flows_back(x: Tensor, label: str) -> None:
+    def passes(x: Tensor, label: str) -> None:
         def hook(gradient: Tensor) -> None:
             mark(label)
             flowing(gradient)
@@ -68,21 +68,15 @@ def watch(
         if x.requires_grad:
             x.register_hook(hook)
 
-    def before(index: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            if index == 1 and args and args[0].requires_grad:
-                flows_back(args[0], EMBEDDING_BACKWARD)
-            mark(f"block {index} forward")
+    def before(index: int, args: tuple[Any, ...]) -> None:
+        if index == 1 and args and args[0].requires_grad:
+            passes(args[0], EMBEDDING_BACKWARD)
+        mark(f"block {index} forward")
 
-        return hook
-
-    def after(index: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            flows_back(output[0] if isinstance(output, tuple) else output, f"block {index} backward")
-            if index == len(layers):
-                mark(NORM)
-
-        return hook
+    def after(index: int, output: Any) -> None:
+        passes(output, f"block {index} backward")
+        if index == len(layers):
+            mark(NORM)
 
     def after_loss(_module: nn.Module, _args: Any, output: Any) -> None:
         if output[0].requires_grad:  # the loss, or the logits where there is none
@@ -94,7 +88,8 @@ def watch(
         causal.register_forward_hook(after_loss),
     ]
     for index, layer in enumerate(layers, 1):
-        handles += [layer.register_forward_pre_hook(before(index)), layer.register_forward_hook(after(index))]
+        handles.append(layer.register_forward_pre_hook(lambda _, args, index=index: before(index, args)))
+        handles.append(layer.register_forward_hook(lambda _, args, output, index=index: after(index, output)))
     try:
         yield
     finally:
@@ -156,9 +151,8 @@ def measure_step(
         sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in there}
         base = sum(map(aligned, sizes.values()))
         meter = Meter()
-        meter.leave_out(there)
-        buffers = [buffer.memory for buffer in transfers(device).pool.buffers]
-        meter.leave_out(memory for memory in buffers if memory is not None)
+        on_host = [buffer.memory for buffer in transfers(device).pool.buffers if buffer.memory is not None]
+        meter.leave_out([*there, *on_host])
         with _boundaries(model, optimizer, meter.mark), meter.watch_resizes(), meter:
             yield phases
         meter.mark("end")

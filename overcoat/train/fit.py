@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 import overcoat
-from overcoat.estimate.predict import CONTEXT, Predictor, Setup
+from overcoat.estimate.predict import CONTEXT, Predictor
+from overcoat.estimate.setup import Setup
 from overcoat.models.shapes import load_model_config
 from overcoat.train.build import inline_config, make_recipe
 from overcoat.train.config import Config

@@ -12,17 +12,15 @@ import torch
 import overcoat
 from overcoat import Recipe
 from overcoat.estimate import Predictor, Setup, predict
-from overcoat.estimate.dry_run import GRADIENTS, KEPT
+from overcoat.estimate.dry_run import GRADIENTS
 from overcoat.estimate.phases import measure_step
-from overcoat.estimate.predict import CONTEXT, HANDLE, LASTING, NCCL, StateBytes
+from overcoat.estimate.predict import CONTEXT, HANDLE, LASTING, NCCL
 from overcoat.memory import optimizer_bytes, record_kept
 from overcoat.models.shapes import MODELS
 from overcoat.optim.state import bytes_to_offload
-from overcoat.train.data import Batch
-from overcoat.train.loss import summed_loss
+from overcoat.train.loss import loss_for_estimates
 from tests.models.zoo import KINDS, make_batch, make_model
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 BATCH, LENGTH = 2, 64
 RECIPES = {
     "default": Recipe(),
@@ -46,54 +44,36 @@ def kept_by(model, recipe, kind="causal", length=LENGTH):
     return kept
 
 
-def step_of(model, setup):
-    """A training step as a user writes it."""
-    overcoat.convert(model, setup.recipe)
-    optimizer = overcoat.AdamW(model.parameters(), **setup.group)
-    if setup.release_gradients:
-        overcoat.release_gradients(model, optimizer)
-
-    def step():
-        for index in range(setup.accumulation):
-            batch = make_batch("causal", BATCH, LENGTH, seed=index)
-            ids = batch["input_ids"].clone()
-            model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, optimizer
-
-
 # ---- kept activations -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_kept_activations_are_those_of_a_real_forward(recipe):
-    """Grouped-query heads, by op and tensor."""
-    model = make_model("llama", layers=4)
-    predicted = Predictor(model.config).kept(BATCH, LENGTH, Setup(recipe))
-    measured = kept_by(model, recipe)
-    assert predicted.by_tensor() == measured.by_tensor()
-    assert predicted.host_bytes == measured.host_bytes
-    assert (predicted.host_bytes > 0) == (recipe.offload_blocks != 0)
-    assert predicted.total_bytes > 0
-
-
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe.leanest()], ids=["default", "leanest"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_kept_activations_of_every_kind_of_model(kind, recipe):
-    """Biases, q/k norms, sliding windows."""
-    model = make_model(kind, layers=1)
-    predicted = Predictor(model.config).kept(BATCH, LENGTH, Setup(recipe)).by_tensor()
-    measured = kept_by(model, recipe).by_tensor()
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        *(("llama", recipe) for recipe in RECIPES),
+        *((kind, recipe) for kind in KINDS if kind != "llama" for recipe in ("default", "leanest")),
+    ],
+)
+def test_kept_activations_are_those_of_a_real_forward(kind, recipe):
+    """By op and tensor; of every family: grouped-query heads, biases, q/k norms, sliding windows."""
+    model = make_model(kind, layers=4 if recipe == "offloaded" else 2)  # the last blocks are not
+    predicted = Predictor(model.config).kept(BATCH, LENGTH, Setup(RECIPES[recipe]))
+    measured = kept_by(model, RECIPES[recipe])
+    found, expected = predicted.by_tensor(), measured.by_tensor()
     if any(type(module) is torch.nn.LayerNorm for module in model.modules()):
         # PyTorch's own final LayerNorm keeps its statistics in FP32 on a GPU, and in BF16 on a CPU.
-        for kept in (predicted, measured):
+        for kept in (found, expected):
             assert sum(kept.pop(row) for row in list(kept) if row[0] == "model.norm") < 2 * BATCH * LENGTH * 256 * 2
-    assert predicted == measured
+    assert found == expected
+    assert predicted.host_bytes == measured.host_bytes
+    assert (predicted.host_bytes > 0) == (recipe == "offloaded")
 
 
 def test_kept_activations_with_tied_embeddings_and_a_document_mask():
+    def packed_loss(model, batch, sequence):
+        ids = torch.empty((batch, sequence), dtype=torch.int64, device="meta")
+        return model(input_ids=ids, labels=ids, position_ids=torch.empty_like(ids)).loss
+
     model = make_model("llama", layers=2, tie_word_embeddings=True)
     predicted = Predictor(model.config, packed_loss).kept(BATCH, 4 * LENGTH, Setup(document_mask=True))
     measured = kept_by(model, Recipe(), "packed", 4 * LENGTH)
@@ -101,11 +81,6 @@ def test_kept_activations_with_tied_embeddings_and_a_document_mask():
     # How many documents there are is known where there are tokens only.
     assert max(kept.pop(("block", "mask")) for kept in (found, expected)) < 100
     assert found == expected
-
-
-def packed_loss(model, batch, sequence):
-    ids = torch.empty((batch, sequence), dtype=torch.int64, device="meta")
-    return model(input_ids=ids, labels=ids, position_ids=torch.empty_like(ids)).loss
 
 
 def test_the_baseline_keeps_what_a_bf16_model_does():
@@ -119,25 +94,29 @@ def test_the_baseline_keeps_what_a_bf16_model_does():
 
 
 @pytest.mark.parametrize(
-    ("moments", "master"),
-    [("8bit", "bf16+8"), ("fp8", "bf16+16"), ("bf16", "bf16"), ("fp32", "bf16+8"), (("de8x", "log8"), "bf16+16")],
+    ("moments", "master", "dtype"),
+    [
+        ("8bit", "bf16+8", "bfloat16"),
+        ("fp8", "bf16+16", "bfloat16"),
+        ("bf16", "bf16", "bfloat16"),
+        (("de8x", "log8"), "bf16+16", "bfloat16"),
+        ("fp32", "bf16+8", "float32"),
+    ],
 )
-def test_states_are_those_of_a_real_optimizer(moments, master):
-    setup = Setup(moments=moments, master=master, group_size=64)
-    model = make_model("qwen2", layers=1, vocab_size=130)
-    predicted = StateBytes.of(list(model.parameters()), setup, gpus=1)
+def test_states_are_those_of_a_real_optimizer(moments, master, dtype):
+    setup = Setup(moments=moments, master=master, group_size=64, dtype=dtype)
+    model = make_model("qwen2", layers=1, vocab_size=130, tie_word_embeddings=True).to(setup.torch_dtype)
+    prediction = predict(model.config, 1, 32, setup)
     optimizer = overcoat.AdamW(model.parameters(), **setup.group)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     remainders = [state["remainder"].nbytes for state in optimizer.state.values() if "remainder" in state]
-    assert predicted.remainders == sum(remainders)
-    assert predicted.moments + predicted.remainders == optimizer_bytes(optimizer)
-
-
-def test_states_of_fp32_parameters_have_no_remainder():
-    model = make_model("llama", layers=1)
-    assert predict(model.config, 1, 32, Setup(dtype="float32", master="bf16+8")).components["remainders"] == 0
+    components = prediction.components
+    assert components["remainders"] == sum(remainders)
+    assert components["moments"] + components["remainders"] == optimizer_bytes(optimizer)
+    assert components["weights"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert prediction.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_offloaded_states_are_in_host_memory():
@@ -154,27 +133,37 @@ def test_offloaded_states_are_in_host_memory():
 
 # ---- the whole step -------------------------------------------------------------------------------------------------
 
-STEPS = {
-    "default": Setup(),
-    "leanest": Setup(Recipe.leanest()),
-    "logits": Setup(Recipe(head=None)),
-    "accumulation": Setup(accumulation=2),
-    "released": Setup(release_gradients=True),
-    "fp8 head, fp32 moments": Setup(Recipe(head="fp8"), moments="fp32", master="bf16+16"),
-    "two blocks offloaded": Setup(Recipe(offload_blocks=2)),
-    "all offloaded, released": Setup(Recipe(offload_blocks="all"), release_gradients=True),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "tied"), [*((name, False) for name in STEPS), *((name, True) for name in ("default", "released"))]
+# (name, whether the head is the embedding, setup)
+STEPS = (
+    ("default", False, Setup()),
+    ("tied", True, Setup()),
+    ("leanest", False, Setup(Recipe.leanest())),
+    ("logits", False, Setup(Recipe(head=None))),
+    ("accumulation", False, Setup(accumulation=2)),
+    ("released", False, Setup(release_gradients=True)),
+    ("tied, released", True, Setup(release_gradients=True)),
+    ("fp8 head, fp32 moments", False, Setup(Recipe(head="fp8"), moments="fp32", master="bf16+16")),
+    ("two blocks offloaded", False, Setup(Recipe(offload_blocks=2))),
+    ("all offloaded, released", False, Setup(Recipe(offload_blocks="all"), release_gradients=True)),
 )
-def test_every_phase_of_a_real_step(name, tied):
+
+
+@pytest.mark.parametrize(("tied", "setup"), [step[1:] for step in STEPS], ids=[step[0] for step in STEPS])
+def test_every_phase_of_a_real_step(tied, setup):
     """Peak and end of each phase of the second step, within what the scalars of a step take."""
-    setup = STEPS[name]
     model = make_model("llama", layers=4, vocab_size=2048, tie_word_embeddings=tied)
     prediction = predict(model.config, BATCH, LENGTH, setup)
-    step, optimizer = step_of(model, setup)
+    overcoat.convert(model, setup.recipe)
+    optimizer = overcoat.AdamW(model.parameters(), **setup.group)
+    if setup.release_gradients:
+        overcoat.release_gradients(model, optimizer)
+
+    def step():
+        for index in range(setup.accumulation):
+            model(**make_batch("causal", BATCH, LENGTH, seed=index)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     step()
     with measure_step(model, optimizer) as measured:
         step()
@@ -186,22 +175,11 @@ def test_every_phase_of_a_real_step(name, tied):
         assert mine.end == pytest.approx(real.end, abs=8192), mine.label
     # The optimizer's own scalars, and the gradients are freed at its end.
     assert predicted[-1].peak == pytest.approx(measured[-1].peak, abs=32768)
-
-
-def test_components_add_up_to_the_fullest_phase():
-    prediction = predict(MODELS["124m"].config(), 2, 256)
-    assert prediction.peak_bytes == sum(prediction.components.values())
-    assert prediction.peak_bytes == max(phase.peak for phase in prediction.phases)
-    assert prediction.moment == max(prediction.phases, key=lambda phase: phase.peak).label
+    fullest = max(prediction.phases, key=lambda phase: phase.peak)
+    assert prediction.peak_bytes == sum(prediction.components.values()) == fullest.peak
+    assert prediction.moment == fullest.label
     assert set(LASTING) < set(prediction.components)
-    assert prediction.total_bytes > prediction.peak_bytes + prediction.slack_bytes
-
-
-def test_parameters_are_the_models_own():
-    model = make_model("qwen2", layers=2, tie_word_embeddings=True)
-    prediction = predict(model.config, 1, 32)
-    assert prediction.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert prediction.components["weights"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert prediction.total_bytes == prediction.peak_bytes + prediction.slack_bytes + CONTEXT
 
 
 def test_released_gradients_are_those_of_a_block():
@@ -212,53 +190,26 @@ def test_released_gradients_are_those_of_a_block():
     assert kept.components[GRADIENTS] > 5 * block
 
 
-def test_accumulated_gradients_are_there_from_the_start():
-    config = MODELS["124m"].config()
-    prediction = predict(config, 1, 64, Setup(accumulation=3))
-    weights = prediction.components["weights"]
-    assert prediction.phases[0].end >= 2 * weights
-    assert prediction.components[GRADIENTS] == weights
-
-
 def test_gpus_share_what_fsdp_shards():
+    """By component; every phase of two is compared with real ones in test_fsdp.py."""
     model = make_model("llama", layers=4, vocab_size=1023)
     parameters = list(model.parameters())
-    one, three = (predict(model.config, BATCH, LENGTH, Setup(), gpus) for gpus in (1, 3))
+    three = predict(model.config, BATCH, LENGTH, Setup(), 3)
     assert three.components["weights"] == sum(-(-p.shape[0] // 3) * p[:1].nbytes for p in parameters)
-    assert one.components["gathered"] == 0
-    outside = [each.total_bytes - each.peak_bytes - each.slack_bytes for each in (one, three)]
-    assert outside == [CONTEXT, CONTEXT + NCCL]
+    assert three.total_bytes - three.peak_bytes - three.slack_bytes == CONTEXT + NCCL
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     rest = sum(p.nbytes for p in parameters) - 4 * layer
     assert three.components["gathered"] == pytest.approx(rest + 2 * layer, abs=512 * len(parameters))
     matrices = sum(p.numel() for p in parameters if p.dim() > 1)
     assert three.components["moments"] == pytest.approx(matrices * 2.05 / 3, rel=0.01)
-    after = three.phases[-1].peak - sum(three.components[name] for name in LASTING)  # nothing is gathered any more
-    assert after == pytest.approx(sum(p.nbytes for p in parameters) / 3, rel=0.02)  # sharded gradients
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_gradients_of_several_gpus(accumulation):
-    """Sharded ones, and those of two blocks at most that are whole."""
-    model = make_model("llama", layers=4)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
-    prediction = predict(model.config, BATCH, LENGTH, Setup(accumulation=accumulation), gpus=2)
-    assert prediction.components[GRADIENTS] <= weights / 2 + 2 * block + 2**15
-    after = prediction.phases[-1].peak - sum(prediction.components[name] for name in LASTING)
-    assert after == pytest.approx(weights / 2, rel=0.02)
+# ---- recorded runs of an H200: 124M, batch 32 x 1024 ----------------------------------------------------------------
 
 
-def test_fewer_bytes_where_they_are_expected():
-    """Each option saves at its own place."""
-    config = MODELS["124m"].changed(num_hidden_layers=4).config()
-    base = predict(config, 8, 1024)
-    lean = predict(config, 8, 1024, Setup(Recipe.leanest()))
-    bf16 = predict(config, 8, 1024, Setup(Recipe.bf16()))
-    assert lean.components[KEPT] < base.components[KEPT] / 4
-    assert bf16.components[KEPT] > 2 * base.components[KEPT]
-    assert predict(config, 8, 1024, Setup(master="bf16")).components["remainders"] == 0
-    assert predict(config, 16, 1024).components[KEPT] > 1.9 * base.components[KEPT]
+def recorded(run, figure):
+    rows = (Path(__file__).parents[2] / "benchmarks" / "results" / "training.jsonl").read_text().splitlines()
+    return next(row["runs"][run][figure] for row in map(json.loads, rows) if run in row.get("runs", {}))
 
 
 @pytest.mark.parametrize(
@@ -270,10 +221,9 @@ def test_fewer_bytes_where_they_are_expected():
     ],
 )
 def test_recorded_training_runs_within_one_percent(run, setup):
-    """The 124M runs of an H200, of a version that computed all logits: batch 32 x 1024."""
-    rows = [json.loads(line) for line in (RESULTS / "training.jsonl").read_text().splitlines()]
-    measured = next(row["runs"][run]["peak_bytes"] for row in rows if run in row.get("runs", {}))
-    assert predict(MODELS["124m"].config(), 32, 1024, setup).peak_bytes == pytest.approx(measured, rel=0.01)
+    """Of a version that computed all logits."""
+    peak = predict(MODELS["124m"].config(), 32, 1024, setup).peak_bytes
+    assert peak == pytest.approx(recorded(run, "peak_bytes"), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -284,16 +234,9 @@ def test_recorded_training_runs_within_one_percent(run, setup):
     ],
 )
 def test_recorded_kept_bytes_to_the_byte(run, recipe, random_state):
-    """What `record_kept` counted on the H200 in those runs; fused attention's random state was not counted."""
-    rows = [json.loads(line) for line in (RESULTS / "training.jsonl").read_text().splitlines()]
-    measured = next(row["runs"][run]["kept_bytes"] for row in rows if run in row.get("runs", {}))
-    predicted = Predictor(MODELS["124m"].config(), loss_of_the_trainer).kept(32, 1024, Setup(recipe))
-    assert predicted.total_bytes == measured + random_state
-
-
-def loss_of_the_trainer(model, batch, sequence):
-    ids = torch.empty((batch, sequence), dtype=torch.int64, device="meta")
-    return summed_loss(model, Batch(ids, torch.empty_like(ids), None, ids.numel())) / ids.numel()
+    """What `record_kept` counted in those runs; fused attention's random state was not counted."""
+    predicted = Predictor(MODELS["124m"].config(), loss_for_estimates(False)).kept(32, 1024, Setup(recipe))
+    assert predicted.total_bytes == recorded(run, "kept_bytes") + random_state
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------
@@ -317,9 +260,8 @@ def test_a_setup_that_cannot_be(change, message):
 
 @pytest.mark.parametrize("name", ["batch", "sequence", "gpus"])
 def test_numbers_below_one(name):
-    arguments = {"batch": 1, "sequence": 32, "gpus": 1, name: 0}
     with pytest.raises(ValueError, match=f"{name} 0 must be at least 1"):
-        predict(make_model("llama", layers=1).config, **arguments)
+        predict(make_model("llama", layers=1).config, **{"batch": 1, "sequence": 32, name: 0})
 
 
 @pytest.mark.parametrize(

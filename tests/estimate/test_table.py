@@ -9,12 +9,11 @@ from dataclasses import replace
 import pytest
 
 from overcoat import Recipe
-from overcoat.estimate import Predictor, Setup
-from overcoat.estimate.fit import CHANGES, Advice, Rung, advise
+from overcoat.estimate import Setup
+from overcoat.estimate.fit import CHANGES, Advice, Rung
 from overcoat.estimate.predict import LASTING, Phase, Prediction
 from overcoat.estimate.table import as_data, component_table, not_converted, recommendation, rung_table
 from overcoat.models.convert import LayerReport, Report
-from tests.estimate.test_fit import SHAPE, names, room
 
 GIB = 2**30
 # Of an even 16 GiB.
@@ -22,16 +21,14 @@ COMPONENTS = {**dict.fromkeys(LASTING, 0), "weights": 8 * GIB, "moments": 2**20 
 COMPONENTS["kept activations"] = 4 * GIB - COMPONENTS["moments"]
 
 
-@pytest.fixture(scope="module")
-def predictor():
-    return Predictor(SHAPE.config())
-
-
 def made(**changes):
     """A prediction with these numbers."""
     phases = [Phase("block 3 backward", 16 * GIB, 15 * GIB)]
     values = (Setup(), 8, 1024, 1, COMPONENTS, "block 3 backward", phases, 10**9, 0, 0, Report(Recipe()))
     return replace(Prediction(*values), **changes)
+
+
+NEEDED = f"{made().total_bytes / GIB:.2f}"
 
 
 class MadeRoom:
@@ -52,13 +49,6 @@ def made_advice(changes):
     return Advice(rungs, changes, Setup())
 
 
-def needed():
-    return f"{made().total_bytes / GIB:.2f}"
-
-
-# ---- text ---------------------------------------------------------------------------------------------------------
-
-
 def test_components_are_shares_of_the_peak_and_small_ones_are_left_out():
     lines = component_table(made()).splitlines()
     assert lines[0].split() == ["at", "the", "peak,", "block", "3", "backward", "GiB", "share"]
@@ -75,9 +65,6 @@ def test_components_are_shares_of_the_peak_and_small_ones_are_left_out():
     ]
     margins = sum(float(line.split()[-1]) for line in lines[5:7])
     assert float(lines[7].split()[-1]) == pytest.approx(16 + margins, abs=0.015)  # three rounded numbers
-
-
-def test_nccl_and_host_memory_where_there_are_some():
     several = component_table(made(gpus=2, host_bytes=3 * GIB)).splitlines()
     assert several[-3].startswith("CUDA context and NCCL, margin ")
     assert several[-1].rsplit(maxsplit=1) == ["page-locked host memory, each process", "3.00"]
@@ -87,65 +74,58 @@ def test_layers_that_keep_their_precision():
     """Each reason once; the baseline's layers are what was asked for."""
     reasons = ["has a hook", "Recipe.bf16()", "has a hook", "gate of its own"]
     layers = [LayerReport(f"layers.{i}", "Layer", False, reason) for i, reason in enumerate(reasons)]
-    report = Report(Recipe(), [*layers, LayerReport("layers.4", "Layer", True, "")])
-    line = not_converted(made(report=report))
+    layers.append(LayerReport("layers.4", "Layer", True, ""))
+    line = not_converted(made(report=Report(Recipe(), layers)))
     assert line == "4 of 5 decoder layers keep their precision: gate of its own; has a hook"
-    assert not_converted(made(report=Report(Recipe(), [layers[1]]))) == ""
-    assert not_converted(made(report=Report(Recipe(), [report.layers[4]]))) == ""
+    for layer in (layers[1], layers[4]):
+        assert not_converted(made(report=Report(Recipe(), [layer]))) == ""
 
 
 def test_rungs_have_names_sizes_and_prices():
     lines = rung_table(MadeRoom(rows=12), made_advice([])).splitlines()
     assert lines[0].split() == ["allocated", "needed", "GiB", "largest", "batch", "price"]
-    assert lines[1].split() == ["as", "asked", "16.00", needed(), "12"]
+    assert lines[1].split() == ["as", "asked", "16.00", NEEDED, "12"]
     assert lines[2].startswith(f"+ {CHANGES[0].name} ")
-    assert lines[2].endswith(f" 16.00 {needed():>10s} {12:13d}   {CHANGES[0].price}")
+    assert lines[2].endswith(f" 16.00 {NEEDED:>10s} {12:13d}   {CHANGES[0].price}")
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_recommendations():
-    first, second = CHANGES[:2]
-    assert recommendation(MadeRoom(), made_advice([])) == "Batch 8 fits into 20.00 GiB as asked."
-    assert recommendation(MadeRoom(gpus=4, rows=9), made_advice([first, second])) == (
-        f"Batch 8 fits into 20.00 GiB on each of 4 GPUs with {first.name}, {second.name}: {needed()} GiB needed, "
-        "largest batch 9."
-    )
-    start = f"Batch 8 does not fit into 20.00 GiB: with everything above it needs {needed()} GiB; "
-    assert recommendation(MadeRoom(), made_advice(None)) == start + "batch 3 fits with all of it."
-    assert recommendation(MadeRoom(rows=0), made_advice(None)) == (
-        start + "shorter sequences, more GPUs, or a smaller model."
-    )
+NO_ROOM = f"Batch 8 does not fit into 20.00 GiB: with everything above it needs {NEEDED} GiB; "
 
 
-# ---- data ---------------------------------------------------------------------------------------------------------
-
-
-def test_data_hold_the_same_as_the_tables(predictor):
-    here = room(predictor, 120)
-    advice = advise(here, Setup())
-    data = as_data(advice.rungs[0].prediction, here, advice)
-    assert sum(data["components"].values()) == data["peak_bytes"]
-    assert data["total_bytes"] == data["peak_bytes"] + data["slack_bytes"] + data["context_bytes"]
-    assert data["fits"] is (data["total_bytes"] <= here.limit)
-    assert data["recommendation"] == names(advice)
-    assert [rung["largest_batch"] for rung in data["rungs"]] == [here.largest_batch(r.setup) for r in advice.rungs]
-    assert "rungs" not in as_data(advice.rungs[0].prediction, None, None)
+@pytest.mark.parametrize(
+    ("room", "changes", "sentence"),
+    [
+        (MadeRoom(), [], "Batch 8 fits into 20.00 GiB as asked."),
+        (
+            MadeRoom(gpus=4, rows=9),
+            CHANGES[:2],
+            f"Batch 8 fits into 20.00 GiB on each of 4 GPUs with {CHANGES[0].name}, {CHANGES[1].name}: {NEEDED} GiB "
+            "needed, largest batch 9.",
+        ),
+        (MadeRoom(), None, NO_ROOM + "batch 3 fits with all of it."),
+        (MadeRoom(rows=0), None, NO_ROOM + "shorter sequences, more GPUs, or a smaller model."),
+    ],
+    ids=["fits", "changed", "smaller", "never"],
+)
+def test_recommendations(room, changes, sentence):
+    assert recommendation(room, made_advice(changes and list(changes))) == sentence
 
 
 @pytest.mark.parametrize(("changes", "fits"), [([], True), ([CHANGES[0]], False), (None, False)])
-def test_data_tell_what_fits_from_what_can_be_made_to_fit(changes, fits):
-    data = as_data(made(), MadeRoom(), made_advice(changes))
-    assert data["fits"] is fits
+def test_data_hold_the_same_as_the_tables_and_are_plain(changes, fits):
+    """What `--json` prints can be read again; the recipe is data too."""
+    report = Report(Recipe(), [LayerReport("layers.0", "Layer", False, "has a hook")])
+    data = as_data(made(report=report, host_bytes=7), MadeRoom(), made_advice(changes))
+    plain = json.loads(json.dumps(dataclasses.asdict(Setup())))
+    assert json.loads(json.dumps(data["setup"])) == plain
+    assert data["setup"]["recipe"]["kept_format"] == "sqrt8"
+    assert (data["left_alone"], data["host_bytes"]) == ({"layers.0": "has a hook"}, 7)
+    assert sum(data["components"].values()) == data["peak_bytes"]
+    assert data["total_bytes"] == data["peak_bytes"] + data["slack_bytes"] + data["context_bytes"]
+    assert (data["fits"], data["gpu_memory"]) == (fits, 20 * GIB)
     assert data["recommendation"] == (None if changes is None else [change.name for change in changes])
     assert data["recommended_setup"] == (None if changes is None else dataclasses.asdict(Setup()))
     assert [rung["change"] for rung in data["rungs"]] == [None, CHANGES[0].name, CHANGES[1].name]
-    assert data["gpu_memory"] == 20 * GIB
-
-
-def test_data_are_plain():
-    """What `--json` prints can be read again; the recipe is data too."""
-    report = Report(Recipe(), [LayerReport("layers.0", "Layer", False, "has a hook")])
-    data = as_data(made(report=report, host_bytes=7), MadeRoom(), made_advice(None))
-    assert json.loads(json.dumps(data)) == {**data, "setup": json.loads(json.dumps(dataclasses.asdict(Setup())))}
-    assert data["setup"]["recipe"]["kept_format"] == "sqrt8"
-    assert (data["left_alone"], data["host_bytes"]) == ({"layers.0": "has a hook"}, 7)
+    assert [rung["largest_batch"] for rung in data["rungs"]] == [3] * 3
+    assert "rungs" not in as_data(made(), None, None)

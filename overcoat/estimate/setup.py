@@ -1,0 +1,73 @@
+"""How a model is trained, as far as memory is concerned."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from overcoat.formats.masters import resolve_master
+from overcoat.formats.moments import resolve_moments
+from overcoat.recipe import GROUP_SIZES, Recipe
+
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Field names are those of `AdamW` and of the training configuration.
+
+    Attributes:
+        accumulation: forward passes in an optimizer step.
+        document_mask: rows hold several documents, so attention has a mask.
+
+    Raises:
+        ValueError: a value is not known, or two of them exclude each other.
+    """
+
+    recipe: Recipe = dataclasses.field(default_factory=Recipe)
+    moments: str | tuple[str, str] = "8bit"
+    master: str = "auto"
+    group_size: int = 128
+    release_gradients: bool = False
+    offload: bool = False
+    offload_buffer: int = 192 * 2**20
+    accumulation: int = 1
+    dtype: str = "bfloat16"
+    document_mask: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is not trained; choose one of {', '.join(DTYPES)}")
+        resolve_moments(self.moments)
+        resolve_master(self.master, self.torch_dtype)
+        if self.group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size {self.group_size!r} must be one of {', '.join(map(str, GROUP_SIZES))}")
+        if self.accumulation < 1:
+            raise ValueError(f"accumulation {self.accumulation!r} must be at least 1, forward passes in a step")
+        if self.release_gradients and self.accumulation > 1:
+            raise ValueError(
+                f"release_gradients cannot accumulate {self.accumulation} forward passes: the weights move in the "
+                "first one's backward. Use accumulation 1, or keep the gradients"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The options of a parameter group."""
+        return {"moments": resolve_moments(self.moments), "master": self.master, "group_size": self.group_size}
+
+    def without_optimizer(self) -> Setup:
+        """The same as far as forward and backward depend on it: from the second pass on, gradients are there."""
+        return Setup(
+            recipe=self.recipe,
+            release_gradients=self.release_gradients,
+            accumulation=min(self.accumulation, 2),
+            dtype=self.dtype,
+            document_mask=self.document_mask,
+        )
