@@ -17,39 +17,28 @@ from overcoat.bench.session import OUT_OF_MEMORY
 from overcoat.models.shapes import MODELS
 
 
-def figures(function: Any, *arguments: Any) -> dict[str, Any]:
+def figures(function: Any, *arguments: Any, timeout: float) -> dict[str, Any]:
     """What a measurement could have returned."""
     if function is sessions.describe:
         where = dict.fromkeys(("date", "commit", "gpu", "torch", "triton"), "some")
         return {**where, "peers": {}, "command": arguments[0], "copy_TB_per_s": 4.0}
-    if function is optimizer.measure:
-        return {column.key: 1.0 for column in optimizer.COLUMNS}
-    if function is layer.measure:
-        return {column.key: 2.0 for column in layer.COLUMNS}
     if function is layer.accuracy:
         return {"draws": arguments[2], **{column.key: 25.0 for column in layer.SQNR_COLUMNS}}
     if function is kernels.measure_family:
         assert arguments[2] == ["stack"]
-        return {
-            f"{arguments[0]} stack": {
-                "bytes": 8,
-                "ms": 1.0,
-                "TB_per_s": 3.0,
-                "share": 0.75,
-                "share_of_same_size": 0.875,
-            }
-        }
-    assert function is model.measure
+        return {f"{arguments[0]} stack": {column.key: 0.75 for column in kernels.COLUMNS}}
+    module = {optimizer.measure: optimizer, layer.measure: layer, model.measure: model}[function]
+    found: dict[str, Any] = {column.key: 2.0 for column in module.COLUMNS}
+    if function is not model.measure:
+        return found
     batch = arguments[2]
-    if batch > 8:
-        return {"error": OUT_OF_MEMORY}
-    return {**{column.key: 3.0 for column in model.COLUMNS}, "batch": batch, "tokens_per_second": 100.0 * batch}
+    return {"error": OUT_OF_MEMORY} if batch > 8 else {**found, "batch": batch, "tokens_per_second": 100.0 * batch}
 
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sessions, "call_alone", lambda function, *arguments, timeout: figures(function, *arguments))
+    monkeypatch.setattr(sessions, "call_alone", figures)
 
 
 def bench(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -61,98 +50,85 @@ def bench(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("made_up")
 def test_optimizer(tmp_path: Path) -> None:
-    plot = str(tmp_path / "bars.png")
-    rows = bench(tmp_path, "optimizer", "--sizes", "64x16M", "1x1G", "--only", "fused", "8bit, bf16,", "--plot", plot)
+    plot = tmp_path / "bars.png"
+    sizes = ("64x16M", "1x1G")
+    rows = bench(tmp_path, "optimizer", "--sizes", *sizes, "--only", "fused", "8bit, bf16,", "--plot", str(plot))
     names = ["overcoat 8bit, bf16, unchecked", "torch fused BF16", "torch fused FP32"]
-    assert [(row["size"], row["name"]) for row in rows] == [
-        (size, name) for size in ("64x16M", "1x1G") for name in names
-    ]
+    assert [(row["size"], row["name"]) for row in rows] == [(size, name) for size in sizes for name in names]
     assert rows[0]["command"].endswith("--plot bars.png --json rows.jsonl")
-    assert Path(plot).stat().st_size > 1000
+    assert plot.stat().st_size > 1000
 
 
 @pytest.mark.usefixtures("made_up")
 def test_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot = str(tmp_path / "bars.png")
-    rows = bench(tmp_path, "layer", "--shapes", "all", "--only", "eager", "engine", "--accuracy", "--plot", plot)
+    plot = tmp_path / "bars.png"
+    rows = bench(tmp_path, "layer", "--shapes", "all", "--only", "eager", "engine", "--accuracy", "--plot", str(plot))
     assert [row["shape"] for row in rows] == [*MODELS, "accuracy"]
     assert rows[-1]["dx"] == 25.0
-    out = capsys.readouterr().out
-    assert out.count("not installed: transformer_engine") == 3 * len(rows)
-    assert Path(plot).stat().st_size > 1000
-
-
-@pytest.mark.usefixtures("made_up")
-def test_layer_accuracy_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert capsys.readouterr().out.count("not installed: transformer_engine") == 3 * len(rows)
+    assert plot.stat().st_size > 1000
+    (tmp_path / "rows.jsonl").unlink()
     rows = bench(tmp_path, "layer", "--shapes", "--only", "eager", "--accuracy", "--draws", "64")
     assert [(row["shape"], row["draws"]) for row in rows] == [("accuracy", 64)]
     assert "64 draws" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["layer", "--shapes", "8b"], ["kernels", "--shape", "8b"]])
-def test_an_unknown_shape_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", *arguments]) == 2
-    assert "unknown shape '8b'; choose MODEL or MODEL-sTOKENS of 124m" in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("made_up")
 def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = bench(tmp_path, "kernels", "--shape", "13b", "--only", "stack")
-    assert [row["name"] for row in rows] == [f"{family} stack" for family in kernels.FAMILIES]
-    assert rows[0]["shape"] == "13b"
+    assert [(row["name"], row["shape"]) for row in rows] == [(f"{family} stack", "13b") for family in kernels.FAMILIES]
     assert "75%" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("made_up")
 def test_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot = str(tmp_path / "bars.png")
-    arguments = ("--models", "124m", "olmo-1b", "--layers", "2", "--batch", "4", "--best", "--plot", plot)
+    plot = tmp_path / "bars.png"
+    arguments = ("--models", "124m", "olmo-1b", "--layers", "2", "--batch", "4", "--best", "--plot", str(plot))
     rows = bench(tmp_path, "model", *arguments, "--only", "eager", "flash")
     assert [row["batch"] for row in rows] == 2 * [4, 8, 16, 12, 10, 9]
     assert {row["layers"] for row in rows} == {2}
     assert [row.get("error") for row in rows[:3]] == [None, None, OUT_OF_MEMORY]
     best = capsys.readouterr().out.split("each one's best batch")[1].splitlines()[2]
     assert best.split()[:6] == ["bf16", "eager,", "torch", "AdamW", "8", "800"]
-    assert Path(plot).stat().st_size > 1000
-
-
-@pytest.mark.parametrize("benchmark", BENCHMARKS)
-def test_without_a_gpu_it_is_one_line_and_status_2(
-    benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["bench", benchmark]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == (
-        f"overcoat: overcoat bench {benchmark} needs an NVIDIA GPU, and PyTorch {torch.__version__} sees none\n"
-    )
+    assert plot.stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("words", "message"),
     [
-        [],
-        ["layer", "7b"],
-        ["layer", "--repeats", "0"],
-        ["kernels", "--plot", "x.png"],
-        ["model", "--nope"],
+        *(([name], f"overcoat bench {name} needs an NVIDIA GPU, and PyTorch ") for name in BENCHMARKS),
+        (["layer", "--shapes", "8b"], "unknown shape '8b'; choose MODEL or MODEL-sTOKENS of 124m"),
+        (["kernels", "--shape", "8b"], "unknown shape '8b'"),
     ],
 )
-def test_what_it_does_not_know_is_status_2(arguments: list[str]) -> None:
+def test_without_a_gpu_or_a_shape_it_is_one_line(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"overcoat: {message}")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["layer", "7b"], ["layer", "--repeats", "0"], ["kernels", "--plot", "x.png"], ["model", "--nope"]]
+)
+def test_what_it_does_not_know_is_status_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", *arguments])
+        cli.main(["bench", *words])
     assert stop.value.code == 2
 
 
 @pytest.mark.usefixtures("made_up")
-@pytest.mark.parametrize(("missing", "arguments"), [("transformers", ["layer"]), ("matplotlib", ["optimizer"])])
+@pytest.mark.parametrize(("missing", "name"), [("transformers", "layer"), ("matplotlib", "optimizer")])
 def test_a_missing_package_is_said_before_anything_is_measured(
-    missing: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    missing: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sessions, "is_installed", lambda package: package != missing)
     monkeypatch.setattr(sessions, "call_alone", None)
-    assert cli.main(["bench", *arguments, "--plot", "x.png"]) == 2
+    assert cli.main(["bench", name, "--plot", "x.png"]) == 2
     assert f"needs the package '{missing}' for this: pip install 'overcoat[bench]'" in capsys.readouterr().err
 
 

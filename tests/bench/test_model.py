@@ -25,92 +25,58 @@ def test_flops_are_those_that_pytorch_counts(tied: bool) -> None:
     ids = torch.randint(320, (2, 64))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    counted = counter.get_total_flops()
     parameters = multiplied_parameters(model)
     ours = step_flops(parameters, ids.numel(), 64, model.config)
     products = step_flops(parameters, ids.numel(), 0, model.config)
-    assert products + 2 * (ours - products) == pytest.approx(counted, rel=0.01)
-
-
-class Runs:
-    """Tokens per second by batch: rises towards 1000 tokens/s; nothing above `limit` fits."""
-
-    def __init__(self, limit: int, half: float, broken: int | None = None) -> None:
-        self.limit, self.half, self.broken, self.tried = limit, half, broken, [0]
-
-    def __call__(self, batch: int) -> dict[str, Any]:
-        self.tried.append(batch)
-        if batch == self.broken:
-            return {"batch": batch, "error": "RuntimeError: no kernel"}
-        if batch > self.limit:
-            return {"batch": batch, "error": OUT_OF_MEMORY}
-        return {"batch": batch, "tokens_per_second": 1000.0 * batch / (batch + self.half)}
+    assert products + 2 * (ours - products) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("limit", "start", "best", "tried"),
+    ("speeds", "tried", "best"),
     [
-        (13, 4, 13, [8, 16, 12, 14, 13]),
-        (16, 4, 16, [8, 16, 32, 24, 20, 18]),
-        (1, 4, 1, [2, 1]),
-        (0, 4, None, [2, 1]),
-        (3, 3, 3, [6, 4]),
+        # Tokens per second by batch; what is not there does not fit. The first one was tried before the search.
+        ({batch: 1000 * batch / (batch + 8) for batch in range(1, 14)}, [4, 8, 16, 12, 14, 13], 13),
+        ({batch: 1000 * batch / (batch + 8) for batch in range(1, 17)}, [4, 8, 16, 32, 24, 20, 18], 16),
+        ({1: 100.0}, [4, 2, 1], 1),
+        ({}, [4, 2, 1], None),
+        ({3: 100.0}, [3, 6, 4], 3),
+        ({batch: 1000 * batch / (batch + 0.05) for batch in range(1, 999)}, [4, 8], 8),  # larger ones bring nothing
+        ({4: 100.0, 8: 120.0, 12: 110.0, 14: 109.0}, [4, 8, 16, 12, 14, 15], 8),  # the fastest, not the largest
+        ({4: 100.0, 8: 120.0, 16: "RuntimeError: no kernel"}, [4, 8, 16], 8),  # another error ends the search
+        ({4: "RuntimeError: no kernel"}, [4], None),
     ],
 )
-def test_the_largest_batch_that_fits_is_found(limit: int, start: int, best: int | None, tried: list[int]) -> None:
-    runs = Runs(limit, half=8.0)
-    first = runs(start)
-    found = search_best_batch(runs, first)
-    assert runs.tried[2:] == tried
-    assert found == (first if best is None else runs(best))
-
-
-def test_the_search_ends_when_larger_batches_bring_nothing() -> None:
-    runs = Runs(10**6, half=0.05)
-    assert search_best_batch(runs, runs(4))["batch"] == 8
-    assert runs.tried == [0, 4, 8]
-
-
-def test_the_fastest_wins_and_not_the_largest() -> None:
-    speeds = {4: 100.0, 8: 120.0, 12: 110.0, 14: 109.0}
+def test_the_best_batch_is_found(speeds: dict[int, Any], tried: list[int], best: int | None) -> None:
+    seen: list[int] = []
 
     def run(batch: int) -> dict[str, Any]:
-        if batch not in speeds:
-            return {"batch": batch, "error": OUT_OF_MEMORY}
-        return {"batch": batch, "tokens_per_second": speeds[batch]}
+        seen.append(batch)
+        found = speeds.get(batch, OUT_OF_MEMORY)
+        return {"batch": batch, "error" if isinstance(found, str) else "tokens_per_second": found}
 
-    assert search_best_batch(run, run(4))["batch"] == 8
-
-
-def test_another_error_ends_the_search() -> None:
-    runs = Runs(100, half=8.0, broken=16)
-    assert search_best_batch(runs, runs(4))["batch"] == 8
-    broken = {"batch": 4, "error": "RuntimeError: no kernel"}
-    assert search_best_batch(runs, broken) is broken
+    first = run(tried[0])
+    found = search_best_batch(run, first)
+    assert seen == tried
+    assert found is first if best is None else found["batch"] == best
 
 
-def test_steps_on_fresh_tokens_tell_their_loss() -> None:
-    step, loss, parameters = training("overcoat", SMALL, 2, 32, "cpu")
-    losses = []
-    for _ in range(2):
-        step()
-        losses.append(loss.item())
-    assert losses[0] != losses[1]
-    assert all(abs(value - math.log(320)) < 1 for value in losses)
-    assert parameters == multiplied_parameters(build_model(SMALL, torch.bfloat16, "cpu"))
-
-
-@pytest.mark.parametrize(("name", "count"), [("overcoat", 0), ("overcoat graphs", 2)])
-def test_every_pass_of_graphs_is_begun(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_on_fresh_tokens_tell_their_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every pass of graphs is begun."""
     begun: list[bool] = []
     trainer = TRAINERS["overcoat graphs"]
-    eager = trainer._replace(engine=trainer.engine._replace(compile=None))
-    monkeypatch.setitem(TRAINERS, "overcoat graphs", eager)
+    uncompiled = trainer._replace(engine=trainer.engine._replace(compile=None))
+    monkeypatch.setitem(TRAINERS, "overcoat graphs", uncompiled)
     monkeypatch.setattr("overcoat.bench.model.begin_pass", lambda: begun.append(True))
-    step, *_ = training(name, SMALL, 2, 32, "cpu")
-    step()
-    step()
-    assert len(begun) == count
+    for name, count in (("overcoat", 0), ("overcoat graphs", 2)):
+        step, loss, parameters = training(name, SMALL, 2, 32, "cpu")
+        losses = []
+        for _ in range(2):
+            step()
+            losses.append(loss.item())
+        assert len(begun) == count
+        assert losses[0] != losses[1]
+        assert all(abs(value - math.log(320)) < 1 for value in losses)
+        assert parameters == multiplied_parameters(build_model(SMALL, torch.bfloat16, "cpu"))
 
 
 @pytest.mark.gpu
