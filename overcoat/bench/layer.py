@@ -184,11 +184,6 @@ def decibels(signal: Tensor, noise: Tensor) -> float:
     return math.inf if noise == 0 else 10 * math.log10(signal / noise)  # NaN stays NaN
 
 
-def sqnr(truth: Tensor, got: Tensor) -> float:
-    """Signal to quantization noise ratio in dB."""
-    return decibels(*powers(truth, got))
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shapes",

@@ -21,7 +21,8 @@ Read in torch 2.13's `torch/distributed/fsdp/_fully_shard`, in which `tests/esti
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,26 +34,24 @@ from overcoat.models.family import decoder_layers
 from overcoat.models.head import find_causal_model
 
 
-def shard_rows(tensor: Tensor, gpus: int) -> int:
-    """Rows of the largest part that FSDP2 gives a process; smaller parts are filled up to it."""
-    return -(-tensor.shape[0] // gpus)
+def part_bytes(tensor: Tensor, gpus: int) -> int:
+    """Bytes of the largest part that FSDP2 gives a process; smaller parts are filled up to it."""
+    return -(-tensor.shape[0] // gpus) * tensor[:1].nbytes if gpus > 1 and tensor.dim() else tensor.nbytes
 
 
+@dataclass(eq=False)
 class Group:
     """Parameters that are gathered and reduced together.
 
-    Attributes:
-        sizes: bytes of each parameter, filled up to equal parts.
-        buffer: the all-gather's result, on its way or waiting to be freed; whole: its copy.
-        at_work: from the beginning of its backward to the end of the model's.
+    sizes: bytes of this process' part of each, filled up to that of others. buffer: the all-gather's result, on its way
+    or waiting to be freed; whole: its copy. at_work: from the beginning of its backward to the end of the model's.
     """
 
-    def __init__(self, parameters: list[Tensor], gpus: int) -> None:
-        self.parameters = parameters
-        self.sizes = [gpus * shard_rows(parameter, gpus) * parameter[:1].nbytes for parameter in parameters]
-        self.buffer: Tensor | None = None
-        self.whole: list[Tensor] = []
-        self.at_work = False
+    parameters: list[Tensor]
+    sizes: list[int]
+    buffer: Tensor | None = None
+    whole: list[Tensor] = field(default_factory=list)
+    at_work: bool = False
 
 
 class FullyShard:
@@ -69,13 +68,17 @@ class FullyShard:
         assert found is not None  # a dry run's model is one
         self.root_module: Any = found[1]
         self.layers = list(decoder_layers(self.root_module).values())
-        self.blocks = [Group(list(layer.parameters()), gpus) for layer in self.layers]
-        inside = {id(parameter) for block in self.blocks for parameter in block.parameters}
-        self.root = Group([each for each in self.root_module.parameters() if id(each) not in inside], gpus)
         self.meter, self.gpus, self.take = meter, gpus, take
+        self.blocks = [self._group(layer.parameters()) for layer in self.layers]
+        inside = {id(parameter) for block in self.blocks for parameter in block.parameters}
+        self.root = self._group(each for each in self.root_module.parameters() if id(each) not in inside)
         self.order: list[Group] = []  # of the forward
         self.copied: Tensor | None = None  # the buffer of the group gathered last in the forward
         self.reducing: Tensor | None = None  # the copy of the gradients reduced last
+
+    def _group(self, parameters: Iterable[Tensor]) -> Group:
+        parameters = list(parameters)
+        return Group(parameters, [part_bytes(parameter, self.gpus) for parameter in parameters])
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -147,7 +150,7 @@ class FullyShard:
     def _reduce(self, group: Group) -> None:
         """The end of a group's backward."""
         grads = [parameter.grad for parameter in group.parameters]
-        sizes = [size // self.gpus for size, grad in zip(group.sizes, grads, strict=True) if grad is not None]
+        sizes = [size for size, grad in zip(group.sizes, grads, strict=True) if grad is not None]
         for parameter in group.parameters:
             parameter.grad = None
         group.whole.clear()
@@ -169,13 +172,13 @@ class FullyShard:
 
     def _start(self, group: Group) -> None:
         if group.buffer is None and not group.whole:
-            group.buffer = self._empty(sum(group.sizes), GATHERED)
+            group.buffer = self._empty(self.gpus * sum(group.sizes), GATHERED)
 
     def _finish(self, group: Group) -> Tensor | None:
         """Copy what has arrived; the buffer, which is freed unless somebody keeps it."""
         buffer, group.buffer = group.buffer, None
         if buffer is not None:
-            group.whole = [self._empty(size, GATHERED) for size in group.sizes]
+            group.whole = [self._empty(self.gpus * size, GATHERED) for size in group.sizes]
         return buffer
 
     def _empty(self, size: int, name: str) -> Tensor:

@@ -162,8 +162,7 @@ class Meter(TorchDispatchMode):
         self.tags: dict[int, str] = {}
         self.multiplies = False
         self._events: list[tuple[int, int]] = []  # (number of the allocation, bytes that it adds)
-        self._sizes: list[int] = []
-        self._places: list[int] = []
+        self._allocations: list[tuple[int, str]] = []  # bytes, the phase it was made in
         self._numbers: dict[int, int] = {}  # of living allocations, by their storage
         self._references: dict[int, Any] = {}
         self._outside: list[Any] = []
@@ -171,7 +170,7 @@ class Meter(TorchDispatchMode):
     @property
     def count(self) -> int:
         """Number of allocations so far."""
-        return len(self._sizes)
+        return len(self._allocations)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Do not count these tensors, which were there before."""
@@ -196,7 +195,7 @@ class Meter(TorchDispatchMode):
 
     def place(self, number: int) -> str:
         """The phase in which an allocation was made."""
-        return self.marks[self._places[number]][0] if self.marks else ""
+        return self._allocations[number][1]
 
     def stop(self) -> None:
         """Look no more at what is freed."""
@@ -236,17 +235,15 @@ class Meter(TorchDispatchMode):
             self._references[number] = weakref.ref(storage, functools.partial(self._free, key, number))
 
     def _allocate(self, size: int) -> int:
-        number = len(self._sizes)
-        self._sizes.append(size)
-        self._places.append(len(self.marks) - 1)
-        self._events.append((number, size))
-        return number
+        self._allocations.append((size, self.marks[-1][0] if self.marks else ""))
+        self._events.append((self.count - 1, size))
+        return self.count - 1
 
     def _free(self, key: int, number: int, _reference: Any) -> None:
         self._references.pop(number, None)
         if self._numbers.get(key) == number:
             del self._numbers[key]
-            self._events.append((number, -self._sizes[number]))
+            self._events.append((number, -self._allocations[number][0]))
 
     @contextlib.contextmanager
     def watch_resizes(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from overcoat.estimate.dry_run import KEPT, DryRun, LossOf, dry_run, kept_tensors, meta_model, own_loss
-from overcoat.estimate.fsdp import shard_rows
+from overcoat.estimate.fsdp import part_bytes
 from overcoat.estimate.meter import GATHERED, GRADIENTS, aligned
 from overcoat.estimate.phases import Phase
 from overcoat.estimate.setup import Setup
@@ -146,17 +146,12 @@ def predict(config: Any, batch: int, sequence: int, setup: Optional[Setup] = Non
     return Predictor(config).predict(batch, sequence, setup, gpus)
 
 
-def _part(tensor: Tensor, gpus: int) -> int:
-    """Bytes of the largest part of a tensor on one of `gpus` processes."""
-    return shard_rows(tensor, gpus) * tensor[:1].nbytes if gpus > 1 and tensor.dim() else tensor.nbytes
-
-
 def _lasting(parameters: list[Tensor], setup: Setup, gpus: int, handles: int) -> tuple[dict[str, int], int]:
     """What is there during the whole step, and the bytes of offloaded states in host memory.
 
     Sizes are the tensors' own; what the allocator's multiples add to them is among the libraries'.
     """
-    weights, host = [_part(parameter, gpus) for parameter in parameters], 0
+    weights, host = [part_bytes(parameter, gpus) for parameter in parameters], 0
     moments: list[int] = []
     remainders: list[int] = []
     for parameter in parameters:
@@ -164,7 +159,7 @@ def _lasting(parameters: list[Tensor], setup: Setup, gpus: int, handles: int) ->
         for name, field in state_fields(parameter, setup.group).items():
             value = torch.empty(field.shape, dtype=field.dtype, device="meta")
             # Those of vectors are whole on every process.
-            size = _part(value, gpus) if parameter.dim() > 1 and field.shape else value.nbytes
+            size = part_bytes(value, gpus) if parameter.dim() > 1 and field.shape else value.nbytes
             if setup.offload and name != "step":
                 moved.append(size)
             else:

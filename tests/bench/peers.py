@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overcoat.bench.layer import decibels, powers
 from overcoat.bench.shapes import BlockShape
 from overcoat.models.shapes import Model, sizes
 from tests.models.zoo import KINDS
@@ -28,6 +29,11 @@ def model_of(kind: str) -> Model:
     family, extra = KINDS[kind]
     causal = getattr(importlib.import_module(family.module), family.causal)
     return Model(causal.config_class.__name__, {**SMALL.fields, **extra})
+
+
+def sqnr(truth: Tensor, got: Tensor) -> float:
+    """Signal to quantization noise ratio in dB."""
+    return decibels(*powers(truth, got))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,11 +13,10 @@ import overcoat
 from overcoat import Recipe
 from overcoat.bench import contestants
 from overcoat.bench.contestants import CUDNN_FIRST, ENGINES, OUR_RECIPES, TRAINERS, make_block, overcoat_engine
-from overcoat.bench.layer import sqnr
 from overcoat.bench.optimizer import LR
 from overcoat.bench.shapes import build_block, build_model
 from overcoat.models.decoder import Fp8DecoderLayer
-from tests.bench.peers import SHAPE, SMALL, model_of, module
+from tests.bench.peers import SHAPE, SMALL, model_of, module, sqnr
 from tests.models.zoo import KINDS
 
 HERE = [name for name, engine in ENGINES.items() if not engine.needs]

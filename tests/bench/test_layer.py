@@ -9,10 +9,10 @@ import torch
 
 from overcoat.bench import layer
 from overcoat.bench.contestants import ENGINES
-from overcoat.bench.layer import RESULTS, accuracy, measure, sqnr
+from overcoat.bench.layer import RESULTS, accuracy, measure
 from overcoat.bench.shapes import BlockShape
 from overcoat.models.shapes import Model, sizes
-from tests.bench.peers import SHAPE, model_of
+from tests.bench.peers import SHAPE, model_of, sqnr
 from tests.models.zoo import KINDS
 
 EAGER = [name for name, engine in ENGINES.items() if not engine.needs and not engine.compile]

@@ -92,30 +92,23 @@ def test_the_host_alone_while_the_device_is_busy(device: Device, monkeypatch: py
     assert device.done == ["synchronize", "lead", "step"] * 3 + ["synchronize"]
 
 
-@pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each copy that was timed: 2 ms, whatever its size."""
-    found: list[int] = []
+@pytest.mark.parametrize(("moved", "size"), [(4096, 2048), (4097, 2560), (1024, 512), (1, 512), (0, 512)])
+def test_a_copy_of_a_size_moves_it_in_all_and_no_odd_number(
+    moved: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read and what is written, also of the bandwidth's."""
+    copied: list[int] = []
 
     def timed(copy: Any, repeats: int) -> dict[str, float]:
-        found.append(copy().nbytes)
+        copied.append(copy().nbytes)
         return {"ms": 2.0}
 
     original = torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: original(size, dtype=dtype, device="meta"))
     monkeypatch.setattr(timing, "time_ms", timed)
-    return found
-
-
-def test_bandwidth_counts_what_is_read_and_what_is_written(copied: list[int]) -> None:
-    assert copy_bandwidth() == 2 * 2**31 / 2e-3
-    assert copied == [2**31]
-
-
-@pytest.mark.parametrize(("moved", "size"), [(4096, 2048), (4097, 2560), (1024, 512), (1, 512), (0, 512)])
-def test_a_copy_of_a_size_moves_it_in_all_and_no_odd_number(moved: int, size: int, copied: list[int]) -> None:
     assert copy_ms(moved) == 2.0
-    assert copied == [size]
+    assert copy_bandwidth() == 2 * 2**31 / 2e-3
+    assert copied == [size, 2**31]
 
 
 @pytest.mark.gpu

@@ -15,10 +15,10 @@ import torch
 
 from overcoat.bench import transformer_engine as module
 from overcoat.bench.contestants import make_block
-from overcoat.bench.layer import accuracy, results, sqnr
+from overcoat.bench.layer import accuracy, results
 from overcoat.bench.shapes import BlockShape, build_block
 from overcoat.bench.transformer_engine import use_transformer_engine
-from tests.bench.peers import SHAPE, model_of
+from tests.bench.peers import SHAPE, model_of, sqnr
 
 
 @pytest.mark.parametrize(
