@@ -19,7 +19,7 @@ import argparse
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,16 +66,10 @@ def multiplied_parameters(model: Any) -> int:
     return total if table is head else total - table.numel()
 
 
-class Training(NamedTuple):
-    """A contestant at work: a step on fresh random tokens; the last step's loss, 0-d; N of the formula above."""
-
-    step: Callable[[], None]
-    loss: Tensor
-    parameters: int
-
-
-def training(name: str, model: Model, batch: int, sequence: int, device: str = "cuda") -> Training:
-    """Make one contestant's model and optimizer."""
+def training(
+    name: str, model: Model, batch: int, sequence: int, device: str = "cuda"
+) -> tuple[Callable[[], None], Tensor, int]:
+    """One contestant at work: a step on fresh random tokens; the last step's loss, 0-d; N of the formula above."""
     trainer = TRAINERS[name]
     made = build_model(model, torch.bfloat16, device)
     parameters, vocabulary = multiplied_parameters(made), made.config.get_text_config().vocab_size
@@ -92,7 +86,7 @@ def training(name: str, model: Model, batch: int, sequence: int, device: str = "
         optimizer.zero_grad(set_to_none=True)
         loss.copy_(value.detach())
 
-    return Training(step, loss, parameters)
+    return step, loss, parameters
 
 
 def measure(name: str, model: Model, batch: int, sequence: int, steps: int) -> Row:
