@@ -84,11 +84,8 @@ class Inputs:
         config = shape.model.config().get_text_config()
         self.device, self.tokens, self.sequence = device, shape.tokens, shape.sequence
         self.hidden, self.width, self.vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            head_dim(config),
-        )
+        self.heads, self.head_dim = config.num_attention_heads, head_dim(config)
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
         self.qkv = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
 
     def normal(self, *shape: int) -> Tensor:
