@@ -15,11 +15,12 @@ from overcoat.kernels import (
     activation_backward,
     activation_blockwise,
     activation_bound,
-    adamw,
+    adamw_step,
     block_weights,
     blockwise,
     groups,
     loss,
+    multi_tensor,
     norm,
     norm_after,
     norm_backward,
@@ -34,7 +35,7 @@ from overcoat.kernels import (
     stack_predicted,
 )
 from overcoat.kernels.op import Op
-from overcoat.optim.state import STATE_LISTS, init_state
+from overcoat.optim.state import init_state
 
 CODE, G = "sqrt8", 128
 EPS = 1e-5
@@ -228,14 +229,15 @@ def optimizer_cases(of: Inputs) -> Cases:
     sizes += [(of.hidden, of.qkv[0]), (of.hidden, of.width)]
     params, grads = ([of.normal(*size) for size in sizes] for _ in range(2))
     moments, master = ("sqrt8", "log8"), "bf16+8"
-    states = [init_state(param, {"moments": moments, "group_size": G, "master": master}) for param in params]
-    lists = [[state[key] for state in states if key in state] for key in STATE_LISTS.values()]
+    group = {"moments": moments, "group_size": G, "master": master}
+    states = [init_state(param, group) for param in params]
+    tensors = [state[name] for name in states[0] for state in states]
     scalars = (of.scalar(1e-4), of.scalar(1.0), of.scalar(False))
     options = (0.9, 0.95, 1e-8, 0.1, *moments, master, G)
     numbers = list(range(len(params)))
-    step = (params, grads, *lists, *scalars, *options, numbers, [0] * len(params))
-    yield KernelCase(adamw.adamw_step_, step)
-    yield KernelCase(adamw.gradients_sum_squares, (grads,))
+    step = (params, grads, tensors, *scalars, *options, numbers, [0] * len(params))
+    yield KernelCase(adamw_step.adamw_step_, step)
+    yield KernelCase(multi_tensor.gradients_sum_squares, (grads,))
 
 
 FAMILIES: dict[str, Callable[[Inputs], Cases]] = {

@@ -1,7 +1,6 @@
-"""One AdamW step over many parameters, states decoded and re-encoded on the way: `overcoat::adamw_step_`.
+"""AdamW's step of one parameter in plain PyTorch, its states decoded and encoded on the way: the specification.
 
-For each parameter, in FP32 (COAT, section 4; Loshchilov and Hutter for the decoupled decay, as
-torch.optim.AdamW):
+For each parameter, in FP32 (COAT, section 4; Loshchilov and Hutter for the decoupled decay, as torch.optim.AdamW):
 
     m = beta1 m' + (1 - beta1) g                 m', v' decoded from the state
     v = beta2 v' + (1 - beta2) g^2
@@ -12,13 +11,9 @@ the gradient into sqrt(1 - beta2), which is squared with it. The weight moves by
 stored for the next step is quantized. A parameter is seen as [dim0, the rest flattened] (0-d and 1-d: one row), a
 group as `group_size` neighbours in a row: sharding along dim 0 never cuts a group of a matrix.
 
-`skip` and `grad_factor` live on the device: a step with a non-finite gradient changes nothing, not even the
-step count, without the host ever waiting for the answer. `grad_factor` unscales and clips; it multiplies
-every gradient.
-
-The functions below are the specification. The Triton kernel (`gpu/adamw.py`) equals them bit for bit on a
-GPU for all that is not NaN: every operation is exactly rounded, and products and sums are contracted to an FMA
-where `fma` says so, nowhere else.
+The op over many parameters and its kernel are in `adamw_step.py`. The kernel equals this bit for bit on a GPU for all
+that is not NaN: every operation is exactly rounded, and products and sums are contracted to an FMA where `fma` says so,
+nowhere else.
 
 Legend: R rows, C columns, G group size, n = ceil(C / G) groups of a row.
 """
@@ -26,25 +21,24 @@ Legend: R rows, C columns, G group size, n = ceil(C / G) groups of a row.
 from __future__ import annotations
 
 import math
-from typing import List, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from overcoat.formats import from_groups, to_groups
-from overcoat.formats.masters import RANDOM_BITS, decode_master, encode_master, group_bits, random_bits
-from overcoat.formats.moments import (
-    MOMENT_CODES,
-    Encoded,
-    MomentCode,
-    decay,
-    encode_first,
-    encode_second,
+from overcoat.formats.masters import (
+    RANDOM_BITS,
+    REMAINDER_DTYPE,
+    decode_master,
+    encode_master,
+    group_bits,
+    random_bits,
 )
+from overcoat.formats.moments import MOMENT_CODES, Encoded, MomentCode, decay, encode_first, encode_second
 from overcoat.kernels.hardware import fma, reciprocal, sqrt
-from overcoat.kernels.op import op
 
-# Elements that the reference handles at once: its temporaries stay in a CPU's cache and never grow with the model.
+# Elements that are stepped at once: temporaries stay in a CPU's cache and never grow with the model.
 CHUNK = 1 << 17
 
 
@@ -78,6 +72,21 @@ class Hyper(NamedTuple):
     @property
     def codes(self) -> tuple[MomentCode, MomentCode]:
         return MOMENT_CODES[self.m_code], MOMENT_CODES[self.v_code]
+
+    @property
+    def state_names(self) -> list[str]:
+        """Names of a parameter's state tensors, in their order (`overcoat.optim.state` has their shapes)."""
+        m, v = self.codes
+        present = {
+            "step": True,
+            "exp_avg": True,
+            "exp_avg_amax": m.grouped,
+            "exp_avg_exponent": m.expanded,
+            "exp_avg_sq": True,
+            "exp_avg_sq_scale": v.grouped,
+            "remainder": REMAINDER_DTYPE[self.master] is not None,
+        }
+        return [name for name, is_present in present.items() if is_present]
 
 
 def adamw_update(
@@ -118,125 +127,40 @@ def step_coefficients(steps: Tensor, lr: Tensor, beta1: float, beta2: float, eps
     return torch.stack([step_size, bias * eps, keep], dim=1).float()
 
 
-@op(
-    mutates=(
-        "params",
-        "exp_avgs",
-        "exp_avg_amaxes",
-        "exp_avg_exponents",
-        "exp_avg_sqs",
-        "exp_avg_sq_scales",
-        "remainders",
-        "steps",
-    )
-)
-def adamw_step_(
-    params: List[torch.Tensor],
-    grads: List[torch.Tensor],
-    exp_avgs: List[torch.Tensor],
-    exp_avg_amaxes: List[torch.Tensor],
-    exp_avg_exponents: List[torch.Tensor],
-    exp_avg_sqs: List[torch.Tensor],
-    exp_avg_sq_scales: List[torch.Tensor],
-    remainders: List[torch.Tensor],
-    steps: List[torch.Tensor],
-    lr: torch.Tensor,
-    grad_factor: torch.Tensor,
-    skip: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    m_code: str,
-    v_code: str,
-    master: str,
-    group_size: int,
-    keys: List[int],
-    first_groups: List[int],
-) -> None:
-    """Step every parameter in place; all share dtype, codes, master and hyperparameters.
-
-    Args:
-        params: T tensors, BF16 or FP32, any shape. grads: their gradients, any floating dtype.
-        exp_avgs, exp_avg_sqs: codes in the parameters' shapes, contiguous.
-        exp_avg_amaxes: BF16 (R, n); exp_avg_exponents: uint8 (R, n), empty unless m's code is expanded;
-            exp_avg_sq_scales: packed int32 (R, n). The lists are empty for "bf16" and "fp32".
-        remainders: int8 or int16 in the parameters' shapes; empty list unless master is "bf16+8" or "bf16+16".
-        steps: 0-d FP32 each: steps taken so far; incremented.
-        lr, grad_factor: 0-d FP32. skip: 0-d bool.
-        m_code, v_code: names of the moments' codes. master: resolved, not "auto".
-        keys: `masters.parameter_key` of each parameter.
-        first_groups: number of each tensor's first group in its unsharded parameter.
-    """
-    if bool(skip):
-        return
-    torch._foreach_add_(steps, 1.0)
-    coefficients = step_coefficients(torch.stack(steps), lr, beta1, beta2, eps, weight_decay)
-    hyper = Hyper(beta1, beta2, eps, weight_decay, m_code, v_code, master, group_size)
-    lists = {
-        "exp_avg": exp_avgs,
-        "amax": exp_avg_amaxes,
-        "exponent": exp_avg_exponents,
-        "exp_avg_sq": exp_avg_sqs,
-        "scale": exp_avg_sq_scales,
-        "remainder": remainders,
-    }
-    for i, param in enumerate(params):
-        state = {name: tensors[i] for name, tensors in lists.items() if tensors}
-        draw = Draw(keys[i], steps[i], first_groups[i], RANDOM_BITS[master])
-        _step_parameter(param, grads[i], state, hyper, coefficients[i], grad_factor, draw)
-
-
-@adamw_step_.fake
-def _(*args):
-    return None
-
-
 def find_weight_amax_(amax: Tensor, param: Tensor, skip: Tensor) -> None:
     """max |param| after a step, into `amax` (0-d FP32): NaN if any element is; skip (0-d bool): the step was skipped.
 
-    Plain PyTorch; the kernel finds the same on its way (weight_amax.py has what it is for).
+    The kernel finds the same on its way (weight_amax.py has what it is for).
     """
     if param.numel():
         top = torch.linalg.vector_norm(param.detach(), math.inf)  # without |param| in memory
         amax.copy_(torch.where(skip, amax, top.float()))
 
 
-class Draw(NamedTuple):
-    """Where a parameter's random numbers come from: see `masters.random_bits`."""
-
-    key: int
-    step: Tensor
-    first_group: int
-    bits: int
-
-    def of_rows(self, chunk: slice, groups: int, group_size: int) -> tuple[Tensor, Tensor | None]:
-        """Random numbers of some rows: of groups (r, n), and of elements (r, n, G) or None if none are needed."""
-        numbers = torch.arange(chunk.start * groups, chunk.stop * groups, device=self.step.device) + self.first_group
-        group = group_bits(self.key, self.step, numbers.to(torch.int32).view(-1, groups))
-        return group, random_bits(group, group_size, self.bits) if self.bits else None
-
-
-def _step_parameter(
+def step_parameter(
     param: Tensor,
     grad: Tensor,
     state: dict[str, Tensor],
     hyper: Hyper,
     coefficients: Tensor,
     grad_factor: Tensor,
-    draw: Draw,
+    key: int,
+    first_group: int,
 ) -> None:
-    """Step one parameter in place, some rows at a time."""
+    """Step one parameter and its state in place, some rows at a time; arguments as `adamw_step_` has them."""
     layout = rows_of(param.shape, hyper.group_size)
     if not param.numel():
         return
     flat, grad = param.reshape(layout.rows, layout.columns), grad.reshape(layout.rows, layout.columns)
-    state = {name: tensor.view(layout.rows, -1) for name, tensor in state.items()}
+    step, bits = state["step"], RANDOM_BITS[hyper.master]
+    by_row = {name: tensor.view(layout.rows, -1) for name, tensor in state.items() if name != "step"}
     per_chunk = max(1, CHUNK // layout.columns)
     for start in range(0, layout.rows, per_chunk):
         chunk = slice(start, min(start + per_chunk, layout.rows))
-        random = draw.of_rows(chunk, layout.groups, hyper.group_size)
-        rows = {name: tensor[chunk] for name, tensor in state.items()}
+        numbers = torch.arange(chunk.start * layout.groups, chunk.stop * layout.groups, device=param.device)
+        of_group = group_bits(key, step, (numbers + first_group).to(torch.int32).view(-1, layout.groups))
+        random = of_group, random_bits(of_group, hyper.group_size, bits) if bits else None
+        rows = {name: tensor[chunk] for name, tensor in by_row.items()}
         _step_rows(flat[chunk], grad[chunk], rows, hyper, coefficients, grad_factor, random)
     if flat.data_ptr() != param.data_ptr():  # a non-contiguous parameter was copied by reshape
         param.copy_(flat.view(param.shape))
@@ -251,10 +175,10 @@ def _step_rows(
     grad_factor: Tensor,
     random: tuple[Tensor, Tensor | None],
 ) -> None:
-    """Step some rows of one parameter in place: all tensors are (r, C) or (r, n) views; random: `Draw.of_rows`."""
+    """Step some rows in place: tensors are (r, C) or (r, n) views; random: of groups (r, n), of elements (r, n, G)."""
     (m_code, v_code), group_size = hyper.codes, hyper.group_size
-    first = Encoded(_groups(state["exp_avg"], group_size), state.get("amax"), state.get("exponent"))
-    second = Encoded(_groups(state["exp_avg_sq"], group_size), state.get("scale"))
+    first = Encoded(_groups(state["exp_avg"], group_size), state.get("exp_avg_amax"), state.get("exp_avg_exponent"))
+    second = Encoded(_groups(state["exp_avg_sq"], group_size), state.get("exp_avg_sq_scale"))
     remainder = _groups(state["remainder"], group_size) if "remainder" in state else None
     w = decode_master(_groups(param, group_size), remainder)
     w, m, v = adamw_update(w, to_groups(grad.float(), group_size), grad_factor, first, second, hyper, coefficients)
@@ -262,15 +186,14 @@ def _step_rows(
     of_group, of_element = random
     new_param, new_remainder = encode_master(w, hyper.master, of_element)
     first, second = encode_first(m, m_code, of_group), encode_second(v, v_code, of_group)
-    shape = param.shape
-    param.copy_(from_groups(new_param, shape))
-    state["exp_avg"].copy_(from_groups(first.codes, shape))
-    state["exp_avg_sq"].copy_(from_groups(second.codes, shape))
-    for name, value in (("amax", first.amax), ("exponent", first.shape), ("scale", second.amax)):
+    param.copy_(from_groups(new_param, param.shape))
+    for name, codes in (("exp_avg", first.codes), ("exp_avg_sq", second.codes), ("remainder", new_remainder)):
+        if codes is not None:
+            state[name].copy_(from_groups(codes, param.shape))
+    per_group = {"exp_avg_amax": first.amax, "exp_avg_exponent": first.shape, "exp_avg_sq_scale": second.amax}
+    for name, value in per_group.items():
         if value is not None:
             state[name].copy_(value)
-    if new_remainder is not None:
-        state["remainder"].copy_(from_groups(new_remainder, shape))
 
 
 def _groups(x: Tensor, group_size: int) -> Tensor:
@@ -278,21 +201,3 @@ def _groups(x: Tensor, group_size: int) -> Tensor:
     if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return to_groups(x.view(torch.uint8), group_size).view(x.dtype)
     return to_groups(x, group_size)
-
-
-@op
-def gradients_sum_squares(grads: List[torch.Tensor]) -> torch.Tensor:
-    """Sum of the squares of all elements of all tensors, 0-d FP64; inf or NaN if any element is not finite.
-
-    Squares are FP32, as in the second moment, so it is inf too if an element's overflows: from 2^64 = 1.8e19 on. The
-    kernel sums 128 of them in FP32 before FP64, so there from 2^60 = 1.1e18 on, depending on the others.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
-    for grad in grads:
-        total += grad.float().square().sum(dtype=torch.float64)
-    return total
-
-
-@gradients_sum_squares.fake
-def _(grads):
-    return grads[0].new_empty((), dtype=torch.float64)

@@ -29,8 +29,10 @@ from torch import Tensor
 
 from overcoat.host import ALIGNMENT, host_buffer, packed
 from overcoat.kernels.adamw import Hyper, rows_of
+from overcoat.kernels.adamw_counters import StepScalars
+from overcoat.kernels.adamw_step import Plan, StepTensors
 from overcoat.optim.sharding import local, rewrap
-from overcoat.optim.step import StepGroup, StepTensors, adamw_counters
+from overcoat.optim.step import StepGroup
 
 # Staging buffers: one is filled, one is stepped, one is emptied.
 SLOTS = 3
@@ -247,7 +249,7 @@ class Chunk:
             keys=[whole.keys[piece.owner] for piece in pieces],
             first_groups=[whole.first_groups[piece.owner] + piece.first_group for piece in pieces],
         )
-        self.plan: Any = self.tensors.plan() if whole.kernel_runs() else None
+        self.plan: Any = Plan(self.tensors) if whole.kernel_runs() else None
         self.owners = torch.tensor([piece.owner for piece in pieces]).to(staging.device)
         self.first_elements = torch.tensor([piece.first_element for piece in pieces]).to(staging.device)
 
@@ -288,25 +290,23 @@ class OffloadedStepGroup(StepGroup):
     offloaded = True
 
     def __init__(self, staging: Staging, *args: Any) -> None:
-        super().__init__(*args)
         self.staging = staging
+        super().__init__(*args)
         self.chunks = [Chunk(self.tensors, pieces, staging) for pieces in cut(self.tensors, staging.size)]
-        self.counters: Any = adamw_counters.Table.of_counters(self.tensors.states["step"]) if self.on_kernel else None
 
-    def _count_and_step(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
-        if not self.fused():
-            self._step_by_op(grads, lr, factor, skip, hyper)
-            return
-        scalars = self.counters.take_step(lr, skip, hyper)
+    def _make_plan(self) -> None:
+        """Each chunk has one."""
+
+    def _launch(self, scalars: StepScalars, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
         for chunk in self.chunks:
             with self.staging.holding(chunk):
                 addresses = self.gradients.addresses.index_select(0, chunk.owners)
                 addresses += chunk.first_elements * self.gradients.dtype.itemsize
                 skipped = skip.index_select(0, chunk.owners) if skip.dim() else skip
-                of_pieces = adamw_counters.StepScalars(*(values.index_select(0, chunk.owners) for values in scalars))
+                of_pieces = StepScalars(*(values.index_select(0, chunk.owners) for values in scalars))
                 chunk.plan.launch(addresses, self.gradients.dtype, of_pieces, factor, skipped, hyper)
 
-    def _step_by_op(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+    def _call_op(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
         counters = self.tensors.states["step"]
         for chunk in self.chunks:
             # The op counts steps: each piece has a counter of its own for that.

@@ -43,9 +43,10 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
+from overcoat.kernels.adamw_counters import NextStep
 from overcoat.optim.adamw import AdamW
 from overcoat.optim.sharding import shard_bytes
-from overcoat.optim.step import StepGroup, adamw_counters, hyper_of, kind_of, scalar_on
+from overcoat.optim.step import StepGroup, hyper_of, kind_of, scalar_on
 
 
 def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = 32 * 2**20) -> GradientRelease:
@@ -110,7 +111,7 @@ class GradientRelease:
         self.batches: dict[torch.device, Batch] = {}  # backward runs in a thread of its own on every device
         self.streams: dict[torch.device, Optional[torch.cuda.Stream]] = {}  # that stepped last
         self.step_groups: dict[Any, StepGroup] = {}  # by kind and parameters, of the last step and of this one
-        self.next_steps: dict[Any, adamw_counters.NextStep] = {}  # by number of the parameter group and device
+        self.next_steps: dict[Any, NextStep] = {}  # by number of the parameter group and device
         # Since the last `optimizer.step()`:
         self.taken: set[int] = set()  # indices of the parameters whose gradients have been taken
         self.used: dict[Any, StepGroup] = {}  # step groups, in their order
@@ -159,13 +160,13 @@ class GradientRelease:
         self._report()
         by_group: dict[Any, list[StepGroup]] = {}
         for key, step_group in self.used.items():
-            if step_group.plan is not None:
+            if step_group.on_kernel:
                 by_group.setdefault((key[0], step_group.device), []).append(step_group)
         for group_key, step_groups in by_group.items():
             next_step = self.next_steps.get(group_key)
             if next_step is None or list(next_step.parts) != step_groups:
                 counters = {step_group: step_group.tensors.states["step"] for step_group in step_groups}
-                self.next_steps[group_key] = adamw_counters.NextStep(counters)
+                self.next_steps[group_key] = NextStep(counters)
         for next_step in self.next_steps.values():
             next_step.is_current = None
         self.step_groups, self.used, self.sums = self.used, {}, []

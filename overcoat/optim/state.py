@@ -33,16 +33,6 @@ from overcoat.kernels.adamw import rows_of
 from overcoat.optim.sharding import check_placements, copy_of, place_state, state_shape, wrap_state
 from overcoat.recipe import GROUP_SIZES
 
-# Names of the state tensors, by the op's and the kernel's names for their lists.
-STATE_LISTS = {
-    "exp_avg": "exp_avg",
-    "amax": "exp_avg_amax",
-    "exponent": "exp_avg_exponent",
-    "exp_avg_sq": "exp_avg_sq",
-    "scale": "exp_avg_sq_scale",
-    "remainder": "remainder",
-    "step": "step",
-}
 # Options of a parameter group but the learning rate. By the first three a state is laid out and read.
 OPTIONS = ("moments", "master", "group_size", "betas", "eps", "weight_decay", "seed")
 FORMAT_OPTIONS = OPTIONS[:3]

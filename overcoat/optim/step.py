@@ -12,12 +12,11 @@ states are not looked for: the optimizer is notified of them (`overcoat.optim.st
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
@@ -25,7 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from overcoat import weight_amax
 from overcoat.formats.masters import parameter_key, resolve_master
-from overcoat.kernels.adamw import Hyper, adamw_step_, find_weight_amax_, gradients_sum_squares, rows_of
+from overcoat.kernels.adamw import Hyper, rows_of
+from overcoat.kernels.adamw_counters import Counters, StepScalars
+from overcoat.kernels.adamw_step import Plan, StepTensors
+from overcoat.kernels.multi_tensor import Gradients, Sums, gradients_sum_squares
 from overcoat.optim.sharding import (
     buffer_for,
     check_gradient,
@@ -37,12 +39,6 @@ from overcoat.optim.sharding import (
     sum_over_shards,
     write_back,
 )
-from overcoat.optim.state import STATE_LISTS
-
-if importlib.util.find_spec("triton") is not None:
-    from overcoat.kernels.gpu import adamw_counters, adamw_launch, sum_squares
-else:  # the reference runs everywhere
-    adamw_counters = adamw_launch = sum_squares = None  # type: ignore[assignment]
 
 _DTYPE = operator.attrgetter("dtype")
 
@@ -52,62 +48,6 @@ def hyper_of(group: Mapping[str, Any], dtype: torch.dtype) -> Hyper:
     master = resolve_master(group["master"], dtype)
     (beta1, beta2), (m_code, v_code) = group["betas"], group["moments"]
     return Hyper(beta1, beta2, group["eps"], group["weight_decay"], m_code, v_code, master, group["group_size"])
-
-
-class StepTensors(NamedTuple):
-    """Lists of equal length, of plain tensors on one device, as `adamw_step_` takes them.
-
-    Attributes:
-        params: of one dtype.
-        states: lists by the names of `STATE_LISTS`; empty where the codes need no such tensor.
-        keys, first_groups, group_size: as `adamw_step_` takes them.
-        weight_amax: where max |parameter| is wanted, 0-d FP32, by place in the lists (weight_amax.py).
-    """
-
-    params: list[Tensor]
-    states: dict[str, list[Tensor]]
-    keys: list[int]
-    first_groups: list[int]
-    group_size: int
-    weight_amax: dict[int, Tensor]
-
-    def kernel_runs(self) -> bool:
-        """Whether the kernel can be launched on these very tensors: on a GPU, and in Triton's interpreter."""
-        return (
-            adamw_launch is not None
-            and (self.params[0].is_cuda or adamw_launch.INTERPRETED)
-            and all(map(Tensor.is_contiguous, self.params))
-        )
-
-    def plan(self) -> adamw_launch.Plan:
-        """The kernel's tables."""
-        tensors = {"param": self.params, **self.states}
-        return adamw_launch.Plan(tensors, self.group_size, self.keys, self.first_groups, self.weight_amax)
-
-    def call_op(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
-        """Step by the op; skip may be one flag (0-d) or one per parameter (T,)."""
-        if skip.dim():
-            for i, grad in enumerate(grads):
-                self._only(i).call_op([grad], lr, factor, skip[i], hyper)
-            return
-        of = self.states
-        adamw_step_(
-            self.params, grads, of["exp_avg"], of["amax"], of["exponent"], of["exp_avg_sq"], of["scale"],
-            of["remainder"], of["step"], lr, factor, skip, *hyper, self.keys, self.first_groups,
-        )  # fmt: skip
-        if not torch.compiler.is_compiling():
-            for place, amax in self.weight_amax.items():
-                find_weight_amax_(amax, self.params[place], skip)
-
-    def _only(self, i: int) -> StepTensors:
-        """The lists of parameter i alone."""
-        return self._replace(
-            params=[self.params[i]],
-            states={name: of[i : i + 1] for name, of in self.states.items()},
-            keys=[self.keys[i]],
-            first_groups=[self.first_groups[i]],
-            weight_amax={0: self.weight_amax[i]} if i in self.weight_amax else {},
-        )
 
 
 class StepGroup:
@@ -137,13 +77,10 @@ class StepGroup:
         # time, but gathering takes all of them.
         self.buffered = self.whole or (self.offloaded and not all(map(Tensor.is_contiguous, own)))
         self.tracked_before, self.tracked = weight_amax.count(), self._tracked()
-        names = states[0].keys()
+        names = hyper_of(group, params[0].dtype).state_names
         self.tensors = StepTensors(
             params=[buffer_for(param) for param in params] if self.buffered else own,
-            states={
-                name: [local(state[key]) for state in states] if key in names else []
-                for name, key in STATE_LISTS.items()
-            },
+            states={name: [local(state[name]) for state in states] for name in names},
             keys=[parameter_key(group["seed"], index) for index in indices],
             first_groups=[self._first_group(param, group["group_size"]) for param in params],
             group_size=group["group_size"],
@@ -155,13 +92,14 @@ class StepGroup:
         self.state_tensors = list(chain.from_iterable(self.tensors.states.values()))
         self.addresses = self._addresses()
         self.on_kernel = self.tensors.kernel_runs()
-        # The kernel's tables (`kernels.gpu`), where it runs: of the gradients, and of all else.
-        self.gradients: Any = None
-        self.plan: Any = None
-        if self.on_kernel:
-            self.gradients = sum_squares.Gradients([param.numel() for param in self.tensors.params], self.device)
-            self.plan = None if self.offloaded else self.tensors.plan()
         self.grads: list[Tensor] = []
+        if self.on_kernel:  # its tables: of the gradients, the step counters, and all else
+            self.gradients = Gradients([param.numel() for param in self.tensors.params], self.device)
+            self.counters = Counters(self.tensors.states["step"])
+            self._make_plan()
+
+    def _make_plan(self) -> None:
+        self.plan = Plan(self.tensors)
 
     def _first_group(self, param: Tensor, group_size: int) -> int:
         return 0 if self.whole else first_row(param) * rows_of(param.shape, group_size).groups
@@ -218,11 +156,8 @@ class StepGroup:
         part = self.gradients.sum_squares() if self.fused() else gradients_sum_squares(self.grads)
         return sum_over_shards(part, self.params[0])
 
-    def sums_of_squares(self, sums: Any = None) -> tuple[Tensor, Tensor]:
-        """Of each gradient, FP64 (T,), and which are not finite, bool (T,), over all processes.
-
-        sums: where the kernel may write them, `gpu.sum_squares.Sums`.
-        """
+    def sums_of_squares(self, sums: Optional[Sums] = None) -> Sums:
+        """Of each gradient, over all processes; sums: where the kernel may write them."""
         if self.fused() and not self.sharded:
             return self.gradients.sums_of_squares(sums)
         if self.fused():
@@ -230,29 +165,30 @@ class StepGroup:
         else:
             squares = torch.stack([gradients_sum_squares([grad]) for grad in self.grads])
         squares = sum_over_shards(squares, self.params[0])
-        return squares, ~(squares < math.inf)  # NaN is not below anything
+        return Sums(squares, ~(squares < math.inf))  # NaN is not below anything
 
-    def step(self, group: Mapping[str, Any], factor: Tensor, skip: Tensor, scalars: Any = None) -> None:
+    def step(
+        self, group: Mapping[str, Any], factor: Tensor, skip: Tensor, scalars: Optional[StepScalars] = None
+    ) -> None:
         """One step by the gradients taken; they are let go.
 
         Args:
             group: the parameter group, for its hyperparameters.
             factor: 0-d FP32, multiplies every gradient.
             skip: bool, 0-d or one per parameter (T,).
-            scalars: `gpu.adamw_counters.StepScalars` of these parameters, if whoever calls counts their steps.
+            scalars: the steps of these parameters, if whoever calls counts them.
         """
         grads, self.grads = self.grads, []
         factor, skip, hyper = moved(factor, self.device), moved(skip, self.device), hyper_of(group, self.dtype)
-        if scalars is not None:
-            of = self.gradients
-            self.plan.launch(of.addresses, of.dtype, scalars, factor, skip, hyper)
-        else:
-            self._count_and_step(grads, scalar_on(group["lr"], self.device), factor, skip, hyper)
-        if self.gradients is not None:
-            self.gradients.forget_copies()
         if self.fused():
+            if scalars is None:
+                scalars = self.counters.take_step(scalar_on(group["lr"], self.device), skip, hyper)
+            self._launch(scalars, factor, skip, hyper)
+            self.gradients.forget_copies()
             # Kernels launched from here are not seen by PyTorch, which counts what is written.
             torch.autograd.graph.increment_version(self.tensors.params)
+        else:
+            self._call_op(grads, scalar_on(group["lr"], self.device), factor, skip, hyper)
         if not torch.compiler.is_compiling():
             for place, entry in self.tracked.items():
                 entry.version = self.params[place]._version
@@ -260,11 +196,11 @@ class StepGroup:
             for buffer, param in zip(self.tensors.params, self.params, strict=True):
                 write_back(param, buffer)
 
-    def _count_and_step(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
-        if self.fused():
-            self.plan.step(self.gradients, lr, factor, skip, hyper)
-        else:
-            self.tensors.call_op(grads, lr, factor, skip, hyper)
+    def _launch(self, scalars: StepScalars, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+        self.plan.launch(self.gradients.addresses, self.gradients.dtype, scalars, factor, skip, hyper)
+
+    def _call_op(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+        self.tensors.call_op(grads, lr, factor, skip, hyper)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 import overcoat.models.convert  # noqa: F401, all ops of a block
 from overcoat.bench.kernel_cases import FAMILIES, Inputs, KernelCase
 from overcoat.bench.shapes import BlockShape
-from overcoat.kernels.adamw import gradients_sum_squares
 from overcoat.kernels.loss import scale_
+from overcoat.kernels.multi_tensor import gradients_sum_squares
 from overcoat.kernels.op import CATALOGUE
 from overcoat.kernels.quantize import quantize
 from overcoat.models.shapes import Model, sizes

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from overcoat import AdamW, memory, release_gradients
 from overcoat.host import ALIGNMENT, packed
 from overcoat.kernels.adamw import rows_of
+from overcoat.kernels.adamw_step import StepTensors
 from overcoat.optim.offload import cut, states_of
-from overcoat.optim.state import STATE_LISTS, init_state
-from overcoat.optim.step import StepTensors
+from overcoat.optim.state import init_state
 from tests.optim.harness import SHAPES, assert_same_bits, make_params, set_grads, snapshot, train
 from tests.waits import waiting_is_an_error
 
@@ -200,7 +200,7 @@ def tensors_of(moments=("sqrt8", "log8"), group_size=128):
     params = [torch.zeros(shape, dtype=torch.bfloat16) for shape in PIECES]
     options = {"moments": moments, "group_size": group_size, "master": "auto"}
     states = [init_state(param, options) for param in params]
-    lists = {name: [state[key] for state in states] if key in states[0] else [] for name, key in STATE_LISTS.items()}
+    lists = {name: [state[name] for state in states] for name in states[0]}
     tensors = StepTensors(params, lists, list(range(len(params))), [0] * len(params), group_size, {})
     for of in states_of(tensors).values():
         for tensor in of:

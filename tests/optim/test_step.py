@@ -5,13 +5,12 @@ import copy
 import gc
 import math
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from overcoat import AdamW, weight_amax
-from overcoat.optim import step as module
+from overcoat.kernels import adamw_step
 from overcoat.optim.state import init_state
 from overcoat.optim.step import StepGroup, hyper_of, scalar_on
 from tests.optim.harness import assert_same_bits, make_params, set_grads, snapshot, train
@@ -195,13 +194,10 @@ def test_the_op_finds_the_maxima_that_are_wanted(skip):
 def test_the_kernel_runs_on_contiguous_parameters_where_there_is_one(monkeypatch):
     plain = make(shapes=((4, 200), (2, 3)))[0].tensors
     strided = plain._replace(params=[plain.params[0], plain.params[1].t()])
-    for launcher, expected in (
-        (None, False),
-        (SimpleNamespace(INTERPRETED=False), False),
-        (SimpleNamespace(INTERPRETED=True), True),
-    ):
-        monkeypatch.setattr(module, "adamw_launch", launcher)
-        assert plain.kernel_runs() == expected
+    for has_triton, interpreted in ((False, True), (True, False), (True, True)):
+        monkeypatch.setattr(adamw_step, "triton", has_triton)
+        monkeypatch.setattr(adamw_step, "INTERPRETED", interpreted)
+        assert plain.kernel_runs() == (has_triton and interpreted)
         assert not strided.kernel_runs()
 
 

@@ -1,26 +1,29 @@
-"""Sum of squares of many tensors on CUDA: one launch per dtype, a partial sum per program, then the sum of those.
+"""Many tensors in one launch: their addresses on the device, and the sum of their squares.
 
-It reads every gradient once, 2 bytes per parameter, and serves clipping and the check for inf and NaN at the same time.
-The order of the sum is fixed, so the result repeats bit for bit. SPAN * LANE squares are summed in FP32, those sums in
-FP64: as long as the former are finite, the sum of any number is.
+A table says which tile of which tensor a program owns, another where the tensors lie. Addresses that change from step
+to step travel through pinned memory, without synchronization.
+
+The sum of squares reads every gradient once, 2 bytes per parameter, and serves clipping and the check for inf and NaN
+at the same time: one launch per dtype, a partial sum per program, then the sum of those. Its order is fixed, so the
+result repeats bit for bit. SPAN * LANE squares are summed in FP32, those sums in FP64: as long as the former are
+finite, the sum of any number is.
 
 Legend: T tensors.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import operator
+from functools import lru_cache, reduce
 from itertools import accumulate
 from typing import List, NamedTuple, Optional
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from overcoat.kernels.adamw import gradients_sum_squares
-from overcoat.kernels.gpu.multi_tensor import TRITON_TYPE, aligned, contiguous, tile_table, upload
+from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import kernel, on_device
+from overcoat.kernels.op import op
 
 # Elements that a program reads at once, how often, how many of those before it waits, and its warps.
 TILE = 4096
@@ -31,6 +34,49 @@ WARPS = 8
 LANE = 8
 # Partial sums that a program of the second launch reads at once.
 BLOCK = 1024
+
+TRITON_TYPE = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+    torch.int16: tl.int16,
+}
+
+
+def tile_table(counts: List[int]) -> Tensor:
+    """int64 (programs,): tensor | tile << 32 for every tile of every tensor, on the CPU."""
+    tensor = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    first = torch.tensor([0, *counts]).cumsum(0)[:-1]
+    return (torch.arange(len(tensor)) - first[tensor]) << 32 | tensor
+
+
+def contiguous(tensors: List[Tensor]) -> List[Tensor]:
+    """The tensors; contiguous copies if any of them is not."""
+    if all(map(Tensor.is_contiguous, tensors)):
+        return tensors
+    return [tensor.contiguous() for tensor in tensors]
+
+
+@op
+def gradients_sum_squares(grads: List[torch.Tensor]) -> torch.Tensor:
+    """Sum of the squares of all elements of all tensors, 0-d FP64; inf or NaN if any element is not finite.
+
+    Squares are FP32, as in the second moment, so it is inf too if an element's overflows: from 2^64 = 1.8e19 on. The
+    kernel sums 128 of them in FP32 before FP64, so there from 2^60 = 1.1e18 on, depending on the others.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    for grad in grads:
+        total += grad.float().square().sum(dtype=torch.float64)
+    return total
+
+
+@gradients_sum_squares.fake
+def _(grads):
+    return grads[0].new_empty((), dtype=torch.float64)
 
 
 @triton.jit
@@ -102,8 +148,6 @@ def _tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
 class Gradients:
     """The gradients of a list of parameters as kernels find them: their addresses on the device, and their squares.
 
-    Addresses change from step to step: they travel through pinned memory, without synchronization, when they did.
-
     Args:
         sizes: elements of each.
         device: where they are.
@@ -124,13 +168,22 @@ class Gradients:
         self._copies: List[Tensor] = []
 
     def set(self, grads: List[Tensor]) -> None:
-        """Tell which gradients, contiguous, the coming launches read."""
-        vectors, addresses = aligned(grads)
-        self._copies = [] if vectors is grads else vectors
+        """Tell which gradients, contiguous, the coming launches read; those not aligned to 16 bytes are copied.
+
+        No Python call per tensor: a step does this for a thousand gradients.
+        """
+        addresses = list(map(Tensor.data_ptr, grads))
+        self._copies = []
+        if reduce(operator.or_, addresses, 0) & 15:
+            self._copies = [grad.clone() if grad.data_ptr() & 15 else grad for grad in grads]
+            addresses = list(map(Tensor.data_ptr, self._copies))
         self.dtype = grads[0].dtype
         if addresses != self._known:
-            self._known, self.addresses = addresses, upload(addresses, self.device)
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            is_cuda = self.device.type == "cuda"
+            # The allocator keeps pinned memory until it has been copied.
+            host = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+            self._known, self.addresses = addresses, host.to(self.device, non_blocking=True)
+            if is_cuda and torch.cuda.is_current_stream_capturing():
                 self._known = []  # they get there at a replay only
 
     def forget_copies(self) -> None:
@@ -161,7 +214,6 @@ class Gradients:
         return self.partials
 
 
-@gradients_sum_squares.cuda
 def gradients_sum_squares_triton(grads: List[Tensor]) -> Tensor:
     by_dtype: dict[torch.dtype, List[Tensor]] = {}
     for grad in contiguous(grads):
@@ -172,3 +224,7 @@ def gradients_sum_squares_triton(grads: List[Tensor]) -> Tensor:
         gradients.set(same)
         parts.append(gradients.sum_squares())
     return torch.stack(parts).sum()
+
+
+if triton:  # without it the reference runs on GPUs too
+    gradients_sum_squares.cuda(gradients_sum_squares_triton)

@@ -21,9 +21,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from overcoat.kernels import adamw_step
 from overcoat.kernels.adamw import Hyper
-from overcoat.kernels.gpu import adamw_launch
-from overcoat.kernels.gpu.adamw import adamw_kernel
+from overcoat.kernels.adamw_kernel import adamw_kernel
 
 CUOBJDUMP = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
 POINTERS = {
@@ -34,13 +34,14 @@ LAUNCH = ("num_warps", "maxnreg", "enable_fp_fusion")
 DEFAULT, FP8 = ("sqrt8", "log8"), ("e4m3x", "e4m3x")
 
 
-def resources(codes: tuple[str, str], master: str, grad: torch.dtype, amax: bool, align: int) -> tuple[int, int]:
+def resources(
+    codes: tuple[str, str], master: str, grad: torch.dtype, amax: bool, align: int, skips: bool
+) -> tuple[int, int]:
     """(registers of a thread, bytes of its stack) as compiled for sm_90."""
     hyper = Hyper(0.9, 0.95, 1e-8, 0.1, *codes, master, 128)
-    remainder = torch.int8 if master == "bf16+8" else None
-    constants = adamw_launch._constants(torch.bfloat16, grad, remainder, hyper, amax, align == 16, align == 16)
+    constants = adamw_step._constants(torch.bfloat16, grad, hyper, skips, amax, align == 16, align)
     launch = {name: constants[name] for name in LAUNCH if constants[name] is not None}
-    values = {name: value for name, value in constants.items() if name not in LAUNCH} | {"ALIGN": align}
+    values = {name: value for name, value in constants.items() if name not in LAUNCH}
     names = adamw_kernel.arg_names
     source = ASTSource(
         fn=adamw_kernel,
@@ -61,6 +62,7 @@ def resources(codes: tuple[str, str], master: str, grad: torch.dtype, amax: bool
 
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton brings no cuobjdump")
+@pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize(
     ("codes", "master", "grad", "amax", "align", "registers"),
     [
@@ -74,8 +76,8 @@ def resources(codes: tuple[str, str], master: str, grad: torch.dtype, amax: bool
         (FP8, "bf16+8", torch.float32, False, 1, 255),
     ],
 )
-def test_registers(codes, master, grad, amax, align, registers):
+def test_registers(codes, master, grad, amax, align, registers, skips):
     """Seven programs of 128 threads on a multiprocessor need at most 72; loads of single elements take all."""
-    used, stack = resources(codes, master, grad, amax, align)
+    used, stack = resources(codes, master, grad, amax, align, skips)
     assert stack <= (0 if align == 16 else 16)
     assert used <= registers

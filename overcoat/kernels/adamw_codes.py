@@ -6,9 +6,6 @@ where `fma` says so and nowhere else. A tile is (GROUPS, G) FP32, a group's stat
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from overcoat.kernels.instructions import (
     add_remainder,
     byte_of,
@@ -25,6 +22,7 @@ from overcoat.kernels.instructions import (
     to_float8,
     to_float32,
 )
+from overcoat.kernels.language import tl, triton
 
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)  # `log8.ROUND`
 _FIXED: tl.constexpr = tl.constexpr(49152.0)  # `moments.FIXED`

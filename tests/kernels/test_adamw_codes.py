@@ -1,7 +1,6 @@
-"""Device functions of kernels/gpu/adamw_codes.py whose results are integers equal their plain twins everywhere.
+"""Device functions of kernels/adamw_codes.py whose results are integers equal their plain twins everywhere.
 
-The codes that take roots and reciprocals are tested with the step that they are part of: test_adamw.py on a GPU,
-test_adamw_interpreted.py under Triton's interpreter.
+The codes that take roots and reciprocals are tested with the step that they are part of: test_adamw_step.py.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 
 from overcoat.formats import log8, masters, moments
-from overcoat.kernels.gpu import adamw_codes as codes
+from overcoat.kernels import adamw_codes as codes
 from tests.kernels.compare import DEVICE, INTERPRETED, NEEDS_GPU
 
 pytestmark = NEEDS_GPU

@@ -1,32 +1,29 @@
-"""The fused AdamW step in Triton: any number of parameters, one launch, one pass over memory.
+"""The fused AdamW step in Triton: `kernels.adamw`, any number of parameters, one pass over memory.
 
 A program owns a tile of GROUPS whole groups of one parameter: decode both moments and the master, update in FP32
 registers, find each group's statistics, encode, store. With 8-bit moments and a 24-bit master that is 12.1 bytes of
 traffic per parameter, and nothing else touches memory.
 
-Which tile of which parameter a program owns stands in two tables on the device:
+Which tile of which parameter a program owns stands in two tables on the device, which `adamw_step` builds:
 
     tiles    int64 (programs,)           tensor | tile << 32
     table    int64 (T, FIELDS)           addresses and layout of each parameter, in the order of `FIELDS`
 
-Learning rate, step counts and scales are read from device memory, so no value recompiles anything.
-`adamw_launch` builds the tables.
+Learning rate, step counts, scales and flags are read from device memory, so no value recompiles anything.
 
 Legend: G group size, GROUPS groups per tile, T tensors.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
-from overcoat.kernels.gpu import adamw_codes as codes
+from overcoat.kernels import adamw_codes as codes
 from overcoat.kernels.instructions import fma, reciprocal, sqrt, to_float32
+from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import kernel
 
 FIELDS = (
-    "param", "exp_avg", "exp_avg_sq", "remainder", "amax", "exponent", "scale", "groups", "columns", "groups_per_row",
-    "first_group", "key", "step", "weight_amax",
+    "param", "exp_avg", "exp_avg_sq", "remainder", "exp_avg_amax", "exp_avg_exponent", "exp_avg_sq_scale",
+    "groups", "columns", "groups_per_row", "first_group", "key", "weight_amax",
 )  # fmt: skip
 
 
@@ -64,7 +61,7 @@ def _raise_amax(row, param, mask, valid, FLAT: tl.constexpr):
     if not FLAT:
         bits = tl.where(mask, bits, 0)
     top = tl.where(valid, tl.max(bits, 1), 0)
-    address = tl.load(row + 13)
+    address = tl.load(row + 12)
     tl.atomic_max(address.to(tl.pointer_type(tl.int32)), tl.max(top, 0), address != 0, sem="relaxed")
 
 
@@ -76,11 +73,13 @@ def adamw_kernel(
     M_CODE: tl.constexpr, M_EXPANDED: tl.constexpr, M_RANGE: tl.constexpr,
     V_CODE: tl.constexpr, V_EXPANDED: tl.constexpr, V_RANGE: tl.constexpr,
     MASTER: tl.constexpr, RANDOM: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr,
-    FLAT: tl.constexpr, ALIGN: tl.constexpr, NUM_FIELDS: tl.constexpr, WEIGHT_AMAX: tl.constexpr,
+    FLAT: tl.constexpr, ALIGN: tl.constexpr, NUM_FIELDS: tl.constexpr, SKIPS: tl.constexpr,
+    WEIGHT_AMAX: tl.constexpr,
 ):  # fmt: skip
     """One tile of one parameter. ALIGN: bytes that the start of every group is a multiple of.
 
     root2: sqrt(1 - beta2).
+    SKIPS: skip has a flag for each parameter, (T,).
     WEIGHT_AMAX: raise the maximum of the weights that have an address for it (`kernels.adamw.find_weight_amax_`).
     """
     M_GROUPED: tl.constexpr = M_CODE != "bf16" and M_CODE != "fp32"
@@ -92,7 +91,8 @@ def adamw_kernel(
     first_base, second_base = _pointer(row, 1, FIRST), _pointer(row, 2, SECOND)
     amax_base, k16_base = _pointer(row, 4, tl.bfloat16), _pointer(row, 5, tl.uint8)
     packed_base = _pointer(row, 6, tl.int32)
-    groups = tl.where(tl.load(skip), 0, tl.load(row + 7))  # a skipped step masks everything
+    skipped = tl.load(skip + tensor if SKIPS else skip)
+    groups = tl.where(skipped, 0, tl.load(row + 7))  # a skipped step masks everything
     columns, per_row = tl.multiple_of(tl.load(row + 8), ALIGN), tl.load(row + 9)
     factor = tl.load(grad_factor)
     step_size, eps = tl.load(coefficients + tensor * 3), tl.load(coefficients + tensor * 3 + 1)
@@ -141,19 +141,10 @@ def adamw_kernel(
 
 
 @kernel
-def clear_weight_amax_kernel(table, skip, tensors, NUM_FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+def clear_weight_amax_kernel(table, skip, tensors, NUM_FIELDS: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr):
     """Set the maxima to 0 that the step is going to find, unless it is skipped."""
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    top = tl.load(table + tensor * NUM_FIELDS + 13, tensor < tensors, 0)
-    tl.store(top.to(tl.pointer_type(tl.int32)), 0, (top != 0) & (tl.load(skip) == 0))
-
-
-@kernel
-def count_steps_kernel(table, steps, skip, tensors, NUM_FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Increment every parameter's own step counter, unless skipped, and gather them: steps (T,)."""
-    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tensor < tensors
-    counter = tl.load(table + tensor * NUM_FIELDS + 12, mask, 0).to(tl.pointer_type(tl.float32))
-    step = tl.load(counter, mask, 0.0) + tl.where(tl.load(skip), 0.0, 1.0)
-    tl.store(counter, step, mask)
-    tl.store(steps + tensor, step, mask)
+    top = tl.load(table + tensor * NUM_FIELDS + 12, mask, 0)
+    skipped = tl.load(skip + tensor, mask, 0) if SKIPS else tl.load(skip)
+    tl.store(top.to(tl.pointer_type(tl.int32)), 0, (top != 0) & (skipped == 0))

@@ -1,1 +1,0 @@
-"""The Triton kernels of AdamW's step (kernels/adamw.py)."""

@@ -1,0 +1,254 @@
+"""AdamW's kernel against its reference, how it is launched, and what the op promises to torch.compile.
+
+On a GPU every byte is equal. Triton's interpreter rounds roots like NumPy, the reference like PyTorch: a last bit of
+FP32 may differ, and then a code by one in a near tie.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from overcoat.kernels.adamw import find_weight_amax_
+from overcoat.kernels.adamw_kernel import adamw_kernel
+from overcoat.kernels.adamw_step import adamw_step_, adamw_step_triton
+from overcoat.optim.adamw import AdamW
+from overcoat.optim.state import init_state
+from tests.kernels.adamw_cases import (
+    SHAPES,
+    SKIP,
+    arguments,
+    differing_bytes,
+    gradients,
+    nothing,
+    reference,
+    run,
+    step_and_find,
+)
+from tests.kernels.compare import DEVICE, INTERPRETED
+from tests.waits import waiting_is_an_error
+
+# Every code of m, every code of v, every master, parameters and gradients of both widths.
+CASES = [
+    (("sqrt8", "log8"), "bf16+8", {}),
+    (("e4m3x", "e4m3x"), "bf16+8", {"group_size": 32}),
+    (("bf16", "bf16"), "bf16", {}),
+    (("fp32", "fp32"), "fp32", {"grad_dtype": torch.bfloat16}),
+    (("sqrt8", "log8"), "bf16", {"group_size": 64}),
+    (("sqrt8", "sqrt8"), "bf16+16", {"grad_dtype": torch.float32}),
+    (("de8", "de8"), "fp32", {"grad_dtype": torch.bfloat16}),
+    (("e4m3", "e5m2"), "bf16", {"group_size": 32}),
+    (("e5m2", "e4m3"), "bf16+16", {"group_size": 16}),
+    (("de8x", "e5m2x"), "fp32", {}),
+    (("e5m2x", "de8x"), "bf16+8", {}),
+]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(("moments", "master", "options"), CASES)
+def test_kernel_equals_the_reference_bit_for_bit(moments, master, options):
+    shapes = SHAPES if INTERPRETED else (*SHAPES, (96, 1024))
+    args = arguments(moments, master, shapes=shapes, device=DEVICE, **options)
+    expected, actual = run(reference, args), run(adamw_step_triton, args)
+    assert differing_bytes(expected, run(nothing, args)) > 1000, "the step changed nothing"
+    share = differing_bytes(expected, actual) / sum(x.nbytes for x in expected)
+    assert share <= (0.01 if INTERPRETED else 0.0)
+    for a, b in zip(expected[: len(shapes)], actual):
+        torch.testing.assert_close(a, b, rtol=2**-7 if a.dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+
+
+def by_tensor(tensors):
+    """Results of `run` as lists of one tensor for each parameter."""
+    return [tensors[i : i + len(SHAPES)] for i in range(0, len(tensors), len(SHAPES))]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("alone", [False, True])
+def test_skipped_tensors_keep_every_byte(alone):
+    """All of them, or by flags for each tensor: the others step as they do without."""
+    args = arguments(device=DEVICE)
+    skips = torch.arange(len(SHAPES), device=DEVICE) % 2 == 0 if alone else torch.tensor(True, device=DEVICE)
+    stepped, kept = run(adamw_step_triton, args), run(nothing, args)
+    found = run(lambda *args: step_and_find(args, skips, {}), args)
+    for mine, new, old in zip(by_tensor(found), by_tensor(stepped), by_tensor(kept)):
+        for i, tensor in enumerate(mine):
+            assert differing_bytes([tensor], [new[i] if alone and i % 2 else old[i]]) == 0
+    if not alone:
+        args[SKIP] = skips
+        assert differing_bytes(run(adamw_step_triton, args), kept) == 0
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(
+    ("moments", "master"),
+    [(("sqrt8", "log8"), "bf16+8"), (("fp32", "fp32"), "fp32"), (("e4m3x", "e4m3x"), "bf16")],
+)
+def test_maxima_of_the_weights_are_found_on_the_way(moments, master):
+    """What `find_weight_amax_` finds, in every kind of parameter, and the step is that without it."""
+    shapes = (*SHAPES, (16 if INTERPRETED else 96, 1024))  # many tiles: on a GPU they raise one maximum at once
+    args = arguments(moments, master, shapes=shapes, device=DEVICE)
+    expected = step_and_find(copy.deepcopy(args), args[SKIP], {})
+    numbers = [i for i in range(len(shapes)) if i != 1]
+    tops = {i: torch.full((), 1e9, device=DEVICE) for i in numbers}
+    for round_ in range(2):
+        stepped = step_and_find(args, args[SKIP], tops)
+        assert round_ or differing_bytes(stepped, expected) == 0
+        for i in numbers:
+            top = torch.zeros((), device=DEVICE)
+            find_weight_amax_(top, stepped[i], args[SKIP])
+            assert torch.equal(tops[i], top), (i, tops[i], top)
+    # Skipped together, or one by one: what was known stays.
+    known = {i: torch.full((), 5.0, device=DEVICE) for i in numbers}
+    step_and_find(args, torch.tensor(True, device=DEVICE), known)
+    assert all(top == 5.0 for top in known.values())
+    stepped = step_and_find(args, torch.arange(len(shapes), device=DEVICE) % 2 == 0, known)
+    for i in numbers:
+        assert float(known[i]) == (5.0 if i % 2 == 0 else float(stepped[i].abs().max())), i
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_maximum_that_is_not_finite_is_that_of_torch(bad):
+    args = arguments(device=DEVICE)
+    args[0][0][1, 3] = bad
+    tops = {0: torch.zeros((), device=DEVICE)}
+    stepped = step_and_find(args, args[SKIP], tops)
+    torch.testing.assert_close(tops[0], stepped[0].abs().amax().float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.kernel
+def test_non_contiguous_parameters_and_unaligned_gradients():
+    start, grad = torch.randn(64, 512, device=DEVICE), torch.randn(64 * 512 + 1, device=DEVICE)
+    results = []
+    for p, g in ((start.clone(), grad[1:].clone()), (start.t().contiguous().t(), grad[1:])):
+        args = arguments(("sqrt8", "log8"), "fp32", shapes=((64, 512),), device=DEVICE)
+        args[0], args[1] = [p], [g.view(64, 512)]
+        for _ in range(3):
+            adamw_step_triton(*args)
+        results.append([p, *args[2]])
+    assert not results[1][0].is_contiguous()
+    assert differing_bytes(*results) == 0
+    assert not torch.equal(results[0][0], start)
+
+
+# ---- the op -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [arguments(), arguments(("de8x", "de8x"), "fp32")], ids=["8bit", "de8x"])
+def test_opcheck(args):
+    torch.library.opcheck(adamw_step_.overload, tuple(args))
+
+
+def test_the_op_traces_in_one_graph():
+    args = arguments()
+
+    def step(*args):
+        adamw_step_(*args)
+        return args[0][0] + 0
+
+    expected = step(*copy.deepcopy(args))
+    assert torch.equal(torch.compile(step, backend="eager", fullgraph=True)(*args), expected)
+
+
+# ---- on a GPU ---------------------------------------------------------------------------------------------------
+
+
+def make(count=6):
+    params = [torch.nn.Parameter(torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)) for _ in range(count)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+@pytest.mark.gpu
+def test_gpu_follows_the_cpu():
+    """Same options, same gradients: apart by near ties only."""
+    for a, b in zip(run(adamw_step_, arguments())[: len(SHAPES)], run(adamw_step_, arguments(device="cuda"))):
+        torch.testing.assert_close(a, b.cpu(), rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_tensor_of_more_than_2_to_31_elements():
+    """Its last rows step like a small tensor of the same rows: 32-bit offsets would wrap."""
+    rows, columns = 2**20 + 8, 2048
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    last = torch.randn(8, columns, device="cuda", dtype=torch.bfloat16)
+
+    def step(rows, first):
+        args = arguments(shapes=((8, columns),), device="cuda")
+        group = {"moments": ("sqrt8", "log8"), "group_size": 128, "master": "auto"}
+        param = torch.zeros(rows, columns, device="cuda", dtype=torch.bfloat16)
+        grad = torch.zeros_like(param)
+        grad[-8:] = last
+        args[0], args[1], args[2] = [param], [grad], list(init_state(param, group).values())
+        args[15] = [first]
+        adamw_step_(*args)
+        return param, [tensor[-8:] for tensor in (param, *args[2]) if tensor.shape == param.shape]
+
+    _, small = step(8, (rows - 8) * columns // 128)
+    big, large = step(rows, 0)
+    assert len(large) == 4
+    assert differing_bytes(small, large) == 0
+    assert large[0][0].count_nonzero() == columns
+    assert big[:-8].count_nonzero() == 0
+
+
+@pytest.mark.gpu
+def test_step_never_synchronizes_nor_recompiles():
+    params = make()
+    optimizer = AdamW(params, lr=1e-3)
+    optimizer.step(clip_grad_norm=1.0)
+    compiled = sum(len(cache[0]) for cache in adamw_kernel.device_caches.values())
+    with waiting_is_an_error():
+        for step in range(5):
+            optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step(clip_grad_norm=0.5 + step)
+    assert sum(len(cache[0]) for cache in adamw_kernel.device_caches.values()) == compiled
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_captures_the_step():
+    """Replays equal eager steps, learning rate included."""
+    lr = torch.tensor(1e-2, device="cuda")
+    params = make()
+    eager = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    optimizer, other = AdamW(params, lr=lr), AdamW(eager, lr=lr)
+    for p, q in zip(params, eager):
+        q.grad = p.grad.clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        optimizer.step(clip_grad_norm=1.0)
+        other.step(clip_grad_norm=1.0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step(clip_grad_norm=1.0)
+    for step in range(3):
+        lr.fill_(1e-2 / (step + 1))
+        for p, q in zip(params, eager):
+            p.grad.normal_()
+            q.grad.copy_(p.grad)
+        graph.replay()
+        other.step(clip_grad_norm=1.0)
+    for p, q in zip(params, eager):
+        assert torch.equal(p, q)
+        assert optimizer.state[p]["step"].item() == 4
+
+
+@pytest.mark.gpu
+def test_offsets_of_gradients_do_not_matter():
+    """Gradients that move in memory between steps are found again."""
+    params = make()
+    fixed = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    moving, still = AdamW(params), AdamW(fixed)
+    for step in range(3):
+        for p, q, g in zip(params, fixed, gradients(params, step)):
+            p.grad = torch.cat([torch.zeros(step * 64, 256, device="cuda"), g]).bfloat16()[step * 64 :]
+            q.grad = g
+        moving.step()
+        still.step()
+    for p, q in zip(params, fixed):
+        assert torch.equal(p, q)

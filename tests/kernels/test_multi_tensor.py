@@ -1,0 +1,111 @@
+"""`overcoat.kernels.multi_tensor`: sums of squares, and which gradients are copied before a kernel reads them."""
+
+import math
+
+import pytest
+import torch
+
+from overcoat.kernels.multi_tensor import Gradients, contiguous, gradients_sum_squares, gradients_sum_squares_triton
+from tests.kernels.compare import DEVICE, INTERPRETED
+
+
+def test_only_what_is_not_aligned_is_copied():
+    buffer = torch.randn(1000)
+    assert buffer.data_ptr() % 16 == 0
+    tensors = [buffer[:8], buffer[9:20], torch.randn(3), buffer[21:22]]
+    gradients = Gradients([tensor.numel() for tensor in tensors], torch.device("cpu"))
+    gradients.set(tensors)
+    found = gradients._copies
+    assert [a is b for a, b in zip(found, tensors)] == [True, False, True, False]
+    assert gradients.addresses.tolist() == [tensor.data_ptr() for tensor in found]
+    assert all(address % 16 == 0 for address in gradients.addresses)
+    assert all(map(torch.equal, found, tensors))
+    gradients.set(tensors[::2])
+    assert gradients._copies == []
+
+
+def test_only_what_is_not_contiguous_is_copied():
+    tensors = [torch.randn(3, 4), torch.randn(4, 3).t()]
+    found = contiguous(tensors)
+    assert found[0] is tensors[0]
+    assert found[1].is_contiguous()
+    assert torch.equal(found[1], tensors[1])
+    assert contiguous(tensors[:1])[0] is tensors[0]
+
+
+@pytest.mark.gpu
+def test_addresses_uploaded_in_a_capture_are_there_at_a_replay_only():
+    """A second graph over the same gradients must upload them again."""
+    first, second = torch.ones(1000, device="cuda"), torch.full((1000,), 2.0, device="cuda")
+    gradients = Gradients([1000], first.device)
+    gradients.set([first])
+    assert gradients.sum_squares().item() == 1000
+    sums, graphs = [], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            gradients.set([second])
+            sums.append(gradients.sum_squares())
+        graphs.append(graph)
+    graphs[1].replay()
+    assert sums[1].item() == 4000
+    gradients.set([second])
+    assert gradients.sum_squares().item() == 4000
+
+
+# ---- sums of squares --------------------------------------------------------------------------------------------
+
+
+def test_opcheck():
+    torch.library.opcheck(gradients_sum_squares.overload, ([torch.randn(3), torch.randn(2, 2).bfloat16()],))
+
+
+def test_by_hand():
+    found = gradients_sum_squares([torch.tensor(3.0), torch.full((2, 2), -2.0).bfloat16(), torch.zeros(0, 5)])
+    assert (found.dtype, found.shape, found.item()) == (torch.float64, (), 25.0)
+
+
+def test_sums_beyond_fp32_are_finite_and_squares_beyond_it_are_not():
+    """Each of 2^126 fits, four of them, 2^128, do not."""
+    large = torch.full((4,), 2.0**63)
+    assert gradients_sum_squares([large]) == 2.0**128
+    assert gradients_sum_squares([large, torch.tensor([-(2.0**64)])]) == math.inf
+    assert gradients_sum_squares([large.double().bfloat16()]) == 2.0**128
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_sum_shows_every_element_that_is_not_finite(bad):
+    for place in (0, 299):
+        grad = torch.ones(300)
+        grad[place] = bad
+        assert not gradients_sum_squares([torch.ones(7), grad]).isfinite()
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_squares_of_each_tensor(dtype):
+    """One tensor, many programs, on a GPU more partial sums than a program reads at once; which are not finite."""
+    sizes = (3, 100_003, 0, 1, 200_001 if INTERPRETED else 80_000_001, 65_536)
+    grads = [torch.randn(size, device=DEVICE, dtype=dtype) for size in sizes]
+    gradients = Gradients(list(sizes), DEVICE)
+    gradients.set(grads)
+    first = gradients.sums_of_squares()
+    expected = torch.stack([g.double().square().sum() for g in grads])
+    torch.testing.assert_close(first.squares, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradients.sum_squares(), expected.sum(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        gradients_sum_squares_triton([*grads, grads[1].half()])[None],
+        (expected.sum() + expected[1])[None],
+        rtol=1e-3,
+        atol=0,
+    )
+    assert not first.skips.any()
+    grads[4][-1000], grads[0][1] = torch.nan, -torch.inf
+    second = gradients.sums_of_squares(first)
+    assert second.skips.tolist() == [True, False, False, False, True, False]
+    assert second.squares is first.squares
+    large = [torch.full_like(g, 1e18) for g in grads]  # 1e41 in all, which FP32 does not hold
+    gradients.set(large)
+    expected = sum(g.double().square().sum() for g in large)
+    torch.testing.assert_close(gradients.sum_squares(), expected, rtol=1e-5, atol=0)
+    assert not gradients.sums_of_squares().skips.any()
