@@ -73,20 +73,19 @@ class Hyper(NamedTuple):
     def codes(self) -> tuple[MomentCode, MomentCode]:
         return MOMENT_CODES[self.m_code], MOMENT_CODES[self.v_code]
 
-    @property
-    def state_names(self) -> list[str]:
-        """Names of a parameter's state tensors, in their order (`overcoat.optim.state` has their shapes)."""
-        m, v = self.codes
-        present = {
-            "step": True,
-            "exp_avg": True,
-            "exp_avg_amax": m.grouped,
-            "exp_avg_exponent": m.expanded,
-            "exp_avg_sq": True,
-            "exp_avg_sq_scale": v.grouped,
-            "remainder": REMAINDER_DTYPE[self.master] is not None,
-        }
-        return [name for name, is_present in present.items() if is_present]
+
+def state_names(m: MomentCode, v: MomentCode, master: str) -> list[str]:
+    """Names of a parameter's state tensors, in their order (`overcoat.optim.state` has their shapes)."""
+    present = {
+        "step": True,
+        "exp_avg": True,
+        "exp_avg_amax": m.grouped,
+        "exp_avg_exponent": m.expanded,
+        "exp_avg_sq": True,
+        "exp_avg_sq_scale": v.grouped,
+        "remainder": REMAINDER_DTYPE[master] is not None,
+    }
+    return [name for name, is_present in present.items() if is_present]
 
 
 def adamw_update(

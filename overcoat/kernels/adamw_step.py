@@ -22,7 +22,7 @@ from overcoat.formats import de8
 from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import RANDOM_BITS, REMAINDER_DTYPE
 from overcoat.formats.moments import range_log2
-from overcoat.kernels.adamw import Hyper, find_weight_amax_, rows_of, step_coefficients, step_parameter
+from overcoat.kernels.adamw import Hyper, find_weight_amax_, rows_of, state_names, step_coefficients, step_parameter
 from overcoat.kernels.adamw_counters import Counters, StepScalars
 from overcoat.kernels.adamw_kernel import FIELDS, adamw_kernel, clear_weight_amax_kernel
 from overcoat.kernels.language import INTERPRETED, triton
@@ -68,7 +68,7 @@ def adamw_step_(
 
     Args:
         params: T tensors, BF16 or FP32, any shape. grads: their gradients, any floating dtype.
-        states: their state tensors, contiguous: T for each name of `Hyper.state_names`, name by name.
+        states: their state tensors, contiguous: T for each name of `state_names`, name by name.
         lr, grad_factor: 0-d FP32; the factor unscales and clips, it multiplies every gradient. skip: 0-d bool.
         m_code, v_code: names of the moments' codes. master: resolved, not "auto".
         keys: `masters.parameter_key` of each parameter.
@@ -92,7 +92,7 @@ def _(*args):
 
 def _by_name(states: List[Tensor], count: int, hyper: Hyper) -> dict[str, List[Tensor]]:
     """The lists of the op's `states`."""
-    names = hyper.state_names
+    names = state_names(*hyper.codes, hyper.master)
     return {name: states[i * count : (i + 1) * count] for i, name in enumerate(names)}
 
 
@@ -101,7 +101,7 @@ class StepTensors(NamedTuple):
 
     Attributes:
         params: of one dtype.
-        states: lists by the names of `Hyper.state_names`, in that order.
+        states: lists by the names of `state_names`, in that order.
         keys, first_groups, group_size: as `adamw_step_` takes them.
         weight_amax: where max |parameter| is wanted, 0-d FP32, by place in the lists (weight_amax.py).
     """

@@ -21,14 +21,7 @@ import torch
 from torch import Tensor
 
 from overcoat.formats.moments import resolve_moments
-from overcoat.optim.offload import (
-    SLOTS,
-    OffloadedStepGroup,
-    Staging,
-    check_offload_options,
-    is_on_host,
-    move_to_host,
-)
+from overcoat.optim.offload import SLOTS, OffloadedStepGroup, Staging, check_offload_options
 from overcoat.optim.state import (
     OPTIONS,
     NotifyingState,
@@ -252,9 +245,7 @@ class AdamW(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["moments"] = tuple(group["moments"])
             for param, saved in states:
-                state = restore_state(saved, param, self.offload)
-                state = move_to_host(state, param) if self.offload else state
-                self.state[param] = NotifyingState(state, self._listener)
+                self.state[param] = NotifyingState(restore_state(saved, param, self.offload), self._listener)
 
         self._check_groups()
         first = self.register_load_state_dict_pre_hook(take)
@@ -327,16 +318,13 @@ class AdamW(torch.optim.Optimizer):
     def _state_of(self, group: Mapping[str, Any], param: Tensor, index: int) -> NotifyingState:
         """The state of a parameter, made before its first step, and where it belongs."""
         state: Any = self.state.get(param)
-        is_new = not state
-        if is_new:
+        if not state:
             state = init_state(param, group, self.offload)
         else:
             check_state(state, param, group, index, "set back what has changed, or start anew without its state")
             if is_elsewhere(state, param, self.offload):  # the model has been moved
                 self.wait_for_offload()
                 state = restore_state(state, param, self.offload)
-        if self.offload and (is_new or not is_on_host(state, param)):
-            state = move_to_host(state, param)
         if not isinstance(state, NotifyingState) or state.listener is not self._listener:
             state = NotifyingState(state, self._listener)
             self._watched.set_quietly(param, state)

@@ -20,18 +20,17 @@ On a CPU the same code runs with plain memory on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from overcoat.host import ALIGNMENT, host_buffer, packed
+from overcoat.host import ALIGNMENT, packed
 from overcoat.kernels.adamw import Hyper, rows_of
 from overcoat.kernels.adamw_counters import StepScalars
 from overcoat.kernels.adamw_step import Plan, StepTensors
-from overcoat.optim.sharding import local, rewrap
 from overcoat.optim.step import StepGroup
 
 # Staging buffers: one is filled, one is stepped, one is emptied.
@@ -44,33 +43,6 @@ def check_offload_options(offload: bool, offload_buffer: int) -> None:
         raise ValueError(f"offload {offload!r} must be True (states in host memory) or False")
     if isinstance(offload_buffer, bool) or not isinstance(offload_buffer, int) or offload_buffer < 1:
         raise ValueError(f"offload_buffer {offload_buffer!r} must be a number of bytes, for example {192 * 2**20}")
-
-
-# ---- host memory -----------------------------------------------------------------------------------------
-
-
-def move_to_host(state: Mapping[str, Tensor], param: Tensor) -> dict[str, Tensor]:
-    """A parameter's state with everything but the step count in one host buffer, page-locked if `param` is on a GPU."""
-    names = [name for name in state if name != "step"]
-    offsets, size = packed([local(state[name]).nbytes for name in names])
-    buffer = host_buffer(size, param.is_cuda, "the optimizer's states", "AdamW without offload")
-    moved = dict(state)
-    for name, offset in zip(names, offsets, strict=True):
-        value = local(state[name])
-        host = buffer[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
-        _bytes(host).copy_(_bytes(value))
-        moved[name] = rewrap(state[name], host)
-    return moved
-
-
-def is_on_host(state: Mapping[str, Tensor], param: Tensor) -> bool:
-    """Whether a state is where `move_to_host` puts it."""
-    value = local(state["exp_avg"])
-    return value.device.type == "cpu" and (not param.is_cuda or not value.numel() or value.is_pinned())
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 # ---- pieces of parameters ----------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ from torch import Tensor
 from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import REMAINDER_DTYPE, resolve_master
 from overcoat.formats.moments import MOMENT_CODES
-from overcoat.host import packed
-from overcoat.kernels.adamw import rows_of
-from overcoat.optim.sharding import check_placements, copy_of, place_state, state_shape, wrap_state
+from overcoat.host import host_buffer, packed
+from overcoat.kernels.adamw import rows_of, state_names
+from overcoat.optim.sharding import check_placements, copy_of, local, place_state, rewrap, state_shape, wrap_state
 from overcoat.recipe import GROUP_SIZES
 
 # Options of a parameter group but the learning rate. By the first three a state is laid out and read.
@@ -63,18 +63,16 @@ def _make_fields(shape: tuple[int, ...], moments: tuple[str, str], master: str, 
     layout = rows_of(shape, group_size)
     per_group = (layout.rows, layout.groups) if len(shape) > 1 else (layout.groups,)
     k_one = EXPONENT_STEPS  # the exponent of an all-zero group: k = 1
-    fields = {"step": Field((), torch.float32), "exp_avg": Field(shape, m_code.dtype)}
-    if m_code.grouped:
-        fields["exp_avg_amax"] = Field(per_group, torch.bfloat16)
-    if m_code.expanded:
-        fields["exp_avg_exponent"] = Field(per_group, torch.uint8, k_one)
-    fields["exp_avg_sq"] = Field(shape, v_code.dtype)
-    if v_code.grouped:
-        fields["exp_avg_sq_scale"] = Field(per_group, torch.int32, k_one if v_code.expanded else 0)
-    remainder = REMAINDER_DTYPE[master]
-    if remainder is not None:
-        fields["remainder"] = Field(shape, remainder)
-    return fields
+    fields = {
+        "step": Field((), torch.float32),
+        "exp_avg": Field(shape, m_code.dtype),
+        "exp_avg_amax": Field(per_group, torch.bfloat16),
+        "exp_avg_exponent": Field(per_group, torch.uint8, k_one),
+        "exp_avg_sq": Field(shape, v_code.dtype),
+        "exp_avg_sq_scale": Field(per_group, torch.int32, k_one if v_code.expanded else 0),
+        "remainder": Field(shape, REMAINDER_DTYPE[master] or torch.int8),
+    }
+    return {name: fields[name] for name in state_names(m_code, v_code, master)}
 
 
 def init_state(param: Tensor, group: Mapping[str, Any], offload: bool = False) -> dict[str, Tensor]:
@@ -85,22 +83,39 @@ def init_state(param: Tensor, group: Mapping[str, Any], offload: bool = False) -
         device = _home(name, param, offload)
         value = torch.full(state_shape(param, field.shape), field.fill, dtype=dtype, device=device)
         state[name] = wrap_state(param, value.view(field.dtype), field.shape)
-    return state
+    return _in_host_buffer(state, param) if offload else state
 
 
 def restore_state(saved: Mapping[str, Tensor], param: Tensor, offload: bool = False) -> dict[str, Tensor]:
     """A copy of a saved state, laid out as the parameter, every tensor with its own dtype and bits."""
-    return {name: place_state(param, value, _home(name, param, offload)) for name, value in saved.items()}
+    state = {name: place_state(param, value, _home(name, param, offload)) for name, value in saved.items()}
+    return _in_host_buffer(state, param) if offload else state
 
 
 def is_elsewhere(state: Mapping[str, Tensor], param: Tensor, offload: bool = False) -> bool:
-    """Whether a state is not on the device of its parameter, or with offload the step count is not."""
-    names = ("step",) if offload else tuple(state)
-    return any(state[name].device != param.device for name in names)
+    """Whether a state is not beside its parameter, or with offload not in page-locked host memory."""
+    if any(local(value).device != _home(name, param, offload) for name, value in state.items()):
+        return True
+    value = local(state["exp_avg"])
+    return offload and param.is_cuda and value.numel() > 0 and not value.is_pinned()
 
 
 def _home(name: str, param: Tensor, offload: bool) -> torch.device:
     return torch.device("cpu") if offload and name != "step" else param.device
+
+
+def _in_host_buffer(state: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
+    """All but the step count in one host buffer, page-locked if `param` is on a GPU."""
+    names = [name for name in state if name != "step"]
+    offsets, size = packed([local(state[name]).nbytes for name in names])
+    buffer = host_buffer(size, param.is_cuda, "the optimizer's states", "AdamW without offload")
+    moved = dict(state)
+    for name, offset in zip(names, offsets, strict=True):
+        value = local(state[name])
+        host = buffer[offset : offset + value.nbytes]
+        host.copy_(value.reshape(-1).view(torch.uint8))
+        moved[name] = rewrap(state[name], host.view(value.dtype).view(value.shape))
+    return moved
 
 
 def bytes_to_offload(param: Tensor, group: Mapping[str, Any]) -> int:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from overcoat import weight_amax
 from overcoat.formats.masters import parameter_key, resolve_master
-from overcoat.kernels.adamw import Hyper, rows_of
+from overcoat.kernels.adamw import Hyper, rows_of, state_names
 from overcoat.kernels.adamw_counters import Counters, StepScalars
 from overcoat.kernels.adamw_step import Plan, StepTensors
 from overcoat.kernels.multi_tensor import Gradients, Sums, gradients_sum_squares
@@ -77,10 +77,10 @@ class StepGroup:
         # time, but gathering takes all of them.
         self.buffered = self.whole or (self.offloaded and not all(map(Tensor.is_contiguous, own)))
         self.tracked_before, self.tracked = weight_amax.count(), self._tracked()
-        names = hyper_of(group, params[0].dtype).state_names
+        hyper = hyper_of(group, params[0].dtype)
         self.tensors = StepTensors(
             params=[buffer_for(param) for param in params] if self.buffered else own,
-            states={name: [local(state[name]) for state in states] for name in names},
+            states={name: [local(state[name]) for state in states] for name in state_names(*hyper.codes, hyper.master)},
             keys=[parameter_key(group["seed"], index) for index in indices],
             first_groups=[self._first_group(param, group["group_size"]) for param in params],
             group_size=group["group_size"],

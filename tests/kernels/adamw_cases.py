@@ -5,7 +5,7 @@ import copy
 import torch
 
 from overcoat.formats.masters import REMAINDER_DTYPE
-from overcoat.kernels.adamw import Hyper
+from overcoat.kernels.adamw import Hyper, state_names
 from overcoat.kernels.adamw_counters import Counters
 from overcoat.kernels.adamw_step import Plan, StepTensors, adamw_step_
 from overcoat.kernels.multi_tensor import Gradients
@@ -70,7 +70,9 @@ def nothing(*args):
 def step_and_find(args, skip, tops):
     """One step by the kernel that finds the maxima of the parameters numbered in `tops`; returns the parameters."""
     (params, grads, states, lr, factor), hyper = args[:SKIP], Hyper(*args[6:14])
-    lists = {name: states[i * len(params) :][: len(params)] for i, name in enumerate(hyper.state_names)}
+    lists = {
+        name: states[i * len(params) :][: len(params)] for i, name in enumerate(state_names(*hyper.codes, hyper.master))
+    }
     plan = Plan(StepTensors(params, lists, *args[14:], hyper.group_size, tops))
     table = Gradients([p.numel() for p in params], params[0].device)
     table.set([g.contiguous() for g in grads])
