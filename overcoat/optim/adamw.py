@@ -23,11 +23,10 @@ from torch import Tensor
 from overcoat.formats.moments import resolve_moments
 from overcoat.optim.offload import SLOTS, OffloadedStepGroup, Staging, check_offload_options
 from overcoat.optim.state import (
-    OPTIONS,
     NotifyingState,
     NotifyingStates,
     bytes_to_offload,
-    check_format,
+    check_groups,
     check_lr,
     check_options,
     check_parameters,
@@ -38,11 +37,11 @@ from overcoat.optim.state import (
     match_saved,
     restore_state,
 )
-from overcoat.optim.step import StepGroup, StepGroups, moved
+from overcoat.optim.step import StepGroup, StepGroups, moved, norm_of
 
 # What a copy of the optimizer takes along besides torch's own.
 ATTRIBUTES = ("check_finite", "clip_grad_norm", "offload", "offload_buffer", "skipped_steps", "grad_norm", "_options")
-_GRAD, _OPTIONS = operator.attrgetter("grad"), operator.itemgetter(*OPTIONS)
+_GRAD = operator.attrgetter("grad")
 
 
 class Release(Protocol):
@@ -63,20 +62,19 @@ class AdamW(torch.optim.Optimizer):
         params: parameters or parameter groups, BF16 or FP32; a group may override any option up to `seed`.
         lr: learning rate, a float or a 0-d tensor (then schedules can change it inside a CUDA graph).
         betas: decay of the two moments.
-        eps: added to sqrt(v). With 0, a gradient below some 1e-18 makes an infinite step on a GPU, where roots of
-            numbers below 2^-126 are 0.
+        eps: added to sqrt(v). With 0, a gradient below 1e-18 makes an infinite step on a GPU, whose roots of denormals
+            are 0.
         weight_decay: decoupled, as in torch.optim.AdamW.
         moments: "8bit" (default), "fp8" (the paper's), "bf16", "fp32", or a pair of codes: `overcoat.formats.moments`.
         master: what is kept beside BF16 parameters: "bf16+8" ("auto"), "bf16+16" or "bf16": `overcoat.formats.masters`.
         group_size: elements that share one maximum: 128, 64, 32 or 16.
         seed: of stochastic rounding; the same seed repeats a run bit for bit.
-        check_finite: skip a step if any gradient is inf or NaN, or so large that its square overflows FP32, and with it
-            v: never below 2^60 = 1.1e18, always from 2^64 on; clipping is too late for those. It costs one more read
-            of the gradients, which clipping needs anyway, and then checks. False trusts the gradients, or GradScaler's
-            own check.
+        check_finite: skip a step if any gradient is inf or NaN, or its square overflows FP32 (never below 2^60, always
+            from 2^64 on). It costs one read of the gradients, which clipping needs anyway. False trusts the gradients,
+            or GradScaler's own check.
         clip_grad_norm: what `step` clips to when it is not told: for trainers that call `step()` themselves.
-        offload: keep moments and remainders in page-locked host memory and stream them through the GPU during the step,
-            bit for bit the same step: `overcoat.optim.offload`. On a CPU they are in host memory anyway.
+        offload: keep moments and remainders in page-locked host memory and stream them through the GPU during the step;
+            the same bits: `overcoat.optim.offload`.
         offload_buffer: bytes of GPU memory that they pass through, in three parts.
 
     Attributes:
@@ -84,8 +82,7 @@ class AdamW(torch.optim.Optimizer):
         grad_norm: 0-d FP32 tensor: norm of all gradients at the last step, unscaled, before clipping; None if unknown.
         release: the handle of `overcoat.release_gradients` while it is in force, else None.
 
-    A gradient that is not contiguous, or on a GPU does not begin at a multiple of 16 bytes, is copied for the step: a
-    model of nothing but such gradients (views into one buffer at odd offsets) needs the memory of all of them again.
+    A gradient that is not contiguous, or on a GPU does not begin at a multiple of 16 bytes, is copied for the step.
 
     Raises:
         ValueError: an option is out of range, at the start or at a later step; a parameter is neither BF16 nor FP32, or
@@ -123,7 +120,7 @@ class AdamW(torch.optim.Optimizer):
         self.offload, self.offload_buffer = offload, offload_buffer
         self.skipped_steps: Optional[Tensor] = None
         self.grad_norm: Optional[Tensor] = None
-        self._options: dict[int, tuple[Any, ...]] = {}  # OPTIONS as they have been checked, by number of the group
+        self._options: dict[int, tuple[Any, ...]] = {}  # as they have been checked, by number of the group
         self._start_fresh()
         super().__init__(params, defaults)
         self._watch()
@@ -211,13 +208,10 @@ class AdamW(torch.optim.Optimizer):
     # ---- state dicts ----------------------------------------------------------------------------------
     # torch casts every state tensor that it loads to the dtype of its parameter, which would destroy the codes, so
     # it loads all but them. Our hooks are next to its own work: users' hooks see whole state dicts and a filled state.
-    #
-    #     load    their pre-hooks | take the states out | torch | put them in  | their post-hooks
-    #     save    their pre-hooks |                       torch | plain copies | their post-hooks
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; offloaded states are copied, since later steps write to theirs while the host goes on."""
-        self._check_groups()
+        check_groups(self.param_groups, self.state, self._options)
         self.wait_for_offload()
         hook = self.register_state_dict_post_hook(make_plain, prepend=True)
         try:
@@ -247,7 +241,7 @@ class AdamW(torch.optim.Optimizer):
             for param, saved in states:
                 self.state[param] = NotifyingState(restore_state(saved, param, self.offload), self._listener)
 
-        self._check_groups()
+        check_groups(self.param_groups, self.state, self._options)
         first = self.register_load_state_dict_pre_hook(take)
         last = self.register_load_state_dict_post_hook(put, prepend=True)
         try:
@@ -259,16 +253,29 @@ class AdamW(torch.optim.Optimizer):
     # ---- inside a step --------------------------------------------------------------------------------
 
     def _step_all(self, max_norm: Optional[float]) -> None:
+        """The step; what multiplies every gradient (FP32) and whether nothing happens (bool) stay on the device."""
         pairs = self._take_gradients()
         if pairs:
             step_groups = [step_group for _, step_group in pairs]
-            factor, skip = self._gradient_factor(step_groups, max_norm)
+            one, never = self.constants(step_groups[0].device)
+            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            factor = one if scale is None else 1.0 / scale.to(one.device, torch.float32)
+            skip = never if found_inf is None else found_inf.to(one.device) != 0
+            self.grad_norm = None
+            if self.check_finite or max_norm is not None:
+                self.grad_norm = norm_of(step_groups, None if scale is None else factor)
+                is_bad = ~(self.grad_norm < math.inf)  # NaN is not below anything
+                skip = is_bad if found_inf is None else skip | is_bad
+                if max_norm is not None:
+                    clip = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+                    factor = clip if scale is None else factor * clip
+            self.count_skipped(skip)
             for group, step_group in pairs:
                 step_group.step(group, factor, skip)
             self.keep_if_captured(step_groups)
 
     def _take_gradients(self) -> list[tuple[dict[str, Any], StepGroup]]:
-        """The step groups of all parameters that have gradients, with these; their states exist afterwards."""
+        """The step groups of all parameters that have gradients, with these."""
         self.begin_step()
         result: list[tuple[dict[str, Any], StepGroup]] = []
         first = 0
@@ -283,26 +290,12 @@ class AdamW(torch.optim.Optimizer):
 
     def begin_step(self) -> None:
         """The mark before every step, and before the first of released gradients."""
-        self._check_groups()
+        check_groups(self.param_groups, self.state, self._options)
         if self.state is not self._watched:  # somebody has assigned another dictionary
             self._drop_step_groups()
             self._watch()
         for staging in self._staging.values():
             staging.begin_step()
-
-    def _check_groups(self) -> None:
-        """ValueError if options were set to what cannot work: states are read by the codes that wrote them."""
-        for number, group in enumerate(self.param_groups):
-            check_lr(group["lr"])
-            new, old = _OPTIONS(group), self._options.get(number)
-            if new != old:
-                has_states = any(self.state.get(param) for param in group["params"])
-                check_options(group)
-                group["moments"] = resolve_moments(group["moments"])
-                if old is not None and has_states:
-                    check_format(group, number, dict(zip(OPTIONS, old, strict=True)))
-                # Lists may be changed in place.
-                self._options[number] = tuple(tuple(x) if isinstance(x, list) else x for x in _OPTIONS(group))
 
     def _drop_step_groups(self) -> None:
         """Keep no state tensors but those in `state`: they are about to change."""
@@ -333,16 +326,14 @@ class AdamW(torch.optim.Optimizer):
     def step_group_of(self, group: dict[str, Any], params: list[Tensor], indices: list[int]) -> StepGroup:
         """A new step group of some parameters of a group, which can be stepped together; their states exist then."""
         states = [self._state_of(group, param, index) for param, index in zip(params, indices, strict=True)]
-        if self.offload:
-            return OffloadedStepGroup(self._staging_on(params[0].device), group, params, indices, states)
-        return StepGroup(group, params, indices, states)
-
-    def _staging_on(self, device: torch.device) -> Staging:
+        if not self.offload:
+            return StepGroup(group, params, indices, states)
+        device = params[0].device
         if device not in self._staging:
             owners = [(param, group) for group in self.param_groups for param in group["params"]]
             needed = sum(bytes_to_offload(param, group) for param, group in owners if param.device == device)
             self._staging[device] = Staging(device, min(self.offload_buffer // SLOTS, needed))
-        return self._staging[device]
+        return OffloadedStepGroup(self._staging[device], group, params, indices, states)
 
     def keep_if_captured(self, step_groups: list[StepGroup], *others: Any) -> None:
         """A graph reads tables by their addresses: keep them, and others, whatever becomes of the step groups."""
@@ -363,29 +354,6 @@ class AdamW(torch.optim.Optimizer):
         if self.skipped_steps is None:
             self.skipped_steps = torch.zeros((), dtype=torch.int32, device=skip.device)
         self.skipped_steps += moved(skip, self.skipped_steps.device)
-
-    def _gradient_factor(self, step_groups: list[StepGroup], max_norm: Optional[float]) -> tuple[Tensor, Tensor]:
-        """(factor, skip): what multiplies every gradient (FP32), and whether this step does nothing (bool); 0-d."""
-        device = step_groups[0].device
-        factor, skip = self.constants(device)
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if grad_scale is not None:
-            factor = 1.0 / grad_scale.to(device, torch.float32)
-        if found_inf is not None:
-            skip = found_inf.to(device) != 0
-        self.grad_norm = None
-        if self.check_finite or max_norm is not None:
-            parts = [moved(step_group.sum_squares(), device) for step_group in step_groups]
-            total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-            norm = total.sqrt() * factor if grad_scale is not None else total.sqrt()
-            self.grad_norm = norm.float()
-            is_bad = ~(self.grad_norm < math.inf)  # NaN is not below anything
-            skip = is_bad if found_inf is None else skip | is_bad
-            if max_norm is not None:
-                clip = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
-                factor = clip if grad_scale is None else factor * clip
-        self.count_skipped(skip)
-        return factor, skip
 
 
 def _check_clipping(clip_grad_norm: Optional[float]) -> None:

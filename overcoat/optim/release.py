@@ -6,11 +6,10 @@
         optimizer.step()                  # marks the end of the step; learning rate schedules go on as ever
         scheduler.step()
 
-Gradients of a whole model cost 2 bytes per BF16 parameter; released, only those that are being worked on exist.
-Completed gradients are collected until they hold `batch_bytes`, or until backward ends, and then stepped by one launch:
-a step for every small parameter would cost the host more time than the whole backward pass. In a layer that `convert`
-made, all gradients of a decoder block are born together, so at least those of one block exist. What moves is bit for
-bit what the ordinary step without clipping moves, with one difference:
+A model's gradients cost 2 bytes per BF16 parameter; released, only those that are being worked on exist. They are
+collected until they hold `batch_bytes`, or until backward ends, and then stepped by one launch: a step for every small
+parameter would cost the host more time than backward. In a layer that `convert` made, all gradients of a block are born
+together, so at least those of one block exist. The bits are those of the ordinary step without clipping, but for this:
 
     ordinary    a gradient that is not finite skips the whole step         skipped_steps counts steps
     released    it skips its own parameter's step: the others have moved   skipped_steps counts parameters' steps
@@ -20,17 +19,15 @@ bit what the ordinary step without clipping moves, with one difference:
 What cannot work is refused with a ValueError:
 
     accumulation        the second micro-batch would find weights that have moved. Refused at the second forward pass of
-                        the model, or, if only backward is repeated, at the first gradient that comes a second time;
-                        a parameter is never stepped twice.
+                        the model, or at the first gradient that comes a second time.
     global clipping     needs all gradients at once. `torch.nn.utils.clip_grad_norm_` cannot be refused: it would see no
                         gradients and do nothing.
-    GradScaler          needs all gradients at once to decide. float16 autocast is refused at the forward pass, a scaler
-                        at `optimizer.step()`.
-    DistributedDataParallel   averages gradients after the hooks used here; FSDP2 (`fully_shard`) calls them at the
-                        right time.
+    GradScaler          needs all gradients to decide. float16 autocast is refused at the forward pass, a scaler at
+                        `optimizer.step()`.
+    DistributedDataParallel   averages gradients after the hooks used here; FSDP2 (`fully_shard`) calls them in time.
 
-Gradient checkpointing works, tied weights work. One combination does not: reentrant checkpointing runs a backward pass
-of its own per segment, so the gradient of a weight shared between segments arrives in parts; the second is refused.
+Gradient checkpointing and tied weights work. Reentrant checkpointing runs a backward pass of its own per segment, so
+the gradient of a weight shared between segments arrives in parts; the second is refused.
 """
 
 from __future__ import annotations
@@ -56,7 +53,6 @@ def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = 
         model: owns all parameters of the optimizer; its forward pass is watched for gradient accumulation.
         optimizer: an `overcoat.AdamW` whose parameters have no gradients yet.
         batch_bytes: completed gradients are stepped when they hold so many bytes; 1 steps every parameter on its own.
-            At most these bytes and the gradients that are completed last are alive beside autograd's own.
 
     Returns:
         A handle; `handle.remove()` goes back to ordinary steps.
@@ -68,7 +64,7 @@ def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = 
 
 
 class Entry(NamedTuple):
-    """A parameter, with the number of its group and its own in the optimizer, and its completed gradient."""
+    """A completed gradient, its parameter, and the numbers of both the parameter and its group in the optimizer."""
 
     group_number: int
     number: int
@@ -83,10 +79,6 @@ class Batch:
         self.raw_stream, self.stream = _raw_stream(device), _current_stream(device)
         self.entries: list[Entry] = []
         self.bytes = 0
-
-    def add(self, entry: Entry) -> None:
-        self.entries.append(entry)
-        self.bytes += shard_bytes(entry.grad)
 
 
 def _current_stream(device: torch.device) -> Optional[torch.cuda.Stream]:
@@ -119,7 +111,7 @@ class GradientRelease:
         self.has_begun = self.has_stepped = False
         self.names = {id(param): name for name, param in model.named_parameters()}
         self.handles = [model.register_forward_pre_hook(self._before_forward)]
-        for number, index, param in _numbered(optimizer):
+        for index, number, param in _numbered(optimizer):
             if param.requires_grad:
                 self.handles.append(param.register_post_accumulate_grad_hook(self._hook(number, index)))
         optimizer.release = self
@@ -137,7 +129,7 @@ class GradientRelease:
 
     def __reduce__(self) -> Any:
         """A copy of the model takes its hooks along, so also this: as a handle that is not in force."""
-        return _removed, ()
+        return object.__new__, (GradientRelease,), {"handles": []}
 
     # ---- called by the optimizer ----------------------------------------------------------------------
 
@@ -157,7 +149,18 @@ class GradientRelease:
         self.taken = set()
         if not self.has_begun:
             return
-        self._report()
+        self.optimizer.grad_norm = None
+        if self.sums:
+            device = self.sums[0].device
+            sums = torch.cat([part.to(device) for part in self.sums])
+            self.optimizer.grad_norm = sums.sum().sqrt().float()
+            self.optimizer.count_skipped((~(sums < math.inf)).sum())
+        self._prepare()
+        self.step_groups, self.used, self.sums = self.used, {}, []
+        self.has_begun = self.has_stepped = False
+
+    def _prepare(self) -> None:
+        """Expect the next step to take its step groups as this one did, and prepare their counts."""
         by_group: dict[Any, list[StepGroup]] = {}
         for key, step_group in self.used.items():
             if step_group.on_kernel:
@@ -169,8 +172,6 @@ class GradientRelease:
                 self.next_steps[group_key] = NextStep(counters)
         for next_step in self.next_steps.values():
             next_step.is_current = None
-        self.step_groups, self.used, self.sums = self.used, {}, []
-        self.has_begun = self.has_stepped = False
 
     def drop_pending(self) -> None:
         """Forget gradients that have been collected and not used: backward has failed."""
@@ -180,16 +181,6 @@ class GradientRelease:
         """Keep no state tensors: they are about to change."""
         self._count_steps()
         self.step_groups, self.used, self.next_steps = {}, {}, {}
-
-    def _report(self) -> None:
-        """`grad_norm` and `skipped_steps` of the step that ends."""
-        optimizer = self.optimizer
-        optimizer.grad_norm = None
-        if self.sums:
-            device = self.sums[0].device
-            sums = torch.cat([part.to(device) for part in self.sums])
-            optimizer.grad_norm = sums.sum().sqrt().float()
-            optimizer.count_skipped((~(sums < math.inf)).sum())
 
     # ---- hooks ----------------------------------------------------------------------------------------
 
@@ -239,10 +230,7 @@ class GradientRelease:
                 "was one pass: segments under reentrant checkpointing share this weight; use_reentrant=False)"
             )
         self.taken.add(index)
-        self._collect(Entry(number, index, param, grad))
-
-    def _collect(self, entry: Entry) -> None:
-        device = entry.grad.device
+        device = grad.device
         in_backward = torch._C._current_graph_task_id() != -1
         batch = self.batches.get(device)
         if batch is not None and batch.raw_stream != _raw_stream(device):
@@ -252,7 +240,8 @@ class GradientRelease:
             batch = self.batches[device] = Batch(device)
             if in_backward:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-        batch.add(entry)
+        batch.entries.append(Entry(number, index, param, grad))
+        batch.bytes += shard_bytes(grad)
         if batch.bytes >= self.batch_bytes or not in_backward:
             self._step_batch(device)
 
@@ -292,20 +281,19 @@ class GradientRelease:
             group = self.optimizer.param_groups[kind[0]]
             step_group = self._step_group(kind, group, of_kind)
             step_group.take_gradients([entry.grad for entry in of_kind])
-            ready, next_step = None, self.next_steps.get((kind[0], step_group.device))
+            factor, skip = self.optimizer.constants(step_group.device)
+            prepared, next_step = None, self.next_steps.get((kind[0], step_group.device))
             if next_step is not None and step_group.fused():
                 if next_step.is_current is None:  # the first of this step
-                    lr, hyper = scalar_on(group["lr"], step_group.device), hyper_of(group, step_group.dtype)
-                    next_step.compute(lr, hyper)
-                ready = next_step.parts.get(step_group) if next_step.is_current else None
-            factor, skip = self.optimizer.constants(step_group.device)
+                    next_step.compute(scalar_on(group["lr"], step_group.device), hyper_of(group, step_group.dtype))
+                prepared = next_step.parts.get(step_group) if next_step.is_current else None
             if self.optimizer.check_finite:
-                squares, skip = step_group.sums_of_squares(None if ready is None else ready.sums)
+                squares, skip = step_group.sums_of_squares(None if prepared is None else prepared.sums)
                 self.sums.append(squares)
-            if next_step is not None and ready is not None:
-                skip = next_step.take(ready, skip)
-            step_group.step(group, factor, skip, None if ready is None else ready.scalars)
-            self.optimizer.keep_if_captured([step_group], ready, next_step)
+            if next_step is not None and prepared is not None:
+                skip = next_step.take(prepared, skip)
+            step_group.step(group, factor, skip, None if prepared is None else prepared.scalars)
+            self.optimizer.keep_if_captured([step_group], prepared, next_step)
 
     def _step_group(self, kind: Any, group: dict[str, Any], entries: list[Entry]) -> StepGroup:
         indices = [entry.number for entry in entries]
@@ -324,15 +312,9 @@ class GradientRelease:
 
 
 def _numbered(optimizer: AdamW) -> list[tuple[int, int, Tensor]]:
-    """(number of the group, index through all groups, parameter)."""
+    """(index through all groups, number of the group, parameter)."""
     of_groups = [(number, param) for number, group in enumerate(optimizer.param_groups) for param in group["params"]]
-    return [(number, index, param) for index, (number, param) in enumerate(of_groups)]
-
-
-def _removed() -> GradientRelease:
-    handle = GradientRelease.__new__(GradientRelease)
-    handle.handles = []
-    return handle
+    return [(index, number, param) for index, (number, param) in enumerate(of_groups)]
 
 
 def _check_clipping(clip_grad_norm: Optional[float]) -> None:
@@ -367,7 +349,7 @@ def _check(model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
                 "on stepping; call remove() of its handle"
             )
     owned = {id(param) for param in model.parameters()}
-    for _, index, param in _numbered(optimizer):
+    for index, _, param in _numbered(optimizer):
         if id(param) not in owned:
             raise ValueError(
                 f"release_gradients: parameter {index} of the optimizer, of shape {tuple(param.shape)}, is not in the "

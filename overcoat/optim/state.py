@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import REMAINDER_DTYPE, resolve_master
-from overcoat.formats.moments import MOMENT_CODES
+from overcoat.formats.moments import MOMENT_CODES, resolve_moments
 from overcoat.host import host_buffer, packed
 from overcoat.kernels.adamw import rows_of, state_names
 from overcoat.optim.sharding import check_placements, copy_of, local, place_state, rewrap, state_shape, wrap_state
@@ -36,6 +37,7 @@ from overcoat.recipe import GROUP_SIZES
 # Options of a parameter group but the learning rate. By the first three a state is laid out and read.
 OPTIONS = ("moments", "master", "group_size", "betas", "eps", "weight_decay", "seed")
 FORMAT_OPTIONS = OPTIONS[:3]
+_options_of = operator.itemgetter(*OPTIONS)
 
 
 class Field(NamedTuple):
@@ -166,14 +168,29 @@ def _is_within(value: Any, upper: float) -> bool:
     return hasattr(value, "__float__") and bool(0.0 <= value < upper)
 
 
-def check_format(group: Mapping[str, Any], number: int, before: Mapping[str, Any]) -> None:
-    """ValueError if an option by which the states of a group are read is not what it was before."""
-    for option in FORMAT_OPTIONS:
-        if group[option] != before[option]:
-            raise ValueError(
-                f"param_groups[{number}][{option!r}] is {group[option]!r}, but its states are kept under "
-                f"{before[option]!r}; set it back, or start anew after optimizer.state.clear()"
-            )
+def check_groups(
+    groups: Sequence[dict[str, Any]], states: Mapping[Any, Any], known: dict[int, tuple[Any, ...]]
+) -> None:
+    """ValueError if options were set to what cannot work: states are read by the codes that wrote them.
+
+    known: options as they have been checked, by number of the group; brought up to date.
+    """
+    for number, group in enumerate(groups):
+        check_lr(group["lr"])
+        new, old = _options_of(group), known.get(number)
+        if new == old:
+            continue
+        check_options(group)
+        group["moments"] = resolve_moments(group["moments"])
+        has_states = old is not None and any(states.get(param) for param in group["params"])
+        for option, before in zip(FORMAT_OPTIONS, old or (), strict=False):
+            if has_states and group[option] != before:
+                raise ValueError(
+                    f"param_groups[{number}][{option!r}] is {group[option]!r}, but its states are kept under "
+                    f"{before!r}; set it back, or start anew after optimizer.state.clear()"
+                )
+        # Lists may be changed in place.
+        known[number] = tuple(tuple(x) if isinstance(x, list) else x for x in _options_of(group))
 
 
 def check_parameters(params: Sequence[Any], master: str) -> None:

@@ -203,6 +203,13 @@ class StepGroup:
         self.tensors.call_op(grads, lr, factor, skip, hyper)
 
 
+def norm_of(step_groups: Sequence[StepGroup], factor: Optional[Tensor]) -> Tensor:
+    """Norm of all their gradients times the factor, 0-d FP32 on the first one's device."""
+    parts = [moved(step_group.sum_squares(), step_groups[0].device) for step_group in step_groups]
+    norm = (parts[0] if len(parts) == 1 else torch.stack(parts).sum()).sqrt()
+    return (norm if factor is None else norm * factor).float()
+
+
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on `device`; where it is there already, in a third of the time of `Tensor.to`."""
     return tensor if tensor.device == device else tensor.to(device)

@@ -451,7 +451,7 @@ def test_a_step_that_fails_holds_no_gradients(monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(AdamW, "_gradient_factor", fail)
+        patch.setattr("overcoat.optim.adamw.norm_of", fail)
         for param in params:
             param.grad = torch.ones_like(param)
         gradients = [weakref.ref(param.grad.untyped_storage()) for param in params]
