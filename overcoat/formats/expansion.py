@@ -21,9 +21,6 @@ overflows): k16 = floor(16 k) in 1..255. The paper's code keeps three FP32 numbe
     denormal M              counts as 0 (it takes gradients below 1e-19 to make such a v)
     v > 0                   never stored as 0 (m / (sqrt(v) + eps) would explode): see `overcoat.formats.moments`
 
-Everything here is plain PyTorch on FP32; `overcoat.kernels.hardware` says where a GPU's last bit may differ from a
-CPU's.
-
 Legend: R rows, n groups of a row, G group size; groups are (R, n, G), their statistics (R, n, 1), both FP32.
 """
 
@@ -41,10 +38,7 @@ from overcoat.kernels.hardware import exp2, log2, reciprocal
 EXPONENT_STEPS = 16
 # log2 of the dynamic range that a format offers: its maximum over its smallest positive value.
 FORMAT_RANGE_LOG2 = {fmt.name: math.log2(fmt.max / fmt.tiny) for fmt in (E4M3, E5M2)}
-# Beyond these maxima the reciprocal leaves FP32's normal range.
-SMALL_AMAX, LARGE_AMAX = 2.0**-62, 2.0**62
 SMALLEST_NORMAL = 2.0**-126
-SMALL_SCALE, LARGE_SCALE = 2.0**64, 2.0**-64
 
 
 def smallest_positive(groups: Tensor) -> Tensor:
@@ -56,16 +50,11 @@ def smallest_positive(groups: Tensor) -> Tensor:
 def normalize(x: Tensor, amax: Tensor) -> Tensor:
     """x / amax, for any positive FP32 amax including denormals; 0 where amax is 0.
 
-    One division per group, one or two multiplications per element: y = (x * s) * (1 / (amax * s)).
+    One division per group, one or two multiplications per element: (x * s) * (1 / (amax * s)), where s is 1 unless
+    1 / amax could overflow or be denormal.
     """
-    scale, inverse = normalizer(amax)
-    return (x * scale) * inverse
-
-
-def normalizer(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """(s, 1 / (amax * s)) of `normalize`: s = 2^64 or 2^-64 where 1 / amax could overflow or be denormal, else 1."""
-    scale = torch.where(amax < SMALL_AMAX, SMALL_SCALE, torch.where(amax > LARGE_AMAX, LARGE_SCALE, 1.0))
-    return scale, torch.where(amax > 0, reciprocal(amax * scale), 0.0)
+    scale = torch.where(amax < 2.0**-62, 2.0**64, torch.where(amax > 2.0**62, 2.0**-64, 1.0))
+    return (x * scale) * torch.where(amax > 0, reciprocal(amax * scale), 0.0)
 
 
 def exponent_of_range(amax: Tensor, smallest: Tensor, format_range_log2: float) -> Tensor:
@@ -87,14 +76,9 @@ def reference_log2(amax: Tensor) -> Tensor:
     return torch.where(amax >= SMALLEST_NORMAL, log2(amax), 0.0)
 
 
-def exponent_value(k16: Tensor) -> Tensor:
-    """k in FP32 from its stored byte."""
-    return k16.float() * (1.0 / EXPONENT_STEPS)
-
-
 def expand(x: Tensor, amax: Tensor, k16: Tensor) -> Tensor:
     """sign(x) |x / amax|^k, in [-1, 1]: 0 stays 0 and amax becomes exactly 1."""
-    return torch.copysign(exp2((log2(x.abs()) - reference_log2(amax)) * exponent_value(k16)), x)
+    return torch.copysign(exp2((log2(x.abs()) - reference_log2(amax)) * (k16.float() * (1.0 / EXPONENT_STEPS))), x)
 
 
 def contract(z: Tensor, k16: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ REMAINDER_DTYPE = {"bf16+8": torch.int8, "bf16+16": torch.int16, "bf16": None, "
 # How many random bits rounding consumes.
 RANDOM_BITS = {"bf16+8": 8, "bf16+16": 0, "bf16": 16, "fp32": 0}
 
-GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: consecutive multiples are spread evenly
+# 2^32 / golden ratio, 0x9E3779B9, as int32: consecutive multiples are spread evenly.
+GOLDEN = -1640531527
 _NAN = 0x7FC00000
 
 
@@ -129,7 +130,7 @@ def group_bits(key: int, step: Tensor, group: Tensor) -> Tensor:
         step: 0-d, the step that is being taken.
         group: int32, any shape: numbers of groups in the unsharded parameter.
     """
-    return mix(mix(key + step.to(torch.int32) * _wrap(GOLDEN)) ^ group)
+    return mix(mix(key + step.to(torch.int32) * GOLDEN) ^ group)
 
 
 def random_bits(group: Tensor, group_size: int, bits: int) -> Tensor:
@@ -145,5 +146,5 @@ def random_bits(group: Tensor, group_size: int, bits: int) -> Tensor:
     """
     lane = torch.arange(group_size, dtype=torch.int32, device=group.device)
     sharing = 32 // bits
-    x = mix(group.unsqueeze(-1) + lane.div(sharing, rounding_mode="floor") * _wrap(GOLDEN))
+    x = mix(group.unsqueeze(-1) + lane.div(sharing, rounding_mode="floor") * GOLDEN)
     return (x >> lane % sharing * bits) & ((1 << bits) - 1)

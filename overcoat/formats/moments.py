@@ -89,19 +89,21 @@ class MomentCode:
         return self.base not in ("bf16", "fp32")
 
 
-_DTYPES = {
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "de8": torch.uint8,
-    "sqrt8": torch.int8,
-    "log8": torch.uint8,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
+MOMENT_CODES = {
+    code.name: code
+    for code in (
+        MomentCode("e4m3", "e4m3", False, torch.float8_e4m3fn),
+        MomentCode("e5m2", "e5m2", False, torch.float8_e5m2),
+        MomentCode("de8", "de8", False, torch.uint8),
+        MomentCode("sqrt8", "sqrt8", False, torch.int8),
+        MomentCode("log8", "log8", False, torch.uint8),
+        MomentCode("bf16", "bf16", False, torch.bfloat16),
+        MomentCode("fp32", "fp32", False, torch.float32),
+        MomentCode("e4m3x", "e4m3", True, torch.float8_e4m3fn),
+        MomentCode("e5m2x", "e5m2", True, torch.float8_e5m2),
+        MomentCode("de8x", "de8", True, torch.uint8),
+    )
 }
-EXPANDABLE = ("e4m3", "e5m2", "de8")
-
-MOMENT_CODES = {base: MomentCode(base, base, False, dtype) for base, dtype in _DTYPES.items()}
-MOMENT_CODES |= {base + "x": MomentCode(base + "x", base, True, _DTYPES[base]) for base in EXPANDABLE}
 
 # Names of pairs (code of m, code of v).
 MOMENTS = {
@@ -151,7 +153,10 @@ def encode_first(groups: Tensor, code: MomentCode, random: Optional[Tensor] = No
     """
     if not code.grouped:
         return Encoded(groups.to(code.dtype))
-    exact, stored = maximum_of_first(groups, random)
+    # The maximum of each group, finite, exact and as it is stored.
+    bits = _maximum(groups.abs()).view(torch.int32).clamp(max=BFLOAT16_MAX)
+    rounded = bits + (0x8000 if random is None else random.unsqueeze(-1) & 0xFFFF)
+    exact, stored = bits.view(torch.float32), (rounded & ~0xFFFF).view(torch.float32)
     amax = stored.bfloat16()
     if code.base == "sqrt8":
         return Encoded(_encode_first_sqrt8(groups, stored, random), amax.squeeze(-1))
@@ -163,13 +168,6 @@ def encode_first(groups: Tensor, code: MomentCode, random: Optional[Tensor] = No
         y = normalize(groups, exact)
     codes = _encode_unit(y, code.base, signed=True)
     return Encoded(codes, amax.squeeze(-1), None if shape is None else shape.squeeze(-1))
-
-
-def maximum_of_first(groups: Tensor, random: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
-    """The maximum M of each group of m, finite, exact and as it is stored, FP32 (R, n, 1); random: `encode_first`."""
-    bits = _maximum(groups.abs()).view(torch.int32).clamp(max=BFLOAT16_MAX)
-    rounded = bits + (0x8000 if random is None else random.unsqueeze(-1) & 0xFFFF)
-    return bits.view(torch.float32), (rounded & ~0xFFFF).view(torch.float32)
 
 
 def _maximum(groups: Tensor) -> Tensor:

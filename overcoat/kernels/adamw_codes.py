@@ -6,6 +6,7 @@ where `fma` says so and nowhere else. A tile is (GROUPS, G) FP32, a group's stat
 
 from __future__ import annotations
 
+from overcoat.formats import log8, masters, moments
 from overcoat.kernels.instructions import (
     add_remainder,
     byte_of,
@@ -24,11 +25,12 @@ from overcoat.kernels.instructions import (
 )
 from overcoat.kernels.language import tl, triton
 
-_ROUND: tl.constexpr = tl.constexpr(12582912.0)  # `log8.ROUND`
-_FIXED: tl.constexpr = tl.constexpr(49152.0)  # `moments.FIXED`
-_SMALLEST: tl.constexpr = tl.constexpr((1 / 127) ** 2)  # `moments.SQRT8_SMALLEST`
-_DITHERED: tl.constexpr = tl.constexpr((16 / 127) ** 2)  # `moments.SQRT8_DITHERED`
-_GOLDEN: tl.constexpr = tl.constexpr(-1640531527)  # 0x9E3779B9
+_ROUND = tl.constexpr(log8.ROUND)
+_FIXED = tl.constexpr(moments.FIXED)
+_SMALLEST = tl.constexpr(moments.SQRT8_SMALLEST)
+_DITHERED = tl.constexpr(moments.SQRT8_DITHERED)
+_GOLDEN = tl.constexpr(masters.GOLDEN)
+_TINY = tl.constexpr(moments.FLOAT32_TINY)
 
 
 @triton.jit
@@ -49,7 +51,7 @@ def copysign(magnitude, sign):
 @triton.jit
 def reference_log2(amax):
     """`expansion.reference_log2`."""
-    return tl.where(amax >= 1.1754943508222875e-38, log2(amax), 0.0)
+    return tl.where(amax >= _TINY, log2(amax), 0.0)
 
 
 @triton.jit
@@ -140,7 +142,7 @@ def decay_second(codes, packed, beta, addend, table, CODE: tl.constexpr, EXPANDE
 @triton.jit
 def encode_sqrt8(x, amax, smallest, addend):
     """`moments._encode_sqrt8`, int8."""
-    factor = tl.where(amax >= 1.1754943508222875e-38, reciprocal(sqrt(amax)) * 127.0, 0.0)
+    factor = tl.where(amax >= _TINY, reciprocal(sqrt(amax)) * 127.0, 0.0)
     return second_byte(fma(signed_root(x, smallest[:, None]), factor[:, None], addend))
 
 
