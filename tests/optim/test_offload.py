@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overcoat import AdamW, memory, release_gradients
+from overcoat import AdamW, memory
 from overcoat.host import ALIGNMENT, packed
 from overcoat.kernels.adamw import rows_of
 from overcoat.kernels.adamw_step import StepTensors
@@ -47,7 +47,7 @@ def chunks_of(optimizer):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_offloaded_steps_equal_ordinary_ones_bit_for_bit(kind, dtype, buffer, device):
-    """Clipped, with parameters that have no gradient at some steps."""
+    """Clipped, one step skipped, with parameters that have no gradient at some steps."""
     ordinary = make(device, dtype, offloaded=False, **KINDS[kind])
     offloaded = make(device, dtype, buffer=buffer, **KINDS[kind])
     for step in range(4):
@@ -55,7 +55,10 @@ def test_offloaded_steps_equal_ordinary_ones_bit_for_bit(kind, dtype, buffer, de
             set_grads(params, step)
             if step == 1:
                 params[3].grad = None
+            if step == 2:
+                params[4].grad[0, 3] = torch.inf
             optimizer.step(clip_grad_norm=0.5)
+            assert optimizer.skipped_steps.item() == (step > 1)
     assert_same_bits(snapshot(*ordinary), snapshot(*offloaded))
     torch.testing.assert_close(ordinary[1].grad_norm, offloaded[1].grad_norm, rtol=0, atol=0)
     assert (len(chunks_of(offloaded[1])) > 2) == (buffer == SMALL)  # one for each group at least
@@ -148,35 +151,6 @@ def test_non_contiguous_parameters(device):
         train([param], optimizer, 3)
         assert not param.is_contiguous()
         runs.append(snapshot([param], optimizer))
-    assert_same_bits(*runs)
-
-
-def test_grad_scaler(device):
-    runs = [make(device, torch.float32, offloaded) for offloaded in (False, True)]
-    for params, optimizer in runs:
-        scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=1000)
-        for factor in (1.0, 2.0, torch.inf):
-            scaler.scale(sum((p * p).sum() * factor for p in params)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        assert optimizer.skipped_steps.item() == 1
-    assert_same_bits(snapshot(*runs[0]), snapshot(*runs[1]))
-
-
-def test_released_gradients(device):
-    runs = []
-    for offloaded in (False, True):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(96, 200), torch.nn.GELU(), torch.nn.Linear(200, 96))
-        model = model.to(device, torch.bfloat16)
-        optimizer = AdamW(model.parameters(), lr=1e-2, offload=offloaded, offload_buffer=SMALL)
-        release_gradients(model, optimizer, batch_bytes=4000)
-        for step in range(3):
-            x = torch.randn(8, 96, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
-            model(x).float().square().mean().backward()
-            optimizer.step()
-        runs.append(snapshot(list(model.parameters()), optimizer))
     assert_same_bits(*runs)
 
 
