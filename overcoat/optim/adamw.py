@@ -20,16 +20,13 @@ from typing import Any, Callable, Iterable, Mapping, Optional, Protocol, Union
 import torch
 from torch import Tensor
 
-from overcoat.formats.moments import resolve_moments
 from overcoat.optim.offload import SLOTS, OffloadedStepGroup, Staging, check_offload_options
 from overcoat.optim.state import (
     NotifyingState,
     NotifyingStates,
     bytes_to_offload,
     check_groups,
-    check_lr,
-    check_options,
-    check_parameters,
+    check_new_group,
     check_state,
     init_state,
     is_elsewhere,
@@ -47,7 +44,7 @@ _GRAD = operator.attrgetter("grad")
 class Release(Protocol):
     """The handle of `overcoat.release_gradients`, as the optimizer and trainers use it."""
 
-    has_stepped: bool
+    has_stepped: bool  # whether a parameter may have moved since the last `optimizer.step()` or `zero_grad()`
 
     def check_step(self, clip_grad_norm: Optional[float]) -> None: ...
     def end_step(self) -> None: ...
@@ -155,15 +152,7 @@ class AdamW(torch.optim.Optimizer):
         """Add a group after checking its options and its parameters."""
         if self.release is not None:
             raise ValueError("add_param_group: release_gradients would not see the new parameters; remove() its handle")
-        group = {**self.defaults, **param_group}
-        check_lr(group["lr"])
-        check_options(group)
-        param_group["moments"] = resolve_moments(group["moments"])
-        if isinstance(param_group["params"], Tensor):
-            param_group["params"] = [param_group["params"]]
-        if not isinstance(param_group["params"], set):  # which torch refuses: it has no order
-            param_group["params"] = list(param_group["params"])
-            check_parameters(param_group["params"], group["master"])
+        check_new_group(param_group, self.defaults)
         super().add_param_group(param_group)
         self._drop_step_groups()
         self.wait_for_offload()

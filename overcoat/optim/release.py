@@ -47,15 +47,12 @@ from overcoat.optim.step import StepGroup, hyper_of, kind_of, scalar_on
 
 
 def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = 32 * 2**20) -> GradientRelease:
-    """Step every parameter of `optimizer` inside the backward pass from now on; see the module's text.
+    """Step every parameter of `optimizer` inside the backward pass, until `remove()` of the handle is called.
 
     Args:
         model: owns all parameters of the optimizer; its forward pass is watched for gradient accumulation.
         optimizer: an `overcoat.AdamW` whose parameters have no gradients yet.
         batch_bytes: completed gradients are stepped when they hold so many bytes; 1 steps every parameter on its own.
-
-    Returns:
-        A handle; `handle.remove()` goes back to ordinary steps.
 
     Raises:
         ValueError: what was passed cannot work; nothing has been changed.
@@ -91,11 +88,7 @@ def _raw_stream(device: torch.device) -> int:
 
 
 class GradientRelease:
-    """The handle of `release_gradients`: the hooks, and what has happened since the last `optimizer.step()`.
-
-    Attributes:
-        has_stepped: whether a parameter may have moved since the last `optimizer.step()` or `zero_grad()`.
-    """
+    """The handle of `release_gradients`: the hooks, and what has happened since the last `optimizer.step()`."""
 
     def __init__(self, model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
         _check(model, optimizer, batch_bytes)
@@ -278,8 +271,13 @@ class GradientRelease:
         for entry in entries:
             kinds.setdefault((entry.group_number, *kind_of(entry.param, entry.grad)), []).append(entry)
         for kind, of_kind in kinds.items():
-            group = self.optimizer.param_groups[kind[0]]
-            step_group = self._step_group(kind, group, of_kind)
+            group, indices = self.optimizer.param_groups[kind[0]], [entry.number for entry in of_kind]
+            key = (*kind, *indices)
+            step_group = self.step_groups.get(key)
+            if step_group is None or not step_group.holds():
+                step_group = self.optimizer.step_group_of(group, [entry.param for entry in of_kind], indices)
+            self.step_groups[key] = self.used[key] = step_group
+            self.has_stepped = True
             step_group.take_gradients([entry.grad for entry in of_kind])
             factor, skip = self.optimizer.constants(step_group.device)
             prepared, next_step = None, self.next_steps.get((kind[0], step_group.device))
@@ -294,17 +292,6 @@ class GradientRelease:
                 skip = next_step.take(prepared, skip)
             step_group.step(group, factor, skip, None if prepared is None else prepared.scalars)
             self.optimizer.keep_if_captured([step_group], prepared, next_step)
-
-    def _step_group(self, kind: Any, group: dict[str, Any], entries: list[Entry]) -> StepGroup:
-        indices = [entry.number for entry in entries]
-        key = (*kind, *indices)
-        step_group = self.step_groups.get(key)
-        if step_group is None or not step_group.holds():
-            step_group = self.optimizer.step_group_of(group, [entry.param for entry in entries], indices)
-            self.step_groups[key] = step_group
-        self.used[key] = step_group
-        self.has_stepped = True
-        return step_group
 
     def _count_steps(self) -> None:
         for next_step in self.next_steps.values():

@@ -193,11 +193,18 @@ def check_groups(
         known[number] = tuple(tuple(x) if isinstance(x, list) else x for x in _options_of(group))
 
 
-def check_parameters(params: Sequence[Any], master: str) -> None:
-    """ValueError if a parameter, or (name, parameter), of a new group cannot be stepped."""
+def check_new_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """ValueError if an option or a parameter of a new group cannot work; its moments become a pair, params a list."""
+    options = {**defaults, **group}
+    check_lr(options["lr"])
+    check_options(options)
+    group["moments"] = resolve_moments(options["moments"])
+    if isinstance(group["params"], set):  # which torch refuses: it has no order
+        return
+    group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     seen: set[int] = set()
-    for entry in params:
-        param = entry[1] if isinstance(entry, tuple) else entry
+    for entry in group["params"]:
+        param = entry[1] if isinstance(entry, tuple) else entry  # or (name, parameter)
         if isinstance(param, Tensor):  # for anything else torch has a message
             if id(param) in seen:
                 raise ValueError(
@@ -205,7 +212,7 @@ def check_parameters(params: Sequence[Any], master: str) -> None:
                     "every parameter once"
                 )
             seen.add(id(param))
-            resolve_master(master, param.dtype)
+            resolve_master(options["master"], param.dtype)
             check_placements(param)
 
 

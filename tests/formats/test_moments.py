@@ -87,13 +87,6 @@ def test_positive_v_is_never_stored_as_zero_and_zero_always_is(name, low):
     assert decoded.isfinite().all()
 
 
-@pytest.mark.parametrize("name", SECOND)
-def test_v_decodes_positive_over_any_sane_range(name):
-    """Twenty octaves in one group: beyond what training shows."""
-    v = torch.exp2(torch.linspace(-40, -20, 128)).view(1, 1, 128)
-    assert (second(v, name) > 0).all()
-
-
 @pytest.mark.parametrize("name", FIRST)
 @pytest.mark.parametrize("value", [0.0, 1.0, -3e-30, 1e-41, 2.0**127])
 def test_constant_groups_of_m_decode_to_their_stored_maximum(name, value):

@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from overcoat import AdamW, release_gradients
+from tests.optim import harness
+from tests.optim.harness import assert_same_bits
 from tests.waits import waiting_is_an_error
 
 WIDTH = 24
@@ -52,6 +54,12 @@ def loss_of(model, step):
     return model(tokens.to(model.head.weight.device))
 
 
+def released(batch_bytes=2**25, **options):
+    """A model, its optimizer and the handle of its released gradients."""
+    model, optimizer = make_pair(**options)
+    return model, optimizer, release_gradients(model, optimizer, batch_bytes=batch_bytes)
+
+
 def train(model, optimizer, steps=4):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.7**step)
     for step in range(steps):
@@ -62,17 +70,7 @@ def train(model, optimizer, steps=4):
 
 
 def snapshot(model, optimizer):
-    if optimizer.offload and torch.cuda.is_available():
-        torch.cuda.synchronize()  # states are on their way to host memory
-    states = [optimizer.state[p] for p in model.parameters()]
-    return [p.detach().clone() for p in model.parameters()] + [v.clone() for s in states for v in s.values()]
-
-
-def same_bits(left, right):
-    def bits(x):
-        return x.reshape(-1).view(torch.uint8)
-
-    return len(left) == len(right) and all(torch.equal(bits(a), bits(b)) for a, b in zip(left, right))
+    return harness.snapshot(model.parameters(), optimizer)
 
 
 @pytest.mark.parametrize(("reentrant", "batch_bytes"), [(None, 1), (False, 3000), (True, 2**25)])
@@ -84,7 +82,7 @@ def test_released_steps_equal_ordinary_ones_bit_for_bit(dtype, moments, reentran
     release_gradients(released, optimizer, batch_bytes=batch_bytes)
     train(released, optimizer)
     train(plain, ordinary)
-    assert same_bits(snapshot(released, optimizer), snapshot(plain, ordinary))
+    assert_same_bits(snapshot(released, optimizer), snapshot(plain, ordinary))
     assert all(optimizer.state[p]["step"] == 4 for p in released.parameters())
     torch.testing.assert_close(optimizer.grad_norm, ordinary.grad_norm, rtol=1e-6, atol=0)
     assert optimizer.skipped_steps == 0
@@ -133,15 +131,14 @@ def test_remove_gives_back_the_ordinary_step():
     train(plain, ordinary, 2)
     loss_of(plain, 9).backward()
     ordinary.step(clip_grad_norm=1e-3)
-    assert same_bits(snapshot(model, optimizer), snapshot(plain, ordinary))
+    assert_same_bits(snapshot(model, optimizer), snapshot(plain, ordinary))
     optimizer.zero_grad()
     release_gradients(model, optimizer)
 
 
 def test_what_nobody_holds_any_more_is_freed():
     """Also without `remove()`: a notebook's next model needs the memory."""
-    model, optimizer = make_pair()
-    release_gradients(model, optimizer)
+    model, optimizer = released()[:2]  # the handle is not held either
     train(model, optimizer, steps=2)
     states = weakref.ref(optimizer.state[model.head.weight]["exp_avg"])
     weight, owner = weakref.ref(model.norm.weight), weakref.ref(optimizer)
@@ -153,8 +150,7 @@ def test_what_nobody_holds_any_more_is_freed():
 
 
 def test_parameters_that_outlive_model_and_optimizer_keep_their_gradients():
-    model, optimizer = make_pair()
-    release_gradients(model, optimizer)
+    model, optimizer = released()[:2]  # the handle is not held either
     weight = model.norm.weight
     del model, optimizer
     gc.collect()
@@ -177,7 +173,7 @@ def test_other_batches_than_last_time(offloaded, device):
             optimizer.step()
             optimizer.zero_grad()
             model.blocks.requires_grad_(True)
-    assert same_bits(snapshot(*runs[0]), snapshot(*runs[1]))
+    assert_same_bits(snapshot(*runs[0]), snapshot(*runs[1]))
     steps = [int(runs[0][1].state[p]["step"]) for p in (runs[0][0].norm.bias, runs[0][0].head.weight)]
     assert steps == [5, 8]
 
@@ -195,8 +191,7 @@ class Broken(torch.autograd.Function):
 @pytest.mark.parametrize("then", ["zero_grad", "step"])
 def test_gradients_of_a_backward_pass_that_failed(then):
     """zero_grad forgets what was collected, step uses it; in neither case is anything left for later."""
-    model, optimizer = make_pair()
-    release_gradients(model, optimizer)
+    model, optimizer, _ = released()
     train(model, optimizer, 1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     x = Broken.apply(model.embedding(torch.arange(9)))
@@ -213,8 +208,7 @@ def test_gradients_of_a_backward_pass_that_failed(then):
 
 
 def test_a_non_finite_gradient_skips_its_own_parameter_only():
-    model, optimizer = make_pair()
-    release_gradients(model, optimizer)
+    model, optimizer, _ = released()
     train(model, optimizer, 1)
     before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state[model.norm.weight])
     model.norm.weight.register_hook(lambda grad: grad * torch.inf)
@@ -229,8 +223,7 @@ def test_a_non_finite_gradient_skips_its_own_parameter_only():
 
 
 def test_step_groups_are_kept_for_the_same_batches():
-    model, optimizer = make_pair()
-    handle = release_gradients(model, optimizer, batch_bytes=8000)
+    model, optimizer, handle = released(8000)
     train(model, optimizer, 1)
     first = dict(handle.step_groups)
     train(model, optimizer, 1)
@@ -251,8 +244,7 @@ def test_step_groups_are_kept_for_the_same_batches():
 
 
 def test_unchecked_gradients_have_no_norm():
-    model, optimizer = make_pair(check_finite=False)
-    release_gradients(model, optimizer)
+    model, optimizer, _ = released(check_finite=False)
     train(model, optimizer, 1)
     assert optimizer.grad_norm is None
     assert optimizer.state[model.norm.bias]["step"] == 1
@@ -263,36 +255,30 @@ def test_unchecked_gradients_have_no_norm():
 
 @pytest.mark.parametrize("mark", ["step", "zero_grad"])
 def test_accumulation_is_refused_at_the_second_forward(mark):
-    model, optimizer = make_pair()
-    release_gradients(model, optimizer)
+    model, optimizer, _ = released()
     loss_of(model, 0).backward()
     before = snapshot(model, optimizer)
     with pytest.raises(ValueError, match=r"accumulation.*optimizer\.step\(\)"):
         loss_of(model, 1)
     with torch.no_grad():
         loss_of(model, 1)
-    assert same_bits(before, snapshot(model, optimizer))
+    assert_same_bits(before, snapshot(model, optimizer))
     getattr(optimizer, mark)()
     loss_of(model, 1).backward()
-    assert not same_bits(before, snapshot(model, optimizer))
+    assert not all(map(torch.equal, before, snapshot(model, optimizer)))
 
 
 @pytest.mark.parametrize("twice", ["one graph", "two graphs"])
 def test_a_second_backward_is_refused_before_anything_moves(twice):
-    model, optimizer = make_pair()
-    release_gradients(model, optimizer)
+    model, optimizer, _ = released()
     first = model.embedding(torch.arange(5)).sum()  # not through the model's forward, which would refuse
     second = first if twice == "one graph" else model.embedding(torch.arange(9)).square().sum()
     first.backward(retain_graph=True)
-    before = snapshot_of(model.embedding.weight, optimizer)
+    before = snapshot(model, optimizer)
     with pytest.raises(ValueError, match=r"second gradient for 'embedding\.weight'.*add the losses"):
         second.backward()
-    assert same_bits(before, snapshot_of(model.embedding.weight, optimizer))
+    assert_same_bits(before, snapshot(model, optimizer))
     assert model.embedding.weight.grad is None
-
-
-def snapshot_of(param, optimizer):
-    return [param.detach().clone(), *(value.clone() for value in optimizer.state[param].values())]
 
 
 def test_weights_shared_by_reentrant_segments_are_refused_and_work_without():
@@ -305,12 +291,11 @@ def test_weights_shared_by_reentrant_segments_are_refused_and_work_without():
     release_gradients(released, optimizer)
     train(released, optimizer)
     train(plain, ordinary)
-    assert same_bits(snapshot(released, optimizer), snapshot(plain, ordinary))
+    assert_same_bits(snapshot(released, optimizer), snapshot(plain, ordinary))
 
 
 def test_the_whole_model_checkpointed_is_not_taken_for_accumulation():
-    model, optimizer = make_pair()
-    release_gradients(model, optimizer)
+    model, optimizer, _ = released()
     for _ in range(2):
         checkpoint(model, torch.arange(40), use_reentrant=False).backward()
         optimizer.step()
@@ -332,12 +317,11 @@ def test_clipping_is_refused():
 
 
 def test_grad_scaler_is_refused():
-    model, optimizer = make_pair(torch.float32)
-    release_gradients(model, optimizer)
+    model, optimizer, _ = released(dtype=torch.float32)
     before = [p.detach().clone() for p in model.parameters()]
     with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="bfloat16"):
         loss_of(model, 0)
-    assert same_bits(before, list(model.parameters()))
+    assert all(map(torch.equal, before, model.parameters()))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, 0)).backward()
     with pytest.raises(ValueError, match="GradScaler"):
@@ -367,8 +351,7 @@ def test_what_cannot_be_released_is_named():
 
 
 def test_copies_of_handle_and_optimizer_are_not_in_force():
-    model, optimizer = make_pair()
-    handle = release_gradients(model, optimizer)
+    model, optimizer, handle = released()
     train(model, optimizer, 1)
     copy.deepcopy(handle).remove()
     assert copy.deepcopy(optimizer).release is None
@@ -392,8 +375,7 @@ def test_a_weight_of_two_released_models_is_named():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copied_model_is_not_released_and_holds_no_optimizer(copied):
     """An average of the weights, or a model saved whole: its hook came along with it."""
-    model, optimizer = make_pair()
-    handle = release_gradients(model, optimizer)
+    model, optimizer, handle = released()
     loss_of(model, 0).backward()
     twin = copied(model)
     (hook,) = twin._forward_pre_hooks.values()
@@ -408,8 +390,7 @@ def test_a_copied_model_is_not_released_and_holds_no_optimizer(copied):
 
 def test_a_loaded_state_is_the_only_one():
     """The step groups of the last backward pass let go of the states that were replaced."""
-    model, optimizer = make_pair()
-    release_gradients(model, optimizer)
+    model, optimizer, _ = released()
     train(model, optimizer, 2)
     saved = copy.deepcopy(optimizer.state_dict())
     replaced = [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
@@ -420,13 +401,12 @@ def test_a_loaded_state_is_the_only_one():
     ordinary.load_state_dict(saved)
     for m, o in ((model, optimizer), (other, ordinary)):
         train(m, o, 2)
-    assert same_bits(snapshot(model, optimizer), snapshot(other, ordinary))
+    assert_same_bits(snapshot(model, optimizer), snapshot(other, ordinary))
 
 
 def test_weights_have_moved_whatever_becomes_of_the_states():
     """Who takes a failed step again asks `has_stepped`; reading a missing state writes to the dictionary of states."""
-    model, optimizer = make_pair()
-    handle = release_gradients(model, optimizer)
+    model, optimizer, handle = released()
     assert not handle.has_stepped
     loss_of(model, 0).backward()
     assert handle.has_stepped
@@ -438,8 +418,7 @@ def test_weights_have_moved_whatever_becomes_of_the_states():
 
 
 def test_a_state_loaded_before_the_step_ends_it():
-    model, optimizer = make_pair()
-    release_gradients(model, optimizer)
+    model, optimizer, _ = released()
     train(model, optimizer, 1)
     saved = copy.deepcopy(optimizer.state_dict())
     loss_of(model, 1).backward()
@@ -453,8 +432,7 @@ def test_a_state_loaded_before_the_step_ends_it():
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch_bytes", [1, 3000])
 def test_the_host_never_waits(batch_bytes):
-    model, optimizer = make_pair(model=Tied().cuda())
-    release_gradients(model, optimizer, batch_bytes=batch_bytes)
+    model, optimizer, _ = released(batch_bytes, model=Tied().cuda())
     train(model, optimizer, 3)
     tokens = torch.arange(40, device="cuda")
     with waiting_is_an_error():
@@ -468,8 +446,7 @@ def test_the_host_never_waits(batch_bytes):
 @pytest.mark.gpu
 def test_a_non_finite_gradient_on_the_gpu_skips_its_own_parameter_only():
     """Also where its step was prepared: it is not counted."""
-    model, optimizer = make_pair(model=Tied().cuda())
-    release_gradients(model, optimizer)
+    model, optimizer, _ = released(model=Tied().cuda())
     train(model, optimizer, 3)
     before = [p.detach().clone() for p in model.parameters()]
     states = {p: copy.deepcopy(optimizer.state[p]) for p in (model.norm.weight, model.head.weight)}
@@ -480,7 +457,7 @@ def test_a_non_finite_gradient_on_the_gpu_skips_its_own_parameter_only():
     moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before)]
     assert moved == [all(p is not skipped for skipped in states) for p in model.parameters()]
     for param, state in states.items():
-        assert same_bits(list(optimizer.state[param].values()), list(state.values()))
+        assert_same_bits(list(optimizer.state[param].values()), list(state.values()))
     assert optimizer.skipped_steps == 2
     assert optimizer.state[model.norm.bias]["step"] == 4
     assert optimizer.grad_norm.isnan()
@@ -500,7 +477,7 @@ def test_gradients_that_another_stream_has_made():
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert same_bits(snapshot(*runs[0]), snapshot(*runs[1]))
+    assert_same_bits(snapshot(*runs[0]), snapshot(*runs[1]))
 
 
 @pytest.mark.gpu
