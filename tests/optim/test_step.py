@@ -195,10 +195,6 @@ def replace_a_moment(params, optimizer):
     optimizer.state[params[1]]["exp_avg"] = optimizer.state[params[1]]["exp_avg"].clone()
 
 
-def reset_a_step_count(params, optimizer):
-    optimizer.state[params[0]]["step"] = torch.zeros_like(optimizer.state[params[0]]["step"])
-
-
 def another_dictionary(params, optimizer):
     state = dict(optimizer.state[params[2]])
     state["remainder"] = state["remainder"] * 0
@@ -207,10 +203,6 @@ def another_dictionary(params, optimizer):
 
 def forget_a_state(params, optimizer):
     del optimizer.state[params[1]]
-
-
-def clear_a_state(params, optimizer):
-    optimizer.state[params[1]].clear()
 
 
 def move_all_there_and_back(params, optimizer):
@@ -223,11 +215,6 @@ def move_all_there_and_back(params, optimizer):
         for value in reversed(state.values()):
             value.data = value.data.to(params[0].device, copy=True)
     del blocker
-
-
-def move_the_last_metadata(params, optimizer):
-    value = optimizer.state[params[-1]]["exp_avg_sq_scale"]
-    value.data = value.data + (1 << 24)
 
 
 def another_dictionary_of_states(params, optimizer):
@@ -256,8 +243,8 @@ def another_seed(params, optimizer):
 @pytest.mark.parametrize(
     "disturb",
     [
-        replace_data, replace_a_moment, reset_a_step_count, another_dictionary, forget_a_state, clear_a_state,
-        move_all_there_and_back, move_the_last_metadata, another_dictionary_of_states, load_its_own_state,
+        replace_data, replace_a_moment, another_dictionary, forget_a_state, move_all_there_and_back,
+        another_dictionary_of_states, load_its_own_state,
         new_group_options, another_order, another_seed,
     ],
 )  # fmt: skip
