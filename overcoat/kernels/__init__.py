@@ -8,6 +8,7 @@
     codes          kept tensors' codes as device functions
     tiles          where the elements of a tile lie; block_tiles: with a scale for each block of 128
     partials       sums of programs' sums, always in the same order
+    multi_tensor   many tensors in one launch: addresses, tiles, the sum of their squares
 
 The first five import nothing of the package but each other, and `overcoat.formats` is written with `hardware`; all
 others are written with `overcoat.formats`.
