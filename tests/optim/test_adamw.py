@@ -304,6 +304,16 @@ def test_grad_scaler(unscale):
     assert scaler.get_scale() == 512.0
 
 
+def test_what_a_scaler_has_found_skips_a_step_of_finite_gradients():
+    params = make_params()
+    optimizer = AdamW(params)
+    train(params, optimizer, 1)
+    before = snapshot(params, optimizer)
+    optimizer.found_inf = torch.ones(())
+    train(params, optimizer, 1)
+    assert_same_bits(before, snapshot(params, optimizer))
+
+
 def test_unchecked_gradients_are_trusted():
     w = torch.nn.Parameter(torch.ones(4))
     optimizer = AdamW([w], check_finite=False)
