@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
             f"overcoat.AdamW got a {grad.layout} gradient for a parameter of shape {tuple(param.shape)}; "
             f"build the embedding with sparse=False"
         )
-    if isinstance(param, DTensor) and not is_whole(param):
+    if is_cut(param):
         placements = grad.placements if isinstance(grad, DTensor) else None
         if placements != param.placements:
             raise ValueError(
@@ -64,6 +65,11 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
 def is_whole(param: Tensor) -> bool:
     """Whether every process does the whole step of this sharded parameter: it is a vector."""
     return isinstance(param, DTensor) and param.dim() < 2
+
+
+def is_cut(param: Tensor) -> TypeGuard[DTensor]:
+    """Whether every process steps its own rows, and holds the state of these."""
+    return isinstance(param, DTensor) and param.dim() > 1
 
 
 def layout_of(param: Tensor) -> Hashable:
@@ -132,7 +138,7 @@ def write_back(param: Tensor, stepped: Tensor) -> None:
 
 def sum_over_shards(part: Tensor, param: Tensor) -> Tensor:
     """A sum over this process' shards as the sum over all, on every process; vectors were whole already."""
-    if isinstance(param, DTensor) and not is_whole(param):
+    if is_cut(param):
         for dim, placement in enumerate(param.placements):
             if placement == Shard(0):
                 dist.all_reduce(part, group=param.device_mesh.get_group(dim))
@@ -144,15 +150,12 @@ def sum_over_shards(part: Tensor, param: Tensor) -> Tensor:
 
 def state_shape(param: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     """This process' part of a state tensor of the given unsharded shape."""
-    return (len(local(param)), *shape[1:]) if shape and _shards_state(param) else shape
+    return (len(local(param)), *shape[1:]) if shape and is_cut(param) else shape
 
 
 def wrap_state(param: Tensor, value: Tensor, shape: tuple[int, ...]) -> Tensor:
     """This process' part of a state tensor, as the parameter's kind of tensor."""
-    if not shape or not _shards_state(param):
-        return value
-    assert isinstance(param, DTensor)
-    return _from_local(param, value, torch.Size(shape))
+    return _from_local(param, value, torch.Size(shape)) if shape and is_cut(param) else value
 
 
 def place_state(param: Tensor, saved: Tensor, device: torch.device) -> Tensor:
@@ -161,7 +164,7 @@ def place_state(param: Tensor, saved: Tensor, device: torch.device) -> Tensor:
     if isinstance(saved, DTensor) and layout_of(saved) == layout_of(param):
         return wrap_state(param, _copy(saved.to_local(), device), shape)
     whole = gather(saved.detach())
-    start = first_row(param) if shape and _shards_state(param) else 0
+    start = first_row(param) if shape and is_cut(param) else 0
     part = whole[start : start + state_shape(param, shape)[0]] if shape else whole
     return wrap_state(param, _copy(part, device), shape)
 
@@ -189,7 +192,3 @@ def _from_local(like: DTensor, value: Tensor, shape: torch.Size) -> DTensor:
 
 def _copy(value: Tensor, device: torch.device) -> Tensor:
     return value.detach().to(device, copy=True).contiguous()
-
-
-def _shards_state(param: Tensor) -> bool:
-    return isinstance(param, DTensor) and not is_whole(param)
