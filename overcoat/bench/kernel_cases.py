@@ -55,14 +55,14 @@ class KernelCase(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.op.name + self.also
+        return self.op.reference.__name__ + self.also
 
     def call(self) -> Any:
         return self.op(*self.arguments)
 
     def moved_bytes(self, result: Any) -> int:
         """Bytes that the call must move: all tensors it is given are read, all it mutates or returns are written."""
-        schema = self.op.overload._schema.arguments
+        schema = self.op._schema.arguments
         mutated = [
             argument
             for argument, declared in zip(self.arguments, schema, strict=False)

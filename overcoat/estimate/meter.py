@@ -41,14 +41,14 @@ GRADIENTS, GATHERED = "gradients", "gathered"
 # CUDA's caching allocator hands out multiples of this many bytes.
 ALIGNMENT = 512
 # Ops that are plain PyTorch on a GPU too: what they do inside is seen by running their reference.
-EXPANDED: dict[Any, Callable[..., Any]] = {linear_cross_entropy.overload: linear_cross_entropy.reference}
+EXPANDED: dict[Any, Callable[..., Any]] = {linear_cross_entropy: linear_cross_entropy.reference}
 
 _aten = torch.ops.aten
 # Products that PyTorch makes, with a cuBLAS handle of the thread that asks for them. `overcoat.kernels.gemm.gemm`, by
 # cuBLASLt's own interface, has none on Hopper.
 LIBRARY_PRODUCTS = {
     *(_aten.mm, _aten.addmm, _aten.addmm_, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.linear),
-    block_gemm.overload.overloadpacket,
+    block_gemm.overloadpacket,
 }
 _READ_VALUE = _aten._local_scalar_dense.default
 
@@ -70,13 +70,13 @@ def workspace(func: Any, args: Sequence[Any]) -> int:
     memory-efficient kernel, which runs where cuDNN takes none, repeats k and v. Packed sequences leave rows of dq
     between documents.
     """
-    if func is attention_backward.overload:
+    if func is attention_backward:
         do, _, _, _, mask, batch, num_q, num_kv, _ = args
         mask, made = _all_pairs(mask, do, batch)
         grouped = 2 * aligned(do.nbytes) if _is_grouped(mask) and num_q != num_kv else 0
         rows = do.shape[0] + (ROWS_BETWEEN * (len(mask) - 1) if is_starts(mask) else 0)
         return _accumulators(rows * do.shape[1], rows * num_q) + grouped + _masked(do, mask, num_q, num_kv) + made
-    if func is attention.overload:
+    if func is attention:
         qkv, mask, batch, num_q, num_kv, _ = args
         q_columns = qkv.shape[1] * num_q // (num_q + 2 * num_kv)
         mask, made = _all_pairs(mask, qkv, batch)

@@ -19,7 +19,7 @@ import ctypes
 import functools
 import threading
 from ctypes import Structure, byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -120,68 +120,59 @@ def _handle(device: int) -> c_void_p:
     return handle
 
 
-class Problem(NamedTuple):
-    """What a plan depends on; alignment: of all pointers, bytes, at most 256."""
-
-    device: int
-    rows: int
-    columns: int
-    inner: int
-    a: torch.dtype
-    b: torch.dtype
-    dtype: torch.dtype
-    fast_accumulation: bool
-    has_bias: bool
-    has_residual: bool
-    alignment: int
-
-
 class Plan:
     """A product's descriptor, layouts and kernel.
 
-    offers, kinds: what the library offers, and (tile, cluster) of each; place: the chosen one. Without any offer
-    `is_possible` is False.
+    alignment: of all pointers, bytes, at most 256. offers, kinds: what the library offers, and (tile, cluster) of each;
+    place: the chosen one. Without any offer `is_possible` is False.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(
+        self, device: int, rows: int, columns: int, inner: int, a: torch.dtype, b: torch.dtype, dtype: torch.dtype,
+        fast_accumulation: bool, has_bias: bool, has_residual: bool, alignment: int,
+    ) -> None:  # fmt: skip
         lib = library()
         assert lib is not None
         self.lib, self.descriptor, self.layouts = lib, c_void_p(), [c_void_p() for _ in range(3)]
-        self.handle, self.lock = _handle(problem.device), threading.Lock()
+        self.handle, self.lock = _handle(device), threading.Lock()
         self.set, self.multiply = lib.cublasLtMatmulDescSetAttribute, lib.cublasLtMatmul
         _check(lib.cublasLtMatmulDescCreate(byref(self.descriptor), _COMPUTE_32F, _SCALE_32F), "a descriptor")
         self._describe(_TRANSA, c_int32(_TRANSPOSED))
-        self._describe(_FAST_ACCUM, c_int8(problem.fast_accumulation))
-        rows, columns, inner, result = problem.rows, problem.columns, problem.inner, _DATA_TYPES[problem.dtype]
-        if problem.has_bias:
+        self._describe(_FAST_ACCUM, c_int8(fast_accumulation))
+        if has_bias:
             self._describe(_EPILOGUE, c_int32(_EPILOGUE_BIAS))
-            self._describe(_BIAS_DATA_TYPE, c_int32(result))
+            self._describe(_BIAS_DATA_TYPE, c_int32(_DATA_TYPES[dtype]))
             # The library looks at the address for its alignment alone.
-            self._describe(_BIAS_POINTER, c_uint64(problem.alignment))
-        shapes = (
-            (_DATA_TYPES[problem.b], inner, columns),
-            (_DATA_TYPES[problem.a], inner, rows),
-            (result, columns, rows),
-        )
+            self._describe(_BIAS_POINTER, c_uint64(alignment))
+        shapes = ((b, inner, columns), (a, inner, rows), (dtype, columns, rows))
         for layout, (kind, height, width) in zip(self.layouts, shapes, strict=True):
-            _check(lib.cublasLtMatrixLayoutCreate(byref(layout), kind, height, width, height), "a layout")
-        self.beta = byref(_ONE if problem.has_residual else _ZERO)
+            status = lib.cublasLtMatrixLayoutCreate(byref(layout), _DATA_TYPES[kind], height, width, height)
+            _check(status, "a layout")
+        self.beta = byref(_ONE if has_residual else _ZERO)
         # The scales' and the bias' addresses on their way into the descriptor.
         self.addresses = (c_uint64 * 3)()
         self.slots = [byref(self.addresses, 8 * i) for i in range(3)]
-        self._choose(problem)
+        self.offers = self._ask(alignment)
+        self.kinds = [self._kind(offer) for offer in self.offers]
+        self.place, self.is_possible = 0, bool(self.offers)
+        if self.is_possible:
+            if fast_accumulation:
+                processors = torch.cuda.get_device_properties(device).multi_processor_count
+                self.place = choose(self.kinds, rows, columns, inner, processors)
+            chosen = self.offers[self.place]
+            self.algorithm, self.workspace = byref(chosen.algorithm), chosen.workspace
 
     def _describe(self, attribute: int, value: Any) -> None:
         _check(self.set(self.descriptor, attribute, byref(value), ctypes.sizeof(value)), f"attribute {attribute}")
 
-    def _choose(self, problem: Problem) -> None:
-        """Ask for kernels, and take one."""
+    def _ask(self, alignment: int) -> list[_Offer]:
+        """The kernels that the library offers, the recommended one first."""
         preference, count, offers = c_void_p(), c_int(), (_Offer * MAX_OFFERS)()
         first, second, result = self.layouts
+        wishes: list[tuple[int, Any]] = [(_MAX_WORKSPACE_BYTES, c_uint64(MAX_WORKSPACE))]
+        wishes += [(attribute, c_int32(alignment)) for attribute in _MIN_ALIGNMENTS]
         _check(self.lib.cublasLtMatmulPreferenceCreate(byref(preference)), "a preference")
         try:
-            wishes: list[tuple[int, Any]] = [(_MAX_WORKSPACE_BYTES, c_uint64(MAX_WORKSPACE))]
-            wishes += [(attribute, c_int32(problem.alignment)) for attribute in _MIN_ALIGNMENTS]
             for attribute, value in wishes:
                 set_preference = self.lib.cublasLtMatmulPreferenceSetAttribute
                 status = set_preference(preference, attribute, byref(value), ctypes.sizeof(value))
@@ -192,17 +183,7 @@ class Plan:
             )  # fmt: skip
         finally:
             self.lib.cublasLtMatmulPreferenceDestroy(preference)
-        good = [offer for offer in offers[: count.value] if offer.state == 0] if status == 0 else []
-        self.is_possible = bool(good)
-        if not good:
-            return
-        self.offers = good
-        self.kinds = [self._kind(offer) for offer in good]
-        self.place = 0
-        if problem.fast_accumulation:
-            processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-            self.place = choose(self.kinds, problem.rows, problem.columns, problem.inner, processors)
-        self.algorithm, self.workspace = byref(good[self.place].algorithm), good[self.place].workspace
+        return [offer for offer in offers[: count.value] if offer.state == 0] if status == 0 else []
 
     def _kind(self, offer: _Offer) -> tuple[int, int]:
         """Tile and cluster, by which `choose` knows it; not if it adds up parts of K, whose bits could differ."""
@@ -262,15 +243,8 @@ def _workspace(size: int, stream: int, where: Tensor) -> Tensor:
     return workspace
 
 
-# By the fields of `Problem`: a tuple is made and hashed in half the time.
+# By the arguments of `Plan`.
 _PLANS: dict[tuple[Any, ...], Plan] = {}
-
-
-def _new_plan(key: tuple[Any, ...]) -> Plan:
-    if len(_PLANS) >= MAX_PLANS:
-        _PLANS.clear()
-    plan = _PLANS[key] = Plan(Problem(*key))
-    return plan
 
 
 def gemm(
@@ -283,14 +257,8 @@ def gemm(
     fast_accumulation: bool,
     residual: Optional[Tensor] = None,
 ) -> Optional[Tensor]:
-    """`kernels.gemm.gemm` of operands whose K and N divide by 16, on the current device, a's.
-
-    Args:
-        bias: (N,) of `dtype`; residual: (M, N) of `dtype`.
-
-    Returns:
-        (M, N), or None if the library offers no kernel.
-    """
+    """`kernels.gemm.gemm` of operands whose K and N divide by 16, on the current device, a's; bias and residual have
+    `dtype`. None if the library offers no kernel."""
     a, b = a.contiguous(), b.contiguous()
     (rows, inner), columns = a.shape, b.shape[0]
     out = a.new_empty((rows, columns), dtype=dtype)
@@ -305,7 +273,11 @@ def gemm(
         a.get_device(), rows, columns, inner, a.dtype, b.dtype, dtype, fast_accumulation,
         bias is not None, residual is not None, addresses & -addresses,
     )  # fmt: skip
-    plan = _PLANS.get(key) or _new_plan(key)
+    plan = _PLANS.get(key)
+    if plan is None:
+        if len(_PLANS) >= MAX_PLANS:
+            _PLANS.clear()
+        plan = _PLANS[key] = Plan(*key)
     if not plan.is_possible:
         return None
     plan.run(a, b, scale_a, scale_b, bias, out if residual is None else residual, out)

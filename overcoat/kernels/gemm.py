@@ -82,40 +82,26 @@ def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual=None):
         return gemm.reference(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual)
     _check_residual(residual, a.shape[0], b.shape[0], dtype)
     columns = b.shape[0]
-    a, b = _pad_last(a), _pad_first(_pad_last(b))
+    a, b = _pad(a, 0), _pad(b, -columns % 16)
     # cuBLASLt adds a 16-bit bias to a 16-bit result, and both a bias and a residual only to a result of their width;
     # in other cases they are added outside.
     is_whole = b.shape[0] == columns
     fused = bias is not None and dtype != torch.float32 and is_whole
     inner_bias = bias.to(dtype).contiguous() if fused else None
     inner_residual = residual if is_whole else None
-    out = _multiply(a, b, scale_a, scale_b, inner_bias, dtype, fast_accumulation, inner_residual)
-    out = out if is_whole else out[:, :columns].contiguous()
-    out = out if fused or bias is None else out.add_(bias)
-    return out if residual is None or is_whole else out.add_(residual)
-
-
-def _multiply(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Optional[Tensor],
-    dtype: torch.dtype,
-    fast_accumulation: bool,
-    residual: Optional[Tensor],
-) -> Tensor:
-    """`gemm` of operands that need no padding, bias and residual of `dtype`."""
+    out = None
     whole_gpu = torch._C._get_sm_carveout_experimental() is None
     if whole_gpu and cublaslt.is_available(a.get_device()) and a.numel() and b.numel():
         _check_scales(scale_a, scale_b)
         with on_device(a):
-            out = cublaslt.gemm(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual)
-        if out is not None:
-            return out
-    a, b = a.contiguous(), b.contiguous()
-    out = torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast_accumulation)
-    return out if residual is None else out.add_(residual)
+            out = cublaslt.gemm(a, b, scale_a, scale_b, inner_bias, dtype, fast_accumulation, inner_residual)
+    if out is None:
+        a, b_t = a.contiguous(), b.contiguous().t()
+        out = torch._scaled_mm(a, b_t, scale_a, scale_b, inner_bias, out_dtype=dtype, use_fast_accum=fast_accumulation)
+        out = out if inner_residual is None else out.add_(inner_residual)
+    out = out if is_whole else out[:, :columns].contiguous()
+    out = out if fused or bias is None else out.add_(bias)
+    return out if residual is None or is_whole else out.add_(residual)
 
 
 def _check_scales(*scales: Tensor) -> None:
@@ -127,14 +113,10 @@ def _check_scales(*scales: Tensor) -> None:
             )
 
 
-def _pad_last(x: Tensor) -> Tensor:
-    missing = -x.shape[1] % 16
-    return F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype) if missing else x
-
-
-def _pad_first(x: Tensor) -> Tensor:
-    missing = -x.shape[0] % 16
-    return F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype) if missing else x
+def _pad(x: Tensor, rows: int) -> Tensor:
+    """x with so many more rows, and its columns rounded up to a multiple of 16; zeros."""
+    columns = -x.shape[1] % 16
+    return F.pad(x.view(torch.uint8), (0, columns, 0, rows)).view(x.dtype) if rows or columns else x
 
 
 # ---- scales per block ---------------------------------------------------------------------------------------------
@@ -203,7 +185,7 @@ def _(a, b, scale_a, scale_b, square, bias, dtype):
     a, b, scale_a, scale_b = (x.contiguous() for x in (a, b, scale_a, scale_b))
     rows, columns = a.shape[0], b.shape[0]
     if (rows | columns | a.shape[1]) % 16:
-        a, b = _pad_first(_pad_last(a)), _pad_first(_pad_last(b))
+        a, b = _pad(a, -rows % 16), _pad(b, -columns % 16)
         scale_a = F.pad(scale_a, (0, a.shape[0] - rows))
         # A 128x128 scale covers the rows that are added.
         scale_b = scale_b if square else F.pad(scale_b, (0, b.shape[0] - columns))

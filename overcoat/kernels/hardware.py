@@ -17,36 +17,33 @@ a CPU it goes through FP64, whose own rounding changes the result's in one case 
 
 from __future__ import annotations
 
+from typing import Any, Callable
+
 import torch
 from torch import Tensor
 
 from overcoat.kernels import instructions
 from overcoat.kernels.language import triton
-from overcoat.kernels.op import op
+from overcoat.kernels.op import Op, op
 
 
-@op
-def log2(x: Tensor) -> Tensor:
-    """Base-2 logarithm of an FP32 tensor."""
-    return torch.log2(x.contiguous())
+def _elementwise(exact: Callable[[Tensor], Tensor], instruction: Any) -> Op:
+    """The op of one argument (FP32) with the name of PyTorch's function."""
+
+    def reference(x: Tensor) -> Tensor:
+        return exact(x.contiguous())
+
+    reference.__name__ = exact.__name__
+    made: Op = op(reference)
+    if triton:  # without it a GPU runs the references
+        made.cuda(instructions.elementwise(instruction))
+    return made
 
 
-@op
-def exp2(x: Tensor) -> Tensor:
-    """2^x of an FP32 tensor."""
-    return torch.exp2(x.contiguous())
-
-
-@op
-def sqrt(x: Tensor) -> Tensor:
-    """Square root of an FP32 tensor."""
-    return torch.sqrt(x.contiguous())
-
-
-@op
-def reciprocal(x: Tensor) -> Tensor:
-    """1 / x of an FP32 tensor."""
-    return torch.reciprocal(x.contiguous())
+log2 = _elementwise(torch.log2, instructions.log2)
+exp2 = _elementwise(torch.exp2, instructions.exp2)
+sqrt = _elementwise(torch.sqrt, instructions.sqrt)
+reciprocal = _elementwise(torch.reciprocal, instructions.reciprocal)
 
 
 @op
@@ -55,12 +52,5 @@ def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return torch.addcmul(z.double(), x.double(), y.double()).float().contiguous()
 
 
-if triton:  # without it a GPU runs the references
-    fma.cuda(instructions.multiply_add)
-    for _op, _instruction in (
-        (log2, instructions.log2),
-        (exp2, instructions.exp2),
-        (sqrt, instructions.sqrt),
-        (reciprocal, instructions.reciprocal),
-    ):
-        _op.cuda(instructions.elementwise(_instruction))
+if triton:
+    fma.cuda(instructions.elementwise(instructions.fma))

@@ -6,6 +6,8 @@ knows no inline assembly: there the functions are NumPy's.
 
 from __future__ import annotations
 
+from typing import Any, Callable
+
 import torch
 from torch import Tensor
 
@@ -194,39 +196,28 @@ def to_float8(x, TYPE: tl.constexpr, MANTISSA: tl.constexpr, TINY_LOG2: tl.const
 
 
 @triton.jit
-def _elementwise_kernel(x, y, count, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+def _elementwise_kernel(x, y, z, result, count, FUNCTION: tl.constexpr, ARGUMENTS: tl.constexpr, BLOCK: tl.constexpr):
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + offset, offset < count, 1.0)
-    tl.store(y + offset, FUNCTION(value), offset < count)
+    inside = offset < count
+    value = tl.load(x + offset, inside, 1.0)
+    if ARGUMENTS == 1:
+        value = FUNCTION(value)
+    else:
+        value = FUNCTION(value, tl.load(y + offset, inside, 1.0), tl.load(z + offset, inside, 1.0))
+    tl.store(result + offset, value, inside)
 
 
-@triton.jit
-def _fma_kernel(x, y, z, result, count, BLOCK: tl.constexpr):
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offset < count
-    value = fma(tl.load(x + offset, mask), tl.load(y + offset, mask), tl.load(z + offset, mask))
-    tl.store(result + offset, value, mask)
+def elementwise(function: Any) -> Callable[..., Tensor]:
+    """A launcher of `function`, of one or three arguments, on the elements of FP32 tensors that broadcast together."""
 
-
-def multiply_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """`fma` of FP32 tensors that broadcast together."""
-    x, y, z = (each.contiguous() for each in torch.broadcast_tensors(x, y, z))
-    result = torch.empty_like(x)
-    if x.numel():
-        with on_device(x):
-            _fma_kernel[(cdiv(x.numel(), 1024),)](x, y, z, result, x.numel(), 1024)
-    return result
-
-
-def elementwise(function):
-    """A launcher of `function` on each element of an FP32 tensor."""
-
-    def launch(x: Tensor) -> Tensor:
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        if x.numel():
+    def launch(*tensors: Tensor) -> Tensor:
+        arguments = [x.contiguous() for x in torch.broadcast_tensors(*tensors)]
+        result = torch.empty_like(arguments[0])
+        if result.numel():
+            x, y, z = arguments if len(arguments) == 3 else arguments * 3
             with on_device(x):
-                _elementwise_kernel[(cdiv(x.numel(), 1024),)](x, y, x.numel(), function, 1024)
-        return y
+                grid = (cdiv(x.numel(), 1024),)
+                _elementwise_kernel[grid](x, y, z, result, x.numel(), function, len(arguments), 1024)
+        return result
 
     return launch

@@ -22,7 +22,6 @@ never returns one of its inputs or a view of it (a rule of `torch.library`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
@@ -38,23 +37,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # All registered ops by name: tests walk it, so that no op escapes `opcheck`.
 CATALOGUE: dict[str, Op] = {}
-
-
-def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """References compute in FP32 by contract; autocast would lower their matrix products."""
-
-    @functools.wraps(reference)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        active = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
-        if not active:
-            return reference(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for name in active:
-                stack.enter_context(torch.autocast(name, enabled=False))
-            return reference(*args, **kwargs)
-
-    return run
-
 
 # Looked up once: each op of a block asks all of them.
 _is_cuda = attrgetter("is_cuda")
@@ -92,108 +74,102 @@ def _needs_no_dispatcher(first: Any) -> bool:
     )
 
 
-def _introduce_to_inductor(overload: Any) -> None:
-    """Tell torch.compile's backend, if it is at work, that an op is called as it is: before it finds that out itself.
+def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """References compute in FP32 by contract; autocast would lower their matrix products."""
 
-    Until PyTorch 2.13 it then writes down for its log, which nobody need read, how the arguments came about, and what
-    two arguments came from twice: for the backward of a block that is recomputed, text without end. Shape functions run
-    while a graph is traced, after the backend is imported and before it looks at the first op.
-    """
-    lowering: Any = sys.modules.get("torch._inductor.lowering")
-    # Without the function it is being imported by another thread, whose graph is not traced yet.
-    if not hasattr(lowering, "make_fallback") or overload in lowering.lowerings:
-        return
-    tag = torch._library.utils.get_layout_constraint_tag(overload, with_default=True)
-    lowering.make_fallback(overload, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)
-    lowering.lowerings[overload] = _unchecked(lowering.lowerings[overload])
-
-
-def _unchecked(create: Callable[..., Any]) -> Callable[..., Any]:
-    """`create`, which writes an op's call into compiled code, without a check of each result's strides and alignment.
-
-    Strides are what the shape function says, however the arguments lie (tests/kernels/test_op.py), and every result is
-    an allocation of its own. A block would check 92 results twice, and a small one waits for the host.
-    """
-
-    @functools.wraps(create)
+    @functools.wraps(reference)
     def run(*args: Any, **kwargs: Any) -> Any:
-        results = create(*args, **kwargs)
-        for box in results if isinstance(results, (list, tuple)) else [results]:
-            if box is not None:  # an op that only writes to its arguments
-                box.data.data.skip_size_stride_alignment_checks = True
-        return results
+        with torch._C._DisableAutocast():
+            return reference(*args, **kwargs)
 
     return run
 
 
-class _Overload(torch._ops.OpOverload):
-    """`torch.ops.overcoat.NAME.default`, which eager and compiled code call alike, with a short way to its kernel."""
+class Op(torch._ops.OpOverload):
+    """`torch.ops.overcoat.NAME.default`, which eager and compiled code call alike, with a short way to its kernel.
 
+    Attributes:
+        reference: the function in plain PyTorch.
+        kernel: the launcher for CUDA tensors, if there is one.
+    """
+
+    reference: Callable[..., Any]
     kernel: Callable[..., Any] | None = None
+    shapes: Callable[..., Any]
+    written: list[tuple[int, str]]  # the arguments that are written to
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self.kernel is not None and args and _needs_no_dispatcher(args[0]):
             return self.kernel(*args, **kwargs)
         return self._op(*args, **kwargs)
 
-
-class Op:
-    """A registered op; calling it dispatches through `torch.ops.overcoat`."""
-
-    def __init__(self, reference: Callable[..., Any], mutates: tuple[str, ...]) -> None:
-        self.name = reference.__name__
-        self.reference = reference
-        names = list(inspect.signature(reference).parameters)
-        self.written = [(names.index(name), name) for name in mutates]  # places among the arguments
-        self.__doc__ = reference.__doc__
-        schema = torch.library.infer_schema(reference, mutates_args=mutates)
-        _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        self._shapes = plain = _without_autocast(reference)
-        _library.impl(self.name, plain, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"overcoat::{self.name}", self._fake, lib=_library)
-        self.overload = getattr(torch.ops.overcoat, self.name).default
-        # PyTorch makes the object, once for each op, and compiled code asks PyTorch for it by name.
-        self.overload.__class__ = _Overload
-        CATALOGUE[self.name] = self
-
-    @property
-    def kernel(self) -> Callable[..., Any] | None:
-        """The launcher registered for CUDA tensors, if there is one."""
-        return self.overload.kernel
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.overload(*args, **kwargs)
-
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Register a shape function to take the place of the reference."""
-        self._shapes = function
+        self.shapes = function
         return function
-
-    def _fake(self, *args: Any, **kwargs: Any) -> Any:
-        _introduce_to_inductor(self.overload)
-        return self._shapes(*args, **kwargs)
 
     def cuda(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Register the kernel's launcher for CUDA tensors."""
-        self.overload.kernel = self._counting_versions(function) if self.written else function
-        _library.impl(self.name, self.overload.kernel, "CUDA")
-        return function
-
-    def _counting_versions(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """PyTorch counts what its own ops write to, so that autograd sees when a saved tensor has changed."""
 
         @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def counting_versions(*args: Any, **kwargs: Any) -> Any:
+            """PyTorch counts what its own ops write to, so that autograd sees when a saved tensor has changed."""
             result = function(*args, **kwargs)
             for place, name in self.written:
                 torch.autograd.graph.increment_version(args[place] if place < len(args) else kwargs[name])
             return result
 
-        return run
+        self.kernel = counting_versions if self.written else function
+        _library.impl(self._opname, self.kernel, "CUDA")
+        return function
+
+    def _fake(self, *args: Any, **kwargs: Any) -> Any:
+        self._introduce_to_inductor()
+        return self.shapes(*args, **kwargs)
+
+    def _introduce_to_inductor(self) -> None:
+        """Tell torch.compile's backend, if it is at work, that this op is called as it is.
+
+        Before 2.13 Inductor otherwise formats a debug string that grows exponentially with the graph's depth. Shape
+        functions run while a graph is traced: after the backend's import and before it looks at the first op.
+        """
+        lowering: Any = sys.modules.get("torch._inductor.lowering")
+        # Without the function it is being imported by another thread, whose graph is not traced yet.
+        if not hasattr(lowering, "make_fallback") or self in lowering.lowerings:
+            return
+        tag = torch._library.utils.get_layout_constraint_tag(self, with_default=True)
+        lowering.make_fallback(self, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)
+        create = lowering.lowerings[self]
+
+        @functools.wraps(create)
+        def unchecked(*args: Any, **kwargs: Any) -> Any:
+            """`create`, which writes the call into compiled code, without a check of each result's strides.
+
+            They are what the shape function says (tests/kernels/test_op.py), and every result is an allocation of its
+            own. A block would check 92 results twice, and a small one waits for the host.
+            """
+            results = create(*args, **kwargs)
+            for box in results if isinstance(results, (list, tuple)) else [results]:
+                if box is not None:  # an op that only writes to its arguments
+                    box.data.data.skip_size_stride_alignment_checks = True
+            return results
+
+        lowering.lowerings[self] = unchecked
 
 
 def op(reference: Callable[..., Any] | None = None, *, mutates: tuple[str, ...] = ()) -> Any:
     """Decorator: register an annotated function as `overcoat::<its name>`; `mutates` names arguments written to."""
     if reference is None:
-        return lambda function: Op(function, mutates)
-    return Op(reference, mutates)
+        return functools.partial(op, mutates=mutates)
+    name, names = reference.__name__, list(inspect.signature(reference).parameters)
+    schema = torch.library.infer_schema(reference, mutates_args=mutates)
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    # PyTorch makes the object, once for each op, and compiled code asks PyTorch for it by name.
+    made = getattr(torch.ops.overcoat, name).default
+    made.__class__, made.__doc__ = Op, reference.__doc__
+    made.reference, made.written = reference, [(names.index(each), each) for each in mutates]
+    made.shapes = _without_autocast(reference)
+    _library.impl(name, made.shapes, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"overcoat::{name}", made._fake, lib=_library)
+    CATALOGUE[name] = made
+    return made

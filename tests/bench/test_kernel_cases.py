@@ -66,10 +66,10 @@ def test_every_kernel_of_a_step_has_a_case_and_its_bytes_add_up() -> None:
     measured = set()
     for family in FAMILIES.values():
         for case in family(INPUTS):
-            assert case.op is CATALOGUE[case.op.name]
+            assert case.op is CATALOGUE[case.op.reference.__name__]
             assert case.name not in found  # names tell cases apart
             found[case.name] = case.moved_bytes(case.call())
-            measured.add(case.op.name)
+            measured.add(case.op.reference.__name__)
     for name, expected in BYTES.items():
         assert found[name] == pytest.approx(expected, rel=0.05), name
     kernels = {name for name, op in CATALOGUE.items() if op.kernel and op.reference.__module__.startswith("overcoat.")}

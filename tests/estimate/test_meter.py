@@ -110,7 +110,7 @@ def test_the_loss_is_seen_from_inside():
 
 
 def attention_workspace(do, mask, heads, kv_heads):
-    return workspace(attention_backward.overload, (do, None, None, None, mask, 4, heads, kv_heads, 0.1))
+    return workspace(attention_backward, (do, None, None, None, mask, 4, heads, kv_heads, 0.1))
 
 
 @pytest.mark.parametrize(

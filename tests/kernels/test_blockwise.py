@@ -121,7 +121,7 @@ QUANTIZERS = [ops.block_quantize, ops.block_quantize_both, ops.block_quantize_t]
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("op", QUANTIZERS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", QUANTIZERS, ids=lambda op: op.reference.__name__)
 @pytest.mark.parametrize("shape", KERNEL_SHAPES)
 @pytest.mark.parametrize(("fmt", "dtype"), zip(["e4m3", "e5m2", "e4m3"], DTYPES))
 def test_quantize_kernels(op, shape, fmt, dtype):
@@ -130,7 +130,7 @@ def test_quantize_kernels(op, shape, fmt, dtype):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("op", QUANTIZERS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", QUANTIZERS, ids=lambda op: op.reference.__name__)
 @formats
 def test_extreme_blocks_in_the_kernels(op, fmt):
     """Blocks that are zero, tiny, huge or not finite: each keeps its trouble to itself, and padding stays zero."""

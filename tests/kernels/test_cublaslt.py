@@ -54,8 +54,7 @@ def test_every_kernel_that_is_offered_gives_the_same_bits(shape, fast):
     product = operands(*shape)
     expected = by_torch(*product, None, fast)
     rows, columns, inner = shape
-    problem = cublaslt.Problem(0, rows, columns, inner, E4M3.dtype, E4M3.dtype, torch.bfloat16, fast, False, False, 256)
-    plan = cublaslt.Plan(problem)
+    plan = cublaslt.Plan(0, rows, columns, inner, E4M3.dtype, E4M3.dtype, torch.bfloat16, fast, False, False, 256)
     assert len(plan.offers) > 1
     for offer in plan.offers:
         plan.algorithm, plan.workspace = cublaslt.byref(offer.algorithm), offer.workspace

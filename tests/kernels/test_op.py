@@ -37,9 +37,6 @@ def test_no_op_escapes():
         f"{name} ({op.reference.__module__})" for name, op in CATALOGUE.items() if is_ours(op) and name not in SAMPLES
     ]
     assert not missing, f"add arguments to tests/kernels/samples.py for {', '.join(missing)}"
-
-
-def test_no_sample_without_an_op():
     assert set(SAMPLES) <= set(CATALOGUE)
 
 
@@ -61,10 +58,6 @@ def on(device, arguments):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
     return tree_map_only(torch.Tensor, move, arguments)
-
-
-def has_float8_input(arguments):
-    return any(isinstance(x, torch.Tensor) and x.dtype in FLOAT8 for x in tree_leaves(arguments))
 
 
 def run(name, arguments):
@@ -92,14 +85,14 @@ def test_opcheck(name, device):
         checks = ["test_faketensor"]
         if any(sample is each for each in telling(name)):
             checks += ["test_autograd_registration", "test_aot_dispatch_dynamic"]
-            if not has_float8_input(arguments):
+            if all(x.dtype not in FLOAT8 for x in tensors(arguments)):
                 checks.append("test_schema")  # compares inputs by allclose, which FP8 lacks; below bytes are compared
-        torch.library.opcheck(CATALOGUE[name].overload, arguments, test_utils=checks)
+        torch.library.opcheck(CATALOGUE[name], arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("name", list(SAMPLES))
 def test_op_is_deterministic_mutates_nothing_else_and_returns_no_views(name, device):
-    mutated = [argument.alias_info is not None for argument in CATALOGUE[name].overload._schema.arguments]
+    mutated = [argument.alias_info is not None for argument in CATALOGUE[name]._schema.arguments]
     for sample in SAMPLES[name]:
         arguments = on(device, sample)
         first, inputs = run(name, arguments)
@@ -121,17 +114,17 @@ def test_op_is_deterministic_mutates_nothing_else_and_returns_no_views(name, dev
 def test_arguments_may_be_noncontiguous(name, device):
     """One after the other: the same bits, laid out as the shape function says, which compiled code does not check."""
     for sample in telling(name):
-        check_noncontiguous(name, on(device, sample))
+        check_noncontiguous(name, *tree_flatten(on(device, sample)))
 
 
-def check_noncontiguous(name, sample):
-    leaves, spec = tree_flatten(sample)
+def check_noncontiguous(name, leaves, spec):
     leaves = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in leaves]
-    expected, after = run(name, tree_unflatten([copied(x) for x in leaves], spec))
+    expected, after = run(name, tree_map_only(torch.Tensor, torch.clone, tree_unflatten(leaves, spec)))
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
             continue
-        other = [column_by_column(x) if i == place else copied(x) for i, x in enumerate(leaves)]
+        other = tree_map_only(torch.Tensor, torch.clone, [*leaves])
+        other[place] = column_by_column(leaf)
         with FakeTensorMode() as mode:
             fakes = tensors(
                 CATALOGUE[name](*tree_map_only(torch.Tensor, mode.from_tensor, tree_unflatten(other, spec)))
@@ -148,39 +141,21 @@ def layout(x):
     return x.dtype, *((size, stride) for size, stride in zip(x.shape, x.stride()) if size != 1)
 
 
-def copied(x):
-    return x.clone() if isinstance(x, torch.Tensor) else x
-
-
-@pytest.mark.parametrize("name", list(SAMPLES))
-def test_compiled_op_equals_eager_bit_for_bit(name, device):
-    """fullgraph: no op breaks a graph. The graph holds the op itself, so the bits are the op's."""
-    overload, sample = CATALOGUE[name].overload, SAMPLES[name][-1]
-    torch.compiler.reset()
-    arguments, compiled_arguments = on(device, sample), on(device, sample)
-    expected = tree_leaves((overload(*arguments), arguments))
-    compiled = torch.compile(overload, fullgraph=True, backend="aot_eager")(*compiled_arguments)
-    for a, b in zip(expected, tree_leaves((compiled, compiled_arguments)), strict=True):
-        if isinstance(a, torch.Tensor):
-            assert (a.dtype, a.stride()) == (b.dtype, b.stride())
-            assert torch.equal(bits(a), bits(b))
-
-
 def test_inductor_knows_an_op_before_it_comes_to_it(monkeypatch):
     """Or PyTorch before 2.13 writes out all that led to its arguments: of this chain 2^40 pieces."""
     lowering, graph = (importlib.import_module(f"torch._inductor.{name}") for name in ("lowering", "graph"))
     for known in CATALOGUE.values():
-        monkeypatch.delitem(lowering.lowerings, known.overload, raising=False)
+        monkeypatch.delitem(lowering.lowerings, known, raising=False)
     found_out = []
     original = lowering.make_fallback
     monkeypatch.setattr(graph, "make_fallback", lambda *a, **k: found_out.append(a[0]) or original(*a, **k))
-    encode, decode = (CATALOGUE[name].overload for name in ("group_encode", "group_decode"))
+    encode, decode = (CATALOGUE[name] for name in ("group_encode", "group_decode"))
 
     def chain(x):
         for _ in range(40):
             x = decode(*encode(x, None, "sqrt8", 16), None, "sqrt8", 16, torch.float32)
         # Ops seen for the first time, behind the others.
-        return CATALOGUE["amax"].overload(x), x
+        return CATALOGUE["amax"](x), x
 
     x = normal(4, 32)
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -198,32 +173,13 @@ def test_compiled_code_does_not_check_what_the_shape_function_says(name, device)
     arguments = on(device, SAMPLES[name][-1])
     torch.compiler.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
-        _, code = run_and_get_code(torch.compile(CATALOGUE[name].overload, fullgraph=True), *arguments)
+        _, code = run_and_get_code(torch.compile(CATALOGUE[name], fullgraph=True), *arguments)
     torch.compiler.reset()
     assert f"torch.ops.overcoat.{name}.default(" in code[0]
     assert "assert_size_stride(arg" in code[0]
     assert "assert_size_stride(buf" not in code[0]
     # Of what lies in host memory nothing is known, and that is said in place of the check.
     assert not re.search(r"assert_alignment\(buf|buffer buf\d+ .*not aligned", code[0])
-
-
-def test_an_op_registers_its_schema_and_keeps_its_docstring():
-    """What `op` promises its users, on an op made for the test; mutated arguments are declared in the schema."""
-
-    @op(mutates=("x",))
-    def test_only_scale_(x: torch.Tensor, factor: float) -> None:
-        """Multiply in place."""
-        x.mul_(factor)
-
-    try:
-        assert test_only_scale_.__doc__ == "Multiply in place."
-        assert "Tensor(a0!) x" in str(test_only_scale_.overload._schema)
-        x = normal(3)
-        expected = x * 2
-        test_only_scale_(x, 2.0)
-        assert torch.equal(x, expected)
-    finally:
-        del CATALOGUE["test_only_scale_"]
 
 
 def test_without_a_shape_function_the_reference_is_one():
@@ -252,7 +208,7 @@ class Asking(TorchFunctionMode):
     """A mode that answers for PyTorch's functions, ops among them."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is CATALOGUE["amax"].overload:
+        if function is CATALOGUE["amax"]:
             return CATALOGUE["amax"].reference(*args)
         return function(*args, **(kwargs or {}))
 
@@ -261,7 +217,7 @@ class Watching(TorchDispatchMode):
     """A mode that answers for the op."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function is CATALOGUE["amax"].overload
+        assert function is CATALOGUE["amax"]
         return CATALOGUE["amax"].reference(*args)
 
 
@@ -297,7 +253,7 @@ def as_on_a_gpu(request, device, monkeypatch):
 def test_the_dispatcher_is_spared_where_nobody_looks_on(onlooker, as_on_a_gpu, monkeypatch):
     """On the short way the kernel that the overload knows is called, on the long one that of the registration."""
     amax, short = CATALOGUE["amax"], []
-    monkeypatch.setattr(amax.overload, "kernel", lambda x: short.append(x) or amax.reference(x))
+    monkeypatch.setattr(amax, "kernel", lambda x: short.append(x) or amax.reference(x))
     inside, prepare = ONLOOKERS[onlooker]
     x = normal(4, 32)
     prepared = prepare(x.to(as_on_a_gpu))
@@ -309,7 +265,7 @@ def test_the_dispatcher_is_spared_where_nobody_looks_on(onlooker, as_on_a_gpu, m
 
 def test_tracing_vmap_and_fake_tensors_take_the_long_way(as_on_a_gpu, monkeypatch):
     amax, device = CATALOGUE["amax"], as_on_a_gpu
-    monkeypatch.setattr(amax.overload, "kernel", lambda x: pytest.fail("the kernel was called"))
+    monkeypatch.setattr(amax, "kernel", lambda x: pytest.fail("the kernel was called"))
     with torch.no_grad():
         with FakeTensorMode() as mode:
             fake = torch.empty(4, 32, device=device)
@@ -326,7 +282,7 @@ def test_tracing_vmap_and_fake_tensors_take_the_long_way(as_on_a_gpu, monkeypatc
 @pytest.mark.gpu
 def test_compiled_code_spares_the_dispatcher(monkeypatch):
     amax, short = CATALOGUE["amax"], []
-    monkeypatch.setattr(amax.overload, "kernel", lambda x: short.append(x) or amax.reference(x))
+    monkeypatch.setattr(amax, "kernel", lambda x: short.append(x) or amax.reference(x))
     torch.compiler.reset()
     compiled = torch.compile(lambda x: amax(x) * 2, fullgraph=True)
     x = normal(4, 32).cuda()
@@ -341,6 +297,7 @@ def test_the_short_way_takes_arguments_by_name_and_counts_what_is_written(monkey
 
     @op(mutates=("x",))
     def test_only_shift_(x: torch.Tensor, step: float) -> None:
+        """Shift in place."""
         x.add_(step)
 
     @test_only_shift_.fake
@@ -348,6 +305,8 @@ def test_the_short_way_takes_arguments_by_name_and_counts_what_is_written(monkey
         return None
 
     try:
+        assert test_only_shift_.__doc__ == "Shift in place."
+        assert "Tensor(a0!) x" in str(test_only_shift_._schema)
         y = torch.zeros(3)
         torch.compiler.reset()
         torch.compile(test_only_shift_, fullgraph=True)(y, 2.0)
@@ -358,7 +317,6 @@ def test_the_short_way_takes_arguments_by_name_and_counts_what_is_written(monkey
         def _(x, step):
             x.untyped_storage()[0] = int(step)  # unseen by PyTorch, as a kernel's writes are
 
-        assert test_only_shift_.kernel is test_only_shift_.overload.kernel
         monkeypatch.setattr(catalogue, "_needs_no_dispatcher", lambda first: True)
         for args, kwargs in (((7.0,), {}), ((), {"step": 7.0})):
             x = torch.zeros(3, dtype=torch.uint8)
