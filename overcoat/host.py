@@ -73,9 +73,8 @@ def host_buffer(size: int, page_locked: bool, purpose: str, instead: str) -> Ten
 class Buffer:
     """Host memory that a `Pool` lends.
 
-    Attributes:
-        memory: uint8 (size,), or None where nothing is computed (the meta device).
-        last_read: CUDA event after the last copy out of it, for whoever writes into it next.
+    memory: uint8 (size,), or None where nothing is computed (the meta device); last_read: CUDA event after the last
+    copy out of it, for whoever writes into it next.
     """
 
     size: int
@@ -85,16 +84,12 @@ class Buffer:
 
 class Pool:
     """Buffers that are lent and given back. A buffer too small for what is asked makes room for one that is not, so
-    there are never more than were lent at once, each as large as the largest request.
-
-    Args:
-        make: bytes -> memory.
-    """
+    there are never more than were lent at once, each as large as the largest request. make: bytes -> memory."""
 
     def __init__(self, make: Callable[[int], Optional[Tensor]]) -> None:
         self.make = make
         self.buffers: list[Buffer] = []  # all, lent or not
-        self.free: list[Buffer] = []
+        self.free: list[Buffer] = []  # what is given back is appended here
 
     @property
     def total_bytes(self) -> int:
@@ -102,9 +97,8 @@ class Pool:
 
     def take(self, size: int) -> Buffer:
         """A buffer of at least `size` bytes, the smallest there is."""
-        fitting = [buffer for buffer in self.free if buffer.size >= size]
-        if fitting:
-            buffer = min(fitting, key=lambda buffer: buffer.size)
+        buffer = min((b for b in self.free if b.size >= size), key=lambda b: b.size, default=None)
+        if buffer is not None:
             self.free.remove(buffer)
             return buffer
         if self.free:
@@ -112,7 +106,3 @@ class Pool:
         buffer = Buffer(size, self.make(size))
         self.buffers.append(buffer)
         return buffer
-
-    def give_back(self, buffer: Buffer) -> None:
-        """Nobody reads the buffer's contents any more, but for the copy before `last_read`."""
-        self.free.append(buffer)

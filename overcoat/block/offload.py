@@ -9,11 +9,10 @@ block behind it the current stream waits for the copy and their memory is free; 
 the copy back begins. So at most that many blocks are under way, and memory is given back at a fixed place in the
 stream's order: `Tensor.record_stream` would give it back when the host happens to look, and a host runs far ahead.
 
-What is moved is what the block made itself: no parameter, no table or mask that all blocks share, nothing below
-`LEAST_BYTES`. Autograd's hooks on the saved tensors (`SavedTensor.register_hooks`) say how long it may be asked for it;
-then the host buffer goes back to a pool. So a second backward (`retain_graph`), several forwards before one, and
-graphs that are dropped, by an error or on purpose, need no care. Events order the streams; the host waits for nothing,
-but where the pool grows (in the first step).
+Moved is what the block made itself: no parameter, no table or mask that all blocks share, nothing below `LEAST_BYTES`.
+Autograd's hooks on the saved tensors (`SavedTensor.register_hooks`) say how long it may be asked for it; then the host
+buffer goes back to a pool. So a second backward, several forwards before one, and dropped graphs need no care. Events
+order the streams; the host waits for nothing, but where the pool grows (in the first step).
 
 On a CPU the same code copies from memory to memory, and on the meta device it only counts.
 """
@@ -112,7 +111,7 @@ class _Offloaded:
             return
         if self.arrived is not None:
             self.reader.wait_event(self.arrived)  # the next owner of the device's memory may write at once
-        self.transfers.pool.give_back(self.buffer)
+        self.transfers.pool.free.append(self.buffer)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -83,15 +83,12 @@ def row_blocks_t(x: Tensor, fmt: Float8) -> Tuple[Tensor, Tensor]:
 def empty_rows(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tuple[Tensor, Tensor]:
     """Uninitialised data (T, C) = shape and scale (ceil(C / 128), T) of a 1x128 operand, on x's device."""
     rows, columns = shape
-    data = torch.empty((rows, columns), dtype=dtype, device=x.device)
-    return data, torch.empty((blocks(columns), rows), dtype=torch.float32, device=x.device)
+    return x.new_empty((rows, columns), dtype=dtype), x.new_empty((blocks(columns), rows), dtype=torch.float32)
 
 
 def empty_rows_t(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tuple[Tensor, Tensor]:
     """Uninitialised data (C, P) and scale (ceil(T / 128), C) of the transposed operand of a tensor (T, C) = shape."""
-    tokens, columns = shape
-    data = torch.empty((columns, padded_tokens(tokens)), dtype=dtype, device=x.device)
-    return data, torch.empty((blocks(tokens), columns), dtype=torch.float32, device=x.device)
+    return empty_rows(x, (shape[1], padded_tokens(shape[0])), dtype)
 
 
 # ---- activations and gradients ---------------------------------------------------------------------------------------

@@ -1,14 +1,12 @@
 """cuBLASLt's FP8 product by its C interface: for the choice of its kernel, and to add the residual stream inside.
 
-`torch._scaled_mm` calls the same function with the kernel that the library recommends, and cannot add a matrix. Here a
-`Plan` holds what a shape of product needs (descriptor, layouts, the kernel chosen by `gemm_tiles`); it is made once
-per shape, and run with pointers alone.
+`torch._scaled_mm` calls the same function with the kernel that the library recommends, and cannot add a matrix. A
+`Plan` holds what a shape of product needs (descriptor, layouts, the kernel chosen by `gemm_tiles`); it is made once per
+shape, and run with pointers alone. PyTorch's setting for the workspace does not reach here; where it has been told to
+leave multiprocessors free (its "carveout"), `kernels.gemm` calls PyTorch.
 
-cuBLASLt is column-major. D = A @ B^T in rows is D^T = B @ A^T in columns: B, a column-major (K, N) matrix, is its first
-operand, transposed, and A its second.
-
-PyTorch's settings for its own products, the size of the workspace, do not reach here; where it has been told to leave
-multiprocessors free (its "carveout"), `kernels.gemm` calls PyTorch.
+cuBLASLt is column-major: D = A @ B^T in rows is D^T = B @ A^T in columns. So B, a column-major (K, N) matrix, is its
+first operand, transposed, and A its second.
 
 Source: cublasLt.h of CUDA 12 and 13, whose numbers the constants repeat.
 """

@@ -1,17 +1,14 @@
 """Which of cuBLASLt's kernels multiplies fastest on a GPU that is held down by its power limit.
 
-cuBLASLt offers some eight kernels for a product and recommends the one that is fastest on a cool GPU. In training an
-H200 draws its 700 W and lowers its clock, and there another one is: with 192 x 192 tiles, the first choice for wide
-results, the products of a 7B's gate and up take 6% longer than with 168 x 128. All that do not split K return the same
-bits.
-
-So the choice is by a model of the time, with constants measured on hot H200s (docs/research/kernels.md):
+cuBLASLt recommends, of some eight kernels, the one that is fastest on a cool GPU. In training an H200 draws its 700 W
+and lowers its clock: there 192 x 192 tiles, the first choice for wide results, take 6% longer for a 7B's gate and up
+than 168 x 128. All kernels that do not split K return the same bits. So the choice is by a model of the time, fitted on
+hot H200s for K from 2,048 to 38,000 and 4,096 to 16,384 rows (docs/research/kernels.md):
 
     time = waves * area * (per_product + per_tile * 4096 / K)
 
-fitted for K from 2,048 to 38,000 and 4,096 to 16,384 rows. waves: how often all multiprocessors get a tile, the last,
-unfinished round counted whole; area of a tile; K the contracted axis. What is per tile (its epilogue) counts less the
-longer K is.
+waves: how often all multiprocessors get a tile, the last, unfinished round counted whole; area of a tile; K the
+contracted axis. What is per tile (its epilogue) counts less the longer K is.
 
 Legend: M rows, N columns of the result, K the contracted axis; all of row-major D = A @ B^T.
 """
@@ -20,9 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Sequence
 
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+from overcoat.kernels.launch import cdiv
 
 
 class Tile(NamedTuple):
@@ -49,9 +44,9 @@ TILES = {
 
 def relative_time(tile: Tile, rows: int, columns: int, inner: int, processors: int) -> float:
     """Time of D (rows, columns) with this tile, in units that are the same for all tiles; inner: K."""
-    across = _cdiv(_cdiv(columns, tile.columns), tile.across) * tile.across
-    down = _cdiv(_cdiv(rows, tile.rows), tile.down) * tile.down
-    waves = _cdiv(across * down, processors)
+    across = cdiv(cdiv(columns, tile.columns), tile.across) * tile.across
+    down = cdiv(cdiv(rows, tile.rows), tile.down) * tile.down
+    waves = cdiv(across * down, processors)
     return waves * tile.columns * tile.rows * (tile.per_product + tile.per_tile * 4096 / inner)
 
 

@@ -1,10 +1,9 @@
 """log2, exp2, sqrt, 1/x and x y + z as a GPU has them: one instruction each.
 
 The optimizer's step has a budget of about a hundred instructions per parameter; an exactly rounded division or root
-costs a dozen. So the kernel uses the approximate instructions, and so does the reference when it runs on a GPU, which
-makes the two comparable bit for bit. On a CPU these are PyTorch's functions. They are the only place where devices
-differ: by some 2^-22 of a value, so a stored code may differ in a near tie. `fma` is exact but for its one rounding; on
-a CPU it goes through FP64, whose own rounding changes the result's in one case of some 2^28.
+costs a dozen. So kernels use the approximate instructions, and references on a GPU the same: both give the same bits.
+On a CPU these are PyTorch's functions, the only place where devices differ: by some 2^-22 of a value, so a stored code
+may differ in a near tie. `fma` goes through FP64 there, whose own rounding changes one result of some 2^28.
 
     log2         lg2.approx.ftz      exact at 1; -inf at 0
     exp2         ex2.approx.ftz      exact at 0; 0 at -inf

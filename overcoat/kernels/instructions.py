@@ -136,9 +136,8 @@ def to_float32(x):
 def arrived(codes, x):
     """8-bit codes, not before as many BF16 numbers x have arrived as well. For grids of one or two axes.
 
-    For kernels that need both: left alone, ptxas puts the loads of what it needs last off until the arithmetic on the
-    first is done, and a thread waits for memory twice. One instruction for four: or'ed with x and'ed with a zero, the
-    program's third number, of which the compiler does not know that it is one.
+    Else ptxas puts the loads of what it needs last off until the arithmetic on the first is done, and a thread waits
+    for memory twice. One instruction for four: or'ed with x and'ed with the program's third number, which is zero.
     """
     if INTERPRETED or x.dtype != tl.bfloat16 or codes.numel < 4:
         return codes

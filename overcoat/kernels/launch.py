@@ -1,13 +1,12 @@
 """Launching a kernel again for a third of the host time: the `kernel` decorator of all entry kernels.
 
-A decoder block is some 75 launches of 5 to 500 us. Triton's own launch path takes 16 us on a slow host, most of it to
-find out which compiled kernel the arguments ask for: every argument is classified, options and globals are compared.
-Kernels of this package are launched again and again with the same integers and flags, so here one dictionary look-up
-finds the compiled kernel, and its launcher (6 us) is called with the arguments as they are.
+A decoder block is some 75 launches of 5 to 500 us, and Triton's own launch path takes 16 us on a slow host, most of it
+to find out which compiled kernel the arguments ask for. Kernels here are launched again and again with the same
+integers and flags: one dictionary look-up finds the compiled kernel, whose launcher takes 6 us.
 
-The key of the look-up is finer than Triton's own specialization (dtypes of tensors, the very value of everything else,
-and only launches whose tensors are all aligned to 16 bytes are remembered), so a hit can never be a kernel compiled for
-something else; as long as an argument is of one type: 0 and 0.0 are equal. All other launches go through Triton.
+The key is finer than Triton's own specialization (dtypes of tensors, the very value of everything else; only launches
+whose tensors are all aligned to 16 bytes are remembered), so a hit is never a kernel compiled for something else, as
+long as an argument is of one type: 0 and 0.0 are equal. All other launches go through Triton.
 """
 
 from __future__ import annotations

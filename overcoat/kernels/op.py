@@ -6,15 +6,14 @@ Every numerical op of the project is one `Op` in the `overcoat::` namespace of `
     def amax(x: Tensor) -> Tensor:          # the reference: plain PyTorch, the specification, runs on every device
         ...
 
-    @amax.cuda                              # the Triton kernel's launcher, where one exists
+    @amax.cuda                              # the Triton kernel's launcher; without one a GPU runs the reference
     def _(x): ...
 
-The reference is registered for all backends, so an op without a kernel works on a GPU too; a CUDA registration
-overrides it there. It is also the shape function: torch.compile runs it on fake tensors. Where that takes more than
-1 ms, or would make compiled code depend on the number of tokens, an op has a shape function of its own:
+    @amax.fake                              # shapes for torch.compile; without one those of the reference
+    def _(x): ...
 
-    @quantize_both.fake
-    def _(x, amax, fmt): ...
+A shape function is for references that take more than 1 ms on fake tensors, or that would make compiled code depend on
+the number of tokens.
 
 Ops carry no autograd formula: `overcoat.block` pairs forward and backward ops in `torch.autograd.Function`s. An op
 never returns one of its inputs or a view of it (a rule of `torch.library`).

@@ -9,7 +9,7 @@ The limits are sums of noise powers (tests/exact.py): a GEMM's two operands, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Callable, Optional
 
 import torch
@@ -26,7 +26,6 @@ from tests.exact import E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
 from tests.kernels.samples import normal
 
 Inputs = dict[str, Optional[Tensor]]
-Outputs = tuple[Tensor, ...]
 EPS = 1e-5
 FP32_DB = 120.0  # 24 bits are 144; less 24 for sums over a few hundred terms
 
@@ -47,31 +46,25 @@ class Case:
 
     Attributes:
         inputs: tensors by name; those in `constants` take no gradient.
-        op, truth: the op under a recipe and its FP64 twin, both from inputs to outputs.
-        limits: dB by name of outputs ("out0", ...) and inputs, given a recipe.
+        op, truth: the op under a recipe and its FP64 twin, both from inputs to the output.
+        limits: dB of the output ("out") and of inputs' gradients by name, given a recipe.
         heavy: extra dB for results that are products of Gaussians.
         sharing: how many elements of a matrix share one error.
-        relative: factor on the second output's gradient.
+        grad: the output's gradient.
     """
 
     inputs: Inputs
-    op: Callable[[Inputs, Recipe], Outputs]
-    truth: Callable[[Inputs], Outputs]
+    op: Callable[[Inputs, Recipe], Tensor]
+    truth: Callable[[Inputs], Tensor]
     limits: Callable[[Recipe], dict[str, float]]
     heavy: float = 0.0
     sharing: int = 1
-    relative: float = 1.0
-    constants: tuple[str, ...] = ()
-    grads: list[Tensor] = field(default_factory=list)
+    constants: tuple[str, ...] = ("cos", "sin", "mask")
 
     def __post_init__(self) -> None:
-        if not self.grads:
-            with torch.no_grad():
-                outputs = self.truth(double(self.inputs))
-            x = next(x for x in self.inputs.values() if x is not None)
-            self.grads = [normal(*out.shape, seed=90 + i).to(x) for i, out in enumerate(outputs)]
-            if len(self.grads) > 1:
-                self.grads[1] *= self.relative
+        with torch.no_grad():
+            out = self.truth(double(self.inputs))
+        self.grad = normal(*out.shape, seed=90).to(next(x for x in self.inputs.values() if x is not None))
 
     def names(self) -> list[str]:
         """Inputs that take gradients."""
@@ -83,34 +76,38 @@ def double(inputs: Inputs) -> Inputs:
     return {name: x.detach().double() if x is not None and x.is_floating_point() else x for name, x in inputs.items()}
 
 
+def leaves_of(inputs: Inputs, wanted: list[str]) -> Inputs:
+    """Copies, of which those in `wanted` take gradients."""
+    return {
+        name: x if x is None else x.detach().clone().requires_grad_(name in wanted and x.is_floating_point())
+        for name, x in inputs.items()
+    }
+
+
 def evaluate(
-    function: Callable[[Inputs], Outputs], inputs: Inputs, wanted: list[str], grads: list[Optional[Tensor]]
-) -> tuple[Outputs, dict[str, Optional[Tensor]]]:
-    """Outputs, and the gradients of the inputs in `wanted`, for gradients of the outputs (None: not used)."""
-    leaves = {name: x if x is None else x.detach().clone() for name, x in inputs.items()}
-    for name in wanted:
-        leaves[name].requires_grad_()
-    outputs = function(leaves)
-    used = [(out, grad.to(out.dtype)) for out, grad in zip(outputs, grads) if grad is not None]
-    torch.autograd.backward(*zip(*used))
+    function: Callable[[Inputs], Tensor], inputs: Inputs, wanted: list[str], grad: Tensor
+) -> tuple[Tensor, dict[str, Optional[Tensor]]]:
+    """The output, and the gradients of the inputs in `wanted`, for its gradient."""
+    leaves = leaves_of(inputs, wanted)
+    out = function(leaves)
+    out.backward(grad.to(out.dtype))
     for name, x in leaves.items():
         assert x is None or name in wanted or x.grad is None, f"{name} takes no gradient but got one"
-    return outputs, {name: leaves[name].grad for name in wanted}
+    return out.detach(), {name: leaves[name].grad for name in wanted}
 
 
-def run(case: Case, recipe: Recipe) -> tuple[Outputs, dict[str, Optional[Tensor]]]:
+def run(case: Case, recipe: Recipe) -> tuple[Tensor, dict[str, Optional[Tensor]]]:
     """The op forward and backward."""
-    return evaluate(lambda inputs: case.op(inputs, recipe), case.inputs, case.names(), list(case.grads))
+    return evaluate(lambda inputs: case.op(inputs, recipe), case.inputs, case.names(), case.grad)
 
 
 def check(case: Case, recipe: Recipe) -> None:
-    """Outputs and every gradient against FP64: size and direction of the error, shapes, dtypes, None."""
-    outputs, grads = run(case, recipe)
-    exact_outputs, exact_grads = evaluate(case.truth, double(case.inputs), case.names(), list(case.grads))
+    """Output and every gradient against FP64: size and direction of the error, shapes, dtypes, None."""
+    out, grads = run(case, recipe)
+    truth, true_grads = evaluate(case.truth, double(case.inputs), case.names(), case.grad)
     limits = case.limits(recipe)
-    for i, (truth, value) in enumerate(zip(exact_outputs, outputs, strict=True)):
-        assert_close(f"out{i}", truth, value, limits[f"out{i}"], case.heavy, case.sharing)
-    for name, truth in exact_grads.items():
+    assert_close("out", truth, out, limits["out"], case.heavy, case.sharing)
+    for name, truth in true_grads.items():
         assert grads[name] is not None, f"no gradient for {name}"
         assert grads[name].dtype == case.inputs[name].dtype
         sharing = case.sharing if truth.dim() == 2 else 1
@@ -125,7 +122,6 @@ def gemm_db(recipe: Recipe, *more: float) -> float:
 # ---- the case ---------------------------------------------------------------------------------------------------
 
 # How a block is wired, what its norms of q and k are, whether its layers have biases, and its MLP's activation.
-WIRINGS = ("pre", "post", "sandwich", "parallel")
 KINDS: dict[str, dict[str, object]] = {
     "llama": {},
     "biases": {"biases": True},
@@ -201,11 +197,11 @@ def block_case(
         mlp = Branch(Mlp(activation, gated), linear(*gate), linear("down"), (), norm("pre_mlp"), norm("post_mlp"))
         return Block((attention, mlp), wiring == "parallel")
 
-    def op(inputs: Inputs, recipe: Recipe) -> Outputs:
+    def op(inputs: Inputs, recipe: Recipe) -> Tensor:
         tables = Tables(inputs["cos"], inputs["sin"], inputs["mask"])
-        return (run_block(inputs["x"], block_of(inputs), tables, recipe),)
+        return run_block(inputs["x"], block_of(inputs), tables, recipe)
 
-    def truth(inputs: Inputs) -> Outputs:
+    def truth(inputs: Inputs) -> Tensor:
         def linear(name: str, y: Tensor) -> Tensor:
             return F.linear(y, inputs[name], inputs[f"{name}_bias"])
 
@@ -233,15 +229,15 @@ def block_case(
 
         x = inputs["x"]
         if wiring == "parallel":
-            return (x + branch("attention", x) + branch("mlp", x),)
+            return x + branch("attention", x) + branch("mlp", x)
         x = x + branch("attention", x)
-        return (x + branch("mlp", x),)
+        return x + branch("mlp", x)
 
     def limits(recipe: Recipe) -> dict[str, float]:
         # A gradient passes at most four dgrads and wgrads (down, gate/up, o, qkv) of values that four forward products
         # made noisy, and the backward of attention, which raises noise by up to 3 dB (NUMERICS.md section 7: 2 to 3).
         forward = combined_db(*[combined_db(E4M3_DB, E4M3_DB)] * 4)
         deep = combined_db(*[gemm_db(recipe, KEPT_DB[recipe.kept_format])] * 4, forward) - 3
-        return {"out0": forward} | dict.fromkeys(inputs, deep)
+        return {"out": forward} | dict.fromkeys(inputs, deep)
 
-    return Case(inputs, op, truth, limits, heavy=0.5, constants=("cos", "sin", "mask"))
+    return Case(inputs, op, truth, limits, heavy=0.5)

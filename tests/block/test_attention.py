@@ -21,7 +21,7 @@ from overcoat.block.attention import (
 )
 from overcoat.models.decoder import check_mask
 from tests import exact
-from tests.block.harness import EPS, FP32_DB, RECIPES, Case, Inputs, Outputs, check, double, evaluate, run, tables_of
+from tests.block.harness import EPS, FP32_DB, RECIPES, Case, Inputs, check, double, evaluate, run, tables_of
 from tests.emulation import sqnr
 from tests.exact import BF16_DB, KEPT_DB, combined_db
 from tests.kernels.samples import normal
@@ -96,19 +96,19 @@ def attention_case(
     inputs = {name: x if x is None else x.to(device, dtype) for name, x in inputs.items()}
     inputs["mask"] = mask if mask is None else mask.to(device)
 
-    def op(inputs: Inputs, recipe: Recipe) -> Outputs:
+    def op(inputs: Inputs, recipe: Recipe) -> Tensor:
         qkv = torch.cat((inputs["q"], inputs["k"], inputs["v"]), 1)
         rotary = [inputs[name] for name in ("cos", "sin", "mask", "q_weight", "k_weight")]
-        return (_Attention.apply(qkv, *rotary, heads, recipe),)
+        return _Attention.apply(qkv, *rotary, heads, recipe)
 
-    def truth(inputs: Inputs) -> Outputs:
+    def truth(inputs: Inputs) -> Tensor:
         q, k, weights = inputs["q"], inputs["k"], (inputs["q_weight"], inputs["k_weight"])
         if full_norm:
             q, k = (exact.norm(x, weight, None, EPS, False) for x, weight in zip((q, k), weights, strict=True))
             weights = None, None
         qkv = torch.cat((q, k, inputs["v"]), 1)
         rotated = exact.rope(qkv, inputs["cos"], inputs["sin"], *weights, EPS, num_q, num_kv)
-        return (exact.attention(rotated, inputs["mask"], batch, num_q, num_kv, heads.scale),)
+        return exact.attention(rotated, inputs["mask"], batch, num_q, num_kv, heads.scale)
 
     def limits(recipe: Recipe) -> dict[str, float]:
         # q, k, v, o and the probabilities made of q and k each bring a kept tensor's noise; in dS = P (dP - D) the
@@ -116,10 +116,10 @@ def attention_case(
         exactly = BF16_DB if dtype == torch.bfloat16 else FP32_DB
         kept = exactly if recipe.kept_attention == "bf16" else KEPT_DB[recipe.kept_format]
         score = combined_db(*[kept] * 5) - 3
-        dbs = {"out0": combined_db(*[exactly] * 5), "v": combined_db(*[kept] * 3)}
+        dbs = {"out": combined_db(*[exactly] * 5), "v": combined_db(*[kept] * 3)}
         return dbs | dict.fromkeys(("q", "k", "q_weight", "k_weight"), score)
 
-    return Case(inputs, op, truth, limits, sharing=width, constants=("cos", "sin", "mask"))
+    return Case(inputs, op, truth, limits, sharing=width)
 
 
 NORMS = pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_exact_where_nothing_is_rounded(norm, device):
 
 def test_forward_does_not_read_the_codes(device):
     """What is kept is for the backward alone: the output is the same under every recipe."""
-    outputs = [run(attention_case(device=device), recipe)[0][0] for recipe in RECIPES.values()]
+    outputs = [run(attention_case(device=device), recipe)[0] for recipe in RECIPES.values()]
     for output in outputs[1:]:
         assert torch.equal(output, outputs[0])
 
@@ -168,9 +168,9 @@ def test_one_token(device):
     |dS| <= 2 M / 127 * sum |do| and |dk| <= scale * |dS| * max |q|.
     """
     case = attention_case(1, 1, 4, 4, 64, dtype=torch.float32, device=device)
-    outputs, grads = run(case, Recipe())
-    do = case.grads[0]
-    torch.testing.assert_close(outputs[0], case.inputs["v"], rtol=1e-6, atol=0)
+    out, grads = run(case, Recipe())
+    do = case.grad
+    torch.testing.assert_close(out, case.inputs["v"], rtol=1e-6, atol=0)
     torch.testing.assert_close(grads["v"], do, rtol=1e-5, atol=1e-6)
     largest = max(float(case.inputs[name].abs().max()) for name in "qkv")
     bound = 64**-0.5 * largest * 2 * largest / 127 * float(do.view(4, 64).abs().sum(1).max())
@@ -180,7 +180,7 @@ def test_one_token(device):
 
 def gradients_db(case):
     """SQNR of dq, dk and dv."""
-    _, truth = evaluate(case.truth, double(case.inputs), case.names(), list(case.grads))
+    _, truth = evaluate(case.truth, double(case.inputs), case.names(), case.grad)
     _, grads = run(case, Recipe())
     return {name: sqnr(truth[name], grads[name]) for name in "qkv"}
 
@@ -198,16 +198,6 @@ def test_a_bias_of_v_costs_nothing():
         assert biased[name] >= plain[name] - 1.0, name
 
 
-def test_taking_the_center_out_helps(monkeypatch):
-    """v with a bias of 10 sigma: sqrt8's step grows with the square root of the value, so without centering v has
-    10 log10(10) = 10 dB more noise; half of that must arrive in dq and dk, which read v."""
-    centered = gradients_db(with_common_vector("v", 10))
-    monkeypatch.setattr(attention_ops, "token_center", lambda x: torch.zeros(x.shape[1]))
-    plain = gradients_db(with_common_vector("v", 10))
-    for name in "qk":
-        assert centered[name] >= plain[name] + 5.0, name
-
-
 @pytest.mark.parametrize("which", ["q_weight", "k_weight"])
 def test_head_norm_of_q_or_k_alone(which, device):
     case = attention_case(head_norm=True, device=device)
@@ -215,46 +205,23 @@ def test_head_norm_of_q_or_k_alone(which, device):
     check(case, Recipe())
 
 
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_non_finite_reaches_output_and_gradients(bad, device):
-    case = attention_case(device=device)
-    case.inputs["v"][3, 5] = bad
-    outputs, grads = run(case, Recipe())
-    assert not outputs[0].isfinite().all()
-    assert not grads["q"].isfinite().all()
-
-
 # ---- tests of the tests ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.95])
 @pytest.mark.parametrize("part", ["q", "k", "v", "q_weight", "k_weight"])
-def test_a_wrong_gradient_is_seen(part, factor, monkeypatch):
+def test_a_wrong_gradient_is_seen(part, monkeypatch):
     original = attention_ops.qk_rope_backward
 
     def spoiled(*args):
         dqkv, dq_weight, dk_weight = original(*args)
         parts = dict(zip("qkv", dqkv.split((4 * 64, 2 * 64, 2 * 64), 1)))
         parts |= {"q_weight": dq_weight, "k_weight": dk_weight}
-        parts[part] = parts[part] * factor
+        parts[part] = parts[part] * 0.95
         return torch.cat([parts[name] for name in "qkv"], 1), parts["q_weight"], parts["k_weight"]
 
     monkeypatch.setattr(attention_ops, "qk_rope_backward", spoiled)
     with pytest.raises(AssertionError, match=f"d{part}:"):
         check(attention_case(head_norm=True), Recipe())
-
-
-def test_a_missing_second_rotation_is_seen(monkeypatch):
-    """The backward must rotate the decoded q and k again."""
-
-    original = attention_ops.qk_rope_decode12
-
-    def spoiled(codes, lower, amax, center, cos, sin, *args):
-        return original(codes, lower, amax, center, None, None, *args)
-
-    monkeypatch.setattr(attention_ops, "qk_rope_decode12", spoiled)
-    with pytest.raises(AssertionError):
-        check(attention_case(), Recipe())
 
 
 # ---- wrong masks -------------------------------------------------------------------------------------------------

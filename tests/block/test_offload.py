@@ -53,14 +53,17 @@ def loss_of(model, seed=0, kind="causal"):
     return model(**{name: value.to(device) for name, value in make_batch(kind, length=64, seed=seed).items()}).loss
 
 
-def gradients(model):
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+def backward(model):
+    loss_of(model).backward()
 
 
-def assert_same_gradients(one, other):
-    expected = gradients(other)
-    for name, gradient in gradients(one).items():
-        assert torch.equal(gradient, expected[name]), name
+def assert_changes_nothing(model, run, recipe=ALL):
+    """`run` leaves the gradients that it leaves without offloading."""
+    one, other = converted(model, recipe), converted(model, replace(recipe, offload_blocks=0))
+    for each in (one, other):
+        run(each)
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
 
 
 def pool(device="cpu"):
@@ -84,9 +87,6 @@ def test_as_many_blocks_as_asked_for_are_chosen(blocks):
         assert chosen <= set(range(able))
         assert count == 0 or able == 0 or 0 in chosen
     assert choose_blocks("all", blocks) == set(range(able))
-
-
-def test_chosen_blocks_are_evenly_spread():
     assert sorted(choose_blocks(8, 34)) == [0, 4, 8, 12, 16, 20, 24, 28]
     assert sorted(choose_blocks(5, 9)) == [0, 1, 2, 4, 5]
 
@@ -119,45 +119,37 @@ def test_layers_left_alone_are_not_counted(untouched):
 def test_gradients_are_equal_bit_for_bit(untouched, recipe, count, monkeypatch):
     """Two micro-batches; the second one's buffers are those of the first."""
     monkeypatch.setattr(offload, "LEAST_BYTES", 1024)
-    one, other = converted(untouched, replace(recipe, offload_blocks=count)), converted(untouched, recipe)
-    for seed in range(2):
-        for model in (one, other):
-            loss_of(model, seed).backward()
-    assert_same_gradients(one, other)
+    recipe = replace(recipe, offload_blocks=count)
+    assert_changes_nothing(untouched, lambda model: [loss_of(model, seed).backward() for seed in range(2)], recipe)
     assert_all_given_back(LAYERS - AHEAD if count == "all" else count)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "starcoder2"])
 def test_other_kinds_of_blocks(kind):
-    model = make_model(kind, layers=4)
-    one, other = converted(model, ALL), converted(model, Recipe())
-    for each in (one, other):
-        loss_of(each, kind="left-padded").backward()
-    assert_same_gradients(one, other)
+    assert_changes_nothing(make_model(kind, layers=4), lambda model: loss_of(model, kind="left-padded").backward())
     assert_all_given_back(2)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_several_forwards_before_the_backwards(untouched, order):
-    one, other = converted(untouched, ALL), converted(untouched, Recipe())
-    for model in (one, other):
+    def run(model):
         losses = [loss_of(model, seed) for seed in range(2)]
         for place in order:
             losses[place].backward()
-    del losses
-    assert_same_gradients(one, other)
+
+    assert_changes_nothing(untouched, run)
     assert_all_given_back(2 * (LAYERS - AHEAD))
 
 
 def test_a_graph_used_twice(untouched):
     """The loss of all logits: the lean one multiplies its gradients in place."""
-    one, other = converted(untouched, replace(ALL, head=None)), converted(untouched, Recipe(head=None))
-    for model in (one, other):
+
+    def run(model):
         loss = loss_of(model)
         loss.backward(retain_graph=True)
         loss.backward()
-    assert_same_gradients(one, other)
-    del loss
+
+    assert_changes_nothing(untouched, run, replace(ALL, head=None))
     assert_all_given_back()
 
 
@@ -170,11 +162,11 @@ def test_a_graph_without_retain_cannot_be_used_twice(untouched):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_around_the_blocks(untouched, reentrant):
-    one, other = converted(untouched, ALL), converted(untouched, Recipe())
-    for model in (one, other):
+    def run(model):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        loss_of(model).backward()
-    assert_same_gradients(one, other)
+        backward(model)
+
+    assert_changes_nothing(untouched, run)
     assert_all_given_back(len(pool().buffers))
     if not reentrant:
         assert pool().buffers == []  # the checkpoint's hooks are in force: it keeps nothing
@@ -191,12 +183,12 @@ def test_hooks_of_somebody_else_stay_in_force(untouched):
 
 
 def test_compiled_layers_do_not_offload(untouched):
-    one, other = converted(untouched, ALL), converted(untouched, Recipe())
-    for model in (one, other):
+    def run(model):
         for index, layer in enumerate(model.model.layers):
             model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        loss_of(model).backward()
-    assert_same_gradients(one, other)
+        backward(model)
+
+    assert_changes_nothing(untouched, run)
     assert pool().buffers == []
 
 
@@ -260,16 +252,17 @@ def _fail_backward(_module, args):
 @pytest.mark.parametrize("hook", [_fail, _fail_backward], ids=["forward", "backward"])
 def test_a_step_that_fails_midway_loses_nothing(untouched, hook):
     """As where memory runs out: the error ends the step, and the next one is right and finds all buffers."""
-    one, other = converted(untouched, ALL), converted(untouched, Recipe())
-    handle = one.model.layers[3].register_forward_pre_hook(hook)
-    with pytest.raises(torch.OutOfMemoryError):
-        loss_of(one).backward()
-    handle.remove()
-    one.zero_grad()
-    assert_all_given_back(len(pool().buffers))
-    for model in (one, other):
-        loss_of(model).backward()
-    assert_same_gradients(one, other)
+
+    def run(model):
+        handle = model.model.layers[3].register_forward_pre_hook(hook)
+        with pytest.raises(torch.OutOfMemoryError):
+            backward(model)
+        handle.remove()
+        model.zero_grad()
+        assert_all_given_back(len(pool().buffers))
+        backward(model)
+
+    assert_changes_nothing(untouched, run)
     assert_all_given_back()
 
 
@@ -333,17 +326,18 @@ def _leave_and_overwrite(leave, offloaded):
 @pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("count", [2, "all"])
 def test_nothing_is_read_before_it_was_copied(untouched, count, forwards, monkeypatch):
-    one, other = converted(untouched, Recipe(offload_blocks=count)), converted(untouched, Recipe())
     late = _Late()
     monkeypatch.setitem(offload._transfers, torch.device("cpu"), late)
     leave = functools.partial(_leave_and_overwrite, offload._Offloaded.leave)
     monkeypatch.setattr(offload._Offloaded, "leave", lambda self: leave(self))
-    for step in range(3):
-        for model in (one, other):
+
+    def run(model):
+        for step in range(3):
             losses = [loss_of(model, 2 * step + index) for index in range(forwards)]
             while losses:
                 losses.pop().backward()
-    assert_same_gradients(one, other)
+
+    assert_changes_nothing(untouched, run, Recipe(offload_blocks=count))
     assert len(late.queues["to_device"]) > 3 * forwards * len(choose_blocks(count, LAYERS))
 
 

@@ -6,8 +6,6 @@ The tensor cores keep 14 bits of a sum ("fast accumulation") and promote to FP32
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -76,16 +74,13 @@ def test_a_residual_of_another_shape_or_dtype_is_refused(shape, dtype, device):
         )
 
 
-def test_non_finite_operands_reach_the_result(device):
-    x = normal(4, 32).to(device)
+def test_non_finite_and_zero_operands(device):
+    x, b = normal(4, 32).to(device), quantize_tensor(normal(8, 32, seed=1).to(device))
     x[2, 3] = torch.inf
-    a, b = quantize_tensor(x), quantize_tensor(normal(8, 32, seed=1).to(device))
-    assert not gemm(a.data, b.data, a.scale, b.scale, None, torch.bfloat16, True).isfinite().any()
-
-
-def test_zero_operand_gives_zero(device):
-    a, b = quantize_tensor(torch.zeros(4, 32, device=device)), quantize_tensor(normal(8, 32).to(device))
-    assert gemm(a.data, b.data, a.scale, b.scale, None, torch.float32, False).count_nonzero() == 0
+    for value, expected in ((x, False), (torch.zeros_like(x), True)):
+        a = quantize_tensor(value)
+        found = gemm(a.data, b.data, a.scale, b.scale, None, torch.bfloat16, True)
+        assert found.isfinite().any() == (found == 0).all() == expected
 
 
 # ---- scales per block ---------------------------------------------------------------------------------------------
@@ -129,20 +124,14 @@ def test_non_finite_blocks_reach_their_rows_of_the_result(device):
 
 @pytest.mark.parametrize(
     ("capability", "cuda", "reason"),
-    [
-        ((9, 0), "12.9", None),
-        ((9, 0), "13.0", None),
-        ((9, 0), "12.8", "CUDA 12.9"),
-        ((10, 0), "13.0", r"Hopper.*sm_100"),
-        ((8, 9), "13.0", r"Hopper.*sm_89"),
-    ],
+    [((9, 0), "12.9", ""), ((9, 0), "12.8", "CUDA 12.9"), ((10, 0), "13.0", "sm_100"), ((8, 9), "13.0", "sm_89")],
 )
 def test_where_the_library_multiplies_blocks(capability, cuda, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Example")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     answer = why_no_block_gemm(torch.device("cuda", 0))
-    assert (answer is None) if reason is None else re.search(reason, answer)
+    assert reason in answer if reason else answer is None
 
 
 # ---- on a GPU: the library's product ---------------------------------------------------------------------------------

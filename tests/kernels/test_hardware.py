@@ -41,28 +41,19 @@ def test_fma_rounds_the_exact_result_once(device):
     assert torch.equal(hardware.fma(x, y, -product).double(), error)
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "z", "expected"),
-    [
-        (2.0, 3.0, 4.0, 10.0),
-        (0.0, math.inf, 1.0, math.nan),
-        (math.inf, 2.0, -math.inf, math.nan),
-        (3e38, 2.0, 0.0, math.inf),
-        (2.0**-140, 2.0**-9, 2.0**-149, 2.0**-148),
-        (2.0**-100, 2.0**-50, 0.0, 0.0),
-    ],
-)
-def test_fma_by_hand(x, y, z, expected):
+def test_fma_by_hand_and_of_shapes_that_broadcast(device):
     """Denormals, which count on a CPU; half of the smallest is a tie, and rounds to zero."""
-    found = hardware.fma(*(torch.tensor([value]) for value in (x, y, z)))
-    torch.testing.assert_close(found, torch.tensor([expected]), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    "shapes", [((), (), ()), ((3, 1), (4,), ()), ((2, 1, 5), (3, 1), (1,)), ((0, 1), (7,), (1, 1))]
-)
-def test_fma_broadcasts_all_three(shapes, device):
-    x, y, z = (torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(device) for shape in shapes)
-    found = hardware.fma(x, y, z)
-    assert found.shape == torch.broadcast_shapes(*shapes)
-    torch.testing.assert_close(found, x * y + z, rtol=1e-5, atol=1e-6)
+    x, y, z, expected = torch.tensor(
+        [
+            (2.0, 3.0, 4.0, 10.0),
+            (0.0, math.inf, 1.0, math.nan),
+            (math.inf, 2.0, -math.inf, math.nan),
+            (3e38, 2.0, 0.0, math.inf),
+            (2.0**-140, 2.0**-9, 2.0**-149, 2.0**-148),
+            (2.0**-100, 2.0**-50, 0.0, 0.0),
+        ]
+    ).t()
+    torch.testing.assert_close(hardware.fma(x, y, z), expected, rtol=0, atol=0, equal_nan=True)
+    for shapes in ((), (), ()), ((3, 1), (4,), ()), ((2, 1, 5), (3, 1), (1,)), ((0, 1), (7,), (1, 1)):
+        x, y, z = (torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(device) for shape in shapes)
+        torch.testing.assert_close(hardware.fma(x, y, z), x * y + z, rtol=1e-5, atol=1e-6)

@@ -5,10 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
-from overcoat.kernels import language
-
 
 def test_without_triton_files_import_and_launches_say_what_is_missing():
     code = """
@@ -44,16 +40,3 @@ else:
     raise AssertionError("launched")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_stand_in_is_what_decorators_and_annotations_need():
-    absent = language._Absent()
-    assert absent.jit(len) is len
-    assert absent.float8e4nv is absent.constexpr(2.0) is absent
-    with pytest.raises(AttributeError):
-        absent.__wrapped__  # noqa: B018  inspect and copy would take it for a wrapper
-
-    class Kernel(absent.runtime.JITFunction):
-        pass
-
-    assert Kernel.__bases__ == (object,)

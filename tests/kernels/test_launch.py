@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -185,12 +184,6 @@ def test_the_decorator_leaves_the_interpreter_alone(monkeypatch):
     assert type(launch.kernel(declared)) is launch.Kernel
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert not isinstance(launch.kernel(declared), launch.Kernel)
-
-
-def test_cdiv():
-    for a in range(40):
-        for b in range(1, 9):
-            assert launch.cdiv(a, b) == math.ceil(a / b)
 
 
 def test_dense_rows():
