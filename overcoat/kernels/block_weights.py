@@ -47,11 +47,13 @@ def block_stack_weights(weights: List[Tensor], transposed: bool) -> Tuple[Tensor
 
 
 @block_stack_weights.fake
-def _(weights, transposed):
-    rows, columns = sum(w.shape[0] for w in weights), weights[0].shape[1]
+def _empty(weights, transposed):
+    """Data and scale; what is filled up of the scale is zero already."""
+    first, rows, columns = weights[0], sum(w.shape[0] for w in weights), weights[0].shape[1]
     rows, columns = (columns, rows) if transposed else (rows, columns)
-    scale = weights[0].new_empty((blocks(rows), padded_blocks(columns)), dtype=torch.float32)
-    return weights[0].new_empty((rows, columns), dtype=E4M3.dtype), scale
+    make = first.new_empty if padded_blocks(columns) == blocks(columns) else first.new_zeros
+    scale = make((blocks(rows), padded_blocks(columns)), dtype=torch.float32)
+    return first.new_empty((rows, columns), dtype=E4M3.dtype), scale
 
 
 @triton.jit
@@ -113,11 +115,7 @@ def _(weights, transposed):
         return data.view(torch.uint8).t().contiguous().view(data.dtype), scale.contiguous()
     if any(w.shape[0] % BLOCK for w in weights[:-1]):
         weights = [torch.cat(weights)]  # a block spans two weights
-    shape = (columns, rows) if transposed else (rows, columns)
-    out = torch.empty(shape, dtype=E4M3.dtype, device=weights[0].device)
-    scale_shape = (blocks(shape[0]), padded_blocks(shape[1]))
-    filled = scale_shape[1] == blocks(shape[1])
-    scale = (torch.empty if filled else torch.zeros)(scale_shape, dtype=torch.float32, device=out.device)
+    out, scale = _empty(weights, transposed)
     target, first = (out.view(torch.int16) if transposed else out), 0
     with on_device(out):
         for part in launches(weights):
