@@ -273,7 +273,7 @@ class Attention(NamedTuple):
     ) -> tuple[Tensor, bool]:
         """The output layer's result; whether the residual is added."""
         o, o_amax = inside
-        y, kept = linear_forward(o, branch.out, recipe, o_amax, known.out)
+        y, kept = linear_forward(o, branch.out.weights[0], branch.out.biases[0], o.dtype, recipe, o_amax, known.out)
         saved.append(kept)
         return y, False
 

@@ -161,28 +161,21 @@ def product_backward(
 ) -> LinearGrads:
     """dgrad and wgrad from dy (T, N), quantized already or not.
 
-    x_t: the input as transposed E4M3 operand (K, P), or None when no weight wants a gradient; dy_amax: max |dy| if
-    known.
+    Args:
+        x_t: the input as transposed E4M3 operand (K, P), or None when no weight wants a gradient.
+        dy_amax: max |dy| if known.
     """
     d = dy if isinstance(dy, Gradient) else quantize_gradient(dy, biases, recipe, dy_amax)
-    dx, sizes, none = dgrad(d, weights, w_amax), [w.shape[0] for w in weights], (None,) * len(weights)
-    dweights = none if x_t is None else wgrad(d, x_t, weights[0].dtype).split_with_sizes(sizes)
-    if d.sums is None:
-        return LinearGrads(dx, dweights, none)
-    sums = zip(biases, d.sums.split_with_sizes(sizes), strict=True)
-    return LinearGrads(dx, dweights, tuple(None if bias is None else part.to(bias.dtype) for bias, part in sums))
-
-
-def _forward(
-    x: Tensor, x_amax: Optional[Tensor], layers: Linear, recipe: Recipe, w_amax: Optional[Tensor]
-) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-    """x (T, K) times the stacked weights, plus biases; x's scale and the weights' maximum (None per block)."""
-    bias = stack_biases(*layers)
-    if recipe.linear_scaling == "block":
-        return block_product(Quantized(*block_quantize(x, "e4m3")), layers.weights, bias, x.dtype), None, None
-    x8, x_scale = quantize(x, amax(x) if x_amax is None else x_amax, "e4m3")
-    y, w_amax = product(x8, x_scale, layers.weights, bias, x.dtype, w_amax)
-    return y, x_scale, w_amax
+    dx = dgrad(d, weights, w_amax)
+    sizes = [w.shape[0] for w in weights]
+    dweights: tuple[Optional[Tensor], ...] = (None,) * len(weights)
+    if x_t is not None:
+        dweights = wgrad(d, x_t, weights[0].dtype).split_with_sizes(sizes)
+    dbiases: tuple[Optional[Tensor], ...] = (None,) * len(weights)
+    if d.sums is not None:
+        sums = d.sums.split_with_sizes(sizes)
+        dbiases = tuple(None if b is None else s.to(b.dtype) for b, s in zip(biases, sums, strict=True))
+    return LinearGrads(dx, dweights, dbiases)
 
 
 class OutputSaved(NamedTuple):
@@ -194,14 +187,19 @@ class OutputSaved(NamedTuple):
 
 def linear_forward(
     x: Tensor,
-    layer: Linear,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dtype: torch.dtype,
     recipe: Recipe,
     x_amax: Optional[Tensor] = None,
     w_amax: Optional[Tensor] = None,
 ) -> tuple[Tensor, OutputSaved]:
-    """x W^T + bias of x (T, K); x_amax, w_amax: max |x| and max |weight| if known."""
-    y, *scales = _forward(x, x_amax, layer, recipe, w_amax)
-    return y, OutputSaved(*scales)
+    """x W^T + bias in `dtype`, x (T, K); x_amax, w_amax: max |x| and max |weight| if known."""
+    if recipe.linear_scaling == "block":
+        return block_product(Quantized(*block_quantize(x, "e4m3")), [weight], bias, dtype), OutputSaved(None, None)
+    x8, x_scale = quantize(x, amax(x) if x_amax is None else x_amax, "e4m3")
+    y, w_amax = product(x8, x_scale, [weight], bias, dtype, w_amax)
+    return y, OutputSaved(x_scale, w_amax)
 
 
 def rebuild_input_t(x: Tensor, scale: Optional[Tensor]) -> Quantized:
@@ -225,19 +223,24 @@ def stream_linear_forward(
 ) -> tuple[Tensor, InputSaved]:
     """x (T, H) times the stacked weights -> (T, sum N); w_amax: the weights' maximum if known."""
     codes, group_amax, x_amax = group_encode_amax(x, None, recipe.kept_format, recipe.group_size)
-    y, *scales = _forward(x, x_amax, into, recipe, w_amax)
-    return y, InputSaved(codes, group_amax, *scales)
+    bias = stack_biases(*into)
+    if recipe.linear_scaling == "block":
+        y = block_product(Quantized(*block_quantize(x, "e4m3")), into.weights, bias, x.dtype)
+        return y, InputSaved(codes, group_amax, None, None)
+    x8, x_scale = quantize(x, x_amax, "e4m3")
+    y, w_amax = product(x8, x_scale, into.weights, bias, x.dtype, w_amax)
+    return y, InputSaved(codes, group_amax, x_scale, w_amax)
 
 
 def stream_linear_backward(
     dy: Tensor | Gradient, saved: InputSaved, into: Linear, recipe: Recipe, want_weights: bool
 ) -> LinearGrads:
     """Gradients of the residual stream by way of these layers, and of the layers."""
-    x_t, scale = None, saved.x_scale
-    inputs, code = (saved.codes, saved.group_amax, None, None), (recipe.kept_format, recipe.group_size)
+    x_t = None
     if want_weights:
-        if scale is None:
+        inputs, code = (saved.codes, saved.group_amax, None, None), (recipe.kept_format, recipe.group_size)
+        if saved.x_scale is None:
             x_t = Quantized(*block_requantize_t(*inputs, *code))
         else:
-            x_t = Quantized(requantize_t(*inputs, scale, *code), scale)
+            x_t = Quantized(requantize_t(*inputs, saved.x_scale, *code), saved.x_scale)
     return product_backward(dy, x_t, *into, saved.w_amax, recipe)

@@ -46,9 +46,14 @@ def test_stack_biases():
     assert stack_biases(weights, [None, None]) is None
     assert stack_biases(weights[1:], [bias]) is bias
     assert stack_biases(weights, [None, bias]).tolist() == [0.0, 0.0, *bias.tolist()]
-    assert stack_biases([w.float() for w in weights], [torch.ones(2), None]).dtype == torch.float32
+
+
+def test_a_stacked_bias_has_the_weights_own_dtype():
+    weights = [integers(rows, 4, dtype=torch.float32) for rows in (2, 1)]
+    stacked = stack_biases(weights, [torch.ones(2), None])
+    assert (stacked.dtype, stacked.tolist()) == (torch.float32, [1.0, 1.0, 0.0])
     with pytest.raises(ValueError, match="zip"):
-        stack_biases(weights, [bias, None, None])
+        stack_biases(weights, [torch.ones(2), None, None])
 
 
 @tokens_
