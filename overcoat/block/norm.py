@@ -17,10 +17,9 @@ from overcoat.block.spec import Linear, Norm
 from overcoat.formats import Quantized
 from overcoat.kernels.blockwise import block_requantize_t
 from overcoat.kernels.groups import requantize_t
-from overcoat.kernels.norm import add_layernorm_stats, add_rmsnorm_stats, layernorm_stats, norm_quantize, rmsnorm_stats
-from overcoat.kernels.norm_after import add_norm_encode
+from overcoat.kernels.norm import add_norm_encode, norm_block_quantize, norm_stats
 from overcoat.kernels.norm_backward import norm_backward
-from overcoat.kernels.norm_blockwise import add_norm_block_quantize, norm_block_quantize
+from overcoat.kernels.norm_quantize import norm_quantize
 from overcoat.kernels.quantize import amax
 from overcoat.recipe import Recipe
 
@@ -41,14 +40,10 @@ def add_norm_linear_forward(
 ) -> tuple[Tensor, Tensor, NormLinearSaved]:
     """x = residual + y (T, H), and `norm_linear_forward` of x, in one pass less."""
     if recipe.linear_scaling == "block":
-        x, *parts = add_norm_block_quantize(y, residual, *norm, recipe.kept_format, recipe.group_size)
+        *parts, x = norm_block_quantize(y, residual, *norm, recipe.kept_format, recipe.group_size)
         return x, *_from_blocks(parts, into, x.dtype)
-    mean = None
-    if norm.centered:
-        x, mean, rstd, row_amax = add_layernorm_stats(y, residual, norm.weight, norm.bias, norm.eps)
-    else:
-        x, rstd, row_amax = add_rmsnorm_stats(y, residual, norm.weight, norm.eps)
-    return x, *_from_statistics(x, mean, rstd, row_amax, norm, into, recipe, w_amax)
+    *stats, x = norm_stats(y, residual, *norm)
+    return x, *_from_statistics(x, stats, norm, into, recipe, w_amax)
 
 
 def norm_linear_forward(
@@ -56,29 +51,20 @@ def norm_linear_forward(
 ) -> tuple[Tensor, NormLinearSaved]:
     """Norm(x) times the stacked weights: x (T, H) -> (T, sum N); w_amax: the weights' maximum if known."""
     if recipe.linear_scaling == "block":
-        parts = norm_block_quantize(x, *norm, recipe.kept_format, recipe.group_size)
+        parts = norm_block_quantize(x, None, *norm, recipe.kept_format, recipe.group_size)
         return _from_blocks(parts, into, x.dtype)
-    mean = None
-    if norm.centered:
-        mean, rstd, row_amax = layernorm_stats(x, norm.weight, norm.bias, norm.eps)
-    else:
-        rstd, row_amax = rmsnorm_stats(x, norm.weight, norm.eps)
-    return _from_statistics(x, mean, rstd, row_amax, norm, into, recipe, w_amax)
+    return _from_statistics(x, norm_stats(x, None, *norm), norm, into, recipe, w_amax)
 
 
 def _from_statistics(
-    x: Tensor,
-    mean: Optional[Tensor],
-    rstd: Tensor,
-    row_amax: Tensor,
-    norm: Norm,
-    into: Linear,
-    recipe: Recipe,
-    w_amax: Optional[Tensor],
+    x: Tensor, stats: Sequence[Tensor], norm: Norm, into: Linear, recipe: Recipe, w_amax: Optional[Tensor]
 ) -> tuple[Tensor, NormLinearSaved]:
+    """`norm_linear_forward` from the results of `norm_stats`."""
+    rstd, row_amax, *mean = stats
     y8, y_scale, codes, group_amax = norm_quantize(
-        x, mean, rstd, norm.weight, norm.bias, amax(row_amax), recipe.kept_format, recipe.group_size
-    )
+        x, mean[0] if mean else None, rstd, norm.weight, norm.bias, amax(row_amax), recipe.kept_format,
+        recipe.group_size,
+    )  # fmt: skip
     y, w_amax = product(y8, y_scale, into.weights, stack_biases(*into), x.dtype, w_amax)
     return y, NormLinearSaved(codes, group_amax, rstd, y_scale, w_amax)
 

@@ -7,7 +7,13 @@ Legend: G group size.
 
 from __future__ import annotations
 
-from overcoat.kernels.device import to_float8
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from overcoat.formats import group_code
+from overcoat.kernels.device import max_magnitude, to_float8
 from overcoat.kernels.instructions import reciprocal, sqrt
 from overcoat.kernels.language import INTERPRETED, tl, triton
 
@@ -21,6 +27,11 @@ SQRT8 = tl.constexpr(0)
 E4M3_CODE = tl.constexpr(1)
 INT8 = tl.constexpr(2)
 CODES = {"sqrt8": 0, "e4m3": 1, "int8": 2}
+
+
+def empty_codes(x: Tensor, groups: Sequence[int], code: str) -> tuple[Tensor, Tensor]:
+    """Uninitialised codes of x, and BF16 maxima of so many groups."""
+    return x.new_empty(x.shape, dtype=group_code(code).dtype), x.new_empty(groups, dtype=torch.bfloat16)
 
 
 @triton.jit
@@ -69,6 +80,16 @@ def encode(x, amax, CODE: tl.constexpr):
         sign = x.to(tl.int32, bitcast=True) & SIGN
         signed = (root.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
         return (signed + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def store_codes(x, codes_ptr, amax_ptr, inside, known, CODE: tl.constexpr, AXIS: tl.constexpr):
+    """Write codes and maxima of x, FP32, whose groups lie along the last axis, number AXIS; exact maxima, FP32."""
+    exact = max_magnitude(x, AXIS)
+    amax = exact.to(tl.bfloat16)
+    tl.store(amax_ptr, amax, mask=known)
+    tl.store(codes_ptr, encode(x, tl.expand_dims(amax.to(tl.float32), AXIS), CODE), mask=inside)
+    return exact
 
 
 @triton.jit

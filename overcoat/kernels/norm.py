@@ -4,42 +4,55 @@
     LayerNorm   xhat = (x - mean) * rstd,   rstd = (mean((x - mean)^2) + eps)^(-1/2)
     y = xhat * weight + bias                (weight and bias may be absent: OLMo 1)
 
-The output goes straight into an FP8 GEMM, so it needs max |y| before the first element can be written. Group Scaling
-finds it in two stages: one pass computes the statistics AND each row's max |y|; the maximum of those T numbers is the
-tensor's. A second pass writes y in FP8; y in BF16 never reaches memory.
+For the backward (norm_backward.py) xhat is kept in 8-bit groups. Keeping xhat, not y, costs the same bytes and no
+division by a weight that may be tiny or zero: y^T is rebuilt as xhat * weight + bias.
 
-For the backward (norm_backward.py) the second pass also writes xhat in 8-bit groups. Keeping xhat, not y, costs the
-same bytes and no division by a weight that may be tiny or zero: y^T is rebuilt as xhat * weight + bias.
+A norm before linear layers writes y as the FP8 operand of their product; x may be a residual plus a branch's output.
+With one scale per tensor that takes max |y| before the first element can be written: one pass computes the statistics
+and each row's max |y|, a second (norm_quantize.py) writes. A block's maximum is at hand where its values are: one pass.
+A norm after a branch (OLMo 2, Gemma 2) adds its output to the residual, in one pass. Bytes moved, with U = T * H * 2:
 
-Bytes moved, with U = T * H * 2: statistics 1 U, 3 U with the residual's addition; norm_quantize 2 U (reads x, writes
-one byte each of y and codes). The kernels sum a row in another order than PyTorch, so rstd may differ from the
-reference's in its last bits. Given the statistics, norm_quantize equals the reference bit for bit.
+    norm_stats             1 U, 3 U with a residual
+    norm_quantize          2 U
+    norm_block_quantize    2 U, 4 U with a residual
+    add_norm_encode        3.5 U
 
-Legend: T tokens, H hidden, HP = H rounded up to a power of 2, G group size, n = ceil(H / G).
+A kernel sums a row in another order than PyTorch, so rstd may differ from the reference's in its last bits, and with it
+what follows. Given the statistics, codes and FP8 equal the reference's bit for bit.
+
+Legend: T tokens, H hidden, G group size, GP = G rounded up to a power of 2, n = ceil(H / G). Layouts of operands in
+blocks: blockwise.py.
 """
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from overcoat.formats import E4M3, encode_groups, group_code, quantize_tensor
-from overcoat.kernels.codes import CODES, encode
-from overcoat.kernels.device import EXACT, inverse_max, inverse_of, max_magnitude, power_of_2, scale_of, to_float8
-from overcoat.kernels.groups import GROUP_TILE
-from overcoat.kernels.instructions import to_float32
-from overcoat.kernels.language import tl
-from overcoat.kernels.launch import cdiv, dense, kernel, on_device
+from overcoat.formats import E4M3, encode_groups
+from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, row_blocks
+from overcoat.kernels.codes import CODES, empty_codes, store_codes
+from overcoat.kernels.device import EXACT, inverse_max, max_magnitude, power_of_2, scale_of, to_float8
+from overcoat.kernels.instructions import reciprocal, to_float32
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense, kernel, on_device, registers
 from overcoat.kernels.op import op
-from overcoat.kernels.tiles import listed_groups, load_inside
+from overcoat.kernels.tiles import load_inside
 
-# Elements of a row that one thread holds.
-STATS_ELEMENTS = 32
+
+def statistics(x: Tensor, eps: float, centered: bool) -> Tuple[Optional[Tensor], Tensor]:
+    """mean (None for RMSNorm) and rstd, each (T,) FP32."""
+    x, mean = x.float(), None
+    if centered:
+        mean = x.mean(-1)
+        x = x - mean[:, None]
+    return mean, torch.rsqrt(x.square().mean(-1) + eps)
 
 
 def normalize(x: Tensor, mean: Optional[Tensor], rstd: Tensor) -> Tensor:
+    """xhat (T, H) FP32."""
     x = x.float()
     if mean is not None:
         x = x - mean[:, None]
@@ -47,272 +60,275 @@ def normalize(x: Tensor, mean: Optional[Tensor], rstd: Tensor) -> Tensor:
 
 
 def affine(xhat: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Tensor:
+    """y (T, H) FP32."""
     y = xhat if weight is None else xhat * weight.float()
     return y if bias is None else y + bias.float()
 
 
-def sum_like(y: Tensor, residual: Tensor) -> Tensor:
-    """An empty tensor for residual + y."""
-    return y.new_empty(y.shape, dtype=torch.result_type(y, residual))
+def _sum(x: Tensor, residual: Optional[Tensor]) -> Tuple[Tensor, List[Tensor]]:
+    """What is normalised, and a list of it if it is a sum."""
+    if residual is None:
+        return x.contiguous(), []
+    total = (residual + x).contiguous()
+    return total, [total]
+
+
+def _empty_sum(x: Tensor, residual: Optional[Tensor]) -> List[Tensor]:
+    return [] if residual is None else [x.new_empty(x.shape, dtype=torch.result_type(x, residual))]
 
 
 def row_warps(width: int, elements: int) -> int:
-    """Warps for a program that holds a whole row: between 4 and 32."""
+    """Warps for a program that holds a whole row, `elements` a thread: between 4 and 32."""
     return min(max(width // (32 * elements), 4), 32)
 
 
-# ---- statistics ------------------------------------------------------------------------------------------------------
+# ---- a pass over rows ------------------------------------------------------------------------------------------------
 
 
 @op
-def rmsnorm_stats(x: Tensor, weight: Optional[Tensor], eps: float) -> Tuple[Tensor, Tensor]:
-    """Statistics of RMSNorm: rstd (T,) FP32 and each row's max |y| (T,) FP32 of x (T, H)."""
-    x = x.contiguous()
-    rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
-    return rstd, affine(normalize(x, None, rstd), weight, None).abs().amax(-1)
+def norm_stats(
+    x: Tensor, residual: Optional[Tensor], weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool
+) -> List[Tensor]:
+    """Statistics of a norm of x (T, H), or of residual + x (T, H).
+
+    Returns:
+        rstd and each row's max |y|, (T,) FP32 each; mean (T,) FP32 if `centered` (LayerNorm); the sum if there is one.
+    """
+    x, total = _sum(x, residual)
+    mean, rstd = statistics(x, eps, centered)
+    row_amax = affine(normalize(x, mean, rstd), weight, bias).abs().amax(-1)
+    return [rstd, row_amax, *([] if mean is None else [mean]), *total]
 
 
-@op
-def add_rmsnorm_stats(
-    y: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """x = residual + y (T, H), and `rmsnorm_stats` of x: the residual stream is written and read in one pass."""
-    x = (residual + y).contiguous()
-    return x, *rmsnorm_stats.reference(x, weight, eps)
+@norm_stats.fake
+def _empty_stats(x, residual, weight, bias, eps, centered):
+    return [*(x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(2 + centered)), *_empty_sum(x, residual)]
 
 
-@add_rmsnorm_stats.fake
-def _(y, residual, weight, eps):
-    return sum_like(y, residual), *(y.new_empty(y.shape[:1], dtype=torch.float32) for _ in range(2))
-
-
-@op
-def layernorm_stats(
-    x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """Statistics of LayerNorm: mean, rstd and each row's max |y|, each (T,) FP32, of x (T, H)."""
-    wide = x.contiguous().float()
-    mean = wide.mean(-1)
-    rstd = torch.rsqrt((wide - mean[:, None]).square().mean(-1) + eps)
-    return mean, rstd, affine(normalize(wide, mean, rstd), weight, bias).abs().amax(-1)
-
-
-@layernorm_stats.fake
-def _(x, weight, bias, eps):
-    return tuple(x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(3))
-
-
-@op
-def add_layernorm_stats(
-    y: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
-) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x = residual + y (T, H), and `layernorm_stats` of x: the residual stream is written and read in one pass."""
-    x = (residual + y).contiguous()
-    return x, *layernorm_stats.reference(x, weight, bias, eps)
-
-
-@add_layernorm_stats.fake
-def _(y, residual, weight, bias, eps):
-    return sum_like(y, residual), *(y.new_empty(y.shape[:1], dtype=torch.float32) for _ in range(3))
-
-
-@kernel
-def _stats_kernel(
-    x_ptr,  # (T, H)
-    residual_ptr,  # (T, H), if ADD
-    sum_ptr,  # (T, H): residual + x, of which the statistics are then, if ADD
-    weight_ptr,  # (H,), if HAS_WEIGHT
-    bias_ptr,  # (H,), if HAS_BIAS
-    mean_ptr,  # (T,) FP32, if CENTERED
-    rstd_ptr,  # (T,) FP32
-    row_amax_ptr,  # (T,) FP32: max |y|
-    eps,
-    H: tl.constexpr,
-    ADD: tl.constexpr,
-    CENTERED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HP: tl.constexpr,
-):
-    row, h = tl.program_id(0).to(tl.int64), tl.arange(0, HP)
-    inside = None if H == HP else h < H  # None: every element exists, and no mask is taken along
-    x = to_float32(load_inside(x_ptr + row * H + h, inside))
-    if ADD:
-        x += to_float32(load_inside(residual_ptr + row * H + h, inside))
-        rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * H + h, rounded, mask=inside)
-        x = to_float32(rounded)
-    if CENTERED:
-        mean = tl.sum(x, 0) / H
-        tl.store(mean_ptr + row, mean)
-        x = x - mean
-        if H < HP:
-            x = tl.where(inside, x, 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, 0) / H + eps)
-    tl.store(rstd_ptr + row, rstd)
-    y = x * rstd
-    if HAS_WEIGHT:
-        y = y * to_float32(load_inside(weight_ptr + h, inside))
-    if HAS_BIAS:
-        y = y + to_float32(load_inside(bias_ptr + h, inside))
-    tl.store(row_amax_ptr + row, max_magnitude(y, 0))
-
-
-def _launch_stats(
-    x: Tensor,
-    added: Optional[tuple[Tensor, Tensor]],
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    eps: float,
-    centered: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """mean (rstd unless `centered`), rstd, row maxima; `added`: the residual, and where its sum with x goes."""
-    weight, bias = dense(weight, bias)
-    tokens, hidden = x.shape
-    rstd, row_amax = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(2))
-    mean = torch.empty_like(rstd) if centered else rstd
-    padded = power_of_2(hidden)
-    with on_device(x):
-        _stats_kernel[(tokens,)](
-            x, *((x, x) if added is None else added), x if weight is None else weight, x if bias is None else bias,
-            mean, rstd, row_amax, eps, hidden,
-            added is not None, centered, weight is not None, bias is not None, padded,
-            num_warps=row_warps(padded, STATS_ELEMENTS), **EXACT,
-        )  # fmt: skip
-    return mean, rstd, row_amax
-
-
-def _launch_add_stats(
-    y: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x = residual + y (T, H), and the statistics of x."""
-    y, residual = dense(y, residual)
-    x = torch.empty_like(y)
-    return x, *_launch_stats(y, (residual, x), weight, bias, eps, centered)
-
-
-@rmsnorm_stats.cuda
-def _(x, weight, eps):
-    return _launch_stats(x.contiguous(), None, weight, None, eps, False)[1:]
-
-
-@add_rmsnorm_stats.cuda
-def _(y, residual, weight, eps):
-    if y.dtype != residual.dtype:
-        return add_rmsnorm_stats.reference(y, residual, weight, eps)
-    x, _, rstd, row_amax = _launch_add_stats(y, residual, weight, None, eps, False)
-    return x, rstd, row_amax
-
-
-@layernorm_stats.cuda
-def _(x, weight, bias, eps):
-    return _launch_stats(x.contiguous(), None, weight, bias, eps, True)
-
-
-@add_layernorm_stats.cuda
-def _(y, residual, weight, bias, eps):
-    if y.dtype != residual.dtype:
-        return add_layernorm_stats.reference(y, residual, weight, bias, eps)
-    return _launch_add_stats(y, residual, weight, bias, eps, True)
-
-
-# ---- output in FP8, kept codes ---------------------------------------------------------------------------------------
-
-
-@op
-def norm_quantize(
+def norm_from_statistics(
     x: Tensor,
     mean: Optional[Tensor],
     rstd: Tensor,
     weight: Optional[Tensor],
     bias: Optional[Tensor],
-    amax: Tensor,
     code: str,
     group_size: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Write the norm's output as GEMM operand, and its normalised input as kept codes.
+    """The norm's output in 1x128 blocks and the kept codes of xhat, given mean (T,) or None and rstd (T,)."""
+    xhat = normalize(x, mean, rstd)
+    return *row_blocks(affine(xhat, weight, bias), E4M3), *encode_groups(xhat, code, group_size)
 
-    Args:
-        x: (T, H); mean: (T,) or None (RMSNorm); rstd: (T,); weight, bias: (H,) or None.
-        amax: 0-d FP32, max |y| over the tensor.
+
+@op
+def norm_block_quantize(
+    x: Tensor,
+    residual: Optional[Tensor],
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    eps: float,
+    centered: bool,
+    code: str,
+    group_size: int,
+) -> List[Tensor]:
+    """A norm of x (T, H), or of residual + x (T, H), as GEMM operand in blocks, and kept codes.
 
     Returns:
-        y in E4M3 (T, H); its 0-d FP32 scale; codes of xhat (T, H); their BF16 group maxima (T, n).
+        y in E4M3 (T, H) and its scale (ceil(H / 128), T); codes of xhat (T, H) and their BF16 group maxima (T, n);
+        rstd (T,) FP32; the sum if there is one.
     """
-    xhat = normalize(x.contiguous(), mean, rstd)
-    data, scale = quantize_tensor(affine(xhat, weight, bias), E4M3, amax)
-    codes, group_amax = encode_groups(xhat, code, group_size)
-    return data, scale, codes, group_amax
+    x, total = _sum(x, residual)
+    mean, rstd = statistics(x, eps, centered)
+    return [*norm_from_statistics(x, mean, rstd, weight, bias, code, group_size), rstd, *total]
 
 
-@norm_quantize.fake
-def _(x, mean, rstd, weight, bias, amax, code, group_size):
-    groups = (x.shape[1] + group_size - 1) // group_size
-    return (
-        x.new_empty(x.shape, dtype=E4M3.dtype),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty(x.shape, dtype=group_code(code).dtype),
-        x.new_empty((x.shape[0], groups), dtype=torch.bfloat16),
-    )
+@norm_block_quantize.fake
+def _empty_blocks(x, residual, weight, bias, eps, centered, code, group_size):
+    kept = empty_codes(x, (x.shape[0], cdiv(x.shape[1], group_size)), code)
+    rstd = x.new_empty(x.shape[:1], dtype=torch.float32)
+    return [*empty_rows(x, x.shape, E4M3.dtype), *kept, rstd, *_empty_sum(x, residual)]
+
+
+@op
+def add_norm_encode(
+    y: Tensor,
+    residual: Tensor,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    eps: float,
+    centered: bool,
+    code: str,
+    group_size: int,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """residual + norm(y), both (T, H), rounded once.
+
+    Returns:
+        the sum (T, H); codes of the normalised y (T, H); their BF16 group maxima (T, n); rstd (T,) FP32.
+    """
+    y = y.contiguous()
+    mean, rstd = statistics(y, eps, centered)
+    xhat = normalize(y, mean, rstd)
+    total = residual.contiguous().float() + affine(xhat, weight, bias)
+    return total.to(torch.result_type(y, residual)), *encode_groups(xhat, code, group_size), rstd
+
+
+@add_norm_encode.fake
+def _empty_after(y, residual, weight, bias, eps, centered, code, group_size):
+    kept = empty_codes(y, (y.shape[0], cdiv(y.shape[1], group_size)), code)
+    return *_empty_sum(y, residual), *kept, y.new_empty(y.shape[:1], dtype=torch.float32)
+
+
+@triton.jit
+def _row_sum(x):
+    if len(x.shape) == 1:
+        return tl.sum(x, 0)
+    else:
+        return tl.sum(tl.sum(tl.sum(x, 2), 1), 0)
+
+
+@triton.jit
+def affine_of(xhat, weight_ptr, bias_ptr, h, inside, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    y = xhat
+    if HAS_WEIGHT:
+        y = y * to_float32(load_inside(weight_ptr + h, inside))
+    if HAS_BIAS:
+        y = y + to_float32(load_inside(bias_ptr + h, inside))
+    return y
 
 
 @kernel
-def _norm_quantize_kernel(
+def _row_kernel(
     x_ptr,  # (T, H)
-    mean_ptr,  # (T,) FP32, if CENTERED
-    rstd_ptr,  # (T,) FP32
+    residual_ptr,  # (T, H), if ADD or after
     weight_ptr,  # (H,), if HAS_WEIGHT
     bias_ptr,  # (H,), if HAS_BIAS
-    amax_ptr,  # 0-d FP32
-    y_ptr,  # (T, H) E4M3
-    scale_ptr,  # 0-d FP32
-    codes_ptr,  # (T, H) 8-bit
-    group_amax_ptr,  # (T * n,) BF16
-    groups,  # T * n
+    sum_ptr,  # (T, H): residual + x, which is then normalised, if ADD; after: residual + y
+    rstd_ptr,  # (T,) FP32
+    mean_ptr,  # stats, if CENTERED: (T,) FP32
+    top_ptr,  # FP32; stats: (T,) max |y|; blocks: (ceil(H / 128), T) scales
+    y_ptr,  # blocks: (T, H) E4M3
+    codes_ptr,  # blocks, after: (T, H) 8-bit
+    group_amax_ptr,  # blocks, after: (T, n) BF16
+    T,
     n,
-    H,
-    INVERSE_MAX: tl.constexpr,
+    eps,
+    H: tl.constexpr,
+    PASS: tl.constexpr,  # "stats", "blocks", "after"
+    ADD: tl.constexpr,
     CENTERED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    INVERSE_MAX: tl.constexpr,
+    CODE: tl.constexpr,
     G: tl.constexpr,
     GP: tl.constexpr,
-    CODE: tl.constexpr,
-    NG: tl.constexpr,
+    SUB: tl.constexpr,  # groups of a block
+    NB: tl.constexpr,  # what is left of H, rounded up to a power of 2
 ):
-    scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
-    tl.store(scale_ptr, scale, mask=tl.program_id(0) == 0)
-    group, row, known, h, inside = listed_groups(groups, n, H, G, GP, NG)
-    offsets = row.to(tl.int64)[:, None] * H + h
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, NB)
+    start = row * H
+    if PASS == "stats":
+        h = block
+        inside = None if H == NB else h < H  # None: every element exists, and no mask is taken along
+    else:
+        group = block[:, None] * SUB + tl.arange(0, SUB)[None, :]
+        h = group[:, :, None] * G + tl.arange(0, GP)[None, None, :]  # (NB, SUB, GP)
+        inside = h < H
+        if G < GP:
+            inside = inside & (tl.arange(0, GP) < G)[None, None, :]
+    x = to_float32(load_inside(x_ptr + start + h, inside))
+    if ADD:
+        x += to_float32(load_inside(residual_ptr + start + h, inside))
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + start + h, rounded, mask=inside)
+        x = to_float32(rounded)
     if CENTERED:
-        x = tl.where(inside, x - tl.load(mean_ptr + row, mask=known, other=0.0)[:, None], 0.0)
-    xhat = x * tl.load(rstd_ptr + row, mask=known, other=0.0)[:, None]
-    group_amax = max_magnitude(xhat, 1).to(tl.bfloat16)
-    tl.store(group_amax_ptr + group, group_amax, mask=known)
-    tl.store(codes_ptr + offsets, encode(xhat, group_amax.to(tl.float32)[:, None], CODE), mask=inside)
-    y = xhat
-    if HAS_WEIGHT:
-        y = y * tl.load(weight_ptr + h, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        y = y + tl.load(bias_ptr + h, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offsets, to_float8(y * inverse_of(scale), tl.float8e4nv), mask=inside)
+        mean = _row_sum(x) / H
+        if PASS == "stats":
+            tl.store(mean_ptr + row, mean)
+        x = x - mean
+        if inside is not None:
+            x = tl.where(inside, x, 0.0)
+    rstd = tl.rsqrt(_row_sum(x * x) / H + eps)
+    tl.store(rstd_ptr + row, rstd)
+    xhat = x * rstd
+    if PASS != "stats":
+        store_codes(xhat, codes_ptr + start + h, group_amax_ptr + row * n + group, inside, group < n, CODE, 2)
+    y = affine_of(xhat, weight_ptr, bias_ptr, h, inside, HAS_WEIGHT, HAS_BIAS)
+    if PASS == "stats":
+        tl.store(top_ptr + row, max_magnitude(y, 0))
+    elif PASS == "blocks":
+        scale = scale_of(max_magnitude(max_magnitude(y, 2), 1), INVERSE_MAX)
+        tl.store(top_ptr + block.to(tl.int64) * T + row, scale, mask=block * 128 < H)
+        tl.store(y_ptr + start + h, to_float8(y * reciprocal(scale)[:, None, None], tl.float8e4nv), mask=inside)
+    else:
+        total = to_float32(load_inside(residual_ptr + start + h, inside)) + y
+        tl.store(sum_ptr + start + h, total.to(sum_ptr.dtype.element_ty), mask=inside)
 
 
-@norm_quantize.cuda
-def _(x, mean, rstd, weight, bias, amax, code, group_size):
-    x, mean, rstd, weight, bias = dense(x, mean, rstd, weight, bias)
-    tokens, hidden = x.shape
-    n, padded = cdiv(hidden, group_size), power_of_2(group_size)
-    y, scale = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device), torch.empty_like(amax)
-    codes = torch.empty(x.shape, dtype=group_code(code).dtype, device=x.device)
-    group_amax = torch.empty((tokens, n), dtype=torch.bfloat16, device=x.device)
-    count = max(GROUP_TILE // padded, 1)
+# Elements of a row that a thread holds.
+ELEMENTS = {"stats": 32, "blocks": 16, "after": 8}
+
+
+def _launch_rows(
+    purpose: str,
+    inputs: Sequence[Optional[Tensor]],  # x, residual, weight, bias
+    outputs: Sequence[Optional[Tensor]],  # from sum_ptr on
+    eps: float,
+    centered: bool,
+    code: str = "sqrt8",
+    group_size: int = BLOCK,
+) -> None:
+    x, residual, weight, bias = dense(*inputs)
+    (tokens, hidden), n = x.shape, cdiv(x.shape[1], group_size)
+    if purpose == "stats":
+        tile = (1, 1, power_of_2(hidden))
+    elif purpose == "blocks":
+        tile = (group_size, BLOCK // group_size, power_of_2(blocks(hidden)))
+    else:
+        tile = (power_of_2(group_size), 1, power_of_2(n))
+    pointers = [x if each is None else each for each in (residual, weight, bias, *outputs)]
     with on_device(x):
-        _norm_quantize_kernel[(cdiv(tokens * n, count),)](
-            x, rstd if mean is None else mean, rstd, x if weight is None else weight, x if bias is None else bias,
-            amax, y, scale, codes, group_amax, tokens * n, n, hidden,
-            inverse_max("e4m3"), mean is not None, weight is not None, bias is not None,
-            group_size, padded, CODES[code], count, num_warps=4, **EXACT,
+        _row_kernel[(tokens,)](
+            x, *pointers, tokens, n, eps, hidden, purpose, purpose != "after" and residual is not None, centered,
+            weight is not None, bias is not None, inverse_max("e4m3"), CODES[code], group_size, *tile,
+            num_warps=row_warps(tile[0] * tile[1] * tile[2], ELEMENTS[purpose]),
+            # Left to itself ptxas takes up to 40, and a program less fits on a multiprocessor.
+            maxnreg=registers(32, x, group_size) if purpose == "blocks" and not centered else None, **EXACT,
         )  # fmt: skip
-    return y, scale, codes, group_amax
+
+
+def _fits(x: Tensor, residual: Optional[Tensor]) -> bool:
+    return residual is None or x.dtype == residual.dtype
+
+
+@norm_stats.cuda
+def _(x, residual, weight, bias, eps, centered):
+    if not _fits(x, residual):
+        return norm_stats.reference(x, residual, weight, bias, eps, centered)
+    results = _empty_stats(x, residual, weight, bias, eps, centered)
+    (rstd, row_amax), total = results[:2], None if residual is None else results[-1]
+    outputs = (total, rstd, results[2] if centered else None, row_amax, None, None, None)
+    _launch_rows("stats", (x, residual, weight, bias), outputs, eps, centered)
+    return results
+
+
+@norm_block_quantize.cuda
+def _(x, residual, weight, bias, eps, centered, code, group_size):
+    if BLOCK % group_size or not _fits(x, residual):
+        return norm_block_quantize.reference(x, residual, weight, bias, eps, centered, code, group_size)
+    results = _empty_blocks(x, residual, weight, bias, eps, centered, code, group_size)
+    y, scale, codes, group_amax, rstd, *total = results
+    outputs = (total[0] if total else None, rstd, None, scale, y, codes, group_amax)
+    _launch_rows("blocks", (x, residual, weight, bias), outputs, eps, centered, code, group_size)
+    return results
+
+
+@add_norm_encode.cuda
+def _(y, residual, weight, bias, eps, centered, code, group_size):
+    if not _fits(y, residual):
+        return add_norm_encode.reference(y, residual, weight, bias, eps, centered, code, group_size)
+    results = _empty_after(y, residual, weight, bias, eps, centered, code, group_size)
+    total, codes, group_amax, rstd = results
+    outputs = (total, rstd, None, None, None, codes, group_amax)
+    _launch_rows("after", (y, residual, weight, bias), outputs, eps, centered, code, group_size)
+    return results

@@ -77,7 +77,7 @@ def norm_backward(
 
 
 @norm_backward.fake
-def _(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size):
+def _empty(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size):
     dweight = dy.new_empty(dy.shape[1:], dtype=torch.float32 if weight is None else weight.dtype)
     dbias = dy.new_empty(dy.shape[1] if has_bias else 0, dtype=torch.float32)
     return dy.new_empty(dy.shape), dweight, dbias, dy.new_empty((), dtype=torch.float32)
@@ -153,12 +153,11 @@ def _(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, 
     n, gp = group_amax.shape[1], power_of_2(group_size)
     width = power_of_2(n) * gp
     programs, sums = min(tokens, max(BACKWARD_RESIDENT // width, 132)), 2 if has_bias else 1
-    dx = torch.empty_like(dy)
+    results = dx, dweight, dbias, amax = _empty(
+        dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size
+    )
     partial = torch.empty((sums, programs, hidden), dtype=torch.float32, device=dy.device)
     top = torch.empty(programs, dtype=torch.float32, device=dy.device)
-    dweight = torch.empty(hidden, dtype=torch.float32 if weight is None else weight.dtype, device=dy.device)
-    dbias = torch.empty(hidden if has_bias else 0, dtype=torch.float32, device=dy.device)
-    amax = torch.empty((), dtype=torch.float32, device=dy.device)
     with on_device(dy):
         _norm_backward_kernel[(programs,)](
             dy, codes, group_amax, rstd, dy if weight is None else weight, dy if dresidual is None else dresidual,
@@ -167,4 +166,4 @@ def _(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, 
             num_warps=row_warps(width, BACKWARD_ELEMENTS), maxnreg=BACKWARD_REGISTERS, **EXACT,
         )  # fmt: skip
     sum_partials_into(partial.unbind(0), (dweight, dbias)[:sums], top, amax)
-    return dx, dweight, dbias, amax
+    return results

@@ -17,14 +17,14 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from overcoat.kernels.norm import affine, normalize
+from overcoat.kernels.norm import affine, normalize, statistics
 from overcoat.kernels.op import op
 
 
 @op
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tuple[Tensor, Tensor]:
     """RMSNorm of x (T, H) with weight (H,) of x's dtype: y in that dtype, rstd (T,) FP32."""
-    rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
+    _, rstd = statistics(x, eps, False)
     return affine(normalize(x.contiguous(), None, rstd), weight, None).to(x.dtype), rstd
 
 

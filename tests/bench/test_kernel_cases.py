@@ -24,8 +24,8 @@ BYTES = {
     "token_center": 2 * T * H,  # all rows, as they are few
     "stack_weights": (2 + 1) * 2 * H * H,
     "stack_weights_predicted": (2 + 1) * 2 * H * H,
-    "add_rmsnorm_stats": (2 + 2 + 2) * T * H,
-    "add_layernorm_stats": (2 + 2 + 2) * T * H,
+    "norm_stats of a sum": (2 + 2 + 2) * T * H,
+    "norm_stats of a sum LayerNorm": (2 + 2 + 2) * T * H,
     "rms_norm": (2 + 2) * T * H,
     "rms_norm_backward": (2 + 2 + 2) * T * H,
     "add_norm_encode": (2 + 2 + 2 + 1) * T * H,

@@ -112,13 +112,13 @@ def _norm() -> None:
         add("rms_norm_backward", dy, x, rstd, weight)
         for w, b, centered in ((weight, None, False), (weight, bias, True), (None, None, True)):
             add("add_norm_encode", x, dy, w, b, 1e-6, centered, code, group_size)
+        for residual in (None, x):
+            for w in (weight, None):
+                add("norm_stats", dy, residual, w, None, 1e-6, False)
+                for b in (bias, None):
+                    add("norm_stats", dy, residual, w, b, 1e-5, True)
         for w in (weight, None):
-            add("rmsnorm_stats", x, w, 1e-6)
-            add("add_rmsnorm_stats", dy, x, w, 1e-6)
             add("norm_backward", dy, *kept, rstd, w, None, False, False, code, group_size)
-            for b in (bias, None):
-                add("layernorm_stats", x, w, b, 1e-5)
-                add("add_layernorm_stats", dy, x, w, b, 1e-5)
         add("norm_quantize", x, None, rstd, weight, None, amax(x) * 4, code, group_size)
         add("norm_quantize", x, mean, rstd, weight, bias, amax(x) * 4, code, group_size)
         add("norm_quantize", x, mean, rstd, None, None, amax(x) * 4, code, group_size)
@@ -128,12 +128,9 @@ def _norm() -> None:
     kept = encode_groups(x, "sqrt8", 16)
     add("rms_norm", x, normal(48, dtype=x.dtype), 1e-6)
     add("rms_norm_backward", x, x, rstd, normal(48, dtype=x.dtype))
-    add("rmsnorm_stats", x, None, 1e-6)
-    add("layernorm_stats", x, None, None, 1e-6)
+    for residual, centered in ((None, False), (None, True), (x, False), (x.float(), False), (x.float(), True)):
+        add("norm_stats", x, residual, None, None, 1e-6, centered)
     add("norm_quantize", x, None, rstd, None, None, amax(x) * 4, "sqrt8", 16)
-    add("add_rmsnorm_stats", x, x, None, 1e-6)
-    add("add_rmsnorm_stats", x, x.float(), None, 1e-6)
-    add("add_layernorm_stats", x, x.float(), None, None, 1e-6)
     add("norm_backward", x, *kept, rstd, None, x, False, False, "sqrt8", 16)
     add("norm_backward", x.contiguous(), *kept, rstd, None, x, False, False, "sqrt8", 16)
 
@@ -239,15 +236,15 @@ def _blockwise() -> None:
                 add(name, x, fmt)
         for weight, bias in ((affine, None), (None, None), (affine, affine)):
             add("block_requantize_t", *encode_groups(x, code, group_size), weight, bias, code, group_size)
-            add("norm_block_quantize", x, weight, bias, 1e-5, bias is not None, code, group_size)
-            add("add_norm_block_quantize", x, x.flip(0), weight, bias, 1e-5, bias is not None, code, group_size)
+            add("norm_block_quantize", x, None, weight, bias, 1e-5, bias is not None, code, group_size)
+            add("norm_block_quantize", x, x.flip(0), weight, bias, 1e-5, bias is not None, code, group_size)
         for transposed in (False, True):
             add("block_stack_weights", weights, transposed)
     for name in ("block_quantize", "block_quantize_both", "block_quantize_t"):
         add(name, strided(normal(7, 48, dtype=torch.bfloat16)), "e4m3")
-    add("norm_block_quantize", strided(x), None, None, 1e-5, False, "sqrt8", 16)
-    add("add_norm_block_quantize", strided(x), x, None, None, 1e-5, False, "sqrt8", 16)
-    add("add_norm_block_quantize", x, strided(x.float()), None, None, 1e-5, False, "sqrt8", 16)
+    add("norm_block_quantize", strided(x), None, None, None, 1e-5, False, "sqrt8", 16)
+    add("norm_block_quantize", strided(x), x, None, None, 1e-5, False, "sqrt8", 16)
+    add("norm_block_quantize", x, strided(x.float()), None, None, 1e-5, False, "sqrt8", 16)
     for tokens, positions, (num_q, num_kv), width in ((7, 7, (1, 1), 24), (14, 7, (4, 2), 64), (130, 130, (2, 1), 128)):
         parts = [normal(tokens, heads * width, seed=heads) for heads in (num_q, num_kv, num_kv)]
         cos, sin = normal(positions, width, seed=1), normal(positions, width, seed=2)

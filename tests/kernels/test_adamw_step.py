@@ -136,7 +136,7 @@ def test_non_contiguous_parameters_and_unaligned_gradients():
 
 @pytest.mark.parametrize("args", [arguments(), arguments(("de8x", "de8x"), "fp32")], ids=["8bit", "de8x"])
 def test_opcheck(args):
-    torch.library.opcheck(adamw_step_.overload, tuple(args))
+    torch.library.opcheck(adamw_step_, tuple(args))
 
 
 def test_the_op_traces_in_one_graph():

@@ -26,8 +26,8 @@ from overcoat.kernels import (
     block_weights,
     blockwise,
     groups,
+    norm,
     norm_backward,
-    norm_blockwise,
     rope_blockwise,
     rope_quantize,
 )
@@ -218,7 +218,7 @@ def _neighbours_scale(index: int) -> Any:
 
 
 BLOCK_MUTATIONS = {
-    "forward: scales of other tokens": (norm_blockwise.norm_block_quantize, _neighbours_scale(1)),
+    "forward: scales of other tokens": (norm.norm_block_quantize, _neighbours_scale(1)),
     "weights: scales of other columns": (block_weights.block_stack_weights, _neighbours_scale(1)),
     "dgrad: scales of other tokens": (blockwise.block_quantize_both, _neighbours_scale(1)),
     "wgrad: scales of other columns of dy": (blockwise.block_quantize_both, _neighbours_scale(3)),
