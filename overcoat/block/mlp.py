@@ -23,9 +23,8 @@ from overcoat.block.linear import (
 from overcoat.block.spec import Branch, Linear, Scales, Tables
 from overcoat.formats import Quantized
 from overcoat.kernels.activation import activation_block_quantize, activation_encode, activation_quantize
-from overcoat.kernels.activation_backward import activation_backward, activation_backward_quantize
-from overcoat.kernels.activation_blockwise import activation_block_backward, activation_block_backward_quantize
-from overcoat.kernels.activation_bound import activation_gradient_bound
+from overcoat.kernels.activation_backward import activation_backward, activation_gradient_bound
+from overcoat.kernels.activation_blockwise import activation_block_backward
 from overcoat.kernels.groups import group_encode
 from overcoat.recipe import Recipe
 
@@ -88,20 +87,18 @@ def _gradient(
     fmt, how = recipe.grad_format, (activation, recipe.kept_format, recipe.group_size)
     if scale is None:
         if quantized and (group_amax.shape[1] == 1 or whole_blocks(dh.shape[1])):
-            data, d_scale, data_t, d_scale_t, h_t, h_scale, sums = activation_block_backward_quantize(
+            data, d_scale, data_t, d_scale_t, h_t, h_scale, sums = activation_block_backward(
                 dh, codes, group_amax, fmt, has_bias, *how
             )
             d = Gradient(data, data_t, d_scale, sums if has_bias else None, dh.dtype, d_scale_t)
             return d, Quantized(h_t, h_scale)
-        dz, h_t, h_scale = activation_block_backward(dh, codes, group_amax, *how)
+        dz, h_t, h_scale = activation_block_backward(dh, codes, group_amax, None, False, *how)
         return dz, Quantized(h_t, h_scale)
     if quantized:
         bound = activation_gradient_bound(dh, group_amax, activation, recipe.group_size)
-        data, data_t, d_scale, sums, h_t = activation_backward_quantize(
-            dh, codes, group_amax, scale, bound, fmt, has_bias, *how
-        )
+        data, data_t, d_scale, sums, h_t = activation_backward(dh, codes, group_amax, scale, bound, fmt, has_bias, *how)
         return Gradient(data, data_t, d_scale, sums if has_bias else None, dh.dtype), Quantized(h_t, scale)
-    dz, h_t = activation_backward(dh, codes, group_amax, scale, *how)
+    dz, h_t = activation_backward(dh, codes, group_amax, scale, None, None, False, *how)
     return dz, Quantized(h_t, scale)
 
 

@@ -25,11 +25,11 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from overcoat.formats import E4M3, encode_groups, group_code, quantize_tensor
+from overcoat.formats import E4M3, encode_groups, quantize_tensor
 from overcoat.kernels.activation_functions import ROUNDING, activation_of
 from overcoat.kernels.block_tiles import row_tile, store_rows
 from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, row_blocks
-from overcoat.kernels.codes import CODES, encode
+from overcoat.kernels.codes import CODES, empty_codes, store_codes
 from overcoat.kernels.device import (
     EXACT,
     atomic_amax,
@@ -78,11 +78,7 @@ def _encode_values(
 ):  # fmt: skip
     """Load groups along the last axis, number AXIS, and write their codes and maxima; values and exact maxima, FP32."""
     x = tl.load(z_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    exact = max_magnitude(x, AXIS)
-    amax = exact.to(tl.bfloat16)
-    tl.store(amax_ptr + places, amax, mask=known)
-    tl.store(codes_ptr + offsets, encode(x, tl.expand_dims(amax.to(tl.float32), AXIS), CODE), mask=inside)
-    return x, exact
+    return x, store_codes(x, codes_ptr + offsets, amax_ptr + places, inside, known, CODE, AXIS)
 
 
 @kernel
@@ -125,17 +121,10 @@ def _activation_encode_kernel(
 ENCODE_TILE = 2048
 
 
-def _empty_codes(z: Tensor, parts: int, code: str, group_size: int) -> Tuple[Tensor, Tensor]:
-    """Uninitialised results of `_encoded`."""
-    maxima = (z.shape[0], parts, cdiv(z.shape[1] // parts, group_size))
-    codes = torch.empty(z.shape, dtype=group_code(code).dtype, device=z.device)
-    return codes, torch.empty(maxima, dtype=torch.bfloat16, device=z.device)
-
-
 @activation_encode.cuda
 def _(z, activation, gated, code, group_size):
     z, parts, gp = z.contiguous(), 1 + gated, power_of_2(group_size)
-    codes, group_amax = _empty_codes(z, parts, code, group_size)
+    codes, group_amax = empty_codes(z, (z.shape[0], parts, cdiv(z.shape[1] // parts, group_size)), code)
     top = torch.zeros((), dtype=torch.int32, device=z.device)
     n, count = group_amax.shape[2], max(ENCODE_TILE // (parts * gp), 1)
     with on_device(z):
@@ -255,7 +244,7 @@ def _(z, activation, gated, code, group_size):
     z, parts = z.contiguous(), 1 + gated
     tokens, width = z.shape[0], z.shape[1] // parts
     h, scale = empty_rows(z, (tokens, width), E4M3.dtype)
-    codes, group_amax = _empty_codes(z, parts, code, group_size)
+    codes, group_amax = empty_codes(z, (tokens, parts, cdiv(width, group_size)), code)
     rows = row_tile(tokens)
     with on_device(z):
         _activation_block_kernel[(blocks(width), cdiv(tokens, rows))](

@@ -3,12 +3,18 @@
     dz = dh f'(z)                             h = f(z)
     dz = (dh up f'(gate), dh f(gate))         h = f(gate) up        gated
 
-dz goes straight into FP8 in both layouts, with the scale for its bound (activation_bound.py), or stays in 16 bits. Here
-with one scale per tensor; with block scales: activation_blockwise.py. Bytes moved, with V = T * I * 2 and F = 2 if
-gated, else 1:
+dz goes straight into FP8 in both layouts, or stays in 16 bits. Here with one scale per tensor; with block scales:
+activation_blockwise.py. The scale is that of a bound, found before:
 
-    activation_backward             V + F V / 2 read, F V + V / 2 written
-    activation_backward_quantize    V + F V / 2 read, F V + V / 2 written
+    |dz| <= max |dh| * max |f'|
+    |dz| <= max |dh| * max(max |up| max |f'|, max |f|)      gated
+
+Each maximum is a group's: of dh as read, of f and f' as the kept maxima of gate allow. The largest of all groups is up
+to 7 times max |dz| on what was tried: in a floating-point format that costs range, not precision. Bytes moved, with
+V = T * I * 2 and F = 2 if gated, else 1:
+
+    activation_gradient_bound    V read
+    activation_backward          V + F V / 2 read, F V + V / 2 written
 
 and, for a bias, each tile's sums over its tokens, F V / 16. Kernels equal their references bit for bit, but for these
 sums, which add in another order.
@@ -19,23 +25,32 @@ Legend: T tokens, I intermediate width, P = T padded to a multiple of 16, G grou
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from overcoat.formats import E4M3, FLOAT8, Quantized, cast_float8, decode_groups, quantize_tensor
-from overcoat.kernels.activation_functions import activation_of
+from overcoat.formats import E4M3, FLOAT8, Quantized, cast_float8, decode_groups, quantize_tensor, to_groups
+from overcoat.kernels.activation_functions import ROUNDING, activation_of
 from overcoat.kernels.block_tiles import store_values
 from overcoat.kernels.codes import CODES, decode
-from overcoat.kernels.device import EXACT, inverse_max, inverse_of, power_of_2, scale_of
+from overcoat.kernels.device import (
+    EXACT,
+    atomic_amax,
+    inverse_max,
+    inverse_of,
+    larger,
+    max_magnitude,
+    power_of_2,
+    scale_of,
+)
 from overcoat.kernels.instructions import arrived
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel, on_device, registers
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import padded_tokens, transpose_padded
-from overcoat.kernels.tiles import group_columns, store_quad_rows, store_quads
+from overcoat.kernels.tiles import group_columns, listed_magnitude, store_quad_rows, store_quads, whole_groups
 
 
 def gradient(
@@ -118,52 +133,114 @@ def quad_sum(x):
     return tl.sum((x[0] + x[1]) + (x[2] + x[3]), 0)
 
 
-# ---- one scale per tensor -------------------------------------------------------------------------------------------
+# ---- one scale per tensor: a bound of the gradient, the scale of dz before dz is there -------------------------------
+
+_ROUNDING = tl.constexpr(ROUNDING)
+
+
+@op
+def activation_gradient_bound(dh: Tensor, group_amax: Tensor, activation: str, group_size: int) -> Tensor:
+    """What no |dz| exceeds, 0-d FP32; not finite where dh, z or a product of their maxima is not.
+
+    Args:
+        dh: (T, I), gradient of h; group_amax: (T, F, n), as kept.
+    """
+    function, peak = activation_of(activation).reference, activation_of(activation).peak
+    gate, *up = group_amax.float().unbind(1)
+    largest = to_groups(dh, group_size).abs().amax(-1).float()  # (T, n)
+    _, slope = function(gate.clamp(max=peak))
+    bound = torch.maximum(largest * up[0] * slope, largest * function(gate)[0]) if up else largest * slope
+    return torch.where(gate < torch.inf, bound, torch.nan).amax() * ROUNDING
+
+
+@kernel
+def _activation_bound_kernel(
+    dh_ptr,  # (T, I)
+    amax_ptr,  # (T, F, n) BF16
+    top_ptr,  # 0-d int32: bits of the bound
+    groups,  # T * n
+    n,
+    I,  # noqa: E741
+    FUNCTION: tl.constexpr,
+    PEAK: tl.constexpr,
+    GATED: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    NG: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    # From L2: what this multiprocessor's own cache holds is as old as its first program.
+    seen = tl.load(top_ptr, cache_modifier=".cg")
+    group = tl.program_id(0) * NG + tl.arange(0, NG)
+    places = group
+    if GATED:
+        places = group + (group // n) * n  # among (T, 2, n)
+    gate = tl.load(amax_ptr + places, mask=group < groups, other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(amax_ptr + n + places, mask=group < groups, other=0.0).to(tl.float32)
+    largest = listed_magnitude(dh_ptr, groups, n, I, G, GP, NG, WHOLE)
+    slope = FUNCTION(tl.minimum(gate, PEAK))[1]
+    bound = largest * slope
+    if GATED:
+        bound = larger(largest * up * slope, largest * FUNCTION(gate)[0])
+    bound = max_magnitude(tl.where(gate < float("inf"), bound, float("nan")), 0) * _ROUNDING
+    if bound.to(tl.int32, bitcast=True) > seen:
+        atomic_amax(top_ptr, bound)
+
+
+# Gradients of a program that bounds them.
+BOUND_TILE = 4096
+
+
+@activation_gradient_bound.cuda
+def _(dh, group_amax, activation, group_size):
+    dh, group_amax = dense(dh, group_amax)
+    (tokens, width), (_, parts, n) = dh.shape, group_amax.shape
+    chosen, gp = activation_of(activation), power_of_2(group_size)
+    top, count = torch.zeros((), dtype=torch.int32, device=dh.device), max(BOUND_TILE // gp, 1)
+    with on_device(dh):
+        _activation_bound_kernel[(cdiv(tokens * n, count),)](
+            dh, group_amax, top, tokens * n, n, width, chosen.device, chosen.peak, parts == 2, group_size, gp, count,
+            whole_groups(dh, group_size), num_warps=1, **EXACT,
+        )  # fmt: skip
+    return top.view(torch.float32)
+
+
+# ---- one scale per tensor: the gradient ------------------------------------------------------------------------------
 
 
 @op
 def activation_backward(
-    dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Tensor, activation: str, code: str, group_size: int
-) -> Tuple[Tensor, Tensor]:
-    """dz in 16 bits, and h.
-
-    Args:
-        dh: (T, I), gradient of h; codes, group_amax: as kept; scale: that of h, from `activation_quantize`.
-
-    Returns:
-        dz (T, F I) in dh's dtype; h as transposed E4M3 operand (I, P).
-    """
-    dz, h = gradient(dh, codes, group_amax, activation, code, group_size)
-    return dz.to(dh.dtype), transpose_padded(cast_float8(h * (1.0 / scale), E4M3))
-
-
-@op
-def activation_backward_quantize(
     dh: Tensor,
     codes: Tensor,
     group_amax: Tensor,
     scale: Tensor,
-    amax: Tensor,
-    fmt: str,
+    amax: Optional[Tensor],
+    fmt: Optional[str],
     has_bias: bool,
     activation: str,
     code: str,
     group_size: int,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dz in FP8 in both layouts, the gradient of z's bias, and h.
+) -> List[Tensor]:
+    """dz, in FP8 in both layouts or in 16 bits, and h.
 
     Args:
-        amax: max |dz| or more; fmt: "e4m3" or "e5m2"; has_bias: whether z's projection has a bias.
-        dh, codes, group_amax, scale: as `activation_backward`.
+        dh: (T, I), gradient of h; codes, group_amax: as kept; scale: that of h, from `activation_quantize`.
+        fmt: "e4m3" or "e5m2", amax: max |dz| or more, and has_bias: whether z's projection has a bias; None, None and
+            False for 16 bits.
 
     Returns:
-        dz (T, F I); dz transposed (F I, P); their 0-d FP32 scale; sum of dz over the tokens (F I,) FP32, before it is
-        rounded, empty without a bias; h as transposed E4M3 operand (I, P).
+        In 16 bits: dz (T, F I) in dh's dtype; h as transposed E4M3 operand (I, P). In FP8: dz (T, F I); dz transposed
+        (F I, P); their 0-d FP32 scale; sum of dz over the tokens (F I,) FP32, before it is rounded, empty without a
+        bias; h.
     """
     dz, h = gradient(dh, codes, group_amax, activation, code, group_size)
-    data, d_scale = quantize_tensor(dz, FLOAT8[fmt], amax)
     h_t = transpose_padded(cast_float8(h * (1.0 / scale), E4M3))
-    return data, transpose_padded(data), d_scale, token_sums(dz, has_bias), h_t
+    if fmt is None:
+        return [dz.to(dh.dtype), h_t]
+    data, d_scale = quantize_tensor(dz, FLOAT8[fmt], amax)
+    return [data, transpose_padded(data), d_scale, token_sums(dz, has_bias), h_t]
 
 
 @kernel
@@ -250,51 +327,24 @@ GATED_SUMS_TILE = Tile(8, None, 4)
 TILE_TOKENS, TILE_COLUMNS = 32, 128
 
 
-def _launch(
-    dh: Tensor,
-    codes: Tensor,
-    group_amax: Tensor,
-    scale: Tensor,
-    out: Tensor,
-    quantized: Optional[Tuple[Tensor, Tensor, Tensor, str]],
-    has_bias: bool,
-    activation: str,
-    code: str,
-    group_size: int,
-) -> Tuple[Tensor, Tensor]:
-    """Write dz to `out`; `quantized`: its transpose, its scale, its bound and its format. Returns sums and h."""
-    (tokens, width), (_, parts, n), padded = dh.shape, group_amax.shape, padded_tokens(dh.shape[0])
-    h_t = torch.empty((width, padded), dtype=E4M3.dtype, device=dh.device)
-    out_t, d_scale, amax, fmt = quantized or (h_t, scale, scale, "e4m3")
-    gated, gp, turns = parts == 2, power_of_2(group_size), cdiv(padded, TILE_TOKENS)
-    tile, count = GATED_SUMS_TILE if gated and has_bias else TILES[gated], max(TILE_COLUMNS // gp, 1)
-    partial = torch.empty((turns if has_bias else 0, parts * width), dtype=torch.float32, device=dh.device)
-    with on_device(dh):
-        _activation_gradient_kernel[(turns, cdiv(n, count))](
-            dh, codes, group_amax, scale, amax, out, out_t.view(torch.int32), d_scale, h_t.view(torch.int32),
-            partial if has_bias else scale, tokens, width, padded, n, inverse_max(fmt), quantized is None, has_bias,
-            activation_of(activation).device, gated, group_size, gp, CODES[code], count, TILE_TOKENS, padded > tokens,
-            tile.columns, num_warps=tile.warps, maxnreg=registers(tile.registers, dh, group_size), **EXACT,
-        )  # fmt: skip
-    return sum_partials(partial)[0] if has_bias else partial.view(0), h_t
-
-
 @activation_backward.cuda
-def _(dh, codes, group_amax, scale, activation, code, group_size):
-    dh, codes, group_amax = dense(dh, codes, group_amax)
-    out = dh.new_empty((dh.shape[0], group_amax.shape[1] * dh.shape[1]))
-    _, h_t = _launch(dh, codes, group_amax, scale, out, None, False, activation, code, group_size)
-    return out, h_t
-
-
-@activation_backward_quantize.cuda
 def _(dh, codes, group_amax, scale, amax, fmt, has_bias, activation, code, group_size):
     dh, codes, group_amax = dense(dh, codes, group_amax)
-    tokens, columns = dh.shape[0], group_amax.shape[1] * dh.shape[1]
-    out = torch.empty((tokens, columns), dtype=FLOAT8[fmt].dtype, device=dh.device)
-    out_t = torch.empty((columns, padded_tokens(tokens)), dtype=out.dtype, device=dh.device)
-    d_scale = torch.empty_like(amax)
-    sums, h_t = _launch(
-        dh, codes, group_amax, scale, out, (out_t, d_scale, amax, fmt), has_bias, activation, code, group_size
-    )
-    return out, out_t, d_scale, sums, h_t
+    (tokens, width), (_, parts, n), padded = dh.shape, group_amax.shape, padded_tokens(dh.shape[0])
+    out = dh.new_empty((tokens, parts * width), dtype=FLOAT8[fmt].dtype if fmt else dh.dtype)
+    h_t = dh.new_empty((width, padded), dtype=E4M3.dtype)
+    out_t, d_scale = (out.new_empty((parts * width, padded)), torch.empty_like(amax)) if fmt else (h_t, scale)
+    gated, gp, turns = parts == 2, power_of_2(group_size), cdiv(padded, TILE_TOKENS)
+    tile, count = GATED_SUMS_TILE if gated and has_bias else TILES[gated], max(TILE_COLUMNS // gp, 1)
+    partial = dh.new_empty((turns if has_bias else 0, parts * width), dtype=torch.float32)
+    with on_device(dh):
+        _activation_gradient_kernel[(turns, cdiv(n, count))](
+            dh, codes, group_amax, scale, scale if amax is None else amax, out, out_t.view(torch.int32), d_scale,
+            h_t.view(torch.int32), partial if has_bias else scale, tokens, width, padded, n, inverse_max(fmt or "e4m3"),
+            fmt is None, has_bias, activation_of(activation).device, gated, group_size, gp, CODES[code], count,
+            TILE_TOKENS, padded > tokens, tile.columns, num_warps=tile.warps,
+            maxnreg=registers(tile.registers, dh, group_size), **EXACT,
+        )  # fmt: skip
+    if fmt is None:
+        return [out, h_t]
+    return [out, out_t, d_scale, sum_partials(partial)[0] if has_bias else partial.view(0), h_t]

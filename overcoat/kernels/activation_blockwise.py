@@ -3,8 +3,8 @@
 Two kernels make dz in FP8, one for the blocks along rows and one for those along tokens, which also rebuilds h: the
 registers of a program do not hold 128 x 128 values of three results. With V = T * I * 2 and F = 2 if gated, else 1:
 
-    activation_block_backward             V + F V / 2 read, F V + V / 2 written
-    activation_block_backward_quantize    V + F V / 2 read, twice; F V + V / 2 written
+    dz in 16 bits    V + F V / 2 read, F V + V / 2 written
+    dz in FP8        V + F V / 2 read, twice; F V + V / 2 written
 
 and, for a bias, sums over 128 tokens, F V / 64. Kernels equal their references bit for bit, but for these sums.
 
@@ -13,7 +13,7 @@ Layouts of operands: blockwise.py. Legend: activation_backward.py.
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import List, Optional
 
 import torch
 from torch import Tensor
@@ -58,41 +58,31 @@ from overcoat.kernels.tiles import store_quads
 
 @op
 def activation_block_backward(
-    dh: Tensor, codes: Tensor, group_amax: Tensor, activation: str, code: str, group_size: int
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """dz in 16 bits, and h.
-
-    Args:
-        dh: (T, I), gradient of h; codes, group_amax: as kept.
-
-    Returns:
-        dz (T, F I) in dh's dtype; h as transposed E4M3 operand (I, P) and its scale (ceil(T / 128), I).
-    """
-    dz, h = gradient(dh, codes, group_amax, activation, code, group_size)
-    return dz.to(dh.dtype), *row_blocks_t(h, E4M3)
-
-
-@op
-def activation_block_backward_quantize(
     dh: Tensor,
     codes: Tensor,
     group_amax: Tensor,
-    fmt: str,
+    fmt: Optional[str],
     has_bias: bool,
     activation: str,
     code: str,
     group_size: int,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`activation_block_backward` with dz straight in FP8, in both layouts.
+) -> List[Tensor]:
+    """dz, in FP8 in both layouts or in 16 bits, and h.
+
+    Args:
+        dh: (T, I), gradient of h; codes, group_amax: as kept.
+        fmt: "e4m3" or "e5m2", has_bias: whether z's projection has a bias; None and False for 16 bits.
 
     Returns:
-        dz (T, F I) and its scale (ceil(F I / 128), T); dz transposed (F I, P) and its scale (ceil(T / 128), F I);
-        h transposed (I, P) and its scale (ceil(T / 128), I); sum of dz over the tokens (F I,) FP32, empty without a
-        bias.
+        In 16 bits: dz (T, F I) in dh's dtype; h as transposed E4M3 operand (I, P) and its scale (ceil(T / 128), I). In
+        FP8: dz (T, F I) and its scale (ceil(F I / 128), T); dz transposed (F I, P) and its scale (ceil(T / 128), F I);
+        h and its scale; sum of dz over the tokens (F I,) FP32, empty without a bias.
     """
     dz, h = gradient(dh, codes, group_amax, activation, code, group_size)
+    if fmt is None:
+        return [dz.to(dh.dtype), *row_blocks_t(h, E4M3)]
     both = *row_blocks(dz, FLOAT8[fmt]), *row_blocks_t(dz, FLOAT8[fmt])
-    return *both, *row_blocks_t(h, E4M3), token_sums(dz, has_bias)
+    return [*both, *row_blocks_t(h, E4M3), token_sums(dz, has_bias)]
 
 
 @kernel
@@ -211,62 +201,38 @@ VALUES_STRIPS = {True: Strip(32, 4, 8, 80), False: Strip(32, 8, 4, 128)}
 GATED_SUMS_STRIP = Strip(32, 4, 4, None)
 
 
-def _launch_columns(
-    dh: Tensor,
-    codes: Tensor,
-    group_amax: Tensor,
-    dz: Tuple[Tensor, ...],
-    fmt: Optional[str],
-    has_bias: bool,
-    activation: str,
-    code: str,
-    group_size: int,
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """Fill `dz`: (T, F I), or with `fmt` its transposed operand and scale. Returns h as transposed operand, its scale,
-    and the sums of dz over the tokens."""
+@activation_block_backward.cuda
+def _(dh, codes, group_amax, fmt, has_bias, activation, code, group_size):
     (tokens, width), (_, parts, n), gated = dh.shape, group_amax.shape, group_amax.shape[1] == 2
+    # With a gate, where I is no multiple of 128 a block of dz spans gate and up.
+    if BLOCK % group_size or (fmt and gated and width % BLOCK):
+        return activation_block_backward.reference(dh, codes, group_amax, fmt, has_bias, activation, code, group_size)
+    dh, codes, group_amax = dense(dh, codes, group_amax)
     h_t, h_scale = empty_rows_t(dh, dh.shape, E4M3.dtype)
-    out, out_t, scale_t = (h_t, *dz) if fmt else (*dz, h_t, h_scale)
-    padded, strip = h_t.shape[1], (GRADIENT_STRIPS if fmt else VALUES_STRIPS)[gated]
+    if fmt is None:
+        results = [dh.new_empty((tokens, parts * width)), h_t, h_scale]
+        out, out_t, scale_t, strip = results[0], h_t, h_scale, VALUES_STRIPS[gated]
+    else:
+        out, scale = empty_rows(dh, (tokens, parts * width), FLOAT8[fmt].dtype)
+        out_t, scale_t = empty_rows_t(dh, out.shape, out.dtype)
+        results, strip = [out, scale, out_t, scale_t, h_t, h_scale], GRADIENT_STRIPS[gated]
     if gated and has_bias:
         strip = GATED_SUMS_STRIP
-    partial = torch.empty((blocks(tokens) if has_bias else 0, parts * width), dtype=torch.float32, device=dh.device)
+    partial = dh.new_empty((blocks(tokens) if has_bias else 0, parts * width), dtype=torch.float32)
+    padded, rows, function = h_t.shape[1], row_tile(tokens), activation_of(activation).device
     with on_device(dh):
+        if fmt:
+            _activation_rows_kernel[(blocks(width), cdiv(tokens, rows))](
+                dh, codes, group_amax, out, scale, tokens, width, n, inverse_max(fmt), function, gated, group_size,
+                CODES[code], rows, num_warps=4, **EXACT,
+            )  # fmt: skip
         _activation_columns_kernel[(cdiv(width, strip.columns), token_blocks(padded))](
             dh, codes, group_amax, out, out_t.view(torch.int32), scale_t, h_t.view(torch.int32), h_scale,
             partial if has_bias else h_scale, tokens, width, padded, n,
             TRITON_FLOAT8[fmt or "e4m3"], inverse_max(fmt or "e4m3"), inverse_max("e4m3"), fmt is None, has_bias,
-            activation_of(activation).device, gated, group_size, CODES[code], strip.columns, strip.vector,
+            function, gated, group_size, CODES[code], strip.columns, strip.vector,
             padded > tokens, num_warps=strip.warps, maxnreg=registers(strip.registers, dh, group_size), **EXACT,
         )  # fmt: skip
-    return h_t, h_scale, sum_partials(partial)[0] if has_bias else partial.view(0)
-
-
-@activation_block_backward.cuda
-def _(dh, codes, group_amax, activation, code, group_size):
-    if BLOCK % group_size:
-        return activation_block_backward.reference(dh, codes, group_amax, activation, code, group_size)
-    dh, codes, group_amax = dense(dh, codes, group_amax)
-    out = dh.new_empty((dh.shape[0], group_amax.shape[1] * dh.shape[1]))
-    return out, *_launch_columns(dh, codes, group_amax, (out,), None, False, activation, code, group_size)[:2]
-
-
-@activation_block_backward_quantize.cuda
-def _(dh, codes, group_amax, fmt, has_bias, activation, code, group_size):
-    (tokens, width), (_, parts, n) = dh.shape, group_amax.shape
-    # With a gate, where I is no multiple of 128 a block spans gate and up.
-    if BLOCK % group_size or (parts == 2 and width % BLOCK):
-        return activation_block_backward_quantize.reference(
-            dh, codes, group_amax, fmt, has_bias, activation, code, group_size
-        )
-    dh, codes, group_amax = dense(dh, codes, group_amax)
-    out, scale = empty_rows(dh, (tokens, parts * width), FLOAT8[fmt].dtype)
-    dz_t = empty_rows_t(dh, (tokens, parts * width), FLOAT8[fmt].dtype)
-    rows = row_tile(tokens)
-    with on_device(dh):
-        _activation_rows_kernel[(blocks(width), cdiv(tokens, rows))](
-            dh, codes, group_amax, out, scale, tokens, width, n, inverse_max(fmt), activation_of(activation).device,
-            parts == 2, group_size, CODES[code], rows, num_warps=4, **EXACT,
-        )  # fmt: skip
-    h_t, h_scale, sums = _launch_columns(dh, codes, group_amax, dz_t, fmt, has_bias, activation, code, group_size)
-    return out, scale, *dz_t, h_t, h_scale, sums
+    if fmt:
+        results.append(sum_partials(partial)[0] if has_bias else partial.view(0))
+    return results

@@ -177,11 +177,11 @@ def _activation() -> None:
         add("activation_quantize", z, top, activation, gated)
         add("activation_block_quantize", z, activation, gated, code, group_size)
         add("activation_gradient_bound", dh, kept[1], activation, group_size)
-        add("activation_backward", dh, *kept, top / 448, *how)
-        add("activation_block_backward", dh, *kept, *how)
+        add("activation_backward", dh, *kept, top / 448, None, None, False, *how)
+        add("activation_block_backward", dh, *kept, None, False, *how)
         for has_bias in (True, False) if i % 2 else (False,):
-            add("activation_backward_quantize", dh, *kept, top / 448, amax(dh) * 9, "e5m2", has_bias, *how)
-            add("activation_block_backward_quantize", dh, *kept, "e5m2", has_bias, *how)
+            add("activation_backward", dh, *kept, top / 448, amax(dh) * 9, "e5m2", has_bias, *how)
+            add("activation_block_backward", dh, *kept, "e5m2", has_bias, *how)
 
 
 def _attention() -> None:

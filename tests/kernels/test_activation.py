@@ -11,9 +11,8 @@ import torch
 
 from overcoat.formats import FLOAT8, Quantized, decode_groups, encode_groups
 from overcoat.kernels import activation as ops
-from overcoat.kernels.activation_backward import activation_backward, activation_backward_quantize
-from overcoat.kernels.activation_blockwise import activation_block_backward, activation_block_backward_quantize
-from overcoat.kernels.activation_bound import activation_gradient_bound
+from overcoat.kernels.activation_backward import activation_backward, activation_gradient_bound
+from overcoat.kernels.activation_blockwise import activation_block_backward
 from overcoat.kernels.activation_functions import ACTIVATIONS
 from overcoat.kernels.blockwise import block_quantize_both
 from tests import exact as exact_values
@@ -47,6 +46,11 @@ def kept(z, gated, code="sqrt8", group_size=128):
     encoded = encode_groups(halves, code, group_size)
     values = decode_groups(encoded, code, group_size).view(z.shape)
     return encoded.data.view(z.shape), encoded.scale.view(z.shape[0], 1 + gated, -1), values
+
+
+def plain_backward(dh, codes, group_amax, scale, *how):
+    """dz as it is, and h."""
+    return activation_backward(dh, codes, group_amax, scale, None, None, False, *how)
 
 
 def backward_case(tokens, activation, gated, device, code="sqrt8"):
@@ -167,7 +171,7 @@ def test_block_quantize(tokens, width, activation, gated, device):
 def test_backward_arithmetic(tokens, code, activation, gated, device):
     arguments, how, h, expected = backward_case(tokens, activation, gated, device, code)
     scale = h.abs().max().float() / 448
-    dz, h_t = activation_backward(*arguments, scale, *how)
+    dz, h_t = plain_backward(*arguments, scale, *how)
     for truth, half in zip(expected.chunk(1 + gated, 1), dz.chunk(1 + gated, 1), strict=True):
         assert_close_float32("dz", truth, half, TERMS)
     assert h_t.shape == (WIDTH, -(-tokens // 16) * 16)
@@ -182,7 +186,7 @@ def test_backward_from_kept_codes(code, activation, gated, device):
     h, expected = exact(z, activation, gated, dh)
     codes, group_amax, _ = kept(z, gated, code)
     scale = h.abs().max().float() / 448
-    dz, h_t = activation_backward(dh, codes, group_amax, scale, activation, code, 128)
+    dz, h_t = plain_backward(dh, codes, group_amax, scale, activation, code, 128)
     noise = combined_db(*[KEPT_DB[code]] * (1 + gated))
     for truth, half in zip(expected.chunk(1 + gated, 1), dz.chunk(1 + gated, 1), strict=True):
         assert_close("dz", truth, half, noise, extra=1.0)
@@ -195,8 +199,8 @@ def test_backward_from_kept_codes(code, activation, gated, device):
 def test_backward_straight_to_fp8(tokens, activation, gated, device):
     arguments, how, h, expected = backward_case(tokens, activation, gated, device)
     scale, top = h.abs().max().float() / 448, expected.abs().max().float()
-    data, data_t, d_scale, sums, h_t = activation_backward_quantize(*arguments, scale, top, "e5m2", True, *how)
-    assert torch.equal(h_t.float(), activation_backward(*arguments, scale, *how)[1].float())
+    data, data_t, d_scale, sums, h_t = activation_backward(*arguments, scale, top, "e5m2", True, *how)
+    assert torch.equal(h_t.float(), plain_backward(*arguments, scale, *how)[1].float())
     assert data.float().abs().max() == FLOAT8["e5m2"].max
     assert torch.equal(data_t[:, :tokens].t().float(), data.float())
     assert data_t[:, tokens:].float().count_nonzero() == 0
@@ -204,7 +208,7 @@ def test_backward_straight_to_fp8(tokens, activation, gated, device):
     sharing = 8 if activation == "relu2" else 1
     assert_close("dz", expected, data.double() * d_scale.double(), E5M2_DB, extra=1.0, sharing=sharing)
     assert_close_float32("sums over tokens", expected.sum(0), sums, TERMS + tokens)
-    without = activation_backward_quantize(*arguments, scale, top, "e5m2", False, *how)
+    without = activation_backward(*arguments, scale, top, "e5m2", False, *how)
     assert without[3].shape == (0,)
     assert torch.equal(without[0].float(), data.float())
 
@@ -214,11 +218,11 @@ def test_backward_straight_to_fp8(tokens, activation, gated, device):
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_block_backward(tokens, activation, gated, fmt, device):
     arguments, how, h, expected = backward_case(tokens, activation, gated, device)
-    dz, h_t, h_scale = activation_block_backward(*arguments, *how)
+    dz, h_t, h_scale = activation_block_backward(*arguments, None, False, *how)
     assert_close_float32("dz", expected, dz, TERMS)
     assert h_t[:, tokens:].float().count_nonzero() == 0
     assert_close("h^T", h.t(), decoded(h_t, h_scale)[:, :tokens], E4M3_DB, extra=1.0)
-    *both, again, again_scale, sums = activation_block_backward_quantize(*arguments, fmt, True, *how)
+    *both, again, again_scale, sums = activation_block_backward(*arguments, fmt, True, *how)
     for ours, theirs in zip((*both, again, again_scale), (*block_quantize_both(dz, fmt), h_t, h_scale), strict=True):
         assert torch.equal(ours.float(), theirs.float())
     assert_close("dz", expected, decoded(*both[:2]), FLOAT8_DB[fmt], extra=1.0)
@@ -251,9 +255,7 @@ def test_the_bound_is_one_and_not_far_off(data, activation, gated):
     z, dh = HEAVY[data](normal(256, (1 + gated) * 640), normal(256, 640, seed=1))
     for code, group_size in (("sqrt8", 128), ("e4m3", 16), ("int8", 80)):
         codes, group_amax, _ = kept(z, gated, code, group_size)
-        largest = (
-            activation_backward(dh, codes, group_amax, torch.ones(()), activation, code, group_size)[0].abs().max()
-        )
+        largest = plain_backward(dh, codes, group_amax, torch.ones(()), activation, code, group_size)[0].abs().max()
         bound = activation_gradient_bound(dh, group_amax, activation, group_size)
         assert largest <= bound <= 8 * largest
 
@@ -266,7 +268,7 @@ def test_the_bound_holds_where_it_is_reached(activation, gated):
         z = torch.full((1, (1 + gated) * 16), value)
         codes, group_amax, _ = kept(z, gated, "int8", 16)
         dh = torch.ones(1, 16)
-        largest = activation_backward(dh, codes, group_amax, torch.ones(()), activation, "int8", 16)[0].abs().max()
+        largest = plain_backward(dh, codes, group_amax, torch.ones(()), activation, "int8", 16)[0].abs().max()
         bound = activation_gradient_bound(dh, group_amax, activation, 16)
         assert largest <= bound
         if 0 < value < ACTIVATIONS[activation].peak and not gated:
@@ -309,7 +311,7 @@ def test_zeros_stay_zeros(activation, gated):
     codes, group_amax, top = ops.activation_encode(z, activation, gated, "sqrt8", 16)
     data, scale = ops.activation_quantize(z, top, activation, gated)
     bound = activation_gradient_bound(dh, group_amax, activation, 16)
-    results = activation_backward_quantize(dh, codes, group_amax, scale, bound, "e5m2", True, activation, "sqrt8", 16)
+    results = activation_backward(dh, codes, group_amax, scale, bound, "e5m2", True, activation, "sqrt8", 16)
     assert (top, bound, scale, results[2]) == (0, 0, 1, 1)
     assert all(x.float().count_nonzero() == 0 for x in (data, results[0], results[3], results[4]))
 
@@ -321,7 +323,7 @@ def test_large_gates_saturate_without_nan(device):
     _, expected = exact(z, "silu", True, dh)
     codes, group_amax, h_amax = ops.activation_encode(z, "silu", True, "sqrt8", 16)
     assert h_amax.item() == 200.0
-    dz, _ = activation_backward(dh, codes, group_amax, h_amax / 448, "silu", "sqrt8", 16)
+    dz, _ = plain_backward(dh, codes, group_amax, h_amax / 448, "silu", "sqrt8", 16)
     # sqrt8's largest relative step is 1/127 of the group's maximum: 200 / 127 on the gate, hence on dup = silu(gate).
     torch.testing.assert_close(dz.double(), expected, rtol=0, atol=200 / 127)
 
@@ -341,7 +343,7 @@ def test_non_finite_reaches_forward_and_backward(bad, activation, gated, device)
         vanishes = activation == "relu2" and bad == -torch.inf and place == 3
         assert vanishes or not (data.float() * scale)[2].isfinite().all()
         dh = torch.ones(4, WIDTH, device=device)
-        dz, h_t = activation_backward(dh, codes, group_amax, scale, activation, "sqrt8", 128)
+        dz, h_t = plain_backward(dh, codes, group_amax, scale, activation, "sqrt8", 128)
         assert not dz[2, :128].isfinite().all()
         assert not h_t[:, 2].float().isfinite().all()
 

@@ -34,7 +34,7 @@ def _by_rows():
     _, _, *u = gelu = activation.activation_block_quantize.kernel(x, "gelu_tanh", False, "sqrt8", 128)
     gate_up = torch.cat((x, dh), 1)
     _, _, *kept = swiglu = activation.activation_block_quantize.kernel(gate_up, "silu", True, "sqrt8", 64)
-    backward = activation_blockwise.activation_block_backward_quantize.kernel
+    backward = activation_blockwise.activation_block_backward.kernel
     return (
         *blockwise.block_quantize.kernel(x, "e4m3"),
         *gelu,

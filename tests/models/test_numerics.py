@@ -177,8 +177,8 @@ MUTATIONS = {
     ),
     "norm: projection term dropped": (norm_backward.norm_backward, lambda r, a: (_no_projection(*a), *r[1:])),
     "norm weight gradient mis-scaled": (norm_backward.norm_backward, lambda r, a: (r[0], r[1] * 1.2, *r[2:])),
-    "gate gradient mis-scaled": (backward.activation_backward_quantize, lambda r, a: _scale_half(r, 0, 0.85)),
-    "up gradient mis-scaled": (backward.activation_backward_quantize, lambda r, a: _scale_half(r, 1, 0.85)),
+    "gate gradient mis-scaled": (backward.activation_backward, lambda r, a: _scale_half(r, 0, 0.85)),
+    "up gradient mis-scaled": (backward.activation_backward, lambda r, a: _scale_half(r, 1, 0.85)),
     "rotation not undone": (rope_quantize.qk_rope_backward_quantize, lambda r, a: _not_rotated(*a)),
     "query gradient dropped": (attention.attention_backward, lambda r, a: _zero_part(r, 0)),
     "key gradient dropped": (attention.attention_backward, lambda r, a: _zero_part(r, 1)),
@@ -238,13 +238,13 @@ def _next_token(h_t: Tensor) -> Tensor:
 
 
 GELU_MUTATIONS = {
-    "gradient mis-scaled": (backward.activation_backward_quantize, lambda r, a: (*r[:2], r[2] * 0.85, *r[3:])),
-    "bias gradient mis-scaled": (backward.activation_backward_quantize, lambda r, a: (*r[:3], r[3] * 0.85, r[4])),
+    "gradient mis-scaled": (backward.activation_backward, lambda r, a: (*r[:2], r[2] * 0.85, *r[3:])),
+    "bias gradient mis-scaled": (backward.activation_backward, lambda r, a: (*r[:3], r[3] * 0.85, r[4])),
     "derivative at the u of another column": (
-        backward.activation_backward_quantize,
-        lambda r, a: (*backward.activation_backward_quantize.reference(a[0], a[1].roll(1, 1), *a[2:])[:4], r[4]),
+        backward.activation_backward,
+        lambda r, a: (*backward.activation_backward.reference(a[0], a[1].roll(1, 1), *a[2:])[:4], r[4]),
     ),
-    "h of another token": (backward.activation_backward_quantize, lambda r, a: (*r[:4], _next_token(r[4]))),
+    "h of another token": (backward.activation_backward, lambda r, a: (*r[:4], _next_token(r[4]))),
     "norm: mean of the gradient left in": (
         norm_backward.norm_backward,
         lambda r, a: norm_backward.norm_backward.reference(*a[:6], False, *a[7:]),
@@ -252,8 +252,8 @@ GELU_MUTATIONS = {
     "norm's bias gradient dropped": (norm_backward.norm_backward, lambda r, a: (*r[:2], r[2] * 0, r[3])),
 }
 GELU_BLOCK_MUTATIONS = {
-    "scales of other columns of u": (activation_blockwise.activation_block_backward_quantize, _neighbours_scale(3)),
-    "scales of other columns of h": (activation_blockwise.activation_block_backward_quantize, _neighbours_scale(5)),
+    "scales of other columns of u": (activation_blockwise.activation_block_backward, _neighbours_scale(3)),
+    "scales of other columns of h": (activation_blockwise.activation_block_backward, _neighbours_scale(5)),
 }
 
 
