@@ -10,14 +10,13 @@ A token with the label `ignore_index` has loss and gradient 0. The gradients are
 whatever factor follows (1 / number of labels, a loss scale) is applied in the backward by `scale_`, in FP32. PyTorch's
 own product with a 0-d tensor on a GPU rounds the factor to BF16 first: up to 0.2% off, in every gradient of the model.
 
-Gradients are computed beside the loss, since the logits are there: three products. Computing them in the backward would
-take a fourth, and save nothing: dW is the first gradient that a backward makes, and hidden (needed again) is as large
-as dhidden. The chunk bounds the memory: `chunk_rows`.
+Gradients are computed beside the loss, since the logits are there: three products. In the backward it would take a
+fourth and save no memory, as hidden, needed again, is as large as dhidden.
 
-The kernel of the loss: one program per token reads its row twice, first for maximum and sum (in one sweep, each lane
-its own), then to turn it into the gradient. With N = C * V * 2 bytes of logits it moves 2N or 3N, as the L2 cache still
-has the row or not. It sums over V in another order than PyTorch, so it agrees with the reference to FP32 rounding (and
-a gradient to one step of its dtype), not bit for bit, but repeats its bits. `scale_` equals its reference bit for bit.
+The kernel reads a token's row twice, first for maximum and sum, then to turn it into the gradient: 2 or 3 times the
+logits' bytes, as the L2 cache still has the row or not. It sums over V in another order than PyTorch, so it agrees with
+the reference to FP32 rounding (a gradient to one step of its dtype), and repeats its bits. `scale_` equals its
+reference bit for bit.
 
 Legend: T tokens, H hidden, V vocabulary, C tokens of a chunk.
 """
@@ -265,10 +264,7 @@ class _Float8Head:
             dhidden[rows] = gemm(d8, self.w8_t, d_scale, self.w_scale, None, self.dtype, True)
         if dweight is not None:
             part = gemm(d8_t, self.x8_t, d_scale, self.x_scale, None, self.dtype, False)
-            if rows.start == 0:
-                dweight.copy_(part)
-            else:
-                dweight.add_(part)
+            (dweight.add_ if rows.start else dweight.copy_)(part)
 
 
 @op
@@ -299,9 +295,7 @@ def linear_cross_entropy(
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     hidden, weight = hidden.contiguous(), weight.contiguous()
     dhidden = torch.empty_like(hidden) if want_hidden else None
-    dweight = torch.empty_like(weight) if want_weight else None
-    if dweight is not None and tokens == 0:
-        dweight.zero_()
+    dweight = (torch.empty_like if tokens else torch.zeros_like)(weight) if want_weight else None
     losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
     size = max(min(chunk_tokens or chunk_rows(tokens, vocabulary, hidden.element_size()), tokens), 1)
     head = _Head(hidden, weight, size) if fmt is None else _Float8Head(hidden, weight, fmt)

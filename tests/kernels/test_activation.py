@@ -79,19 +79,6 @@ def test_value_and_slope_on_the_whole_line(activation, device):
 
 
 @functions
-def test_value_and_slope_match_autograd_in_float64(activation):
-    """The formulas themselves, without FP32's rounding; GELU's polynomial is right to 2.3e-8."""
-    x = torch.linspace(-9, 9, 601, dtype=torch.float64)
-    value, slope = ACTIVATIONS[activation].reference(x)
-    h, expected = exact(x, activation, False, torch.ones_like(x))
-    allowed = 1e-7 if activation == "gelu" else 1e-12
-    if value.dtype == torch.float64 and activation == "relu2":
-        torch.testing.assert_close((value, slope), (h, expected), rtol=0, atol=allowed)
-    else:  # hardware.fma rounds to FP32
-        torch.testing.assert_close((value.double(), slope.double()), (h, expected), rtol=0, atol=2e-6)
-
-
-@functions
 def test_value_and_slope_over_all_sizes(activation, device):
     """Right from the smallest to the largest of FP32, where squares overflow; what is not a number stays none."""
     most = 19 if activation == "relu2" else 38
@@ -236,10 +223,7 @@ HEAVY = {
     "small": lambda z, dh: (z * 0.05, dh * 1e-6),
     "wide": lambda z, dh: (z * 4, dh),
     "tokens differ": lambda z, dh: (z, dh * torch.exp(2 * normal(dh.shape[0], 1, seed=2)).to(dh)),
-    "tokens and columns differ": lambda z, dh: (
-        z,
-        dh * torch.exp(2 * normal(dh.shape[0], 1, seed=2) + 1.5 * normal(1, dh.shape[1], seed=3)).to(dh),
-    ),
+    "both differ": lambda z, dh: (z, dh * torch.exp(2 * normal(256, 1, seed=2) + 1.5 * normal(1, 640, seed=3))),
     "few are large": lambda z, dh: (
         z * 2,
         dh / torch.rand(dh.shape, generator=torch.Generator().manual_seed(4)).sqrt(),

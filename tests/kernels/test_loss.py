@@ -30,12 +30,16 @@ def make(tokens, vocabulary, dtype=torch.bfloat16, device="cpu"):
     return hidden, weight, labels
 
 
+def head(hidden, weight, labels, z_loss=0.0, fmt=None, chunk_tokens=None, wanted=(True, True)):
+    return ops.linear_cross_entropy(hidden, weight, labels, -100, z_loss, fmt, chunk_tokens, *wanted)
+
+
 def logits(hidden, weight, chunk_tokens):
     """The head's logits: the same products, so the same roundings."""
     size = chunk_tokens or len(hidden)
-    head = ops._Head(hidden, weight, size)
+    products = ops._Head(hidden, weight, size)
     rows = [slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size)]
-    return torch.cat([head.logits(part).clone() for part in rows])
+    return torch.cat([products.logits(part).clone() for part in rows])
 
 
 def truth(x, labels, z_loss=0.0):
@@ -65,7 +69,7 @@ def test_loss_and_gradient_in_place(tokens, vocabulary, z_loss, device):
 def test_a_label_outside_the_vocabulary_is_nan(label, device):
     hidden, weight, labels = make(7, 512, device=device)
     labels[2] = label
-    total, dhidden, dweight = ops.linear_cross_entropy(hidden, weight, labels, -100, 0.0, None, None, True, True)
+    total, dhidden, dweight = head(hidden, weight, labels)
     assert total.isnan()
     assert dhidden.isnan().any(1).tolist() == [index == 2 for index in range(7)]
     assert dweight.isnan().all()
@@ -85,9 +89,7 @@ def test_scale_is_rounded_once(device):
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 16, 60])
 def test_head_in_bf16(vocabulary, chunk_tokens, device):
     hidden, weight, labels = make(61, vocabulary, device=device)
-    total, dhidden, dweight = ops.linear_cross_entropy(
-        hidden, weight, labels, -100, 0.0, None, chunk_tokens, True, True
-    )
+    total, dhidden, dweight = head(hidden, weight, labels, chunk_tokens=chunk_tokens)
     expected, dx = truth(logits(hidden, weight, chunk_tokens), labels)
     assert_close_float32("loss", expected.sum(), total, 256)
     noise = combined_db(BF16_DB, BF16_DB)  # of dx and of the result
@@ -101,7 +103,7 @@ def test_head_in_bf16(vocabulary, chunk_tokens, device):
 
 def test_head_in_fp32_is_exact(device):
     hidden, weight, labels = make(61, 1001, torch.float32, device)
-    total, dhidden, dweight = ops.linear_cross_entropy(hidden, weight, labels, -100, Z, None, 16, True, True)
+    total, dhidden, dweight = head(hidden, weight, labels, Z, chunk_tokens=16)
     expected, dx = truth(hidden.double() @ weight.double().t(), labels, Z)
     assert_close_float32("loss", expected.sum(), total, 256)
     assert_close_float32("dhidden", dx @ weight.double(), dhidden, 256)
@@ -112,10 +114,10 @@ def test_head_in_fp32_is_exact(device):
 @pytest.mark.parametrize("chunk_tokens", [None, 16])
 def test_gradients_not_asked_for_change_nothing_else(fmt, chunk_tokens, device):
     hidden, weight, labels = make(61, 1001, device=device)
-    arguments = (hidden, weight, labels, -100, 0.0, fmt, chunk_tokens)
-    total, dhidden, dweight = ops.linear_cross_entropy(*arguments, True, True)
+    arguments = (hidden, weight, labels, 0.0, fmt, chunk_tokens)
+    total, dhidden, dweight = head(*arguments)
     for want_hidden, want_weight in ((True, False), (False, True), (False, False)):
-        part = ops.linear_cross_entropy(*arguments, want_hidden, want_weight)
+        part = head(*arguments, (want_hidden, want_weight))
         assert torch.equal(part[0], total)
         assert torch.equal(part[1], dhidden) if want_hidden else part[1].shape == (0,)
         assert torch.equal(part[2], dweight) if want_weight else part[2].shape == (0,)
@@ -136,9 +138,7 @@ def test_chunks_are_bounded_even_and_cover_all_tokens(tokens, vocabulary):
 
 def test_no_tokens(device):
     hidden, weight, labels = make(8, 33, device=device)
-    total, dhidden, dweight = ops.linear_cross_entropy(
-        hidden[:0], weight, labels[:0], -100, 0.0, None, None, True, True
-    )
+    total, dhidden, dweight = head(hidden[:0], weight, labels[:0])
     assert total == 0
     assert dhidden.shape == (0, HIDDEN)
     assert dweight.count_nonzero() == 0
@@ -194,21 +194,13 @@ def assert_same(ours, theirs, y):
 def test_loss_and_gradient_kernel(shape, dtype, z_loss, extra):
     y = row_labels(*shape)
     ours, theirs = row_logits(*shape, dtype, extra), row_logits(*shape, dtype)
+    alone = ops.cross_entropy_.kernel(ours, y, -100, z_loss, False)
+    assert torch.equal(ours, theirs), "without a gradient the logits stay"
     losses = ops.cross_entropy_.kernel(ours, y, -100, z_loss, True)
     expected = ops.cross_entropy_.reference(theirs, y, -100, z_loss, True)
+    assert torch.equal(alone, losses)
     assert_same((losses, ours), (expected, theirs), y)
     assert ours[y == -100].count_nonzero() == 0
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("shape", SHAPES)
-def test_loss_kernel_alone_leaves_the_logits(shape):
-    y = row_labels(*shape)
-    x = row_logits(*shape, torch.bfloat16)
-    before = x.clone()
-    losses = ops.cross_entropy_.kernel(x, y, -100, 0.0, False)
-    assert torch.equal(x, before)
-    assert torch.equal(losses, ops.cross_entropy_.kernel(x, y, -100, 0.0, True))
 
 
 @pytest.mark.kernel
