@@ -36,7 +36,6 @@ from overcoat.kernels.attention import attention as attention_op
 from overcoat.kernels.attention import attention_backward as attention_backward_op
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.groups import token_center
-from overcoat.kernels.quantize import amax
 from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
 from overcoat.kernels.rope import qk_rope, qk_rope_decode12, qk_rope_encode12_
 from overcoat.kernels.rope_backward import qk_rope_backward
@@ -89,7 +88,7 @@ observers: list[Any] = []
 def attention_forward(
     qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe
 ) -> tuple[Tensor, Optional[Tensor], AttentionSaved]:
-    """qkv (T, (num_q + 2 num_kv) * D) as the projections leave it -> o (T, num_q * D), max |o| if known.
+    """qkv (T, (num_q + 2 num_kv) * D) as the projections leave it -> o (T, num_q * D), what |o| does not exceed.
 
     qkv is the caller's to give: it is overwritten.
     """
@@ -105,10 +104,10 @@ def attention_forward(
     rotated = _rotated(qkv, rotary, heads) if heads.full_norm else qkv
     if heads.full_norm:
         tables = (cos, sin, None, None, heads.eps, heads.num_q, heads.num_kv)
-    codes, lower, group_amax = qk_rope_encode12_(qkv, center, *tables, recipe.kept_format)
+    codes, lower, group_amax, bound = qk_rope_encode12_(qkv, center, *tables, recipe.kept_format)
     o, lse = attention_op(rotated, *shape)
     _observe(lse)
-    return o, amax(o), AttentionSaved(codes, lower, group_amax, center)
+    return o, bound, AttentionSaved(codes, lower, group_amax, center)
 
 
 def _observe(lse: Tensor) -> None:
@@ -257,7 +256,7 @@ class Attention(NamedTuple):
     def inside(
         self, z: Tensor, branch: Branch, tables: Tables, recipe: Recipe, saved: list[Any]
     ) -> tuple[Tensor, Optional[Tensor]]:
-        """o, and max |o| if known."""
+        """o, and what |o| does not exceed, if known."""
         o, o_amax, kept = attention_forward(z, Rotary(*tables, *branch.inner), self.heads, recipe)
         saved.append(kept)
         return o, o_amax

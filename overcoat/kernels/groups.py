@@ -20,13 +20,13 @@ from torch import Tensor
 
 from overcoat.formats import E4M3, Quantized, cast_float8, decode_groups, encode_groups, group_code
 from overcoat.kernels.codes import CODES, decode, encode
-from overcoat.kernels.device import EXACT, atomic_amax, inverse_of, max_magnitude, pack_rows, power_of_2
+from overcoat.kernels.device import EXACT, inverse_of, max_magnitude, pack_rows, power_of_2
 from overcoat.kernels.instructions import to_float32
-from overcoat.kernels.language import tl, triton
+from overcoat.kernels.language import tl
 from overcoat.kernels.launch import cdiv, dense, dense_rows, kernel, on_device
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import amax, padded_tokens, transpose_padded
-from overcoat.kernels.tiles import decode_rows, group_columns, listed_groups, store_transposed
+from overcoat.kernels.tiles import decode_rows, group_columns, listed_groups, raise_amax, store_transposed
 
 CENTER_ROWS = 256
 # Elements of one program that encodes or decodes, and columns of one that encodes (a group's at least).
@@ -127,16 +127,6 @@ def _(x, center, code, group_size):
     )
 
 
-@triton.jit
-def _raise(amax_ptr, seen, top):
-    """`atomic_amax` if top exceeds what was `seen` there: once the first programs have found large values, few do.
-
-    Warps of a program may have seen different values: nothing that they would wait for each other in may stand here.
-    """
-    if top.to(tl.int32, bitcast=True) > seen:
-        atomic_amax(amax_ptr, top)
-
-
 @kernel
 def _group_encode_kernel(
     x_ptr,  # (T, C)
@@ -175,12 +165,12 @@ def _group_encode_kernel(
         x -= tl.load(center_ptr + g0 * G + c, mask=real, other=0.0)[None, :, :]
     exact = max_magnitude(x, 2)
     if WANT_AMAX and HAS_CENTER:
-        _raise(amax_ptr, seen, top)
+        raise_amax(amax_ptr, seen, top)
     amax = exact.to(tl.bfloat16)
     tl.store(group_amax_ptr + t0 * n + g0 + t[:, None] * n + g[None, :], amax, mask=known)
     tl.store(codes_ptr + start + offsets, encode(x, amax.to(tl.float32)[:, :, None], CODE), mask=inside)
     if WANT_AMAX and not HAS_CENTER:
-        _raise(amax_ptr, seen, max_magnitude(max_magnitude(exact, 1), 0))
+        raise_amax(amax_ptr, seen, max_magnitude(max_magnitude(exact, 1), 0))
 
 
 def _launch_encode(

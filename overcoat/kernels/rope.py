@@ -41,8 +41,13 @@ from overcoat.kernels.instructions import to_float32
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel, on_device
 from overcoat.kernels.op import op
-from overcoat.kernels.tiles import load_inside
+from overcoat.kernels.quantize import amax
+from overcoat.kernels.tiles import load_inside, raise_amax
 
+# A row of o is a mean of rows of v, so max |o| <= max |v|: this much more, as fused kernels round the mean's weights to
+# 16 bits, by 2^-9, and then o, to the next BF16 number at most.
+MARGIN = 1.0 + 2.0**-7
+_MARGIN = tl.constexpr(MARGIN)
 # The most elements of a tile, each half of a head in EP of them, and how many a thread has.
 HEAD_TILE, HEAD_ELEMENTS = 2048, 16
 # Registers of a thread that encodes BF16: with 48 ten words spill, with more one program less finds room.
@@ -118,28 +123,30 @@ def qk_rope_encode12_(
     num_q: int,
     num_kv: int,
     code: str,
-) -> Tuple[Tensor, Tensor, Tensor]:
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """`qk_rope` in place; returns what was there before: q and k as bf12, v - center (num_kv * D,) in the 8-bit `code`.
 
     Returns:
         codes int8 (T, (num_q + 2 num_kv) * D), the upper bits of q and k, then v's bytes; lower bits of q and k, uint8
-        (T, (num_q + num_kv) * D/2); BF16 maxima (T, num_q + 2 num_kv).
+        (T, (num_q + num_kv) * D/2); BF16 maxima (T, num_q + 2 num_kv); 0-d FP32, what |o| of attention does not exceed.
     """
     heads = num_q + num_kv
     qk, v = qkv.contiguous().float().unflatten(1, (heads + num_kv, -1)).split((heads, num_kv), 1)
     upper, lower, qk_amax = encode_bf12(qk)
+    bound = amax.reference(v) * MARGIN
     v, v_amax = encode_groups(v if center is None else v - center.view(num_kv, -1), code, v.shape[2])
     codes = torch.cat((upper, v.view(torch.int8)), 1).flatten(1)
     qkv.copy_(qk_rope.reference(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv))
-    return codes, lower.flatten(1), torch.cat((qk_amax, v_amax.view(-1, num_kv)), 1)
+    return codes, lower.flatten(1), torch.cat((qk_amax, v_amax.view(-1, num_kv)), 1), bound
 
 
 @qk_rope_encode12_.fake
 def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
     heads = num_q + 2 * num_kv
     lower = qkv.new_empty((qkv.shape[0], (num_q + num_kv) * (qkv.shape[1] // heads // 2)), dtype=torch.uint8)
-    amax = qkv.new_empty((qkv.shape[0], heads), dtype=torch.bfloat16)
-    return qkv.new_empty(qkv.shape, dtype=torch.int8), lower, amax
+    group_amax = qkv.new_empty((qkv.shape[0], heads), dtype=torch.bfloat16)
+    bound = qkv.new_empty((), dtype=torch.float32)
+    return qkv.new_empty(qkv.shape, dtype=torch.int8), lower, group_amax, bound
 
 
 @op
@@ -276,6 +283,7 @@ def _rope_kernel(
     center_ptr,  # (num_kv * D,) FP32: taken out of v before its codes, added after, if HAS_CENTER
     codes_ptr,  # (T, heads * D) int8, written if ENCODE
     lower_ptr,  # (T, (num_q + num_kv) * E) uint8: lower bits of q and k; written if ENCODE, read if DECODE
+    bound_ptr,  # int32: bits of MARGIN * max |v|, if ENCODE
     out_ptr,  # (T, heads * D); source_ptr if IN_PLACE
     cos_ptr,  # (P, D)
     sin_ptr,  # (P, D)
@@ -341,22 +349,27 @@ def _rope_kernel(
             y1, y2 = y1 * cos1 - y2 * sin1, y2 * cos2 + y1 * sin2
         _store_halves(out_ptr + offsets, E, y1, y2, inside)
     else:
+        if ENCODE:
+            seen = tl.load(bound_ptr, cache_modifier=".cg")
         x1, x2 = _take_heads(
             source_ptr, amax_ptr + head, center_ptr, codes_ptr, lower_ptr, offsets, centers, known, inside, E,
             HAS_CENTER, ENCODE, DECODE, CODE, False,
         )  # fmt: skip
+        if ENCODE:
+            raise_amax(bound_ptr, seen, max_magnitude(max_magnitude(larger(tl.abs(x1), tl.abs(x2)), 1), 0) * _MARGIN)
         if not IN_PLACE:
             _store_halves(out_ptr + offsets, E, x1, x2, inside)
 
 
 class _Kept(NamedTuple):
-    """Codes int8, the lower bits of q and k, maxima, the vector taken out, and v's 8-bit code."""
+    """Codes int8, the lower bits of q and k, maxima, the vector taken out, v's 8-bit code, and bits of |o|'s bound."""
 
     codes: Tensor
     lower: Tensor
     amax: Tensor
     center: Optional[Tensor]
     code: str
+    bound: Optional[Tensor] = None
 
 
 def _launch_rope(
@@ -370,7 +383,7 @@ def _launch_rope(
 ) -> None:
     """source: values, which are encoded into `kept` if it is given; or the codes of `kept`, which are decoded."""
     cos, sin, q_weight, k_weight = dense(*tables)
-    codes, lower, amax, center, code = kept or (source, source, source, None, "sqrt8")
+    codes, lower, amax, center, code, bound = kept or _Kept(source, source, source, None, "sqrt8")
     cos, sin, rotated = (source, source, False) if cos is None else (cos, sin, True)
     tokens, heads = source.shape[0], num_q + 2 * num_kv
     width = source.shape[1] // heads
@@ -383,7 +396,8 @@ def _launch_rope(
         q_weight, k_weight = q_weight.float(), k_weight.float()
     with on_device(source):
         _rope_kernel[(cdiv(tokens, steps) * (heads // count),)](
-            source, amax, source if center is None else center, codes, lower, out,
+            source, amax, source if center is None else center, codes, lower,
+            amax if bound is None else bound, out,
             cos, sin, cos if q_weight is None else q_weight,
             cos if k_weight is None else k_weight, eps, tokens, cos.shape[0], num_q, num_kv, width,
             out is source, center is not None, q_weight is not None, rotated, encodes, decodes,
@@ -413,12 +427,13 @@ def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
     halves = (num_q + num_kv) * (columns // heads // 2)
     lower = torch.empty((tokens, halves), dtype=torch.uint8, device=qkv.device)
     amax = torch.empty((tokens, heads), dtype=torch.bfloat16, device=qkv.device)
+    bound = torch.zeros((), dtype=torch.int32, device=qkv.device)
     rotated, center = dense(qkv, center)
-    kept = _Kept(codes, lower, amax, center, code)
+    kept = _Kept(codes, lower, amax, center, code, bound)
     _launch_rope(rotated, rotated, kept, (cos, sin, q_weight, k_weight), eps, num_q, num_kv)
     if rotated is not qkv:
         qkv.copy_(rotated)
-    return codes, lower, amax
+    return codes, lower, amax, bound.view(torch.float32)
 
 
 @qk_rope_decode12.cuda

@@ -13,7 +13,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from overcoat.kernels.codes import decode
-from overcoat.kernels.device import max_magnitude, max_magnitude_of_pairs, pack_quads, power_of_2, to_float8
+from overcoat.kernels.device import (
+    atomic_amax,
+    max_magnitude,
+    max_magnitude_of_pairs,
+    pack_quads,
+    power_of_2,
+    to_float8,
+)
 from overcoat.kernels.language import tl, triton
 
 
@@ -24,6 +31,16 @@ def load_inside(pointer, inside):
         return tl.load(pointer)
     else:
         return tl.load(pointer, mask=inside, other=0.0)
+
+
+@triton.jit
+def raise_amax(amax_ptr, seen, top):
+    """`atomic_amax` if top exceeds what was `seen` there: once the first programs have found large values, few do.
+
+    Warps of a program may have seen different values: nothing that they would wait for each other in may stand here.
+    """
+    if top.to(tl.int32, bitcast=True) > seen:
+        atomic_amax(amax_ptr, top)
 
 
 # ---- a list of groups -------------------------------------------------------------------------------------------

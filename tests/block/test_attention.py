@@ -19,6 +19,7 @@ from overcoat.block.attention import (
     qkv_gradient,
     rotated_gradients,
 )
+from overcoat.kernels.quantize import amax, quantize
 from overcoat.models.decoder import check_mask
 from tests import exact
 from tests.block.harness import EPS, FP32_DB, RECIPES, Case, Inputs, check, double, evaluate, run, tables_of
@@ -159,6 +160,24 @@ def test_forward_does_not_read_the_codes(device):
     outputs = [run(attention_case(device=device), recipe)[0] for recipe in RECIPES.values()]
     for output in outputs[1:]:
         assert torch.equal(output, outputs[0])
+
+
+@pytest.mark.parametrize("kind", ["causal", "starts", *masks()])
+@pytest.mark.parametrize("bias", [0.0, 30.0], ids=["", "bias"])
+def test_the_output_is_quantized_as_well_as_with_its_own_maximum(kind, bias, device):
+    """By a bound that the first token of a row or document, which attends to itself alone, makes nearly tight."""
+    starts = torch.tensor([0, 20, 31, 40, 62], dtype=torch.int32)
+    mask = ({"causal": None, "starts": starts} | masks())[kind]
+    inputs = attention_case(device=device).inputs
+    qkv, cos, sin = torch.cat([inputs[name] for name in "qkv"], 1), inputs["cos"], inputs["sin"]
+    mask = mask if mask is None else mask.to(device)
+    qkv[:, -2 * 64 :] += bias * normal(2 * 64, seed=9).to(qkv)
+    o, bound, _ = attention_forward(qkv, Rotary(cos, sin, mask), Heads(2, 4, 2, 64, 0.125), Recipe())
+    top = amax(o)
+    assert top <= bound <= 1.5 * top
+    quantized = [quantize(o, each, "e4m3") for each in (bound, top)]
+    found, best = (sqnr(o.double(), data.double() * scale.double()) for data, scale in quantized)
+    assert found >= best - 1.0
 
 
 def test_one_token(device):

@@ -151,7 +151,7 @@ def _rope() -> None:
             add("qk_rope_backward", *parts, None if q_weight is None else qkv, *shared[:-1])
             center = None if q_weight is None else parts[2].float().mean(0)
             add("qk_rope_encode12_", qkv, center, *shared, "sqrt8")
-            kept = qk_rope_encode12_.reference(qkv.clone(), center, *shared, "int8")
+            kept = qk_rope_encode12_.reference(qkv.clone(), center, *shared, "int8")[:3]
             rotation = (cos, sin) if q_weight is None else (None, None)
             add("qk_rope_decode12", *kept, center, *rotation, num_q, num_kv, "int8", dtype)
         add("qk_rope_backward_amax", *parts, cos, sin, num_q)

@@ -102,7 +102,8 @@ def test_encode_and_decode(shape, norms, centered, code, device):
     cos, sin, _, _, _, num_q, num_kv = rest
     cut = (num_q + num_kv) * shape[4]
     center = before[:, cut:].mean(0) if centered else None
-    codes, lower, amax = ops.qk_rope_encode12_(qkv, center, *rest, code)
+    codes, lower, amax, bound = ops.qk_rope_encode12_(qkv, center, *rest, code)
+    assert bound == before[:, cut:].abs().amax() * ops.MARGIN
     torch.testing.assert_close(qkv, expected, rtol=2.0**-8, atol=0)  # CPU: equal; a kernel may differ in the last bit
     kept = (codes, lower, amax, center)
     decoded = ops.qk_rope_decode12(*kept, None, None, num_q, num_kv, code, torch.float32)
@@ -187,8 +188,9 @@ def test_encode_and_decode_kernels(case, head_norm, code):
     center = None if width == 80 else torch.randn(num_kv * width, device=DEVICE)
     arguments = (center, *tables(positions, width), *head_weights(width, head_norm), 1e-6, num_q, num_kv, code)
     ours, theirs = qkv.clone(), qkv.clone()
-    kept_reference = ops.qk_rope_encode12_.reference(theirs, *arguments)
-    kept = ops.qk_rope_encode12_.kernel(ours, *arguments)
+    *kept_reference, expected = ops.qk_rope_encode12_.reference(theirs, *arguments)
+    *kept, bound = ops.qk_rope_encode12_.kernel(ours, *arguments)
+    assert_equal(bound, expected, exact=True)
     assert_equal(ours, theirs, exact=not head_norm)
     whole = (center, None, None, num_q, num_kv, code, torch.float32)
     if INTERPRETED:  # maxima in BF16 are truncated there, E4M3 loses carries: other codes for nearly the same values
