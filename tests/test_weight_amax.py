@@ -12,7 +12,7 @@ import torch
 import overcoat
 from overcoat import Recipe, weight_amax
 from overcoat.block import linear as of_weights
-from overcoat.kernels.stack_predicted import stack_weights_predicted
+from overcoat.kernels.stack import stack_weights_predicted
 from overcoat.models.compiled import compile_layers
 from tests.models.zoo import make_model
 

@@ -29,8 +29,7 @@ from overcoat.kernels.blockwise import BLOCK, block_quantize, block_quantize_bot
 from overcoat.kernels.gemm import block_gemm, gemm
 from overcoat.kernels.groups import group_encode_amax, requantize_t
 from overcoat.kernels.quantize import amax, quantize, quantize_both, quantize_t
-from overcoat.kernels.stack import stack_amax, stack_weights
-from overcoat.kernels.stack_predicted import stack_weights_predicted, stack_weights_tracked
+from overcoat.kernels.stack import stack_amax, stack_weights, stack_weights_predicted, stack_weights_tracked
 from overcoat.recipe import Recipe
 
 # Fast accumulation in a block's backward: wgrad 4 to 7% faster on a hot H200 (gemm.jsonl). FP8 leaves 17 to 27 dB, and

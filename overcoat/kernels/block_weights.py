@@ -20,7 +20,7 @@ from overcoat.kernels.instructions import reciprocal
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import kernel, on_device
 from overcoat.kernels.op import op
-from overcoat.kernels.stack import alignment, choose, launches, promise, three
+from overcoat.kernels.quantize import alignment, choose, launches, promise, three
 
 # Warps of a tile of 128 x 128.
 SQUARE_WARPS = 8

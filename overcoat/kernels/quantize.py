@@ -1,4 +1,4 @@
-"""Quantize GEMM operands: maxima, and per-tensor FP8 in one or both layouts.
+"""Quantize GEMM operands: maxima, and per-tensor FP8 in one or both layouts, of one matrix or of several stacked.
 
 FP8 tensor cores on Hopper take both operands with the contraction axis contiguous ("NT": D = A @ B^T). The three
 products of a linear layer y = x W^T (T tokens, K in, N out) therefore want:
@@ -7,19 +7,20 @@ products of a linear layer y = x W^T (T tokens, K in, N out) therefore want:
     dgrad     dx = dy  (T, N) . W^T (K, N)^T            W transposed
     wgrad     dW = dy^T(N, T) . x^T (K, T)^T            dy and x transposed
 
-so a quantizing op can write the plain layout, the transposed one, or both from one read. The contraction axis must be
-a multiple of 16: transposed activations are padded with zero tokens, which add nothing to the product.
+so a quantizing op writes the plain layout, the transposed one, or both from one read. The contraction axis must be a
+multiple of 16: transposed activations are padded with zero tokens, which add nothing to the product.
 
 The kernels are bound by memory. With N elements of 2 bytes the bytes moved are: amax 2N; quantize 3N; quantize_both 4N;
 quantize_t 3N. A tile (BT tokens, BC columns) is read once, and written as it lies and / or transposed through shared
-memory, as 16-bit words that hold the FP8 of two neighbouring tokens. They equal the references bit for bit.
+memory, as 16-bit words that hold the FP8 of two neighbouring tokens. They equal the references bit for bit. One launch
+takes up to `PER_LAUNCH` matrices, the third axis of its grid telling them apart (stack.py).
 
 Legend: T tokens, C columns, P = T rounded up to a multiple of 16.
 """
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, kernel, on_device
 from overcoat.kernels.op import op
 
-TOKEN_MULTIPLE = 16
+TOKEN_MULTIPLE, PER_LAUNCH = 16, 3
 
 # Below this many elements one program finds the maximum; above, many programs share an atomic maximum.
 AMAX_BLOCK = 8192
@@ -63,6 +64,58 @@ def transpose_padded(data: Tensor) -> Tensor:
     return as_bytes.t().contiguous().view(data.dtype)
 
 
+def empty_both(x: Tensor, fmt: str, columns: Optional[int] = None) -> Tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised FP8 (T, C) and (C, P) on x's device, T = len(x), C its columns unless given; a 0-d FP32 scale."""
+    columns = x.shape[1] if columns is None else columns
+    data = x.new_empty((x.shape[0], columns), dtype=FLOAT8[fmt].dtype)
+    transposed = x.new_empty((columns, padded_tokens(x.shape[0])), dtype=data.dtype)
+    return data, transposed, x.new_empty((), dtype=torch.float32)
+
+
+# ---- several matrices in a launch ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def promise(pointers, ALIGN: tl.constexpr):
+    """Pointers (N, C), every row contiguous and starting at a multiple of ALIGN bytes.
+
+    Triton cannot see it once a pointer was chosen among several.
+    """
+    return tl.multiple_of(tl.max_contiguous(pointers, (1, pointers.shape[1])), (ALIGN, ALIGN))
+
+
+@triton.jit
+def choose(a, b, c, COUNT: tl.constexpr = 3):
+    """a, b or c by the program's index on the third axis, which is COUNT long."""
+    chosen = a
+    if COUNT > 1:
+        if tl.program_id(2) == 1:
+            chosen = b
+        if tl.program_id(2) == 2:
+            chosen = c
+    return chosen
+
+
+def launches(weights: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Weights in their order, contiguous, up to three of one dtype together."""
+    parts: list[list[Tensor]] = []
+    for w in weights:
+        if not parts or len(parts[-1]) == PER_LAUNCH or parts[-1][0].dtype != w.dtype:
+            parts.append([])
+        parts[-1].append(w.contiguous())
+    return parts
+
+
+def three(items: list, rest: Optional[int] = None) -> list:
+    """The items, and up to three `rest` or, in their places, the first again."""
+    return items + [items[0] if rest is None else rest] * (PER_LAUNCH - len(items))
+
+
+def alignment(weights: list[Tensor], columns: int = 16) -> int:
+    """Of which number of bytes each row's address is a multiple, as far as it matters."""
+    return 16 if columns % 16 == 0 and all(w.data_ptr() % 16 == 0 for w in weights) else 1
+
+
 # ---- maximum ---------------------------------------------------------------------------------------------------------
 
 
@@ -76,33 +129,50 @@ def amax(x: Tensor) -> Tensor:
 
 @kernel
 def _amax_kernel(
-    x_ptr,  # N elements
-    out_ptr,  # int32: bits of the FP32 maximum
-    N,
+    a_ptr,  # NA elements
+    b_ptr,  # NB elements
+    c_ptr,  # NC elements
+    out_ptr,  # 0-d int32: bits of the FP32 maximum
+    NA,
+    NB,
+    NC,
+    ALIGN: tl.constexpr,
+    COUNT: tl.constexpr,
     ATOMIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    top = tl.zeros((BLOCK,), tl.float32)
-    offsets = tl.arange(0, BLOCK)
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, step):
-        x = tl.load(x_ptr + start + offsets, mask=offsets < N - start, other=0.0)
+    x_ptr, N = choose(a_ptr, b_ptr, c_ptr, COUNT), choose(NA, NB, NC, COUNT)
+    top = tl.zeros((1, BLOCK), tl.float32)
+    offsets = tl.arange(0, BLOCK)[None, :]
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, tl.num_programs(0).to(tl.int64) * BLOCK):
+        x = tl.load(promise(x_ptr + start + offsets, ALIGN), mask=offsets < N - start, other=0.0)
         top = larger(top, tl.abs(x.to(tl.float32)))
+    found = max_magnitude(max_magnitude(top, 1), 0)
     if ATOMIC:
-        atomic_amax(out_ptr, max_magnitude(top, 0))
+        atomic_amax(out_ptr, found)
     else:
-        tl.store(out_ptr, max_magnitude(top, 0).to(tl.int32, bitcast=True))
+        tl.store(out_ptr, found.to(tl.int32, bitcast=True))
+
+
+def launch_amax(tensors: Sequence[Tensor]) -> Tensor:
+    """max |x| over all tensors, 0-d FP32."""
+    one_program = len(tensors) == 1 and tensors[0].numel() <= AMAX_ONE_PROGRAM
+    out = (torch.empty if one_program else torch.zeros)((), dtype=torch.int32, device=tensors[0].device)
+    with on_device(out):
+        for part in launches(tensors):
+            sizes = [x.numel() for x in part]
+            programs = 1 if one_program else min(cdiv(max(sizes), AMAX_BLOCK), AMAX_PROGRAMS)
+            if programs:
+                _amax_kernel[(programs, 1, len(part))](
+                    *three(part), out, *three(sizes, 0), alignment(part), len(part), not one_program, AMAX_BLOCK,
+                    num_warps=8,
+                )  # fmt: skip
+    return out.view(torch.float32)
 
 
 @amax.cuda
 def _(x):
-    x = x.contiguous()
-    one_program = x.numel() <= AMAX_ONE_PROGRAM
-    programs = 1 if one_program else min(cdiv(x.numel(), AMAX_BLOCK), AMAX_PROGRAMS)
-    out = (torch.empty if one_program else torch.zeros)((), dtype=torch.int32, device=x.device)
-    with on_device(x):
-        _amax_kernel[(programs,)](x, out, x.numel(), not one_program, AMAX_BLOCK, num_warps=8)
-    return out.view(torch.float32)
+    return launch_amax([x])
 
 
 # ---- per-tensor FP8 --------------------------------------------------------------------------------------------------
@@ -118,16 +188,13 @@ def quantize(x: Tensor, amax: Tensor, fmt: str) -> Tuple[Tensor, Tensor]:
 @op
 def quantize_both(x: Tensor, amax: Tensor, fmt: str) -> Tuple[Tensor, Tensor, Tensor]:
     """Per-tensor FP8 of x (T, C) in both layouts: data (T, C), data^T (C, P), scale."""
-    data, scale = quantize_tensor(x.contiguous(), FLOAT8[fmt], amax)
+    data, scale = quantize.reference(x, amax, fmt)
     return data, transpose_padded(data), scale
 
 
 @quantize_both.fake
 def _(x, amax, fmt):
-    dtype = FLOAT8[fmt].dtype
-    tokens, columns = x.shape
-    transposed = x.new_empty((columns, padded_tokens(tokens)), dtype=dtype)
-    return x.new_empty(x.shape, dtype=dtype), transposed, x.new_empty((), dtype=torch.float32)
+    return empty_both(x, fmt)
 
 
 @op
@@ -138,34 +205,43 @@ def quantize_t(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
 
 @quantize_t.fake
 def _(x, scale, fmt):
-    return x.new_empty((x.shape[1], padded_tokens(x.shape[0])), dtype=FLOAT8[fmt].dtype)
+    return empty_both(x, fmt)[1]
 
 
 @triton.jit
-def _quantize_tile(x_ptr, out_ptr, t, c, rows, columns, stride, inverse, PLAIN: tl.constexpr):
-    """Scale the rows t and columns c of a tile, of which `rows` and `columns` exist; store them if PLAIN."""
+def quantize_tile(
+    x_ptr, out_ptr, t, c, rows, columns, stride, inverse, PLAIN: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
+    """Rows t and columns c of a tile, of which `rows` and `columns` exist: x, and x * inverse; that stored if PLAIN."""
     inside = (t < rows)[:, None] & (c < columns)[None, :]
     offsets = t[:, None] * stride + c[None, :]
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(promise(x_ptr + offsets, ALIGN), mask=inside, other=0.0).to(tl.float32)
     # Padding stays zero even where the scale is not finite.
-    x = tl.where(inside, x * inverse, 0.0)
+    scaled = tl.where(inside, x * inverse, 0.0)
     if PLAIN:
-        tl.store(out_ptr + offsets, to_float8(x, out_ptr.dtype.element_ty), mask=inside)
-    return x
+        tl.store(promise(out_ptr + offsets, ALIGN), to_float8(scaled, out_ptr.dtype.element_ty), mask=inside)
+    return x, scaled
 
 
 @kernel
 def _quantize_kernel(
-    x_ptr,  # (T, C)
+    a_ptr,  # (T, C)
+    b_ptr,  # (NB, C)
+    c_ptr,  # (NC, C)
     factor_ptr,  # 0-d FP32: amax, or the scale itself if GIVEN_SCALE
-    out_ptr,  # (T, C) FP8, written if PLAIN
-    out_t_ptr,  # (C, P / 2) int16, pairs of FP8, row stride `stride_t`; if TRANSPOSED
+    out_ptr,  # (rows, C) FP8, written if PLAIN
+    out_t_ptr,  # (C, rows / 2) int16, pairs of FP8, row stride `stride_t`; if TRANSPOSED
     scale_ptr,  # 0-d FP32, unless GIVEN_SCALE
     T,
+    NB,
+    NC,
+    first,  # row of `out` where the first matrix starts
     C,
-    P,
+    P,  # if COUNT is 1; several matrices are not padded
     stride_t,
     INVERSE_MAX: tl.constexpr,
+    ALIGN: tl.constexpr,
+    COUNT: tl.constexpr,
     GIVEN_SCALE: tl.constexpr,
     PLAIN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -175,58 +251,68 @@ def _quantize_kernel(
     factor = tl.load(factor_ptr)
     scale = factor if GIVEN_SCALE else scale_of(factor, INVERSE_MAX)
     if not GIVEN_SCALE:
-        tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
+        tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
     inverse = inverse_of(scale)
+    x_ptr, rows = choose(a_ptr, b_ptr, c_ptr, COUNT), choose(T, NB, NC, COUNT)
+    row0, padded = first + choose(0, T, T + NB, COUNT), P if COUNT == 1 else rows
     t0, c0 = tl.program_id(0) * BT, tl.program_id(1) * BC
-    c = tl.arange(0, BC)
-    x_ptr += t0.to(tl.int64) * C + c0
-    out_ptr += t0.to(tl.int64) * C + c0
-    if TRANSPOSED:
-        pair = tl.arange(0, BT // 2)
-        even = _quantize_tile(x_ptr, out_ptr, 2 * pair, c, T - t0, C - c0, C, inverse, PLAIN)
-        odd = _quantize_tile(x_ptr, out_ptr, 2 * pair + 1, c, T - t0, C - c0, C, inverse, PLAIN)
-        words = tl.trans(pack_rows(even, odd, out_ptr.dtype.element_ty))
-        inside_t = (c < C - c0)[:, None] & (pair < (P - t0) // 2)[None, :]
-        out_t_ptr += c0.to(tl.int64) * stride_t + t0 // 2
-        tl.store(out_t_ptr + (c[:, None] * stride_t + pair[None, :]), words, mask=inside_t)
-    else:
-        _quantize_tile(x_ptr, out_ptr, tl.arange(0, BT), c, T - t0, C - c0, C, inverse, PLAIN)
+    if COUNT == 1 or t0 < rows:
+        c = tl.arange(0, BC)
+        x_ptr += t0.to(tl.int64) * C + c0
+        out_ptr += (row0 + t0).to(tl.int64) * C + c0
+        if TRANSPOSED:
+            pair = tl.arange(0, BT // 2)
+            _, even = quantize_tile(x_ptr, out_ptr, 2 * pair, c, rows - t0, C - c0, C, inverse, PLAIN, ALIGN)
+            _, odd = quantize_tile(x_ptr, out_ptr, 2 * pair + 1, c, rows - t0, C - c0, C, inverse, PLAIN, ALIGN)
+            words = tl.trans(pack_rows(even, odd, out_ptr.dtype.element_ty))
+            inside_t = (c < C - c0)[:, None] & (pair < (padded - t0) // 2)[None, :]
+            out_t_ptr += c0.to(tl.int64) * stride_t + (row0 + t0) // 2
+            tl.store(out_t_ptr + (c[:, None] * stride_t + pair[None, :]), words, mask=inside_t)
+        else:
+            quantize_tile(x_ptr, out_ptr, tl.arange(0, BT), c, rows - t0, C - c0, C, inverse, PLAIN, ALIGN)
 
 
-def _launch_quantize(
-    x: Tensor, factor: Tensor, out: Optional[Tensor], out_t: Optional[Tensor], scale: Optional[Tensor], fmt: str
+def launch_quantize(
+    tensors: Sequence[Tensor],
+    factor: Tensor,
+    out: Optional[Tensor],
+    out_t: Optional[Tensor],
+    scale: Optional[Tensor],
+    fmt: str,
 ) -> None:
-    """x (T, C) contiguous -> out (T, C) and / or out_t (C, P), whose rows may lie apart; `scale` None: it is given."""
-    rows, columns = x.shape
-    padded = rows if out_t is None else out_t.shape[1]
+    """Matrices (T_i, C) -> out (sum T_i, C) and / or out_t (C, P or sum T_i); `scale` None: `factor` is it, given."""
+    columns, first = tensors[0].shape[1], 0
     tile = PLAIN_TILE if out_t is None else TRANSPOSED_TILE
-    grid = (cdiv(padded, tile[0]), cdiv(columns, tile[1]))
-    words = x if out_t is None else out_t.view(torch.int16)
-    with on_device(x):
-        _quantize_kernel[grid](
-            x, factor, out_t if out is None else out, words, scale if scale is not None else factor,
-            rows, columns, padded, words.stride(0),
-            inverse_max(fmt), scale is None, out is not None, out_t is not None, *tile, num_warps=4, **EXACT,
-        )  # fmt: skip
+    with on_device(factor):
+        for part in launches(tensors):
+            sizes = [x.shape[0] for x in part]
+            padded = out_t.shape[1] if out_t is not None and len(tensors) == 1 else max(sizes)
+            words = part[0] if out_t is None else out_t.view(torch.int16)
+            _quantize_kernel[(cdiv(padded, tile[0]), cdiv(columns, tile[1]), len(part))](
+                *three(part), factor, out_t if out is None else out, words, factor if scale is None else scale,
+                *three(sizes, 0), first, columns, padded, words.stride(0),
+                inverse_max(fmt), alignment(part, columns), len(part), scale is None, out is not None,
+                out_t is not None, *tile, num_warps=4, **EXACT,
+            )  # fmt: skip
+            first += sum(sizes)
 
 
 @quantize.cuda
 def _(x, amax, fmt):
     out, scale = torch.empty(x.shape, dtype=FLOAT8[fmt].dtype, device=x.device), torch.empty_like(amax)
-    _launch_quantize(x.contiguous(), amax, out, None, scale, fmt)
+    launch_quantize([x], amax, out, None, scale, fmt)
     return out, scale
 
 
 @quantize_both.cuda
 def _(x, amax, fmt):
-    out, scale = torch.empty(x.shape, dtype=FLOAT8[fmt].dtype, device=x.device), torch.empty_like(amax)
-    out_t = torch.empty((x.shape[1], padded_tokens(x.shape[0])), dtype=out.dtype, device=x.device)
-    _launch_quantize(x.contiguous(), amax, out, out_t, scale, fmt)
+    out, out_t, scale = empty_both(x, fmt)
+    launch_quantize([x], amax, out, out_t, scale, fmt)
     return out, out_t, scale
 
 
 @quantize_t.cuda
 def _(x, scale, fmt):
-    out_t = torch.empty((x.shape[1], padded_tokens(x.shape[0])), dtype=FLOAT8[fmt].dtype, device=x.device)
-    _launch_quantize(x.contiguous(), scale, None, out_t, None, fmt)
+    out_t = empty_both(x, fmt)[1]
+    launch_quantize([x], scale, None, out_t, None, fmt)
     return out_t

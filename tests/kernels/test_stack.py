@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from overcoat import weight_amax
 from overcoat.formats import E4M3, quantize_blocks, quantize_tensor
+from overcoat.kernels import stack
 from overcoat.kernels.block_weights import block_stack_weights
 from overcoat.kernels.blockwise import blocks
-from overcoat.kernels.stack import stack_amax, stack_weights
+from overcoat.kernels.quantize import amax
+from overcoat.kernels.stack import stack_amax, stack_weights, stack_weights_predicted, stack_weights_tracked
 from tests.kernels.compare import assert_equal, awkward
 from tests.kernels.samples import normal
 
@@ -59,17 +62,61 @@ def test_blocks_of_stacked_weights(sizes, columns, device):
 # ---- kernels -----------------------------------------------------------------------------------------------------
 
 
+# Weights of one launch and of two; a row's end and a tile's, alone and together.
+stacks = pytest.mark.parametrize(
+    ("sizes", "columns"),
+    [([16], 77), ([48, 16], 336), ([16, 48, 16], 1040), ([100, 61], 77), ([130, 2, 4, 64, 18], 336)],
+)
+# What the maxima found by AdamW, taken as predicted, are multiplied by.
+PREDICTIONS = {"right": 1.0, "too small": 0.25, "too large": 3.0, "zero": 0.0, "inf": torch.inf, "nan": torch.nan}
+
+
 @pytest.mark.kernel
 @layouts
-@pytest.mark.parametrize(
-    ("sizes", "columns"), [([16], 336), ([48, 16, 16], 1040), ([100, 61], 77), ([130, 2, 4, 64, 18], 336)]
-)
+@stacks
 def test_stack_kernels(sizes, columns, transposed):
     weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
-    amax = stack_amax.kernel(weights)
-    assert_equal(amax, stack_amax.reference(weights))
-    ours = stack_weights.kernel(weights, amax, transposed)
-    assert_equal(ours, stack_weights.reference(weights, amax, transposed))
+    largest = stack_amax.kernel(weights)
+    assert_equal(largest, stack_amax.reference(weights))
+    ours = stack_weights.kernel(weights, largest, transposed)
+    assert_equal(ours, stack_weights.reference(weights, largest, transposed))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("factor", PREDICTIONS.values(), ids=PREDICTIONS.keys())
+@pytest.mark.parametrize("bad", [None, torch.inf, torch.nan])
+@stacks
+def test_a_prediction_changes_nothing(sizes, columns, factor, bad, monkeypatch):
+    """Be it right, wrong or no number; given, or asked for."""
+    weights, asked = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)], []
+    if bad is not None:
+        weights[-1][3 % sizes[-1], 5] = bad
+    predicted = [amax.reference(w) * factor for w in weights]
+    expected = stack_weights_predicted.reference(weights, predicted)
+    assert_equal(stack_weights_predicted.kernel(weights, predicted), expected)
+    for answer in (predicted, None) if bad is None and factor == 1.0 else ():
+        monkeypatch.setattr(weight_amax, "predict", lambda found, answer=answer: (asked.append(found), answer)[1])
+        assert_equal(stack_weights_tracked.kernel(weights), expected)
+        assert asked.pop() is weights
+
+
+@pytest.mark.kernel
+def test_a_right_prediction_needs_no_second_copy(monkeypatch):
+    """What the first launch wrote is the copy, unless the prediction was wrong."""
+    weights = [awkward(rows, 1040, seed=rows).clamp(-3, 3) for rows in (64, 40)]
+    right, kernel = [amax.reference(w) for w in weights], stack._predicted_kernel
+    expected = stack_weights_predicted.kernel(weights, right)
+
+    class FirstLaunch:
+        def __getitem__(self, grid):
+            again = -len(stack.PLAIN_TILE) - 1
+            return lambda *args, **options: None if args[again] else kernel[grid](*args, **options)
+
+    monkeypatch.setattr(stack, "_predicted_kernel", FirstLaunch())
+    for predicted, is_same in ((right, True), ([top / 2 for top in right], False)):
+        data, _, largest = stack_weights_predicted.kernel(weights, predicted)
+        assert torch.equal(largest, expected[2])
+        assert torch.equal(data.view(torch.uint8), expected[0].view(torch.uint8)) == is_same
 
 
 @pytest.mark.kernel
