@@ -235,9 +235,8 @@ def _quantize_kernel(
     T,
     NB,
     NC,
-    first,  # row of `out` where the first matrix starts
     C,
-    P,  # if COUNT is 1; several matrices are not padded
+    P,  # of the first; several matrices are not padded
     stride_t,
     INVERSE_MAX: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -253,10 +252,10 @@ def _quantize_kernel(
     if not GIVEN_SCALE:
         tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
     inverse = inverse_of(scale)
-    x_ptr, rows = choose(a_ptr, b_ptr, c_ptr, COUNT), choose(T, NB, NC, COUNT)
-    row0, padded = first + choose(0, T, T + NB, COUNT), P if COUNT == 1 else rows
+    x_ptr, padded, row0 = choose(a_ptr, b_ptr, c_ptr, COUNT), choose(P, NB, NC, COUNT), choose(0, P, P + NB, COUNT)
+    rows = T if COUNT == 1 else padded
     t0, c0 = tl.program_id(0) * BT, tl.program_id(1) * BC
-    if COUNT == 1 or t0 < rows:
+    if COUNT == 1 or t0 < padded:
         c = tl.arange(0, BC)
         x_ptr += t0.to(tl.int64) * C + c0
         out_ptr += (row0 + t0).to(tl.int64) * C + c0
@@ -286,11 +285,12 @@ def launch_quantize(
     with on_device(factor):
         for part in launches(tensors):
             sizes = [x.shape[0] for x in part]
-            padded = out_t.shape[1] if out_t is not None and len(tensors) == 1 else max(sizes)
-            words = part[0] if out_t is None else out_t.view(torch.int16)
-            _quantize_kernel[(cdiv(padded, tile[0]), cdiv(columns, tile[1]), len(part))](
-                *three(part), factor, out_t if out is None else out, words, factor if scale is None else scale,
-                *three(sizes, 0), first, columns, padded, words.stride(0),
+            padded = out_t.shape[1] if out_t is not None and len(tensors) == 1 else sizes[0]
+            plain = None if out is None else out[first:]
+            words = part[0] if out_t is None else out_t.view(torch.int16)[:, first // 2 :]
+            _quantize_kernel[(cdiv(max(padded, *sizes), tile[0]), cdiv(columns, tile[1]), len(part))](
+                *three(part), factor, out_t if plain is None else plain, words, factor if scale is None else scale,
+                *three(sizes, 0), columns, padded, words.stride(0),
                 inverse_max(fmt), alignment(part, columns), len(part), scale is None, out is not None,
                 out_t is not None, *tile, num_warps=4, **EXACT,
             )  # fmt: skip
