@@ -221,7 +221,7 @@ def stream_linear_forward(
     x: Tensor, into: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
 ) -> tuple[Tensor, InputSaved]:
     """x (T, H) times the stacked weights -> (T, sum N); w_amax: the weights' maximum if known."""
-    codes, group_amax, x_amax = group_encode_amax(x, None, recipe.kept_format, recipe.group_size)
+    codes, group_amax, x_amax = group_encode_amax(x, recipe.kept_format, recipe.group_size)
     bias = stack_biases(*into)
     if recipe.linear_scaling == "block":
         y = block_product(Quantized(*block_quantize(x, "e4m3")), into.weights, bias, x.dtype)

@@ -75,7 +75,7 @@ def mlp_recompute(
     """What `mlp_forward` keeps, without its result: a recomputation needs no product (5% of a block)."""
     tokens, parts = z.shape[0], 1 + gated
     halves = z.reshape(tokens * parts, z.shape[1] // parts)  # no group spans gate and up
-    codes, group_amax = group_encode(halves, None, recipe.kept_format, recipe.group_size)
+    codes, group_amax = group_encode(halves, recipe.kept_format, recipe.group_size)
     return MlpSaved(codes.view(tokens, -1), group_amax.view(tokens, parts, -1), h_scale, w_amax)
 
 

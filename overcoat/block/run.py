@@ -187,7 +187,7 @@ class _Block(torch.autograd.Function):
         inputs = ("block", Tables._fields, (cos, sin, mask, *parameters))  # what is kept of parameters has no name
         parts: list[Part]
         if recipe.checkpoint == "block":
-            codes, group_amax = group_encode(x, None, recipe.kept_format, recipe.group_size)
+            codes, group_amax = group_encode(x, recipe.kept_format, recipe.group_size)
             parts = [("block", ("codes", "group_amax"), (codes, group_amax))]
             parts += [("block", Scales._fields, scales) for scales in _scales(saved, block)]
         else:
@@ -206,7 +206,7 @@ class _Block(torch.autograd.Function):
         tables, block, kept = Tables(*tensors[:3]), with_tensors(constants, tensors[3:count]), tensors[count:]
         del tensors
         if recipe.checkpoint == "block":
-            x = group_decode(*kept[:2], None, recipe.kept_format, recipe.group_size, ctx.dtype)
+            x = group_decode(*kept[:2], recipe.kept_format, recipe.group_size, ctx.dtype)
             known = _unflatten(kept[2:], [Scales] * len(block.branches))
             saved = block_forward(x, block, tables, recipe, known)[1]
             del x

@@ -89,7 +89,7 @@ def _to_int8(x: Tensor) -> Tensor:
 class GroupCode:
     """A code of a group: `encode(groups, amax)` and `decode(codes, amax)` with amax (R, n, 1) in FP32.
 
-    bits: of one element's code.
+    bits: of one element's code. All that depends on it asks `columns` and `empty_groups`.
     """
 
     name: str
@@ -97,6 +97,10 @@ class GroupCode:
     dtype: torch.dtype
     encode: Callable[[Tensor, Tensor], Tensor]
     decode: Callable[[Tensor, Tensor], Tensor]
+
+    def columns(self, codes: Tensor) -> int:
+        """How many elements a row of codes (..., C) stands for."""
+        return codes.shape[-1] * 8 * self.dtype.itemsize // self.bits
 
 
 GROUP_CODES = {
@@ -134,6 +138,13 @@ def decode_groups(
     groups = to_groups(q.data.view(torch.uint8), group_size).view(q.data.dtype)
     values = group_code(code).decode(groups, q.scale.float().unsqueeze(-1))
     return from_groups(values, q.data.shape).to(dtype)
+
+
+def empty_groups(x: Tensor, code: str, group_size: int) -> Quantized:
+    """Uninitialised codes and maxima of x (R, C), on its device."""
+    chosen, (rows, columns) = group_code(code), x.shape
+    data = x.new_empty((rows, -(-columns * chosen.bits // (8 * chosen.dtype.itemsize))), dtype=chosen.dtype)
+    return Quantized(data, x.new_empty((rows, -(-columns // group_size)), dtype=torch.bfloat16))
 
 
 def group_code(name: str) -> GroupCode:

@@ -1,11 +1,10 @@
-"""Kept tensors: 8-bit codes per 1xG group, with the vector taken out before; and a weight gradient's operand from them.
+"""Kept tensors: 8-bit codes per 1xG group; a weight gradient's operand from them; and the vector taken out of v.
 
-The formats are those of formats.py. All kernels are bound by memory. With N elements of 2 bytes the bytes moved are:
-group_encode and group_decode 3N; requantize_t 2N (codes read, FP8 written).
+All kernels are bound by memory. With N elements of 2 bytes the bytes moved are: group_encode and group_decode 3N;
+requantize_t 2N (codes read, FP8 written).
 
 Decoding takes the tensor's T * n groups as one list, NG of them a program, one group along a tile's second axis. The
-others take tiles of (BT tokens, NG groups): encoding reads the center of so many columns once for all of them,
-requantize_t writes its tiles transposed.
+others take tiles of (BT tokens, NG groups): requantize_t writes its tiles transposed.
 
 Legend: T tokens (rows), C columns, P = T rounded up to a multiple of 16, G group size, GP = G rounded up to a power of
 2, n = ceil(C / G).
@@ -13,32 +12,23 @@ Legend: T tokens (rows), C columns, P = T rounded up to a multiple of 16, G grou
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from overcoat.formats import E4M3, Quantized, cast_float8, decode_groups, encode_groups, group_code
+from overcoat.formats import E4M3, Quantized, cast_float8, decode_groups, empty_groups, encode_groups, group_code
 from overcoat.kernels.codes import CODES, decode, encode
 from overcoat.kernels.device import EXACT, inverse_of, max_magnitude, pack_rows, power_of_2
-from overcoat.kernels.instructions import to_float32
 from overcoat.kernels.language import tl
 from overcoat.kernels.launch import cdiv, dense, dense_rows, kernel, on_device
 from overcoat.kernels.op import op
-from overcoat.kernels.quantize import amax, padded_tokens, transpose_padded
+from overcoat.kernels.quantize import amax, empty_both, transpose_padded
 from overcoat.kernels.tiles import decode_rows, group_columns, listed_groups, raise_amax, store_transposed
 
 CENTER_ROWS = 256
 # Elements of one program that encodes or decodes, and columns of one that encodes (a group's at least).
 GROUP_TILE, STRIP = 4096, 256
-
-
-class Encoded(NamedTuple):
-    """A kept tensor (T, C): 8-bit codes (T, C), BF16 group maxima (T, n), and the FP32 (C,) taken out before."""
-
-    codes: Tensor
-    group_amax: Tensor
-    center: Optional[Tensor]
 
 
 # ---- center ----------------------------------------------------------------------------------------------------------
@@ -53,11 +43,6 @@ def token_center(x: Tensor) -> Tensor:
     """
     step = max(1, -(-x.shape[0] // CENTER_ROWS))
     return x[::step].float().mean(0)
-
-
-@token_center.fake
-def _(x):
-    return x.new_empty(x.shape[1:], dtype=torch.float32)
 
 
 @kernel
@@ -94,43 +79,31 @@ def _(x):
 
 
 @op
-def group_encode(x: Tensor, center: Optional[Tensor], code: str, group_size: int) -> Tuple[Tensor, Tensor]:
-    """Kept-tensor codes of x - center: codes (T, C) and BF16 group maxima (T, n) of x (T, C), center (C,) FP32."""
-    values = x.contiguous() if center is None else x.float() - center
-    data, scale = encode_groups(values, code, group_size)
+def group_encode(x: Tensor, code: str, group_size: int) -> Tuple[Tensor, Tensor]:
+    """Kept-tensor codes (T, C) and BF16 group maxima (T, n) of x (T, C)."""
+    data, scale = encode_groups(x.contiguous(), code, group_size)
     return data, scale
 
 
 @group_encode.fake
-def _(x, center, code, group_size):
-    groups = (x.shape[-1] + group_size - 1) // group_size
-    return (
-        x.new_empty(x.shape, dtype=group_code(code).dtype),
-        x.new_empty((x.shape[0], groups), dtype=torch.bfloat16),
-    )
+def _(x, code, group_size):
+    return empty_groups(x, code, group_size)
 
 
 @op
-def group_encode_amax(x: Tensor, center: Optional[Tensor], code: str, group_size: int) -> Tuple[Tensor, Tensor, Tensor]:
+def group_encode_amax(x: Tensor, code: str, group_size: int) -> Tuple[Tensor, Tensor, Tensor]:
     """`group_encode`, and max |x| as 0-d FP32 from the same pass: x is kept in groups and is a GEMM's operand."""
-    codes, group_amax = group_encode.reference(x, center, code, group_size)
-    return codes, group_amax, amax.reference(x)
+    return *group_encode.reference(x, code, group_size), amax.reference(x)
 
 
 @group_encode_amax.fake
-def _(x, center, code, group_size):
-    groups = (x.shape[-1] + group_size - 1) // group_size
-    return (
-        x.new_empty(x.shape, dtype=group_code(code).dtype),
-        x.new_empty((x.shape[0], groups), dtype=torch.bfloat16),
-        x.new_empty((), dtype=torch.float32),
-    )
+def _(x, code, group_size):
+    return *empty_groups(x, code, group_size), x.new_empty((), dtype=torch.float32)
 
 
 @kernel
 def _group_encode_kernel(
     x_ptr,  # (T, C)
-    center_ptr,  # (C,) FP32, if HAS_CENTER
     codes_ptr,  # (T, C) 8-bit
     group_amax_ptr,  # (T, n) BF16
     amax_ptr,  # int32: bits of max |x|, if WANT_AMAX
@@ -138,7 +111,6 @@ def _group_encode_kernel(
     C,
     n,
     strips,  # ceil(n / NG)
-    HAS_CENTER: tl.constexpr,
     WANT_AMAX: tl.constexpr,
     G: tl.constexpr,
     GP: tl.constexpr,
@@ -155,81 +127,64 @@ def _group_encode_kernel(
     start, offsets = t0 * C + g0 * G, t[:, None, None] * C + c[None, :, :]
     if WANT_AMAX:
         seen = tl.load(amax_ptr, cache_modifier=".cg")
-    x = tl.load(x_ptr + start + offsets, mask=inside, other=0.0)
-    if WANT_AMAX and HAS_CENTER:
-        x = to_float32(x)
-        top = max_magnitude(tl.reshape(x, (BT * NG * GP,), can_reorder=True), 0)
-    else:
-        x = x.to(tl.float32)  # BF16 until it is needed again: with no center 40 registers instead of 56
-    if HAS_CENTER:
-        x -= tl.load(center_ptr + g0 * G + c, mask=real, other=0.0)[None, :, :]
+    x = tl.load(x_ptr + start + offsets, mask=inside, other=0.0).to(tl.float32)
     exact = max_magnitude(x, 2)
-    if WANT_AMAX and HAS_CENTER:
-        raise_amax(amax_ptr, seen, top)
     amax = exact.to(tl.bfloat16)
     tl.store(group_amax_ptr + t0 * n + g0 + t[:, None] * n + g[None, :], amax, mask=known)
     tl.store(codes_ptr + start + offsets, encode(x, amax.to(tl.float32)[:, :, None], CODE), mask=inside)
-    if WANT_AMAX and not HAS_CENTER:
+    if WANT_AMAX:
         raise_amax(amax_ptr, seen, max_magnitude(max_magnitude(exact, 1), 0))
 
 
-def _launch_encode(
-    x: Tensor, center: Optional[Tensor], code: str, group_size: int, want_amax: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of x (T, C) minus center (C,), their BF16 maxima (T, n), and max |x| (garbage unless wanted)."""
-    x, center = dense(x, center)
-    tokens, columns = x.shape
-    n, gp = cdiv(columns, group_size), power_of_2(group_size)
-    codes = torch.empty(x.shape, dtype=group_code(code).dtype, device=x.device)
-    group_amax = torch.empty((tokens, n), dtype=torch.bfloat16, device=x.device)
+def _launch_encode(x: Tensor, code: str, group_size: int, want_amax: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and maxima of x (T, C), and max |x| (garbage unless wanted)."""
+    x = x.contiguous()
+    (tokens, columns), gp = x.shape, power_of_2(group_size)
+    codes, group_amax = empty_groups(x, code, group_size)
+    n = group_amax.shape[1]
     amax = (torch.zeros if want_amax else torch.empty)((), dtype=torch.int32, device=x.device)
     count = max(STRIP // gp, 1)
     rows, strips = max(GROUP_TILE // (count * gp), 1), cdiv(n, count)
     with on_device(x):
         _group_encode_kernel[(cdiv(tokens, rows) * strips,)](
-            x, amax if center is None else center, codes, group_amax, amax, tokens, columns, n, strips,
-            center is not None, want_amax, group_size, gp, CODES[code], count, rows, num_warps=4, **EXACT,
+            x, codes, group_amax, amax, tokens, columns, n, strips,
+            want_amax, group_size, gp, CODES[code], count, rows, num_warps=4, **EXACT,
         )  # fmt: skip
     return codes, group_amax, amax.view(torch.float32)
 
 
 @group_encode.cuda
-def _(x, center, code, group_size):
-    return _launch_encode(x, center, code, group_size, False)[:2]
+def _(x, code, group_size):
+    return _launch_encode(x, code, group_size, False)[:2]
 
 
 @group_encode_amax.cuda
-def _(x, center, code, group_size):
-    return _launch_encode(x, center, code, group_size, True)
+def _(x, code, group_size):
+    return _launch_encode(x, code, group_size, True)
 
 
 # ---- decode ----------------------------------------------------------------------------------------------------------
 
 
 @op
-def group_decode(
-    codes: Tensor, group_amax: Tensor, center: Optional[Tensor], code: str, group_size: int, dtype: torch.dtype
-) -> Tensor:
+def group_decode(codes: Tensor, group_amax: Tensor, code: str, group_size: int, dtype: torch.dtype) -> Tensor:
     """Undo `group_encode`, rounded to `dtype`."""
-    values = decode_groups(Quantized(codes, group_amax), code, group_size)
-    return (values if center is None else values + center).to(dtype)
+    return decode_groups(Quantized(codes, group_amax), code, group_size, dtype)
 
 
 @group_decode.fake
-def _(codes, group_amax, center, code, group_size, dtype):
-    return codes.new_empty(codes.shape, dtype=dtype)
+def _(codes, group_amax, code, group_size, dtype):
+    return codes.new_empty((codes.shape[0], group_code(code).columns(codes)), dtype=dtype)
 
 
 @kernel
 def _group_decode_kernel(
     codes_ptr,  # (T, C) 8-bit
     amax_ptr,  # (T * n,) BF16
-    center_ptr,  # (C,) FP32, if HAS_CENTER
     out_ptr,  # (T, C)
     groups,  # T * n
     n,
     C,
-    HAS_CENTER: tl.constexpr,
     G: tl.constexpr,
     GP: tl.constexpr,
     CODE: tl.constexpr,
@@ -240,23 +195,19 @@ def _group_decode_kernel(
     codes = tl.load(codes_ptr + offsets, mask=inside, other=0.0)
     amax = tl.load(amax_ptr + group, mask=known, other=0.0).to(tl.float32)
     x = decode(codes, amax[:, None], CODE)
-    if HAS_CENTER:
-        x += tl.load(center_ptr + column, mask=inside, other=0.0)
     tl.store(out_ptr + offsets, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @group_decode.cuda
-def _(codes, group_amax, center, code, group_size, dtype):
-    codes, group_amax, center = dense(codes, group_amax, center)
-    tokens, columns = codes.shape
-    n = group_amax.shape[1]
-    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    padded = power_of_2(group_size)
+def _(codes, group_amax, code, group_size, dtype):
+    codes, group_amax = dense(codes, group_amax)
+    (tokens, n), padded = group_amax.shape, power_of_2(group_size)
+    out = torch.empty((tokens, group_code(code).columns(codes)), dtype=dtype, device=codes.device)
     count = max(GROUP_TILE // padded, 1)
     with on_device(codes):
         _group_decode_kernel[(cdiv(tokens * n, count),)](
-            codes, group_amax, codes if center is None else center, out, tokens * n, n, columns,
-            center is not None, group_size, padded, CODES[code], count, num_warps=4, **EXACT,
+            codes, group_amax, out, tokens * n, n, out.shape[1], group_size, padded, CODES[code], count,
+            num_warps=4, **EXACT,
         )  # fmt: skip
     return out
 
@@ -277,7 +228,7 @@ def requantize_t(
     """Kept codes (T, C) -> (decoded * weight + bias) as transposed E4M3 operand (C, P) with the forward's scale.
 
     With a norm's weight and bias (C,) this rebuilds the norm's output from its kept normalised value, so the forward's
-    FP8 operand need not be kept; without weight, and with the center as bias, it serves attention's output.
+    FP8 operand need not be kept; without either it serves what reads the residual stream itself.
     """
     y = decode_groups(Quantized(codes, group_amax), code, group_size)
     if weight is not None:
@@ -289,7 +240,7 @@ def requantize_t(
 
 @requantize_t.fake
 def _(codes, group_amax, weight, bias, scale, code, group_size):
-    return codes.new_empty((codes.shape[1], padded_tokens(codes.shape[0])), dtype=E4M3.dtype)
+    return empty_both(codes, "e4m3", group_code(code).columns(codes))[1]
 
 
 @kernel
@@ -334,9 +285,8 @@ def _requantize_t_kernel(
 @requantize_t.cuda
 def _(codes, group_amax, weight, bias, scale, code, group_size):
     codes, group_amax, weight, bias = dense(codes, group_amax, weight, bias)
-    tokens, columns = codes.shape
-    padded = padded_tokens(tokens)
-    out_t = torch.empty((columns, padded), dtype=E4M3.dtype, device=codes.device)
+    out_t = empty_both(codes, "e4m3", group_code(code).columns(codes))[1]
+    tokens, (columns, padded) = codes.shape[0], out_t.shape
     n, gp = group_amax.shape[1], power_of_2(group_size)
     count = max(128 // gp, 1)
     with on_device(codes):

@@ -1,7 +1,7 @@
 """Where the elements of a program's tile lie: two shapes of tile that kernels over groups share, read and written.
 
     a list of groups        the tensor's T * n groups in a row, NG of them a program (group_decode, ...)
-    tokens by groups        BT tokens and NG groups: for columns that share something (group_encode's center), or in
+    tokens by groups        BT tokens and NG groups: in
                             pairs or quads of neighbouring rows that end up transposed, the operand of a weight
                             gradient (requantize_t, activation_backward, ...)
 

@@ -108,8 +108,8 @@ def test_a_recomputed_block_repeats_every_bit_where_its_input_is_kept_exactly(na
     x = torch.randint(-127, 128, case.inputs["x"].shape, generator=torch.Generator().manual_seed(0))
     x[:, ::16] = 127
     case.inputs["x"] = (x / 127 * 2).to(torch.bfloat16)
-    encoded = block_ops.group_encode(case.inputs["x"], None, "int8", 16)
-    decoded = block_ops.group_decode(*encoded, None, "int8", 16, torch.bfloat16)
+    encoded = block_ops.group_encode(case.inputs["x"], "int8", 16)
+    decoded = block_ops.group_decode(*encoded, "int8", 16, torch.bfloat16)
     assert torch.equal(decoded, case.inputs["x"])
     compare(run(case, recipe), run(case, replace(recipe, checkpoint="block")))
 

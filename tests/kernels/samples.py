@@ -73,10 +73,9 @@ def _quantize() -> None:
         code, group_size = codes[i], (16, 128, 64)[i]
         add("token_center", x)
         kept = encode_groups(x, code, group_size)
-        for center in (None, x.float().mean(0)):
-            add("group_encode", x, center, code, group_size)
-            add("group_encode_amax", x, center, code, group_size)
-            add("group_decode", *kept, center, code, group_size, dtype)
+        add("group_encode", x, code, group_size)
+        add("group_encode_amax", x, code, group_size)
+        add("group_decode", *kept, code, group_size, dtype)
         for weight, bias in ((affine, None), (None, None), (affine, affine)):
             add("requantize_t", *kept, weight, bias, amax(x) / 448, code, group_size)
     x = strided(normal(7, 48, dtype=torch.bfloat16))
@@ -88,9 +87,8 @@ def _quantize() -> None:
     add("token_center", normal(700, 3))
     add("token_center", x)
     kept = encode_groups(x, "int8", 16)
-    add("group_encode", x, None, "sqrt8", 16)
-    add("group_encode", x, x.float().mean(0), "sqrt8", 16)
-    add("group_decode", strided(kept.data), kept.scale, None, "int8", 16, torch.float32)
+    add("group_encode", x, "sqrt8", 16)
+    add("group_decode", strided(kept.data), kept.scale, "int8", 16, torch.float32)
 
 
 def _gemm() -> None:

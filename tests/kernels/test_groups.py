@@ -18,36 +18,15 @@ codes_ = pytest.mark.parametrize("code", list(KEPT_DB))
 @codes_
 @pytest.mark.parametrize("tokens", [1, 7, 61])
 def test_group_codes_are_the_formats(code, tokens, device):
+    """With the maximum of the GEMM that reads x, where it is wanted."""
     x = normal(tokens, 200, dtype=torch.bfloat16).to(device)
-    codes, group_amax = ops.group_encode(x, None, code, 128)
+    kept, (*with_amax, largest) = ops.group_encode(x, code, 128), ops.group_encode_amax(x, code, 128)
     expected = encode_groups(x, code, 128)
-    assert torch.equal(codes.float(), expected.data.float())
-    assert torch.equal(group_amax, expected.scale)
-    got = ops.group_decode(codes, group_amax, None, code, 128, torch.bfloat16)
-    assert torch.equal(got, decode_groups(expected, code, 128, torch.bfloat16))
-
-
-@codes_
-def test_center_is_taken_out_before_and_put_back_after(code, device):
-    """A common vector 100 times the values' size costs nothing: SQNR of what remains is the code's own."""
-    x = normal(61, 256).to(device)
-    center = (100 * normal(256, seed=1)).to(device)
-    codes, group_amax = ops.group_encode(x + center, center, code, 128)
-    got = ops.group_decode(codes, group_amax, center, code, 128, torch.float32)
-    assert_close("x", x, got - center, KEPT_DB[code])
-    without, amax_without = ops.group_encode(x + center, None, code, 128)
-    plain = ops.group_decode(without, amax_without, None, code, 128, torch.float32)
-    assert (plain - center - x).norm() > 10 * (got - center - x).norm()
-
-
-@pytest.mark.parametrize("centered", [False, True], ids=["", "centered"])
-def test_group_encode_amax_also_finds_the_maximum_of_x_itself(centered, device):
-    """For the GEMM that reads x: max |x| before the center is taken out."""
-    x = (normal(61, 200) + 3).to(device, torch.bfloat16)
-    center = x.float().mean(0) if centered else None
-    *ours, largest = ops.group_encode_amax(x, center, "sqrt8", 128)
-    assert all(torch.equal(a, b) for a, b in zip(ours, ops.group_encode(x, center, "sqrt8", 128), strict=True))
+    for ours in (kept, with_amax):
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours, expected, strict=True))
     assert largest == amax(x)
+    got = ops.group_decode(*kept, code, 128, torch.bfloat16)
+    assert torch.equal(got, decode_groups(expected, code, 128, torch.bfloat16))
 
 
 @pytest.mark.parametrize("tokens", [1, 61, 255, 256, 257, 511, 700])
@@ -97,16 +76,13 @@ GROUPS = [("sqrt8", 128), ("e4m3", 16), ("int8", 80), ("sqrt8", 512)]
 @pytest.mark.kernel
 @pytest.mark.parametrize("shape", AWKWARD_SHAPES)
 @pytest.mark.parametrize(("code", "group_size"), GROUPS)
-@pytest.mark.parametrize("centered", [False, True])
-def test_encode_and_decode_kernels(shape, code, group_size, centered):
+def test_encode_and_decode_kernels(shape, code, group_size):
     x = awkward(*shape)
-    center = torch.randn(shape[1], device=DEVICE) if centered else None
-    codes, group_amax = ops.group_encode.reference(x, center, code, group_size)
-    assert_equal(ops.group_encode.kernel(x, center, code, group_size), (codes, group_amax))
-    with_amax = (codes, group_amax, amax.reference(x))
-    assert_equal(ops.group_encode_amax.kernel(x, center, code, group_size), with_amax)
-    for dtype in DTYPES[:1] if centered else DTYPES:
-        arguments = (codes, group_amax, center, code, group_size, dtype)
+    kept = ops.group_encode.reference(x, code, group_size)
+    assert_equal(ops.group_encode.kernel(x, code, group_size), kept)
+    assert_equal(ops.group_encode_amax.kernel(x, code, group_size), (*kept, amax.reference(x)))
+    for dtype in DTYPES:
+        arguments = (*kept, code, group_size, dtype)
         assert_equal(ops.group_decode.kernel(*arguments), ops.group_decode.reference(*arguments))
 
 
@@ -117,7 +93,7 @@ def test_every_byte_decodes_in_the_kernel(code, columns):
     """Four at a time where a thread holds four, by itself where it does not."""
     codes = torch.arange(-128, 128, device=DEVICE).to(torch.int8).repeat(3).view(-1, columns)
     group_amax = torch.rand(len(codes), 1, device=DEVICE).bfloat16()
-    arguments = (codes, group_amax, None, code, 128, torch.float32)
+    arguments = (codes, group_amax, code, 128, torch.float32)
     assert_equal(ops.group_decode.kernel(*arguments), ops.group_decode.reference(*arguments))
 
 
@@ -142,27 +118,21 @@ def test_extreme_groups_in_the_kernels(code):
     x[5] *= 1e37
     x[6] = (torch.arange(128, device=DEVICE) + 0.5) ** 2
     x[7] = torch.arange(128, device=DEVICE) - 64
-    kept = ops.group_encode.reference(x, None, code, 128)
-    assert_equal(ops.group_encode.kernel(x, None, code, 128), kept)
-    arguments = (*kept, None, code, 128, torch.float32)
+    kept = ops.group_encode.reference(x, code, 128)
+    assert_equal(ops.group_encode.kernel(x, code, 128), kept)
+    arguments = (*kept, code, 128, torch.float32)
     assert_equal(ops.group_decode.kernel(*arguments), ops.group_decode.reference(*arguments))
 
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(("where", "centered"), [("x", False), ("x", True), ("center", True)])
-def test_no_bad_value_is_passed_over(value, where, centered):
-    """In the last row, behind a larger one that other programs have found. The maximum is x's, not x - center's."""
-    x, center = torch.randn(40, 688, device=DEVICE).bfloat16(), torch.randn(688, device=DEVICE) if centered else None
-    x[0, 0] = 1e4
-    if where == "x":
-        x[-1, -1] = value
-    else:
-        center[-1] = value
-    arguments = (x, center, "sqrt8", 128)
-    ours, theirs = ops.group_encode_amax.kernel(*arguments), ops.group_encode_amax.reference(*arguments)
-    assert_equal(ours, theirs)
-    assert ours[2].isfinite() == (where == "center")
+def test_no_bad_value_is_passed_over(value):
+    """In the last row, behind a larger one that other programs have found."""
+    x = torch.randn(40, 688, device=DEVICE).bfloat16()
+    x[0, 0], x[-1, -1] = 1e4, value
+    ours = ops.group_encode_amax.kernel(x, "sqrt8", 128)
+    assert_equal(ours, ops.group_encode_amax.reference(x, "sqrt8", 128))
+    assert not ours[2].isfinite()
 
 
 @pytest.mark.kernel
@@ -171,7 +141,7 @@ def test_no_bad_value_is_passed_over(value, where, centered):
     ("code", "group_size", "affine"), [("sqrt8", 128, "both"), ("e4m3", 16, "weight"), ("int8", 80, "none")]
 )
 def test_requantize_kernel(shape, code, group_size, affine):
-    kept = ops.group_encode.reference(awkward(*shape), None, code, group_size)
+    kept = ops.group_encode.reference(awkward(*shape), code, group_size)
     weight = None if affine == "none" else torch.randn(shape[1], device=DEVICE).bfloat16()
     bias = torch.randn(shape[1], device=DEVICE).bfloat16() if affine == "both" else None
     arguments = (*kept, weight, bias, torch.tensor(0.37, device=DEVICE), code, group_size)

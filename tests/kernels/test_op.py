@@ -153,7 +153,7 @@ def test_inductor_knows_an_op_before_it_comes_to_it(monkeypatch):
 
     def chain(x):
         for _ in range(40):
-            x = decode(*encode(x, None, "sqrt8", 16), None, "sqrt8", 16, torch.float32)
+            x = decode(*encode(x, "sqrt8", 16), "sqrt8", 16, torch.float32)
         # Ops seen for the first time, behind the others.
         return CATALOGUE["amax"](x), x
 
