@@ -19,7 +19,7 @@ Everything equals the reference bit for bit, except with head norms: their mean 
 A program takes one tile, NH heads of q, k or v of one token, and ends: so the next one's loads do not wait for its
 stores, and there is nothing to mask. NH is a power of 2 that divides the heads of q as well as of k and v; where that
 leaves little (one key head), a tile is of BT tokens. Tiles of a token follow each other, so all but the first find its
-cos and sin in a cache, as all tokens do the center and the norms' weights.
+cos and sin in a cache.
 
 Legend: T tokens = batch * sequence, D head width, E = D / 2, EP = E rounded up to a power of 2, P positions in cos and
 sin (P = T, or the sequence length when all batch rows share them: token t uses row t mod P).
@@ -28,20 +28,20 @@ sin (P = T, or the sequence length when all batch rows share them: token t uses 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from overcoat.formats import Quantized, decode_groups, encode_groups, group_code
 from overcoat.formats.bf12 import decode_bf12, encode_bf12
+from overcoat.kernels import quantize
 from overcoat.kernels.codes import CODES, E4M3_CODE, decode, encode, load_bf12, pack_bf12
 from overcoat.kernels.device import EXACT, larger, max_magnitude, power_of_2
 from overcoat.kernels.instructions import to_float32
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel, on_device
 from overcoat.kernels.op import op
-from overcoat.kernels.quantize import amax
 from overcoat.kernels.tiles import load_inside, raise_amax
 
 # A row of o is a mean of rows of v, so max |o| <= max |v|: this much more, as fused kernels round the mean's weights to
@@ -133,20 +133,25 @@ def qk_rope_encode12_(
     heads = num_q + num_kv
     qk, v = qkv.contiguous().float().unflatten(1, (heads + num_kv, -1)).split((heads, num_kv), 1)
     upper, lower, qk_amax = encode_bf12(qk)
-    bound = amax.reference(v) * MARGIN
+    bound = quantize.amax.reference(v) * MARGIN
     v, v_amax = encode_groups(v if center is None else v - center.view(num_kv, -1), code, v.shape[2])
     codes = torch.cat((upper, v.view(torch.int8)), 1).flatten(1)
     qkv.copy_(qk_rope.reference(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv))
     return codes, lower.flatten(1), torch.cat((qk_amax, v_amax.view(-1, num_kv)), 1), bound
 
 
+def _empty_kept(qkv: Tensor, num_q: int, num_kv: int) -> tuple[Tensor, ...]:
+    """What `qk_rope_encode12_` returns, uninitialised; the bound is 0, as int32."""
+    (tokens, columns), heads = qkv.shape, num_q + 2 * num_kv
+    lower = qkv.new_empty((tokens, (num_q + num_kv) * (columns // heads // 2)), dtype=torch.uint8)
+    amax = qkv.new_empty((tokens, heads), dtype=torch.bfloat16)
+    return qkv.new_empty(qkv.shape, dtype=torch.int8), lower, amax, qkv.new_zeros((), dtype=torch.int32)
+
+
 @qk_rope_encode12_.fake
 def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
-    heads = num_q + 2 * num_kv
-    lower = qkv.new_empty((qkv.shape[0], (num_q + num_kv) * (qkv.shape[1] // heads // 2)), dtype=torch.uint8)
-    group_amax = qkv.new_empty((qkv.shape[0], heads), dtype=torch.bfloat16)
-    bound = qkv.new_empty((), dtype=torch.float32)
-    return qkv.new_empty(qkv.shape, dtype=torch.int8), lower, group_amax, bound
+    *kept, bound = _empty_kept(qkv, num_q, num_kv)
+    return *kept, bound.float()
 
 
 @op
@@ -186,16 +191,9 @@ def _(codes, lower, group_amax, center, cos, sin, num_q, num_kv, code, dtype):
 
 
 @triton.jit
-def _load_halves(pointer, E, inside):
-    """Elements at `pointer` and E further on, as they are."""
-    return load_inside(pointer, inside), load_inside(pointer + E, inside)
-
-
-@triton.jit
 def load_halves(pointer, E, inside):
-    """The two halves of rows of a table or of heads, in FP32; `pointer` to elements of the first."""
-    first, second = _load_halves(pointer, E, inside)
-    return to_float32(first), to_float32(second)
+    """The two halves of rows of a table or of heads, in FP32; `pointer` to elements of the first, E apart."""
+    return to_float32(load_inside(pointer, inside)), to_float32(load_inside(pointer + E, inside))
 
 
 @triton.jit
@@ -223,7 +221,7 @@ def _store_halves(pointer, E, first, second, inside):
 @triton.jit
 def _load_codes(pointer, lower_ptr, amax_ptr, known, inside, E: tl.constexpr, CODE: tl.constexpr, FINE: tl.constexpr):
     """Decoded halves of heads in FP32: bf12 if FINE, else CODE; `lower_ptr`, `amax_ptr` to their own."""
-    upper1, upper2 = _load_halves(pointer, E, inside)
+    upper1, upper2 = load_inside(pointer, inside), load_inside(pointer + E, inside)
     amax = load_inside(amax_ptr, known).to(tl.float32)[:, None]
     if FINE:
         nibbles = load_inside(lower_ptr, inside).to(tl.int32)
@@ -255,13 +253,9 @@ def _take_heads(
     source_ptr, amax_ptr, center_ptr, codes_ptr, lower_ptr, offsets, centers, known, inside, E: tl.constexpr,
     HAS_CENTER: tl.constexpr, ENCODE: tl.constexpr, DECODE: tl.constexpr, CODE: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """The halves (BT * NH, EP) of heads in FP32, decoded or encoded on the way.
-
-    source_ptr and codes_ptr at the first token's row, amax_ptr and lower_ptr at the heads' own places; known: which of
-    the heads exist; offsets and centers: of their elements.
-    """
+    """The halves (BT * NH, EP) of heads, of which `known` exist, in FP32, decoded or encoded on the way."""
     if HAS_CENTER and not FINE:
-        center1, center2 = _load_halves(center_ptr + centers, E, inside)
+        center1, center2 = load_halves(center_ptr + centers, E, inside)
     if DECODE:
         x1, x2 = _load_codes(source_ptr + offsets, lower_ptr, amax_ptr, known, inside, E, CODE, FINE)
         if HAS_CENTER and not FINE:
@@ -280,11 +274,11 @@ def _take_heads(
 def _rope_kernel(
     source_ptr,  # (T, heads * D): values, or int8 codes if DECODE
     amax_ptr,  # (T, heads) BF16: written if ENCODE, read if DECODE
-    center_ptr,  # (num_kv * D,) FP32: taken out of v before its codes, added after, if HAS_CENTER
     codes_ptr,  # (T, heads * D) int8, written if ENCODE
     lower_ptr,  # (T, (num_q + num_kv) * E) uint8: lower bits of q and k; written if ENCODE, read if DECODE
-    bound_ptr,  # int32: bits of MARGIN * max |v|, if ENCODE
     out_ptr,  # (T, heads * D); source_ptr if IN_PLACE
+    center_ptr,  # (num_kv * D,) FP32: taken out of v before its codes, added after, if HAS_CENTER
+    bound_ptr,  # int32: bits of MARGIN * max |v|, if ENCODE
     cos_ptr,  # (P, D)
     sin_ptr,  # (P, D)
     q_weight_ptr,  # (D,), if HEAD_NORM
@@ -332,14 +326,12 @@ def _rope_kernel(
         place = ((token + step) % P)[:, None] * D + first
         inside = known[:, None] & (first < E)
     offsets, centers = head[:, None] * D + e[None, :], (lane - (num_q + num_kv))[:, None] * D + e[None, :]
+    places = (source_ptr, amax_ptr + head, center_ptr, codes_ptr, lower_ptr, offsets, centers)
     if tile < (num_q + num_kv) // NH:
         if ROTATE:
             cos1, cos2 = load_halves(cos_ptr + place, E, inside)
             sin1, sin2 = load_halves(sin_ptr + place, E, inside)
-        y1, y2 = _take_heads(
-            source_ptr, amax_ptr + head, center_ptr, codes_ptr, lower_ptr, offsets, centers, known, inside, E,
-            HAS_CENTER, ENCODE, DECODE, CODE, True,
-        )  # fmt: skip
+        y1, y2 = _take_heads(*places, known, inside, E, HAS_CENTER, ENCODE, DECODE, CODE, True)
         if HEAD_NORM:
             weight_ptr = q_weight_ptr
             if tile >= num_q // NH:
@@ -351,57 +343,45 @@ def _rope_kernel(
     else:
         if ENCODE:
             seen = tl.load(bound_ptr, cache_modifier=".cg")
-        x1, x2 = _take_heads(
-            source_ptr, amax_ptr + head, center_ptr, codes_ptr, lower_ptr, offsets, centers, known, inside, E,
-            HAS_CENTER, ENCODE, DECODE, CODE, False,
-        )  # fmt: skip
+        x1, x2 = _take_heads(*places, known, inside, E, HAS_CENTER, ENCODE, DECODE, CODE, False)
         if ENCODE:
             raise_amax(bound_ptr, seen, max_magnitude(max_magnitude(larger(tl.abs(x1), tl.abs(x2)), 1), 0) * _MARGIN)
         if not IN_PLACE:
             _store_halves(out_ptr + offsets, E, x1, x2, inside)
 
 
-class _Kept(NamedTuple):
-    """Codes int8, the lower bits of q and k, maxima, the vector taken out, v's 8-bit code, and bits of |o|'s bound."""
-
-    codes: Tensor
-    lower: Tensor
-    amax: Tensor
-    center: Optional[Tensor]
-    code: str
-    bound: Optional[Tensor] = None
-
-
 def _launch_rope(
     source: Tensor,
     out: Tensor,
-    kept: Optional[_Kept],
+    kept: Sequence[Tensor],
+    center: Optional[Tensor],
+    code: str,
     tables: tuple[Optional[Tensor], ...],
     eps: float,
     num_q: int,
     num_kv: int,
 ) -> None:
-    """source: values, which are encoded into `kept` if it is given; or the codes of `kept`, which are decoded."""
-    cos, sin, q_weight, k_weight = dense(*tables)
-    codes, lower, amax, center, code, bound = kept or _Kept(source, source, source, None, "sqrt8")
-    cos, sin, rotated = (source, source, False) if cos is None else (cos, sin, True)
+    """source: values, which are encoded into the four of `kept` if given; or codes, decoded with the three of `kept`.
+
+    tables: cos and sin or None; q's and k's norm weights or None.
+    """
+    center, cos, sin, q_weight, k_weight = dense(center, *tables)
+    encodes, decodes = len(kept) == 4, len(kept) == 3
+    codes, lower, amax, bound = (*kept, source, source, source, source)[:4]
     tokens, heads = source.shape[0], num_q + 2 * num_kv
     width = source.shape[1] // heads
     half, common = power_of_2(width // 2), math.gcd(num_q, num_kv)
     count = min(common & -common, max(HEAD_TILE // (2 * half), 1))
     elements = 2 * half * count
     steps = 1 if 2 * elements >= HEAD_TILE else HEAD_TILE // elements
-    encodes, decodes = kept is not None and source is not codes, source is codes and kept is not None
     if q_weight is not None and k_weight is not None and q_weight.dtype != k_weight.dtype:
         q_weight, k_weight = q_weight.float(), k_weight.float()
+    pointers = [source if x is None else x for x in (cos, sin, q_weight, k_weight)]
     with on_device(source):
         _rope_kernel[(cdiv(tokens, steps) * (heads // count),)](
-            source, amax, source if center is None else center, codes, lower,
-            amax if bound is None else bound, out,
-            cos, sin, cos if q_weight is None else q_weight,
-            cos if k_weight is None else k_weight, eps, tokens, cos.shape[0], num_q, num_kv, width,
-            out is source, center is not None, q_weight is not None, rotated, encodes, decodes,
-            CODES[code], half, count, steps,
+            source, amax, codes, lower, out, source if center is None else center, bound, *pointers,
+            eps, tokens, pointers[0].shape[0], num_q, num_kv, width, out is source, center is not None,
+            q_weight is not None, cos is not None, encodes, decodes, CODES[code], half, count, steps,
             num_warps=max(steps * elements // (32 * HEAD_ELEMENTS), 1),
             maxnreg=ENCODE_REGISTERS if encodes and source.dtype == torch.bfloat16 and steps == 1 else None,
             **EXACT,
@@ -414,7 +394,7 @@ def _(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
         return qk_rope.reference(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv)
     qkv = qkv.contiguous()
     out = torch.empty_like(qkv)
-    _launch_rope(qkv, out, None, (cos, sin, q_weight, k_weight), eps, num_q, num_kv)
+    _launch_rope(qkv, out, (), None, "sqrt8", (cos, sin, q_weight, k_weight), eps, num_q, num_kv)
     return out
 
 
@@ -422,24 +402,16 @@ def _(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
 def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
     if (q_weight is None) != (k_weight is None):
         return qk_rope_encode12_.reference(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
-    (tokens, columns), heads = qkv.shape, num_q + 2 * num_kv
-    codes = torch.empty(qkv.shape, dtype=torch.int8, device=qkv.device)
-    halves = (num_q + num_kv) * (columns // heads // 2)
-    lower = torch.empty((tokens, halves), dtype=torch.uint8, device=qkv.device)
-    amax = torch.empty((tokens, heads), dtype=torch.bfloat16, device=qkv.device)
-    bound = torch.zeros((), dtype=torch.int32, device=qkv.device)
-    rotated, center = dense(qkv, center)
-    kept = _Kept(codes, lower, amax, center, code, bound)
-    _launch_rope(rotated, rotated, kept, (cos, sin, q_weight, k_weight), eps, num_q, num_kv)
+    rotated, kept = qkv.contiguous(), _empty_kept(qkv, num_q, num_kv)
+    _launch_rope(rotated, rotated, kept, center, code, (cos, sin, q_weight, k_weight), eps, num_q, num_kv)
     if rotated is not qkv:
         qkv.copy_(rotated)
-    return codes, lower, amax, bound.view(torch.float32)
+    return *kept[:3], kept[3].view(torch.float32)
 
 
 @qk_rope_decode12.cuda
 def _(codes, lower, group_amax, center, cos, sin, num_q, num_kv, code, dtype):
-    codes, lower, group_amax, center = dense(codes, lower, group_amax, center)
+    kept = dense(codes, lower, group_amax)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    kept = _Kept(codes, lower, group_amax, center, code)
-    _launch_rope(codes, out, kept, (cos, sin, None, None), 0.0, num_q, num_kv)
+    _launch_rope(kept[0], out, kept, center, code, (cos, sin, None, None), 0.0, num_q, num_kv)
     return out
