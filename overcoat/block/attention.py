@@ -40,7 +40,7 @@ from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
 from overcoat.kernels.rope import qk_rope, qk_rope_decode12, qk_rope_encode12_
 from overcoat.kernels.rope_backward import qk_rope_backward
 from overcoat.kernels.rope_blockwise import qk_rope_block_backward
-from overcoat.kernels.rope_quantize import qk_rope_backward_amax, qk_rope_backward_amax_sums, qk_rope_backward_quantize
+from overcoat.kernels.rope_quantize import qk_rope_backward_amax, qk_rope_backward_quantize
 from overcoat.recipe import Recipe
 
 
@@ -212,13 +212,10 @@ def qkv_gradient_quantized(
     """Gradient of qkv straight in both FP8 layouts, with its sums if there are biases; without q/k norms."""
     if recipe.linear_scaling == "block":
         return _quantized_in_blocks(gradients, rotary, heads, biases, recipe)
-    arguments, sums = (*gradients, rotary.cos, rotary.sin), None
-    if all(bias is None for bias in biases):
-        top = qk_rope_backward_amax(*arguments, heads.num_q)
-    else:
-        top, sums = qk_rope_backward_amax_sums(*arguments, heads.num_q)
+    arguments, has_bias = (*gradients, rotary.cos, rotary.sin), any(bias is not None for bias in biases)
+    top, sums = qk_rope_backward_amax(*arguments, heads.num_q, has_bias)
     data, transposed, scale = qk_rope_backward_quantize(*arguments, top, recipe.grad_format, heads.num_q)
-    return Gradient(data, transposed, scale, sums, gradients[0].dtype)
+    return Gradient(data, transposed, scale, sums if has_bias else None, gradients[0].dtype)
 
 
 def _quantized_in_blocks(

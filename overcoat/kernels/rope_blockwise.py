@@ -20,7 +20,7 @@ from overcoat.kernels.device import EXACT, inverse_max, larger, scale_of, two_am
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import dense_rows, kernel, on_device
 from overcoat.kernels.op import op
-from overcoat.kernels.rope_backward import rope_gradient
+from overcoat.kernels.rope_quantize import buffer_columns, rope_gradient
 from overcoat.kernels.tiles import store_quads
 
 # By measurement (docs/research/kernels.md): columns of a thread, warps, registers.
@@ -46,7 +46,7 @@ def qk_rope_block_backward(
 
 @qk_rope_block_backward.fake
 def _(dq, dk, dv, cos, sin, fmt, num_q):
-    shape = (dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1])
+    shape = (dq.shape[0], buffer_columns(dq, dk, dv))
     return *empty_rows(dq, shape, FLOAT8[fmt].dtype), *empty_rows_t(dq, shape, FLOAT8[fmt].dtype)
 
 
@@ -166,7 +166,7 @@ def _(dq, dk, dv, cos, sin, fmt, num_q):
     if BLOCK % (dq.shape[1] // num_q) or dq.shape[1] % BLOCK or dk.shape[1] % BLOCK:
         return qk_rope_block_backward.reference(dq, dk, dv, cos, sin, fmt, num_q)
     parts = [dense_rows(part) for part in (dq, dk, dv)]
-    tokens, columns = dq.shape[0], sum(part.shape[1] for part in parts)
+    tokens, columns = dq.shape[0], buffer_columns(dq, dk, dv)
     out, scale = empty_rows(dq, (tokens, columns), FLOAT8[fmt].dtype)
     out_t, scale_t = empty_rows_t(dq, (tokens, columns), FLOAT8[fmt].dtype)
     padded = out_t.shape[1]

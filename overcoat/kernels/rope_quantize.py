@@ -1,11 +1,16 @@
-"""The gradient of the fused q/k/v buffer straight in FP8: rotated back and quantized, in two passes; no head norms.
+"""The gradient of the fused q/k/v buffer without head norms, rotated back: as it is, or in FP8 in two passes.
 
-The first finds max |gradient| (and the gradient's sums over the tokens, where q, k and v have biases), the second
-writes both layouts. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for multi-head
-attention):
+It is the transposed map, not the inverse: scaled RoPE variants fold a factor into cos and sin.
 
-    qk_rope_backward_amax       1 V read
-    qk_rope_backward_amax_sums  1 V read; programs' sums, 1/16 V, written and read again
+    (d1, d2) -> (d1 * cos1 + d2 * sin2,  d2 * cos2 - d1 * sin1)
+
+Attention's backward leaves dq, dk and dv apart; one launch takes all three, told apart by the third axis of its grid.
+Each writes its columns of the fused buffer, and a tile takes several heads, which share the tile's cos and sin. For FP8
+the first pass finds max |gradient| (and the sums over the tokens, where q, k and v have biases), the second writes both
+layouts. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for multi-head attention):
+
+    values                      1 V read, 1 V written
+    qk_rope_backward_amax       1 V read; with sums programs' own, 1/16 V, written and read again
     qk_rope_backward_quantize   1 V read, 1/2 V + 1/2 V written
 
 Everything equals the reference bit for bit, but for the sums over the tokens: a tile's own first, then the tiles'
@@ -17,71 +22,83 @@ columns of the buffer, NH heads of a tile.
 
 from __future__ import annotations
 
-from typing import Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from overcoat.formats import FLOAT8, quantize_tensor
-from overcoat.kernels.device import EXACT, inverse_max, inverse_of, pack_rows, power_of_2, scale_of, to_float8
+from overcoat.kernels.device import (
+    EXACT,
+    atomic_amax,
+    inverse_max,
+    inverse_of,
+    larger,
+    max_magnitude,
+    pack_rows,
+    power_of_2,
+    scale_of,
+    to_float8,
+)
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import kernel, on_device
+from overcoat.kernels.launch import cdiv, dense_rows, kernel, on_device
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
-from overcoat.kernels.quantize import padded_tokens, transpose_padded
-from overcoat.kernels.rope import load_tables
-from overcoat.kernels.rope_backward import (
-    BACKWARD_TILE,
-    backward_grid,
-    gradient_arguments,
-    launch_gradient,
-    load_rotated_back,
-    rope_gradient,
-)
+from overcoat.kernels.quantize import empty_both, transpose_padded
+from overcoat.kernels.rope import load_tables, per_token
+
+# Tokens of a tile, and heads that share the tables.
+TILE_TOKENS, TILE_HEADS = 32, 8
+
+
+def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads' gradients (T, heads, D) in FP32, cos and sin (P, D)."""
+    cos, sin = per_token(cos, dy.shape[0]), per_token(sin, dy.shape[0])
+    s1, s2 = (dy * sin).chunk(2, -1)
+    return dy * cos + torch.cat((s2, -s1), -1)
+
+
+def rope_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
+    """Gradient of the fused buffer in FP32."""
+    width = dq.shape[1] // num_q
+    gq, gk, gv = (part.contiguous().unflatten(1, (-1, width)).float() for part in (dq, dk, dv))
+    return torch.cat((rotate_back(gq, cos, sin), rotate_back(gk, cos, sin), gv), 1).flatten(1)
+
+
+def buffer_columns(*parts: Tensor) -> int:
+    """C, of dq, dk and dv."""
+    return sum(part.shape[1] for part in parts)
 
 
 @op
-def qk_rope_backward_amax(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
-    """First of two passes that write the gradient of q/k/v straight in FP8: its max |.|, 0-d FP32.
+def qk_rope_backward_amax(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int, want_sums: bool
+) -> Tuple[Tensor, Tensor]:
+    """First of two passes that write the gradient of q/k/v straight in FP8.
 
     Args:
         dq: (T, num_q * D); dk, dv: (T, num_kv * D): gradients of the rotated q and k, and of v. No head norms.
+
+    Returns:
+        its max |.|, 0-d FP32; its sums over the tokens, (C,) FP32, the biases' gradients, empty unless wanted.
     """
-    return rope_gradient(dq, dk, dv, cos, sin, num_q).abs().amax()
+    gradient = rope_gradient(dq, dk, dv, cos, sin, num_q)
+    return gradient.abs().amax(), gradient.sum(0) if want_sums else gradient.new_empty(0)
 
 
 @qk_rope_backward_amax.fake
-def _(dq, dk, dv, cos, sin, num_q):
-    return dq.new_empty((), dtype=torch.float32)
+def _(dq, dk, dv, cos, sin, num_q, want_sums):
+    sums = dq.new_empty(buffer_columns(dq, dk, dv) if want_sums else 0, dtype=torch.float32)
+    return dq.new_empty((), dtype=torch.float32), sums
 
 
 @qk_rope_backward_amax.cuda
-def _(dq, dk, dv, cos, sin, num_q):
-    return launch_gradient(dq, dk, dv, cos, sin, num_q, None)
-
-
-@op
-def qk_rope_backward_amax_sums(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int
-) -> Tuple[Tensor, Tensor]:
-    """`qk_rope_backward_amax`, and the same gradient's sums over the tokens, (C,) FP32: the biases' gradients."""
-    gradient = rope_gradient(dq, dk, dv, cos, sin, num_q)
-    return gradient.abs().amax(), gradient.sum(0)
-
-
-@qk_rope_backward_amax_sums.fake
-def _(dq, dk, dv, cos, sin, num_q):
-    columns = dq.shape[1] + dk.shape[1] + dv.shape[1]
-    return dq.new_empty((), dtype=torch.float32), dq.new_empty(columns, dtype=torch.float32)
-
-
-@qk_rope_backward_amax_sums.cuda
-def _(dq, dk, dv, cos, sin, num_q):
-    columns = dq.shape[1] + dk.shape[1] + dv.shape[1]
-    partial = torch.empty((backward_grid(dq.shape[0], num_q)[0], columns), dtype=torch.float32, device=dq.device)
-    top = launch_gradient(dq, dk, dv, cos, sin, num_q, partial, sums=True)
-    (total,) = sum_partials(partial)
-    return top, total
+def _(dq, dk, dv, cos, sin, num_q, want_sums):
+    bits = torch.zeros((), dtype=torch.int32, device=dq.device)
+    rows = cdiv(dq.shape[0], TILE_TOKENS) if want_sums else 0
+    partial = torch.empty((rows, buffer_columns(dq, dk, dv)), dtype=torch.float32, device=dq.device)
+    _launch_gradient(dq, dk, dv, cos, sin, num_q, bits, partial, sums=want_sums)
+    return bits.view(torch.float32), sum_partials(partial)[0] if want_sums else partial.view(0)
 
 
 @op
@@ -95,10 +112,65 @@ def qk_rope_backward_quantize(
 
 @qk_rope_backward_quantize.fake
 def _(dq, dk, dv, cos, sin, amax, fmt, num_q):
-    dtype = FLOAT8[fmt].dtype
-    tokens, columns = dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1]
-    transposed = dq.new_empty((columns, padded_tokens(tokens)), dtype=dtype)
-    return dq.new_empty((tokens, columns), dtype=dtype), transposed, dq.new_empty((), dtype=torch.float32)
+    return empty_both(dq, fmt, buffer_columns(dq, dk, dv))
+
+
+@qk_rope_backward_quantize.cuda
+def _(dq, dk, dv, cos, sin, amax, fmt, num_q):
+    out, out_t, scale = empty_both(dq, fmt, buffer_columns(dq, dk, dv))
+    _launch_gradient(dq, dk, dv, cos, sin, num_q, amax, out, out_t, scale, inverse_max(fmt))
+    return out, out_t, scale
+
+
+def rope_values(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
+    """The kernel's gradient of the fused buffer in dq's type."""
+    out = torch.empty((dq.shape[0], buffer_columns(dq, dk, dv)), dtype=dq.dtype, device=dq.device)
+    _launch_gradient(dq, dk, dv, cos, sin, num_q, out, out, values=True)
+    return out
+
+
+# ---- kernel ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_rotated_back(dy_ptr, offsets, E, inside, cos1, cos2, sin1, sin2, ROTATE: tl.constexpr):
+    """The halves (rows, EP) of heads' gradients in FP32; zero outside."""
+    d1 = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    d2 = tl.load(dy_ptr + offsets + E, mask=inside, other=0.0).to(tl.float32)
+    if ROTATE:
+        d1, d2 = d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1
+    return d1, d2
+
+
+@triton.jit
+def _gradient_tile(
+    dy_ptr, first, heads, stride_dy, ROTATE: tl.constexpr,
+    cos_ptr, sin_ptr, amax_ptr, out_ptr, T, positions, D, stride_out,
+    VALUES: tl.constexpr, SUMS: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+):  # fmt: skip
+    """`_tile` of values, the maximum and sums."""
+    t0, E = tl.program_id(0) * BT, D // 2
+    t, e = tl.arange(0, BT), tl.arange(0, EP)
+    inside = (t < T - t0)[:, None] & (e < E)[None, :]
+    tables = load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, inside, D, E)
+    top = tl.zeros((BT, EP), tl.float32)
+    dy_ptr += t0.to(tl.int64) * stride_dy
+    out_ptr += (tl.program_id(0) if SUMS else t0).to(tl.int64) * stride_out + first
+    for head in range(tl.program_id(1) * NH, tl.minimum(tl.program_id(1) * NH + NH, heads)):
+        source = t[:, None] * stride_dy + (head * D + e)[None, :]
+        d1, d2 = load_rotated_back(dy_ptr, source, E, inside, *tables, ROTATE)
+        if VALUES:
+            target = out_ptr + (t[:, None] * stride_out + (head * D + e)[None, :])
+            tl.store(target, d1.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(target + E, d2.to(out_ptr.dtype.element_ty), mask=inside)
+        else:
+            top = larger(top, larger(tl.abs(d1), tl.abs(d2)))
+        if SUMS:
+            sums = out_ptr + head * D + e
+            tl.store(sums, tl.sum(d1, 0), mask=e < E)
+            tl.store(sums + E, tl.sum(d2, 0), mask=e < E)
+    if not VALUES:
+        atomic_amax(amax_ptr, max_magnitude(max_magnitude(top, 1), 0))
 
 
 @triton.jit
@@ -119,7 +191,7 @@ def _quantize_tile(
     cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, stride_out,
     EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
-    """One program of `_rope_quantize_kernel` on one of its parts; `first`: its first column of the fused buffer."""
+    """`_tile` of FP8."""
     t0, E = tl.program_id(0) * BT, D // 2
     pair, e = tl.arange(0, BT // 2), tl.arange(0, EP)
     t = 2 * pair
@@ -143,17 +215,36 @@ def _quantize_tile(
         tl.store(target + E * (P // 2), tl.trans(pack_rows(a2, b2, out_ptr.dtype.element_ty)), mask=inside_t)
 
 
+@triton.jit
+def _tile(
+    dy_ptr, first, heads, stride_dy, ROTATE: tl.constexpr,
+    cos_ptr, sin_ptr, amax_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, stride_out,
+    FP8: tl.constexpr, VALUES: tl.constexpr, SUMS: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+):  # fmt: skip
+    """One program of `_rope_gradient_kernel` on one of its parts; `first`: its first column of the fused buffer."""
+    if FP8:
+        _quantize_tile(
+            dy_ptr, first, heads, stride_dy, ROTATE, cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions,
+            D, stride_out, EP, BT, NH,
+        )  # fmt: skip
+    else:
+        _gradient_tile(
+            dy_ptr, first, heads, stride_dy, ROTATE, cos_ptr, sin_ptr, amax_ptr, out_ptr, T, positions,
+            D, stride_out, VALUES, SUMS, EP, BT, NH,
+        )  # fmt: skip
+
+
 @kernel
-def _rope_quantize_kernel(
+def _rope_gradient_kernel(
     dq_ptr,  # (T, num_q * D), row stride `stride_q`: gradient of the rotated q
     dk_ptr,  # (T, num_kv * D), row stride `stride_k`: of the rotated k
     dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
     cos_ptr,  # (positions, D)
     sin_ptr,  # (positions, D)
-    amax_ptr,  # 0-d FP32
-    out_ptr,  # (T, (num_q + 2 num_kv) * D) FP8
-    out_t_ptr,  # ((num_q + 2 num_kv) * D, P / 2) int16, pairs of FP8
-    scale_ptr,  # 0-d FP32
+    amax_ptr,  # 0-d FP32 if FP8; else int32: bits of max |gradient|, unless VALUES
+    out_ptr,  # (T, C), in FP8 if FP8, if VALUES as it is; (tiles of tokens, C) FP32: their sums, if SUMS
+    out_t_ptr,  # (C, P / 2) int16, pairs of FP8, if FP8
+    scale_ptr,  # 0-d FP32, if FP8
     P,  # here: after the strides ptxas takes 166 registers at D = 128 instead of 128
     T,
     positions,
@@ -163,36 +254,62 @@ def _rope_quantize_kernel(
     stride_q,
     stride_k,
     stride_v,
+    FP8: tl.constexpr,
+    VALUES: tl.constexpr,
+    SUMS: tl.constexpr,
     INVERSE_MAX: tl.constexpr,
     EP: tl.constexpr,
     BT: tl.constexpr,
     NH: tl.constexpr,
 ):
-    scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
-    tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
-    inverse = inverse_of(scale)
-    shared = (cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, (num_q + 2 * num_kv) * D)
+    inverse = 1.0
+    if FP8:
+        scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
+        tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
+        inverse = inverse_of(scale)
+    shared = (cos_ptr, sin_ptr, amax_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, (num_q + 2 * num_kv) * D)
     k = num_q * D
     v = k + num_kv * D
     if tl.program_id(2) == 0:
-        _quantize_tile(dq_ptr, 0, num_q, stride_q, True, *shared, EP, BT, NH)
+        _tile(dq_ptr, 0, num_q, stride_q, True, *shared, FP8, VALUES, SUMS, EP, BT, NH)
     elif tl.program_id(1) * NH < num_kv:
         if tl.program_id(2) == 1:
-            _quantize_tile(dk_ptr, k, num_kv, stride_k, True, *shared, EP, BT, NH)
+            _tile(dk_ptr, k, num_kv, stride_k, True, *shared, FP8, VALUES, SUMS, EP, BT, NH)
         else:
-            _quantize_tile(dv_ptr, v, num_kv, stride_v, False, *shared, EP, BT, NH)
+            _tile(dv_ptr, v, num_kv, stride_v, False, *shared, FP8, VALUES, SUMS, EP, BT, NH)
 
 
-@qk_rope_backward_quantize.cuda
-def _(dq, dk, dv, cos, sin, amax, fmt, num_q):
-    padded, columns = padded_tokens(dq.shape[0]), dq.shape[1] + dk.shape[1] + dv.shape[1]
-    out = torch.empty((dq.shape[0], columns), dtype=FLOAT8[fmt].dtype, device=dq.device)
-    out_t = torch.empty((columns, padded), dtype=out.dtype, device=dq.device)
-    scale = torch.empty_like(amax)
+def gradient_arguments(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """What every kernel of the backward is given: dq, dk, dv, cos, sin; T, positions, num_q, num_kv, D, row strides."""
+    parts, (positions, width) = [dense_rows(part) for part in (dq, dk, dv)], cos.shape
+    strides = [part.stride(0) for part in parts]
+    sizes = (dq.shape[0], positions, num_q, dk.shape[1] // width, width, *strides)
+    return (*parts, cos.contiguous(), sin.contiguous()), sizes
+
+
+def _launch_gradient(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_q: int,
+    amax: Tensor,
+    out: Tensor,
+    out_t: Optional[Tensor] = None,
+    scale: Optional[Tensor] = None,
+    inverse: float = 0.0,
+    values: bool = False,
+    sums: bool = False,
+) -> None:
+    """Run the kernel for FP8 if out_t is given, for `values`, or for the maximum, with or without `sums`."""
     pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
+    padded = dq.shape[0] if out_t is None else out_t.shape[1]
     with on_device(dq):
-        _rope_quantize_kernel[backward_grid(padded, num_q)](
-            *pointers, amax, out, out_t.view(torch.int16), scale, padded, *sizes,
-            inverse_max(fmt), power_of_2(cos.shape[1] // 2), *BACKWARD_TILE, num_warps=4, **EXACT,
+        _rope_gradient_kernel[(cdiv(padded, TILE_TOKENS), cdiv(num_q, TILE_HEADS), 3)](
+            *pointers, amax, out, amax if out_t is None else out_t.view(torch.int16), amax if scale is None else scale,
+            padded, *sizes, out_t is not None, values, sums, inverse,
+            power_of_2(cos.shape[1] // 2), TILE_TOKENS, TILE_HEADS, num_warps=4, **EXACT,
         )  # fmt: skip
-    return out, out_t, scale

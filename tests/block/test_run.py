@@ -83,7 +83,7 @@ def test_a_recomputed_block_does_not_look_for_what_its_forward_has_found():
     ("kwargs", "recipe", "expected"),
     [
         ({}, Recipe(), ["amax", "quantize"]),
-        ({"biases": True}, Recipe(), ["amax_sums", "quantize"]),
+        ({"biases": True}, Recipe(), ["amax", "quantize"]),
         ({"qk_norm": "head"}, Recipe(), [""]),
         ({}, Recipe(linear_scaling="block"), ["block"]),
         ({"biases": True}, Recipe(linear_scaling="block"), [""]),

@@ -152,13 +152,13 @@ def _rope() -> None:
             kept = qk_rope_encode12_.reference(qkv.clone(), center, *shared, "int8")[:3]
             rotation = (cos, sin) if q_weight is None else (None, None)
             add("qk_rope_decode12", *kept, center, *rotation, num_q, num_kv, "int8", dtype)
-        add("qk_rope_backward_amax", *parts, cos, sin, num_q)
-        add("qk_rope_backward_amax_sums", *parts, cos, sin, num_q)
+        for want_sums in (False, True):
+            add("qk_rope_backward_amax", *parts, cos, sin, num_q, want_sums)
         add("qk_rope_backward_quantize", *parts, cos, sin, amax(qkv) * 4, "e5m2", num_q)
     add("qk_rope", strided(qkv), *shared)
     columns = tuple(map(strided, parts))
     add("qk_rope_backward", *columns, strided(qkv), *shared[:-1])
-    add("qk_rope_backward_amax", *columns, cos, sin, num_q)
+    add("qk_rope_backward_amax", *columns, cos, sin, num_q, True)
     add("qk_rope_backward_quantize", *columns, cos, sin, amax(qkv) * 4, "e5m2", num_q)
 
 

@@ -129,7 +129,7 @@ def test_backward_straight_to_fp8(shape, device):
     truth = doubles((qkv, cos, sin))
     exact.rope(*truth, None, None, 0.0, num_q, num_kv).backward(dy.double())
     parts = split(dy, *shape[2:])
-    largest = rope_quantize.qk_rope_backward_amax(*parts, cos, sin, num_q)
+    largest, _ = rope_quantize.qk_rope_backward_amax(*parts, cos, sin, num_q, False)
     assert_close_float32("amax", truth[0].grad.abs().max(), largest, terms(shape))
     data, data_t, scale = rope_quantize.qk_rope_backward_quantize(*parts, cos, sin, largest, "e5m2", num_q)
     assert data.float().abs().max() == FLOAT8["e5m2"].max
@@ -222,16 +222,18 @@ def test_backward_kernels(case):
     cos, sin = tables(positions, width)
     arguments = (None, cos, sin, None, None, 0.0, num_q)
     theirs = rope_backward.qk_rope_backward.reference(*parts, *arguments)
-    top, _ = rope_quantize.qk_rope_backward_amax_sums.reference(*parts, cos, sin, num_q)
+    top, _ = rope_quantize.qk_rope_backward_amax.reference(*parts, cos, sin, num_q, True)
     quantized = {
         fmt: rope_quantize.qk_rope_backward_quantize.reference(*parts, cos, sin, top, fmt, num_q) for fmt in FORMATS
     }
-    values = rope_backward.rope_gradient(*parts, cos, sin, num_q).double()
+    values = rope_quantize.rope_gradient(*parts, cos, sin, num_q).double()
     for i, inputs in enumerate(laid_out(parts) if case in CASES[:2] else [parts]):
         assert_equal(rope_backward.qk_rope_backward.kernel(*inputs, *arguments), theirs)
-        assert_equal(rope_quantize.qk_rope_backward_amax.kernel(*inputs, cos, sin, num_q), top)
-        largest, sums = rope_quantize.qk_rope_backward_amax_sums.kernel(*inputs, cos, sin, num_q)
-        assert_equal(largest, top)
+        (largest, sums), (without, nothing) = (
+            rope_quantize.qk_rope_backward_amax.kernel(*inputs, cos, sin, num_q, want) for want in (True, False)
+        )
+        assert_equal((largest, without), (top, top))
+        assert nothing.numel() == 0
         # At most 5 additions one after another in a tile, then 9 and one for every 512 tiles: each may round.
         assert ((sums - values.sum(0)).abs() <= 16 * 2.0**-24 * values.abs().sum(0)).all()
         for fmt in FORMATS if i == 0 else FORMATS[:1]:
