@@ -37,21 +37,6 @@ def test_the_mask_of_all_pairs():
         assert torch.equal(mask[row, 0], expected)
 
 
-def test_attention_within_documents_equals_attention_of_each():
-    """And its gradients: on the reference."""
-    num_q, num_kv, width = 4, 2, 16
-    qkv = normal(244, (num_q + 2 * num_kv) * width)
-    do = normal(244, num_q * width, seed=1)
-    starts = document_starts(position_ids(ROWS))
-    o, lse = attention(qkv, starts, 4, num_q, num_kv, 0.3)
-    gradients = torch.cat(attention_backward(do, qkv, o, lse, starts, 4, num_q, num_kv, 0.3), 1)
-    for start, end in zip(starts.tolist(), starts[1:].tolist()):
-        alone, its_lse = attention(qkv[start:end], None, 1, num_q, num_kv, 0.3)
-        torch.testing.assert_close(o[start:end], alone)
-        backward = (do[start:end], qkv[start:end], alone, its_lse, None, 1, num_q, num_kv, 0.3)
-        torch.testing.assert_close(gradients[start:end], torch.cat(attention_backward(*backward), 1))
-
-
 def test_the_rule():
     starts = document_starts(position_ids(ROWS))
     q = torch.empty(4, 32, 61, 128, dtype=torch.bfloat16, device="meta")
@@ -185,19 +170,6 @@ def test_documents_equal_the_masked_kernel(heads):
     expected = module.backward_by(module.EFFICIENT, do, qkv, expected_o, expected_lse, starts, *shape)
     for name, truth, value in zip(("dq", "dk", "dv"), expected, got):
         assert_close(name, truth, value, combined_db(*[BF16_DB] * 8) - 6)
-
-
-@pytest.mark.gpu
-def test_rows_of_one_document_each_equal_causal_attention():
-    qkv, do, _, shape = on_gpu(4, 2, 128)
-    starts = torch.arange(0, 2049, 512, dtype=torch.int32, device="cuda")
-    o, lse = module.forward_by(PACKED, qkv, starts, *shape)
-    expected_o, expected_lse = module.forward_by(module.FLASH, qkv, None, *shape)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
-    got = module.backward_by(PACKED, do, qkv, o, lse, starts, *shape)
-    expected = module.backward_by(module.FLASH, do, qkv, o, lse, None, *shape)
-    for name, truth, value in zip(("o", "dq", "dk", "dv"), (expected_o, *expected), (o, *got)):
-        assert_close(name, truth, value, BF16_DB)  # sums in another order
 
 
 @pytest.mark.gpu
