@@ -20,6 +20,7 @@ from overcoat.kernels.device import EXACT, inverse_max, larger, scale_of, two_am
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import dense_rows, kernel, on_device
 from overcoat.kernels.op import op
+from overcoat.kernels.rope import load_halves
 from overcoat.kernels.rope_quantize import buffer_columns, rope_gradient
 from overcoat.kernels.tiles import store_quads
 
@@ -58,14 +59,11 @@ def _rotated_back(
     E: tl.constexpr = D // 2
     inside = (t < rows)[:, None, None] & real[None, :, :]
     source = dy_ptr + (t[:, None, None] * stride_dy + c[None, :, :])
-    x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(source + E, mask=inside, other=0.0).to(tl.float32)
+    x1, x2 = load_halves(source, E, inside)
     if ROTATE:
         place = position[:, None, None] * D + angle
-        cos1 = tl.load(cos_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        cos2 = tl.load(cos_ptr + place + E, mask=inside, other=0.0).to(tl.float32)
-        sin1 = tl.load(sin_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        sin2 = tl.load(sin_ptr + place + E, mask=inside, other=0.0).to(tl.float32)
+        cos1, cos2 = load_halves(cos_ptr + place, E, inside)
+        sin1, sin2 = load_halves(sin_ptr + place, E, inside)
         x1, x2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
     return x1, x2, inside
 
@@ -92,18 +90,11 @@ def _rope_tile(
     c = (tl.arange(0, 128 // D) * D)[:, None] + e[None, :]  # (heads of a block, E): the heads' first halves
     real, angle, place = c < 128, e[None, None, :], t0 + t
     dy_ptr += t0.to(tl.int64) * stride_dy + c0
-    a1, a2, in0 = _rotated_back(
-        dy_ptr, cos_ptr, sin_ptr, t, place % positions, c, angle, real, rows, stride_dy, D, ROTATE
-    )
-    b1, b2, in1 = _rotated_back(
-        dy_ptr, cos_ptr, sin_ptr, t + 1, (place + 1) % positions, c, angle, real, rows, stride_dy, D, ROTATE
-    )
-    c1, c2, in2 = _rotated_back(
-        dy_ptr, cos_ptr, sin_ptr, t + 2, (place + 2) % positions, c, angle, real, rows, stride_dy, D, ROTATE
-    )
-    d1, d2, in3 = _rotated_back(
-        dy_ptr, cos_ptr, sin_ptr, t + 3, (place + 3) % positions, c, angle, real, rows, stride_dy, D, ROTATE
-    )
+    rest = (c, angle, real, rows, stride_dy)
+    a1, a2, in0 = _rotated_back(dy_ptr, cos_ptr, sin_ptr, t, place % positions, *rest, D, ROTATE)
+    b1, b2, in1 = _rotated_back(dy_ptr, cos_ptr, sin_ptr, t + 1, (place + 1) % positions, *rest, D, ROTATE)
+    c1, c2, in2 = _rotated_back(dy_ptr, cos_ptr, sin_ptr, t + 2, (place + 2) % positions, *rest, D, ROTATE)
+    d1, d2, in3 = _rotated_back(dy_ptr, cos_ptr, sin_ptr, t + 3, (place + 3) % positions, *rest, D, ROTATE)
     c0 += first
     out_ptr += t0.to(tl.int64) * C + c0
     scale_ptr += tl.cast(c0 // 128, tl.int64) * T + t0

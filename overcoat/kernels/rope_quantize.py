@@ -145,7 +145,7 @@ def load_rotated_back(dy_ptr, offsets, E, inside, cos1, cos2, sin1, sin2, ROTATE
 @triton.jit
 def _gradient_tile(
     dy_ptr, first, heads, stride_dy, ROTATE: tl.constexpr,
-    cos_ptr, sin_ptr, amax_ptr, out_ptr, T, positions, D, stride_out,
+    cos_ptr, sin_ptr, amax_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, stride_out,
     VALUES: tl.constexpr, SUMS: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
     """`_tile` of values, the maximum and sums."""
@@ -188,7 +188,7 @@ def _store_float8(out_ptr, offsets, E, d1, d2, inside):
 @triton.jit
 def _quantize_tile(
     dy_ptr, first, heads, stride_dy, ROTATE: tl.constexpr,
-    cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, stride_out,
+    cos_ptr, sin_ptr, amax_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, stride_out,
     EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
     """`_tile` of FP8."""
@@ -217,21 +217,14 @@ def _quantize_tile(
 
 @triton.jit
 def _tile(
-    dy_ptr, first, heads, stride_dy, ROTATE: tl.constexpr,
-    cos_ptr, sin_ptr, amax_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, stride_out,
+    dy_ptr, first, heads, stride_dy, ROTATE: tl.constexpr, shared,
     FP8: tl.constexpr, VALUES: tl.constexpr, SUMS: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
     """One program of `_rope_gradient_kernel` on one of its parts; `first`: its first column of the fused buffer."""
     if FP8:
-        _quantize_tile(
-            dy_ptr, first, heads, stride_dy, ROTATE, cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions,
-            D, stride_out, EP, BT, NH,
-        )  # fmt: skip
+        _quantize_tile(dy_ptr, first, heads, stride_dy, ROTATE, *shared, EP, BT, NH)
     else:
-        _gradient_tile(
-            dy_ptr, first, heads, stride_dy, ROTATE, cos_ptr, sin_ptr, amax_ptr, out_ptr, T, positions,
-            D, stride_out, VALUES, SUMS, EP, BT, NH,
-        )  # fmt: skip
+        _gradient_tile(dy_ptr, first, heads, stride_dy, ROTATE, *shared, VALUES, SUMS, EP, BT, NH)
 
 
 @kernel
@@ -271,12 +264,12 @@ def _rope_gradient_kernel(
     k = num_q * D
     v = k + num_kv * D
     if tl.program_id(2) == 0:
-        _tile(dq_ptr, 0, num_q, stride_q, True, *shared, FP8, VALUES, SUMS, EP, BT, NH)
+        _tile(dq_ptr, 0, num_q, stride_q, True, shared, FP8, VALUES, SUMS, EP, BT, NH)
     elif tl.program_id(1) * NH < num_kv:
         if tl.program_id(2) == 1:
-            _tile(dk_ptr, k, num_kv, stride_k, True, *shared, FP8, VALUES, SUMS, EP, BT, NH)
+            _tile(dk_ptr, k, num_kv, stride_k, True, shared, FP8, VALUES, SUMS, EP, BT, NH)
         else:
-            _tile(dv_ptr, v, num_kv, stride_v, False, *shared, FP8, VALUES, SUMS, EP, BT, NH)
+            _tile(dv_ptr, v, num_kv, stride_v, False, shared, FP8, VALUES, SUMS, EP, BT, NH)
 
 
 def gradient_arguments(
