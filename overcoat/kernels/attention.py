@@ -177,10 +177,6 @@ def additive(
     return rows.expand(batch, num_q, sequence, sequence)
 
 
-def _repeat_kv(x: Tensor, ratio: int) -> Tensor:
-    return x if ratio == 1 else x.repeat_interleave(ratio, dim=1)
-
-
 def no_random_state(x: Tensor) -> Tensor:
     """Without dropout the kernels read no random state; their schemas want the tensors all the same."""
     return torch.empty((), dtype=torch.int64, device=x.device)
@@ -188,9 +184,9 @@ def no_random_state(x: Tensor) -> Tensor:
 
 def _for_all_heads(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor]) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     batch, num_q, sequence, _ = q.shape
-    ratio = num_q // k.shape[1]
-    bias = None if mask is None else additive(mask, q.dtype, batch, num_q, sequence)
-    return _repeat_kv(k, ratio), _repeat_kv(v, ratio), bias
+    if num_q > k.shape[1]:
+        k, v = (x.repeat_interleave(num_q // k.shape[1], dim=1) for x in (k, v))
+    return k, v, None if mask is None else additive(mask, q.dtype, batch, num_q, sequence)
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:

@@ -1,9 +1,8 @@
 """Where the elements of a program's tile lie: two shapes of tile that kernels over groups share, read and written.
 
     a list of groups        the tensor's T * n groups in a row, NG of them a program (group_decode, ...)
-    tokens by groups        BT tokens and NG groups: in
-                            pairs or quads of neighbouring rows that end up transposed, the operand of a weight
-                            gradient (requantize_t, activation_backward, ...)
+    tokens by groups        BT tokens and NG groups: in pairs or quads of neighbouring rows that end up transposed, the
+                            operand of a weight gradient (requantize_t, activation_backward, ...)
 
 Legend: T tokens (rows), C columns, P padded tokens, G group size, GP = G rounded up to a power of 2, n = ceil(C / G).
 """
