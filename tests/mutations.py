@@ -33,7 +33,7 @@ MUTATIONS: list[Mutation] = []
 
 
 def survives(mutation: Mutation) -> str:
-    """"" if the tests notice, else what happened."""
+    """ "" if the tests notice, else what happened."""
     source = (ROOT / "overcoat" / mutation.path).read_text()
     if source.count(mutation.text) != 1:
         return f"its text is {source.count(mutation.text)} times in {mutation.path}"
@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
     with ThreadPoolExecutor(2) as pool:
         for mutation, fault in zip(chosen, pool.map(survives, chosen), strict=True):
             survivors += bool(fault)
-            print(f"{'SURVIVED' if fault else 'caught':9s} {mutation.name}" + (f": {fault}" if fault else ""), flush=True)
+            print(f"SURVIVED {mutation.name}: {fault}" if fault else f"caught   {mutation.name}", flush=True)
     print(f"{len(chosen)} mutations, {survivors} not caught")
     return min(survivors, 1)
 

@@ -14,7 +14,6 @@ from overcoat.kernels import (
     activation,
     activation_backward,
     activation_blockwise,
-    activation_bound,
     adamw_step,
     block_weights,
     blockwise,
@@ -22,9 +21,8 @@ from overcoat.kernels import (
     loss,
     multi_tensor,
     norm,
-    norm_after,
     norm_backward,
-    norm_blockwise,
+    norm_quantize,
     quantize,
     rms_norm,
     rope,
@@ -32,7 +30,6 @@ from overcoat.kernels import (
     rope_blockwise,
     rope_quantize,
     stack,
-    stack_predicted,
 )
 from overcoat.kernels.op import Op
 from overcoat.optim.state import init_state
@@ -115,8 +112,8 @@ class Inputs:
 def quantize_cases(of: Inputs) -> Cases:
     """Layouts, weights, groups. The sample that is the center leaves most rows out."""
     x, scale, weights = of.x(), of.scalar(0.01), of.weights()
-    top, center = quantize.amax(x), groups.token_center(x)
-    codes, group_amax = groups.group_encode(x, center, CODE, G)
+    top = quantize.amax(x)
+    codes, group_amax = groups.group_encode(x, CODE, G)
     weight_top, predicted = stack.stack_amax(weights), [quantize.amax(weight) for weight in weights]
     yield KernelCase(quantize.amax, (x,))
     yield KernelCase(quantize.quantize, (x, top, "e4m3"))
@@ -125,12 +122,12 @@ def quantize_cases(of: Inputs) -> Cases:
     yield KernelCase(stack.stack_amax, (weights,))
     yield KernelCase(stack.stack_weights, (weights, weight_top, False))
     yield KernelCase(stack.stack_weights, (weights, weight_top, True), "^T")
-    yield KernelCase(stack_predicted.stack_weights_predicted, (weights, predicted))
+    yield KernelCase(stack.stack_weights_predicted, (weights, predicted))
     left_out = x.nbytes - x[:: -(-of.tokens // groups.CENTER_ROWS)].nbytes
     yield KernelCase(groups.token_center, (x,), untouched=left_out)
-    yield KernelCase(groups.group_encode, (x, None, CODE, G))
-    yield KernelCase(groups.group_encode_amax, (x, center, CODE, G))
-    yield KernelCase(groups.group_decode, (codes, group_amax, center, CODE, G, x.dtype))
+    yield KernelCase(groups.group_encode, (x, CODE, G))
+    yield KernelCase(groups.group_encode_amax, (x, CODE, G))
+    yield KernelCase(groups.group_decode, (codes, group_amax, CODE, G, x.dtype))
     yield KernelCase(groups.requantize_t, (codes, group_amax, of.normal(of.hidden), None, scale, CODE, G))
 
 
@@ -138,18 +135,18 @@ def norm_cases(of: Inputs) -> Cases:
     """RMSNorm forward and backward, alone and with the residual's addition; LayerNorm's; the model's last."""
     x, dy, dresidual = of.x(), of.x(), of.x()
     weight, bias = of.normal(of.hidden), of.normal(of.hidden)
-    rstd, row_amax = norm.rmsnorm_stats(x, weight, EPS)
+    rms, layer = (weight, None, EPS, False), (weight, bias, EPS, True)
+    rstd, row_amax = norm.norm_stats(x, None, *rms)
     forward = (x, None, rstd, weight, None, quantize.amax(row_amax), CODE, G)
-    _, _, codes, group_amax = norm.norm_quantize(*forward)
+    _, _, codes, group_amax = norm_quantize.norm_quantize(*forward)
     backward = (dy, codes, group_amax, rstd, weight, dresidual)
-    yield KernelCase(norm.rmsnorm_stats, (x, weight, EPS))
-    yield KernelCase(norm.add_rmsnorm_stats, (dy, x, weight, EPS))
-    yield KernelCase(norm.layernorm_stats, (x, weight, bias, EPS))
-    yield KernelCase(norm.add_layernorm_stats, (dy, x, weight, bias, EPS))
-    yield KernelCase(norm.norm_quantize, forward)
+    for name, how in (("", rms), (" LayerNorm", layer)):
+        yield KernelCase(norm.norm_stats, (x, None, *how), name)
+        yield KernelCase(norm.norm_stats, (dy, x, *how), f" of a sum{name}")
+    yield KernelCase(norm_quantize.norm_quantize, forward)
     yield KernelCase(norm_backward.norm_backward, (*backward, False, False, CODE, G))
     yield KernelCase(norm_backward.norm_backward, (*backward, True, True, CODE, G), " LayerNorm")
-    yield KernelCase(norm_after.add_norm_encode, (dy, x, weight, None, EPS, False, CODE, G))
+    yield KernelCase(norm.add_norm_encode, (dy, x, *rms, CODE, G))
     yield KernelCase(rms_norm.rms_norm, (x, weight, EPS))
     yield KernelCase(rms_norm.rms_norm_backward, (dy, x, rstd, weight))
 
@@ -160,13 +157,13 @@ def rope_cases(of: Inputs) -> Cases:
     center, of_v = groups.token_center(qkv[:, -of.qkv[2] :]), gradients[2].nbytes
     plain = (*tables, None, None, 0.0, of.heads, of.kv_heads)
     normed = (*tables, weight, weight, EPS, of.heads, of.kv_heads)
-    kept = rope.qk_rope_encode12_(qkv, center, *plain, CODE)
-    top = rope_quantize.qk_rope_backward_amax(*gradients, *tables, of.heads)
+    kept = rope.qk_rope_encode12_(qkv, center, *plain, CODE)[:3]
+    top, _ = rope_quantize.qk_rope_backward_amax(*gradients, *tables, of.heads, False)
     yield KernelCase(rope.qk_rope_encode12_, (qkv, center, *plain, CODE), untouched=of_v)
     decode = (*kept, center, *tables, of.heads, of.kv_heads, CODE, torch.bfloat16)
     yield KernelCase(rope.qk_rope_decode12, decode)
-    yield KernelCase(rope_quantize.qk_rope_backward_amax, (*gradients, *tables, of.heads))
-    yield KernelCase(rope_quantize.qk_rope_backward_amax_sums, (*gradients, *tables, of.heads))
+    yield KernelCase(rope_quantize.qk_rope_backward_amax, (*gradients, *tables, of.heads, False))
+    yield KernelCase(rope_quantize.qk_rope_backward_amax, (*gradients, *tables, of.heads, True), " and sums")
     yield KernelCase(rope_quantize.qk_rope_backward_quantize, (*gradients, *tables, top, "e5m2", of.heads))
     yield KernelCase(rope.qk_rope, (qkv, *plain))
     yield KernelCase(rope_backward.qk_rope_backward, (*gradients, None, *plain[:-1]))
@@ -186,32 +183,31 @@ def activation_cases(of: Inputs) -> Cases:
         codes, group_amax, top = activation.activation_encode(*encode)
         _, scale = activation.activation_quantize(z, top, function, gated)
         kept, first = (dh, codes, group_amax), (dh, group_amax, function, G)
-        bound = activation_bound.activation_gradient_bound(*first)
-        calls: list[tuple[Op, tuple[Any, ...]]] = [
-            (activation.activation_encode, encode),
-            (activation.activation_quantize, (z, top, function, gated)),
-            (activation_bound.activation_gradient_bound, first),
-            (activation_backward.activation_backward, (*kept, scale, *how)),
-            (activation_backward.activation_backward_quantize, (*kept, scale, bound, "e5m2", has_bias, *how)),
-            (activation.activation_block_quantize, encode),
-            (activation_blockwise.activation_block_backward, (*kept, *how)),
-            (activation_blockwise.activation_block_backward_quantize, (*kept, "e5m2", has_bias, *how)),
-        ]
-        yield from (KernelCase(op, arguments, f" {name}") for op, arguments in calls)
+        bound = activation_backward.activation_gradient_bound(*first)
+        backward, in_blocks = activation_backward.activation_backward, activation_blockwise.activation_block_backward
+        yield KernelCase(activation.activation_encode, encode, f" {name}")
+        yield KernelCase(activation.activation_quantize, (z, top, function, gated), f" {name}")
+        yield KernelCase(activation_backward.activation_gradient_bound, first, f" {name}")
+        yield KernelCase(backward, (*kept, scale, None, None, False, *how), f" {name}")
+        yield KernelCase(backward, (*kept, scale, bound, "e5m2", has_bias, *how), f" to FP8 {name}")
+        yield KernelCase(activation.activation_block_quantize, encode, f" {name}")
+        yield KernelCase(in_blocks, (*kept, None, False, *how), f" {name}")
+        yield KernelCase(in_blocks, (*kept, "e5m2", has_bias, *how), f" to FP8 {name}")
 
 
 def blockwise_cases(of: Inputs) -> Cases:
     """The same work with 1x128 and 128x128 scales."""
     x, weight, weights = of.x(), of.normal(of.hidden), of.weights()
-    codes, group_amax = groups.group_encode(x, None, CODE, G)
+    codes, group_amax = groups.group_encode(x, CODE, G)
+    how = (weight, None, EPS, False, CODE, G)
     yield KernelCase(blockwise.block_quantize, (x, "e4m3"))
     yield KernelCase(blockwise.block_quantize_both, (x, "e5m2"))
     yield KernelCase(blockwise.block_quantize_t, (x, "e4m3"))
     yield KernelCase(blockwise.block_requantize_t, (codes, group_amax, weight, None, CODE, G))
     yield KernelCase(block_weights.block_stack_weights, (weights, False))
     yield KernelCase(block_weights.block_stack_weights, (weights, True), "^T")
-    yield KernelCase(norm_blockwise.norm_block_quantize, (x, weight, None, EPS, False, CODE, G))
-    yield KernelCase(norm_blockwise.add_norm_block_quantize, (x, of.x(), weight, None, EPS, False, CODE, G))
+    yield KernelCase(norm.norm_block_quantize, (x, None, *how))
+    yield KernelCase(norm.norm_block_quantize, (x, of.x(), *how), " of a sum")
     yield KernelCase(rope_blockwise.qk_rope_block_backward, (*of.gradients(), *of.tables(), "e5m2", of.heads))
 
 
