@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from overcoat.formats import E4M3, FLOAT8, Float8, dequantize_blocks, quantize_blocks, quantize_tensor
+from overcoat.models.family import decoder_layers, family_of
 
 
 def sqnr(reference: Tensor, value: Tensor) -> float:
@@ -77,24 +78,16 @@ class _Member(nn.Linear):
         return self.stack[0](self.stack[1], x)
 
 
-STACKS = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
-GELU_STACKS = (*STACKS[:2], ("mlp.c_fc",), ("mlp.c_proj",))
-
-
 def emulate_fp8_gemms(model: nn.Module, grad_format: str = "e5m2", in_blocks: bool = False) -> nn.Module:
-    """A copy of `model` in FP64 whose decoder layers' linear layers multiply FP8 values; all else exact.
+    """A copy of `model` in FP64 whose layers' linear layers multiply FP8 values; all else exact.
 
     in_blocks: scales for 1x128 activations and gradients and 128x128 weights instead of one per tensor.
     """
     model = copy.deepcopy(model).double()
-    for layer in model.model.layers:
-        for names in STACKS if hasattr(layer.mlp, "gate_proj") else GELU_STACKS:
-            members = [_Member.of(layer.get_submodule(name)) for name in names]
+    for layer in decoder_layers(model).values():
+        family = family_of(layer)
+        for layers in (part for branch in family.branches(layer, 1) for part in (branch.into, (branch.out,))):
+            members = [_Member.of(linear) for linear in layers]
             stack = _Stack(members, grad_format, in_blocks)
             for index, member in enumerate(members):
                 member.stack = (stack, index)

@@ -48,6 +48,7 @@ class Heads(NamedTuple):
     """Shape of attention: batch, query heads, key/value heads, head width, softmax scale, eps of the q/k norm.
 
     full_norm: the q/k norm takes all heads of q together, and of k (OLMo 2), instead of each head (Qwen 3).
+    causal: a token sees those before it, unless the mask is of all pairs.
     """
 
     batch: int
@@ -57,6 +58,7 @@ class Heads(NamedTuple):
     scale: float
     eps: float = 0.0
     full_norm: bool = False
+    causal: bool = True
 
 
 class AttentionSaved(NamedTuple):
@@ -94,7 +96,7 @@ def attention_forward(
     """
     cos, sin, mask, q_weight, k_weight = rotary
     tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
-    shape = (mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
+    shape = (mask, heads.batch, heads.num_q, heads.num_kv, heads.scale, heads.causal)
     if recipe.kept_attention == "bf16":
         o, lse = attention_op(_rotated(qkv, rotary, heads), *shape)
         _observe(lse)
@@ -154,7 +156,7 @@ def attention_decode(kept: AttentionSaved, rotary: Rotary, heads: Heads, recipe:
         rotated = _rotated(qkv, rotary, heads)
     else:
         rotated = qk_rope_decode12(*codes, cos, sin, *last)
-    o, lse = attention_op(rotated, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
+    o, lse = attention_op(rotated, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale, heads.causal)
     return Decoded(rotated, o, lse, qkv if has_norms else None)
 
 
@@ -164,7 +166,7 @@ def rotated_gradients(
     """Gradients of the rotated q and k, and of v, from o's, do (T, num_q * D)."""
     rotated, o, lse, _ = decoded
     return attention_backward_op(
-        do.contiguous(), rotated, o, lse, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale
+        do.contiguous(), rotated, o, lse, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale, heads.causal
     )
 
 

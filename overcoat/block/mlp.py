@@ -137,7 +137,7 @@ def mlp_backward(
 
 
 class Mlp(NamedTuple):
-    """activation: "silu", "gelu", "gelu_tanh" or "relu2"; gated: times the second half of the columns."""
+    """activation: a name in kernels/activation_functions.py; gated: times the second half of the columns."""
 
     activation: str
     gated: bool

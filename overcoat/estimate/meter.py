@@ -71,13 +71,13 @@ def workspace(func: Any, args: Sequence[Any]) -> int:
     between documents.
     """
     if func is attention_backward:
-        do, _, _, _, mask, batch, num_q, num_kv, _ = args
+        do, _, _, _, mask, batch, num_q, num_kv, *_ = args
         mask, made = _all_pairs(mask, do, batch)
         grouped = 2 * aligned(do.nbytes) if _is_grouped(mask) and num_q != num_kv else 0
         rows = do.shape[0] + (ROWS_BETWEEN * (len(mask) - 1) if is_starts(mask) else 0)
         return _accumulators(rows * do.shape[1], rows * num_q) + grouped + _masked(do, mask, num_q, num_kv) + made
     if func is attention:
-        qkv, mask, batch, num_q, num_kv, _ = args
+        qkv, mask, batch, num_q, num_kv, *_ = args
         q_columns = qkv.shape[1] * num_q // (num_q + 2 * num_kv)
         mask, made = _all_pairs(mask, qkv, batch)
         return _masked(qkv[:, :q_columns], mask, num_q, num_kv) + made

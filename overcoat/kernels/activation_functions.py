@@ -107,6 +107,25 @@ def _relu2(x):
     return positive * positive, positive + positive
 
 
+# CLIP's GELU: x sigmoid(QUICK x).
+QUICK = 1.702
+_QUICK = tl.constexpr(QUICK)
+
+
+def quick_gelu(x: Tensor) -> Tuple[Tensor, Tensor]:
+    """x sigmoid(1.702 x)."""
+    s = hardware.reciprocal(1.0 + hardware.exp2(x * -(QUICK * LOG2E)))
+    value = x * s
+    return value, _fma(value * QUICK, 1.0 - s, s)
+
+
+@triton.jit
+def _quick_gelu(x):
+    s = reciprocal(1.0 + exp2(x * -(_QUICK * _LOG2E)))
+    value = x * s
+    return value, fma(value * _QUICK, 1.0 - s, s)
+
+
 class Activation(NamedTuple):
     """An entry of `ACTIVATIONS`. Where |x| <= a, |f(x)| must be at most f(a), and |f'(x)| at most f'(min(a, peak)).
 
@@ -122,6 +141,7 @@ ACTIVATIONS = {
     "silu": Activation(silu, _silu, 2.39936),  # slope 1.09984
     "gelu": Activation(gelu, _gelu, math.sqrt(2.0)),  # 1.12890
     "gelu_tanh": Activation(gelu_tanh, _gelu_tanh, 1.41850),  # 1.12899
+    "quick_gelu": Activation(quick_gelu, _quick_gelu, 2.39936 / QUICK),  # 1.09984
     "relu2": Activation(relu2, _relu2, math.inf),
 }
 # More than the rounding of the hardware's approximate instructions can add to a bound.

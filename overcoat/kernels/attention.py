@@ -48,12 +48,14 @@ def _token_rows(dtype: torch.dtype, *parts: Tensor) -> Tuple[Tensor, Tensor, Ten
     return dq, dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, mask: Optional[Tensor], scale: float) -> Tensor:
-    """FP32 scores (B, num_kv, R, S, S), R = num_q / num_kv; causal without a mask."""
+def _scores(q: Tensor, k: Tensor, mask: Optional[Tensor], scale: float, causal: bool) -> Tensor:
+    """FP32 scores (B, num_kv, R, S, S), R = num_q / num_kv; without a mask causal, or of all pairs."""
     if mask is not None and is_starts(mask):
-        mask = dense_mask(mask, q.shape[0], q.shape[2])
+        mask = dense_mask(mask, q.shape[0], q.shape[2], causal)
     q = q.float().unflatten(1, (k.shape[1], -1))
     scores = scale * (q @ k.float().unsqueeze(2).transpose(-1, -2))
+    if mask is None and not causal:
+        return scores
     if mask is None:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         return scores.masked_fill(future, -torch.inf)
@@ -78,27 +80,28 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
 
 @op
 def attention(
-    qkv: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int, scale: float
+    qkv: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int, scale: float, causal: bool = True
 ) -> Tuple[Tensor, Tensor]:
     """Attention over rotated q, k, v.
 
     Args:
         qkv: (T, (num_q + 2 num_kv) * D).
-        mask: None for causal; else (B or 1, 1 or num_q, S, S), bool (True = visible) or additive; or where documents
-            begin, int32 (N + 1,) (packed.py).
+        mask: None; or (B or 1, 1 or num_q, S, S), bool (True = visible) or additive; or where documents begin, int32
+            (N + 1,) (packed.py).
+        causal: whether a token sees only those before it, where the mask is not of all pairs.
 
     Returns:
         o (T, num_q * D) of qkv's dtype; lse FP32 (B, num_q, S).
     """
     q, k, v = _heads(qkv, batch, num_q, num_kv)
-    scores = _scores(q, k, mask, scale)
+    scores = _scores(q, k, mask, scale, causal)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     o = _probabilities(scores, lse) @ v.float().unsqueeze(2)
     return _tokens_first(o.flatten(1, 2)).to(qkv.dtype), lse.squeeze(-1).flatten(1, 2)
 
 
 @attention.fake
-def _(qkv, mask, batch, num_q, num_kv, scale):
+def _(qkv, mask, batch, num_q, num_kv, scale, causal=True):
     width = qkv.shape[1] // (num_q + 2 * num_kv)
     lse = qkv.new_empty((batch, num_q, qkv.shape[0] // batch), dtype=torch.float32)
     return qkv.new_empty((qkv.shape[0], num_q * width)), lse
@@ -115,6 +118,7 @@ def attention_backward(
     num_q: int,
     num_kv: int,
     scale: float,
+    causal: bool = True,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Gradients of q (T, num_q * D), k and v (T, num_kv * D) from do (T, num_q * D)."""
     q, k, v = _heads(qkv, batch, num_q, num_kv)
@@ -124,7 +128,7 @@ def attention_backward(
         return x.reshape(batch, sequence, num_q, -1).transpose(1, 2).float().unflatten(1, (num_kv, -1))
 
     do_, o_ = grouped(do), grouped(o)
-    p = _probabilities(_scores(q, k, mask, scale), lse.unflatten(1, (num_kv, -1)).unsqueeze(-1))
+    p = _probabilities(_scores(q, k, mask, scale, causal), lse.unflatten(1, (num_kv, -1)).unsqueeze(-1))
     dp = do_ @ v.float().unsqueeze(2).transpose(-1, -2)
     ds = p * (dp - (do_ * o_).sum(-1, keepdim=True)) * scale
     dq = (ds @ k.float().unsqueeze(2)).flatten(1, 2)
@@ -134,7 +138,7 @@ def attention_backward(
 
 
 @attention_backward.fake
-def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale):
+def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal=True):
     tokens, width = qkv.shape[0], qkv.shape[1] // (num_q + 2 * num_kv)
     return tuple(qkv.new_empty((tokens, heads * width)) for heads in (num_q, num_kv, num_kv))
 
@@ -149,11 +153,11 @@ CUDNN_HIDDEN = -1e30
 class Kernel(NamedTuple):
     """One of the library's fused kernels, q (B, num_q, S, D), k and v (B, num_kv, S, D), mask as `attention` takes it.
 
-    forward   (q, k, v, mask, scale) -> o (B, num_q, S, D), lse FP32 (B, num_q, S or more)
-    backward  (do, q, k, v, o, lse, mask, scale) -> dq, dk, dv, with lse (B, num_q, S)
+    forward   (q, k, v, mask, scale, causal) -> o (B, num_q, S, D), lse FP32 (B, num_q, S or more)
+    backward  (do, q, k, v, o, lse, mask, scale, causal) -> dq, dk, dv, with lse (B, num_q, S)
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor, Optional[Tensor], float], Tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, Optional[Tensor], float, bool], Tuple[Tensor, Tensor]]
     backward: Callable[..., Tuple[Tensor, Tensor, Tensor]]
 
 
@@ -189,22 +193,32 @@ def _for_all_heads(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor]) -> T
     return k, v, None if mask is None else additive(mask, q.dtype, batch, num_q, sequence)
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float, causal: bool
+) -> Tuple[Tensor, Tensor]:
     k, v, bias = _for_all_heads(q, k, v, mask)
     o, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, bias, True, 0.0, mask is None, scale=scale
+        q, k, v, bias, True, 0.0, causal and mask is None, scale=scale
     )
     return o, lse
 
 
 def _efficient_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    mask: Optional[Tensor],
+    scale: float,
+    causal: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     num_kv, ratio = k.shape[1], q.shape[1] // k.shape[1]
     k, v, bias = _for_all_heads(q, k, v, mask)
     lse, unused = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32)), no_random_state(q)
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        do, q, k, v, bias, o, lse, unused, unused, 0.0, [True, True, True, False], mask is None, scale=scale
+        do, q, k, v, bias, o, lse, unused, unused, 0.0, [True, True, True, False], causal and mask is None, scale=scale
     )
     if ratio > 1:
         dk, dv = (x.unflatten(1, (num_kv, ratio)).sum(2) for x in (dk, dv))
@@ -222,36 +236,56 @@ def _cudnn_bias(q: Tensor, mask: Optional[Tensor]) -> Optional[Tensor]:
     return additive(mask, q.dtype, batch, mask.shape[1], sequence, hidden=CUDNN_HIDDEN)
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
+def _cudnn(
+    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float, causal: bool
+) -> Tuple[Tensor, Tensor]:
     o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, _cudnn_bias(q, mask), True, 0.0, mask is None, False, scale=scale
+        q, k, v, _cudnn_bias(q, mask), True, 0.0, causal and mask is None, False, scale=scale
     )
     return o, lse.squeeze(-1)
 
 
 def _cudnn_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    mask: Optional[Tensor],
+    scale: float,
+    causal: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     sequence, unused = q.shape[2], no_random_state(q)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, lse.unsqueeze(-1), unused, unused, _cudnn_bias(q, mask), None, None, sequence, sequence, 0.0,
-        mask is None, scale=scale,
+        causal and mask is None, scale=scale,
     )  # fmt: skip
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float, causal: bool
+) -> Tuple[Tensor, Tensor]:
     assert mask is None
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     return o, lse
 
 
 def _flash_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    mask: Optional[Tensor],
+    scale: float,
+    causal: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     assert mask is None
     sequence, rng = q.shape[2], torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        do, q, k, v, o, lse, None, None, sequence, sequence, 0.0, True, rng, no_random_state(q), scale=scale
+        do, q, k, v, o, lse, None, None, sequence, sequence, 0.0, causal, rng, no_random_state(q), scale=scale
     )
 
 
@@ -291,11 +325,18 @@ def chosen(q: Tensor, mask: Optional[Tensor]) -> Optional[Kernel]:
 
 
 def forward_by(
-    kernel: Kernel, qkv: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int, scale: float
+    kernel: Kernel,
+    qkv: Tensor,
+    mask: Optional[Tensor],
+    batch: int,
+    num_q: int,
+    num_kv: int,
+    scale: float,
+    causal: bool = True,
 ) -> Tuple[Tensor, Tensor]:
     """`attention` by one of the library's kernels; qkv contiguous."""
     q, k, v = _heads(qkv, batch, num_q, num_kv)
-    o, lse = kernel.forward(q, k, v, _mask_for(kernel, mask, q), scale)
+    o, lse = kernel.forward(q, k, v, _mask_for(kernel, mask, q, causal), scale, causal)
     return _tokens_first(o), lse[..., : q.shape[2]].contiguous()
 
 
@@ -310,34 +351,37 @@ def backward_by(
     num_q: int,
     num_kv: int,
     scale: float,
+    causal: bool = True,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """`attention_backward` by one of the library's kernels; do, qkv, o and lse contiguous."""
     q, k, v = _heads(qkv, batch, num_q, num_kv)
     do, o = (x.view(batch, q.shape[2], num_q, -1).transpose(1, 2) for x in (do, o))
-    return _token_rows(qkv.dtype, *kernel.backward(do, q, k, v, o, lse, _mask_for(kernel, mask, q), scale))
+    return _token_rows(
+        qkv.dtype, *kernel.backward(do, q, k, v, o, lse, _mask_for(kernel, mask, q, causal), scale, causal)
+    )
 
 
-def _mask_for(kernel: Kernel, mask: Optional[Tensor], q: Tensor) -> Optional[Tensor]:
+def _mask_for(kernel: Kernel, mask: Optional[Tensor], q: Tensor, causal: bool) -> Optional[Tensor]:
     """The mask as the kernel takes it: all but one want `starts` as a mask of all pairs."""
     if mask is None or kernel is PACKED or not is_starts(mask):
         return mask
-    return dense_mask(mask, q.shape[0], q.shape[2])
+    return dense_mask(mask, q.shape[0], q.shape[2], causal)
 
 
 @attention.cuda
-def _(qkv, mask, batch, num_q, num_kv, scale):
+def _(qkv, mask, batch, num_q, num_kv, scale, causal=True):
     # cuDNN takes heads that lie apart, but crashes on elements that do.
     qkv = qkv.contiguous()
     kernel = chosen(_heads(qkv, batch, num_q, num_kv)[0], mask)
     if kernel is None:
-        return attention.reference(qkv, mask, batch, num_q, num_kv, scale)
-    return forward_by(kernel, qkv, mask, batch, num_q, num_kv, scale)
+        return attention.reference(qkv, mask, batch, num_q, num_kv, scale, causal)
+    return forward_by(kernel, qkv, mask, batch, num_q, num_kv, scale, causal)
 
 
 @attention_backward.cuda
-def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale):
+def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal=True):
     do, qkv, o, lse = (x.contiguous() for x in (do, qkv, o, lse))
     kernel = chosen(_heads(qkv, batch, num_q, num_kv)[0], mask)
     if kernel is None:
-        return attention_backward.reference(do, qkv, o, lse, mask, batch, num_q, num_kv, scale)
-    return backward_by(kernel, do, qkv, o, lse, mask, batch, num_q, num_kv, scale)
+        return attention_backward.reference(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal)
+    return backward_by(kernel, do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal)

@@ -55,11 +55,13 @@ def document_starts(position_ids: Tensor) -> Tensor:
     return torch.nn.functional.pad(found, (0, 1), value=position_ids.numel()).int()
 
 
-def dense_mask(starts: Tensor, batch: int, sequence: int) -> Tensor:
-    """The same as bool (B, 1, S, S), True where a query sees a key: causal, within its document."""
+def dense_mask(starts: Tensor, batch: int, sequence: int, causal: bool = True) -> Tensor:
+    """The same as bool (B, 1, S, S), True where a query sees a key: within its document, if `causal` before it."""
     tokens = torch.arange(batch * sequence, dtype=torch.int32, device=starts.device)
     document = torch.searchsorted(starts, tokens, right=True, out_int32=True).view(batch, sequence)
     same = document[:, None, :, None] == document[:, None, None, :]
+    if not causal:
+        return same
     return same & torch.ones(sequence, sequence, dtype=torch.bool, device=starts.device).tril()
 
 
@@ -71,25 +73,35 @@ def dense_mask(starts: Tensor, batch: int, sequence: int) -> Tensor:
 ROWS_BETWEEN = 128
 
 
-def flash_packed(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float) -> Tuple[Tensor, Tensor]:
+def flash_packed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float, causal: bool
+) -> Tuple[Tensor, Tensor]:
     """o and lse as in `attention.Kernel`; mask: `starts`."""
     rows, starts = (q.shape[0], q.shape[2]), None if mask is None else mask.contiguous()
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *_by_token(q, k, v), starts, starts, rows[1], rows[1], 0.0, True, False, scale=scale
+        *_by_token(q, k, v), starts, starts, rows[1], rows[1], 0.0, causal, False, scale=scale
     )
     return o.unflatten(0, rows).transpose(1, 2), lse.unflatten(1, rows).transpose(0, 1)
 
 
 def flash_packed_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    mask: Optional[Tensor],
+    scale: float,
+    causal: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as in `attention.Kernel`; mask: `starts`."""
     rows, starts = (q.shape[0], q.shape[2]), None if mask is None else mask.contiguous()
     # Without dropout it reads no random state; its schema wants the tensors all the same.
     state, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_zeros((), dtype=torch.int64)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *_by_token(do, q, k, v, o), lse.transpose(0, 1).flatten(1), starts, starts, rows[1], rows[1], 0.0, True, state,
-        offset, scale=scale,
+        *_by_token(do, q, k, v, o), lse.transpose(0, 1).flatten(1), starts, starts, rows[1], rows[1], 0.0, causal,
+        state, offset, scale=scale,
     )  # fmt: skip
     dq, dk, dv = (x.unflatten(0, rows).transpose(1, 2) for x in (dq, dk, dv))
     return dq, dk, dv

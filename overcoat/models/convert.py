@@ -259,7 +259,9 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
     else:
         kept += ", attention " + (recipe.kept_format if recipe.kept_attention == "8bit" else "bf16")
     extras = []
-    for core, _, into, _, inner, pre, post in family.branches(layer, 1):
+    for core, _, into, _, inner, pre, post, scale in family.branches(layer, 1):
+        if scale is not None:
+            extras.append("LayerScale")
         if isinstance(pre or post, nn.LayerNorm):
             extras.append("LayerNorm")
         if pre is None:
@@ -267,6 +269,8 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
         if not isinstance(core, Attention):
             extras += [] if (core.activation, core.gated) == ("silu", True) else [core.activation]
             continue
+        if not core.heads.causal:
+            extras.append("not causal")
         if any(linear.bias is not None for linear in into):
             extras.append("biases")
         if any(norm is not None for norm in inner):
@@ -277,10 +281,15 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
 
 def _forbid_cache(model: nn.Module, converted: list[str]) -> None:
     """No key/value cache while training, by a hook on whoever owns the converted layers and calls them."""
-    for owner in {_owner(model, name) for name in converted}:
+    for owner in {_owner(model, name) for name in converted if not _is_encoder(model.get_submodule(name))}:
         if owner is not None and not getattr(owner, "_overcoat_no_cache", False):
             owner.register_forward_pre_hook(_no_cache_while_training, with_kwargs=True)
             owner._overcoat_no_cache = True  # type: ignore[assignment]
+
+
+def _is_encoder(layer: nn.Module) -> bool:
+    family = family_of(layer)
+    return family is not None and family.encoder
 
 
 def _owner(model: nn.Module, name: str) -> Optional[nn.Module]:

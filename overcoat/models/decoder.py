@@ -1,4 +1,4 @@
-"""What all families share: a decoder layer that trains in FP8, and how its modules become the branches of a block.
+"""What all families share: a layer that trains in FP8, and how its modules become the branches of a block.
 
 `Fp8DecoderLayer` is mixed into the layer's own class (convert.py), so parameters, names, hooks and the original forward
 stay. It computes in FP8 in `train()` mode; otherwise, and whenever a module of it was replaced or hooked since (a
@@ -7,6 +7,7 @@ LoRA adapter, say) or a cache is asked for, the original forward runs.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any, Optional
@@ -19,7 +20,7 @@ from overcoat.block.mlp import Mlp
 from overcoat.block.run import run_block
 from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
 from overcoat.kernels.packed import dense_mask
-from overcoat.models.family import Family, Mixin, Modules, class_name, family_of
+from overcoat.models.family import Family, Mixin, Modules, class_name, family_of, original_class
 from overcoat.recipe import Recipe
 
 # transformers' names of the activations, and ours.
@@ -32,6 +33,7 @@ ACTIVATIONS = {
     "gelu_python_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu2": "relu2",
 }
 # The classes that transformers makes of them.
@@ -39,6 +41,7 @@ FUNCTIONS = {
     "silu": ("SiLUActivation", "SiLU"),
     "gelu": ("GELUActivation",),
     "gelu_tanh": ("GELUTanh", "PytorchGELUTanh", "NewGELUActivation", "FastGELUActivation"),
+    "quick_gelu": ("QuickGELUActivation",),
     "relu2": ("ReLUSquaredActivation",),
 }
 
@@ -53,36 +56,56 @@ ATTENTION = ("sdpa", "eager")
 # ---- what families are made of ----------------------------------------------------------------------------------
 
 
-def attention(module: Any, batch: int, *, pre: Any = None, post: Any = None, full_norm: bool = False) -> Modules:
+def attention(
+    module: Any,
+    batch: int,
+    *,
+    pre: Any = None,
+    post: Any = None,
+    full_norm: bool = False,
+    qkv: Any = None,
+    out: Any = None,
+    scale: Any = None,
+) -> Modules:
     """The branch of an attention module with q_proj, k_proj, v_proj and o_proj, and perhaps norms of q and k.
 
-    full_norm: these take all heads together.
+    full_norm: these take all heads together. qkv: one layer instead of three. out: instead of o_proj. scale: `Modules`.
     """
-    q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
-    q_proj, k_proj, width = module.q_proj, module.k_proj, module.head_dim
+    q_norm, k_norm = (
+        None if isinstance(norm := getattr(module, name, None), nn.Identity) else norm for name in ("q_norm", "k_norm")
+    )
+    into = (module.q_proj, module.k_proj, module.v_proj) if qkv is None else (qkv,)
+    rows, width = [linear.weight.shape[0] for linear in into], module.head_dim
+    if qkv is not None:
+        rows = [rows[0] // 3] * 3
     heads = Heads(
         batch,
-        q_proj.weight.shape[0] // width,
-        k_proj.weight.shape[0] // width,
+        rows[0] // width,
+        rows[1] // width,
         width,
-        module.scaling,
+        module.scaling if hasattr(module, "scaling") else module.scale,
         0.0 if q_norm is None else float(q_norm.variance_epsilon),
-        full_norm,
+        full_norm and q_norm is not None,
+        bool(getattr(module, "is_causal", True)),
     )
     return Modules(
-        Attention(heads), module, (q_proj, k_proj, module.v_proj), module.o_proj, (q_norm, k_norm), pre, post
+        Attention(heads), module, into, module.o_proj if out is None else out, (q_norm, k_norm), pre, post, scale
     )
 
 
-def gated_mlp(module: Any, *, pre: Any = None, post: Any = None) -> Modules:
-    """The branch of an MLP down_proj(act(gate_proj(x)) * up_proj(x))."""
-    core = Mlp(ACTIVATIONS.get(module.config.hidden_act, ""), True)
-    return Modules(core, module, (module.gate_proj, module.up_proj), module.down_proj, (), pre, post)
+def gated_mlp(
+    module: Any, activation: Optional[str] = None, *, pre: Any = None, post: Any = None, scale: Any = None
+) -> Modules:
+    """The branch of an MLP down_proj(act(gate_proj(x)) * up_proj(x)); activation: of the module's config if None."""
+    core = Mlp(ACTIVATIONS.get(module.config.hidden_act if activation is None else activation, ""), True)
+    return Modules(core, module, (module.gate_proj, module.up_proj), module.down_proj, (), pre, post, scale)
 
 
-def plain_mlp(module: Any, into: Any, out: Any, activation: str, *, pre: Any = None, post: Any = None) -> Modules:
+def plain_mlp(
+    module: Any, into: Any, out: Any, activation: str, *, pre: Any = None, post: Any = None, scale: Any = None
+) -> Modules:
     """The branch of an MLP out(act(into(x)))."""
-    return Modules(Mlp(ACTIVATIONS.get(activation, ""), False), module, (into,), out, (), pre, post)
+    return Modules(Mlp(ACTIVATIONS.get(activation, ""), False), module, (into,), out, (), pre, post, scale)
 
 
 def block_of(branches: tuple[Modules, ...], parallel: bool) -> Block:
@@ -91,9 +114,14 @@ def block_of(branches: tuple[Modules, ...], parallel: bool) -> Block:
 
 
 def _branch(modules: Modules) -> Branch:
-    core, _, into, out, inner, pre, post = modules
-    weights = tuple([None if norm is None else norm.weight for norm in inner])
-    return Branch(core, _linear(into), _linear((out,)), weights, _norm(pre), _norm(post))
+    core, _, into, out, inner, pre, post, scale = modules
+    weights, result = tuple([None if norm is None else norm.weight for norm in inner]), _linear((out,))
+    if scale is not None:
+        # Into the weight, whose gradient autograd takes apart again. FP8 has exponents enough for columns' sizes.
+        scale = getattr(scale, "lambda1", scale)
+        (weight,), (bias,) = result
+        result = Linear((scale[:, None] * weight,), (None if bias is None else scale * bias,))
+    return Branch(core, _linear(into), result, weights, _norm(pre), _norm(post))
 
 
 def _linear(layers: tuple[Any, ...]) -> Linear:
@@ -122,11 +150,12 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
     for module in (layer, *_modules_of(branches)):
         if "forward" in vars(module):
             return f"the forward of {_path(layer, module)} was replaced on the object: convert before"
-    for modules in branches:
-        for name in ("attention_dropout", "residual_dropout"):
-            dropout = getattr(modules.owner, name, 0.0)
-            if dropout:
-                return f"{name} is {dropout}; only 0 is supported"
+    for name, module in layer.named_modules():
+        for rate in ("attention_dropout", "residual_dropout", "dropout", "drop_prob", "p"):
+            dropout = getattr(module, rate, 0.0)
+            if isinstance(dropout, float) and dropout:
+                place = rate if rate.endswith("_dropout") else f"{name}.{rate}"
+                return f"{place} is {dropout}; only 0 is supported"
     config: Any = branches[0].owner.config
     for core in (modules.core for modules in branches):
         if isinstance(core, Mlp) and not core.activation:
@@ -152,7 +181,7 @@ def _why_foreign(layer: nn.Module, family: Family) -> Optional[str]:
 
 
 def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]) -> Optional[str]:
-    for core, owner, into, out, inner, pre, post in branches:
+    for core, owner, into, out, inner, pre, post, _ in branches:
         if isinstance(core, Mlp):
             for part in owner._modules.values():
                 if (
@@ -161,8 +190,9 @@ def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]
                     and type(part).__name__ not in FUNCTIONS.get(core.activation, ())
                 ):
                     return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
-        elif getattr(owner, "is_causal", True) is False:
-            return f"{_path(layer, owner)}.is_causal is False; only causal attention is supported"
+        elif bool(getattr(owner, "is_causal", True)) is family.encoder:
+            kind = "attention of all tokens" if family.encoder else "causal attention"
+            return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
         for linear in (*into, out):
             if type(linear) is not nn.Linear:
                 return f"{_path(layer, linear)} is a {class_name(linear)}, not nn.Linear"
@@ -179,16 +209,16 @@ def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]
     config: Any = branches[0].owner.config
     if config._attn_implementation not in ATTENTION:
         return f"attn_implementation is {config._attn_implementation!r}; only sdpa and eager masks are read"
-    if getattr(config, "is_causal", True) is False:
+    if not family.encoder and getattr(config, "is_causal", True) is False:
         return "config.is_causal is False; only causal attention is supported"
     return None
 
 
 def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
-    for core, owner, into, out, inner, pre, post in branches:
+    for core, owner, into, out, inner, pre, post, scale in branches:
         parts = owner._modules.values() if isinstance(core, Mlp) else (*into, out, *inner)  # an MLP's activation, too
-        for module in (owner, *parts, pre, post):
-            if module is not None:
+        for module in (owner, *parts, pre, post, scale):
+            if isinstance(module, nn.Module):
                 yield module
 
 
@@ -197,8 +227,8 @@ def _path(layer: nn.Module, module: Any) -> str:
 
 
 def _is_own_norm(norm: nn.Module, family: Family) -> bool:
-    if family.norm is None:
-        return type(norm) is nn.LayerNorm
+    if type(norm) is nn.LayerNorm:
+        return True
     return (type(norm).__module__, type(norm).__name__) == (family.module, family.norm)
 
 
@@ -222,36 +252,41 @@ class Fp8DecoderLayer(Mixin):
 
     overcoat_recipe: Recipe
     overcoat_family: Any
+    # The names of the arguments of the layer's own forward after hidden_states.
+    overcoat_arguments: tuple[str, ...] = ()
     # Whether this layer's kept tensors go to host memory; None where those of no layer do.
     overcoat_offload: Optional[bool] = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.overcoat_family = family_of(cls)
+        cls.overcoat_arguments = tuple(inspect.signature(original_class(cls).forward).parameters)[2:]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The layer's own signature (transformers): hidden_states (B, S, H) -> (B, S, H)."""
+        """The layer's own signature (transformers): hidden_states (B, S, H) -> (B, S, H); or (T, H) with `cu_seqlens`,
+        where images begin."""
+        kwargs.update(zip(self.overcoat_arguments, args, strict=False))
         embeddings: Any = kwargs.get("position_embeddings")
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and not mask.numel():  # models/causal.py
             mask = kwargs["attention_mask"] = None
-        branches = None
-        if not args and embeddings is not None:
-            branches = self._fp8_branches(hidden_states.shape[0], kwargs.get("past_key_values"))
+        branches, family, lengths = None, self.overcoat_family, kwargs.get("cu_seqlens")
+        batch = 1 if lengths is not None and hidden_states.dim() == 2 else hidden_states.shape[0]
+        if embeddings is not None or not family.rotary:
+            branches = self._fp8_branches(batch, kwargs.get("past_key_values"))
         if branches is None:
             starts = _as_starts(mask)
             if starts is not None:
                 kwargs["attention_mask"] = dense_mask(starts, *hidden_states.shape[:2])
-            return super().forward(hidden_states, *args, **kwargs)
-        if hidden_states.dim() != 3:
+            return super().forward(hidden_states, **kwargs)
+        if hidden_states.dim() != 3 and lengths is None:
             raise ValueError(
                 f"hidden_states has the shape {tuple(hidden_states.shape)}: a decoder layer takes (batch, sequence, "
                 "hidden), the model input_ids of (batch, sequence)"
             )
-        mask = check_mask(mask, hidden_states.shape[1])
-        cos, sin = embeddings
-        tables = Tables(cos.flatten(0, -2), sin.flatten(0, -2), mask)
-        block = block_of(branches, self.overcoat_family.parallel)
+        mask = check_mask(mask, hidden_states.shape[-2]) if lengths is None else lengths.int()
+        block = block_of(_as_called(branches, kwargs.get("is_causal")), family.parallel)
+        tables = Tables(*_rotation(embeddings if family.rotary else None, hidden_states, block), mask)
         watched = not torch.compiler.is_compiling() and bool(observers)
         for observer in observers if watched else ():
             observer.enter(self)
@@ -278,6 +313,27 @@ class Fp8DecoderLayer(Mixin):
                 return branches
         warnings.warn(f"this layer trains in its original precision: {reason}", stacklevel=3)
         return None
+
+
+def _as_called(branches: tuple[Modules, ...], causal: Optional[bool]) -> tuple[Modules, ...]:
+    """Branches whose attention is causal or not as the model asks for in the call (CLIP's text tower), if it does."""
+    if causal is None:
+        return branches
+    return tuple(
+        modules._replace(core=Attention(modules.core.heads._replace(causal=causal)))
+        if isinstance(modules.core, Attention)
+        else modules
+        for modules in branches
+    )
+
+
+def _rotation(embeddings: Any, x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """cos and sin (P, D); of no angle where the layer gets none, which the kernels multiply with exactly."""
+    if embeddings is not None:
+        cos, sin = embeddings
+        return cos.flatten(0, -2), sin.flatten(0, -2)
+    width = next(branch.core.heads.width for branch in block.branches if isinstance(branch.core, Attention))
+    return x.new_ones(1, width), x.new_zeros(1, width)
 
 
 def _as_starts(mask: Any) -> Optional[Tensor]:

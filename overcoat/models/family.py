@@ -18,10 +18,12 @@ from torch import nn
 
 
 class Modules(NamedTuple):
-    """One residual branch of a decoder layer, in modules; `block.spec.Branch` has its parameters.
+    """One residual branch of a layer, in modules; `block.spec.Branch` has its parameters.
 
     core: `Attention` or `Mlp`. owner: the module whose forward the core and its linear layers stand in for.
     inner: the norms of q and of k, None where there is none. pre, post: the norms before and after, or None.
+    scale: what the result is multiplied with before it is added, by column: a parameter, or the module that has it as
+        `lambda1`, or None.
     """
 
     core: Any
@@ -31,17 +33,19 @@ class Modules(NamedTuple):
     inner: tuple[Any, ...] = ()
     pre: Any = None
     post: Any = None
+    scale: Any = None
 
 
 class Family(NamedTuple):
     """What has been read and tested of a family of transformers.
 
     Attributes:
-        module: its modeling module. layer, causal, norm: names of the decoder layer's class in it, of the causal
-            model's, and of the RMSNorm's (x * rstd * weight); norm is None where norms are LayerNorm.
+        module: its modeling module. layer, causal, norm: names of the layer's class in it, of the model's (a causal
+            one, or an encoder), and of the RMSNorm's (x * rstd * weight); norm is None where norms are LayerNorm.
         branches: the decoder layer and the batch size -> its branches, in the order in which they are computed.
         samples: small configurations for the tests, by name: fields beside those that all families share.
         parallel: whether all branches read the layer's input, instead of each the sum so far.
+        encoder: whether a token sees those after it, too. rotary: whether layers are given cos and sin.
         trunk, head: where the causal model keeps its layers' owner and its last linear layer.
     """
 
@@ -52,6 +56,8 @@ class Family(NamedTuple):
     branches: Callable[[Any, int], tuple[Modules, ...]]
     samples: dict[str, dict[str, Any]]
     parallel: bool = False
+    encoder: bool = False
+    rotary: bool = True
     trunk: str = "model"
     head: str = "lm_head"
 

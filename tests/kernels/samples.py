@@ -163,7 +163,7 @@ def _rope() -> None:
 
 
 def _activation() -> None:
-    kinds = [("relu2", True), ("gelu", False), ("gelu_tanh", True), ("silu", True)]
+    kinds = [("relu2", True), ("gelu", False), ("gelu_tanh", True), ("silu", True), ("quick_gelu", False)]
     for i, (tokens, columns, dtype) in enumerate([*SIZES, (130, 384, torch.bfloat16)]):
         activation, gated = kinds[i]
         z, dh = normal(tokens, (1 + gated) * columns, dtype=dtype), normal(tokens, columns, dtype=dtype, seed=1)
@@ -202,6 +202,8 @@ def _attention() -> None:
             shared = (mask, batch, num_q, num_kv, width**-0.5)
             add("attention", qkv, *shared)
             add("attention_backward", do, qkv, o, lse, *shared)
+    add("attention", qkv, None, *shared[1:], False)
+    add("attention_backward", do, qkv, o, lse, None, *shared[1:], False)
     add("attention", strided(qkv), None, *shared[1:])
     add("attention_backward", do, strided(qkv), o, lse, None, *shared[1:])
 

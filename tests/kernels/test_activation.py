@@ -108,7 +108,7 @@ def test_what_bounds_rely_on(activation, device):
 
 def test_unknown_activations_are_refused():
     with pytest.raises(
-        ValueError, match="activation 'sigmoid' is not known; choose one of silu, gelu, gelu_tanh, relu"
+        ValueError, match="activation 'sigmoid' is not known; choose one of silu, gelu, gelu_tanh, quick_gelu, relu"
     ):
         ops.activation_encode(torch.zeros(2, 16), "sigmoid", False, "sqrt8", 16)
 

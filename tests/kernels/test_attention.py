@@ -19,7 +19,7 @@ from tests.kernels.samples import normal
 # batch, sequence, query heads, key/value heads, width
 SHAPES = [(1, 1, 1, 1, 8), (2, 7, 4, 2, 24), (1, 61, 6, 1, 16), (3, 20, 2, 2, 32)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
-MASKS = ["causal", "window", "padded", "packed", "per head", "additive", "additive min", "bias"]
+MASKS = ["causal", "all", "window", "padded", "packed", "per head", "additive", "additive min", "bias"]
 masks = pytest.mark.parametrize("kind", MASKS)
 
 
@@ -29,6 +29,8 @@ def make_mask(kind, shape, device, dtype=torch.float32):
     causal = torch.ones(sequence, sequence, dtype=torch.bool).tril()
     if kind == "causal":
         return None
+    if kind == "all":
+        return torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=device)
     if kind == "window":
         mask = (causal & causal.t().roll(3, 0).logical_or(torch.eye(sequence, dtype=torch.bool)))[None, None]
     elif kind == "packed":
@@ -63,6 +65,8 @@ def run(shape, kind, dtype, device):
     truth = leaf(qkv)
     o = exact.attention(truth, *arguments)
     o.backward(do.double())
+    if kind == "all":
+        arguments = (None, *arguments[1:], False)
     got_o, got_lse = attention(qkv, *arguments)
     got = torch.cat(attention_backward(do, qkv, got_o, got_lse, *arguments), 1)
     assert got_o.dtype == got.dtype == dtype
@@ -250,6 +254,7 @@ def test_shapes_of_the_library_kernels(kernel, kind, shape):
         *((CUDNN, kind, (2, 384, 4, 2, 64)) for kind in ("packed", "bias")),
         *((kernel, "causal", (2, 192, 4, 2, 64)) for kernel in (CUDNN, FLASH, EFFICIENT)),
         *((kernel, "causal", (2, 256, 4, 4, 128)) for kernel in (FLASH, EFFICIENT)),
+        *((kernel, "all", (2, 257, 4, 4, 72)) for kernel in (CUDNN, FLASH, EFFICIENT)),
         *((EFFICIENT, kind, (2, 192, 4, 2, 64)) for kind in ("packed", "per head")),
         *((EFFICIENT, kind, (2, 256, 4, 4, 128)) for kind in ("packed", "per head")),
     ],
@@ -262,6 +267,8 @@ def test_every_library_kernel_equals_the_reference(kernel, kind, shape):
     qkv = normal(batch * sequence, (num_q + 2 * num_kv) * width).to("cuda", torch.bfloat16)
     do = normal(batch * sequence, num_q * width, seed=1).to("cuda", torch.bfloat16)
     heads = (make_mask(kind, shape, "cuda", torch.bfloat16), batch, num_q, num_kv, width**-0.5)
+    if kind == "all":
+        heads = (None, *heads[1:], False)
     o, lse = module.forward_by(kernel, qkv, *heads)
     expected_o, expected_lse = attention.reference(qkv, *heads)
     assert_close("o", expected_o, o, combined_db(*[BF16_DB] * 5))

@@ -37,6 +37,22 @@ def test_the_mask_of_all_pairs():
         assert torch.equal(mask[row, 0], expected)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_within_documents_equals_attention_of_each(causal):
+    """And its gradients: on the reference."""
+    num_q, num_kv, width = 4, 2, 16
+    qkv = normal(244, (num_q + 2 * num_kv) * width)
+    do = normal(244, num_q * width, seed=1)
+    starts = document_starts(position_ids(ROWS))
+    o, lse = attention(qkv, starts, 4, num_q, num_kv, 0.3, causal)
+    gradients = torch.cat(attention_backward(do, qkv, o, lse, starts, 4, num_q, num_kv, 0.3, causal), 1)
+    for start, end in zip(starts.tolist(), starts[1:].tolist()):
+        alone, its_lse = attention(qkv[start:end], None, 1, num_q, num_kv, 0.3, causal)
+        torch.testing.assert_close(o[start:end], alone)
+        backward = (do[start:end], qkv[start:end], alone, its_lse, None, 1, num_q, num_kv, 0.3, causal)
+        torch.testing.assert_close(gradients[start:end], torch.cat(attention_backward(*backward), 1))
+
+
 def test_the_rule():
     starts = document_starts(position_ids(ROWS))
     q = torch.empty(4, 32, 61, 128, dtype=torch.bfloat16, device="meta")
@@ -57,14 +73,14 @@ def test_heads_of_a_token_lie_together(monkeypatch):
         return q.clone(), torch.arange(num_q * tokens).view(num_q, tokens).float(), None, None, None
 
     def backward(do, q, k, v, o, lse, *rest, scale):
-        handed.update(do=do, lse=lse, starts=rest[:2], longest=rest[2:4])
+        handed.update(do=do, lse=lse, starts=rest[:2], longest=rest[2:4], causal=rest[5])
         return q.clone(), k.clone(), v.clone()
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     starts = document_starts(position_ids(ROWS))
     o, lse = module.forward_by(PACKED, qkv, starts, 4, num_q, num_kv, 0.5)
-    gradients = module.backward_by(PACKED, do, qkv, o, lse, starts, 4, num_q, num_kv, 0.5)
+    gradients = module.backward_by(PACKED, do, qkv, o, lse, starts, 4, num_q, num_kv, 0.5, False)
     assert torch.equal(o, qkv[:, : num_q * width])
     assert torch.equal(torch.cat(gradients, 1), qkv)
     assert torch.equal(lse, torch.arange(num_q * tokens).view(num_q, 4, -1).transpose(0, 1).float())
@@ -72,6 +88,7 @@ def test_heads_of_a_token_lie_together(monkeypatch):
     assert torch.equal(handed["lse"], torch.arange(num_q * tokens).view(num_q, tokens).float())
     assert all(each is starts for each in handed["starts"])
     assert handed["longest"] == (61, 61)
+    assert handed["causal"] is False
 
 
 # ---- against FP64, and on a GPU against the masked kernels -----------------------------------------------------------

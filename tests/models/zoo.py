@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from overcoat.models.family import Family, families
 
 VOCAB = 512
-# By name: the family, and what the configuration has beside the fields below.
+# By name: the family, and what the configuration has beside the fields below; encoders apart.
 KINDS: dict[str, tuple[Family, dict[str, Any]]] = {
-    name: (family, extra) for family in families() for name, extra in family.samples.items()
+    name: (family, extra) for family in families() if not family.encoder for name, extra in family.samples.items()
+}
+ENCODERS: dict[str, tuple[Family, dict[str, Any]]] = {
+    name: (family, extra) for family in families() if family.encoder for name, extra in family.samples.items()
 }
 
 
@@ -32,12 +35,15 @@ def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides:
         max_position_embeddings=256,
         attn_implementation="sdpa",
     )
-    model = model_class(model_class.config_class(**{**values, **extra, **overrides})).to(torch.bfloat16)
+    return _unevenly(model_class(model_class.config_class(**{**values, **extra, **overrides})).to(torch.bfloat16))
+
+
+def _unevenly(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.copy_(0.1 * torch.randn_like(parameter))
-            elif "norm" in name:
+            elif "norm" in name or "lambda" in name:
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
     return model.train()
 
@@ -61,3 +67,58 @@ def make_batch(kind: str = "causal", batch: int = 2, length: int = 61, seed: int
     elif kind != "causal":
         raise ValueError(f"unknown batch kind {kind!r}")
     return inputs
+
+
+# ---- encoders --------------------------------------------------------------------------------------------------------
+
+PATCH, SIDE = 4, 28
+# Images in one batch, in patches (rows, columns), where a tower takes them of different sizes.
+SIZES = [(6, 4), (4, 8), (6, 6)]
+
+
+def make_encoder(kind: str, layers: int = 2, seed: int = 0, **overrides: object) -> nn.Module:
+    """A FP32 encoder, as uneven as `make_model`'s; 128 wide, with heads of 64."""
+    torch.manual_seed(seed)
+    family, extra = ENCODERS[kind]
+    model_class = getattr(importlib.import_module(family.module), family.causal)
+    values = dict(  # noqa: C408
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=layers,
+        depth=layers,
+        num_attention_heads=2,
+        num_heads=2,
+        image_size=SIDE,
+        patch_size=PATCH,
+        num_patches=64,
+        out_hidden_size=64,
+        window_size=PATCH * 4,
+        vocab_size=VOCAB,
+        attn_implementation="sdpa",
+    )
+    return _unevenly(model_class(model_class.config_class(**{**values, **extra, **overrides})))
+
+
+def make_images(kind: str, seed: int = 0) -> dict[str, Any]:
+    """An encoder's inputs: images, of different sizes where it takes them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    counts = [rows * columns for rows, columns in SIZES]
+    if kind.startswith("qwen"):
+        patches = normal(sum(counts), 3 * 2 * PATCH * PATCH)
+        return {"hidden_states": patches, "grid_thw": torch.tensor([(1, *size) for size in SIZES])}
+    if kind == "siglip2":
+        real = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+        patches = normal(len(SIZES), max(counts), 3 * PATCH * PATCH)
+        return {"pixel_values": patches, "pixel_attention_mask": real, "spatial_shapes": torch.tensor(SIZES)}
+    if kind in ("idefics3", "smolvlm"):
+        real = torch.ones(2, SIDE // PATCH, SIDE // PATCH, dtype=torch.bool)
+        real[1, 4:] = False
+        return {"pixel_values": normal(2, 3, SIDE, SIDE), "patch_attention_mask": real}
+    if kind == "pixtral":
+        sizes = [tuple(PATCH * side for side in size) for size in SIZES]
+        return {"pixel_values": normal(len(SIZES), 3, SIDE + 4, SIDE + 4), "image_sizes": sizes}
+    return {"pixel_values": normal(2, 3, SIDE, SIDE)}

@@ -1,0 +1,154 @@
+"""Converted vision towers and text encoders against transformers' own: `pytest tests/models/test_encoders.py`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModel
+
+import overcoat
+from overcoat import Recipe
+from overcoat.memory import record_kept
+from overcoat.models.family import decoder_layers
+from tests.emulation import emulate_fp8_gemms, sqnr
+from tests.models.zoo import ENCODERS, make_encoder, make_images
+
+SEEDS = 12
+LIMIT_DB = 1.0
+# LayerScale's own gradients see the product's noise, since the scale is part of its weight.
+SCALE_LIMIT_DB = 3.5
+# What the families have, each once.
+DISTINCT = ("clip", "siglip2", "dinov2", "internvl-6b", "pixtral", "qwen2.5-vl-vision")
+
+
+def run(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The last layer's result, and every parameter's gradient of a random function of it."""
+    dtype = next(model.parameters()).dtype
+    inputs = {name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in inputs.items()}
+    result = model(**inputs).last_hidden_state
+    direction = torch.randn(result.shape, generator=torch.Generator().manual_seed(7))
+    (result * direction.to(result)).sum().backward()
+    found = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    return {"result": result.detach().double(), **found}
+
+
+def noise(exact: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
+    assert exact.keys() == other.keys()
+    return {
+        name: float((x - other[name]).square().sum() / x.square().sum())
+        for name, x in exact.items()
+        if not name.endswith("k_proj.bias")  # its gradient is zero, but for rounding
+    }
+
+
+def limit_of(name: str, kind: str) -> float:
+    if "lambda" in name:
+        return SCALE_LIMIT_DB
+    return LIMIT_DB + 0.3 * kind.startswith(("dinov2", "internvl"))
+
+
+def offenders(kind: str, recipe: Recipe) -> dict[str, float]:
+    losses = losses_in_db(kind, recipe)
+    return {name: round(loss, 2) for name, loss in losses.items() if not loss <= limit_of(name, kind)}
+
+
+def losses_in_db(kind: str, recipe: Recipe, seeds: int = SEEDS) -> dict[str, float]:
+    """By tensor: dB that the converted model loses against FP8 GEMMs alone."""
+    ours: dict[str, float] = defaultdict(float)
+    floor: dict[str, float] = defaultdict(float)
+    for seed in range(seeds):
+        model, inputs = make_encoder(kind, seed=seed), make_images(kind, seed)
+        exact = run(copy.deepcopy(model).double(), inputs)
+        for name, x in noise(exact, run(emulate_fp8_gemms(model, recipe.grad_format), inputs)).items():
+            floor[name] += x
+        report = overcoat.convert(model, recipe)
+        assert len(report.converted) == len(decoder_layers(model)) == 2, str(report)
+        for name, x in noise(exact, run(model, inputs)).items():
+            ours[name] += x
+    # Where FP64 alone is exact (the last bias), FP32's rounding is right.
+    return {name: 10 * math.log10(max(ours[name], 1e-12) / max(floor[name], 1e-10)) for name in ours}
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_a_converted_encoder_is_as_good_as_fp8_gemms_alone(kind: str) -> None:
+    assert not offenders(kind, Recipe())
+
+
+@pytest.mark.parametrize("kind", DISTINCT)
+def test_so_it_is_from_its_kept_input(kind: str) -> None:
+    assert not offenders(kind, Recipe.leanest())
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "qwen2.5-vl-vision"])
+def test_compiled_layers_give_the_eager_gradients(kind: str) -> None:
+    torch.compiler.reset()
+    results = []
+    for compiled in (False, True):
+        model = make_encoder(kind, layers=1)
+        overcoat.convert(model)
+        for layer in decoder_layers(model).values() if compiled else ():
+            layer.compile(fullgraph=True, backend="aot_eager")
+        results.append(run(model, make_images(kind)))
+    for name, x in results[0].items():
+        assert torch.equal(results[1][name], x), name
+
+
+@pytest.mark.parametrize("kind", DISTINCT)
+def test_a_frozen_encoder_keeps_nothing(kind: str) -> None:
+    model, inputs = make_encoder(kind).requires_grad_(False), make_images(kind)
+    overcoat.convert(model)
+    with record_kept(model) as kept:
+        result = model(**inputs).last_hidden_state
+    assert kept.total_bytes == 0, str(kept)
+    assert not result.requires_grad
+
+
+@pytest.mark.parametrize("kind", DISTINCT)
+def test_evaluation_is_untouched(kind: str) -> None:
+    model, inputs = make_encoder(kind), make_images(kind)
+    expected = copy.deepcopy(model).eval()(**inputs).last_hidden_state
+    overcoat.convert(model)
+    assert torch.equal(model.eval()(**inputs).last_hidden_state, expected)
+
+
+def test_clips_text_tower_is_causal() -> None:
+    """Its layers are the vision tower's; that it is causal the model says in the call."""
+    config = CLIPTextConfig(hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2)
+    model = CLIPTextModel(config).train()
+    ids = torch.arange(2, 18).repeat(2, 1)
+    exact = model(input_ids=ids).last_hidden_state
+    assert len(overcoat.convert(model).converted) == 2
+    first, changed = (model(input_ids=x).last_hidden_state for x in (ids, ids.where(torch.arange(16) < 12, 7)))
+    assert sqnr(exact, first) > 20
+    assert sqnr(first[:, :12], changed[:, :12]) > 25  # FP8's scales alone differ
+    assert sqnr(first[:, 12:], changed[:, 12:]) < 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "reason"),
+    [
+        ("clip", {"attention_dropout": 0.1}, "self_attn.dropout is 0.1; only 0 is supported"),
+        ("vit", {"hidden_dropout_prob": 0.1}, "dropout.p is 0.1"),
+        ("vit", {"attention_probs_dropout_prob": 0.2}, "attention_dropout is 0.2"),
+        ("dinov2", {"drop_path_rate": 0.3}, "drop_path.drop_prob is 0.3"),
+        ("siglip", {"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
+    ],
+)
+def test_what_a_block_has_not_is_refused(kind: str, overrides: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        overcoat.convert(make_encoder(kind, **overrides), strict=True)
+
+
+def test_an_encoder_made_causal_is_left_to_the_original() -> None:
+    model = make_encoder("vit")
+    overcoat.convert(model)
+    for layer in decoder_layers(model).values():
+        layer.attention.is_causal = True
+    with pytest.warns(UserWarning, match="attention.is_causal is True; only attention of all tokens is supported"):
+        model(**make_images("vit"))
