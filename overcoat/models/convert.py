@@ -21,6 +21,7 @@ from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
 from overcoat.models.decoder import Fp8DecoderLayer, why_unsupported
 from overcoat.models.family import Family, decoder_layers, families, family_of, mixed, original_class
 from overcoat.models.head import find_causal_model, install_head, remove_head, why_head_unsupported
+from overcoat.models.whole import whole_of
 from overcoat.recipe import Recipe
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -226,7 +227,7 @@ def _convert_head(model: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn
     if found is None:
         return None
     path, causal = found
-    name = _head_name(path)
+    name = _head_name(path, causal)
     reason = _why_no_head(path, causal, recipe, filter_fn)
     if reason is not None:
         remove_head(causal)
@@ -239,17 +240,18 @@ def _convert_head(model: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn
     return LayerReport(name, original_class(causal).__name__, True, detail)
 
 
-def _head_name(path: str) -> str:
-    return f"{path}.lm_head".removeprefix(".")
+def _head_name(path: str, causal: nn.Module) -> str:
+    whole = whole_of(causal)
+    return f"{path}.{whole.head if whole is not None else 'lm_head'}".removeprefix(".")
 
 
 def _why_no_head(path: str, causal: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> Optional[str]:
     if recipe.head is None:
         return "Recipe.head is None"
-    reason = why_head_unsupported(causal)
-    if reason is None and filter_fn is not None and not filter_fn(causal.get_submodule("lm_head"), _head_name(path)):
-        reason = FILTERED
-    return reason
+    reason, whole = why_head_unsupported(causal), whole_of(causal)
+    if reason is not None or filter_fn is None or whole is None:
+        return reason
+    return None if filter_fn(causal.get_submodule(whole.head), _head_name(path, causal)) else FILTERED
 
 
 def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:

@@ -1,12 +1,13 @@
 """The end of a converted model: `model(input_ids, labels=...)` computes its loss without ever holding the logits.
 
-The families' models end alike: final norm, `lm_head` (a linear layer without bias, perhaps tied to the embedding),
-`ForCausalLMLoss` on shifted labels. The model, its lm_head and its final norm get subclasses of their own classes, as
-the decoder layers do (convert.py), with the same parameters and names:
+The models end alike: final norm, `lm_head` (a linear layer without bias, perhaps tied to the embedding),
+`ForCausalLMLoss` on shifted labels; where these lie says whole.py. The model, its lm_head and its final norm get
+subclasses of their own classes, as the layers do (convert.py), with the same parameters and names:
 
-    LossHead         lm_head(hidden) gives logits as ever; lm_head(hidden, labels) their loss, in chunks
+    LossHead         lm_head(hidden) gives logits as ever; where it was told the labels, their loss, in chunks
                      (block/loss.py). The call goes through the module, so that FSDP2 may wrap lm_head by itself.
-    LeanLossModel    forward(labels=...) calls it so in `train()` mode and leaves `logits` out of its result (None).
+    LeanLossModel    forward(labels=...) tells it in `train()` mode, and runs the model's own forward, whose loss
+                     function then returns what came from lm_head. `logits` are left out of the result (None).
     FinalNorm        RMSNorm as one op while it does; else its original forward, so that logits are what they were, bit
                      for bit. LayerNorm needs nothing, PyTorch's is fused.
 
@@ -19,9 +20,11 @@ with another loss function, and when lm_head was replaced or hooked since.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import warnings
 from collections.abc import Iterator
-from typing import Any, Optional, cast
+from typing import Any, Callable, Optional, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,18 +33,22 @@ from torch import Tensor, nn
 from overcoat.block.loss import final_norm, linear_cross_entropy
 from overcoat.models.causal import causal_mask
 from overcoat.models.decoder import HARMLESS_HOOKS, has_hooks
-from overcoat.models.family import Mixin, class_name, families, family_of, mixed, original_class
+from overcoat.models.family import Mixin, class_name, families, mixed, original_class
+from overcoat.models.whole import Whole, whole_of, wholes
 from overcoat.recipe import Recipe
 
 
 class LossHead(nn.Linear):
-    """lm_head with a second face: given labels, the loss of its logits instead of the logits."""
+    """lm_head with a second face: given `overcoat_loss`, the loss of its logits instead of the logits."""
 
-    def forward(self, input: Tensor, labels: Optional[Tensor] = None, **options: Any) -> Tensor:
-        """input (..., H) -> logits (..., V); with labels (...) the loss, 0-d FP32; options: `linear_cross_entropy`."""
-        if labels is None:
+    # hidden (..., H) and the weight -> the loss, 0-d FP32; set while the model runs for its loss alone.
+    overcoat_loss: Optional[Callable[[Tensor, Tensor], Tensor]] = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input (..., H) -> logits (..., V), or their loss."""
+        if self.overcoat_loss is None:
             return super().forward(input)
-        return linear_cross_entropy(input, self.weight, labels, **options)
+        return self.overcoat_loss(input, self.weight)
 
 
 class FinalNorm(Mixin):
@@ -60,42 +67,43 @@ class FinalNorm(Mixin):
 
 
 class LeanLossModel(Mixin):
-    """Mixin before a causal model's own class: the loss without logits while training."""
+    """Mixin before a model's own class: the loss without logits while training."""
 
     overcoat_recipe: Recipe
+    overcoat_whole: Whole
 
-    def forward(
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        whole = whole_of(cls)
+        assert whole is not None
+        cls.overcoat_whole = whole
+        original = original_class(cls).forward
+        names = tuple(inspect.signature(original).parameters)[1:]
+
+        # The signature is the model's own: the HF Trainer drops the columns of a dataset that it has no argument for.
+        @functools.wraps(original)
+        def forward(self: Any, *args: Any, **inputs: Any) -> Any:
+            return self.run_lean(**dict(zip(names, args, strict=False)), **inputs)
+
+        cls.forward = forward
+
+    def run_lean(
         self,
-        input_ids: Optional[Tensor] = None,
-        attention_mask: Optional[Tensor] = None,
-        position_ids: Optional[Tensor] = None,
-        past_key_values: Any = None,
-        inputs_embeds: Optional[Tensor] = None,
         labels: Optional[Tensor] = None,
-        use_cache: Optional[bool] = None,
         logits_to_keep: int | Tensor = 0,
         output_logits: Optional[bool] = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> Any:
-        """The model's own arguments and result (transformers), and one argument more.
+        """`forward`: the model's own arguments and result (transformers), and one argument more.
 
         Args:
             labels: (B, S), shifted here. With them and in `train()` mode the result's `logits` are None.
             output_logits: True: logits, whatever the mode; False: none where labels are given, in `eval()` too;
                 None: none in `train()` mode.
-            kwargs: `num_items_in_batch`, `shift_labels` and `ignore_index` mean what transformers' loss makes of them;
+            inputs: `num_items_in_batch`, `shift_labels` and `ignore_index` mean what transformers' loss makes of them;
                 `cu_seq_lens_q`, int32 (N + 1,), beside packed position_ids: where documents begin among the B * S
                 tokens, and the end (every multiple of S among them). Without it the host waits to find out.
         """
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-            **kwargs,
-        }
         wants_logits = not self.training if output_logits is None else output_logits
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         is_lean = labels is not None and not wants_logits and keeps_all and self.overcoat_recipe.head is not None
@@ -106,39 +114,35 @@ class LeanLossModel(Mixin):
                     " output_logits and logits_to_keep out while training, lm_head and the loss function as they "
                     "were converted, or convert the model again without z_loss"
                 )
-            return super().forward(**inputs, labels=labels, logits_to_keep=logits_to_keep)
+            return self._own_forward(**inputs, labels=labels, logits_to_keep=logits_to_keep)
         return self._loss_only(labels, inputs)
+
+    def _own_forward(self, **inputs: Any) -> Any:
+        return original_class(self).forward(self, **inputs)
 
     def _has_lean_head(self) -> bool:
         reason = why_head_replaced(self)
         if reason is not None:
-            warnings.warn(f"the loss is computed from all logits: {reason}", stacklevel=4)
+            warnings.warn(f"the loss is computed from all logits: {reason}", stacklevel=5)
         return reason is None
 
     def _loss_only(self, labels: Tensor, inputs: dict[str, Any]) -> Any:
-        from transformers.modeling_outputs import CausalLMOutputWithPast
+        as_tuple = inputs.pop("return_dict", None) is False
+        if not self.overcoat_whole.vision:  # whose models read the mask themselves
+            inputs["attention_mask"] = causal_mask(self, inputs)
+        with _lean(self, functools.partial(self._loss, labels=labels, inputs=inputs)):
+            outputs = self._own_forward(**inputs, labels=labels, return_dict=True)
+        result = type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
+        return result.to_tuple() if as_tuple else result
 
-        return_dict = inputs.pop("return_dict", None)
-        inputs["attention_mask"] = causal_mask(self, inputs)
-        with _fused_final_norm(self):
-            outputs = self.get_submodule("model")(**inputs, return_dict=True)
-        result = CausalLMOutputWithPast(
-            loss=self._loss(outputs.last_hidden_state, labels, inputs),
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-        if return_dict is None:
-            return_dict = cast(Any, self).config.return_dict
-        return result if return_dict else result.to_tuple()
-
-    def _loss(self, hidden: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
         ignore_index, num_items = inputs.get("ignore_index", -100), inputs.get("num_items_in_batch")
         targets = inputs.get("shift_labels")
         if targets is None:
             targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        loss = self.get_submodule("lm_head")(
+        loss = linear_cross_entropy(
             hidden,
+            weight,
             targets.to(hidden.device).reshape(hidden.shape[:-1]),
             ignore_index=ignore_index,
             reduction="mean" if num_items is None else "sum",
@@ -150,24 +154,38 @@ class LeanLossModel(Mixin):
         return loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
 
 
+def _made_by_head(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+    return logits
+
+
 @contextlib.contextmanager
-def _fused_final_norm(model: nn.Module) -> Iterator[None]:
-    norm = model.get_submodule("model.norm")
-    if not isinstance(norm, FinalNorm):
-        yield
-        return
-    norm.overcoat_fused = True
+def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Inside, lm_head returns `loss` of what it gets, and the final norm is one op."""
+    head, norm, own = model.get_submodule(model.overcoat_whole.head), _final_norm(model), model.loss_function
+    is_fusable = isinstance(norm, FinalNorm)
+    model.loss_function, head.overcoat_loss = _made_by_head, loss
+    if is_fusable:
+        norm.overcoat_fused = True
     try:
         yield
     finally:
-        norm.overcoat_fused = False
+        model.loss_function, head.overcoat_loss = own, None
+        if is_fusable:
+            norm.overcoat_fused = False
+
+
+def _final_norm(model: Any) -> Any:
+    return model.get_submodule(f"{model.overcoat_whole.text}.norm")
 
 
 def find_causal_model(model: nn.Module) -> Optional[tuple[str, nn.Module]]:
-    """Name and module of transformers' causal model in `model` (itself, or inside a PEFT model, say), or None."""
+    """Name and module of transformers' causal or vision-language model in `model` (itself, or inside a PEFT model), or
+    None."""
     for name, module in model.named_modules():
         original = original_class(module)
-        if original.__module__.startswith("transformers.") and original.__name__.endswith("ForCausalLM"):
+        if original.__module__.startswith("transformers.") and original.__name__.endswith(
+            ("ForCausalLM", "ForConditionalGeneration")
+        ):
             return name, module
     return None
 
@@ -175,22 +193,23 @@ def find_causal_model(model: nn.Module) -> Optional[tuple[str, nn.Module]]:
 def why_head_unsupported(model: nn.Module) -> Optional[str]:
     """The reason why a causal model's loss cannot be computed without logits, or None if it can."""
     original: Any = original_class(model)
-    if family_of(model) is None:
-        kinds = ", ".join(family.causal for family in families())
+    whole = whole_of(model)
+    if whole is None:
+        kinds = ", ".join(each.name for each in wholes())
         return f"{original.__name__} is not among the supported kinds ({kinds})"
     if type(model) is not original and not isinstance(model, LeanLossModel):
         return f"the model is wrapped already, as {type(model).__name__}: convert it before"
     if "forward" in vars(model):
         return "the model's forward was replaced on the object: convert it before"
-    head = model.get_submodule("lm_head")
+    head = model.get_submodule(whole.head)
     if type(head) is not nn.Linear and not isinstance(head, LossHead):
         return f"lm_head is a {class_name(head)}, not nn.Linear"
     return _why_not_lean(model, head)
 
 
-def why_head_replaced(model: nn.Module) -> Optional[str]:
+def why_head_replaced(model: Any) -> Optional[str]:
     """The reason why a converted model's head is not what it was any more; checked at each forward with labels."""
-    head = model.get_submodule("lm_head")
+    head = model.get_submodule(model.overcoat_whole.head)
     if not isinstance(head, LossHead):
         return f"lm_head is a {class_name(head)} now; convert the model again if it is nn.Linear"
     return _why_not_lean(model, head)
@@ -205,37 +224,38 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
         return "lm_head is FP16, in which the gradient of a summed loss may overflow: use BF16"
     if has_hooks(head, HARMLESS_HOOKS):
         return "lm_head has hooks, which would not see logits"
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if softcap is not None:
+        return f"final_logit_softcapping is {softcap}"
     if model.loss_function is not ForCausalLMLoss:
         return f"the loss function is {getattr(model.loss_function, '__name__', model.loss_function)}"
     return None
 
 
-def install_head(model: nn.Module, recipe: Recipe) -> None:
+def install_head(model: Any, recipe: Recipe) -> None:
     """Give a supported model the lean loss, in place; again to change the recipe, even when wrapped by FSDP2 since."""
     if not isinstance(model, LeanLossModel):
         model.__class__ = mixed(LeanLossModel, original_class(model))
-    head: nn.Module = model.get_submodule("lm_head")
+    head = model.get_submodule(model.overcoat_whole.head)
     if not isinstance(head, LossHead):
         head.__class__ = LossHead
-    norm: Any = model.get_submodule("model.norm")
-    family = family_of(model)
-    is_own = family is not None and (type(norm).__module__, type(norm).__name__) == (family.module, family.norm)
+    norm = _final_norm(model)
+    is_own = any((type(norm).__module__, type(norm).__name__) == (each.module, each.norm) for each in families())
     if is_own and "forward" not in vars(norm):
         norm.__class__ = mixed(FinalNorm, type(norm))
-    model.overcoat_recipe = recipe  # type: ignore[assignment]
+    model.overcoat_recipe = recipe
 
 
-def remove_head(model: nn.Module) -> None:
+def remove_head(model: Any) -> None:
     """Undo `install_head`; a model that was wrapped since keeps its class and computes its original forward."""
     if not isinstance(model, LeanLossModel):
         return
-    norm = model.get_submodule("model.norm")
+    norm, head = _final_norm(model), cast(Any, model).get_submodule(model.overcoat_whole.head)
     if type(norm) is mixed(FinalNorm, original_class(norm)):
         norm.__class__ = original_class(norm)
     if type(model) is not mixed(LeanLossModel, original_class(model)):
         model.overcoat_recipe = Recipe.bf16()
         return
     model.__class__ = original_class(model)
-    head: nn.Module = model.get_submodule("lm_head")
     if type(head) is LossHead:
         head.__class__ = nn.Linear  # type: ignore[assignment]
