@@ -59,10 +59,10 @@ def support_matrix() -> str:
 
 
 def supported_layers() -> set[str]:
-    """Names of the decoder layers that the package knows."""
+    """Names of the decoder layers that the package knows, of text models."""
     from overcoat.models.family import families
 
-    return {family.layer for family in families()}
+    return {family.layer for family in families() if family.causal and not family.encoder}
 
 
 def conversion(model_type: str) -> tuple[str, Any | None]:

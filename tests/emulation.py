@@ -86,6 +86,8 @@ def emulate_fp8_gemms(model: nn.Module, grad_format: str = "e5m2", in_blocks: bo
     model = copy.deepcopy(model).double()
     for layer in decoder_layers(model).values():
         family = family_of(layer)
+        if family is None:  # `convert` leaves it alone
+            continue
         for layers in (part for branch in family.branches(layer, 1) for part in (branch.into, (branch.out,))):
             members = [_Member.of(linear) for linear in layers]
             stack = _Stack(members, grad_format, in_blocks)

@@ -42,11 +42,13 @@ class Report:
     """The result of `convert`; prints as a table, equal neighbours folded into one line.
 
     head: what became of lm_head and the loss; None if the model has none (a bare `LlamaModel`, say).
+    parts: of a vision-language model, how its tower, connector and text train, a line each.
     """
 
     recipe: Recipe
     layers: list[LayerReport] = field(default_factory=list)
     head: Optional[LayerReport] = None
+    parts: list[str] = field(default_factory=list)
 
     @property
     def converted(self) -> list[str]:
@@ -73,7 +75,7 @@ class Report:
             for row in [head, *rows]
         ]
         total = f"{len(self.converted)} of {len(self.layers)} decoder layers train in FP8"
-        return "\n".join([*lines, total])
+        return "\n".join([*lines, *self.parts, total])
 
 
 def _runs(layers: list[LayerReport]) -> list[tuple[LayerReport, LayerReport, int]]:
@@ -135,6 +137,7 @@ def convert(
         report.layers.append(_convert_layer(layer, name, recipe, filter_fn))
     _choose_offloaded(layers, report)
     report.head = _convert_head(model, recipe, filter_fn)
+    report.parts = _parts(model, report)
     _forbid_cache(model, report.converted)
     _check_converted(report, strict)
     return report
@@ -238,6 +241,23 @@ def _convert_head(model: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn
     if recipe.z_loss:
         detail += f", z-loss {recipe.z_loss}"
     return LayerReport(name, original_class(causal).__name__, True, detail)
+
+
+def _parts(model: nn.Module, report: Report) -> list[str]:
+    path, causal = find_causal_model(model) or ("", model)
+    whole = whole_of(causal)
+    if whole is None or not whole.vision:
+        return []
+    lines = []
+    for title, place in (("vision", whole.vision), ("connector", whole.connector), ("text", whole.text)):
+        inside = f"{path}.{place}.".removeprefix(".")
+        layers, weights = [row for row in report.layers if row.name.startswith(inside)], causal.get_submodule(place)
+        state = ", ".join({str(weight.dtype).removeprefix("torch.") for weight in weights.parameters()})
+        if layers:
+            state = f"{sum(row.converted for row in layers)} of {len(layers)} layers in FP8"
+        frozen = "" if any(weight.requires_grad for weight in weights.parameters()) else ", frozen"
+        lines.append(f"{title} ({inside[:-1]}): {state}{frozen}")
+    return lines
 
 
 def _head_name(path: str, causal: nn.Module) -> str:

@@ -1,0 +1,225 @@
+"""Vision-language models as a whole, tiny, with images: `pytest tests/models/test_vision_language.py`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import overcoat
+from overcoat import Recipe
+from overcoat.models.head import FinalNorm
+from overcoat.models.whole import VISION_LANGUAGE
+from tests.emulation import emulate_fp8_gemms, sqnr
+
+VOCAB, IMAGE, START, LENGTH = 96, 90, 91, 40
+TEXT = dict(  # noqa: C408
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    vocab_size=VOCAB,
+    max_position_embeddings=128,
+    pad_token_id=0,
+)
+VISION = dict(  # noqa: C408
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=16,
+    patch_size=4,
+)
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+QWEN = dict(  # noqa: C408
+    depth=2, num_heads=2, hidden_size=64, intermediate_size=96, patch_size=4, out_hidden_size=64, temporal_patch_size=2
+)
+# By the model's class: its text and vision configurations, what else its own has, and how many tokens an image makes.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
+    "Llava": (
+        {"model_type": "llama"},
+        {**VISION, "model_type": "clip_vision_model"},
+        {"vision_feature_select_strategy": "default", "vision_feature_layer": -1},
+        16,
+    ),
+    "LlavaOnevision": (
+        {"model_type": "qwen2"},
+        {**VISION, "model_type": "siglip_vision_model"},
+        {"image_grid_pinpoints": [[16, 16]], "vision_feature_layer": -1, "vision_aspect_ratio": "anyres_max_9"},
+        36,
+    ),
+    "Qwen2_5_VL": ({"rope_parameters": MROPE}, {**QWEN, "fullatt_block_indexes": [1], "window_size": 16}, {}, 8),
+    "Qwen3VL": (
+        {"rope_parameters": MROPE},
+        {**QWEN, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        {},
+        8,
+    ),
+    "Idefics3": ({"model_type": "llama"}, {**VISION}, {"scale_factor": 2}, 4),
+    "SmolVLM": ({"model_type": "llama"}, {**VISION}, {"scale_factor": 2}, 4),
+    "PaliGemma": (
+        {"model_type": "gemma"},
+        {**VISION, "model_type": "siglip_vision_model", "projection_dim": 64, "vision_use_head": False},
+        {"projection_dim": 64, "hidden_size": 64},
+        16,
+    ),
+    "InternVL": (
+        {"model_type": "qwen2"},
+        {**VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+        {"downsample_ratio": 0.5},
+        4,
+    ),
+    "Mistral3": (
+        {"model_type": "mistral"},
+        {**VISION, "model_type": "pixtral", "head_dim": 32},
+        {"spatial_merge_size": 2, "vision_feature_layer": -1},
+        6,
+    ),
+}
+
+
+def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    text, vision, extra, _ = MODELS[name]
+    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+    ids = {"image_token_id": IMAGE, "image_token_index": IMAGE, "vision_start_token_id": START, "video_token_id": 92}
+    config = model_class.config_class(text_config={**TEXT, **text}, vision_config=vision, **ids, **extra)
+    model = model_class(config).to(dtype)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+            elif "norm" in key or "lambda" in key:
+                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+    return model.train()
+
+
+def make_batch(name: str) -> dict[str, Any]:
+    """One row with an image after two tokens, and labels for the text after it."""
+    generator = torch.Generator().manual_seed(0)
+    count = MODELS[name][3]
+    ids = torch.randint(1, 80, (1, LENGTH + count), generator=generator)
+    ids[0, 1], ids[0, 2 : 2 + count] = START, IMAGE
+    labels = ids.clone()
+    labels[0, : 2 + count] = -100
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    pixels = torch.randn(1, 3, 16, 16, generator=generator)
+    if name.startswith("Qwen"):
+        inputs["pixel_values"] = torch.randn(32, 3 * 2 * 4 * 4, generator=generator)
+        inputs["image_grid_thw"] = torch.tensor([[1, 4, 8]])
+        inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+    elif name in ("Idefics3", "SmolVLM"):
+        inputs["pixel_values"] = pixels[:, None]
+    elif name == "LlavaOnevision":
+        inputs["pixel_values"] = pixels[:, None].repeat(1, 2, 1, 1, 1)
+        inputs["image_sizes"] = torch.tensor([[16, 16]])
+    elif name == "Mistral3":
+        inputs["pixel_values"] = torch.randn(1, 3, 16, 24, generator=generator)
+        inputs["image_sizes"] = torch.tensor([[16, 24]])
+    else:
+        inputs["pixel_values"] = pixels
+    if name == "PaliGemma":
+        inputs["token_type_ids"] = torch.zeros_like(ids)
+    return inputs
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_without_logits_is_that_of_the_model(name: str) -> None:
+    """And every gradient, of the tower too; the result's other fields stay."""
+    original, inputs = make_model(name), make_batch(name)
+    model = copy.deepcopy(original)
+    report = overcoat.convert(model, Recipe(fp8=False))
+    assert report.head is not None
+    assert report.head.converted, report.head.detail
+    ours, theirs = model(**inputs), original(**inputs)
+    assert ours.logits is None
+    assert type(ours) is type(theirs)
+    assert ours.keys() == theirs.keys() - {"logits"}
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=0)
+    ours.loss.backward()
+    theirs.loss.backward()
+    assert gradients(model).keys() == gradients(original).keys()
+    for key, grad in gradients(original).items():
+        if not key.endswith("k_proj.bias"):
+            assert sqnr(grad, gradients(model)[key]) > 60, key
+    assert inspect.signature(model.forward) == inspect.signature(original.forward)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tower_and_text_train_in_fp8(name: str) -> None:
+    original, inputs = make_model(name), make_batch(name)
+    model = copy.deepcopy(original)
+    report = overcoat.convert(model, Recipe())
+    has_text = name != "PaliGemma" or any(row.converted and "language_model" in row.name for row in report.layers)
+    assert [part.split(" ")[0] for part in report.parts] == ["vision", "connector", "text"]
+    assert report.parts[0].endswith("2 of 2 layers in FP8"), str(report)
+    assert report.parts[1].endswith("float32")
+    assert report.parts[2].endswith("2 of 2 layers in FP8") is has_text
+    assert all(part in str(report) for part in report.parts)
+    exact, emulated = original.double(), emulate_fp8_gemms(original)
+    wide = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in inputs.items()}
+    for each in (exact, emulated):
+        each(**wide).loss.backward()
+    model(**inputs).loss.backward()
+    assert gradients(model).keys() == gradients(exact).keys()
+    weights = {key: x for key, x in gradients(exact).items() if x.dim() > 1 and x.count_nonzero()}
+    noise, floor = (
+        sum(10 ** (-sqnr(x, gradients(each)[key]) / 10) for key, x in weights.items()) for each in (model, emulated)
+    )
+    assert noise < 1.26 * floor, "1 dB below FP8 GEMMs alone, over all weights"
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen2_5_VL"])
+def test_a_frozen_tower_keeps_nothing(name: str) -> None:
+    model = make_model(name, torch.bfloat16)
+    whole = next(each for each in VISION_LANGUAGE if each.name.startswith(name))
+    inputs = make_batch(name)
+    inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+    model.get_submodule(whole.vision).requires_grad_(False)
+    report = overcoat.convert(model)
+    assert report.parts[0].endswith("2 of 2 layers in FP8, frozen")
+    with overcoat.memory.record_kept(model) as kept:
+        model(**inputs).loss.backward()
+    assert not [row for row in kept.rows if row.op.startswith(whole.vision)]
+    of_blocks = sum(size for op, size in kept.by_op().items() if op.split(" ")[0] in ("attention", "mlp"))
+    model.get_submodule(whole.text).requires_grad_(False)
+    assert of_blocks > 0
+
+
+def test_generation_and_evaluation_are_untouched() -> None:
+    original, inputs = make_model("Llava"), make_batch("Llava")
+    model = copy.deepcopy(original)
+    overcoat.convert(model)
+    model.eval()
+    original.eval()
+    assert torch.equal(model(**inputs).logits, original(**inputs).logits)
+    del inputs["labels"]
+    tokens = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(**inputs, **tokens), original.generate(**inputs, **tokens))
+
+
+def test_the_final_norm_is_one_op() -> None:
+    model = make_model("Qwen3VL")
+    overcoat.convert(model)
+    assert isinstance(model.model.language_model.norm, FinalNorm)
+    overcoat.convert(model, Recipe.bf16())
+    assert not isinstance(model.model.language_model.norm, FinalNorm)
+
+
+def test_soft_capped_logits_are_refused() -> None:
+    model = make_model("PaliGemma")
+    model.config.text_config.final_logit_softcapping = 30.0
+    report = overcoat.convert(model)
+    assert report.head is not None
+    assert report.head.detail == "final_logit_softcapping is 30.0"
