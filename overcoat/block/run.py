@@ -68,9 +68,15 @@ def block_forward(
             continue
         if y is not None:
             x, y = x + y, None
-        y, is_added = branch.core.output(inside, branch, None if branch.post else x, recipe, saved, scales)
+        apart = branch.post is not None and not branch.outer
+        y, is_added = branch.core.output(inside, branch, None if apart else x, recipe, saved, scales)
         del inside
-        if branch.post is not None:
+        if branch.outer and branch.post is not None:
+            x = y if is_added else x + y
+            x, kept = norm_after_forward(x, torch.zeros_like(x), branch.post, recipe)
+            saved.append(kept)
+            y = None
+        elif branch.post is not None:
             x, kept = norm_after_forward(y, x, branch.post, recipe)
             saved.append(kept)
             y = None
@@ -112,6 +118,8 @@ def block_backward(
             d, d_amax = dy, None
         if branch.post is not None:
             d, dpost, d_amax = input_gradient(d, None, saved.pop(), branch.post, recipe)
+            if branch.outer:
+                dx = d
         dz, dout, dinner = branch.core.backward(d, d_amax, saved, branch, tables, recipe, any(want.out.weights))
         del d
         kept, want_into = saved.pop(), any(want.into.weights)

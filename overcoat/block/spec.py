@@ -3,6 +3,7 @@
     pre-norm (Llama)        x = x + out(core(into(norm(x))))
     post-norm (OLMo 2)      x = x + norm(out(core(into(x))))
     sandwich (Gemma 2)      both norms
+    norm of the sum (BERT)  x = norm(x + out(core(into(x))))
     parallel (GPT-NeoX)     x = x + sum of all branches of the same x
 
 `Block` holds the parameters themselves. An `autograd.Function` knows tensors among its own arguments alone, so the
@@ -44,7 +45,7 @@ class Branch(NamedTuple):
 
     core: what is between the two linear layers: `Attention` (attention.py) or `Mlp` (mlp.py), constants alone.
     inner: the core's own parameters: q/k norm weights.
-    pre, post: the norms before and after, or None.
+    pre, post: the norms before and after, or None; outer: `post` is of the sum.
     """
 
     core: Any
@@ -53,6 +54,7 @@ class Branch(NamedTuple):
     inner: tuple[Any, ...] = ()
     pre: Optional[Norm] = None
     post: Optional[Norm] = None
+    outer: bool = False
 
 
 class Block(NamedTuple):
@@ -84,7 +86,7 @@ class Scales(NamedTuple):
 def tensors_of(branches: Sequence[Branch]) -> list[Any]:
     """All parameters (or gradients, ...) as one flat list."""
     flat: list[Any] = []
-    for _, into, out, inner, pre, post in branches:
+    for _, into, out, inner, pre, post, _ in branches:
         if pre is not None:
             flat += pre[:2]
         flat += (*into.weights, *into.biases, *inner, *out.weights, *out.biases)
@@ -96,7 +98,7 @@ def tensors_of(branches: Sequence[Branch]) -> list[Any]:
 def with_tensors(block: Block, flat: tuple[Any, ...]) -> Block:
     """The block with other tensors, in the order of `tensors_of`."""
     branches, i = [], 0
-    for core, into, out, inner, pre, post in block.branches:
+    for core, into, out, inner, pre, post, outer in block.branches:
         if pre is not None:
             pre = Norm(flat[i], flat[i + 1], pre.eps, pre.centered)
             i += 2
@@ -106,7 +108,7 @@ def with_tensors(block: Block, flat: tuple[Any, ...]) -> Block:
         if post is not None:
             post = Norm(flat[i], flat[i + 1], post.eps, post.centered)
             i += 2
-        branches.append(Branch(core, into, out, inner, pre, post))
+        branches.append(Branch(core, into, out, inner, pre, post, outer))
     return Block(tuple(branches), block.parallel)
 
 

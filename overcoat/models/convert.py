@@ -26,6 +26,8 @@ from overcoat.recipe import Recipe
 
 FilterFn = Callable[[nn.Module, str], bool]
 FILTERED = "filter_fn said no"
+# Layers that cannot be exact, and why.
+REFUSED = {"T5Block": "its attention adds a trained bias by relative position, whose gradient is not computed"}
 
 
 class LayerReport(NamedTuple):
@@ -202,6 +204,8 @@ def _convert_layer(layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optio
         return left_alone(FILTERED)
     family = family_of(layer)
     if family is None:
+        if kind in REFUSED:
+            return left_alone(f"{kind}: {REFUSED[kind]}")
         return left_alone(f"{kind} is not among the supported kinds ({_known()})")
     reason = why_unsupported(layer, family)
     if reason is not None:
@@ -281,7 +285,7 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
     else:
         kept += ", attention " + (recipe.kept_format if recipe.kept_attention == "8bit" else "bf16")
     extras = []
-    for core, _, into, _, inner, pre, post, scale in family.branches(layer, 1):
+    for core, _, into, _, inner, pre, post, scale, *_ in family.branches(layer, 1):
         if scale is not None:
             extras.append("LayerScale")
         if isinstance(pre or post, nn.LayerNorm):

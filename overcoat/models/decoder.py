@@ -63,27 +63,33 @@ def attention(
     pre: Any = None,
     post: Any = None,
     full_norm: bool = False,
-    qkv: Any = None,
+    into: Optional[tuple[Any, ...]] = None,
     out: Any = None,
+    width: Optional[int] = None,
+    scaling: Optional[float] = None,
     scale: Any = None,
 ) -> Modules:
     """The branch of an attention module with q_proj, k_proj, v_proj and o_proj, and perhaps norms of q and k.
 
-    full_norm: these take all heads together. qkv: one layer instead of three. out: instead of o_proj. scale: `Modules`.
+    full_norm: these take all heads together. into: instead of q_proj, k_proj and v_proj; one layer makes all three.
+    out: instead of o_proj. width: of a head, instead of head_dim; scaling: of scores. scale: `Modules`.
     """
     q_norm, k_norm = (
         None if isinstance(norm := getattr(module, name, None), nn.Identity) else norm for name in ("q_norm", "k_norm")
     )
-    into = (module.q_proj, module.k_proj, module.v_proj) if qkv is None else (qkv,)
-    rows, width = [linear.weight.shape[0] for linear in into], module.head_dim
-    if qkv is not None:
+    into = (module.q_proj, module.k_proj, module.v_proj) if into is None else into
+    rows = [linear.weight.shape[0] for linear in into]
+    if len(rows) == 1:
         rows = [rows[0] // 3] * 3
+    width = module.head_dim if width is None else width
+    if scaling is None:
+        scaling = module.scaling if hasattr(module, "scaling") else module.scale
     heads = Heads(
         batch,
         rows[0] // width,
         rows[1] // width,
         width,
-        module.scaling if hasattr(module, "scaling") else module.scale,
+        scaling,
         0.0 if q_norm is None else float(q_norm.variance_epsilon),
         full_norm and q_norm is not None,
         bool(getattr(module, "is_causal", True)),
@@ -114,14 +120,14 @@ def block_of(branches: tuple[Modules, ...], parallel: bool) -> Block:
 
 
 def _branch(modules: Modules) -> Branch:
-    core, _, into, out, inner, pre, post, scale = modules
+    core, _, into, out, inner, pre, post, scale, outer, _ = modules
     weights, result = tuple([None if norm is None else norm.weight for norm in inner]), _linear((out,))
     if scale is not None:
         # Into the weight, whose gradient autograd takes apart again. FP8 has exponents enough for columns' sizes.
         scale = getattr(scale, "lambda1", scale)
         (weight,), (bias,) = result
         result = Linear((scale[:, None] * weight,), (None if bias is None else scale * bias,))
-    return Branch(core, _linear(into), result, weights, _norm(pre), _norm(post))
+    return Branch(core, _linear(into), result, weights, _norm(pre), _norm(post), outer)
 
 
 def _linear(layers: tuple[Any, ...]) -> Linear:
@@ -130,7 +136,7 @@ def _linear(layers: tuple[Any, ...]) -> Linear:
 
 
 def _norm(norm: Any) -> Optional[Norm]:
-    if norm is None:
+    if norm is None or isinstance(norm, nn.Identity):
         return None
     if isinstance(norm, nn.LayerNorm):
         return Norm(norm.weight, norm.bias, float(norm.eps), centered=True)
@@ -181,12 +187,13 @@ def _why_foreign(layer: nn.Module, family: Family) -> Optional[str]:
 
 
 def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]) -> Optional[str]:
-    for core, owner, into, out, inner, pre, post, _ in branches:
+    for core, owner, into, out, inner, pre, post, *_ in branches:
         if isinstance(core, Mlp):
             for part in owner._modules.values():
                 if (
                     part not in into
                     and part is not out
+                    and not (isinstance(part, nn.Dropout) and part.p == 0)
                     and type(part).__name__ not in FUNCTIONS.get(core.activation, ())
                 ):
                     return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
@@ -215,9 +222,9 @@ def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]
 
 
 def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
-    for core, owner, into, out, inner, pre, post, scale in branches:
-        parts = owner._modules.values() if isinstance(core, Mlp) else (*into, out, *inner)  # an MLP's activation, too
-        for module in (owner, *parts, pre, post, scale):
+    for core, owner, into, out, inner, pre, post, scale, _, around in branches:
+        parts = owner._modules.values() if isinstance(core, Mlp) else (*into, *inner)  # an MLP's activation, too
+        for module in (owner, *parts, out, pre, post, scale, *around):
             if isinstance(module, nn.Module):
                 yield module
 
@@ -227,7 +234,7 @@ def _path(layer: nn.Module, module: Any) -> str:
 
 
 def _is_own_norm(norm: nn.Module, family: Family) -> bool:
-    if type(norm) is nn.LayerNorm:
+    if type(norm) in (nn.LayerNorm, nn.Identity):
         return True
     return (type(norm).__module__, type(norm).__name__) == (family.module, family.norm)
 

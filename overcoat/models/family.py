@@ -24,6 +24,7 @@ class Modules(NamedTuple):
     inner: the norms of q and of k, None where there is none. pre, post: the norms before and after, or None.
     scale: what the result is multiplied with before it is added, by column: a parameter, or the module that has it as
         `lambda1`, or None.
+    outer: whether `post` is of the sum. around: further modules whose forward this stands in for.
     """
 
     core: Any
@@ -34,6 +35,8 @@ class Modules(NamedTuple):
     pre: Any = None
     post: Any = None
     scale: Any = None
+    outer: bool = False
+    around: tuple[Any, ...] = ()
 
 
 class Family(NamedTuple):

@@ -16,7 +16,7 @@ def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
     """x = x + attention(norm(x)); x = x + mlp(norm(x))."""
     module = layer.attn
     return (
-        attention(module, batch, qkv=module.qkv, out=module.proj, pre=layer.norm1),
+        attention(module, batch, into=(module.qkv,), out=module.proj, pre=layer.norm1),
         gated_mlp(layer.mlp, module.config.hidden_act, pre=layer.norm2),
     )
 

@@ -15,7 +15,7 @@ def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
     """x = x + attention(norm(x)); x = x + linear_fc2(gelu(linear_fc1(norm(x))))."""
     module, mlp = layer.attn, layer.mlp
     return (
-        attention(module, batch, qkv=module.qkv, out=module.proj, pre=layer.norm1),
+        attention(module, batch, into=(module.qkv,), out=module.proj, pre=layer.norm1),
         plain_mlp(mlp, mlp.linear_fc1, mlp.linear_fc2, module.config.hidden_act, pre=layer.norm2),
     )
 

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 import overcoat
 from overcoat import Recipe
 from overcoat.memory import record_kept
 from overcoat.models.family import decoder_layers
 from tests.emulation import emulate_fp8_gemms, sqnr
-from tests.models.zoo import ENCODERS, make_encoder, make_images
+from tests.models.zoo import ENCODERS, make_encoder, make_inputs
 
 SEEDS = 12
 LIMIT_DB = 1.0
 # LayerScale's own gradients see the product's noise, since the scale is part of its weight.
 SCALE_LIMIT_DB = 3.5
 # What the families have, each once.
-DISTINCT = ("clip", "siglip2", "dinov2", "internvl-6b", "pixtral", "qwen2.5-vl-vision")
+DISTINCT = ("clip", "siglip2", "dinov2", "internvl-6b", "pixtral", "qwen2.5-vl-vision", "bert", "modernbert")
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def noise(exact: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float
     return {
         name: float((x - other[name]).square().sum() / x.square().sum())
         for name, x in exact.items()
-        if not name.endswith("k_proj.bias")  # its gradient is zero, but for rounding
+        if not name.endswith(("k_proj.bias", "key.bias"))  # its gradient is zero, but for rounding
     }
 
 
@@ -63,7 +63,7 @@ def losses_in_db(kind: str, recipe: Recipe, seeds: int = SEEDS) -> dict[str, flo
     ours: dict[str, float] = defaultdict(float)
     floor: dict[str, float] = defaultdict(float)
     for seed in range(seeds):
-        model, inputs = make_encoder(kind, seed=seed), make_images(kind, seed)
+        model, inputs = make_encoder(kind, seed=seed), make_inputs(kind, seed)
         exact = run(copy.deepcopy(model).double(), inputs)
         for name, x in noise(exact, run(emulate_fp8_gemms(model, recipe.grad_format), inputs)).items():
             floor[name] += x
@@ -71,8 +71,9 @@ def losses_in_db(kind: str, recipe: Recipe, seeds: int = SEEDS) -> dict[str, flo
         assert len(report.converted) == len(decoder_layers(model)) == 2, str(report)
         for name, x in noise(exact, run(model, inputs)).items():
             ours[name] += x
-    # Where FP64 alone is exact (the last bias), FP32's rounding is right.
-    return {name: 10 * math.log10(max(ours[name], 1e-12) / max(floor[name], 1e-10)) for name in ours}
+    # What FP8 products reach little or not, like the weight of a norm on the residual stream, is right to 37 dB.
+    enough = seeds * 10**-3.7
+    return {name: 10 * math.log10(max(ours[name], 1e-12) / max(floor[name], enough)) for name in ours}
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -94,14 +95,14 @@ def test_compiled_layers_give_the_eager_gradients(kind: str) -> None:
         overcoat.convert(model)
         for layer in decoder_layers(model).values() if compiled else ():
             layer.compile(fullgraph=True, backend="aot_eager")
-        results.append(run(model, make_images(kind)))
+        results.append(run(model, make_inputs(kind)))
     for name, x in results[0].items():
         assert torch.equal(results[1][name], x), name
 
 
 @pytest.mark.parametrize("kind", DISTINCT)
 def test_a_frozen_encoder_keeps_nothing(kind: str) -> None:
-    model, inputs = make_encoder(kind).requires_grad_(False), make_images(kind)
+    model, inputs = make_encoder(kind).requires_grad_(False), make_inputs(kind)
     overcoat.convert(model)
     with record_kept(model) as kept:
         result = model(**inputs).last_hidden_state
@@ -111,7 +112,7 @@ def test_a_frozen_encoder_keeps_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", DISTINCT)
 def test_evaluation_is_untouched(kind: str) -> None:
-    model, inputs = make_encoder(kind), make_images(kind)
+    model, inputs = make_encoder(kind), make_inputs(kind)
     expected = copy.deepcopy(model).eval()(**inputs).last_hidden_state
     overcoat.convert(model)
     assert torch.equal(model.eval()(**inputs).last_hidden_state, expected)
@@ -138,11 +139,30 @@ def test_clips_text_tower_is_causal() -> None:
         ("vit", {"attention_probs_dropout_prob": 0.2}, "attention_dropout is 0.2"),
         ("dinov2", {"drop_path_rate": 0.3}, "drop_path.drop_prob is 0.3"),
         ("siglip", {"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
+        ("bert", {"attention_probs_dropout_prob": 0.1}, "attention.self.dropout.p is 0.1"),
+        ("bert", {"is_decoder": True}, "attention.self.is_causal is True; only attention of all tokens is supported"),
     ],
 )
 def test_what_a_block_has_not_is_refused(kind: str, overrides: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         overcoat.convert(make_encoder(kind, **overrides), strict=True)
+
+
+def test_t5_is_refused_with_its_reason() -> None:
+    config = T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, vocab_size=32, dropout_rate=0.0)
+    with pytest.raises(ValueError, match="T5Block: its attention adds a trained bias by relative position"):
+        overcoat.convert(T5EncoderModel(config), strict=True)
+
+
+@pytest.mark.parametrize("path", ["attention", "attention.output", "attention.output.dense", "output", "output.dense"])
+def test_a_hook_anywhere_in_berts_layer_is_seen(path: str) -> None:
+    model = make_encoder("bert", layers=1)
+    overcoat.convert(model)
+    seen = []
+    model.encoder.layer[0].get_submodule(path).register_forward_hook(lambda *_: seen.append(path))
+    with pytest.warns(UserWarning, match=f"{path} has hooks"):
+        model(**make_inputs("bert"))
+    assert seen == [path]
 
 
 def test_an_encoder_made_causal_is_left_to_the_original() -> None:
@@ -151,4 +171,4 @@ def test_an_encoder_made_causal_is_left_to_the_original() -> None:
     for layer in decoder_layers(model).values():
         layer.attention.is_causal = True
     with pytest.warns(UserWarning, match="attention.is_causal is True; only attention of all tokens is supported"):
-        model(**make_images("vit"))
+        model(**make_inputs("vit"))

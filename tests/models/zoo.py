@@ -94,18 +94,22 @@ def make_encoder(kind: str, layers: int = 2, seed: int = 0, **overrides: object)
         out_hidden_size=64,
         window_size=PATCH * 4,
         vocab_size=VOCAB,
+        pad_token_id=0,
         attn_implementation="sdpa",
     )
     return _unevenly(model_class(model_class.config_class(**{**values, **extra, **overrides})))
 
 
-def make_images(kind: str, seed: int = 0) -> dict[str, Any]:
-    """An encoder's inputs: images, of different sizes where it takes them."""
+def make_inputs(kind: str, seed: int = 0) -> dict[str, Any]:
+    """An encoder's inputs: text, or images, of different sizes where it takes them."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
+    if kind.endswith("bert"):
+        ids = torch.randint(4, VOCAB, (2, 40), generator=generator)
+        return {"input_ids": ids, "attention_mask": (torch.arange(40) < torch.tensor([[40], [29]])).long()}
     counts = [rows * columns for rows, columns in SIZES]
     if kind.startswith("qwen"):
         patches = normal(sum(counts), 3 * 2 * PATCH * PATCH)
