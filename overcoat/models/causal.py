@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from overcoat.kernels.packed import document_starts, given_starts
-from overcoat.models.decoder import HARMLESS_HOOKS, Fp8DecoderLayer, has_hooks
+from overcoat.models.decoder import HARMLESS_HOOKS, Fp8DecoderLayer, has_hooks, reads_lengths
 
 # Documents shorter than this on average (padding whose positions do not count, say) get transformers' mask: each costs
 # FlashAttention's backward 128 more rows of dq in FP32, and a block of its grid for every 128 tokens of a row.
@@ -29,7 +29,7 @@ SHORTEST = 64
 ESTIMATED = 256
 
 
-def causal_mask(causal: nn.Module, inputs: dict[str, Any]) -> Optional[Tensor]:
+def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     """The `attention_mask` to call a causal model's `model` with: `inputs`' own, or one of this module's.
 
     The latter where every token sees all before it, in its row or its document, and every layer knows such masks.
@@ -41,13 +41,14 @@ def causal_mask(causal: nn.Module, inputs: dict[str, Any]) -> Optional[Tensor]:
     named = ("attention_mask", "past_key_values", "use_cache")
     if any(inputs.get(name) is not None and inputs[name] is not False for name in named):
         return mask
-    model: Any = causal.get_submodule("model")
+    model: Any = causal.get_submodule(causal.overcoat_whole.text)
     tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
     if tokens is None:
         return mask
     window = getattr(model.config, "sliding_window", None)
     # Compiled code does not look for packed sequences; "eager" attention needs a mask to be causal.
-    if torch.compiler.is_compiling() or model.config._attn_implementation != "sdpa":
+    by_lengths = reads_lengths(model.config)
+    if torch.compiler.is_compiling() or not (by_lengths or model.config._attn_implementation == "sdpa"):
         return mask
     if window is not None and window < tokens.shape[1]:
         return mask
@@ -69,7 +70,8 @@ def causal_mask(causal: nn.Module, inputs: dict[str, Any]) -> Optional[Tensor]:
     num_documents = len(starts) - 1
     if num_documents == batch:
         return nothing_hidden
-    return mask if num_documents * SHORTEST > batch * sequence else starts.view(1, 1, -1, 1)
+    is_short = num_documents * SHORTEST > batch * sequence and not by_lengths
+    return mask if is_short else starts.view(1, 1, -1, 1)
 
 
 def _starts(position_ids: Tensor, lengths: Any) -> Tensor:

@@ -14,12 +14,13 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_mask
 
 from overcoat.block.attention import Attention, Heads, observers
 from overcoat.block.mlp import Mlp
 from overcoat.block.run import run_block
 from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
-from overcoat.kernels.packed import dense_mask
+from overcoat.kernels.packed import dense_mask, document_starts, given_starts
 from overcoat.models.family import Family, Mixin, Modules, class_name, family_of, original_class
 from overcoat.recipe import Recipe
 
@@ -49,8 +50,9 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 # Hooks that expect nothing of what a module gets and returns: transformers' sleeping recorders, FSDP2's gathering,
 # the one that forbids the cache (convert.py).
 HARMLESS_HOOKS = ("transformers.utils", "torch.distributed", "overcoat.models")
-# Attention code of transformers that hands every mask to the layer; others read position_ids or lengths instead.
-ATTENTION = ("sdpa", "eager")
+# Attention code of transformers that hands every mask to the layer, as all pairs or as flex attention's; "flash" in a
+# name, also of the hub's kernels, stands for code that reads position_ids, lengths or padding instead.
+ATTENTION = ("sdpa", "eager", "flex_attention")
 
 
 # ---- what families are made of ----------------------------------------------------------------------------------
@@ -214,11 +216,21 @@ def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]
         if not torch.compiler.is_compiling() and "forward" in vars(module):
             return f"the forward of {_path(layer, module)} was replaced on the object"
     config: Any = branches[0].owner.config
-    if config._attn_implementation not in ATTENTION:
-        return f"attn_implementation is {config._attn_implementation!r}; only sdpa and eager masks are read"
+    kind, owner = config._attn_implementation, branches[0].owner
+    if kind not in ATTENTION and not reads_lengths(config):
+        return f"attn_implementation is {kind!r}; only {', '.join(ATTENTION)} and kinds of flash are known"
+    window = getattr(owner, "sliding_window", getattr(config, "sliding_window", None))
+    if window is not None and reads_lengths(config):
+        return f"attn_implementation is {kind!r}, whose layers get no mask for sliding_window = {window}: use sdpa"
     if not family.encoder and getattr(config, "is_causal", True) is False:
         return "config.is_causal is False; only causal attention is supported"
     return None
+
+
+def reads_lengths(config: Any) -> bool:
+    """Whether transformers would compute attention by a kernel that is given lengths instead of a mask."""
+    kind = config._attn_implementation
+    return kind is not None and "flash" in kind and not kind.startswith("paged|")
 
 
 def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
@@ -275,7 +287,8 @@ class Fp8DecoderLayer(Mixin):
         kwargs.update(zip(self.overcoat_arguments, args, strict=False))
         embeddings: Any = kwargs.get("position_embeddings")
         mask = kwargs.get("attention_mask")
-        if isinstance(mask, Tensor) and not mask.numel():  # models/causal.py
+        is_known = isinstance(mask, Tensor) and not mask.numel()  # models/causal.py
+        if is_known:
             mask = kwargs["attention_mask"] = None
         branches, family, lengths = None, self.overcoat_family, kwargs.get("cu_seqlens")
         batch = 1 if lengths is not None and hidden_states.dim() == 2 else hidden_states.shape[0]
@@ -284,14 +297,20 @@ class Fp8DecoderLayer(Mixin):
         if branches is None:
             starts = _as_starts(mask)
             if starts is not None:
-                kwargs["attention_mask"] = dense_mask(starts, *hidden_states.shape[:2])
+                by_lengths = reads_lengths(family.branches(self, 1)[0].owner.config)
+                kwargs["attention_mask"] = None if by_lengths else dense_mask(starts, *hidden_states.shape[:2])
             return super().forward(hidden_states, **kwargs)
         if hidden_states.dim() != 3 and lengths is None:
             raise ValueError(
                 f"hidden_states has the shape {tuple(hidden_states.shape)}: a decoder layer takes (batch, sequence, "
                 "hidden), the model input_ids of (batch, sequence)"
             )
-        mask = check_mask(mask, hidden_states.shape[-2]) if lengths is None else lengths.int()
+        if lengths is None:
+            if not is_known and (type(mask).__name__ == "BlockMask" or reads_lengths(branches[0].owner.config)):
+                mask = _mask_from(mask, kwargs, hidden_states, not family.encoder)
+            mask = check_mask(mask, hidden_states.shape[-2])
+        else:
+            mask = lengths.int()
         block = block_of(_as_called(branches, kwargs.get("is_causal")), family.parallel)
         tables = Tables(*_rotation(embeddings if family.rotary else None, hidden_states, block), mask)
         watched = not torch.compiler.is_compiling() and bool(observers)
@@ -320,6 +339,25 @@ class Fp8DecoderLayer(Mixin):
                 return branches
         warnings.warn(f"this layer trains in its original precision: {reason}", stacklevel=3)
         return None
+
+
+def _mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool) -> Any:
+    """What flash and flex attention read, as `check_mask` takes it: lengths, padding (B, S), positions, a BlockMask."""
+    batch, sequence = x.shape[:2]
+    if type(mask).__name__ == "BlockMask":
+        return create_mask(mask.mask_mod, mask.shape[0], mask.shape[1], sequence, sequence, x.device)
+    starts = inputs.get("cu_seq_lens_q")
+    if starts is not None:
+        return given_starts(starts, batch, sequence, x.device).view(1, 1, -1, 1)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        visible = mask.bool()[:, None, None].expand(batch, 1, sequence, sequence)
+        return visible.tril() if causal else visible
+    positions = inputs.get("position_ids")
+    # Compiled code does not look for packed sequences, here as little as with sdpa.
+    if mask is not None or not causal or positions is None or positions.dim() != 2 or torch.compiler.is_compiling():
+        return mask
+    starts = document_starts(positions.expand(batch, -1))
+    return None if len(starts) == batch + 1 else starts.view(1, 1, -1, 1)
 
 
 def _as_called(branches: tuple[Modules, ...], causal: Optional[bool]) -> tuple[Modules, ...]:

@@ -263,7 +263,10 @@ def test_a_hook_or_adapter_added_later_falls_back_with_a_warning(model: nn.Modul
         (lambda model, layer: layer.mlp.register_full_backward_hook(lambda *args: None), "mlp has hooks"),
         (lambda model, layer: setattr(layer, "input_layernorm", nn.RMSNorm(256)), "input_layernorm is a RMSNorm"),
         (lambda model, layer: setattr(model.config, "is_causal", False), "is_causal is False"),
-        (lambda model, layer: setattr(model.config, "_attn_implementation", "flash_attention_2"), "flash_attention_2"),
+        (
+            lambda model, layer: setattr(model.config, "_attn_implementation", "paged|sdpa"),
+            "attn_implementation is 'paged|sdpa'; only sdpa",
+        ),
     ],
 )
 def test_what_the_fp8_block_would_not_compute_is_left_to_the_original(model: nn.Module, change, reason: str) -> None:
