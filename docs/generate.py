@@ -1,6 +1,7 @@
 """MkDocs hook: fills what the code itself knows into the pages.
 
     {{ support_matrix }}   models.md: what `overcoat.convert` says of each model type in MODEL_TYPES
+    {{ encoders }}         models.md: the encoders and vision-language models that the package knows
     {{ configuration }}    configuration.md: every key of overcoat/train/config.py
 
 A page with another marker of this form fails the build.
@@ -65,6 +66,16 @@ def supported_layers() -> set[str]:
     return {family.layer for family in families() if family.causal and not family.encoder}
 
 
+def encoders() -> str:
+    """Two lists: layers of encoders, and vision-language models."""
+    from overcoat.models.family import families
+    from overcoat.models.whole import VISION_LANGUAGE
+
+    layers = ", ".join(f"`{family.layer}`" for family in families() if family.encoder)
+    models = ", ".join(f"`{whole.name}`" for whole in VISION_LANGUAGE)
+    return f"Layers: {layers}.\n\nVision-language models: {models}."
+
+
 def conversion(model_type: str) -> tuple[str, Any | None]:
     """The model's name, and the report of `convert` on one without data; None if there is nothing to convert."""
     import torch
@@ -123,7 +134,7 @@ def written(default: Any) -> str:
     return f'"{default}"' if isinstance(default, str) else str(default)
 
 
-MARKERS = {"support_matrix": support_matrix, "configuration": configuration}
+MARKERS = {"support_matrix": support_matrix, "encoders": encoders, "configuration": configuration}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
