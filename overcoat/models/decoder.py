@@ -297,7 +297,7 @@ class Fp8DecoderLayer(Mixin):
         if branches is None:
             starts = _as_starts(mask)
             if starts is not None:
-                by_lengths = reads_lengths(family.branches(self, 1)[0].owner.config)
+                by_lengths = any(reads_lengths(part.config) for part in self.modules() if hasattr(part, "config"))
                 kwargs["attention_mask"] = None if by_lengths else dense_mask(starts, *hidden_states.shape[:2])
             return super().forward(hidden_states, **kwargs)
         if hidden_states.dim() != 3 and lengths is None:

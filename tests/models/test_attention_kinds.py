@@ -13,7 +13,7 @@ import overcoat
 from overcoat import Recipe
 from overcoat.kernels.packed import document_starts
 from overcoat.models.decoder import why_replaced
-from overcoat.models.family import family_of
+from overcoat.models.family import family_of, original_class
 from tests.models.zoo import make_batch, make_encoder, make_inputs, make_model
 
 CASES = [
@@ -52,6 +52,24 @@ def test_the_same_as_with_sdpa(kind: str, batch: str, head: Any) -> None:
         found.append(results(model, inputs))
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_a_layer_that_falls_back_gets_no_mask_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention would take it for padding; it reads the positions itself."""
+    model, given = make_model("llama", layers=1), []
+    model.config._attn_implementation = "flash_attention_2"
+    overcoat.convert(model)
+    layer = model.model.layers[0]
+    layer.mlp.up_proj = nn.Sequential(layer.mlp.up_proj)
+
+    def forward(self: Any, hidden_states: Tensor, **inputs: Any) -> Tensor:
+        given.append(inputs["attention_mask"])
+        return hidden_states
+
+    monkeypatch.setattr(original_class(layer), "forward", forward)
+    with pytest.warns(UserWarning, match="up_proj is a Sequential"):
+        model(**make_batch("packed", length=96))
+    assert given == [None]
 
 
 def test_documents_do_not_see_each_other() -> None:
