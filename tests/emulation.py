@@ -51,6 +51,11 @@ class _Product(torch.autograd.Function):
         return rounded(dy, fmt, ctx.row) @ weight8, dweight, None, None
 
 
+def _rows(layer: nn.Module) -> Tensor:
+    """Its weight (N, K); GPT-2 stores it transposed."""
+    return layer.weight if hasattr(layer, "out_features") else layer.weight.t()
+
+
 class _Stack:
     """Linear layers with one input: computed together when the first is called, handed out one by one."""
 
@@ -59,18 +64,18 @@ class _Stack:
 
     def __call__(self, index: int, x: Tensor) -> Tensor:
         if index == 0:
-            weight = torch.cat([layer.weight for layer in self.layers])
+            weight = torch.cat([_rows(layer) for layer in self.layers])
             y = _Product.apply(x.flatten(0, -2), weight, self.grad_format, self.in_blocks).unflatten(0, x.shape[:-1])
-            self.outputs = dict(enumerate(y.split([layer.out_features for layer in self.layers], -1)))
+            self.outputs = dict(enumerate(y.split([len(_rows(layer)) for layer in self.layers], -1)))
         y, bias = self.outputs.pop(index), self.layers[index].bias
-        return y if bias is None else y + bias
+        return y.clone() if bias is None else y + bias  # OLMo changes it in place
 
 
 class _Member(nn.Linear):
     """A linear layer that asks its stack; holds the parameters under their own names."""
 
     @classmethod
-    def of(cls, layer: nn.Linear) -> _Member:
+    def of(cls, layer: nn.Module) -> nn.Module:
         layer.__class__ = cls
         return layer
 

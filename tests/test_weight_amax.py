@@ -12,9 +12,14 @@ import torch
 import overcoat
 from overcoat import Recipe, weight_amax
 from overcoat.block import linear as of_weights
+from overcoat.block.spec import Linear
 from overcoat.kernels.stack import stack_weights_predicted
 from overcoat.models.compiled import compile_layers
 from tests.models.zoo import make_model
+
+
+def operand_of(*weights):
+    return of_weights.operand(Linear(weights, ()), False, None)
 
 
 def make(device, recipe=None, seed=0):
@@ -279,10 +284,10 @@ def test_compiled_code_notes_nothing(device):
     torch.compiler.reset()
     weight = torch.nn.Parameter(torch.randn(16, 16, device=device))
     assert weight_amax.predict([weight]) is None  # from now on somebody wants to know it
-    run = torch.compile(lambda w: of_weights.operand([w], False, None), backend="aot_eager", fullgraph=True)
+    run = torch.compile(lambda w: operand_of(w), backend="aot_eager", fullgraph=True)
     for _ in range(2):
         found = run(weight)
-        for a, b in zip(found, of_weights.operand([weight.detach()], False, None), strict=True):
+        for a, b in zip(found, operand_of(weight.detach()), strict=True):
             assert torch.equal(a.float(), b.float())
     assert weight_amax.predict([weight]) is None
 
@@ -293,7 +298,7 @@ def test_weights_made_in_inference_mode_are_not_tracked():
         weight = torch.nn.Parameter(torch.randn(32, 16))
     with torch.no_grad():
         for _ in range(2):
-            data, _scale, amax = of_weights.operand([weight], False, None)
+            data, _scale, amax = operand_of(weight)
     assert amax == weight.detach().abs().amax()
     assert data.shape == weight.shape
     assert weight_amax.tracked(weight) is None
@@ -323,7 +328,7 @@ def test_captured_steps_follow_the_weights(passes):
             p.grad = torch.ones_like(p)
 
     def one(params, optimizer):
-        operand = of_weights.operand(params, False, None)
+        operand = operand_of(*params)
         optimizer.step(clip_grad_norm=1.0)
         return operand
 

@@ -31,9 +31,11 @@ from overcoat.block.linear import (
     rebuild_input_t,
     whole_blocks,
 )
+from overcoat.block.order import padded
 from overcoat.block.spec import Branch, Linear, Scales, Tables
 from overcoat.kernels.attention import attention as attention_op
 from overcoat.kernels.attention import attention_backward as attention_backward_op
+from overcoat.kernels.attention_capped import attention_capped, attention_capped_backward
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.groups import token_center
 from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
@@ -49,6 +51,12 @@ class Heads(NamedTuple):
 
     full_norm: the q/k norm takes all heads of q together, and of k (OLMo 2), instead of each head (Qwen 3).
     causal: a token sees those before it, unless the mask is of all pairs.
+    rotates: False: q and k stay as they are (SmolLM3's every fourth layer).
+    rotated: how many of a head's columns rotate, the first ones (Phi); 0: all.
+    neighbours: columns 2 i and 2 i + 1 rotate together, not i and i + rotated / 2 (GLM-4); a column of the tables
+        stands twice in a row if also `twice` (Cohere).
+    clip: q, k and v are limited to +- this before all else (OLMo); 0: not.
+    softcap: scores are softcap * tanh(score / softcap) (Gemma 2); 0: not.
     """
 
     batch: int
@@ -59,10 +67,19 @@ class Heads(NamedTuple):
     eps: float = 0.0
     full_norm: bool = False
     causal: bool = True
+    rotates: bool = True
+    rotated: int = 0
+    neighbours: bool = False
+    twice: bool = False
+    clip: float = 0.0
+    softcap: float = 0.0
 
 
 class AttentionSaved(NamedTuple):
-    """q/k/v before rotation: codes, lower bits of q and k, maxima, center of v; or in 16 bits, with o and lse."""
+    """q/k/v before rotation: codes, lower bits of q and k, maxima, center of v; or in 16 bits, with o and lse.
+
+    clipped: a bit for each element that `Heads.clip` changed.
+    """
 
     qkv: Tensor
     lower: Optional[Tensor] = None
@@ -70,17 +87,21 @@ class AttentionSaved(NamedTuple):
     qkv_center: Optional[Tensor] = None
     o: Optional[Tensor] = None
     lse: Optional[Tensor] = None
+    clipped: Optional[Tensor] = None
 
 
 class Rotary(NamedTuple):
     """Shared by all layers: cos and sin (P, D), mask or None. Per layer: q/k norm weights (D,), or (heads * D,)
-    where they take all heads together, or None."""
+    where they take all heads together, or None; sinks (num_q,), scores that every query sees besides (gpt-oss);
+    q_scale (P, 1), what q is multiplied by (Ministral 3)."""
 
     cos: Tensor
     sin: Tensor
     mask: Optional[Tensor] = None
     q_weight: Optional[Tensor] = None
     k_weight: Optional[Tensor] = None
+    sinks: Optional[Tensor] = None
+    q_scale: Optional[Tensor] = None
 
 
 # Told of each layer's log-sum-exp (B, num_q, S) while somebody records them (models/scores.py).
@@ -94,22 +115,79 @@ def attention_forward(
 
     qkv is the caller's to give: it is overwritten.
     """
-    cos, sin, mask, q_weight, k_weight = rotary
+    cos, sin, _, q_weight, k_weight, *_ = rotary
+    clipped = None
+    if heads.clip:
+        clipped = _to_bits(qkv.abs() > heads.clip)
+        qkv = qkv.clamp_(-heads.clip, heads.clip)
     tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
-    shape = (mask, heads.batch, heads.num_q, heads.num_kv, heads.scale, heads.causal)
     if recipe.kept_attention == "bf16":
-        o, lse = attention_op(_rotated(qkv, rotary, heads), *shape)
-        _observe(lse)
-        return o, None, AttentionSaved(qkv, o=o, lse=lse)
+        o, lse = _attend(_rotated(qkv, rotary, heads), rotary, heads, observed=True)
+        return o, None, AttentionSaved(qkv, o=o, lse=lse, clipped=clipped)
     center = token_center(qkv[:, -heads.num_kv * heads.width :])
     # Rotates q and k where they lie, after their norm if it is of single heads.
     rotated = _rotated(qkv, rotary, heads) if heads.full_norm else qkv
     if heads.full_norm:
         tables = (cos, sin, None, None, heads.eps, heads.num_q, heads.num_kv)
     codes, lower, group_amax, bound = qk_rope_encode12_(qkv, center, *tables, recipe.kept_format)
-    o, lse = attention_op(rotated, *shape)
-    _observe(lse)
-    return o, bound, AttentionSaved(codes, lower, group_amax, center)
+    o, _ = _attend(rotated, rotary, heads, observed=True)
+    return o, bound, AttentionSaved(codes, lower, group_amax, center, clipped=clipped)
+
+
+def rotary_of(tables: Tables, inner: Sequence[Any], heads: Heads) -> Rotary:
+    """What the kernels rotate by: columns i and i + D / 2 together, those that do not rotate by cos 1 and sin 0."""
+    cos, sin, mask = tables
+    if not heads.rotates:
+        cos = cos.new_ones((1, heads.width))
+        return Rotary(cos, torch.zeros_like(cos), mask, *inner)
+    pairs = (heads.rotated or heads.width) // 2
+    if heads.neighbours or 2 * pairs < heads.width or cos.shape[1] == pairs:
+        cos, sin = (x[:, ::2] if heads.twice else x[:, :pairs] for x in (cos, sin))
+        cos, sin = padded(cos, heads.width, 1.0), padded(sin, heads.width, 0.0)
+    return Rotary(cos, sin, mask, *inner)
+
+
+def _to_bits(flags: Tensor) -> Tensor:
+    """bool (T, N), N a multiple of 8 -> uint8 (T, N / 8)."""
+    places = torch.arange(8, dtype=torch.uint8, device=flags.device)
+    return (flags.unflatten(1, (-1, 8)).to(torch.uint8) << places).sum(2, dtype=torch.uint8)
+
+
+def _from_bits(bits: Tensor) -> Tensor:
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits.unsqueeze(2) >> places) & 1).bool().flatten(1)
+
+
+def _attend(rotated: Tensor, rotary: Rotary, heads: Heads, observed: bool = False) -> tuple[Tensor, Tensor]:
+    """o and lse of rotated q, k and v, whose q is scaled where it lies; sinks are part of lse."""
+    if rotary.q_scale is not None:
+        _scale_q(rotated[:, : heads.num_q * heads.width], rotary.q_scale)
+    shape = (rotary.mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
+    if heads.softcap:
+        o, lse = attention_capped(rotated, *shape, heads.softcap, heads.causal)
+    else:
+        o, lse = attention_op(rotated, *shape, heads.causal)
+    if observed:
+        _observe(lse)
+    if rotary.sinks is None:
+        return o, lse
+    whole = torch.logaddexp(lse, rotary.sinks.float()[:, None])
+    return _by_head(o, heads).mul((lse - whole).exp().transpose(1, 2).unsqueeze(3)).to(o.dtype).view_as(o), whole
+
+
+def _by_head(x: Tensor, heads: Heads) -> Tensor:
+    """(T, num_q * D) as (B, S, num_q, D)."""
+    return x.view(heads.batch, -1, heads.num_q, heads.width)
+
+
+def _scale_q(q: Tensor, factor: Tensor) -> None:
+    q.unflatten(0, (-1, factor.shape[0])).mul_(factor.to(q.dtype))
+
+
+def _sink_gradient(do: Tensor, decoded: Decoded, sinks: Tensor, heads: Heads) -> Tensor:
+    """A sink has no value: its score's gradient is what the softmax takes from it, -P * sum_d(do * o)."""
+    mean = (_by_head(do.float(), heads) * _by_head(decoded.o.float(), heads)).sum(3).transpose(1, 2)
+    return -((sinks.float()[:, None] - decoded.lse).exp() * mean).sum((0, 2)).to(sinks.dtype)
 
 
 def _observe(lse: Tensor) -> None:
@@ -120,7 +198,7 @@ def _observe(lse: Tensor) -> None:
 
 def _rotated(qkv: Tensor, rotary: Rotary, heads: Heads) -> Tensor:
     """q and k normalised and rotated, and v."""
-    cos, sin, _, q_weight, k_weight = rotary
+    cos, sin, _, q_weight, k_weight, *_ = rotary
     if heads.full_norm:
         q, k, v = _split(qkv, heads)
         q, k = rms_norm(q, q_weight, heads.eps)[0], rms_norm(k, k_weight, heads.eps)[0]
@@ -143,38 +221,43 @@ class Decoded(NamedTuple):
 
 def attention_decode(kept: AttentionSaved, rotary: Rotary, heads: Heads, recipe: Recipe, dtype: torch.dtype) -> Decoded:
     """What is kept as tensors of `dtype`, q and k rotated again; o and lse kept, or of these q, k and v."""
-    cos, sin, mask, q_weight, k_weight = rotary
+    cos, sin, _, q_weight, k_weight, *_ = rotary
     has_norms = q_weight is not None or k_weight is not None
     qkv = kept.qkv
     if kept.lower is None:
         assert kept.o is not None
         assert kept.lse is not None
-        return Decoded(_rotated(qkv, rotary, heads), kept.o, kept.lse, qkv if has_norms else None)
+        rotated = _rotated(qkv, rotary, heads)
+        if rotary.q_scale is not None:
+            _scale_q(rotated[:, : heads.num_q * heads.width], rotary.q_scale)
+        return Decoded(rotated, kept.o, kept.lse, qkv if has_norms else None)
     codes, last = kept[:4], (heads.num_q, heads.num_kv, recipe.kept_format, dtype)
     if has_norms:
         qkv = qk_rope_decode12(*codes, None, None, *last)
         rotated = _rotated(qkv, rotary, heads)
     else:
         rotated = qk_rope_decode12(*codes, cos, sin, *last)
-    o, lse = attention_op(rotated, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale, heads.causal)
+    o, lse = _attend(rotated, rotary, heads)
     return Decoded(rotated, o, lse, qkv if has_norms else None)
 
 
-def rotated_gradients(
-    do: Tensor, decoded: Decoded, mask: Optional[Tensor], heads: Heads
-) -> tuple[Tensor, Tensor, Tensor]:
+def rotated_gradients(do: Tensor, decoded: Decoded, rotary: Rotary, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the rotated q and k, and of v, from o's, do (T, num_q * D)."""
     rotated, o, lse, _ = decoded
-    return attention_backward_op(
-        do.contiguous(), rotated, o, lse, mask, heads.batch, heads.num_q, heads.num_kv, heads.scale, heads.causal
-    )
+    arguments = (do.contiguous(), rotated, o, lse, rotary.mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
+    if heads.softcap:
+        return attention_capped_backward(*arguments, heads.softcap, heads.causal)
+    gradients: tuple[Tensor, Tensor, Tensor] = attention_backward_op(*arguments, heads.causal)
+    if rotary.q_scale is not None:
+        _scale_q(gradients[0], rotary.q_scale)
+    return gradients
 
 
 def qkv_gradient(
     gradients: tuple[Tensor, Tensor, Tensor], inputs: Optional[Tensor], rotary: Rotary, heads: Heads
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
     """Gradients of qkv and of the q/k norm weights, from `rotated_gradients` and `Decoded.inputs`."""
-    cos, sin, _, q_weight, k_weight = rotary
+    cos, sin, _, q_weight, k_weight, *_ = rotary
     if heads.full_norm:
         return _full_norm_gradient(gradients, inputs, rotary, heads)
     dqkv, dq_weight, dk_weight = qk_rope_backward(
@@ -191,7 +274,8 @@ def _full_norm_gradient(
     gradients: tuple[Tensor, Tensor, Tensor], inputs: Optional[Tensor], rotary: Rotary, heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert inputs is not None
-    cos, sin, _, *weights = rotary
+    cos, sin, _, q_weight, k_weight, *_ = rotary
+    weights = (q_weight, k_weight)
     turned, _, _ = qk_rope_backward(*gradients, None, cos, sin, None, None, heads.eps, heads.num_q)
     *both, dv = _split(turned, heads)
     dx: list[Tensor] = []
@@ -208,37 +292,42 @@ def qkv_gradient_quantized(
     gradients: tuple[Tensor, Tensor, Tensor],
     rotary: Rotary,
     heads: Heads,
-    biases: Sequence[Optional[Tensor]],
+    into: Linear,
     recipe: Recipe,
 ) -> Gradient:
     """Gradient of qkv straight in both FP8 layouts, with its sums if there are biases; without q/k norms."""
     if recipe.linear_scaling == "block":
-        return _quantized_in_blocks(gradients, rotary, heads, biases, recipe)
-    arguments, has_bias = (*gradients, rotary.cos, rotary.sin), any(bias is not None for bias in biases)
-    top, sums = qk_rope_backward_amax(*arguments, heads.num_q, has_bias)
+        return _quantized_in_blocks(gradients, rotary, heads, into, recipe)
+    arguments = (*gradients, rotary.cos, rotary.sin)
+    top, sums = qk_rope_backward_amax(*arguments, heads.num_q, into.has_bias)
     data, transposed, scale = qk_rope_backward_quantize(*arguments, top, recipe.grad_format, heads.num_q)
-    return Gradient(data, transposed, scale, sums if has_bias else None, gradients[0].dtype)
+    return Gradient(data, transposed, scale, sums if into.has_bias else None, gradients[0].dtype)
 
 
 def _quantized_in_blocks(
     gradients: tuple[Tensor, Tensor, Tensor],
     rotary: Rotary,
     heads: Heads,
-    biases: Sequence[Optional[Tensor]],
+    into: Linear,
     recipe: Recipe,
 ) -> Gradient:
     """Gradients of the rotated q and k, and of v -> gradient of qkv in both FP8 layouts with block scales."""
     cos, sin, dtype = rotary.cos, rotary.sin, gradients[0].dtype
-    has_bias = any(bias is not None for bias in biases)
-    if not has_bias and BLOCK % heads.width == 0 and whole_blocks(*(part.shape[1] for part in gradients)):
+    if not into.has_bias and BLOCK % heads.width == 0 and whole_blocks(*(part.shape[1] for part in gradients)):
         data, scale, data_t, scale_t = qk_rope_block_backward(*gradients, cos, sin, recipe.grad_format, heads.num_q)
         return Gradient(data, data_t, scale, None, dtype, scale_t)
     dqkv, _, _ = qk_rope_backward(*gradients, None, cos, sin, None, None, heads.eps, heads.num_q)
-    return quantize_gradient(dqkv, biases, recipe)
+    return quantize_gradient(dqkv, into, recipe)
 
 
 class Attention(NamedTuple):
-    """The core of a branch whose stacked linear layers make q, k and v; `Branch.inner`: the q/k norm weights."""
+    (
+        """The core of a branch whose stacked linear layers make q, k and v.
+
+    `Branch.inner`: fields of `Rotary`, from q_weight on.
+    """
+        ""
+    )
 
     heads: Heads
 
@@ -256,7 +345,7 @@ class Attention(NamedTuple):
         self, z: Tensor, branch: Branch, tables: Tables, recipe: Recipe, saved: list[Any]
     ) -> tuple[Tensor, Optional[Tensor]]:
         """o, and what |o| does not exceed, if known."""
-        o, o_amax, kept = attention_forward(z, Rotary(*tables, *branch.inner), self.heads, recipe)
+        o, o_amax, kept = attention_forward(z, rotary_of(tables, branch.inner, self.heads), self.heads, recipe)
         saved.append(kept)
         return o, o_amax
 
@@ -271,7 +360,7 @@ class Attention(NamedTuple):
     ) -> tuple[Tensor, bool]:
         """The output layer's result; whether the residual is added."""
         o, o_amax = inside
-        y, kept = linear_forward(o, branch.out.weights[0], branch.out.biases[0], o.dtype, recipe, o_amax, known.out)
+        y, kept = linear_forward(o, branch.out, o.dtype, recipe, o_amax, known.out)
         saved.append(kept)
         return y, False
 
@@ -300,21 +389,26 @@ class Attention(NamedTuple):
 
         They go straight into FP8, except where a norm of q and k reads them too.
         """
-        scales, rotary = saved.pop(), Rotary(*tables, *branch.inner)
-        decoded = attention_decode(saved.pop(), rotary, self.heads, recipe, dy.dtype)
+        scales, rotary = saved.pop(), rotary_of(tables, branch.inner, self.heads)
+        kept = saved.pop()
+        decoded, clipped = attention_decode(kept, rotary, self.heads, recipe, dy.dtype), kept.clipped
+        del kept
         x_t = rebuild_input_t(decoded.o, scales.x_scale) if want_out else None
-        out = product_backward(dy, x_t, *branch.out, scales.w_amax, recipe, dy_amax)
+        out = product_backward(dy, x_t, branch.out, scales.w_amax, recipe, dy_amax)
         del x_t
         assert out.dx is not None
-        gradients, inputs = rotated_gradients(out.dx, decoded, rotary.mask, self.heads), decoded.inputs
+        gradients, inputs = rotated_gradients(out.dx, decoded, rotary, self.heads), decoded.inputs
+        dsinks = None if rotary.sinks is None else _sink_gradient(out.dx, decoded, rotary.sinks, self.heads)
         del decoded
         dout = Linear(out.dweights, out.dbiases)
         del out
-        if rotary.q_weight is None and rotary.k_weight is None:
-            dz: Tensor | Gradient = qkv_gradient_quantized(gradients, rotary, self.heads, branch.into.biases, recipe)
-            return dz, dout, (None, None)
+        if rotary.q_weight is None and rotary.k_weight is None and clipped is None:
+            dz: Tensor | Gradient = qkv_gradient_quantized(gradients, rotary, self.heads, branch.into, recipe)
+            return dz, dout, (None, None, dsinks, None)[: len(branch.inner)]
         dz, *dnorms = qkv_gradient(gradients, inputs, rotary, self.heads)
-        return dz, dout, tuple(dnorms)
+        if clipped is not None:
+            dz = dz.masked_fill(_from_bits(clipped), 0.0)
+        return dz, dout, (*dnorms, dsinks, None)[: len(branch.inner)]
 
     def scales(self, saved: list[Any]) -> tuple[Optional[Tensor], Optional[Tensor]]:
         """Of the last things saved, by `output`: `Scales.inner` and `Scales.out`."""

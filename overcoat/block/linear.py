@@ -16,7 +16,7 @@ scales of their own (kernels/blockwise.py).
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Sequence
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -40,36 +40,50 @@ FAST_DGRAD = True
 FAST_WGRAD_TOKENS = 8192
 
 
-def stack_biases(weights: Sequence[Tensor], biases: Sequence[Optional[Tensor]]) -> Optional[Tensor]:
+def stack_weights_of(linear: Linear) -> list[Tensor]:
+    """The weights (N_i, K), rows in the operand's order."""
+    if not linear.orders:
+        return list(linear.weights)
+    return [w if order is None else order.take(w) for w, order in zip(linear.weights, linear.orders, strict=True)]
+
+
+def stack_biases(linear: Linear) -> Optional[Tensor]:
     """One bias for the stacked weights, zeros where a layer has none; None if no layer has one."""
-    if all(bias is None for bias in biases):
+    weights, biases, orders, scale = linear
+    if not linear.has_bias:
         return None
-    if len(biases) == 1:
-        return biases[0]
-    return torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)])
+    orders = orders or (None,) * len(weights)
+    stacked = [
+        w.new_zeros(w.shape[0]) if b is None else b if order is None else order.take(b)
+        for w, b, order in zip(weights, biases, orders, strict=True)
+    ]
+    bias = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
+    return bias if scale == 1.0 else bias * scale
 
 
-def operand(weights: Sequence[Tensor], transposed: bool, amax: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def operand(linear: Linear, transposed: bool, amax: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Weights (N_i, K) as one E4M3 operand, (sum N, K) or (K, sum N); its 0-d scale; their 0-d maximum.
 
     amax: the maximum if known; else it is taken from AdamW's pass, where that can be checked (weight_amax.py).
     """
+    weights = stack_weights_of(linear)
     is_new = amax is None and not transposed
     if is_new and torch.compiler.is_compiling():
-        return stack_weights_tracked(list(weights))
-    predicted = weight_amax.predict(weights) if is_new else None
+        return stack_weights_tracked(weights)
+    predicted = weight_amax.predict(linear.weights) if is_new else None
     if predicted is not None:
-        return stack_weights_predicted(list(weights), predicted)
+        return stack_weights_predicted(weights, predicted)
     if amax is None:
-        amax = stack_amax(list(weights))
-        weight_amax.observe(weights, amax)
-    return *stack_weights(list(weights), amax, transposed), amax
+        amax = stack_amax(weights)
+        weight_amax.observe(linear.weights, amax)
+    return *stack_weights(weights, amax, transposed), amax
 
 
-def block_product(x: Quantized, weights: Sequence[Tensor], bias: Optional[Tensor], dtype: torch.dtype) -> Tensor:
+def block_product(x: Quantized, linear: Linear, dtype: torch.dtype) -> Tensor:
     """y = x W^T + bias (T, N) of x (T, K) in 1x128 blocks and the stacked weights."""
-    weight, scale = block_stack_weights(list(weights), False)
-    return block_gemm(x.data, weight, x.scale, scale, True, bias, dtype)
+    weight, scale = block_stack_weights(stack_weights_of(linear), False)
+    x_scale = x.scale if linear.scale == 1.0 else x.scale * linear.scale
+    return block_gemm(x.data, weight, x_scale, scale, True, stack_biases(linear), dtype)
 
 
 def whole_blocks(*columns: int) -> bool:
@@ -80,8 +94,7 @@ def whole_blocks(*columns: int) -> bool:
 def product(
     x8: Tensor,
     x_scale: Tensor,
-    weights: Sequence[Tensor],
-    bias: Optional[Tensor],
+    linear: Linear,
     dtype: torch.dtype,
     w_amax: Optional[Tensor] = None,
     residual: Optional[Tensor] = None,
@@ -90,8 +103,9 @@ def product(
 
     Also the weights' common maximum (found unless given), for the backward.
     """
-    w8, w_scale, w_amax = operand(weights, False, w_amax)
-    return gemm(x8, w8, x_scale, w_scale, bias, dtype, True, residual), w_amax
+    w8, w_scale, w_amax = operand(linear, False, w_amax)
+    x_scale = x_scale if linear.scale == 1.0 else x_scale * linear.scale
+    return gemm(x8, w8, x_scale, w_scale, stack_biases(linear), dtype, True, residual), w_amax
 
 
 class LinearGrads(NamedTuple):
@@ -118,26 +132,27 @@ class Gradient(NamedTuple):
     scale_t: Optional[Tensor] = None
 
 
-def quantize_gradient(
-    dy: Tensor, biases: Sequence[Optional[Tensor]], recipe: Recipe, dy_amax: Optional[Tensor] = None
-) -> Gradient:
-    """dy (T, N) in the recipe's gradient format; dy_amax: max |dy| if known."""
-    dy = dy.contiguous()
-    sums = None if all(bias is None for bias in biases) else dy.sum(0, dtype=torch.float32)
+def quantize_gradient(dy: Tensor, linear: Linear, recipe: Recipe, dy_amax: Optional[Tensor] = None) -> Gradient:
+    """dy (T, N), times `Linear.scale`, in the recipe's gradient format; dy_amax: max |dy| if known."""
+    dy, factor = dy.contiguous(), linear.scale
+    sums = dy.sum(0, dtype=torch.float32) * factor if linear.has_bias else None
+    scale_t = None
     if recipe.linear_scaling == "block":
         data, scale, transposed, scale_t = block_quantize_both(dy, recipe.grad_format)
-        return Gradient(data, transposed, scale, sums, dy.dtype, scale_t)
-    data, transposed, scale = quantize_both(dy, amax(dy) if dy_amax is None else dy_amax, recipe.grad_format)
-    return Gradient(data, transposed, scale, sums, dy.dtype)
+    else:
+        data, transposed, scale = quantize_both(dy, amax(dy) if dy_amax is None else dy_amax, recipe.grad_format)
+    if factor != 1.0:
+        scale, scale_t = scale * factor, None if scale_t is None else scale_t * factor
+    return Gradient(data, transposed, scale, sums, dy.dtype, scale_t)
 
 
-def dgrad(d: Gradient, weights: Sequence[Tensor], w_amax: Optional[Tensor]) -> Tensor:
+def dgrad(d: Gradient, linear: Linear, w_amax: Optional[Tensor]) -> Tensor:
     """dx = dy W (T, K) of the stacked weights; w_amax: their maximum, None with block scales."""
     assert d.data is not None
     if w_amax is None:
-        weight, scale = block_stack_weights(list(weights), True)
+        weight, scale = block_stack_weights(stack_weights_of(linear), True)
         return block_gemm(d.data, weight, d.scale, scale, True, None, d.dtype)
-    w_t, w_scale, _ = operand(weights, True, w_amax)
+    w_t, w_scale, _ = operand(linear, True, w_amax)
     return gemm(d.data, w_t, d.scale, w_scale, None, d.dtype, FAST_DGRAD)
 
 
@@ -152,8 +167,7 @@ def wgrad(d: Gradient, x_t: Quantized, dtype: torch.dtype) -> Tensor:
 def product_backward(
     dy: Tensor | Gradient,
     x_t: Optional[Quantized],
-    weights: Sequence[Tensor],
-    biases: Sequence[Optional[Tensor]],
+    linear: Linear,
     w_amax: Optional[Tensor],
     recipe: Recipe,
     dy_amax: Optional[Tensor] = None,
@@ -164,17 +178,28 @@ def product_backward(
         x_t: the input as transposed E4M3 operand (K, P), or None when no weight wants a gradient.
         dy_amax: max |dy| if known.
     """
-    d = dy if isinstance(dy, Gradient) else quantize_gradient(dy, biases, recipe, dy_amax)
-    dx = dgrad(d, weights, w_amax)
-    sizes = [w.shape[0] for w in weights]
-    dweights: tuple[Optional[Tensor], ...] = (None,) * len(weights)
-    if x_t is not None:
-        dweights = wgrad(d, x_t, weights[0].dtype).split_with_sizes(sizes)
-    dbiases: tuple[Optional[Tensor], ...] = (None,) * len(weights)
-    if d.sums is not None:
-        sums = d.sums.split_with_sizes(sizes)
-        dbiases = tuple(None if b is None else s.to(b.dtype) for b, s in zip(biases, sums, strict=True))
-    return LinearGrads(dx, dweights, dbiases)
+    d = dy if isinstance(dy, Gradient) else quantize_gradient(dy, linear, recipe, dy_amax)
+    dx = dgrad(d, linear, w_amax)
+    stacked = None if x_t is None else wgrad(d, x_t, linear.weights[0].dtype)
+    return LinearGrads(dx, *split_gradients(stacked, d.sums, linear))
+
+
+def split_gradients(
+    dweight: Optional[Tensor], sums: Optional[Tensor], linear: Linear
+) -> tuple[tuple[Optional[Tensor], ...], tuple[Optional[Tensor], ...]]:
+    """Gradients of each weight and bias from those of the stack."""
+    weights, biases, orders, _ = linear
+    orders = orders or (None,) * len(weights)
+    sizes = [w.shape[0] if order is None else order.count(w) for w, order in zip(weights, orders, strict=True)]
+
+    def parts(stacked: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
+        if stacked is None:
+            return (None,) * len(sizes)
+        split = stacked.split_with_sizes(sizes)
+        return tuple(x if order is None else order.put_back(x) for x, order in zip(split, orders, strict=True))
+
+    dbiases = tuple(None if b is None or s is None else s.to(b.dtype) for b, s in zip(biases, parts(sums), strict=True))
+    return parts(dweight), dbiases
 
 
 class OutputSaved(NamedTuple):
@@ -186,8 +211,7 @@ class OutputSaved(NamedTuple):
 
 def linear_forward(
     x: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
+    linear: Linear,
     dtype: torch.dtype,
     recipe: Recipe,
     x_amax: Optional[Tensor] = None,
@@ -195,9 +219,9 @@ def linear_forward(
 ) -> tuple[Tensor, OutputSaved]:
     """x W^T + bias in `dtype`, x (T, K); x_amax, w_amax: max |x| and max |weight| if known."""
     if recipe.linear_scaling == "block":
-        return block_product(Quantized(*block_quantize(x, "e4m3")), [weight], bias, dtype), OutputSaved(None, None)
+        return block_product(Quantized(*block_quantize(x, "e4m3")), linear, dtype), OutputSaved(None, None)
     x8, x_scale = quantize(x, amax(x) if x_amax is None else x_amax, "e4m3")
-    y, w_amax = product(x8, x_scale, [weight], bias, dtype, w_amax)
+    y, w_amax = product(x8, x_scale, linear, dtype, w_amax)
     return y, OutputSaved(x_scale, w_amax)
 
 
@@ -222,12 +246,11 @@ def stream_linear_forward(
 ) -> tuple[Tensor, InputSaved]:
     """x (T, H) times the stacked weights -> (T, sum N); w_amax: the weights' maximum if known."""
     codes, group_amax, x_amax = group_encode_amax(x, recipe.kept_format, recipe.group_size)
-    bias = stack_biases(*into)
     if recipe.linear_scaling == "block":
-        y = block_product(Quantized(*block_quantize(x, "e4m3")), into.weights, bias, x.dtype)
+        y = block_product(Quantized(*block_quantize(x, "e4m3")), into, x.dtype)
         return y, InputSaved(codes, group_amax, None, None)
     x8, x_scale = quantize(x, x_amax, "e4m3")
-    y, w_amax = product(x8, x_scale, into.weights, bias, x.dtype, w_amax)
+    y, w_amax = product(x8, x_scale, into, x.dtype, w_amax)
     return y, InputSaved(codes, group_amax, x_scale, w_amax)
 
 
@@ -242,4 +265,4 @@ def stream_linear_backward(
             x_t = Quantized(*block_requantize_t(*inputs, *code))
         else:
             x_t = Quantized(requantize_t(*inputs, saved.x_scale, *code), saved.x_scale)
-    return product_backward(dy, x_t, *into, saved.w_amax, recipe)
+    return product_backward(dy, x_t, into, saved.w_amax, recipe)

@@ -17,6 +17,7 @@ from overcoat.block.linear import (
     dgrad,
     product,
     quantize_gradient,
+    split_gradients,
     wgrad,
     whole_blocks,
 )
@@ -40,8 +41,7 @@ class MlpSaved(NamedTuple):
 
 def mlp_forward(
     z: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
+    out: Linear,
     residual: Optional[Tensor],
     activation: str,
     gated: bool,
@@ -51,7 +51,7 @@ def mlp_forward(
 
     Args:
         z: (T, I), the first projection with its bias, h = f(z); if `gated` (T, 2I), h = f(first half) * second half.
-        weight: (N, I); bias: (N,) or None; residual: (T, N), whose dtype the result has, or None.
+        out: weight (N, I), bias (N,) or None. residual: (T, N), whose dtype the result has, or None.
         activation: f, a name in kernels/activation_functions.py.
 
     Raises:
@@ -61,11 +61,11 @@ def mlp_forward(
     code, group_size = recipe.kept_format, recipe.group_size
     if recipe.linear_scaling == "block":
         h8, h_scale, codes, group_amax = activation_block_quantize(z, activation, gated, code, group_size)
-        y = block_product(Quantized(h8, h_scale), [weight], bias, dtype)
+        y = block_product(Quantized(h8, h_scale), out, dtype)
         return y if residual is None else residual + y, MlpSaved(codes, group_amax, None, None)
     codes, group_amax, h_amax = activation_encode(z, activation, gated, code, group_size)
     h8, h_scale = activation_quantize(z, h_amax, activation, gated)
-    y, w_amax = product(h8, h_scale, [weight], bias, dtype, None, residual)
+    y, w_amax = product(h8, h_scale, out, dtype, None, residual)
     return y, MlpSaved(codes, group_amax, h_scale, w_amax)
 
 
@@ -105,8 +105,7 @@ def _gradient(
 def mlp_backward(
     dy: Tensor,
     saved: MlpSaved,
-    weight: Tensor,
-    bias: Optional[Tensor],
+    linear: Linear,
     activation: str,
     gated: bool,
     recipe: Recipe,
@@ -126,14 +125,13 @@ def mlp_backward(
         want_weight: whether the second projection's weight wants a gradient.
     """
     assert saved.group_amax.shape[1] == 1 + gated
-    d = quantize_gradient(dy, [bias], recipe, dy_amax)
-    dh = dgrad(d, [weight], saved.w_amax)
+    d = quantize_gradient(dy, linear, recipe, dy_amax)
+    dh = dgrad(d, linear, saved.w_amax)
     d = d._replace(data=None)
     dz, h_t = _gradient(dh, saved, activation, recipe, quantized, into_has_bias)
     del dh  # I / H U, which the weight's gradient can use
-    dweight = wgrad(d, h_t, weight.dtype) if want_weight else None
-    dbias = None if bias is None or d.sums is None else d.sums.to(bias.dtype)
-    return dz, LinearGrads(None, (dweight,), (dbias,))
+    dweight = wgrad(d, h_t, linear.weights[0].dtype) if want_weight else None
+    return dz, LinearGrads(None, *split_gradients(dweight, d.sums, linear))
 
 
 class Mlp(NamedTuple):
@@ -160,8 +158,7 @@ class Mlp(NamedTuple):
         self, z: Tensor, branch: Branch, residual: Optional[Tensor], recipe: Recipe, saved: list[Any], _known: Scales
     ) -> tuple[Tensor, bool]:
         """The output layer's result, the residual added if given; whether it is."""
-        weight, bias = branch.out.weights[0], branch.out.biases[0]
-        y, kept = mlp_forward(z, weight, bias, residual, self.activation, self.gated, recipe)
+        y, kept = mlp_forward(z, branch.out, residual, self.activation, self.gated, recipe)
         saved.append(kept)
         return y, residual is not None
 
@@ -181,7 +178,7 @@ class Mlp(NamedTuple):
     ) -> tuple[Tensor | Gradient, Linear, tuple[()]]:
         """Gradients of the stacked layers' result and of the output layer. Takes what it reads from `saved`."""
         dz, out = mlp_backward(
-            dy, saved.pop(), branch.out.weights[0], branch.out.biases[0], self.activation, self.gated, recipe,
+            dy, saved.pop(), branch.out, self.activation, self.gated, recipe,
             quantized=True, into_has_bias=branch.into.has_bias, want_weight=want_out, dy_amax=dy_amax,
         )  # fmt: skip
         return dz, Linear(out.dweights, out.dbiases), ()

@@ -12,7 +12,7 @@ from typing import NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from overcoat.block.linear import Gradient, LinearGrads, block_product, product, product_backward, stack_biases
+from overcoat.block.linear import Gradient, LinearGrads, block_product, product, product_backward
 from overcoat.block.spec import Linear, Norm
 from overcoat.formats import Quantized
 from overcoat.kernels.blockwise import block_requantize_t
@@ -65,14 +65,14 @@ def _from_statistics(
         x, mean[0] if mean else None, rstd, norm.weight, norm.bias, amax(row_amax), recipe.kept_format,
         recipe.group_size,
     )  # fmt: skip
-    y, w_amax = product(y8, y_scale, into.weights, stack_biases(*into), x.dtype, w_amax)
+    y, w_amax = product(y8, y_scale, into, x.dtype, w_amax)
     return y, NormLinearSaved(codes, group_amax, rstd, y_scale, w_amax)
 
 
 def _from_blocks(parts: Sequence[Tensor], into: Linear, dtype: torch.dtype) -> tuple[Tensor, NormLinearSaved]:
     """`norm_linear_forward` from the results of `norm_block_quantize`."""
     y8, y_scale, codes, group_amax, rstd = parts
-    y = block_product(Quantized(y8, y_scale), into.weights, stack_biases(*into), dtype)
+    y = block_product(Quantized(y8, y_scale), into, dtype)
     return y, NormLinearSaved(codes, group_amax, rstd, None, None)
 
 
@@ -81,7 +81,7 @@ def norm_linear_backward(
 ) -> LinearGrads:
     """Gradients of the norm's output and of the linear layers."""
     x_t = _output_t(saved, norm, recipe) if want_weights else None
-    return product_backward(dy, x_t, *into, saved.w_amax, recipe)
+    return product_backward(dy, x_t, into, saved.w_amax, recipe)
 
 
 def _output_t(saved: NormLinearSaved, norm: Norm, recipe: Recipe) -> Quantized:

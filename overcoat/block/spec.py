@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
 
+from overcoat.block.order import Order
+
 
 class Norm(NamedTuple):
     """A norm's parameters. weight, bias: (H,) or None; centered: LayerNorm instead of RMSNorm."""
@@ -29,10 +31,16 @@ class Norm(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """Linear layers that read one input, one GEMM: weights (N_i, K), biases (N_i,) or None."""
+    """Linear layers that read one input, one GEMM: weights (N_i, K), biases (N_i,) or None.
+
+    orders: for each layer how its rows become those of the operand (order.py), or None as they are; () for all.
+    scale: what the result is multiplied by.
+    """
 
     weights: tuple[Any, ...]
     biases: tuple[Any, ...]
+    orders: tuple[Optional[Order], ...] = ()
+    scale: float = 1.0
 
     @property
     def has_bias(self) -> bool:
@@ -102,9 +110,9 @@ def with_tensors(block: Block, flat: tuple[Any, ...]) -> Block:
         if pre is not None:
             pre = Norm(flat[i], flat[i + 1], pre.eps, pre.centered)
             i += 2
-        into, i = _linear_at(flat, i, len(into.weights))
+        into, i = _linear_at(flat, i, into)
         inner, i = flat[i : i + len(inner)], i + len(inner)
-        out, i = _linear_at(flat, i, len(out.weights))
+        out, i = _linear_at(flat, i, out)
         if post is not None:
             post = Norm(flat[i], flat[i + 1], post.eps, post.centered)
             i += 2
@@ -112,9 +120,9 @@ def with_tensors(block: Block, flat: tuple[Any, ...]) -> Block:
     return Block(tuple(branches), block.parallel)
 
 
-def _linear_at(flat: tuple[Any, ...], start: int, count: int) -> tuple[Linear, int]:
-    middle, end = start + count, start + 2 * count
-    return Linear(flat[start:middle], flat[middle:end]), end
+def _linear_at(flat: tuple[Any, ...], start: int, linear: Linear) -> tuple[Linear, int]:
+    middle, end = start + len(linear.weights), start + 2 * len(linear.weights)
+    return linear._replace(weights=flat[start:middle], biases=flat[middle:end]), end
 
 
 def without_tensors(block: Block) -> Block:

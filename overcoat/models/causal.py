@@ -42,6 +42,7 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     if any(inputs.get(name) is not None and inputs[name] is not False for name in named):
         return mask
     model: Any = causal.get_submodule(causal.overcoat_whole.text)
+    layers = getattr(model, causal.overcoat_whole.stack)
     tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
     if tokens is None:
         return mask
@@ -52,9 +53,9 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
         return mask
     if window is not None and window < tokens.shape[1]:
         return mask
-    if _is_watched(model) or any(_is_watched(layer) for layer in model.layers):
+    if _is_watched(model) or any(_is_watched(layer) for layer in layers):
         return mask
-    if not all(isinstance(layer, Fp8DecoderLayer) for layer in model.layers):
+    if not all(isinstance(layer, Fp8DecoderLayer) for layer in layers):
         return mask
     nothing_hidden = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device)
     position_ids = inputs.get("position_ids")

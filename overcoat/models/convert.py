@@ -285,13 +285,13 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
     else:
         kept += ", attention " + (recipe.kept_format if recipe.kept_attention == "8bit" else "bf16")
     extras = []
-    for core, _, into, _, inner, pre, post, scale, *_ in family.branches(layer, 1):
-        if scale is not None:
+    for core, _, into, _, inner, pre, post, layer_scale, *_ in family.branches(layer, 1):
+        if layer_scale is not None:
             extras.append("LayerScale")
-        if isinstance(pre or post, nn.LayerNorm):
+        if family.centered or isinstance(pre or post, nn.LayerNorm):
             extras.append("LayerNorm")
-        if pre is None:
-            extras.append("norms after")
+        if post is not None:
+            extras.append("norms after" if pre is None else "norms before and after")
         if not isinstance(core, Attention):
             extras += [] if (core.activation, core.gated) == ("silu", True) else [core.activation]
             continue

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from overcoat.block.attention import Attention, Heads, observers
 from overcoat.block.mlp import Mlp
+from overcoat.block.order import Order
 from overcoat.block.run import run_block
 from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
 from overcoat.kernels.packed import dense_mask, document_starts, given_starts
@@ -64,85 +65,127 @@ def attention(
     *,
     pre: Any = None,
     post: Any = None,
-    full_norm: bool = False,
     into: Optional[tuple[Any, ...]] = None,
+    by_head: bool = False,
     out: Any = None,
     width: Optional[int] = None,
     scaling: Optional[float] = None,
-    scale: Any = None,
+    layer_scale: Any = None,
+    scale: float = 1.0,
+    **options: Any,
 ) -> Modules:
     """The branch of an attention module with q_proj, k_proj, v_proj and o_proj, and perhaps norms of q and k.
 
-    full_norm: these take all heads together. into: instead of q_proj, k_proj and v_proj; one layer makes all three.
-    out: instead of o_proj. width: of a head, instead of head_dim; scaling: of scores. scale: `Modules`.
+    into: instead of q_proj, k_proj and v_proj; one layer makes all three, with rows of all q, then k, then v; or if
+        `by_head` q, k, v of each head. out: instead of o_proj. width: of a head, instead of head_dim; scaling: of
+        scores. layer_scale, scale: `Modules`. options: fields of `Heads`.
     """
     q_norm, k_norm = (
         None if isinstance(norm := getattr(module, name, None), nn.Identity) else norm for name in ("q_norm", "k_norm")
     )
     into = (module.q_proj, module.k_proj, module.v_proj) if into is None else into
-    rows = [linear.weight.shape[0] for linear in into]
-    if len(rows) == 1:
-        rows = [rows[0] // 3] * 3
     width = module.head_dim if width is None else width
+    if len(into) == 1:
+        total = max(into[0].weight.shape) // width
+        num_q = getattr(module.config, "num_attention_heads", total // 3)
+        num_kv = (total - num_q) // 2
+    else:
+        num_q, num_kv = (linear.weight.shape[0] // width for linear in into[:2])
     if scaling is None:
         scaling = module.scaling if hasattr(module, "scaling") else module.scale
-    heads = Heads(
-        batch,
-        rows[0] // width,
-        rows[1] // width,
-        width,
-        scaling,
-        0.0 if q_norm is None else float(q_norm.variance_epsilon),
-        full_norm and q_norm is not None,
-        bool(getattr(module, "is_causal", True)),
-    )
+    if q_norm is None:
+        options["full_norm"] = False
+    eps, causal = 0.0 if q_norm is None else norm_eps(q_norm), bool(getattr(module, "is_causal", True))
+    heads = Heads(batch, num_q, num_kv, width, scaling, eps, causal=causal, **options)
+    orders: tuple[Optional[Order], ...] = ()
+    if by_head or heads.neighbours or heads.rotated:
+        counts = (num_q, num_kv) if len(into) > 1 else (num_q + num_kv,)
+        turned = [Order(width, heads.rotated or width, count, heads.neighbours, by_head) for count in counts]
+        orders = (*turned, None) if len(into) > 1 else tuple(turned)
+    out = module.o_proj if out is None else out
     return Modules(
-        Attention(heads), module, into, module.o_proj if out is None else out, (q_norm, k_norm), pre, post, scale
+        Attention(heads), module, into, out, (q_norm, k_norm), pre, post, layer_scale, orders=orders, scale=scale
     )
+
+
+def rotated_columns(module: Any, width: int) -> int:
+    """How many of a head's columns rotate, as transformers counts them; 0: all."""
+    count = int(width * module.config.rope_parameters.get("partial_rotary_factor", 1.0))
+    return 0 if count == width else count
 
 
 def gated_mlp(
-    module: Any, activation: Optional[str] = None, *, pre: Any = None, post: Any = None, scale: Any = None
+    module: Any,
+    activation: str = "",
+    *,
+    into: Optional[tuple[Any, ...]] = None,
+    pre: Any = None,
+    post: Any = None,
+    layer_scale: Any = None,
+    scale: float = 1.0,
 ) -> Modules:
-    """The branch of an MLP down_proj(act(gate_proj(x)) * up_proj(x)); activation: of the module's config if None."""
-    core = Mlp(ACTIVATIONS.get(module.config.hidden_act if activation is None else activation, ""), True)
-    return Modules(core, module, (module.gate_proj, module.up_proj), module.down_proj, (), pre, post, scale)
+    """The branch of an MLP down_proj(act(gate_proj(x)) * up_proj(x)).
+
+    activation: transformers' name; else the configuration's hidden_act. into: instead of gate_proj and up_proj; one
+    layer makes both, with rows of gate, then up. layer_scale, scale: `Modules`.
+    """
+    into = (module.gate_proj, module.up_proj) if into is None else into
+    core = Mlp(activation_of(activation or module.config.hidden_act), True)
+    return Modules(core, module, into, module.down_proj, (), pre, post, layer_scale, scale=scale)
 
 
 def plain_mlp(
-    module: Any, into: Any, out: Any, activation: str, *, pre: Any = None, post: Any = None, scale: Any = None
+    module: Any, into: Any, out: Any, activation: str, *, pre: Any = None, post: Any = None, layer_scale: Any = None
 ) -> Modules:
     """The branch of an MLP out(act(into(x)))."""
-    return Modules(Mlp(ACTIVATIONS.get(activation, ""), False), module, (into,), out, (), pre, post, scale)
+    return Modules(Mlp(activation_of(activation), False), module, (into,), out, (), pre, post, layer_scale)
 
 
-def block_of(branches: tuple[Modules, ...], parallel: bool) -> Block:
+def activation_of(name: str) -> str:
+    return ACTIVATIONS.get(name, name)
+
+
+def norm_eps(norm: Any) -> float:
+    """OLMo's norm has none of its own."""
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-5)))
+
+
+def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block:
     """A layer's parameters, as `run_block` takes them."""
-    return Block(tuple([_branch(modules) for modules in branches]), parallel)
+    return Block(tuple([_branch(modules, family) for modules in branches]), family.parallel(layer))
 
 
-def _branch(modules: Modules) -> Branch:
-    core, _, into, out, inner, pre, post, scale, outer, _ = modules
-    weights, result = tuple([None if norm is None else norm.weight for norm in inner]), _linear((out,))
-    if scale is not None:
+def _branch(modules: Modules, family: Family) -> Branch:
+    core, _, into, out, inner, pre, post, layer_scale, outer, _, orders, scale, sinks = modules
+    weights = tuple([None if norm is None else _norm(norm, family).weight for norm in inner])
+    if sinks is not None:
+        weights = (*weights, sinks)
+    result = _linear((out,), (), scale)
+    if layer_scale is not None:
         # Into the weight, whose gradient autograd takes apart again. FP8 has exponents enough for columns' sizes.
-        scale = getattr(scale, "lambda1", scale)
-        (weight,), (bias,) = result
-        result = Linear((scale[:, None] * weight,), (None if bias is None else scale * bias,))
-    return Branch(core, _linear(into), result, weights, _norm(pre), _norm(post), outer)
+        factor = getattr(layer_scale, "lambda1", layer_scale)
+        (weight,), (bias,) = result.weights, result.biases
+        result = result._replace(weights=(factor[:, None] * weight,), biases=(None if bias is None else factor * bias,))
+    return Branch(core, _linear(into, orders), result, weights, _norm(pre, family), _norm(post, family), outer)
 
 
-def _linear(layers: tuple[Any, ...]) -> Linear:
+def _linear(layers: tuple[Any, ...], orders: tuple[Optional[Order], ...] = (), scale: float = 1.0) -> Linear:
     own = [layer._parameters for layer in layers]  # `layer.weight` would take three times as long
-    return Linear(tuple([each["weight"] for each in own]), tuple([each["bias"] for each in own]))
+    if type(layers[0]) is not nn.Linear:  # Conv1D
+        orders = (Order(transposed=True),)
+    return Linear(tuple([each["weight"] for each in own]), tuple([each["bias"] for each in own]), orders, scale)
 
 
-def _norm(norm: Any) -> Optional[Norm]:
+def _norm(norm: Any, family: Family) -> Any:
     if norm is None or isinstance(norm, nn.Identity):
         return None
     if isinstance(norm, nn.LayerNorm):
         return Norm(norm.weight, norm.bias, float(norm.eps), centered=True)
-    return Norm(norm.weight, None, float(norm.variance_epsilon))
+    weight = getattr(norm, "weight", None)
+    if family.plus_one:
+        assert weight is not None
+        weight = 1.0 + weight.float()
+    return Norm(weight, None, norm_eps(norm), family.centered)
 
 
 # ---- what cannot run in FP8 ---------------------------------------------------------------------------------------
@@ -166,12 +209,12 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
                 return f"{place} is {dropout}; only 0 is supported"
     config: Any = branches[0].owner.config
     for core in (modules.core for modules in branches):
-        if isinstance(core, Mlp) and not core.activation:
-            return f"hidden_act is {config.hidden_act!r}; only {', '.join(ACTIVATIONS)} are supported"
+        if isinstance(core, Mlp) and core.activation not in FUNCTIONS:
+            return f"hidden_act is {core.activation!r}; only {', '.join(ACTIVATIONS)} are supported"
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-    if partial != 1.0:
+    if partial != 1.0 and not branches[0].core.heads.rotated:
         return f"partial_rotary_factor is {partial}; only 1.0 is supported"
-    return _why_changed(layer, family, branches)
+    return family.refused(layer) or _why_changed(layer, family, branches)
 
 
 def why_replaced(layer: nn.Module, family: Family) -> Optional[str]:
@@ -203,7 +246,7 @@ def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]
             kind = "attention of all tokens" if family.encoder else "causal attention"
             return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
         for linear in (*into, out):
-            if type(linear) is not nn.Linear:
+            if type(linear) is not nn.Linear and not _is_conv1d(linear):
                 return f"{_path(layer, linear)} is a {class_name(linear)}, not nn.Linear"
         for norm in (*inner, pre, post):
             if norm is not None and not _is_own_norm(norm, family):
@@ -234,11 +277,15 @@ def reads_lengths(config: Any) -> bool:
 
 
 def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
-    for core, owner, into, out, inner, pre, post, scale, _, around in branches:
+    for core, owner, into, out, inner, pre, post, layer_scale, _, around, *_ in branches:
         parts = owner._modules.values() if isinstance(core, Mlp) else (*into, *inner)  # an MLP's activation, too
-        for module in (owner, *parts, out, pre, post, scale, *around):
+        for module in (owner, *parts, out, pre, post, layer_scale, *around):
             if isinstance(module, nn.Module):
                 yield module
+
+
+def _is_conv1d(linear: Any) -> bool:
+    return (type(linear).__module__, type(linear).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def _path(layer: nn.Module, module: Any) -> str:
@@ -293,7 +340,7 @@ class Fp8DecoderLayer(Mixin):
         branches, family, lengths = None, self.overcoat_family, kwargs.get("cu_seqlens")
         batch = 1 if lengths is not None and hidden_states.dim() == 2 else hidden_states.shape[0]
         if embeddings is not None or not family.rotary:
-            branches = self._fp8_branches(batch, kwargs.get("past_key_values"))
+            branches = self._fp8_branches(batch, kwargs.get("past_key_values", kwargs.get("layer_past")))
         if branches is None:
             starts = _as_starts(mask)
             if starts is not None:
@@ -311,8 +358,12 @@ class Fp8DecoderLayer(Mixin):
             mask = check_mask(mask, hidden_states.shape[-2])
         else:
             mask = lengths.int()
-        block = block_of(_as_called(branches, kwargs.get("is_causal")), family.parallel)
+        block = block_of(_as_called(branches, kwargs.get("is_causal")), family, self)
         tables = Tables(*_rotation(embeddings if family.rotary else None, hidden_states, block), mask)
+        if family.q_scale is not None:
+            first = block.branches[0]
+            inner = (*first.inner, None, family.q_scale(self, kwargs["position_ids"]).view(-1, 1))
+            block = block._replace(branches=(first._replace(inner=inner), *block.branches[1:]))
         watched = not torch.compiler.is_compiling() and bool(observers)
         for observer in observers if watched else ():
             observer.enter(self)

@@ -10,9 +10,9 @@ from overcoat.models.family import Family, Modules
 
 def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
     """x = x + scale * attention(norm(x)); x = x + scale * mlp(norm(x))."""
-    mlp, after = layer.mlp, {"pre": layer.norm2, "scale": layer.layer_scale2}
+    mlp, after = layer.mlp, {"pre": layer.norm2, "layer_scale": layer.layer_scale2}
     return (
-        attention(layer.attention, batch, pre=layer.norm1, scale=layer.layer_scale1),
+        attention(layer.attention, batch, pre=layer.norm1, layer_scale=layer.layer_scale1),
         gated_mlp(mlp, "silu", **after)
         if hasattr(mlp, "gate_proj")
         else plain_mlp(mlp, mlp.fc1, mlp.fc2, mlp.config.hidden_act, **after),

@@ -16,15 +16,18 @@ from typing import Any, NamedTuple, Optional
 
 from torch import nn
 
+from overcoat.block.order import Order
+
 
 class Modules(NamedTuple):
     """One residual branch of a layer, in modules; `block.spec.Branch` has its parameters.
 
     core: `Attention` or `Mlp`. owner: the module whose forward the core and its linear layers stand in for.
     inner: the norms of q and of k, None where there is none. pre, post: the norms before and after, or None.
-    scale: what the result is multiplied with before it is added, by column: a parameter, or the module that has it as
-        `lambda1`, or None.
+    layer_scale: what the result is multiplied with before it is added, by column: a parameter, or the module that has
+        it as `lambda1`, or None.
     outer: whether `post` is of the sum. around: further modules whose forward this stands in for.
+    orders: of `into`, and scale of `out`: as `block.spec.Linear` has them. sinks: attention's (num_q,), or None.
     """
 
     core: Any
@@ -34,9 +37,12 @@ class Modules(NamedTuple):
     inner: tuple[Any, ...] = ()
     pre: Any = None
     post: Any = None
-    scale: Any = None
+    layer_scale: Any = None
     outer: bool = False
     around: tuple[Any, ...] = ()
+    orders: tuple[Optional[Order], ...] = ()
+    scale: float = 1.0
+    sinks: Any = None
 
 
 class Family(NamedTuple):
@@ -44,12 +50,16 @@ class Family(NamedTuple):
 
     Attributes:
         module: its modeling module. layer, causal, norm: names of the layer's class in it, of the model's (a causal
-            one, or an encoder), and of the RMSNorm's (x * rstd * weight); norm is None where norms are LayerNorm.
+            one, or an encoder), and of the norm's; norm is None where norms are PyTorch's LayerNorm.
+        centered: the norm subtracts the mean. plus_one: it multiplies by 1 + weight instead of weight.
         branches: the decoder layer and the batch size -> its branches, in the order in which they are computed.
         samples: small configurations for the tests, by name: fields beside those that all families share.
-        parallel: whether all branches read the layer's input, instead of each the sum so far.
+        parallel: whether all branches of a layer read its input, instead of each the sum so far.
         encoder: whether a token sees those after it, too. rotary: whether layers are given cos and sin.
-        trunk, head: where the causal model keeps its layers' owner and its last linear layer.
+        refused: a layer -> the reason why it cannot be converted all the same, or None.
+        q_scale: a layer, position ids -> what q is multiplied by after the rotation, in their shape.
+        logit_scale: a causal model -> what its logits are multiplied by.
+        trunk, stack: where the causal model keeps its layers' owner, and that one the layers.
     """
 
     module: str
@@ -58,11 +68,16 @@ class Family(NamedTuple):
     norm: Optional[str]
     branches: Callable[[Any, int], tuple[Modules, ...]]
     samples: dict[str, dict[str, Any]]
-    parallel: bool = False
+    centered: bool = False
+    plus_one: bool = False
+    parallel: Callable[[Any], bool] = lambda layer: False
     encoder: bool = False
     rotary: bool = True
+    refused: Callable[[Any], Optional[str]] = lambda layer: None
+    q_scale: Optional[Callable[[Any, Any], Any]] = None
+    logit_scale: Callable[[Any], float] = lambda model: 1.0
     trunk: str = "model"
-    head: str = "lm_head"
+    stack: str = "layers"
 
 
 @functools.cache

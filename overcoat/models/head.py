@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from overcoat.block.loss import final_norm, linear_cross_entropy
 from overcoat.models.causal import causal_mask
 from overcoat.models.decoder import HARMLESS_HOOKS, has_hooks
-from overcoat.models.family import Mixin, class_name, families, mixed, original_class
+from overcoat.models.family import Mixin, class_name, families, family_of, mixed, original_class
 from overcoat.models.whole import Whole, whole_of, wholes
 from overcoat.recipe import Recipe
 
@@ -137,6 +137,9 @@ class LeanLossModel(Mixin):
 
     def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
         ignore_index, num_items = inputs.get("ignore_index", -100), inputs.get("num_items_in_batch")
+        scale = _logit_scale(self)
+        if scale != 1.0:
+            hidden = hidden * scale
         targets = inputs.get("shift_labels")
         if targets is None:
             targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -154,16 +157,18 @@ class LeanLossModel(Mixin):
         return loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
 
 
-def _made_by_head(logits: Tensor, *_: Any, **__: Any) -> Tensor:
-    return logits
-
-
 @contextlib.contextmanager
 def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
     """Inside, lm_head returns `loss` of what it gets, and the final norm is one op."""
     head, norm, own = model.get_submodule(model.overcoat_whole.head), _final_norm(model), model.loss_function
     is_fusable = isinstance(norm, FinalNorm)
-    model.loss_function, head.overcoat_loss = _made_by_head, loss
+    scale = _logit_scale(model)
+
+    def made_by_head(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+        # The model multiplies what it takes for logits; `loss` has been told of that before the product.
+        return logits if scale == 1.0 else logits / scale
+
+    model.loss_function, head.overcoat_loss = made_by_head, loss
     if is_fusable:
         norm.overcoat_fused = True
     try:
@@ -175,7 +180,12 @@ def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None
 
 
 def _final_norm(model: Any) -> Any:
-    return model.get_submodule(f"{model.overcoat_whole.text}.norm")
+    return getattr(model.get_submodule(model.overcoat_whole.text), "norm", None)
+
+
+def _logit_scale(model: nn.Module) -> float:
+    family = family_of(model)
+    return 1.0 if family is None else family.logit_scale(model)
 
 
 def find_causal_model(model: nn.Module) -> Optional[tuple[str, nn.Module]]:
@@ -183,8 +193,9 @@ def find_causal_model(model: nn.Module) -> Optional[tuple[str, nn.Module]]:
     None."""
     for name, module in model.named_modules():
         original = original_class(module)
-        if original.__module__.startswith("transformers.") and original.__name__.endswith(
-            ("ForCausalLM", "ForConditionalGeneration")
+        is_known = whole_of(module) is not None  # GPT2LMHeadModel
+        if original.__module__.startswith("transformers.") and (
+            is_known or original.__name__.endswith(("ForCausalLM", "ForConditionalGeneration"))
         ):
             return name, module
     return None
@@ -226,7 +237,7 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
         return "lm_head has hooks, which would not see logits"
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     if softcap is not None:
-        return f"final_logit_softcapping is {softcap}"
+        return f"final_logit_softcapping is {softcap:g}, and the loss without logits has no cap"
     if model.loss_function is not ForCausalLMLoss:
         return f"the loss function is {getattr(model.loss_function, '__name__', model.loss_function)}"
     return None
@@ -240,8 +251,8 @@ def install_head(model: Any, recipe: Recipe) -> None:
     if not isinstance(head, LossHead):
         head.__class__ = LossHead
     norm = _final_norm(model)
-    is_own = any((type(norm).__module__, type(norm).__name__) == (each.module, each.norm) for each in families())
-    if is_own and "forward" not in vars(norm):
+    plain = [(each.module, each.norm) for each in families() if not each.centered and not each.plus_one]
+    if (type(norm).__module__, type(norm).__name__) in plain and "forward" not in vars(norm):
         norm.__class__ = mixed(FinalNorm, type(norm))
     model.overcoat_recipe = recipe
 
@@ -251,7 +262,7 @@ def remove_head(model: Any) -> None:
     if not isinstance(model, LeanLossModel):
         return
     norm, head = _final_norm(model), cast(Any, model).get_submodule(model.overcoat_whole.head)
-    if type(norm) is mixed(FinalNorm, original_class(norm)):
+    if norm is not None and type(norm) is mixed(FinalNorm, original_class(norm)):
         norm.__class__ = original_class(norm)
     if type(model) is not mixed(LeanLossModel, original_class(model)):
         model.overcoat_recipe = Recipe.bf16()

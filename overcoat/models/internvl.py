@@ -19,9 +19,9 @@ def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
             out=module.projection_layer,
             pre=layer.layernorm_before,
             full_norm=True,
-            scale=layer.lambda_1,
+            layer_scale=layer.lambda_1,
         ),
-        plain_mlp(mlp, mlp.fc1, mlp.fc2, mlp.config.hidden_act, pre=layer.layernorm_after, scale=layer.lambda_2),
+        plain_mlp(mlp, mlp.fc1, mlp.fc2, mlp.config.hidden_act, pre=layer.layernorm_after, layer_scale=layer.lambda_2),
     )
 
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from overcoat.block.mlp import Mlp
-from overcoat.models.decoder import ACTIVATIONS, attention
+from overcoat.models.decoder import activation_of, attention
 from overcoat.models.family import Family, Modules
 
 
 def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
     """x = x + attention(norm(x)); x = x + Wo(gelu(first half) * second half of Wi(norm(x)))."""
     module, mlp = layer.attn, layer.mlp
-    core = Mlp(ACTIVATIONS.get(mlp.config.hidden_activation, ""), True)
+    core = Mlp(activation_of(mlp.config.hidden_activation), True)
     return (
         attention(
             module, batch, into=(module.Wqkv,), out=module.Wo, scaling=module.head_dim**-0.5, pre=layer.attn_norm

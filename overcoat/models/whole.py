@@ -14,7 +14,8 @@ from overcoat.models.family import families, original_class
 
 class Whole(NamedTuple):
     """A model's class, and the paths of its parts: the text layers' owner (with the final norm `norm`), the last linear
-    layer, the vision tower and what leads from there to the text ("" where there is none)."""
+    layer, the vision tower and what leads from there to the text ("" where there is none); and what the owner calls its
+    layers."""
 
     module: str
     name: str
@@ -22,6 +23,7 @@ class Whole(NamedTuple):
     head: str
     vision: str = ""
     connector: str = ""
+    stack: str = "layers"
 
 
 def _of(
@@ -50,7 +52,9 @@ VISION_LANGUAGE = (
 
 def wholes() -> tuple[Whole, ...]:
     """All models whose loss can do without logits."""
-    causal = [Whole(f.module, f.causal, f.trunk, f.head) for f in families() if not f.encoder and f.causal]
+    causal = [
+        Whole(f.module, f.causal, f.trunk, "lm_head", stack=f.stack) for f in families() if not f.encoder and f.causal
+    ]
     return (*causal, *VISION_LANGUAGE)
 
 

@@ -19,6 +19,7 @@ from overcoat.block.attention import (
     qkv_gradient,
     rotated_gradients,
 )
+from overcoat.block.spec import Linear
 from overcoat.kernels.quantize import amax, quantize
 from overcoat.models.decoder import check_mask
 from tests import exact
@@ -45,6 +46,9 @@ def masks(batch=2, heads=4):
     }  # fmt: skip
 
 
+KEPT = len(AttentionSaved._fields)
+
+
 class _Attention(torch.autograd.Function):
     """What a block does around attention, for these tests."""
 
@@ -58,9 +62,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
-        kept, rotary = AttentionSaved(*ctx.saved_tensors[:6]), Rotary(*ctx.saved_tensors[6:])
+        kept, rotary = AttentionSaved(*ctx.saved_tensors[:KEPT]), Rotary(*ctx.saved_tensors[KEPT:])
         decoded = attention_decode(kept, rotary, ctx.heads, ctx.recipe, do.dtype)
-        gradients = rotated_gradients(do, decoded, rotary.mask, ctx.heads)
+        gradients = rotated_gradients(do, decoded, rotary, ctx.heads)
         dqkv, dq_weight, dk_weight = qkv_gradient(gradients, decoded.inputs, rotary, ctx.heads)
         return dqkv, None, None, None, dq_weight, dk_weight, None, None
 
@@ -272,11 +276,11 @@ def test_the_gradient_is_summed_for_whoever_has_a_bias(which, recipe, device):
     """Whichever that is, over all tokens, before it is quantized: to BF16's rounding where it is made in BF16."""
     sizes = {"q": 64, "k": 32, "v": 32}
     gradients = tuple(normal(10, n, seed=n + i).to(device) for i, n in enumerate(sizes.values()))
-    biases = [normal(n).to(device) if name in which else None for name, n in sizes.items()]
+    biases = tuple(normal(n).to(device) if name in which else None for name, n in sizes.items())
     cos, sin = (normal(5, 32, seed=seed).to(device) for seed in (1, 2))
     heads = attention_ops.Heads(batch=2, num_q=2, num_kv=1, width=32, scale=1.0)
     rotary = attention_ops.Rotary(cos, sin)
-    found = attention_ops.qkv_gradient_quantized(gradients, rotary, heads, biases, recipe).sums
+    found = attention_ops.qkv_gradient_quantized(gradients, rotary, heads, Linear((), biases), recipe).sums
     if not which:
         assert found is None
         return

@@ -12,6 +12,7 @@ import torch
 from overcoat import Recipe
 from overcoat.block import linear as products
 from overcoat.block.linear import dgrad, product, product_backward, quantize_gradient, stack_biases, wgrad
+from overcoat.block.spec import Linear
 from overcoat.formats import E4M3, E5M2, Quantized
 from overcoat.kernels.blockwise import block_quantize_t
 from overcoat.kernels.quantize import amax, quantize, quantize_both
@@ -37,40 +38,44 @@ def layer(tokens, dtype=torch.bfloat16):
     return x, weights, dy, Quantized(x8, scale), Quantized(x_t, scale)
 
 
+def linear(weights, biases=None):
+    return Linear(tuple(weights), (None,) * len(weights) if biases is None else tuple(biases))
+
+
 # ---- forward ------------------------------------------------------------------------------------------------------
 
 
 def test_stack_biases():
     weights = [normal(n, 4, dtype=torch.bfloat16) for n in (2, 3)]
     bias = normal(3, dtype=torch.bfloat16)
-    assert stack_biases(weights, [None, None]) is None
-    assert stack_biases(weights[1:], [bias]) is bias
-    assert stack_biases(weights, [None, bias]).tolist() == [0.0, 0.0, *bias.tolist()]
+    assert stack_biases(linear(weights)) is None
+    assert stack_biases(linear(weights[1:], [bias])) is bias
+    assert stack_biases(linear(weights, [None, bias])).tolist() == [0.0, 0.0, *bias.tolist()]
 
 
 def test_a_stacked_bias_has_the_weights_own_dtype():
     weights = [integers(rows, 4, dtype=torch.float32) for rows in (2, 1)]
-    stacked = stack_biases(weights, [torch.ones(2), None])
+    stacked = stack_biases(linear(weights, [torch.ones(2), None]))
     assert (stacked.dtype, stacked.tolist()) == (torch.float32, [1.0, 1.0, 0.0])
     with pytest.raises(ValueError, match="zip"):
-        stack_biases(weights, [torch.ones(2), None, None])
+        stack_biases(linear(weights, [torch.ones(2), None, None]))
 
 
 @tokens_
 def test_product_of_stacked_weights_with_bias_and_residual(tokens):
     x, weights, _, x8, _ = layer(tokens, torch.float32)
     bias, residual = integers(sum(ROWS), seed=5), integers(tokens, sum(ROWS), seed=6, dtype=torch.float32)
-    y, w_amax = product(*x8, weights, bias, torch.float32, TOP["e4m3"], residual)
+    y, w_amax = product(*x8, linear(weights, bias.split(ROWS)), torch.float32, TOP["e4m3"], residual)
     assert torch.equal(y, x @ torch.cat(weights).t() + bias.float() + residual)
     assert w_amax == 448
-    plain, _ = product(*x8, weights, None, torch.bfloat16, TOP["e4m3"])
+    plain, _ = product(*x8, linear(weights), torch.bfloat16, TOP["e4m3"])
     assert torch.equal(plain, (x @ torch.cat(weights).t()).bfloat16())
 
 
 def test_the_maximum_of_the_weights_is_found_and_handed_on():
     _, weights, _, x8, _ = layer(3)
     weights[1][5, 7] = -8.0
-    y, w_amax = product(*x8, weights, None, torch.float32)
+    y, w_amax = product(*x8, linear(weights), torch.float32)
     assert w_amax == 8
     # 8 / 448 is no power of two: FP8's own rounding is there.
     expected = x8.data.double() @ rounded(torch.cat(weights).float(), E4M3).t()
@@ -84,7 +89,7 @@ def test_the_maximum_of_the_weights_is_found_and_handed_on():
 @tokens_
 def test_a_gradient_in_both_layouts(tokens, fmt):
     dy = integers(tokens, 24)
-    found = quantize_gradient(dy, [None], Recipe(grad_format=fmt), TOP[fmt])
+    found = quantize_gradient(dy, linear([dy]), Recipe(grad_format=fmt), TOP[fmt])
     assert found.data.dtype == found.transposed.dtype == {"e4m3": E4M3, "e5m2": E5M2}[fmt].dtype
     assert found.scale == 1
     assert torch.equal(found.data.float(), dy.float())
@@ -96,15 +101,15 @@ def test_a_gradient_in_both_layouts(tokens, fmt):
 
 def test_the_maximum_of_a_gradient_is_found_unless_known():
     dy = integers(7, 24)
-    assert quantize_gradient(dy, [None], Recipe()).scale == quantize(dy, amax(dy), "e5m2")[1]
-    assert quantize_gradient(dy, [None], Recipe(), 2 * amax(dy)).scale == quantize(dy, 2 * amax(dy), "e5m2")[1]
+    assert quantize_gradient(dy, linear([dy]), Recipe()).scale == quantize(dy, amax(dy), "e5m2")[1]
+    assert quantize_gradient(dy, linear([dy]), Recipe(), 2 * amax(dy)).scale == quantize(dy, 2 * amax(dy), "e5m2")[1]
 
 
 def test_sums_are_of_the_gradient_itself_in_fp32():
     """513 ones: BF16 would say 512, E5M2 under the scale of a maximum of 3 would not even hold the ones."""
     dy = torch.ones(513, 16, dtype=torch.bfloat16)
     dy[:, 1] = 3.0
-    found = quantize_gradient(dy, [None, torch.zeros(4)], Recipe())
+    found = quantize_gradient(dy, linear([dy, dy], [None, torch.zeros(4)]), Recipe())
     assert found.sums.dtype == torch.float32
     assert found.sums.tolist() == [513.0, 1539.0, *[513.0] * 14]
 
@@ -112,7 +117,7 @@ def test_sums_are_of_the_gradient_itself_in_fp32():
 def test_a_gradient_with_block_scales_has_two():
     dy = integers(300, 40)
     dy[:, 3] = 0.0
-    found = quantize_gradient(dy.t().contiguous().t(), [None], Recipe(linear_scaling="block"))
+    found = quantize_gradient(dy.t().contiguous().t(), linear([dy]), Recipe(linear_scaling="block"))
     assert found.scale.shape == (1, 300)
     assert found.scale_t.shape == (3, 40)
     assert (found.scale_t[:, 3] == 1).all()  # a column of zeros has blocks of its own
@@ -126,7 +131,7 @@ def test_a_gradient_with_block_scales_has_two():
 def test_gradients_of_each_weight_and_of_the_biases_there_are(tokens, which):
     x, weights, dy, _, x_t = layer(tokens)
     biases = [integers(rows, dtype=torch.float32) if place in which else None for place, rows in enumerate(ROWS)]
-    dx, dweights, dbiases = product_backward(dy, x_t, weights, biases, TOP["e4m3"], Recipe(), TOP["e5m2"])
+    dx, dweights, dbiases = product_backward(dy, x_t, linear(weights, biases), TOP["e4m3"], Recipe(), TOP["e5m2"])
     assert torch.equal(dx, (dy.float() @ torch.cat(weights).float()).bfloat16())
     for part, weight, dweight, bias, dbias in zip(dy.split(ROWS, 1), weights, dweights, biases, dbiases, strict=True):
         assert dweight.dtype == weight.dtype
@@ -140,7 +145,7 @@ def test_gradients_of_each_weight_and_of_the_biases_there_are(tokens, which):
 def test_frozen_weights_have_no_gradient_but_pass_it_on():
     _, weights, dy, _, _ = layer(7)
     biases = [None, torch.zeros(ROWS[1]), None]
-    dx, dweights, dbiases = product_backward(dy, None, weights, biases, TOP["e4m3"], Recipe(), TOP["e5m2"])
+    dx, dweights, dbiases = product_backward(dy, None, linear(weights, biases), TOP["e4m3"], Recipe(), TOP["e5m2"])
     assert dweights == (None, None, None)
     assert torch.equal(dx, (dy.float() @ torch.cat(weights).float()).bfloat16())
     assert torch.equal(dbiases[1], dy.split(ROWS, 1)[1].float().sum(0))
@@ -149,9 +154,9 @@ def test_frozen_weights_have_no_gradient_but_pass_it_on():
 def test_a_gradient_quantized_before_is_used_as_it_is():
     _, weights, dy, _, x_t = layer(7)
     biases = [torch.zeros(rows) for rows in ROWS]
-    made = quantize_gradient(dy, biases, Recipe(), TOP["e5m2"])
-    found = product_backward(made, x_t, weights, biases, TOP["e4m3"], Recipe(grad_format="e4m3"))
-    expected = product_backward(dy, x_t, weights, biases, TOP["e4m3"], Recipe(), TOP["e5m2"])
+    made = quantize_gradient(dy, linear(weights, biases), Recipe(), TOP["e5m2"])
+    found = product_backward(made, x_t, linear(weights, biases), TOP["e4m3"], Recipe(grad_format="e4m3"))
+    expected = product_backward(dy, x_t, linear(weights, biases), TOP["e4m3"], Recipe(), TOP["e5m2"])
     assert torch.equal(found.dx, expected.dx)
     for ours, theirs in zip((*found.dweights, *found.dbiases), (*expected.dweights, *expected.dbiases)):
         assert torch.equal(ours, theirs)
@@ -164,7 +169,7 @@ def test_block_scales_are_those_of_their_product(tokens):
     recipe = Recipe(linear_scaling="block")
     x = normal(tokens, 130, seed=2)
     x_t = Quantized(*block_quantize_t(x, "e4m3"))
-    found = product_backward(dy, x_t, [weight], [None], None, recipe)
+    found = product_backward(dy, x_t, linear([weight]), None, recipe)
     by_rows, by_columns = rounded(dy, E4M3, (1, 128)), rounded(dy, E4M3, (128, 1))
     factors = (by_rows, rounded(weight, E4M3, (128, 128))), (by_columns.t(), rounded(x, E4M3, (128, 1)))
     for ours, (a, b) in zip((found.dx, found.dweights[0]), factors):
@@ -181,7 +186,7 @@ def test_long_sums_over_tokens_are_promoted(tokens, fast, monkeypatch):
     monkeypatch.setattr(products, "FAST_WGRAD_TOKENS", 32)
     monkeypatch.setattr(products, "gemm", lambda *args: seen.append(args[6]) or original(*args))
     _, weights, dy, _, x_t = layer(tokens)
-    gradient = quantize_gradient(dy, [None] * 3, Recipe())
+    gradient = quantize_gradient(dy, linear(weights), Recipe())
     wgrad(gradient, x_t, torch.float32)
-    dgrad(gradient, weights, TOP["e4m3"])
+    dgrad(gradient, linear(weights), TOP["e4m3"])
     assert seen == [fast, True]

@@ -34,17 +34,20 @@ def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides:
         vocab_size=VOCAB,
         max_position_embeddings=256,
         attn_implementation="sdpa",
+        attention_dropout=0.0,
     )
-    return _unevenly(model_class(model_class.config_class(**{**values, **extra, **overrides})).to(torch.bfloat16))
+    model = model_class(model_class.config_class(**{**values, **extra, **overrides})).to(torch.bfloat16)
+    return _unevenly(model, family.plus_one)
 
 
-def _unevenly(model: nn.Module) -> nn.Module:
+def _unevenly(model: nn.Module, plus_one: bool = False) -> nn.Module:
+    norms = {id(p) for m in model.modules() if "Norm" in type(m).__name__ for p in m.parameters()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.copy_(0.1 * torch.randn_like(parameter))
-            elif "norm" in name or "lambda" in name:
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            elif id(parameter) in norms or "norm" in name or "lambda" in name:
+                parameter.copy_((not plus_one) + 0.3 * torch.randn_like(parameter))
     return model.train()
 
 

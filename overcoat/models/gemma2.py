@@ -1,0 +1,51 @@
+"""Gemma 2: norms before and after each branch, windows in every other layer (as the mask), capped scores and logits.
+
+Capped scores have no fused kernel: attention runs in plain PyTorch, and the report says so. Capped logits leave the
+loss as it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from overcoat.models.decoder import attention, gated_mlp
+from overcoat.models.family import Family, Modules
+
+
+def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
+    """x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x)))."""
+    config = layer.self_attn.config
+    return (
+        attention(
+            layer.self_attn,
+            batch,
+            pre=layer.input_layernorm,
+            post=layer.post_attention_layernorm,
+            softcap=float(config.attn_logit_softcapping or 0.0),
+        ),
+        gated_mlp(
+            layer.mlp,
+            config.hidden_activation,
+            pre=layer.pre_feedforward_layernorm,
+            post=layer.post_feedforward_layernorm,
+        ),
+    )
+
+
+FAMILY = Family(
+    module="transformers.models.gemma2.modeling_gemma2",
+    layer="Gemma2DecoderLayer",
+    causal="Gemma2ForCausalLM",
+    norm="Gemma2RMSNorm",
+    plus_one=True,
+    branches=branches,
+    samples={
+        "gemma2": {
+            "head_dim": 64,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 0.5,
+            "query_pre_attn_scalar": 16,
+            "attn_implementation": "eager",
+        }
+    },
+)
