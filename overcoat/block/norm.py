@@ -7,20 +7,23 @@ input in 8-bit groups (0.5 U) and rstd, which is enough for the norm's backward 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Sequence
+from typing import Any, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from overcoat.block.linear import Gradient, LinearGrads, block_product, product, product_backward
 from overcoat.block.spec import Linear, Norm
 from overcoat.formats import Quantized
 from overcoat.kernels.blockwise import block_requantize_t
-from overcoat.kernels.groups import requantize_t
+from overcoat.kernels.groups import group_encode, requantize_t
 from overcoat.kernels.norm import add_norm_encode, norm_block_quantize, norm_stats
 from overcoat.kernels.norm_backward import norm_backward
 from overcoat.kernels.norm_quantize import norm_quantize
 from overcoat.kernels.quantize import amax
+from overcoat.kernels.rms_norm import rms_norm
+from overcoat.memory import keep
 from overcoat.recipe import Recipe
 
 
@@ -119,3 +122,31 @@ def input_gradient(
         weight=None if norm.weight is None else dweight, bias=None if norm.bias is None else dbias.to(norm.bias.dtype)
     )
     return dx, gradients, dx_amax
+
+
+class _Norm(torch.autograd.Function):
+    """A norm whose result no FP8 product reads; keeps its normalised input in 8-bit groups (0.5 U), rstd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, recipe: Recipe) -> Tensor:
+        y, rstd = rms_norm(x, weight, eps)
+        codes, group_amax = group_encode(x, recipe.kept_format, recipe.group_size)
+        # A token's codes are relative to its maxima: times rstd, these are the normalised input's.
+        group_amax = (group_amax * rstd[:, None]).to(group_amax.dtype)
+        keep(ctx, "norm", codes=codes, group_amax=group_amax, rstd=rstd, weight=weight)
+        ctx.recipe = recipe
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
+        *saved, weight = ctx.saved_tensors
+        recipe = ctx.recipe
+        dx, dweight, _, _ = norm_backward(dy, *saved, weight, None, False, False, recipe.kept_format, recipe.group_size)
+        return dx, dweight, None, None
+
+
+def norm_forward(x: Tensor, norm: Norm, recipe: Recipe) -> Tensor:
+    """RMSNorm of x (..., H) in its own dtype, for a module that runs as it is."""
+    assert norm.weight is not None
+    return _Norm.apply(x.flatten(0, -2), norm.weight, norm.eps, recipe).view(x.shape)

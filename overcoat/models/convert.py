@@ -292,6 +292,9 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
             extras.append("LayerNorm")
         if post is not None:
             extras.append("norms after" if pre is None else "norms before and after")
+        if core is None:
+            extras.append("router and experts as they are, in the model's dtype")
+            continue
         if not isinstance(core, Attention):
             extras += [] if (core.activation, core.gated) == ("silu", True) else [core.activation]
             continue
@@ -301,6 +304,8 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
             extras.append("biases")
         if any(norm is not None for norm in inner):
             extras.append("q/k norm" + (" over all heads (unfused)" if core.heads.full_norm else ""))
+        if core.heads.softcap:
+            extras.append(f"scores capped at {core.heads.softcap:g} (attention in plain PyTorch, slow)")
     scales = " in 1x128 and 128x128 blocks" if recipe.linear_scaling == "block" else ""
     return ", ".join([f"GEMMs e4m3/{recipe.grad_format}{scales}", kept, *dict.fromkeys(extras)])
 

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from overcoat.block.attention import Attention, Heads, observers
 from overcoat.block.mlp import Mlp
+from overcoat.block.norm import norm_forward
 from overcoat.block.order import Order
 from overcoat.block.run import run_block
 from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
@@ -72,13 +73,14 @@ def attention(
     scaling: Optional[float] = None,
     layer_scale: Any = None,
     scale: float = 1.0,
+    sinks: Any = None,
     **options: Any,
 ) -> Modules:
     """The branch of an attention module with q_proj, k_proj, v_proj and o_proj, and perhaps norms of q and k.
 
     into: instead of q_proj, k_proj and v_proj; one layer makes all three, with rows of all q, then k, then v; or if
         `by_head` q, k, v of each head. out: instead of o_proj. width: of a head, instead of head_dim; scaling: of
-        scores. layer_scale, scale: `Modules`. options: fields of `Heads`.
+        scores. layer_scale, scale: `Modules`. sinks: (num_q,). options: fields of `Heads`.
     """
     q_norm, k_norm = (
         None if isinstance(norm := getattr(module, name, None), nn.Identity) else norm for name in ("q_norm", "k_norm")
@@ -103,8 +105,9 @@ def attention(
         turned = [Order(width, heads.rotated or width, count, heads.neighbours, by_head) for count in counts]
         orders = (*turned, None) if len(into) > 1 else tuple(turned)
     out = module.o_proj if out is None else out
+    norms = (q_norm, k_norm)
     return Modules(
-        Attention(heads), module, into, out, (q_norm, k_norm), pre, post, layer_scale, orders=orders, scale=scale
+        Attention(heads), module, into, out, norms, pre, post, layer_scale, orders=orders, scale=scale, sinks=sinks
     )
 
 
@@ -141,6 +144,11 @@ def plain_mlp(
     return Modules(Mlp(activation_of(activation), False), module, (into,), out, (), pre, post, layer_scale)
 
 
+def as_it_is(module: Any, *, pre: Any) -> Modules:
+    """The branch of a module that runs by itself, in the model's dtype, behind its norm: experts and their router."""
+    return Modules(None, module, (), None, (), pre)
+
+
 def activation_of(name: str) -> str:
     return ACTIVATIONS.get(name, name)
 
@@ -151,8 +159,13 @@ def norm_eps(norm: Any) -> float:
 
 
 def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block:
-    """A layer's parameters, as `run_block` takes them."""
-    return Block(tuple([_branch(modules, family) for modules in branches]), family.parallel(layer))
+    """A layer's parameters, as `run_block` takes them, of the branches that have a core."""
+    made = [_branch(modules, family) for modules in branches if modules.core is not None]
+    for place, branch in enumerate(made[1:], 1):
+        if branch.pre is not None and branches[place].pre is branches[0].pre:
+            # torch.compile takes no tensor twice.
+            made[place] = branch._replace(pre=branch.pre._replace(weight=branch.pre.weight.view_as(branch.pre.weight)))
+    return Block(tuple(made), family.parallel(layer))
 
 
 def _branch(modules: Modules, family: Family) -> Branch:
@@ -242,10 +255,10 @@ def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]
                     and type(part).__name__ not in FUNCTIONS.get(core.activation, ())
                 ):
                     return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
-        elif bool(getattr(owner, "is_causal", True)) is family.encoder:
+        elif core is not None and bool(getattr(owner, "is_causal", True)) is family.encoder:
             kind = "attention of all tokens" if family.encoder else "causal attention"
             return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
-        for linear in (*into, out):
+        for linear in (*into, out) if core is not None else ():
             if type(linear) is not nn.Linear and not _is_conv1d(linear):
                 return f"{_path(layer, linear)} is a {class_name(linear)}, not nn.Linear"
         for norm in (*inner, pre, post):
@@ -278,6 +291,9 @@ def reads_lengths(config: Any) -> bool:
 
 def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
     for core, owner, into, out, inner, pre, post, layer_scale, _, around, *_ in branches:
+        if core is None:  # its own hooks run
+            yield from (module for module in (pre, post) if module is not None)
+            continue
         parts = owner._modules.values() if isinstance(core, Mlp) else (*into, *inner)  # an MLP's activation, too
         for module in (owner, *parts, out, pre, post, layer_scale, *around):
             if isinstance(module, nn.Module):
@@ -368,6 +384,9 @@ class Fp8DecoderLayer(Mixin):
         for observer in observers if watched else ():
             observer.enter(self)
         result = run_block(hidden_states, block, tables, self.overcoat_recipe, self.overcoat_offload)
+        for modules in branches:
+            if modules.core is None:
+                result = result + _run_as_it_is(result, modules, family, self.overcoat_recipe)
         for observer in observers if watched else ():
             observer.enter(None)
         return result
@@ -390,6 +409,11 @@ class Fp8DecoderLayer(Mixin):
                 return branches
         warnings.warn(f"this layer trains in its original precision: {reason}", stacklevel=3)
         return None
+
+
+def _run_as_it_is(x: Tensor, modules: Modules, family: Family, recipe: Recipe) -> Tensor:
+    y = modules.owner(norm_forward(x, _norm(modules.pre, family), recipe))
+    return y[0] if isinstance(y, tuple) else y  # gpt-oss returns the router's scores as well
 
 
 def _mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool) -> Any:

@@ -22,7 +22,8 @@ from overcoat.block.order import Order
 class Modules(NamedTuple):
     """One residual branch of a layer, in modules; `block.spec.Branch` has its parameters.
 
-    core: `Attention` or `Mlp`. owner: the module whose forward the core and its linear layers stand in for.
+    core: `Attention`, `Mlp`, or None where the owner runs as it is, after all others. owner: the module whose forward
+        the core and its linear layers stand in for.
     inner: the norms of q and of k, None where there is none. pre, post: the norms before and after, or None.
     layer_scale: what the result is multiplied with before it is added, by column: a parameter, or the module that has
         it as `lambda1`, or None.

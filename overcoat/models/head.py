@@ -107,6 +107,7 @@ class LeanLossModel(Mixin):
         wants_logits = not self.training if output_logits is None else output_logits
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         is_lean = labels is not None and not wants_logits and keeps_all and self.overcoat_recipe.head is not None
+        is_lean = is_lean and not inputs.get("output_router_logits")
         if labels is None or not is_lean or not self._has_lean_head():
             if labels is not None and self.training and self.overcoat_recipe.z_loss:
                 raise ValueError(
@@ -233,6 +234,8 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
         return "lm_head has a bias"
     if head.weight.dtype == torch.float16:
         return "lm_head is FP16, in which the gradient of a summed loss may overflow: use BF16"
+    if getattr(model.config, "output_router_logits", False):
+        return "output_router_logits is True, and the loss without logits has no term for the router"
     if has_hooks(head, HARMLESS_HOOKS):
         return "lm_head has hooks, which would not see logits"
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)

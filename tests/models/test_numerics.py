@@ -63,7 +63,10 @@ def made(
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model and a batch."""
     inputs = {name: value.to(device) for name, value in make_batch(mask, seed=seed).items()}
-    return make_model(kind, seed=seed).to(device, dtype), inputs
+    model: Any = make_model(kind, seed=seed).to(device, dtype)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the others have no FP64
+    return model, inputs
 
 
 @functools.lru_cache(maxsize=1)  # the gradients of a whole model in FP64

@@ -44,7 +44,9 @@ def _unevenly(model: nn.Module, plus_one: bool = False) -> nn.Module:
     norms = {id(p) for m in model.modules() if "Norm" in type(m).__name__ for p in m.parameters()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("sinks"):
+                parameter.copy_(torch.randn_like(parameter))
+            elif name.endswith("bias"):
                 parameter.copy_(0.1 * torch.randn_like(parameter))
             elif id(parameter) in norms or "norm" in name or "lambda" in name:
                 parameter.copy_((not plus_one) + 0.3 * torch.randn_like(parameter))
