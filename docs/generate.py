@@ -18,9 +18,9 @@ from typing import Any
 
 # transformers' model types that the page answers for, supported or not: `convert` is asked.
 MODEL_TYPES = (
-    *("llama", "mistral", "qwen2", "qwen3", "starcoder2", "olmo2", "olmo3", "gemma", "gemma2", "gemma3_text", "phi"),
-    *("phi3", "cohere", "cohere2", "granite", "gpt_neox", "smollm3", "glm4", "mixtral", "qwen3_moe", "ernie4_5"),
-    *("stablelm", "nemotron", "seed_oss", "helium"),
+    *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "starcoder2", "olmo", "olmo2", "olmo3", "gemma"),
+    *("gemma2", "gemma3_text", "phi3", "glm4", "cohere", "cohere2", "granite", "gpt_neox", "gpt2", "smollm3"),
+    *("seed_oss", "mixtral", "qwen3_moe", "olmoe", "gpt_oss", "phi", "ernie4_5", "stablelm", "nemotron", "helium"),
 )
 TINY = {
     "hidden_size": 64,
@@ -34,6 +34,7 @@ TINY = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    **dict.fromkeys(("attention_dropout", "residual_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0),
 }
 
 
@@ -85,7 +86,7 @@ def conversion(model_type: str) -> tuple[str, Any | None]:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TINY), dtype=torch.bfloat16)
-    title = type(model).__name__.removesuffix("ForCausalLM")
+    title = type(model).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layers left alone: the page says it
         try:

@@ -26,13 +26,13 @@ def test_every_key_of_the_configuration_is_on_its_page() -> None:
 def test_the_support_matrix_is_what_convert_says() -> None:
     support_matrix = GENERATE["support_matrix"]
     variables = support_matrix.__globals__  # all types take seconds
-    variables["MODEL_TYPES"] = ("llama", "granite")
+    variables["MODEL_TYPES"] = ("llama", "helium")
     variables["supported_layers"] = lambda: {"LlamaDecoderLayer"}
     table = support_matrix()
     assert "| Llama | `llama` | `LlamaDecoderLayer` | yes |" in table
     rows, others = table.split("Left alone")
-    assert "Granite" in others  # looks like Llama, and multiplies
-    assert "granite" not in rows
+    assert "Helium" in others  # looks like Llama, and rotates otherwise
+    assert "helium" not in rows
     variables["supported_layers"] = lambda: {"LlamaDecoderLayer", "NewDecoderLayer"}
     with pytest.raises(ValueError, match="add the model types of NewDecoderLayer"):
         support_matrix()

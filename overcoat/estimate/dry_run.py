@@ -58,9 +58,12 @@ def meta_model(config: Any, dtype: torch.dtype) -> Any:
         ValueError: it is the configuration of something else.
     """
     transformers = load_extra("transformers", "hf", "overcoat estimate")
+    of_causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    # Gemma 2 and gpt-oss have no other.
+    attention = "sdpa" if type(config) not in of_causal or of_causal[type(config)]._supports_sdpa else "eager"
     with META:
         model = transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            copy.deepcopy(config), dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     return model.train()
 

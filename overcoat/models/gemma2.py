@@ -44,6 +44,7 @@ FAMILY = Family(
             "head_dim": 64,
             "sliding_window": 24,
             "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": None,
             "query_pre_attn_scalar": 16,
             "attn_implementation": "eager",
         }

@@ -60,10 +60,10 @@ def test_kept_activations_are_those_of_a_real_forward(kind, recipe):
     predicted = Predictor(model.config).kept(BATCH, LENGTH, Setup(RECIPES[recipe]))
     measured = kept_by(model, RECIPES[recipe])
     found, expected = predicted.by_tensor(), measured.by_tensor()
-    if any(type(module) is torch.nn.LayerNorm for module in model.modules()):
+    if own := {name for name, module in model.named_modules() if type(module) is torch.nn.LayerNorm}:
         # PyTorch's own final LayerNorm keeps its statistics in FP32 on a GPU, and in BF16 on a CPU.
         for kept in (found, expected):
-            assert sum(kept.pop(row) for row in list(kept) if row[0] == "model.norm") < 2 * BATCH * LENGTH * 256 * 2
+            assert sum(kept.pop(row) for row in list(kept) if row[0] in own) < 2 * BATCH * LENGTH * 256 * 2
     assert found == expected
     assert predicted.host_bytes == measured.host_bytes
     assert (predicted.host_bytes > 0) == (recipe == "offloaded")

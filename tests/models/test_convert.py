@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, GraniteConfig, GraniteForCausalLM
+from transformers import AutoModelForCausalLM, HeliumConfig, HeliumForCausalLM, PhiConfig, PhiForCausalLM
 
 import overcoat
 from overcoat import Recipe
 from overcoat.models.decoder import ACTIVATIONS, check_mask, why_replaced
-from overcoat.models.family import families, family_of
+from overcoat.models.family import decoder_layers, families, family_of
 from tests.models.zoo import KINDS, VOCAB, make_batch, make_model
 
 
@@ -38,7 +38,7 @@ def test_parameters_names_and_state_dict_are_shared(kind: str) -> None:
     keys = list(model.state_dict())
     report = overcoat.convert(model)
     after = dict(model.named_parameters())
-    assert report.converted == ["model.layers.0", "model.layers.1"]
+    assert report.converted == list(decoder_layers(model))
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before)
     assert list(model.state_dict()) == keys
@@ -209,7 +209,7 @@ def test_a_module_replaced_as_a_whole_is_left_to_the_original(kind: str) -> None
     model = make_model(kind, layers=2)
     original = copy.deepcopy(model)
     overcoat.convert(model)
-    for layer in model.model.layers:
+    for layer in decoder_layers(model).values():
         layer.mlp = _Wrapped(layer.mlp)
     with pytest.warns(UserWarning, match="mlp is a .*test_convert._Wrapped"):
         loss = model(**make_batch(), output_logits=True).loss
@@ -222,20 +222,18 @@ def test_a_module_replaced_as_a_whole_is_left_to_the_original(kind: str) -> None
 def test_a_model_of_another_kind_is_refused_with_the_known_kinds() -> None:
     with pytest.raises(ValueError, match="LlamaDecoderLayer"):
         overcoat.convert(nn.Sequential(nn.Linear(4, 4)))
-    config = GPTNeoXConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=64
-    )
-    with pytest.warns(UserWarning, match="no decoder layer trains in FP8: GPTNeoXLayer is not among"):
-        report = overcoat.convert(GPTNeoXForCausalLM(config))
-    assert list(report.left_alone) == ["gpt_neox.layers.0"]
+    config = PhiConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=64)
+    with pytest.warns(UserWarning, match="no decoder layer trains in FP8: PhiDecoderLayer is not among"):
+        report = overcoat.convert(PhiForCausalLM(config))
+    assert list(report.left_alone) == ["model.layers.0"]
 
 
 def test_a_layer_that_looks_like_llamas_is_not_taken_for_one() -> None:
-    """Granite's multipliers are in its forward alone."""
+    """Helium's rotation of neighbouring columns is in its forward alone."""
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
-    model = GraniteForCausalLM(GraniteConfig(num_hidden_layers=1, vocab_size=64, residual_multiplier=0.2, **sizes))
+    model = HeliumForCausalLM(HeliumConfig(num_hidden_layers=1, vocab_size=64, head_dim=16, **sizes))
     assert model.model.layers[0]._modules.keys() == make_model(layers=1).model.layers[0]._modules.keys()
-    with pytest.raises(ValueError, match="GraniteDecoderLayer is not among the supported kinds"):
+    with pytest.raises(ValueError, match="HeliumDecoderLayer is not among the supported kinds"):
         overcoat.convert(model, strict=True)
 
 
@@ -329,11 +327,12 @@ def test_whoever_is_converted_no_cache_is_built(what: str) -> None:
 def test_layers_keep_the_name_of_their_class(kind: str) -> None:
     """By which Accelerate's FSDP and `infer_auto_device_map` find them."""
     model = make_model(kind, layers=1)
-    name = type(model.model.layers[0]).__name__
+    (layer,) = decoder_layers(model).values()
+    name = type(layer).__name__
     overcoat.convert(model)
-    assert type(model.model.layers[0]).__name__ == name in {family.layer for family in families()}
-    again = pickle.loads(pickle.dumps(model.model.layers[0]))
-    assert type(again) is type(model.model.layers[0])
+    assert type(layer).__name__ == name in {family.layer for family in families()}
+    again = pickle.loads(pickle.dumps(layer))
+    assert type(again) is type(layer)
 
 
 def test_the_bf16_recipe_takes_any_model() -> None:
@@ -432,8 +431,8 @@ def test_compiles_without_graph_breaks(kind: str, recipe: Recipe, device: torch.
     expected = {name: grad.clone() for name, grad in gradients(model).items()}
     model.zero_grad()
     torch.compiler.reset()
-    for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for name, layer in decoder_layers(model).items():
+        model.set_submodule(name, torch.compile(layer, backend="aot_eager", fullgraph=True))
     compiled = model(**inputs).loss
     compiled.backward()
     assert torch.equal(compiled, loss)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GemmaConfig, GemmaForCausalLM
+from transformers import PhiConfig, PhiForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import overcoat
@@ -61,6 +61,24 @@ def test_loss_and_gradients_are_those_of_hugging_face(kind: str, device: torch.d
     assert report.head.converted
     inputs = {name: value.to(device) for name, value in make_batch("left-padded").items()}
     assert_same_training(model, original, inputs)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_arguments_by_their_place_are_the_models_own(kind: str) -> None:
+    """GPT-2 takes a cache in the second place, others the mask."""
+    model, batch = make_model(kind, layers=1), make_batch("left-padded")
+    overcoat.convert(model, ONLY_HEAD)
+    mask = (batch["attention_mask"],) if kind == "llama" else (None, batch["attention_mask"])
+    assert torch.equal(model(batch["input_ids"], *mask, labels=batch["labels"]).loss, model(**batch).loss)
+
+
+def test_capped_logits_and_a_routers_loss_keep_all_logits() -> None:
+    for kind, options in (("gemma2", {"final_logit_softcapping": 30.0}), ("mixtral", {"output_router_logits": True})):
+        model = make_model(kind, layers=1, **options)
+        report = overcoat.convert(model)
+        assert report.head is not None
+        assert (report.head.converted, next(iter(options)) in report.head.detail) == (False, True)
+        assert model(**make_batch()).logits is not None
 
 
 def z_terms(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -285,11 +303,9 @@ def test_what_changes_later_falls_back_with_a_warning(model: nn.Module) -> None:
 def test_other_models_and_filters_are_left_alone(model: nn.Module) -> None:
     report = overcoat.convert(model, filter_fn=lambda module, name: name != "lm_head")
     assert report.head == ("lm_head", "LlamaForCausalLM", False, "filter_fn said no")
-    config = GemmaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=32, vocab_size=64
-    )
-    report = overcoat.convert(GemmaForCausalLM(config), filter_fn=lambda module, name: False)
-    assert "GemmaForCausalLM is not among" in report.head.detail
+    config = PhiConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    report = overcoat.convert(PhiForCausalLM(config), filter_fn=lambda module, name: False)
+    assert "PhiForCausalLM is not among" in report.head.detail
 
 
 def test_the_bf16_recipe_and_no_head_undo_it(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ import overcoat
 from overcoat import Recipe
 from overcoat.block import attention
 from overcoat.models.scores import Scores
-from tests.models.zoo import KINDS, make_batch, make_model
+from tests.models.zoo import make_batch, make_model
 
 SCORES = (100.0, 700.0, 5e3, 3e4)
 ALLOWED = 1.5  # times the error of attention kept in BF16
@@ -87,8 +87,8 @@ def test_every_score(score, monkeypatch):
 
 
 @pytest.mark.parametrize("mask", BATCHES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_family_and_mask(kind, mask, monkeypatch):
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "olmo2", "starcoder2"])
+def test_every_kind_of_attention_and_mask(kind, mask, monkeypatch):
     check(kind, mask, Recipe(), 3e4, monkeypatch)
 
 
