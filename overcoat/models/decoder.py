@@ -161,7 +161,7 @@ def norm_eps(norm: Any) -> float:
 def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block:
     """A layer's parameters, as `run_block` takes them, of the branches that have a core."""
     made = [_branch(modules, family) for modules in branches if modules.core is not None]
-    for place, (_, _, _, _, pre, _) in enumerate(made[1:], 1):
+    for place, (_, _, _, _, pre, *_) in enumerate(made[1:], 1):
         if pre is not None and pre.weight is not None and branches[place].pre is branches[0].pre:
             # torch.compile takes no tensor twice.
             made[place] = made[place]._replace(pre=pre._replace(weight=pre.weight.view_as(pre.weight)))

@@ -97,7 +97,6 @@ class LeanLossModel(Mixin):
         """`forward`: the model's own arguments and result (transformers), and one argument more.
 
         Args:
-            args: in the order of the model's own forward.
             labels: (B, S), shifted here. With them and in `train()` mode the result's `logits` are None.
             output_logits: True: logits, whatever the mode; False: none where labels are given, in `eval()` too;
                 None: none in `train()` mode.

@@ -202,8 +202,12 @@ def _attention() -> None:
             shared = (mask, batch, num_q, num_kv, width**-0.5)
             add("attention", qkv, *shared)
             add("attention_backward", do, qkv, o, lse, *shared)
+            add("attention_capped", qkv, *shared, 1.5)
+            add("attention_capped_backward", do, qkv, o, lse, *shared, 1.5)
     add("attention", qkv, None, *shared[1:], False)
     add("attention_backward", do, qkv, o, lse, None, *shared[1:], False)
+    add("attention_capped", qkv, None, *shared[1:], 1.5, False)
+    add("attention_capped_backward", do, qkv, o, lse, None, *shared[1:], 1.5, False)
     add("attention", strided(qkv), None, *shared[1:])
     add("attention_backward", do, strided(qkv), o, lse, None, *shared[1:])
 
