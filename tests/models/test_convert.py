@@ -423,7 +423,7 @@ def test_frozen_parameters_get_no_gradient(kind: str, part: str) -> None:
     ],
 )
 def test_compiles_without_graph_breaks(kind: str, recipe: Recipe, device: torch.device) -> None:
-    model = make_model(kind, layers=2).to(device)
+    model = make_model(kind, layers=1).to(device)
     overcoat.convert(model, recipe)
     inputs = {name: value.to(device) for name, value in make_batch(length=64).items()}
     loss = model(**inputs).loss
