@@ -129,7 +129,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, recipe: Recipe) -> Tensor:
-        y, rstd = rms_norm(x, weight, eps)
+        y, rstd = rms_norm(x, weight.to(x.dtype), eps)
         codes, group_amax = group_encode(x, recipe.kept_format, recipe.group_size)
         # A token's codes are relative to its maxima: times rstd, these are the normalised input's.
         group_amax = (group_amax * rstd[:, None]).to(group_amax.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -235,6 +236,33 @@ def test_a_layer_that_looks_like_llamas_is_not_taken_for_one() -> None:
     assert model.model.layers[0]._modules.keys() == make_model(layers=1).model.layers[0]._modules.keys()
     with pytest.raises(ValueError, match="HeliumDecoderLayer is not among the supported kinds"):
         overcoat.convert(model, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm is True"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("gpt2", {"add_cross_attention": True}, "cross-attention"),
+        ("gpt2", {"resid_pdrop": 0.1}, "attn.resid_dropout drops 0.1"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "0.5",
+        ),
+    ],
+)
+def test_a_variant_that_cannot_be_done_right_is_left_alone(kind: str, options: dict[str, Any], reason: str) -> None:
+    with pytest.warns(UserWarning, match=f"no decoder layer trains in FP8: .*{reason}"):
+        overcoat.convert(make_model(kind, layers=1, **options))
+
+
+def test_the_report_says_what_is_slow_and_what_runs_as_it_is() -> None:
+    for kind, words in (
+        ("gemma2", "scores capped at 0.5 (attention in plain PyTorch, slow)"),
+        ("mixtral", "experts as"),
+    ):
+        assert words in overcoat.convert(make_model(kind, layers=1)).layers[0].detail
 
 
 def test_a_filter_that_leaves_all_alone_is_no_reason_to_warn(
