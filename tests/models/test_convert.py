@@ -244,7 +244,7 @@ def test_a_layer_that_looks_like_llamas_is_not_taken_for_one() -> None:
         ("cohere", {"use_qk_norm": True}, "use_qk_norm is True"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ("gpt2", {"add_cross_attention": True}, "cross-attention"),
-        ("gpt2", {"resid_pdrop": 0.1}, "attn.resid_dropout drops 0.1"),
+        ("gpt2", {"resid_pdrop": 0.1}, "attn.resid_dropout.p is 0.1"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},

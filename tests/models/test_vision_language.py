@@ -161,11 +161,10 @@ def test_tower_and_text_train_in_fp8(name: str) -> None:
     original, inputs = make_model(name), make_batch(name)
     model = copy.deepcopy(original)
     report = overcoat.convert(model, Recipe())
-    has_text = name != "PaliGemma" or any(row.converted and "language_model" in row.name for row in report.layers)
     assert [part.split(" ")[0] for part in report.parts] == ["vision", "connector", "text"]
     assert report.parts[0].endswith("2 of 2 layers in FP8"), str(report)
     assert report.parts[1].endswith("float32")
-    assert report.parts[2].endswith("2 of 2 layers in FP8") is has_text
+    assert report.parts[2].endswith("2 of 2 layers in FP8"), str(report)
     assert all(part in str(report) for part in report.parts)
     exact, emulated = original.double(), emulate_fp8_gemms(original)
     wide = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in inputs.items()}
@@ -222,4 +221,4 @@ def test_soft_capped_logits_are_refused() -> None:
     model.config.text_config.final_logit_softcapping = 30.0
     report = overcoat.convert(model)
     assert report.head is not None
-    assert report.head.detail == "final_logit_softcapping is 30.0"
+    assert report.head.detail.startswith("final_logit_softcapping is 30,")
