@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from overcoat.kernels.packed import document_starts, given_starts
-from overcoat.models.decoder import HARMLESS_HOOKS, Fp8DecoderLayer, has_hooks, reads_lengths
+from overcoat.models.decoder import Fp8DecoderLayer
+from overcoat.models.masks import reads_lengths
+from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
 
 # Documents shorter than this on average (padding whose positions do not count, say) get transformers' mask: each costs
 # FlashAttention's backward 128 more rows of dq in FP32, and a block of its grid for every 128 tokens of a row.

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
 from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_mask
 
 from overcoat.block.attention import Attention, Heads, observers
 from overcoat.block.mlp import Mlp
@@ -22,40 +20,11 @@ from overcoat.block.norm import norm_forward
 from overcoat.block.order import Order
 from overcoat.block.run import run_block
 from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
-from overcoat.kernels.packed import dense_mask, document_starts, given_starts
-from overcoat.models.family import Family, Mixin, Modules, class_name, family_of, original_class
+from overcoat.kernels.packed import dense_mask
+from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
+from overcoat.models.masks import as_starts, check_mask, mask_from, reads_lengths
+from overcoat.models.refusals import ACTIVATIONS, why_changed, why_foreign
 from overcoat.recipe import Recipe
-
-# transformers' names of the activations, and ours.
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu2": "relu2",
-}
-# The classes that transformers makes of them.
-FUNCTIONS = {
-    "silu": ("SiLUActivation", "SiLU"),
-    "gelu": ("GELUActivation",),
-    "gelu_tanh": ("GELUTanh", "PytorchGELUTanh", "NewGELUActivation", "FastGELUActivation"),
-    "quick_gelu": ("QuickGELUActivation",),
-    "relu2": ("ReLUSquaredActivation",),
-}
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Hooks that expect nothing of what a module gets and returns: transformers' sleeping recorders, FSDP2's gathering,
-# the one that forbids the cache (convert.py).
-HARMLESS_HOOKS = ("transformers.utils", "torch.distributed", "overcoat.models")
-# Attention code of transformers that hands every mask to the layer, as all pairs or as flex attention's; "flash" in a
-# name, also of the hub's kernels, stands for code that reads position_ids, lengths or padding instead.
-ATTENTION = ("sdpa", "eager", "flex_attention")
-
 
 # ---- what families are made of ----------------------------------------------------------------------------------
 
@@ -201,131 +170,6 @@ def _norm(norm: Any, family: Family) -> Any:
     return Norm(weight, None, norm_eps(norm), family.centered)
 
 
-# ---- what cannot run in FP8 ---------------------------------------------------------------------------------------
-
-
-def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
-    """The reason why a layer of a family cannot run in FP8, or None if it can."""
-    reason = _why_foreign(layer, family)
-    if reason is not None:
-        return reason
-    branches = family.branches(layer, 1)
-    # What accelerate does to spread a model over devices. It would run, or be left out, whatever the class is.
-    for module in (layer, *_modules_of(branches)):
-        if "forward" in vars(module):
-            return f"the forward of {_path(layer, module)} was replaced on the object: convert before"
-    for name, module in layer.named_modules():
-        for rate in ("attention_dropout", "residual_dropout", "dropout", "drop_prob", "p"):
-            dropout = getattr(module, rate, 0.0)
-            if isinstance(dropout, float) and dropout:
-                place = rate if rate.endswith("_dropout") else f"{name}.{rate}"
-                return f"{place} is {dropout}; only 0 is supported"
-    config: Any = branches[0].owner.config
-    for core in (modules.core for modules in branches):
-        if isinstance(core, Mlp) and core.activation not in FUNCTIONS:
-            return f"hidden_act is {core.activation!r}; only {', '.join(ACTIVATIONS)} are supported"
-    partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-    if partial != 1.0 and not branches[0].core.heads.rotated:
-        return f"partial_rotary_factor is {partial}; only 1.0 is supported"
-    return family.refused(layer) or _why_changed(layer, family, branches)
-
-
-def why_replaced(layer: nn.Module, family: Family) -> Optional[str]:
-    """The reason why a layer's modules or attention are not what the FP8 block computes."""
-    return _why_foreign(layer, family) or _why_changed(layer, family, family.branches(layer, 1))
-
-
-def _why_foreign(layer: nn.Module, family: Family) -> Optional[str]:
-    """Whether a direct part of a layer, of which `Family.branches` expects attributes, is another module's."""
-    for name, part in layer._modules.items():
-        module = type(part).__module__
-        if part is not None and module != family.module and not module.startswith("torch.nn.modules."):
-            return f"{name} is a {class_name(part)}, not the model's own"
-    return None
-
-
-def _why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]) -> Optional[str]:
-    for core, owner, into, out, inner, pre, post, *_ in branches:
-        if isinstance(core, Mlp):
-            for part in owner._modules.values():
-                if (
-                    part not in into
-                    and part is not out
-                    and not (isinstance(part, nn.Dropout) and part.p == 0)
-                    and type(part).__name__ not in FUNCTIONS.get(core.activation, ())
-                ):
-                    return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
-        elif core is not None and bool(getattr(owner, "is_causal", True)) is family.encoder:
-            kind = "attention of all tokens" if family.encoder else "causal attention"
-            return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
-        for linear in (*into, out) if core is not None else ():
-            if type(linear) is not nn.Linear and not _is_conv1d(linear):
-                return f"{_path(layer, linear)} is a {class_name(linear)}, not nn.Linear"
-        for norm in (*inner, pre, post):
-            if norm is not None and not _is_own_norm(norm, family):
-                return f"{_path(layer, norm)} is a {class_name(norm)}, not the model's own norm"
-    # A hook on a module whose forward the FP8 block stands in for would not run.
-    for module in _modules_of(branches):
-        if has_hooks(module):
-            return f"{_path(layer, module)} has hooks, which the FP8 block would not run"
-        # Compiled code was traced with what was there.
-        if not torch.compiler.is_compiling() and "forward" in vars(module):
-            return f"the forward of {_path(layer, module)} was replaced on the object"
-    config: Any = branches[0].owner.config
-    kind, owner = config._attn_implementation, branches[0].owner
-    if kind not in ATTENTION and not reads_lengths(config):
-        return f"attn_implementation is {kind!r}; only {', '.join(ATTENTION)} and kinds of flash are known"
-    window = getattr(owner, "sliding_window", getattr(config, "sliding_window", None))
-    if window is not None and reads_lengths(config):
-        return f"attn_implementation is {kind!r}, whose layers get no mask for sliding_window = {window}: use sdpa"
-    if not family.encoder and getattr(config, "is_causal", True) is False:
-        return "config.is_causal is False; only causal attention is supported"
-    return None
-
-
-def reads_lengths(config: Any) -> bool:
-    """Whether transformers would compute attention by a kernel that is given lengths instead of a mask."""
-    kind = config._attn_implementation
-    return kind is not None and "flash" in kind and not kind.startswith("paged|")
-
-
-def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
-    for core, owner, into, out, inner, pre, post, layer_scale, _, around, *_ in branches:
-        if core is None:  # its own hooks run
-            yield from (module for module in (pre, post) if module is not None)
-            continue
-        parts = owner._modules.values() if isinstance(core, Mlp) else (*into, *inner)  # an MLP's activation, too
-        for module in (owner, *parts, out, pre, post, layer_scale, *around):
-            if isinstance(module, nn.Module):
-                yield module
-
-
-def _is_conv1d(linear: Any) -> bool:
-    return (type(linear).__module__, type(linear).__name__) == ("transformers.pytorch_utils", "Conv1D")
-
-
-def _path(layer: nn.Module, module: Any) -> str:
-    return next((name for name, part in layer.named_modules() if part is module and name), "the layer")
-
-
-def _is_own_norm(norm: nn.Module, family: Family) -> bool:
-    if type(norm) in (nn.LayerNorm, nn.Identity):
-        return True
-    return (type(norm).__module__, type(norm).__name__) == (family.module, family.norm)
-
-
-def has_hooks(module: Any, harmless: tuple[str, ...] = ("transformers.utils",), kinds: tuple[str, ...] = HOOKS) -> bool:
-    """Whether somebody hooked the module, but for functions of modules whose names begin so; transformers' recording
-    hooks stay on it and sleep."""
-    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
-        return False
-    return any(
-        not (getattr(hook, "__module__", None) or "").startswith(harmless)
-        for hooks in kinds
-        for hook in getattr(module, hooks).values()
-    )
-
-
 # ---- the layer -------------------------------------------------------------------------------------------------------
 
 
@@ -358,7 +202,7 @@ class Fp8DecoderLayer(Mixin):
         if embeddings is not None or not family.rotary:
             branches = self._fp8_branches(batch, kwargs.get("past_key_values", kwargs.get("layer_past")))
         if branches is None:
-            starts = _as_starts(mask)
+            starts = as_starts(mask)
             if starts is not None:
                 by_lengths = any(reads_lengths(part.config) for part in self.modules() if hasattr(part, "config"))
                 kwargs["attention_mask"] = None if by_lengths else dense_mask(starts, *hidden_states.shape[:2])
@@ -370,7 +214,7 @@ class Fp8DecoderLayer(Mixin):
             )
         if lengths is None:
             if not is_known and (type(mask).__name__ == "BlockMask" or reads_lengths(branches[0].owner.config)):
-                mask = _mask_from(mask, kwargs, hidden_states, not family.encoder)
+                mask = mask_from(mask, kwargs, hidden_states, not family.encoder)
             mask = check_mask(mask, hidden_states.shape[-2])
         else:
             mask = lengths.int()
@@ -401,10 +245,10 @@ class Fp8DecoderLayer(Mixin):
         if cache is not None:
             reason: Optional[str] = "a key/value cache was asked for (use_cache=True)"
         else:
-            reason = _why_foreign(self, family)
+            reason = why_foreign(self, family)
         if reason is None:
             branches = family.branches(self, batch)
-            reason = _why_changed(self, family, branches)
+            reason = why_changed(self, family, branches)
             if reason is None:
                 return branches
         warnings.warn(f"this layer trains in its original precision: {reason}", stacklevel=3)
@@ -414,25 +258,6 @@ class Fp8DecoderLayer(Mixin):
 def _run_as_it_is(x: Tensor, modules: Modules, family: Family, recipe: Recipe) -> Tensor:
     y = modules.owner(norm_forward(x, _norm(modules.pre, family), recipe))
     return y[0] if isinstance(y, tuple) else y  # gpt-oss returns the router's scores as well
-
-
-def _mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool) -> Any:
-    """What flash and flex attention read, as `check_mask` takes it: lengths, padding (B, S), positions, a BlockMask."""
-    batch, sequence = x.shape[:2]
-    if type(mask).__name__ == "BlockMask":
-        return create_mask(mask.mask_mod, mask.shape[0], mask.shape[1], sequence, sequence, x.device)
-    starts = inputs.get("cu_seq_lens_q")
-    if starts is not None:
-        return given_starts(starts, batch, sequence, x.device).view(1, 1, -1, 1)
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        visible = mask.bool()[:, None, None].expand(batch, 1, sequence, sequence)
-        return visible.tril() if causal else visible
-    positions = inputs.get("position_ids")
-    # Compiled code does not look for packed sequences, here as little as with sdpa.
-    if mask is not None or not causal or positions is None or positions.dim() != 2 or torch.compiler.is_compiling():
-        return mask
-    starts = document_starts(positions.expand(batch, -1))
-    return None if len(starts) == batch + 1 else starts.view(1, 1, -1, 1)
 
 
 def _as_called(branches: tuple[Modules, ...], causal: Optional[bool]) -> tuple[Modules, ...]:
@@ -454,30 +279,3 @@ def _rotation(embeddings: Any, x: Tensor, block: Block) -> tuple[Tensor, Tensor]
         return cos.flatten(0, -2), sin.flatten(0, -2)
     width = next(branch.core.heads.width for branch in block.branches if isinstance(branch.core, Attention))
     return x.new_ones(1, width), x.new_zeros(1, width)
-
-
-def _as_starts(mask: Any) -> Optional[Tensor]:
-    """What models/causal.py gives where sequences are packed, as attention takes it; None for other masks."""
-    given = isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2] > 1
-    return mask.flatten() if given and mask.numel() == mask.shape[2] else None
-
-
-def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:
-    """The mask a layer received, as attention takes it; ValueError for kinds that only other attention code reads."""
-    if mask is None:
-        return None
-    starts = _as_starts(mask)
-    if starts is not None:
-        return starts
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-2:] != (sequence, sequence):
-        kind = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(
-            f"attention_mask is {kind}; Overcoat's attention takes None or (batch, heads or 1, {sequence}, {sequence})"
-            '. Load the model with attn_implementation="sdpa" (or "eager").'
-        )
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            f"attention_mask is {mask.dtype}; Overcoat's attention takes bool (True = visible) or an additive floating "
-            "mask. Write mask.bool() for one of zeros and ones."
-        )
-    return mask

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from overcoat.block.loss import final_norm, linear_cross_entropy
 from overcoat.models.causal import causal_mask
-from overcoat.models.decoder import HARMLESS_HOOKS, has_hooks
 from overcoat.models.family import Mixin, class_name, families, family_of, mixed, original_class
+from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
 from overcoat.models.whole import Whole, whole_of, wholes
 from overcoat.recipe import Recipe
 

@@ -21,7 +21,7 @@ from overcoat.block.attention import (
 )
 from overcoat.block.spec import Linear
 from overcoat.kernels.quantize import amax, quantize
-from overcoat.models.decoder import check_mask
+from overcoat.models.masks import check_mask
 from tests import exact
 from tests.block.harness import EPS, FP32_DB, RECIPES, Case, Inputs, check, double, evaluate, run, tables_of
 from tests.emulation import sqnr

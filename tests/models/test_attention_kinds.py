@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import overcoat
 from overcoat import Recipe
 from overcoat.kernels.packed import document_starts
-from overcoat.models.decoder import why_replaced
 from overcoat.models.family import family_of, original_class
+from overcoat.models.refusals import why_replaced
 from tests.models.zoo import make_batch, make_encoder, make_inputs, make_model
 
 CASES = [

@@ -14,7 +14,7 @@ import overcoat
 from overcoat import Recipe
 from overcoat.kernels.packed import document_starts
 from overcoat.models.causal import causal_mask
-from overcoat.models.decoder import check_mask
+from overcoat.models.masks import check_mask
 from tests.emulation import sqnr
 from tests.models.zoo import make_batch, make_model
 from tests.waits import waiting_is_an_error

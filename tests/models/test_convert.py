@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, HeliumConfig, HeliumForCausalLM, 
 
 import overcoat
 from overcoat import Recipe
-from overcoat.models.decoder import ACTIVATIONS, check_mask, why_replaced
 from overcoat.models.family import decoder_layers, families, family_of
+from overcoat.models.masks import check_mask
+from overcoat.models.refusals import ACTIVATIONS, why_replaced
 from tests.models.zoo import KINDS, VOCAB, make_batch, make_model
 
 

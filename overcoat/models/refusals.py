@@ -1,0 +1,159 @@
+"""What cannot run in FP8: why a layer of a known family is left alone, at conversion or later, in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from overcoat.block.mlp import Mlp
+from overcoat.models.family import Family, Modules, class_name
+from overcoat.models.masks import reads_lengths
+
+# transformers' names of the activations, and ours.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu2": "relu2",
+}
+# The classes that transformers makes of them.
+FUNCTIONS = {
+    "silu": ("SiLUActivation", "SiLU"),
+    "gelu": ("GELUActivation",),
+    "gelu_tanh": ("GELUTanh", "PytorchGELUTanh", "NewGELUActivation", "FastGELUActivation"),
+    "quick_gelu": ("QuickGELUActivation",),
+    "relu2": ("ReLUSquaredActivation",),
+}
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Hooks that expect nothing of what a module gets and returns: transformers' sleeping recorders, FSDP2's gathering,
+# the one that forbids the cache (convert.py).
+HARMLESS_HOOKS = ("transformers.utils", "torch.distributed", "overcoat.models")
+# Attention code of transformers that hands every mask to the layer, as all pairs or as flex attention's; "flash" in a
+# name, also of the hub's kernels, stands for code that reads position_ids, lengths or padding instead.
+ATTENTION = ("sdpa", "eager", "flex_attention")
+
+
+def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
+    """The reason why a layer of a family cannot run in FP8, or None if it can."""
+    reason = why_foreign(layer, family)
+    if reason is not None:
+        return reason
+    branches = family.branches(layer, 1)
+    # What accelerate does to spread a model over devices. It would run, or be left out, whatever the class is.
+    for module in (layer, *_modules_of(branches)):
+        if "forward" in vars(module):
+            return f"the forward of {_path(layer, module)} was replaced on the object: convert before"
+    for name, module in layer.named_modules():
+        for rate in ("attention_dropout", "residual_dropout", "dropout", "drop_prob", "p"):
+            dropout = getattr(module, rate, 0.0)
+            if isinstance(dropout, float) and dropout:
+                place = rate if rate.endswith("_dropout") else f"{name}.{rate}"
+                return f"{place} is {dropout}; only 0 is supported"
+    config: Any = branches[0].owner.config
+    for core in (modules.core for modules in branches):
+        if isinstance(core, Mlp) and core.activation not in FUNCTIONS:
+            return f"hidden_act is {core.activation!r}; only {', '.join(ACTIVATIONS)} are supported"
+    partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    if partial != 1.0 and not branches[0].core.heads.rotated:
+        return f"partial_rotary_factor is {partial}; only 1.0 is supported"
+    return family.refused(layer) or why_changed(layer, family, branches)
+
+
+def why_replaced(layer: nn.Module, family: Family) -> Optional[str]:
+    """The reason why a layer's modules or attention are not what the FP8 block computes."""
+    return why_foreign(layer, family) or why_changed(layer, family, family.branches(layer, 1))
+
+
+def why_foreign(layer: nn.Module, family: Family) -> Optional[str]:
+    """Whether a direct part of a layer, of which `Family.branches` expects attributes, is another module's."""
+    for name, part in layer._modules.items():
+        module = type(part).__module__
+        if part is not None and module != family.module and not module.startswith("torch.nn.modules."):
+            return f"{name} is a {class_name(part)}, not the model's own"
+    return None
+
+
+def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]) -> Optional[str]:
+    for core, owner, into, out, inner, pre, post, *_ in branches:
+        if isinstance(core, Mlp):
+            for part in owner._modules.values():
+                if (
+                    part not in into
+                    and part is not out
+                    and not (isinstance(part, nn.Dropout) and part.p == 0)
+                    and type(part).__name__ not in FUNCTIONS.get(core.activation, ())
+                ):
+                    return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
+        elif core is not None and bool(getattr(owner, "is_causal", True)) is family.encoder:
+            kind = "attention of all tokens" if family.encoder else "causal attention"
+            return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
+        for linear in (*into, out) if core is not None else ():
+            if type(linear) is not nn.Linear and not _is_conv1d(linear):
+                return f"{_path(layer, linear)} is a {class_name(linear)}, not nn.Linear"
+        for norm in (*inner, pre, post):
+            if norm is not None and not _is_own_norm(norm, family):
+                return f"{_path(layer, norm)} is a {class_name(norm)}, not the model's own norm"
+    # A hook on a module whose forward the FP8 block stands in for would not run.
+    for module in _modules_of(branches):
+        if has_hooks(module):
+            return f"{_path(layer, module)} has hooks, which the FP8 block would not run"
+        # Compiled code was traced with what was there.
+        if not torch.compiler.is_compiling() and "forward" in vars(module):
+            return f"the forward of {_path(layer, module)} was replaced on the object"
+    config: Any = branches[0].owner.config
+    kind, owner = config._attn_implementation, branches[0].owner
+    if kind not in ATTENTION and not reads_lengths(config):
+        return f"attn_implementation is {kind!r}; only {', '.join(ATTENTION)} and kinds of flash are known"
+    window = getattr(owner, "sliding_window", getattr(config, "sliding_window", None))
+    if window is not None and reads_lengths(config):
+        return f"attn_implementation is {kind!r}, whose layers get no mask for sliding_window = {window}: use sdpa"
+    if not family.encoder and getattr(config, "is_causal", True) is False:
+        return "config.is_causal is False; only causal attention is supported"
+    return None
+
+
+def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
+    for core, owner, into, out, inner, pre, post, layer_scale, _, around, *_ in branches:
+        if core is None:  # its own hooks run
+            yield from (module for module in (pre, post) if module is not None)
+            continue
+        parts = owner._modules.values() if isinstance(core, Mlp) else (*into, *inner)  # an MLP's activation, too
+        for module in (owner, *parts, out, pre, post, layer_scale, *around):
+            if isinstance(module, nn.Module):
+                yield module
+
+
+def _is_conv1d(linear: Any) -> bool:
+    return (type(linear).__module__, type(linear).__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def _path(layer: nn.Module, module: Any) -> str:
+    return next((name for name, part in layer.named_modules() if part is module and name), "the layer")
+
+
+def _is_own_norm(norm: nn.Module, family: Family) -> bool:
+    if type(norm) in (nn.LayerNorm, nn.Identity):
+        return True
+    return (type(norm).__module__, type(norm).__name__) == (family.module, family.norm)
+
+
+def has_hooks(module: Any, harmless: tuple[str, ...] = ("transformers.utils",), kinds: tuple[str, ...] = HOOKS) -> bool:
+    """Whether somebody hooked the module, but for functions of modules whose names begin so; transformers' recording
+    hooks stay on it and sleep."""
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+        return False
+    return any(
+        not (getattr(hook, "__module__", None) or "").startswith(harmless)
+        for hooks in kinds
+        for hook in getattr(module, hooks).values()
+    )
