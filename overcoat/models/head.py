@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from overcoat.block.loss import final_norm, linear_cross_entropy
 from overcoat.models.causal import causal_mask
-from overcoat.models.family import Mixin, class_name, families, family_of, mixed, original_class
+from overcoat.models.family import Family, Mixin, class_name, families, family_of, mixed, original_class
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
 from overcoat.models.whole import Whole, whole_of, wholes
 from overcoat.recipe import Recipe
@@ -71,12 +71,13 @@ class LeanLossModel(Mixin):
 
     overcoat_recipe: Recipe
     overcoat_whole: Whole
+    overcoat_family: Optional[Family]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         whole = whole_of(cls)
         assert whole is not None
-        cls.overcoat_whole = whole
+        cls.overcoat_whole, cls.overcoat_family = whole, family_of(cls)
         original = original_class(cls).forward
         names = tuple(inspect.signature(original).parameters)[1:]
 
@@ -184,9 +185,8 @@ def _final_norm(model: Any) -> Any:
     return getattr(model.get_submodule(model.overcoat_whole.text), "norm", None)
 
 
-def _logit_scale(model: nn.Module) -> float:
-    family = family_of(model)
-    return 1.0 if family is None else family.logit_scale(model)
+def _logit_scale(model: Any) -> float:
+    return 1.0 if model.overcoat_family is None else model.overcoat_family.logit_scale(model)
 
 
 def find_causal_model(model: nn.Module) -> Optional[tuple[str, nn.Module]]:
