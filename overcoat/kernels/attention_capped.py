@@ -52,7 +52,7 @@ def attention_capped(
     causal: bool = True,
 ) -> Tuple[Tensor, Tensor]:
     """`attention` with capped scores: o (T, num_q * D) of qkv's dtype, lse FP32 (B, num_q, S)."""
-    q, k, v = _heads(qkv, batch, num_q, num_kv)
+    q, k, v = _heads(qkv.contiguous(), batch, num_q, num_kv)
     o, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     for row in range(batch):
         scores, _ = _row_scores(q[row], k[row], _visible(mask, row, batch, q, k, causal), scale, cap)
@@ -84,8 +84,8 @@ def attention_capped_backward(
     causal: bool = True,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Gradients of q (T, num_q * D), k and v (T, num_kv * D) from do (T, num_q * D)."""
-    q, k, v = _heads(qkv, batch, num_q, num_kv)
-    do_, o_ = (x.reshape(batch, -1, num_q, q.shape[3]).transpose(1, 2) for x in (do, o))
+    q, k, v = _heads(qkv.contiguous(), batch, num_q, num_kv)
+    do_, o_ = (x.contiguous().view(batch, -1, num_q, q.shape[3]).transpose(1, 2) for x in (do, o))
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     for row in range(batch):
         scores, inside = _row_scores(q[row], k[row], _visible(mask, row, batch, q, k, causal), scale, cap)
