@@ -16,7 +16,6 @@ With "bf16" the 16-bit q, k, v and o are kept, and the log-sum-exp (4 U).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -31,11 +30,10 @@ from overcoat.block.linear import (
     rebuild_input_t,
     whole_blocks,
 )
-from overcoat.block.order import padded
+from overcoat.block.softmax import Heads, Rotary, attend, rotary_of, scale_q, sink_gradient
 from overcoat.block.spec import Branch, Linear, Scales, Tables
-from overcoat.kernels.attention import attention as attention_op
 from overcoat.kernels.attention import attention_backward as attention_backward_op
-from overcoat.kernels.attention_capped import attention_capped, attention_capped_backward
+from overcoat.kernels.attention_capped import attention_capped_backward
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.groups import token_center
 from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
@@ -44,35 +42,6 @@ from overcoat.kernels.rope_backward import qk_rope_backward
 from overcoat.kernels.rope_blockwise import qk_rope_block_backward
 from overcoat.kernels.rope_quantize import qk_rope_backward_amax, qk_rope_backward_quantize
 from overcoat.recipe import Recipe
-
-
-class Heads(NamedTuple):
-    """Shape of attention: batch, query heads, key/value heads, head width, softmax scale, eps of the q/k norm.
-
-    full_norm: the q/k norm takes all heads of q together, and of k (OLMo 2), instead of each head (Qwen 3).
-    causal: a token sees those before it, unless the mask is of all pairs.
-    rotates: False: q and k stay as they are (SmolLM3's every fourth layer).
-    rotated: how many of a head's columns rotate, the first ones (Phi); 0: all.
-    neighbours: columns 2 i and 2 i + 1 rotate together, not i and i + rotated / 2 (GLM-4); a column of the tables
-        stands twice in a row if also `twice` (Cohere).
-    clip: q, k and v are limited to +- this before all else (OLMo); 0: not.
-    softcap: scores are softcap * tanh(score / softcap) (Gemma 2); 0: not.
-    """
-
-    batch: int
-    num_q: int
-    num_kv: int
-    width: int
-    scale: float
-    eps: float = 0.0
-    full_norm: bool = False
-    causal: bool = True
-    rotates: bool = True
-    rotated: int = 0
-    neighbours: bool = False
-    twice: bool = False
-    clip: float = 0.0
-    softcap: float = 0.0
 
 
 class AttentionSaved(NamedTuple):
@@ -90,24 +59,6 @@ class AttentionSaved(NamedTuple):
     clipped: Optional[Tensor] = None
 
 
-class Rotary(NamedTuple):
-    """Shared by all layers: cos and sin (P, D), mask or None. Per layer: q/k norm weights (D,), or (heads * D,)
-    where they take all heads together, or None; sinks (num_q,), scores that every query sees besides (gpt-oss);
-    q_scale (P, 1), what q is multiplied by (Ministral 3)."""
-
-    cos: Tensor
-    sin: Tensor
-    mask: Optional[Tensor] = None
-    q_weight: Optional[Tensor] = None
-    k_weight: Optional[Tensor] = None
-    sinks: Optional[Tensor] = None
-    q_scale: Optional[Tensor] = None
-
-
-# Told of each layer's log-sum-exp (B, num_q, S) while somebody records them (models/scores.py).
-observers: list[Any] = []
-
-
 def attention_forward(
     qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe
 ) -> tuple[Tensor, Optional[Tensor], AttentionSaved]:
@@ -122,7 +73,7 @@ def attention_forward(
         qkv = qkv.clamp_(-heads.clip, heads.clip)
     tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
     if recipe.kept_attention == "bf16":
-        o, lse = _attend(_rotated(qkv, rotary, heads), rotary, heads, observed=True)
+        o, lse = attend(_rotated(qkv, rotary, heads), rotary, heads, observed=True)
         return o, None, AttentionSaved(qkv, o=o, lse=lse, clipped=clipped)
     center = token_center(qkv[:, -heads.num_kv * heads.width :])
     # Rotates q and k where they lie, after their norm if it is of single heads.
@@ -130,21 +81,8 @@ def attention_forward(
     if heads.full_norm:
         tables = (cos, sin, None, None, heads.eps, heads.num_q, heads.num_kv)
     codes, lower, group_amax, bound = qk_rope_encode12_(qkv, center, *tables, recipe.kept_format)
-    o, _ = _attend(rotated, rotary, heads, observed=True)
+    o, _ = attend(rotated, rotary, heads, observed=True)
     return o, bound, AttentionSaved(codes, lower, group_amax, center, clipped=clipped)
-
-
-def rotary_of(tables: Tables, inner: Sequence[Any], heads: Heads) -> Rotary:
-    """What the kernels rotate by: columns i and i + D / 2 together, those that do not rotate by cos 1 and sin 0."""
-    cos, sin, mask = tables
-    if not heads.rotates:
-        cos = cos.new_ones((1, heads.width))
-        return Rotary(cos, torch.zeros_like(cos), mask, *inner)
-    pairs = (heads.rotated or heads.width) // 2
-    if heads.neighbours or 2 * pairs < heads.width or cos.shape[1] == pairs:
-        cos, sin = (x[:, ::2] if heads.twice else x[:, :pairs] for x in (cos, sin))
-        cos, sin = padded(cos, heads.width, 1.0), padded(sin, heads.width, 0.0)
-    return Rotary(cos, sin, mask, *inner)
 
 
 def _to_bits(flags: Tensor) -> Tensor:
@@ -156,44 +94,6 @@ def _to_bits(flags: Tensor) -> Tensor:
 def _from_bits(bits: Tensor) -> Tensor:
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return ((bits.unsqueeze(2) >> places) & 1).bool().flatten(1)
-
-
-def _attend(rotated: Tensor, rotary: Rotary, heads: Heads, observed: bool = False) -> tuple[Tensor, Tensor]:
-    """o and lse of rotated q, k and v, whose q is scaled where it lies; sinks are part of lse."""
-    if rotary.q_scale is not None:
-        _scale_q(rotated[:, : heads.num_q * heads.width], rotary.q_scale)
-    shape = (rotary.mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
-    if heads.softcap:
-        o, lse = attention_capped(rotated, *shape, heads.softcap, heads.causal)
-    else:
-        o, lse = attention_op(rotated, *shape, heads.causal)
-    if observed:
-        _observe(lse)
-    if rotary.sinks is None:
-        return o, lse
-    whole = torch.logaddexp(lse, rotary.sinks.float()[:, None])
-    return _by_head(o, heads).mul((lse - whole).exp().transpose(1, 2).unsqueeze(3)).to(o.dtype).view_as(o), whole
-
-
-def _by_head(x: Tensor, heads: Heads) -> Tensor:
-    """(T, num_q * D) as (B, S, num_q, D)."""
-    return x.view(heads.batch, -1, heads.num_q, heads.width)
-
-
-def _scale_q(q: Tensor, factor: Tensor) -> None:
-    q.unflatten(0, (-1, factor.shape[0])).mul_(factor.to(q.dtype))
-
-
-def _sink_gradient(do: Tensor, decoded: Decoded, sinks: Tensor, heads: Heads) -> Tensor:
-    """A sink has no value: its score's gradient is what the softmax takes from it, -P * sum_d(do * o)."""
-    mean = (_by_head(do.float(), heads) * _by_head(decoded.o.float(), heads)).sum(3).transpose(1, 2)
-    return -((sinks.float()[:, None] - decoded.lse).exp() * mean).sum((0, 2)).to(sinks.dtype)
-
-
-def _observe(lse: Tensor) -> None:
-    if not torch.compiler.is_compiling():
-        for observer in observers:
-            observer.note(lse)
 
 
 def _rotated(qkv: Tensor, rotary: Rotary, heads: Heads) -> Tensor:
@@ -229,7 +129,7 @@ def attention_decode(kept: AttentionSaved, rotary: Rotary, heads: Heads, recipe:
         assert kept.lse is not None
         rotated = _rotated(qkv, rotary, heads)
         if rotary.q_scale is not None:
-            _scale_q(rotated[:, : heads.num_q * heads.width], rotary.q_scale)
+            scale_q(rotated[:, : heads.num_q * heads.width], rotary.q_scale)
         return Decoded(rotated, kept.o, kept.lse, qkv if has_norms else None)
     codes, last = kept[:4], (heads.num_q, heads.num_kv, recipe.kept_format, dtype)
     if has_norms:
@@ -237,7 +137,7 @@ def attention_decode(kept: AttentionSaved, rotary: Rotary, heads: Heads, recipe:
         rotated = _rotated(qkv, rotary, heads)
     else:
         rotated = qk_rope_decode12(*codes, cos, sin, *last)
-    o, lse = _attend(rotated, rotary, heads)
+    o, lse = attend(rotated, rotary, heads)
     return Decoded(rotated, o, lse, qkv if has_norms else None)
 
 
@@ -249,7 +149,7 @@ def rotated_gradients(do: Tensor, decoded: Decoded, rotary: Rotary, heads: Heads
         return attention_capped_backward(*arguments, heads.softcap, heads.causal)
     gradients: tuple[Tensor, Tensor, Tensor] = attention_backward_op(*arguments, heads.causal)
     if rotary.q_scale is not None:
-        _scale_q(gradients[0], rotary.q_scale)
+        scale_q(gradients[0], rotary.q_scale)
     return gradients
 
 
@@ -398,7 +298,9 @@ class Attention(NamedTuple):
         del x_t
         assert out.dx is not None
         gradients, inputs = rotated_gradients(out.dx, decoded, rotary, self.heads), decoded.inputs
-        dsinks = None if rotary.sinks is None else _sink_gradient(out.dx, decoded, rotary.sinks, self.heads)
+        dsinks = (
+            None if rotary.sinks is None else sink_gradient(out.dx, decoded.o, decoded.lse, rotary.sinks, self.heads)
+        )
         del decoded
         dout = Linear(out.dweights, out.dbiases)
         del out

@@ -14,11 +14,12 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.block.attention import Attention, Heads, observers
+from overcoat.block.attention import Attention
 from overcoat.block.mlp import Mlp
 from overcoat.block.norm import norm_forward
 from overcoat.block.order import Order
 from overcoat.block.run import run_block
+from overcoat.block.softmax import Heads, observers
 from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
 from overcoat.kernels.packed import dense_mask
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class

@@ -21,7 +21,7 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.block import attention
+from overcoat.block.softmax import observers
 from overcoat.models.decoder import Fp8DecoderLayer
 
 
@@ -76,8 +76,8 @@ def record_scores(model: nn.Module) -> Iterator[Scores]:
     Costs one reduction a layer and no wait for the device. Blocks that a backward recomputes are not counted again.
     """
     scores = Scores({id(m): name for name, m in model.named_modules() if isinstance(m, Fp8DecoderLayer)})
-    attention.observers.append(scores)
+    observers.append(scores)
     try:
         yield scores
     finally:
-        attention.observers.remove(scores)
+        observers.remove(scores)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import overcoat
 from overcoat import Recipe
-from overcoat.block import attention
+from overcoat.block.softmax import observers
 from overcoat.models.scores import Scores
 from tests.models.zoo import make_batch, make_model
 
@@ -111,7 +111,7 @@ def test_recorded_scores_are_those_of_the_model(monkeypatch):
     assert scores.by_layer == found
     assert scores.largest[1] == max(found.values())
     assert abs(scores.largest[1] - largest) < 0.03 * largest  # BF16 against FP32
-    assert not attention.observers
+    assert not observers
     with overcoat.record_scores(model.eval()) as scores:
         model(**batch)
     assert scores.by_layer == {}
