@@ -15,7 +15,6 @@ is free as soon as it has been read. With `Recipe.offload_blocks` it waits in ho
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -48,9 +47,6 @@ def block_forward(
 
     known: a recomputation's; where nothing reads a result it is not computed, and what is returned is not the block's.
     """
-    if known is not None:
-        # The backward comes at once: attention would only have to run yet again.
-        recipe = dataclasses.replace(recipe, kept_attention="bf16")
     saved: list[Any] = []
     source, y = x, None  # y: a branch's result that is still to be added to x
     for index, branch in enumerate(block.branches):

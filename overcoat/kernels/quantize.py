@@ -98,6 +98,8 @@ def choose(a, b, c, COUNT: tl.constexpr = 3):
 
 def launches(weights: Sequence[Tensor]) -> list[list[Tensor]]:
     """Weights in their order, contiguous, up to three of one dtype together."""
+    if len(weights) == 1:
+        return [[weights[0].contiguous()]]
     parts: list[list[Tensor]] = []
     for w in weights:
         if not parts or len(parts[-1]) == PER_LAUNCH or parts[-1][0].dtype != w.dtype:
@@ -286,8 +288,10 @@ def launch_quantize(
         for part in launches(tensors):
             sizes = [x.shape[0] for x in part]
             padded = out_t.shape[1] if out_t is not None and len(tensors) == 1 else sizes[0]
-            plain = None if out is None else out[first:]
-            words = part[0] if out_t is None else out_t.view(torch.int16)[:, first // 2 :]
+            plain, words = out, part[0] if out_t is None else out_t.view(torch.int16)
+            if first:
+                plain = None if out is None else out[first:]
+                words = words if out_t is None else words[:, first // 2 :]
             _quantize_kernel[(cdiv(max(padded, *sizes), tile[0]), cdiv(columns, tile[1]), len(part))](
                 *three(part), factor, out_t if plain is None else plain, words, factor if scale is None else scale,
                 *three(sizes, 0), columns, padded, words.stride(0),
@@ -299,7 +303,7 @@ def launch_quantize(
 
 @quantize.cuda
 def _(x, amax, fmt):
-    out, scale = torch.empty(x.shape, dtype=FLOAT8[fmt].dtype, device=x.device), torch.empty_like(amax)
+    out, scale = x.new_empty(x.shape, dtype=FLOAT8[fmt].dtype), torch.empty_like(amax)
     launch_quantize([x], amax, out, None, scale, fmt)
     return out, scale
 
@@ -313,6 +317,6 @@ def _(x, amax, fmt):
 
 @quantize_t.cuda
 def _(x, scale, fmt):
-    out_t = empty_both(x, fmt)[1]
+    out_t = x.new_empty((x.shape[1], padded_tokens(x.shape[0])), dtype=FLOAT8[fmt].dtype)
     launch_quantize([x], scale, None, out_t, None, fmt)
     return out_t

@@ -276,9 +276,7 @@ def _fullest(recipe, rows, retain_graph=False, config=LLAMA):
 RECIPES_THAT_END_ALIKE = pytest.mark.parametrize("recipe", [Recipe(), Recipe.leanest()], ids=["default", "leanest"])
 
 
-def _attention_kept(recipe):
-    """q and k in 12 bits, v in 8, maxima of 128; a recomputation's: q, k, v and o in 16 bits, lse."""
-    return 4 + 2 / 128 if recipe.checkpoint else 2 + 1.5 * 2 / 128
+ATTENTION_KEPT = 2 + 1.5 * 2 / 128  # q and k in 12 bits, v in 8, maxima of 128
 
 
 @RECIPES_THAT_END_ALIKE
@@ -286,7 +284,7 @@ def test_a_backward_of_many_tokens_holds_what_it_still_needs(recipe):
     """Fullest where the gradients of gate and up are made: the block's result; what is kept, of the output projection
     scales alone; dy transposed for wgrad; dh; gate's and up's gradients in both layouts; h transposed. The gradients of
     the weights are 0.6 U here, and not there yet."""
-    kept = (0.5 + 0.5 + WIDE) * (1 + 2 / 128) + _attention_kept(recipe)
+    kept = (0.5 + 0.5 + WIDE) * (1 + 2 / 128) + ATTENTION_KEPT
     gradients = 0.5 + WIDE + 2 * WIDE + WIDE / 2
     assert _fullest(recipe, 32) == pytest.approx(1 + kept + gradients, abs=0.03)
     # What is kept for another backward stays: attention's part is the fullest then.
@@ -310,7 +308,7 @@ def test_a_backward_of_few_tokens_holds_what_it_still_needs(recipe):
 
 def test_a_backward_without_gate_holds_what_it_still_needs():
     """As above, with u and du of 4 U in 16 bits instead of gate and up, and h as wide."""
-    kept = (0.5 + 0.5 + 2) * (1 + 2 / 128) + _attention_kept(Recipe())
+    kept = (0.5 + 0.5 + 2) * (1 + 2 / 128) + ATTENTION_KEPT
     assert _fullest(Recipe(), 32, config=STARCODER) == pytest.approx(1 + kept + 0.5 + 4 + 4 + 2, abs=0.03)
 
 
