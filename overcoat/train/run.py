@@ -92,7 +92,10 @@ def twin_config(config: Config) -> Config:
         data=replace(config.data, cache_dir=str(cache_dir(config))),
         sample=replace(config.sample, tokens=0),
     )
-    return build_config(asdict(mine), config.compare.overrides)
+    try:
+        return build_config(asdict(mine), config.compare.overrides)
+    except ValueError as error:
+        raise ValueError(f"compare.overrides: {error}") from error
 
 
 def run_once(config: Config, console: Console, title: str) -> RunResult:

@@ -163,6 +163,11 @@ def test_mistakes_are_found_before_the_data_are_read(
     assert not (tmp_path / "run").exists()
 
 
+def test_what_is_no_override_is_told_with_its_key(make_config: MakeConfig, console: Console) -> None:
+    with pytest.raises(ValueError, match=r"^compare\.overrides: '0': arguments look like"):
+        run(make_config("compare.overrides=['0']"), console)
+
+
 def test_a_twin_of_another_configuration_is_found_before_the_first_run(
     finished: tuple, console: Console, tmp_path: Path
 ) -> None:
