@@ -36,8 +36,9 @@ from overcoat.kernels.attention import attention_backward as attention_backward_
 from overcoat.kernels.attention_capped import attention_capped_backward
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.groups import token_center
+from overcoat.kernels.quantize import amax
 from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
-from overcoat.kernels.rope import qk_rope, qk_rope_decode12, qk_rope_encode12_
+from overcoat.kernels.rope import MARGIN, qk_rope, qk_rope_decode12, qk_rope_encode12_
 from overcoat.kernels.rope_backward import qk_rope_backward
 from overcoat.kernels.rope_blockwise import qk_rope_block_backward
 from overcoat.kernels.rope_quantize import qk_rope_backward_amax, qk_rope_backward_quantize
@@ -74,7 +75,9 @@ def attention_forward(
     tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
     if recipe.kept_attention == "bf16":
         o, lse = attend(_rotated(qkv, rotary, heads), rotary, heads, observed=True)
-        return o, None, AttentionSaved(qkv, o=o, lse=lse, clipped=clipped)
+        # Not amax(o): both ways to keep attention have one forward, bit for bit.
+        bound = None if recipe.linear_scaling == "block" else amax(_split(qkv, heads)[2]) * MARGIN
+        return o, bound, AttentionSaved(qkv, o=o, lse=lse, clipped=clipped)
     center = token_center(qkv[:, -heads.num_kv * heads.width :])
     # Rotates q and k where they lie, after their norm if it is of single heads.
     rotated = _rotated(qkv, rotary, heads) if heads.full_norm else qkv
