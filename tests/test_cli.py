@@ -107,6 +107,7 @@ def test_one_of_several_processes_is_refused(
 
 def test_a_diverging_run_is_status_1(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"train.run_dir={tmp_path / 'run'}", "optimizer.lr=1e15", "optimizer.clip=0", "recipe.name=bf16"]
+    arguments.append("optimizer.weight_decay=0")
     assert cli.main(["train", config, *arguments, "train.steps=12"]) == 1
     assert "training failed: step" in capsys.readouterr().err
     assert not (tmp_path / "run/checkpoints").exists()

@@ -45,6 +45,11 @@ def token_center(x: Tensor) -> Tensor:
     return x[::step].float().mean(0)
 
 
+@token_center.fake  # compiled code must not depend on how many rows the sample has
+def _(x):
+    return x.new_empty(x.shape[1:], dtype=torch.float32)
+
+
 @kernel
 def _token_center_kernel(
     x_ptr,  # (T, C)
