@@ -33,7 +33,7 @@ from benchmarks.turns import load_revision
 
 SCORES = (20.0, 180.0, 700.0, 1000.0, 5000.0, 30000.0)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
+FAMILIES = ("Llama", "Qwen2", "Qwen3")
 
 
 def make_model(family: str, hidden: int, seed: int) -> nn.Module:
