@@ -37,7 +37,7 @@ class Model(NamedTuple):
     def config(self) -> Any:
         """The transformers configuration."""
         kind = getattr(load_extra("transformers", "bench", "overcoat bench"), self.kind)
-        return kind(**self.fields, attn_implementation="sdpa")
+        return kind(**{"attn_implementation": "sdpa", **self.fields})
 
 
 def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> Any:

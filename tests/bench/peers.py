@@ -28,7 +28,7 @@ def model_of(kind: str) -> Model:
     """A small model of one of the registry's families."""
     family, extra = KINDS[kind]
     causal = getattr(importlib.import_module(family.module), family.causal)
-    return Model(causal.config_class.__name__, {**SMALL.fields, **extra})
+    return Model(causal.config_class.__name__, {**SMALL.fields, "attention_dropout": 0.0, **extra})
 
 
 def sqnr(truth: Tensor, got: Tensor) -> float:

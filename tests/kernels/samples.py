@@ -17,7 +17,7 @@ from overcoat.formats import encode_groups, quantize_blocks, quantize_tensor
 from overcoat.kernels.rope import qk_rope_encode12_
 
 # Kernel files whose ops are run through opcheck by a test of their own.
-CHECKED_ELSEWHERE = ("adamw",)
+CHECKED_ELSEWHERE = ("adamw", "multi_tensor")
 
 # Files whose ops call PyTorch's own kernels on a GPU, or single instructions on FP32: nothing of ours is launched.
 LIBRARY = ("attention", "gemm", "hardware", "rms_norm")
