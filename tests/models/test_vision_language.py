@@ -164,7 +164,9 @@ def test_tower_and_text_train_in_fp8(name: str) -> None:
     assert [part.split(" ")[0] for part in report.parts] == ["vision", "connector", "text"]
     assert report.parts[0].endswith("2 of 2 layers in FP8"), str(report)
     assert report.parts[1].endswith("float32")
-    assert report.parts[2].endswith("2 of 2 layers in FP8"), str(report)
+    # PaliGemma's text sees its whole prefix: its layers say that they are not causal, and are left alone.
+    in_fp8 = 0 if name == "PaliGemma" else 2
+    assert report.parts[2].endswith(f"{in_fp8} of 2 layers in FP8"), str(report)
     assert all(part in str(report) for part in report.parts)
     exact, emulated = original.double(), emulate_fp8_gemms(original)
     wide = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in inputs.items()}
