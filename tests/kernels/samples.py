@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import overcoat.models.convert  # noqa: F401, registers all ops of a block
 from overcoat.formats import encode_groups, quantize_blocks, quantize_tensor
 from overcoat.kernels.rope import qk_rope_encode12_
 
