@@ -313,7 +313,11 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
 
 def _forbid_cache(model: nn.Module, converted: list[str]) -> None:
     """No key/value cache while training, by a hook on whoever owns the converted layers and calls them."""
-    for owner in {_owner(model, name) for name in converted if not _is_encoder(model.get_submodule(name))}:
+    owners = {_owner(model, name) for name in converted if not _is_encoder(model.get_submodule(name))}
+    found = find_causal_model(model)
+    if owners and found is not None and (whole := whole_of(found[1])) is not None and whole.vision:
+        owners.add(found[1])  # SmolVLM makes a cache before it calls the text's owner
+    for owner in owners:
         if owner is not None and not getattr(owner, "_overcoat_no_cache", False):
             owner.register_forward_pre_hook(_no_cache_while_training, with_kwargs=True)
             owner._overcoat_no_cache = True  # type: ignore[assignment]

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from overcoat.block.loss import final_norm, linear_cross_entropy
 from overcoat.models.causal import causal_mask
 from overcoat.models.family import Family, Mixin, class_name, families, family_of, mixed, original_class
+from overcoat.models.images import without_waiting
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
 from overcoat.models.whole import Whole, whole_of, wholes
 from overcoat.recipe import Recipe
@@ -130,9 +131,10 @@ class LeanLossModel(Mixin):
 
     def _loss_only(self, labels: Tensor, inputs: dict[str, Any]) -> Any:
         as_tuple = inputs.pop("return_dict", None) is False
-        if not self.overcoat_whole.vision:  # whose models read the mask themselves
+        if not self.overcoat_whole.reads_mask:
             inputs["attention_mask"] = causal_mask(self, inputs)
-        with _lean(self, functools.partial(self._loss, labels=labels, inputs=inputs)):
+        images = without_waiting(self) if self.overcoat_whole.vision else contextlib.nullcontext()
+        with images, _lean(self, functools.partial(self._loss, labels=labels, inputs=inputs)):
             outputs = self._own_forward(**inputs, labels=labels, return_dict=True)
         result = type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
         return result.to_tuple() if as_tuple else result

@@ -14,8 +14,8 @@ from overcoat.models.family import families, original_class
 
 class Whole(NamedTuple):
     """A model's class, and the paths of its parts: the text layers' owner (with the final norm `norm`), the last linear
-    layer, the vision tower and what leads from there to the text ("" where there is none); and what the owner calls its
-    layers."""
+    layer, the vision tower and what leads from there to the text ("" where there is none); what the owner calls its
+    layers; and whether the model looks into its attention_mask before the text's owner gets it."""
 
     module: str
     name: str
@@ -24,6 +24,7 @@ class Whole(NamedTuple):
     vision: str = ""
     connector: str = ""
     stack: str = "layers"
+    reads_mask: bool = False
 
 
 def _of(
@@ -32,21 +33,23 @@ def _of(
     vision: str = "model.vision_tower",
     connector: str = "model.multi_modal_projector",
     text: str = "model.language_model",
+    reads_mask: bool = True,
 ) -> Whole:
     module = f"transformers.models.{model_type}.modeling_{model_type}"
-    return Whole(module, f"{name}ForConditionalGeneration", text, "lm_head", vision, connector)
+    name = f"{name}ForConditionalGeneration"
+    return Whole(module, name, text, "lm_head", vision, connector, reads_mask=reads_mask)
 
 
 VISION_LANGUAGE = (
-    _of("llava", "Llava"),
-    _of("llava_onevision", "LlavaOnevision"),
+    _of("llava", "Llava", reads_mask=False),
+    _of("llava_onevision", "LlavaOnevision", reads_mask=False),
     _of("qwen2_5_vl", "Qwen2_5_VL", "model.visual", "model.visual.merger"),
     _of("qwen3_vl", "Qwen3VL", "model.visual", "model.visual.merger"),
     _of("idefics3", "Idefics3", "model.vision_model", "model.connector", "model.text_model"),
     _of("smolvlm", "SmolVLM", "model.vision_model", "model.connector", "model.text_model"),
     _of("paligemma", "PaliGemma"),
-    _of("internvl", "InternVL"),
-    _of("mistral3", "Mistral3"),
+    _of("internvl", "InternVL", reads_mask=False),
+    _of("mistral3", "Mistral3", reads_mask=False),
 )
 
 

@@ -156,6 +156,7 @@ def test_the_loss_without_logits_is_that_of_the_model(name: str) -> None:
     assert inspect.signature(model.forward) == inspect.signature(original.forward)
 
 
+@pytest.mark.filterwarnings("error:this layer trains in its original precision")
 @pytest.mark.parametrize("name", MODELS)
 def test_tower_and_text_train_in_fp8(name: str) -> None:
     original, inputs = make_model(name), make_batch(name)

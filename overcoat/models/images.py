@@ -1,0 +1,101 @@
+"""Image features among a text's tokens, without a host sync.
+
+transformers puts them there by a mask of the image tokens: `masked_scatter`, whose backward must know how many elements
+a mask has, and a check of their number. Each is a wait in the middle of a step: the GPU runs dry, and then works no
+faster than the host can queue the vision tower's small layers, forward and backward. But the number is known, it is
+that of the features. So their places among the tokens have a shape, and everything is indexing by them.
+
+transformers' own check, which waits, stays for a model's first pass. In later ones a number that does not fit is an
+assertion on the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any, Callable, Optional
+
+import torch
+from torch import Tensor
+
+MISMATCH = "the number of image tokens in input_ids is not that of image features: check what truncates input_ids"
+
+
+class ImageMask(Tensor):
+    """A bool mask of tokens (B, S, 1) whose `masked_scatter` needs no count; all else gives plain tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.masked_scatter and args[1].shape == (*args[0].shape[:-1], 1):
+                return put(args[0], args[1].as_subclass(Tensor), args[2])
+            return func(*args, **(kwargs or {}))
+
+
+def places(mask: Tensor, count: int) -> Tensor:
+    """Where the first `count` true elements of a mask are, int64 (count,); 0 for those that it lacks."""
+    flat = mask.flatten()
+    order = torch.where(flat, flat.cumsum(0) - 1, count).clamp(max=count)
+    found = torch.zeros(count + 1, dtype=torch.int64, device=mask.device)
+    return found.scatter_(0, order, torch.arange(len(flat), device=mask.device))[:count]
+
+
+def put(embeds: Tensor, mask: Tensor, features: Tensor) -> Tensor:
+    """embeds (B, S, H) with features (..., H) instead of the tokens of a mask (B, S, 1), in order."""
+    rows = features.reshape(-1, embeds.shape[-1])
+    return embeds.flatten(0, -2).index_copy(0, places(mask, len(rows)), rows).view_as(embeds)
+
+
+def add(hidden: Tensor, mask: Tensor, features: Tensor) -> Tensor:
+    """hidden (B, S, H) with features (N, H) added to the tokens of a mask (B, S), in order."""
+    features = features.to(hidden.device, hidden.dtype)
+    rows = places(mask.to(hidden.device), len(features))
+    return hidden.flatten(0, -2).index_add(0, rows, features).view_as(hidden)
+
+
+@contextlib.contextmanager
+def without_waiting(causal: Any) -> Iterator[None]:
+    """Inside, a vision-language model (`overcoat_whole` says where its parts are) finds its images' places as above."""
+    text = causal.get_submodule(causal.overcoat_whole.text)
+    inner = causal.get_submodule(causal.overcoat_whole.text.rpartition(".")[0])
+    changes: list[tuple[Any, str, Callable[..., Any]]] = []
+    if not torch.compiler.is_compiling():
+        if hasattr(inner, "get_placeholder_mask"):
+            changes.append((inner, "get_placeholder_mask", _placeholder_mask(causal, inner)))
+        if hasattr(text, "_deepstack_process"):
+            changes.append((text, "_deepstack_process", add))
+    for module, name, function in changes:
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for module, name, _ in changes:
+            delattr(module, name)
+
+
+def _placeholder_mask(causal: Any, inner: Any) -> Callable[..., Any]:
+    """`inner.get_placeholder_mask`, in whose place it is called."""
+    original = inner.get_placeholder_mask
+    has_videos = "video_features" in inspect.signature(original).parameters
+
+    def masks(input_ids: Any, inputs_embeds: Tensor, image_features: Any = None, video_features: Any = None) -> Any:
+        features = {"image_features": image_features, **({"video_features": video_features} if has_videos else {})}
+        if input_ids is None:
+            return original(input_ids, inputs_embeds=inputs_embeds, **features)
+        is_checked = getattr(causal, "_overcoat_images_checked", False) or input_ids.device.type == "meta"
+        if not is_checked or input_ids.device.type == "cpu":
+            original(input_ids, inputs_embeds=inputs_embeds, **features)
+            causal._overcoat_images_checked = True
+        found = [_mask(input_ids == inner.config.image_token_id, inputs_embeds, image_features)]
+        if has_videos:
+            found.append(_mask(input_ids == inner.config.video_token_id, inputs_embeds, video_features))
+        return tuple(found) if has_videos else found[0]
+
+    return masks
+
+
+def _mask(tokens: Tensor, embeds: Tensor, features: Optional[Tensor]) -> Tensor:
+    if features is not None and tokens.is_cuda:
+        torch._assert_async(tokens.sum() * embeds.shape[-1] == features.numel(), MISMATCH)
+    return tokens.unsqueeze(-1).to(embeds.device).as_subclass(ImageMask)

@@ -1,0 +1,163 @@
+"""Images among a text's tokens, and the batches made for models that see: `pytest tests/models/test_images.py`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import overcoat
+from overcoat.models.images import MISMATCH, ImageMask, add, places, put
+from overcoat.models.samples import freeze_tower, images, model_class, patches, sees, tokens, tower_parameters
+from tests.models.test_vision_language import MODELS, make_batch, make_model
+from tests.models.zoo import make_model as make_text_model
+
+SEEING, BATCH, LENGTH, SIDE = ("Llava", "Qwen3VL"), 2, 40, 16
+
+
+def make_inputs(model: nn.Module) -> dict[str, Any]:
+    given = images(model, BATCH, LENGTH, SIDE)
+    return {**given, **tokens(model, BATCH, LENGTH, given)}
+
+
+# ---- places --------------------------------------------------------------------------------------------------------
+
+
+def test_places_are_those_of_a_mask() -> None:
+    mask = torch.rand(3, 17, generator=torch.Generator().manual_seed(0)) < 0.3
+    expected = mask.flatten().nonzero().flatten()
+    for count in (len(expected), len(expected) - 2):
+        assert torch.equal(places(mask, count), expected[:count])
+    assert torch.equal(places(mask, len(expected) + 1), torch.cat([expected, torch.zeros(1, dtype=torch.int64)]))
+
+
+def test_features_are_put_and_added_as_by_a_mask() -> None:
+    """Values and both gradients, bit for bit."""
+    torch.manual_seed(0)
+    mask = torch.rand(2, 9) < 0.4
+    embeds, features = torch.randn(2, 9, 4), torch.randn(int(mask.sum()), 4)
+
+    def scattered(x: Tensor, rows: Tensor) -> Tensor:
+        return x.masked_scatter(mask[..., None], rows)
+
+    def added(x: Tensor, rows: Tensor) -> Tensor:
+        x = x.clone()
+        x[mask] = x[mask] + rows
+        return x
+
+    pairs = [
+        (lambda x, rows: x.masked_scatter(mask[..., None].as_subclass(ImageMask), rows), scattered),
+        (lambda x, rows: put(x, mask[..., None], rows), scattered),
+        (lambda x, rows: add(x, mask, rows), added),
+    ]
+    for ours, theirs in pairs:
+        results = []
+        for function in (ours, theirs):
+            inputs = [embeds.clone().requires_grad_(), features.clone().requires_grad_()]
+            y = function(*inputs)
+            assert type(y) is Tensor
+            y.square().sum().backward()
+            results.append([y.detach(), *(x.grad for x in inputs)])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", [*SEEING, "InternVL"])
+def test_nobody_waits_for_the_gpu(name: str) -> None:
+    """On the meta device, where a value that the host asks for is an error: forward and backward."""
+    model = make_model(name, torch.bfloat16)
+    overcoat.convert(model)
+    model = model.to("meta")
+    inputs = make_inputs(model) if name in SEEING else {key: x.to("meta") for key, x in make_batch(name).items()}
+    inputs.pop("attention_mask", None)
+    inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+    model(**inputs).loss.backward()
+    assert all(p.grad is not None for p in model.model.language_model.parameters())
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen3VL", "SmolVLM"])
+def test_a_row_that_was_cut_is_an_error_in_every_pass(name: str) -> None:
+    model, inputs = make_model(name), make_batch(name)
+    overcoat.convert(model)
+    model(**inputs)
+    cut = copy.deepcopy(inputs)
+    cut["input_ids"][0, 2] = 1
+    with pytest.raises(ValueError, match=r"[Ii]mage features and image tokens do not match"):
+        model(**cut)
+    model(**inputs)
+    text = model.get_submodule(model.overcoat_whole.text)
+    assert not {"get_placeholder_mask", "_deepstack_process"} & {*vars(model.model), *vars(text)}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_cut_row_is_an_assertion(capfd: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own: it takes the CUDA context with it."""
+    from overcoat.bench.session import call_alone
+
+    assert "assert" in call_alone(_cut_row, timeout=120)["error"].lower()
+
+
+def _cut_row() -> dict[str, Any]:
+    model = make_model("Llava").cuda()
+    overcoat.convert(model)
+    inputs = {key: x.cuda() for key, x in make_batch("Llava").items()}
+    for _ in range(2):
+        model(**inputs)
+        inputs["input_ids"][0, 2] = 1
+    torch.cuda.synchronize()
+    return {"loss": MISMATCH}
+
+
+# ---- batches -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_a_batch_is_what_the_model_takes(name: str) -> None:
+    """With what it would find out itself, it computes the same."""
+    model = make_model(name)
+    inputs = make_inputs(model)
+    count = MODELS[name][3] if name == "Llava" else 4
+    is_image = inputs["input_ids"] == model.config.image_token_id
+    assert is_image.sum(1).tolist() == [count] * BATCH
+    assert torch.equal(inputs["labels"] == -100, is_image)
+    few = {key: inputs[key] for key in ("input_ids", "labels", "pixel_values", "image_grid_thw") if key in inputs}
+    kinds = {"mm_token_type_ids": is_image.int()} if name == "Qwen3VL" else {}
+    assert torch.equal(model(**inputs).loss, model(**few, **kinds).loss)
+    seen: list[int] = []
+    tower = model.model.visual.blocks if name == "Qwen3VL" else model.model.vision_tower.encoder.layers
+    tower[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].numel() // args[0].shape[-1]))
+    model(**inputs)
+    assert seen == [patches(inputs, model.config)[0]]
+
+
+def test_text_models_get_tokens_alone() -> None:
+    model = make_text_model(layers=1)
+    assert images(model, BATCH, LENGTH) == {}
+    made = tokens(model, BATCH, LENGTH, {})
+    assert made["input_ids"] is made["labels"]
+    assert made["input_ids"].shape == (BATCH, LENGTH)
+    assert not sees(model.config)
+    assert model_class(model.config) is type(model)
+    assert patches({}, model.config) == (0, 0)
+
+
+def test_a_frozen_tower_is_all_but_the_connector() -> None:
+    for name, connector in (("Llava", "multi_modal_projector"), ("Qwen3VL", "visual.merger")):
+        model = make_model(name)
+        freeze_tower(model)
+        assert not any(parameter.requires_grad for parameter in tower_parameters(model))
+        assert all(parameter.requires_grad for parameter in model.model.get_submodule(connector).parameters())
+        assert all(parameter.requires_grad for parameter in model.model.language_model.parameters())
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no vision tower to freeze"):
+        freeze_tower(make_text_model(layers=1))
+
+
+def test_images_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="an image of 16 tokens does not fit into a row of 16"):
+        images(make_model("Llava"), BATCH, 16)
+    with pytest.raises(ValueError, match="an image of 12 pixels a side is none: Qwen3-VL takes multiples of 8"):
+        images(make_model("Qwen3VL"), BATCH, LENGTH, 12)
+    with pytest.raises(ValueError, match=r"paligemma is no causal language model .* \(llava, qwen3_vl\)"):
+        model_class(make_model("PaliGemma").config)
