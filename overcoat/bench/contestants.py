@@ -33,9 +33,11 @@ from overcoat import Recipe
 from overcoat.bench.optimizer import OPTIMIZERS
 from overcoat.bench.session import is_installed
 from overcoat.bench.transformer_engine import use_transformer_engine
+from overcoat.estimate.command import parse_recipe
 from overcoat.models.compiled import compile_layers
 from overcoat.models.family import decoder_layers
 from overcoat.models.head import why_head_unsupported
+from overcoat.models.samples import sees
 
 Context = Callable[[], AbstractContextManager[Any]]
 # In the order in which they are tried; a shape that a backend cannot do goes to the next.
@@ -186,12 +188,12 @@ class Trainer(NamedTuple):
         """Packages it cannot do without."""
         return self.engine.needs + OPTIMIZERS[self.optimizer].needs
 
-    def prepare(self, model: Any) -> tuple[Callable[[Tensor], Tensor], Any]:
-        """Change the model, on the GPU; (input ids (batch, sequence) -> loss), optimizer."""
+    def prepare(self, model: Any) -> tuple[Callable[[dict[str, Any]], Tensor], Any]:
+        """Change the model, on the GPU; (its inputs, labels among them -> loss), optimizer."""
         context = self.engine.change(model)
         if self.engine.compile:
             self.engine.compile(model)
-        optimizer = OPTIMIZERS[self.optimizer].make(list(model.parameters()))
+        optimizer = OPTIMIZERS[self.optimizer].make([each for each in model.parameters() if each.requires_grad])
         if isinstance(optimizer, overcoat.AdamW):
             if self.released:
                 overcoat.release_gradients(model, optimizer)
@@ -202,6 +204,8 @@ class Trainer(NamedTuple):
         return loss_function(model, context), optimizer
 
 
+# How `trainer_of` knows a recipe.
+CUSTOM, RELEASED = "overcoat recipe ", ", released"
 OURS, LEANEST = ENGINES["overcoat"], ENGINES["overcoat leanest"]
 TORCH, FLASH = "torch fused BF16", "FlashAdamW 24-bit"
 TORCHAO = ENGINES["torchao tensorwise, compile"]
@@ -228,15 +232,28 @@ TRAINERS = {
 }
 
 
-def loss_function(model: Any, context: Context) -> Callable[[Tensor], Tensor]:
-    """ids -> loss: of a converted model its own, of others liger-kernel's fused one where it is installed and computes
-    the same, else the model's own."""
-    is_ours = context is contextlib.nullcontext
-    if is_ours or not is_installed("liger_kernel") or why_head_unsupported(model) is not None:
+def trainer_of(name: str) -> Trainer:
+    """One of `TRAINERS`, or "overcoat recipe NAME FIELD=VALUE ..." under that recipe, with ", released" at its end too.
 
-        def own(ids: Tensor) -> Tensor:
+    Raises:
+        ValueError: there is no such recipe.
+    """
+    if name in TRAINERS or not name.startswith(CUSTOM):
+        return TRAINERS[name]
+    words = name.removeprefix(CUSTOM).removesuffix(RELEASED)
+    return Trainer(overcoat_engine(parse_recipe(words.split())), released=name.endswith(RELEASED))
+
+
+def loss_function(model: Any, context: Context) -> Callable[[dict[str, Any]], Tensor]:
+    """A model's inputs -> loss: of a converted model its own, of others liger-kernel's fused one where it is installed
+    and computes the same, else the model's own."""
+    is_ours = context is contextlib.nullcontext
+    known = why_head_unsupported(model) is None and not sees(model.config)
+    if is_ours or not is_installed("liger_kernel") or not known:
+
+        def own(inputs: dict[str, Any]) -> Tensor:
             with context():
-                return model(input_ids=ids, labels=ids, use_cache=False).loss
+                return model(**inputs, use_cache=False).loss
 
         return own
 
@@ -244,11 +261,11 @@ def loss_function(model: Any, context: Context) -> Callable[[Tensor], Tensor]:
 
     loss = LigerFusedLinearCrossEntropyLoss()
 
-    def fused(ids: Tensor) -> Tensor:
+    def fused(inputs: dict[str, Any]) -> Tensor:
         with context():
-            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            hidden = model.base_model(input_ids=inputs["input_ids"], use_cache=False).last_hidden_state
         # Every position but a sequence's last one predicts the next token.
-        labels = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        labels = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
         return loss(model.get_output_embeddings().weight, hidden.flatten(0, 1), labels.flatten())
 
     return fused

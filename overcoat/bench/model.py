@@ -6,6 +6,8 @@
                                      which is looked up, not multiplied (tied to the head it counts, as the head)
                   + 6 L T S d        attention; L layers, d = heads x head width: 4 S^2 d forward per sequence, twice
                                      that backward, halved because causal
+                 + of a vision tower the same of its own, not halved; of a frozen one the forward alone
+    kept        allocated between forward and backward; not of CUDA graphs, whose memory stays
     peak        the most allocated during the timed steps: weights, gradients, optimizer, activations. With CUDA graphs
                 the most ever: theirs is allocated when they are recorded, before, and stays
 
@@ -19,12 +21,11 @@ import argparse
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from overcoat.bench.contestants import TRAINERS
+from overcoat.bench.contestants import CUSTOM, RELEASED, TRAINERS, trainer_of
 from overcoat.bench.output import Column, Metric, decimals, line
 from overcoat.bench.rows import Row
 from overcoat.bench.session import OUT_OF_MEMORY, Session, add_common_arguments, say
@@ -32,6 +33,7 @@ from overcoat.bench.shapes import build_model, head_dim
 from overcoat.bench.timing import steady_ms
 from overcoat.estimate.command import positive
 from overcoat.models.compiled import begin_pass
+from overcoat.models.samples import SIDE, freeze_tower, images, patches, sees, tokens, tower_parameters
 from overcoat.models.shapes import MODELS, Model
 
 WARMUP = 3
@@ -43,6 +45,7 @@ COLUMNS = (
     Column("tok/s", "tokens_per_second", decimals(0)),
     Column("TFLOP/s", "TFLOP_per_s", decimals(0)),
     Column("step ms", "ms", decimals(1)),
+    Column("kept GiB", "kept_bytes", decimals(1, GIBI)),
     Column("peak GiB", "peak_bytes", decimals(1, GIBI)),
     Column("reserved", "reserved_bytes", decimals(1, GIBI)),
     Column("loss", "loss", decimals(3)),
@@ -53,62 +56,101 @@ METRICS = (
 )
 
 
+class Work(NamedTuple):
+    """What is trained: a model, a step's batch, whether the vision tower is frozen, pixels a side of its images."""
+
+    model: Model
+    batch: int
+    sequence: int
+    freeze_tower: bool = False
+    side: int = SIDE
+
+
 def step_flops(parameters: int, tokens: int, sequence: int, config: Any) -> float:
     """Floating-point operations of one training step, by the formula above; `parameters` is its N."""
     width = config.num_attention_heads * head_dim(config)
     return 6.0 * parameters * tokens + 6.0 * config.num_hidden_layers * tokens * sequence * width
 
 
+def tower_flops(model: Any, inputs: dict[str, Any]) -> float:
+    """Those of a vision tower."""
+    config, parameters = model.config, tower_parameters(model)
+    if not inputs or not parameters:
+        return 0.0
+    (count, seen), tower = patches(inputs, config), config.vision_config
+    numbers = sum(parameter.numel() for parameter in parameters)
+    passes = 3.0 if any(parameter.requires_grad for parameter in parameters) else 1.0
+    return passes * count * (2.0 * numbers + 4.0 * tower.num_hidden_layers * seen * tower.hidden_size)
+
+
 def multiplied_parameters(model: Any) -> int:
-    """N: all parameters but the embedding's table, unless it is the head as well."""
+    """N: all parameters but the embedding's table, unless it is the head as well, and a vision tower's."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     total = sum(parameter.numel() for parameter in model.parameters())
+    total -= sum(parameter.numel() for parameter in tower_parameters(model))
     return total if table is head else total - table.numel()
 
 
-def training(
-    name: str, model: Model, batch: int, sequence: int, device: str = "cuda"
-) -> tuple[Callable[[], None], Tensor, int]:
-    """One contestant at work: a step on fresh random tokens; the last step's loss, 0-d; N of the formula above."""
-    trainer = TRAINERS[name]
-    made = build_model(model, torch.bfloat16, device)
-    parameters, vocabulary = multiplied_parameters(made), made.config.get_text_config().vocab_size
-    forward, optimizer = trainer.prepare(made)
-    loss = torch.zeros((), device=device)
+class Training:
+    """One contestant at work.
 
-    def step() -> None:
-        ids = torch.randint(vocabulary, (batch, sequence), device=device)
-        if trainer.engine.graphs:
+    Attributes:
+        loss: of the last step, 0-d. parameters: N of the formula above; flops: of a step.
+        kept_bytes: what the last step's forward left allocated; counted while `counts` is true.
+    """
+
+    def __init__(self, name: str, work: Work, device: str = "cuda") -> None:
+        self.trainer, self.work = trainer_of(name), work
+        self.model = build_model(work.model, torch.bfloat16, device)
+        if work.freeze_tower:
+            freeze_tower(self.model)
+        text = self.model.config.get_text_config()
+        self.inputs = images(self.model, work.batch, work.sequence, work.side)
+        self.parameters = multiplied_parameters(self.model)
+        self.flops = step_flops(self.parameters, work.batch * work.sequence, work.sequence, text)
+        self.flops += tower_flops(self.model, self.inputs)
+        self.forward, self.optimizer = self.trainer.prepare(self.model)
+        self.loss = torch.zeros((), device=device)
+        self.counts, self.kept_bytes = False, 0
+
+    def step(self) -> None:
+        """A training step on fresh random tokens."""
+        inputs = {**self.inputs, **tokens(self.model, self.work.batch, self.work.sequence, self.inputs)}
+        if self.trainer.engine.graphs:
             begin_pass()
-        value = forward(ids)
+        before = torch.cuda.memory_allocated() if self.counts else 0
+        value = self.forward(inputs)
+        if self.counts:
+            self.kept_bytes = torch.cuda.memory_allocated() - before
         value.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss.copy_(value.detach())
-
-    return step, loss, parameters
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss.copy_(value.detach())
 
 
-def measure(name: str, model: Model, batch: int, sequence: int, steps: int) -> Row:
+def measure(name: str, work: Work, steps: int) -> Row:
     """Time and memory of one contestant's training steps."""
-    step, loss, parameters = training(name, model, batch, sequence)
-    for _ in range(WARMUP):
-        step()
+    training, graphs = Training(name, work), trainer_of(name).engine.graphs
+    for index in range(WARMUP):
+        training.counts = index == WARMUP - 1 and not graphs
+        training.step()
+    training.counts = False
     torch.cuda.synchronize()
-    if not TRAINERS[name].engine.graphs:
+    if not graphs:
         torch.cuda.reset_peak_memory_stats()
-    timing = steady_ms(step, steps, warmup=0)
-    if not math.isfinite(loss.item()):
-        raise FloatingPointError(f"the loss is {loss.item()} after {WARMUP + steps} steps")
-    tokens, config = batch * sequence, model.config().get_text_config()
+    timing = steady_ms(training.step, steps, warmup=0)
+    loss = training.loss.item()
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss is {loss} after {WARMUP + steps} steps")
     return {
         **timing,
-        "tokens_per_second": tokens / timing["ms"] * 1e3,
-        "TFLOP_per_s": step_flops(parameters, tokens, sequence, config) / timing["ms"] / 1e9,
-        "parameters": parameters,
+        "tokens_per_second": work.batch * work.sequence / timing["ms"] * 1e3,
+        "TFLOP_per_s": training.flops / timing["ms"] / 1e9,
+        "parameters": training.parameters,
+        **({} if graphs else {"kept_bytes": training.kept_bytes}),
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "loss": loss.item(),
+        "loss": loss,
     }
 
 
@@ -151,7 +193,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=positive, default=2048, help="tokens per sequence (default 2048)")
     parser.add_argument("--best", action="store_true", help="then search each one's best batch")
     parser.add_argument("--steps", type=positive, default=10, help=f"timed steps, after {WARMUP} (default 10)")
-    parser.add_argument("--layers", type=positive, help="build only this many layers")
+    parser.add_argument("--layers", type=positive, help="build only this many layers (of the text)")
+    parser.add_argument("--freeze-tower", action="store_true", help="do not train vision towers")
+    parser.add_argument(
+        "--image-side", type=positive, default=SIDE, help=f"pixels a side of images, where not fixed (default {SIDE})"
+    )
+    parser.add_argument(
+        "--recipe", nargs="+", metavar=("NAME", "FIELD=VALUE"), help="a contestant more: default offload_blocks=8, say"
+    )
     add_common_arguments(parser, timeout=400.0)
 
 
@@ -170,14 +219,19 @@ def run(parsed: argparse.Namespace) -> int:
 def _measure_model(session: Session, label: str, model: Model) -> None:
     """Everyone at the common batch, then, if asked for, everyone at larger ones, and the best of each."""
     parsed = session.parsed
-    labels = {"layers": model.config().get_text_config().num_hidden_layers, "sequence": parsed.sequence}
+    labels: Row = {"layers": model.config().get_text_config().num_hidden_layers, "sequence": parsed.sequence}
+    if sees(model.config()):
+        labels["tower"] = "frozen" if parsed.freeze_tower else "trained"
 
     def at(batch: int, name: str) -> Row:
-        arguments = (name, model, batch, parsed.sequence, parsed.steps)
-        return session.run(name, measure, arguments, TRAINERS[name].needs, model=label, **labels, batch=batch)
+        work = Work(model, batch, parsed.sequence, parsed.freeze_tower, parsed.image_side)
+        needs = trainer_of(name).needs
+        return session.run(name, measure, (name, work, parsed.steps), needs, model=label, **labels, batch=batch)
 
     session.table(f"{label}, batch {parsed.batch}, sequence {parsed.sequence}: {model}")
-    equal = [at(parsed.batch, name) for name in TRAINERS if session.wants(name)]
+    added = [CUSTOM + " ".join(parsed.recipe)] if parsed.recipe else []
+    added += [name + RELEASED for name in added]
+    equal = [at(parsed.batch, name) for name in [*TRAINERS, *added] if session.wants(name)]
     session.draw(equal, group=f"{label}, batch {parsed.batch}")
     if parsed.best:
         session.table(f"{label}, other batches")

@@ -9,6 +9,7 @@ import torch
 
 from overcoat.extras import load_extra
 from overcoat.models.family import decoder_layers
+from overcoat.models.samples import model_class
 from overcoat.models.shapes import MODELS, Model
 
 # Short names of models in `--shapes`.
@@ -77,7 +78,7 @@ def build_block(shape: BlockShape, dtype: torch.dtype, device: str, seed: int = 
 
 def build_model(model: Model, dtype: torch.dtype, device: str) -> Any:
     """A whole transformers model, random weights made on the device, in training mode."""
-    transformers = load_extra("transformers", "bench", "overcoat bench")
+    config = model.config()
     torch.manual_seed(0)
     with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(model.config(), dtype=dtype).train()
+        return model_class(config)._from_config(config, dtype=dtype).train()

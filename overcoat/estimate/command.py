@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import re
 from dataclasses import fields
 from typing import Any
 
 from overcoat.estimate import table
+from overcoat.estimate.dry_run import own_loss
 from overcoat.estimate.fit import Room, advise
 from overcoat.estimate.predict import Predictor
 from overcoat.estimate.setup import DTYPES, Setup
 from overcoat.extras import importing, load_extra
 from overcoat.formats.masters import MASTERS
 from overcoat.formats.moments import MOMENTS
+from overcoat.models.samples import SIDE
 from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.recipe import GROUP_SIZES, Recipe
 
@@ -58,6 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setup.add_argument("--offload", action="store_true", help="AdamW(offload=True): states in host memory")
     setup.add_argument("--accumulation", type=positive, help="forward passes in a step (default 1)")
     setup.add_argument("--dtype", choices=DTYPES, help="of the parameters (default bfloat16)")
+    setup.add_argument("--freeze-tower", action="store_true", help="do not train a vision-language model's tower")
+    setup.add_argument(
+        "--image-side", type=positive, metavar="PIXELS", help=f"of the image in each row, if not fixed (default {SIDE})"
+    )
     setup.add_argument("--document-mask", action="store_true", help="several documents in a row, attention masked")
 
 
@@ -122,7 +129,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _what(parsed: argparse.Namespace) -> tuple[Predictor, int, int, Setup, str]:
     """The model, batch, sequence and setup asked for, and what was chosen for whoever asked."""
-    options = {"batch", "seq", *(field.name for field in fields(Setup))}
+    options = {"batch", "seq", "image_side", *(field.name for field in fields(Setup))}
     given = {name: value for name, value in vars(parsed).items() if name in options}
     if parsed.config is not None:
         for name in given:
@@ -132,8 +139,9 @@ def _what(parsed: argparse.Namespace) -> tuple[Predictor, int, int, Setup, str]:
     if parsed.overrides:
         raise ValueError(f"{parsed.overrides[0]!r}: section.key=value changes a --config, and there is none")
     batch, sequence = given.pop("batch", 1), given.pop("seq", 2048)
+    loss_of = functools.partial(own_loss, side=given.pop("image_side", SIDE))
     if "recipe" in given:
         given["recipe"] = parse_recipe(given["recipe"])
     if "," in given.get("moments", ""):
         given["moments"] = tuple(given["moments"].split(",", 1))
-    return Predictor(load_model_config(parsed.model)), batch, sequence, Setup(**given), ""
+    return Predictor(load_model_config(parsed.model, with_images=True), loss_of), batch, sequence, Setup(**given), ""

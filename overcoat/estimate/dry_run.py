@@ -24,9 +24,9 @@ from overcoat.estimate.fsdp import FullyShard
 from overcoat.estimate.meter import GATHERED, GRADIENTS, Account, LibraryAttention, Meter
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.estimate.setup import Setup
-from overcoat.extras import load_extra
 from overcoat.memory import KeptReport, record_kept
 from overcoat.models.convert import Report, convert
+from overcoat.models.samples import SIDE, freeze_tower, images, model_class, tokens
 
 KEPT, FLOWING, LOSS_PART, WORKSPACE = "kept activations", "residual stream", "loss", "workspace"
 
@@ -51,39 +51,40 @@ class DryRun(NamedTuple):
     handles: int
 
 
-def meta_model(config: Any, dtype: torch.dtype) -> Any:
-    """The transformers causal model of a configuration without its weights, in training mode.
+def meta_model(config: Any, dtype: torch.dtype, frozen: bool = False) -> Any:
+    """The transformers model of a configuration without its weights, in training mode; frozen: its vision tower.
 
     Raises:
-        ValueError: it is the configuration of something else.
+        ValueError: it is the configuration of something else, or has no tower to freeze.
     """
-    transformers = load_extra("transformers", "hf", "overcoat estimate")
-    of_causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    made = model_class(config)
     # Gemma 2 and gpt-oss have no other.
-    attention = "sdpa" if type(config) not in of_causal or of_causal[type(config)]._supports_sdpa else "eager"
+    attention = "sdpa" if made._supports_sdpa else "eager"
     with META:
-        model = transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation=attention, trust_remote_code=False
-        )
+        model = made._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
+    if frozen:
+        freeze_tower(model)
     return model.train()
 
 
-def own_loss(model: Any, batch: int, sequence: int) -> Tensor:
-    """The model's loss on token ids without values, as plain Hugging Face code computes it."""
-    ids = torch.empty((batch, sequence), dtype=torch.int64, device=META)
-    return model(input_ids=ids, labels=ids, use_cache=False).loss
+def own_loss(model: Any, batch: int, sequence: int, side: int = SIDE) -> Tensor:
+    """The model's loss on token ids without values, as plain Hugging Face code computes it; where it sees, with one
+    image a row, of `side` pixels a side if it takes any."""
+    given = images(model, batch, sequence, side)
+    return model(**given, **tokens(model, batch, sequence, given), use_cache=False).loss
 
 
 def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1, loss_of: LossOf = own_loss) -> DryRun:
     """Forward and backward of one micro-batch, the last of its step."""
-    model = meta_model(config, setup.torch_dtype)
+    model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
     report = convert(model, setup.recipe)
     meter = Meter(answer=not setup.document_mask)
     meter.leave_out([*model.parameters(), *model.buffers()])
     if setup.accumulation > 1 and gpus == 1:
-        for parameter in model.parameters():
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
-        meter.leave_out(parameter.grad for parameter in model.parameters())
+        meter.leave_out(parameter.grad for parameter in trained)
     with (
         _refusing_values(config),
         _gradient_hooks(model, meter, setup, gpus),
@@ -108,7 +109,7 @@ def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1,
 
 def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: LossOf = own_loss) -> KeptReport:
     """What `overcoat.memory.record_kept` will report of one forward pass, by op and tensor."""
-    model = meta_model(config, setup.torch_dtype)
+    model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
     convert(model, setup.recipe)
     meter = Meter(answer=not setup.document_mask)
     with _refusing_values(config), meter, LibraryAttention(), offload.separate(META), record_kept(model) as kept:
@@ -165,7 +166,8 @@ def _gradient_hooks(model: nn.Module, meter: Meter, setup: Setup, gpus: int) -> 
         with FullyShard(model, meter, gpus, take).installed():
             yield
         return
-    handles = [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in model.parameters()]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handles = [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in trained]
     try:
         yield
     finally:

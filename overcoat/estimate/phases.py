@@ -3,6 +3,8 @@
     embedding | block 1 forward ... block L forward | final norm | loss |
     loss backward | block L backward ... block 1 backward | embedding backward | optimizer
 
+A vision tower's blocks come between embedding and block 1, and the connector after them; likewise backward.
+
 On a GPU the caching allocator is asked at each boundary: what is allocated, and the most since the last one. On a CPU,
 whose allocator keeps no such account, a `Meter` counts the tensors of the same step.
 """
@@ -20,10 +22,13 @@ from overcoat.block.offload import transfers
 from overcoat.estimate.meter import Meter, aligned
 from overcoat.models.family import decoder_layers
 from overcoat.models.head import find_causal_model
+from overcoat.models.whole import whole_of
 from overcoat.optim.sharding import local
 
 EMBEDDING, NORM, LOSS = "embedding", "final norm", "loss"
 LOSS_BACKWARD, EMBEDDING_BACKWARD, OPTIMIZER = "loss backward", "embedding backward", "optimizer"
+# After a tower's blocks, and in its backward after them.
+CONNECTOR, PATCHES_BACKWARD = "connector", "patch embedding backward"
 
 
 class Phase(NamedTuple):
@@ -57,7 +62,12 @@ def watch(
     if found is None:
         raise ValueError(f"{type(model).__name__} is not a causal language model of transformers (a *ForCausalLM)")
     causal: Any = found[1]
-    layers = list(decoder_layers(causal).values())
+    whole = whole_of(causal)
+    vision = f"{whole.vision}." if whole is not None and whole.vision else None
+    towers: list[Any] = []
+    blocks: list[Any] = []
+    for name, layer in decoder_layers(causal).items():
+        (towers if vision is not None and name.startswith(vision) else blocks).append(layer)
 
     def passes(x: Tensor, label: str) -> None:
         def hook(gradient: Tensor) -> None:
@@ -68,15 +78,20 @@ def watch(
         if x.requires_grad:
             x.register_hook(hook)
 
-    def before(index: int, args: tuple[Any, ...]) -> None:
-        if index == 1 and args and args[0].requires_grad:
-            passes(args[0], EMBEDDING_BACKWARD)
-        mark(f"block {index} forward")
+    def watch_stack(layers: list[Any], title: str, before_all: str, after_all: str) -> None:
+        def before(index: int, args: tuple[Any, ...]) -> None:
+            if index == 1 and args and args[0].requires_grad:
+                passes(args[0], before_all)
+            mark(f"{title} {index} forward")
 
-    def after(index: int, output: Any) -> None:
-        passes(output, f"block {index} backward")
-        if index == len(layers):
-            mark(NORM)
+        def after(index: int, output: Any) -> None:
+            passes(output, f"{title} {index} backward")
+            if index == len(layers):
+                mark(after_all)
+
+        for index, layer in enumerate(layers, 1):
+            handles.append(layer.register_forward_pre_hook(lambda _, args, index=index: before(index, args)))
+            handles.append(layer.register_forward_hook(lambda _, args, output, index=index: after(index, output)))
 
     def after_loss(_module: nn.Module, _args: Any, output: Any) -> None:
         if output[0].requires_grad:  # the loss, or the logits where there is none
@@ -87,9 +102,8 @@ def watch(
         causal.base_model.register_forward_hook(lambda *_: mark(LOSS)),
         causal.register_forward_hook(after_loss),
     ]
-    for index, layer in enumerate(layers, 1):
-        handles.append(layer.register_forward_pre_hook(lambda _, args, index=index: before(index, args)))
-        handles.append(layer.register_forward_hook(lambda _, args, output, index=index: after(index, output)))
+    watch_stack(towers, "tower block", PATCHES_BACKWARD, CONNECTOR)
+    watch_stack(blocks, "block", EMBEDDING_BACKWARD, NORM)
     try:
         yield
     finally:

@@ -29,6 +29,7 @@ from overcoat.estimate.setup import Setup
 from overcoat.host import packed
 from overcoat.memory import KeptReport
 from overcoat.models.convert import Report
+from overcoat.models.samples import sees
 from overcoat.optim.offload import SLOTS
 from overcoat.optim.state import state_fields
 
@@ -100,14 +101,14 @@ class Predictor:
     """Predictions for one model; dry runs are kept, since optimizer options do not change them.
 
     Args:
-        config: transformers configuration of a causal model.
+        config: transformers configuration of a causal model, or of one that `samples.sees`.
         loss_of: how a step computes its loss: (model, batch, sequence) -> scalar.
     """
 
     def __init__(self, config: Any, loss_of: LossOf = own_loss) -> None:
         self.config, self.loss_of = config, loss_of
         self._runs: dict[Any, DryRun] = {}
-        self._parameters: dict[torch.dtype, list[Tensor]] = {}
+        self._parameters: dict[Any, list[Tensor]] = {}
 
     def predict(self, batch: int, sequence: int, setup: Optional[Setup] = None, gpus: int = 1) -> Prediction:
         """Memory of a step.
@@ -120,12 +121,16 @@ class Predictor:
         for name, value in (("batch", batch), ("sequence", sequence), ("gpus", gpus)):
             if value < 1:
                 raise ValueError(f"{name} {value!r} must be at least 1")
-        dtype, work = setup.torch_dtype, (batch, sequence, setup.without_optimizer(), gpus)
-        if dtype not in self._parameters:
-            self._parameters[dtype] = list(meta_model(self.config, dtype).parameters())
+        if gpus > 1 and sees(self.config):
+            raise ValueError(
+                f"gpus {gpus}: a {self.config.model_type} model is estimated on one GPU only; use --gpus 1"
+            )
+        kind, work = (setup.torch_dtype, setup.freeze_tower), (batch, sequence, setup.without_optimizer(), gpus)
+        if kind not in self._parameters:
+            self._parameters[kind] = list(meta_model(self.config, *kind).parameters())
         if work not in self._runs:
             self._runs[work] = dry_run(self.config, *work, self.loss_of)
-        parameters, run = self._parameters[dtype], self._runs[work]
+        parameters, run = self._parameters[kind], self._runs[work]
         lasting, host = _lasting(parameters, setup, gpus, run.handles)
         moment, moving = run.account.at_peak()
         base = sum(lasting.values())
@@ -152,9 +157,10 @@ def _lasting(parameters: list[Tensor], setup: Setup, gpus: int, handles: int) ->
     Sizes are the tensors' own; what the allocator's multiples add to them is among the libraries'.
     """
     weights, host = [part_bytes(parameter, gpus) for parameter in parameters], 0
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     moments: list[int] = []
     remainders: list[int] = []
-    for parameter in parameters:
+    for parameter in trained:
         moved = []
         for name, field in state_fields(parameter, setup.group).items():
             value = torch.empty(field.shape, dtype=field.dtype, device="meta")
@@ -170,7 +176,7 @@ def _lasting(parameters: list[Tensor], setup: Setup, gpus: int, handles: int) ->
         "weights": sum(weights),
         "remainders": sum(remainders),
         "moments": sum(moments),
-        GRADIENTS: sum(weights) if setup.accumulation > 1 else 0,
+        GRADIENTS: sum(part_bytes(each, gpus) for each in trained) if setup.accumulation > 1 else 0,
         KEPT: 0,
         GATHERED: 0,
         "offload buffers": SLOTS * aligned(min(setup.offload_buffer // SLOTS, host)),

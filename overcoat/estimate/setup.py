@@ -22,6 +22,7 @@ class Setup:
     Attributes:
         accumulation: forward passes in an optimizer step.
         document_mask: rows hold several documents, so attention has a mask.
+        freeze_tower: a vision-language model's tower is not trained.
 
     Raises:
         ValueError: a value is not known, or two of them exclude each other.
@@ -37,6 +38,7 @@ class Setup:
     accumulation: int = 1
     dtype: str = "bfloat16"
     document_mask: bool = False
+    freeze_tower: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -70,4 +72,5 @@ class Setup:
             accumulation=min(self.accumulation, 2),
             dtype=self.dtype,
             document_mask=self.document_mask,
+            freeze_tower=self.freeze_tower,
         )

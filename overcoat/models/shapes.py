@@ -4,8 +4,8 @@
 model is one entry: a configuration class of transformers and its keyword arguments, those of a multimodal model's
 language part as `text_config`. Only sizes matter here: rotary bases and token ids are the class's defaults.
 
-"olmo-1b" is a Llama in OLMo-1B's shape (its own norms have no weights); "coat-1b" has the layer of hidden 2048 that
-COAT measures, with Llama's ratio of intermediate to hidden; "124m" is configs/llama-124m.toml.
+"coat-1b" has the layer of hidden 2048 that COAT measures, with Llama's ratio of intermediate to hidden; "gemma-3-12b"
+is its text model; "124m" is configs/llama-124m.toml.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from overcoat.extras import load_extra
 from overcoat.models.pretrained import load_pretrained
+from overcoat.models.samples import sees
 
 
 class Model(NamedTuple):
@@ -54,25 +55,51 @@ def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
     }
 
 
+_QWEN3_VL = {
+    "text_config": sizes(
+        *(4096, 12288, 36, 32, 8, 151936),
+        head_dim=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+    ),
+    "vision_config": {"out_hidden_size": 4096},  # the rest is the class's
+}
+# The vision tower is the class's: CLIP's large one, of images of 336 pixels.
+_LLAVA = {"text_config": {"model_type": "llama", **sizes(4096, 11008, 32, 32, 32, 32064)}}
+_GEMMA = sizes(3840, 15360, 48, 16, 8, 262208, head_dim=256, query_pre_attn_scalar=256, sliding_window=1024)
 MODELS = {
     "124m": Model("LlamaConfig", sizes(768, 2560, 12, 6, 6, 16384)),
-    "olmo-1b": Model("LlamaConfig", sizes(2048, 8192, 16, 16, 16, 50304, tie_word_embeddings=True)),
+    "smollm2-135m": Model(
+        "LlamaConfig", sizes(576, 1536, 30, 9, 3, 49152, tie_word_embeddings=True), "HuggingFaceTB/SmolLM2-135M", 8
+    ),
+    "qwen3-0.6b": Model(
+        "Qwen3Config",
+        sizes(1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True),
+        *("Qwen/Qwen3-0.6B", 8),
+    ),
+    "olmo-1b": Model(
+        "OlmoConfig", sizes(2048, 8192, 16, 16, 16, 50304, tie_word_embeddings=True), "allenai/OLMo-1B-hf"
+    ),
     "coat-1b": Model("LlamaConfig", sizes(2048, 5504, 16, 16, 16, 50304, tie_word_embeddings=True)),
     "llama-2-7b": Model("LlamaConfig", sizes(4096, 11008, 32, 32, 32, 32000), "meta-llama/Llama-2-7b-hf"),
+    "llava-1.5-7b": Model("LlavaConfig", _LLAVA, "llava-hf/llava-1.5-7b-hf"),
     "llama-3-8b": Model("LlamaConfig", sizes(4096, 14336, 32, 32, 8, 128256), "meta-llama/Meta-Llama-3-8B"),
     "qwen2.5-7b": Model("Qwen2Config", sizes(3584, 18944, 28, 28, 4, 152064), "Qwen/Qwen2.5-7B"),
     "olmo-2-7b": Model("Olmo2Config", sizes(4096, 11008, 32, 32, 32, 100352), "allenai/OLMo-2-1124-7B"),
     "qwen3-8b": Model("Qwen3Config", sizes(4096, 12288, 36, 32, 8, 151936, head_dim=128), "Qwen/Qwen3-8B"),
+    "qwen3-vl-8b": Model("Qwen3VLConfig", _QWEN3_VL, "Qwen/Qwen3-VL-8B-Instruct"),
+    "gemma-3-12b": Model("Gemma3TextConfig", _GEMMA),
     "llama-2-13b": Model("LlamaConfig", sizes(5120, 13824, 40, 40, 40, 32000), "meta-llama/Llama-2-13b-hf"),
+    "phi-4": Model("Phi3Config", sizes(5120, 17920, 40, 40, 10, 100352, pad_token_id=None), "microsoft/phi-4"),
     "llama-30b": Model("LlamaConfig", sizes(6656, 17920, 60, 52, 52, 32000), "huggyllama/llama-30b", batch=2),
 }
 _CHECKPOINTS = {model.checkpoint: model for model in MODELS.values() if model.checkpoint}
 
 
-def load_model_config(name: str) -> Any:
+def load_model_config(name: str, with_images: bool = False) -> Any:
     """The transformers configuration of a model.
 
     Args:
+        with_images: a vision-language model will do.
         name: one of `MODELS` or its checkpoint, a `config.json` or the folder it is in, or a model of the Hugging Face
             hub, whose config.json alone is fetched.
 
@@ -80,17 +107,19 @@ def load_model_config(name: str) -> Any:
         ValueError: there is none of that name, or it is no causal language model.
     """
     known = MODELS.get(name) or _CHECKPOINTS.get(name)
-    if known is not None and not Path(name).exists():
-        return known.config()
     try:
         # Code of strangers is not run for an estimate.
-        config = load_pretrained("AutoConfig", "the configuration of", name, trust_remote_code=False)
+        config = (
+            known.config()
+            if known is not None and not Path(name).exists()
+            else load_pretrained("AutoConfig", "the configuration of", name, trust_remote_code=False)
+        )
     except ValueError as error:
         raise ValueError(
             f"--model {name!r} is neither a built-in shape ({', '.join(MODELS)}), nor a folder or file with a "
             f"transformers configuration, nor a model that can be fetched: {error}"
         ) from error
     causal = load_extra("transformers.models.auto.modeling_auto", "hf", "overcoat estimate")
-    if config.model_type not in causal.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config.model_type not in causal.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (with_images and sees(config)):
         raise ValueError(f"--model {name!r} is a {config.model_type} model, no causal language model of transformers")
     return config

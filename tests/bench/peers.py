@@ -22,6 +22,28 @@ from tests.models.zoo import KINDS
 
 SMALL = Model("LlamaConfig", sizes(128, 256, 2, 4, 2, 320))
 SHAPE = BlockShape(SMALL, 2, 16)
+# Models that see, by transformers' model type; LLaVA's images are of 16 pixels.
+_TEXT = sizes(64, 96, 2, 2, 1, 96, head_dim=32, pad_token_id=0)
+_IDS = {"image_token_id": 90, "video_token_id": 92, "vision_start_token_id": 91}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+_CLIP = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TOWER = {"depth": 2, "num_heads": 2, "hidden_size": 64, "intermediate_size": 96, "patch_size": 4}
+_DEEP = {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+SEEING = {
+    "llava": Model(
+        "LlavaConfig",
+        {
+            "text_config": {"model_type": "llama", **_TEXT},
+            "vision_config": {"model_type": "clip_vision_model", **_CLIP, "image_size": 16, "patch_size": 4},
+            "image_token_index": 90,
+            "vision_feature_layer": -1,
+        },
+    ),
+    "qwen3_vl": Model(
+        "Qwen3VLConfig",
+        {"text_config": {**_TEXT, "rope_parameters": _ROPE}, "vision_config": {**_TOWER, **_DEEP}, **_IDS},
+    ),
+}
 
 
 def model_of(kind: str) -> Model:

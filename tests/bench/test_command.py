@@ -31,7 +31,7 @@ def figures(function: Any, *arguments: Any, timeout: float) -> dict[str, Any]:
     found: dict[str, Any] = {column.key: 2.0 for column in module.COLUMNS}
     if function is not model.measure:
         return found
-    batch = arguments[2]
+    batch = arguments[1].batch
     return {"error": OUT_OF_MEMORY} if batch > 8 else {**found, "batch": batch, "tokens_per_second": 100.0 * batch}
 
 
@@ -91,6 +91,13 @@ def test_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = capsys.readouterr().out.split("each one's best batch")[1].splitlines()[2]
     assert best.split()[:6] == ["bf16", "eager,", "torch", "AdamW", "8", "800"]
     assert plot.stat().st_size > 1000
+    (tmp_path / "rows.jsonl").unlink()
+    recipe = ("--recipe", "default", "offload_blocks=2", "--only", "=overcoat", "offload")
+    rows = bench(tmp_path, "model", "--models", "llava-1.5-7b", "124m", "--batch", "4", "--freeze-tower", *recipe)
+    added = "overcoat recipe default offload_blocks=2"
+    leanest = "overcoat leanest, offload, released"
+    assert [row["name"] for row in rows] == 2 * ["overcoat", leanest, added, f"{added}, released"]
+    assert [row.get("tower") for row in rows] == 4 * ["frozen"] + 4 * [None]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 import overcoat
 from overcoat import Recipe
 from overcoat.bench import contestants
-from overcoat.bench.contestants import CUDNN_FIRST, ENGINES, OUR_RECIPES, TRAINERS, make_block, overcoat_engine
+from overcoat.bench.contestants import (
+    CUDNN_FIRST,
+    ENGINES,
+    OUR_RECIPES,
+    TRAINERS,
+    make_block,
+    overcoat_engine,
+    trainer_of,
+)
 from overcoat.bench.optimizer import LR
 from overcoat.bench.shapes import build_block, build_model
 from overcoat.models.decoder import Fp8DecoderLayer
@@ -144,7 +152,8 @@ def test_steps_move_every_weight_and_release_where_the_name_says(name: str, kind
     for group in optimizer.param_groups:
         group["lr"] = 0.05
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
-    loss = forward(torch.randperm(320)[None])  # every token, so that every row of the embedding moves
+    ids = torch.randperm(320)[None]  # every token, so that every row of the embedding moves
+    loss = forward({"input_ids": ids, "labels": ids})
     loss.backward()
     assert all(p.grad is None for p in model.parameters()) is ("released" in name)
     optimizer.step()
@@ -167,6 +176,18 @@ def test_our_optimizers_have_the_options_of_their_name(name: str, group: dict[st
     defaults = overcoat.AdamW([nn.Parameter(torch.ones(4, 4))], lr=LR, **group).param_groups[0]
     for found in optimizer.param_groups:
         assert {key: found[key] for key in ("lr", *group)} == {key: defaults[key] for key in ("lr", *group)}
+
+
+def test_a_recipe_is_a_contestant() -> None:
+    name = "overcoat recipe default offload_blocks=1"
+    assert not trainer_of(name).released
+    assert trainer_of(f"{name}, released").released
+    model = build_model(SMALL, torch.bfloat16, "cpu")
+    trainer_of(name).prepare(model)
+    assert model.model.layers[0].overcoat_recipe == Recipe(offload_blocks=1)
+    assert trainer_of("overcoat") is TRAINERS["overcoat"]
+    with pytest.raises(ValueError, match="no_such"):
+        trainer_of("overcoat recipe no_such")
 
 
 class FakeFlash:
@@ -205,7 +226,7 @@ class FakeFusedLoss(nn.Module):
 def loss_and_gradients(name: str, kind: str = "llama") -> tuple[Tensor, dict[str, Tensor]]:
     model = build_model(model_of(kind), torch.float32, "cpu")
     ids = torch.randint(320, (2, 16), generator=torch.Generator().manual_seed(1))
-    loss = contestants.loss_function(model, ENGINES[name].change(model))(ids)
+    loss = contestants.loss_function(model, ENGINES[name].change(model))({"input_ids": ids, "labels": ids})
     loss.backward()
     return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 

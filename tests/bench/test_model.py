@@ -10,11 +10,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from overcoat.bench.contestants import TRAINERS
-from overcoat.bench.model import measure, multiplied_parameters, search_best_batch, step_flops, training
+from overcoat.bench.model import (
+    Training,
+    Work,
+    measure,
+    multiplied_parameters,
+    search_best_batch,
+    step_flops,
+    tower_flops,
+)
 from overcoat.bench.session import OUT_OF_MEMORY
 from overcoat.bench.shapes import build_model
+from overcoat.models.samples import freeze_tower, images, tower_parameters
 from overcoat.models.shapes import Model, sizes
-from tests.bench.peers import SMALL
+from tests.bench.peers import SEEING, SMALL
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -68,22 +77,65 @@ def test_steps_on_fresh_tokens_tell_their_loss(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(TRAINERS, "overcoat graphs", uncompiled)
     monkeypatch.setattr("overcoat.bench.model.begin_pass", lambda: begun.append(True))
     for name, count in (("overcoat", 0), ("overcoat graphs", 2)):
-        step, loss, parameters = training(name, SMALL, 2, 32, "cpu")
+        training = Training(name, Work(SMALL, 2, 32), "cpu")
         losses = []
         for _ in range(2):
-            step()
-            losses.append(loss.item())
+            training.step()
+            losses.append(training.loss.item())
         assert len(begun) == count
         assert losses[0] != losses[1]
         assert all(abs(value - math.log(320)) < 1 for value in losses)
-        assert parameters == multiplied_parameters(build_model(SMALL, torch.bfloat16, "cpu"))
+        assert training.parameters == multiplied_parameters(build_model(SMALL, torch.bfloat16, "cpu"))
+        assert training.flops == step_flops(training.parameters, 64, 32, SMALL.config())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("kind", "side"), [("llava", 16), ("qwen3_vl", 24)])
+@pytest.mark.parametrize("name", ["overcoat", "bf16 eager, torch AdamW"])
+def test_models_that_see_train_with_their_tower_or_without(name: str, kind: str, side: int, frozen: bool) -> None:
+    work = Work(SEEING[kind], 2, 32, frozen, side)
+    if "bf16" in name:  # its fused AdamW of a CPU takes no BF16
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(TRAINERS, name, TRAINERS[name]._replace(optimizer="overcoat 8bit, bf16+8"))
+            training = Training(name, work, "cpu")
+    else:
+        training = Training(name, work, "cpu")
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.05
+    training.step()
+    before = {key: p.detach().clone() for key, p in training.model.named_parameters()}
+    training.step()
+    assert training.loss.isfinite()
+    moved = {key: not torch.equal(p, before[key]) for key, p in training.model.named_parameters()}
+    tower = {id(p) for p in tower_parameters(training.model)}
+    for key, p in training.model.named_parameters():
+        if "layernorm" in key or "bias" in key:  # CLIP's last is not used, softmax does not see k's bias
+            continue
+        assert moved[key] is not (frozen and id(p) in tower), key
+
+
+def test_flops_of_a_tower_are_those_that_pytorch_counts() -> None:
+    """Of one that is trained, and wide, so that its vectors and position embeddings hardly count."""
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+    fields = SEEING["llava"].fields
+    fields = {**fields, "vision_config": {**fields["vision_config"], **wide}}
+    model = build_model(SEEING["llava"]._replace(fields=fields), torch.float32, "cpu")
+    model.set_attn_implementation("eager")
+    given = images(model, 2, 32)
+    tower = model.model.vision_tower
+    with FlopCounterMode(display=False) as counter:
+        tower(given["pixel_values"].requires_grad_()).last_hidden_state.sum().backward()
+    assert tower_flops(model, given) == pytest.approx(counter.get_total_flops(), rel=0.02)
+    freeze_tower(model)
+    assert tower_flops(model, given) * 3 == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 @pytest.mark.gpu
 def test_the_peak_of_graphs_counts_what_recording_them_allocates() -> None:
     """In replays nothing is allocated: counted as the others', the peak would lack what blocks keep, 5.8 U each."""
     rows, tokens = 8, 1024
-    figures = measure("overcoat graphs", Model("LlamaConfig", sizes(512, 1024, 4, 4, 4, 1024)), rows, tokens, 2)
+    work = Work(Model("LlamaConfig", sizes(512, 1024, 4, 4, 4, 1024)), rows, tokens)
+    figures = measure("overcoat graphs", work, 2)
     kept = 4 * 5.5 * rows * tokens * 512 * 2
     states = (2 + 2 + 3) * figures["parameters"]  # weight, gradient, moments and remainder
     assert figures["peak_bytes"] > kept + states
@@ -94,7 +146,8 @@ def test_the_peak_of_graphs_counts_what_recording_them_allocates() -> None:
     "name", ["overcoat", "overcoat graphs", "overcoat leanest, released", "bf16 compile, torch AdamW"]
 )
 def test_a_tiny_run_measures_speed_and_memory(name: str) -> None:
-    figures = measure(name, Model("LlamaConfig", sizes(512, 1024, 2, 4, 4, 1024)), 2, 256, 2)
+    figures = measure(name, Work(Model("LlamaConfig", sizes(512, 1024, 2, 4, 4, 1024)), 2, 256), 2)
+    assert ("kept_bytes" in figures) is ("graphs" not in name)
     assert figures["tokens_per_second"] == pytest.approx(2 * 256 / figures["ms"] * 1e3)
     assert figures["reserved_bytes"] >= figures["peak_bytes"] > 2 * figures["parameters"]
     assert 0 < figures["loss"] < 20

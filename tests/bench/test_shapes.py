@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import overcoat
 from overcoat.bench.shapes import SHORT, BlockShape, block_shape, build_block, build_model, head_dim
 from overcoat.models.shapes import MODELS
 from tests.bench.peers import SHAPE, SMALL, model_of
@@ -14,7 +15,7 @@ def test_blocks_by_name() -> None:
     """Every model is one, and the short names stay."""
     assert block_shape("7b-s4096") == block_shape("llama-2-7b-s4096") == (MODELS["llama-2-7b"], 4, 4096)
     assert block_shape("30b") == (MODELS["llama-30b"], 2, 2048)
-    assert {block_shape(name).tokens for name in [*MODELS, *SHORT]} == {4096, 8192}
+    assert {block_shape(name).tokens for name in [*MODELS, *SHORT]} == {4096, 8192, 16384}
     for name in ("8b", "7b-s", "7b-s0", ""):
         with pytest.raises(ValueError, match=f"unknown shape '{name}'; choose MODEL or MODEL-sTOKENS of 124m, "):
             block_shape(name)
@@ -30,6 +31,17 @@ def test_a_block_is_the_same_at_every_call_and_nothing_in_it_is_one_or_zero(kind
         assert torch.equal(a, b), name
         assert "embed" in name or len(a.unique()) > a.numel() // 2, name
     assert inputs["position_embeddings"][0].shape == (1, 8, 32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_a_block_of_its_family(name: str) -> None:
+    """Of the text, where a model sees; narrow, but with its own heads."""
+    model = MODELS[name].changed(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+    built, inputs = build_block(BlockShape(model.changed(head_dim=32, vocab_size=64), 1, 8), torch.bfloat16, "cpu")
+    assert not overcoat.convert(built).left_alone
+    x = torch.randn(1, 8, 128).bfloat16().requires_grad_()
+    built.layers[0](x, **inputs).sum().backward()
+    assert x.grad is not None
 
 
 def test_a_layer_gets_the_mask_that_its_model_would_give_it() -> None:
@@ -48,6 +60,6 @@ def test_a_model_trains_tied_or_not(tied: bool) -> None:
 
 
 def test_widths_of_heads() -> None:
-    widths = {name: head_dim(model.config()) for name, model in MODELS.items()}
-    assert set(widths.values()) == {128}
+    widths = {name: head_dim(model.config().get_text_config()) for name, model in MODELS.items()}
+    assert {name: width for name, width in widths.items() if width != 128} == {"smollm2-135m": 64, "gemma-3-12b": 256}
     assert head_dim(SMALL.changed(head_dim=48).config()) == 48

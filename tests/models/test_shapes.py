@@ -6,29 +6,37 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, T5Config
+from transformers import LlamaConfig, T5Config
 
+from overcoat.models.samples import model_class
 from overcoat.models.shapes import MODELS, Model, load_model_config
 
-# Millions of parameters, from the models' cards; OLMo-1B's own norms have no weights, COAT's 1B is no model of a card.
+# Millions of parameters, from the models' cards; of gemma-3-12b its text's; COAT's 1B is no model of a card.
 PARAMETERS = {
     "124m": 124.3,
+    "smollm2-135m": 134.5,
+    "qwen3-0.6b": 596.0,
     "olmo-1b": 1176.8,
     "coat-1b": 912.6,
     "llama-2-7b": 6738.4,
+    "llava-1.5-7b": 7063.4,
     "llama-3-8b": 8030.3,
     "qwen2.5-7b": 7615.6,
     "olmo-2-7b": 7298.6,
     "qwen3-8b": 8190.7,
+    "qwen3-vl-8b": 8767.1,
+    "gemma-3-12b": 11766.0,
     "llama-2-13b": 13015.9,
+    "phi-4": 14659.5,
     "llama-30b": 32528.9,
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_built_in_names_have_the_parameters_of_their_models(name):
+    config = load_model_config(name, with_images=True)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_model_config(name))
+        model = model_class(config)(config)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PARAMETERS[name], rel=2e-3)
 
 
@@ -53,6 +61,14 @@ def test_a_path_comes_before_a_name(tmp_path, monkeypatch):
     LlamaConfig(hidden_size=64, num_attention_heads=2).save_pretrained(tmp_path / "124m")
     monkeypatch.chdir(tmp_path)
     assert load_model_config("124m").hidden_size == 64
+
+
+def test_a_model_with_images_is_taken_where_images_are(tmp_path):
+    MODELS["llava-1.5-7b"].config().save_pretrained(tmp_path)
+    for name in ("llava-1.5-7b", str(tmp_path)):
+        assert load_model_config(name, with_images=True).model_type == "llava"
+        with pytest.raises(ValueError, match="is a llava model, no causal language model"):
+            load_model_config(name)
 
 
 def test_what_is_no_causal_model(tmp_path):
