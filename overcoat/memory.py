@@ -197,7 +197,8 @@ def keep_parts(ctx: torch.autograd.function.FunctionCtx, *parts: Part) -> None:
     """`keep` for a Function that runs several ops, saved one after the other."""
     saved: list[Any] = [tensor for _, _, tensors in parts for tensor in tensors]
     ctx.save_for_backward(*saved)
-    if _active and not torch.compiler.is_compiling():
+    # Where nothing is trained autograd keeps nothing, and the addresses soon are other tensors'.
+    if _active and any(ctx.needs_input_grad) and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
         for op, names, tensors in parts:
             for name, tensor in zip(names, tensors, strict=False):
                 if tensor is not None:

@@ -252,8 +252,13 @@ def test_a_block_names_what_it_keeps(kwargs):
 
 def test_an_address_used_again_takes_the_new_name():
     class Context:
+        needs_input_grad = (True,)
+
         def save_for_backward(self, *tensors):
             pass
+
+    class Frozen(Context):
+        needs_input_grad = (False, False)
 
     x = torch.ones(4, requires_grad=True)
     with record_kept() as kept:
@@ -261,9 +266,10 @@ def test_an_address_used_again_takes_the_new_name():
         y = torch.zeros(4)
         keep(Context(), "old", a=y)
         keep(Context(), "new", b=y)
+        keep(Frozen(), "frozen", c=y)  # keeps nothing, so it names nothing
         _ = (x * y).sum()
     assert ("new", "b") in kept.by_tensor()
-    assert ("old", "a") not in kept.by_tensor()
+    assert not {("old", "a"), ("frozen", "c")} & kept.by_tensor().keys()
 
 
 def test_other_modules_appear_under_their_path():

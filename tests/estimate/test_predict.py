@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,17 @@ import torch
 
 import overcoat
 from overcoat import Recipe
+from overcoat.bench.shapes import build_model
 from overcoat.estimate import Predictor, Setup, predict
-from overcoat.estimate.dry_run import GRADIENTS
+from overcoat.estimate.dry_run import GRADIENTS, own_loss
 from overcoat.estimate.phases import measure_step
 from overcoat.estimate.predict import CONTEXT, HANDLE, LASTING, NCCL
 from overcoat.memory import optimizer_bytes, record_kept
+from overcoat.models.samples import freeze_tower, images, tokens
 from overcoat.models.shapes import MODELS
 from overcoat.optim.state import bytes_to_offload
 from overcoat.train.loss import loss_for_estimates
+from tests.bench.peers import SEEING
 from tests.models.zoo import KINDS, make_batch, make_model
 
 BATCH, LENGTH = 2, 64
@@ -88,6 +92,89 @@ def test_the_baseline_keeps_what_a_bf16_model_does():
     model = make_model("llama", layers=2)
     predicted = Predictor(model.config).kept(BATCH, LENGTH, Setup(Recipe.bf16()))
     assert predicted.total_bytes == pytest.approx(kept_by(model, Recipe.bf16()).total_bytes, rel=1e-3)
+
+
+# ---- models that see ------------------------------------------------------------------------------------------------
+
+
+def seeing_step(kind, setup, side):
+    """A small model that is trained, and its inputs without labels' values."""
+    model = build_model(SEEING[kind], torch.bfloat16, "cpu")
+    if setup.freeze_tower:
+        freeze_tower(model)
+    overcoat.convert(model, setup.recipe)
+    given = images(model, BATCH, LENGTH, side)
+    return model, {**given, **tokens(model, BATCH, LENGTH, given)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "side", "recipe"),
+    [
+        ("llava", 16, "default"),
+        ("llava", 16, "leanest"),
+        ("llava", 16, "bf16"),
+        ("qwen3_vl", 24, "default"),
+        ("qwen3_vl", 24, "leanest"),
+    ],
+)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_kept_activations_of_models_that_see(kind, side, frozen, recipe):
+    """By op and tensor, but for LayerNorms' statistics, which are FP32 on a GPU; in BF16 in all."""
+    setup = Setup({**RECIPES, "bf16": Recipe.bf16()}[recipe], freeze_tower=frozen)
+    model, inputs = seeing_step(kind, setup, side)
+    predictor = Predictor(model.config, functools.partial(own_loss, side=side))
+    predicted = predictor.kept(BATCH, LENGTH, setup)
+    with record_kept(model) as measured:
+        loss = model(**inputs).loss
+    del loss
+    assert predicted.total_bytes == pytest.approx(measured.total_bytes, rel=0.01)
+    if recipe == "bf16":
+        return
+    found, expected = predicted.by_tensor(), measured.by_tensor()
+    norms = {name for name, module in model.named_modules() if type(module) is torch.nn.LayerNorm}
+    assert {row: size for row, size in found.items() if row[0] not in norms} == {
+        row: size for row, size in expected.items() if row[0] not in norms
+    }
+    tower = [row for row in found if row[0].startswith(model.overcoat_whole.vision)]
+    assert frozen <= all(row[0].startswith(model.overcoat_whole.connector) for row in tower)
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [Setup(), Setup(freeze_tower=True), Setup(freeze_tower=True, accumulation=2)],
+    ids=["trained", "frozen", "accumulated"],
+)
+@pytest.mark.parametrize(("kind", "side"), [("llava", 16), ("qwen3_vl", 24)])
+def test_every_phase_of_a_real_step_with_images(kind, side, setup):
+    model, inputs = seeing_step(kind, setup, side)
+    prediction = Predictor(model.config, functools.partial(own_loss, side=side)).predict(BATCH, LENGTH, setup)
+    optimizer = overcoat.AdamW([p for p in model.parameters() if p.requires_grad], **setup.group)
+
+    def step():
+        for _ in range(setup.accumulation):
+            model(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with measure_step(model, optimizer) as measured:
+        step()
+    there = sum(x.nbytes for x in inputs.values() if isinstance(x, torch.Tensor))
+    predicted = [phase._replace(peak=phase.peak - prediction.handle_bytes) for phase in prediction.phases]
+    assert [phase.label for phase in predicted] == [phase.label for phase in measured]
+    assert ("patch embedding backward" in {phase.label for phase in measured}) is not setup.freeze_tower
+    for mine, real in zip(predicted, measured, strict=True):
+        assert mine.peak == pytest.approx(real.peak, abs=2 * there + 65536), mine.label
+
+
+def test_a_tower_in_bf16_that_asks_for_lengths_is_refused():
+    with pytest.raises(ValueError, match="a qwen3_vl model computes shapes from its data"):
+        Predictor(SEEING["qwen3_vl"].config(), functools.partial(own_loss, side=24)).kept(1, 32, Setup(Recipe.bf16()))
+
+
+def test_a_model_that_sees_is_estimated_on_one_gpu():
+    with pytest.raises(ValueError, match="gpus 2: a llava model is estimated on one GPU only; use --gpus 1"):
+        predict(SEEING["llava"].config(), 1, 32, gpus=2)
 
 
 # ---- optimizer states -----------------------------------------------------------------------------------------------
