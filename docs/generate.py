@@ -1,6 +1,7 @@
 """MkDocs hook: fills what the code itself knows into the pages.
 
     {{ support_matrix }}   models.md: what `overcoat.convert` says of each model type in MODEL_TYPES
+    {{ tested_versions }}  models.md: of transformers
     {{ encoders }}         models.md: the encoders and vision-language models that the package knows
     {{ configuration }}    configuration.md: every key of overcoat/train/config.py
 
@@ -44,7 +45,10 @@ def support_matrix() -> str:
     Raises:
         ValueError: a supported decoder layer belongs to none of MODEL_TYPES.
     """
-    lines = ["| model | model_type | decoder layer | loss without logits |", "|---|---|---|---|"]
+    lines = [
+        "| model | model_type | decoder layer | in FP8 | kept | loss without logits |",
+        "|---|---|---|---|---|---|",
+    ]
     others, seen = [], set()
     for model_type in MODEL_TYPES:
         title, report = conversion(model_type)
@@ -54,7 +58,9 @@ def support_matrix() -> str:
         head = "yes" if report.head is not None and report.head.converted else "no"
         kind = report.layers[0].kind
         seen.add(kind)
-        lines.append(f"| {title} | `{model_type}` | `{kind}` | {head} |")
+        family = family_of_layer(kind)
+        parts = "all but router and experts" if "router" in report.layers[0].detail else "all"
+        lines.append(f"| {title} | `{model_type}` | `{kind}` | {parts} | {kept(family)} | {head} |")
     if missing := supported_layers() - seen:
         raise ValueError(f"docs/generate.py: add the model types of {', '.join(sorted(missing))} to MODEL_TYPES")
     return "\n".join(lines) + "\n\nLeft alone, among others: " + ", ".join(others) + "."
@@ -67,12 +73,36 @@ def supported_layers() -> set[str]:
     return {family.layer for family in families() if family.causal and not family.encoder}
 
 
+def family_of_layer(kind: str) -> Any:
+    """The family of a decoder layer's class name."""
+    from overcoat.models.family import families
+
+    return next(family for family in families() if family.layer == kind)
+
+
+def kept(family: Any) -> str:
+    """U that a layer keeps, of the family's first sample."""
+    from overcoat.estimate.units import kept_units
+
+    return f"{kept_units(family, next(iter(family.samples))):.1f} U"
+
+
+def tested_versions() -> str:
+    """Of transformers: the oldest that is supported, and the one that this page was made with."""
+    from importlib.metadata import requires, version
+
+    (lower,) = {
+        match[1] for line in requires("overcoat") or () if (match := re.match(r"transformers\b.*>=([0-9.]+)", line))
+    }
+    return f"{lower} to {version('transformers')}"
+
+
 def encoders() -> str:
-    """Two lists: layers of encoders, and vision-language models."""
+    """A list of encoders' layers with what they keep, and one of vision-language models."""
     from overcoat.models.family import families
     from overcoat.models.whole import VISION_LANGUAGE
 
-    layers = ", ".join(f"`{family.layer}`" for family in families() if family.encoder)
+    layers = ", ".join(f"`{family.layer}` ({kept(family)})" for family in families() if family.encoder)
     models = ", ".join(f"`{whole.name}`" for whole in VISION_LANGUAGE)
     return f"Layers: {layers}.\n\nVision-language models: {models}."
 
@@ -135,7 +165,12 @@ def written(default: Any) -> str:
     return f'"{default}"' if isinstance(default, str) else str(default)
 
 
-MARKERS = {"support_matrix": support_matrix, "encoders": encoders, "configuration": configuration}
+MARKERS = {
+    "support_matrix": support_matrix,
+    "tested_versions": tested_versions,
+    "encoders": encoders,
+    "configuration": configuration,
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
