@@ -6,7 +6,7 @@ faster than the host can queue the vision tower's small layers, forward and back
 that of the features. So their places among the tokens have a shape, and everything is indexing by them.
 
 transformers' own check, which waits, stays for a model's first pass. In later ones a number that does not fit is an
-assertion on the GPU.
+assertion on the GPU. Under torch.compile of the whole model everything stays transformers'.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 MISMATCH = "the number of image tokens in input_ids is not that of image features: check what truncates input_ids"
 
@@ -60,7 +61,7 @@ def without_waiting(causal: Any) -> Iterator[None]:
     text = causal.get_submodule(causal.overcoat_whole.text)
     inner = causal.get_submodule(causal.overcoat_whole.text.rpartition(".")[0])
     changes: list[tuple[Any, str, Callable[..., Any]]] = []
-    if not torch.compiler.is_compiling():
+    if not _is_compiled():
         if hasattr(inner, "get_placeholder_mask"):
             changes.append((inner, "get_placeholder_mask", _placeholder_mask(causal, inner)))
         if hasattr(text, "_deepstack_process"):
@@ -72,6 +73,12 @@ def without_waiting(causal: Any) -> Iterator[None]:
     finally:
         for module, name, _ in changes:
             delattr(module, name)
+
+
+def _is_compiled() -> bool:
+    """Whether torch.compile takes the model's own code: its graphs, or what runs between two of them, which would hand
+    an `ImageMask` to the next. Layers that are compiled one by one never see one."""
+    return torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False)
 
 
 def _placeholder_mask(causal: Any, inner: Any) -> Callable[..., Any]:

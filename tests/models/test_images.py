@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import overcoat
-from overcoat.models.images import MISMATCH, ImageMask, add, places, put
+from overcoat.models.images import MISMATCH, ImageMask, add, places, put, without_waiting
 from overcoat.models.samples import freeze_tower, images, model_class, patches, sees, tokens, tower_parameters
 from tests.models.test_vision_language import MODELS, make_batch, make_model
 from tests.models.zoo import make_model as make_text_model
@@ -75,6 +75,23 @@ def test_nobody_waits_for_the_gpu(name: str) -> None:
     inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
     model(**inputs).loss.backward()
     assert all(p.grad is not None for p in model.model.language_model.parameters())
+
+
+def test_a_compiled_model_keeps_transformers_own_code() -> None:
+    """Also between the graphs of a model that breaks into several."""
+    model = make_model("Llava")
+    overcoat.convert(model)
+    seen: list[bool] = []
+
+    @torch._dynamo.disable(recursive=False)  # this frame alone: as one that the compiler has given up
+    def between(x: Tensor) -> Tensor:
+        with without_waiting(model):
+            seen.append("get_placeholder_mask" in vars(model.model))
+        return x + 1
+
+    between(torch.ones(2))
+    torch.compile(lambda x: between(x), backend="eager")(torch.ones(2))
+    assert seen == [True, False]
 
 
 @pytest.mark.parametrize("name", ["Llava", "Qwen3VL", "SmolVLM"])
