@@ -8,11 +8,11 @@ from overcoat.models.decoder import attention, gated_mlp
 from overcoat.models.family import Family, Modules
 
 
-def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
-    """x = x + attention(norm(x)) + mlp(norm(x))."""
+def branches(layer: Any, batch: int, **options: Any) -> tuple[Modules, ...]:
+    """x = x + attention(norm(x)) + mlp(norm(x)). options: of attention."""
     norm = layer.input_layernorm
     return (
-        attention(layer.self_attn, batch, pre=norm, neighbours=True, twice=True),
+        attention(layer.self_attn, batch, pre=norm, neighbours=True, twice=True, **options),
         gated_mlp(layer.mlp, pre=norm),
     )
 

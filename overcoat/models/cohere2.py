@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from overcoat.models.decoder import attention, gated_mlp
+from overcoat.models import cohere
 from overcoat.models.family import Family, Modules
 
 
 def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
-    """x = x + attention(norm(x)) + mlp(norm(x))."""
-    norm, rotates = layer.input_layernorm, layer.self_attn.sliding_window is not None
-    return (
-        attention(layer.self_attn, batch, pre=norm, neighbours=True, twice=True, rotates=rotates),
-        gated_mlp(layer.mlp, pre=norm),
-    )
+    return cohere.branches(layer, batch, rotates=layer.self_attn.sliding_window is not None)
 
 
 FAMILY = Family(

@@ -12,24 +12,22 @@ from overcoat.models.decoder import attention, gated_mlp
 from overcoat.models.family import Family, Modules
 
 
-def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
-    """x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x)))."""
-    config = layer.self_attn.config
+def sandwich(layer: Any, batch: int, **options: Any) -> tuple[Modules, ...]:
+    """x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x))). options: of attention."""
+    norms = {"pre": layer.input_layernorm, "post": layer.post_attention_layernorm}
     return (
-        attention(
-            layer.self_attn,
-            batch,
-            pre=layer.input_layernorm,
-            post=layer.post_attention_layernorm,
-            softcap=float(config.attn_logit_softcapping or 0.0),
-        ),
+        attention(layer.self_attn, batch, **norms, **options),
         gated_mlp(
             layer.mlp,
-            config.hidden_activation,
+            layer.self_attn.config.hidden_activation,
             pre=layer.pre_feedforward_layernorm,
             post=layer.post_feedforward_layernorm,
         ),
     )
+
+
+def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
+    return sandwich(layer, batch, softcap=float(layer.self_attn.config.attn_logit_softcapping or 0.0))
 
 
 FAMILY = Family(

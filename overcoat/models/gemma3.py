@@ -2,30 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from overcoat.models.decoder import attention, gated_mlp
-from overcoat.models.family import Family, Modules
-
-
-def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
-    """x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x)))."""
-    config = layer.self_attn.config
-    return (
-        attention(
-            layer.self_attn,
-            batch,
-            pre=layer.input_layernorm,
-            post=layer.post_attention_layernorm,
-        ),
-        gated_mlp(
-            layer.mlp,
-            config.hidden_activation,
-            pre=layer.pre_feedforward_layernorm,
-            post=layer.post_feedforward_layernorm,
-        ),
-    )
-
+from overcoat.models.family import Family
+from overcoat.models.gemma2 import sandwich
 
 FAMILY = Family(
     module="transformers.models.gemma3.modeling_gemma3",
@@ -33,6 +11,6 @@ FAMILY = Family(
     causal="Gemma3ForCausalLM",
     norm="Gemma3RMSNorm",
     plus_one=True,
-    branches=branches,
+    branches=sandwich,
     samples={"gemma3": {"head_dim": 64, "sliding_window": 24, "query_pre_attn_scalar": 128}},
 )
