@@ -79,8 +79,9 @@ def tower_flops(model: Any, inputs: dict[str, Any]) -> float:
         return 0.0
     (count, seen), tower = patches(inputs, config), config.vision_config
     numbers = sum(parameter.numel() for parameter in parameters)
+    layers = getattr(tower, "depth", None) or tower.num_hidden_layers
     passes = 3.0 if any(parameter.requires_grad for parameter in parameters) else 1.0
-    return passes * count * (2.0 * numbers + 4.0 * tower.num_hidden_layers * seen * tower.hidden_size)
+    return passes * count * (2.0 * numbers + 4.0 * layers * seen * tower.hidden_size)
 
 
 def multiplied_parameters(model: Any) -> int:

@@ -48,7 +48,10 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
     reason = why_foreign(layer, family)
     if reason is not None:
         return reason
-    branches = family.branches(layer, 1)
+    try:
+        branches = family.branches(layer, 1)
+    except AttributeError as error:  # DINOv2 before transformers 5.23
+        return f"its parts have other names in this version of transformers ({error})"
     # What accelerate does to spread a model over devices. It would run, or be left out, whatever the class is.
     for module in (layer, *_modules_of(branches)):
         if "forward" in vars(module):

@@ -17,7 +17,7 @@ from overcoat import Recipe
 from overcoat.models.family import decoder_layers, families, family_of
 from overcoat.models.masks import check_mask
 from overcoat.models.refusals import ACTIVATIONS, why_replaced
-from tests.models.zoo import KINDS, VOCAB, make_batch, make_model
+from tests.models.zoo import KINDS, VOCAB, make_batch, make_encoder, make_model
 
 
 @pytest.fixture
@@ -256,6 +256,15 @@ def test_a_layer_that_looks_like_llamas_is_not_taken_for_one() -> None:
 def test_a_variant_that_cannot_be_done_right_is_left_alone(kind: str, options: dict[str, Any], reason: str) -> None:
     with pytest.warns(UserWarning, match=f"no decoder layer trains in FP8: .*{reason}"):
         overcoat.convert(make_model(kind, layers=1, **options))
+
+
+def test_a_layer_whose_parts_have_other_names_is_left_alone() -> None:
+    """As DINOv2's in older versions of transformers."""
+    model = make_encoder("dinov2")
+    for layer in decoder_layers(model).values():
+        layer.attention._modules.pop("q_proj", None)
+    with pytest.warns(UserWarning, match="its parts have other names in this version of transformers .*'q_proj'"):
+        assert overcoat.convert(model).converted == []
 
 
 def test_the_report_says_what_is_slow_and_what_runs_as_it_is() -> None:
