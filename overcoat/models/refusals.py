@@ -51,7 +51,7 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
     try:
         branches = family.branches(layer, 1)
     except AttributeError as error:  # DINOv2 before transformers 5.23
-        return f"its parts have other names in this version of transformers ({error})"
+        return f"a module is not what {family.layer} has there ({error})"
     # What accelerate does to spread a model over devices. It would run, or be left out, whatever the class is.
     for module in (layer, *_modules_of(branches)):
         if "forward" in vars(module):

@@ -263,7 +263,7 @@ def test_a_layer_whose_parts_have_other_names_is_left_alone() -> None:
     model = make_encoder("dinov2")
     for layer in decoder_layers(model).values():
         layer.attention._modules.pop("q_proj", None)
-    with pytest.warns(UserWarning, match="its parts have other names in this version of transformers .*'q_proj'"):
+    with pytest.warns(UserWarning, match="a module is not what Dinov2Layer has there .*'q_proj'"):
         assert overcoat.convert(model).converted == []
 
 
