@@ -254,6 +254,27 @@ MUTATIONS = [
         "            True,",
         "train/test_checkpoint.py",
     ),
+    Mutation(
+        "images: one token further",
+        "models/images.py",
+        "flat.cumsum(0) - 1",
+        "flat.cumsum(0)",
+        "models/test_images.py -k places",
+    ),
+    Mutation(
+        "images: transformers' masks",
+        "models/images.py",
+        "if func is Tensor.masked_scatter and",
+        "if False and",
+        "models/test_images.py -k nobody_waits",
+    ),
+    Mutation(
+        "estimate: a frozen tower has states",
+        "estimate/predict.py",
+        "for parameter in trained:",
+        "for parameter in parameters:",
+        "estimate/test_predict.py -k measured_peaks_of_llava",
+    ),
 ]
 
 

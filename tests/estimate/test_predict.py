@@ -326,6 +326,13 @@ def test_recorded_kept_bytes_to_the_byte(run, recipe, random_state):
     assert predicted.total_bytes == recorded(run, "kept_bytes") + random_state
 
 
+@pytest.mark.parametrize(("frozen", "measured"), [(False, 47.1), (True, 45.7)], ids=["trained", "frozen"])
+def test_measured_peaks_of_llava_within_one_percent(frozen, measured):
+    """GiB on an H200, 4 x 2048, tower and text in FP8 (docs/benchmarks.md)."""
+    peak = predict(MODELS["llava-1.5-7b"].config(), 4, 2048, Setup(freeze_tower=frozen)).peak_bytes
+    assert peak / 2**30 == pytest.approx(measured, rel=0.01)
+
+
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
