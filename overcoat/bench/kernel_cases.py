@@ -14,6 +14,7 @@ from overcoat.kernels import (
     activation,
     activation_backward,
     activation_blockwise,
+    activation_decode,
     adamw_step,
     block_weights,
     blockwise,
@@ -187,6 +188,7 @@ def activation_cases(of: Inputs) -> Cases:
         backward, in_blocks = activation_backward.activation_backward, activation_blockwise.activation_block_backward
         yield KernelCase(activation.activation_encode, encode, f" {name}")
         yield KernelCase(activation.activation_quantize, (z, top, function, gated), f" {name}")
+        yield KernelCase(activation_decode.activation_decode, (*kept[1:], *how, dh.dtype), f" {name}")
         yield KernelCase(activation_backward.activation_gradient_bound, first, f" {name}")
         yield KernelCase(backward, (*kept, scale, None, None, False, *how), f" {name}")
         yield KernelCase(backward, (*kept, scale, bound, "e5m2", has_bias, *how), f" to FP8 {name}")

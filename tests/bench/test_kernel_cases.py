@@ -42,6 +42,7 @@ BYTES = {
     # q and k in place, v only read; 12 bits of q and k, 8 of v. q is H wide, k and v half of it.
     "qk_rope_encode12_": (2 + 1) * 2 * T * H + (2 * 2 + 1) * (H + H // 2) * T // 2 + 2 * 2 * 64 * 128,
     "activation_quantize swiglu": (2 * 2 + 1) * T * I,
+    "activation_decode swiglu": (2 + 2) * T * I,
     "activation_gradient_bound swiglu": 2 * T * I,
     "activation_backward to FP8 swiglu": (2 + 2 + 4 + 1) * T * I,
     "activation_encode gelu": (2 + 1) * T * I,

@@ -175,6 +175,7 @@ def _activation() -> None:
         add("activation_encode", z, activation, gated, code, group_size)
         add("activation_quantize", z, top, activation, gated)
         add("activation_block_quantize", z, activation, gated, code, group_size)
+        add("activation_decode", *kept, *how, dtype)
         add("activation_gradient_bound", dh, kept[1], activation, group_size)
         add("activation_backward", dh, *kept, top / 448, None, None, False, *how)
         add("activation_block_backward", dh, *kept, None, False, *how)

@@ -13,6 +13,7 @@ from overcoat.formats import FLOAT8, Quantized, decode_groups, encode_groups
 from overcoat.kernels import activation as ops
 from overcoat.kernels.activation_backward import activation_backward, activation_gradient_bound
 from overcoat.kernels.activation_blockwise import activation_block_backward
+from overcoat.kernels.activation_decode import activation_decode
 from overcoat.kernels.activation_functions import ACTIVATIONS
 from overcoat.kernels.blockwise import block_quantize_both
 from tests import exact as exact_values
@@ -337,3 +338,14 @@ def test_a_decoded_group_of_inf_is_nan_everywhere():
     z[1, 0] = torch.inf
     codes, group_amax, _ = ops.activation_encode(z, "gelu_tanh", False, "sqrt8", 128)
     assert decode_groups(Quantized(codes, group_amax[:, 0]), "sqrt8", 128)[1, :128].isnan().all()
+
+
+@functions
+@gates
+def test_decode_is_the_function_of_what_is_kept(activation, gated, device):
+    """To FP32's rounding, and the padding of the last group is no column."""
+    (_, *both), how, h, _ = backward_case(61, activation, gated, device)
+    decoded = activation_decode(*both, *how, torch.float32)
+    assert decoded.shape == (61, WIDTH)
+    assert_close_float32("h", h, decoded, TERMS)
+    assert torch.equal(activation_decode(*both, *how, torch.bfloat16), decoded.bfloat16())

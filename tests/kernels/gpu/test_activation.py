@@ -10,6 +10,7 @@ import torch
 from overcoat.kernels.activation import activation_block_quantize, activation_encode, activation_quantize
 from overcoat.kernels.activation_backward import activation_backward, activation_gradient_bound
 from overcoat.kernels.activation_blockwise import activation_block_backward
+from overcoat.kernels.activation_decode import activation_decode
 from overcoat.kernels.activation_functions import ACTIVATIONS
 from overcoat.kernels.op import Op
 from tests.kernels.compare import DEVICE, FORMATS, INTERPRETED, NEEDS_GPU, assert_equal, awkward
@@ -176,6 +177,14 @@ def test_backward(shape, code, group_size, activation, gated):
         top = torch.full((), 3e4, device=DEVICE) if fmt else None
         how = (scale, top, fmt, has_bias, activation, code, group_size)
         assert_same(activation_backward, *arguments, *how, sums=3 if fmt else None)
+
+
+@shapes
+@cases
+def test_decode(shape, code, group_size, activation, gated):
+    (dh, *arguments), _ = kept(shape, activation, gated, code, group_size)
+    for dtype in (dh.dtype, torch.float32):
+        assert_same(activation_decode, *arguments, activation, code, group_size, dtype)
 
 
 @shapes
