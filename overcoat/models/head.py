@@ -7,7 +7,7 @@ subclasses of their own classes, as the layers do (convert.py), with the same pa
     LossHead         lm_head(hidden) gives logits as ever; where it was told the labels, their loss, in chunks
                      (block/loss.py). The call goes through the module, so that FSDP2 may wrap lm_head by itself.
     LeanLossModel    forward(labels=...) tells it in `train()` mode, and runs the model's own forward, whose loss
-                     function then returns what came from lm_head. `logits` are left out of the result (None).
+                     function then returns what came from lm_head. `logits` are not among the result's items (output.py).
     FinalNorm        RMSNorm as one op while it does; else its original forward, so that logits are what they were, bit
                      for bit. LayerNorm needs nothing, PyTorch's is fused.
 
@@ -34,6 +34,7 @@ from overcoat.block.loss import final_norm, linear_cross_entropy
 from overcoat.models.causal import causal_mask
 from overcoat.models.family import Family, Mixin, class_name, families, family_of, mixed, original_class
 from overcoat.models.images import without_waiting
+from overcoat.models.output import without_logits
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
 from overcoat.models.whole import Whole, whole_of, wholes
 from overcoat.recipe import Recipe
@@ -73,6 +74,8 @@ class LeanLossModel(Mixin):
     overcoat_recipe: Recipe
     overcoat_whole: Whole
     overcoat_family: Optional[Family]
+    # What the last forward in eager mode made: "lean loss", or "all logits".
+    overcoat_ran: Optional[str] = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -99,9 +102,9 @@ class LeanLossModel(Mixin):
         """`forward`: the model's own arguments and result (transformers), and one argument more.
 
         Args:
-            labels: (B, S), shifted here. With them and in `train()` mode the result's `logits` are None.
-            output_logits: True: logits, whatever the mode; False: none where labels are given, in `eval()` too;
-                None: none in `train()` mode.
+            labels: (B, S), shifted here. With them and in `train()` mode the result has no `logits`.
+            output_logits: True: logits, whatever the mode; False: None where labels are given, in `eval()` too;
+                None: in `train()` mode an object in their place whose use raises, as an error names the remedy.
             inputs: `num_items_in_batch`, `shift_labels` and `ignore_index` mean what transformers' loss makes of them;
                 `cu_seq_lens_q`, int32 (N + 1,), beside packed position_ids: where documents begin among the B * S
                 tokens, and the end (every multiple of S among them). Without it the host waits to find out.
@@ -110,7 +113,10 @@ class LeanLossModel(Mixin):
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         is_lean = labels is not None and not wants_logits and keeps_all and self.overcoat_recipe.head is not None
         is_lean = is_lean and not inputs.get("output_router_logits")
-        if labels is None or not is_lean or not self._has_lean_head():
+        is_lean = labels is not None and is_lean and self._has_lean_head()
+        if not torch.compiler.is_compiling():
+            self.overcoat_ran = "lean loss" if is_lean else "all logits"
+        if labels is None or not is_lean:
             if labels is not None and self.training and self.overcoat_recipe.z_loss:
                 raise ValueError(
                     f"Recipe.z_loss = {self.overcoat_recipe.z_loss} is added where the loss needs no logits: leave "
@@ -118,7 +124,7 @@ class LeanLossModel(Mixin):
                     "were converted, or convert the model again without z_loss"
                 )
             return self._own_forward(**inputs, labels=labels, logits_to_keep=logits_to_keep)
-        return self._loss_only(labels, inputs)
+        return self._loss_only(labels, inputs, output_logits is None)
 
     def _own_forward(self, **inputs: Any) -> Any:
         return original_class(self).forward(self, **inputs)
@@ -129,14 +135,15 @@ class LeanLossModel(Mixin):
             warnings.warn(f"the loss is computed from all logits: {reason}", stacklevel=5)
         return reason is None
 
-    def _loss_only(self, labels: Tensor, inputs: dict[str, Any]) -> Any:
+    def _loss_only(self, labels: Tensor, inputs: dict[str, Any], says_so: bool) -> Any:
         as_tuple = inputs.pop("return_dict", None) is False
         if not self.overcoat_whole.reads_mask:
             inputs["attention_mask"] = causal_mask(self, inputs)
         images = without_waiting(self) if self.overcoat_whole.vision else contextlib.nullcontext()
         with images, _lean(self, functools.partial(self._loss, labels=labels, inputs=inputs)):
             outputs = self._own_forward(**inputs, labels=labels, return_dict=True)
-        result = type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
+        kind = without_logits(type(outputs)) if says_so and not torch.compiler.is_compiling() else type(outputs)
+        result = kind(**{name: value for name, value in outputs.items() if name != "logits"})
         return result.to_tuple() if as_tuple else result
 
     def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
@@ -165,6 +172,7 @@ class LeanLossModel(Mixin):
 def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
     """Inside, lm_head returns `loss` of what it gets, and the final norm is one op."""
     head, norm, own = model.get_submodule(model.overcoat_whole.head), _final_norm(model), model.loss_function
+    trunk = _trunk(model)
     is_fusable = isinstance(norm, FinalNorm)
     scale = _logit_scale(model)
 
@@ -172,19 +180,33 @@ def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None
         # The model multiplies what it takes for logits; `loss` has been told of that before the product.
         return logits if scale == 1.0 else logits / scale
 
-    model.loss_function, head.overcoat_loss = made_by_head, loss
+    model.loss_function, head.overcoat_loss, trunk.overcoat_is_lean = made_by_head, loss, True
     if is_fusable:
         norm.overcoat_fused = True
     try:
         yield
     finally:
-        model.loss_function, head.overcoat_loss = own, None
+        model.loss_function, head.overcoat_loss, trunk.overcoat_is_lean = own, None, False
         if is_fusable:
             norm.overcoat_fused = False
 
 
+def _trunk(model: Any) -> Any:
+    return model.get_submodule(model.overcoat_whole.text)
+
+
 def _final_norm(model: Any) -> Any:
-    return getattr(model.get_submodule(model.overcoat_whole.text), "norm", None)
+    return getattr(_trunk(model), "norm", None)
+
+
+def _warn_without_z_loss(trunk: Any, _inputs: Any) -> None:
+    """A trainer with a loss of its own runs the layers without the model's `forward`, or asks that for logits."""
+    if trunk.training and trunk.overcoat_z_loss and not trunk.overcoat_is_lean and torch.is_grad_enabled():
+        warnings.warn(
+            f"Recipe.z_loss = {trunk.overcoat_z_loss} is not in this loss, which is not the converted model's own "
+            "(labels=...): add it there, or convert with z_loss=0",
+            stacklevel=2,
+        )
 
 
 def _logit_scale(model: Any) -> float:
@@ -259,7 +281,10 @@ def install_head(model: Any, recipe: Recipe) -> None:
     plain = [(each.module, each.norm) for each in families() if not each.centered and not each.plus_one]
     if (type(norm).__module__, type(norm).__name__) in plain and "forward" not in vars(norm):
         norm.__class__ = mixed(FinalNorm, type(norm))
-    model.overcoat_recipe = recipe
+    model.overcoat_recipe, trunk = recipe, _trunk(model)
+    if recipe.z_loss and not hasattr(trunk, "overcoat_z_loss"):
+        trunk.register_forward_pre_hook(_warn_without_z_loss)
+    trunk.overcoat_z_loss, trunk.overcoat_is_lean = recipe.z_loss, False
 
 
 def remove_head(model: Any) -> None:
@@ -267,6 +292,7 @@ def remove_head(model: Any) -> None:
     if not isinstance(model, LeanLossModel):
         return
     norm, head = _final_norm(model), cast(Any, model).get_submodule(model.overcoat_whole.head)
+    _trunk(model).overcoat_z_loss = 0.0
     if norm is not None and type(norm) is mixed(FinalNorm, original_class(norm)):
         norm.__class__ = original_class(norm)
     if type(model) is not mixed(LeanLossModel, original_class(model)):

@@ -21,6 +21,7 @@ import overcoat
 from overcoat import Recipe
 from overcoat.models.family import families
 from overcoat.models.head import FinalNorm, LossHead, _lean, why_head_replaced
+from overcoat.models.output import NoLogits
 from tests.emulation import sqnr
 from tests.models.zoo import KINDS, VOCAB, make_batch, make_model
 from tests.waits import waiting_is_an_error
@@ -41,7 +42,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_same_training(model: nn.Module, original: nn.Module, inputs: dict[str, Any], **options: Any) -> None:
     """Loss and gradients to the rounding of BF16, which passes through the layers; k's bias is little else."""
     ours, theirs = model(**inputs, **options), original(**inputs, **options)
-    assert ours.logits is None
+    assert isinstance(ours.logits, NoLogits)
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-4, atol=0)
     assert ours.loss.dtype == theirs.loss.dtype
     ours.loss.backward()
@@ -78,7 +79,7 @@ def test_capped_logits_and_a_routers_loss_keep_all_logits() -> None:
         report = overcoat.convert(model)
         assert report.head is not None
         assert (report.head.converted, next(iter(options)) in report.head.detail) == (False, True)
-        assert model(**make_batch()).logits is not None
+        assert isinstance(model(**make_batch()).logits, torch.Tensor)
 
 
 def z_terms(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -124,7 +125,7 @@ def test_a_z_loss_is_of_training_alone(model: nn.Module) -> None:
     torch.testing.assert_close(model(**inputs, output_logits=False).loss, expected, rtol=1e-5, atol=0)
     model.train()
     assert model(**inputs).loss > 1.1 * expected
-    assert model(input_ids=inputs["input_ids"]).logits is not None
+    assert isinstance(model(input_ids=inputs["input_ids"]).logits, torch.Tensor)
     for options in ({"output_logits": True}, {"logits_to_keep": 3}):
         with pytest.raises(ValueError, match=r"z_loss = 0.1 is added where the loss needs no logits"):
             model(**inputs, **options)
@@ -282,7 +283,7 @@ def test_what_the_lean_loss_would_not_compute_is_left_alone(model: nn.Module, ch
     assert reason in report.head.detail
     assert reason in str(report)
     assert type(model).__module__.startswith("transformers.")
-    assert model(model.dummy_inputs["input_ids"]).logits is not None
+    assert isinstance(model(model.dummy_inputs["input_ids"]).logits, torch.Tensor)
 
 
 def test_what_changes_later_falls_back_with_a_warning(model: nn.Module) -> None:
@@ -315,7 +316,7 @@ def test_the_bf16_recipe_and_no_head_undo_it(model: nn.Module) -> None:
         assert isinstance(model.lm_head, LossHead)
         assert overcoat.convert(model, recipe).head.detail == "Recipe.head is None"
         assert (type(model), type(model.lm_head)) == kinds
-        assert model(**make_batch()).logits is not None
+        assert isinstance(model(**make_batch()).logits, torch.Tensor)
 
 
 def test_converting_again_after_wrapping_changes_the_recipe(model: nn.Module) -> None:
@@ -326,11 +327,11 @@ def test_converting_again_after_wrapping_changes_the_recipe(model: nn.Module) ->
     model.__class__, model.lm_head.__class__ = wrapped
     assert overcoat.convert(model, Recipe()).head.converted
     result = model(**make_batch())
-    assert result.logits is None
+    assert isinstance(result.logits, NoLogits)
     assert result.loss != in_fp8
     assert not overcoat.convert(model, Recipe(head=None)).head.converted
     assert [type(model), type(model.lm_head)] == wrapped
-    assert model(**make_batch()).logits is not None
+    assert isinstance(model(**make_batch()).logits, torch.Tensor)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
@@ -409,7 +410,7 @@ def test_a_peft_like_wrapper_trains_lean_too(model: nn.Module) -> None:
 
     wrapper = Wrapper()
     assert overcoat.convert(wrapper).head.name == "base_model.lm_head"
-    assert wrapper(**make_batch()).logits is None
+    assert isinstance(wrapper(**make_batch()).logits, NoLogits)
 
 
 def test_fp8_head_on_a_model(model: nn.Module, device: torch.device) -> None:

@@ -47,7 +47,7 @@ def run(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     real = inputs["labels"] != -100
     results = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
     logits = output.logits
-    if logits is None:  # the converted model's loss does without
+    if not isinstance(logits, Tensor):  # the converted model's loss does without
         with torch.no_grad():
             logits = model(**{**inputs, "labels": None}, use_cache=False).logits
     results["logits"] = logits[real].detach().double()
