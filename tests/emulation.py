@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from overcoat.formats import E4M3, FLOAT8, Float8, dequantize_blocks, quantize_blocks, quantize_tensor
 from overcoat.models.family import decoder_layers, family_of
+from overcoat.models.lora import base_of
 
 
 def sqnr(reference: Tensor, value: Tensor) -> float:
@@ -95,7 +96,7 @@ def emulate_fp8_gemms(model: nn.Module, grad_format: str = "e5m2", in_blocks: bo
             continue
         own = [branch for branch in family.branches(layer, 1) if branch.core is not None]  # experts run as they are
         for layers in (part for branch in own for part in (branch.into, (branch.out,))):
-            members = [_Member.of(linear) for linear in layers]
+            members = [_Member.of(base_of(linear)) for linear in layers]
             stack = _Stack(members, grad_format, in_blocks)
             for index, member in enumerate(members):
                 member.stack = (stack, index)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
+from overcoat.block.adapters import Input, adapters_backward_, add_adapters_
 from overcoat.block.linear import (
     Gradient,
     OutputSaved,
@@ -264,6 +265,8 @@ class Attention(NamedTuple):
         """The output layer's result; whether the residual is added."""
         o, o_amax = inside
         y, kept = linear_forward(o, branch.out, o.dtype, recipe, o_amax, known.out)
+        if branch.out.adapters:
+            add_adapters_(y, branch.out, Input(o))
         saved.append(kept)
         return y, False
 
@@ -290,7 +293,7 @@ class Attention(NamedTuple):
     ) -> tuple[Tensor | Gradient, Linear, tuple[Optional[Tensor], ...]]:
         """Gradients of q, k and v, of the output layer and of the q/k norm weights. Takes what it reads from `saved`.
 
-        They go straight into FP8, except where a norm of q and k reads them too.
+        They go straight into FP8, except where a norm of q and k or adapters read them too.
         """
         scales, rotary = saved.pop(), rotary_of(tables, branch.inner, self.heads)
         kept = saved.pop()
@@ -300,14 +303,15 @@ class Attention(NamedTuple):
         out = product_backward(dy, x_t, branch.out, scales.w_amax, recipe, dy_amax)
         del x_t
         assert out.dx is not None
+        adapters = adapters_backward_(dy, out.dx, branch.out, Input(decoded.o)) if branch.out.adapters else ()
         gradients, inputs = rotated_gradients(out.dx, decoded, rotary, self.heads), decoded.inputs
         dsinks = (
             None if rotary.sinks is None else sink_gradient(out.dx, decoded.o, decoded.lse, rotary.sinks, self.heads)
         )
         del decoded
-        dout = Linear(out.dweights, out.dbiases)
+        dout = Linear(out.dweights, out.dbiases, adapters=adapters)
         del out
-        if rotary.q_weight is None and rotary.k_weight is None and clipped is None:
+        if rotary.q_weight is None and rotary.k_weight is None and clipped is None and len(branch.into.adapters) == 0:
             dz: Tensor | Gradient = qkv_gradient_quantized(gradients, rotary, self.heads, branch.into, recipe)
             return dz, dout, (None, None, dsinks, None)[: len(branch.inner)]
         dz, *dnorms = qkv_gradient(gradients, inputs, rotary, self.heads)

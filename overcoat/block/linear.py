@@ -49,7 +49,7 @@ def stack_weights_of(linear: Linear) -> list[Tensor]:
 
 def stack_biases(linear: Linear) -> Optional[Tensor]:
     """One bias for the stacked weights, zeros where a layer has none; None if no layer has one."""
-    weights, biases, orders, scale = linear
+    weights, biases, orders, scale, _ = linear
     if not linear.has_bias:
         return None
     orders = orders or (None,) * len(weights)
@@ -119,28 +119,37 @@ class LinearGrads(NamedTuple):
 class Gradient(NamedTuple):
     """An output gradient (T, N) as FP8 operand of both products that read it, made once for both.
 
-    data (T, N), for dgrad, None when that has read it for the last time; transposed (N, P), for wgrad; their 0-d scale;
-    sums (N,) FP32 over the tokens, for biases, or None; dtype of the activations. With block scales `scale` is data's
+    data (T, N), for dgrad, None when that has read it for the last time; transposed (N, P), for wgrad, None where no
+    weight wants a gradient; their 0-d scale; sums (N,) FP32 over the tokens, for biases, or None; dtype of the activations. With block scales `scale` is data's
     and `scale_t` transposed's.
     """
 
     data: Optional[Tensor]
-    transposed: Tensor
+    transposed: Optional[Tensor]
     scale: Tensor
     sums: Optional[Tensor]
     dtype: torch.dtype
     scale_t: Optional[Tensor] = None
 
 
-def quantize_gradient(dy: Tensor, linear: Linear, recipe: Recipe, dy_amax: Optional[Tensor] = None) -> Gradient:
+def quantize_gradient(
+    dy: Tensor, linear: Linear, recipe: Recipe, dy_amax: Optional[Tensor] = None, want_weights: bool = True
+) -> Gradient:
     """dy (T, N), times `Linear.scale`, in the recipe's gradient format; dy_amax: max |dy| if known."""
-    dy, factor = dy.contiguous(), linear.scale
+    dy, factor, fmt = dy.contiguous(), linear.scale, recipe.grad_format
     sums = dy.sum(0, dtype=torch.float32) * factor if linear.has_bias else None
-    scale_t = None
+    transposed = scale_t = None
     if recipe.linear_scaling == "block":
-        data, scale, transposed, scale_t = block_quantize_both(dy, recipe.grad_format)
+        if want_weights:
+            data, scale, transposed, scale_t = block_quantize_both(dy, fmt)
+        else:
+            data, scale = block_quantize(dy, fmt)
     else:
-        data, transposed, scale = quantize_both(dy, amax(dy) if dy_amax is None else dy_amax, recipe.grad_format)
+        dy_amax = amax(dy) if dy_amax is None else dy_amax
+        if want_weights:
+            data, transposed, scale = quantize_both(dy, dy_amax, fmt)
+        else:
+            data, scale = quantize(dy, dy_amax, fmt)
     if factor != 1.0:
         scale, scale_t = scale * factor, None if scale_t is None else scale_t * factor
     return Gradient(data, transposed, scale, sums, dy.dtype, scale_t)
@@ -158,6 +167,7 @@ def dgrad(d: Gradient, linear: Linear, w_amax: Optional[Tensor]) -> Tensor:
 
 def wgrad(d: Gradient, x_t: Quantized, dtype: torch.dtype) -> Tensor:
     """dW = dy^T x (N, K), with x as transposed operand (K, P)."""
+    assert d.transposed is not None
     if d.scale_t is not None:
         return block_gemm(d.transposed, x_t.data, d.scale_t, x_t.scale, False, None, dtype)
     fast = d.transposed.shape[1] <= FAST_WGRAD_TOKENS
@@ -178,7 +188,7 @@ def product_backward(
         x_t: the input as transposed E4M3 operand (K, P), or None when no weight wants a gradient.
         dy_amax: max |dy| if known.
     """
-    d = dy if isinstance(dy, Gradient) else quantize_gradient(dy, linear, recipe, dy_amax)
+    d = dy if isinstance(dy, Gradient) else quantize_gradient(dy, linear, recipe, dy_amax, x_t is not None)
     dx = dgrad(d, linear, w_amax)
     stacked = None if x_t is None else wgrad(d, x_t, linear.weights[0].dtype)
     return LinearGrads(dx, *split_gradients(stacked, d.sums, linear))
@@ -188,7 +198,7 @@ def split_gradients(
     dweight: Optional[Tensor], sums: Optional[Tensor], linear: Linear
 ) -> tuple[tuple[Optional[Tensor], ...], tuple[Optional[Tensor], ...]]:
     """Gradients of each weight and bias from those of the stack."""
-    weights, biases, orders, _ = linear
+    weights, biases, orders, *_ = linear
     orders = orders or (None,) * len(weights)
     sizes = [w.shape[0] if order is None else order.count(w) for w, order in zip(weights, orders, strict=True)]
 

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Optional
 
+import torch
 from torch import Tensor
 
+from overcoat.block.adapters import (
+    Input,
+    adapter_gradients,
+    add_adapters_,
+    add_input_gradient_,
+    stack_adapters,
+)
 from overcoat.block.linear import (
     Gradient,
-    LinearGrads,
     block_product,
     dgrad,
     product,
@@ -21,11 +28,12 @@ from overcoat.block.linear import (
     wgrad,
     whole_blocks,
 )
-from overcoat.block.spec import Branch, Linear, Scales, Tables
+from overcoat.block.spec import Adapter, Branch, Linear, Scales, Tables
 from overcoat.formats import Quantized
 from overcoat.kernels.activation import activation_block_quantize, activation_encode, activation_quantize
 from overcoat.kernels.activation_backward import activation_backward, activation_gradient_bound
 from overcoat.kernels.activation_blockwise import activation_block_backward
+from overcoat.kernels.activation_decode import activation_decode
 from overcoat.kernels.groups import group_encode
 from overcoat.recipe import Recipe
 
@@ -62,11 +70,21 @@ def mlp_forward(
     if recipe.linear_scaling == "block":
         h8, h_scale, codes, group_amax = activation_block_quantize(z, activation, gated, code, group_size)
         y = block_product(Quantized(h8, h_scale), out, dtype)
-        return y if residual is None else residual + y, MlpSaved(codes, group_amax, None, None)
-    codes, group_amax, h_amax = activation_encode(z, activation, gated, code, group_size)
-    h8, h_scale = activation_quantize(z, h_amax, activation, gated)
-    y, w_amax = product(h8, h_scale, out, dtype, None, residual)
-    return y, MlpSaved(codes, group_amax, h_scale, w_amax)
+        y, kept = y if residual is None else residual + y, MlpSaved(codes, group_amax, None, None)
+    else:
+        codes, group_amax, h_amax = activation_encode(z, activation, gated, code, group_size)
+        h8, h_scale = activation_quantize(z, h_amax, activation, gated)
+        y, w_amax = product(h8, h_scale, out, dtype, None, residual)
+        kept = MlpSaved(codes, group_amax, h_scale, w_amax)
+    if out.adapters:
+        add_adapters_(y, out, _decoded(kept, activation, recipe, dtype))
+    return y, kept
+
+
+def _decoded(kept: MlpSaved, activation: str, recipe: Recipe, dtype: torch.dtype) -> Input:
+    """h (T, I) in 16 bits, for adapters. E4M3's error in it would be up to 1.4 dB of their gradients."""
+    how = (activation, recipe.kept_format, recipe.group_size)
+    return Input(activation_decode(kept.codes, kept.group_amax, *how, dtype))
 
 
 def mlp_recompute(
@@ -114,7 +132,7 @@ def mlp_backward(
     into_has_bias: bool,
     want_weight: bool,
     dy_amax: Optional[Tensor] = None,
-) -> tuple[Tensor | Gradient, LinearGrads]:
+) -> tuple[Tensor | Gradient, Linear]:
     """Gradients of z and of the second projection; the residual's gradient is dy itself.
 
     Args:
@@ -125,13 +143,19 @@ def mlp_backward(
         want_weight: whether the second projection's weight wants a gradient.
     """
     assert saved.group_amax.shape[1] == 1 + gated
-    d = quantize_gradient(dy, linear, recipe, dy_amax)
+    d = quantize_gradient(dy, linear, recipe, dy_amax, want_weight)
     dh = dgrad(d, linear, saved.w_amax)
     d = d._replace(data=None)
+    if linear.adapters:
+        stacked = stack_adapters(linear, dy.dtype)
+        g = add_input_gradient_(dy, dh, stacked)
     dz, h_t = _gradient(dh, saved, activation, recipe, quantized, into_has_bias)
     del dh  # I / H U, which the weight's gradient can use
     dweight = wgrad(d, h_t, linear.weights[0].dtype) if want_weight else None
-    return dz, LinearGrads(None, *split_gradients(dweight, d.sums, linear))
+    adapters: tuple[Adapter, ...] = ()
+    if linear.adapters:
+        adapters = adapter_gradients(dy, g, linear, stacked, _decoded(saved, activation, recipe, dy.dtype))
+    return dz, Linear(*split_gradients(dweight, d.sums, linear), adapters=adapters)
 
 
 class Mlp(NamedTuple):
@@ -177,11 +201,11 @@ class Mlp(NamedTuple):
         want_out: bool,
     ) -> tuple[Tensor | Gradient, Linear, tuple[()]]:
         """Gradients of the stacked layers' result and of the output layer. Takes what it reads from `saved`."""
-        dz, out = mlp_backward(
+        dz, dout = mlp_backward(
             dy, saved.pop(), branch.out, self.activation, self.gated, recipe,
-            quantized=True, into_has_bias=branch.into.has_bias, want_weight=want_out, dy_amax=dy_amax,
+            quantized=len(branch.into.adapters) == 0, into_has_bias=branch.into.has_bias, want_weight=want_out, dy_amax=dy_amax,
         )  # fmt: skip
-        return dz, Linear(out.dweights, out.dbiases), ()
+        return dz, dout, ()
 
     def scales(self, saved: list[Any]) -> tuple[Optional[Tensor], Optional[Tensor]]:
         """Of the last things saved, by `output`: `Scales.inner` and `Scales.out`."""

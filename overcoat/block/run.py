@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from overcoat.block.adapters import adapters_backward_, add_adapters_, kept_input
 from overcoat.block.linear import InputSaved, stream_linear_backward, stream_linear_forward
 from overcoat.block.norm import (
     NormLinearSaved,
@@ -34,7 +35,17 @@ from overcoat.block.norm import (
     norm_linear_forward,
 )
 from overcoat.block.offload import run_offloaded
-from overcoat.block.spec import Block, Branch, Linear, Scales, Tables, tensors_of, with_tensors, without_tensors
+from overcoat.block.spec import (
+    Adapter,
+    Block,
+    Branch,
+    Linear,
+    Scales,
+    Tables,
+    tensors_of,
+    with_tensors,
+    without_tensors,
+)
 from overcoat.kernels.groups import group_decode, group_encode
 from overcoat.memory import Part, keep_parts, release_saved
 from overcoat.recipe import Recipe
@@ -94,6 +105,8 @@ def _enter(
     else:
         x, z, kept = add_norm_linear_forward(y, x, branch.pre, branch.into, recipe, known.into)
     saved.append(kept)
+    if branch.into.adapters:
+        add_adapters_(z, branch.into, kept_input(kept, branch.pre, recipe, z.dtype))
     return x, z
 
 
@@ -121,15 +134,20 @@ def block_backward(
         kept, want_into = saved.pop(), any(want.into.weights)
         if branch.pre is None:
             into = stream_linear_backward(dz, kept, branch.into, recipe, want_into)
-            del dz
-            assert into.dx is not None
-            dx, dpre, dx_amax = dx + into.dx, None, None
         else:
             into = norm_linear_backward(dz, kept, branch.pre, branch.into, recipe, want_into)
-            del dz
-            assert into.dx is not None
+        assert into.dx is not None
+        adapters: tuple[Adapter, ...] = ()
+        if branch.into.adapters:
+            inputs = kept_input(kept, branch.pre, recipe, into.dx.dtype)
+            adapters = adapters_backward_(dz, into.dx, branch.into, inputs)
+            del inputs
+        del dz
+        if branch.pre is None:
+            dx, dpre, dx_amax = dx + into.dx, None, None
+        else:
             dx, dpre, dx_amax = input_gradient(into.dx, dx, kept, branch.pre, recipe)
-        dinto = Linear(into.dweights, into.dbiases)
+        dinto = Linear(into.dweights, into.dbiases, adapters=adapters)
         del into, kept
         gradients.append(Branch(branch.core, dinto, dout, dinner, dpre, dpost))
     return dx, gradients[::-1]

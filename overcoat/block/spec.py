@@ -30,17 +30,27 @@ class Norm(NamedTuple):
     centered: bool = False
 
 
+class Adapter(NamedTuple):
+    """A low-rank addition to one of stacked layers (adapters.py): a (r, K), b (N_i, r); layer: which, counted from 0."""
+
+    a: Any
+    b: Any
+    scaling: float
+    layer: int = 0
+
+
 class Linear(NamedTuple):
     """Linear layers that read one input, one GEMM: weights (N_i, K), biases (N_i,) or None.
 
     orders: for each layer how its rows become those of the operand (order.py), or None as they are; () for all.
-    scale: what the result is multiplied by.
+    scale: what the result is multiplied by, that of adapters too.
     """
 
     weights: tuple[Any, ...]
     biases: tuple[Any, ...]
     orders: tuple[Optional[Order], ...] = ()
     scale: float = 1.0
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def has_bias(self) -> bool:
@@ -97,7 +107,7 @@ def tensors_of(branches: Sequence[Branch]) -> list[Any]:
     for _, into, out, inner, pre, post, _ in branches:
         if pre is not None:
             flat += pre[:2]
-        flat += (*into.weights, *into.biases, *inner, *out.weights, *out.biases)
+        flat += (*_tensors(into), *inner, *_tensors(out))
         if post is not None:
             flat += post[:2]
     return flat
@@ -120,9 +130,17 @@ def with_tensors(block: Block, flat: tuple[Any, ...]) -> Block:
     return Block(tuple(branches), block.parallel)
 
 
+def _tensors(linear: Linear) -> tuple[Any, ...]:
+    return (*linear.weights, *linear.biases, *(part for adapter in linear.adapters for part in adapter[:2]))
+
+
 def _linear_at(flat: tuple[Any, ...], start: int, linear: Linear) -> tuple[Linear, int]:
     middle, end = start + len(linear.weights), start + 2 * len(linear.weights)
-    return linear._replace(weights=flat[start:middle], biases=flat[middle:end]), end
+    adapters = tuple(
+        [each._replace(a=flat[i], b=flat[i + 1]) for i, each in zip(range(end, len(flat), 2), linear.adapters)]
+    )
+    made = linear._replace(weights=flat[start:middle], biases=flat[middle:end], adapters=adapters)
+    return made, end + 2 * len(adapters)
 
 
 def without_tensors(block: Block) -> Block:

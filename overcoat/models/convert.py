@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch import nn
@@ -21,7 +20,9 @@ from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import Family, decoder_layers, families, family_of, mixed, original_class
 from overcoat.models.head import find_causal_model, install_head, remove_head, why_head_unsupported
+from overcoat.models.lora import active_adapters
 from overcoat.models.refusals import why_unsupported
+from overcoat.models.report import LayerReport, Report
 from overcoat.models.whole import whole_of
 from overcoat.recipe import Recipe
 
@@ -31,74 +32,21 @@ FILTERED = "filter_fn said no"
 REFUSED = {"T5Block": "its attention adds a trained bias by relative position, whose gradient is not computed"}
 
 
-class LayerReport(NamedTuple):
-    """What happened to one decoder layer, or to the head: `converted`, and the treatment or the reason why not."""
-
-    name: str
-    kind: str
-    converted: bool
-    detail: str
-
-
-@dataclass
-class Report:
-    """The result of `convert`; prints as a table, equal neighbours folded into one line.
-
-    head: what became of lm_head and the loss; None if the model has none (a bare `LlamaModel`, say).
-    parts: of a vision-language model, how its tower, connector and text train, a line each.
-    """
-
-    recipe: Recipe
-    layers: list[LayerReport] = field(default_factory=list)
-    head: Optional[LayerReport] = None
-    parts: list[str] = field(default_factory=list)
-
-    @property
-    def converted(self) -> list[str]:
-        """Names of the layers that now train in FP8."""
-        return [layer.name for layer in self.layers if layer.converted]
-
-    @property
-    def left_alone(self) -> dict[str, str]:
-        """Names of the decoder layers that stay as they were, with the reason."""
-        return {layer.name: layer.detail for layer in self.layers if not layer.converted}
-
-    def __str__(self) -> str:
-        rows = []
-        for first, last, count in _runs(self.layers):
-            name = first.name if count == 1 else f"{first.name} .. {last.name} ({count})"
-            rows.append((name, first.kind, "FP8" if first.converted else "left alone", first.detail))
-        if self.head is not None:
-            treatment = "lean loss" if self.head.converted else "left alone"
-            rows.append((self.head.name, self.head.kind, treatment, self.head.detail))
-        head = ("layer", "class", "treatment", "detail")
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(3)]
-        lines = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=True)), row[3]])
-            for row in [head, *rows]
-        ]
-        total = f"{len(self.converted)} of {len(self.layers)} decoder layers train in FP8"
-        return "\n".join([*lines, *self.parts, total])
-
-
-def _runs(layers: list[LayerReport]) -> list[tuple[LayerReport, LayerReport, int]]:
-    runs: list[tuple[LayerReport, LayerReport, int]] = []
-    for layer in layers:
-        if runs and runs[-1][0][1:] == layer[1:]:
-            first, _, count = runs[-1]
-            runs[-1] = (first, layer, count + 1)
-        else:
-            runs.append((layer, layer, 1))
-    return runs
-
-
 def convert(
-    model: nn.Module, recipe: Optional[Recipe] = None, filter_fn: Optional[FilterFn] = None, *, strict: bool = False
+    model: nn.Module,
+    recipe: Optional[Recipe] = None,
+    filter_fn: Optional[FilterFn] = None,
+    *,
+    strict: bool = False,
+    eval_fp8: bool = False,
 ) -> Report:
     """Convert a Hugging Face model to FP8 training, in place: its decoder layers, and the loss at its end.
 
     In `train()` mode converted layers compute in FP8 and keep 8-bit tensors for the backward; in `eval()` they run
-    their original forward. While training no key/value cache is built (`use_cache` is off for the call unless given).
+    their original forward, unless `eval_fp8`. While they compute in FP8 no key/value cache is built (`use_cache` is off
+    for the call unless given; with a cache, as in `generate()`, they run their original forward).
+
+    Layers may have LoRA adapters of peft, before or after: the base in FP8, adapters in the activations' dtype.
 
     Given labels, the model in `train()` mode computes its loss in chunks of tokens and returns no logits; with
     `output_logits=True`, without labels and in `eval()` it returns them as ever (`models/head.py`).
@@ -109,6 +57,7 @@ def convert(
         recipe: what is kept, and in which format; `Recipe()` if None.
         filter_fn: `filter_fn(module, name) -> bool`; False leaves that decoder layer, or lm_head, alone.
         strict: an error instead of a warning where no layer at all can train in FP8.
+        eval_fp8: FP8 in `eval()` too: a reference model (DPO, GRPO) that computes what the policy does, bit for bit.
 
     Returns:
         a `Report` saying for each decoder layer and the head what it got, or why it was left alone.
@@ -137,11 +86,15 @@ def convert(
     if recipe.z_loss:
         _check_z_loss(model, recipe, filter_fn)
     for name, layer in layers.items():
-        report.layers.append(_convert_layer(layer, name, recipe, filter_fn))
+        report.layers.append(_convert_layer(layer, name, recipe, filter_fn, eval_fp8))
+    for name in report.converted:
+        report.watch(name, layers[name])
     _choose_offloaded(layers, report)
     report.head = _convert_head(model, recipe, filter_fn)
+    if report.head is not None and report.head.converted:
+        report.watch(report.head.name, find_causal_model(model)[1])  # type: ignore[index]
     report.parts = _parts(model, report)
-    _forbid_cache(model, report.converted)
+    _forbid_cache(model, report.converted, eval_fp8)
     _check_converted(report, strict)
     return report
 
@@ -185,7 +138,9 @@ def _check_z_loss(model: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn
         raise ValueError(f"Recipe.z_loss = {recipe.z_loss} needs the converted loss, and {reason}; use z_loss=0")
 
 
-def _convert_layer(layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optional[FilterFn]) -> LayerReport:
+def _convert_layer(
+    layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optional[FilterFn], eval_fp8: bool
+) -> LayerReport:
     original = original_class(layer)
     kind = original.__name__
 
@@ -215,8 +170,9 @@ def _convert_layer(layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optio
         if type(layer) is not original:
             return left_alone(f"the layer is wrapped already, as {type(layer).__name__}: convert it before")
         layer.__class__ = mixed(Fp8DecoderLayer, original)
-    layer.overcoat_recipe = recipe  # type: ignore[assignment]
-    return LayerReport(name, kind, True, _describe(layer, family, recipe))
+    layer.overcoat_recipe, layer.overcoat_eval = recipe, eval_fp8  # type: ignore[assignment]
+    detail = _describe(layer, family, recipe)
+    return LayerReport(name, kind, True, f"{detail}, in eval() too" if eval_fp8 else detail)
 
 
 def _choose_offloaded(layers: dict[str, nn.Module], report: Report) -> None:
@@ -286,7 +242,9 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
     else:
         kept += ", attention " + (recipe.kept_format if recipe.kept_attention == "8bit" else "bf16")
     extras = []
-    for core, _, into, _, inner, pre, post, layer_scale, *_ in family.branches(layer, 1):
+    for core, _, into, out, inner, pre, post, layer_scale, *_ in family.branches(layer, 1):
+        ranks = {active.a.shape[0] for linear in (*into, out) for active in active_adapters(linear)}
+        extras += [f"LoRA of rank {rank} in the model's dtype" for rank in sorted(ranks)]
         if layer_scale is not None:
             extras.append("LayerScale")
         if family.centered or isinstance(pre or post, nn.LayerNorm):
@@ -311,16 +269,16 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
     return ", ".join([f"GEMMs e4m3/{recipe.grad_format}{scales}", kept, *dict.fromkeys(extras)])
 
 
-def _forbid_cache(model: nn.Module, converted: list[str]) -> None:
-    """No key/value cache while training, by a hook on whoever owns the converted layers and calls them."""
+def _forbid_cache(model: nn.Module, converted: list[str], eval_fp8: bool) -> None:
+    """No key/value cache while layers compute in FP8, by a hook on whoever owns the converted layers and calls them."""
     owners = {_owner(model, name) for name in converted if not _is_encoder(model.get_submodule(name))}
     found = find_causal_model(model)
     if owners and found is not None and (whole := whole_of(found[1])) is not None and whole.vision:
         owners.add(found[1])  # SmolVLM makes a cache before it calls the text's owner
-    for owner in owners:
-        if owner is not None and not getattr(owner, "_overcoat_no_cache", False):
-            owner.register_forward_pre_hook(_no_cache_while_training, with_kwargs=True)
-            owner._overcoat_no_cache = True  # type: ignore[assignment]
+    for owner in owners - {None}:
+        if not hasattr(owner, "overcoat_eval"):
+            owner.register_forward_pre_hook(_no_cache_in_fp8, with_kwargs=True)
+        owner.overcoat_eval = eval_fp8
 
 
 def _is_encoder(layer: nn.Module) -> bool:
@@ -340,8 +298,12 @@ def _owner(model: nn.Module, name: str) -> Optional[nn.Module]:
     return next((x for x in modules if any(child is model for child in x._modules.values())), None)
 
 
-def _no_cache_while_training(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _no_cache_in_fp8(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     # A cache would hold every layer's K and V in BF16, and transformers reads packed position_ids only without one.
-    if module.training and kwargs.get("past_key_values") is None and kwargs.get("use_cache") is None:
+    if (
+        (module.training or module.overcoat_eval)
+        and kwargs.get("past_key_values") is None
+        and kwargs.get("use_cache") is None
+    ):
         kwargs["use_cache"] = False
     return args, kwargs

@@ -1,8 +1,8 @@
 """What all families share: a layer that trains in FP8, and how its modules become the branches of a block.
 
 `Fp8DecoderLayer` is mixed into the layer's own class (convert.py), so parameters, names, hooks and the original forward
-stay. It computes in FP8 in `train()` mode; otherwise, and whenever a module of it was replaced or hooked since (a
-LoRA adapter, say) or a cache is asked for, the original forward runs.
+stay. It computes in FP8 in `train()` mode (`eval_fp8`: always); otherwise, and whenever a module of it was replaced or
+hooked since or a cache is asked for, the original forward runs. LoRA adapters become part of the block (lora.py).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from overcoat.block.norm import norm_forward
 from overcoat.block.order import Order
 from overcoat.block.run import run_block
 from overcoat.block.softmax import Heads, observers
-from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
+from overcoat.block.spec import Adapter, Block, Branch, Linear, Norm, Tables
 from overcoat.kernels.packed import dense_mask
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
+from overcoat.models.lora import active_adapters, base_of
 from overcoat.models.masks import as_starts, check_mask, mask_from, reads_lengths
-from overcoat.models.refusals import ACTIVATIONS, why_changed, why_foreign
+from overcoat.models.refusals import ACTIVATIONS, branches_of, why_changed
 from overcoat.recipe import Recipe
 
 # ---- what families are made of ----------------------------------------------------------------------------------
@@ -148,15 +149,23 @@ def _branch(modules: Modules, family: Family) -> Branch:
         # Into the weight, whose gradient autograd takes apart again. FP8 has exponents enough for columns' sizes.
         factor = getattr(layer_scale, "lambda1", layer_scale)
         (weight,), (bias,) = result.weights, result.biases
-        result = result._replace(weights=(factor[:, None] * weight,), biases=(None if bias is None else factor * bias,))
+        result = result._replace(
+            weights=(factor[:, None] * weight,),
+            biases=(None if bias is None else factor * bias,),
+            adapters=tuple([each._replace(b=factor[:, None] * each.b) for each in result.adapters]),
+        )
     return Branch(core, _linear(into, orders), result, weights, _norm(pre, family), _norm(post, family), outer)
 
 
 def _linear(layers: tuple[Any, ...], orders: tuple[Optional[Order], ...] = (), scale: float = 1.0) -> Linear:
-    own = [layer._parameters for layer in layers]  # `layer.weight` would take three times as long
-    if type(layers[0]) is not nn.Linear:  # Conv1D
+    bases = [base_of(layer) for layer in layers]
+    own = [base._parameters for base in bases]  # `base.weight` would take three times as long
+    if type(bases[0]) is not nn.Linear:  # Conv1D
         orders = (Order(transposed=True),)
-    return Linear(tuple([each["weight"] for each in own]), tuple([each["bias"] for each in own]), orders, scale)
+    adapters = [Adapter(*active, place) for place, layer in enumerate(layers) for active in active_adapters(layer)]
+    return Linear(
+        tuple([each["weight"] for each in own]), tuple([each["bias"] for each in own]), orders, scale, tuple(adapters)
+    )
 
 
 def _norm(norm: Any, family: Family) -> Any:
@@ -183,6 +192,10 @@ class Fp8DecoderLayer(Mixin):
     overcoat_arguments: tuple[str, ...] = ()
     # Whether this layer's kept tensors go to host memory; None where those of no layer do.
     overcoat_offload: Optional[bool] = None
+    # Whether it computes in FP8 in `eval()` too.
+    overcoat_eval: bool = False
+    # What the last forward in eager mode ran: "FP8", or why not.
+    overcoat_ran: Optional[str] = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -240,20 +253,27 @@ class Fp8DecoderLayer(Mixin):
         """The modules whose forward the FP8 block stands in for; None where each is to run its own."""
         # Not `torch.is_grad_enabled()`: a reentrant checkpoint runs its first forward without gradients, and the
         # recomputation must repeat the same numbers.
-        if not self.training:
+        if not self.training and not self.overcoat_eval:
+            self._note("eval(): the original forward")
             return None
         family = self.overcoat_family
-        if cache is not None:
-            reason: Optional[str] = "a key/value cache was asked for (use_cache=True)"
-        else:
-            reason = why_foreign(self, family)
-        if reason is None:
-            branches = family.branches(self, batch)
+        branches, reason = None, "a key/value cache was asked for (use_cache=True)"
+        if cache is None:
+            branches, reason = branches_of(self, family, batch)
+        if branches is not None:
             reason = why_changed(self, family, branches)
             if reason is None:
+                self._note("FP8")
                 return branches
-        warnings.warn(f"this layer trains in its original precision: {reason}", stacklevel=3)
+        self._note(f"original precision: {reason}")
+        does = "trains" if self.training else "computes"
+        warnings.warn(f"this layer {does} in its original precision: {reason}", stacklevel=3)
         return None
+
+    def _note(self, ran: str) -> None:
+        # A side effect, which compiled code may not have inside of a checkpoint.
+        if not torch.compiler.is_compiling():
+            self.overcoat_ran = ran
 
 
 def _run_as_it_is(x: Tensor, modules: Modules, family: Family, recipe: Recipe) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 from overcoat.block.mlp import Mlp
 from overcoat.models.family import Family, Modules, class_name
+from overcoat.models.lora import base_of, is_lora, parts_of, why_not_plain
 from overcoat.models.masks import reads_lengths
 
 # transformers' names of the activations, and ours.
@@ -34,6 +35,8 @@ FUNCTIONS = {
     "relu2": ("ReLUSquaredActivation",),
 }
 
+# Direct parts of a layer that are not of the family's own file.
+PARTS = (nn.LayerNorm, nn.Identity, nn.Dropout, nn.Linear)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Hooks that expect nothing of what a module gets and returns: transformers' sleeping recorders, FSDP2's gathering,
 # the one that forbids the cache (convert.py).
@@ -45,18 +48,16 @@ ATTENTION = ("sdpa", "eager", "flex_attention")
 
 def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
     """The reason why a layer of a family cannot run in FP8, or None if it can."""
-    reason = why_foreign(layer, family)
-    if reason is not None:
+    branches, reason = branches_of(layer, family, 1)
+    if branches is None:
         return reason
-    try:
-        branches = family.branches(layer, 1)
-    except AttributeError as error:  # DINOv2 before transformers 5.23
-        return f"a module is not what {family.layer} has there ({error})"
     # What accelerate does to spread a model over devices. It would run, or be left out, whatever the class is.
     for module in (layer, *_modules_of(branches)):
         if "forward" in vars(module):
             return f"the forward of {_path(layer, module)} was replaced on the object: convert before"
     for name, module in layer.named_modules():
+        if ".lora_dropout." in name:  # of active adapters alone it matters: `why_not_plain`
+            continue
         for rate in ("attention_dropout", "residual_dropout", "dropout", "drop_prob", "p"):
             dropout = getattr(module, rate, 0.0)
             if isinstance(dropout, float) and dropout:
@@ -74,16 +75,19 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
 
 def why_replaced(layer: nn.Module, family: Family) -> Optional[str]:
     """The reason why a layer's modules or attention are not what the FP8 block computes."""
-    return why_foreign(layer, family) or why_changed(layer, family, family.branches(layer, 1))
+    branches, reason = branches_of(layer, family, 1)
+    return reason if branches is None else why_changed(layer, family, branches)
 
 
-def why_foreign(layer: nn.Module, family: Family) -> Optional[str]:
-    """Whether a direct part of a layer, of which `Family.branches` expects attributes, is another module's."""
+def branches_of(layer: Any, family: Family, batch: int) -> tuple[Optional[tuple[Modules, ...]], Optional[str]]:
+    """A layer's branches, or why its modules are not those of which `Family.branches` expects attributes."""
     for name, part in layer._modules.items():
-        module = type(part).__module__
-        if part is not None and module != family.module and not module.startswith("torch.nn.modules."):
-            return f"{name} is a {class_name(part)}, not the model's own"
-    return None
+        if part is not None and type(part).__module__ != family.module and type(part) not in PARTS:
+            return None, f"{name} is a {class_name(part)}, not the model's own"
+    try:
+        return family.branches(layer, batch), None
+    except AttributeError as error:
+        return None, f"a module is not what {family.layer} has there ({error})"
 
 
 def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]) -> Optional[str]:
@@ -101,8 +105,12 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
             kind = "attention of all tokens" if family.encoder else "causal attention"
             return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
         for linear in (*into, out) if core is not None else ():
-            if type(linear) is not nn.Linear and not _is_conv1d(linear):
-                return f"{_path(layer, linear)} is a {class_name(linear)}, not nn.Linear"
+            base = base_of(linear)
+            if type(base) is not nn.Linear and not _is_conv1d(base):
+                return f"{_path(layer, base)} is a {class_name(base)}, not nn.Linear"
+            variant = why_not_plain(linear) if base is not linear else None
+            if variant is not None:
+                return f"{_path(layer, linear)} is a {class_name(linear)} with {variant}"
         for norm in (*inner, pre, post):
             if norm is not None and not _is_own_norm(norm, family):
                 return f"{_path(layer, norm)} is a {class_name(norm)}, not the model's own norm"
@@ -131,7 +139,8 @@ def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
             yield from (module for module in (pre, post) if module is not None)
             continue
         parts = owner._modules.values() if isinstance(core, Mlp) else (*into, *inner)  # an MLP's activation, too
-        for module in (owner, *parts, out, pre, post, layer_scale, *around):
+        adapted = [part for linear in (*into, out) if is_lora(linear) for part in parts_of(linear)]
+        for module in (owner, *parts, *adapted, out, pre, post, layer_scale, *around):
             if isinstance(module, nn.Module):
                 yield module
 

@@ -1,0 +1,96 @@
+"""What `convert` did to each layer and the head, and what they ran at their last forward."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional
+
+from torch import nn
+
+from overcoat.models.refusals import why_replaced
+from overcoat.recipe import Recipe
+
+
+class LayerReport(NamedTuple):
+    """What happened to one decoder layer, or to the head: `converted`, and the treatment or the reason why not."""
+
+    name: str
+    kind: str
+    converted: bool
+    detail: str
+
+
+@dataclass
+class Report:
+    """The result of `convert`; prints as a table, equal neighbours folded into one line.
+
+    head: what became of lm_head and the loss; None if the model has none (a bare `LlamaModel`, say).
+    parts: of a vision-language model, how its tower, connector and text train, a line each.
+    """
+
+    recipe: Recipe
+    layers: list[LayerReport] = field(default_factory=list)
+    head: Optional[LayerReport] = None
+    parts: list[str] = field(default_factory=list)
+    _modules: dict[str, weakref.ref[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_modules": {}}
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        """`running` is to tell of this converted module, without keeping it alive."""
+        self._modules[name] = weakref.ref(module)
+
+    def running(self) -> dict[str, str]:
+        """What converted layers and the head ran at their last forward, by name: "FP8", "lean loss", or why not.
+
+        Compiled code is not seen as it runs: there, what holds now is told.
+        """
+        modules = {name: module() for name, module in self._modules.items()}
+        return {name: _ran(module) for name, module in modules.items() if module is not None}
+
+    @property
+    def converted(self) -> list[str]:
+        """Names of the layers that now train in FP8."""
+        return [layer.name for layer in self.layers if layer.converted]
+
+    @property
+    def left_alone(self) -> dict[str, str]:
+        """Names of the decoder layers that stay as they were, with the reason."""
+        return {layer.name: layer.detail for layer in self.layers if not layer.converted}
+
+    def __str__(self) -> str:
+        rows = []
+        for first, last, count in _runs(self.layers):
+            name = first.name if count == 1 else f"{first.name} .. {last.name} ({count})"
+            rows.append((name, first.kind, "FP8" if first.converted else "left alone", first.detail))
+        if self.head is not None:
+            treatment = "lean loss" if self.head.converted else "left alone"
+            rows.append((self.head.name, self.head.kind, treatment, self.head.detail))
+        head = ("layer", "class", "treatment", "detail")
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(3)]
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=True)), row[3]])
+            for row in [head, *rows]
+        ]
+        total = f"{len(self.converted)} of {len(self.layers)} decoder layers train in FP8"
+        return "\n".join([*lines, *self.parts, total])
+
+
+def _ran(module: Any) -> str:
+    ran: Optional[str] = getattr(module, "overcoat_ran", None)
+    if ran is None and hasattr(module, "overcoat_arguments"):  # a layer
+        ran = why_replaced(module, module.overcoat_family)
+    return ran or "not seen to run: no forward yet, or compiled code alone"
+
+
+def _runs(layers: list[LayerReport]) -> list[tuple[LayerReport, LayerReport, int]]:
+    runs: list[tuple[LayerReport, LayerReport, int]] = []
+    for layer in layers:
+        if runs and runs[-1][0][1:] == layer[1:]:
+            first, _, count = runs[-1]
+            runs[-1] = (first, layer, count + 1)
+        else:
+            runs.append((layer, layer, 1))
+    return runs

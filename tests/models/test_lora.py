@@ -1,0 +1,276 @@
+"""peft's LoRA in converted layers, against peft's own forward: `pytest tests/models/test_lora.py`."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import overcoat
+from overcoat import Recipe
+from overcoat.block.spec import Adapter, Block, tensors_of, with_tensors, without_tensors
+from overcoat.memory import record_kept
+from overcoat.models.decoder import block_of
+from overcoat.models.family import decoder_layers, family_of
+from tests.emulation import emulate_fp8_gemms, sqnr
+from tests.models.zoo import make_batch, make_model
+
+peft: Any = pytest.importorskip("peft")
+LIMIT_DB, SEEDS = 1.0, 2
+ALL = "all-linear"
+
+
+def adapted(model: nn.Module, targets: Any = ALL, seed: int = 0, name: str = "default", **options: Any) -> Any:
+    """A model with trained adapters: B is not zero."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=targets, **options)
+    if isinstance(model, peft.PeftModel):
+        model.add_adapter(name, config)
+    else:
+        model = peft.get_peft_model(model, config, adapter_name=name)
+    for path, parameter in model.named_parameters():
+        if "lora_B" in path and f".{name}." in path:
+            parameter.data.normal_(0, 0.02)
+    return model.train()
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The loss and every gradient."""
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def all_in_fp8(model: nn.Module, report: overcoat.Report) -> bool:
+    layers = [name for name, _ in decoder_layers(model).items()]
+    return [report.running()[name] for name in layers] == ["FP8"] * len(layers)
+
+
+def average_db(exact: dict[str, Tensor], *others: dict[str, Tensor]) -> dict[str, list[float]]:
+    """By parameter, over layers: noise power relative to the signal's."""
+    noise: dict[str, list[float]] = collections.defaultdict(lambda: [0.0] * len(others))
+    for name, reference in exact.items():
+        for place, other in enumerate(others):
+            error = (other[name].double() - reference.double()).square().sum() / reference.double().square().sum()
+            noise[re.sub(r"\.\d+\.", ".*.", name)][place] += float(error)
+    return noise
+
+
+# A family of each wiring: rows in another order (Phi-3's partial rotation), norms after and no norm before (OLMo 2),
+# LayerNorms with biases (Starcoder 2), one layer for q, k and v by head, parallel (GPT-NeoX), Conv1D (GPT-2), a
+# multiplier (Granite).
+@pytest.mark.parametrize(
+    ("kind", "recipe", "dtype"),
+    [
+        ("llama", Recipe(), torch.bfloat16),
+        ("llama", Recipe.leanest(), torch.float32),
+        ("llama", Recipe(linear_scaling="block"), torch.float32),
+        *((kind, Recipe(), torch.float32) for kind in ("olmo2", "starcoder2", "gpt_neox", "gpt2", "granite", "qwen3")),
+    ],
+)
+def test_adapters_are_as_good_as_with_fp8_gemms_alone(kind: str, recipe: Recipe, dtype: torch.dtype) -> None:
+    """Base products in FP8, adapters and all else exact, is the floor."""
+    totals: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+    for seed in range(SEEDS):
+        original, inputs = adapted(make_model(kind, seed=seed).to(dtype), seed=seed), make_batch(seed=seed)
+        exact = run(copy.deepcopy(original).double(), inputs)
+        floor = run(emulate_fp8_gemms(original, in_blocks=recipe.linear_scaling == "block"), inputs)
+        report = overcoat.convert(original, recipe)
+        ours = run(original, inputs)
+        assert all_in_fp8(original, report)
+        assert ours.keys() == exact.keys()
+        assert all("lora_" in name for name in ours.keys() - {"loss"})
+        for name, noise in average_db(exact, floor, ours).items():
+            totals[name] = [a + b for a, b in zip(totals[name], noise)]
+    lost = {name: 10 * math.log10(ours / floor) for name, (floor, ours) in totals.items() if name != "loss"}
+    assert len(lost) >= 8
+    assert not {name: round(db, 2) for name, db in lost.items() if not db <= LIMIT_DB}
+
+
+def test_nothing_is_kept_for_adapters() -> None:
+    """Their input is what the norm keeps, or what the core computes again. BF16 with peft keeps 4 times as much."""
+    sizes = {}
+    for what in ("all trained", "adapters", "bf16"):
+        model = make_model("llama", layers=2)
+        model = model if what == "all trained" else adapted(model)
+        if what != "bf16":
+            overcoat.convert(model)
+        with record_kept(model) as kept:
+            loss = model(**make_batch(), use_cache=False).loss
+        sizes[what] = sum(row.bytes for row in kept.rows if what == "bf16" or row.op.startswith(("attention", "mlp")))
+        loss.backward()
+    assert sizes["adapters"] == sizes["all trained"]
+    assert sizes["bf16"] > 4 * sizes["adapters"]
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["down_proj"], ["o_proj", "up_proj"]])
+def test_some_layers_have_adapters(targets: list[str]) -> None:
+    original, inputs = adapted(make_model("llama", layers=2), targets), make_batch()
+    model = copy.deepcopy(original)
+    report = overcoat.convert(model)
+    theirs, ours = run(original, inputs), run(model, inputs)
+    assert all_in_fp8(model, report)
+    assert ours.keys() == theirs.keys()
+    assert min(sqnr(theirs[name], ours[name]) for name in ours) > 12
+
+
+def test_convert_before_or_after_is_the_same() -> None:
+    results = []
+    for before in (True, False):
+        model = make_model("llama", layers=2)
+        if before:
+            report = overcoat.convert(model)
+        model = adapted(model)
+        if not before:
+            report = overcoat.convert(model)
+            assert "LoRA of rank 8" in report.layers[0].detail
+        results.append(run(model, make_batch()))
+        assert set(report.running().values()) == {"FP8", "lean loss"}
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_without_adapters_the_base_is_computed() -> None:
+    """Adapters off, merged, and merged for good: the losses of the same weights without peft."""
+    base, inputs = make_model("llama", layers=2), make_batch()
+    model = adapted(copy.deepcopy(base))
+    overcoat.convert(base)
+    overcoat.convert(model)
+    own, plain = model(**inputs).loss, base(**inputs).loss
+    with model.disable_adapter():
+        assert torch.equal(model(**inputs).loss, plain)
+    assert not torch.equal(own, plain)
+    model.merge_adapter()
+    merged = model(**inputs).loss
+    torch.testing.assert_close(merged, own, rtol=1e-3, atol=0)
+    with model.disable_adapter():  # which unmerges
+        torch.testing.assert_close(model(**inputs).loss, plain, rtol=1e-3, atol=0)
+    torch.testing.assert_close(model(**inputs).loss, own, rtol=1e-3, atol=0)
+    whole = model.merge_and_unload()
+    assert not [name for name, _ in whole.named_modules() if "lora" in name]
+    torch.testing.assert_close(whole(**inputs).loss, own, rtol=1e-3, atol=0)
+
+
+def test_several_adapters() -> None:
+    """One at a time, and both at once (with different ranks of scaling)."""
+    original, inputs = adapted(adapted(make_model("llama", layers=2)), seed=1, name="second"), make_batch()
+    model = copy.deepcopy(original)
+    report = overcoat.convert(model)
+    results = {}
+    for chosen in ("default", "second", ["default", "second"]):
+        for each in (model, original):
+            each.zero_grad()
+            each.base_model.set_adapter(chosen)
+        results[str(chosen)], theirs = run(model, inputs), run(original, inputs)
+        assert all_in_fp8(model, report)
+        assert results[str(chosen)].keys() == theirs.keys()
+        assert min(sqnr(theirs[name], grad) for name, grad in results[str(chosen)].items()) > 12
+    assert len({float(result["loss"]) for result in results.values()}) == 3
+
+
+def test_adapters_are_saved_and_loaded(tmp_path: Any) -> None:
+    base, inputs = make_model("llama", layers=1), make_batch()
+    model = adapted(copy.deepcopy(base))
+    overcoat.convert(model)
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, is_trainable=True).train()
+    overcoat.convert(loaded)
+    ours, theirs = run(loaded, inputs), run(model, inputs)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"use_dora": True}, "mlp.down_proj is a peft.tuners.lora.layer.Linear with DoRA"),
+        ({"lora_dropout": 0.1}, "mlp.down_proj is a peft.tuners.lora.layer.Linear with lora_dropout 0.1"),
+        ({"lora_bias": True}, "mlp.down_proj is a peft.tuners.lora.layer.Linear with lora_bias"),
+        ({"modules_to_save": ["down_proj"]}, "mlp.down_proj is a peft.utils.other.ModulesToSaveWrapper, not nn.Linear"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_other_adapters_are_named(options: dict[str, Any], reason: str) -> None:
+    targets = ["q_proj"] if "modules_to_save" in options else ["down_proj"]
+    before, after = make_model("llama", layers=1), adapted(make_model("llama", layers=1), targets, **options)
+    with pytest.warns(UserWarning, match="no decoder layer trains in FP8"):
+        report = overcoat.convert(after)
+    assert reason in next(iter(report.left_alone.values()))
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        overcoat.convert(after, strict=True)
+    report = overcoat.convert(before)
+    model = adapted(before, targets, **options)
+    with pytest.warns(UserWarning, match=re.escape(reason)):
+        loss = model(**make_batch()).loss
+    assert f"original precision: {reason}" in report.running()["model.layers.0"]
+    if "lora_dropout" not in options:
+        torch.testing.assert_close(loss, after(**make_batch()).loss, rtol=1e-4, atol=0)
+
+
+def test_other_tuners_are_named() -> None:
+    model = peft.get_peft_model(make_model("llama", layers=1), peft.IA3Config(target_modules=["down_proj"], feedforward_modules=[]))  # fmt: skip
+    with pytest.warns(UserWarning, match=r"mlp.down_proj is a peft.tuners.ia3.layer.Linear, not nn.Linear"):
+        overcoat.convert(model)
+
+
+def test_a_hooked_adapter_runs_its_hook() -> None:
+    model, seen = adapted(make_model("llama", layers=1)), []
+    overcoat.convert(model)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.lora_A["default"].register_forward_hook(lambda *args: seen.append(1))
+    with pytest.warns(UserWarning, match=r"q_proj.lora_A.default has hooks"):
+        model(**make_batch())
+    assert seen
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(offload_blocks=1)])
+def test_checkpoints_and_offload_give_the_same(recipe: Recipe) -> None:
+    model, inputs = adapted(make_model("llama", layers=2)), make_batch()
+    overcoat.convert(model)
+    expected = run(model, inputs)
+    overcoat.convert(model, recipe)
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again = run(model, inputs)
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+def test_compiles_without_graph_breaks(device: torch.device) -> None:
+    model, inputs = adapted(make_model("llama", layers=2)).to(device), make_batch()
+    inputs = {name: x.to(device) for name, x in inputs.items()}
+    overcoat.convert(model)
+    expected = run(model, inputs)
+    model.zero_grad()
+    torch.compiler.reset()
+    for layer in decoder_layers(model).values():
+        layer.compile(fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
+    compiled = run(model, inputs)
+    assert compiled.keys() == expected.keys()
+    assert min(sqnr(expected[name], compiled[name]) for name in expected) > 30
+
+
+def test_trained_base_and_adapters() -> None:
+    """A base that trains along has its gradients, of FP8 operands as ever."""
+    original, inputs = adapted(make_model("llama", layers=1)).requires_grad_(True), make_batch()
+    exact = run(copy.deepcopy(original).double(), inputs)
+    overcoat.convert(original)
+    ours = run(original, inputs)
+    assert ours.keys() == exact.keys()
+    assert min(sqnr(exact[name], ours[name]) for name in ours) > 12
+
+
+def test_adapters_of_a_block_go_in_and_out() -> None:
+    layer = decoder_layers(adapted(make_model("phi3", layers=1)))["base_model.model.model.layers.0"]
+    family = family_of(layer)
+    assert family is not None
+    block: Block = block_of(family.branches(layer, 1), family, layer)
+    flat = tensors_of(block.branches)
+    assert sum(isinstance(x, Tensor) for x in flat) == sum(1 for _ in layer.parameters())
+    assert tensors_of(with_tensors(without_tensors(block), tuple(flat)).branches) == flat
+    assert without_tensors(block).branches[0].into.adapters == (Adapter(None, None, 2.0, 0),)
