@@ -120,8 +120,8 @@ class Gradient(NamedTuple):
     """An output gradient (T, N) as FP8 operand of both products that read it, made once for both.
 
     data (T, N), for dgrad, None when that has read it for the last time; transposed (N, P), for wgrad, None where no
-    weight wants a gradient; their 0-d scale; sums (N,) FP32 over the tokens, for biases, or None; dtype of the activations. With block scales `scale` is data's
-    and `scale_t` transposed's.
+    weight wants a gradient; their 0-d scale; sums (N,) FP32 over the tokens, for biases, or None; dtype of the
+    activations. With block scales `scale` is data's and `scale_t` transposed's.
     """
 
     data: Optional[Tensor]

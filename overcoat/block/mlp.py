@@ -203,7 +203,8 @@ class Mlp(NamedTuple):
         """Gradients of the stacked layers' result and of the output layer. Takes what it reads from `saved`."""
         dz, dout = mlp_backward(
             dy, saved.pop(), branch.out, self.activation, self.gated, recipe,
-            quantized=len(branch.into.adapters) == 0, into_has_bias=branch.into.has_bias, want_weight=want_out, dy_amax=dy_amax,
+            quantized=len(branch.into.adapters) == 0, into_has_bias=branch.into.has_bias, want_weight=want_out,
+            dy_amax=dy_amax,
         )  # fmt: skip
         return dz, dout, ()
 

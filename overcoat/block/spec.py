@@ -31,7 +31,7 @@ class Norm(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A low-rank addition to one of stacked layers (adapters.py): a (r, K), b (N_i, r); layer: which, counted from 0."""
+    """A low-rank addition to one of stacked layers (adapters.py): a (r, K), b (N_i, r); layer: which, from 0."""
 
     a: Any
     b: Any
@@ -137,7 +137,7 @@ def _tensors(linear: Linear) -> tuple[Any, ...]:
 def _linear_at(flat: tuple[Any, ...], start: int, linear: Linear) -> tuple[Linear, int]:
     middle, end = start + len(linear.weights), start + 2 * len(linear.weights)
     adapters = tuple(
-        [each._replace(a=flat[i], b=flat[i + 1]) for i, each in zip(range(end, len(flat), 2), linear.adapters)]
+        [each._replace(a=flat[end + 2 * i], b=flat[end + 2 * i + 1]) for i, each in enumerate(linear.adapters)]
     )
     made = linear._replace(weights=flat[start:middle], biases=flat[middle:end], adapters=adapters)
     return made, end + 2 * len(adapters)

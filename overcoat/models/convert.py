@@ -94,7 +94,7 @@ def convert(
     if report.head is not None and report.head.converted:
         report.watch(report.head.name, find_causal_model(model)[1])  # type: ignore[index]
     report.parts = _parts(model, report)
-    _forbid_cache(model, report.converted, eval_fp8)
+    _forbid_cache(model, report, eval_fp8)
     _check_converted(report, strict)
     return report
 
@@ -269,16 +269,20 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
     return ", ".join([f"GEMMs e4m3/{recipe.grad_format}{scales}", kept, *dict.fromkeys(extras)])
 
 
-def _forbid_cache(model: nn.Module, converted: list[str], eval_fp8: bool) -> None:
+def _forbid_cache(model: nn.Module, report: Report, eval_fp8: bool) -> None:
     """No key/value cache while layers compute in FP8, by a hook on whoever owns the converted layers and calls them."""
-    owners = {_owner(model, name) for name in converted if not _is_encoder(model.get_submodule(name))}
+    decoders = [row for row in report.layers if not _is_encoder(model.get_submodule(row.name))]
+    owners = {_owner(model, row.name): False for row in decoders}
+    owners.update({_owner(model, row.name): True for row in decoders if row.converted})
     found = find_causal_model(model)
-    if owners and found is not None and (whole := whole_of(found[1])) is not None and whole.vision:
-        owners.add(found[1])  # SmolVLM makes a cache before it calls the text's owner
-    for owner in owners - {None}:
-        if not hasattr(owner, "overcoat_eval"):
+    if any(owners.values()) and found is not None and (whole := whole_of(found[1])) is not None and whole.vision:
+        owners[found[1]] = True  # SmolVLM makes a cache before it calls the text's owner
+    for owner, has_converted in owners.items():
+        if owner is None:
+            continue
+        if has_converted and _no_cache_in_fp8 not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(_no_cache_in_fp8, with_kwargs=True)
-        owner.overcoat_eval = eval_fp8
+        owner.overcoat_eval = eval_fp8 and has_converted  # type: ignore[assignment]
 
 
 def _is_encoder(layer: nn.Module) -> bool:

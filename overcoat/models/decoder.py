@@ -257,7 +257,8 @@ class Fp8DecoderLayer(Mixin):
             self._note("eval(): the original forward")
             return None
         family = self.overcoat_family
-        branches, reason = None, "a key/value cache was asked for (use_cache=True)"
+        branches: Optional[tuple[Modules, ...]] = None
+        reason: Optional[str] = "a key/value cache was asked for (use_cache=True)"
         if cache is None:
             branches, reason = branches_of(self, family, batch)
         if branches is not None:

@@ -7,7 +7,7 @@ subclasses of their own classes, as the layers do (convert.py), with the same pa
     LossHead         lm_head(hidden) gives logits as ever; where it was told the labels, their loss, in chunks
                      (block/loss.py). The call goes through the module, so that FSDP2 may wrap lm_head by itself.
     LeanLossModel    forward(labels=...) tells it in `train()` mode, and runs the model's own forward, whose loss
-                     function then returns what came from lm_head. `logits` are not among the result's items (output.py).
+                     function then returns what came from lm_head. The result has no `logits` (output.py).
     FinalNorm        RMSNorm as one op while it does; else its original forward, so that logits are what they were, bit
                      for bit. LayerNorm needs nothing, PyTorch's is fused.
 
@@ -142,7 +142,9 @@ class LeanLossModel(Mixin):
         images = without_waiting(self) if self.overcoat_whole.vision else contextlib.nullcontext()
         with images, _lean(self, functools.partial(self._loss, labels=labels, inputs=inputs)):
             outputs = self._own_forward(**inputs, labels=labels, return_dict=True)
-        kind = without_logits(type(outputs)) if says_so and not torch.compiler.is_compiling() else type(outputs)
+        kind: Any = type(outputs)
+        if says_so and not torch.compiler.is_compiling():
+            kind = without_logits(kind)
         result = kind(**{name: value for name, value in outputs.items() if name != "logits"})
         return result.to_tuple() if as_tuple else result
 

@@ -60,11 +60,12 @@ def why_not_plain(linear: Any) -> Optional[str]:
     """What an active adapter computes beside (x A^T) B^T, or None."""
     for name in _names(linear):
         variant, dropout = linear.lora_variant.get(name), linear.lora_dropout[name]
+        rate = getattr(dropout, "p", 0.0)
         if variant is not None:
             kind = type(variant).__name__
             return NAMES.get(kind, kind)
-        if not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1.0):
-            return f"lora_dropout {getattr(dropout, 'p', '')}: only 0 is supported"
+        if rate or not isinstance(dropout, (nn.Identity, nn.Dropout)):
+            return f"lora_dropout {rate}: only 0 is supported"
         if linear.lora_B[name].bias is not None:
             return "lora_bias"
     return None

@@ -214,7 +214,8 @@ def test_other_adapters_are_named(options: dict[str, Any], reason: str) -> None:
 
 
 def test_other_tuners_are_named() -> None:
-    model = peft.get_peft_model(make_model("llama", layers=1), peft.IA3Config(target_modules=["down_proj"], feedforward_modules=[]))  # fmt: skip
+    config = peft.IA3Config(target_modules=["down_proj"], feedforward_modules=[])
+    model = peft.get_peft_model(make_model("llama", layers=1), config)
     with pytest.warns(UserWarning, match=r"mlp.down_proj is a peft.tuners.ia3.layer.Linear, not nn.Linear"):
         overcoat.convert(model)
 

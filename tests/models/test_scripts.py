@@ -1,0 +1,248 @@
+"""Converted models in other people's scripts, with the real libraries: `pytest tests/models/test_scripts.py`."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import overcoat
+from overcoat import Recipe
+from overcoat.models.output import NO_LOGITS
+from tests.models.zoo import VOCAB, make_batch, make_model
+
+NO_HEAD = Recipe(head=None)
+REMEDY = re.escape("pass output_logits=True to the model, or convert it with Recipe(head=None)")
+
+
+class RewardHead(nn.Module):
+    """A hand-written model around the layers' owner, which it calls itself."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.backbone = model.model
+        self.score = nn.Linear(256, 1, dtype=torch.bfloat16)
+        nn.init.normal_(self.score.weight, generator=torch.Generator().manual_seed(1))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.score(self.backbone(input_ids=input_ids).last_hidden_state).float().square().mean()
+
+
+def losses(convert_inner: bool, wrap: Any, run: Any) -> Tensor:
+    model = make_model("llama", layers=2)
+    wrapper = wrap(model)
+    report = overcoat.convert(model if convert_inner else wrapper, NO_HEAD)
+    loss = run(wrapper, model)
+    loss.backward()
+    assert set(report.running().values()) == {"FP8"}
+    assert all(p.grad is not None for p in model.model.layers.parameters())
+    return loss.detach()
+
+
+def in_lightning(model: nn.Module) -> Any:
+    lightning: Any = pytest.importorskip("lightning")
+
+    class Script(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: dict[str, Tensor], _: int = 0) -> Tensor:
+            return self.model(**batch).loss
+
+    return Script()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "run"),
+    [
+        (in_lightning, lambda wrapper, model: wrapper.training_step(make_batch("packed"))),
+        (RewardHead, lambda wrapper, model: wrapper(**make_batch())),
+        (lambda model: nn.ModuleDict({"a": model}), lambda wrapper, model: wrapper["a"](**make_batch()).loss),
+        (lambda model: model.model.layers, lambda wrapper, model: model(**make_batch("packed")).loss),
+        (lambda model: model.model.layers[0], None),
+    ],
+    ids=["lightning", "reward", "dict", "layers", "layer"],
+)
+@pytest.mark.filterwarnings("error:this layer", "error:no decoder layer")
+def test_any_wrapper_is_the_inner_model(wrap: Any, run: Any) -> None:
+    if run is None:  # one layer of two: the other stays
+        model = make_model("llama", layers=2)
+        report = overcoat.convert(nn.ModuleList([wrap(model)]), NO_HEAD)
+        loss = model(**make_batch(), use_cache=False).loss
+        assert list(report.running().values()) == ["FP8"]
+        assert loss != make_model("llama", layers=2)(**make_batch()).loss
+        return
+    assert torch.equal(losses(True, wrap, run), losses(False, wrap, run))
+
+
+def test_a_wrapper_in_ddp(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        found = []
+        for what in ("inner", "wrapper", "ddp"):
+            model = make_model("llama", layers=2)
+            wrapper = nn.parallel.DistributedDataParallel(RewardHead(model))
+            report = overcoat.convert({"inner": model, "wrapper": wrapper.module, "ddp": wrapper}[what], NO_HEAD)
+            found.append(wrapper(**make_batch()))
+            assert list(report.running().values()) == ["FP8", "FP8"]
+            causal = nn.parallel.DistributedDataParallel(model)
+            overcoat.convert(causal)
+            causal(**make_batch()).loss.backward()
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_accelerate_finds_layers_by_their_class() -> None:
+    accelerate: Any = pytest.importorskip("accelerate")
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    model = make_model("llama", layers=3)
+    plain = accelerate.infer_auto_device_map(
+        model, {0: 4_000_000, "cpu": 10**9}, no_split_module_classes=["LlamaDecoderLayer"]
+    )
+    overcoat.convert(model)
+    assert plain == accelerate.infer_auto_device_map(
+        model, {0: 4_000_000, "cpu": 10**9}, no_split_module_classes=["LlamaDecoderLayer"]
+    )
+    assert not any("self_attn" in name for name in plain)
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
+    plugin.set_auto_wrap_policy(model)
+    assert plugin.auto_wrap_policy.keywords["transformer_layer_cls"] == {type(model.model.layers[0])}  # type: ignore[attr-defined]
+
+
+# ---- logits that are not there --------------------------------------------------------------------------------------
+
+USES: dict[str, Any] = {
+    "slice": lambda logits: logits[..., :-1, :],
+    "method": lambda logits: logits.float(),
+    "function": lambda logits: F.log_softmax(logits, -1),
+    "product": lambda logits: logits * 2,
+    "length": len,
+    "iteration": list,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_first_use_of_missing_logits_names_the_remedy(use: str) -> None:
+    model = make_model("llama", layers=1)
+    overcoat.convert(model)
+    with pytest.raises((ValueError, AttributeError), match=REMEDY):
+        USES[use](model(**make_batch()).logits)
+
+
+def test_missing_logits_outlive_what_libraries_do_with_results() -> None:
+    """They are no item of the result, and whoever makes a result of its items makes them again."""
+    from torch.utils._pytree import tree_map
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    accelerate: Any = pytest.importorskip("accelerate")
+    model = make_model("llama", layers=1)
+    overcoat.convert(model)
+    result = model(**make_batch())
+    assert isinstance(result, CausalLMOutputWithPast)
+    assert list(result) == ["loss"]
+    assert result.to_tuple() == (result.loss,)
+    assert result.logits is NO_LOGITS
+    assert not hasattr(result.logits, "dtype")
+    in_fp32 = accelerate.utils.convert_to_fp32(result)
+    assert in_fp32.logits is NO_LOGITS
+    assert torch.equal(in_fp32.loss, result.loss)
+    assert tree_map(lambda x: x, result).logits is NO_LOGITS
+    copied = type(result)((name, result[name]) for name in result)  # as DataParallel's gather
+    assert copied.logits is NO_LOGITS
+    detached = CausalLMOutputWithPast(loss=result.loss.detach())
+    restored = pickle.loads(pickle.dumps(type(result)(loss=result.loss.detach())))
+    assert type(restored) is type(detached)
+    assert torch.equal(restored.loss, detached.loss)
+    assert copy.deepcopy(NO_LOGITS) is pickle.loads(pickle.dumps(NO_LOGITS)) is NO_LOGITS
+    assert model(**make_batch(), output_logits=True).logits.shape[-1] == VOCAB
+
+
+# ---- TRL ------------------------------------------------------------------------------------------------------------
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
+    made = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def options(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder), "max_steps": 1, "per_device_train_batch_size": 2, "report_to": [], "use_cpu": True,
+        "gradient_checkpointing": False, "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no", "bf16": False,
+    }  # fmt: skip
+
+
+def history(trainer: Any, key: str) -> list[float]:
+    return [row[key] for row in trainer.state.log_history if key in row]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("eval_fp8", [True, False])
+def test_trl_dpo_begins_with_a_margin_of_zero(eval_fp8: bool, tmp_path: Path) -> None:
+    trl: Any = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    policy = make_model("llama", layers=2)
+    reference = copy.deepcopy(policy).eval()  # as `from_pretrained` leaves it
+    report = overcoat.convert(policy)
+    overcoat.convert(reference, eval_fp8=eval_fp8)
+    rows = [{"prompt": f"w{i} w7", "chosen": f" w{i + 9} w5", "rejected": f" w4 w{i + 3} w8"} for i in range(4, 8)]
+    trainer = trl.DPOTrainer(
+        policy, reference, trl.DPOConfig(**options(tmp_path), beta=100.0), None, Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    margins = history(trainer, "rewards/margins")
+    assert [margin == 0.0 for margin in margins] == [eval_fp8], margins
+    assert list(report.running().values())[:2] == ["FP8", "FP8"]
+
+
+def test_a_z_loss_that_trl_passes_by_warns(tmp_path: Path) -> None:
+    """Its loss is its own, of the trunk's result and lm_head's weight."""
+    trl: Any = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    model = make_model("llama", layers=1)
+    overcoat.convert(model, Recipe(z_loss=1e-4))
+    rows = [{"text": f"w{i} w7 w{i + 9} w5"} for i in range(4, 8)]
+    trainer = trl.SFTTrainer(
+        model, trl.SFTConfig(**options(tmp_path)), train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
+    )
+    with pytest.warns(UserWarning, match=r"Recipe.z_loss = 0.0001 is not in this loss"):
+        trainer.train()
+
+
+def test_a_z_loss_warns_without_labels_and_where_it_is_added_does_not(recwarn: pytest.WarningsRecorder) -> None:
+    model = make_model("llama", layers=1)
+    overcoat.convert(model, Recipe(z_loss=1e-4))
+    inputs = make_batch()
+    model(**inputs).loss.backward()
+    with torch.no_grad():
+        model(input_ids=inputs["input_ids"])
+    model.eval()(input_ids=inputs["input_ids"])
+    assert not [warning for warning in recwarn if "z_loss" in str(warning.message)]
+    with pytest.warns(UserWarning, match="z_loss"):
+        model.train()(input_ids=inputs["input_ids"])
+    overcoat.convert(model)
+    recwarn.clear()
+    model(input_ids=inputs["input_ids"])
+    assert not [warning for warning in recwarn if "z_loss" in str(warning.message)]
