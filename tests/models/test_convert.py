@@ -334,6 +334,52 @@ def test_converting_the_inner_model_trains_in_fp8_too(model: nn.Module) -> None:
     torch.testing.assert_close(model(**make_batch()).loss, whole(**make_batch()).loss, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("path", "new", "reason"),
+    [
+        ("mlp", lambda: nn.Sequential(nn.Linear(256, 256)).bfloat16(), "mlp is a Sequential, not the model's own"),
+        ("self_attn.q_proj", lambda: nn.Sequential(nn.Linear(256, 256)).bfloat16(), "no attribute 'weight'"),
+    ],
+)
+def test_a_part_of_another_kind_is_named_before_and_after(model: nn.Module, path: str, new: Any, reason: str) -> None:
+    original = copy.deepcopy(model)
+    report = overcoat.convert(model)
+    replacement = new()
+    for each in (model, original):
+        each.model.layers[0].set_submodule(path, replacement)
+    with pytest.warns(UserWarning, match=reason):
+        loss = model(**make_batch(), output_logits=True).loss
+    assert reason in report.running()["model.layers.0"]
+    assert loss.isfinite()
+    assert reason in overcoat.convert(original).left_alone["model.layers.0"]
+
+
+def test_the_report_says_what_ran(model: nn.Module) -> None:
+    """At the last forward, whatever was promised; of compiled code, what holds now."""
+    report = overcoat.convert(model)
+    names = ["model.layers.0", "model.layers.1", "lm_head"]
+    assert list(report.running()) == names
+    assert all("not seen to run" in ran for ran in report.running().values())
+    model(**make_batch())
+    assert list(report.running().values()) == ["FP8", "FP8", "lean loss"]
+    model(input_ids=make_batch()["input_ids"])
+    assert report.running()["lm_head"] == "all logits"
+    model.model.layers[1].mlp.register_forward_hook(lambda *args: None)
+    with pytest.warns(UserWarning, match="mlp has hooks"):
+        model(**make_batch())
+    assert list(report.running().values()) == [
+        "FP8", "original precision: mlp has hooks, which the FP8 block would not run", "lean loss",
+    ]  # fmt: skip
+    model.eval()(**make_batch())
+    assert report.running()["model.layers.0"] == "eval(): the original forward"
+    assert pickle.loads(pickle.dumps(report)).converted == names[:2]
+    del model
+    fresh = make_model("llama", layers=1)
+    report = overcoat.convert(fresh)
+    fresh.model.layers[0].self_attn.register_forward_hook(lambda *args: None)
+    assert "self_attn has hooks" in report.running()["model.layers.0"]
+
+
 class _Script(nn.Module):
     """A model inside of another, as Lightning has it: no `use_cache` of its own."""
 
