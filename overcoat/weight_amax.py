@@ -1,7 +1,8 @@
 """max |w| of weights, found by AdamW as it writes them, so that no forward has to look for it.
 
 A forward asks for the maxima of its weights (`predict`), which AdamW finds from then on in the pass that it makes
-anyway. Unknown ones the forward finds itself and reports (`observe`): they serve until the next step of any optimizer.
+anyway. Unknown ones the forward finds itself and reports (`observe`): they serve until the next step of any optimizer,
+those of frozen weights (a base under LoRA) until the weight changes.
 
 What the forward gets is a prediction: a version counter tells that a weight has changed, but not through `weight.data`,
 which is how weights are averaged, clipped or loaded. So the op that takes it (`stack_weights_predicted`) finds the true
@@ -52,7 +53,9 @@ class Tracked:
         if self.amax is not None and (self.version, self.amax.device) == (weight._version, weight.device):
             return self.amax
         observed = self.observed
-        if observed is None or observed[:2] != (_steps[0], weight._version) or observed.amax.device != weight.device:
+        if observed is None or observed.version != weight._version or observed.amax.device != weight.device:
+            return None
+        if weight.requires_grad and observed.steps != _steps[0]:
             return None
         # A graph would read it again when it is gone.
         return None if _capturing(weight) else observed.amax
@@ -97,13 +100,13 @@ def tracked(weight: Tensor) -> Optional[Tracked]:
 def predict(weights: Sequence[Tensor]) -> Optional[list[Tensor]]:
     """What the maxima of these weights should be, 0-d FP32 each; None unless known of all of them.
 
-    From now on AdamW finds them. Only leaves that want gradients are tracked: an optimizer steps no others.
+    From now on AdamW finds those that it steps. Only leaves are tracked: others are made anew in each forward.
     """
     found: list[Tensor] = []
     for weight in weights:
         entry = tracked(weight)
         if entry is None:
-            if weight.requires_grad and weight.is_leaf and not weight.is_inference():
+            if weight.is_leaf and not weight.is_inference():
                 _tracked[id(weight)] = Tracked(weight)
                 _count[0] += 1
         elif (amax := entry.known(weight)) is not None:

@@ -224,13 +224,26 @@ def test_nothing_is_kept_of_weights_that_are_gone(device):
     assert len(weight_amax._tracked) == before
 
 
-def test_frozen_and_computed_weights_are_not_tracked():
-    frozen = torch.nn.Parameter(torch.randn(16, 16), requires_grad=False)
+def test_computed_weights_are_not_tracked():
     computed = torch.nn.Parameter(torch.randn(16, 16)) * 2
     count = weight_amax.count()
-    assert weight_amax.predict([frozen]) is None
     assert weight_amax.predict([computed]) is None
     assert weight_amax.count() == count
+
+
+def test_of_frozen_weights_one_forward_finds_the_maxima(passes, device):
+    """Whatever is stepped beside them; and again when they have changed."""
+    model = make(device)
+    for p in quantized(model):
+        p.requires_grad_(False)
+    optimizer = optimizer_of(model.lm_head)
+    for seed in (1, 2, 3):
+        step(model, optimizer, device, seed)
+    assert len(passes) == len(quantized(model))
+    with torch.no_grad():
+        quantized(model)[0].mul_(2)
+    step(model, optimizer, device)
+    assert len(passes) == len(quantized(model)) + 3  # of q, k and v, which are one
 
 
 @pytest.fixture
