@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,3 +79,37 @@ def test_sharded_gradients_equal_those_of_one_process(kind: str, device: str, tm
                 torch.testing.assert_close(sharded[name], parameter.grad, rtol=0, atol=0, msg=f"{recipe_name}: {name}")
     finally:
         torch.use_deterministic_algorithms(repeats)
+
+
+def _adapted(device: str) -> Any:
+    peft: Any = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(make_model("llama", layers=2).to(device), config, autocast_adapter_dtype=False)
+    overcoat.convert(model)
+    return model.train()
+
+
+def _save_adapters(rank: int, device: str, folder: str) -> None:
+    model = _adapted(device)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        model.zero_grad()
+        model(**_batch(device)).loss.backward()
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    if rank == 0:
+        torch.save(grads, Path(folder) / "adapters")
+
+
+@two_of
+def test_sharded_adapters_have_the_gradients_of_one_process(device: str, tmp_path: Path) -> None:
+    on_two(_save_adapters, device, device, str(tmp_path))
+    model, sharded = _adapted(device), torch.load(tmp_path / "adapters")
+    model(**_batch(device)).loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert expected.keys() == sharded.keys()
+    assert all("lora_" in name for name in expected)
+    for name, grad in expected.items():
+        torch.testing.assert_close(sharded[name], grad, rtol=0, atol=0, msg=name)
