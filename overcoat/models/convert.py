@@ -87,6 +87,7 @@ def convert(
         _check_z_loss(model, recipe, filter_fn)
     for name, layer in layers.items():
         report.layers.append(_convert_layer(layer, name, recipe, filter_fn, eval_fp8))
+    _check_converted(report, strict)
     for name in report.converted:
         report.watch(name, layers[name])
     _choose_offloaded(layers, report)
@@ -95,7 +96,6 @@ def convert(
         report.watch(report.head.name, find_causal_model(model)[1])  # type: ignore[index]
     report.parts = _parts(model, report)
     _forbid_cache(model, report, eval_fp8)
-    _check_converted(report, strict)
     return report
 
 

@@ -202,8 +202,11 @@ def test_other_adapters_are_named(options: dict[str, Any], reason: str) -> None:
     with pytest.warns(UserWarning, match="no decoder layer trains in FP8"):
         report = overcoat.convert(after)
     assert reason in next(iter(report.left_alone.values()))
+    overcoat.convert(after, Recipe.bf16())
+    kinds = [type(module) for module in after.modules()]
     with pytest.raises(ValueError, match=re.escape(reason)):
         overcoat.convert(after, strict=True)
+    assert [type(module) for module in after.modules()] == kinds
     report = overcoat.convert(before)
     model = adapted(before, targets, **options)
     with pytest.warns(UserWarning, match=re.escape(reason)):
