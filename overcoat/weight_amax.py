@@ -8,8 +8,9 @@ What the forward gets is a prediction: a version counter tells that a weight has
 which is how weights are averaged, clipped or loaded. So the op that takes it (`stack_weights_predicted`) finds the true
 maximum on its way and quantizes again if the two differ: only time depends on what is recorded here.
 
-AdamW finds the maxima of parameters that it steps in one piece: not of shards (FSDP2), nor of offloaded states. There,
-and with other optimizers, the first forward of a step looks, and the other micro-batches and what is recomputed do not.
+AdamW finds the maxima of parameters that it steps in one piece, not with offloaded states; of FSDP2's shards where
+these travel in FP8 (models/gather.py). Elsewhere, and with other optimizers, the first forward of a step looks, and the
+other micro-batches and what is recomputed do not.
 torch.compile's code asks when it runs, by an op (`stack_weights_tracked`), and reports nothing.
 """
 
@@ -91,6 +92,15 @@ def count() -> int:
     return _count[0]
 
 
+def track(weight: Tensor) -> Tracked:
+    """Have AdamW find the maximum of a weight, or of a sharded one's local tensor; its entry."""
+    entry = tracked(weight)
+    if entry is None:
+        entry = _tracked[id(weight)] = Tracked(weight)
+        _count[0] += 1
+    return entry
+
+
 def tracked(weight: Tensor) -> Optional[Tracked]:
     """The entry of a weight whose maximum is wanted."""
     found = _tracked.get(id(weight))
@@ -107,8 +117,7 @@ def predict(weights: Sequence[Tensor]) -> Optional[list[Tensor]]:
         entry = tracked(weight)
         if entry is None:
             if weight.is_leaf and not weight.is_inference():
-                _tracked[id(weight)] = Tracked(weight)
-                _count[0] += 1
+                track(weight)
         elif (amax := entry.known(weight)) is not None:
             found.append(amax)
     return found if len(found) == len(weights) else None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from overcoat import weight_amax
+from overcoat.block.gathered import gathered_blocks, gathered_operand, is_gathered
 from overcoat.block.spec import Linear
 from overcoat.formats import Quantized
 from overcoat.kernels.block_weights import block_stack_weights
@@ -66,6 +67,8 @@ def operand(linear: Linear, transposed: bool, amax: Optional[Tensor]) -> tuple[T
 
     amax: the maximum if known; else it is taken from AdamW's pass, where that can be checked (weight_amax.py).
     """
+    if is_gathered(linear):
+        return gathered_operand(linear, transposed)
     weights = stack_weights_of(linear)
     is_new = amax is None and not transposed
     if is_new and torch.compiler.is_compiling():
@@ -79,9 +82,16 @@ def operand(linear: Linear, transposed: bool, amax: Optional[Tensor]) -> tuple[T
     return *stack_weights(weights, amax, transposed), amax
 
 
+def block_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Weights (N_i, K) as one E4M3 operand in 128x128 blocks, (sum N, K) or (K, sum N), and the blocks' scales."""
+    if is_gathered(linear):
+        return gathered_blocks(linear, transposed)
+    return block_stack_weights(stack_weights_of(linear), transposed)
+
+
 def block_product(x: Quantized, linear: Linear, dtype: torch.dtype) -> Tensor:
     """y = x W^T + bias (T, N) of x (T, K) in 1x128 blocks and the stacked weights."""
-    weight, scale = block_stack_weights(stack_weights_of(linear), False)
+    weight, scale = block_operand(linear, False)
     x_scale = x.scale if linear.scale == 1.0 else x.scale * linear.scale
     return block_gemm(x.data, weight, x_scale, scale, True, stack_biases(linear), dtype)
 
@@ -159,7 +169,7 @@ def dgrad(d: Gradient, linear: Linear, w_amax: Optional[Tensor]) -> Tensor:
     """dx = dy W (T, K) of the stacked weights; w_amax: their maximum, None with block scales."""
     assert d.data is not None
     if w_amax is None:
-        weight, scale = block_stack_weights(stack_weights_of(linear), True)
+        weight, scale = block_operand(linear, True)
         return block_gemm(d.data, weight, d.scale, scale, True, None, d.dtype)
     w_t, w_scale, _ = operand(linear, True, w_amax)
     return gemm(d.data, w_t, d.scale, w_scale, None, d.dtype, FAST_DGRAD)

@@ -85,6 +85,27 @@ def _(weights, amax, transposed):
     return out, scale
 
 
+@op
+def stack_codes(codes: List[Tensor], transposed: bool) -> Tensor:
+    """E4M3 codes (N_i, K) of weights that share a scale as one operand: (sum N, K), or (K, sum N) if `transposed`."""
+    data = torch.cat([each.view(torch.uint8) for each in codes]).view(E4M3.dtype)
+    return _transposed(data) if transposed else data
+
+
+@stack_codes.fake
+def _(codes, transposed):
+    return _empty(codes, transposed)[0]
+
+
+@stack_codes.cuda
+def _(codes, transposed):
+    if not transposed or any(each.shape[0] % 2 for each in codes):
+        return stack_codes.reference(codes, transposed)
+    out, one = _empty(codes, True)
+    launch_quantize(codes, one.fill_(1.0), None, out, None, "e4m3")  # times 1: the same codes
+    return out
+
+
 # ---- with a predicted maximum ----------------------------------------------------------------------------------------
 
 

@@ -120,10 +120,10 @@ class StepGroup:
         return [*map(Tensor.data_ptr, params), *map(Tensor.numel, params), *map(Tensor.data_ptr, self.state_tensors)]
 
     def _tracked(self) -> dict[int, weight_amax.Tracked]:
-        """Parameters whose maxima the forward wants, by place; none of those that are not stepped in one piece."""
-        if self.sharded or self.buffered or self.offloaded:
+        """Parameters, or shards, whose maxima are wanted, by place; none of those that are not stepped in one piece."""
+        if self.buffered or self.offloaded:
             return {}
-        found = enumerate(map(weight_amax.tracked, self.params))
+        found = enumerate(map(weight_amax.tracked, map(local, self.params)))
         return {place: entry for place, entry in found if entry is not None}
 
     def _tracks_the_same(self) -> bool:
@@ -191,7 +191,7 @@ class StepGroup:
             self._call_op(grads, scalar_on(group["lr"], self.device), factor, skip, hyper)
         if not torch.compiler.is_compiling():
             for place, entry in self.tracked.items():
-                entry.version = self.params[place]._version
+                entry.version = self.tensors.params[place]._version
         if self.buffered:
             for buffer, param in zip(self.tensors.params, self.params, strict=True):
                 write_back(param, buffer)
