@@ -34,39 +34,39 @@ class GatheredWeight(Tensor):
         codes: (N, K) E4M3, in the memory that FSDP2 gathered into.
         scale: 0-d FP32, of the weights that are stacked with it; or of each block, (N / 128, L4) as
             `block_stack_weights` has them.
-        amax: their maximum, 0-d FP32; None with block scales.
+        w_amax: their maximum, 0-d FP32; None with block scales.
     """
 
     codes: Tensor
     scale: Tensor
-    amax: Optional[Tensor]
+    w_amax: Optional[Tensor]
     # The plain functions of `Tensor`: all that happens to it happens in `__torch_dispatch__`.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, amax: Optional[Tensor], dtype: torch.dtype) -> GatheredWeight:
+    def __new__(cls, codes: Tensor, scale: Tensor, w_amax: Optional[Tensor], dtype: torch.dtype) -> GatheredWeight:
         """dtype: what the weight would have travelled in, and its gradient's."""
-        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
         )
         return made
 
-    def __init__(self, codes: Tensor, scale: Tensor, amax: Optional[Tensor], dtype: torch.dtype) -> None:
-        self.codes, self.scale, self.amax = codes, scale, amax
+    def __init__(self, codes: Tensor, scale: Tensor, w_amax: Optional[Tensor], dtype: torch.dtype) -> None:
+        self.codes, self.scale, self.w_amax = codes, scale, w_amax
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         """For torch.compile, which passes the tensors inside."""
-        return ["codes", "scale", *(["amax"] if self.amax is not None else [])], self.dtype
+        return ["codes", "scale", *(["w_amax"] if self.w_amax is not None else [])], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> GatheredWeight:
-        return GatheredWeight(inner["codes"], inner["scale"], inner.get("amax"), dtype)
+        return GatheredWeight(inner["codes"], inner["scale"], inner.get("w_amax"), dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         weight = args[0] if args and isinstance(args[0], cls) else None
         if weight is not None and func in _ALIASES:
-            return cls(weight.codes, weight.scale, weight.amax, weight.dtype)
+            return cls(weight.codes, weight.scale, weight.w_amax, weight.dtype)
         if weight is not None and func in _ZEROS:
             size = weight.shape if func is _ZEROS[0] else args[1]
             return torch.zeros(size, dtype=weight.dtype, device=weight.device)
@@ -76,7 +76,7 @@ class GatheredWeight(Tensor):
             "read or change the shards, or leave fp8_all_gather out"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype})"
 
 
@@ -88,9 +88,9 @@ def is_gathered(linear: Linear) -> bool:
 def gathered_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """`operand` (linear.py) of weights that came in FP8: (sum N, K) or (K, sum N) E4M3, their scale, their maximum."""
     first = linear.weights[0]
-    if first.amax is None:
+    if first.w_amax is None:
         raise ValueError(CHANGED)
-    return _stacked(linear, transposed), first.scale, first.amax
+    return _stacked(linear, transposed), first.scale, first.w_amax
 
 
 def _stacked(linear: Linear, transposed: bool) -> Tensor:
@@ -107,7 +107,7 @@ def _stacked(linear: Linear, transposed: bool) -> Tensor:
 
 def gathered_blocks(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
     """`block_stack_weights` of weights that came in FP8, whose rows are multiples of 128."""
-    if linear.weights[0].amax is not None:
+    if linear.weights[0].w_amax is not None:
         raise ValueError(CHANGED)
     data = _stacked(linear, transposed)
     scales = [weight.scale for weight in linear.weights]

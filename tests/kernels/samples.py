@@ -69,6 +69,7 @@ def _quantize() -> None:
         add("stack_amax", weights)
         for transposed in (False, True):
             add("stack_weights", weights, torch.stack([amax(w) for w in weights]).amax(), transposed)
+            add("stack_codes", [w.to(torch.float8_e4m3fn) for w in weights], transposed)
         add("stack_weights_tracked", weights)
         add("stack_weights_predicted", weights, [amax(w) * (i + 1) for w in weights])
         code, group_size = codes[i], (16, 128, 64)[i]

@@ -11,7 +11,13 @@ from overcoat.kernels import stack
 from overcoat.kernels.block_weights import block_stack_weights
 from overcoat.kernels.blockwise import blocks
 from overcoat.kernels.quantize import amax
-from overcoat.kernels.stack import stack_amax, stack_weights, stack_weights_predicted, stack_weights_tracked
+from overcoat.kernels.stack import (
+    stack_amax,
+    stack_codes,
+    stack_weights,
+    stack_weights_predicted,
+    stack_weights_tracked,
+)
 from tests.kernels.compare import assert_equal, awkward
 from tests.kernels.samples import normal
 
@@ -80,6 +86,19 @@ def test_stack_kernels(sizes, columns, transposed):
     assert_equal(largest, stack_amax.reference(weights))
     ours = stack_weights.kernel(weights, largest, transposed)
     assert_equal(ours, stack_weights.reference(weights, largest, transposed))
+
+
+@pytest.mark.kernel
+@layouts
+@stacks
+def test_codes_of_each_weight_are_those_of_the_stack(sizes, columns, transposed):
+    """Quantized one by one with the common maximum, as shards are; on a GPU the kernel moves them as they are."""
+    weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
+    largest = stack_amax.reference(weights)
+    codes = [stack_weights.reference([w], largest, False)[0] for w in weights]
+    expected, _ = stack_weights.reference(weights, largest, transposed)
+    assert_equal(stack_codes.reference(codes, transposed), expected)
+    assert_equal(stack_codes.kernel(codes, transposed), expected)
 
 
 @pytest.mark.kernel
