@@ -89,7 +89,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     for weight in gather.weights:
         weight.attach()
         report.fp8.append(weight.name)
-    _gathers[model] = gather, model.register_forward_pre_hook(gather.attach_again, prepend=True)
+    _gathers[model] = gather, model.register_forward_pre_hook(gather.before_forward, prepend=True)
     return report
 
 

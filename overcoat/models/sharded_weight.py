@@ -65,6 +65,7 @@ class ShardedWeight:
 
     def detach(self) -> None:
         """Let FSDP2 gather the weight by itself again."""
+        self._give_buffers([], None)
         if self.is_attached():
             del self.local.fsdp_pre_all_gather, self.local.fsdp_post_all_gather  # type: ignore[attr-defined]
 
@@ -97,6 +98,7 @@ class ShardedWeight:
             whole = self.param._sharded_param_data.view(self.param.padded_sharded_param_size)
             return (whole if self.param.param_dtype is None else whole.to(self.param.param_dtype),), None
         self.gather.check(self)
+        self.gather.make_if_stale()
         if self.made != self.gather.count:
             self._quantize()
         assert self.codes is not None
@@ -107,8 +109,10 @@ class ShardedWeight:
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Optional[Tensor] = None
     ) -> Any:
-        """The weight of what all have sent; with `out` it is in the same memory as it was."""
+        """The weight of what all have sent; `out`, if given, is in the same memory as it was."""
         if out is not None:
+            if self.is_fp8 and self.place is not None:
+                out.scale, out.w_amax = self.gather.scale_and_amax(self.place)  # type: ignore[attr-defined]
             return None
         rows = outputs[0][: self.param._orig_size[0]]
         if not self.is_fp8:
@@ -163,21 +167,18 @@ class Gather:
         weights: all of them, stack by stack.
         count: how often the maxima were made.
         is_stale: whether they have to be made again.
-        amax, scale: of the stacks, (number of stacks,) FP32.
+        made: scale and maximum of each stack, 0-d FP32, by its place.
     """
 
     def __init__(self) -> None:
         self.weights: list[ShardedWeight] = []
         self.count, self.is_stale = 0, True
-        self.amax: Optional[Tensor] = None
-        self.scale: Optional[Tensor] = None
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}
         self.kinds: list[Kind] = []
 
     def scale_and_amax(self, place: int) -> tuple[Tensor, Tensor]:
-        """Of a stack, each 0-d, in memory that stays."""
-        assert self.amax is not None
-        assert self.scale is not None
-        return self.scale[place], self.amax[place]
+        """Of a stack, each 0-d."""
+        return self.made[place]
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped: torch's own write to shards unseen."""
@@ -185,50 +186,50 @@ class Gather:
         self.is_stale |= any(id(weight.param.sharded_param) in held for weight in self.weights)
 
     def check(self, weight: ShardedWeight) -> None:
-        """Make the maxima again if the weights have changed, in all processes or in none.
+        """Whether a weight has changed: then the maxima are stale, in all processes or in none.
 
         Raises:
             RuntimeError: the shard was written to by itself.
         """
         outer, inner = versions = weight.versions()
-        if not self.is_stale and versions != weight.seen:
-            if outer == weight.seen[0] and weight.entry.version != inner:
-                raise RuntimeError(
-                    f"{weight.name}: its local tensor was written to since the last step, which other processes cannot "
-                    "see. Write to the DTensor (`with torch.no_grad(): weight.mul_(...)`), or call "
-                    "overcoat.fp8_all_gather(model) again in every process"
-                )
-            self.is_stale = True
-        if self.is_stale:
-            self._make()
+        if self.is_stale or versions == weight.seen:
+            return
+        if outer == weight.seen[0] and weight.entry.version != inner:
+            raise RuntimeError(
+                f"{weight.name}: its local tensor was written to since the last step, which other processes cannot "
+                "see. Write to the DTensor (`with torch.no_grad(): weight.mul_(...)`), or call "
+                "overcoat.fp8_all_gather(model) again in every process"
+            )
+        self.is_stale = True
 
-    def _make(self) -> None:
+    def before_forward(self, *_: Any) -> None:
+        """Attach shards that have become other tensors, and look for changes before anything is sent."""
+        for weight in self.weights:
+            if not weight.is_attached():
+                weight.attach()
+                self.is_stale = True
+            self.check(weight)
+
+    def make_if_stale(self) -> None:
         """The maxima and scales of all stacks; nothing waits for the device."""
+        if not self.is_stale:
+            return
         for weight in self.weights:
             weight.seen = weight.versions()
         self.kinds = self.kinds or _kinds(self.weights)
         for kind in self.kinds:
             found = _common_amax(kind)
-            if self.amax is None or self.scale is None:
-                places = sum(len(each.stacks) for each in self.kinds)
-                self.amax, self.scale = found.new_zeros(places), found.new_zeros(places)
-            self.amax[kind.places], self.scale[kind.places] = found, scale_from_amax(found, E4M3)
+            # In new memory: a backward may wait for what it read before.
+            self.made.update(zip(kind.places, zip(scale_from_amax(found, E4M3), found, strict=True), strict=True))
         self.count, self.is_stale = self.count + 1, False
-
-    def attach_again(self, *_: Any) -> None:
-        """Before a forward: what has become another tensor."""
-        for weight in self.weights:
-            if not weight.is_attached():
-                weight.attach()
-                self.is_stale = True
 
 
 class Kind(NamedTuple):
-    """Stacks of one process group and dtype, and their places (number of stacks,) among the maxima."""
+    """Stacks of one process group and dtype, and their places."""
 
     group: dist.ProcessGroup
     dtype: torch.dtype
-    places: Tensor
+    places: list[int]
     stacks: list[list[ShardedWeight]]
 
 
@@ -238,11 +239,7 @@ def _kinds(weights: Sequence[ShardedWeight]) -> list[Kind]:
         if weight.place is not None:
             key = (weight.param.shard_mesh.get_group(), weight.param.param_dtype or weight.local.dtype)
             found.setdefault(key, {}).setdefault(weight.place, []).append(weight)
-    device = weights[0].local.device
-    return [
-        Kind(group, dtype, torch.tensor(list(of), device=device), list(of.values()))
-        for (group, dtype), of in found.items()
-    ]
+    return [Kind(group, dtype, list(of), list(of.values())) for (group, dtype), of in found.items()]
 
 
 def _common_amax(kind: Kind) -> Tensor:

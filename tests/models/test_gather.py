@@ -1,0 +1,386 @@
+"""Weights that travel in FP8 under FSDP2, in two processes: the same bits as with BF16 travel, half the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import overcoat
+from overcoat import Recipe
+from overcoat.models import sharded_weight
+from tests.models.zoo import make_batch, make_model
+from tests.processes import on_two, repeatable, two_of
+
+# By what is new in each: stacks of biases and grouped heads; all recomputed; rows in another order; rows of 256 for
+# blocks; kept tensors in host memory and weights transposed (GPT-2).
+CASES: dict[str, tuple[str, Recipe, dict[str, Any]]] = {
+    "default": ("qwen2", Recipe(), {}),
+    "leanest": ("llama", Recipe.leanest(), {}),
+    "reordered": ("glm4", Recipe(head="fp8"), {}),
+    "blocks": (
+        "llama",
+        Recipe(linear_scaling="block"),
+        {"intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4},
+    ),
+    "transposed": ("gpt2", Recipe(offload_blocks="all"), {}),
+}
+
+
+def make(case: str, fp8: bool, device: str = "cpu", mesh: Any = None, wide: bool = False, **options: Any) -> Any:
+    """A converted, sharded model and its optimizer; `wide`: FP32 parameters that travel in BF16 or FP8."""
+    kind, recipe, overrides = CASES[case]
+    model = make_model(kind, layers=2, **overrides).to(device)
+    if wide:
+        model.float()
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    overcoat.convert(model, recipe)
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    if fp8:
+        report = overcoat.fp8_all_gather(model)
+        assert not report.left_alone, report
+        assert len(report.fp8) == len([w for layer in layers_of(model) for w in layer.parameters() if w.dim() == 2])
+    return model, overcoat.AdamW(model.parameters(), lr=1e-2)
+
+
+def layers_of(model: Any) -> Any:
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+def passes(model: Any, seeds: list[int], device: str = "cpu", apart: bool = False) -> list[Tensor]:
+    """Micro-batches whose gradients are added, of which only the last one's are reduced; their losses."""
+    losses = []
+    for seed in seeds:
+        model.set_requires_gradient_sync(seed == seeds[-1])
+        batch = make_batch(seed=seed + 100 * dist.get_rank() * apart, batch=1, length=29)
+        loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
+
+
+def train(model: Any, optimizer: Any, device: str = "cpu", steps: int = 3, first: int = 0, **kwargs: Any) -> list[Any]:
+    """Losses and gradients of some steps of two micro-batches each."""
+    seen = []
+    for step in range(first, first + steps):
+        seen += passes(model, [2 * step, 2 * step + 1], device, **kwargs)
+        seen += gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
+    assert len(left) == len(right)
+    for place, (x, y) in enumerate(zip(left, right)):
+        assert torch.equal(x, y), (place, x.shape)
+
+
+@contextmanager
+def counted(module: Any, *names: str) -> Iterator[list[tuple[str, int]]]:
+    """Calls of functions of a module: their names, and bytes of the tensor that they are given first."""
+    calls: list[tuple[str, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            plain = getattr(module, name, None)
+            if plain is not None:
+
+                def call(*args: Any, plain: Any = plain, name: str = name, **kwargs: Any) -> Any:
+                    tensor = args[0] if args else next(iter(kwargs.values()))
+                    calls.append((name, tensor.nbytes if isinstance(tensor, Tensor) else 0))
+                    return plain(*args, **kwargs)
+
+                patch.setattr(module, name, call)
+        yield calls
+
+
+GATHERS = ("all_gather_into_tensor", "all_gather_single")  # PyTorch 2.11's name, and 2.13's
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def _alike(rank: int, device: str) -> None:
+    alone = init_device_mesh(device, (2, 1), mesh_dim_names=("copies", "shards"))["shards"]
+    for case in CASES:
+        expected = train(*make(case, False, device), device)
+        for options in ({}, {"reshard_after_forward": False}) if case == "default" else ({},):
+            model, optimizer = make(case, True, device, **options)
+            assert_equal(train(model, optimizer, device), expected)
+        assert_equal(train(*make(case, True, device, alone), device), expected)
+    # Each process its own rows: nothing is equal by itself any more.
+    for options in ({}, {"wide": True}):
+        expected = train(*make("default", False, device, **options), device, apart=True)
+        assert_equal(train(*make("default", True, device, **options), device, apart=True), expected)
+
+
+@two_of
+def test_losses_and_gradients_are_those_of_bf16_travel_and_of_one_process(device: str) -> None:
+    """Bit for bit, with accumulation, in FSDP2 over two processes and over one."""
+    if device == "cuda":
+        repeatable()
+    on_two(_alike, device, device)
+
+
+def _unsharded(rank: int) -> None:
+    """FSDP2 over two processes against none, whose rows are both processes' alike."""
+    sharded = make("default", True)
+    kind, recipe, overrides = CASES["default"]
+    model = make_model(kind, layers=2, **overrides)
+    overcoat.convert(model, recipe)
+    optimizer = overcoat.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        losses = passes(sharded[0], [step])
+        loss = model(**make_batch(seed=step, batch=1, length=29)).loss
+        loss.backward()
+        assert_equal(losses, [loss.detach()])
+        assert_equal(gradients(sharded[0]), [p.grad for p in model.parameters()])
+        for one in (optimizer, sharded[1]):
+            one.step()
+            one.zero_grad()
+
+
+def test_losses_and_gradients_are_those_without_fsdp2() -> None:
+    on_two(_unsharded, "cpu")
+
+
+# ---- what travels ----------------------------------------------------------------------------------------------------
+
+
+def _travels(rank: int) -> None:
+    # Llama-2-7B's ratios of weights to norms are even smaller.
+    moved = []
+    for fp8 in (False, True):
+        model, optimizer = make("leanest", fp8)
+        passes(model, [0])
+        with counted(dist, *GATHERS) as gathers, counted(torch.Tensor, "set_") as _:
+            passes(model, [1])
+        per_block = [size for _, size in gathers if size != max(size for _, size in gathers)]
+        moved.append((len(gathers), min(per_block)))
+        model.eval()
+        with torch.no_grad(), counted(dist, *GATHERS) as gathers:
+            model(**make_batch())
+        moved[-1] += (sum(size for _, size in gathers),)
+    (count, plain, whole), (fp8_count, fp8_bytes, fp8_whole) = moved
+    assert fp8_count == count
+    assert 0.5 * plain < fp8_bytes <= 0.52 * plain
+    assert fp8_whole == whole  # in eval() in BF16
+
+    # Made once a step, whatever the number of micro-batches; the maxima are AdamW's, reduced together.
+    model, optimizer = make("default", True)
+    weights = 7 * len(layers_of(model))
+    for step in range(3):
+        with (
+            counted(sharded_weight, "stack_weights", "amax") as made,
+            counted(dist, "all_reduce") as reduced,
+            counted(dist, "reduce_scatter_tensor", "reduce_scatter_single") as scattered,
+        ):
+            for seed in range(3):
+                passes(model, [seed, seed + 1])
+        names = [name for name, _ in made]
+        assert names.count("stack_weights") == weights
+        assert names.count("amax") == (0 if step else weights)
+        assert reduced == [("all_reduce", 4 * 4 * len(layers_of(model)))]
+        # Of two micro-batches the last one's gradients alone, one collective a block and one for the rest.
+        assert len(scattered) == 3 * (len(layers_of(model)) + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_half_the_bytes_and_codes_made_once_a_step() -> None:
+    on_two(_travels, "cpu")
+
+
+# ---- weights that somebody else changes ------------------------------------------------------------------------------
+
+
+def _changed(rank: int) -> None:
+    (plain, _), (model, _) = make("default", False), make("default", True)
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def assert_alike() -> None:
+        assert_equal(passes(model, [0]), passes(plain, [0]))
+        assert_equal(gradients(model), gradients(plain))
+        model.zero_grad(), plain.zero_grad()
+
+    assert_alike()
+    with torch.no_grad():
+        for each in (plain, model):
+            each.get_parameter(name).mul_(3.0)
+    assert_alike()
+    changed = {key: value * 2 for key, value in get_model_state_dict(plain).items()}
+    for each in (plain, model):
+        set_model_state_dict(each, changed)
+    assert_alike()
+    # Between the micro-batches of a step, by an optimizer that writes to shards unseen.
+    for each in (plain, model):
+        passes(each, [1])
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+        each.zero_grad()
+    assert_alike()
+    # In `eval()` shards travel as they are, and back: gradients that wait are not lost.
+    for each in (plain, model):
+        each.set_requires_gradient_sync(False)
+        each(**make_batch(seed=5)).loss.backward()
+        each.eval()
+        each(**make_batch(seed=6))
+        each.train()
+    assert_alike()
+    # What no counter sees needs a word, in every process.
+    for each in (plain, model):
+        each.get_parameter(name).data.mul_(4.0)
+    overcoat.fp8_all_gather(model)
+    assert_alike()
+    if rank == 1:
+        with torch.no_grad():
+            model.get_parameter(name).to_local().mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"layers.1.mlp.down_proj.weight: its local tensor was written to"):
+            model(**make_batch())
+
+
+def test_a_change_between_steps_is_noticed() -> None:
+    on_two(_changed, "cpu")
+
+
+def _released(rank: int) -> None:
+    found = []
+    for fp8 in (False, True):
+        model, optimizer = make("default", fp8)
+        overcoat.release_gradients(model, optimizer)
+        losses = []
+        for step in range(3):
+            losses += passes(model, [step])
+            optimizer.step()
+        found.append(losses + [p.full_tensor() for p in model.parameters()])
+    assert_equal(*found)
+
+
+def test_released_gradients() -> None:
+    on_two(_released, "cpu")
+
+
+# ---- checkpoints and compiled code -----------------------------------------------------------------------------------
+
+
+def _saved(rank: int, folder: str) -> None:
+    (plain, plain_optimizer), (model, optimizer) = make("default", False), make("default", True)
+    for run in ((plain, plain_optimizer), (model, optimizer)):
+        train(*run, steps=2)
+    states = []
+    for each, its in ((plain, plain_optimizer), (model, optimizer)):
+        states.append({"model": get_model_state_dict(each), "optim": get_optimizer_state_dict(each, its)})
+    for name, value in states[1]["model"].items():
+        assert type(value) is DTensor
+        assert type(value.to_local()) is Tensor
+        assert not vars(value.to_local())
+        assert torch.equal(value.to_local(), states[0]["model"][name].to_local())
+    dcp.save(states[1], checkpoint_id=folder)
+    expected = train(model, optimizer, steps=1, first=2)
+    again, its = make("default", True)
+    state = {"model": get_model_state_dict(again), "optim": get_optimizer_state_dict(again, its)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(again, state["model"])
+    set_optimizer_state_dict(again, its, state["optim"])
+    assert_equal(train(again, its, steps=1, first=2), expected)
+    # Shards made anew, as `to_empty` makes them.
+    again._apply(torch.clone)
+    set_model_state_dict(again, get_model_state_dict(plain))
+    assert_equal(passes(again, [9]), passes(plain, [9]))
+    found = sharded_weights(again)
+    assert len(found) == 7 * len(layers_of(again))
+    assert all(weight.is_fp8 for weight in found)
+
+
+def sharded_weights(model: nn.Module) -> list[Any]:
+    shards = [p._local_tensor for p in model.parameters() if isinstance(p, DTensor)]
+    return [shard.fsdp_pre_all_gather.__self__ for shard in shards if hasattr(shard, "fsdp_pre_all_gather")]
+
+
+def test_checkpoints_know_nothing_of_it(tmp_path: Any) -> None:
+    on_two(_saved, "cpu", str(tmp_path))
+
+
+def _compiled(rank: int) -> None:
+    found = []
+    for fp8, compiled in ((False, False), (True, True)):
+        torch.compiler.reset()
+        model, optimizer = make("leanest", fp8)
+        if compiled:
+            for layer in layers_of(model):
+                layer.compile(backend="aot_eager", fullgraph=True)
+        found.append(train(model, optimizer, steps=1))
+    assert_equal(*found)
+
+
+def test_compiled_layers() -> None:
+    on_two(_compiled, "cpu")
+
+
+# ---- what cannot be --------------------------------------------------------------------------------------------------
+
+
+def _refused(rank: int) -> None:
+    def build(recipe: Optional[Recipe] = None, convert: bool = True, **options: Any) -> Any:
+        model = make_model("llama", layers=1)
+        if convert:
+            overcoat.convert(model, recipe)
+        if options.pop("shard", True):
+            fully_shard(model.model.layers[0], **options)
+            fully_shard(model, **options)
+        return model
+
+    for match, model in (
+        ("call fully_shard before", build(shard=False)),
+        ("overcoat.convert it", build(convert=False)),
+        ("CPUOffloadPolicy", build(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    ):
+        with pytest.raises(ValueError, match=match):
+            overcoat.fp8_all_gather(model)
+    # Blocks that shards cut travel in BF16, and the others in FP8.
+    model = build(Recipe(linear_scaling="block"))
+    report = overcoat.fp8_all_gather(model)
+    assert report.fp8 == [f"model.layers.0.{name}.weight" for name in ("self_attn.o_proj", "mlp.down_proj")]
+    assert report.left_alone["model.layers.0.mlp.up_proj.weight"] == "of 688 rows 2 shards cut blocks of 128x128"
+    assert "2 weights travel in FP8" in str(report)
+    passes(model, [0])
+    overcoat.convert(model, Recipe())
+    with pytest.raises(ValueError, match=r"call it again after overcoat.convert"):
+        passes(model, [0])
+    assert len(overcoat.fp8_all_gather(model).fp8) == 7
+    passes(model, [0])
+    # Nobody takes codes for numbers.
+    model.model.layers[0].unshard()
+    with pytest.raises(RuntimeError, match="cannot read a weight that was gathered in FP8"):
+        model.model.layers[0].self_attn.q_proj.weight.sum()
+    # Another module's weight, and a layer that was changed since: BF16, and the original forward.
+    model.model.layers[0].reshard()
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="q_proj has hooks"):
+        overcoat.fp8_all_gather(model)
+    with pytest.warns(UserWarning, match="original precision"):
+        passes(model, [0])
+
+
+def test_what_cannot_travel_in_fp8() -> None:
+    on_two(_refused, "cpu")
