@@ -37,6 +37,7 @@ from overcoat.optim.sharding import (
     local,
     stepped_part,
     sum_over_shards,
+    tracked_part,
     write_back,
 )
 
@@ -123,7 +124,7 @@ class StepGroup:
         """Parameters, or shards, whose maxima are wanted, by place; none of those that are not stepped in one piece."""
         if self.buffered or self.offloaded:
             return {}
-        found = enumerate(map(weight_amax.tracked, map(local, self.params)))
+        found = enumerate(map(weight_amax.tracked, map(tracked_part, self.params)))
         return {place: entry for place, entry in found if entry is not None}
 
     def _tracks_the_same(self) -> bool:
@@ -191,7 +192,7 @@ class StepGroup:
             self._call_op(grads, scalar_on(group["lr"], self.device), factor, skip, hyper)
         if not torch.compiler.is_compiling():
             for place, entry in self.tracked.items():
-                entry.version = self.tensors.params[place]._version
+                entry.version = tracked_part(self.params[place])._version
         if self.buffered:
             for buffer, param in zip(self.tensors.params, self.params, strict=True):
                 write_back(param, buffer)
