@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from overcoat.kernels.adamw_counters import NextStep
 from overcoat.optim.adamw import AdamW
-from overcoat.optim.sharding import shard_bytes
+from overcoat.optim.sharding import check_sharding, shard_bytes
 from overcoat.optim.step import StepGroup, hyper_of, kind_of, scalar_on
 
 
@@ -335,6 +335,7 @@ def _check(model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
                 "release_gradients: this model's gradients are released already, for another optimizer, which would go "
                 "on stepping; call remove() of its handle"
             )
+    check_sharding(model.parameters())
     owned = {id(param) for param in model.parameters()}
     for index, _, param in _numbered(optimizer):
         if id(param) not in owned:

@@ -16,21 +16,58 @@ Shards along other dimensions (tensor parallelism) would cut the rows of matrice
 Checkpoints of `torch.distributed.checkpoint` need no communication of the states. `full_state_dict=True` does, and
 torch then sends the tensors as they are: "bf16+16" keeps int16, which no backend sends, and gloo lacks 8-bit floats.
 
-Norms are summed over the processes that hold different shards. The order of that sum depends on their number, so with
-clipping the last bits of a run may depend on it too; without clipping nothing does.
+Other sharding leaves each process to clip and skip by the gradients of its own part, so it is refused: FSDP1's, and of
+optimizers that step one of ours with a part of the parameters (ZeroRedundancyOptimizer, DeepSpeed's ZeRO).
+
+Norms are summed over the processes that hold different shards, in one all-reduce a process group. The order of that sum
+depends on their number, so with clipping the last bits of a run may depend on it too; without clipping nothing does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from typing import TypeGuard
+import sys
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Optional, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# Optimizers that step another with a part of the parameters: where they are defined, and their names or bases'.
+DIVIDERS = ("torch.distributed.optim.", "deepspeed."), ("ZeroRedundancyOptimizer", "ZeROOptimizer", "BF16_Optimizer")
+
+
+def check_sharding(params: Iterable[Tensor]) -> None:
+    """ValueError if each process has a part of these parameters, or of the optimizer's, in a way that is not FSDP2's.
+
+    To be called in the constructor and at the first step: what divides may do so in between.
+    """
+    if torch.compiler.is_compiling():
+        return
+    flat = any(getattr(param, "_fsdp_flattened", False) for param in params)
+    divider = "FullyShardedDataParallel (FSDP1)" if flat else _divider()
+    if divider is not None:
+        raise ValueError(
+            f"overcoat.AdamW cannot work under {divider}: each process would clip, and skip a step that is not finite, "
+            "by the gradients of its own part, and its checkpoints do not keep 8-bit states; use "
+            "torch.distributed.fsdp.fully_shard with overcoat.AdamW(model.parameters())"
+        )
+
+
+def _divider() -> Optional[str]:
+    """The optimizer that calls, if it divides parameters: nothing else tells."""
+    frame = sys._getframe(1)
+    modules, names = DIVIDERS
+    while frame is not None:
+        for cls in type(frame.f_locals.get("self")).__mro__:
+            if cls.__name__ in names and cls.__module__.startswith(modules):
+                return type(frame.f_locals["self"]).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def check_placements(param: Tensor) -> None:
@@ -83,7 +120,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def tracked_part(param: Tensor) -> Tensor:
-    """What the maximum is known of (weight_amax.py): the local tensor itself, of which `to_local` makes a new object."""
+    """What the maximum is known of (weight_amax.py): the local tensor itself, not the object that `to_local` makes."""
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
@@ -143,11 +180,23 @@ def write_back(param: Tensor, stepped: Tensor) -> None:
 
 def sum_over_shards(part: Tensor, param: Tensor) -> Tensor:
     """A sum over this process' shards as the sum over all, on every process; vectors were whole already."""
-    if is_cut(param):
-        for dim, placement in enumerate(param.placements):
-            if placement == Shard(0):
-                dist.all_reduce(part, group=param.device_mesh.get_group(dim))
-    return part
+    return sums_over_shards([part], [param])[0]
+
+
+def sums_over_shards(parts: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    """`sum_over_shards` of sums on one device, each over shards like those of its parameter: one all-reduce a group."""
+    result, places = list(parts), defaultdict[dist.ProcessGroup, list[int]](list)
+    for place, param in enumerate(params):
+        if is_cut(param):
+            for dim, placement in enumerate(param.placements):
+                if placement == Shard(0):
+                    places[param.device_mesh.get_group(dim)].append(place)
+    for group, of in places.items():
+        together = result[of[0]] if len(of) == 1 else torch.stack([result[place] for place in of])
+        dist.all_reduce(together, group=group)
+        for place, total in zip(of, [together] if len(of) == 1 else together.unbind(), strict=True):
+            result[place] = total
+    return result
 
 
 # ---- state tensors ---------------------------------------------------------------------------------------

@@ -31,7 +31,16 @@ from overcoat.formats.masters import REMAINDER_DTYPE, resolve_master
 from overcoat.formats.moments import MOMENT_CODES, resolve_moments
 from overcoat.host import host_buffer, packed
 from overcoat.kernels.adamw import rows_of, state_names
-from overcoat.optim.sharding import check_placements, copy_of, local, place_state, rewrap, state_shape, wrap_state
+from overcoat.optim.sharding import (
+    check_placements,
+    check_sharding,
+    copy_of,
+    local,
+    place_state,
+    rewrap,
+    state_shape,
+    wrap_state,
+)
 from overcoat.recipe import GROUP_SIZES
 
 # Options of a parameter group but the learning rate. By the first three a state is laid out and read.
@@ -214,6 +223,7 @@ def check_new_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
             seen.add(id(param))
             resolve_master(options["master"], param.dtype)
             check_placements(param)
+    check_sharding([entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]])
 
 
 def check_state(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], index: Any, remedy: str) -> None:

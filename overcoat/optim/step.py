@@ -31,12 +31,14 @@ from overcoat.kernels.multi_tensor import Gradients, Sums, gradients_sum_squares
 from overcoat.optim.sharding import (
     buffer_for,
     check_gradient,
+    check_sharding,
     first_row,
     is_whole,
     layout_of,
     local,
     stepped_part,
     sum_over_shards,
+    sums_over_shards,
     tracked_part,
     write_back,
 )
@@ -153,9 +155,8 @@ class StepGroup:
         return self.on_kernel and not torch.compiler.is_compiling()
 
     def sum_squares(self) -> Tensor:
-        """Of all gradients, 0-d FP64, over all processes."""
-        part = self.gradients.sum_squares() if self.fused() else gradients_sum_squares(self.grads)
-        return sum_over_shards(part, self.params[0])
+        """Of this process' gradients, 0-d FP64."""
+        return self.gradients.sum_squares() if self.fused() else gradients_sum_squares(self.grads)
 
     def sums_of_squares(self, sums: Optional[Sums] = None) -> Sums:
         """Of each gradient, over all processes; sums: where the kernel may write them."""
@@ -205,8 +206,9 @@ class StepGroup:
 
 
 def norm_of(step_groups: Sequence[StepGroup], factor: Optional[Tensor]) -> Tensor:
-    """Norm of all their gradients times the factor, 0-d FP32 on the first one's device."""
+    """Norm of all their gradients, of all processes, times the factor, 0-d FP32 on the first one's device."""
     parts = [moved(step_group.sum_squares(), step_groups[0].device) for step_group in step_groups]
+    parts = sums_over_shards(parts, [step_group.params[0] for step_group in step_groups])
     norm = (parts[0] if len(parts) == 1 else torch.stack(parts).sum()).sqrt()
     return (norm if factor is None else norm * factor).float()
 
@@ -246,6 +248,7 @@ class StepGroups:
     """
 
     def __init__(self, group: dict[str, Any], first: int, grads: list[Any], make: MakeGroup) -> None:
+        check_sharding(group["params"])
         self.group, self.first, self.seed = group, first, group["seed"]
         self.params = list(group["params"])
         self.types = list(map(type, grads))

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from overcoat import AdamW, release_gradients
@@ -157,6 +158,65 @@ def _clips_and_skips_together(rank, device):
 @two_of
 def test_clipping_and_skipping_are_global(device):
     on_two(_clips_and_skips_together, device, device)
+
+
+def _one_all_reduce(rank):
+    calls, plain = [], dist.all_reduce
+    for reduce_dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4))).bfloat16()
+        for layer in (*model, model):
+            fully_shard(layer, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+        groups = [{"params": [layer.weight for layer in model[:2]]}, {"params": [layer.weight for layer in model[2:]]}]
+        optimizer = AdamW([*groups, {"params": [layer.bias for layer in model]}], lr=1e-2)
+        model(torch.ones(3, 40, dtype=torch.bfloat16) * (rank + 1)).sum().backward()
+        expected = torch.stack([p.grad.full_tensor().double().square().sum() for p in model.parameters()]).sum().sqrt()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", lambda x, *a, **k: (calls.append(x.numel()), plain(x, *a, **k))[1])
+            optimizer.step(clip_grad_norm=1.0)
+        torch.testing.assert_close(optimizer.grad_norm, expected.float())
+    assert calls == [2, 2]  # both groups of matrices; vectors are whole
+
+
+def test_norm_clip_and_finite_check_take_one_all_reduce():
+    on_two(_one_all_reduce, "cpu")
+
+
+# ---- sharding that leaves each process to decide alone -------------------------------------------------------------
+
+
+def _refused(rank):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    for kept in (False, True):  # use_orig_params
+        before = model()
+        optimizer = AdamW(before.parameters())
+        sharded = FullyShardedDataParallel(before, use_orig_params=kept, device_id=torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"FSDP1.*use torch.distributed.fsdp.fully_shard"):
+            AdamW(sharded.parameters())
+        sharded(torch.ones(2, 8)).sum().backward()
+        weights = [p.detach().clone() for p in sharded.parameters()]
+        if kept:  # wrapped after the optimizer was built; else that has parameters which nobody trains
+            with pytest.raises(ValueError, match="FSDP1"):
+                optimizer.step()
+        with pytest.raises(ValueError, match="FSDP1"):
+            release_gradients(sharded, optimizer)
+        assert all(torch.equal(p, old) for p, old in zip(sharded.parameters(), weights))
+    with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer.*use torch.distributed.fsdp.fully_shard"):
+        ZeroRedundancyOptimizer(model().parameters(), optimizer_class=AdamW, lr=1e-3)
+    replicas = nn.parallel.DistributedDataParallel(model())
+    optimizer = AdamW(replicas.parameters())
+    replicas(torch.ones(2, 8) * (rank + 1)).sum().backward()
+    optimizer.step()  # every process has all gradients, each the mean of all
+    norms = [torch.zeros(()) for _ in range(2)]
+    dist.all_gather(norms, optimizer.grad_norm)
+    assert norms[0] == norms[1] > 0
+
+
+def test_other_sharding_is_refused_before_it_trains():
+    on_two(_refused, "cpu")
 
 
 def _other_layouts(rank):
