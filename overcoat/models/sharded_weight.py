@@ -49,6 +49,7 @@ class ShardedWeight:
         self.codes: Optional[Tensor] = None
         self.scale: Optional[Tensor] = None  # of blocks
         self.seen = (-1, -1)  # `versions` when the maxima were made
+        self.stepped = -1  # the DTensor's version after the last step: a write to it leaves the local tensor's
 
     @property
     def local(self) -> Tensor:
@@ -61,7 +62,7 @@ class ShardedWeight:
         self.local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]
         self.local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
         self.param._init_extensions()
-        self.entry = weight_amax.track(self.local)
+        self.entry, self.stepped = weight_amax.track(self.local), -1
 
     def detach(self) -> None:
         """Let FSDP2 gather the weight by itself again."""
@@ -84,7 +85,9 @@ class ShardedWeight:
 
     def own_amax(self) -> Tensor:
         """max |w| of the shard, 0-d FP32."""
-        known = self.entry.known(self.local) if self.local.numel() else None
+        known = None
+        if self.local.numel() and self.param.sharded_param._version == self.stepped:
+            known = self.entry.known(self.local)
         return amax(self.values().contiguous()) if known is None else known
 
     # ---- FSDP2's extension points -------------------------------------------------------------------------
@@ -183,7 +186,9 @@ class Gather:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped: torch's own write to shards unseen."""
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self.is_stale |= any(id(weight.param.sharded_param) in held for weight in self.weights)
+        for weight in self.weights:
+            if id(weight.param.sharded_param) in held:
+                weight.stepped, self.is_stale = weight.param.sharded_param._version, True
 
     def check(self, weight: ShardedWeight) -> None:
         """Whether a weight has changed: then the maxima are stale, in all processes or in none.

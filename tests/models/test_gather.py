@@ -218,7 +218,7 @@ def test_half_the_bytes_and_codes_made_once_a_step() -> None:
 
 
 def _changed(rank: int) -> None:
-    (plain, _), (model, _) = make("default", False), make("default", True)
+    (plain, plain_optimizer), (model, optimizer) = make("default", False), make("default", True)
     name = "model.layers.1.mlp.down_proj.weight"
 
     def assert_alike() -> None:
@@ -240,6 +240,14 @@ def _changed(rank: int) -> None:
         passes(each, [1])
         torch.optim.SGD(each.parameters(), lr=0.1).step()
         each.zero_grad()
+    assert_alike()
+    # After a step, before the first forward.
+    for each, its in ((plain, plain_optimizer), (model, optimizer)):
+        passes(each, [1])
+        its.step()
+        its.zero_grad()
+        with torch.no_grad():
+            each.get_parameter(name).mul_(3.0)
     assert_alike()
     # In `eval()` shards travel as they are, and back: gradients that wait are not lost.
     for each in (plain, model):
