@@ -60,13 +60,14 @@ def check_sharding(params: Iterable[Tensor]) -> None:
 
 def _divider() -> Optional[str]:
     """The optimizer that calls, if it divides parameters: nothing else tells."""
-    frame = sys._getframe(1)
-    modules, names = DIVIDERS
+    frame, (modules, names) = sys._getframe(1).f_back, DIVIDERS
     while frame is not None:
-        for cls in type(frame.f_locals.get("self")).__mro__:
-            if cls.__name__ in names and cls.__module__.startswith(modules):
-                return type(frame.f_locals["self"]).__name__
-        frame = frame.f_back  # type: ignore[assignment]
+        # The locals of other frames would live as long as these.
+        if frame.f_globals.get("__name__", "").startswith(modules):
+            owner = type(frame.f_locals.get("self"))
+            if any(cls.__name__ in names for cls in owner.__mro__):
+                return owner.__name__
+        frame = frame.f_back
     return None
 
 
