@@ -238,7 +238,7 @@ def _changed(rank: int) -> None:
     # Between the micro-batches of a step, by an optimizer that writes to shards unseen.
     for each in (plain, model):
         passes(each, [1])
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
+        torch.optim.SGD(each.parameters(), lr=0.1, foreach=True).step()
         each.zero_grad()
     assert_alike()
     # After a step, before the first forward.
@@ -257,8 +257,10 @@ def _changed(rank: int) -> None:
         each(**make_batch(seed=6))
         each.train()
     assert_alike()
-    # What no counter sees needs a word, in every process.
+    # What no counter sees needs a word, in every process; also in the middle of a step.
     for each in (plain, model):
+        each.set_requires_gradient_sync(False)
+        each(**make_batch(seed=7)).loss.backward()
         each.get_parameter(name).data.mul_(4.0)
     overcoat.fp8_all_gather(model)
     assert_alike()
