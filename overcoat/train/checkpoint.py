@@ -4,6 +4,9 @@
     training.pt    optimizer, data position, generators, counters; loaded with weights_only=True
     manifest.json  size and SHA-256 of every file
 
+Several processes write one file each instead of model.safetensors (`shards.py`). Any number of processes resumes from
+either kind.
+
 They are written atomically (see `files.py`) and only then is the oldest beyond `checkpoint.keep` removed, so at every
 moment there is one that can be resumed from.
 
@@ -28,12 +31,14 @@ from typing import Any
 import torch
 
 from overcoat.extras import load_extra
-from overcoat.train import files
+from overcoat.train import files, process
 from overcoat.train.config import Config, require
 from overcoat.train.configfile import differences, dump_toml, load_config
 from overcoat.train.corpus import STREAMED, cache_dir
 from overcoat.train.files import DamagedError, remove_directory, write_directory, writing
 from overcoat.train.metrics import METRICS
+from overcoat.train.parallel import whole_weights
+from overcoat.train.shards import Pieces, is_sharded, read_model, read_states, write_shard
 from overcoat.train.state import TrainState
 
 TRAINING = "training.pt"
@@ -58,6 +63,11 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def _step_of(checkpoint: Path) -> int:
+    """Of a checkpoint under whatever name."""
+    return int(files.verify_directory(checkpoint)["step"])
+
+
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
@@ -65,24 +75,70 @@ def save_checkpoint(state: TrainState, config: Config, tokenizer: Any | None) ->
     """Write the state and remove the oldest checkpoints beyond `checkpoint.keep`."""
     folder = checkpoint_dir(config)
     target = folder / f"step-{state.step:08d}"
+    training = state.training_dict()
+    if process.count() == 1:
 
-    def fill(partial: Path) -> None:
-        write_model(state.model, tokenizer, partial)
-        with writing(partial / TRAINING):
-            torch.save(state.training_dict(), partial / TRAINING)
+        def fill(partial: Path) -> None:
+            write_model(state.model, tokenizer, partial)
+            _write_training(partial, training)
 
-    write_directory(target, fill, {"step": state.step})
-    for path in list_checkpoints(folder)[: -config.checkpoint.keep]:
-        remove_directory(path)
+        write_directory(target, fill, {"step": state.step})
+    else:
+        _write_together(target, state, training, tokenizer)
+    if process.is_first():
+        for path in list_checkpoints(folder)[: -config.checkpoint.keep]:
+            remove_directory(path)
     return target
 
 
-def write_model(model: Any, tokenizer: Any | None, folder: Path) -> None:
-    """The Hugging Face files of a model."""
+def _write_training(folder: Path, training: dict[str, Any]) -> None:
+    with writing(folder / TRAINING):
+        torch.save(training, folder / TRAINING)
+
+
+def _write_together(target: Path, state: TrainState, training: dict[str, Any], tokenizer: Any | None) -> None:
+    """The checkpoint of several processes: each writes its file into the first one's unfinished directory, which takes
+    its name once all have."""
+
+    def write_own(partial: Path) -> None:
+        write_shard(partial, state.model, training["optimizer"]["state"])
+
+    def fill(partial: Path) -> None:
+        process.share(lambda: partial)
+        write_own(partial)
+        with writing(partial):
+            state.model.config.save_pretrained(partial)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
+        _write_training(partial, training)
+        process.wait_for_all()
+
+    if process.is_first():
+        write_directory(target, fill, {"step": state.step, "processes": process.count()})
+    else:
+        write_own(process.share(lambda: target))
+        process.wait_for_all()
+    process.wait_for_all()  # none goes on before it is complete
+
+
+def write_model(model: Any, tokenizer: Any | None, folder: Path, weights: dict[str, Any] | None = None) -> None:
+    """The Hugging Face files of a model.
+
+    weights: of a model that is cut over several processes, gathered.
+    """
     with writing(folder):
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+
+def export(state: TrainState, tokenizer: Any | None, target: Path) -> None:
+    """The trained model as a Hugging Face folder, written by the first process."""
+    weights = whole_weights(state.model) if process.count() > 1 else None
+    if process.is_first():
+        write_directory(
+            target, lambda folder: write_model(state.model, tokenizer, folder, weights), {"step": state.step}
+        )
 
 
 def record_config(config: Config) -> None:
@@ -129,14 +185,21 @@ def set_aside_attempt(config: Config) -> None:
 def load_checkpoint(path: Path, state: TrainState) -> None:
     """Put the (verified) checkpoint at `path` into `state`, weights in place."""
     with files.loading(path / TRAINING):
-        saved = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
+        # Mapped where a process takes but its part.
+        saved = torch.load(path / TRAINING, map_location="cpu", weights_only=True, mmap=process.count() > 1)
         identity = saved["data_identity"]
     if identity != state.data_identity:
         remedy = "set data.cache_dir to the data/ folder of its run"
         if state.data_identity.startswith(STREAMED):
             remedy = "stream the same files (names and sizes) with the same data.held_out and eval.rows"
         raise ValueError(f"{path} was trained on other tokens than these (or in another order of files); {remedy}")
-    load_weights(path, state.model)
+    if process.count() > 1 or is_sharded(path):
+        pieces = Pieces(path)
+        read_model(path, pieces, state.model)
+        with files.loading(path):
+            read_states(pieces, state.optimizer, saved["optimizer"]["state"])
+    else:
+        load_weights(path, state.model)
     with files.loading(path / TRAINING):
         state.load_training_dict(saved)
 
@@ -170,6 +233,8 @@ def choose_checkpoint(config: Config) -> Path | None:
         path = Path(config.train.resume)
         others = ", ".join(map(str, found)) or "none"
         require(os.path.isdir(path), f"train.resume = {str(path)!r}: no such checkpoint (in {folder}: {others})")
+        if process.is_restarted() and found and _step(found[-1]) > _step_of(path):
+            return _verify(found[-1], "", "")  # what this run has written since, before torchrun started it again
         return _verify(path, f"train.resume = {str(path)!r}: ", "")
     if found or (run_dir / "export").exists():
         changed = _changes(config)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 FREE_KEYS = (
     "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.on_oom", "train.memory_limit_gib",
     "recipe.offload_blocks", "optimizer.offload", "data.cache_dir", "checkpoint.", "eval.every", "memory.", "sample.",
-    "compare.",
+    "compare.", "parallel.shard", "parallel.nodes",
 )  # fmt: skip
 MOST_TOKENS = 2**30  # in one optimizer step: its rows are made on the host at once, 8 bytes a token
 
@@ -194,6 +194,15 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    shard: Literal["full", "hybrid", "none"] = option(
+        "full", '"full": FSDP2 over all processes; "hybrid": within a node, replicas between nodes; "none": replicas'
+    )
+    nodes: int = option(0, 'groups of processes for shard = "hybrid"; 0: the machines of the run', at_least=0)
+    reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "in which gradients are summed between processes")
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     every: int = option(100, "steps between evaluations; 0 evaluates at the end only", at_least=0)
     rows: int = option(64, "held-out rows to evaluate on, always the same", at_least=1)
@@ -249,6 +258,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)

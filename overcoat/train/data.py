@@ -67,6 +67,12 @@ def make_batch(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> Bat
     return Batch(inputs, labels, position_ids, int((labels != IGNORED).sum()), document_starts(position_ids))
 
 
+def count_labels(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> int:
+    """Labels that count in rows (B, T + 1), as `make_batch` has them."""
+    inputs = rows_BT[:, :-1]
+    return inputs.size - (int((inputs == eos).sum()) if document_mask and eos is not None else 0)
+
+
 def cut(tokens: np.ndarray, length: int) -> list[np.ndarray]:
     """The full rows (T + 1,) of one stream of tokens."""
     return [tokens[start : start + length + 1] for start in range(0, len(tokens) - length, length)]

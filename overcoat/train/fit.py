@@ -1,7 +1,8 @@
 """How many rows pass at once, and whether converted blocks keep only their inputs: what may change in a running run
 without changing what it learns; and `train.batch_size = "auto"`, which chooses it.
 
-A step always takes `train.rows_per_step` rows in equal micro-batches, of a divisor of their number. Another fit changes
+A step always takes `train.rows_per_step` rows, several processes as many each, in equal micro-batches, of a divisor of
+their number. Another fit changes
 neither the rows of a step nor the weight of a label: other micro-batches are other tensors to find an FP8 scale for,
 and add their gradients in another order; block checkpoints round each block's input to 8 bits (`Recipe.checkpoint`).
 
@@ -27,6 +28,7 @@ import overcoat
 from overcoat.estimate.predict import CONTEXT, Predictor
 from overcoat.estimate.setup import Setup
 from overcoat.models.shapes import load_model_config
+from overcoat.train import process
 from overcoat.train.build import inline_config, make_recipe
 from overcoat.train.config import Config
 from overcoat.train.loss import loss_for_estimates
@@ -45,6 +47,11 @@ class Fit(NamedTuple):
     def __str__(self) -> str:
         rows = "1 row" if self.micro_batch == 1 else f"{self.micro_batch} rows"
         return f"{rows} in a forward pass" + (", block checkpoints" if self.block_checkpoints else "")
+
+
+def rows_of_process(config: Config) -> int:
+    """Rows of a step that each process takes."""
+    return config.train.rows_per_step // process.count()
 
 
 def divisors(count: int) -> list[int]:
@@ -67,7 +74,7 @@ def _checkpointed(config: Config, fit: Fit) -> list[Fit]:
 
 def next_leaner(config: Config, fit: Fit) -> Fit | None:
     """What to try when a step with `fit` ran out of memory, as `train.on_oom` says; None if nothing is left."""
-    fewer = [fit._replace(micro_batch=size) for size in divisors(config.train.rows_per_step) if size < fit.micro_batch]
+    fewer = [fit._replace(micro_batch=size) for size in divisors(rows_of_process(config)) if size < fit.micro_batch]
     if config.optimizer.release_gradients:
         fewer = []  # they cannot accumulate
     lean = _checkpointed(config, fit)
@@ -130,7 +137,7 @@ def training_setup(config: Config, fit: Fit) -> Setup:
         group_size=optimizer.group_size,
         release_gradients=optimizer.release_gradients,
         offload=optimizer.offload,
-        accumulation=config.train.rows_per_step // fit.micro_batch,
+        accumulation=rows_of_process(config) // fit.micro_batch,
         dtype=config.model.dtype,
         document_mask=config.data.document_mask,
     )
@@ -154,6 +161,12 @@ def model_config(config: Config, tokenizer: Any | None = None) -> Any:
     return inline_config(model, tokenizer, config.data.sequence_length)
 
 
+def configured_fit(config: Config) -> Fit:
+    """`train.batch_size` rows in a forward pass; fewer where a process has fewer, or they do not divide its rows."""
+    assert config.train.batch_size != "auto"
+    return Fit(next(size for size in divisors(rows_of_process(config)) if size <= config.train.batch_size))
+
+
 def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fit:
     """The fit a run on `device` begins with, before its model is there.
 
@@ -161,8 +174,10 @@ def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fi
         ValueError: `train.batch_size = "auto"`, and not a single row fits, or the memory is not known.
     """
     if config.train.batch_size != "auto":
-        return Fit(config.train.batch_size)
+        return configured_fit(config)
     memory = memory_to_plan_with(config, device)
+    # On the least memory that one of several processes has.
+    memory = -process.largest(-memory)[0]
     fit = choose_fit(config, model_config(config, tokenizer), memory)
     if fit is None:
         raise ValueError(
@@ -185,9 +200,10 @@ def choose_fit(config: Config, model: Any, memory: int) -> Fit | None:
 
     def needed(fit: Fit) -> int:
         setup = training_setup(config, fit)
-        return predictor.predict(fit.micro_batch, config.data.sequence_length, setup).total_bytes
+        many = process.count() if config.parallel.shard == "full" else 1
+        return predictor.predict(fit.micro_batch, config.data.sequence_length, setup, many).total_bytes
 
-    fits = [Fit(rows) for rows in divisors(config.train.rows_per_step)]
+    fits = [Fit(rows) for rows in divisors(rows_of_process(config))]
     leaner = [] if config.train.on_oom == "error" else [lean for fit in fits for lean in _checkpointed(config, fit)]
     for known in (fits, leaner):
         # Fewer rows need less: a handful of predictions finds the place, where a large step has hundreds of divisors.

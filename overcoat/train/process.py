@@ -1,29 +1,190 @@
-"""What one process is in a run: its device, its memory, how it is told to stop. Today a run is one process.
+"""What one process is in a run: its device, its memory, its place among the others, how it is told to stop.
 
-What will differ between the processes of a run is decided here, and asked for by the rest of the trainer.
+torchrun starts the processes of a run and says by the environment which one each is (RANK, WORLD_SIZE, LOCAL_RANK).
+What differs between them is decided here, and asked for by the rest of the trainer. With one process every function
+below is what it is for that process, and nothing is sent.
+
+    share       what the first process reads or chooses, on all of them
+    largest     numbers on which all must agree: whether to stop, how many rows fit
+    sum_of      sums over all processes: of losses, on the device
+    share_of    the rows of a step that are this process' own
+
+Files of a run are written by the first process. What a process finds wrong ends it (`report`, `leave`): whoever started
+the processes then ends the others, which cannot go on without it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import signal
+import sys
 import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from overcoat.train.config import require
 
+T = TypeVar("T")
+# Of what is agreed on outside of training: one process tokenizes, verifies or writes while the others wait.
+PATIENCE = datetime.timedelta(days=2)
+SECONDS_FOR_THE_CAUSE = 3.0  # to whoever failed first, and to the launcher that ends everybody else
 
-def check_alone() -> None:
-    """Refuse to be one of several processes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("WORLD_SIZE is above 1, but this version trains on one device: start it without torchrun")
+
+class _Together:
+    """What the processes of this run share: a group for what the host says, and a store; None in a run of one."""
+
+    group: dist.ProcessGroup | None = None
+    store: dist.Store | None = None
+
+
+def count() -> int:
+    """Processes of this run."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Number of this process among them."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def machines() -> int:
+    """Machines that the processes of this run are on, as torchrun says."""
+    return count() // int(os.environ.get("LOCAL_WORLD_SIZE", str(count())))
+
+
+def is_first() -> bool:
+    """Whether this process writes the files and the lines of the run."""
+    return rank() == 0
+
+
+def is_one_of_many() -> bool:
+    """Whether torchrun started this process beside others, joined or not."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def is_restarted() -> bool:
+    """Whether torchrun started the processes again (`--max-restarts`) after one of them failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+@contextlib.contextmanager
+def joined(device_name: str) -> Iterator[None]:
+    """Inside, the processes that torchrun started are one run: NCCL between GPUs, gloo between CPUs.
+
+    Args:
+        device_name: `train.device`.
+    """
+    if not is_one_of_many():
+        yield
+        return
+    device = choose_device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _Together.store, place, size = next(iter(dist.rendezvous("env://")))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=_Together.store, rank=place, world_size=size
+    )
+    _Together.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    yield
+    wait_for_all()  # one that leaves early takes its connections from the others
+
+
+def leave(status: int) -> int:
+    """The exit status, of a process that was alone; one of many ends here. Its communicators may hang: they wait for
+    processes that are gone, and PyTorch 2.13 may abort while it takes gloo's threads down."""
+    if is_one_of_many():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def may_report(is_cause: bool = True) -> bool:
+    """Whether this process says why the run fails: the first one that knows. What merely follows from another's end
+    (`is_cause` False) is said if nobody else does, and nobody ends this process while it waits for that."""
+    if not is_one_of_many():
+        return True
+    if _Together.store is None:  # nothing is shared yet, so all that are here have the same to say
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    if not is_cause:
+        time.sleep(SECONDS_FOR_THE_CAUSE)
+    name = f"{os.environ['RANK']}"
+    try:
+        return _Together.store.compare_set("failed", "", name) == name.encode()
+    except (RuntimeError, dist.DistError):  # it went with the process that held it
+        return is_cause
+
+
+def follows_from_another(error: BaseException) -> bool:
+    """Whether an error says that another process is gone."""
+    words = ("gloo", "NCCL", "Connection", "Socket", "Broken pipe")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+# ---- agreement ------------------------------------------------------------------------------------------------------
+
+
+def wait_for_all() -> None:
+    """Return when all processes are here."""
+    if count() > 1:
+        dist.barrier(group=_Together.group)
+
+
+def share(make: Callable[[], T]) -> T:
+    """What `make` returns in the first process; the others do not call it. It is pickled on the way, between processes
+    of one run."""
+    if count() == 1:
+        return make()
+    held: list[Any] = [make() if is_first() else None]
+    dist.broadcast_object_list(held, src=0, group=_Together.group)
+    return held[0]  # type: ignore[no-any-return]
+
+
+def gather(value: Any) -> list[Any]:
+    """What each process has, in the order of their ranks; only the first process' list is filled."""
+    if count() == 1:
+        return [value]
+    found: list[Any] = [None] * count()
+    dist.gather_object(value, found if is_first() else None, group=_Together.group)
+    return found
+
+
+def largest(*values: int) -> list[int]:
+    """Each number's largest over all processes; no wait for a GPU."""
+    if count() == 1:
+        return list(values)
+    found = torch.tensor(values)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=_Together.group)
+    return found.tolist()
+
+
+def sum_of(value: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes, in place on the device."""
+    if count() > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def share_of(rows: Sequence[T]) -> Sequence[T]:
+    """This process' part of the rows of a step: consecutive ones, as many for everybody."""
+    size = len(rows) // count()
+    return rows[rank() * size : (rank() + 1) * size]
+
+
+# ---- device and memory ----------------------------------------------------------------------------------------------
 
 
 def choose_device(name: str) -> torch.device:
-    """`train.device` as a device; "auto" is the GPU where there is one."""
+    """`train.device` as a device; "auto" is the GPU where there is one, of several processes each one's own."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -34,6 +195,11 @@ def choose_device(name: str) -> torch.device:
     is_gpu = device.type == "cuda"
     require(not is_gpu or torch.cuda.is_available(), f"train.device = {name!r}: PyTorch sees no CUDA GPU here")
     count = torch.cuda.device_count() if is_gpu else 1
+    if is_gpu and is_one_of_many():
+        many = int(os.environ["LOCAL_WORLD_SIZE"])
+        require(device.index is None, f"train.device = {name!r}: {many} processes have a GPU each, set it to cuda")
+        require(many <= count, f"{many} processes, and {count} GPUs here: start one for each GPU")
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     require((device.index or 0) < count, f"train.device = {name!r}: there are {count}, counted from 0")
     return device
 
@@ -61,6 +227,10 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+
+    def agreed(self) -> int | None:
+        """The signal that some process was sent, the same on all of them."""
+        return largest(self.signum or 0)[0] or None
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         if signum == signal.SIGINT and self.signum is not None:

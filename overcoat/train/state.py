@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import overcoat
+from overcoat.train import process
 from overcoat.train.config import Config
 from overcoat.train.data import RowSource
 from overcoat.train.fit import Fit, recipe_of
@@ -49,7 +50,7 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "rows": self.rows.state_dict(),
             "data_identity": self.data_identity,
-            "rng": rng_state(),
+            "rng": rng_state() if process.count() == 1 else process.gather(rng_state()),
             "step": self.step,
             "num_tokens": self.num_tokens,
             "kept_bytes": self.kept_bytes,
@@ -65,7 +66,11 @@ class TrainState:
         self.step, self.num_tokens, self.kept_bytes = saved["step"], saved["num_tokens"], saved["kept_bytes"]
         drawn = saved.get("drawn")  # only of a run that ended in a step which did not fit
         self.drawn = None if drawn is None else drawn.numpy()
-        set_rng_state(saved["rng"])
+        rngs = saved["rng"] if isinstance(saved["rng"], list) else [saved["rng"]]  # of each process that saved it
+        if process.rank() < len(rngs):
+            set_rng_state(rngs[process.rank()])
+        else:
+            torch.manual_seed(self.step * process.count() + process.rank())
 
 
 def rng_state() -> dict[str, Any]:

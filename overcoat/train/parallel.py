@@ -1,0 +1,220 @@
+"""A model over several processes: FSDP2 (`torch.distributed.fsdp.fully_shard`), never whole on any device.
+
+    mesh      "full" (N,): parameters cut between all processes. "hybrid" (nodes, N / nodes): cut within a node, alike in
+              all. "none" (N, 1): alike in all. Gradients are summed over all N in each.
+    rows      a step has `train.rows_per_step` rows, whatever N; each process takes its part of them, in micro-batches of
+              `train.batch_size` rows at most
+    loss      each process divides by the labels of the whole step, so gradients are sums, not means, over processes
+    reducing  after every micro-batch: kept for the last one, gradients would lie whole on every GPU
+
+A model is made without memory (meta device) or in the host's, mapped from its files. Then layer after layer comes to
+the device, is filled, and cut. Random weights are those of one process: each module is drawn from the state that the
+generator has when one process draws it, found by drawing everything once and keeping nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import overcoat
+from overcoat.extras import load_extra
+from overcoat.models.family import decoder_layers
+from overcoat.optim.sharding import gather
+from overcoat.train import process
+from overcoat.train.build import build_model
+from overcoat.train.config import Config, ParallelConfig, require
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+
+def check_parallel(config: Config) -> None:
+    """Refuse what several processes cannot do, or not yet."""
+    many, rows = process.count(), config.train.rows_per_step
+    if many == 1:
+        return
+    require(
+        rows % many == 0,
+        f"a step of {rows} rows (train.global_batch_size, or train.batch_size x train.accumulation) cannot be divided "
+        f"among {many} processes: make it a multiple of {many}",
+    )
+    wrong = {
+        "train.compile": config.train.compile != "none" and config.train.compile,
+        "memory.report": config.memory.report,
+        "recipe.offload_blocks": config.recipe.offload_blocks,
+        "optimizer.release_gradients": config.optimizer.release_gradients,
+    }
+    for key, value in wrong.items():
+        require(not value, f"{key} = {value!r} does not go with {many} processes yet: leave it out, or train on one")
+    _mesh_shape(config.parallel)
+
+
+def _mesh_shape(parallel: ParallelConfig) -> tuple[int, ...]:
+    many = process.count()
+    if parallel.shard == "none":
+        return (many, 1)
+    if parallel.shard == "full":
+        return (many,)
+    nodes = parallel.nodes or process.machines()
+    require(
+        nodes > 1 and many % nodes == 0,
+        f"parallel.shard = 'hybrid' on {nodes} nodes with {many} processes: set parallel.nodes to a divisor of them "
+        "above 1, or parallel.shard to 'full'",
+    )
+    return (nodes, many // nodes)
+
+
+def make_mesh(parallel: ParallelConfig, device: torch.device) -> DeviceMesh:
+    """The processes as FSDP2 sees them: the last dimension is cut over, one before it has replicas."""
+    shape = _mesh_shape(parallel)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def shard_module(module: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
+    """Cut the parameters of a layer, or what is left of a model whose layers are cut: the one place that does.
+
+    Gradients are summed, not averaged, in `parallel.reduce_dtype`.
+    """
+    policy = MixedPrecisionPolicy(reduce_dtype=getattr(torch, parallel.reduce_dtype))
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+
+
+def build_sharded(
+    config: Config, tokenizer: Any | None, device: torch.device, recipe: overcoat.Recipe
+) -> tuple[Any, overcoat.Report]:
+    """What `build_model` and `convert` make of a configuration, cut over all processes: the model, and the report."""
+    mesh = make_mesh(config.parallel, device)
+
+    def cut(module: nn.Module) -> None:
+        shard_module(module, mesh, config.parallel)
+
+    if config.model.name:
+        model = build_model(config, tokenizer, CPU)
+        overcoat.convert(model, recipe)
+        _move_in_parts(model, device, cut)
+    else:
+        draft = _Draft(config, tokenizer, device)
+        model = draft.model
+        overcoat.convert(model, recipe)
+        draft.fill(cut)
+    cut(model)
+    # Again, now that the parameters lie where they are used: what that device cannot do is refused.
+    report = overcoat.convert(model, recipe)
+    if process.rank():
+        torch.manual_seed(config.train.seed + process.rank())  # dropout differs between processes
+    return model, report
+
+
+class _DrawnElsewhere(TorchDispatchMode):
+    """Random numbers asked for on the meta device are drawn on `device` and dropped: its generator moves as if the
+    tensors lay there."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            func(torch.empty_like(args[0], device=self.device), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+class _NoneForShards(TorchDispatchMode):
+    """Random numbers for a parameter that is cut already would be others than one process draws."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(args[0], DTensor):
+            raise ValueError(
+                "[model.config]: this model draws a layer's weights again after the layer itself: start it on one "
+                "process, and go on from its checkpoint with more"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class _Draft:
+    """A model without memory that remembers how one process draws each module's weights on `device`: by which model,
+    and with which state of the generator."""
+
+    def __init__(self, config: Config, tokenizer: Any | None, device: torch.device) -> None:
+        self.device = device
+        self._steps: dict[nn.Module, tuple[Any, torch.Tensor]] = {}  # in the order of transformers
+        kind = load_extra("transformers", "hf", "building the model").PreTrainedModel
+        initialize, draw = kind.init_weights, kind._initialize_weights
+
+        def note(model: Any, module: nn.Module, *rest: Any, **options: Any) -> None:
+            if not getattr(module, "_is_hf_initialized", False):
+                self._steps[module] = (model, self._generator())
+            draw(model, module, *rest, **options)
+
+        def initialize_drafts(model: Any) -> None:
+            model.initialize_weights()  # which transformers leaves out on the meta device
+            initialize(model)
+
+        kind.init_weights, kind._initialize_weights = initialize_drafts, note
+        try:
+            with _DrawnElsewhere(device):
+                self.model = build_model(config, tokenizer, META)
+        finally:
+            kind.init_weights, kind._initialize_weights = initialize, draw
+
+    def fill(self, cut: Callable[[nn.Module], None]) -> None:
+        """Give the model memory and its first weights, and cut each decoder layer once it has them."""
+        after = self._generator()
+        rest = dict(self._steps)
+        for layer in decoder_layers(self.model).values():
+            inside = set(layer.modules())
+            self._fill([module for module in self._steps if module in inside])
+            for module in inside:
+                rest.pop(module, None)
+            cut(layer)
+        with _NoneForShards():
+            self._fill(list(rest))
+        self.model.tie_weights()
+        self._generator(after)
+
+    def _fill(self, modules: list[nn.Module]) -> None:
+        for module in modules:
+            module.to_empty(device=self.device, recurse=False)
+        with torch.no_grad():
+            for module in modules:
+                model, state = self._steps[module]
+                self._generator(state)
+                model._init_weights(module)
+
+    def _generator(self, state: torch.Tensor | None = None) -> torch.Tensor:
+        """The state of the device's generator, set to `state` if there is one."""
+        here: Any = torch.cuda if self.device.type == "cuda" else torch
+        if state is not None:
+            here.set_rng_state(state)
+        return here.get_rng_state()  # type: ignore[no-any-return]
+
+
+def _move_in_parts(model: nn.Module, device: torch.device, cut: Callable[[nn.Module], None]) -> None:
+    """Move a model to the device and cut its decoder layers, one after the other."""
+    for layer in decoder_layers(model).values():
+        layer.to(device)
+        cut(layer)
+    for module in model.modules():
+        module._apply(lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device), recurse=False)
+
+
+def whole_weights(model: Any) -> dict[str, torch.Tensor] | None:
+    """The state dict of a cut model in the first process' host memory, tensor by tensor; None in the others."""
+    whole: dict[int, torch.Tensor | None] = {}
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in whole:  # tied ones once, and as the same tensor under both names
+            gathered = gather(tensor.detach())
+            whole[id(tensor)] = gathered.cpu() if process.is_first() else None
+        found[name] = whole[id(tensor)]
+    return found if process.is_first() else None  # type: ignore[return-value]
