@@ -1,6 +1,7 @@
 """The `overcoat` command.
 
     overcoat train CONFIG.toml [section.key=value ...]    train, resume or fine-tune as the file says
+    overcoat train CONFIG.toml --gpus 8                   the same on several GPUs, as under torchrun
     overcoat train --keys                                 every key with its default and meaning
     overcoat estimate --model llama-2-7b --batch 4        what a training step will hold, without a GPU
     overcoat bench layer                                  this project beside its peers (optimizer, kernels, model)
@@ -19,6 +20,7 @@ import io
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -65,6 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if takes_rest:
         parsed.overrides += rest
+    if not _is_worker():
+        return _status_of(parsed)
+    from overcoat.train import process
+
+    return process.leave(_status_of(parsed))
+
+
+def _status_of(parsed: argparse.Namespace) -> int:
+    """Do what is asked; what goes wrong is said in one line."""
     try:
         return int(parsed.function(parsed))
     except ValueError as error:
@@ -78,6 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(1, f"the host's memory ran out: {error}")
     except KeyboardInterrupt:
         return _fail(130, "interrupted")
+    except Exception as error:
+        if not _is_worker():
+            raise
+        return _fail(1, f"{type(error).__name__}: {error}", error)
+
+
+def _is_worker() -> bool:
+    """Whether this process is one of several that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _add_train_parser(commands: Any) -> None:
@@ -88,6 +108,8 @@ def _add_train_parser(commands: Any) -> None:
     train.add_argument(
         "--json", action="store_true", help="print the results as one JSON line on stdout, all else on stderr"
     )
+    train.add_argument("--gpus", type=int, default=0, metavar="N", help="start N processes of this machine, a GPU each")
+    train.add_argument("--max-restarts", type=int, default=0, metavar="R", help="with --gpus: start R times anew")
     train.set_defaults(function=train_command)
 
 
@@ -105,13 +127,16 @@ def train_command(parsed: argparse.Namespace) -> int:
     if parsed.config is None:
         raise ValueError("overcoat train needs a CONFIG.toml (overcoat train --keys lists what it may hold)")
     config = load_config(parsed.config, parsed.overrides)
+    if parsed.gpus or parsed.max_restarts:
+        return _launch(parsed, config)
 
     # Importing PyTorch and transformers takes seconds; a mistake in the configuration is found before.
     from rich.console import Console
 
     from overcoat.memory import use_expandable_segments
+    from overcoat.train import process
     from overcoat.train.loop import RunStoppedError, UnreadableDataError
-    from overcoat.train.out_of_memory import DoesNotFitError
+    from overcoat.train.out_of_memory import RESTART, DoesNotFitError, RestartError
     from overcoat.train.run import run
     from overcoat.train.summary import summarize
 
@@ -119,20 +144,39 @@ def train_command(parsed: argparse.Namespace) -> int:
     # A sample may hold characters that the terminal does not have.
     console = Console(file=LastingStream(sys.stderr if parsed.json else sys.stdout))  # type: ignore[arg-type]
     try:
-        summary = summarize(run(config, console), Path(config.train.run_dir), console)
+        with process.joined(config.train.device):
+            results = run(config, console)
+            if process.is_first():
+                summary = summarize(results, Path(config.train.run_dir), console)
     except RunStoppedError as stop:
         # With the path the same command would go back to that checkpoint and set aside all newer ones.
         again = "" if config.train.resume == "auto" else " without train.resume (or with train.resume=auto)"
-        console.print(f"{stop}; the same command{again} continues it", highlight=False, markup=False, soft_wrap=True)
+        if process.is_first():
+            console.print(f"{stop}; the same command{again} continues it", highlight=False, markup=False, soft_wrap=True)
         return 128 + stop.signum
     except (DoesNotFitError, UnreadableDataError) as error:
         return _fail(1, f"training failed: {error}")
+    except RestartError as error:
+        return _fail(RESTART, str(error))
     except OSError as error:
         error.filename = error.filename or config.train.run_dir  # a write names no file
         raise
-    if parsed.json:
+    if parsed.json and process.is_first():
         _write(json.dumps(summary))
     return 0
+
+
+def _launch(parsed: argparse.Namespace, config: Any) -> int:
+    """`overcoat train` in several processes, if there are to be several."""
+    if parsed.gpus < 1 or parsed.max_restarts < 0:
+        raise ValueError(f"--gpus {parsed.gpus} --max-restarts {parsed.max_restarts}: a number of processes, at least 1")
+    if _is_worker():
+        raise ValueError(f"--gpus {parsed.gpus}: torchrun has started this process, leave --gpus out")
+    from overcoat.train.launch import launch
+
+    words = [parsed.config, *parsed.overrides, *(["--json"] if parsed.json else [])]
+    status, text = launch(parsed.gpus, parsed.max_restarts, config.train.device, words)
+    return _fail(status, text) if text else status
 
 
 def read_config(path: str, overrides: list[str], memory: int | None) -> Any:
@@ -170,8 +214,20 @@ def _write(text: str) -> None:
     LastingStream(sys.stdout).write(f"{text}\n")
 
 
-def _fail(status: int, text: str) -> int:
-    """Say why, in one line whatever a library put into it, and return the exit status."""
+def _fail(status: int, text: str, error: Exception | None = None) -> int:
+    """Say why, in one line whatever a library put into it, and return the exit status. Of several processes one does.
+
+    error: what nobody expected; its traceback comes first.
+    """
+    if _is_worker():
+        from overcoat.train import process
+
+        is_cause = error is None or not process.follows_from_another(error)
+        if not process.may_report(is_cause):
+            return status
+        text = f"rank {os.environ['RANK']}: {text}"
+        if error is not None and is_cause:
+            traceback.print_exception(error)
     LastingStream(sys.stderr).write(f"overcoat: {' '.join(text.splitlines())}\n")
     return status
 

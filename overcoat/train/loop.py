@@ -29,8 +29,9 @@ from overcoat import memory
 from overcoat.extras import reason
 from overcoat.models.compiled import begin_pass, eager, keep_gradients_outside
 from overcoat.models.scores import record_scores
+from overcoat.train import process
 from overcoat.train.config import Config, ScheduleConfig
-from overcoat.train.data import make_batch
+from overcoat.train.data import count_labels, make_batch
 from overcoat.train.loss import summed_loss
 from overcoat.train.memory_report import reporting
 from overcoat.train.metrics import Row, RunLog, StepRecord
@@ -80,7 +81,8 @@ def multiplier(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
 
 
 def train_step(state: TrainState, config: Config) -> StepRecord:
-    """One optimizer step over `train.rows_per_step` rows, in micro-batches of `state.fit`.
+    """One optimizer step over `train.rows_per_step` rows, in micro-batches of `state.fit`; every process draws all rows
+    and takes its part.
 
     Running out of memory in a forward or backward pass leaves everything but the gradients and the generators as it
     was; the rows stay in `state.drawn` and are taken again.
@@ -94,11 +96,12 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
         group["lr"] = lr
     if state.drawn is None:
         state.drawn = _next_rows(state, config)
+    own = process.share_of(state.drawn)
     batches = [
-        make_batch(state.drawn[start : start + state.fit.micro_batch], state.eos, config.data.document_mask)
-        for start in range(0, len(state.drawn), state.fit.micro_batch)
+        make_batch(own[start : start + state.fit.micro_batch], state.eos, config.data.document_mask)
+        for start in range(0, len(own), state.fit.micro_batch)
     ]
-    num_labels = sum(batch.num_labels for batch in batches)
+    num_labels = count_labels(state.drawn, state.eos, config.data.document_mask)
     total = torch.zeros((), device=state.device)
     for number, batch in enumerate(batches):
         if config.train.compile == "graphs":
@@ -115,11 +118,11 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     norm = state.optimizer.grad_norm
     assert norm is not None
     state.optimizer.zero_grad(set_to_none=True)
+    num_tokens = len(state.drawn) * config.data.sequence_length
     state.drawn = None
     state.step += 1
-    num_tokens = sum(batch.input_ids.numel() for batch in batches)
     state.num_tokens += num_tokens
-    return StepRecord(state.step, lr, num_tokens, total, norm)
+    return StepRecord(state.step, lr, num_tokens, process.sum_of(total), norm)
 
 
 def _next_rows(state: TrainState, config: Config) -> np.ndarray:
@@ -166,7 +169,8 @@ def evaluate(state: TrainState, config: Config, rows: np.ndarray) -> float:
         try:
             return _mean_loss(state, config, rows, size)
         except RuntimeError as error:
-            if size == 1 or not is_out_of_memory(error):
+            # The passes of several processes go together: fewer rows in one would leave the others waiting.
+            if size == 1 or not is_out_of_memory(error) or process.count() > 1:
                 raise
         free_memory(state.device, config)
         size = size // 2
@@ -174,17 +178,21 @@ def evaluate(state: TrainState, config: Config, rows: np.ndarray) -> float:
 
 def _mean_loss(state: TrainState, config: Config, rows: np.ndarray, size: int) -> float:
     total = torch.zeros((), device=state.device, dtype=torch.float64)
-    num_labels = 0
+    most = -(-len(rows) // process.count())
+    own = rows[process.rank() * most : (process.rank() + 1) * most]
     state.model.eval()
     try:
         with torch.no_grad(), eager():
-            for start in range(0, len(rows), size):
-                batch = make_batch(rows[start : start + size], state.eos, config.data.document_mask)
-                total += summed_loss(state.model, batch.to(state.device))
-                num_labels += batch.num_labels
+            for start in range(0, most, size):
+                part = own[start : start + size]
+                # Who has no rows left passes one all the same: the others need its part of the weights.
+                batch = make_batch(part if len(part) else rows[:1], state.eos, config.data.document_mask)
+                loss = summed_loss(state.model, batch.to(state.device))
+                if len(part):
+                    total += loss
     finally:
         state.model.train()
-    return float(total) / num_labels
+    return float(process.sum_of(total)) / count_labels(rows, state.eos, config.data.document_mask)
 
 
 def largest_score(state: TrainState, config: Config, rows: np.ndarray) -> tuple[str, float]:
@@ -244,17 +252,20 @@ def train_steps(
             try:
                 log.add(fitting(state, config))
             except DoesNotFitError as error:
-                if error.is_whole and state.step > first_step:
+                if error.is_whole and state.step > first_step and process.count() == 1:
                     log.flush()
                     log.say(f"step {state.step + 1} does not fit; {save()} has the {state.step} before it")
                 raise
             if due(config.train.log_every) or state.step == 1:
                 log.flush()
-            if due(config.eval.every) and stop.signum is None:
+            signum = stop.agreed()
+            if due(config.eval.every) and signum is None:
                 evaluate_and_log()
-            if due(config.checkpoint.every) or stop.signum is not None:
+                signum = stop.agreed()
+            if due(config.checkpoint.every) or signum is not None:
                 log.flush()
                 path = save()
-                if stop.signum is not None:  # after the last step too: a twin would start next
-                    raise RunStoppedError(stop.signum, path)
+                signum = stop.agreed()
+                if signum is not None:  # after the last step too: a twin would start next
+                    raise RunStoppedError(signum, path)
                 log.restart_clock()

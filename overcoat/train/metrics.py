@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -30,6 +31,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from overcoat.extras import load_extra
+from overcoat.train import process
 from overcoat.train.config import Config
 
 Row = dict[str, Any]
@@ -59,15 +61,19 @@ class StepRecord:
 class RunLog:
     """Where a run's rows and lines go.
 
-    Step records are collected unread; `flush` reads them from the device together, at each log interval.
+    Step records are collected unread; `flush` reads them from the device together, at each log interval. Of several
+    processes each has one, and the first one's alone writes and says anything.
     """
 
     def __init__(self, config: Config, console: Console, title: str, first_step: int, device: torch.device):
         run_dir = Path(config.train.run_dir)
+        if not process.is_first():
+            console = Console(quiet=True)
         self._console, self._title, self._device, self._num_steps = console, title, device, config.train.steps
-        self._file = (run_dir / METRICS).open("a+", encoding="ascii")
+        path = run_dir / METRICS if process.is_first() else Path(os.devnull)
+        self._file = path.open("a+", encoding="ascii")
         self._writer = None
-        if config.train.tensorboard:
+        if config.train.tensorboard and process.is_first():
             board = load_extra("torch.utils.tensorboard", "hf", "train.tensorboard = true")
             self._writer = board.SummaryWriter(run_dir / "tensorboard", purge_step=first_step)
         if (size := self._file.seek(0, 2)) > 0:
@@ -113,7 +119,7 @@ class RunLog:
         advice = self._host.saw(len(self._records), seconds, waited)
         common = {
             "tokens_per_second": round(sum(record.num_tokens for record in self._records) / seconds, 1),
-            "peak_bytes": peak_bytes(self._device),
+            "peak_bytes": process.largest(peak_bytes(self._device))[0],
         }
         rows = [
             {"kind": "train", "step": record.step, "loss": loss, "lr": record.lr, "gradient_norm": norm, **common}

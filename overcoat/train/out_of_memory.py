@@ -4,6 +4,8 @@
                         taken again with the next leaner fit (`fit.py`, `train.on_oom`)
     the same, released  `optimizer.release_gradients` moves weights inside the backward. Once it has, the step cannot
                         be taken again: LostStepError, and the run goes on from its newest checkpoint (`run.py`)
+    several processes   the others wait inside the step for the one that fails: RestartError, and all begin again from
+                        the newest checkpoint, where their launcher starts them again
     the optimizer       needs the same whatever the batch, and may have moved some of the weights: DoesNotFitError
 
 What was changed, and at which step, is a row of kind "fit" in metrics.jsonl. Fits only get leaner, so the fit of a step
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 
 from overcoat.models.compiled import forget
+from overcoat.train import process
 from overcoat.train.config import Config
 from overcoat.train.fit import Fit, leanest, next_leaner
 from overcoat.train.metrics import METRICS, Row, read_metrics
@@ -34,6 +38,7 @@ OF_LIBRARIES = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator: can't allocate memory",
 )
+RESTART = 75  # exit status of a process that can go on if all are started again (EX_TEMPFAIL)
 REMEDY = (
     "overcoat estimate --config CONFIG.toml --gpu-memory SIZE lists what needs less: recipe.checkpoint=block, "
     "optimizer.master=bf16, optimizer.offload=true, shorter rows. With such changes train.resume=CHECKPOINT continues"
@@ -50,6 +55,10 @@ class DoesNotFitError(Exception):
 
 class LostStepError(Exception):
     """Memory ran out after some weights had moved: the state is good for nothing, a checkpoint is."""
+
+
+class RestartError(Exception):
+    """One of several processes cannot go on, and all can, started again: the fit for that is in the metrics."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -100,7 +109,7 @@ class Fitting:
         changed: Callable[[str, Row | None], None],
     ) -> None:
         self.take_step, self.changed = take_step, changed
-        self.recorded = recorded_fits(config)
+        self.recorded = process.share(lambda: recorded_fits(config))
         if config.train.batch_size == "auto" and fit_at(self.recorded, state.step + 1) is None:
             text = f"train.batch_size = auto: {state.fit}, {config.train.rows_per_step} in a step"
             changed(text, fit_row(state.step + 1, state.fit, out_of_memory=False))
@@ -111,6 +120,7 @@ class Fitting:
         Raises:
             DoesNotFitError: nothing leaner is left.
             LostStepError: weights have moved.
+        RestartError: of several processes; the next attempt has the leaner fit.
         """
         recorded = fit_at(self.recorded, state.step + 1)
         if recorded is not None and (fit := leanest([state.fit, recorded])) != state.fit:
@@ -128,7 +138,7 @@ class Fitting:
             # The exception is gone here, and with its traceback the frames that held the step's tensors.
             release = state.optimizer.release
             is_whole = release is None or not release.has_stepped
-            if is_whole:
+            if is_whole and process.count() == 1:
                 state.optimizer.zero_grad(set_to_none=True)
                 free_memory(state.device, config)
                 set_rng_state(generators)
@@ -140,6 +150,10 @@ class Fitting:
         if fit is None:
             left = "train.on_oom = 'error'" if config.train.on_oom == "error" else "nothing leaner is left to try"
             raise DoesNotFitError(f"step {step} ran out of memory with {state.fit}, and {left} ({reason})", is_whole)
+        if process.count() > 1:
+            with (Path(config.train.run_dir) / METRICS).open("a", encoding="ascii") as file:
+                file.write(json.dumps(fit_row(step, fit, out_of_memory=True)) + "\n")
+            raise RestartError(f"step {step} ran out of memory; from the newest checkpoint on with {fit} ({reason})")
         how = "taking it again with" if is_whole else "back to the newest checkpoint, then"
         self.changed(f"step {step} ran out of memory; {how} {fit} ({reason})", fit_row(step, fit, out_of_memory=True))
         if not is_whole:

@@ -48,8 +48,6 @@ def check_parallel(config: Config) -> None:
     wrong = {
         "train.compile": config.train.compile != "none" and config.train.compile,
         "memory.report": config.memory.report,
-        "recipe.offload_blocks": config.recipe.offload_blocks,
-        "optimizer.release_gradients": config.optimizer.release_gradients,
     }
     for key, value in wrong.items():
         require(not value, f"{key} = {value!r} does not go with {many} processes yet: leave it out, or train on one")

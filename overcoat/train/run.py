@@ -22,17 +22,18 @@ from rich.console import Console
 import overcoat
 from overcoat import memory
 from overcoat.models.compiled import compile_layers, eager
-from overcoat.train import checkpoint
+from overcoat.train import checkpoint, process
 from overcoat.train.build import build_model, check_config, check_vocabulary, make_optimizer
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
-from overcoat.train.files import lock, sweep, write_directory
+from overcoat.train.files import lock, sweep
 from overcoat.train.fit import Fit, first_fit, recipe_of
 from overcoat.train.loop import train_steps
 from overcoat.train.metrics import METRICS, PLAIN, RunLog, forget_peak, read_metrics
 from overcoat.train.out_of_memory import LostStepError, free_memory, recorded_fits, whatever_the_batch
-from overcoat.train.process import check_alone, choose_device
+from overcoat.train.parallel import build_sharded, check_parallel
+from overcoat.train.process import choose_device
 from overcoat.train.state import TrainState
 
 LOCK = ".lock"
@@ -77,8 +78,8 @@ def run(config: Config, console: Console) -> list[RunResult]:
 
 def check_before_training(config: Config) -> None:
     """Every mistake in the configuration that shows without reading data, or the run directory."""
-    check_alone()
     check_config(config)
+    check_parallel(config)
     dump_toml(config)
 
 
@@ -102,16 +103,16 @@ def run_once(config: Config, console: Console, title: str) -> RunResult:
     """Train (or go on training) one model and finish it."""
     check_before_training(config)
     run_dir = Path(config.train.run_dir)
-    if not (run_dir / LOCK).exists():
+    if process.is_first() and not (run_dir / LOCK).exists():
         checkpoint.choose_checkpoint(config)  # what is refused finds its directory as it was
 
     def busy() -> None:
         raise ValueError(f"another process is training in {run_dir}: choose another train.run_dir")
 
-    with lock(run_dir / LOCK, busy):
-        start_from = checkpoint.choose_checkpoint(config)
+    with lock(run_dir / LOCK, busy) if process.is_first() else contextlib.nullcontext():
+        start_from = process.share(lambda: checkpoint.choose_checkpoint(config))
         checkpoints = [] if start_from is None else [start_from]
-        if start_from is None:
+        if start_from is None and process.is_first():
             checkpoint.set_aside_attempt(config)
         while True:
             try:
@@ -127,37 +128,49 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
     run_dir, device = Path(config.train.run_dir), choose_device(config.train.device)
 
     def say(text: str) -> None:
-        console.print(text, **PLAIN)
+        if process.is_first():
+            console.print(text, **PLAIN)
 
+    if not process.is_first():
+        process.wait_for_all()  # for the tokens
     corpus = open_corpus(config, say)
+    if process.is_first():
+        process.wait_for_all()
     with whatever_the_batch("the model"):
-        recorded = recorded_fits(config) if config.train.batch_size == "auto" else {}  # chosen once
+        is_auto = config.train.batch_size == "auto"
+        recorded = process.share(lambda: recorded_fits(config)) if is_auto else {}  # chosen once
         fit = recorded[min(recorded)] if recorded else first_fit(config, device, corpus.tokenizer)
         state, report = make_state(config, corpus, device, fit)
     say(str(report))
     if checkpoints:
         checkpoint.load_checkpoint(checkpoints[-1], state)
-        require_steps_left(config, state.step, checkpoints[-1])
+        if process.is_first():
+            require_steps_left(config, state.step, checkpoints[-1])
         say(f"resuming from {checkpoints[-1]}")
-    folder = checkpoint.checkpoint_dir(config)
-    if folder.exists():
-        sweep(folder)
-        checkpoint.set_aside_newer(folder, state.step)
-    checkpoint.record_config(config)
+    if process.is_first():
+        tidy(config, state.step)
 
     def save() -> Path:
         checkpoints.append(checkpoint.save_checkpoint(state, config, corpus.tokenizer))
         return checkpoints[-1]
 
     with contextlib.closing(RunLog(config, console, title, state.step, device)) as log:
-        is_evaluated = state.step in read_metrics(run_dir / METRICS)["eval"]
+        is_evaluated = process.share(lambda: state.step in read_metrics(run_dir / METRICS)["eval"])
         train_steps(state, config, corpus.held_out, log, save, is_evaluated)
-    if state.kept_table:
+    if state.kept_table and process.is_first():
         (run_dir / "kept.txt").write_text(state.kept_table + "\n", encoding="utf-8")
-    export = run_dir / "export"
-    about = {"step": state.step}
-    write_directory(export, lambda folder: checkpoint.write_model(state.model, corpus.tokenizer, folder), about)
-    return _result(config, title, corpus, state)
+    checkpoint.export(state, corpus.tokenizer, run_dir / "export")
+    sample = generate_sample(config, corpus, state)
+    return process.share(lambda: _result(config, title, state, sample))
+
+
+def tidy(config: Config, step: int) -> None:
+    """Make the run directory that of a run which goes on from `step`."""
+    folder = checkpoint.checkpoint_dir(config)
+    if folder.exists():
+        sweep(folder)
+        checkpoint.set_aside_newer(folder, step)
+    checkpoint.record_config(config)
 
 
 def require_steps_left(config: Config, step: int, path: Path) -> None:
@@ -169,9 +182,14 @@ def require_steps_left(config: Config, step: int, path: Path) -> None:
 
 def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -> tuple[TrainState, overcoat.Report]:
     """Model, optimizer and data at step 0, and what `convert` did."""
-    model = build_model(config, corpus.tokenizer, device)
-    check_vocabulary(model, corpus.num_ids, config.data.is_tokens)
-    report = overcoat.convert(model, recipe_of(config, fit))
+    recipe = recipe_of(config, fit)
+    if process.count() > 1:
+        model, report = build_sharded(config, corpus.tokenizer, device, recipe)
+        check_vocabulary(model, corpus.num_ids, config.data.is_tokens)
+    else:
+        model = build_model(config, corpus.tokenizer, device)
+        check_vocabulary(model, corpus.num_ids, config.data.is_tokens)
+        report = overcoat.convert(model, recipe)
     forget_peak(device)
     optimizer = make_optimizer(model, config.optimizer, config.train.seed)
     if config.optimizer.release_gradients:
@@ -181,7 +199,7 @@ def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -
     return TrainState(model, optimizer, corpus.rows, corpus.identity, corpus.eos, device, fit), report
 
 
-def _result(config: Config, title: str, corpus: Corpus, state: TrainState) -> RunResult:
+def _result(config: Config, title: str, state: TrainState, sample: str) -> RunResult:
     run_dir = Path(config.train.run_dir)
     metrics = read_metrics(run_dir / METRICS)
     rows = list(metrics["train"].values())
@@ -201,7 +219,7 @@ def _result(config: Config, title: str, corpus: Corpus, state: TrainState) -> Ru
         checkpoint=str(checkpoint.list_checkpoints(checkpoint.checkpoint_dir(config))[-1]),
         export=str(run_dir / "export"),
         metrics=str(run_dir / METRICS),
-        sample=generate_sample(config, corpus, state),
+        sample=sample,
     )
 
 
@@ -221,6 +239,7 @@ def generate_sample(config: Config, corpus: Corpus, state: TrainState) -> str:
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=wanted.tokens,
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            synced_gpus=process.count() > 1,
             **choice,
         )
     return str(tokenizer.decode(output[0], skip_special_tokens=True))

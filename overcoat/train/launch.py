@@ -1,0 +1,69 @@
+"""`overcoat train --gpus N`: torchrun's launcher in this process, one worker for each GPU (or CPU process).
+
+Workers are `python -m overcoat train` with the same words. The one that fails says why (`process.may_report`); the
+launcher ends the others, and says what a worker cannot: that it was killed. A worker that ran out of memory has left a
+leaner fit, and all are started again with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from overcoat.train.config import require
+from overcoat.train.out_of_memory import RESTART
+from overcoat.train.process import choose_device
+
+MOST_RESTARTS = 64  # halving the rows of a GPU ends long before
+SECONDS_TO_STOP = 45  # from SIGTERM on, for the checkpoint; then SIGKILL
+
+
+def launch(num_workers: int, max_restarts: int, device_name: str, words: Sequence[str]) -> tuple[int, str]:
+    """Run `overcoat train WORDS` in several processes.
+
+    Args:
+        max_restarts: how often a run that failed is started again, from its newest checkpoint.
+        device_name: `train.device`.
+
+    Returns:
+        the exit status, and what is to be said of it: nothing where a worker has said it.
+    """
+    device = choose_device(device_name)
+    if device.type == "cuda":
+        here = torch.cuda.device_count()
+        require(num_workers <= here, f"--gpus {num_workers}: PyTorch sees {here} GPUs here")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_workers)))
+    options = ["--standalone", f"--nproc-per-node={num_workers}", f"--max-restarts={max_restarts}"]
+    options += [f"--shutdown-timeout={SECONDS_TO_STOP}", "-m", "overcoat", "train", *words]
+    logging.disable(logging.CRITICAL)  # torchrun's report of what a worker has said in one line
+    for _ in range(MOST_RESTARTS):
+        try:
+            torchrun.run(torchrun.parse_args(options))
+            return 0, ""
+        except SignalException as error:
+            return 128 + int(error.sigval), ""
+        except ChildFailedError as error:
+            rank, failure = _cause(error.failures)
+            if failure.exitcode != RESTART:
+                return _explain(rank, failure)
+    return 1, f"the run has been started again {MOST_RESTARTS} times, and still runs out of memory"
+
+
+def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The failure that the others follow from: a killed worker's, or the first."""
+    return min(failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].exitcode == 1, item[1].timestamp))
+
+
+def _explain(rank: int, failure: ProcessFailure) -> tuple[int, str]:
+    if failure.exitcode >= 0:
+        return failure.exitcode, ""
+    name = signal.Signals(-failure.exitcode).name
+    hint = ", as the system does where the host's memory runs out" if name == "SIGKILL" else ""
+    return 1, f"rank {rank} was killed by {name}{hint}; the same command goes on from the newest checkpoint"
