@@ -223,9 +223,9 @@ def _fail(status: int, text: str, error: Exception | None = None) -> int:
         from overcoat.train import process
 
         is_cause = error is None or not process.follows_from_another(error)
-        if not process.may_report(is_cause):
-            return status
         text = f"rank {os.environ['RANK']}: {text}"
+        if not process.may_report(text, is_cause):
+            return status
         if error is not None and is_cause:
             traceback.print_exception(error)
     LastingStream(sys.stderr).write(f"overcoat: {' '.join(text.splitlines())}\n")

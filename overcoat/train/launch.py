@@ -57,8 +57,14 @@ def launch(num_workers: int, max_restarts: int, device_name: str, words: Sequenc
 
 
 def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The failure that the others follow from: a killed worker's, or the first."""
-    return min(failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].exitcode == 1, item[1].timestamp))
+    """The failure that the others follow from: of the worker that said why, else the first one that the launcher did
+    not end itself."""
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
+        failure = item[1]
+        return not os.path.exists(failure.error_file), failure.exitcode == -signal.SIGTERM, failure.timestamp
+
+    return min(failures.items(), key=order)
 
 
 def _explain(rank: int, failure: ProcessFailure) -> tuple[int, str]:

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from overcoat.train.config import require
 
@@ -106,18 +107,26 @@ def leave(status: int) -> int:
     return status
 
 
-def may_report(is_cause: bool = True) -> bool:
+def may_report(text: str, is_cause: bool = True) -> bool:
     """Whether this process says why the run fails: the first one that knows. What merely follows from another's end
-    (`is_cause` False) is said if nobody else does, and nobody ends this process while it waits for that."""
+    (`is_cause` False) is said if nobody else does, and nobody ends this process while it waits for that. torchrun gets
+    the text, too."""
     if not is_one_of_many():
         return True
-    if _Together.store is None:  # nothing is shared yet, so all that are here have the same to say
-        return os.environ.get("LOCAL_RANK", "0") == "0"
     if not is_cause:
         time.sleep(SECONDS_FOR_THE_CAUSE)
-    name = f"{os.environ['RANK']}"
+    if not _is_first_to_report(is_cause):
+        return False
+    get_error_handler().record_exception(RuntimeError(text))
+    return True
+
+
+def _is_first_to_report(is_cause: bool) -> bool:
+    if _Together.store is None:  # nothing is shared yet, so all that are here have the same to say
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    own = os.environ["RANK"]
     try:
-        return _Together.store.compare_set("failed", "", name) == name.encode()
+        return bool(_Together.store.compare_set("failed", "", own) == own.encode())
     except (RuntimeError, dist.DistError):  # it went with the process that held it
         return is_cause
 
