@@ -1,4 +1,4 @@
-"""Two processes of one process group: gloo on the CPU, NCCL on two GPUs."""
+"""Processes of one process group, mostly two: gloo on the CPU, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Imported once, in the process that all those on the CPU are forked from: it takes longer than what most of them do.
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "pytest", "overcoat", "tests.models.zoo"]
-)
+multiprocessing.get_context("forkserver").set_forkserver_preload([
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch._dynamo", "pytest", "overcoat",
+    "tests.models.zoo", "overcoat.train.run", "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama", "transformers.generation.utils",
+])  # fmt: skip
 
 # Parametrizes tests by the device that the two processes compute on.
 two_of = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -23,14 +25,19 @@ two_of = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=py
 
 def on_two(work: Callable[..., None], device: str, *arguments: object) -> None:
     """work(rank, *arguments) in two processes; each one's current GPU is its own."""
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    on_many(2, work, device, *arguments)
+
+
+def on_many(count: int, work: Callable[..., None], device: str, *arguments: object) -> None:
+    """The same in `count` processes."""
+    if device == "cuda" and torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     # Not for GPUs: the imports may ask how many there are, and CUDA does not outlive a fork.
     method = "spawn" if device == "cuda" else "forkserver"
-    mp.start_processes(_process, args=(port, device, work, arguments), nprocs=2, start_method=method)
+    mp.start_processes(_process, args=(count, port, device, work, arguments), nprocs=count, start_method=method)
 
 
 def repeatable() -> None:
@@ -39,13 +46,15 @@ def repeatable() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def _process(rank: int, port: int, device: str, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
+def _process(
+    rank: int, count: int, port: int, device: str, work: Callable[..., None], arguments: tuple[object, ...]
+) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
         repeatable()
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
     try:
         work(rank, *arguments)
         dist.barrier()  # one that leaves early takes its connections from the other

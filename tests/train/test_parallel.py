@@ -1,0 +1,363 @@
+"""Several processes train as one: gloo on the CPU. What torchrun and `--gpus` add is in test_launch.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch.multiprocessing import ProcessExitedException
+
+import overcoat
+from overcoat.optim.sharding import local
+from overcoat.train import checkpoint, loop, process
+from overcoat.train.build import build_model
+from overcoat.train.checkpoint import list_checkpoints
+from overcoat.train.config import Config
+from overcoat.train.configfile import build_config
+from overcoat.train.metrics import read_metrics
+from overcoat.train.out_of_memory import RestartError
+from overcoat.train.parallel import build_sharded, check_parallel, whole_weights
+from overcoat.train.run import run_once
+from overcoat.train.shards import Pieces
+from overcoat.train.state import TrainState
+from tests.processes import on_many, on_two
+from tests.train.conftest import TINY
+from tests.train.runs import CPU, fits_of, losses, run_out_of_memory
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, corpus_files: str) -> Config:
+    """12 rows in a step, whose documents are apart: rows have different numbers of labels. One row in a forward pass: FP8
+    scales are those of that row, in however many processes. Tokens are made once."""
+    folder = tmp_path_factory.mktemp("parallel")
+    places = [f"data.files={corpus_files}", f"train.run_dir={folder / 'one'}", f"data.cache_dir={folder / 'data'}"]
+    sizes = ["train.batch_size=1", "train.accumulation=12", "data.document_mask=true", "eval.rows=5", "checkpoint.keep=9"]
+    return build_config(TINY, [*places, *sizes, "train.steps=6", "checkpoint.every=2"])
+
+
+def changed(config: Config, *words: str) -> Config:
+    return build_config(asdict(config), list(words))
+
+
+def _run(_rank: int, config: Config) -> None:
+    run_once(config, QUIET, "many")
+
+
+@pytest.fixture(scope="module")
+def one(config: Config) -> Path:
+    """The directory of the run in one process."""
+    torch.set_num_threads(1)
+    run_once(config, QUIET, "one")
+    return Path(config.train.run_dir)
+
+
+@pytest.fixture(scope="module")
+def two(config: Config, one: Path) -> Path:
+    """The same in two."""
+    folder = one.with_name("two")
+    on_two(_run, "cpu", changed(config, f"train.run_dir={folder}"))
+    return folder
+
+
+def assert_close(run_dir: Path, other: Path, most: float = 1e-3) -> None:
+    """Sums of gradients in another order are what differs."""
+    mine, theirs = losses(run_dir), losses(other)
+    for kind in ("train", "eval"):
+        assert mine[kind].keys() == theirs[kind].keys()
+        for step, values in mine[kind].items():
+            assert abs(values[0] - theirs[kind][step][0]) < most, (kind, step)
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tied": {**TINY["model"]["config"], "vocab_size": 331},
+    "untied": {**TINY["model"]["config"], "vocab_size": 331, "tie_word_embeddings": False},
+    "gpt2": {"model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 2, "vocab_size": 331, "eos_token_id": 0,
+             "bos_token_id": 0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+}  # fmt: skip
+
+
+def _same_weights(rank: int, configs: list[Config]) -> None:
+    for config in configs:
+        expected = build_model(config, None)
+        after = torch.get_rng_state()
+        model, report = build_sharded(config, None, CPU, overcoat.Recipe())
+        assert len(report.converted) == 2
+        assert all(len(local(p)) < len(p) for p in model.parameters()) == (config.parallel.shard == "full")
+        if rank == 0 and not config.model.name:  # what is drawn next is what one process draws
+            assert torch.equal(torch.get_rng_state(), after)
+        weights, wanted = whole_weights(model), expected.state_dict()
+        for (name, buffer), (_, other) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
+            assert torch.equal(buffer, other), name
+        if rank == 0:
+            assert weights is not None
+            assert weights.keys() == wanted.keys()
+            assert [name for name in wanted if not torch.equal(weights[name], wanted[name])] == []
+
+
+def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
+    configs = [build_config({"model": {"config": model}, "data": {"files": "x"}}, []) for model in MODELS.values()]
+    build_model(configs[0], None).save_pretrained(tmp_path)
+    configs.append(changed(configs[0], "parallel.shard=none"))
+    configs.append(build_config({"model": {"name": str(tmp_path)}, "data": {"files": "x"}}, []))
+    on_two(_same_weights, "cpu", configs)
+
+
+# ---- the step ------------------------------------------------------------------------------------------------------
+
+
+def _run_noting_rows(rank: int, config: Config, folder: Path) -> None:
+    seen: list[np.ndarray] = []
+    real = loop.make_batch
+
+    def make_batch(rows: np.ndarray, *rest: Any) -> Any:
+        seen.append(rows.copy())
+        return real(rows, *rest)
+
+    loop.make_batch = make_batch  # type: ignore[attr-defined]
+    try:
+        run_once(config, QUIET, "noting")
+    finally:
+        loop.make_batch = real  # type: ignore[attr-defined]
+    np.save(folder / f"rows-{process.count()}-{rank}.npy", np.concatenate(seen))
+
+
+def test_two_processes_train_on_the_rows_of_one(config: Config, tmp_path: Path) -> None:
+    """50 steps: bit-equal tokens, losses within 1e-3."""
+    words = ["train.steps=50", "checkpoint.every=0", "eval.every=0", "optimizer.lr=1e-3", "train.batch_size=2"]
+    words += ["train.accumulation=2", "eval.rows=4"]
+    torch.set_num_threads(1)
+    _run_noting_rows(0, changed(config, *words, f"train.run_dir={tmp_path / 'one'}"), tmp_path)
+    on_two(_run_noting_rows, "cpu", changed(config, *words, f"train.run_dir={tmp_path / 'two'}"), tmp_path)
+    assert_close(tmp_path / "two", tmp_path / "one")
+    whole, *parts = (np.load(tmp_path / f"rows-{name}.npy") for name in ("1-0", "2-0", "2-1"))
+    whole, parts = whole[: 50 * 4], [part[: 50 * 2].reshape(50, 2, -1) for part in parts]  # then the evaluation's
+    assert np.array_equal(np.concatenate(parts, axis=1).reshape(whole.shape), whole)
+
+
+def test_a_run_of_two_ends_as_that_of_one(one: Path, two: Path) -> None:
+    assert_close(two, one)
+    assert sorted(path.name for path in two.iterdir()) == sorted(path.name for path in one.iterdir())
+    assert {name: t.shape for name, t in load_file(two / "export/model.safetensors").items()} == {
+        name: t.shape for name, t in load_file(one / "export/model.safetensors").items()
+    }
+    from transformers import AutoModelForCausalLM
+
+    assert type(AutoModelForCausalLM.from_pretrained(two / "export")).__name__ == "LlamaForCausalLM"
+
+
+def _run_with_infinity(rank: int, config: Config) -> None:
+    real = loop.summed_loss
+
+    def spoiled(model: Any, batch: Any) -> torch.Tensor:
+        loss = real(model, batch)
+        return loss * torch.inf if rank == 1 and model.training and torch.is_grad_enabled() and calls() else loss
+
+    count = [0]
+
+    def calls() -> bool:
+        count[0] += 1
+        return count[0] == 3
+
+    def finite(rows: list[Any], skipped: int = 0) -> int:  # the loss is infinite, too; the step is what is tested
+        return skipped
+
+    loop.summed_loss = spoiled  # type: ignore[attr-defined]
+    from overcoat.train import metrics
+
+    metrics.check_finite = finite
+    before: list[Any] = []
+    take = loop.train_step
+
+    def step(state: TrainState, config: Config) -> Any:
+        before.append([local(parameter.detach()).clone() for parameter in state.model.parameters()])
+        record = take(state, config)
+        same = [torch.equal(a, local(b.detach())) for a, b in zip(before[-1], state.model.parameters(), strict=True)]
+        assert all(same) == (state.step == 3), (rank, state.step)
+        assert int(state.optimizer.skipped_steps) == (state.step >= 3)  # type: ignore[arg-type]
+        return record
+
+    loop.train_step = step  # type: ignore[assignment]
+    run_once(config, QUIET, "infinity")
+
+
+def test_an_infinite_gradient_in_one_process_skips_the_step_in_all(config: Config, tmp_path: Path) -> None:
+    words = ["train.accumulation=2", "train.steps=4", "checkpoint.every=0", "eval.every=0"]
+    on_two(_run_with_infinity, "cpu", changed(config, *words, f"train.run_dir={tmp_path / 'run'}"))
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def start_from(folder: Path, source: Path, step: int) -> Path:
+    """A run directory with one checkpoint of another run."""
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in ("config.toml", "metrics.jsonl"):
+        (folder / name).write_bytes((source / name).read_bytes())
+    target = folder / "checkpoints" / f"step-{step:08d}"
+    target.mkdir()
+    for file in (source / "checkpoints" / target.name).iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("many", [1, 2, 3])
+def test_what_two_have_saved_any_number_resumes(many: int, config: Config, two: Path, tmp_path: Path) -> None:
+    folder = start_from(tmp_path / "run", two, 4)
+    resumed = changed(config, f"train.run_dir={folder}")
+    if many == 1:
+        run_once(resumed, QUIET, "one")
+    else:
+        on_many(many, _run, "cpu", resumed)
+    assert_close(folder, two)
+    if many == 2:
+        assert losses(folder) == losses(two)
+        assert_same_shards(folder, two)
+
+
+def assert_same_shards(run_dir: Path, other: Path) -> None:
+    for name in ("shard-00000.safetensors", "shard-00001.safetensors"):
+        mine, theirs = (
+            load_file(list_checkpoints(folder / "checkpoints")[-1] / name) for folder in (run_dir, other)
+        )
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(t.view(torch.uint8), theirs[key].view(torch.uint8)) for key, t in mine.items())
+
+
+def _run_each(_rank: int, configs: list[Config]) -> None:
+    for config in configs:
+        run_once(config, QUIET, "many")
+
+
+def test_four_resume_what_one_has_saved(config: Config, one: Path, tmp_path: Path) -> None:
+    """And two replicas of two halves, or four of the whole, compute what one does."""
+    folders = {shard: start_from(tmp_path / shard, one, 4) for shard in ("full", "hybrid", "none")}
+    words = ["parallel.nodes=2", "train.steps=6"]
+    resumed = [changed(config, f"train.run_dir={f}", f"parallel.shard={shard}", *words) for shard, f in folders.items()]
+    on_many(4, _run_each, "cpu", resumed)
+    for folder in folders.values():
+        assert_close(folder, one)
+    pieces = {shard: list(list_checkpoints(f / "checkpoints")[-1].glob("shard-*")) for shard, f in folders.items()}
+    assert {shard: len(found) for shard, found in pieces.items()} == {"full": 4, "hybrid": 4, "none": 4}
+    mine = [file.stat().st_size for file in sorted(pieces["none"])]
+    assert mine[0] > 100 * max(mine[1:])  # of replicas one is written
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def _interrupted(rank: int, config: Config, act: Callable[[int], None], error: type[Exception]) -> None:
+    """Before step 5, `act(rank)`; the run ends with `error`, in other processes with what follows from that."""
+    take = loop.train_step
+
+    def step(state: TrainState, config: Config) -> Any:
+        if state.step + 1 == 5:
+            act(rank)
+        return take(state, config)
+
+    loop.train_step = step  # type: ignore[assignment]
+    try:
+        run_once(config, QUIET, "interrupted")
+    except error:
+        os._exit(0)
+    except Exception as other:
+        os._exit(0 if process.follows_from_another(other) else 1)
+    os._exit(2)
+
+
+def _stop_the_last(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_all_stop_where_one_is_told_to(config: Config, two: Path, tmp_path: Path) -> None:
+    stopped = changed(config, f"train.run_dir={tmp_path / 'run'}")
+    on_two(_interrupted, "cpu", stopped, _stop_the_last, loop.RunStoppedError)
+    assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")][-1] == "step-00000005"
+    on_two(_run, "cpu", stopped)
+    assert losses(tmp_path / "run") == losses(two)
+    assert_same_shards(tmp_path / "run", two)
+
+
+def _exhaust_the_last(rank: int) -> None:
+    if rank == 1:
+        run_out_of_memory()
+
+
+def test_out_of_memory_in_one_process_all_begin_again_leaner(config: Config, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    wide = changed(config, "train.batch_size=3", "train.accumulation=4", f"train.run_dir={run_dir}")
+    on_two(_interrupted, "cpu", wide, _exhaust_the_last, RestartError)
+    assert fits_of(run_dir) == {5: (2, False)}  # of 6 rows 3 at once did not fit
+    on_two(_run, "cpu", wide)
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    assert sorted(metrics["train"]) == [1, 2, 3, 4, 5, 6]
+    assert [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open() if "resume" in line] == [4]
+
+
+def _die_while_writing(rank: int, config: Config) -> None:
+    real = checkpoint.write_shard
+
+    def write_shard(folder: Path, *rest: Any) -> None:
+        real(folder, *rest)
+        if folder.name.endswith("step-00000004") and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.write_shard = write_shard
+    with contextlib.suppress(RuntimeError):
+        run_once(config, QUIET, "killed")
+    os._exit(0)
+
+
+def test_a_checkpoint_that_one_process_did_not_finish_is_not_there(config: Config, two: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = changed(config, f"train.run_dir={run_dir}")
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        on_two(_die_while_writing, "cpu", config)
+    assert [path.name for path in list_checkpoints(run_dir / "checkpoints")] == ["step-00000002"]
+    on_two(_run, "cpu", config)
+    assert losses(run_dir) == losses(two)
+    assert_same_shards(run_dir, two)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.accumulation=3", "a step of 3 rows .* cannot be divided among 2 processes: make it a multiple of 2"),
+        ("train.compile=layers", "train.compile = 'layers' does not go with 2 processes yet"),
+        ("memory.report=true", "memory.report = True does not go with 2 processes yet"),
+        ("parallel.shard=hybrid", "parallel.shard = 'hybrid' on 1 nodes with 2 processes: set parallel.nodes"),
+    ],
+)
+def test_what_many_cannot_do_is_refused(
+    word: str, message: str, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "count", lambda: 2)
+    check_parallel(config)
+    with pytest.raises(ValueError, match=message):
+        check_parallel(changed(config, word))
+
+
+def test_a_shard_that_lacks_rows_is_refused(two: Path, tmp_path: Path) -> None:
+    for file in list_checkpoints(two / "checkpoints")[-1].glob("shard-00000*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    pieces = Pieces(tmp_path)
+    name = "model/model.embed_tokens.weight"
+    rows = pieces.shape(name)[0]
+    assert len(pieces.read(name, 0, rows // 2)) == rows // 2
+    with pytest.raises(ValueError, match=f"rows {rows // 2} to {rows} of {name} are in none of its files"):
+        pieces.read(name, 0, rows)
