@@ -152,7 +152,9 @@ def train_command(parsed: argparse.Namespace) -> int:
         # With the path the same command would go back to that checkpoint and set aside all newer ones.
         again = "" if config.train.resume == "auto" else " without train.resume (or with train.resume=auto)"
         if process.is_first():
-            console.print(f"{stop}; the same command{again} continues it", highlight=False, markup=False, soft_wrap=True)
+            console.print(
+                f"{stop}; the same command{again} continues it", highlight=False, markup=False, soft_wrap=True
+            )
         return 128 + stop.signum
     except (DoesNotFitError, UnreadableDataError) as error:
         return _fail(1, f"training failed: {error}")
@@ -169,7 +171,9 @@ def train_command(parsed: argparse.Namespace) -> int:
 def _launch(parsed: argparse.Namespace, config: Any) -> int:
     """`overcoat train` in several processes, if there are to be several."""
     if parsed.gpus < 1 or parsed.max_restarts < 0:
-        raise ValueError(f"--gpus {parsed.gpus} --max-restarts {parsed.max_restarts}: a number of processes, at least 1")
+        raise ValueError(
+            f"--gpus {parsed.gpus} --max-restarts {parsed.max_restarts}: a number of processes, at least 1"
+        )
     if _is_worker():
         raise ValueError(f"--gpus {parsed.gpus}: torchrun has started this process, leave --gpus out")
     from overcoat.train.launch import launch

@@ -1,9 +1,9 @@
 """A model over several processes: FSDP2 (`torch.distributed.fsdp.fully_shard`), never whole on any device.
 
-    mesh      "full" (N,): parameters cut between all processes. "hybrid" (nodes, N / nodes): cut within a node, alike in
-              all. "none" (N, 1): alike in all. Gradients are summed over all N in each.
-    rows      a step has `train.rows_per_step` rows, whatever N; each process takes its part of them, in micro-batches of
-              `train.batch_size` rows at most
+    mesh      "full" (N,): parameters cut between all processes. "hybrid" (nodes, N / nodes): cut within a node, alike
+              in all. "none" (N, 1): alike in all. Gradients are summed over all N in each.
+    rows      a step has `train.rows_per_step` rows, whatever N; each process takes its part of them, in micro-batches
+              of `train.batch_size` rows at most
     loss      each process divides by the labels of the whole step, so gradients are sums, not means, over processes
     reducing  after every micro-batch: kept for the last one, gradients would lie whole on every GPU
 
@@ -194,7 +194,7 @@ class _Draft:
         here: Any = torch.cuda if self.device.type == "cuda" else torch
         if state is not None:
             here.set_rng_state(state)
-        return here.get_rng_state()  # type: ignore[no-any-return]
+        return here.get_rng_state()
 
 
 def _move_in_parts(model: nn.Module, device: torch.device, cut: Callable[[nn.Module], None]) -> None:

@@ -22,10 +22,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -155,7 +156,7 @@ def share(make: Callable[[], T]) -> T:
         return make()
     held: list[Any] = [make() if is_first() else None]
     dist.broadcast_object_list(held, src=0, group=_Together.group)
-    return held[0]  # type: ignore[no-any-return]
+    return held[0]
 
 
 def gather(value: Any) -> list[Any]:
@@ -183,7 +184,7 @@ def sum_of(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def share_of(rows: Sequence[T]) -> Sequence[T]:
+def share_of(rows: np.ndarray) -> np.ndarray:
     """This process' part of the rows of a step: consecutive ones, as many for everybody."""
     size = len(rows) // count()
     return rows[rank() * size : (rank() + 1) * size]

@@ -104,7 +104,7 @@ class Pieces:
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows `first` to `first + count` of a tensor; all of one without dimensions."""
         if not self.shape(name):
-            return self.pieces[name][0].file.get_tensor(self._key(name))  # type: ignore[no-any-return]
+            return self.pieces[name][0].file.get_tensor(self._key(name))
         parts, at = [], first
         for piece in sorted(self.pieces[name], key=lambda piece: piece.first):
             if piece.first <= at < min(piece.end, first + count):
@@ -114,9 +114,9 @@ class Pieces:
         if at != first + count:
             raise ValueError(f"rows {at} to {first + count} of {name} are in none of its files")
         if len(parts) == 1:
-            return parts[0]  # type: ignore[no-any-return]
+            return parts[0]
         if not parts:
-            return self._slice(self.pieces[name][0], name)[:0]  # type: ignore[no-any-return]
+            return self._slice(self.pieces[name][0], name)[:0]
         as_bytes = [part.contiguous().view(torch.uint8) for part in parts]  # 8-bit floats cannot be joined
         return torch.cat(as_bytes).view(parts[0].dtype)
 
