@@ -22,7 +22,7 @@ demo: install
 	$(BIN)/overcoat train $(DEMO)
 
 test: install-dev lint docs
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nightly"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels
 
 lint: install-dev
