@@ -89,7 +89,10 @@ def joined(device_name: str) -> Iterator[None]:
     device = choose_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _Together.store, place, size = next(iter(dist.rendezvous("env://")))
+    store, place, size = next(iter(dist.rendezvous("env://")))
+    # torchrun's store outlives an attempt, with the addresses of its processes.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    _Together.store = dist.PrefixStore(f"overcoat/{attempt}", store)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", store=_Together.store, rank=place, world_size=size
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -37,6 +38,16 @@ def start(config: Path, run_dir: Path, gpus: int, *options: str) -> subprocess.P
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
 
 
+def wait(launcher: subprocess.Popen[str], seconds: float) -> str:
+    """What it said on stderr; it ends with whoever waits no longer."""
+    try:
+        return launcher.communicate(timeout=seconds)[1]
+    except BaseException:
+        for pid in [*workers_of(launcher), launcher.pid]:
+            os.kill(pid, signal.SIGKILL)
+        raise
+
+
 def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
 
@@ -54,7 +65,7 @@ def test_a_killed_worker_is_named_and_a_restarted_run_ends_the_same(tmp_path: Pa
     wait_for(run_dir / "checkpoints/step-00000002", launcher)
     begun = time.monotonic()
     os.kill(workers_of(launcher)[-1], signal.SIGKILL)
-    said = launcher.communicate(timeout=60)[1]
+    said = wait(launcher, 60)
     assert launcher.returncode == 1
     lines = [line for line in said.splitlines() if line.startswith("overcoat:")]
     assert len(lines) == 1
@@ -64,10 +75,11 @@ def test_a_killed_worker_is_named_and_a_restarted_run_ends_the_same(tmp_path: Pa
     launcher = start(config, run_dir, 2, "--max-restarts", "1")
     wait_for(run_dir / "checkpoints/step-00000006", launcher)
     os.kill(workers_of(launcher)[0], signal.SIGKILL)
-    said = launcher.communicate(timeout=120)[1]
+    said = wait(launcher, 120)
     assert launcher.returncode == 0, said
     reference = start(config, tmp_path / "reference", 1)
-    assert reference.wait(timeout=120) == 0
+    wait(reference, 120)
+    assert reference.returncode == 0
     assert_close(run_dir, tmp_path / "reference")
 
 
@@ -81,7 +93,7 @@ def assert_close(run_dir: Path, reference: Path) -> None:
 
 def test_what_is_wrong_with_the_configuration_is_said_once(tmp_path: Path, corpus_files: str) -> None:
     launcher = start(write_config(tmp_path, corpus_files, "train.accumulation=3"), tmp_path / "run", 2)
-    said = launcher.communicate(timeout=60)[1]
+    said = wait(launcher, 60)
     assert launcher.returncode == 2
     lines = [line for line in said.splitlines() if line.startswith("overcoat:")]
     assert len(lines) == 1
@@ -93,10 +105,11 @@ def test_the_cause_is_the_failure_that_others_follow_from(tmp_path: Path) -> Non
     def failed(rank: int, status: int) -> ProcessFailure:
         return ProcessFailure(local_rank=rank, pid=rank, exitcode=status, error_file=str(tmp_path / f"{rank}.json"))
 
+    said = {"message": {"message": "why", "extraInfo": {"timestamp": "2000000000"}}}
+    (tmp_path / "2.json").write_text(json.dumps(said))
     ended, killed, spoke = failed(0, -signal.SIGTERM), failed(1, -signal.SIGKILL), failed(2, 2)
     assert _cause({0: ended, 1: killed}) == (1, killed)
     assert _explain(1, killed)[1].startswith("rank 1 was killed by SIGKILL")
-    (tmp_path / "2.json").write_text("{}")
     assert _cause({0: ended, 1: killed, 2: spoke}) == (2, spoke)
     assert _explain(2, spoke) == (2, "")
 
@@ -114,6 +127,6 @@ def test_killed_at_random_moments_and_resumed_on_any_number(tmp_path: Path, corp
         time.sleep(generator.random())
         if launcher.poll() is None:
             os.kill(generator.choice(workers_of(launcher)), signal.SIGKILL)
-        launcher.communicate(timeout=60)
+        wait(launcher, 60)
     assert start(config, run_dir, 1).wait(timeout=300) == 0
     assert_close(run_dir, tmp_path / "reference")
