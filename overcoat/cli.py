@@ -97,7 +97,7 @@ def _status_of(parsed: argparse.Namespace) -> int:
 
 def _is_worker() -> bool:
     """Whether this process is one of several that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def _add_train_parser(commands: Any) -> None:

@@ -97,12 +97,20 @@ def test_what_is_said_without_training(
         assert printed.err.count("\n") == 1
 
 
-def test_one_of_several_processes_is_refused(
+def test_one_of_several_processes_without_a_number_is_refused(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["train", config]) == 2
-    assert "WORLD_SIZE is above 1" in capsys.readouterr().err
+    assert "WORLD_SIZE is above 1, and RANK is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--gpus", "-1"], ["--max-restarts", "1"]])
+def test_a_number_of_processes_that_is_none_is_refused(
+    words: list[str], config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", config, *words]) == 2
+    assert "at least 1" in capsys.readouterr().err
 
 
 def test_a_diverging_run_is_status_1(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def is_first() -> bool:
 
 def is_one_of_many() -> bool:
     """Whether torchrun started this process beside others, joined or not."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def is_restarted() -> bool:
@@ -84,6 +84,10 @@ def joined(device_name: str) -> Iterator[None]:
         device_name: `train.device`.
     """
     if not is_one_of_many():
+        require(
+            int(os.environ.get("WORLD_SIZE", "1")) == 1,
+            "WORLD_SIZE is above 1, and RANK is not set: start several processes with --gpus N, or torchrun",
+        )
         yield
         return
     device = choose_device(device_name)
