@@ -41,7 +41,9 @@ def launch(num_workers: int, max_restarts: int, device_name: str, words: Sequenc
         require(num_workers <= here, f"--gpus {num_workers}: PyTorch sees {here} GPUs here")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_workers)))
     options = ["--standalone", f"--nproc-per-node={num_workers}", f"--max-restarts={max_restarts}"]
-    options += [f"--shutdown-timeout={SECONDS_TO_STOP}", "-m", "overcoat", "train", *words]
+    if "--shutdown-timeout" in torchrun.get_args_parser().format_help():  # not in every release; without it 30 s
+        options.append(f"--shutdown-timeout={SECONDS_TO_STOP}")
+    options += ["-m", "overcoat", "train", *words]
     logging.disable(logging.CRITICAL)  # torchrun's report of what a worker has said in one line
     for _ in range(MOST_RESTARTS):
         try:
