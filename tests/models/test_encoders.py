@@ -1,10 +1,25 @@
-"""Converted vision towers and text encoders against transformers' own: `pytest tests/models/test_encoders.py`."""
+"""Converted vision towers and text encoders against transformers' own: `pytest tests/models/test_encoders.py`.
+
+As in test_numerics.py a converted model may lose 1 dB against FP8 GEMMs alone, in its result and in every gradient. Two
+kinds of gradients cannot be held to that:
+
+* LayerScale multiplies y = x W^T by a column's lambda; here lambda is part of the weight, W' = lambda W, and its
+  gradient is sum_k dW' W = sum_T dy8 (x8 W^T): it sees the roundings of dy (E5M2) and x, where lambda beside a product
+  sees those of W and x. Both see what x brings along from the product before, whose operands were rounded too. With e4
+  and e5 the mean square errors of the formats (31.5 and 25.5 dB) the ratio is (3 e4 + e5) / (4 e4): 2.4 dB.
+* A norm of the sum (BERT) reads the residual stream, which FP8 products disturb less (46 to 50 dB) than 8-bit codes
+  (42 to 43 dB). What reads the codes, sum_T dy xhat, has their error as well, once for each code on the way: the
+  norm's input, and with `Recipe.leanest()` the block's. It may lose 1 dB against the sum.
+
+Over 40 seeds; over 12 the loss of one tensor of 128 numbers varies by 0.5 dB.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,17 +29,20 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 import overcoat
 from overcoat import Recipe
+from overcoat.formats import FLOAT8
+from overcoat.kernels.groups import group_decode, group_encode
 from overcoat.memory import record_kept
-from overcoat.models.family import decoder_layers
-from tests.emulation import emulate_fp8_gemms, sqnr
+from overcoat.models.family import decoder_layers, family_of
+from tests.emulation import emulate_fp8_gemms, rounded, sqnr
 from tests.models.zoo import ENCODERS, make_encoder, make_inputs
 
-SEEDS = 12
+SEEDS = 40
 LIMIT_DB = 1.0
-# LayerScale's own gradients see the product's noise, since the scale is part of its weight.
-SCALE_LIMIT_DB = 3.5
-# What the families have, each once.
+# What FP8 products do not reach is right but for FP32's rounding.
+EXACT = 1e-12
+# What the families have, each once; CI checks the others over fewer seeds.
 DISTINCT = ("clip", "siglip2", "dinov2", "internvl-6b", "pixtral", "qwen2.5-vl-vision", "bert", "modernbert")
+OTHERS = tuple(kind for kind in ENCODERS if kind not in DISTINCT)
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -38,53 +56,105 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     return {"result": result.detach().double(), **found}
 
 
+def relative(exact: Tensor, other: Tensor) -> float:
+    return float((exact - other).square().sum() / exact.square().sum())
+
+
 def noise(exact: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
     assert exact.keys() == other.keys()
     return {
-        name: float((x - other[name]).square().sum() / x.square().sum())
+        name: relative(x, other[name])
         for name, x in exact.items()
         if not name.endswith(("k_proj.bias", "key.bias"))  # its gradient is zero, but for rounding
     }
 
 
-def limit_of(name: str, kind: str) -> float:
-    if "lambda" in name:
-        return SCALE_LIMIT_DB
-    return LIMIT_DB + 0.3 * kind.startswith(("dinov2", "internvl"))
+def scale_limit(grad_format: str) -> float:
+    """What lambda's gradient may lose, in dB: the limit of all, and the ratio above."""
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    of_operands, of_gradients = (relative(x, rounded(x, FLOAT8[name])) for name in ("e4m3", grad_format))
+    return LIMIT_DB + 10 * math.log10((3 * of_operands + of_gradients) / (4 * of_operands))
 
 
-def offenders(kind: str, recipe: Recipe, more: float = 0.0) -> dict[str, float]:
-    losses = losses_in_db(kind, recipe)
-    return {name: round(loss, 2) for name, loss in losses.items() if not loss <= limit_of(name, kind) + more}
+class Codes:
+    """Of a model in FP64: the mean square error of norms of sums in the codes of `recipe`."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self.found: list[float] = []
+        self.code = (recipe.kept_format, recipe.group_size)
+        for layer in decoder_layers(model).values():
+            for branch in family_of(layer).branches(layer, 1):
+                if branch.outer:
+                    branch.post.register_forward_hook(self._seen)
+
+    def _seen(self, norm: nn.LayerNorm, _: Any, y: Tensor) -> None:
+        xhat = ((y.detach() - norm.bias) / norm.weight).flatten(0, -2)
+        coded = group_encode(xhat.float(), *self.code)
+        self.found.append(relative(xhat, group_decode(*coded, *self.code, torch.float32).double()))
+
+    @property
+    def error(self) -> float:
+        """Mean over the norms; 0 where a model has no such norm."""
+        return sum(self.found) / max(1, len(self.found))
 
 
-def losses_in_db(kind: str, recipe: Recipe, seeds: int = SEEDS) -> dict[str, float]:
-    """By tensor: dB that the converted model loses against FP8 GEMMs alone."""
-    ours: dict[str, float] = defaultdict(float)
+def reads_codes(name: str, recipe: Recipe) -> bool:
+    """Whether a gradient of BERT's reads kept codes, and no FP8 product that would hide their error."""
+    # Recomputed from the block's 8-bit input, everything does.
+    of_norm = name.endswith(("LayerNorm.weight", "layer.1.output.dense.bias")) and name.startswith("encoder")
+    return of_norm or recipe.checkpoint == "block"
+
+
+def offenders(kind: str, recipes: Sequence[Recipe], seeds: int = SEEDS) -> list[dict[str, float]]:
+    """For each recipe, by tensor: dB that the converted model loses against FP8 GEMMs alone, where above the limit."""
+    ours: list[dict[str, float]] = [defaultdict(float) for _ in recipes]
+    allowed: list[dict[str, float]] = [defaultdict(float) for _ in recipes]
     floor: dict[str, float] = defaultdict(float)
+    scale = scale_limit("e5m2")
     for seed in range(seeds):
         model, inputs = make_encoder(kind, seed=seed), make_inputs(kind, seed)
-        exact = run(copy.deepcopy(model).double(), inputs)
-        for name, x in noise(exact, run(emulate_fp8_gemms(model, recipe.grad_format), inputs)).items():
+        original = copy.deepcopy(model).double()
+        codes = [Codes(original, recipe) for recipe in recipes]
+        exact = run(original, inputs)
+        of_gemms = noise(exact, run(emulate_fp8_gemms(model, "e5m2"), inputs))
+        for name, x in of_gemms.items():
             floor[name] += x
-        report = overcoat.convert(model, recipe)
-        assert len(report.converted) == len(decoder_layers(model)) == 2, str(report)
-        for name, x in noise(exact, run(model, inputs)).items():
-            ours[name] += x
-    # What FP8 products reach little or not, like the weight of a norm on the residual stream, is right to 37 dB.
-    enough = seeds * 10**-3.7
-    return {name: 10 * math.log10(max(ours[name], 1e-12) / max(floor[name], enough)) for name in ours}
-
-
-@pytest.mark.parametrize("kind", ENCODERS)
-def test_a_converted_encoder_is_as_good_as_fp8_gemms_alone(kind: str) -> None:
-    assert not offenders(kind, Recipe())
+        for recipe, code, total, limit in zip(recipes, codes, ours, allowed):
+            assert recipe.grad_format == "e5m2"
+            converted = copy.deepcopy(model)
+            report = overcoat.convert(converted, recipe)
+            assert len(report.converted) == len(decoder_layers(converted)) == 2, str(report)
+            on_the_way = 1 + (recipe.checkpoint == "block")
+            for name, x in noise(exact, run(converted, inputs)).items():
+                total[name] += x
+                inevitable = of_gemms[name] + on_the_way * code.error * reads_codes(name, recipe)
+                limit[name] += max(EXACT, inevitable * 10 ** (0.1 * (scale if "lambda" in name else LIMIT_DB)))
+    return [
+        {
+            name: round(10 * math.log10(total[name] / max(floor[name], EXACT)), 2)
+            for name in total
+            if not total[name] <= limit[name]
+        }
+        for total, limit in zip(ours, allowed)
+    ]
 
 
 @pytest.mark.parametrize("kind", DISTINCT)
-def test_so_it_is_from_its_kept_input(kind: str) -> None:
-    """Input and v in 8 bits: a bias of SigLIP 2 loses 1.08 dB over these few seeds."""
-    assert not offenders(kind, Recipe.leanest(), more=0.2)
+def test_a_converted_encoder_is_as_good_as_fp8_gemms_alone(kind: str) -> None:
+    """From what it keeps, and from its kept input."""
+    assert not any(found := offenders(kind, [Recipe(), Recipe.leanest()])), found
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_so_is_every_encoder(kind: str) -> None:
+    assert not any(found := offenders(kind, [Recipe()], seeds=20)), found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_every_encoder_is_with_every_code(kind: str) -> None:
+    recipes = [Recipe(), Recipe.leanest(), Recipe(kept_format="int8"), Recipe.paper(), Recipe(kept_attention="bf16")]
+    assert not any(found := offenders(kind, recipes)), found
 
 
 @pytest.mark.parametrize("kind", ["dinov2", "qwen2.5-vl-vision"])
