@@ -16,7 +16,7 @@ DEMO ?= configs/$$($(BIN)/python -c 'import torch; \
 		and torch.cuda.get_device_properties(0).total_memory > 26e9; \
 	print("llama-124m" if large else "demo")').toml
 
-.PHONY: demo test lint docs gpu-test attack install install-dev clean
+.PHONY: demo test lint docs gpu-test nightly attack install install-dev clean
 
 demo: install
 	$(BIN)/overcoat train $(DEMO)
@@ -36,6 +36,10 @@ docs: install-dev
 
 gpu-test: install-dev
 	$(BIN)/python -m pytest -m gpu
+
+# The full products of what `make test` checks a part of.
+nightly: install-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly and not gpu"
 
 # The long attack, an hour; the short one is part of `make test`.
 attack: install-dev

@@ -2,6 +2,7 @@
 
 pytest                                    everything that this machine can run
 pytest -m gpu                             the tests that need an FP8 GPU
+pytest -m nightly                         full products of what the others check a part of: half an hour
 pytest --hypothesis-profile explore       property tests with fresh random examples, many of them
 """
 
@@ -59,8 +60,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests, with the reason, where no GPU has FP8 tensor cores."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave `nightly` tests out unless -m names them. Skip `gpu` tests, with the reason, where no GPU has FP8 tensor
+    cores."""
+    if "nightly" not in config.getoption("markexpr"):
+        late = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=late)
     reason = _why_no_gpu()
     if reason:
         for item in items:
