@@ -5,7 +5,7 @@ to it, in the logits and in every gradient. Errors are averaged over 16 seeds (n
 power): a vector of 64 or 256 elements alone has too few independent errors for a 1 dB decision.
 
 Every kind with every mask is a `nightly` test (20 minutes of one core). CI has the kinds in `THOROUGH` as above, the
-others over fewer seeds and all layers together: which varies less than each of them.
+others over fewer seeds, all layers together, which varies less.
 """
 
 from __future__ import annotations
