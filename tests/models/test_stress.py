@@ -119,7 +119,7 @@ def test_rows_of_one_token(kind: str, recipe: Recipe) -> None:
     overcoat.convert(model, recipe)
     hidden = model.model(inputs["input_ids"], use_cache=False).last_hidden_state
     hidden.square().sum().backward()
-    assert sqnr(exact, hidden) > 12  # FP8 products leave 14 and more
+    assert sqnr(exact, hidden) > 15  # FP8 products alone leave 16.6 and more
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert all(x.isfinite().all() for x in found.values())
     of_values = next(x.norm() for name, x in found.items() if "v_proj.weight" in name)
@@ -143,4 +143,4 @@ def test_the_loss_of_routers_is_transformers_own(kind: str) -> None:
     ours.loss.backward()
     for (name, p), exact in zip(model.named_parameters(), original.parameters()):
         if name.endswith(("gate.weight", "router.weight")):
-            assert sqnr(exact.grad, p.grad) > 8, name
+            assert sqnr(exact.grad, p.grad) > 14, name  # FP8 products alone leave 14.9 and more
