@@ -16,7 +16,7 @@ DEMO ?= configs/$$($(BIN)/python -c 'import torch; \
 		and torch.cuda.get_device_properties(0).total_memory > 26e9; \
 	print("llama-124m" if large else "demo")').toml
 
-.PHONY: demo test lint docs gpu-test nightly attack install install-dev clean
+.PHONY: demo test nightly lint docs gpu-test attack install install-dev clean
 
 demo: install
 	$(BIN)/overcoat train $(DEMO)
@@ -24,6 +24,12 @@ demo: install
 test: install-dev lint docs
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nightly"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels
+
+# What is slow and seldom breaks.
+nightly: install-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly and not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly and not gpu" tests/kernels
+	$(BIN)/python -m tests.mutations
 
 lint: install-dev
 	$(BIN)/ruff check .

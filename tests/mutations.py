@@ -1,8 +1,8 @@
 """python -m tests.mutations [WORD ...]     break the code in many ways; the tests must notice each
 
 Every mutation replaces one piece of text, in a copy of the tree, and runs the tests beside it, which must fail. A
-mutation whose text is gone is an error: write it anew. Without words all run, two at a time (some minutes); with words
-those whose name holds one of them. Exit status 1 if one survives.
+mutation whose text is gone is an error: write it anew. Without words all run, two at a time (some minutes; JOBS=1 in
+the environment: one); with words those whose name holds one of them. Exit status 1 if one survives.
 """
 
 from __future__ import annotations
@@ -255,25 +255,165 @@ MUTATIONS = [
         "train/test_checkpoint.py",
     ),
     Mutation(
-        "images: one token further",
-        "models/images.py",
-        "flat.cumsum(0) - 1",
-        "flat.cumsum(0)",
-        "models/test_images.py -k places",
+        "attention: sinks are ignored",
+        "block/softmax.py",
+        "    if rotary.sinks is None:\n",
+        "    if True:\n",
+        "models/test_numerics.py -k gpt_oss",
     ),
     Mutation(
-        "images: transformers' masks",
-        "models/images.py",
-        "if func is Tensor.masked_scatter and",
-        "if False and",
-        "models/test_images.py -k nobody_waits",
+        "attention: a sink's gradient is dropped",
+        "block/softmax.py",
+        "return -((sinks",
+        "return 0 * ((sinks",
+        "models/test_numerics.py -k gpt_oss",
     ),
     Mutation(
-        "estimate: a frozen tower has states",
-        "estimate/predict.py",
-        "for parameter in trained:",
-        "for parameter in parameters:",
-        "estimate/test_predict.py -k measured_peaks_of_llava",
+        "attention: scores are not capped",
+        "block/softmax.py",
+        "    if heads.softcap:",
+        "    if False:",
+        "models/test_numerics.py -k gemma2",
+    ),
+    Mutation(
+        "attention: q is not scaled",
+        "block/softmax.py",
+        "    if rotary.q_scale is not None:",
+        "    if False:",
+        "models/test_numerics.py -k ministral3",
+    ),
+    Mutation(
+        "branch: the residual's multiplier is ignored",
+        "models/granite.py",
+        "float(layer.residual_multiplier)",
+        "1.0",
+        "models/test_numerics.py -k granite",
+    ),
+    Mutation(
+        "mask: a window off by one",
+        "models/causal.py",
+        "window < tokens.shape[1]:",
+        "window + 1 < tokens.shape[1]:",
+        "models/test_causal.py -k who_gets_it",
+    ),
+    Mutation(
+        "adamw: bias correction of m",
+        "kernels/adamw.py",
+        "(1.0 - beta1**t)",
+        "(1.0 - beta1 ** (t + 1))",
+        "optim/test_adamw.py",
+    ),
+    Mutation(
+        "adamw: eps is not corrected",
+        "kernels/adamw.py",
+        "bias * eps, keep",
+        "0 * bias + eps, keep",
+        "optim/test_adamw.py",
+    ),
+    Mutation(
+        "norm: no eps",
+        "kernels/norm.py",
+        "mean(-1) + eps)",
+        "mean(-1))",
+        "kernels/test_norm.py",
+    ),
+    Mutation(
+        "norm: the residual's gradient is dropped",
+        "kernels/norm_backward.py",
+        "dx = dx + dresidual.float()",
+        "pass",
+        "kernels/test_norm.py",
+    ),
+    Mutation(
+        "norm: bias gradient of another sum",
+        "kernels/norm_backward.py",
+        "wide.sum(0) if has_bias",
+        "wide[1:].sum(0) if has_bias",
+        "kernels/test_norm.py",
+    ),
+    Mutation(
+        "mlp: up is ignored",
+        "kernels/activation.py",
+        "return h * up[0] if gated else h",
+        "return h",
+        "kernels/test_activation.py",
+    ),
+    Mutation(
+        "block: parallel branches in a row",
+        "block/run.py",
+        "d, d_amax = dy, None",
+        "pass",
+        "block/test_run.py -k test_block",
+    ),
+    Mutation(
+        "master: the remainder is dropped",
+        "formats/masters.py",
+        "(bits >> 8).to(torch.int8)",
+        "(0 * bits).to(torch.int8)",
+        "formats/test_masters.py",
+    ),
+    Mutation(
+        "rounding: the seed does not advance",
+        "formats/masters.py",
+        "key + step.to(torch.int32) * GOLDEN",
+        "key + 0 * step.to(torch.int32)",
+        "formats/test_masters.py",
+    ),
+    Mutation(
+        "sharding: uneven rows",
+        "optim/sharding.py",
+        "-(-rows // mesh.size(dim))",
+        "(rows // mesh.size(dim))",
+        "optim/test_sharding.py",
+    ),
+    Mutation(
+        "sharding: a norm of one shard",
+        "optim/sharding.py",
+        "dist.all_reduce(part,",
+        "0 and dist.all_reduce(part,",
+        "optim/test_sharding.py",
+    ),
+    Mutation(
+        "schedule: the first step does not move",
+        "train/loop.py",
+        "return (step + 1) / warmup",
+        "return step / warmup",
+        "train/test_loop.py -k warmup",
+    ),
+    Mutation(
+        "checkpoint: the data's position is lost",
+        "train/state.py",
+        'self.rows.load_state_dict(saved["rows"])',
+        "pass",
+        "train/test_state.py",
+    ),
+    Mutation(
+        "checkpoint: generators are lost",
+        "train/state.py",
+        '        set_rng_state(saved["rng"])',
+        "        pass",
+        "train/test_state.py",
+    ),
+    Mutation(
+        "checkpoint: the rows of a step are lost",
+        "train/state.py",
+        "None if drawn is None else drawn.numpy()",
+        "None",
+        "train/test_state.py",
+    ),
+    Mutation(
+        "data: labels of the next document",
+        "train/data.py",
+        "labels[inputs == eos] = IGNORED",
+        "pass",
+        "train/test_data.py",
+    ),
+    Mutation(
+        "offload: a copy is not waited for",
+        "block/offload.py",
+        "self.transfers.wait_for(self.arrived)",
+        "pass",
+        "block/test_offload.py -k before_it_was_copied",
     ),
     Mutation(
         "lora: dx without the adapters",
@@ -342,7 +482,7 @@ def main(words: list[str]) -> int:
     """Run, and print a line for each."""
     chosen = [each for each in MUTATIONS if not words or any(word in each.name for word in words)]
     survivors = 0
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(int(os.environ.get("JOBS", 2))) as pool:
         for mutation, fault in zip(chosen, pool.map(survives, chosen), strict=True):
             survivors += bool(fault)
             print(f"SURVIVED {mutation.name}: {fault}" if fault else f"caught   {mutation.name}", flush=True)

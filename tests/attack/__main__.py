@@ -19,18 +19,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# Module; cases of a night and of a minute.
+# Module; cases of the long attack, of a minute's and of CI's.
 KINDS = {
-    "configs": ("configs", 2000, 36), "kills": ("interruptions", 1000, 10), "damage": ("damage", 300, 10),
-    "disk": ("interruptions", 100, 6), "two": ("interruptions", 60, 3), "library": ("library", 700, 40),
+    "configs": ("configs", 2000, 36, 8), "kills": ("interruptions", 1000, 10, 3), "damage": ("damage", 300, 10, 3),
+    "disk": ("interruptions", 100, 6, 2), "two": ("interruptions", 60, 3, 1), "library": ("library", 700, 40, 14),
 }  # fmt: skip
+SIZES = ("long", "minute", "short")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__)
     parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], metavar="KIND")
     parser.add_argument("--count", type=int, help="cases of each kind")
-    parser.add_argument("--short", action="store_true", help="as many cases as fit CI")
+    parser.add_argument("--size", choices=SIZES, default="long", help="an hour, a minute, or what fits CI")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--only", type=int, metavar="N", help="case N alone")
     options = parser.parse_args()
@@ -45,7 +46,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="attack-") as folder:
         ground, found = Ground(Path(folder).resolve() / "ground"), 0
         for kind in options.kinds or KINDS:
-            count = options.count or KINDS[kind][1 + options.short]
+            count = options.count or KINDS[kind][1 + SIZES.index(options.size)]
             found += run(kind, range(count) if options.only is None else [options.only], options.seed, ground)
     return min(found, 1)
 

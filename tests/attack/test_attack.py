@@ -15,8 +15,9 @@ from tests.attack.harness import Child, Ended
 from tests.attack.library import attempt, judge
 
 
-def test_a_short_attack_finds_nothing() -> None:
-    command = [sys.executable, "-m", "tests.attack", "--short", "--seed", "0"]
+@pytest.mark.parametrize("size", ["short", pytest.param("minute", marks=pytest.mark.nightly)])
+def test_an_attack_finds_nothing(size: str) -> None:
+    command = [sys.executable, "-m", "tests.attack", "--size", size, "--seed", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr

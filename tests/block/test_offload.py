@@ -114,12 +114,14 @@ def test_layers_left_alone_are_not_counted(untouched):
 # ---- the same bits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 3, "all"])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "count"),
+    [*((name, "all") for name in RECIPES), ("default", 1), ("leanest", 3)],
+)
 def test_gradients_are_equal_bit_for_bit(untouched, recipe, count, monkeypatch):
     """Two micro-batches; the second one's buffers are those of the first."""
     monkeypatch.setattr(offload, "LEAST_BYTES", 1024)
-    recipe = replace(recipe, offload_blocks=count)
+    recipe = replace(RECIPES[recipe], offload_blocks=count)
     assert_changes_nothing(untouched, lambda model: [loss_of(model, seed).backward() for seed in range(2)], recipe)
     assert_all_given_back(LAYERS - AHEAD if count == "all" else count)
 
@@ -182,13 +184,13 @@ def test_hooks_of_somebody_else_stay_in_force(untouched):
     assert pool().buffers == []
 
 
-def test_compiled_layers_do_not_offload(untouched):
+def test_compiled_layers_do_not_offload():
     def run(model):
         for index, layer in enumerate(model.model.layers):
             model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
         backward(model)
 
-    assert_changes_nothing(untouched, run)
+    assert_changes_nothing(make_model("llama", layers=AHEAD + 1), run)
     assert pool().buffers == []
 
 
@@ -323,8 +325,7 @@ def _leave_and_overwrite(leave, offloaded):
             tensor.view(-1).view(torch.uint8).fill_(85)
 
 
-@pytest.mark.parametrize("forwards", [1, 2])
-@pytest.mark.parametrize("count", [2, "all"])
+@pytest.mark.parametrize(("count", "forwards"), [(2, 1), ("all", 2)])
 def test_nothing_is_read_before_it_was_copied(untouched, count, forwards, monkeypatch):
     late = _Late()
     monkeypatch.setitem(offload._transfers, torch.device("cpu"), late)
@@ -332,13 +333,13 @@ def test_nothing_is_read_before_it_was_copied(untouched, count, forwards, monkey
     monkeypatch.setattr(offload._Offloaded, "leave", lambda self: leave(self))
 
     def run(model):
-        for step in range(3):
+        for step in range(2):
             losses = [loss_of(model, 2 * step + index) for index in range(forwards)]
             while losses:
                 losses.pop().backward()
 
     assert_changes_nothing(untouched, run, Recipe(offload_blocks=count))
-    assert len(late.queues["to_device"]) > 3 * forwards * len(choose_blocks(count, LAYERS))
+    assert len(late.queues["to_device"]) > 2 * forwards * len(choose_blocks(count, LAYERS))
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_who_gets_it() -> None:
         assert causal_mask(model, {**ids, name: value}) is None
     assert causal_mask(model, {**ids, "position_ids": positions()}).shape == (1, 1, 0, 0)
     assert causal_mask(model, {**ids, "position_ids": positions()[:1]}).shape == (1, 1, 0, 0)
-    for name, value in (("sliding_window", 16), ("_attn_implementation", "eager")):
+    for name, value in (("sliding_window", LENGTH - 1), ("_attn_implementation", "eager")):
         before = getattr(model.config, name, None)
         setattr(model.config, name, value)
         assert causal_mask(model, ids) is None
