@@ -265,7 +265,11 @@ def known(monkeypatch, device):
         yield found
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe.leanest()], ids=["default", "leanest"])
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(), pytest.param(Recipe.leanest(), marks=pytest.mark.nightly)],
+    ids=["default", "leanest"],
+)
 def test_compiled_layers_ask_in_every_pass(recipe, known, device):
     """Once a stack: they find what AdamW has found since they were compiled, and give the eager results bit for bit."""
     torch.compiler.reset()

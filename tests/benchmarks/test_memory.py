@@ -49,6 +49,7 @@ def test_a_case_that_does_not_fit_is_a_row(monkeypatch):
     assert line(row).split("  ")[0] == "124m"
 
 
+@pytest.mark.nightly  # dry runs of large models; CI has the small ones' recorded runs (tests/estimate/test_predict.py)
 def test_recorded_peaks_are_predicted():
     """Cases of at most 16 layers: the newest row that was measured on a GPU, and what is predicted now.
 

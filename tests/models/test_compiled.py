@@ -50,8 +50,8 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     [
         ("llama", Recipe(), "causal"),
         ("qwen3", Recipe.leanest(), "left-padded"),
-        ("starcoder2", Recipe.paper(), "packed"),
-        ("llama", Recipe.bf16(), "causal"),
+        pytest.param("starcoder2", Recipe.paper(), "packed", marks=pytest.mark.nightly),
+        pytest.param("llama", Recipe.bf16(), "causal", marks=pytest.mark.nightly),
     ],
     ids=["default", "leanest", "paper", "bf16"],
 )

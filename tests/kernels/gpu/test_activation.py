@@ -30,16 +30,18 @@ OUTPUTS = [*OUTPUTS, (None, False)]
 MANY_ROWS = 10 if INTERPRETED else 300
 
 
-def combined(groups: list[tuple[str, int]]) -> list[tuple[str, bool, str, int]]:
-    """Activation, gated, code, group size: interpreted each kind once, compiled all with all."""
+def combined(groups: list[tuple[str, int]]) -> pytest.MarkDecorator:
+    """Interpreted each kind once, those after the first two with the first shape alone; compiled all with all."""
+    kinds = list(itertools.product(ACTIVATIONS, (True, False)))
+    found = [(shape, *kind, *group) for shape in SHAPES for kind in kinds for group in groups]
     if INTERPRETED:
-        return [(*kind, *groups[i % 3]) for i, kind in enumerate(KINDS)]
-    return [(*kind, *group) for kind in itertools.product(ACTIVATIONS, (True, False)) for group in groups]
+        found = [
+            (shape, *kind, *groups[i % 3]) for i, kind in enumerate(KINDS) for shape in SHAPES[: 3 if i < 2 else 1]
+        ]
+    return pytest.mark.parametrize(("shape", "activation", "gated", "code", "group_size"), found, ids=str)
 
 
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-cases = pytest.mark.parametrize(("activation", "gated", "code", "group_size"), combined(GROUPS))
-block_cases = pytest.mark.parametrize(("activation", "gated", "code", "group_size"), combined(BLOCK_GROUPS))
+cases, block_cases = combined(GROUPS), combined(BLOCK_GROUPS)
 
 
 def dtypes(shape: tuple[int, int]) -> list[torch.dtype]:
@@ -71,7 +73,6 @@ def assert_same(op: Op, *arguments: object, sums: int | None = None) -> list[tor
 # ---- forward ------------------------------------------------------------------------------------------------------
 
 
-@shapes
 @cases
 def test_forward(shape, code, group_size, activation, gated):
     for dtype in dtypes(shape):
@@ -80,7 +81,6 @@ def test_forward(shape, code, group_size, activation, gated):
         assert_same(activation_quantize, z, top, activation, gated)
 
 
-@shapes
 @block_cases
 def test_block_forward(shape, code, group_size, activation, gated):
     for dtype in dtypes(shape):
@@ -127,7 +127,6 @@ def assert_same_bound(dh: torch.Tensor, z: torch.Tensor, activation: str, gated:
     return bound
 
 
-@shapes
 @cases
 def test_bound(shape, code, group_size, activation, gated):
     for dtype in dtypes(shape):
@@ -169,7 +168,6 @@ def kept(shape, activation, gated, code, group_size):
     return (gradient(shape), codes, group_amax), top / 448
 
 
-@shapes
 @cases
 def test_backward(shape, code, group_size, activation, gated):
     arguments, scale = kept(shape, activation, gated, code, group_size)
@@ -187,7 +185,6 @@ def test_decode(shape, code, group_size, activation, gated):
         assert_same(activation_decode, *arguments, activation, code, group_size, dtype)
 
 
-@shapes
 @block_cases
 def test_block_backward(shape, code, group_size, activation, gated):
     arguments, _ = kept(shape, activation, gated, code, group_size)
