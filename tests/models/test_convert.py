@@ -17,7 +17,7 @@ from overcoat import Recipe
 from overcoat.models.family import decoder_layers, families, family_of
 from overcoat.models.masks import check_mask
 from overcoat.models.refusals import ACTIVATIONS, why_replaced
-from tests.models.zoo import KINDS, VOCAB, make_batch, make_encoder, make_model
+from tests.models.zoo import KINDS, VOCAB, every_kind, make_batch, make_model
 
 
 @pytest.fixture
@@ -499,7 +499,7 @@ def test_frozen_parameters_get_no_gradient(kind: str, part: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "recipe"),
     [
-        *((kind, Recipe()) for kind in KINDS),
+        *(pytest.param(*kind.values, Recipe(), marks=kind.marks) for kind in every_kind()),
         ("starcoder2", Recipe.leanest()),
         ("olmo2", Recipe.leanest()),
         ("llama", Recipe(linear_scaling="block")),

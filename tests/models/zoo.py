@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,9 +16,28 @@ VOCAB = 512
 KINDS: dict[str, tuple[Family, dict[str, Any]]] = {
     name: (family, extra) for family in families() if not family.encoder for name, extra in family.samples.items()
 }
+# Each wiring, norm, activation, rotation and kind of attention once; in CI the slowest tests take these alone.
+DISTINCT = (
+    "llama",
+    "cohere2",
+    "gemma2",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "ministral3",
+    "mixtral",
+    "olmo2",
+    "qwen3",
+)
 ENCODERS: dict[str, tuple[Family, dict[str, Any]]] = {
     name: (family, extra) for family in families() if family.encoder for name, extra in family.samples.items()
 }
+
+
+def every_kind() -> list[Any]:
+    """All kinds as parameters of a test, those that are not distinct for `make nightly`."""
+    return [pytest.param(kind, marks=[] if kind in DISTINCT else pytest.mark.nightly) for kind in KINDS]
 
 
 def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides: object) -> nn.Module:

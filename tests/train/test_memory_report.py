@@ -41,7 +41,7 @@ def run_quietly(config: Config) -> None:
         (),
         ("train.accumulation=2", "recipe.name=leanest"),
         ("optimizer.release_gradients=true", "optimizer.clip=0"),
-        ("recipe.name=bf16", "optimizer.moments=fp32"),
+        pytest.param(("recipe.name=bf16", "optimizer.moments=fp32"), marks=pytest.mark.nightly),
     ],
     ids=["default", "accumulation", "released", "bf16"],
 )

@@ -106,8 +106,8 @@ WAYS = {
 
 @pytest.mark.parametrize(
     ("way", "where"),
-    [("smaller_batch", "forward"), ("smaller_batch", "backward"), ("smaller_batch", "embedding"),
-     ("leaner_recipe", "embedding")],
+    [("smaller_batch", "forward"), pytest.param("smaller_batch", "backward", marks=pytest.mark.nightly),
+     ("smaller_batch", "embedding"), ("leaner_recipe", "embedding")],
 )  # fmt: skip
 def test_a_step_is_taken_again_as_if_it_had_been_configured_so(
     train: Train, console: Console, tmp_path: Path, way: str, where: str
@@ -215,7 +215,8 @@ def test_the_optimizers_own_step_is_not_repeated(train: Train, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("where", "has_moved", "step"), [("backward", False, 6), ("embedding", True, 2), ("embedding", True, 6)]
+    ("where", "has_moved", "step"),
+    [("backward", False, 6), pytest.param("embedding", True, 2, marks=pytest.mark.nightly), ("embedding", True, 6)],
 )
 def test_released_gradients_go_back_to_the_checkpoint_only_if_weights_have_moved(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, has_moved: bool, step: int

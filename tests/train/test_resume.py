@@ -117,7 +117,14 @@ def test_two_processes_cannot_share_a_run(resumed: Run, tmp_path: Path) -> None:
         resumed()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "training.pt", "manifest.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        pytest.param("training.pt", marks=pytest.mark.nightly),
+        pytest.param("manifest.json", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_damaged_newest_checkpoint_is_an_error_that_writes_nothing(
     stopped: Path, resumed: Run, prepared: tuple[Config, Path], name: str
 ) -> None:
@@ -180,7 +187,14 @@ def test_the_recorded_run_can_be_moved(stopped: Path, resumed: Run, tmp_path: Pa
     assert list(losses(tmp_path / "moved")["train"]) == list(range(1, 13))
 
 
-@pytest.mark.parametrize(("optimizer", "master"), [("fp8", "bf16"), ("bf16", "bf16+16"), ("fp32", "bf16")])
+@pytest.mark.parametrize(
+    ("optimizer", "master"),
+    [
+        ("fp8", "bf16"),
+        pytest.param("bf16", "bf16+16", marks=pytest.mark.nightly),
+        pytest.param("fp32", "bf16", marks=pytest.mark.nightly),
+    ],
+)
 def test_every_kind_of_state_resumes(
     resumed: Run, stopped_at: Run, tmp_path: Path, optimizer: str, master: str
 ) -> None:

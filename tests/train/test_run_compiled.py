@@ -70,8 +70,8 @@ def both(make_config: MakeConfig, tmp_path: Path, graphs: CompileCounterWithBack
     [
         ("train.accumulation=2", "sample.tokens=4"),
         ("recipe.name=leanest", "optimizer.release_gradients=true", "optimizer.clip=0"),
-        ("optimizer.offload=true", "data.document_mask=true"),
-        ("recipe.name=bf16",),
+        pytest.param(("optimizer.offload=true", "data.document_mask=true"), marks=pytest.mark.nightly),
+        pytest.param(("recipe.name=bf16",), marks=pytest.mark.nightly),
     ],
     ids=["accumulation", "leanest, released", "offload, documents", "bf16"],
 )
@@ -91,6 +91,7 @@ def test_evaluations_and_samples_are_not_compiled(
     assert graphs.frame_count == 1
 
 
+@pytest.mark.nightly
 def test_the_twin_compiles_its_own_layers(
     both: Callable[..., list[Losses]], graphs: CompileCounterWithBackend, tmp_path: Path
 ) -> None:

@@ -17,9 +17,10 @@ from tests.kernels.compare import DEVICE, FORMATS, INTERPRETED, NEEDS_GPU, asser
 
 pytestmark = NEEDS_GPU
 
-# (tokens, intermediate width): padded tokens, more of them than a block; of 144, a multiple of 16, none are padded.
-SHAPES = [(7, 100), (134, 200), (144, 128)]
-SHAPES += [] if INTERPRETED else [(1, 16), (144, 256), (1000, 11008), (300, 17920)]
+# (tokens, intermediate width): padded tokens, more of them than a block; of 144, a multiple of 16, none are padded
+# (interpreted: `test_tokens_that_need_no_padding`).
+SHAPES = [(7, 100), (134, 200)]
+SHAPES += [] if INTERPRETED else [(144, 128), (1, 16), (144, 256), (1000, 11008), (300, 17920)]
 GROUPS = [("sqrt8", 128), ("e4m3", 16), ("int8", 80)]
 BLOCK_GROUPS = [("sqrt8", 128), ("e4m3", 16), ("int8", 64)]
 KINDS = [("silu", True), ("gelu", False), ("gelu_tanh", True), ("quick_gelu", False), ("relu2", False)]
@@ -30,18 +31,16 @@ OUTPUTS = [*OUTPUTS, (None, False)]
 MANY_ROWS = 10 if INTERPRETED else 300
 
 
-def combined(groups: list[tuple[str, int]]) -> pytest.MarkDecorator:
-    """Interpreted each kind once, those after the first two with the first shape alone; compiled all with all."""
-    kinds = list(itertools.product(ACTIVATIONS, (True, False)))
-    found = [(shape, *kind, *group) for shape in SHAPES for kind in kinds for group in groups]
+def combined(groups: list[tuple[str, int]]) -> list[tuple[str, bool, str, int]]:
+    """Activation, gated, code, group size: interpreted each kind once, compiled all with all."""
     if INTERPRETED:
-        found = [
-            (shape, *kind, *groups[i % 3]) for i, kind in enumerate(KINDS) for shape in SHAPES[: 3 if i < 2 else 1]
-        ]
-    return pytest.mark.parametrize(("shape", "activation", "gated", "code", "group_size"), found, ids=str)
+        return [(*kind, *groups[i % 3]) for i, kind in enumerate(KINDS)]
+    return [(*kind, *group) for kind in itertools.product(ACTIVATIONS, (True, False)) for group in groups]
 
 
-cases, block_cases = combined(GROUPS), combined(BLOCK_GROUPS)
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+cases = pytest.mark.parametrize(("activation", "gated", "code", "group_size"), combined(GROUPS))
+block_cases = pytest.mark.parametrize(("activation", "gated", "code", "group_size"), combined(BLOCK_GROUPS))
 
 
 def dtypes(shape: tuple[int, int]) -> list[torch.dtype]:
@@ -73,6 +72,7 @@ def assert_same(op: Op, *arguments: object, sums: int | None = None) -> list[tor
 # ---- forward ------------------------------------------------------------------------------------------------------
 
 
+@shapes
 @cases
 def test_forward(shape, code, group_size, activation, gated):
     for dtype in dtypes(shape):
@@ -81,6 +81,7 @@ def test_forward(shape, code, group_size, activation, gated):
         assert_same(activation_quantize, z, top, activation, gated)
 
 
+@shapes
 @block_cases
 def test_block_forward(shape, code, group_size, activation, gated):
     for dtype in dtypes(shape):
@@ -127,6 +128,7 @@ def assert_same_bound(dh: torch.Tensor, z: torch.Tensor, activation: str, gated:
     return bound
 
 
+@shapes
 @cases
 def test_bound(shape, code, group_size, activation, gated):
     for dtype in dtypes(shape):
@@ -168,6 +170,7 @@ def kept(shape, activation, gated, code, group_size):
     return (gradient(shape), codes, group_amax), top / 448
 
 
+@shapes
 @cases
 def test_backward(shape, code, group_size, activation, gated):
     arguments, scale = kept(shape, activation, gated, code, group_size)
@@ -199,6 +202,8 @@ def test_tokens_that_need_no_padding(tokens, activation, gated):
     arguments, scale = kept((tokens, 200), activation, gated, "sqrt8", 128)
     for top, fmt in ((None, None), (torch.full((), 100.0, device=DEVICE), "e5m2")):
         assert_same(activation_backward, *arguments, scale, top, fmt, False, activation, "sqrt8", 128)
+        sums = 6 if fmt else None
+        assert_same(activation_block_backward, *arguments, fmt, False, activation, "sqrt8", 128, sums=sums)
 
 
 @pytest.mark.parametrize("bad", ["h", "dz"])
