@@ -49,14 +49,14 @@ def in_folder(config: Config, folder: Path) -> Config:
     return replace(twin, train=replace(twin.train, run_dir=str(folder)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # CI has the gradients themselves: tests/models/test_numerics.py
 def test_held_out_loss_is_within_one_percent_of_the_twin(config: Config, twin_loss: float) -> None:
     result = run_once(config, Console(quiet=True), "FP8")
     assert twin_loss < 4.6  # from ln(512) = 6.2: it has learnt something
     assert abs(result.held_out_loss / twin_loss - 1) < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # CI has the gradients themselves: tests/models/test_numerics.py
 def test_a_dropped_gradient_leaves_the_one_percent(
     config: Config, twin_loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
