@@ -25,7 +25,7 @@ from overcoat.bench.optimizer import LR
 from overcoat.bench.shapes import build_block, build_model
 from overcoat.models.decoder import Fp8DecoderLayer
 from tests.bench.peers import SHAPE, SMALL, model_of, module, sqnr
-from tests.models.zoo import KINDS
+from tests.models.zoo import every_kind
 
 HERE = [name for name, engine in ENGINES.items() if not engine.needs]
 
@@ -142,7 +142,11 @@ def test_what_convert_leaves_alone_is_no_contestant(part: str) -> None:
     ("name", "kind"),
     [
         *((name, "llama") for name, trainer in TRAINERS.items() if not trainer.needs and not trainer.engine.compile),
-        *(("overcoat", kind) for kind in KINDS if kind != "llama"),
+        *(
+            pytest.param("overcoat", *kind.values, marks=kind.marks)
+            for kind in every_kind()
+            if "llama" not in kind.values
+        ),
     ],
 )
 def test_steps_move_every_weight_and_release_where_the_name_says(name: str, kind: str) -> None:

@@ -23,9 +23,9 @@ BIASES_OF_QKV = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
     ("kind", "recipe", "masks"),
     [
         ("llama", Recipe(), "causal"),
-        ("qwen3", Recipe.leanest(), "left-padded"),
+        pytest.param("qwen3", Recipe.leanest(), "left-padded", marks=pytest.mark.nightly),
         # More than 128 tokens, as above: a single block of them is a shape of its own.
-        ("starcoder2", Recipe(linear_scaling="block", head="fp8"), "causal"),
+        pytest.param("starcoder2", Recipe(linear_scaling="block", head="fp8"), "causal", marks=pytest.mark.nightly),
     ],
     ids=["default", "leanest", "block scales"],
 )
