@@ -41,7 +41,7 @@ FAMILY = Family(
         "gemma2": {
             "head_dim": 64,
             "sliding_window": 24,
-            "attn_logit_softcapping": 0.5,
+            "attn_logit_softcapping": 0.1,
             "final_logit_softcapping": None,
             "query_pre_attn_scalar": 16,
             "attn_implementation": "eager",

@@ -37,8 +37,11 @@ def test_generators_of_gpus_that_are_gone_are_left_out(monkeypatch: pytest.Monke
 def saved_and_loaded(state: TrainState, other: TrainState, path: Path) -> TrainState:
     """`other` with the weights of `state` and what a checkpoint holds of it."""
     torch.save(state.training_dict(), path)
+    generator = torch.get_rng_state()
+    torch.rand(3)  # somebody else draws
     other.model.load_state_dict(state.model.state_dict())
     other.load_training_dict(torch.load(path, weights_only=True))
+    assert torch.equal(torch.get_rng_state(), generator)
     return other
 
 
