@@ -57,12 +57,22 @@ def stopped_at(resumed: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     return start
 
 
+@pytest.fixture(scope="module")
+def stopped_once(prepared: tuple[Config, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("stopped") / "run"
+    config = build_config(asdict(prepared[0]), [f"train.run_dir={run_dir}"])
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(7, patch)
+        with pytest.raises(RunStoppedError):
+            run_once(config, Console(quiet=True), "run")
+    assert names(run_dir / "checkpoints") == ["step-00000006", "step-00000007"]
+    return run_dir
+
+
 @pytest.fixture
-def stopped(stopped_at: Run, tmp_path: Path) -> Path:
+def stopped(stopped_once: Path, tmp_path: Path) -> Path:
     """The directory of a run that SIGTERM stopped at step 7: checkpoints 6 and 7."""
-    stopped_at(7)
-    assert names(tmp_path / "run/checkpoints") == ["step-00000006", "step-00000007"]
-    return tmp_path / "run"
+    return Path(shutil.copytree(stopped_once, tmp_path / "run"))
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
