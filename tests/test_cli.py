@@ -222,6 +222,7 @@ def test_help_needs_no_pytorch_and_answers_at_once() -> None:
     assert seconds < 2.0  # 0.1 on an idle machine
 
 
+@pytest.mark.nightly
 def test_an_estimate_is_there_within_seconds() -> None:
     started = time.perf_counter()
     command = [sys.executable, "-m", "overcoat", "estimate", "--model", "llama-2-7b", "--batch", "4"]

@@ -19,6 +19,8 @@ from overcoat.models.masks import check_mask
 from overcoat.models.refusals import ACTIVATIONS, why_replaced
 from tests.models.zoo import KINDS, VOCAB, every_kind, make_batch, make_model
 
+CORES = ("llama", "gemma2", "gpt_oss", "mixtral")
+
 
 @pytest.fixture
 def model() -> nn.Module:
@@ -499,7 +501,8 @@ def test_frozen_parameters_get_no_gradient(kind: str, part: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "recipe"),
     [
-        *(pytest.param(*kind.values, Recipe(), marks=kind.marks) for kind in every_kind()),
+        # In CI the cores once; wirings: tests/block/test_run.py.
+        *(pytest.param(*kind.values, Recipe(), marks=kind.marks) for kind in every_kind(CORES)),
         ("starcoder2", Recipe.leanest()),
         ("olmo2", Recipe.leanest()),
         ("llama", Recipe(linear_scaling="block")),

@@ -19,13 +19,14 @@ LATER = [(5, 96), (2, 93), (4, 61), (3, 128), (6, 127)]
 BIASES_OF_QKV = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
 
 
+@pytest.mark.nightly  # CI counts the graphs of layers: test_compiled.py
 @pytest.mark.parametrize(
     ("kind", "recipe", "masks"),
     [
         ("llama", Recipe(), "causal"),
-        pytest.param("qwen3", Recipe.leanest(), "left-padded", marks=pytest.mark.nightly),
+        ("qwen3", Recipe.leanest(), "left-padded"),
         # More than 128 tokens, as above: a single block of them is a shape of its own.
-        pytest.param("starcoder2", Recipe(linear_scaling="block", head="fp8"), "causal", marks=pytest.mark.nightly),
+        ("starcoder2", Recipe(linear_scaling="block", head="fp8"), "causal"),
     ],
     ids=["default", "leanest", "block scales"],
 )

@@ -16,7 +16,7 @@ VOCAB = 512
 KINDS: dict[str, tuple[Family, dict[str, Any]]] = {
     name: (family, extra) for family in families() if not family.encoder for name, extra in family.samples.items()
 }
-# Each wiring, norm, activation, rotation and kind of attention once; in CI the slowest tests take these alone.
+# Each wiring, norm, activation, rotation and kind of attention once; in CI slow tests take these alone.
 DISTINCT = (
     "llama",
     "cohere2",
@@ -35,9 +35,9 @@ ENCODERS: dict[str, tuple[Family, dict[str, Any]]] = {
 }
 
 
-def every_kind() -> list[Any]:
-    """All kinds as parameters of a test, those that are not distinct for `make nightly`."""
-    return [pytest.param(kind, marks=[] if kind in DISTINCT else pytest.mark.nightly) for kind in KINDS]
+def every_kind(in_ci: tuple[str, ...] = DISTINCT) -> list[Any]:
+    """All kinds as parameters of a test; others than `in_ci` are for `make nightly`."""
+    return [pytest.param(kind, marks=[] if kind in in_ci else pytest.mark.nightly) for kind in KINDS]
 
 
 def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides: object) -> nn.Module:

@@ -131,6 +131,7 @@ print(peak[0] - before, sum(p.nbytes for p in model.parameters()))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.nightly
 def test_loading_holds_nothing_twice(tmp_path: Path) -> None:
     """An FP32 checkpoint loaded in BF16: the host's own (not mapped) memory grows by the BF16 model alone."""
     checkpoint(tmp_path / "small")

@@ -109,6 +109,7 @@ def test_a_step_out_of_memory_is_taken_again_with_layers_compiled_anew(
     assert graphs.frame_count == 2  # two rows, then one, as constants
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_goes_on_with_the_same_numbers(make_config: MakeConfig, graphs: Any, tmp_path: Path) -> None:
     words = ("train.compile=layers", "train.steps=4", "checkpoint.every=2")
     run_once(make_config(*words), Console(quiet=True), "whole")
@@ -124,6 +125,7 @@ class DeadError(Exception):
     pass
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_drops_what_was_compiled_where_it_follows_a_smaller_batch(
     make_config: MakeConfig, graphs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
