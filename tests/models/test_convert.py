@@ -17,7 +17,7 @@ from overcoat import Recipe
 from overcoat.models.family import decoder_layers, families, family_of
 from overcoat.models.masks import check_mask
 from overcoat.models.refusals import ACTIVATIONS, why_replaced
-from tests.models.zoo import KINDS, VOCAB, every_kind, make_batch, make_model
+from tests.models.zoo import KINDS, VOCAB, every_kind, make_batch, make_encoder, make_model
 
 CORES = ("llama", "gemma2", "gpt_oss", "mixtral")
 
