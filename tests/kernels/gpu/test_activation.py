@@ -188,6 +188,7 @@ def test_decode(shape, code, group_size, activation, gated):
         assert_same(activation_decode, *arguments, activation, code, group_size, dtype)
 
 
+@shapes
 @block_cases
 def test_block_backward(shape, code, group_size, activation, gated):
     arguments, _ = kept(shape, activation, gated, code, group_size)
