@@ -41,7 +41,7 @@ from overcoat.kernels.device import (
     to_float8,
 )
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.tiles import listed_groups
 
@@ -127,11 +127,10 @@ def _(z, activation, gated, code, group_size):
     codes, group_amax = empty_codes(z, (z.shape[0], parts, cdiv(z.shape[1] // parts, group_size)), code)
     top = torch.zeros((), dtype=torch.int32, device=z.device)
     n, count = group_amax.shape[2], max(ENCODE_TILE // (parts * gp), 1)
-    with on_device(z):
-        _activation_encode_kernel[(cdiv(z.shape[0] * n, count),)](
-            z, codes, group_amax, top, z.shape[0] * n, n, z.shape[1] // parts, activation_of(activation).device,
-            gated, group_size, gp, CODES[code], count, num_warps=1, **EXACT,
-        )  # fmt: skip
+    _activation_encode_kernel[(cdiv(z.shape[0] * n, count),)](
+        z, codes, group_amax, top, z.shape[0] * n, n, z.shape[1] // parts, activation_of(activation).device,
+        gated, group_size, gp, CODES[code], count, num_warps=1, **EXACT,
+    )  # fmt: skip
     return codes, group_amax, top.view(torch.float32)
 
 
@@ -179,11 +178,10 @@ def _(z, amax, activation, gated):
     h, scale = torch.empty((tokens, width), dtype=E4M3.dtype, device=z.device), torch.empty_like(amax)
     columns = width if gated else z.numel()
     tiles = cdiv(columns, QUANTIZE_TILE)
-    with on_device(z):
-        _activation_quantize_kernel[(tokens, tiles) if gated else (tiles,)](
-            z, amax, h, scale, columns, inverse_max("e4m3"), activation_of(activation).device, gated, QUANTIZE_TILE,
-            num_warps=4, **EXACT,
-        )  # fmt: skip
+    _activation_quantize_kernel[(tokens, tiles) if gated else (tiles,)](
+        z, amax, h, scale, columns, inverse_max("e4m3"), activation_of(activation).device, gated, QUANTIZE_TILE,
+        num_warps=4, **EXACT,
+    )  # fmt: skip
     return h, scale
 
 
@@ -246,9 +244,8 @@ def _(z, activation, gated, code, group_size):
     h, scale = empty_rows(z, (tokens, width), E4M3.dtype)
     codes, group_amax = empty_codes(z, (tokens, parts, cdiv(width, group_size)), code)
     rows = row_tile(tokens)
-    with on_device(z):
-        _activation_block_kernel[(blocks(width), cdiv(tokens, rows))](
-            z, h, scale, codes, group_amax, tokens, width, group_amax.shape[2], inverse_max("e4m3"),
-            activation_of(activation).device, gated, group_size, CODES[code], rows, num_warps=4, **EXACT,
-        )  # fmt: skip
+    _activation_block_kernel[(blocks(width), cdiv(tokens, rows))](
+        z, h, scale, codes, group_amax, tokens, width, group_amax.shape[2], inverse_max("e4m3"),
+        activation_of(activation).device, gated, group_size, CODES[code], rows, num_warps=4, **EXACT,
+    )  # fmt: skip
     return h, scale, codes, group_amax

@@ -46,7 +46,7 @@ from overcoat.kernels.device import (
 )
 from overcoat.kernels.instructions import arrived
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, dense, kernel, on_device, registers
+from overcoat.kernels.launch import cdiv, dense, kernel, registers
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import padded_tokens, transpose_padded
@@ -199,11 +199,10 @@ def _(dh, group_amax, activation, group_size):
     (tokens, width), (_, parts, n) = dh.shape, group_amax.shape
     chosen, gp = activation_of(activation), power_of_2(group_size)
     top, count = torch.zeros((), dtype=torch.int32, device=dh.device), max(BOUND_TILE // gp, 1)
-    with on_device(dh):
-        _activation_bound_kernel[(cdiv(tokens * n, count),)](
-            dh, group_amax, top, tokens * n, n, width, chosen.device, chosen.peak, parts == 2, group_size, gp, count,
-            whole_groups(dh, group_size), num_warps=1, **EXACT,
-        )  # fmt: skip
+    _activation_bound_kernel[(cdiv(tokens * n, count),)](
+        dh, group_amax, top, tokens * n, n, width, chosen.device, chosen.peak, parts == 2, group_size, gp, count,
+        whole_groups(dh, group_size), num_warps=1, **EXACT,
+    )  # fmt: skip
     return top.view(torch.float32)
 
 
@@ -337,14 +336,13 @@ def _(dh, codes, group_amax, scale, amax, fmt, has_bias, activation, code, group
     gated, gp, turns = parts == 2, power_of_2(group_size), cdiv(padded, TILE_TOKENS)
     tile, count = GATED_SUMS_TILE if gated and has_bias else TILES[gated], max(TILE_COLUMNS // gp, 1)
     partial = dh.new_empty((turns if has_bias else 0, parts * width), dtype=torch.float32)
-    with on_device(dh):
-        _activation_gradient_kernel[(turns, cdiv(n, count))](
-            dh, codes, group_amax, scale, scale if amax is None else amax, out, out_t.view(torch.int32), d_scale,
-            h_t.view(torch.int32), partial if has_bias else scale, tokens, width, padded, n, inverse_max(fmt or "e4m3"),
-            fmt is None, has_bias, activation_of(activation).device, gated, group_size, gp, CODES[code], count,
-            TILE_TOKENS, padded > tokens, tile.columns, num_warps=tile.warps,
-            maxnreg=registers(tile.registers, dh, group_size), **EXACT,
-        )  # fmt: skip
+    _activation_gradient_kernel[(turns, cdiv(n, count))](
+        dh, codes, group_amax, scale, scale if amax is None else amax, out, out_t.view(torch.int32), d_scale,
+        h_t.view(torch.int32), partial if has_bias else scale, tokens, width, padded, n, inverse_max(fmt or "e4m3"),
+        fmt is None, has_bias, activation_of(activation).device, gated, group_size, gp, CODES[code], count,
+        TILE_TOKENS, padded > tokens, tile.columns, num_warps=tile.warps,
+        maxnreg=registers(tile.registers, dh, group_size), **EXACT,
+    )  # fmt: skip
     if fmt is None:
         return [out, h_t]
     return [out, out_t, d_scale, sum_partials(partial)[0] if has_bias else partial.view(0), h_t]

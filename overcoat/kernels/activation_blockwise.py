@@ -50,7 +50,7 @@ from overcoat.kernels.device import (
     two_amax_and_sum,
 )
 from overcoat.kernels.language import tl
-from overcoat.kernels.launch import cdiv, dense, kernel, on_device, registers
+from overcoat.kernels.launch import cdiv, dense, kernel, registers
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.tiles import store_quads
@@ -220,19 +220,18 @@ def _(dh, codes, group_amax, fmt, has_bias, activation, code, group_size):
         strip = GATED_SUMS_STRIP
     partial = dh.new_empty((blocks(tokens) if has_bias else 0, parts * width), dtype=torch.float32)
     padded, rows, function = h_t.shape[1], row_tile(tokens), activation_of(activation).device
-    with on_device(dh):
-        if fmt:
-            _activation_rows_kernel[(blocks(width), cdiv(tokens, rows))](
-                dh, codes, group_amax, out, scale, tokens, width, n, inverse_max(fmt), function, gated, group_size,
-                CODES[code], rows, num_warps=4, **EXACT,
-            )  # fmt: skip
-        _activation_columns_kernel[(cdiv(width, strip.columns), token_blocks(padded))](
-            dh, codes, group_amax, out, out_t.view(torch.int32), scale_t, h_t.view(torch.int32), h_scale,
-            partial if has_bias else h_scale, tokens, width, padded, n,
-            TRITON_FLOAT8[fmt or "e4m3"], inverse_max(fmt or "e4m3"), inverse_max("e4m3"), fmt is None, has_bias,
-            function, gated, group_size, CODES[code], strip.columns, strip.vector,
-            padded > tokens, num_warps=strip.warps, maxnreg=registers(strip.registers, dh, group_size), **EXACT,
+    if fmt:
+        _activation_rows_kernel[(blocks(width), cdiv(tokens, rows))](
+            dh, codes, group_amax, out, scale, tokens, width, n, inverse_max(fmt), function, gated, group_size,
+            CODES[code], rows, num_warps=4, **EXACT,
         )  # fmt: skip
+    _activation_columns_kernel[(cdiv(width, strip.columns), token_blocks(padded))](
+        dh, codes, group_amax, out, out_t.view(torch.int32), scale_t, h_t.view(torch.int32), h_scale,
+        partial if has_bias else h_scale, tokens, width, padded, n,
+        TRITON_FLOAT8[fmt or "e4m3"], inverse_max(fmt or "e4m3"), inverse_max("e4m3"), fmt is None, has_bias,
+        function, gated, group_size, CODES[code], strip.columns, strip.vector,
+        padded > tokens, num_warps=strip.warps, maxnreg=registers(strip.registers, dh, group_size), **EXACT,
+    )  # fmt: skip
     if fmt:
         results.append(sum_partials(partial)[0] if has_bias else partial.view(0))
     return results

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from overcoat.kernels.adamw import Hyper, step_coefficients
 from overcoat.kernels.language import tl
-from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.multi_tensor import Sums
 
 # Step counters that one program counts.
@@ -53,10 +53,9 @@ class Counters:
 
     def count_step(self, skip: Tensor) -> Tensor:
         """Count the step of every parameter; skip bool, 0-d or (T,). Returns all, FP32 (T,), until the next call."""
-        with on_device(self.device):
-            _count_steps_kernel[(cdiv(self.count, BLOCK),)](
-                self.addresses, self.steps, skip, self.count, skip.dim() > 0, BLOCK
-            )
+        _count_steps_kernel[(cdiv(self.count, BLOCK),)](
+            self.addresses, self.steps, skip, self.count, skip.dim() > 0, BLOCK
+        )
         return self.steps
 
     def take_step(self, lr: Tensor, skip: Tensor, hyper: Hyper) -> StepScalars:

@@ -26,7 +26,7 @@ from overcoat.kernels.adamw import Hyper, find_weight_amax_, rows_of, state_name
 from overcoat.kernels.adamw_counters import Counters, StepScalars
 from overcoat.kernels.adamw_kernel import FIELDS, adamw_kernel, clear_weight_amax_kernel
 from overcoat.kernels.language import INTERPRETED, triton
-from overcoat.kernels.launch import cdiv, on_device
+from overcoat.kernels.launch import cdiv
 from overcoat.kernels.multi_tensor import TRITON_TYPE, Gradients, contiguous, tile_table
 from overcoat.kernels.op import op
 
@@ -209,18 +209,17 @@ class Plan:
         """
         signed, unsigned = _de8_tables(True, self.device), _de8_tables(False, self.device)
         skips, tops = skip.dim() > 0, bool(self.weight_amax)
-        with on_device(self.device):
-            if tops:
-                clear_weight_amax_kernel[(cdiv(self.count, BLOCK),)](
-                    self.table, skip, self.count, len(FIELDS), skips, BLOCK
-                )
-            for launch in self.launches:
-                if launch.programs:
-                    adamw_kernel[(launch.programs,)](
-                        launch.tiles, self.table, addresses, scalars.coefficients, scalars.steps, grad_factor, skip,
-                        signed, unsigned, hyper.beta1, 1.0 - hyper.beta1, hyper.beta2, math.sqrt(1.0 - hyper.beta2),
-                        **_constants(self.dtype, grad_dtype, hyper, skips, tops, launch.flat, launch.align),
-                    )  # fmt: skip
+        if tops:
+            clear_weight_amax_kernel[(cdiv(self.count, BLOCK),)](
+                self.table, skip, self.count, len(FIELDS), skips, BLOCK
+            )
+        for launch in self.launches:
+            if launch.programs:
+                adamw_kernel[(launch.programs,)](
+                    launch.tiles, self.table, addresses, scalars.coefficients, scalars.steps, grad_factor, skip,
+                    signed, unsigned, hyper.beta1, 1.0 - hyper.beta1, hyper.beta2, math.sqrt(1.0 - hyper.beta2),
+                    **_constants(self.dtype, grad_dtype, hyper, skips, tops, launch.flat, launch.align),
+                )  # fmt: skip
 
 
 @lru_cache(maxsize=64)

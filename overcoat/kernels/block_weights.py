@@ -18,7 +18,7 @@ from overcoat.kernels.blockwise import BLOCK, blocks
 from overcoat.kernels.device import EXACT, inverse_max, larger, max_magnitude, pack_rows, scale_of, to_float8
 from overcoat.kernels.instructions import reciprocal
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import kernel, on_device
+from overcoat.kernels.launch import kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import alignment, choose, launches, promise, three
 
@@ -117,13 +117,12 @@ def _(weights, transposed):
         weights = [torch.cat(weights)]  # a block spans two weights
     out, scale = _empty(weights, transposed)
     target, first = (out.view(torch.int16) if transposed else out), 0
-    with on_device(out):
-        for part in launches(weights):
-            sizes = [w.shape[0] for w in part]
-            align = alignment(part) if columns % 16 == 0 else 1
-            _weight_kernel[(blocks(max(sizes)), blocks(columns), len(part))](
-                *three(part), target, scale, *three(sizes), first, columns, target.stride(0), scale.stride(0),
-                inverse_max("e4m3"), align, transposed, num_warps=SQUARE_WARPS, **EXACT,
-            )  # fmt: skip
-            first += sum(sizes)
+    for part in launches(weights):
+        sizes = [w.shape[0] for w in part]
+        align = alignment(part) if columns % 16 == 0 else 1
+        _weight_kernel[(blocks(max(sizes)), blocks(columns), len(part))](
+            *three(part), target, scale, *three(sizes), first, columns, target.stride(0), scale.stride(0),
+            inverse_max("e4m3"), align, transposed, num_warps=SQUARE_WARPS, **EXACT,
+        )  # fmt: skip
+        first += sum(sizes)
     return out, scale

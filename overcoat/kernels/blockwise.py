@@ -48,7 +48,7 @@ from overcoat.kernels.block_tiles import (
 from overcoat.kernels.codes import CODES
 from overcoat.kernels.device import EXACT, inverse_max, max_magnitude, power_of_2
 from overcoat.kernels.language import tl
-from overcoat.kernels.launch import cdiv, dense, kernel, on_device
+from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import padded_tokens
 from overcoat.kernels.tiles import decode_rows, store_quads
@@ -132,8 +132,7 @@ def _(x, fmt):
     out, scale = empty_rows(x, x.shape, FLOAT8[fmt].dtype)
     rows = row_tile(x.shape[0])
     grid = (blocks(x.shape[1]), cdiv(x.shape[0], rows))
-    with on_device(x):
-        _rows_kernel[grid](x, out, scale, *x.shape, inverse_max(fmt), rows, num_warps=4, **EXACT)
+    _rows_kernel[grid](x, out, scale, *x.shape, inverse_max(fmt), rows, num_warps=4, **EXACT)
     return out, scale
 
 
@@ -202,11 +201,10 @@ def _launch_tiles(x: Tensor, fmt: str, plain: Optional[tuple[Tensor, Tensor]]) -
     out_t, scale_t = empty_rows_t(x, x.shape, FLOAT8[fmt].dtype)
     out, scale = plain or (out_t, scale_t)
     padded = out_t.shape[1]
-    with on_device(x):
-        _tile_kernel[(blocks(x.shape[1]), token_blocks(padded))](
-            x, out, scale, out_t.view(torch.int16), scale_t, *x.shape, padded,
-            inverse_max(fmt), plain is not None, padded > x.shape[0], num_warps=TILE_WARPS, **EXACT,
-        )  # fmt: skip
+    _tile_kernel[(blocks(x.shape[1]), token_blocks(padded))](
+        x, out, scale, out_t.view(torch.int16), scale_t, *x.shape, padded,
+        inverse_max(fmt), plain is not None, padded > x.shape[0], num_warps=TILE_WARPS, **EXACT,
+    )  # fmt: skip
     return out_t, scale_t
 
 
@@ -304,11 +302,10 @@ def _(codes, group_amax, weight, bias, code, group_size):
     gp, padded, strip = power_of_2(group_size), out_t.shape[1], REQUANTIZE_STRIP
     whole = gp != group_size  # whole groups then, the strip as wide as one at least
     width = max(strip.columns, gp) if whole else strip.columns
-    with on_device(codes):
-        _requantize_kernel[(cdiv(columns, width // gp * group_size if whole else width), token_blocks(padded))](
-            codes, group_amax, codes if weight is None else weight, codes if bias is None else bias,
-            out_t.view(torch.int32), scale_t, tokens, columns, padded, group_amax.shape[1],
-            inverse_max("e4m3"), weight is not None, bias is not None, group_size, gp, CODES[code], width,
-            strip.vector, padded > tokens, num_warps=min(strip.warps * max(width // strip.columns, 1), 32), **EXACT,
-        )  # fmt: skip
+    _requantize_kernel[(cdiv(columns, width // gp * group_size if whole else width), token_blocks(padded))](
+        codes, group_amax, codes if weight is None else weight, codes if bias is None else bias,
+        out_t.view(torch.int32), scale_t, tokens, columns, padded, group_amax.shape[1],
+        inverse_max("e4m3"), weight is not None, bias is not None, group_size, gp, CODES[code], width,
+        strip.vector, padded > tokens, num_warps=min(strip.warps * max(width // strip.columns, 1), 32), **EXACT,
+    )  # fmt: skip
     return out_t, scale_t

@@ -21,7 +21,7 @@ from overcoat.formats import E4M3, Quantized, cast_float8, decode_groups, empty_
 from overcoat.kernels.codes import CODES, decode, encode
 from overcoat.kernels.device import EXACT, inverse_of, max_magnitude, pack_rows, power_of_2
 from overcoat.kernels.language import tl
-from overcoat.kernels.launch import cdiv, dense, dense_rows, kernel, on_device
+from overcoat.kernels.launch import cdiv, dense, dense_rows, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import amax, empty_both, transpose_padded
 from overcoat.kernels.tiles import decode_rows, group_columns, listed_groups, raise_amax, store_transposed
@@ -75,8 +75,7 @@ def _(x):
     x, step = dense_rows(x), max(-(-x.shape[0] // CENTER_ROWS), 1)
     tokens, columns = x.shape
     center = torch.empty(columns, dtype=torch.float32, device=x.device)
-    with on_device(x):
-        _token_center_kernel[(cdiv(columns, 64),)](x, center, x.stride(0), tokens, columns, step, 32, 64)
+    _token_center_kernel[(cdiv(columns, 64),)](x, center, x.stride(0), tokens, columns, step, 32, 64)
     return center
 
 
@@ -150,11 +149,10 @@ def _launch_encode(x: Tensor, code: str, group_size: int, want_amax: bool) -> tu
     amax = (torch.zeros if want_amax else torch.empty)((), dtype=torch.int32, device=x.device)
     count = max(STRIP // gp, 1)
     rows, strips = max(GROUP_TILE // (count * gp), 1), cdiv(n, count)
-    with on_device(x):
-        _group_encode_kernel[(cdiv(tokens, rows) * strips,)](
-            x, codes, group_amax, amax, tokens, columns, n, strips,
-            want_amax, group_size, gp, CODES[code], count, rows, num_warps=4, **EXACT,
-        )  # fmt: skip
+    _group_encode_kernel[(cdiv(tokens, rows) * strips,)](
+        x, codes, group_amax, amax, tokens, columns, n, strips,
+        want_amax, group_size, gp, CODES[code], count, rows, num_warps=4, **EXACT,
+    )  # fmt: skip
     return codes, group_amax, amax.view(torch.float32)
 
 
@@ -209,11 +207,10 @@ def _(codes, group_amax, code, group_size, dtype):
     (tokens, n), padded = group_amax.shape, power_of_2(group_size)
     out = torch.empty((tokens, group_code(code).columns(codes)), dtype=dtype, device=codes.device)
     count = max(GROUP_TILE // padded, 1)
-    with on_device(codes):
-        _group_decode_kernel[(cdiv(tokens * n, count),)](
-            codes, group_amax, out, tokens * n, n, out.shape[1], group_size, padded, CODES[code], count,
-            num_warps=4, **EXACT,
-        )  # fmt: skip
+    _group_decode_kernel[(cdiv(tokens * n, count),)](
+        codes, group_amax, out, tokens * n, n, out.shape[1], group_size, padded, CODES[code], count,
+        num_warps=4, **EXACT,
+    )  # fmt: skip
     return out
 
 
@@ -294,11 +291,10 @@ def _(codes, group_amax, weight, bias, scale, code, group_size):
     tokens, (columns, padded) = codes.shape[0], out_t.shape
     n, gp = group_amax.shape[1], power_of_2(group_size)
     count = max(128 // gp, 1)
-    with on_device(codes):
-        _requantize_t_kernel[(cdiv(padded, 64), cdiv(n, count))](
-            codes, group_amax, codes if weight is None else weight, codes if bias is None else bias,
-            scale, out_t.view(torch.int16),
-            tokens, columns, padded, n, weight is not None, bias is not None,
-            group_size, gp, CODES[code], count, 64, num_warps=4, **EXACT,
-        )  # fmt: skip
+    _requantize_t_kernel[(cdiv(padded, 64), cdiv(n, count))](
+        codes, group_amax, codes if weight is None else weight, codes if bias is None else bias,
+        scale, out_t.view(torch.int16),
+        tokens, columns, padded, n, weight is not None, bias is not None,
+        group_size, gp, CODES[code], count, 64, num_warps=4, **EXACT,
+    )  # fmt: skip
     return out_t

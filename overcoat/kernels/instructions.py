@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from overcoat.kernels.language import INTERPRETED, tl, triton
-from overcoat.kernels.launch import cdiv, on_device
+from overcoat.kernels.launch import cdiv
 
 
 @triton.jit
@@ -214,9 +214,8 @@ def elementwise(function: Any) -> Callable[..., Tensor]:
         result = torch.empty_like(arguments[0])
         if result.numel():
             x, y, z = arguments if len(arguments) == 3 else arguments * 3
-            with on_device(x):
-                grid = (cdiv(x.numel(), 1024),)
-                _elementwise_kernel[grid](x, y, z, result, x.numel(), function, len(arguments), 1024)
+            grid = (cdiv(x.numel(), 1024),)
+            _elementwise_kernel[grid](x, y, z, result, x.numel(), function, len(arguments), 1024)
         return result
 
     return launch

@@ -49,12 +49,15 @@ class Kernel(triton.runtime.JITFunction):
         return functools.partial(self.launch, grid)
 
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-        """Launch on the current device's current stream; returns the compiled kernel."""
-        device = torch._C._cuda_getDevice()
-        pointers, addresses = args[: self.pointers], 0
-        for pointer in pointers:
+        """Launch on the first tensor's device and its current stream; returns the compiled kernel."""
+        device, own = torch._C._cuda_getDevice(), args[0].get_device()
+        if 0 <= own != device:  # Triton launches on the current one
+            with torch.cuda.device(own):
+                return self.launch(grid, *args, **options)
+        addresses, types = 0, []
+        for pointer in args[: self.pointers]:
             addresses |= pointer.data_ptr()
-        types = [pointer.dtype for pointer in pointers]
+            types.append(pointer.dtype)
         key = (device, args[self.pointers :], tuple(options.values()), *types)
         entry = self.entries.get(key)
         if entry is None or addresses & 15 or self.hooks[0] or self.hooks[1]:

@@ -32,7 +32,7 @@ from overcoat.kernels.device import LOG2E, power_of_2
 from overcoat.kernels.gemm import gemm
 from overcoat.kernels.instructions import exp2
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import amax, quantize_both
 from overcoat.kernels.stack import stack_amax, stack_weights
@@ -178,11 +178,10 @@ def _(logits, labels, ignore_index, z_loss, gradient):
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
     if tokens:
-        with on_device(logits):
-            _cross_entropy_kernel[(tokens,)](
-                rows, labels.contiguous(), losses, rows.stride(0), vocabulary, ignore_index, float(z_loss),
-                gradient, min(TILE, max(power_of_2(vocabulary), 128)), num_warps=WARPS,
-            )  # fmt: skip
+        _cross_entropy_kernel[(tokens,)](
+            rows, labels.contiguous(), losses, rows.stride(0), vocabulary, ignore_index, float(z_loss),
+            gradient, min(TILE, max(power_of_2(vocabulary), 128)), num_warps=WARPS,
+        )  # fmt: skip
     if gradient and rows is not logits:
         logits.copy_(rows)
     return losses
@@ -210,8 +209,7 @@ def _scale_kernel(
 def _(x, factor):
     dense = x if x.is_contiguous() else x.contiguous()
     if x.numel():
-        with on_device(x):
-            _scale_kernel[(cdiv(x.numel(), SCALE_BLOCK),)](dense, factor, x.numel(), SCALE_BLOCK)
+        _scale_kernel[(cdiv(x.numel(), SCALE_BLOCK),)](dense, factor, x.numel(), SCALE_BLOCK)
     if dense is not x:
         x.copy_(dense)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import kernel, on_device
+from overcoat.kernels.launch import kernel
 from overcoat.kernels.op import op
 
 # Elements that a program reads at once, how often, how many of those before it waits, and its warps.
@@ -192,16 +192,14 @@ class Gradients:
 
     def sum_squares(self) -> Tensor:
         """Of all elements of all gradients, 0-d FP64."""
-        with on_device(self.device):
-            return self._partial_sums().sum()
+        return self._partial_sums().sum()
 
     def sums_of_squares(self, sums: Optional[Sums] = None) -> Sums:
         """Of each gradient; into `sums` if given, whose tensors begin at multiples of 16 bytes."""
         if sums is None:
             squares = torch.empty(self.count, dtype=torch.float64, device=self.device)
             sums = Sums(squares, torch.empty(self.count, dtype=torch.bool, device=self.device))
-        with on_device(self.device):
-            _sum_partials_kernel[(self.count,)](self._partial_sums(), self.first, sums.squares, sums.skips, BLOCK)
+        _sum_partials_kernel[(self.count,)](self._partial_sums(), self.first, sums.squares, sums.skips, BLOCK)
         return sums
 
     def _partial_sums(self) -> Tensor:

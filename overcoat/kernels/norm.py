@@ -37,7 +37,7 @@ from overcoat.kernels.codes import CODES, empty_codes, store_codes
 from overcoat.kernels.device import EXACT, inverse_max, max_magnitude, power_of_2, scale_of, to_float8
 from overcoat.kernels.instructions import reciprocal, to_float32
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, dense, kernel, on_device, registers
+from overcoat.kernels.launch import cdiv, dense, kernel, registers
 from overcoat.kernels.op import op
 from overcoat.kernels.tiles import load_inside
 
@@ -287,14 +287,13 @@ def _launch_rows(
     else:
         tile = (power_of_2(group_size), 1, power_of_2(n))
     pointers = [x if each is None else each for each in (residual, weight, bias, *outputs)]
-    with on_device(x):
-        _row_kernel[(tokens,)](
-            x, *pointers, tokens, n, eps, hidden, purpose, purpose != "after" and residual is not None, centered,
-            weight is not None, bias is not None, inverse_max("e4m3"), CODES[code], group_size, *tile,
-            num_warps=row_warps(tile[0] * tile[1] * tile[2], ELEMENTS[purpose]),
-            # Left to itself ptxas takes up to 40, and a program less fits on a multiprocessor.
-            maxnreg=registers(32, x, group_size) if purpose == "blocks" and not centered else None, **EXACT,
-        )  # fmt: skip
+    _row_kernel[(tokens,)](
+        x, *pointers, tokens, n, eps, hidden, purpose, purpose != "after" and residual is not None, centered,
+        weight is not None, bias is not None, inverse_max("e4m3"), CODES[code], group_size, *tile,
+        num_warps=row_warps(tile[0] * tile[1] * tile[2], ELEMENTS[purpose]),
+        # Left to itself ptxas takes up to 40, and a program less fits on a multiprocessor.
+        maxnreg=registers(32, x, group_size) if purpose == "blocks" and not centered else None, **EXACT,
+    )  # fmt: skip
 
 
 def _fits(x: Tensor, residual: Optional[Tensor]) -> bool:

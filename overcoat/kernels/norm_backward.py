@@ -22,7 +22,7 @@ from overcoat.formats import Quantized, decode_groups
 from overcoat.kernels.codes import CODES, decode
 from overcoat.kernels.device import EXACT, larger, max_magnitude, power_of_2
 from overcoat.kernels.language import tl
-from overcoat.kernels.launch import dense, kernel, on_device
+from overcoat.kernels.launch import dense, kernel
 from overcoat.kernels.norm import row_warps
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials_into
@@ -158,12 +158,11 @@ def _(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, 
     )
     partial = torch.empty((sums, programs, hidden), dtype=torch.float32, device=dy.device)
     top = torch.empty(programs, dtype=torch.float32, device=dy.device)
-    with on_device(dy):
-        _norm_backward_kernel[(programs,)](
-            dy, codes, group_amax, rstd, dy if weight is None else weight, dy if dresidual is None else dresidual,
-            dx, partial, top, tokens, hidden, n, centered, has_bias, weight is not None, dresidual is not None,
-            group_size, gp, power_of_2(n), CODES[code],
-            num_warps=row_warps(width, BACKWARD_ELEMENTS), maxnreg=BACKWARD_REGISTERS, **EXACT,
-        )  # fmt: skip
+    _norm_backward_kernel[(programs,)](
+        dy, codes, group_amax, rstd, dy if weight is None else weight, dy if dresidual is None else dresidual,
+        dx, partial, top, tokens, hidden, n, centered, has_bias, weight is not None, dresidual is not None,
+        group_size, gp, power_of_2(n), CODES[code],
+        num_warps=row_warps(width, BACKWARD_ELEMENTS), maxnreg=BACKWARD_REGISTERS, **EXACT,
+    )  # fmt: skip
     sum_partials_into(partial.unbind(0), (dweight, dbias)[:sums], top, amax)
     return results

@@ -15,7 +15,7 @@ from overcoat.kernels.codes import CODES, empty_codes, store_codes
 from overcoat.kernels.device import EXACT, inverse_max, inverse_of, power_of_2, scale_of, to_float8
 from overcoat.kernels.groups import GROUP_TILE
 from overcoat.kernels.language import tl
-from overcoat.kernels.launch import cdiv, dense, kernel, on_device
+from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.norm import affine, affine_of, normalize
 from overcoat.kernels.op import op
 from overcoat.kernels.tiles import listed_groups
@@ -95,11 +95,10 @@ def _(x, mean, rstd, weight, bias, amax, code, group_size):
     results = y, scale, codes, group_amax = _empty_quantized(x, mean, rstd, weight, bias, amax, code, group_size)
     groups, gp = group_amax.numel(), power_of_2(group_size)
     count = max(GROUP_TILE // gp, 1)
-    with on_device(x):
-        _norm_quantize_kernel[(cdiv(groups, count),)](
-            x, rstd if mean is None else mean, rstd, x if weight is None else weight, x if bias is None else bias,
-            amax, y, scale, codes, group_amax, groups, group_amax.shape[1], x.shape[1],
-            inverse_max("e4m3"), mean is not None, weight is not None, bias is not None, CODES[code], group_size, gp,
-            count, num_warps=4, **EXACT,
-        )  # fmt: skip
+    _norm_quantize_kernel[(cdiv(groups, count),)](
+        x, rstd if mean is None else mean, rstd, x if weight is None else weight, x if bias is None else bias,
+        amax, y, scale, codes, group_amax, groups, group_amax.shape[1], x.shape[1],
+        inverse_max("e4m3"), mean is not None, weight is not None, bias is not None, CODES[code], group_size, gp,
+        count, num_warps=4, **EXACT,
+    )  # fmt: skip
     return results

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from overcoat.kernels.device import max_magnitude, power_of_2
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.launch import cdiv, kernel
 
 # A tile: at most so many rows of so many columns. A thread holds ELEMENTS of it, unless that leaves less than 4 warps.
 ROWS, COLUMNS = 512, 16
@@ -68,12 +68,11 @@ def sum_partials_into(
     """Write the sums over the rows of one or two partials (Q, C) FP32 to sums (C,) of any dtype; max(tops) to amax."""
     (programs, columns), first, first_sum = partials[0].shape, partials[0], sums[0]
     rows, wants_top = min(power_of_2(programs), ROWS), tops is not None
-    with on_device(first):
-        _sum_partials_kernel[(cdiv(columns, COLUMNS) + wants_top, len(partials))](
-            first, partials[-1], first_sum, sums[-1], first if tops is None else tops, first if amax is None else amax,
-            programs, columns, wants_top, power_of_2(programs) if wants_top else 1, rows, COLUMNS,
-            num_warps=min(max(rows * COLUMNS // (32 * ELEMENTS), 4), 16),
-        )  # fmt: skip
+    _sum_partials_kernel[(cdiv(columns, COLUMNS) + wants_top, len(partials))](
+        first, partials[-1], first_sum, sums[-1], first if tops is None else tops, first if amax is None else amax,
+        programs, columns, wants_top, power_of_2(programs) if wants_top else 1, rows, COLUMNS,
+        num_warps=min(max(rows * COLUMNS // (32 * ELEMENTS), 4), 16),
+    )  # fmt: skip
 
 
 def sum_partials(*partials: Tensor) -> tuple[Tensor, ...]:

@@ -39,7 +39,7 @@ from overcoat.kernels.device import (
     to_float8,
 )
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 
 TOKEN_MULTIPLE, PER_LAUNCH = 16, 3
@@ -160,15 +160,14 @@ def launch_amax(tensors: Sequence[Tensor]) -> Tensor:
     """max |x| over all tensors, 0-d FP32."""
     one_program = len(tensors) == 1 and tensors[0].numel() <= AMAX_ONE_PROGRAM
     out = (torch.empty if one_program else torch.zeros)((), dtype=torch.int32, device=tensors[0].device)
-    with on_device(out):
-        for part in launches(tensors):
-            sizes = [x.numel() for x in part]
-            programs = 1 if one_program else min(cdiv(max(sizes), AMAX_BLOCK), AMAX_PROGRAMS)
-            if programs:
-                _amax_kernel[(programs, 1, len(part))](
-                    *three(part), out, *three(sizes, 0), alignment(part), len(part), not one_program, AMAX_BLOCK,
-                    num_warps=8,
-                )  # fmt: skip
+    for part in launches(tensors):
+        sizes = [x.numel() for x in part]
+        programs = 1 if one_program else min(cdiv(max(sizes), AMAX_BLOCK), AMAX_PROGRAMS)
+        if programs:
+            _amax_kernel[(programs, 1, len(part))](
+                *three(part), out, *three(sizes, 0), alignment(part), len(part), not one_program, AMAX_BLOCK,
+                num_warps=8,
+            )  # fmt: skip
     return out.view(torch.float32)
 
 
@@ -284,21 +283,20 @@ def launch_quantize(
     """Matrices (T_i, C) -> out (sum T_i, C) and / or out_t (C, P or sum T_i); `scale` None: `factor` is it, given."""
     columns, first = tensors[0].shape[1], 0
     tile = PLAIN_TILE if out_t is None else TRANSPOSED_TILE
-    with on_device(factor):
-        for part in launches(tensors):
-            sizes = [x.shape[0] for x in part]
-            padded = out_t.shape[1] if out_t is not None and len(tensors) == 1 else sizes[0]
-            plain, words = out, part[0] if out_t is None else out_t.view(torch.int16)
-            if first:
-                plain = None if out is None else out[first:]
-                words = words if out_t is None else words[:, first // 2 :]
-            _quantize_kernel[(cdiv(max(padded, *sizes), tile[0]), cdiv(columns, tile[1]), len(part))](
-                *three(part), factor, out_t if plain is None else plain, words, factor if scale is None else scale,
-                *three(sizes, 0), columns, padded, words.stride(0),
-                inverse_max(fmt), alignment(part, columns), len(part), scale is None, out is not None,
-                out_t is not None, *tile, num_warps=4, **EXACT,
-            )  # fmt: skip
-            first += sum(sizes)
+    for part in launches(tensors):
+        sizes = [x.shape[0] for x in part]
+        padded = out_t.shape[1] if out_t is not None and len(tensors) == 1 else sizes[0]
+        plain, words = out, part[0] if out_t is None else out_t.view(torch.int16)
+        if first:
+            plain = None if out is None else out[first:]
+            words = words if out_t is None else words[:, first // 2 :]
+        _quantize_kernel[(cdiv(max(padded, *sizes), tile[0]), cdiv(columns, tile[1]), len(part))](
+            *three(part), factor, out_t if plain is None else plain, words, factor if scale is None else scale,
+            *three(sizes, 0), columns, padded, words.stride(0),
+            inverse_max(fmt), alignment(part, columns), len(part), scale is None, out is not None,
+            out_t is not None, *tile, num_warps=4, **EXACT,
+        )  # fmt: skip
+        first += sum(sizes)
 
 
 @quantize.cuda

@@ -40,7 +40,7 @@ from overcoat.kernels.codes import CODES, E4M3_CODE, decode, encode, load_bf12, 
 from overcoat.kernels.device import EXACT, larger, max_magnitude, power_of_2
 from overcoat.kernels.instructions import to_float32
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, dense, kernel, on_device
+from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.tiles import load_inside, raise_amax
 
@@ -377,15 +377,14 @@ def _launch_rope(
     if q_weight is not None and k_weight is not None and q_weight.dtype != k_weight.dtype:
         q_weight, k_weight = q_weight.float(), k_weight.float()
     pointers = [source if x is None else x for x in (cos, sin, q_weight, k_weight)]
-    with on_device(source):
-        _rope_kernel[(cdiv(tokens, steps) * (heads // count),)](
-            source, amax, codes, lower, out, source if center is None else center, bound, *pointers,
-            eps, tokens, pointers[0].shape[0], num_q, num_kv, width, out is source, center is not None,
-            q_weight is not None, cos is not None, encodes, decodes, CODES[code], half, count, steps,
-            num_warps=max(steps * elements // (32 * HEAD_ELEMENTS), 1),
-            maxnreg=ENCODE_REGISTERS if encodes and source.dtype == torch.bfloat16 and steps == 1 else None,
-            **EXACT,
-        )  # fmt: skip
+    _rope_kernel[(cdiv(tokens, steps) * (heads // count),)](
+        source, amax, codes, lower, out, source if center is None else center, bound, *pointers,
+        eps, tokens, pointers[0].shape[0], num_q, num_kv, width, out is source, center is not None,
+        q_weight is not None, cos is not None, encodes, decodes, CODES[code], half, count, steps,
+        num_warps=max(steps * elements // (32 * HEAD_ELEMENTS), 1),
+        maxnreg=ENCODE_REGISTERS if encodes and source.dtype == torch.bfloat16 and steps == 1 else None,
+        **EXACT,
+    )  # fmt: skip
 
 
 @qk_rope.cuda

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from overcoat.kernels.device import EXACT, power_of_2
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.rope import load_halves, load_tables, split_heads
@@ -215,13 +215,12 @@ def _launch_norm_backward(
         torch.empty((0 if weight is None else programs, width), dtype=torch.float32, device=dq.device)
         for weight in (q_weight, k_weight)
     )
-    with on_device(dq):
-        _rope_norm_backward_kernel[(programs,)](
-            *pointers, qkv.contiguous(), cos if q_weight is None else q_weight.contiguous(),
-            cos if k_weight is None else k_weight.contiguous(), out, partial_q, partial_k, *sizes, eps,
-            q_weight is not None, k_weight is not None, half, rows, heads_q, heads_kv,
-            num_warps=4, maxnreg=REGISTERS, **EXACT,
-        )  # fmt: skip
+    _rope_norm_backward_kernel[(programs,)](
+        *pointers, qkv.contiguous(), cos if q_weight is None else q_weight.contiguous(),
+        cos if k_weight is None else k_weight.contiguous(), out, partial_q, partial_k, *sizes, eps,
+        q_weight is not None, k_weight is not None, half, rows, heads_q, heads_kv,
+        num_warps=4, maxnreg=REGISTERS, **EXACT,
+    )  # fmt: skip
     pairs = ((partial_q, q_weight), (partial_k, k_weight))
     sums = iter(sum_partials(*(partial for partial, weight in pairs if weight is not None)))
     dq_weight, dk_weight = (partial.view(0) if weight is None else next(sums) for partial, weight in pairs)

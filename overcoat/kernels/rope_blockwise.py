@@ -18,7 +18,7 @@ from overcoat.kernels.block_tiles import quad_magnitude, row_amax, store_scaled_
 from overcoat.kernels.blockwise import BLOCK, empty_rows, empty_rows_t, row_blocks, row_blocks_t
 from overcoat.kernels.device import EXACT, inverse_max, larger, scale_of, two_amax
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import dense_rows, kernel, on_device
+from overcoat.kernels.launch import dense_rows, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.rope import load_halves
 from overcoat.kernels.rope_quantize import buffer_columns, rope_gradient
@@ -161,11 +161,10 @@ def _(dq, dk, dv, cos, sin, fmt, num_q):
     out, scale = empty_rows(dq, (tokens, columns), FLOAT8[fmt].dtype)
     out_t, scale_t = empty_rows_t(dq, (tokens, columns), FLOAT8[fmt].dtype)
     padded = out_t.shape[1]
-    with on_device(dq):
-        _rope_kernel[(columns // BLOCK, token_blocks(padded))](
-            *parts, cos.contiguous(), sin.contiguous(), out, scale, out_t.view(torch.int32), scale_t,
-            tokens, padded, cos.shape[0], columns, dq.shape[1] // BLOCK, dk.shape[1] // BLOCK,
-            *[part.stride(0) for part in parts], inverse_max(fmt), dq.shape[1] // num_q, ROPE_VECTOR, padded > tokens,
-            num_warps=ROPE_WARPS, maxnreg=ROPE_REGISTERS, **EXACT,
-        )  # fmt: skip
+    _rope_kernel[(columns // BLOCK, token_blocks(padded))](
+        *parts, cos.contiguous(), sin.contiguous(), out, scale, out_t.view(torch.int32), scale_t,
+        tokens, padded, cos.shape[0], columns, dq.shape[1] // BLOCK, dk.shape[1] // BLOCK,
+        *[part.stride(0) for part in parts], inverse_max(fmt), dq.shape[1] // num_q, ROPE_VECTOR, padded > tokens,
+        num_warps=ROPE_WARPS, maxnreg=ROPE_REGISTERS, **EXACT,
+    )  # fmt: skip
     return out, scale, out_t, scale_t

@@ -41,7 +41,7 @@ from overcoat.kernels.device import (
     to_float8,
 )
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, dense_rows, kernel, on_device
+from overcoat.kernels.launch import cdiv, dense_rows, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import empty_both, transpose_padded
@@ -300,9 +300,8 @@ def _launch_gradient(
     """Run the kernel for FP8 if out_t is given, for `values`, or for the maximum, with or without `sums`."""
     pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
     padded = dq.shape[0] if out_t is None else out_t.shape[1]
-    with on_device(dq):
-        _rope_gradient_kernel[(cdiv(padded, TILE_TOKENS), cdiv(num_q, TILE_HEADS), 3)](
-            *pointers, amax, out, amax if out_t is None else out_t.view(torch.int16), amax if scale is None else scale,
-            padded, *sizes, out_t is not None, values, sums, inverse,
-            power_of_2(cos.shape[1] // 2), TILE_TOKENS, TILE_HEADS, num_warps=4, **EXACT,
-        )  # fmt: skip
+    _rope_gradient_kernel[(cdiv(padded, TILE_TOKENS), cdiv(num_q, TILE_HEADS), 3)](
+        *pointers, amax, out, amax if out_t is None else out_t.view(torch.int16), amax if scale is None else scale,
+        padded, *sizes, out_t is not None, values, sums, inverse,
+        power_of_2(cos.shape[1] // 2), TILE_TOKENS, TILE_HEADS, num_warps=4, **EXACT,
+    )  # fmt: skip

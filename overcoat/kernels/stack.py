@@ -22,7 +22,7 @@ from overcoat import weight_amax
 from overcoat.formats import E4M3, cast_float8, scale_from_amax
 from overcoat.kernels.device import EXACT, atomic_amax, inverse_max, inverse_of, max_magnitude, scale_of
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, kernel, on_device
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import (
     PLAIN_TILE,
@@ -205,9 +205,8 @@ def _launch_predicted(weights: list[Tensor], predicted: Optional[list[Tensor]]) 
     down, right = cdiv(max(sizes), PLAIN_TILE[0]), cdiv(columns, PLAIN_TILE[1])
     pointers = (*three(part), *three(predicted), found, out, scale)
     numbers = (*three(sizes), columns, inverse_max("e4m3"), alignment(part, columns))
-    with on_device(out):
-        for grid, again in ((down, right), False), ((min(REQUANTIZE_PROGRAMS, max(down * right, 1)), 1), True):
-            _predicted_kernel[(*grid, len(part))](*pointers, *numbers, again, *PLAIN_TILE, num_warps=4, **EXACT)
+    for grid, again in ((down, right), False), ((min(REQUANTIZE_PROGRAMS, max(down * right, 1)), 1), True):
+        _predicted_kernel[(*grid, len(part))](*pointers, *numbers, again, *PLAIN_TILE, num_warps=4, **EXACT)
     return out, scale, found.view(torch.float32)
 
 
