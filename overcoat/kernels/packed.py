@@ -6,10 +6,12 @@ end. Rows end documents: every multiple of S is among them. FlashAttention calls
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple, TypeGuard
+from typing import Any, Optional, TypeGuard
 
 import torch
 from torch import Tensor
+
+Three = tuple[Tensor, Tensor, Tensor]
 
 
 def is_starts(mask: Optional[Tensor]) -> TypeGuard[Tensor]:
@@ -73,34 +75,24 @@ def dense_mask(starts: Tensor, batch: int, sequence: int, causal: bool = True) -
 ROWS_BETWEEN = 128
 
 
-def flash_packed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], scale: float, causal: bool
-) -> Tuple[Tensor, Tensor]:
-    """o and lse as in `attention.Kernel`; mask: `starts`."""
-    rows, starts = (q.shape[0], q.shape[2]), None if mask is None else mask.contiguous()
+def flash_packed(qkv: Three, mask: Optional[Tensor], scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """o and lse as in `attention_fused.Kernel`; mask: `starts`."""
+    rows, starts = (qkv[0].shape[0], qkv[0].shape[2]), None if mask is None else mask.contiguous()
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *_by_token(q, k, v), starts, starts, rows[1], rows[1], 0.0, causal, False, scale=scale
+        *_by_token(*qkv), starts, starts, rows[1], rows[1], 0.0, causal, False, scale=scale
     )
     return o.unflatten(0, rows).transpose(1, 2), lse.unflatten(1, rows).transpose(0, 1)
 
 
 def flash_packed_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    mask: Optional[Tensor],
-    scale: float,
-    causal: bool,
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv as in `attention.Kernel`; mask: `starts`."""
-    rows, starts = (q.shape[0], q.shape[2]), None if mask is None else mask.contiguous()
+    do: Tensor, qkv: Three, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float, causal: bool
+) -> Three:
+    """dq, dk, dv as in `attention_fused.Kernel`; mask: `starts`."""
+    rows, starts = (do.shape[0], do.shape[2]), None if mask is None else mask.contiguous()
     # Without dropout it reads no random state; its schema wants the tensors all the same.
-    state, offset = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_zeros((), dtype=torch.int64)
+    state, offset = do.new_zeros(2, dtype=torch.uint64), do.new_zeros((), dtype=torch.int64)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *_by_token(do, q, k, v, o), lse.transpose(0, 1).flatten(1), starts, starts, rows[1], rows[1], 0.0, causal,
+        *_by_token(do, *qkv, o), lse.transpose(0, 1).flatten(1), starts, starts, rows[1], rows[1], 0.0, causal,
         state, offset, scale=scale,
     )  # fmt: skip
     dq, dk, dv = (x.unflatten(0, rows).transpose(1, 2) for x in (dq, dk, dv))

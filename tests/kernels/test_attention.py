@@ -10,8 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overcoat.kernels import attention as module
-from overcoat.kernels.attention import CUDNN, EFFICIENT, FLASH, attention, attention_backward
+from overcoat.kernels import attention_fused
+from overcoat.kernels.attention import attention, attention_backward, backward_by, forward_by, heads_of
+from overcoat.kernels.attention_fused import CUDNN, EFFICIENT, FLASH
 from tests import exact
 from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db, leaf
 from tests.kernels.samples import normal
@@ -157,7 +158,7 @@ def test_additive_mask(kind, sequence, dtype):
     batch, num_q = 2, 4
     mask = make_mask("per head" if kind == "transposed" else kind, (batch, sequence, num_q, 2, 8), "cpu")
     mask = mask.transpose(-1, -2) if kind == "transposed" else mask
-    rows = module.additive(mask, dtype, batch, num_q, sequence)
+    rows = attention_fused.additive(mask, dtype, batch, num_q, sequence)
     if mask.dtype == torch.bool:
         expected = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
     else:
@@ -177,9 +178,9 @@ def test_additive_mask(kind, sequence, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_hides_a_key_from_cudnn_is_finite(kind, dtype):
     mask = make_mask(kind, (2, 16, 4, 2, 8), "cpu", dtype)
-    rows = module.additive(mask, torch.bfloat16, 2, 1, 16, hidden=module.CUDNN_HIDDEN)
-    visible = mask if mask.dtype == torch.bool else mask > module.CUDNN_HIDDEN
-    assert (rows[~visible.expand_as(rows)] == torch.tensor(module.CUDNN_HIDDEN).bfloat16()).all()
+    rows = attention_fused.additive(mask, torch.bfloat16, 2, 1, 16, hidden=attention_fused.CUDNN_HIDDEN)
+    visible = mask if mask.dtype == torch.bool else mask > attention_fused.CUDNN_HIDDEN
+    assert (rows[~visible.expand_as(rows)] == torch.tensor(attention_fused.CUDNN_HIDDEN).bfloat16()).all()
     values = torch.zeros(()) if mask.dtype == torch.bool else mask
     assert torch.equal(rows[visible.expand_as(rows)], values.bfloat16().expand_as(rows)[visible.expand_as(rows)])
     assert (rows.float() * 1.4427).isfinite().all()
@@ -209,22 +210,22 @@ HOPPER, ADA = (9, 0), (8, 9)
     ],
 )
 def test_the_rule(expected, dtype, sequence, width, masked, capability, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention_fused, "_is_hopper", lambda device: capability >= HOPPER)
     q = torch.empty(4, 32, sequence, width, dtype=dtype, device="meta")
     mask = torch.empty(4, 1, sequence, sequence, dtype=torch.bool, device="meta") if masked else None
-    assert module.chosen(q, mask) is expected
+    assert attention_fused.chosen(q, mask) is expected
 
 
 def test_the_rule_where_one_result_each_time_is_asked_for(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    monkeypatch.setattr(attention_fused, "_is_hopper", lambda device: True)
     q = torch.empty(4, 32, 2048, 128, dtype=torch.bfloat16, device="meta")
     torch.use_deterministic_algorithms(True)
     try:
-        assert module.chosen(q, None) is FLASH
+        assert attention_fused.chosen(q, None) is FLASH
     finally:
         torch.use_deterministic_algorithms(False)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        assert module.chosen(q, None) is FLASH
+        assert attention_fused.chosen(q, None) is FLASH
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=lambda s: "-".join(map(str, s)))
@@ -237,11 +238,11 @@ def test_shapes_of_the_library_kernels(kernel, kind, shape):
     batch, sequence, num_q, num_kv, width = shape
     mask = make_mask(kind, shape, "meta")
     qkv = torch.empty(batch * sequence, (num_q + 2 * num_kv) * width, dtype=torch.bfloat16, device="meta")
-    heads = (mask, batch, num_q, num_kv, 0.5)
-    o, lse = module.forward_by(kernel, qkv, *heads)
+    heads = heads_of(qkv, batch, num_q, num_kv)
+    o, lse = forward_by(kernel, heads, mask, 0.5)
     assert (o.shape, o.dtype) == ((batch * sequence, num_q * width), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((batch, num_q, sequence), torch.float32)
-    gradients = module.backward_by(kernel, torch.empty_like(o), qkv, o, lse, *heads)
+    gradients = backward_by(kernel, torch.empty_like(o), heads, o, lse, mask, 0.5)
     assert [x.shape for x in gradients] == [(batch * sequence, n * width) for n in (num_q, num_kv, num_kv)]
     assert all(x.is_contiguous() and x.dtype == torch.bfloat16 for x in gradients)
 
@@ -269,12 +270,13 @@ def test_every_library_kernel_equals_the_reference(kernel, kind, shape):
     heads = (make_mask(kind, shape, "cuda", torch.bfloat16), batch, num_q, num_kv, width**-0.5)
     if kind == "all":
         heads = (None, *heads[1:], False)
-    o, lse = module.forward_by(kernel, qkv, *heads)
+    parts, rest = heads_of(qkv, batch, num_q, num_kv), (heads[0], *heads[4:])
+    o, lse = forward_by(kernel, parts, *rest)
     expected_o, expected_lse = attention.reference(qkv, *heads)
     assert_close("o", expected_o, o, combined_db(*[BF16_DB] * 5))
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
     expected = attention_backward.reference(do, qkv, expected_o, expected_lse, *heads)
-    for name, truth, value in zip(("dq", "dk", "dv"), expected, module.backward_by(kernel, do, qkv, o, lse, *heads)):
+    for name, truth, value in zip(("dq", "dk", "dv"), expected, backward_by(kernel, do, parts, o, lse, *rest)):
         assert_close(name, truth, value, combined_db(*[BF16_DB] * 5) - 6)
 
 
@@ -290,7 +292,7 @@ def test_a_query_that_sees_nothing_leaves_the_others_alone(kind):
     heads = (make_mask(kind, shape, "cuda", torch.bfloat16), batch, num_q, num_kv, width**-0.5)
     o, lse = attention(qkv, *heads)
     if torch.cuda.get_device_capability() >= HOPPER:
-        assert module.chosen(qkv.view(batch, sequence, -1, width).transpose(1, 2), heads[0]) is CUDNN
+        assert attention_fused.chosen(qkv.view(batch, sequence, -1, width).transpose(1, 2), heads[0]) is CUDNN
     expected_o, expected_lse = attention.reference(qkv, *heads)
     assert o.isfinite().all()
     assert_close("o", expected_o[~unseen], o[~unseen], combined_db(*[BF16_DB] * 5))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from overcoat.estimate.meter import workspace
-from overcoat.kernels import attention as module
-from overcoat.kernels.attention import PACKED, attention, attention_backward
+from overcoat.kernels.attention import attention, attention_backward, backward_by, forward_by, heads_of
+from overcoat.kernels.attention_fused import EFFICIENT, PACKED, chosen
 from overcoat.kernels.packed import dense_mask, document_starts, is_starts
 from tests import exact
 from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db
@@ -56,11 +56,11 @@ def test_attention_within_documents_equals_attention_of_each(causal):
 def test_the_rule():
     starts = document_starts(position_ids(ROWS))
     q = torch.empty(4, 32, 61, 128, dtype=torch.bfloat16, device="meta")
-    assert module.chosen(q, starts) is PACKED
-    assert module.chosen(q.half(), starts) is PACKED
-    assert module.chosen(q.float(), starts) is module.EFFICIENT
-    assert module.chosen(q[..., :20], starts) is None
-    assert module.chosen(q[:, :, :1], starts) is module.EFFICIENT
+    assert chosen(q, starts) is PACKED
+    assert chosen(q.half(), starts) is PACKED
+    assert chosen(q.float(), starts) is EFFICIENT
+    assert chosen(q[..., :20], starts) is None
+    assert chosen(q[:, :, :1], starts) is EFFICIENT
 
 
 def test_heads_of_a_token_lie_together(monkeypatch):
@@ -79,8 +79,8 @@ def test_heads_of_a_token_lie_together(monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     starts = document_starts(position_ids(ROWS))
-    o, lse = module.forward_by(PACKED, qkv, starts, 4, num_q, num_kv, 0.5)
-    gradients = module.backward_by(PACKED, do, qkv, o, lse, starts, 4, num_q, num_kv, 0.5, False)
+    o, lse = forward_by(PACKED, heads_of(qkv, 4, num_q, num_kv), starts, 0.5)
+    gradients = backward_by(PACKED, do, heads_of(qkv, 4, num_q, num_kv), o, lse, starts, 0.5, False)
     assert torch.equal(o, qkv[:, : num_q * width])
     assert torch.equal(torch.cat(gradients, 1), qkv)
     assert torch.equal(lse, torch.arange(num_q * tokens).view(num_q, 4, -1).transpose(0, 1).float())
@@ -179,12 +179,13 @@ def on_gpu(num_q, num_kv, width, rows=PACKINGS["tiles"][1]):
 def test_documents_equal_the_masked_kernel(heads):
     """Log-sum-exp too, which the backward of one kernel may get from another's forward."""
     qkv, do, starts, shape = on_gpu(*heads)
-    o, lse = module.forward_by(PACKED, qkv, starts, *shape)
-    expected_o, expected_lse = module.forward_by(module.EFFICIENT, qkv, starts, *shape)
+    parts, scale = heads_of(qkv, *shape[:3]), shape[3]
+    o, lse = forward_by(PACKED, parts, starts, scale)
+    expected_o, expected_lse = forward_by(EFFICIENT, parts, starts, scale)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
     assert_close("o", expected_o, o, combined_db(*[BF16_DB] * 6))
-    got = module.backward_by(PACKED, do, qkv, expected_o, expected_lse, starts, *shape)
-    expected = module.backward_by(module.EFFICIENT, do, qkv, expected_o, expected_lse, starts, *shape)
+    got = backward_by(PACKED, do, parts, expected_o, expected_lse, starts, scale)
+    expected = backward_by(EFFICIENT, do, parts, expected_o, expected_lse, starts, scale)
     for name, truth, value in zip(("dq", "dk", "dv"), expected, got):
         assert_close(name, truth, value, combined_db(*[BF16_DB] * 8) - 6)
 
