@@ -105,7 +105,7 @@ def is_available(device: int) -> bool:
 
 
 def _check(status: int, what: str) -> None:
-    if status != 0:
+    if status:
         raise RuntimeError(f"cuBLASLt: {what} failed with status {status} (cublasStatus_t)")
 
 
@@ -197,11 +197,12 @@ class Plan:
         return value.value if status == 0 else -1
 
     def run(
-        self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Optional[Tensor], added: Tensor, out: Tensor
-    ) -> None:
+        self, device: int, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Optional[Tensor],
+        added: Tensor, out: Tensor,
+    ) -> None:  # fmt: skip
         """out = (a @ b^T) * scale_a * scale_b + bias, plus `added` if the problem has a residual."""
-        stream = torch._C._cuda_getCurrentRawStream(a.get_device())
-        workspace = _workspace(self.workspace, stream, a)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        workspace = _workspace(self.workspace, stream, device, a)
         descriptor, (first, second, result), slots = self.descriptor, self.layouts, self.slots
         # The call copies the descriptor; until then no other thread may write its own addresses into it.
         with self.lock:
@@ -216,7 +217,8 @@ class Plan:
                 added.data_ptr(), result, out.data_ptr(), result, self.algorithm,
                 workspace.data_ptr(), self.workspace, stream,
             )  # fmt: skip
-        _check(status, "cublasLtMatmul")
+        if status:
+            _check(status, "cublasLtMatmul")
 
     def __del__(self) -> None:
         for layout in self.layouts:
@@ -227,14 +229,13 @@ class Plan:
 _WORKSPACES: dict[int, Tensor] = {}  # by device
 
 
-def _workspace(size: int, stream: int, where: Tensor) -> Tensor:
+def _workspace(size: int, stream: int, device: int, where: Tensor) -> Tensor:
     """At least `size` bytes. The default stream's small one is kept.
 
     Not that of others: graphs are captured, and torch.compile's warmed up, in pools that nobody may keep a part of.
     """
     if stream or size > SMALL_WORKSPACE:
         return where.new_empty(size, dtype=torch.uint8)
-    device = where.get_device()
     workspace = _WORKSPACES.get(device)
     if workspace is None:
         workspace = _WORKSPACES[device] = where.new_empty(SMALL_WORKSPACE, dtype=torch.uint8)
@@ -255,8 +256,12 @@ def gemm(
     fast_accumulation: bool,
     residual: Optional[Tensor] = None,
 ) -> Optional[Tensor]:
-    """`kernels.gemm.gemm` of operands whose K and N divide by 16, on the current device, a's; bias and residual have
-    `dtype`. None if the library offers no kernel."""
+    """`kernels.gemm.gemm` of operands whose K and N divide by 16; bias and residual have `dtype`. None if the library
+    offers no kernel."""
+    device = a.get_device()
+    if device != torch._C._cuda_getDevice():  # the library's handle and streams are the current one's
+        with torch.cuda.device(device):
+            return gemm(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual)
     a, b = a.contiguous(), b.contiguous()
     (rows, inner), columns = a.shape, b.shape[0]
     out = a.new_empty((rows, columns), dtype=dtype)
@@ -268,7 +273,7 @@ def gemm(
         bias = _for_kernels(bias)
         addresses |= bias.data_ptr()
     key = (
-        a.get_device(), rows, columns, inner, a.dtype, b.dtype, dtype, fast_accumulation,
+        device, rows, columns, inner, a.dtype, b.dtype, dtype, fast_accumulation,
         bias is not None, residual is not None, addresses & -addresses,
     )  # fmt: skip
     plan = _PLANS.get(key)
@@ -278,7 +283,7 @@ def gemm(
         plan = _PLANS[key] = Plan(*key)
     if not plan.is_possible:
         return None
-    plan.run(a, b, scale_a, scale_b, bias, out if residual is None else residual, out)
+    plan.run(device, a, b, scale_a, scale_b, bias, out if residual is None else residual, out)
     return out
 
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from overcoat.formats import Quantized, decode_float8, dequantize_blocks
 from overcoat.kernels import cublaslt
 from overcoat.kernels.blockwise import BLOCK, blocks
-from overcoat.kernels.launch import on_device
 from overcoat.kernels.op import op
 
 
@@ -82,7 +81,8 @@ def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual=None):
         return gemm.reference(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual)
     _check_residual(residual, a.shape[0], b.shape[0], dtype)
     columns = b.shape[0]
-    a, b = _pad(a, 0), _pad(b, -columns % 16)
+    if (columns | a.shape[1]) % 16:
+        a, b = _pad(a, 0), _pad(b, -columns % 16)
     # cuBLASLt adds a 16-bit bias to a 16-bit result, and both a bias and a residual only to a result of their width;
     # in other cases they are added outside.
     is_whole = b.shape[0] == columns
@@ -93,8 +93,7 @@ def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual=None):
     whole_gpu = torch._C._get_sm_carveout_experimental() is None
     if whole_gpu and cublaslt.is_available(a.get_device()) and a.numel() and b.numel():
         _check_scales(scale_a, scale_b)
-        with on_device(a):
-            out = cublaslt.gemm(a, b, scale_a, scale_b, inner_bias, dtype, fast_accumulation, inner_residual)
+        out = cublaslt.gemm(a, b, scale_a, scale_b, inner_bias, dtype, fast_accumulation, inner_residual)
     if out is None:
         a, b_t = a.contiguous(), b.contiguous().t()
         out = torch._scaled_mm(a, b_t, scale_a, scale_b, inner_bias, out_dtype=dtype, use_fast_accum=fast_accumulation)
@@ -115,8 +114,7 @@ def _check_scales(*scales: Tensor) -> None:
 
 def _pad(x: Tensor, rows: int) -> Tensor:
     """x with so many more rows, and its columns rounded up to a multiple of 16; zeros."""
-    columns = -x.shape[1] % 16
-    return F.pad(x.view(torch.uint8), (0, columns, 0, rows)).view(x.dtype) if rows or columns else x
+    return F.pad(x.view(torch.uint8), (0, -x.shape[1] % 16, 0, rows)).view(x.dtype)
 
 
 # ---- scales per block ---------------------------------------------------------------------------------------------

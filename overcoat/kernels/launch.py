@@ -11,7 +11,6 @@ long as an argument is of one type: 0 and 0.0 are equal. All other launches go t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from inspect import signature
 from typing import Any, Callable, Optional
@@ -20,8 +19,6 @@ import torch
 from torch import Tensor
 
 from overcoat.kernels.language import triton
-
-_NOTHING = contextlib.nullcontext()
 
 # Launches remembered per kernel. Integers are part of the key (a new number of tokens is a new entry), hence a bound.
 MAX_ENTRIES = 4096
@@ -105,14 +102,6 @@ def dense(*tensors: Optional[Tensor]) -> list[Any]:
 def dense_rows(x: Tensor) -> Tensor:
     """x (rows, columns) for a kernel that is told its row stride alone: rows may lie apart, a row's elements not."""
     return x if x.stride(1) == 1 else x.contiguous()
-
-
-def on_device(where: Tensor | torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make a tensor's GPU current: Triton launches on the current device and its current stream."""
-    index = where.get_device() if isinstance(where, Tensor) else where.index
-    if index is None or index < 0 or index == torch._C._cuda_getDevice():
-        return _NOTHING
-    return torch.cuda.device(index)
 
 
 def kernel(function: Callable[..., Any]) -> Any:

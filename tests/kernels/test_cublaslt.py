@@ -59,7 +59,7 @@ def test_every_kernel_that_is_offered_gives_the_same_bits(shape, fast):
     for offer in plan.offers:
         plan.algorithm, plan.workspace = cublaslt.byref(offer.algorithm), offer.workspace
         out = torch.zeros_like(expected)
-        plan.run(*product, None, out, out)
+        plan.run(0, *product, None, out, out)
         assert torch.equal(out, expected)
 
 

@@ -196,13 +196,33 @@ def test_dense_rows():
     assert launch.dense_rows(x.t()).stride() == (4, 1)
 
 
-def test_only_another_gpu_is_made_current(device):
-    device.index = 1
-    for where in (torch.zeros(2), torch.device("cpu"), torch.device("cuda"), torch.device("cuda", 1)):
-        assert isinstance(launch.on_device(where), contextlib.nullcontext)
-    other = launch.on_device(torch.device("cuda", 0))
-    assert isinstance(other, torch.cuda.device)
-    assert other.idx == 0
+class OnFirst(torch.Tensor):
+    """A tensor that says it lies on GPU 0."""
+
+    def get_device(self):
+        return 0
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_tensors_gpu_is_made_current(device, monkeypatch, current):
+    """For the launch alone, by Triton and at once, and only if another one is."""
+    made = []
+
+    @contextlib.contextmanager
+    def make_current(index):
+        made.append(index)
+        device.index, before = index, device.index
+        yield
+        device.index = before
+
+    monkeypatch.setattr(torch.cuda, "device", make_current)
+    device.index, kernel, x = current, Recorder(), aligned().as_subclass(OnFirst)
+    for _ in range(2):
+        ask(kernel, x)
+    assert kernel.counts() == (1, 1)
+    assert kernel.at_once[0][1][3] == 1000  # the stream
+    assert made == [0, 0][: 2 * current]
+    assert device.index == current
 
 
 def test_one_token_is_no_constant():
