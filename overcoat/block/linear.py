@@ -216,9 +216,10 @@ def split_gradients(
         if stacked is None:
             return (None,) * len(sizes)
         split = stacked.split_with_sizes(sizes)
-        return tuple(x if order is None else order.put_back(x) for x, order in zip(split, orders, strict=True))
+        return tuple([x if order is None else order.put_back(x) for x, order in zip(split, orders, strict=True)])
 
-    dbiases = tuple(None if b is None or s is None else s.to(b.dtype) for b, s in zip(biases, parts(sums), strict=True))
+    pairs = zip(biases, parts(sums), strict=True)
+    dbiases = tuple([None if b is None or s is None else s.to(b.dtype) for b, s in pairs])
     return parts(dweight), dbiases
 
 

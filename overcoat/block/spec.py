@@ -139,7 +139,7 @@ def _linear_at(flat: tuple[Any, ...], start: int, linear: Linear) -> tuple[Linea
     adapters = tuple(
         [each._replace(a=flat[end + 2 * i], b=flat[end + 2 * i + 1]) for i, each in enumerate(linear.adapters)]
     )
-    made = linear._replace(weights=flat[start:middle], biases=flat[middle:end], adapters=adapters)
+    made = Linear(flat[start:middle], flat[middle:end], linear.orders, linear.scale, adapters)
     return made, end + 2 * len(adapters)
 
 

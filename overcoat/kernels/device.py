@@ -14,6 +14,7 @@ Legend: G group size; shapes of device functions are those of their operands.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from overcoat.formats import FLOAT8
@@ -29,11 +30,13 @@ TRITON_FLOAT8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 
+@functools.cache
 def inverse_max(fmt: str) -> float:
     """1 / (largest finite value) of an FP8 format: the compile-time factor from amax to scale."""
     return 1.0 / FLOAT8[fmt].max
 
 
+@functools.cache
 def power_of_2(n: int) -> int:
     """The smallest power of 2 that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

@@ -51,10 +51,10 @@ class Kernel(triton.runtime.JITFunction):
         if 0 <= own != device:  # Triton launches on the current one
             with torch.cuda.device(own):
                 return self.launch(grid, *args, **options)
-        addresses, types = 0, []
-        for pointer in args[: self.pointers]:
+        pointers, addresses = args[: self.pointers], 0
+        for pointer in pointers:
             addresses |= pointer.data_ptr()
-            types.append(pointer.dtype)
+        types = [pointer.dtype for pointer in pointers]
         key = (device, args[self.pointers :], tuple(options.values()), *types)
         entry = self.entries.get(key)
         if entry is None or addresses & 15 or self.hooks[0] or self.hooks[1]:

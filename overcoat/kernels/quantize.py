@@ -98,8 +98,6 @@ def choose(a, b, c, COUNT: tl.constexpr = 3):
 
 def launches(weights: Sequence[Tensor]) -> list[list[Tensor]]:
     """Weights in their order, contiguous, up to three of one dtype together."""
-    if len(weights) == 1:
-        return [[weights[0].contiguous()]]
     parts: list[list[Tensor]] = []
     for w in weights:
         if not parts or len(parts[-1]) == PER_LAUNCH or parts[-1][0].dtype != w.dtype:
@@ -115,7 +113,9 @@ def three(items: list, rest: Optional[int] = None) -> list:
 
 def alignment(weights: list[Tensor], columns: int = 16) -> int:
     """Of which number of bytes each row's address is a multiple, as far as it matters."""
-    return 16 if columns % 16 == 0 and all(w.data_ptr() % 16 == 0 for w in weights) else 1
+    for w in weights:
+        columns |= w.data_ptr()
+    return 1 if columns & 15 else 16
 
 
 # ---- maximum ---------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def launch_quantize(
 
 @quantize.cuda
 def _(x, amax, fmt):
-    out, scale = x.new_empty(x.shape, dtype=FLOAT8[fmt].dtype), torch.empty_like(amax)
+    out, scale = x.new_empty(x.shape, dtype=FLOAT8[fmt].dtype), x.new_empty((), dtype=torch.float32)
     launch_quantize([x], amax, out, None, scale, fmt)
     return out, scale
 

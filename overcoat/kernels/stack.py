@@ -64,7 +64,7 @@ def _transposed(data: Tensor) -> Tensor:
 
 def _empty(weights: List[Tensor], transposed: bool = False) -> Tuple[Tensor, Tensor]:
     """Uninitialised stacked operand and scale."""
-    shape = (sum(w.shape[0] for w in weights), weights[0].shape[1])
+    shape = (sum([w.shape[0] for w in weights]), weights[0].shape[1])
     data = weights[0].new_empty(shape[::-1] if transposed else shape, dtype=E4M3.dtype)
     return data, weights[0].new_empty((), dtype=torch.float32)
 
