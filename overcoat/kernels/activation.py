@@ -125,7 +125,7 @@ ENCODE_TILE = 2048
 def _(z, activation, gated, code, group_size):
     z, parts, gp = z.contiguous(), 1 + gated, power_of_2(group_size)
     codes, group_amax = empty_codes(z, (z.shape[0], parts, cdiv(z.shape[1] // parts, group_size)), code)
-    top = torch.zeros((), dtype=torch.int32, device=z.device)
+    top = z.new_zeros((), dtype=torch.int32)
     n, count = group_amax.shape[2], max(ENCODE_TILE // (parts * gp), 1)
     _activation_encode_kernel[(cdiv(z.shape[0] * n, count),)](
         z, codes, group_amax, top, z.shape[0] * n, n, z.shape[1] // parts, activation_of(activation).device,
@@ -175,7 +175,7 @@ QUANTIZE_TILE = 2048
 def _(z, amax, activation, gated):
     z = z.contiguous()
     tokens, width = z.shape[0], z.shape[1] // (1 + gated)
-    h, scale = torch.empty((tokens, width), dtype=E4M3.dtype, device=z.device), torch.empty_like(amax)
+    h, scale = z.new_empty((tokens, width), dtype=E4M3.dtype), torch.empty_like(amax)
     columns = width if gated else z.numel()
     tiles = cdiv(columns, QUANTIZE_TILE)
     _activation_quantize_kernel[(tokens, tiles) if gated else (tiles,)](

@@ -198,7 +198,7 @@ def _(dh, group_amax, activation, group_size):
     dh, group_amax = dense(dh, group_amax)
     (tokens, width), (_, parts, n) = dh.shape, group_amax.shape
     chosen, gp = activation_of(activation), power_of_2(group_size)
-    top, count = torch.zeros((), dtype=torch.int32, device=dh.device), max(BOUND_TILE // gp, 1)
+    top, count = dh.new_zeros((), dtype=torch.int32), max(BOUND_TILE // gp, 1)
     _activation_bound_kernel[(cdiv(tokens * n, count),)](
         dh, group_amax, top, tokens * n, n, width, chosen.device, chosen.peak, parts == 2, group_size, gp, count,
         whole_groups(dh, group_size), num_warps=1, **EXACT,

@@ -74,7 +74,7 @@ def _token_center_kernel(
 def _(x):
     x, step = dense_rows(x), max(-(-x.shape[0] // CENTER_ROWS), 1)
     tokens, columns = x.shape
-    center = torch.empty(columns, dtype=torch.float32, device=x.device)
+    center = x.new_empty(columns, dtype=torch.float32)
     _token_center_kernel[(cdiv(columns, 64),)](x, center, x.stride(0), tokens, columns, step, 32, 64)
     return center
 
@@ -146,7 +146,7 @@ def _launch_encode(x: Tensor, code: str, group_size: int, want_amax: bool) -> tu
     (tokens, columns), gp = x.shape, power_of_2(group_size)
     codes, group_amax = empty_groups(x, code, group_size)
     n = group_amax.shape[1]
-    amax = (torch.zeros if want_amax else torch.empty)((), dtype=torch.int32, device=x.device)
+    amax = (x.new_zeros if want_amax else x.new_empty)((), dtype=torch.int32)
     count = max(STRIP // gp, 1)
     rows, strips = max(GROUP_TILE // (count * gp), 1), cdiv(n, count)
     _group_encode_kernel[(cdiv(tokens, rows) * strips,)](

@@ -156,8 +156,8 @@ def _(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, 
     results = dx, dweight, dbias, amax = _empty(
         dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size
     )
-    partial = torch.empty((sums, programs, hidden), dtype=torch.float32, device=dy.device)
-    top = torch.empty(programs, dtype=torch.float32, device=dy.device)
+    partial = dy.new_empty((sums, programs, hidden), dtype=torch.float32)
+    top = dy.new_empty(programs, dtype=torch.float32)
     _norm_backward_kernel[(programs,)](
         dy, codes, group_amax, rstd, dy if weight is None else weight, dy if dresidual is None else dresidual,
         dx, partial, top, tokens, hidden, n, centered, has_bias, weight is not None, dresidual is not None,

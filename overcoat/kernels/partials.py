@@ -77,6 +77,6 @@ def sum_partials_into(
 
 def sum_partials(*partials: Tensor) -> tuple[Tensor, ...]:
     """The sums over the rows of one or two partials (Q, C), FP32 (C,) each, in one launch."""
-    sums = tuple(torch.empty(partial.shape[1], dtype=torch.float32, device=partial.device) for partial in partials)
+    sums = tuple(partial.new_empty(partial.shape[1], dtype=torch.float32) for partial in partials)
     sum_partials_into(partials, sums)
     return sums

@@ -125,7 +125,7 @@ def alignment(weights: list[Tensor], columns: int = 16) -> int:
 def amax(x: Tensor) -> Tensor:
     """max |x| as 0-d FP32; 0 for an empty tensor; NaN if any element is NaN."""
     if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
+        return x.new_zeros((), dtype=torch.float32)
     return x.abs().amax().float()
 
 
@@ -159,7 +159,7 @@ def _amax_kernel(
 def launch_amax(tensors: Sequence[Tensor]) -> Tensor:
     """max |x| over all tensors, 0-d FP32."""
     one_program = len(tensors) == 1 and tensors[0].numel() <= AMAX_ONE_PROGRAM
-    out = (torch.empty if one_program else torch.zeros)((), dtype=torch.int32, device=tensors[0].device)
+    out = (tensors[0].new_empty if one_program else tensors[0].new_zeros)((), dtype=torch.int32)
     for part in launches(tensors):
         sizes = [x.numel() for x in part]
         programs = 1 if one_program else min(cdiv(max(sizes), AMAX_BLOCK), AMAX_PROGRAMS)
@@ -301,7 +301,7 @@ def launch_quantize(
 
 @quantize.cuda
 def _(x, amax, fmt):
-    out, scale = x.new_empty(x.shape, dtype=FLOAT8[fmt].dtype), x.new_empty((), dtype=torch.float32)
+    out, scale = x.new_empty(x.shape, dtype=FLOAT8[fmt].dtype), torch.empty_like(amax)
     launch_quantize([x], amax, out, None, scale, fmt)
     return out, scale
 

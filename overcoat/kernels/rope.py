@@ -411,6 +411,6 @@ def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
 @qk_rope_decode12.cuda
 def _(codes, lower, group_amax, center, cos, sin, num_q, num_kv, code, dtype):
     kept = dense(codes, lower, group_amax)
-    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    out = codes.new_empty(codes.shape, dtype=dtype)
     _launch_rope(kept[0], out, kept, center, code, (cos, sin, None, None), 0.0, num_q, num_kv)
     return out

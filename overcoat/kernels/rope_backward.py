@@ -210,10 +210,9 @@ def _launch_norm_backward(
     rows = max(TILE // (2 * half), 1)
     heads_q, heads_kv = (min(power_of_2(heads), MAX_HEADS, rows) for heads in (num_q, num_kv))
     programs = min(cdiv(tokens, rows // max(heads_q, heads_kv)), RESIDENT)
-    out = torch.empty(qkv.shape, dtype=dq.dtype, device=dq.device)
+    out = dq.new_empty(qkv.shape, dtype=dq.dtype)
     partial_q, partial_k = (
-        torch.empty((0 if weight is None else programs, width), dtype=torch.float32, device=dq.device)
-        for weight in (q_weight, k_weight)
+        dq.new_empty((0 if weight is None else programs, width), dtype=torch.float32) for weight in (q_weight, k_weight)
     )
     _rope_norm_backward_kernel[(programs,)](
         *pointers, qkv.contiguous(), cos if q_weight is None else q_weight.contiguous(),

@@ -94,7 +94,7 @@ def _(dq, dk, dv, cos, sin, num_q, want_sums):
 
 @qk_rope_backward_amax.cuda
 def _(dq, dk, dv, cos, sin, num_q, want_sums):
-    bits = torch.zeros((), dtype=torch.int32, device=dq.device)
+    bits = dq.new_zeros((), dtype=torch.int32)
     rows = cdiv(dq.shape[0], TILE_TOKENS) if want_sums else 0
     partial = torch.empty((rows, buffer_columns(dq, dk, dv)), dtype=torch.float32, device=dq.device)
     _launch_gradient(dq, dk, dv, cos, sin, num_q, bits, partial, sums=want_sums)

@@ -200,7 +200,7 @@ def _launch_predicted(weights: list[Tensor], predicted: Optional[list[Tensor]]) 
         top = launch_amax(weights)
         return *stack_weights.kernel(weights, top, False), top
     (part,), (out, scale) = parts, _empty(weights)
-    found = torch.zeros((), dtype=torch.int32, device=out.device)
+    found = out.new_zeros((), dtype=torch.int32)
     sizes, columns = [w.shape[0] for w in part], out.shape[1]
     down, right = cdiv(max(sizes), PLAIN_TILE[0]), cdiv(columns, PLAIN_TILE[1])
     pointers = (*three(part), *three(predicted), found, out, scale)

@@ -54,7 +54,7 @@ def attention(
         scores. layer_scale, scale: `Modules`. sinks: (num_q,). options: fields of `Heads`.
     """
     q_norm, k_norm = (
-        None if isinstance(norm := getattr(module, name, None), nn.Identity) else norm for name in ("q_norm", "k_norm")
+        None if isinstance(norm := module._modules.get(name), nn.Identity) else norm for name in ("q_norm", "k_norm")
     )
     into = (module.q_proj, module.k_proj, module.v_proj) if into is None else into
     width = module.head_dim if width is None else width

@@ -114,20 +114,22 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
         for norm in (*inner, pre, post):
             if norm is not None and not _is_own_norm(norm, family):
                 return f"{_path(layer, norm)} is a {class_name(norm)}, not the model's own norm"
+    # Compiled code was traced with what was there.
+    is_compiled = torch.compiler.is_compiling()
     # A hook on a module whose forward the FP8 block stands in for would not run.
     for module in _modules_of(branches):
         if has_hooks(module):
             return f"{_path(layer, module)} has hooks, which the FP8 block would not run"
-        # Compiled code was traced with what was there.
-        if not torch.compiler.is_compiling() and "forward" in vars(module):
+        if not is_compiled and "forward" in vars(module):
             return f"the forward of {_path(layer, module)} was replaced on the object"
     config: Any = branches[0].owner.config
     kind, owner = config._attn_implementation, branches[0].owner
-    if kind not in ATTENTION and not reads_lengths(config):
-        return f"attn_implementation is {kind!r}; only {', '.join(ATTENTION)} and kinds of flash are known"
-    window = getattr(owner, "sliding_window", getattr(config, "sliding_window", None))
-    if window is not None and reads_lengths(config):
-        return f"attn_implementation is {kind!r}, whose layers get no mask for sliding_window = {window}: use sdpa"
+    if kind not in ATTENTION:
+        if not reads_lengths(config):
+            return f"attn_implementation is {kind!r}; only {', '.join(ATTENTION)} and kinds of flash are known"
+        window = getattr(owner, "sliding_window", getattr(config, "sliding_window", None))
+        if window is not None:
+            return f"attn_implementation is {kind!r}, whose layers get no mask for sliding_window = {window}: use sdpa"
     if not family.encoder and getattr(config, "is_causal", True) is False:
         return "config.is_causal is False; only causal attention is supported"
     return None
