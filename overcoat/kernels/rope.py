@@ -33,16 +33,21 @@ from typing import Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.formats import Quantized, decode_groups, encode_groups, group_code
-from overcoat.formats.bf12 import decode_bf12, encode_bf12
 from overcoat.kernels import quantize
-from overcoat.kernels.codes import CODES, E4M3_CODE, decode, encode, load_bf12, pack_bf12
+from overcoat.kernels.codes import CODES
 from overcoat.kernels.device import EXACT, larger, max_magnitude, power_of_2
-from overcoat.kernels.instructions import to_float32
+from overcoat.kernels.head_codes import (
+    decode_heads,
+    empty_heads,
+    encode_heads,
+    load_codes,
+    store_codes,
+)
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
-from overcoat.kernels.tiles import load_inside, raise_amax
+from overcoat.kernels.rotation import load_halves, per_token, rotate, split_heads, store_halves
+from overcoat.kernels.tiles import raise_amax
 
 # A row of o is a mean of rows of v, so max |o| <= max |v|: this much more, as fused kernels round the mean's weights to
 # 16 bits, by 2^-9, and then o, to the next BF16 number at most.
@@ -52,24 +57,6 @@ _MARGIN = tl.constexpr(MARGIN)
 HEAD_TILE, HEAD_ELEMENTS = 2048, 16
 # Registers of a thread that encodes BF16: with 48 ten words spill, with more one program less finds room.
 ENCODE_REGISTERS = 56
-
-
-def split_heads(qkv: Tensor, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, Tensor]:
-    """The fused buffer's q, k and v (T, heads, D) in FP32."""
-    count = num_q + 2 * num_kv
-    heads = qkv.contiguous().view(qkv.shape[0], count, qkv.shape[1] // count).float()
-    q, k, v = heads.split((num_q, num_kv, num_kv), dim=1)
-    return q, k, v
-
-
-def per_token(table: Tensor, tokens: int) -> Tensor:
-    """cos or sin (P, D) as (T, 1, D) FP32."""
-    return table.float().repeat(tokens // table.shape[0], 1).unsqueeze(1)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x1, x2 = x.chunk(2, -1)
-    return x * cos + torch.cat((-x2, x1), -1) * sin
 
 
 def _normalize_heads(x: Tensor, weight: Optional[Tensor], eps: float) -> Tensor:
@@ -101,8 +88,8 @@ def qk_rope(
     """
     q, k, v = split_heads(qkv, num_q, num_kv)
     c, s = per_token(cos, qkv.shape[0]), per_token(sin, qkv.shape[0])
-    q = _rotate(_normalize_heads(q, q_weight, eps), c, s)
-    k = _rotate(_normalize_heads(k, k_weight, eps), c, s)
+    q = rotate(_normalize_heads(q, q_weight, eps), c, s)
+    k = rotate(_normalize_heads(k, k_weight, eps), c, s)
     return torch.cat((q, k, v), 1).flatten(1).to(qkv.dtype)
 
 
@@ -130,28 +117,15 @@ def qk_rope_encode12_(
         codes int8 (T, (num_q + 2 num_kv) * D), the upper bits of q and k, then v's bytes; lower bits of q and k, uint8
         (T, (num_q + num_kv) * D/2); BF16 maxima (T, num_q + 2 num_kv); 0-d FP32, what |o| of attention does not exceed.
     """
-    heads = num_q + num_kv
-    qk, v = qkv.contiguous().float().unflatten(1, (heads + num_kv, -1)).split((heads, num_kv), 1)
-    upper, lower, qk_amax = encode_bf12(qk)
-    bound = quantize.amax.reference(v) * MARGIN
-    v, v_amax = encode_groups(v if center is None else v - center.view(num_kv, -1), code, v.shape[2])
-    codes = torch.cat((upper, v.view(torch.int8)), 1).flatten(1)
+    kept = encode_heads(qkv, center, num_q, num_kv, code)
+    bound = quantize.amax.reference(qkv[:, qkv.shape[1] // (num_q + 2 * num_kv) * (num_q + num_kv) :]) * MARGIN
     qkv.copy_(qk_rope.reference(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv))
-    return codes, lower.flatten(1), torch.cat((qk_amax, v_amax.view(-1, num_kv)), 1), bound
-
-
-def _empty_kept(qkv: Tensor, num_q: int, num_kv: int) -> tuple[Tensor, ...]:
-    """What `qk_rope_encode12_` returns, uninitialised; the bound is 0, as int32."""
-    (tokens, columns), heads = qkv.shape, num_q + 2 * num_kv
-    lower = qkv.new_empty((tokens, (num_q + num_kv) * (columns // heads // 2)), dtype=torch.uint8)
-    amax = qkv.new_empty((tokens, heads), dtype=torch.bfloat16)
-    return qkv.new_empty(qkv.shape, dtype=torch.int8), lower, amax, qkv.new_zeros((), dtype=torch.int32)
+    return *kept, bound
 
 
 @qk_rope_encode12_.fake
 def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
-    *kept, bound = _empty_kept(qkv, num_q, num_kv)
-    return *kept, bound.float()
+    return *empty_heads(qkv, num_q, num_kv, code), qkv.new_empty((), dtype=torch.float32)
 
 
 @op
@@ -171,12 +145,7 @@ def qk_rope_decode12(
 
     Without head norms: `qk_rope` applies those to what was decoded without a rotation.
     """
-    heads, tokens = num_q + num_kv, codes.shape[0]
-    qk, v = codes.unflatten(1, (heads + num_kv, -1)).split((heads, num_kv), 1)
-    qk = decode_bf12(qk, lower.view(tokens, heads, -1), group_amax[:, :heads])
-    v = v.contiguous().view(group_code(code).dtype)
-    v = decode_groups(Quantized(v, group_amax[:, heads:].reshape(-1, 1)), code, v.shape[2])
-    values = torch.cat((qk, v if center is None else v + center.view(num_kv, -1)), 1).flatten(1)
+    values = decode_heads(codes, lower, group_amax, center, num_q, num_kv, code)
     if cos is not None and sin is not None:
         values = qk_rope.reference(values, cos, sin, None, None, 0.0, num_q, num_kv)
     return values.to(dtype)
@@ -191,61 +160,10 @@ def _(codes, lower, group_amax, center, cos, sin, num_q, num_kv, code, dtype):
 
 
 @triton.jit
-def load_halves(pointer, E, inside):
-    """The two halves of rows of a table or of heads, in FP32; `pointer` to elements of the first, E apart."""
-    return to_float32(load_inside(pointer, inside)), to_float32(load_inside(pointer + E, inside))
-
-
-@triton.jit
-def load_tables(cos_ptr, sin_ptr, position, e, inside, D, E):
-    """The halves of cos and sin (rows, EP) at the rows' positions, in FP32."""
-    place = position[:, None] * D + e[None, :]
-    cos1, cos2 = load_halves(cos_ptr + place, E, inside)
-    sin1, sin2 = load_halves(sin_ptr + place, E, inside)
-    return cos1, cos2, sin1, sin2
-
-
-@triton.jit
 def _head_norm(x1, x2, w1, w2, D: tl.constexpr, eps):
     """RMSNorm of each head (NH, EP) + (NH, EP)."""
     rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) * (1.0 / D) + eps)[:, None]
     return x1 * rstd * w1, x2 * rstd * w2
-
-
-@triton.jit
-def _store_halves(pointer, E, first, second, inside):
-    tl.store(pointer, first.to(pointer.dtype.element_ty), mask=inside)
-    tl.store(pointer + E, second.to(pointer.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _load_codes(pointer, lower_ptr, amax_ptr, known, inside, E: tl.constexpr, CODE: tl.constexpr, FINE: tl.constexpr):
-    """Decoded halves of heads in FP32: bf12 if FINE, else CODE; `lower_ptr`, `amax_ptr` to their own."""
-    upper1, upper2 = load_inside(pointer, inside), load_inside(pointer + E, inside)
-    amax = load_inside(amax_ptr, known).to(tl.float32)[:, None]
-    if FINE:
-        nibbles = load_inside(lower_ptr, inside).to(tl.int32)
-        return load_bf12(upper1, nibbles & 15, amax), load_bf12(upper2, nibbles >> 4, amax)
-    elif CODE == E4M3_CODE:
-        upper1, upper2 = upper1.to(tl.float8e4nv, bitcast=True), upper2.to(tl.float8e4nv, bitcast=True)
-    return decode(upper1, amax, CODE), decode(upper2, amax, CODE)
-
-
-@triton.jit
-def _store_codes(
-    pointer, lower_ptr, amax_ptr, x1, x2, known, inside, E: tl.constexpr, CODE: tl.constexpr, FINE: tl.constexpr
-):
-    """Undone by `_load_codes`."""
-    amax = max_magnitude(larger(tl.abs(x1), tl.abs(x2)), 1).to(tl.bfloat16)
-    tl.store(amax_ptr, amax, mask=known)
-    amax = amax.to(tl.float32)[:, None]
-    if FINE:
-        code1, code2 = pack_bf12(x1, amax), pack_bf12(x2, amax)
-        _store_halves(pointer, E, (code1 >> 4).to(tl.int8), (code2 >> 4).to(tl.int8), inside)
-        tl.store(lower_ptr, ((code1 & 15) | ((code2 & 15) << 4)).to(tl.uint8), mask=inside)
-    else:
-        code1, code2 = encode(x1, amax, CODE), encode(x2, amax, CODE)
-        _store_halves(pointer, E, code1.to(tl.int8, bitcast=True), code2.to(tl.int8, bitcast=True), inside)
 
 
 @triton.jit
@@ -257,7 +175,7 @@ def _take_heads(
     if HAS_CENTER and not FINE:
         center1, center2 = load_halves(center_ptr + centers, E, inside)
     if DECODE:
-        x1, x2 = _load_codes(source_ptr + offsets, lower_ptr, amax_ptr, known, inside, E, CODE, FINE)
+        x1, x2 = load_codes(source_ptr + offsets, lower_ptr, amax_ptr, known, inside, E, CODE, FINE)
         if HAS_CENTER and not FINE:
             x1, x2 = x1 + center1, x2 + center2
     else:
@@ -266,7 +184,7 @@ def _take_heads(
         c1, c2 = x1, x2
         if HAS_CENTER and not FINE:
             c1, c2 = x1 - center1, x2 - center2
-        _store_codes(codes_ptr + offsets, lower_ptr, amax_ptr, c1, c2, known, inside, E, CODE, FINE)
+        store_codes(codes_ptr + offsets, lower_ptr, amax_ptr, c1, c2, known, inside, E, CODE, FINE)
     return x1, x2
 
 
@@ -339,7 +257,7 @@ def _rope_kernel(
             y1, y2 = _head_norm(y1, y2, *load_halves(weight_ptr + first, E, inside), D, eps)
         if ROTATE:
             y1, y2 = y1 * cos1 - y2 * sin1, y2 * cos2 + y1 * sin2
-        _store_halves(out_ptr + offsets, E, y1, y2, inside)
+        store_halves(out_ptr + offsets, E, y1, y2, inside)
     else:
         if ENCODE:
             seen = tl.load(bound_ptr, cache_modifier=".cg")
@@ -347,7 +265,7 @@ def _rope_kernel(
         if ENCODE:
             raise_amax(bound_ptr, seen, max_magnitude(max_magnitude(larger(tl.abs(x1), tl.abs(x2)), 1), 0) * _MARGIN)
         if not IN_PLACE:
-            _store_halves(out_ptr + offsets, E, x1, x2, inside)
+            store_halves(out_ptr + offsets, E, x1, x2, inside)
 
 
 def _launch_rope(
@@ -401,11 +319,12 @@ def _(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
 def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
     if (q_weight is None) != (k_weight is None):
         return qk_rope_encode12_.reference(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
-    rotated, kept = qkv.contiguous(), _empty_kept(qkv, num_q, num_kv)
-    _launch_rope(rotated, rotated, kept, center, code, (cos, sin, q_weight, k_weight), eps, num_q, num_kv)
+    rotated, kept = qkv.contiguous(), empty_heads(qkv, num_q, num_kv, code)
+    bound = qkv.new_zeros((), dtype=torch.int32)
+    _launch_rope(rotated, rotated, (*kept, bound), center, code, (cos, sin, q_weight, k_weight), eps, num_q, num_kv)
     if rotated is not qkv:
         qkv.copy_(rotated)
-    return *kept[:3], kept[3].view(torch.float32)
+    return *kept, bound.view(torch.float32)
 
 
 @qk_rope_decode12.cuda

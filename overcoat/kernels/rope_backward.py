@@ -24,7 +24,6 @@ from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
-from overcoat.kernels.rope import load_halves, load_tables, split_heads
 from overcoat.kernels.rope_quantize import (
     buffer_columns,
     gradient_arguments,
@@ -32,6 +31,7 @@ from overcoat.kernels.rope_quantize import (
     rope_values,
     rotate_back,
 )
+from overcoat.kernels.rotation import load_halves, load_tables, split_heads
 
 # Elements of a tile, each half of a head in EP of them, and the most heads of one token in it: few, so that 28 or 8
 # heads leave no rows empty, yet enough to read whole 1 KiB stretches at D = 128.

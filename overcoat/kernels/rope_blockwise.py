@@ -20,8 +20,8 @@ from overcoat.kernels.device import EXACT, inverse_max, larger, scale_of, two_am
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import dense_rows, kernel
 from overcoat.kernels.op import op
-from overcoat.kernels.rope import load_halves
 from overcoat.kernels.rope_quantize import buffer_columns, rope_gradient
+from overcoat.kernels.rotation import load_halves
 from overcoat.kernels.tiles import store_quads
 
 # By measurement (docs/research/kernels.md): columns of a thread, warps, registers.

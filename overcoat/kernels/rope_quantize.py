@@ -45,17 +45,10 @@ from overcoat.kernels.launch import cdiv, dense_rows, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import empty_both, transpose_padded
-from overcoat.kernels.rope import load_tables, per_token
+from overcoat.kernels.rotation import load_tables, rotate_back
 
 # Tokens of a tile, and heads that share the tables.
 TILE_TOKENS, TILE_HEADS = 32, 8
-
-
-def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads' gradients (T, heads, D) in FP32, cos and sin (P, D)."""
-    cos, sin = per_token(cos, dy.shape[0]), per_token(sin, dy.shape[0])
-    s1, s2 = (dy * sin).chunk(2, -1)
-    return dy * cos + torch.cat((s2, -s1), -1)
 
 
 def rope_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:

@@ -1,0 +1,93 @@
+"""How attention keeps q, k and v: q and k in 12 bits (formats/bf12.py), v in an 8-bit code, a group per token and head.
+
+    codes       int8 (T, (num_q + 2 num_kv) * D): the upper bits of q and k, then v's bytes
+    lower       uint8 (T, (num_q + num_kv) * D/2): the lower bits of q and k, two in a byte
+    group_amax  BF16 (T, num_q + 2 num_kv): the maximum of each head, of v less its center
+
+The kernels that write and read them rotate on the way (rope.py).
+
+Legend: T tokens, D head width, E = D / 2.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from overcoat.formats import Quantized, decode_groups, encode_groups, group_code
+from overcoat.formats.bf12 import decode_bf12, encode_bf12
+from overcoat.kernels.codes import E4M3_CODE, decode, encode, load_bf12, pack_bf12
+from overcoat.kernels.device import larger, max_magnitude
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.rotation import store_halves
+from overcoat.kernels.tiles import load_inside
+
+
+def encode_heads(
+    qkv: Tensor, center: Optional[Tensor], num_q: int, num_kv: int, code: str
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """codes, lower, group_amax of qkv (T, (num_q + 2 num_kv) * D); center: taken out of v, (num_kv * D,) or None."""
+    heads = num_q + num_kv
+    qk, v = qkv.contiguous().float().unflatten(1, (heads + num_kv, -1)).split((heads, num_kv), 1)
+    upper, lower, qk_amax = encode_bf12(qk)
+    v, v_amax = encode_groups(v if center is None else v - center.view(num_kv, -1), code, v.shape[2])
+    codes = torch.cat((upper, v.view(torch.int8)), 1).flatten(1)
+    return codes, lower.flatten(1), torch.cat((qk_amax, v_amax.view(-1, num_kv)), 1)
+
+
+def decode_heads(
+    codes: Tensor, lower: Tensor, group_amax: Tensor, center: Optional[Tensor], num_q: int, num_kv: int, code: str
+) -> Tensor:
+    """Undo `encode_heads`: FP32."""
+    heads, tokens = num_q + num_kv, codes.shape[0]
+    qk, v = codes.unflatten(1, (heads + num_kv, -1)).split((heads, num_kv), 1)
+    qk = decode_bf12(qk, lower.view(tokens, heads, -1), group_amax[:, :heads])
+    v = v.contiguous().view(group_code(code).dtype)
+    v = decode_groups(Quantized(v, group_amax[:, heads:].reshape(-1, 1)), code, v.shape[2])
+    return torch.cat((qk, v if center is None else v + center.view(num_kv, -1)), 1).flatten(1)
+
+
+def empty_heads(qkv: Tensor, num_q: int, num_kv: int, code: str) -> Tuple[Tensor, Tensor, Tensor]:
+    """What `encode_heads` returns, uninitialised.
+
+    Raises:
+        ValueError: a code that is not of 8 bits: v's are the bytes after q's and k's, as many as v has elements.
+    """
+    if group_code(code).bits != 8:
+        raise ValueError(f"{code} has {group_code(code).bits} bits; attention keeps v in a code of 8")
+    (tokens, columns), heads = qkv.shape, num_q + 2 * num_kv
+    lower = qkv.new_empty((tokens, (num_q + num_kv) * (columns // heads // 2)), dtype=torch.uint8)
+    amax = qkv.new_empty((tokens, heads), dtype=torch.bfloat16)
+    return qkv.new_empty(qkv.shape, dtype=torch.int8), lower, amax
+
+
+@triton.jit
+def load_codes(pointer, lower_ptr, amax_ptr, known, inside, E: tl.constexpr, CODE: tl.constexpr, FINE: tl.constexpr):
+    """Decoded halves of heads in FP32: bf12 if FINE, else CODE; `lower_ptr`, `amax_ptr` to their own."""
+    upper1, upper2 = load_inside(pointer, inside), load_inside(pointer + E, inside)
+    amax = load_inside(amax_ptr, known).to(tl.float32)[:, None]
+    if FINE:
+        nibbles = load_inside(lower_ptr, inside).to(tl.int32)
+        return load_bf12(upper1, nibbles & 15, amax), load_bf12(upper2, nibbles >> 4, amax)
+    elif CODE == E4M3_CODE:
+        upper1, upper2 = upper1.to(tl.float8e4nv, bitcast=True), upper2.to(tl.float8e4nv, bitcast=True)
+    return decode(upper1, amax, CODE), decode(upper2, amax, CODE)
+
+
+@triton.jit
+def store_codes(
+    pointer, lower_ptr, amax_ptr, x1, x2, known, inside, E: tl.constexpr, CODE: tl.constexpr, FINE: tl.constexpr
+):
+    """Undone by `load_codes`."""
+    amax = max_magnitude(larger(tl.abs(x1), tl.abs(x2)), 1).to(tl.bfloat16)
+    tl.store(amax_ptr, amax, mask=known)
+    amax = amax.to(tl.float32)[:, None]
+    if FINE:
+        code1, code2 = pack_bf12(x1, amax), pack_bf12(x2, amax)
+        store_halves(pointer, E, (code1 >> 4).to(tl.int8), (code2 >> 4).to(tl.int8), inside)
+        tl.store(lower_ptr, ((code1 & 15) | ((code2 & 15) << 4)).to(tl.uint8), mask=inside)
+    else:
+        code1, code2 = encode(x1, amax, CODE), encode(x2, amax, CODE)
+        store_halves(pointer, E, code1.to(tl.int8, bitcast=True), code2.to(tl.int8, bitcast=True), inside)
