@@ -79,10 +79,10 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def attend(
-    qkv: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int, scale: float, causal: bool, cap: float
+    qkv: Tensor, mask: Optional[Tensor], sizes: Tuple[int, int, int], scale: float, causal: bool, cap: float = 0.0
 ) -> Tuple[Tensor, Tensor]:
-    """`attention` in plain PyTorch; its scores pass cap * tanh(score / cap) if cap is not 0."""
-    q, k, v = heads_of(qkv, batch, num_q, num_kv)
+    """`attention` in plain PyTorch; sizes: batch, num_q, num_kv; with a cap scores are cap * tanh(score / cap)."""
+    q, k, v = heads_of(qkv, *sizes)
     scores, _ = _scores(q, k, mask, scale, causal, cap)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     o = _probabilities(scores, lse) @ v.float().unsqueeze(2)
@@ -95,15 +95,13 @@ def attend_backward(
     o: Tensor,
     lse: Tensor,
     mask: Optional[Tensor],
-    batch: int,
-    num_q: int,
-    num_kv: int,
+    sizes: Tuple[int, int, int],
     scale: float,
     causal: bool,
-    cap: float,
+    cap: float = 0.0,
 ) -> Three:
     """`attention_backward` in plain PyTorch, of `attend`."""
-    q, k, v = heads_of(qkv, batch, num_q, num_kv)
+    (batch, num_q, num_kv), (q, k, v) = sizes, heads_of(qkv, *sizes)
 
     def grouped(x: Tensor) -> Tensor:
         return x.reshape(batch, q.shape[2], num_q, -1).transpose(1, 2).float().unflatten(1, (num_kv, -1))
@@ -134,7 +132,7 @@ def attention(
     Returns:
         o (T, num_q * D) of qkv's dtype; lse FP32 (B, num_q, S).
     """
-    return attend(qkv, mask, batch, num_q, num_kv, scale, causal, 0.0)
+    return attend(qkv, mask, (batch, num_q, num_kv), scale, causal)
 
 
 @attention.fake
@@ -158,7 +156,7 @@ def attention_backward(
     causal: bool = True,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Gradients of q (T, num_q * D), k and v (T, num_kv * D) from do (T, num_q * D)."""
-    return attend_backward(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal, 0.0)
+    return attend_backward(do, qkv, o, lse, mask, (batch, num_q, num_kv), scale, causal)
 
 
 @attention_backward.fake
