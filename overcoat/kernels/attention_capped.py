@@ -42,7 +42,7 @@ def attention_capped(
 ) -> Tuple[Tensor, Tensor]:
     """`attention` with capped scores: o (T, num_q * D) of qkv's dtype, lse FP32 (B, num_q, S)."""
     sequence = qkv.shape[0] // batch
-    rows = zip(qkv.split(sequence), _by_row(mask, batch, sequence, causal), strict=True)
+    rows = zip(qkv.contiguous().split(sequence), _by_row(mask, batch, sequence, causal), strict=True)
     o, lse = zip(*[attend(x, own, (1, num_q, num_kv), scale, causal, cap) for x, own in rows], strict=True)
     return torch.cat(o), torch.cat(lse)
 
@@ -67,7 +67,8 @@ def attention_capped_backward(
     """Gradients of q (T, num_q * D), k and v (T, num_kv * D) from do (T, num_q * D)."""
     sequence = qkv.shape[0] // batch
     masks, sizes = _by_row(mask, batch, sequence, causal), (1, num_q, num_kv)
-    rows = zip(do.split(sequence), qkv.split(sequence), o.split(sequence), lse.split(1), masks, strict=True)
+    parts = [x.contiguous().split(sequence) for x in (do, qkv, o)]
+    rows = zip(*parts, lse.contiguous().split(1), masks, strict=True)
     gradients = [attend_backward(dy, x, y, own_lse, own, sizes, scale, causal, cap) for dy, x, y, own_lse, own in rows]
     dq, dk, dv = (torch.cat(parts) for parts in zip(*gradients, strict=True))
     return dq, dk, dv
