@@ -1,0 +1,107 @@
+"""How many functions of this package an eager block calls: its host time, which a clock on a busy machine cannot hold.
+
+A small block's time is the host's: some 40 launches and 12 products, and the Python between them. Kernels, the
+library's products and attention do nothing here; all that leads to them runs, on a CPU, for each of the block's ops.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import overcoat
+from overcoat.kernels import attention, attention_fused, cublaslt, gemm, launch, op
+
+# Forward and backward. What needs more should be worth more.
+MOST = 870
+
+
+class NoPlan:
+    """A product that does nothing."""
+
+    is_possible = True
+
+    def __init__(self, *key):
+        pass
+
+    def run(self, *arguments):
+        """Nothing."""
+
+
+def remember(kernel, grid, args, options):
+    """What Triton's launch leaves behind."""
+    kernel.pointers = next(i for i, arg in enumerate(args) if not isinstance(arg, Tensor))
+    types = [pointer.dtype for pointer in args[: kernel.pointers]]
+    compiled = SimpleNamespace(run="".format, function=0, packed_metadata=None)
+    kernel.entries[(-1, args[kernel.pointers :], tuple(options.values()), *types)] = compiled, ()
+
+
+NO_ATTENTION = attention_fused.Kernel(
+    lambda qkv, *_: (torch.empty_like(qkv[0]), qkv[0].new_empty(qkv[0].shape[:3], dtype=torch.float32)),
+    lambda do, qkv, *_: tuple(torch.empty_like(x) for x in qkv),
+)
+
+
+@pytest.fixture
+def _gpu(monkeypatch):
+    """CPU tensors pass for a GPU's, whose index is theirs, -1."""
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", functools.partial(int, -1), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", abs, raising=False)
+    monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", type(None), raising=False)
+    monkeypatch.setattr(op, "_is_cuda", torch.is_tensor)
+    monkeypatch.setattr(launch.Kernel, "_launch_by_triton", remember)
+    monkeypatch.setattr(cublaslt, "Plan", NoPlan)
+    monkeypatch.setattr(cublaslt, "_PLANS", {})
+    monkeypatch.setattr(cublaslt, "is_available", lambda device: True)
+    monkeypatch.setattr(gemm, "has_float8_tensor_cores", lambda device: True)
+    monkeypatch.setattr(gemm, "_check_scales", lambda *scales: None)
+    monkeypatch.setattr(attention, "chosen", lambda q, mask: NO_ATTENTION)
+
+
+def calls_of(function) -> list[str]:
+    """The functions of this package that are called, by name, one entry for each call."""
+    found: list[str] = []
+    package = overcoat.__path__[0]
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_an_eager_block_calls_few_functions():
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=768, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1,
+        vocab_size=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).bfloat16().train()
+    overcoat.convert(model)
+    layer, x = model.model.layers[0], torch.randn(1, 32, 256, dtype=torch.bfloat16, requires_grad=True)
+    tables = model.model.rotary_emb(x, torch.arange(32)[None])
+
+    def step():
+        y = layer(x, attention_mask=None, position_embeddings=tables)
+        y.backward(torch.ones_like(y))
+
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(2):  # launches and maxima of weights are remembered
+            step()
+        found = calls_of(step)
+    assert found.count("launch") == 38, "not the ops of a block"
+    assert len(found) <= MOST, len(found)
