@@ -16,7 +16,7 @@ from overcoat.kernels.codes import CODES, decode
 from overcoat.kernels.device import EXACT, power_of_2
 from overcoat.kernels.groups import GROUP_TILE
 from overcoat.kernels.language import tl
-from overcoat.kernels.launch import cdiv, dense, kernel, on_device
+from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.tiles import listed_groups
 
@@ -72,9 +72,8 @@ def _(codes, group_amax, activation, code, group_size, dtype):
     (tokens, parts, n), padded = group_amax.shape, power_of_2(group_size)
     h = torch.empty((tokens, codes.shape[1] // parts), dtype=dtype, device=codes.device)
     count = max(GROUP_TILE // 2 // padded, 1)
-    with on_device(codes):
-        _activation_decode_kernel[(cdiv(tokens * n, count),)](
-            codes, group_amax, h, tokens * n, n, h.shape[1], activation_of(activation).device, parts == 2, group_size,
-            padded, CODES[code], count, num_warps=4, **EXACT,
-        )  # fmt: skip
+    _activation_decode_kernel[(cdiv(tokens * n, count),)](
+        codes, group_amax, h, tokens * n, n, h.shape[1], activation_of(activation).device, parts == 2, group_size,
+        padded, CODES[code], count, num_warps=4, **EXACT,
+    )  # fmt: skip
     return h
