@@ -131,12 +131,13 @@ def with_tensors(block: Block, flat: tuple[Any, ...]) -> Block:
 
 
 def _tensors(linear: Linear) -> tuple[Any, ...]:
-    return (*linear.weights, *linear.biases, *(part for adapter in linear.adapters for part in adapter[:2]))
+    parts = [part for adapter in linear.adapters for part in adapter[:2]] if linear.adapters else ()
+    return (*linear.weights, *linear.biases, *parts)
 
 
 def _linear_at(flat: tuple[Any, ...], start: int, linear: Linear) -> tuple[Linear, int]:
     middle, end = start + len(linear.weights), start + 2 * len(linear.weights)
-    adapters = tuple(
+    adapters = linear.adapters and tuple(
         [each._replace(a=flat[end + 2 * i], b=flat[end + 2 * i + 1]) for i, each in enumerate(linear.adapters)]
     )
     made = Linear(flat[start:middle], flat[middle:end], linear.orders, linear.scale, adapters)

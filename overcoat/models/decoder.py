@@ -158,11 +158,12 @@ def _branch(modules: Modules, family: Family) -> Branch:
 
 
 def _linear(layers: tuple[Any, ...], orders: tuple[Optional[Order], ...] = (), scale: float = 1.0) -> Linear:
-    bases = [base_of(layer) for layer in layers]
+    others = [(place, layer) for place, layer in enumerate(layers) if type(layer) is not nn.Linear]
+    bases = [base_of(layer) for layer in layers] if others else layers
     own = [base._parameters for base in bases]  # `base.weight` would take three times as long
     if type(bases[0]) is not nn.Linear:  # Conv1D
         orders = (Order(transposed=True),)
-    adapters = [Adapter(*active, place) for place, layer in enumerate(layers) for active in active_adapters(layer)]
+    adapters = [Adapter(*active, place) for place, layer in others for active in active_adapters(layer)]
     return Linear(
         tuple([each["weight"] for each in own]), tuple([each["bias"] for each in own]), orders, scale, tuple(adapters)
     )

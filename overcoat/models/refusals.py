@@ -10,7 +10,7 @@ from torch import nn
 
 from overcoat.block.mlp import Mlp
 from overcoat.models.family import Family, Modules, class_name
-from overcoat.models.lora import base_of, is_lora, parts_of, why_not_plain
+from overcoat.models.lora import base_of, parts_of, why_not_plain
 from overcoat.models.masks import reads_lengths
 
 # transformers' names of the activations, and ours.
@@ -105,6 +105,8 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
             kind = "attention of all tokens" if family.encoder else "causal attention"
             return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
         for linear in (*into, out) if core is not None else ():
+            if type(linear) is nn.Linear:
+                continue
             base = base_of(linear)
             if type(base) is not nn.Linear and not _is_conv1d(base):
                 return f"{_path(layer, base)} is a {class_name(base)}, not nn.Linear"
@@ -141,7 +143,7 @@ def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
             yield from (module for module in (pre, post) if module is not None)
             continue
         parts = owner._modules.values() if isinstance(core, Mlp) else (*into, *inner)  # an MLP's activation, too
-        adapted = [part for linear in (*into, out) if is_lora(linear) for part in parts_of(linear)]
+        adapted = [part for linear in (*into, out) if type(linear) is not nn.Linear for part in parts_of(linear)]
         for module in (owner, *parts, *adapted, out, pre, post, layer_scale, *around):
             if isinstance(module, nn.Module):
                 yield module
