@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overcoat import weight_amax
@@ -224,8 +225,9 @@ class Gather:
         self.kinds = self.kinds or _kinds(self.weights)
         for kind in self.kinds:
             found = _common_amax(kind)
-            # In new memory: a backward may wait for what it read before.
-            self.made.update(zip(kind.places, zip(scale_from_amax(found, E4M3), found, strict=True), strict=True))
+            # In new memory: a backward may wait for what it read before. 16 bytes apart, as cuBLASLt wants its scales.
+            scales = F.pad(scale_from_amax(found, E4M3).unsqueeze(1), (0, 3))[:, 0]
+            self.made.update(zip(kind.places, zip(scales, found, strict=True), strict=True))
         self.count, self.is_stale = self.count + 1, False
 
 
