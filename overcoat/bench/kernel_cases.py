@@ -123,6 +123,9 @@ def quantize_cases(of: Inputs) -> Cases:
     yield KernelCase(stack.stack_amax, (weights,))
     yield KernelCase(stack.stack_weights, (weights, weight_top, False))
     yield KernelCase(stack.stack_weights, (weights, weight_top, True), "^T")
+    codes8 = [quantize.quantize(weight, weight_top, "e4m3")[0] for weight in weights]
+    yield KernelCase(stack.stack_codes, (codes8, False))
+    yield KernelCase(stack.stack_codes, (codes8, True), "^T")
     yield KernelCase(stack.stack_weights_predicted, (weights, predicted))
     left_out = x.nbytes - x[:: -(-of.tokens // groups.CENTER_ROWS)].nbytes
     yield KernelCase(groups.token_center, (x,), untouched=left_out)
