@@ -208,7 +208,8 @@ def _travels(rank: int) -> None:
         assert len(scattered) == 3 * (len(layers_of(model)) + 1)
         # cuBLASLt refuses a scale that does not lie at a multiple of 16 bytes.
         scales = [weight.gather.scale_and_amax(weight.place)[0] for weight in sharded_weights(model)]
-        assert len(scales) > 1 and not any(scale.data_ptr() % 16 for scale in scales)
+        assert len(scales) > 1
+        assert not any(scale.data_ptr() % 16 for scale in scales)
         optimizer.step()
         optimizer.zero_grad()
 
