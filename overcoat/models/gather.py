@@ -7,8 +7,8 @@
     overcoat.fp8_all_gather(model)        # this line
 
 Shards stay as they are, in the optimizer's and checkpoints' eyes. While a layer trains in FP8, the codes of its weights
-are gathered, half the bytes, and the products read them as they are (sharded_weight.py). The numbers are those of one
-GPU, bit for bit. In `eval()` the same weights travel in their own dtype, as do all others.
+are gathered, half the bytes, and the products read them as they are (sharded_weight.py). The codes and
+scales are those that one GPU would make. In `eval()` the same weights travel in their own dtype, as do all others.
 
 FSDP2 asks a shard's local tensor for `fsdp_pre_all_gather` and `fsdp_post_all_gather`, here those of `ShardedWeight`.
 """
@@ -48,9 +48,9 @@ class GatherReport:
 def fp8_all_gather(model: nn.Module) -> GatherReport:
     """Let the weights of converted layers travel in FP8; to be called in every process, after `fully_shard`.
 
-    The results are bit for bit those without it. Costs 1 byte a weight, divided by the number of processes. Called
-    again, it looks at the model anew: after other conversions, and after writes to shards that nobody can see
-    (`weight.data`, `to_local()`).
+    On CPUs the results are bit for bit those without it; on GPUs that is not shown. Costs 1 byte a weight, divided by
+    the number of processes. Called again, it looks at the model anew: after other conversions, and after writes to
+    shards that nobody can see (`weight.data`, `to_local()`).
 
     Args:
         model: converted, and sharded by `fully_shard`.
