@@ -7,8 +7,8 @@
     overcoat.fp8_all_gather(model)        # this line
 
 Shards stay as they are, in the optimizer's and checkpoints' eyes. While a layer trains in FP8, the codes of its weights
-are gathered, half the bytes, and the products read them as they are (sharded_weight.py). The codes and
-scales are those that one GPU would make. In `eval()` the same weights travel in their own dtype, as do all others.
+are gathered, half the bytes, and the products read them as they are (sharded_weight.py). The codes and scales are
+those that one GPU would make. In `eval()` the same weights travel in their own dtype, as do all others.
 
 FSDP2 asks a shard's local tensor for `fsdp_pre_all_gather` and `fsdp_post_all_gather`, here those of `ShardedWeight`.
 """
