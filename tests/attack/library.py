@@ -38,7 +38,7 @@ def attempt(work: Callable[[], Any]) -> Outcome:
 
 def refusal(error: Exception | None) -> str:
     """What is wrong with an error, "" if it is a clear one."""
-    clear = error is None or (isinstance(error, (ValueError, TypeError, NotImplementedError)) and str(error).strip())
+    clear = error is None or (isinstance(error, (ValueError, TypeError)) and str(error).strip())
     return "" if clear else f"fails with {type(error).__name__}: {str(error)[:300]!r}, which is no clear refusal"
 
 
