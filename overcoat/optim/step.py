@@ -50,7 +50,7 @@ def hyper_of(group: Mapping[str, Any], dtype: torch.dtype) -> Hyper:
     """The hyperparameters of a parameter group, for its parameters of one dtype."""
     master = resolve_master(group["master"], dtype)
     (beta1, beta2), (m_code, v_code) = group["betas"], group["moments"]
-    return Hyper(beta1, beta2, group["eps"], group["weight_decay"], m_code, v_code, master, group["group_size"])
+    return Hyper(beta1, beta2, group["eps"], group["weight_decay"], m_code, v_code, master, int(group["group_size"]))
 
 
 class StepGroup:
@@ -86,7 +86,7 @@ class StepGroup:
             states={name: [local(state[name]) for state in states] for name in state_names(*hyper.codes, hyper.master)},
             keys=[parameter_key(group["seed"], index) for index in indices],
             first_groups=[self._first_group(param, group["group_size"]) for param in params],
-            group_size=group["group_size"],
+            group_size=int(group["group_size"]),
             weight_amax=dict(
                 zip(self.tracked, weight_amax.memory([*self.tracked.values()], own[0].device), strict=True)
             ),
