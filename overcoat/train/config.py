@@ -43,7 +43,7 @@ class ModelConfig:
     name: str = option("", "Hugging Face model name or local path to start from (fine-tuning)")
     config: dict[str, Any] = option({}, "inline model configuration to train from scratch: model_type and its fields")
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "type of the parameters")
-    attention: str = option("sdpa", "transformers' attn_implementation")
+    attention: str | None = option(None, "transformers' attn_implementation: sdpa, ...; left out: the model's own")
     trust_remote_code: bool = option(False, "run Python code that a model's or tokenizer's folder brings (auto_map)")
 
     def __post_init__(self) -> None:

@@ -185,6 +185,14 @@ def test_values_that_make_no_model_are_refused_before_anything_is_read(
         check_config(make_config(word))
 
 
+@pytest.mark.parametrize(("kind", "attention"), [("gemma2", "eager"), ("gpt_oss", "eager"), ("llama", "sdpa")])
+def test_the_models_own_attention_is_the_default(make_config: MakeConfig, kind: str, attention: str) -> None:
+    """transformers refuses "sdpa" for some."""
+    config = make_config(f"model.config.model_type={kind}", "model.config.vocab_size=50", "model.config.pad_token_id=0")
+    check_config(config)
+    assert build_model(config, None, CPU).config._attn_implementation == attention
+
+
 def test_weight_decay_that_turns_signs_is_refused(make_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match=r"optimizer\.lr \* optimizer\.weight_decay = 2: above 1"):
         check_config(make_config("optimizer.lr=0.5", "optimizer.weight_decay=4"))
