@@ -60,7 +60,7 @@ class Field(NamedTuple):
 def state_fields(param: Tensor, group: Mapping[str, Any]) -> Mapping[str, Field]:
     """The state tensors of `param` under the options of its parameter group."""
     master = resolve_master(group["master"], param.dtype)
-    key = (tuple(param.shape), tuple(group["moments"]), master, group["group_size"])
+    key = (tuple(param.shape), tuple(group["moments"]), master, int(group["group_size"]))
     if key not in _fields:  # no lru_cache, at which torch.compile warns
         _fields[key] = _make_fields(*key)
     return _fields[key]

@@ -85,7 +85,7 @@ class StepGroup:
             params=[buffer_for(param) for param in params] if self.buffered else own,
             states={name: [local(state[name]) for state in states] for name in state_names(*hyper.codes, hyper.master)},
             keys=[parameter_key(group["seed"], index) for index in indices],
-            first_groups=[self._first_group(param, group["group_size"]) for param in params],
+            first_groups=[self._first_group(param, int(group["group_size"])) for param in params],
             group_size=int(group["group_size"]),
             weight_amax=dict(
                 zip(self.tracked, weight_amax.memory([*self.tracked.values()], own[0].device), strict=True)
