@@ -25,7 +25,7 @@ test: install-dev lint docs
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not nightly"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels
 
-# What is slow and seldom breaks.
+# What is slow and seldom breaks: the full products of what `make test` checks a part of.
 nightly: install-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly and not gpu"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly and not gpu" tests/kernels
@@ -42,10 +42,6 @@ docs: install-dev
 
 gpu-test: install-dev
 	$(BIN)/python -m pytest -m gpu
-
-# The full products of what `make test` checks a part of.
-nightly: install-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly and not gpu"
 
 # The long attack, an hour; the short one is part of `make test`.
 attack: install-dev
