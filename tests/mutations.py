@@ -127,6 +127,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "(bits >> 8).to(torch.int8)", "(0 * bits).to(torch.int8)", "formats/test_masters.py"),
     ("rounding: the seed does not advance", "formats/masters.py",
      "key + step.to(torch.int32) * GOLDEN", "key + 0 * step.to(torch.int32)", "formats/test_masters.py"),
+    ("release: no waiting for a layer", "optim/release.py",
+     "return self.missing[number] <= 0", "return True", "optim/test_release.py"),
     ("sharding: uneven rows", "optim/sharding.py",
      "-(-rows // mesh.size(dim))", "(rows // mesh.size(dim))", "optim/test_sharding.py"),
     ("sharding: a norm of one shard", "optim/sharding.py",

@@ -27,12 +27,11 @@ from overcoat.estimate.setup import Setup
 from overcoat.memory import KeptReport, record_kept
 from overcoat.models.convert import Report, convert
 from overcoat.models.samples import SIDE, freeze_tower, images, model_class, tokens
+from overcoat.optim.release import BATCH_BYTES, PART_BYTES, Parts
 
 KEPT, FLOWING, LOSS_PART, WORKSPACE = "kept activations", "residual stream", "loss", "workspace"
 
 META = torch.device("meta")
-# As `overcoat.release_gradients` has it by default.
-RELEASE_BYTES = 32 * 2**20
 # model, batch, sequence -> scalar loss
 LossOf = Callable[[Any, int, int], Tensor]
 
@@ -140,16 +139,18 @@ def _category(meter: Meter, number: int, kept: bool) -> str:
 
 @contextlib.contextmanager
 def _gradient_hooks(model: nn.Module, meter: Meter, setup: Setup, gpus: int) -> Iterator[None]:
-    """Inside, gradients wait for `optimizer.step()`, or, released, until they hold RELEASE_BYTES or the backward ends;
-    of several processes, parts of them."""
+    """Inside, gradients wait for `optimizer.step()`, or, released, as `overcoat.optim.release` collects them; of
+    several processes, parts of them."""
     waiting: list[Tensor] = []
+    parts = Parts(model, gpus)
 
-    def keep(gradient: Tensor) -> None:
+    def keep(parameter: Tensor, gradient: Tensor) -> None:
         """Of a gradient that is no parameter's `grad`."""
         if setup.release_gradients and not waiting:
             torch.autograd.Variable._execution_engine.queue_callback(waiting.clear)
         waiting.append(gradient)
-        if setup.release_gradients and sum(each.nbytes for each in waiting) >= RELEASE_BYTES:
+        size, is_complete = sum(each.nbytes for each in waiting), parts.complete(parameter)
+        if setup.release_gradients and size >= (BATCH_BYTES if is_complete else PART_BYTES):
             waiting.clear()
 
     def accumulated(parameter: Tensor) -> None:
@@ -158,11 +159,11 @@ def _gradient_hooks(model: nn.Module, meter: Meter, setup: Setup, gpus: int) -> 
         meter.tag(gradient, GRADIENTS)
         if setup.release_gradients:
             parameter.grad = None
-            keep(gradient)
+            keep(parameter, gradient)
 
     if gpus > 1:
         # What accumulates is added to the gradients that are there, and freed.
-        take = keep if setup.accumulation == 1 else lambda _: None
+        take = keep if setup.accumulation == 1 else lambda *_: None
         with FullyShard(model, meter, gpus, take).installed():
             yield
         return

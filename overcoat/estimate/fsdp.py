@@ -60,10 +60,10 @@ class FullyShard:
     Args:
         meter: sees what is allocated.
         gpus: processes, at least 2.
-        take: called with this process' part of each gradient.
+        take: called with each parameter and this process' part of its gradient.
     """
 
-    def __init__(self, model: nn.Module, meter: Meter, gpus: int, take: Callable[[Tensor], None]) -> None:
+    def __init__(self, model: nn.Module, meter: Meter, gpus: int, take: Callable[[Tensor, Tensor], None]) -> None:
         found = find_causal_model(model)
         assert found is not None  # a dry run's model is one
         self.root_module: Any = found[1]
@@ -149,17 +149,17 @@ class FullyShard:
 
     def _reduce(self, group: Group) -> None:
         """The end of a group's backward."""
-        grads = [parameter.grad for parameter in group.parameters]
-        sizes = [size for size, grad in zip(group.sizes, grads, strict=True) if grad is not None]
+        pairs = zip(group.parameters, group.sizes, strict=True)
+        reduced = [(parameter, size) for parameter, size in pairs if parameter.grad is not None]
         for parameter in group.parameters:
             parameter.grad = None
         group.whole.clear()
         self.reducing = None
-        if sizes:
+        if sizes := [size for _, size in reduced]:
             self.reducing = self._empty(self.gpus * sum(sizes), GRADIENTS)
-            grads.clear()
-            for part in self._empty(sum(sizes), GRADIENTS).split(sizes):  # views of one buffer
-                self.take(part)
+            parts = self._empty(sum(sizes), GRADIENTS).split(sizes)  # views of one buffer
+            for (parameter, _), part in zip(reduced, parts, strict=True):
+                self.take(parameter, part)
 
     def _after_backward(self) -> None:
         self._reduce(self.root)

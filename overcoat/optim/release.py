@@ -7,9 +7,10 @@
         scheduler.step()
 
 A model's gradients cost 2 bytes per BF16 parameter; released, only those that are being worked on exist. They are
-collected until they hold `batch_bytes`, or until backward ends, and then stepped by one launch: a step for every small
-parameter would cost the host more time than backward. In a layer that `convert` made, all gradients of a block are born
-together, so at least those of one block exist. The bits are those of the ordinary step without clipping, but for this:
+collected until a part of the model, as a rule a decoder layer, has all of its own, and then stepped by one launch: a
+step for every parameter would cost the host more time than backward. In a layer that `convert` made, all gradients of a
+block are born together, so that waiting for them costs no memory; elsewhere it costs those of one layer. Small parts
+wait until there are `batch_bytes`. The bits are those of the ordinary step without clipping, but for this:
 
     ordinary    a gradient that is not finite skips the whole step         skipped_steps counts steps
     released    it skips its own parameter's step: the others have moved   skipped_steps counts parameters' steps
@@ -35,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
+from collections import Counter
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
@@ -45,19 +47,60 @@ from overcoat.optim.adamw import AdamW
 from overcoat.optim.sharding import check_sharding, shard_bytes
 from overcoat.optim.step import StepGroup, hyper_of, kind_of, scalar_on
 
+# Bytes of gradients that are worth a launch.
+BATCH_BYTES = 32 * 2**20
+# No part of a model has more bytes of gradients than this, nor more than this share of all, unless it is one parameter.
+PART_BYTES, PART_SHARE = 2**30, 1 / 8
 
-def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = 32 * 2**20) -> GradientRelease:
+
+def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = BATCH_BYTES) -> GradientRelease:
     """Step every parameter of `optimizer` inside the backward pass, until `remove()` of the handle is called.
 
     Args:
         model: owns all parameters of the optimizer; its forward pass is watched for gradient accumulation.
         optimizer: an `overcoat.AdamW` whose parameters have no gradients yet.
-        batch_bytes: completed gradients are stepped when they hold so many bytes; 1 steps every parameter on its own.
+        batch_bytes: completed gradients are stepped at the end of a part of the model when they hold so many bytes; 1
+            steps every part on its own.
 
     Raises:
         ValueError: what was passed cannot work; nothing has been changed.
     """
     return GradientRelease(model, optimizer, batch_bytes)
+
+
+class Parts:
+    """The parts of a model whose gradients are stepped together: its largest modules that are small enough.
+
+    A parameter of several modules belongs to the first. processes: that share a model whose parameters are whole here.
+    """
+
+    def __init__(self, model: nn.Module, processes: int = 1) -> None:
+        self.number: dict[int, int] = {}  # of the part, by the parameter's id
+        trained = [param for param in model.parameters() if param.requires_grad]
+        self._add(model, min(PART_BYTES * processes, PART_SHARE * sum(map(shard_bytes, trained))))
+        self.restart()
+
+    def _add(self, module: nn.Module, most: float) -> None:
+        params = [param for param in module.parameters() if param.requires_grad]
+        if sum(map(shard_bytes, params)) <= most:
+            number = len(self.number)
+            for param in params:
+                self.number.setdefault(id(param), number)
+            return
+        for child in module.children():
+            self._add(child, most)
+        for param in params:  # the module's own
+            self.number.setdefault(id(param), len(self.number))
+
+    def restart(self) -> None:
+        """Expect all gradients anew."""
+        self.missing = Counter(self.number.values())
+
+    def complete(self, param: Tensor) -> bool:
+        """Take note of a parameter's gradient: whether it is the last of its part."""
+        number = self.number.get(id(param), -1)  # trained since the parts were made: a part of its own
+        self.missing[number] -= 1
+        return self.missing[number] <= 0
 
 
 class Entry(NamedTuple):
@@ -103,6 +146,7 @@ class GradientRelease:
         self.sums: list[Tensor] = []  # of squares of gradients, (T,)
         self.has_begun = self.has_stepped = False
         self.names = {id(param): name for name, param in model.named_parameters()}
+        self.parts = Parts(model)
         self.handles = [model.register_forward_pre_hook(self._before_forward)]
         for index, number, param in _numbered(optimizer):
             if param.requires_grad:
@@ -140,6 +184,7 @@ class GradientRelease:
         """The mark between two steps, set by `optimizer.step` and `zero_grad`: report this one, prepare the next."""
         self._finish_backward()
         self.taken = set()
+        self.parts.restart()
         if not self.has_begun:
             return
         self.optimizer.grad_norm = None
@@ -235,7 +280,8 @@ class GradientRelease:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
         batch.entries.append(Entry(number, index, param, grad))
         batch.bytes += shard_bytes(grad)
-        if batch.bytes >= self.batch_bytes or not in_backward:
+        is_complete = self.parts.complete(param)
+        if (is_complete and batch.bytes >= self.batch_bytes) or batch.bytes >= PART_BYTES or not in_backward:
             self._step_batch(device)
 
     # ---- steps ----------------------------------------------------------------------------------------

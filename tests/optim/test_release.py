@@ -91,7 +91,7 @@ def test_released_steps_equal_ordinary_ones_bit_for_bit(dtype, moments, reentran
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("batch_bytes", [1, 12_000])
 def test_gradients_alive_are_bounded(reentrant, batch_bytes):
-    """One at a time, or fewer bytes than asked for and the newest; the second steps some together."""
+    """A part's at a time, or fewer bytes than asked for and a part's; the second steps some parts together."""
     model, optimizer = make_pair(model=Tied(reentrant))
     seen, most = [], 0  # (name, bytes, weak reference to the gradient); the hook runs before the one that takes it
 
@@ -99,7 +99,7 @@ def test_gradients_alive_are_bounded(reentrant, batch_bytes):
         def hook(param):
             nonlocal most
             alive = sum(size for _, size, grad in seen if grad() is not None)
-            assert alive < batch_bytes
+            assert alive < batch_bytes + largest
             most = max(most, alive)
             assert [n for n, p in model.named_parameters() if p.grad is not None] == [name]
             seen.append((name, param.grad.nbytes, weakref.ref(param.grad)))
@@ -108,15 +108,32 @@ def test_gradients_alive_are_bounded(reentrant, batch_bytes):
 
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(record(name))
-    release_gradients(model, optimizer, batch_bytes=batch_bytes)
+    numbers = release_gradients(model, optimizer, batch_bytes=batch_bytes).parts.number
+    of_parts = [[p.nbytes for p in model.parameters() if numbers[id(p)] == part] for part in set(numbers.values())]
+    largest = max(map(sum, of_parts))
+    assert largest == model.blocks[0][0].weight.nbytes
     for step in range(2):
         loss_of(model, step).backward()
         assert sorted(name for name, *_ in seen) == sorted(name for name, _ in model.named_parameters())
         assert all(p.grad is None for p in model.parameters())
         assert all(grad() is None for *_, grad in seen)
-        assert (most > 0) == (batch_bytes > 1)
+        assert (most >= largest) == (batch_bytes > 1)
         optimizer.step()
         seen.clear()
+
+
+def test_a_layer_is_stepped_at_once():
+    """When its last gradient is there, whichever that is; also if another layer, or itself, lacks one."""
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(9)]
+    model = nn.Sequential(nn.Sequential(*layers), nn.Linear(8, 1))
+    optimizer = AdamW(model.parameters())
+    handle = release_gradients(model, optimizer, batch_bytes=200)
+    for trains, expected in ((True, [8, *[6] * 8]), (False, [8, 6, 6, 6, 11, 6, 6, 6])):
+        layers[4][0].weight.requires_grad_(trains)
+        model(torch.randn(3, 8)).sum().backward()
+        assert [len(step_group.params) for step_group in handle.used.values()] == expected
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_remove_gives_back_the_ordinary_step():
