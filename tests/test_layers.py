@@ -23,6 +23,7 @@ LAYERS = (
     ("",),
     ("estimate",),
     ("train", "bench"),
+    ("eval",),
     ("cli",),
     ("__main__",),
 )

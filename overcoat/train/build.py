@@ -70,7 +70,13 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
     return {"dtype": getattr(torch, model.dtype), "attn_implementation": model.attention}
 
 
-def load_model(name: str, device: torch.device, settings: dict[str, Any], trust_remote_code: bool = False) -> Any:
+def load_model(
+    name: str,
+    device: torch.device,
+    settings: dict[str, Any],
+    trust_remote_code: bool = False,
+    what: str = "model.name =",
+) -> Any:
     """The causal model of a checkpoint on `device`, complete, tensor by tensor.
 
     transformers maps the files into memory and converts one tensor at a time. With accelerate each goes to the device
@@ -79,15 +85,13 @@ def load_model(name: str, device: torch.device, settings: dict[str, Any], trust_
     transformers = load_extra("transformers", "hf", "loading the model")
     where = {"device_map": {"": device}} if transformers.utils.is_accelerate_available() else {}
     loaded = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, info = load_pretrained(
-        "AutoModelForCausalLM", "model.name =", name, trust_remote_code, **settings, **where, **loaded
-    )
+    model, info = load_pretrained("AutoModelForCausalLM", what, name, trust_remote_code, **settings, **where, **loaded)
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is {tuple(found)}, not {tuple(needed)}" for key, found, needed in info["mismatched_keys"]]
     if wrong:
         # transformers makes up random weights for these, and trains on.
         listed = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-        raise ValueError(f"model.name = {name!r} does not hold the weights of a {type(model).__name__}: {listed}")
+        raise ValueError(f"{what} {name!r} does not hold the weights of a {type(model).__name__}: {listed}")
     return model.to(device)
 
 

@@ -1,0 +1,1 @@
+"""`overcoat eval`: trained models measured on text and on tasks, side by side."""

@@ -1,0 +1,183 @@
+"""`overcoat eval`: perplexity and tasks of one model or several, side by side.
+
+    overcoat eval runs/demo runs/demo/twin --text wiki.test.raw
+    overcoat eval runs/llama-2-7b meta-llama/Llama-2-7b-hf --tasks paper --recipe bf16 --recipe default
+    overcoat eval runs/demo/checkpoints/step-00000200 --text Salesforce/wikitext:wikitext-2-raw-v1:test --joined --json
+
+A TARGET is a run directory, a checkpoint, an exported folder, or a Hugging Face name. Tasks are those of
+lm-evaluation-harness, by name or YAML file; "paper" stands for copa, arc_easy, sciq, hellaswag and gsm8k.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import overcoat
+from overcoat.eval.targets import Target, find_target, load_target
+from overcoat.extras import load_extra, reason
+from overcoat.train.config import DataConfig, require
+from overcoat.train.evaluate import Tasks, perplexity, task_names
+from overcoat.train.sources import find_files, open_dataset, read_documents
+
+RECIPES = ("bf16", "default", "paper", "leanest")
+WINDOW = 2048  # tokens, where the model takes as many
+UNJOINED = (".jsonl", ".parquet")
+Result = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `overcoat eval`."""
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("targets", nargs="+", metavar="TARGET", help="run, checkpoint, exported folder or hub name")
+    parser.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        metavar="FILE|NAME[:CONFIG[:SPLIT]]",
+        help="text, JSONL, parquet, or a name for datasets (split: test); again for more",
+    )
+    parser.add_argument("--text-key", default="text", help="field that holds the text (default text)")
+    parser.add_argument("--joined", action="store_true", help="a text's documents as one, blank lines between them")
+    parser.add_argument("--window", type=int, help=f"tokens at once (default: the model's most, up to {WINDOW})")
+    parser.add_argument(
+        "--stride", type=int, help="tokens from window to window; less than --window slides (default: side by side)"
+    )
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help='names, YAML files, or "paper"')
+    parser.add_argument("--limit", type=int, help="examples of a task, and documents of a text, at most")
+    parser.add_argument("--recipe", action="append", choices=RECIPES, help="forward in BF16 (default) or FP8; again")
+    parser.add_argument("--batch", type=int, default=8, help="rows at once (default 8)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU where there is one")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that a model brings")
+    parser.add_argument("--json", action="store_true", help="one JSON line instead of the table")
+    parser.set_defaults(function=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Evaluate every target with every recipe; what is missing is found before a model is loaded."""
+    load_extra("rich", "hf", "overcoat eval")
+    require(bool(parsed.text or parsed.tasks), "nothing to evaluate: give --text or --tasks")
+    for name in ("window", "stride", "limit", "batch"):
+        value = getattr(parsed, name)
+        require(value is None or value >= 1, f"--{name} {value}: must be at least 1")
+    device = torch.device(parsed.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    require(device.type == "cpu" or torch.cuda.is_available(), "--device cuda: PyTorch sees no CUDA GPU here")
+    targets = [find_target(name) for name in parsed.targets]
+    texts = {text: list(_documents(text, parsed)) for text in parsed.text}
+    tasks = Tasks(names) if (names := task_names(parsed.tasks)) else None
+    recipes = list(dict.fromkeys(parsed.recipe or ["bf16"]))
+    results = [_evaluate(target, recipe, device, texts, tasks, parsed) for target in targets for recipe in recipes]
+    if parsed.json:
+        print(json.dumps({"results": results}))
+    else:
+        _print_table(results)
+    return 0
+
+
+def _documents(text: str, parsed: argparse.Namespace) -> Iterator[str]:
+    """The documents of a --text."""
+    found: Iterator[str] = _read(text, parsed.text_key)
+    if parsed.limit is not None:
+        found = (document for _, document in zip(range(parsed.limit), found, strict=False))
+    documents = [document for document in found if document.strip()]
+    require(bool(documents), f"--text {text}: there is no text")
+    yield from ["\n\n".join(documents)] if parsed.joined else documents
+
+
+def _read(text: str, key: str) -> Iterator[str]:
+    if ":" not in text and (any(character in text for character in "*?[") or Path(text).suffix or Path(text).exists()):
+        for path in find_files([text]):
+            found = read_documents(path, key)
+            is_whole = not path.name.removesuffix(".gz").endswith(UNJOINED)
+            yield from ["".join(found)] if is_whole else found  # a long text comes in pieces
+        return
+    name, config, split = (text.split(":") + ["", ""])[:3]
+    rows = open_dataset(DataConfig(dataset=name, dataset_config=config, split=split or "test"))
+    try:
+        yield from (row[key] for row in rows)
+    except Exception as error:  # of any kind: from the network, a parser, a decompressor
+        raise ValueError(f"--text {text}, field {key!r} (--text-key): {reason(error)}") from error
+
+
+def _evaluate(
+    target: Target, recipe: str, device: torch.device, texts: dict[str, list[str]], tasks: Tasks | None,
+    parsed: argparse.Namespace,
+) -> Result:  # fmt: skip
+    """The figures of one target with one recipe."""
+    model, tokenizer = load_target(target, device, parsed.trust_remote_code)
+    report = None
+    if recipe != "bf16":
+        report = overcoat.convert(model, overcoat.Recipe.from_name(recipe), strict=True, eval_fp8=True)
+    most = getattr(model.config, "max_position_embeddings", None) or WINDOW
+    window = parsed.window or min(most, WINDOW)
+    stride = parsed.stride or window
+    require(window <= most, f"--window {window}: {target.name} takes {most} tokens at most")
+    require(stride <= window, f"--stride {stride}: must not be above --window {window}, or tokens would be left out")
+    result: Result = {"target": target.name, "folder": target.place, "recipe": recipe, "text": {}, "tasks": {}}
+    try:
+        for text, documents in texts.items():
+            found = perplexity(model, tokenizer, documents, window, stride, parsed.batch)
+            about = {"window": window, "stride": stride, "ran": _ran(model, report)}
+            result["text"][text] = {**found.figures, **about}
+        for name in tasks.loaded if tasks else ():
+            figures = tasks.evaluate(name, model, tokenizer, parsed.batch, parsed.limit)  # type: ignore[union-attr]
+            result["tasks"] |= {task: {**of, "ran": _ran(model, report)} for task, of in figures.items()}
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{target.name}: out of memory with --batch {parsed.batch}: fewer rows at once") from error
+    finally:
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    return result
+
+
+def _ran(model: Any, report: overcoat.Report | None) -> str:
+    """In which precision the layers ran at the last forward."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if report is None:
+        return dtype
+    running = report.running()
+    ran = Counter(running[name] for name in report.converted)
+    others = "; ".join(reason for reason in ran if reason != "FP8")
+    return f"FP8 in {ran['FP8']} of {len(report.layers)} layers" if ran["FP8"] else f"{dtype}, {others}"
+
+
+def _print_table(results: list[Result]) -> None:
+    """A column for each target and recipe, a row for each figure."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    table = Table()
+    table.add_column("")
+    for result in results:
+        table.add_column(f"{result['target']}\n{result['recipe']}", justify="right", overflow="fold")
+    for part in ("text", "tasks"):
+        for name in dict.fromkeys(name for result in results for name in result[part]):
+            table.add_section()
+            table.add_row(f"[bold]{name if part == 'tasks' else Path(name).name}[/bold]")
+            columns = [result[part].get(name, {}) for result in results]
+            for key in dict.fromkeys(key for column in columns for key in column if "_stderr" not in key):
+                table.add_row(
+                    f"  {'forward in' if key == 'ran' else key.replace('_', ' ')}",
+                    *(_written(column, key) for column in columns),
+                )
+    console.print(table)
+
+
+def _written(figures: dict[str, Any], key: str) -> str:
+    value = figures.get(key, "")
+    if isinstance(value, str):
+        return value
+    name, _, kind = key.partition(",")
+    error = figures.get(f"{name}_stderr" + (f",{kind}" if kind else ""))
+    text = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+    return text if error is None else f"{text} ± {error:.4f}"

@@ -1,0 +1,162 @@
+"""What a model in memory is worth: perplexity on text, and the tasks of lm-evaluation-harness.
+
+Of a text every token is predicted, the first one from the tokenizer's begin-of-text token (else end-of-text):
+
+    token perplexity = exp(nll / tokens)        bits per byte = nll / (ln 2 * bytes of UTF-8)
+
+nll in nats, over all texts. Tokens of different tokenizers do not compare; bytes do.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from overcoat.extras import load_extra, reason
+from overcoat.train.data import IGNORED, Batch
+from overcoat.train.loss import summed_loss
+
+# What the paper evaluates without further training, and its mathematics.
+SETS = {"paper": ("copa", "arc_easy", "sciq", "hellaswag", "gsm8k")}
+GENERATES = "generate_until"
+SEED = 1234  # of few-shot examples: the harness' own
+BOOTSTRAPS = 100  # for errors that have no formula
+
+
+class Text(NamedTuple):
+    """What was found on a text: its tokens, its bytes and their negative log-likelihood in nats."""
+
+    tokens: int
+    bytes: int
+    nll: float
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """By name, as tables and rows have them."""
+        return {
+            "perplexity": math.exp(min(700.0, self.nll / self.tokens)),
+            "bits_per_byte": self.nll / math.log(2) / self.bytes,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+        }
+
+
+def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Inputs and labels, each at most `length`, that predict every id but the first once.
+
+    With stride = length windows lie side by side. With less, each begins `stride` later, and the tokens that a window
+    before has predicted are context only: those predicted have at least length - stride tokens before them.
+    """
+    end = 0
+    while end < len(ids) - 1:
+        begin = max(0, end + stride - length) if end else 0
+        stop = min(begin + length, len(ids) - 1)
+        yield ids[begin:stop], [IGNORED] * (end - begin) + ids[end + 1 : stop + 1]
+        end = stop
+
+
+@torch.no_grad()
+def perplexity(model: Any, tokenizer: Any, texts: Iterable[str], length: int, stride: int, rows: int) -> Text:
+    """The model in `eval()`, on windows of `length` tokens, `rows` of them at once.
+
+    Raises:
+        ValueError: there is no text.
+    """
+    device, num_bytes = next(model.parameters()).device, 0
+    pieces: list[tuple[list[int], list[int]]] = []
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    for text in texts:
+        num_bytes += len(text.encode())
+        ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        pieces += windows([first, *ids], length, stride)
+    if not pieces:
+        raise ValueError("there is no text to evaluate on")
+    pieces.sort(key=lambda piece: len(piece[0]))  # little padding, and whatever does not fit fails last
+    nll, num_tokens = 0.0, 0
+    for start in range(0, len(pieces), rows):
+        group = pieces[start : start + rows]
+        width = max(len(inputs) for inputs, _ in group)
+        # What follows a causal model's tokens does not move them.
+        inputs = torch.tensor([inputs + [0] * (width - len(inputs)) for inputs, _ in group], device=device)
+        labels = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in group], device=device)
+        count = sum(label != IGNORED for _, labels in group for label in labels)
+        nll += float(summed_loss(model, Batch(inputs, labels, None, count)))
+        num_tokens += count
+    return Text(num_tokens, num_bytes, nll)
+
+
+# ---- tasks ----------------------------------------------------------------------------------------------------------
+
+
+def task_names(asked: Iterable[str]) -> list[str]:
+    """Names or YAML files of tasks, those of `SETS` spelled out, each once."""
+    return list(dict.fromkeys(name for word in asked for name in SETS.get(word, (word,))))
+
+
+class Tasks:
+    """Tasks of lm-evaluation-harness with their data, by name or YAML file.
+
+    Raises:
+        ValueError: lm-eval is not installed, or a task or its data are not there.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        load_extra("lm_eval", "eval", f"the tasks {', '.join(names)}")
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        is_own = all(name.endswith((".yaml", ".yml")) for name in names)
+        # The harness has thousands, which take seconds to list.
+        manager = load_extra("lm_eval.tasks", "eval", "tasks").TaskManager(include_defaults=not is_own)
+        self.loaded: dict[str, Any] = {}  # by name: what `TaskManager.load` returns
+        for name in names:
+            try:
+                self.loaded[name] = manager.load(name)
+            except Exception as error:  # of any kind: YAML, a data set, the network
+                unknown = isinstance(error, KeyError) and "not a registered" in str(error)
+                why = "no task of lm-eval, and no YAML file of one" if unknown else f"cannot be loaded: {reason(error)}"
+                raise ValueError(f"task {name!r}: {why}") from error
+            for task in self.loaded[name]["tasks"].values():
+                task.set_fewshot_seed(seed=SEED)
+
+    @property
+    def generating(self) -> list[str]:
+        """Names of those that generate text."""
+        return [
+            name
+            for name, found in self.loaded.items()
+            if any(task.OUTPUT_TYPE == GENERATES for task in found["tasks"].values())
+        ]
+
+    def evaluate(
+        self, name: str, model: Any, tokenizer: Any, rows: int, limit: int | None = None
+    ) -> dict[str, dict[str, float]]:
+        """The figures of one task (of its sub-tasks, too): {task: {"acc": 0.5, "acc_stderr": 0.01}}. The model goes to
+        `eval()`; the global generators are set anew. Several processes compute the same, in step.
+
+        Args:
+            rows: at once.
+            limit: of examples; None: all.
+        """
+        harness = load_extra("lm_eval.models.huggingface", "eval", "tasks")
+        # It gives the tokenizer a padding token.
+        wrapped = harness.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=rows)
+        for kind in ("loglikelihood", "loglikelihood_rolling", GENERATES):
+            setattr(wrapped, kind, functools.partial(getattr(wrapped, kind), disable_tqdm=True))
+        found = load_extra("lm_eval.evaluator", "eval", "tasks").evaluate(
+            lm=wrapped, task_dict=self.loaded[name], limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
+        )
+        return {task: _plain(figures) for task, figures in found["results"].items()}
+
+
+def _plain(figures: dict[str, Any]) -> dict[str, float]:
+    """Without the harness' words: "acc,none" is "acc", and "exact_match,strict-match" stays what it is."""
+    return {
+        key.removesuffix(",none").replace(",none", ""): float(value)
+        for key, value in figures.items()
+        if "," in key and isinstance(value, (int, float)) and not math.isnan(value)
+    }
