@@ -9,9 +9,11 @@ allocated would be counted against the next. Starting a process takes seconds, m
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -173,7 +175,23 @@ def call_alone(function: Callable[..., Row], *arguments: Any, timeout: float) ->
 def _answer(pipe: Connection, function: Callable[..., Row], arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
     os.dup2(2, 1)  # what peers print must not run into the table
+    load_pytorchs_cudnn()
     pipe.send(attempt(function, *arguments))
+
+
+def load_pytorchs_cudnn() -> None:
+    """Load all parts of the cuDNN that PyTorch has loaded, before anybody looks for one.
+
+    cuDNN opens its parts by name when they are first needed. Where there is a cuDNN of the machine's own as well,
+    PyTorch or Transformer Engine may be given a part of that, and parts of two releases refuse each other ("undefined
+    symbol"). A part that is loaded already is not looked for.
+    """
+    maps = Path("/proc/self/maps")
+    found = re.search(r"/\S*(?=/libcudnn\.so)", maps.read_text()) if maps.exists() else None
+    if found is not None:  # a PyTorch for CPUs has none
+        os.environ.setdefault("CUDNN_HOME", found[0])
+        for library in sorted(Path(found[0]).glob("libcudnn*.so.*")):
+            ctypes.CDLL(str(library))
 
 
 def attempt(function: Callable[..., Row], *arguments: Any) -> Row:

@@ -6,12 +6,9 @@ a Llama. It has biases on all projections or on none: here on none, also in the 
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import importlib.util
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +33,6 @@ def use_transformer_engine(model: Any, recipe: str) -> Callable[[], Any]:
     # Where neither cuDNN nor FlashAttention can be loaded its attention writes out all scores: an error instead of
     # the times of a peer that nobody would run.
     os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
-    load_pytorchs_cudnn()
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
     from transformer_engine.pytorch.attention import RotaryPositionEmbedding
@@ -122,23 +118,6 @@ class TransformerEngineBlock(nn.Module):
             "input_layernorm.weight": of("self_attention.layernorm_qkv.layer_norm_weight"),
             "post_attention_layernorm.weight": of("layernorm_mlp.layer_norm_weight"),
         }
-
-
-def load_pytorchs_cudnn() -> None:
-    """Load all libraries of the cuDNN that PyTorch's wheels bring, before Transformer Engine looks for one.
-
-    cuDNN opens its parts by name when they are first needed. Where the machine has a cuDNN of its own as well,
-    Transformer Engine or such a part may be given that one, and parts of two releases refuse each other. A part that
-    is loaded already is not looked for.
-    """
-    try:
-        found = importlib.util.find_spec("nvidia.cudnn")
-    except ModuleNotFoundError:
-        found = None
-    for folder in (found and found.submodule_search_locations) or []:
-        os.environ.setdefault("CUDNN_HOME", folder)
-        for library in sorted(Path(folder, "lib").glob("libcudnn*.so.*")):
-            ctypes.CDLL(str(library))
 
 
 def _forget_other_models() -> None:

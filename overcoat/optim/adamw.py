@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 import weakref
 from typing import Any, Callable, Iterable, Mapping, Optional, Protocol, Union
 
@@ -86,8 +87,6 @@ class AdamW(torch.optim.Optimizer):
             given twice; a gradient is sparse; options or parameters have changed so that states do not fit any more.
     """
 
-    # torch.amp.GradScaler then hands over `grad_scale` and `found_inf` instead of unscaling and synchronizing itself.
-    _step_supports_amp_scaling = True
     # On the class: a copied or unpickled optimizer is not released, the hooks stay with the original.
     release: Optional[Release] = None
     clip_grad_norm: Optional[float] = None
@@ -121,6 +120,12 @@ class AdamW(torch.optim.Optimizer):
         self._start_fresh()
         super().__init__(params, defaults)
         self._watch()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler, which asks, hands over `grad_scale` and `found_inf` instead of unscaling and
+        synchronizing itself. Lightning asks too and would refuse to clip, though gradients may be unscaled before."""
+        return sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler"
 
     def _start_fresh(self) -> None:
         """Keep nothing from earlier steps but the states."""

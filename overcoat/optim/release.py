@@ -34,9 +34,13 @@ the gradient of a weight shared between segments arrives in parts; the second is
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import sys
+import warnings
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
@@ -144,7 +148,7 @@ class GradientRelease:
         self.taken: set[int] = set()  # indices of the parameters whose gradients have been taken
         self.used: dict[Any, StepGroup] = {}  # step groups, in their order
         self.sums: list[Tensor] = []  # of squares of gradients, (T,)
-        self.has_begun = self.has_stepped = False
+        self.has_begun = self.has_stepped = self.has_asked_trainer = False
         self.names = {id(param): name for name, param in model.named_parameters()}
         self.parts = Parts(model)
         self.handles = [model.register_forward_pre_hook(self._before_forward)]
@@ -179,6 +183,14 @@ class GradientRelease:
                 "each has been applied, scaled, in the backward pass; train in bfloat16, which needs no scaling, or "
                 "call handle.remove()"
             )
+        if not self.has_asked_trainer:
+            self.has_asked_trainer = True
+            if option := _trainers_clipping():
+                warnings.warn(
+                    f"release_gradients: {option} clips nothing: each gradient has been applied and freed in backward; "
+                    "set it to 0, or call handle.remove()",
+                    stacklevel=2,
+                )
 
     def end_step(self) -> None:
         """The mark between two steps, set by `optimizer.step` and `zero_grad`: report this one, prepare the next."""
@@ -348,6 +360,32 @@ def _numbered(optimizer: AdamW) -> list[tuple[int, int, Tensor]]:
     """(index through all groups, number of the group, parameter)."""
     of_groups = [(number, param) for number, group in enumerate(optimizer.param_groups) for param in group["params"]]
     return [(index, number, param) for index, (number, param) in enumerate(of_groups)]
+
+
+def _trainers_clipping() -> str:
+    """The option, and its value, by which the Trainer that calls clips the gradients of all parameters, or nothing.
+
+    Of Hugging Face's and Lightning's: what they call to clip finds no gradients, which it cannot tell.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        path = _CLIPPING.get(frame.f_globals.get("__name__", ""), "")
+        if path and (value := functools.reduce(_attribute, path.split("."), frame.f_locals)):
+            return f"the Trainer's {path.split('.')[-1]}={value}"
+        frame = frame.f_back
+    return ""
+
+
+# Where a frame of these modules has it.
+_CLIPPING = {
+    "transformers.trainer": "self.args.max_grad_norm",
+    "lightning.pytorch.trainer.trainer": "self.gradient_clip_val",
+    "pytorch_lightning.trainer.trainer": "self.gradient_clip_val",
+}
+
+
+def _attribute(of: Any, name: str) -> Any:
+    return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
 
 
 def _check_clipping(clip_grad_norm: Optional[float]) -> None:

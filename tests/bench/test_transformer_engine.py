@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from overcoat.bench import transformer_engine as module
 from overcoat.bench.contestants import make_block
 from overcoat.bench.layer import accuracy, results
 from overcoat.bench.shapes import BlockShape, build_block
@@ -74,32 +67,3 @@ def test_other_layers_are_not_made_to_look_like_llama(kind: str) -> None:
     model, _ = build_block(BlockShape(other, 1, 8), torch.bfloat16, "cpu")
     with pytest.raises(ValueError, match="stands in for LlamaDecoderLayer, Qwen2DecoderLayer"):
         use_transformer_engine(model, "current")
-
-
-@pytest.fixture
-def wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where NVIDIA's wheels would be installed; none are."""
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with mock.patch.dict(sys.modules):
-        for name in [name for name in sys.modules if name.split(".")[0] == "nvidia"]:
-            del sys.modules[name]
-        yield tmp_path
-
-
-@pytest.mark.parametrize("chosen", [None, "/opt/cudnn"])
-def test_the_cudnn_is_pytorchs(monkeypatch: pytest.MonkeyPatch, wheels: Path, chosen: str | None) -> None:
-    """All its parts, before another is found by their names; a CUDNN_HOME that the user has set stays."""
-    folder, loaded = wheels / "nvidia" / "cudnn", list[str]()
-    monkeypatch.setattr(ctypes, "CDLL", loaded.append)
-    monkeypatch.setenv("CUDNN_HOME", chosen or "to be removed")
-    if chosen is None:
-        monkeypatch.delenv("CUDNN_HOME")
-    module.load_pytorchs_cudnn()  # a PyTorch without wheels, such as conda's: Transformer Engine looks for itself
-    assert os.environ.get("CUDNN_HOME") == chosen
-    (folder / "lib").mkdir(parents=True)
-    parts = ["libcudnn.so.9", "libcudnn_cnn.so.9", "libcudnn_graph.so.9"]
-    for name in [*parts, "libother.so.9"]:
-        (folder / "lib" / name).touch()
-    module.load_pytorchs_cudnn()
-    assert loaded == [str(folder / "lib" / name) for name in parts]
-    assert os.environ["CUDNN_HOME"] == (chosen or str(folder))
