@@ -30,7 +30,7 @@ from overcoat.kernels.blockwise import BLOCK
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import Modules
 from overcoat.models.refusals import why_replaced
-from overcoat.models.sharded_weight import Gather, ShardedWeight
+from overcoat.models.sharded_weight import Maxima, ShardedWeight
 
 
 @dataclass
@@ -48,9 +48,8 @@ class GatherReport:
 def fp8_all_gather(model: nn.Module) -> GatherReport:
     """Let the weights of converted layers travel in FP8; to be called in every process, after `fully_shard`.
 
-    On CPUs the results are bit for bit those without it; on GPUs that is not shown. Costs 1 byte a weight, divided by
-    the number of processes. Called again, it looks at the model anew: after other conversions, and after writes to
-    shards that nobody can see (`weight.data`, `to_local()`).
+    On CPUs the results are bit for bit those without it; on GPUs that is not shown. Called again, it looks at the model
+    anew: after other conversions, and after writes to shards that nobody can see (`weight.data`, `to_local()`).
 
     Args:
         model: converted, and sharded by `fully_shard`.
@@ -67,8 +66,9 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    _forget(model)
-    gather, report, stacks = Gather(), GatherReport(), 0
+    if (gather := _gathers.pop(model, None)) is not None:
+        gather.remove()
+    report, blocks, stacks = GatherReport(), list[ShardedWeight](), dict[Any, list[list[ShardedWeight]]]()
     for path, layer in model.named_modules():
         if not isinstance(layer, Fp8DecoderLayer):
             continue
@@ -78,36 +78,57 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
             if reason is not None:
                 report.left_alone.update({names[module]: reason for module in stack})
                 continue
-            for module in stack:
-                param = params[id(module), "weight"]
-                place = None if is_blocks else stacks
-                gather.weights.append(ShardedWeight(names[module], param, layer, place, gather))
-            stacks += not is_blocks
-    if not gather.weights:
+            weights = [ShardedWeight(names[module], params[id(module), "weight"], layer) for module in stack]
+            report.fp8 += [weight.name for weight in weights]
+            if is_blocks:
+                blocks += weights
+            else:
+                param = weights[0].param
+                key = param.shard_mesh.get_group(), param.mp_policy.param_dtype or weights[0].local.dtype
+                stacks.setdefault(key, []).append(weights)
+    if not report.fp8:
         reasons = "; ".join(dict.fromkeys(report.left_alone.values())) or "no layer trains in FP8: overcoat.convert it"
         raise ValueError(f"no weight of {type(model).__name__} can travel in FP8: {reasons}")
-    for weight in gather.weights:
-        weight.attach()
-        report.fp8.append(weight.name)
-    _gathers[model] = gather, model.register_forward_pre_hook(gather.before_forward, prepend=True)
+    _gathers[model] = gather = Gather(blocks, [Maxima(of) for of in stacks.values()])
+    gather.handle = model.register_forward_pre_hook(gather.before_forward, prepend=True)
     return report
 
 
-def _forget(model: nn.Module) -> None:
-    """What an earlier call did."""
-    gather, handle = _gathers.pop(model, (None, None))
-    if gather is not None and handle is not None:
-        handle.remove()
-        for weight in gather.weights:
+class Gather:
+    """All weights of a model that travel in FP8."""
+
+    handle: Optional[RemovableHandle] = None
+
+    def __init__(self, blocks: list[ShardedWeight], maxima: list[Maxima]) -> None:
+        self.maxima, self.weights = maxima, [*blocks, *(weight for each in maxima for weight in each.weights)]
+        for weight in self.weights:
+            weight.attach()
+
+    def before_forward(self, *_: Any) -> None:
+        """Attach shards that have become other tensors, and find the maxima before anything is sent."""
+        for weight in self.weights:
+            if not weight.is_attached():
+                weight.attach()
+                if weight.maxima is not None:
+                    weight.maxima.is_stale = True
+        for maxima in self.maxima:
+            maxima.check(maxima.weights)
+            maxima.find_if_stale()
+
+    def remove(self) -> None:
+        """Let FSDP2 gather as before."""
+        assert self.handle is not None
+        self.handle.remove()
+        for weight in self.weights:
             weight.detach()
 
 
-_gathers: weakref.WeakKeyDictionary[nn.Module, tuple[Gather, RemovableHandle]] = weakref.WeakKeyDictionary()
+_gathers: weakref.WeakKeyDictionary[nn.Module, Gather] = weakref.WeakKeyDictionary()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for gather, _handle in list(_gathers.values()):
-        gather.after_step(optimizer)
+    for maxima in [maxima for gather in _gathers.values() for maxima in gather.maxima]:
+        maxima.after_step(optimizer)
 
 
 register_optimizer_step_post_hook(_after_step)
