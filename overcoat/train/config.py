@@ -106,17 +106,29 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    files: list[str] = option([], 'paths or patterns of .txt, .jsonl, .bin, ...; or "stdlib", "site-packages"')
+    files: list[str] = option(
+        [], 'paths or patterns of .txt, .jsonl, .json, .parquet, also .gz, or .bin; or "stdlib", "site-packages"'
+    )
     dataset: str = option("", "name for datasets.load_dataset; with data.files these become its data_files")
     dataset_config: str = option("", "the configuration (second argument) of the dataset")
     split: str = option("train", "split of the dataset to train on")
-    text_key: str = option("text", "field that holds the text, in JSONL and datasets")
+    format: Literal["text", "messages", "prompt-completion"] = option(
+        "text", "what a row of the data is: text, a conversation, or a prompt and its completion"
+    )
+    text_key: str = option("text", "field that holds the text, in JSON, parquet and datasets")
+    messages_key: str = option("messages", "field with a conversation: a list of {role, content} or {from, value}")
+    prompt_key: str = option("prompt", "field with a prompt: text, or messages")
+    completion_key: str = option("completion", "field with its completion, which alone is trained on")
+    prompt_template: str = option("{prompt}", "what a prompt of text is put into")
+    too_long: Literal["truncate", "drop"] = option(
+        "truncate", "conversations above data.sequence_length: keep their beginning, or leave them out"
+    )
     token_dtype: Literal["uint16", "uint32"] = option("uint16", "element type of .bin files")
     streaming: bool = option(False, "tokenize on the fly instead of once into data.cache_dir")
     shuffle_rows: int = option(256, "streaming only: rows held back to draw the next one from", at_least=1)
     max_bytes: int = option(0, "read at most this much text, in UTF-8; 0 reads all", at_least=0)
     sequence_length: int = option(1024, "tokens in a row", at_least=2)
-    document_mask: bool = option(False, "keep attention and loss inside a document of a packed row")
+    document_mask: bool = option(False, "keep attention and loss inside a document; conversations always are")
     held_out: float = option(0.01, "share kept for evaluation: whole documents, by their content", above=0, below=1)
     cache_dir: str = option("", "where tokens are kept; default: data/ in the run directory")
 
@@ -130,6 +142,24 @@ class DataConfig:
                 not (self.is_tokens and getattr(self, name)),
                 f"data.{name} = {getattr(self, name)}: does not apply to .bin files, which are used whole: drop it",
             )
+        require(
+            not (self.is_chat and (self.is_tokens or self.streaming)),
+            f"data.format = {self.format!r} is not for .bin files nor data.streaming: it is tokenized once and kept",
+        )
+        require(
+            "{prompt}" in self.prompt_template,
+            f"data.prompt_template = {self.prompt_template!r}: must hold {{prompt}}, where the prompt goes",
+        )
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a row of the data is a conversation, of which some tokens are trained on."""
+        return self.format != "text"
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether attention stays inside a document of a packed row."""
+        return self.document_mask or self.is_chat
 
     @property
     def is_tokens(self) -> bool:
@@ -142,6 +172,7 @@ class TokenizerConfig:
     name: str = option("", "Hugging Face name or local path; default: the model's, else one trained on the data")
     vocab_size: int = option(0, "train a byte-level BPE of this size on the data", at_most=2**22)
     train_bytes: int = option(32_000_000, "text to train it on, taken evenly from the data", at_least=1)
+    chat_template: str = option("", "a file with a Jinja chat template, or the tokenizer that has it; default: its own")
 
     def __post_init__(self) -> None:
         require(not (self.name and self.vocab_size), "set tokenizer.name or tokenizer.vocab_size, not both")
@@ -289,6 +320,11 @@ class Config:
         require(
             self.schedule.kind != "wsd" or warmup + decay <= steps,
             f"schedule: warmup_steps + decay_steps = {warmup + decay} must not exceed train.steps = {steps}",
+        )
+        require(
+            not (self.data.is_chat and self.train.compile == "graphs"),
+            f"data.format = {self.data.format!r} does not go with train.compile = 'graphs': each batch has its own "
+            "number of conversations, a graph has one shape. Set train.compile to 'layers' or 'none'",
         )
         # What compiled layers would leave undone, and what CUDA graphs would do wrong or are not meant for.
         lacking = {"none": {}, "layers": NOT_COMPILED, "graphs": NOT_COMPILED | NOT_IN_GRAPHS}[self.train.compile]

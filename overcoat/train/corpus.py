@@ -9,6 +9,10 @@ when the source files have changed since: a resumed run reads the very same toke
 Held out are whole documents, chosen by the checksum of their content: those with the smallest, up to `data.held_out` of
 all tokens, and a row at least. Nobody has to remember a split, equal documents fall on the same side, and the seed does
 not move it. Only a document that is large beside that share is cut. Streamed data use the checksum against a threshold.
+
+Of conversations (data.format) tokens.bin is uint32 with the flags of chat.py, and documents.npy also has how many of
+the first tokens of each are needed for a label. Those above `data.sequence_length` are truncated or dropped when rows
+are made, as `data.too_long` says, and counted.
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ from typing import Any
 import numpy as np
 
 from overcoat.extras import reason
+from overcoat.train.chat import Encoder, examples
 from overcoat.train.config import Config, DataConfig, require
-from overcoat.train.data import PackedRows, RowSource, StreamedRows, cut
+from overcoat.train.data import ChatRows, PackedRows, RowSource, StreamedRows, cut
 from overcoat.train.files import DamagedError, lock, verify_directory, write_directory, writing
-from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, reading
+from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, no_documents, reading
 from overcoat.train.tokenizer import encode, load_tokenizer, make_tokenizer, num_ids, tokenizer_name
 
 ENCODED_BYTES = 16 << 20
@@ -36,6 +41,7 @@ STREAMED = "streamed"  # how the identity of a stream begins
 TOKENS, TOKENIZER = "tokens", "tokenizer"  # folders of the cache directory
 # What decides the tokens; the rest of [data] (packing, masks, streaming) does not.
 TOKEN_KEYS = ("files", "dataset", "dataset_config", "split", "text_key", "max_bytes")
+CHAT_KEYS = ("format", "messages_key", "prompt_key", "completion_key", "prompt_template")  # where they are any
 LAYOUT = 2  # of the tokens and how text is cut; another one is another KEY
 NEEDED = {
     TOKENS: ["tokens.bin", "documents.npy", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"],
@@ -53,6 +59,7 @@ class Corpus:
     held_out: np.ndarray  # (rows, T + 1) int64
     num_ids: int  # every token id is below it: the tokenizer's size, or what binaries hold
     identity: str  # a checkpoint refuses to continue on other tokens
+    note: str = ""  # what was left out of the data
 
 
 def cache_dir(config: Config) -> Path:
@@ -68,11 +75,28 @@ def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
         return _open_stream(config, say)
     folder, manifest = _cached(config, TOKENS, say)
     tokenizer = load_tokenizer(folder / "tokenizer", config.model.trust_remote_code)
-    tokens = np.memmap(folder / "tokens.bin", dtype=_token_type(tokenizer), mode="r")
+    is_chat = config.data.is_chat
+    tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32 if is_chat else _token_type(tokenizer), mode="r")
     table = np.load(folder / "documents.npy")
-    rows, held_out = _packed(config, tokens, table[:, :2], table[:, 2])
+    table, note = _fitting(config.data, table) if is_chat else (table, "")
+    if note:
+        say(note)
+    rows, held_out = _packed(config, tokens, table[:, :2], table[:, 2], tokenizer.eos_token_id)
     identity = manifest["files"]["tokens.bin"]["sha256"]
-    return Corpus(tokenizer, tokenizer.eos_token_id, rows, held_out, num_ids(tokenizer), identity)
+    return Corpus(tokenizer, tokenizer.eos_token_id, rows, held_out, num_ids(tokenizer), identity, note)
+
+
+def _fitting(data: DataConfig, table: np.ndarray) -> tuple[np.ndarray, str]:
+    """The conversations of `table` that fit into rows, and what became of the others."""
+    table, lengths, length = table.copy(), table[:, 1] - table[:, 0], data.sequence_length
+    is_long = lengths > length
+    is_dropped = is_long & ((data.too_long == "drop") | (table[:, 3] > length))
+    table[:, 1] = np.minimum(table[:, 1], table[:, 0] + length)
+    note = (
+        f"{is_long.sum()} of {len(table)} conversations are longer than data.sequence_length = {length}: "
+        f"{(is_long & ~is_dropped).sum()} truncated, {is_dropped.sum()} dropped"
+    )
+    return table[~is_dropped], note if is_long.any() else ""
 
 
 def _cached(config: Config, kind: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
@@ -110,21 +134,42 @@ def write_tokens(config: Config, target: Path) -> None:
     """Tokenize every document into `target`."""
     tokenizer = make_tokenizer(config)
     assert tokenizer is not None
-    dtype = _token_type(tokenizer)
-    lengths: list[int] = []
-    checksums: list[int] = []
+    encoded = _encoded_chats if config.data.is_chat else _encoded_texts
+    about: list[tuple[int, ...]] = []
     with (target / "tokens.bin").open("wb") as file:
-        for texts in _grouped(documents(config.data)):
-            encoded = encode(tokenizer, texts)
-            lengths += map(len, encoded)
-            checksums += [content_key(text) for text in texts]
-            file.write(np.concatenate([np.asarray(ids, dtype=dtype) for ids in encoded]).tobytes())
+        for tokens, *rest in encoded(config, tokenizer):
+            file.write(tokens.tobytes())
+            about.append((len(tokens), *rest))
+    lengths, *columns = np.asarray(about, dtype=np.int64).T
     ends = np.cumsum(lengths)
-    table = np.stack([ends - lengths, ends, checksums], axis=1)
-    _split(config, table[:, :2], table[:, 2])  # tokens that are too few would be in the way of more
+    table = np.stack([ends - lengths, ends, *columns], axis=1)
     np.save(target / "documents.npy", table)
+    kept = _fitting(config.data, table)[0] if config.data.is_chat else table
+    _split(config, kept[:, :2], kept[:, 2])  # tokens that are too few would be in the way of more
     with writing(target / "tokenizer"):
         tokenizer.save_pretrained(target / "tokenizer")
+
+
+def _encoded_texts(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:
+    """The tokens of each document, and the checksum of its content."""
+    dtype = _token_type(tokenizer)
+    for texts in _grouped(documents(config.data)):
+        for text, ids in zip(texts, encode(tokenizer, texts), strict=True):
+            yield np.asarray(ids, dtype=dtype), content_key(text)
+
+
+def _encoded_chats(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int, int]]:
+    """The tokens of each conversation, the checksum of its content, and how many it takes to have a label."""
+    encoder, num_bytes = Encoder(config.data, tokenizer), 0
+    for where, example in examples(config.data):
+        content = json.dumps(example, sort_keys=True, ensure_ascii=False, default=str)
+        num_bytes += encoded_size(content)
+        if config.data.max_bytes and num_bytes > config.data.max_bytes:
+            break
+        tokens, needed = encoder(example, where)
+        yield tokens, content_key(content), needed
+    if not num_bytes:
+        raise no_documents(config.data)
 
 
 def write_tokenizer(config: Config, target: Path) -> None:
@@ -169,19 +214,24 @@ def _split(config: Config, ranges: np.ndarray, keys: np.ndarray) -> tuple[np.nda
     """The ranges (D, 2) of tokens to train on and those held out, of documents at `ranges` with the content `keys`."""
     length = config.data.sequence_length
     lengths = ranges[:, 1] - ranges[:, 0]
-    wanted = max(config.data.held_out * lengths.sum(), length + 1)
+    wanted = config.data.held_out * lengths.sum()
+    if not config.data.is_chat:
+        wanted = max(wanted, length + 1)
     chosen = choose_held_out(keys, lengths, wanted)
     excess = int(lengths[chosen].sum() - wanted)
     is_held = np.zeros(len(keys), dtype=bool)
     is_held[chosen] = True
     training, held_out = ranges[~is_held], ranges[is_held]
-    if excess > wanted:
+    if excess > wanted and not config.data.is_chat:
         # The last one is most of what is held out, or all the data: its beginning is enough, and comes last because
         # it has no EOS.
         begin, end = ranges[chosen[-1]]
         held_out = np.append(held_out[held_out[:, 0] != begin], [[begin, end - excess]], axis=0)
         training = np.append(training, [[end - excess, end]], axis=0)
     for name, share in (("training", training), ("held-out", held_out)):
+        if config.data.is_chat:
+            require(len(share) > 0, f"the {name} share of the data has no conversation: add some, or set data.held_out")
+            continue
         require(
             (share[:, 1] - share[:, 0]).sum() > length,
             f"the {name} share of the data has no full row of data.sequence_length = {length} tokens: add data, "
@@ -193,7 +243,11 @@ def _split(config: Config, ranges: np.ndarray, keys: np.ndarray) -> tuple[np.nda
 def _made_from(config: Config) -> dict[str, Any]:
     data = asdict(config.data)
     tokenizer = {**asdict(config.tokenizer), "name": tokenizer_name(config)}
-    return {**{key: data[key] for key in TOKEN_KEYS}, "tokenizer": tokenizer}
+    template = Path(config.tokenizer.chat_template)
+    if template.is_file():
+        tokenizer["chat_template"] = template.read_text(encoding="utf-8")
+    keys = (*TOKEN_KEYS, *CHAT_KEYS) if config.data.is_chat else TOKEN_KEYS
+    return {**{key: data[key] for key in keys}, "tokenizer": tokenizer}
 
 
 def _open_binaries(config: Config) -> Corpus:
@@ -253,13 +307,14 @@ def _document_ends(tokens: np.ndarray, eos: int | None, length: int) -> np.ndarr
 
 
 def _packed(
-    config: Config, tokens: np.ndarray | Shards, ranges: np.ndarray, keys: np.ndarray
+    config: Config, tokens: np.ndarray | Shards, ranges: np.ndarray, keys: np.ndarray, eos: int | None = None
 ) -> tuple[PackedRows, np.ndarray]:
     """Training rows, and the held-out rows to evaluate on, of documents at `ranges` in `tokens`."""
     length = config.data.sequence_length
     training, held_out = _split(config, ranges, keys)
-    held_rows = PackedRows(tokens, held_out, length, 0, shuffle=False)
-    rows = PackedRows(tokens, training, length, config.train.seed)
+    kind = functools.partial(ChatRows, pad=eos or 0) if config.data.is_chat else PackedRows
+    held_rows = kind(tokens, held_out, length, 0, shuffle=False)
+    rows = kind(tokens, training, length, config.train.seed)
     return rows, held_rows.next_rows(min(config.eval.rows, held_rows.num_rows))
 
 

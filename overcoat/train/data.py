@@ -5,18 +5,21 @@ tokens. A row is stored with one token more, so inputs are row[:-1] and labels r
 
     PackedRows    tokens in a file, mapped into memory. Seed and epoch alone decide the order of documents in
                   the stream and of the rows drawn from it, so the position is (epoch, rows done).
+    ChatRows      whole conversations, packed by best fit, the longest first. A row's tokens carry flags: TRAINED where
+                  a token is a label, START where a conversation (or the padding after the last) begins.
     StreamedRows  text tokenized on the way. Rows wait in a pool from which the next one is drawn; the
                   position is the source's own, the pool, the tokens not yet in a row, and the generator.
 
 With `document_mask`, `position_ids` restart after every EOS (transformers turns that into a block-diagonal
 attention mask, a converted model reads `document_starts`) and the label that would cross from one document into the
-next is IGNORED.
+next is IGNORED. Conversations are always kept apart so.
 
 Legend: B rows, T sequence length, D documents.
 """
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +27,13 @@ import numpy as np
 import torch
 
 from overcoat.kernels.packed import document_starts
+from overcoat.train.chat import TRAINED
 from overcoat.train.sources import DocumentStream
 from overcoat.train.tokenizer import encode
 
 IGNORED = -100
 ENCODED_AT_ONCE = 64
+START = 1 << 32  # with TRAINED, a flag of tokens in rows of conversations, each of which begins with it
 
 
 @dataclass(frozen=True)
@@ -56,21 +61,32 @@ def make_batch(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> Bat
     """Split rows (B, T + 1) into inputs and labels."""
     rows = torch.from_numpy(rows_BT)
     inputs, labels = rows[:, :-1].clone(), rows[:, 1:].clone()  # the two overlap in `rows`, and labels are edited
-    if not document_mask or eos is None:
+    if _are_conversations(rows_BT):
+        is_start = (inputs & START) != 0
+        labels[(labels & (TRAINED | START)) != TRAINED] = IGNORED
+        labels[labels != IGNORED] &= TRAINED - 1
+        inputs &= TRAINED - 1
+    elif document_mask and eos is not None:
+        is_start = torch.zeros_like(inputs, dtype=torch.bool)
+        is_start[:, 1:] = inputs[:, :-1] == eos
+        labels[inputs == eos] = IGNORED
+    else:
         return Batch(inputs, labels, None, labels.numel())
     places = torch.arange(inputs.shape[1]).expand_as(inputs)
-    is_start = torch.zeros_like(inputs, dtype=torch.bool)
-    is_start[:, 1:] = inputs[:, :-1] == eos
-    starts = torch.where(is_start, places, 0).cummax(dim=1).values
-    labels[inputs == eos] = IGNORED
-    position_ids = places - starts
+    position_ids = places - torch.where(is_start, places, 0).cummax(dim=1).values
     return Batch(inputs, labels, position_ids, int((labels != IGNORED).sum()), document_starts(position_ids))
 
 
 def count_labels(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> int:
     """Labels that count in rows (B, T + 1), as `make_batch` has them."""
     inputs = rows_BT[:, :-1]
+    if _are_conversations(rows_BT):
+        return int(((rows_BT[:, 1:] & (TRAINED | START)) == TRAINED).sum())
     return inputs.size - (int((inputs == eos).sum()) if document_mask and eos is not None else 0)
+
+
+def _are_conversations(rows_BT: np.ndarray) -> bool:
+    return bool(rows_BT[0, 0] & START)
 
 
 def cut(tokens: np.ndarray, length: int) -> list[np.ndarray]:
@@ -84,7 +100,6 @@ class PackedRows:
     def __init__(self, tokens: Any, documents: np.ndarray, length: int, seed: int, shuffle: bool = True):
         self.tokens, self.documents, self.length = tokens, documents, length
         self.seed, self.shuffle = seed, shuffle
-        self.num_rows = max(0, (int((documents[:, 1] - documents[:, 0]).sum()) - 1) // length)
         self.epoch, self.num_done = 0, 0
         self._arrange()
 
@@ -94,6 +109,7 @@ class PackedRows:
         ranges = self.documents[generator.permutation(len(self.documents))] if self.shuffle else self.documents
         self._stops = ranges[:, 1]  # of documents among the tokens
         self._ends = np.cumsum(ranges[:, 1] - ranges[:, 0])  # and in the epoch's stream
+        self.num_rows = max(0, (int(self._ends[-1]) - 1) // self.length)
         self._rows = generator.permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)
 
     def next_rows(self, count: int) -> np.ndarray:
@@ -103,12 +119,13 @@ class PackedRows:
             if self.num_done >= self.num_rows:  # above: resumed on purpose with longer rows, of which there are fewer
                 self.epoch, self.num_done = self.epoch + 1, 0
                 self._arrange()
-            self._gather(int(self._rows[self.num_done]) * self.length, row)
+            self._fill(int(self._rows[self.num_done]), row)
             self.num_done += 1
         return rows
 
-    def _gather(self, start: int, row: np.ndarray) -> None:
-        """Fill `row` from position `start` of the epoch's stream, across as many documents as it takes."""
+    def _fill(self, number: int, row: np.ndarray) -> None:
+        """Fill `row` from its place in the epoch's stream, across as many documents as it takes."""
+        start = number * self.length
         index = int(np.searchsorted(self._ends, start, side="right"))
         filled = 0
         while filled < len(row):
@@ -123,6 +140,55 @@ class PackedRows:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.num_done = state["epoch"], state["num_done"]
         self._arrange()
+
+
+class ChatRows(PackedRows):
+    """Rows of whole conversations, of at most T tokens each; `pad` follows the last."""
+
+    def __init__(self, tokens: Any, documents: np.ndarray, length: int, seed: int, pad: int, shuffle: bool = True):
+        self.pad = pad
+        super().__init__(tokens, documents, length, seed, shuffle)
+
+    def _arrange(self) -> None:
+        generator = np.random.default_rng([self.seed, self.epoch])
+        count = len(self.documents)
+        ranges = self.documents[generator.permutation(count) if self.shuffle else np.arange(count)]
+        # The longest first: of lengths spread evenly up to T 96% of the places are filled; in shuffled order 93%.
+        self._ranges = ranges[np.argsort(ranges[:, 0] - ranges[:, 1], kind="stable")]
+        self._packed = best_fit(self._ranges[:, 1] - self._ranges[:, 0], self.length)
+        self.num_rows = len(self._packed)
+        self._rows = generator.permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)
+
+    def _fill(self, number: int, row: np.ndarray) -> None:
+        row[:], filled = self.pad, 0
+        for begin, end in self._ranges[self._packed[number]]:
+            row[filled : filled + end - begin] = self.tokens[begin:end]
+            row[filled] |= START
+            filled += end - begin
+        row[filled] |= START
+
+
+def best_fit(lengths: np.ndarray, room: int) -> list[list[int]]:
+    """Rows of indices: each length, one after the other, goes into the fullest row that has room, or a new one."""
+    rows: list[list[int]] = []
+    spaces: list[int] = []  # that rows have left, ascending, each once
+    with_space: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths.tolist()):
+        at = bisect.bisect_left(spaces, length)
+        if at < len(spaces):
+            space = spaces[at]
+            row = with_space[space].pop()
+            if not with_space[space]:
+                del spaces[at]
+        else:
+            space, row = room, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        if left := space - length:
+            if not with_space.setdefault(left, []):
+                bisect.insort(spaces, left)
+            with_space[left].append(row)
+    return rows
 
 
 class StreamedRows:

@@ -123,7 +123,7 @@ def training(config: Config, memory: int | None = None) -> Training:
 def to_estimate(config: Config, memory: int | None) -> tuple[Predictor, int, int, Setup, str]:
     """What `overcoat estimate --config` asks for: `training` with a predictor for its model."""
     asked = training(config, memory)
-    predictor = Predictor(asked.model, loss_for_estimates(config.data.document_mask))
+    predictor = Predictor(asked.model, loss_for_estimates(config.data.masks_documents))
     return predictor, asked.batch, asked.sequence, asked.setup, asked.note
 
 
@@ -139,7 +139,7 @@ def training_setup(config: Config, fit: Fit) -> Setup:
         offload=optimizer.offload,
         accumulation=rows_of_process(config) // fit.micro_batch,
         dtype=config.model.dtype,
-        document_mask=config.data.document_mask,
+        document_mask=config.data.masks_documents,
     )
 
 
@@ -196,7 +196,7 @@ def choose_fit(config: Config, model: Any, memory: int) -> Fit | None:
         model: transformers configuration.
         memory: bytes of the GPU, the CUDA context's included. SAFETY comes off, but for the leanest of all.
     """
-    predictor = Predictor(model, loss_for_estimates(config.data.document_mask))
+    predictor = Predictor(model, loss_for_estimates(config.data.masks_documents))
 
     def needed(fit: Fit) -> int:
         setup = training_setup(config, fit)

@@ -24,6 +24,7 @@ from overcoat import memory
 from overcoat.models.compiled import compile_layers, eager
 from overcoat.train import checkpoint, process
 from overcoat.train.build import build_model, check_config, check_vocabulary, make_optimizer
+from overcoat.train.chat import prompt_ids
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
@@ -58,6 +59,7 @@ class RunResult:
     export: str
     metrics: str
     sample: str
+    note: str  # what was left out of the data
 
 
 def run(config: Config, console: Console) -> list[RunResult]:
@@ -161,7 +163,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         (run_dir / "kept.txt").write_text(state.kept_table + "\n", encoding="utf-8")
     checkpoint.export(state, corpus.tokenizer, run_dir / "export")
     sample = generate_sample(config, corpus, state)
-    return process.share(lambda: _result(config, title, state, sample))
+    return process.share(lambda: _result(config, title, state, sample, corpus.note))
 
 
 def tidy(config: Config, step: int) -> None:
@@ -199,7 +201,7 @@ def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -
     return TrainState(model, optimizer, corpus.rows, corpus.identity, corpus.eos, device, fit), report
 
 
-def _result(config: Config, title: str, state: TrainState, sample: str) -> RunResult:
+def _result(config: Config, title: str, state: TrainState, sample: str, note: str) -> RunResult:
     run_dir = Path(config.train.run_dir)
     metrics = read_metrics(run_dir / METRICS)
     rows = list(metrics["train"].values())
@@ -220,6 +222,7 @@ def _result(config: Config, title: str, state: TrainState, sample: str) -> RunRe
         export=str(run_dir / "export"),
         metrics=str(run_dir / METRICS),
         sample=sample,
+        note=note,
     )
 
 
@@ -228,7 +231,7 @@ def generate_sample(config: Config, corpus: Corpus, state: TrainState) -> str:
     tokenizer, wanted = corpus.tokenizer, config.sample
     if tokenizer is None or not wanted.tokens:
         return ""
-    ids = tokenizer(wanted.prompt).input_ids or [tokenizer.eos_token_id]
+    ids = prompt_ids(config.data, tokenizer, wanted.prompt) or [tokenizer.eos_token_id]
     inputs = torch.tensor([ids], device=state.device)
     state.model.eval()
     choice = {"do_sample": True, "temperature": wanted.temperature, "top_k": 50} if wanted.temperature else {}

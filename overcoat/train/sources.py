@@ -5,13 +5,15 @@ by the checksum of the name): any prefix is a fair sample, for the tokenizer or 
 
     "stdlib"          the .py files of the running Python, without tests and tables (STDLIB_SKIPPED)
     "site-packages"   the .py files of everything installed beside it
-    *.jsonl           one JSON object per line, its `data.text_key`; *.parquet: one row each, likewise
+    *.jsonl           one JSON object per line, its `data.text_key`; *.json (an array of objects, or one a line) and
+                      *.parquet likewise
     other text        one document each; above CORPUS_BYTES cut at line ends into pieces of PIECE_BYTES
     *.gz              what is inside, text being a corpus of any size
     data.dataset      datasets.load_dataset(..., streaming=True): nothing is downloaded ahead or copied
 
 Text is UTF-8 (Python source: what it declares), and a document is a string: anything else is an error that names the
-file and the row. Formats that hold text but are none (NOT_TEXT) are refused with the way to read them.
+file and the row. Formats that hold text but are none (NOT_TEXT) are refused with the way to read them. `rows(config)`
+yields the rows themselves, for conversations (chat.py).
 
 `DocumentStream` walks the same documents again and again, reshuffled in each epoch, and can say where it stands: for
 local files (epoch, documents done), for a dataset the state of its own iterator.
@@ -37,6 +39,7 @@ import numpy as np
 from overcoat.extras import load_extra, reason
 from overcoat.train.config import DataConfig
 
+ROWS = (".jsonl", ".json", ".parquet")
 CORPUS_BYTES = 1 << 18
 PIECE_BYTES = 1 << 16
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__"}
@@ -44,7 +47,7 @@ NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__"}
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 PACKED = "unpack it first"
 NOT_TEXT = {
-    **dict.fromkeys([".json", ".csv"], "read it with data.dataset={kind}, or convert it to .jsonl"),
+    ".csv": "read it with data.dataset=csv, or convert it to .jsonl",
     ".tsv": "convert it to .jsonl",
     ".arrow": "read it with data.dataset=arrow",
     ".bin": "name token files by a pattern that ends in .bin",
@@ -84,19 +87,32 @@ def _package_roots() -> list[Path]:
 
 def read_documents(path: Path, text_key: str) -> Iterator[str]:
     """The documents of one file."""
+    if _kind(path) in ROWS:
+        for where, row in read_rows(path, [text_key]):
+            yield text_of(row, text_key, "text_key", where)
+        return
+    with reading(path):
+        is_corpus = path.suffix.lower() == ".gz" or path.stat().st_size > CORPUS_BYTES
+        yield from _read_text(path, PIECE_BYTES if is_corpus else -1)
+
+
+def read_rows(path: Path, columns: list[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """The rows of one file, each with where it is; of parquet these columns, or all."""
+    kind = _kind(path)
+    if kind not in ROWS:
+        raise ValueError(f"{path} is text, and data.format wants {', '.join(ROWS)}: leave it out of data.files")
+    with reading(path):
+        yield from _read_parquet(path, columns) if kind == ".parquet" else _read_json(path, kind == ".json")
+
+
+def _kind(path: Path) -> str:
+    """What a file is by its name, without .gz."""
     packed = path.suffix.lower() == ".gz"
     kind = Path(path.stem).suffix.lower() if packed else path.suffix.lower()
     if kind in NOT_TEXT or (packed and kind == ".parquet"):
         remedy = PACKED if packed else NOT_TEXT[kind].format(kind=kind[1:])
         raise ValueError(f"{path}: a {kind} file is not read as text: {remedy}, or leave it out of data.files")
-    with reading(path):
-        if kind == ".parquet":
-            yield from _read_parquet(path, text_key)
-        elif kind == ".jsonl":
-            yield from _read_jsonl(path, text_key)
-        else:
-            is_corpus = packed or path.stat().st_size > CORPUS_BYTES
-            yield from _read_text(path, PIECE_BYTES if is_corpus else -1)
+    return kind
 
 
 @contextlib.contextmanager
@@ -127,45 +143,68 @@ def _read_text(path: Path, piece: int) -> Iterator[str]:
             yield text
 
 
-def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
+def _read_json(path: Path, may_be_array: bool) -> Iterator[tuple[str, Any]]:
+    """One object a line, or an array of objects."""
     with _open_text(path) as file:
+        if may_be_array:
+            while (first := file.read(1)).isspace():
+                pass
+            if first == "[":
+                rows = _parsed(first + file.read(), str(path))
+                yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+                return
+            file.seek(0)
         for number, line in enumerate(file, 1):
             if line.strip():
-                try:
-                    value = json.loads(line)[text_key]
-                except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    raise ValueError(
-                        f"{path}:{number}: no JSON object with text under {text_key!r} (data.text_key)"
-                    ) from error
-                yield _checked(value, f"{path}:{number}", text_key)
+                yield f"{path}:{number}", _parsed(line, f"{path}:{number}")
 
 
-def _read_parquet(path: Path, text_key: str) -> Iterator[str]:
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: no JSON ({reason(error)}): correct or remove it") from error
+
+
+def _read_parquet(path: Path, columns: list[str] | None) -> Iterator[tuple[str, Any]]:
     pyarrow = load_extra("pyarrow", "hf", "reading parquet")
     parquet = load_extra("pyarrow.parquet", "hf", "reading parquet")
     try:
         with parquet.ParquetFile(path) as file:
-            if text_key not in (names := file.schema_arrow.names):
-                raise ValueError(f"data.text_key = {text_key!r}: the columns of {path} are {', '.join(names)}")
-            values = (value for batch in file.iter_batches(columns=[text_key]) for value in batch[0].to_pylist())
-            for number, value in enumerate(values, 1):
-                yield _checked(value, f"{path}, row {number}", text_key)
+            # Of a column that is lacking the first row is refused, with the names of those that are there.
+            wanted = columns if columns and set(columns) <= set(file.schema_arrow.names) else None
+            rows = (row for batch in file.iter_batches(columns=wanted) for row in batch.to_pylist())
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
     except pyarrow.ArrowException as error:
         raise ValueError(f"cannot read {path} ({reason(error)}): repair it, or leave it out of data.files") from error
 
 
-def _checked(value: Any, where: str, text_key: str) -> str:
+KINDS = {type(None): "null", dict: "an object", list: "a list", int: "a number", float: "a number", str: "text"}
+
+
+def field_of(row: Any, key: str, option: str, where: str) -> Any:
+    """A field of a row, which data.`option` names `key`."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: {KINDS.get(type(row), 'no object')}, not an object: correct or remove the row")
+    if key not in row:
+        raise ValueError(f"{where}: no field {key!r} (data.{option}) among {', '.join(map(str, row)) or 'none'}")
+    return row[key]
+
+
+def text_of(row: Any, key: str, option: str, where: str) -> str:
+    """A field of a row that must be text."""
+    return as_text(field_of(row, key, option, where), f"{where}: {key!r}", f", or name another data.{option}")
+
+
+def as_text(value: Any, where: str, other: str = "") -> str:
     """`value` if it is text."""
     if not isinstance(value, str):
-        kinds = {type(None): "null", dict: "an object", list: "a list", int: "a number", float: "a number"}
-        what = f"{kinds.get(type(value), f'a {type(value).__name__}')}, not text"
-        raise ValueError(
-            f"{where}: {text_key!r} holds {what}: correct or remove the row, or name another data.text_key"
-        )
+        what = f"{KINDS.get(type(value), f'a {type(value).__name__}')}, not text"
+        raise ValueError(f"{where} holds {what}: correct or remove the row{other}")
     try:
         encoded_size(value)
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: {text_key!r} holds half of a surrogate pair: correct or remove the row") from error
+        raise ValueError(f"{where} holds half of a surrogate pair: correct or remove the row") from error
     return value
 
 
@@ -218,6 +257,13 @@ def documents(config: DataConfig) -> Iterator[str]:
         raise no_documents(config)
 
 
+def rows(config: DataConfig) -> Iterator[tuple[str, Any]]:
+    """Every row of the data once, with where it is."""
+    if config.dataset:
+        return _dataset_rows(open_dataset(config), config, 0)
+    return (row for path in find_files(config.files) for row in read_rows(path))
+
+
 def no_documents(config: DataConfig) -> ValueError:
     """That there is nothing to train on."""
     where = "data.dataset has" if config.dataset else "data.files have"
@@ -225,13 +271,16 @@ def no_documents(config: DataConfig) -> ValueError:
     return ValueError(f"{where} no documents with text{limit}")
 
 
-def _texts(dataset: Any, config: DataConfig, num_done: int) -> Iterator[str]:
-    """The text of each example; `num_done` came before the first."""
+def _dataset_rows(dataset: Any, config: DataConfig, num_done: int) -> Iterator[tuple[str, Any]]:
+    """The rows of a dataset; `num_done` came before the first."""
     with _reading_dataset(config):
-        for number, example in enumerate(dataset, num_done + 1):
-            if config.text_key not in example:
-                raise ValueError(f"data.text_key = {config.text_key!r}: the dataset's fields are {', '.join(example)}")
-            yield _checked(example[config.text_key], f"row {number}", config.text_key)
+        for number, row in enumerate(dataset, num_done + 1):
+            yield f"data.dataset = {config.dataset!r}, row {number}", row
+
+
+def _texts(dataset: Any, config: DataConfig, num_done: int) -> Iterator[str]:
+    for where, row in _dataset_rows(dataset, config, num_done):
+        yield text_of(row, config.text_key, "text_key", where)
 
 
 class DocumentStream:

@@ -57,6 +57,8 @@ def summarize(results: list[RunResult], run_dir: Path, console: Console) -> dict
     (run_dir / "results.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     console.print(_table(results))
     first = results[0]
+    if first.note:
+        console.print(first.note, **PLAIN)
     if first.sample:
         console.print(Panel(Text(first.sample), title="a sample", title_align="left"))
     for label, place in (

@@ -14,6 +14,7 @@ from typing import Any
 
 from overcoat.extras import load_extra
 from overcoat.models.pretrained import load_pretrained
+from overcoat.train import chat
 from overcoat.train.config import Config
 from overcoat.train.sources import documents, encoded_size
 
@@ -27,13 +28,17 @@ def tokenizer_name(config: Config) -> str:
 
 def make_tokenizer(config: Config) -> Any | None:
     """The transformers tokenizer of this run; None for token binaries that come without one."""
-    if name := tokenizer_name(config):
-        return load_tokenizer(name, config.model.trust_remote_code)
-    if config.tokenizer.vocab_size and not config.data.is_tokens:
-        return train_tokenizer(config)
-    if config.data.is_tokens:
+    name = tokenizer_name(config)
+    if not name and config.data.is_tokens:
         return None
-    raise ValueError("no tokenizer: set tokenizer.vocab_size (train one on the data) or tokenizer.name")
+    if not name and not config.tokenizer.vocab_size:
+        raise ValueError("no tokenizer: set tokenizer.vocab_size (train one on the data) or tokenizer.name")
+    tokenizer = load_tokenizer(name, config.model.trust_remote_code) if name else train_tokenizer(config)
+    if template := config.tokenizer.chat_template:
+        path = Path(template)
+        own = path.read_text(encoding="utf-8") if path.is_file() else load_tokenizer(template).chat_template
+        tokenizer.chat_template = own
+    return tokenizer
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
@@ -75,7 +80,7 @@ def num_ids(tokenizer: Any) -> int:
 
 def _sample(config: Config) -> Iterator[str]:
     num_bytes = 0
-    for text in documents(config.data):
+    for text in chat.texts(config.data) if config.data.is_chat else documents(config.data):
         yield text
         num_bytes += encoded_size(text)
         if num_bytes >= config.tokenizer.train_bytes:

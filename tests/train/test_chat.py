@@ -1,0 +1,364 @@
+"""Conversations as data: tokens and labels beside TRL's, packing, refusals: `pytest tests/train/test_chat.py`."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import tokenizers
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from pyarrow import parquet
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from overcoat.train.chat import Encoder, examples, prompt_ids
+from overcoat.train.config import DataConfig
+from overcoat.train.corpus import Corpus, open_corpus
+from overcoat.train.data import IGNORED, START, TRAINED, ChatRows, best_fit, count_labels, make_batch
+from overcoat.train.loop import RunStoppedError
+from overcoat.train.run import run
+from overcoat.train.sources import documents
+from tests.train.runs import MakeConfig, assert_same_run, stop_at, text_of
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+WORDS = ["alpha", "beta", "gamma", "delta", "is", "a", "letter", "what", "follows", "?", "\n", "<b>", "I'm"]
+
+
+@functools.cache
+def tokenizer_of(template: str, bos: bool = False) -> Any:
+    """A byte-level tokenizer with ChatML's special tokens and a chat template that TRL ships; `bos`: with Llama's
+    habit to begin every text with a token."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=340, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([" ".join(WORDS * 20)], trainer)
+    if bos:
+        backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 3)])
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<s>"
+    )
+    made.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    return made
+
+
+def said(generator: random.Random, most: int = 30) -> str:
+    return " ".join(generator.choices(WORDS, k=generator.randint(1, most)))
+
+
+def chats(count: int = 100) -> list[dict[str, Any]]:
+    generator = random.Random(0)
+    found = []
+    for number in range(count):
+        messages = [{"role": "system", "content": said(generator)}] * (number % 3 == 0)
+        for _ in range(generator.randint(1, 3)):
+            messages += [
+                {"role": "user", "content": said(generator)},
+                {"role": "assistant", "content": said(generator)},
+            ]
+        found.append({"messages": messages})
+    return found
+
+
+def pairs(count: int = 100) -> list[dict[str, Any]]:
+    generator = random.Random(1)
+    return [{"prompt": said(generator), "completion": " " + said(generator)} for _ in range(count)]
+
+
+def conversational_pairs() -> list[dict[str, Any]]:
+    return [{"prompt": chat["messages"][:-1], "completion": chat["messages"][-1:]} for chat in chats()]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+def of_trl(rows: list[Any], tokenizer: Any, folder: Path, **options: Any) -> Any:
+    """What TRL's SFTTrainer trains on."""
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=len(tokenizer)
+    )
+    arguments = trl.SFTConfig(str(folder), report_to="none", use_cpu=True, bf16=False, **options)
+    return trl.SFTTrainer(
+        transformers.LlamaForCausalLM(config),
+        arguments,
+        train_dataset=Dataset.from_list(json.loads(json.dumps(rows))),
+        processing_class=tokenizer,
+    ).train_dataset
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "bos"),
+    [
+        ("messages", "qwen3", False),  # has no marks: TRL's version of it
+        ("messages", "qwen2_5_training", False),  # has marks of its own
+        ("prompt-completion", "qwen3", False),
+        ("prompt-completion", "qwen3", True),
+        ("conversational", "qwen3", False),
+    ],
+)
+def test_tokens_and_labels_are_those_of_trl(kind: str, template: str, bos: bool, tmp_path: Path) -> None:
+    """On 100 conversations, with the real preparation and collator, truncated, and as batches of rows."""
+    tokenizer, length = tokenizer_of(template, bos), 64
+    rows = {"messages": chats, "prompt-completion": pairs, "conversational": conversational_pairs}[kind]()
+    options = {"assistant_only_loss": True} if kind == "messages" else {}
+    expected = of_trl(rows, tokenizer, tmp_path, max_length=length, **options)
+    batch = DataCollatorForLanguageModeling(pad_token_id=0)([dict(row) for row in expected])
+    data = DataConfig(
+        files=[str(write_jsonl(tmp_path / "a.jsonl", rows))],
+        format="messages" if kind == "messages" else "prompt-completion",
+    )
+    encoder = Encoder(data, tokenizer)
+    encoded = [encoder(example, where) for where, example in examples(data)]
+    assert len(encoded) == 100
+    fitting = [tokens[:length] for tokens, needed in encoded if needed <= length]
+    assert len(fitting) == len(expected)
+    assert sum(len(tokens) > length for tokens, _ in encoded) > 5 or kind == "prompt-completion"
+    ends = np.cumsum([len(tokens) for tokens in fitting])
+    table = np.stack([ends - [len(tokens) for tokens in fitting], ends], axis=1)
+    for index in range(len(expected)):  # a row for each conversation, as the collator has it
+        source = ChatRows(np.concatenate(fitting), table[index : index + 1], length, 0, pad=0, shuffle=False)
+        mine, labels = make_batch(source.next_rows(1), None, False), batch["labels"][index]
+        count = len(fitting[index])
+        assert mine.input_ids[0, :count].tolist() == batch["input_ids"][index, :count].tolist()
+        assert mine.labels[0, : count - 1].tolist() == labels[1:count].tolist()
+        assert (mine.labels[0, count - 1 :] == IGNORED).all()
+        assert (labels[count:] == IGNORED).all()
+    packed = ChatRows(np.concatenate(fitting), table, length, 0, pad=0)
+    rows_BT = packed.next_rows(packed.num_rows)
+    assert count_labels(rows_BT, None, False) == int((batch["labels"][:, 1:] != IGNORED).sum())
+    assert make_batch(rows_BT, None, False).num_labels == count_labels(rows_BT, None, False)
+
+
+def test_rows_hold_whole_conversations_in_an_order_of_seed_and_epoch_alone() -> None:
+    lengths = np.random.default_rng(0).integers(3, 65, 300)
+    ends = np.cumsum(lengths)
+    tokens = np.repeat(np.arange(1, 301), lengths).astype(np.uint32)
+    table = np.stack([ends - lengths, ends], axis=1)
+    make = functools.partial(ChatRows, tokens, table, 64, pad=0)
+    rows = make(seed=1)
+    epochs = []
+    for number in range(2):
+        rows.load_state_dict({"epoch": number, "num_done": 0})
+        epochs.append(rows.next_rows(rows.num_rows))
+    for epoch in epochs:
+        counts = np.bincount((epoch & (TRAINED - 1)).ravel(), minlength=301)[1:]
+        assert np.array_equal(counts, lengths)  # each once, and whole
+        assert (epoch[:, -1] & (TRAINED - 1) == 0).all()
+        assert lengths.sum() / (64 * len(epoch)) > 0.95  # in shuffled order 0.93
+        starts = make_batch(epoch, None, False).document_starts
+        assert starts is not None
+        documents = np.split((epoch[:, :-1] & (TRAINED - 1)).ravel(), starts[1:-1].numpy())
+        assert all(len(set(document)) == 1 for document in documents)
+    assert not np.array_equal(epochs[0], epochs[1])
+    for stop in (0, 7, len(epochs[0]) - 1, len(epochs[0]) + 3):
+        first, second = make(seed=1), make(seed=1)
+        taken = first.next_rows(stop)
+        second.load_state_dict(first.state_dict())
+        together = np.concatenate([taken, second.next_rows(len(epochs[0]) + 9 - stop)])
+        assert np.array_equal(together[: len(epochs[0])], epochs[0])
+        assert np.array_equal(together[len(epochs[0]) :], epochs[1][:9])
+    assert not np.array_equal(make(seed=2).next_rows(9), epochs[0][:9])
+
+
+def test_best_fit_takes_the_fullest_row_with_room() -> None:
+    assert best_fit(np.array([6, 5, 4, 5, 3, 8, 2]), 10) == [[0, 2], [1, 3], [4], [5, 6]]
+    assert best_fit(np.array([7, 8, 2]), 10) == [[0], [1, 2]]
+
+
+def test_conversations_of_a_row_do_not_see_each_other() -> None:
+    """Another first conversation (the longer one) leaves the logits of the second and of the padding as they were."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=16
+        )
+    ).eval()
+    table = np.array([[0, 4], [4, 7]])
+    logits = []
+    for first in ([3, 4, 5, 6], [9, 8, 7, 6]):
+        batch = make_batch(
+            ChatRows(np.array([*first, 1, 2, 3]), table, 10, 0, pad=0, shuffle=False).next_rows(1), None, False
+        )
+        assert batch.position_ids is not None
+        assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]]
+        with torch.no_grad():
+            logits.append(model(batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits[0])
+    torch.testing.assert_close(logits[0][4:], logits[1][4:])
+    assert (logits[0][:4] - logits[1][:4]).abs().max() > 1e-3
+
+
+def test_every_file_kind_gives_the_same_conversations(tmp_path: Path) -> None:
+    rows = chats(20)
+    lines = "\n".join(map(json.dumps, rows))
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "c.json").write_text(json.dumps(rows))
+    sharegpt = [
+        {"conversations": [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]),
+                            "value": m["content"]} for m in row["messages"]]}
+        for row in rows
+    ]  # fmt: skip
+    write_jsonl(tmp_path / "e.jsonl", sharegpt)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    expected = [row["messages"] for row in rows]
+    for name in ("a.jsonl", "b.jsonl.gz", "c.json", "d.parquet", "e.jsonl", "dataset"):
+        key = "conversations" if name == "e.jsonl" else "messages"
+        data = DataConfig(files=[str(tmp_path / name)], format="messages", messages_key=key)
+        if name == "dataset":
+            data = DataConfig(dataset="json", files=[str(tmp_path / "a.jsonl")], format="messages")
+        assert [example["messages"] for _, example in examples(data)] == expected, name
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: no field 'text' \(data\.text_key\) among messages"):
+        list(documents(DataConfig(files=[str(tmp_path / "a.jsonl")])))
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"a\.txt is text, and data\.format wants \.jsonl"):
+        list(examples(DataConfig(files=[str(tmp_path / "a.txt")], format="messages")))
+
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"messages": "text"}, "'messages' holds text, not a list of messages"),
+        ({"messages": None}, "'messages' holds null, not a list of messages"),
+        ({"messages": []}, "'messages' holds an empty list, not a list of messages"),
+        ({"messages": [USER, "b"]}, "'messages'[1] holds text, not a message"),
+        ({"messages": [{"content": "a"}]}, "'messages'[0].role holds null, not text"),
+        ({"messages": [USER, {"role": "assistant", "content": 7}]}, "'messages'[1].content holds a number, not text"),
+        ({"messages": [USER, {"role": "assistant"}]}, "'messages'[1].content holds null, not text"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "'messages'[0].content[0] holds no object with a type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "[0].text holds a number"),
+        ({"messages": [{"from": "human", "value": 1}]}, "'messages'[0].content holds a number, not text"),
+        ({"chat": [USER]}, "no field 'messages' (data.messages_key) among chat"),
+        ([USER], "a list, not an object"),
+        ({"messages": [USER]}, "nothing in it to train on"),
+    ],
+)
+def test_a_row_of_another_shape_is_named(row: Any, why: str, tmp_path: Path) -> None:
+    data = DataConfig(files=[str(write_jsonl(tmp_path / "a.jsonl", [chats(1)[0], row]))], format="messages")
+    encoder = Encoder(data, tokenizer_of("qwen2_5_training"))
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{re.escape(why)}"):
+        [encoder(example, where) for where, example in examples(data)]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": "a", "completion": 3}, "'completion' holds a number, not text"),
+        ({"prompt": "a"}, r"no field 'completion' (data.completion_key) among prompt"),
+        ({"prompt": "a", "completion": [ANSWER]}, "prompt and completion are not both text"),
+    ],
+)
+def test_a_pair_of_another_shape_is_named(row: Any, why: str, tmp_path: Path) -> None:
+    data = DataConfig(files=[str(write_jsonl(tmp_path / "a.jsonl", [row]))], format="prompt-completion")
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1: .*{re.escape(why)}"):
+        list(examples(data))
+
+
+def test_a_template_whose_mask_cannot_be_known_is_refused() -> None:
+    data = DataConfig(files=["a"], format="messages")
+    plain = tokenizer_of("qwen3")
+    for template, why in [
+        (None, "has no chat template: set tokenizer.chat_template"),
+        ("{{ x }}", "TRL has no version"),
+    ]:
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=plain.backend_tokenizer, eos_token="<|im_end|>"
+        )
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match=why):
+            Encoder(data, tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}"
+    )
+    with pytest.warns(UserWarning, match="may not learn to stop"):
+        Encoder(data, tokenizer)
+
+
+def chat_config(make_config: MakeConfig, tmp_path: Path, *words: str) -> Any:
+    tokenizer_of("qwen2_5_training").save_pretrained(tmp_path / "tokenizer")
+    file = write_jsonl(tmp_path / "chats.jsonl", chats(60))
+    standard = [
+        f"data.files={file}", "data.format=messages", "tokenizer.vocab_size=0",
+        f"tokenizer.name={tmp_path}/tokenizer", "data.sequence_length=110",
+    ]  # fmt: skip
+    return make_config(*standard, *words)
+
+
+def opened(config: Any) -> tuple[Corpus, list[str]]:
+    said: list[str] = []
+    return open_corpus(config, said.append), said
+
+
+def test_conversations_that_are_too_long_are_counted(make_config: MakeConfig, tmp_path: Path) -> None:
+    cut, said = opened(chat_config(make_config, tmp_path))
+    (line,) = [text for text in said if "longer" in text]
+    assert cut.note == line
+    found = re.fullmatch(
+        r"(\d+) of 60 conversations are longer than data\.sequence_length = 110: (\d+) truncated, (\d+) dropped", line
+    )
+    assert found is not None
+    long, truncated, dropped = map(int, found.groups())
+    assert long == truncated + dropped > truncated > 0
+    whole, said = opened(chat_config(make_config, tmp_path, "data.too_long=drop"))
+    assert f"0 truncated, {long} dropped" in whole.note
+    assert not [text for text in said if "tokenizing" in text]  # the same tokens serve any length
+    assert len(whole.rows.documents) + truncated >= len(cut.rows.documents) > len(whole.rows.documents)  # type: ignore[union-attr]
+    assert opened(chat_config(make_config, tmp_path, "data.sequence_length=1000"))[0].note == ""
+
+
+def test_held_out_conversations_are_not_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
+    corpus, _ = opened(chat_config(make_config, tmp_path, "data.sequence_length=300", "eval.rows=1000"))
+    rows = corpus.rows.next_rows(corpus.rows.num_rows)  # type: ignore[union-attr]
+    held, trained = (int((each & START != 0).sum() - len(each)) for each in (corpus.held_out, rows))
+    assert 3 <= held <= 12
+    assert held + trained == 60
+    one = chat_config(make_config, tmp_path, f"data.files={write_jsonl(tmp_path / 'one.jsonl', chats(1))}")
+    with pytest.raises(ValueError, match="the training share of the data has no conversation"):
+        opened(one)
+
+
+def test_a_chat_run_stops_and_goes_on_bit_for_bit(
+    make_config: MakeConfig, tmp_path: Path, console: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("train.steps=6", "checkpoint.every=2", "train.accumulation=2", "train.batch_size=1")
+    config = chat_config(make_config, tmp_path, *words, f"train.run_dir={tmp_path}/whole")
+    (result,) = run(config, console)
+    assert "longer than data.sequence_length" in result.note
+    assert result.note in text_of(console)
+    stopped = chat_config(make_config, tmp_path, *words, "train.batch_size=1")
+    with monkeypatch.context() as patch:
+        stop_at(3, patch)
+        with pytest.raises(RunStoppedError):
+            run(stopped, console)
+    run(stopped, console)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/export")
+    assert exported.chat_template == tokenizer_of("qwen2_5_training").chat_template
+
+
+def test_a_prompt_is_put_as_it_was_trained(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen2_5_training")
+    asked = DataConfig(files=["a"], format="messages")
+    assert tokenizer.decode(prompt_ids(asked, tokenizer, "what?")).endswith(
+        "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    framed = DataConfig(files=["a"], format="prompt-completion", prompt_template="Q: {prompt} A:")
+    assert tokenizer.decode(prompt_ids(framed, tokenizer, "{x}")) == "Q: {x} A:"
