@@ -18,8 +18,8 @@ from typing import Any, Literal
 # Keys that do not decide what is computed: they may differ on resuming.
 FREE_KEYS = (
     "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.on_oom", "train.memory_limit_gib",
-    "recipe.offload_blocks", "optimizer.offload", "data.cache_dir", "checkpoint.", "eval.every", "memory.", "sample.",
-    "compare.", "parallel.shard", "parallel.nodes",
+    "recipe.offload_blocks", "optimizer.offload", "data.cache_dir", "checkpoint.", "eval.every", "eval.tasks",
+    "memory.", "sample.", "compare.", "parallel.shard", "parallel.nodes",
 )  # fmt: skip
 MOST_TOKENS = 2**30  # in one optimizer step: its rows are made on the host at once, 8 bytes a token
 
@@ -237,6 +237,9 @@ class ParallelConfig:
 class EvalConfig:
     every: int = option(100, "steps between evaluations; 0 evaluates at the end only", at_least=0)
     rows: int = option(64, "held-out rows to evaluate on, always the same", at_least=1)
+    tasks: list[str] = option([], 'tasks of lm-evaluation-harness: names, YAML files, or "paper" (docs: evaluate)')
+    tasks_every: int = option(0, "steps between two evaluations on eval.tasks; 0: at the end only", at_least=0)
+    tasks_limit: int = option(0, "examples of each task; 0: all", at_least=0)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from overcoat.models.scores import record_scores
 from overcoat.train import process
 from overcoat.train.config import Config, ScheduleConfig
 from overcoat.train.data import count_labels, make_batch
+from overcoat.train.evaluate import Tasks
 from overcoat.train.loss import summed_loss
 from overcoat.train.memory_report import reporting
 from overcoat.train.metrics import Row, RunLog, StepRecord
@@ -39,6 +40,7 @@ from overcoat.train.out_of_memory import DoesNotFitError, Fitting, free_memory, 
 from overcoat.train.process import StopRequest
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 
+T = TypeVar("T")
 # A log-sum-exp from which on the log names the layer: BF16's rounding of q and k moves such scores by more than one.
 LARGE_SCORE = 500.0
 
@@ -164,10 +166,36 @@ def _measured(state: TrainState) -> Iterator[None]:
 def evaluate(state: TrainState, config: Config, rows: np.ndarray) -> float:
     """Mean loss per label over held-out rows (rows, T + 1), in eval mode and not compiled; fewer rows at once if memory
     runs out."""
+    return _in_memory(state, config, lambda size: _mean_loss(state, config, rows, size))
+
+
+def evaluate_tasks(state: TrainState, config: Config, tasks: Tasks, tokenizer: Any) -> dict[str, float]:
+    """Figures of all tasks, {"sciq/acc": 0.5}, in eval mode, which is BF16; every process computes all of them, in
+    step. The global generators are left as they were."""
+    generators = rng_state()
+    limit = config.eval.tasks_limit or None
+
+    def figures(size: int) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name in tasks.loaded:
+            for task, values in tasks.evaluate(name, state.model, tokenizer, size, limit).items():
+                found |= {f"{task}/{key}": value for key, value in values.items()}
+        return found
+
+    try:
+        with eager():
+            return _in_memory(state, config, figures)
+    finally:
+        state.model.train()
+        set_rng_state(generators)
+
+
+def _in_memory(state: TrainState, config: Config, compute: Callable[[int], T]) -> T:
+    """What `compute` returns, given a number of rows that fit at once."""
     size = state.fit.micro_batch
     while True:
         try:
-            return _mean_loss(state, config, rows, size)
+            return compute(size)
         except RuntimeError as error:
             # The passes of several processes go together: fewer rows in one would leave the others waiting.
             if size == 1 or not is_out_of_memory(error) or process.count() > 1:
@@ -212,13 +240,15 @@ def train_steps(
     held_out: np.ndarray,
     log: RunLog,
     save: Callable[[], Path],
-    is_evaluated: bool = False,
+    evaluated: Collection[str] = (),
+    tasks: Callable[[], dict[str, float]] | None = None,
 ) -> None:
     """Train until `train.steps`, evaluate and save when due; a stop request saves and raises RunStoppedError.
 
     Args:
-        is_evaluated: the metrics have the evaluation of the step to begin with. A stop request leaves it to whoever
-            resumes: a process that is told to end may have seconds.
+        evaluated: which evaluations ("eval", "tasks") the metrics have of the step to begin with. A stop request leaves
+            them to whoever resumes: a process that is told to end may have seconds.
+        tasks: evaluates on the tasks; None: there are none.
     """
 
     def due(every: int) -> bool:
@@ -234,6 +264,20 @@ def train_steps(
             log.say(f"step {state.step}  attention scores reach {score:.0f} in {layer}: BF16 is inexact there")
         log.restart_clock()
 
+    def evaluate_on_tasks() -> None:
+        assert tasks is not None
+        log.flush()
+        figures = tasks()
+        log.write({"kind": "tasks", "step": state.step, **figures})
+        shown = (f"{name} {value:.4f}" for name, value in figures.items() if "_stderr" not in name)
+        log.say(f"step {state.step}  {'  '.join(shown)}")
+        log.restart_clock()
+
+    # What is due in a step whose checkpoint has been written is made up for on resuming.
+    evaluations = [("eval", config.eval.every, evaluate_and_log)]
+    if tasks is not None:
+        evaluations.append(("tasks", config.eval.tasks_every, evaluate_on_tasks))
+
     def changed(text: str, row: Row | None) -> None:
         log.flush()  # what came before stays, whatever becomes of this step
         log.say(text)
@@ -245,8 +289,9 @@ def train_steps(
     log.restart_clock()
     take_step: Any = reporting(train_step, log.say) if config.memory.report else train_step
     fitting, first_step = Fitting(take_step, config, state, changed), state.step
-    if state.step and due(config.eval.every) and not is_evaluated:
-        evaluate_and_log()
+    for kind, every, act in evaluations:
+        if state.step and due(every) and kind not in evaluated:
+            act()
     with StopRequest() as stop:
         while state.step < config.train.steps:
             try:
@@ -259,9 +304,10 @@ def train_steps(
             if due(config.train.log_every) or state.step == 1:
                 log.flush()
             signum = stop.agreed()
-            if due(config.eval.every) and signum is None:
-                evaluate_and_log()
-                signum = stop.agreed()
+            for _, every, act in evaluations:
+                if due(every) and signum is None:
+                    act()
+                    signum = stop.agreed()
             if due(config.checkpoint.every) or signum is not None:
                 log.flush()
                 path = save()

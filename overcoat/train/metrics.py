@@ -5,6 +5,7 @@
     {"kind": "train", "step", "loss", "lr", "gradient_norm", ...}    the norm is null where the step was skipped for it
     {"kind": "eval", "step", "loss", "attention_score"}              the largest log-sum-exp of attention in a held-out
                                                                      row, where layers are converted
+    {"kind": "tasks", "step", "sciq/acc", ...}               figures of eval.tasks
     {"kind": "fit", "step", ...}       how many rows pass at once from that step on (`out_of_memory.py`)
     {"kind": "resume", "step"}         first of a resumed run: `read_metrics` forgets rows after that step, but for
                                        fits: a process logged them that died before its next checkpoint
@@ -41,6 +42,7 @@ PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}  # for Con
 KINDS = {
     "train": ("loss", "tokens_per_second", "peak_bytes"),
     "eval": ("loss",),
+    "tasks": (),
     "fit": ("micro_batch", "block_checkpoints"),
     "resume": (),
 }
@@ -172,9 +174,9 @@ def check_finite(rows: list[Row], skipped: int = 0) -> int:
 
 
 def read_metrics(path: Path) -> dict[str, dict[int, Row]]:
-    """{"train": {step: row}, "eval": {step: row}, "fit": {step: row}} in the order of steps, as if the run had
+    """{"train": {step: row}, "eval": {step: row}, ...}, of each of KINDS, in the order of steps, as if the run had
     never been interrupted; of a file that is not there, none."""
-    found: dict[str, dict[int, Row]] = {"train": {}, "eval": {}, "fit": {}}
+    found: dict[str, dict[int, Row]] = {kind: {} for kind in KINDS if kind != "resume"}
     text = path.read_text(encoding="ascii", errors="backslashreplace") if path.exists() else ""
     for number, line in enumerate(text.split("\n"), 1):
         try:
@@ -185,7 +187,7 @@ def read_metrics(path: Path) -> dict[str, dict[int, Row]]:
         if keys is None or not all(isinstance(row.get(key), (int, float)) for key in ("step", *keys)):
             raise ValueError(f"{path}, line {number}: not a row that overcoat wrote: {line[:60]!r}; remove that line")
         if row["kind"] == "resume":
-            for kind in ("train", "eval"):
+            for kind in found.keys() - {"fit"}:
                 found[kind] = {s: r for s, r in found[kind].items() if s <= row["step"]}
         else:
             found[row["kind"]][row["step"]] = row

@@ -12,8 +12,9 @@ RUN_DIR/config.toml      the resolved configuration
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -28,9 +29,10 @@ from overcoat.train.chat import prompt_ids
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
+from overcoat.train.evaluate import Tasks, task_names
 from overcoat.train.files import lock, sweep
 from overcoat.train.fit import Fit, first_fit, recipe_of
-from overcoat.train.loop import train_steps
+from overcoat.train.loop import evaluate_tasks, train_steps
 from overcoat.train.metrics import METRICS, PLAIN, RunLog, forget_peak, read_metrics
 from overcoat.train.out_of_memory import LostStepError, free_memory, recorded_fits, whatever_the_batch
 from overcoat.train.parallel import build_sharded, check_parallel
@@ -60,6 +62,7 @@ class RunResult:
     metrics: str
     sample: str
     note: str  # what was left out of the data
+    tasks: dict[str, float] = field(default_factory=dict)  # {"sciq/acc": 0.5} at the last step, of eval.tasks
 
 
 def run(config: Config, console: Console) -> list[RunResult]:
@@ -138,6 +141,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
     corpus = open_corpus(config, say)
     if process.is_first():
         process.wait_for_all()
+    tasks = load_tasks(config, corpus)
     with whatever_the_batch("the model"):
         is_auto = config.train.batch_size == "auto"
         recorded = process.share(lambda: recorded_fits(config)) if is_auto else {}  # chosen once
@@ -157,13 +161,38 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         return checkpoints[-1]
 
     with contextlib.closing(RunLog(config, console, title, state.step, device)) as log:
-        is_evaluated = process.share(lambda: state.step in read_metrics(run_dir / METRICS)["eval"])
-        train_steps(state, config, corpus.held_out, log, save, is_evaluated)
+        evaluated = process.share(
+            lambda: [kind for kind, rows in read_metrics(run_dir / METRICS).items() if state.step in rows]
+        )
+        on_tasks = None
+        if tasks is not None:
+            on_tasks = functools.partial(evaluate_tasks, state, config, tasks, corpus.tokenizer)
+        train_steps(state, config, corpus.held_out, log, save, evaluated, on_tasks)
     if state.kept_table and process.is_first():
         (run_dir / "kept.txt").write_text(state.kept_table + "\n", encoding="utf-8")
     checkpoint.export(state, corpus.tokenizer, run_dir / "export")
     sample = generate_sample(config, corpus, state)
     return process.share(lambda: _result(config, title, state, sample, corpus.note))
+
+
+def load_tasks(config: Config, corpus: Corpus) -> Tasks | None:
+    """`eval.tasks` with their data, fetched by the first process; what is missing is found before the model is made."""
+    names = task_names(config.eval.tasks)
+    if not names:
+        return None
+    if corpus.tokenizer is None:
+        raise ValueError("eval.tasks are text, and the token binaries come without a tokenizer: set tokenizer.name")
+    if not process.is_first():
+        process.wait_for_all()
+    tasks = Tasks(names)
+    if process.is_first():
+        process.wait_for_all()
+    if tasks.generating and process.count() > 1:
+        raise ValueError(
+            f"eval.tasks: {', '.join(tasks.generating)} generate text, which several processes do not do in step: "
+            "leave them out, and ask overcoat eval of a checkpoint"
+        )
+    return tasks
 
 
 def tidy(config: Config, step: int) -> None:
@@ -223,6 +252,9 @@ def _result(config: Config, title: str, state: TrainState, sample: str, note: st
         metrics=str(run_dir / METRICS),
         sample=sample,
         note=note,
+        tasks={
+            key: value for key, value in metrics["tasks"].get(state.step, {}).items() if key not in ("kind", "step")
+        },
     )
 
 

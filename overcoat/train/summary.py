@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
@@ -84,6 +85,9 @@ def _table(results: list[RunResult]) -> Table:
         values = [figure(result) for result in results]
         relation = [relate(*values)] if len(results) == 2 else []
         table.add_row(label, *map(write, values), *relation)
+    for name in (name for name in first.tasks if "_stderr" not in name):
+        values = [result.tasks.get(name, math.nan) for result in results]
+        table.add_row(name, *map("{:.4f}".format, values), *[""][: len(results) - 1])
     return table
 
 

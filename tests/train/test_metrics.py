@@ -68,7 +68,7 @@ def test_what_a_dead_process_logged_after_its_checkpoint_is_forgotten(path: Path
 
 @pytest.mark.parametrize("torn", ['{"kind": "train", "step": 2, "loss": 1.', "\x00\x00\x00", '{"k": "\udcff', ""])
 def test_a_line_cut_off_is_skipped_wherever_it_is(path: Path, torn: str) -> None:
-    assert read(path, "") == {"train": {}, "eval": {}, "fit": {}}
+    assert not any(read(path, "").values())
     lines = [json.dumps(row(1)), torn, '{"kind": "resume", "step": 1}', json.dumps(row(2, loss=3.0)), torn]
     path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
     assert {step: r["loss"] for step, r in read_metrics(path)["train"].items()} == {1: 1.0, 2: 3.0}
