@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from overcoat.paper.arms import BASELINE
+
 Row = dict[str, Any]
-BASELINE = "bf16"
 LIMIT = 0.01  # nats: the gap to the baseline that the figure's band shows
 SEED_STYLES = ("-", "--", ":", "-.")
 

@@ -6,6 +6,7 @@
     overcoat estimate --model llama-2-7b --batch 4        what a training step will hold, without a GPU
     overcoat bench layer                                  this project beside its peers (optimizer, kernels, model)
     overcoat eval runs/demo --text FILE --tasks paper     perplexity and tasks of trained models, side by side
+    overcoat paper list                                   the tables and figures of the paper, repeated
 
 Exit status: 0 done; 2 a mistake in what was asked for, nothing done; 1 training failed, or the system refused
 (disk full, permissions); 130 and 143 stopped by Ctrl-C and SIGTERM after writing a checkpoint (as shells number
@@ -34,6 +35,7 @@ COMMANDS = {
     "estimate": "predict the memory of training, without a GPU",
     "bench": "measure this project beside its peers",
     "eval": "perplexity and tasks of trained models, side by side",
+    "paper": "repeat the tables and figures of COAT",
 }
 
 # What to do about a system's error, whoever met it; the same command goes on from the newest checkpoint.

@@ -24,6 +24,7 @@ LAYERS = (
     ("estimate",),
     ("train", "bench"),
     ("eval",),
+    ("paper",),
     ("cli",),
     ("__main__",),
 )

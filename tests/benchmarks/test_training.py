@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.report import comparable, gap_curve, gaps, noise, table
-from benchmarks.training import RUNS, curve, lengthened, main
-from overcoat import cli
+from benchmarks.training import main
+from overcoat.paper.arms import ARMS, curve, lengthened
 from overcoat.train.configfile import build_config, dump_toml, load_config
 from tests.train.conftest import TINY, corpus_files
 
@@ -27,14 +27,14 @@ def tiny(tmp_path: Path, corpus_files: str) -> Path:
 
 
 def test_a_longer_run_stretches_its_schedule(tiny: Path) -> None:
-    longer = load_config(tiny, lengthened(tiny, [], 400))
+    longer = load_config(tiny, lengthened(load_config(tiny), 400))
     assert (longer.train.steps, longer.schedule.warmup_steps) == (400, 200)
     assert (longer.eval.every, longer.train.log_every) == (25, 4)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ARMS)
 def test_the_settings_of_every_run_are_valid(tiny: Path, name: str) -> None:
-    config = load_config(tiny, RUNS[name])
+    config = load_config(tiny, ARMS[name])
     assert (config.recipe.name == "bf16") == name.startswith("bf16")
     exact = name in ("bf16", "bf16-head", "default-fp32")
     assert (config.optimizer.moments == "fp32") == exact
@@ -43,9 +43,7 @@ def test_the_settings_of_every_run_are_valid(tiny: Path, name: str) -> None:
 def test_from_training_to_a_row(
     tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In this process: a new one imports PyTorch for seconds.
     monkeypatch.setenv("OVERCOAT_COMMIT", "tested")
-    monkeypatch.setattr("subprocess.run", lambda command, **_: cli.main(command[3:]))
     out = tmp_path / "training.jsonl"
     out.write_text('{"date": "2026-01-01", "runs": {}}\n')  # rows of other kinds are left alone
     arguments = ["--config", str(tiny), "--out", str(out), "--figures", str(tmp_path), "--data", str(tmp_path / "data")]

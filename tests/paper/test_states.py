@@ -1,14 +1,14 @@
-"""`benchmarks.states`: a checkpoint with known moments from file to table."""
+"""Errors of moment codes: a checkpoint with known moments from file to table."""
 
 from __future__ import annotations
 
-import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.states import errors, main
+from overcoat.paper.states import analyse, errors, table1
 
 
 def moments(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,19 +26,21 @@ def save(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     return folder
 
 
-def test_from_checkpoint_to_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "states.jsonl"
-    main([str(save(tmp_path)), "--out", str(out)])
-    found = json.loads(out.read_text())["errors"]
+def test_from_checkpoint_to_table(tmp_path: Path) -> None:
+    found = analyse(save(tmp_path), 1e-8, "cpu")
     assert found["fp32 fp32"] < 1e-9
     assert 0 < found["sqrt8 log8"] < found["e4m3x e4m3x"] < found["e4m3 e4m3"]
     assert found["fp32 log8"] < found["sqrt8 log8"]
-    assert f"{found['sqrt8 log8']:.3g}" in capsys.readouterr().out
+    rows = {row["name"]: row for row in table1(Namespace(size="full", checkpoint=tmp_path)).rows}
+    assert rows["m e4m3x, v e4m3x"]["ours"] == pytest.approx(found["e4m3x e4m3x"])
+    assert rows["m e4m3x, v e4m3x"]["paper / E4M3"] == pytest.approx(12.31 / 20.10)
 
 
-def test_coded_moments_are_refused(tmp_path: Path) -> None:
+def test_what_is_no_run_with_fp32_moments_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no run directory or checkpoint"):
+        table1(Namespace(size="full", checkpoint=tmp_path))
     with pytest.raises(ValueError, match=r"moments are torch\.bfloat16; train with optimizer\.moments=fp32"):
-        main([str(save(tmp_path, torch.bfloat16)), "--out", str(tmp_path / "rows")])
+        analyse(save(tmp_path, torch.bfloat16), 1e-8, "cpu")
 
 
 def test_the_error_is_that_of_the_update() -> None:

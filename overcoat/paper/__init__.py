@@ -1,0 +1,1 @@
+"""`overcoat paper`: the tables and figures of COAT (arXiv 2410.19313), repeated."""

@@ -1,0 +1,87 @@
+"""`overcoat paper`: the tables and figures of COAT (arXiv 2410.19313), the paper's figures beside this machine's.
+
+    overcoat paper list                        what there is, and what can run here
+    overcoat paper table2                      the small size: seconds, mostly without a GPU
+    overcoat paper table1 --size full --checkpoint runs/fp32 --json table1.jsonl --plot table1.png
+
+Everything is measured by the project's own commands: bench, estimate, train, eval.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from overcoat.bench.rows import append_row
+from overcoat.paper import activations, memory, states
+from overcoat.paper.result import Exhibit, plot, table
+
+CHECKPOINT = "a run with optimizer.moments=fp32: --checkpoint RUN_DIR"
+SECONDS = "tiny model, seconds"
+EXHIBITS = {
+    "table1": Exhibit(
+        "errors of FP8 moments, with and without expansion", states.table1, SECONDS, CHECKPOINT, checkpoint=True
+    ),
+    "table2": Exhibit("bytes a block keeps, by op", memory.table2, "dry runs, seconds"),
+    "table6": Exhibit("a block's time and kept bytes", memory.table6, "kept bytes, dry runs", "minutes", gpu=True),
+    "table7": Exhibit(
+        "memory and speed of whole models", memory.table7, "7B, dry run", "a minute of dry runs; speed on a GPU"
+    ),
+    "table8": Exhibit("errors of moments with dynamic exponents", states.table8, SECONDS, CHECKPOINT, checkpoint=True),
+    "figure2": Exhibit("range of groups of moments and k", states.figure2, SECONDS, CHECKPOINT, checkpoint=True),
+    "figure3": Exhibit("which FP8 codes occur (with figure 9)", states.figure3, SECONDS, CHECKPOINT, checkpoint=True),
+    "figure4a": Exhibit(
+        "error of kept activations by granularity", activations.figure4a, SECONDS, CHECKPOINT, checkpoint=True
+    ),
+    "figure4b": Exhibit("time of a maximum, one and two stages", activations.figure4b, "", "seconds", gpu=True),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("exhibit", choices=["list", *EXHIBITS], metavar="EXHIBIT", help=f"list, {', '.join(EXHIBITS)}")
+    parser.add_argument("--size", choices=("small", "full"), default="small", help="default small")
+    parser.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="a run to look at, for --size full")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per row")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
+    parser.set_defaults(function=run)
+
+
+def lacking(exhibit: Exhibit, size: str, checkpoint: Path | None) -> str:
+    """What an exhibit needs that is not here; "" if it can run."""
+    if size == "small" and exhibit.small:
+        return ""
+    if exhibit.gpu and not torch.cuda.is_available():
+        return f"an NVIDIA GPU ({exhibit.needs})"
+    return exhibit.needs if exhibit.checkpoint and checkpoint is None else ""
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print what is asked for."""
+    if parsed.exhibit == "list":
+        print(listing())
+        return 0
+    exhibit = EXHIBITS[parsed.exhibit]
+    if needs := lacking(exhibit, parsed.size, parsed.checkpoint):
+        raise ValueError(f"paper {parsed.exhibit} --size {parsed.size} needs {needs}")
+    result = exhibit.run(parsed)
+    print(table(result))
+    for row in result.rows if parsed.json else ():
+        append_row(parsed.json, {"exhibit": parsed.exhibit, "size": parsed.size, **row})
+    if parsed.plot:
+        plot(result, parsed.plot)
+    return 0
+
+
+def listing() -> str:
+    """Every exhibit, and the state of both sizes on this machine."""
+    lines = [f"{'':10s}{'what it shows':48s}{'--size small':36s}--size full"]
+    for name, exhibit in EXHIBITS.items():
+        states = []
+        for size, runs in (("small", exhibit.small), ("full", exhibit.needs or "the same")):
+            needs = lacking(exhibit, size, None)
+            states.append(f"needs {needs}" if needs else f"runs here ({runs})")
+        lines.append(f"{name:10s}{exhibit.shows:48s}{states[0]:36s}{states[1]}")
+    return "\n".join(lines)

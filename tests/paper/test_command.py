@@ -1,0 +1,53 @@
+"""`overcoat paper`: the list, the small size of what a CPU can do, and what is said of the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from overcoat import cli
+from overcoat.paper import tiny
+from overcoat.paper.command import EXHIBITS, lacking
+from overcoat.paper.result import Result, table
+
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _less_text() -> None:
+    tiny.TINY["data"] = {**tiny.TINY["data"], "files": [str(Path(torch.__file__).parent / "nn" / "*.py")]}
+    tiny.TINY["train"] = {**tiny.TINY["train"], "steps": 12}
+
+
+def test_the_list_has_every_table_and_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["paper", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == list(EXHIBITS)
+    assert all("runs here" in line or "needs" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", [name for name, exhibit in EXHIBITS.items() if exhibit.small])
+def test_the_small_size_runs_on_a_cpu(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, image = tmp_path / "rows.jsonl", tmp_path / "image.png"
+    assert cli.main(["paper", name, "--json", str(rows), "--plot", str(image)]) == 0
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    printed = capsys.readouterr().out
+    assert found
+    assert all(row["exhibit"] == name and row["name"] in printed for row in found)
+    assert image.stat().st_size > 0
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_what_the_full_size_needs_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if not (needs := lacking(EXHIBITS[name], "full", None)):
+        return
+    assert cli.main(["paper", name, "--size", "full"]) == 2
+    assert capsys.readouterr().err.strip() == f"overcoat: paper {name} --size full needs {needs}"
+
+
+def test_a_cell_without_a_figure_stays_empty() -> None:
+    text = table(Result("t", ("a", "b"), [{"name": "x", "a": None, "b": 12345.678}, {"name": "y", "a": 0.0123456}]))
+    assert [line.split() for line in text.splitlines()[3:]] == [["x", "-", "12,346"], ["y", "0.01235", "-"]]
