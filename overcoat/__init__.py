@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from overcoat import memory
     from overcoat.models.convert import Report, convert
     from overcoat.models.gather import fp8_all_gather
+    from overcoat.models.ranges import record_ranges
     from overcoat.models.scores import record_scores
     from overcoat.optim.adamw import AdamW
     from overcoat.optim.release import release_gradients
@@ -22,7 +23,17 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 
-__all__ = ["AdamW", "Recipe", "Report", "convert", "fp8_all_gather", "memory", "record_scores", "release_gradients"]
+__all__ = [
+    "AdamW",
+    "Recipe",
+    "Report",
+    "convert",
+    "fp8_all_gather",
+    "memory",
+    "record_ranges",
+    "record_scores",
+    "release_gradients",
+]
 
 # Where each name is, imported when it is first used: PyTorch takes seconds, `overcoat --help` needs none of it.
 _PLACES = {
@@ -31,6 +42,7 @@ _PLACES = {
     "Report": "models.convert",
     "convert": "models.convert",
     "fp8_all_gather": "models.gather",
+    "record_ranges": "models.ranges",
     "record_scores": "models.scores",
     "release_gradients": "optim.release",
 }

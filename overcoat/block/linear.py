@@ -16,7 +16,7 @@ scales of their own (kernels/blockwise.py).
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -39,6 +39,14 @@ from overcoat.recipe import Recipe
 # with means of half their deviation it is 36 dB over 8,192 tokens, 28 over 16,384 (docs/research/kernels.md).
 FAST_DGRAD = True
 FAST_WGRAD_TOKENS = 8192
+# Told of the operands of products while somebody looks (models/ranges.py).
+watchers: list[Any] = []
+
+
+def _watch(kind: str, linear: Linear, codes: Tensor, scale: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        for watcher in watchers:
+            watcher.saw(kind, linear.weights, codes, scale)
 
 
 def stack_weights_of(linear: Linear) -> list[Tensor]:
@@ -92,6 +100,8 @@ def block_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
 def block_product(x: Quantized, linear: Linear, dtype: torch.dtype) -> Tensor:
     """y = x W^T + bias (T, N) of x (T, K) in 1x128 blocks and the stacked weights."""
     weight, scale = block_operand(linear, False)
+    _watch("input", linear, x.data, x.scale)
+    _watch("weight", linear, weight, scale)
     x_scale = x.scale if linear.scale == 1.0 else x.scale * linear.scale
     return block_gemm(x.data, weight, x_scale, scale, True, stack_biases(linear), dtype)
 
@@ -114,6 +124,8 @@ def product(
     Also the weights' common maximum (found unless given), for the backward.
     """
     w8, w_scale, w_amax = operand(linear, False, w_amax)
+    _watch("input", linear, x8, x_scale)
+    _watch("weight", linear, w8, w_scale)
     x_scale = x_scale if linear.scale == 1.0 else x_scale * linear.scale
     return gemm(x8, w8, x_scale, w_scale, stack_biases(linear), dtype, True, residual), w_amax
 
@@ -168,6 +180,7 @@ def quantize_gradient(
 def dgrad(d: Gradient, linear: Linear, w_amax: Optional[Tensor]) -> Tensor:
     """dx = dy W (T, K) of the stacked weights; w_amax: their maximum, None with block scales."""
     assert d.data is not None
+    _watch("gradient", linear, d.data, d.scale)
     if w_amax is None:
         weight, scale = block_operand(linear, True)
         return block_gemm(d.data, weight, d.scale, scale, True, None, d.dtype)

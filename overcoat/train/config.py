@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 # Keys that do not decide what is computed: they may differ on resuming.
 FREE_KEYS = (
-    "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.on_oom", "train.memory_limit_gib",
-    "recipe.offload_blocks", "optimizer.offload", "data.cache_dir", "checkpoint.", "eval.every", "eval.tasks",
-    "memory.", "sample.", "compare.", "parallel.shard", "parallel.nodes",
+    "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.fp8_every", "train.on_oom",
+    "train.memory_limit_gib", "recipe.offload_blocks", "optimizer.offload", "data.cache_dir", "checkpoint.",
+    "eval.every", "eval.tasks", "memory.", "sample.", "compare.", "parallel.shard", "parallel.nodes",
 )  # fmt: skip
 MOST_TOKENS = 2**30  # in one optimizer step: its rows are made on the host at once, 8 bytes a token
 
@@ -202,6 +202,7 @@ class TrainConfig:
     )
     resume: str = option("auto", '"auto" (newest checkpoint of run_dir, if any), or the path of a checkpoint')
     log_every: int = option(10, "steps between two reads of the loss from the device", at_least=1)
+    fp8_every: int = option(0, "steps between samples of how FP8 operands use their range; 0: none", at_least=0)
     tensorboard: bool = option(True, "also write TensorBoard events")
 
     def __post_init__(self) -> None:
@@ -274,6 +275,7 @@ class CompareConfig:
 NOT_COMPILED = {
     "recipe.offload_blocks": "compiled layers keep everything on the GPU",
     "memory.report": "it measures, and predicts, layers that are not compiled",
+    "train.fp8_every": "operands inside of compiled layers are not seen",
 }
 NOT_IN_GRAPHS = {
     "optimizer.release_gradients": "weights would move between the graphs of one backward pass",

@@ -28,6 +28,7 @@ import torch
 from overcoat import memory
 from overcoat.extras import reason
 from overcoat.models.compiled import begin_pass, eager, keep_gradients_outside
+from overcoat.models.ranges import record_ranges
 from overcoat.models.scores import record_scores
 from overcoat.train import process
 from overcoat.train.config import Config, ScheduleConfig
@@ -105,12 +106,19 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     ]
     num_labels = count_labels(state.drawn, state.eos, config.data.document_mask)
     total = torch.zeros((), device=state.device)
+    every = config.train.fp8_every
+    is_sampled = bool(every) and (state.step + 1) % every == 0 and process.is_first()
+    ranges = None
     for number, batch in enumerate(batches):
         if config.train.compile == "graphs":
             if number == 1:
                 keep_gradients_outside(state.model)
             begin_pass()
-        with naming_config(config) if state.kept_bytes == 0 else contextlib.nullcontext():
+        with contextlib.ExitStack() as around:
+            if state.kept_bytes == 0:
+                around.enter_context(naming_config(config))
+            if is_sampled and number == 0:
+                ranges = around.enter_context(record_ranges(state.model))
             with _measured(state):
                 loss = summed_loss(state.model, batch.to(state.device)) / num_labels
             loss.backward()
@@ -124,7 +132,7 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     state.drawn = None
     state.step += 1
     state.num_tokens += num_tokens
-    return StepRecord(state.step, lr, num_tokens, process.sum_of(total), norm)
+    return StepRecord(state.step, lr, num_tokens, process.sum_of(total), norm, ranges)
 
 
 def _next_rows(state: TrainState, config: Config) -> np.ndarray:

@@ -6,6 +6,7 @@
     {"kind": "eval", "step", "loss", "attention_score"}              the largest log-sum-exp of attention in a held-out
                                                                      row, where layers are converted
     {"kind": "tasks", "step", "sciq/acc", ...}               figures of eval.tasks
+    {"kind": "fp8", "step", "ranges": {layer: {product: {operand: [saturated, zero, limit]}}}}   (models/ranges.py)
     {"kind": "fit", "step", ...}       how many rows pass at once from that step on (`out_of_memory.py`)
     {"kind": "resume", "step"}         first of a resumed run: `read_metrics` forgets rows after that step, but for
                                        fits: a process logged them that died before its next checkpoint
@@ -32,6 +33,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from overcoat.extras import load_extra
+from overcoat.models.ranges import Ranges
 from overcoat.train import process
 from overcoat.train.config import Config
 
@@ -43,6 +45,7 @@ KINDS = {
     "train": ("loss", "tokens_per_second", "peak_bytes"),
     "eval": ("loss",),
     "tasks": (),
+    "fp8": (),
     "fit": ("micro_batch", "block_checkpoints"),
     "resume": (),
 }
@@ -58,6 +61,7 @@ class StepRecord:
     num_tokens: int
     loss: torch.Tensor  # () fp32
     gradient_norm: torch.Tensor  # () fp32, before clipping
+    ranges: Ranges | None = None  # of the FP8 operands, where this step was sampled
 
 
 class RunLog:
@@ -101,7 +105,7 @@ class RunLog:
         if self._writer is not None:
             for row in rows:
                 for key, value in row.items():
-                    if key not in ("kind", "step") and value is not None:
+                    if key not in ("kind", "step", "ranges") and value is not None:
                         self._writer.add_scalar(f"{row['kind']}/{key}", value, row["step"])
 
     def say(self, text: str) -> None:
@@ -127,9 +131,10 @@ class RunLog:
             {"kind": "train", "step": record.step, "loss": loss, "lr": record.lr, "gradient_norm": norm, **common}
             for record, (loss, norm) in zip(self._records, values, strict=True)
         ]
+        ranges = [(record.step, record.ranges.by_layer) for record in self._records if record.ranges is not None]
         self._records.clear()
         self._skipped = check_finite(rows, self._skipped)
-        self.write(*rows)
+        self.write(*rows, *({"kind": "fp8", "step": step, "ranges": found} for step, found in ranges if found))
         self._show(rows[-1])
         if advice is not None:
             self.say(advice)

@@ -61,7 +61,7 @@ class RunResult:
     export: str
     metrics: str
     sample: str
-    note: str  # what was left out of the data
+    note: str = ""  # what was left out of the data
     tasks: dict[str, float] = field(default_factory=dict)  # {"sciq/acc": 0.5} at the last step, of eval.tasks
 
 

@@ -95,6 +95,7 @@ def test_the_rows_of_a_step() -> None:
         ("recipe.offload_blocks=2", "2", "layers"),
         ("recipe.offload_blocks=all", "'all'", "layers"),
         ("memory.report=true", "True", "layers"),
+        ("train.fp8_every=50", "50", "layers"),
         (RELEASED, "True", "graphs"),
         ("optimizer.offload=true", "True", "graphs"),
         ("data.document_mask=true", "True", "graphs"),

@@ -36,13 +36,15 @@ def test_tasks_are_evaluated_when_due_and_leave_the_training_as_it_is(
     words = ["train.steps=6", "checkpoint.every=2", f"data.cache_dir={tmp_path / 'data'}"]
     plain = make_config(*words, f"train.run_dir={tmp_path / 'plain'}")
     run_once(plain, console, "plain")
-    config = make_config(*words, f"eval.tasks={task}", "eval.tasks_every=4")
+    config = make_config(*words, f"eval.tasks={task}", "eval.tasks_every=4", "train.fp8_every=3")
     result, run = run_once(config, console, "tasks"), Path(config.train.run_dir)
     found = figures(run)
     assert list(found) == [4, 6]
-    assert {kind: rows for kind, rows in losses(run).items() if kind != "tasks"} == {
-        kind: rows for kind, rows in losses(tmp_path / "plain").items() if kind != "tasks"
-    }
+    for kind in ("train", "eval"):
+        assert losses(run)[kind] == losses(tmp_path / "plain")[kind]
+    samples = read_metrics(run / "metrics.jsonl")["fp8"]
+    assert list(samples) == [3, 6]
+    assert all(len(layer) == 4 for sample in samples.values() for layer in sample["ranges"].values())
     assert result.tasks == {key: found[6][key] for key in ("tiny/acc", "tiny/acc_stderr")}
     assert f"step 6  tiny/acc {found[6]['tiny/acc']:.4f}" in text_of(console)
     assert cli.main(["eval", str(run), "--tasks", str(task), "--json", "--device", "cpu", "--batch", "2"]) == 0
