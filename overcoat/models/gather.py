@@ -30,7 +30,7 @@ from overcoat.kernels.blockwise import BLOCK
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import Modules
 from overcoat.models.refusals import why_replaced
-from overcoat.models.sharded_weight import Maxima, ShardedWeight
+from overcoat.models.sharded_weight import CutBlocks, Maxima, ShardedWeight, Stacks
 
 
 @dataclass
@@ -68,39 +68,43 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
             module.reshard()
     if (gather := _gathers.pop(model, None)) is not None:
         gather.remove()
-    report, blocks, stacks = GatherReport(), list[ShardedWeight](), dict[Any, list[list[ShardedWeight]]]()
+    report, stacks = GatherReport(), dict[tuple[str, Any, Any], list[list[ShardedWeight]]]()
     for path, layer in model.named_modules():
         if not isinstance(layer, Fp8DecoderLayer):
             continue
         names = {module: f"{path}.{name}.weight".removeprefix(".") for name, module in layer.named_modules()}
-        is_blocks = layer.overcoat_recipe.linear_scaling == "block"
+        scaling = layer.overcoat_recipe.linear_scaling
         for stack, reason in _stacks(layer, params):
             if reason is not None:
                 report.left_alone.update({names[module]: reason for module in stack})
                 continue
             weights = [ShardedWeight(names[module], params[id(module), "weight"], layer) for module in stack]
             report.fp8 += [weight.name for weight in weights]
-            if is_blocks:
-                blocks += weights
-            else:
-                param = weights[0].param
-                key = param.shard_mesh.get_group(), param.mp_policy.param_dtype or weights[0].local.dtype
-                stacks.setdefault(key, []).append(weights)
+            param = weights[0].param
+            key = scaling, param.shard_mesh.get_group(), param.mp_policy.param_dtype or weights[0].local.dtype
+            stacks.setdefault(key, []).append(weights)
     if not report.fp8:
         reasons = "; ".join(dict.fromkeys(report.left_alone.values())) or "no layer trains in FP8: overcoat.convert it"
         raise ValueError(f"no weight of {type(model).__name__} can travel in FP8: {reasons}")
-    _gathers[model] = gather = Gather(blocks, [Maxima(of) for of in stacks.values()])
+    _gathers[model] = gather = Gather(stacks)
     gather.handle = model.register_forward_pre_hook(gather.before_forward, prepend=True)
     return report
 
 
 class Gather:
-    """All weights of a model that travel in FP8."""
+    """All weights of a model that travel in FP8, and the maxima that they need: by scaling, group and dtype."""
 
     handle: Optional[RemovableHandle] = None
 
-    def __init__(self, blocks: list[ShardedWeight], maxima: list[Maxima]) -> None:
-        self.maxima, self.weights = maxima, [*blocks, *(weight for each in maxima for weight in each.weights)]
+    def __init__(self, stacks: dict[tuple[str, Any, Any], list[list[ShardedWeight]]]) -> None:
+        self.maxima, self.weights = list[Maxima](), list[ShardedWeight]()
+        for (scaling, *_), of in stacks.items():
+            weights = [weight for stack in of for weight in stack]
+            self.weights += weights
+            if scaling == "tensor":
+                self.maxima.append(Stacks(of))
+            elif cut := [weight for weight in weights if weight.param.padded_sharded_param_size[0] % BLOCK]:
+                self.maxima.append(CutBlocks(cut))
         for weight in self.weights:
             weight.attach()
 
@@ -175,6 +179,6 @@ def _why_not(
         rows, processes = param._orig_size[0], param.mesh_info.shard_mesh_size
         if scaling == "block" and (any(branch.orders) or type(module) is not nn.Linear):
             return "its rows are taken in another order, which mixes blocks of 128x128"
-        if scaling == "block" and rows % (BLOCK * processes):
-            return f"of {rows} rows {processes} shards cut blocks of 128x128"
+        if scaling == "block" and (rows % BLOCK or rows % processes):
+            return f"its {rows} rows are no multiple of 128 and of {processes} processes"
     return None

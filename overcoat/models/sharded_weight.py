@@ -2,8 +2,9 @@
 
     maxima     once a step: one pass over the shards, one small all-reduce that makes them those of the stacks (q, k,
                v; gate, up), on the device
-    codes      E4M3, 1 byte a weight, made of the shard for each all-gather with the scale of the stack, and not kept;
-               with block scales these are found and sent with them
+    codes      E4M3, 1 byte a weight, made of the shard for each all-gather with the scale of the stack, and not kept
+    blocks     scales of 128x128 blocks are found with the codes and sent with them; of blocks that shards cut the
+               maxima are found once a step, as above
     gathered   into the buffer that FSDP2 frees and restores: `GatheredWeight`, the operand of the products
 
 A process that holds all rows sends nothing: its products read the shard as they would read a plain weight.
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from overcoat.block.gathered import GatheredWeight
 from overcoat.formats import E4M3, scale_from_amax
 from overcoat.kernels.block_weights import block_stack_weights
+from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.stack import stack_weights
 
 
@@ -44,7 +46,7 @@ class ShardedWeight:
         layer: whose mode says how it travels.
 
     Attributes:
-        maxima: that of its stack is among them; None with block scales.
+        maxima: that of its stack is among them, or those of the blocks that shards cut; None without such.
         scale: of its stack, 0-d FP32; of blocks those of this process' rows.
         amax: of its stack, 0-d FP32; None with block scales.
     """
@@ -106,7 +108,7 @@ class ShardedWeight:
             return (self.param._sharded_param_data[:0],), None
         if self.amax is not None:
             return (stack_weights([self.rows()], self.amax, False)[0].view(torch.uint8),), None
-        codes, self.scale = block_stack_weights([self.rows()], False)
+        codes, self.scale = self._blocks()
         return (codes.view(torch.uint8), self.scale)[: mesh.size()], None  # of one process FSDP2 takes one tensor
 
     def fsdp_post_all_gather(
@@ -115,14 +117,34 @@ class ShardedWeight:
         """The weight of what all have sent, or put into `out`."""
         if not self.is_fp8:
             return None if out is not None else (outputs[0][: self.param._orig_size[0]], ())
-        inner = self.rows() if holds_all(self.param) else outputs[0][: self.param._orig_size[0]].view(E4M3.dtype)
-        made = inner, (outputs[1] if len(outputs) > 1 else self.scale), self.amax
+        held = self.rows() if holds_all(self.param) else outputs[0][: self.param._orig_size[0]].view(E4M3.dtype)
+        scale = outputs[1] if len(outputs) > 1 else self.scale
+        if isinstance(self.maxima, CutBlocks) and scale is not None:
+            scale = self.maxima.whole_scale(self, scale)
+        made = held, scale, self.amax
         if out is None:
             return GatheredWeight(*made, param_dtype), ()
         out.held, out.scale, out.w_amax = made
         return None
 
     # ---- inside -------------------------------------------------------------------------------------------
+
+    def _blocks(self) -> tuple[Tensor, Tensor]:
+        """Codes and scales of this process' rows in 128x128 blocks of the weight."""
+        rows = self.rows()
+        if not isinstance(self.maxima, CutBlocks):
+            return block_stack_weights([rows], False)
+        # What is missing of a cut block are zeros, and one row of its maxima.
+        first, count = self.maxima.span(self)
+        above, below = self.maxima.found(self, first), self.maxima.found(self, first + count)
+        top, bottom = first % BLOCK, -(first + count) % BLOCK
+        filled = F.pad(rows, (0, 0, top, bottom))
+        if above is not None:
+            filled[0] = above.repeat_interleave(BLOCK)[: rows.shape[1]]
+        if below is not None:
+            filled[-1] = below.repeat_interleave(BLOCK)[: rows.shape[1]]
+        codes, scale = block_stack_weights([filled], False)
+        return codes[top : top + count], F.pad(scale, (0, 0, 0, count // BLOCK + 2 - len(scale)))
 
     def _travel_in(self, fp8: bool) -> None:
         """FSDP2 keeps a buffer and an unsharded parameter, of one dtype: give it those of this way."""
@@ -144,25 +166,16 @@ class ShardedWeight:
 
 
 class Maxima:
-    """max |w| of stacks of weights that one process group shares, all of one dtype.
+    """Maxima of weights that one process group shares, all of one dtype; all its processes find them together.
 
     Attributes:
-        stacks: weights whose operand is one.
-        is_stale: whether the maxima have to be found again.
+        is_stale: whether they have to be found again.
     """
 
-    def __init__(self, stacks: Sequence[Sequence[ShardedWeight]]) -> None:
-        self.stacks, self.weights = stacks, [weight for stack in stacks for weight in stack]
-        self.is_stale, self.seen = True, dict[ShardedWeight, tuple[int, int]]()
-        for weight in self.weights:
+    def __init__(self, weights: Sequence[ShardedWeight]) -> None:
+        self.weights, self.is_stale, self.seen = weights, True, dict[ShardedWeight, tuple[int, int]]()
+        for weight in weights:
             weight.maxima = self
-        width, place = max(map(len, stacks)), {weight: place for place, weight in enumerate(self.weights)}
-        rows = [[place[weight] for weight in stack] for stack in stacks]
-        self.places = torch.tensor([row + row[:1] * (width - len(row)) for row in rows], device=self._param.device)
-
-    @property
-    def _param(self) -> Any:
-        return self.weights[0].param
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped: torch's own write to shards unseen."""
@@ -188,21 +201,85 @@ class Maxima:
 
     @torch.no_grad()
     def find_if_stale(self) -> None:
-        """The maxima and scales of all stacks; nothing waits for the device."""
-        if not self.is_stale:
-            return
-        self.seen = {weight: weight.versions() for weight in self.weights}
-        shards = [weight.param._sharded_param_data for weight in self.weights]
-        dtype = self._param.mp_policy.param_dtype or shards[0].dtype  # rounding keeps the order
-        own = torch.stack(torch._foreach_norm(shards, math.inf)).to(dtype).float()
-        found = own[self.places].amax(1).abs()
-        group = self._param.shard_mesh.get_group()
+        """Find them; nothing waits for the device."""
+        if self.is_stale:
+            self.seen = {weight: weight.versions() for weight in self.weights}
+            self.find()
+            self.is_stale = False
+
+    def find(self) -> None:
+        """Find them from the shards as they are."""
+        raise NotImplementedError
+
+    def over_all(self, found: Tensor) -> Tensor:
+        """The largest over all processes of maxima (FP32, >= 0), in place."""
+        group = self.weights[0].param.shard_mesh.get_group()
         if group.size() > 1:
             # As integers their bits order like the values, NaN on top.
             dist.all_reduce(found.view(torch.int32), dist.ReduceOp.MAX, group=group)
+        return found
+
+
+class Stacks(Maxima):
+    """max |w| of each stack: weights whose operand is one."""
+
+    def __init__(self, stacks: Sequence[Sequence[ShardedWeight]]) -> None:
+        super().__init__([weight for stack in stacks for weight in stack])
+        self.stacks = stacks
+        width, place = max(map(len, stacks)), {weight: place for place, weight in enumerate(self.weights)}
+        rows = [[place[weight] for weight in stack] for stack in stacks]
+        device = self.weights[0].param.device
+        self.places = torch.tensor([row + row[:1] * (width - len(row)) for row in rows], device=device)
+
+    def find(self) -> None:
+        shards = [weight.param._sharded_param_data for weight in self.weights]
+        dtype = self.weights[0].param.mp_policy.param_dtype or shards[0].dtype  # rounding keeps the order
+        own = torch.stack(torch._foreach_norm(shards, math.inf)).to(dtype).float()
+        found = self.over_all(own[self.places].amax(1).abs())
         # In new memory: a backward may wait for what it read before. 16 bytes apart, as cuBLASLt wants its scales.
         scales = F.pad(scale_from_amax(found, E4M3).unsqueeze(1), (0, 3))[:, 0]
         for stack, scale, amax in zip(self.stacks, scales.unbind(), found.unbind(), strict=True):
             for weight in stack:
                 weight.scale, weight.amax = scale, amax
-        self.is_stale = False
+
+
+class CutBlocks(Maxima):
+    """max |w| of the 128x128 blocks that lie in several shards. All shards of a weight have as many rows."""
+
+    def __init__(self, weights: Sequence[ShardedWeight]) -> None:
+        super().__init__(weights)
+        self.tops: dict[tuple[ShardedWeight, int], Tensor] = {}  # (K / 128,) by the number of a row of blocks
+        self.places: dict[ShardedWeight, Tensor] = {}
+
+    @staticmethod
+    def span(weight: ShardedWeight) -> tuple[int, int]:
+        """The first row of this process' shard in the weight, and how many it has."""
+        rows: int = weight.param.padded_sharded_param_size[0]
+        return weight.param.mesh_info.shard_mesh_rank * rows, rows
+
+    def find(self) -> None:
+        keys, own = [], []
+        for weight in self.weights:
+            (first, rows), (total, columns) = self.span(weight), weight.param._orig_size
+            shard = weight.param._sharded_param_data.view(rows, columns)
+            for block in sorted({edge // BLOCK for edge in range(rows, total, rows) if edge % BLOCK}):
+                start, end = max(block * BLOCK, first), min((block + 1) * BLOCK, first + rows)
+                part = shard[start - first : end - first] if start < end else shard.new_zeros(1, columns)
+                top = F.pad(part.abs().amax(0), (0, -columns % BLOCK)).view(-1, BLOCK).amax(1)
+                keys.append((weight, block))
+                own.append(top if (dtype := weight.param.mp_policy.param_dtype) is None else top.to(dtype))
+        found = self.over_all(torch.cat(own).float()).to(own[0].dtype)
+        self.tops = dict(zip(keys, found.split([len(top) for top in own]), strict=True))
+
+    def found(self, weight: ShardedWeight, row: int) -> Optional[Tensor]:
+        """Of the blocks that an edge between two shards cuts, (K / 128,); None if it cuts none."""
+        return self.tops[weight, row // BLOCK] if row % BLOCK else None
+
+    def whole_scale(self, weight: ShardedWeight, scale: Tensor) -> Tensor:
+        """The scales (N / 128, L4) of those that all processes have sent."""
+        if weight not in self.places:
+            rows, total = self.span(weight)[1], weight.param._orig_size[0]
+            owner = [(block * BLOCK) // rows for block in range(total // BLOCK)]
+            places = [at * (rows // BLOCK + 2) + block - at * rows // BLOCK for block, at in enumerate(owner)]
+            self.places[weight] = torch.tensor(places, device=scale.device)
+        return scale.index_select(0, self.places[weight])

@@ -39,6 +39,12 @@ CASES: dict[str, tuple[str, Recipe, dict[str, Any]]] = {
         Recipe(linear_scaling="block"),
         {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 128},
     ),
+    # Of 384 rows two shards cut blocks, of 256 and 640 columns.
+    "cut blocks": (
+        "llama",
+        Recipe(linear_scaling="block"),
+        {"hidden_size": 384, "intermediate_size": 640, "num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
     "transposed": ("gpt2", Recipe(offload_blocks="all"), {}),
 }
 
@@ -131,7 +137,7 @@ def _alike(rank: int, device: str) -> None:
             assert_equal(train(*make(case, False, device), device, steps), expected)
         assert_equal(train(*make(case, True, device), device, steps), expected)
         assert_equal(train(*make(case, True, device, alone), device, steps), expected)
-        if case in ("default", "blocks"):
+        if case in ("default", "cut blocks"):
             assert_equal(train(*make(case, True, device, reshard_after_forward=False), device, steps), expected)
             with pytest.MonkeyPatch.context() as patch:  # as if it had to be gathered
                 patch.setattr(sharded_weight, "holds_all", lambda param: False)
@@ -380,12 +386,15 @@ def _refused(rank: int) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             overcoat.fp8_all_gather(model)
-    # Blocks that shards cut travel in BF16, and the others in FP8.
+    # Blocks that two weights share travel in BF16, and the others in FP8.
     model = build(Recipe(linear_scaling="block"))
     report = overcoat.fp8_all_gather(model)
-    assert report.fp8 == [f"model.layers.0.{name}.weight" for name in ("self_attn.o_proj", "mlp.down_proj")]
-    assert report.left_alone["model.layers.0.mlp.up_proj.weight"] == "of 688 rows 2 shards cut blocks of 128x128"
-    assert "2 weights travel in FP8" in str(report)
+    assert [name.split(".")[-2] for name in report.fp8] == ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+    assert (
+        report.left_alone["model.layers.0.mlp.up_proj.weight"]
+        == "its 688 rows are no multiple of 128 and of 2 processes"
+    )
+    assert "5 weights travel in FP8" in str(report)
     passes(model, [0])
     overcoat.convert(model, Recipe())
     with pytest.raises(ValueError, match=r"call it again after overcoat.convert"):
