@@ -45,6 +45,8 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
         return mask
     model: Any = causal.get_submodule(causal.overcoat_whole.text)
     layers = getattr(model, causal.overcoat_whole.stack)
+    if getattr(model.config, "use_bidirectional_attention", False):
+        return mask
     tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
     if tokens is None:
         return mask

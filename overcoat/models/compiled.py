@@ -3,7 +3,9 @@
     layers      torch.compile(fullgraph=True) of every layer. They share their code, so one graph serves all, and one
                 more all other batch sizes
     graphs      the same with mode="reduce-overhead": forward and backward of every layer are recorded once and replayed
-                after, without the host, which is what a small block waits for
+                after, without the host, which is what a small block waits for; of a vision-language model those of
+                the tower alone, and the others stay eager: a graph's inputs are copied and its memory stays, which
+                large text layers would pay for and not gain by
 
 A replay runs the same kernels on the same addresses. So a graph must hold whatever changes from step to step, or be
 given it anew:
@@ -26,7 +28,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import decoder_layers
+from overcoat.models.head import find_causal_model
+from overcoat.models.whole import whole_of
 
 
 def compile_layers(model: nn.Module, graphs: bool) -> None:
@@ -40,15 +45,26 @@ def compile_layers(model: nn.Module, graphs: bool) -> None:
     Raises:
         ValueError: there is no decoder layer, or nothing to record on the model's device.
     """
-    layers = decoder_layers(model)
+    layers = graph_layers(model) if graphs else decoder_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} contains no decoder layer to compile")
     device = next(model.parameters()).device
     if graphs and device.type != "cuda":
         raise ValueError(f"CUDA graphs need a GPU, and the model lies on {device}: compile it with graphs=False")
+    mode = "reduce-overhead" if graphs else "default"
     for layer in layers.values():
-        # What a graph cannot hold would run beside it, unseen and slowly: fullgraph makes it an error.
-        layer.compile(fullgraph=True, mode="reduce-overhead" if graphs else None)
+        if isinstance(layer, Fp8DecoderLayer):
+            layer.overcoat_mode = mode  # hooks run outside: transformers collects towers' hidden states by them
+        else:
+            layer.compile(fullgraph=True, mode=mode)
+
+
+def graph_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that become CUDA graphs, by name: a vision tower's, or all of a model without one."""
+    name, causal = find_causal_model(model) or ("", model)
+    whole = whole_of(causal)
+    tower = f"{name}.{whole.vision}.".removeprefix(".") if whole is not None and whole.vision else ""
+    return {path: layer for path, layer in decoder_layers(model).items() if path.startswith(tower)}
 
 
 def eager() -> AbstractContextManager[None]:
@@ -80,7 +96,7 @@ def keep_gradients_outside(model: nn.Module) -> None:
     `.grad`s kept for every pass to add to (8 bytes, a launch a parameter, and 2 bytes of memory also for steps of one
     pass), or a hook on every parameter, which costs the host what the graphs save it.
     """
-    for layer in decoder_layers(model).values():
+    for layer in graph_layers(model).values():
         parameters = [parameter for parameter in layer.parameters() if parameter.grad is not None]
         inside = [parameter.grad for parameter in parameters if parameter.grad is not None]
         outside = [torch.empty_like(gradient) for gradient in inside]

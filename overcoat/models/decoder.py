@@ -7,6 +7,7 @@ hooked since or a cache is asked for, the original forward runs. LoRA adapters b
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from typing import Any, Optional
@@ -197,6 +198,8 @@ class Fp8DecoderLayer(Mixin):
     overcoat_eval: bool = False
     # What the last forward in eager mode ran: "FP8", or why not.
     overcoat_ran: Optional[str] = None
+    # torch.compile's mode; None: eager (compiled.py).
+    overcoat_mode: Optional[str] = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -206,6 +209,12 @@ class Fp8DecoderLayer(Mixin):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's own signature (transformers): hidden_states (B, S, H) -> (B, S, H); or (T, H) with `cu_seqlens`,
         where images begin."""
+        if self.overcoat_mode is None:
+            return self._forward(hidden_states, *args, **kwargs)
+        cls: Any = type(self)
+        return _compiled(cls, self.overcoat_mode)(self, hidden_states, *args, **kwargs)
+
+    def _forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kwargs.update(zip(self.overcoat_arguments, args, strict=False))
         embeddings: Any = kwargs.get("position_embeddings")
         mask = kwargs.get("attention_mask")
@@ -229,7 +238,7 @@ class Fp8DecoderLayer(Mixin):
             )
         if lengths is None:
             if not is_known and (type(mask).__name__ == "BlockMask" or reads_lengths(branches[0].owner.config)):
-                mask = mask_from(mask, kwargs, hidden_states, not family.encoder)
+                mask = mask_from(mask, kwargs, hidden_states, branches[0].core.heads.causal)
             mask = check_mask(mask, hidden_states.shape[-2])
         else:
             mask = lengths.int()
@@ -276,6 +285,12 @@ class Fp8DecoderLayer(Mixin):
         # A side effect, which compiled code may not have inside of a checkpoint.
         if not torch.compiler.is_compiling():
             self.overcoat_ran = ran
+
+
+@functools.cache
+def _compiled(cls: Any, mode: str) -> Any:
+    # What a graph cannot hold would run beside it, unseen and slowly: fullgraph makes it an error.
+    return torch.compile(cls._forward, fullgraph=True, mode=mode)
 
 
 def _run_as_it_is(x: Tensor, modules: Modules, family: Family, recipe: Recipe) -> Tensor:

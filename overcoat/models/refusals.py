@@ -101,8 +101,11 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
                     and type(part).__name__ not in FUNCTIONS.get(core.activation, ())
                 ):
                     return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
-        elif core is not None and bool(getattr(owner, "is_causal", True)) is family.encoder:
-            kind = "attention of all tokens" if family.encoder else "causal attention"
+        # PaliGemma's text is not causal, and its masks say what is hidden.
+        elif core is not None and core.heads.causal is (
+            family.encoder or bool(getattr(owner.config, "use_bidirectional_attention", False))
+        ):
+            kind = "attention of all tokens" if core.heads.causal else "causal attention"
             return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
         for linear in (*into, out) if core is not None else ():
             if type(linear) is nn.Linear:

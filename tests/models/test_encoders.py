@@ -33,7 +33,7 @@ from overcoat.formats import FLOAT8
 from overcoat.kernels.groups import group_decode, group_encode
 from overcoat.memory import record_kept
 from overcoat.models.family import decoder_layers, family_of
-from tests.emulation import emulate_fp8_gemms, rounded, sqnr
+from tests.emulation import emulate_fp8_gemms, rounded
 from tests.models.zoo import ENCODERS, make_encoder, make_inputs
 
 SEEDS = 40
@@ -193,13 +193,10 @@ def test_clips_text_tower_is_causal() -> None:
     """Its layers are the vision tower's; that it is causal the model says in the call."""
     config = CLIPTextConfig(hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2)
     model = CLIPTextModel(config).train()
-    ids = torch.arange(2, 18).repeat(2, 1)
-    exact = model(input_ids=ids).last_hidden_state
     assert len(overcoat.convert(model).converted) == 2
-    first, changed = (model(input_ids=x).last_hidden_state for x in (ids, ids.where(torch.arange(16) < 12, 7)))
-    assert sqnr(exact, first) > 20
-    assert sqnr(first[:, :12], changed[:, :12]) > 25  # FP8's scales alone differ
-    assert sqnr(first[:, 12:], changed[:, 12:]) < 10
+    model(input_ids=torch.arange(2, 18)[None]).last_hidden_state[0, 11, 0].backward()
+    (seen,) = model.get_submodule("embeddings.position_embedding").weight.grad[:16].any(1).nonzero(as_tuple=True)
+    assert seen.tolist() == list(range(12))
 
 
 @pytest.mark.parametrize(

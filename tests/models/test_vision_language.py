@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from typing import Any
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 import overcoat
 from overcoat import Recipe
+from overcoat.models.compiled import begin_pass, compile_layers, graph_layers
 from overcoat.models.head import FinalNorm
 from overcoat.models.output import NoLogits
 from overcoat.models.whole import VISION_LANGUAGE
 from tests.emulation import emulate_fp8_gemms, sqnr
+from tests.models.graphs import recorded, skipped
 
 VOCAB, IMAGE, START, LENGTH = 96, 90, 91, 40
 TEXT = dict(  # noqa: C408
@@ -166,9 +169,7 @@ def test_tower_and_text_train_in_fp8(name: str) -> None:
     assert [part.split(" ")[0] for part in report.parts] == ["vision", "connector", "text"]
     assert report.parts[0].endswith("2 of 2 layers in FP8"), str(report)
     assert report.parts[1].endswith("float32")
-    # PaliGemma's text sees its whole prefix: its layers say that they are not causal, and are left alone.
-    in_fp8 = 0 if name == "PaliGemma" else 2
-    assert report.parts[2].endswith(f"{in_fp8} of 2 layers in FP8"), str(report)
+    assert report.parts[2].endswith("2 of 2 layers in FP8"), str(report)
     assert all(part in str(report) for part in report.parts)
     exact, emulated = original.double(), emulate_fp8_gemms(original)
     wide = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in inputs.items()}
@@ -181,6 +182,27 @@ def test_tower_and_text_train_in_fp8(name: str) -> None:
         sum(10 ** (-sqnr(x, gradients(each)[key]) / 10) for key, x in weights.items()) for each in (model, emulated)
     )
     assert noise < 1.26 * floor, "1 dB below FP8 GEMMs alone, over all weights"
+
+
+@pytest.mark.filterwarnings("error:this layer trains in its original precision")
+@pytest.mark.parametrize("packed", [False, True])
+def test_text_that_sees_all_tokens_is_transformers_own(packed: bool) -> None:
+    """PaliGemma's, whose masks hide what comes after the prefix; without a mask nothing is hidden."""
+    text = {**TEXT, "use_bidirectional_attention": True}
+    original = transformers.GemmaForCausalLM(transformers.GemmaConfig(**text)).train()
+    inputs: dict[str, Any] = {"labels": torch.arange(40)[None], "use_cache": False}
+    if packed:
+        inputs["position_ids"] = torch.arange(40).remainder(25)[None]
+    model = copy.deepcopy(original)
+    assert "not causal" in overcoat.convert(model).layers[0].detail
+    seen = []
+    for each in (original, model):
+        embeds = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        hidden = each(**inputs, inputs_embeds=embeds, output_hidden_states=True).hidden_states[-1]
+        hidden[0, 15].sum().backward()
+        seen.append(embeds.grad[0].abs().sum(-1) > 0)
+    assert torch.equal(*seen)
+    assert seen[0][20] != packed
 
 
 @pytest.mark.parametrize("name", ["Llava", "Qwen2_5_VL"])
@@ -198,6 +220,43 @@ def test_a_frozen_tower_keeps_nothing(name: str) -> None:
     of_blocks = sum(size for op, size in kept.by_op().items() if op.split(" ")[0] in ("attention", "mlp"))
     model.get_submodule(whole.text).requires_grad_(False)
     assert of_blocks > 0
+
+
+def steps(name: str, graphs: bool, device: str) -> list[dict[str, Tensor]]:
+    """Loss and gradients of each of four steps, the tower's layers compiled if `graphs`."""
+    model, inputs = make_model(name, torch.bfloat16).to(device), make_batch(name)
+    inputs = {key: x.to(device, torch.bfloat16 if x.is_floating_point() else x.dtype) for key, x in inputs.items()}
+    overcoat.convert(model)
+    if graphs:
+        assert [path.split(".")[1] for path in graph_layers(model)] == [TOWERS[name]] * 2
+        compile_layers(model, graphs=device == "cuda")
+    found = []
+    for _ in range(4 if device == "cuda" else 1):
+        begin_pass()
+        loss = model(**inputs).loss
+        loss.backward()
+        found.append({"loss": loss.detach().clone(), **{key: x.clone() for key, x in gradients(model).items()}})
+        model.zero_grad()
+    return found
+
+
+TOWERS = {"Llava": "vision_tower", "Qwen3VL": "visual"}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_as_graphs_gives_the_eager_gradients(name: str, device: torch.device) -> None:
+    """Text layers stay eager; two towers, of a fixed size and of any, by lengths. On a CPU compiled, not recorded."""
+    torch.compiler.reset()
+    before = skipped()
+    with torch.compiler.set_stance(force_backend="aot_eager") if device.type == "cpu" else contextlib.nullcontext():
+        both = [steps(name, graphs, device.type) for graphs in (False, True)]
+    for eager, replayed in zip(*both, strict=True):
+        assert eager.keys() == replayed.keys()
+        assert not [key for key, x in eager.items() if not torch.equal(x, replayed[key])]
+    if device.type == "cuda":
+        assert recorded() > 0
+        assert skipped() == before
+    torch.compiler.reset()
 
 
 def test_generation_and_evaluation_are_untouched() -> None:
