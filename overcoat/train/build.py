@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import overcoat
-from overcoat.extras import load_extra
+from overcoat.extras import load_extra, reason
 from overcoat.models.pretrained import load_pretrained
-from overcoat.train.config import Config, ModelConfig, OptimizerConfig, RecipeConfig, require
+from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, require
 from overcoat.train.process import choose_device, memory_of
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
@@ -59,11 +59,39 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     transformers.utils.logging.disable_progress_bar()  # it would cut through ours at every checkpoint
     settings = _settings(config.model)
     if config.model.name:
-        return load_model(config.model.name, device, settings, config.model.trust_remote_code)
+        model = load_model(config.model.name, device, settings, config.model.trust_remote_code)
+        return add_adapters(model, config.lora, config.train.seed) if config.lora.rank else model
     model_config = inline_config(config.model, tokenizer, config.data.sequence_length)
     torch.manual_seed(config.train.seed)
     with device:
         return transformers.AutoModelForCausalLM.from_config(model_config, **settings)
+
+
+def add_adapters(model: Any, section: LoraConfig, seed: int) -> Any:
+    """The model in peft's `PeftModel`, which trains adapters alone: in FP32, without dropout, drawn from the seed."""
+    peft = load_extra("peft", "hf", "[lora]")
+    targets: Any = "all-linear" if section.targets == ["all-linear"] else section.targets
+    torch.manual_seed(seed)
+    settings = peft.LoraConfig(
+        r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+    try:
+        return peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise ValueError(f"lora.targets = {section.targets}: {reason(error)}") from error
+
+
+def base_model(model: Any) -> Any:
+    """The transformers model, inside `PeftModel` or not: adapters are parts of its layers."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def trained_state(model: Any) -> dict[str, torch.Tensor]:
+    """`model.state_dict()` with the parameters themselves; of `PeftModel` the adapters alone."""
+    found = model.state_dict(keep_vars=True)
+    if hasattr(model, "peft_config"):
+        return {name: tensor for name, tensor in found.items() if tensor.requires_grad}
+    return dict(found)
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:

@@ -32,13 +32,14 @@ import torch
 
 from overcoat.extras import load_extra
 from overcoat.train import files, process
+from overcoat.train.build import trained_state
 from overcoat.train.config import Config, require
 from overcoat.train.configfile import differences, dump_toml, load_config
 from overcoat.train.corpus import STREAMED, cache_dir
 from overcoat.train.files import DamagedError, remove_directory, write_directory, writing
 from overcoat.train.metrics import METRICS
 from overcoat.train.parallel import whole_weights
-from overcoat.train.shards import Pieces, is_sharded, read_model, read_states, write_shard
+from overcoat.train.shards import Pieces, adapter_key, is_sharded, read_model, read_states, write_shard
 from overcoat.train.state import TrainState
 
 TRAINING = "training.pt"
@@ -126,14 +127,19 @@ def write_model(model: Any, tokenizer: Any | None, folder: Path, weights: dict[s
 
     weights: of a model that is cut over several processes, gathered.
     """
+    # Else peft asks the hub for the base model's vocabulary.
+    options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
     with writing(folder):
-        model.save_pretrained(folder, state_dict=weights)
+        model.save_pretrained(folder, state_dict=weights, **options)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
 
-def export(state: TrainState, tokenizer: Any | None, target: Path) -> None:
-    """The trained model as a Hugging Face folder, written by the first process."""
+def export(state: TrainState, tokenizer: Any | None, target: Path, merge: bool = False) -> None:
+    """The trained model as a Hugging Face folder, written by the first process; merge: with its adapters in its
+    weights, from now on."""
+    if merge:
+        state.model = state.model.merge_and_unload()
     weights = whole_weights(state.model) if process.count() > 1 else None
     if process.is_first():
         write_directory(
@@ -211,7 +217,7 @@ def load_weights(folder: Path, model: Any) -> None:
     for file in sorted(folder.glob("*.safetensors")):  # of the manifest: `_verify` lets no others in
         with files.loading(file):
             tensors |= safetensors.load_file(file)
-    own = model.state_dict()
+    tensors, own = {adapter_key(name): tensor for name, tensor in tensors.items()}, trained_state(model)
     wrong = [name for name in tensors if name not in own or own[name].shape != tensors[name].shape]
     present = {own[name].data_ptr() for name in tensors if name in own}
     wrong += [name for name in own if name not in tensors and own[name].data_ptr() not in present]

@@ -51,6 +51,14 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    rank: int = option(0, "train adapters of this rank (LoRA) instead of the model; 0: none", at_least=0, at_most=2**16)
+    alpha: float = option(16.0, "what adapters add is scaled by alpha / rank", above=0)
+    targets: list[str] = option(["all-linear"], 'layers that get adapters, by the end of their names, or "all-linear"')
+    merge: bool = option(False, "export the model with its adapters merged in, instead of the adapters")
+
+
+@dataclass(frozen=True)
 class RecipeConfig:
     name: Literal["default", "paper", "leanest", "bf16"] = option("default", "the named overcoat.Recipe to start from")
     kept_format: str | None = option(None, "replaces the recipe's 8-bit code of kept tensors: sqrt8, e4m3, int8")
@@ -289,6 +297,7 @@ NOT_IN_GRAPHS = {
 class Config:
     model: ModelConfig
     data: DataConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -303,6 +312,8 @@ class Config:
 
     def __post_init__(self) -> None:
         require(bool(self.model.name or self.model.config), "no model: set model.name or [model.config]")
+        if self.lora.rank:
+            self._check_lora()
         require(
             not (self.optimizer.release_gradients and self.train.accumulation > 1),
             f"optimizer.release_gradients cannot accumulate (train.accumulation = {self.train.accumulation}): the "
@@ -341,3 +352,12 @@ class Config:
                 f"{key} = {value!r} does not go with train.compile = {self.train.compile!r}: {why}. {way}, or set "
                 "train.compile to 'none'",
             )
+
+    def _check_lora(self) -> None:
+        require(
+            bool(self.model.name),
+            f"lora.rank = {self.lora.rank}: adapters of random weights are of no use, set model.name to start from",
+        )
+        is_auto = self.train.batch_size == "auto"
+        for key, value in {"memory.report": self.memory.report, "train.batch_size = 'auto'": is_auto}.items():
+            require(not value, f"{key} does not go with lora.rank = {self.lora.rank}: the estimate knows no adapters")

@@ -30,7 +30,7 @@ from overcoat.estimate.setup import Setup
 from overcoat.models.shapes import load_model_config
 from overcoat.train import process
 from overcoat.train.build import inline_config, make_recipe
-from overcoat.train.config import Config
+from overcoat.train.config import Config, require
 from overcoat.train.loss import loss_for_estimates
 
 # Share of the memory that is not planned with: other processes, fragmentation, predictions that are too low.
@@ -106,6 +106,7 @@ def training(config: Config, memory: int | None = None) -> Training:
         memory: bytes of the GPU that "auto" plans with, at most `train.memory_limit_gib`; None: that, or this
             machine's GPU.
     """
+    require(not config.lora.rank, "[lora]: the estimate knows no adapters; lora.rank=0 says what training all takes")
     model, note = model_config(config), ""
     if config.train.batch_size == "auto":
         limit = int(GIBI * config.train.memory_limit_gib)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from overcoat.estimate.dry_run import META, LossOf
 from overcoat.models.head import LeanLossModel
+from overcoat.train.build import base_model
 from overcoat.train.data import Batch
 
 
@@ -20,6 +21,7 @@ def summed_loss(model: Any, batch: Batch) -> Tensor:
     While training, a recipe's z-loss is in it.
     """
     inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    model = base_model(model)
     if isinstance(model, LeanLossModel):
         # The labels are shifted already; divided by one item, the loss is the sum.
         labels = {"labels": batch.labels, "shift_labels": batch.labels, "num_items_in_batch": 1}

@@ -29,7 +29,7 @@ from overcoat.extras import load_extra
 from overcoat.models.family import decoder_layers
 from overcoat.optim.sharding import gather
 from overcoat.train import process
-from overcoat.train.build import build_model
+from overcoat.train.build import base_model, build_model, trained_state
 from overcoat.train.config import Config, ParallelConfig, require
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -48,6 +48,7 @@ def check_parallel(config: Config) -> None:
     wrong = {
         "train.compile": config.train.compile != "none" and config.train.compile,
         "memory.report": config.memory.report,
+        "lora.merge": config.lora.rank and config.lora.merge,
     }
     for key, value in wrong.items():
         require(not value, f"{key} = {value!r} does not go with {many} processes yet: leave it out, or train on one")
@@ -104,7 +105,7 @@ def build_sharded(
         model = draft.model
         overcoat.convert(model, recipe)
         draft.fill(cut)
-    cut(model)
+    cut(base_model(model))
     # Again, now that the parameters lie where they are used: what that device cannot do is refused.
     report = overcoat.convert(model, recipe)
     if process.rank():
@@ -210,7 +211,7 @@ def whole_weights(model: Any) -> dict[str, torch.Tensor] | None:
     """The state dict of a cut model in the first process' host memory, tensor by tensor; None in the others."""
     whole: dict[int, torch.Tensor | None] = {}
     found = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in trained_state(model).items():
         if id(tensor) not in whole:  # tied ones once, and as the same tensor under both names
             gathered = gather(tensor.detach())
             whole[id(tensor)] = gathered.cpu() if process.is_first() else None

@@ -170,7 +170,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         train_steps(state, config, corpus.held_out, log, save, evaluated, on_tasks)
     if state.kept_table and process.is_first():
         (run_dir / "kept.txt").write_text(state.kept_table + "\n", encoding="utf-8")
-    checkpoint.export(state, corpus.tokenizer, run_dir / "export")
+    checkpoint.export(state, corpus.tokenizer, run_dir / "export", merge=bool(config.lora.rank and config.lora.merge))
     sample = generate_sample(config, corpus, state)
     return process.share(lambda: _result(config, title, state, sample, corpus.note))
 

@@ -11,6 +11,7 @@ replicas the first one is written. safetensors are data: nothing of a stranger's
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from overcoat.extras import load_extra
 from overcoat.optim.sharding import first_row, is_cut, local, wrap_state
 from overcoat.train import process
+from overcoat.train.build import trained_state
 from overcoat.train.files import loading, writing
 
 ROWS = "rows"  # key of a file's header: {name: [first row, rows of the whole]}
@@ -50,7 +52,7 @@ def write_shard(folder: Path, model: Any, optimizer_states: dict[int, dict[str, 
 def _named(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by name, tied ones under their first name."""
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in trained_state(model).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield f"model/{name}", tensor
@@ -71,6 +73,11 @@ def _is_ours_to_write(tensor: Tensor) -> bool:
     return all(at == 0 for at, kind in zip(place, tensor.placements, strict=True) if kind == Replicate())
 
 
+def adapter_key(name: str) -> str:
+    """The name in a model of a tensor of peft's files, which leave out that of the adapter."""
+    return re.sub(r"(\.lora_[AB])\.weight$", r"\1.default.weight", name)
+
+
 class _Piece(NamedTuple):
     first: int
     end: int
@@ -84,6 +91,7 @@ class Pieces:
         safetensors = load_extra("safetensors", "hf", "reading a checkpoint")
         self.pieces: dict[str, list[_Piece]] = defaultdict(list)
         self.rows: dict[str, int] = {}
+        self.keys: dict[str, str] = {}  # in the files
         for path in sorted(folder.glob("*.safetensors")):  # of the manifest: `checkpoint` lets no others in
             with loading(path):
                 file = safetensors.safe_open(path, "pt")
@@ -91,10 +99,10 @@ class Pieces:
                 for key in file.keys():  # noqa: SIM118
                     shape = file.get_slice(key).get_shape()
                     first, whole = (0, shape[0] if shape else 1) if named is None else named[key]
-                    name = key if named is not None else f"model/{key}"
+                    name = key if named is not None else f"model/{adapter_key(key)}"
+                    self.keys[name] = key
                     self.pieces[name].append(_Piece(first, first + (shape[0] if shape else 1), file))
                     self.rows[name] = whole
-        self._is_sharded = is_sharded(folder)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""
@@ -104,7 +112,7 @@ class Pieces:
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows `first` to `first + count` of a tensor; all of one without dimensions."""
         if not self.shape(name):
-            return self.pieces[name][0].file.get_tensor(self._key(name))
+            return self.pieces[name][0].file.get_tensor(self.keys[name])
         parts, at = [], first
         for piece in sorted(self.pieces[name], key=lambda piece: piece.first):
             if piece.first <= at < min(piece.end, first + count):
@@ -120,11 +128,8 @@ class Pieces:
         as_bytes = [part.contiguous().view(torch.uint8) for part in parts]  # 8-bit floats cannot be joined
         return torch.cat(as_bytes).view(parts[0].dtype)
 
-    def _key(self, name: str) -> str:
-        return name if self._is_sharded else name.removeprefix("model/")
-
     def _slice(self, piece: _Piece, name: str) -> Any:
-        return piece.file.get_slice(self._key(name))
+        return piece.file.get_slice(self.keys[name])
 
 
 def read_model(folder: Path, pieces: Pieces, model: Any) -> None:
@@ -134,7 +139,7 @@ def read_model(folder: Path, pieces: Pieces, model: Any) -> None:
         ValueError: they are those of another model.
     """
     own = dict(_named(model))
-    tied = {f"model/{name}" for name in model.state_dict()}
+    tied = {f"model/{name}" for name in trained_state(model)}
     stored = {name for name in pieces.pieces if name.startswith("model/")}
     wrong = sorted(own.keys() - stored) + sorted(stored - tied)
     wrong += [name for name in own.keys() & stored if pieces.shape(name) != tuple(own[name].shape)]

@@ -1,0 +1,132 @@
+"""[lora]: adapters as peft makes, saves and loads them: `pytest tests/train/test_lora.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from overcoat.train.build import build_model, make_optimizer
+from overcoat.train.config import Config
+from overcoat.train.loop import RunStoppedError
+from overcoat.train.run import run, run_once
+from overcoat.train.tokenizer import train_tokenizer
+from tests.processes import on_two
+from tests.train.runs import CPU, MakeConfig, losses, newest, stop_at, text_of
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def lora_config(make_config: MakeConfig, tmp_path: Path) -> Any:
+    """`lora_config(word, ...)`: rank 4 on a small Llama in a folder."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=320, tie_word_embeddings=False)).save_pretrained(tmp_path / "base")
+    train_tokenizer(make_config()).save_pretrained(tmp_path / "base")
+
+    def make(*words: str) -> Config:
+        standard = ["model.config={}", f"model.name={tmp_path}/base", "tokenizer.vocab_size=0", "lora.rank=4"]
+        return make_config(*standard, "train.steps=6", "checkpoint.every=2", "optimizer.lr=1e-2", *words)
+
+    return make
+
+
+def test_adapters_alone_are_trained_in_fp8_layers(lora_config: Any, console: Console, tmp_path: Path) -> None:
+    (result,) = run(lora_config(), console)
+    assert "2 of 2 decoder layers train in FP8" in text_of(console)
+    metrics = losses(tmp_path / "run")["train"]
+    assert metrics[6][0] < metrics[1][0]
+    files = {path.name for path in newest(tmp_path / "run").iterdir()}
+    assert "adapter_model.safetensors" in files
+    assert "model.safetensors" not in files
+    adapters = load_file(tmp_path / "run/export/adapter_model.safetensors")
+    assert len(adapters) == 2 * 7 * 2  # layers, linear layers in each, A and B
+    assert all(tensor.dtype == torch.float32 for tensor in adapters.values())
+    assert result.optimizer_bytes < 3 * sum(tensor.numel() for tensor in adapters.values())
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run/export", dtype=torch.bfloat16)
+    assert loaded.peft_config["default"].base_model_name_or_path == f"{tmp_path}/base"
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    for name, parameter in base.named_parameters():
+        other = loaded.get_base_model().state_dict()
+        assert torch.equal(parameter, other.get(name, other.get(name.replace(".weight", ".base_layer.weight")))), name
+
+
+def test_it_stops_and_goes_on_bit_for_bit(
+    lora_config: Any, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(lora_config(f"train.run_dir={tmp_path}/whole"), console)
+    with monkeypatch.context() as patch:
+        stop_at(3, patch)
+        with pytest.raises(RunStoppedError):
+            run(lora_config(), console)
+    run(lora_config(), console)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    mine, other = (load_file(tmp_path / name / "export/adapter_model.safetensors") for name in ("run", "whole"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in mine.items())
+    with pytest.raises(ValueError, match="holds another model"):
+        run(lora_config("lora.rank=8", f"train.resume={newest(tmp_path / 'run')}", "train.steps=8"), console)
+
+
+def _run(_rank: int, config: Config) -> None:
+    run_once(config, Console(quiet=True), "many")
+
+
+def test_two_processes_train_the_same_adapters(lora_config: Any, console: Console, tmp_path: Path) -> None:
+    """And go on from one process' checkpoint, as one process does from theirs; bases are in neither."""
+    words = ("train.batch_size=1", "train.accumulation=2", "eval.rows=2", "train.steps=8", "checkpoint.keep=9")
+
+    def config(name: str, resumed: str) -> Config:
+        from_there = f"train.resume={tmp_path}/{resumed}" if resumed else "train.resume=auto"
+        return lora_config(*words, f"train.run_dir={tmp_path}/{name}", from_there)
+
+    run(config("run", ""), console)
+    on_two(_run, "cpu", config("two", "run/checkpoints/step-00000004"))
+    run(config("one", "two/checkpoints/step-00000006"), console)
+    expected = losses(tmp_path / "run")["train"]
+    for name, first in (("two", 5), ("one", 7)):
+        found = losses(tmp_path / name)["train"]
+        assert list(found) == list(range(first, 9))
+        assert all(abs(values[0] - expected[step][0]) < 1e-3 for step, values in found.items()), name
+        mine, other = (load_file(tmp_path / each / "export/adapter_model.safetensors") for each in (name, "run"))
+        for key, tensor in mine.items():
+            torch.testing.assert_close(tensor, other[key], rtol=0, atol=2e-3)
+    assert sum(path.stat().st_size for path in newest(tmp_path / "two").glob("*.safetensors")) < 200_000
+
+
+def test_merged_it_is_a_model_of_its_own(lora_config: Any, console: Console, tmp_path: Path) -> None:
+    run_once(lora_config(), console, "adapters")
+    run_once(lora_config("lora.merge=true", f"train.run_dir={tmp_path}/merged", "sample.tokens=4"), console, "merged")
+    assert not (tmp_path / "merged/export/adapter_model.safetensors").exists()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged/export", dtype=torch.bfloat16)
+    expected = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run/export", dtype=torch.bfloat16)
+    for name, tensor in expected.merge_and_unload().state_dict().items():
+        assert torch.equal(tensor, merged.state_dict()[name]), name
+
+
+def test_what_does_not_go_with_adapters_is_refused(lora_config: Any, make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match=r"lora\.targets = \['nothing'\]: .*nothing"):
+        build_model(lora_config("lora.targets=nothing"), None)
+    for words, why in [
+        (("memory.report=true",), r"memory\.report does not go with lora\.rank = 4"),
+        (("train.batch_size=auto", "train.global_batch_size=4"), r"train\.batch_size = 'auto' does not go with"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            lora_config(*words)
+    with pytest.raises(ValueError, match=r"lora\.rank = 4: adapters of random weights"):
+        make_config("lora.rank=4")
+
+
+def test_targets_choose_layers(lora_config: Any) -> None:
+    config = lora_config('lora.targets=["q_proj", "v_proj"]', "lora.alpha=8")
+    model = build_model(config, None, CPU)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * 2
+    assert all("q_proj" in name or "v_proj" in name for name in trained)
+    assert model.get_base_model().model.layers[0].self_attn.q_proj.scaling == {"default": 2.0}
+    assert len(make_optimizer(model, config.optimizer, 0).param_groups[0]["params"]) == 8
