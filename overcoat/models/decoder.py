@@ -277,8 +277,9 @@ class Fp8DecoderLayer(Mixin):
                 self._note("FP8")
                 return branches
         self._note(f"original precision: {reason}")
-        does = "trains" if self.training else "computes"
-        warnings.warn(f"this layer {does} in its original precision: {reason}", stacklevel=3)
+        if cache is None or torch.is_grad_enabled():  # else text is generated, by a model in `train()` mode (GRPO)
+            does = "trains" if self.training else "computes"
+            warnings.warn(f"this layer {does} in its original precision: {reason}", stacklevel=3)
         return None
 
     def _note(self, ran: str) -> None:

@@ -121,6 +121,51 @@ def test_accelerate_finds_layers_by_their_class() -> None:
     assert plugin.auto_wrap_policy.keywords["transformer_layer_cls"] == {type(model.model.layers[0])}  # type: ignore[attr-defined]
 
 
+# ---- clipping -------------------------------------------------------------------------------------------------------
+
+
+def in_accelerate(model: nn.Module, optimizer: Any, max_norm: float | None) -> None:
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(**make_batch()).loss)
+    if max_norm is not None:
+        accelerator.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+
+
+def in_fabric(model: nn.Module, optimizer: Any, max_norm: float | None) -> None:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    wrapped, optimizer = fabric.setup(model, optimizer)
+    fabric.backward(wrapped(**make_batch()).loss)
+    if max_norm is not None:
+        fabric.clip_gradients(wrapped, optimizer, max_norm=max_norm)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("library", [in_accelerate, in_fabric])
+@pytest.mark.filterwarnings("ignore")
+def test_libraries_clip_and_so_does_the_option(library: Any) -> None:
+    """Below eps gradients leave weights alone. Lightning's and transformers' trainers: tests/optim/test_trainers.py."""
+    moved = {}
+    for name, option, by_library in (("none", None, None), ("option", 1e-12, None), ("library", None, 1e-12)):
+        model = make_model("llama", layers=1)
+        if library is not in_accelerate:
+            model.float()
+        before = [p.detach().clone() for p in model.parameters()]
+        report = overcoat.convert(model)
+        optimizer = overcoat.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, clip_grad_norm=option)
+        library(model, optimizer, by_library)
+        assert list(report.running().values()) == ["FP8", "lean loss"]
+        moved[name] = max((p - old).abs().max().item() for p, old in zip(model.parameters(), before))
+    assert moved["none"] > 5e-3
+    assert moved["option"] < 1e-3
+    assert moved["library"] < 1e-3
+
+
 # ---- logits that are not there --------------------------------------------------------------------------------------
 
 USES: dict[str, Any] = {

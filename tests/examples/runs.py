@@ -1,0 +1,148 @@
+"""Runs a script of examples/ as its users do, and keeps what a plain loop needs to repeat it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import runpy
+import socket
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import overcoat
+import tests.processes  # noqa: F401  # what processes are forked from has it imported
+from overcoat.models.head import find_causal_model
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Libraries that keep their messages from the root logger.
+LOGGERS = ("", "transformers", "lightning.pytorch", "lightning.fabric", "trl", "accelerate", "torchtitan")
+
+
+class Run:
+    """What one process of a script did.
+
+    losses: as the script has them. models: copies of what it converted, from before. batches: the arguments of each
+    training forward of the first one's causal model. ran: what its layers and head ran at last. said: warnings and log
+    messages, once each. weights: of the first one, at the end. script: its variables.
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.models: list[Any] = []
+        self.batches: list[dict[str, Any]] = []
+        self.ran: dict[str, str] = {}
+        self.said: list[str] = []
+        self.weights: dict[str, Tensor] = {}
+        self.script: dict[str, Any] = {}
+        self._model: Any = None
+        self._report: Any = None
+
+    def convert(self, model: nn.Module, *args: Any, **options: Any) -> Any:
+        """In the place of `overcoat.convert`."""
+        self.models.append(copy.deepcopy(model))
+        report = CONVERT(model, *args, **options)
+        if self._report is None:
+            self._model, self._report = model, report
+            found = find_causal_model(model)
+            (found[1] if found else model).register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        return report
+
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if model.training and torch.is_grad_enabled():
+            inputs = {**kwargs, **({"args": args} if args else {})}
+            self.batches.append(copy.deepcopy({name: value for name, value in inputs.items() if value is not None}))
+
+    def run(self, name: str) -> None:
+        with pytest.MonkeyPatch.context() as patch, self._listening():
+            patch.setattr(overcoat, "convert", self.convert)
+            self.script = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        self.losses, self.ran = self.script["losses"], self._report.running()
+        for parameter_name, parameter in self._model.named_parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            self.weights[parameter_name] = whole.detach().clone()
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        handler = Handler(self.said)
+        for each in LOGGERS:
+            logging.getLogger(each).addHandler(handler)
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                yield
+            self.said += [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+        finally:
+            for each in LOGGERS:
+                logging.getLogger(each).removeHandler(handler)
+        self.said = list(dict.fromkeys(self.said))
+
+
+CONVERT = overcoat.convert
+
+
+class Handler(logging.Handler):
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self.said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(f"{record.name}: {record.getMessage()}")
+
+
+def run_here(name: str) -> Run:
+    run = Run()
+    run.run(name)
+    return run
+
+
+def run_on_two(names: tuple[str, ...], folder: Path) -> dict[str, list[Run]]:
+    """The scripts, one after another, in two processes of one gloo group, as torchrun starts them."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    mp.start_processes(_process, args=(names, str(folder), port), nprocs=2, start_method="forkserver")
+    return {name: [torch.load(folder / f"{name}-{rank}", weights_only=False) for rank in range(2)] for name in names}
+
+
+def _process(rank: int, names: tuple[str, ...], folder: str, port: int) -> None:
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in ranks.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
+    dist.init_process_group("gloo")
+    dist.init_process_group = lambda *_, **__: None  # type: ignore[assignment]  # one for all scripts
+    dist.destroy_process_group = dist.barrier  # type: ignore[assignment]  # tests/processes.py says why
+    for name in names:
+        with _sharding_on_cpus() if name == "accelerate_fsdp2" else contextlib.nullcontext():
+            run = run_here(name)
+        run.script = {"class": type(run.script["model"]).__name__}
+        run._model = run._report = None
+        torch.save(run, f"{folder}/{name}-{rank}")
+    dist.barrier()
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _sharding_on_cpus() -> Iterator[None]:
+    """Accelerate shards on GPUs alone: where it decides so, it is to take these CPUs for some."""
+    from accelerate import PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

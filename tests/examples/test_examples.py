@@ -1,0 +1,202 @@
+"""Every script of examples/ with its library: in FP8, with a plain loop's numbers, and no warning without a reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import overcoat
+from tests.examples.runs import EXAMPLES, Run, run_here, run_on_two
+
+ON_TWO = ("accelerate_ddp", "accelerate_fsdp2", "fsdp2_loop")
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+README_LINES = ("overcoat.convert(model)", "optimizer = overcoat.AdamW(model.parameters(), lr=2e-5)")
+
+# What scripts are told, and why it stays.
+REASONS = {
+    r"'pin_memory' argument is set": "no GPU here",
+    r"OMP_NUM_THREADS/MKL_NUM_THREADS unset": "accelerate launch and torchrun set it",
+    r"gradient_checkpointing.* is deprecated and will be removed in v6": "TRL and PEFT call transformers by old names",
+    r"isinstance\(treespec, LeafSpec\)` is deprecated": "Lightning calls PyTorch by an old name",
+    r"tokenizer has new PAD/BOS/EOS tokens": "the model was made on the spot, without a tokenizer",
+}
+
+
+def constant(step: int) -> float:
+    return 2e-5
+
+
+# ---- the plain loop ------------------------------------------------------------------------------------------------
+
+
+def plain(
+    runs: list[Run],
+    loss_of: Callable[[Run, Any, dict[str, Any]], Tensor],
+    clip: Callable[[Any], Any],
+    rates: Callable[[int], float],
+) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """The losses of each process and the weights at the end, of a loop in one process: gradients are their mean."""
+    model = runs[0].models[0].train()
+    overcoat.convert(model)
+    optimizer = overcoat.AdamW(model.parameters(), lr=2e-5)
+    losses: list[list[float]] = [[] for _ in runs]
+    for step, batches in enumerate(zip(*(run.batches for run in runs))):
+        optimizer.param_groups[0]["lr"] = rates(step)
+        for rank, batch in enumerate(batches):
+            loss = loss_of(runs[rank], model, batch)
+            (loss / len(runs)).backward()
+            losses[rank].append(loss.item())
+        clip(optimizer)
+        optimizer.zero_grad()
+    return losses, weights_of(model)
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def flat(weights: dict[str, Tensor]) -> Tensor:
+    return torch.cat([weights[name].flatten() for name in sorted(weights)])
+
+
+def step_and_clip(optimizer: Any) -> None:
+    optimizer.step(clip_grad_norm=1.0)
+
+
+def clip_and_step(optimizer: Any) -> None:
+    """As libraries do: it rounds clipped gradients to BF16."""
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    optimizer.step()
+
+
+def own_loss(run: Run, model: Any, batch: dict[str, Any]) -> Tensor:
+    return model(**batch).loss
+
+
+def log_probs(model: Any, batch: dict[str, Any]) -> Tensor:
+    """Of each label (B, S-1), 0 where there is none; TRL, too, computes them by itself."""
+    hidden = model.model(batch["input_ids"], batch["attention_mask"], use_cache=False).last_hidden_state
+    logits = F.linear(hidden[:, :-1], model.lm_head.weight).float()
+    return -F.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")
+
+
+def sft_loss(run: Run, model: Any, batch: dict[str, Any]) -> Tensor:
+    return -log_probs(model, batch).sum() / (batch["labels"][:, 1:] != -100).sum()
+
+
+def dpo_loss(run: Run, model: Any, batch: dict[str, Any]) -> Tensor:
+    reference = run.models[1]
+    overcoat.convert(reference, eval_fp8=True)
+    with torch.no_grad():
+        expected = log_probs(reference, batch).sum(1)
+    chosen, rejected = (log_probs(model, batch).sum(1) - expected).chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def grpo_loss(run: Run, model: Any, batch: dict[str, Any]) -> Tensor:
+    is_completion = batch["labels"][:, 1:] != -100
+    rows = [ids[1:][mask] for ids, mask in zip(batch["input_ids"], is_completion)]
+    texts = run.script["tokenizer"].batch_decode(rows, skip_special_tokens=True)
+    rewards = torch.tensor(run.script["reward"](texts))
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    found = log_probs(model, batch)
+    return -((found - found.detach()).exp() * advantages[:, None] * is_completion).sum() / is_completion.sum()
+
+
+def linear_decay(steps: int) -> Callable[[int], float]:
+    return lambda step: 2e-5 * (1 - step / steps)
+
+
+# How a plain loop computes the same: its loss, its clipping, its learning rates, and how far apart the losses may be.
+# Bit for bit but for TRL, which adds up tokens' losses in another order: a few roundings of FP32.
+PLAIN: dict[str, tuple[Any, Any, Any, float]] = {
+    "trainer": (own_loss, clip_and_step, linear_decay(5), 0.0),
+    "accelerate_ddp": (own_loss, clip_and_step, constant, 0.0),
+    "accelerate_fsdp2": (own_loss, clip_and_step, constant, 0.0),
+    "fsdp2_loop": (own_loss, step_and_clip, constant, 0.0),
+    "lightning_module": (own_loss, step_and_clip, constant, 0.0),
+    "peft_lora": (own_loss, step_and_clip, constant, 0.0),
+    "trl_sft": (sft_loss, clip_and_step, linear_decay(5), 4 * 2**-23),
+    "trl_dpo": (dpo_loss, clip_and_step, linear_decay(5), 4 * 2**-23),
+    "trl_grpo": (grpo_loss, clip_and_step, linear_decay(3), 4 * 2**-23),
+}
+
+
+# ---- the tests -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Run]]:
+    """What the processes of a script did; it runs once."""
+    done: dict[str, list[Run]] = {}
+
+    def of(name: str) -> list[Run]:
+        if name not in done:
+            folder = tmp_path_factory.mktemp(name)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(folder)
+                done.update(run_on_two(ON_TWO, folder) if name in ON_TWO else {name: [run_here(name)]})
+        return done[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short_and_two_lines_of_it_are_ours(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 40
+    ours = [
+        line.partition("  #")[0].strip() for line in text.splitlines() if "overcoat." in line and "import" not in line
+    ]
+    marked = [line.partition("  # <- Overcoat")[0].strip() for line in text.splitlines() if "# <- Overcoat" in line]
+    assert ours == marked
+    assert len(marked) == (3 if name == "trl_dpo" else 2)  # its reference model is converted, too
+    if name == "lightning_module":  # the module makes the optimizer, where the library asks for it
+        marked = [
+            line.replace("return overcoat.AdamW(self.model.", "optimizer = overcoat.AdamW(model.") for line in marked
+        ]
+        marked = [line.replace(", clip_grad_norm=1.0", "") for line in marked]
+    assert set(README_LINES) <= set(marked)
+
+
+def test_the_two_lines_are_the_readmes() -> None:
+    lines = (EXAMPLES.parent / "README.md").read_text().splitlines()
+    assert set(README_LINES) <= {line.partition("  #")[0].strip() for line in lines}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_computes_what_a_plain_loop_does(name: str, runs: Callable[[str], list[Run]]) -> None:
+    loss_of, clip, rates, tolerance = PLAIN[name]
+    before = weights_of(runs(name)[0].models[0])
+    losses, expected = plain(runs(name), loss_of, clip, rates)
+    weights = flat(runs(name)[0].weights)
+    moved = (weights != flat(before)).float().mean()
+    assert moved > 0.05
+    # One rounding of FP32 may turn another in BF16, and that the scale of an FP8 gradient.
+    assert (weights != flat(expected)).float().mean() <= (0.1 * moved if tolerance else 0.0)
+    for run, own in zip(runs(name), losses, strict=True):
+        assert len(run.losses) == len(own) > 2
+        torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(own), rtol=tolerance, atol=0.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_runs_in_fp8(name: str, runs: Callable[[str], list[Run]]) -> None:
+    for run in runs(name):
+        *layers, head = run.ran.values()
+        assert layers == ["FP8", "FP8"]
+        # TRL computes the loss itself, of lm_head's weight.
+        assert name.startswith("trl") or head == "lean loss"
+        assert "fsdp2" not in name or run.script["class"].startswith("FSDP")
+        assert name != "accelerate_ddp" or run.script["class"] == "DistributedDataParallel"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_said_without_a_reason(name: str, runs: Callable[[str], list[Run]]) -> None:
+    said = [text for run in runs(name) for text in run.said]
+    assert not [text for text in said if not any(re.search(reason, text) for reason in REASONS)]
