@@ -55,7 +55,7 @@ class Engine(NamedTuple):
     change: changes a model's layers in place; returns the context that they are to be called in.
     needs: packages. compile: the model's layers, in place.
     graphs: they are CUDA graphs. delayed: scales are those of the steps before. checkpointed: called inside PyTorch's
-    activation checkpoint.
+    activation checkpoint. recipe: of ours.
     """
 
     change: Callable[[Any], Context]
@@ -64,6 +64,7 @@ class Engine(NamedTuple):
     graphs: bool = False
     delayed: bool = False
     checkpointed: bool = False
+    recipe: Recipe | None = None
 
 
 def cudnn_first() -> AbstractContextManager[Any]:
@@ -79,7 +80,7 @@ def overcoat_engine(recipe: Recipe, **options: Any) -> Engine:
             raise ValueError(f"not converted:\n{report}")
         return contextlib.nullcontext
 
-    return Engine(change, **options)
+    return Engine(change, recipe=recipe, **options)
 
 
 def torchao_engine(recipe: str) -> Engine:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -55,18 +57,20 @@ METRICS = (
 
 
 class Optimizer(NamedTuple):
-    """How an optimizer is made, what its parameters are, the packages it needs, how often a step reads gradients."""
+    """How an optimizer is made, what its parameters are, the packages it needs, how often a step reads gradients, and
+    options of ours."""
 
     make: Callable[[list[torch.nn.Parameter]], Any]
     dtype: torch.dtype = torch.bfloat16
     needs: tuple[str, ...] = ()
     gradient_reads: int = 1
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 def ours(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Optimizer:
     """`overcoat.AdamW` with these options."""
     reads = 2 if options.get("check_finite", True) else 1
-    return Optimizer(lambda params: AdamW(params, lr=LR, **options), dtype, gradient_reads=reads)
+    return Optimizer(lambda params: AdamW(params, lr=LR, **options), dtype, gradient_reads=reads, options=options)
 
 
 def peer(module: str, name: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Optimizer:

@@ -4,8 +4,9 @@
     overcoat estimate --model ./config.json --batch 1 --seq 4096 --recipe leanest --release-gradients
     overcoat estimate --config configs/llama-2-7b.toml train.batch_size=2 --gpu-memory 80GB
 
-Prints the components at the step's fullest moment; with --gpu-memory also the largest batch that fits and, where the
-batch asked for does not, the cheapest changes that make it fit. Needs a model's configuration: no weights, no GPU.
+Prints the components at the step's fullest moment, and tokens a second on H200s, from kernels that were measured; with
+--gpu-memory also the largest batch that fits and, where the batch asked for does not, the cheapest changes that make it
+fit. Needs a model's configuration: no weights, no GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from overcoat.estimate.dry_run import own_loss
 from overcoat.estimate.fit import Room, advise
 from overcoat.estimate.predict import Predictor
 from overcoat.estimate.setup import DTYPES, Setup
+from overcoat.estimate.times import NETWORK, Cluster
 from overcoat.extras import importing, load_extra
 from overcoat.formats.masters import MASTERS
 from overcoat.formats.moments import MOMENTS
@@ -42,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--config", metavar="FILE.toml", help="a training configuration; what it says replaces the rest")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to --config")
     parser.add_argument("--gpus", type=positive, default=1, help="GPUs that share the model (FSDP2; default 1)")
+    parser.add_argument("--nodes", type=positive, default=1, help="hosts that they stand in (default 1)")
+    parser.add_argument("--hybrid", action="store_true", help="shard within a host, alike in all (default: over all)")
+    parser.add_argument(
+        "--network", type=float, metavar="GB/S", default=NETWORK / 1e9,
+        help=f"between hosts, for each GPU (default {NETWORK / 1e9:.0f})",
+    )  # fmt: skip
     parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="of one GPU: 80GB, 141GB, 24GiB")
     parser.add_argument("--json", action="store_true", help="one JSON line instead of the tables")
     parser.set_defaults(function=run)
@@ -108,20 +116,30 @@ def run(parsed: argparse.Namespace) -> int:
     """Print the estimate. `parsed.read_config`: path, overrides, memory -> what `_what` returns."""
     with importing():
         load_extra("transformers.modeling_utils", "hf", "overcoat estimate")
+    cluster = Cluster(parsed.gpus, parsed.nodes, parsed.hybrid, parsed.network * 1e9).check()
     predictor, batch, sequence, setup, note = _what(parsed)
-    prediction = predictor.predict(batch, sequence, setup, parsed.gpus)
+    prediction = predictor.predict(batch, sequence, setup, cluster.sharding)
+    times = predictor.times(batch, sequence, setup, cluster) if setup.dtype == "bfloat16" else None
     room = advice = None
     if parsed.gpu_memory is not None:
-        room = Room(predictor, batch, sequence, parsed.gpus, parsed.gpu_memory)
+        room = Room(predictor, batch, sequence, cluster.sharding, parsed.gpu_memory)
         advice = advise(room, setup)
+    tokens = setup.accumulation * batch * sequence
     if parsed.json:
-        print(json.dumps({"model": parsed.model or parsed.config, **table.as_data(prediction, room, advice)}))
+        data = table.as_data(prediction, room, advice)
+        if times is not None:
+            seconds = {**times._asdict(), "step": times.step}
+            data |= {"seconds": seconds, "tokens_per_second_per_gpu": tokens / times.step}
+        data |= {"gpus": parsed.gpus, "nodes": parsed.nodes}
+        print(json.dumps({"model": parsed.model or parsed.config, **data}))
         return 0
     gpus = f", {parsed.gpus} GPUs" if parsed.gpus > 1 else ""
     print(f"{prediction.parameters / 1e9:.3f} B parameters, batch {batch} x {sequence} tokens{gpus}")
     for line in filter(None, (note, table.not_converted(prediction))):
         print(line)
     print(table.component_table(prediction))
+    if times is not None:
+        print(table.time_line(times, tokens, cluster))
     if room is not None and advice is not None:
         print(f"\n{table.rung_table(room, advice)}\n\n{table.recommendation(room, advice)}")
     return 0

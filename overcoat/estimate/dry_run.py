@@ -24,6 +24,7 @@ from overcoat.estimate.fsdp import FullyShard
 from overcoat.estimate.meter import GATHERED, GRADIENTS, Account, LibraryAttention, Meter
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.estimate.setup import Setup
+from overcoat.estimate.times import Work
 from overcoat.memory import KeptReport, record_kept
 from overcoat.models.convert import Report, convert
 from overcoat.models.samples import SIDE, freeze_tower, images, model_class, tokens
@@ -41,6 +42,7 @@ class DryRun(NamedTuple):
 
     account: living bytes by category, without parameters, and without gradients that were there before.
     host: bytes of host memory that kept activations wait in (`Recipe.offload_blocks`).
+    work: what its ops do.
     handles: of cuBLAS, one for each thread that asks PyTorch for products: the main one's forward, autograd's backward.
     """
 
@@ -48,6 +50,7 @@ class DryRun(NamedTuple):
     report: Report
     host: int
     handles: int
+    work: Work
 
 
 def meta_model(config: Any, dtype: torch.dtype, frozen: bool = False) -> Any:
@@ -77,7 +80,7 @@ def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1,
     """Forward and backward of one micro-batch, the last of its step."""
     model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
     report = convert(model, setup.recipe)
-    meter = Meter(answer=not setup.document_mask)
+    meter = Meter(not setup.document_mask, work := Work())
     meter.leave_out([*model.parameters(), *model.buffers()])
     if setup.accumulation > 1 and gpus == 1:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -103,7 +106,7 @@ def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1,
         model.zero_grad()
     meter.stop()
     account = meter.account([_category(meter, number, number in kept) for number in range(meter.count)])
-    return DryRun(account, report, transfers.pool.total_bytes, handles)
+    return DryRun(account, report, transfers.pool.total_bytes, handles, work)
 
 
 def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: LossOf = own_loss) -> KeptReport:

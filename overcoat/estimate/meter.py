@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from overcoat.estimate.times import Work
 from overcoat.kernels.attention import attention, attention_backward
 from overcoat.kernels.gemm import block_gemm
 from overcoat.kernels.loss import linear_cross_entropy
@@ -148,6 +149,7 @@ class Meter(TorchDispatchMode):
     Args:
         answer: what a value read from a meta tensor is taken for. transformers asks its inputs two questions, whether
             nothing is padded and whether no row is packed.
+        work: is told of every op (times.py).
 
     Attributes:
         marks: (label, number of events before it).
@@ -155,9 +157,9 @@ class Meter(TorchDispatchMode):
         multiplies: whether one of `LIBRARY_PRODUCTS` was seen; for its user to set back.
     """
 
-    def __init__(self, answer: bool = True) -> None:
+    def __init__(self, answer: bool = True, work: Work | None = None) -> None:
         super().__init__()
-        self.answer = answer
+        self.answer, self.work = answer, work
         self.marks: list[tuple[str, int]] = []
         self.tags: dict[int, str] = {}
         self.multiplies = False
@@ -210,6 +212,8 @@ class Meter(TorchDispatchMode):
                 return EXPANDED[func](*args, **kwargs)
         self.multiplies |= func.overloadpacket in LIBRARY_PRODUCTS
         out = func(*args, **kwargs)
+        if self.work is not None:
+            self.work.add(func, args, kwargs, out, bool(self.marks) and "backward" in self.marks[-1][0])
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._see(_own(tensor).untyped_storage())

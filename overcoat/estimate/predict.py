@@ -26,6 +26,7 @@ from overcoat.estimate.fsdp import part_bytes
 from overcoat.estimate.meter import GATHERED, GRADIENTS, aligned
 from overcoat.estimate.phases import Phase
 from overcoat.estimate.setup import Setup
+from overcoat.estimate.times import ONE, Cluster, Sizes, Times, step_times
 from overcoat.host import packed
 from overcoat.memory import KeptReport
 from overcoat.models.convert import Report
@@ -118,6 +119,29 @@ class Predictor:
             gpus: processes of FSDP2 (`fully_shard` on every decoder layer and the model); 1 for none.
         """
         setup = setup or Setup()
+        parameters, run = self._run(batch, sequence, setup, gpus)
+        lasting, host = _lasting(parameters, setup, gpus, run.handles)
+        moment, moving = run.account.at_peak()
+        base = sum(lasting.values())
+        components = {**lasting, GRADIENTS: lasting[GRADIENTS] + moving.pop(GRADIENTS, 0), **moving}
+        components["libraries"] = components.pop("libraries")  # last
+        phases = [Phase(label, base + peak, base + end) for label, peak, end in run.account.phases()]
+        count = sum(parameter.numel() for parameter in parameters)
+        work_done = (components, moment, phases, count, host + run.host, HANDLE * run.handles, run.report)
+        return Prediction(setup, batch, sequence, gpus, *work_done)
+
+    def times(self, batch: int, sequence: int, setup: Setup, cluster: Cluster = ONE) -> Times:
+        """Seconds of a step on H200s."""
+        gpus = cluster.sharding
+        parameters, run = self._run(batch, sequence, setup, gpus)
+        lasting, host = _lasting(parameters, setup, gpus, 0)
+        trained = sum(part_bytes(each, gpus) for each in parameters if each.requires_grad)
+        states = lasting["moments"] + lasting["remainders"]
+        sizes = Sizes(sum(each.nbytes for each in parameters), trained, states, host, run.host)
+        return step_times(run.work, sizes, setup.accumulation, setup.release_gradients, cluster)
+
+    def _run(self, batch: int, sequence: int, setup: Setup, gpus: int) -> tuple[list[Tensor], DryRun]:
+        """The model's parameters, and a dry run."""
         for name, value in (("batch", batch), ("sequence", sequence), ("gpus", gpus)):
             if value < 1:
                 raise ValueError(f"{name} {value!r} must be at least 1")
@@ -130,16 +154,7 @@ class Predictor:
             self._parameters[kind] = list(meta_model(self.config, *kind).parameters())
         if work not in self._runs:
             self._runs[work] = dry_run(self.config, *work, self.loss_of)
-        parameters, run = self._parameters[kind], self._runs[work]
-        lasting, host = _lasting(parameters, setup, gpus, run.handles)
-        moment, moving = run.account.at_peak()
-        base = sum(lasting.values())
-        components = {**lasting, GRADIENTS: lasting[GRADIENTS] + moving.pop(GRADIENTS, 0), **moving}
-        components["libraries"] = components.pop("libraries")  # last
-        phases = [Phase(label, base + peak, base + end) for label, peak, end in run.account.phases()]
-        count = sum(parameter.numel() for parameter in parameters)
-        work_done = (components, moment, phases, count, host + run.host, HANDLE * run.handles, run.report)
-        return Prediction(setup, batch, sequence, gpus, *work_done)
+        return self._parameters[kind], self._runs[work]
 
     def kept(self, batch: int, sequence: int, setup: Setup) -> KeptReport:
         """What a forward pass keeps for its backward, by op and tensor."""

@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 from overcoat.estimate.fit import Advice, Room, Rung
 from overcoat.estimate.predict import Prediction
+from overcoat.estimate.times import ERROR, Cluster, Times
 
 GIBI = 2.0**30
 # Components below this are left out of the table.
@@ -34,6 +35,17 @@ def component_table(prediction: Prediction) -> str:
     if prediction.host_bytes:
         sums["page-locked host memory, each process"] = prediction.host_bytes
     return "\n".join([*lines, *(f"{name:38s} {gib(size):>8s}" for name, size in sums.items())])
+
+
+def time_line(times: Times, tokens: int, cluster: Cluster) -> str:
+    """What a step of so many tokens on each GPU takes, and how far such predictions were off."""
+    parts = ", ".join(f"{name} {seconds * 1e3:,.0f}" for name, seconds in times._asdict().items() if seconds >= 5e-4)
+    all_gpus = f" ({cluster.gpus * tokens / times.step:,.0f} in all)" if cluster.gpus > 1 else ""
+    where = f", {cluster.nodes} hosts, {cluster.network / 1e9:.0f} GB/s between them" if cluster.nodes > 1 else ""
+    return (
+        f"about {tokens / times.step:,.0f} tokens/s on each H200{all_gpus}{where}: {times.step * 1e3:,.0f} ms a step; "
+        f"{parts}\n({ERROR})"
+    )
 
 
 def not_converted(prediction: Prediction) -> str:

@@ -1,0 +1,104 @@
+"""Predicted beside measured times of whole steps: every run of ours that the result rows hold.
+
+    python -m benchmarks.times
+
+Rows of `overcoat bench model` (model.jsonl, printed.jsonl) and of FSDP2 on two GPUs (sharded.jsonl), on H200s.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from overcoat.bench.contestants import trainer_of
+from overcoat.bench.model import setup_of
+from overcoat.estimate.predict import Predictor
+from overcoat.estimate.setup import Setup
+from overcoat.estimate.times import Cluster, Times
+from overcoat.models.shapes import MODELS
+from overcoat.recipe import Recipe
+
+RESULTS = Path(__file__).parent / "results"
+SHARDED = {
+    "7b default": (MODELS["llama-2-7b"], Recipe()),
+    "7b leanest": (MODELS["llama-2-7b"], Recipe.leanest()),
+    "7b accumulation": (MODELS["llama-2-7b"], Recipe()),
+    "13b default": (MODELS["llama-2-13b"], Recipe()),
+}
+
+
+class Run(NamedTuple):
+    """A measured run, and what is predicted for it. graphs: the host does not take part."""
+
+    name: str
+    measured: float
+    predicted: Times
+    graphs: bool
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.predicted[:4]) if self.graphs else self.predicted.step
+
+    @property
+    def error(self) -> float:
+        return self.seconds / self.measured - 1
+
+    @property
+    def bounded_by_gpu(self) -> bool:
+        """Beyond doubt: the host would need half as long at most."""
+        return self.graphs or 2 * self.predicted.host < self.seconds
+
+
+def rows(name: str) -> Iterator[dict[str, Any]]:
+    """Those of one file."""
+    for line in (RESULTS / f"{name}.jsonl").read_text().splitlines():
+        yield json.loads(line)
+
+
+def measured() -> Iterator[tuple[str, Any, float, bool, tuple[Any, ...]]]:
+    """Of each run of ours: its name, model, seconds, whether it is CUDA graphs, and what `Predictor.times` is told."""
+    for row in (*rows("model"), *(row for row in rows("printed") if row["benchmark"] == "model")):
+        model, frozen = row["model"].split(",")[0], row.get("tower") == "frozen"
+        if "tokens_per_second" not in row or not row["name"].startswith("overcoat"):
+            continue
+        setup, graphs = setup_of(row["name"], frozen), trainer_of(row["name"]).engine.graphs
+        name = f"{row['commit'][:7]} {model} {row['batch']} x {row['sequence']}, {row['name']}{', frozen' * frozen}"
+        seconds = row["batch"] * row["sequence"] / row["tokens_per_second"]
+        yield name, MODELS[model], seconds, graphs, (row["batch"], row["sequence"], setup)
+    for row in rows("sharded"):
+        if row.get("case") in SHARDED:
+            model, recipe = SHARDED[row["case"]]
+        elif row.get("travel") != "fp8" and (row["gpus"] > 1 or row.get("travel") is None) and "layers" in row:
+            model, recipe = MODELS["llama-2-7b"].changed(num_hidden_layers=row["layers"]), Recipe()
+        else:  # a peer, codes that travel, FSDP2 over one GPU
+            continue
+        setup = Setup(recipe, accumulation=row.get("accumulation", 1))
+        name = f"{row['commit']} {row.get('case', '7b, 8 layers')}, {row['gpus']} GPUs"
+        yield name, model, row["ms"] / 1e3, False, (row["batch"], row["sequence"], setup, Cluster(row["gpus"]))
+
+
+def runs(words: Sequence[str] = ("",)) -> Iterator[Run]:
+    """Those with one of the words in their names, predicted."""
+    predictors: dict[Any, Predictor] = {}
+    for name, model, seconds, graphs, work in measured():
+        if any(word in name for word in words):
+            predictor = predictors.setdefault(str(model), Predictor(model.config()))
+            yield Run(name, seconds, predictor.times(*work), graphs)
+
+
+def main() -> None:
+    """Print a line for each, and the errors in all."""
+    found = list(runs())
+    for run in sorted(found, key=lambda run: abs(run.error)):
+        bound = "GPU" if run.bounded_by_gpu else "host"
+        print(f"{run.error:+7.1%}  {run.measured * 1e3:8.1f} ms  {bound:4s}  {run.name}")
+    for bounded, title in ((True, "bounded by the GPU"), (False, "by the host, or near it")):
+        errors = [abs(run.error) for run in found if run.bounded_by_gpu == bounded]
+        print(f"{len(errors)} runs {title}: median {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+
+
+if __name__ == "__main__":
+    main()

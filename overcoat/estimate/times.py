@@ -1,0 +1,186 @@
+"""How long a training step takes on an H200: what a dry run's ops do, by rates that were measured kernel by kernel.
+
+    products     2 M N K operations, by the kind of operands      gemm.jsonl; BF16 and block scales: model.jsonl
+    attention    2 S^2 operations a column, 5 backward            attention.jsonl
+    the rest     bytes: every tensor that an op is given is read, every one that it makes or mutates is written
+                                                                  kernels.jsonl
+    optimizer    weights and states both ways, gradients twice    optimizer.jsonl
+    FSDP2        two gathers, a reduction, and their copies       sharded.jsonl
+    offload      states and kept activations over PCIe            model.jsonl
+    the host     what it takes to queue an op: where the GPU takes less, it decides    layer.jsonl
+
+The names are files of benchmarks/results/, from which the rates are; `python -m benchmarks.times` sets predictions
+beside every measured run that they hold.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from overcoat.kernels.attention import attention, attention_backward
+from overcoat.kernels.gemm import block_gemm, gemm
+from overcoat.kernels.packed import is_starts
+
+# Operations a second, hot.
+PRODUCTS = {"fp8": 1330e12, "fp8 exact": 1240e12, "fp8 blocks": 960e12, "bf16": 680e12}
+# Of attention forward and backward: operations a second in endless rows, and the length at which there are half.
+ATTENTION = ((700e12, 747), (620e12, 1027))
+# An additive mask: times as long as causal.
+MASKED = 3.1
+# Bytes a second of passes over memory, and of AdamW's one pass.
+MEMORY, ADAMW = 3.19e12, 4.07e12
+# Seconds that an op takes besides: on the GPU, and of a host of middling speed; others take half as long or twice.
+LAUNCH, HOST = 2e-6, 65e-6
+# Bytes a second: between two GPUs of a host; over PCIe one way, and each way if both at once.
+NVLINK, PCIE, PCIE_BOTH = 370e9, 52e9, 43e9
+# Of transfers behind products, what shows: they take memory bandwidth, NCCL's processors as well.
+LINK_SHOWS, PCIE_SHOWS = 0.7, 0.5
+# From one host to another, for each GPU: 400 Gbit/s. Not measured.
+NETWORK = 50e9
+# Beside the measured runs; tests/benchmarks/test_times.py holds it.
+ERROR = "44 measured runs that the GPU bounds: median error 2.7%, largest 9% (hidden 576: 18%); hosts differ by 2x"
+
+_FREE = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "_unsafe_view")
+
+
+class Work(defaultdict[tuple[bool, str], float]):
+    """What ops do: operations, bytes and launches, by (whether in the backward, kind); attention in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+
+    def add(self, func: Any, args: Any, kwargs: Any, out: Any, backward: bool) -> None:
+        """Take an op into account, as `__torch_dispatch__` sees it."""
+        name = func.overloadpacket.__name__
+        if func.is_view or name in _FREE or not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, out))):
+            return
+        self[backward, "launches"] += 1
+        if func is gemm or func is block_gemm:
+            kind = "fp8 blocks" if func is block_gemm else "fp8" if args[6] else "fp8 exact"
+            self[backward, kind] += 2 * args[0].numel() * args[1].shape[0]
+        elif func is attention or func is attention_backward:
+            qkv, (mask, batch, num_q, num_kv) = (args[0], args[1:5]) if func is attention else (args[1], args[4:8])
+            columns = qkv.shape[1] * num_q // (num_q + 2 * num_kv)
+            seconds = attention_seconds(batch, qkv.shape[0] // batch, columns, func is attention_backward)
+            # Of all pairs where the last argument says that it is not causal.
+            times = MASKED if mask is not None and not is_starts(mask) else 2.0 if args[-1] is False else 1.0
+            self[backward, "attention"] += times * seconds
+        elif name.startswith("_scaled_dot_product"):
+            is_backward = name.endswith("backward")
+            q = args[is_backward]  # (B, heads, S, D)
+            self[backward, "attention"] += attention_seconds(
+                q.shape[0], q.shape[2], q.shape[1] * q.shape[3], is_backward
+            )
+        elif func.overloadpacket in flop_registry:
+            self[backward, "bf16"] += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        elif name == "addmm_":
+            self[backward, "bf16"] += 2 * args[1].numel() * args[2].shape[1]
+        else:
+            self[backward, "bytes"] += _moved(func, args, kwargs, out)
+
+    def seconds(self, backward: bool) -> float:
+        """On the GPU alone."""
+        products = sum(self[backward, kind] / rate for kind, rate in PRODUCTS.items())
+        passes = self[backward, "bytes"] / MEMORY + self[backward, "launches"] * LAUNCH
+        return products + passes + self[backward, "attention"]
+
+
+def attention_seconds(batch: int, sequence: int, columns: int, backward: bool) -> float:
+    """Of one layer's causal attention over heads of `columns` columns in all."""
+    rate, half = ATTENTION[backward]
+    return (5 if backward else 2) * batch * sequence**2 * columns * (1 + half / sequence) / rate
+
+
+def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that an op reads and writes."""
+    seen = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)}
+    declared = zip(args, func._schema.arguments, strict=False)
+    mutated = [arg for arg, how in declared if how.alias_info is not None and how.alias_info.is_write]
+    tensors = [*seen.values(), *(leaf for leaf in tree_leaves(mutated) if isinstance(leaf, Tensor))]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Sizes(NamedTuple):
+    """Bytes: of all weights, and of this process' part of those that are trained, their states, states in host memory,
+    and kept activations there."""
+
+    weights: int
+    trained: int
+    states: int
+    offloaded: int
+    kept_on_host: int
+
+
+class Cluster(NamedTuple):
+    """gpus: in all; nodes: hosts they stand in; hybrid: sharded within a host, alike in all; network: bytes a second
+    from host to host for each GPU."""
+
+    gpus: int = 1
+    nodes: int = 1
+    hybrid: bool = False
+    network: float = NETWORK
+
+    def check(self) -> Cluster:
+        """Itself; ValueError if there is no such cluster."""
+        if self.gpus % self.nodes or self.network <= 0:
+            raise ValueError(
+                f"--gpus {self.gpus} --nodes {self.nodes} --network {self.network / 1e9:g}: as many GPUs in each host, "
+                "and a rate above 0"
+            )
+        return self
+
+    @property
+    def sharding(self) -> int:
+        """GPUs that share a model."""
+        return self.gpus // self.nodes if self.hybrid else self.gpus
+
+
+ONE = Cluster()
+
+
+class Times(NamedTuple):
+    """Seconds of a step: the GPU's forward, backward and optimizer, what shows of transfers, and the host's."""
+
+    forward: float
+    backward: float
+    optimizer: float
+    links: float
+    host: float
+
+    @property
+    def step(self) -> float:
+        return max(sum(self[:4]), self.host)
+
+
+def step_times(work: Work, sizes: Sizes, accumulation: int, released: bool, cluster: Cluster) -> Times:
+    """Of an optimizer step of so many micro-batches."""
+    ahead, back = accumulation * work.seconds(False), accumulation * work.seconds(True)
+    optimizer = (4 * sizes.trained + 2 * sizes.states) / ADAMW
+    links = 0.0
+    if cluster.sharding > 1:
+        share, within = 1 - 1 / cluster.sharding, cluster.gpus // cluster.nodes
+        across = cluster.nodes > 1 and not cluster.hybrid
+        rate = min(NVLINK, within * cluster.network) if across else NVLINK
+        links += accumulation * 6 * sizes.weights / MEMORY
+        links += _shows(ahead + back, accumulation * 3 * sizes.weights * share / rate, LINK_SHOWS)
+    if cluster.hybrid and cluster.nodes > 1:
+        reduced = 2 * (1 - 1 / cluster.nodes) * sizes.trained / cluster.network
+        links += _shows(back, accumulation * reduced, LINK_SHOWS)
+    if sizes.kept_on_host:
+        links += accumulation * sum(_shows(each, sizes.kept_on_host / PCIE, PCIE_SHOWS) for each in (ahead, back))
+    if sizes.offloaded:
+        transfer = sizes.offloaded / PCIE_BOTH
+        links += _shows(back if released else 0.0, transfer, PCIE_SHOWS) if released else max(0.0, transfer - optimizer)
+        links -= optimizer if released else 0.0  # hidden behind the transfers
+    launches = accumulation * (work[False, "launches"] + work[True, "launches"])
+    return Times(ahead, back, optimizer, links, launches * HOST)
+
+
+def _shows(work: float, transfer: float, share: float) -> float:
+    """Seconds by which a transfer lengthens work that it goes on behind."""
+    return max(work, transfer) + share * min(work, transfer) - work
