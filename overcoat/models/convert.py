@@ -109,7 +109,7 @@ def _check_converted(report: Report, strict: bool) -> None:
         return
     message = f"no decoder layer trains in FP8: {'; '.join(reasons)}"
     if strict:
-        raise ValueError(message)
+        raise ValueError(f"{message}; Recipe.bf16() (recipe.name=bf16) trains it as it is")
     warnings.warn(message, stacklevel=3)
 
 

@@ -98,12 +98,12 @@ def build_sharded(
 
     if config.model.name:
         model = build_model(config, tokenizer, CPU)
-        overcoat.convert(model, recipe)
+        overcoat.convert(model, recipe, strict=True)
         _move_in_parts(model, device, cut)
     else:
         draft = _Draft(config, tokenizer, device)
         model = draft.model
-        overcoat.convert(model, recipe)
+        overcoat.convert(model, recipe, strict=True)
         draft.fill(cut)
     cut(base_model(model))
     # Again, now that the parameters lie where they are used: what that device cannot do is refused.

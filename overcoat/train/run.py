@@ -220,7 +220,7 @@ def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -
     else:
         model = build_model(config, corpus.tokenizer, device)
         check_vocabulary(model, corpus.num_ids, config.data.is_tokens)
-        report = overcoat.convert(model, recipe)
+        report = overcoat.convert(model, recipe, strict=True)
     forget_peak(device)
     optimizer = make_optimizer(model, config.optimizer, config.train.seed)
     if config.optimizer.release_gradients:

@@ -45,6 +45,21 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpus_files: str) -> tup
     return config, results, text_of(console), summary
 
 
+def test_a_model_of_which_nothing_trains_in_fp8_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Unless that is asked for."""
+    words = (
+        "model.config.hidden_act=tanh",
+        f"train.run_dir={tmp_path / 'run'}",
+        "train.steps=1",
+        "schedule.warmup_steps=0",
+        "sample.tokens=0",
+    )
+    console = Console(file=io.StringIO())
+    with pytest.raises(ValueError, match=r"no decoder layer trains in FP8: hidden_act is 'tanh'.*recipe\.name=bf16"):
+        run_once(make_config(*words), console, "test")
+    assert run_once(make_config(*words, "recipe.name=bf16"), console, "test").steps == 1
+
+
 def test_export_loads_in_plain_transformers_with_equal_logits(finished: tuple) -> None:
     config, (result, _), _, _ = finished
     model = AutoModelForCausalLM.from_pretrained(result.export, dtype=torch.bfloat16).eval()
