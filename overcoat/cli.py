@@ -60,8 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
         if name == chosen:
-            with importing():
-                module = importlib.import_module(f"overcoat.{name}.command")
+            try:
+                with importing():
+                    module = importlib.import_module(f"overcoat.{name}.command")
+            except ModuleNotFoundError as error:  # installed without what it requires
+                if str(error.name).startswith("overcoat"):
+                    raise
+                missing = f"the package {error.name!r}, which is missing"
+                return _fail(2, f"overcoat {name} needs {missing}: pip install 'overcoat[hf]'")
             module.add_arguments(command)
     # argparse gives all positionals up at the first option after one; what follows it comes back as unknown.
     parsed, rest = parser.parse_known_args(words)

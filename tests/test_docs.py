@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import overcoat
 from overcoat.train.configfile import help_text
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +48,18 @@ def test_pages_say_what_encoders_keep_and_which_versions_were_tested() -> None:
 def test_an_unknown_marker_fails_the_build() -> None:
     with pytest.raises(KeyError, match="nothing"):
         GENERATE["on_page_markdown"]("{{ nothing }}")
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert set(re.findall(r"^::: overcoat\.(\w+)$", page, re.MULTILINE)) == set(overcoat.__all__)
+
+
+def test_every_example_is_on_a_page() -> None:
+    """By a snippet, so that text and code cannot differ."""
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "libraries").glob("*.md"))
+    shown = re.findall(r'^--8<-- "examples/(\w+)\.py"$', pages, re.MULTILINE)
+    assert sorted(shown) == sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 
 def test_the_readme_is_short() -> None:

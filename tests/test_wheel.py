@@ -1,0 +1,57 @@
+"""The wheel that `make dist` builds; `make nightly` tries it in an empty environment of each Python here."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from overcoat.version import VERSION
+from tests import wheel
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("dist")
+    source = folder / "source"  # setuptools would find what an earlier build has left in the tree
+    shutil.copytree(ROOT / "overcoat", source / "overcoat", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("*.whl")
+    return str(path)
+
+
+def test_the_wheel_has_the_package_its_types_and_its_command(built: str) -> None:
+    with zipfile.ZipFile(built) as archive:
+        names = set(archive.namelist())
+        info = f"overcoat-{VERSION}.dist-info"
+        assert archive.read(f"{info}/entry_points.txt").decode().split() == [
+            "[console_scripts]", "overcoat", "=", "overcoat.cli:main",
+        ]  # fmt: skip
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "overcoat").rglob("*.py")}
+    inside = {name for name in names if name.startswith("overcoat/")}
+    assert inside == {*modules, "overcoat/py.typed"}
+    assert {name.split("/")[0] for name in names} == {"overcoat", info}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("minor", wheel.MINORS)
+def test_every_python_of_this_machine_takes_the_wheel(built: str, minor: int) -> None:
+    found = [python for python in wheel.pythons() if f"3.{minor}" in python]
+    if not found:
+        pytest.skip(f"no Python 3.{minor} with venv here")
+    wheel.try_one(found[0], built, None)
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    titles = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
+    assert titles[0].split()[1] == VERSION
