@@ -15,16 +15,19 @@ from pathlib import Path
 import torch
 
 from overcoat.bench.rows import append_row
-from overcoat.paper import activations, memory, states
+from overcoat.paper import activations, memory, states, training
 from overcoat.paper.result import Exhibit, plot, table
 
 CHECKPOINT = "a run with optimizer.moments=fp32: --checkpoint RUN_DIR"
+HOURS = "minutes to hours; --set train.steps=N"
 SECONDS = "tiny model, seconds"
 EXHIBITS = {
     "table1": Exhibit(
         "errors of FP8 moments, with and without expansion", states.table1, SECONDS, CHECKPOINT, checkpoint=True
     ),
     "table2": Exhibit("bytes a block keeps, by op", memory.table2, "dry runs, seconds"),
+    "table3": Exhibit("pretraining OLMo-1B: losses and tasks", training.table3, "tiny, three arms", HOURS, gpu=True),
+    "table4": Exhibit("fine-tuning on mathematics: exact match", training.table4, "tiny, three arms", HOURS, gpu=True),
     "table6": Exhibit("a block's time and kept bytes", memory.table6, "kept bytes, dry runs", "minutes", gpu=True),
     "table7": Exhibit(
         "memory and speed of whole models", memory.table7, "7B, dry run", "a minute of dry runs; speed on a GPU"
@@ -44,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("exhibit", choices=["list", *EXHIBITS], metavar="EXHIBIT", help=f"list, {', '.join(EXHIBITS)}")
     parser.add_argument("--size", choices=("small", "full"), default="small", help="default small")
     parser.add_argument("--checkpoint", type=Path, metavar="RUN_DIR", help="a run to look at, for --size full")
+    parser.add_argument("--model", metavar="NAME|PATH", help="table4: fine-tune this instead of a model of its own")
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="table3, table4: pretrain this instead")
+    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="settings of every arm")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="of a training, these alone")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of pretraining (default 0)")
+    parser.add_argument("--dir", type=Path, help="keep the runs there, and go on with what is there")
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="table3: of overcoat eval")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per row")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
     parser.set_defaults(function=run)

@@ -1,6 +1,6 @@
 """Word problems with worked solutions, made up: what stands in for MetaMathQA and GSM8K where there is no network.
 
-    {"prompt": "Mia has 4 boxes of 6 pens ... How many pens are left?",
+    {"prompt": "Mia has 4 boxes of 6 pens ... How many pens are left?\\n",
      "completion": "Pens in the boxes: 4 * 6 = 24. Pens left: 24 - 5 = 19. The answer is 19."}
 
 A template is a question, what its numbers must fulfil, and the steps of its solution. Numbers, names and things are
@@ -147,7 +147,7 @@ def _problem(number: int, numbers: dict[str, int], draw: random.Random) -> Probl
         values[name] = value
         lines.append(f"{label.format(**words)}: {shown} = {value}.")
     completion = f"{' '.join(lines)} The answer is {value}."
-    return Problem(number, template.question.format(**words, **numbers), completion, value)
+    return Problem(number, f"{template.question.format(**words, **numbers)}\n", completion, value)
 
 
 def is_held_out(number: int, numbers: dict[str, int]) -> bool:
@@ -189,6 +189,6 @@ def write(path: Path, found: Iterable[Problem], as_text: bool = False) -> Path:
     with path.open("w", encoding="utf-8") as file:
         for problem in found:
             pair = {"prompt": problem.prompt, "completion": problem.completion}
-            row = {"text": f"{problem.prompt}\n{problem.completion}"} if as_text else pair
+            row = {"text": problem.prompt + problem.completion} if as_text else pair
             file.write(json.dumps(row) + "\n")
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,13 @@ GPU = torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _less_text() -> None:
+def _less_text() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # small products, and other work on the machine
     tiny.TINY["data"] = {**tiny.TINY["data"], "files": [str(Path(torch.__file__).parent / "nn" / "*.py")]}
     tiny.TINY["train"] = {**tiny.TINY["train"], "steps": 12}
+    yield
+    torch.set_num_threads(before)
 
 
 def test_the_list_has_every_table_and_figure(capsys: pytest.CaptureFixture[str]) -> None:

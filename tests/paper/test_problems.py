@@ -58,4 +58,4 @@ def test_files(tmp_path: Path) -> None:
     texts = [
         json.loads(line) for line in write(tmp_path / "b.jsonl", FOUND["train"][:3], True).read_text().splitlines()
     ]
-    assert texts == [{"text": f"{pair['prompt']}\n{pair['completion']}"} for pair in pairs]
+    assert texts == [{"text": pair["prompt"] + pair["completion"]} for pair in pairs]
