@@ -18,13 +18,16 @@ it is installed, and the optimizer their name says.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -87,8 +90,11 @@ def torchao_engine(recipe: str) -> Engine:
     def change(model: Any) -> Context:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        if recipe == "tensorwise" and torch.distributed.is_initialized():
+            config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
         for layer in decoder_layers(model).values():
-            convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name(recipe))
+            convert_to_float8_training(layer, config=config)
         return cudnn_first
 
     return Engine(change, ("torchao",), compile_peer)
@@ -189,11 +195,19 @@ class Trainer(NamedTuple):
         """Packages it cannot do without."""
         return self.engine.needs + OPTIMIZERS[self.optimizer].needs
 
-    def prepare(self, model: Any) -> tuple[Callable[[dict[str, Any]], Tensor], Any]:
-        """Change the model, on the GPU; (its inputs, labels among them -> loss), optimizer."""
+    def prepare(self, model: Any, sharded: bool = False) -> tuple[Callable[[dict[str, Any]], Tensor], Any]:
+        """Change the model, on the GPU; (its inputs, labels among them -> loss), optimizer.
+
+        sharded: by FSDP2 over the process group, layer by layer.
+        """
+        layers = list(decoder_layers(model))
         context = self.engine.change(model)
         if self.engine.compile:
             self.engine.compile(model)
+        forward = loss_function(model, context)
+        if sharded:
+            for part in (*map(model.get_submodule, layers), model):
+                fully_shard(part)
         optimizer = OPTIMIZERS[self.optimizer].make([each for each in model.parameters() if each.requires_grad])
         if isinstance(optimizer, overcoat.AdamW):
             if self.released:
@@ -202,7 +216,7 @@ class Trainer(NamedTuple):
             from flashoptim import enable_gradient_release
 
             enable_gradient_release(model, optimizer)
-        return loss_function(model, context), optimizer
+        return forward, optimizer
 
 
 # How `trainer_of` knows a recipe.
@@ -247,26 +261,25 @@ def trainer_of(name: str) -> Trainer:
 
 def loss_function(model: Any, context: Context) -> Callable[[dict[str, Any]], Tensor]:
     """A model's inputs -> loss: of a converted model its own, of others liger-kernel's fused one where it is installed
-    and computes the same, else the model's own."""
+    and computes the same, else the model's own. It is called as the model, whose hooks gather its weights."""
     is_ours = context is contextlib.nullcontext
     known = why_head_unsupported(model) is None and not sees(model.config)
-    if is_ours or not is_installed("liger_kernel") or not known:
+    if not is_ours and is_installed("liger_kernel") and known:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        def own(inputs: dict[str, Any]) -> Tensor:
-            with context():
-                return model(**inputs, use_cache=False).loss
+        loss = LigerFusedLinearCrossEntropyLoss()
 
-        return own
+        def fused(input_ids: Tensor, labels: Tensor, use_cache: bool) -> SimpleNamespace:
+            hidden = model.base_model(input_ids=input_ids, use_cache=use_cache).last_hidden_state
+            # Every position but a sequence's last one predicts the next token.
+            labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            value = loss(model.get_output_embeddings().weight, hidden.flatten(0, 1), labels.flatten())
+            return SimpleNamespace(loss=value)
 
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+        model.forward = fused
 
-    loss = LigerFusedLinearCrossEntropyLoss()
-
-    def fused(inputs: dict[str, Any]) -> Tensor:
+    def run(inputs: dict[str, Any]) -> Tensor:
         with context():
-            hidden = model.base_model(input_ids=inputs["input_ids"], use_cache=False).last_hidden_state
-        # Every position but a sequence's last one predicts the next token.
-        labels = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
-        return loss(model.get_output_embeddings().weight, hidden.flatten(0, 1), labels.flatten())
+            return model(**inputs, use_cache=False).loss
 
-    return fused
+    return run

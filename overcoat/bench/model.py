@@ -13,25 +13,35 @@
 
 Random tokens, fresh in every step. First all at one batch; with `--best` each also at larger ones, doubled until memory
 is out or doubling brings less than 1%, then bisected.
+
+`--gpus N`: FSDP2 over N GPUs (1 too), layer by layer, as many rows on each. Then tokens/s and TFLOP/s are of one GPU,
+kept and peak of the fullest.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
+import signal
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from overcoat.bench.contestants import CUSTOM, RELEASED, TRAINERS, trainer_of
 from overcoat.bench.optimizer import OPTIMIZERS
 from overcoat.bench.output import Column, Metric, decimals, line
 from overcoat.bench.rows import Row
-from overcoat.bench.session import OUT_OF_MEMORY, Session, add_common_arguments, say
+from overcoat.bench.session import OUT_OF_MEMORY, Session, add_common_arguments, load_pytorchs_cudnn, say
 from overcoat.bench.shapes import build_model, head_dim
-from overcoat.bench.timing import steady_ms
+from overcoat.bench.timing import steady_ms, synchronize
 from overcoat.estimate.command import positive
 from overcoat.estimate.setup import Setup
 from overcoat.models.compiled import begin_pass
@@ -59,13 +69,15 @@ METRICS = (
 
 
 class Work(NamedTuple):
-    """What is trained: a model, a step's batch, whether the vision tower is frozen, pixels a side of its images."""
+    """What is trained: a model, a step's batch (on each GPU), whether the vision tower is frozen, pixels a side of its
+    images, GPUs of FSDP2 (0: without)."""
 
     model: Model
     batch: int
     sequence: int
     freeze_tower: bool = False
     side: int = SIDE
+    gpus: int = 0
 
 
 def setup_of(name: str, frozen: bool = False) -> Setup | None:
@@ -121,7 +133,8 @@ class Training:
         self.parameters = multiplied_parameters(self.model)
         self.flops = step_flops(self.parameters, work.batch * work.sequence, work.sequence, text)
         self.flops += tower_flops(self.model, self.inputs)
-        self.forward, self.optimizer = self.trainer.prepare(self.model)
+        self.forward, self.optimizer = self.trainer.prepare(self.model, bool(work.gpus))
+        torch.manual_seed(dist.get_rank() if work.gpus else 0)  # the model is everyone's, the rows are one's own
         self.loss = torch.zeros((), device=device)
         self.counts, self.kept_bytes = False, 0
 
@@ -140,15 +153,42 @@ class Training:
         self.loss.copy_(value.detach())
 
 
-def measure(name: str, work: Work, steps: int) -> Row:
+def measure(name: str, work: Work, steps: int, device: str = "cuda") -> Row:
     """Time and memory of one contestant's training steps."""
-    training, graphs = Training(name, work), trainer_of(name).engine.graphs
+    if not work.gpus:
+        return _measure(name, work, steps, device)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (folder, name, work, steps, device)
+        try:
+            mp.start_processes(_measure_rank, arguments, nprocs=work.gpus, start_method="spawn")
+        except mp.ProcessRaisedException as error:  # its last line says what; before it comes the traceback
+            raise RuntimeError(f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}") from error
+        rows = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(work.gpus)]
+    return {**rows[0], **{key: max(row[key] for row in rows) for key in rows[0] if key.endswith("_bytes")}}
+
+
+def _measure_rank(rank: int, folder: str, name: str, work: Work, steps: int, device: str) -> None:
+    # The process that ends this one at its own end says so by an interrupt, which that one ignores itself.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if device == "cuda":
+        load_pytorchs_cudnn()
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=work.gpus)
+    row = _measure(name, work, steps, device)
+    Path(folder, f"{rank}.json").write_text(json.dumps(row))
+    dist.barrier()
+    os._exit(0)  # threads of DTensors' process groups outlive destroy_process_group, and some abort at the end
+
+
+def _measure(name: str, work: Work, steps: int, device: str) -> Row:
+    training, graphs = Training(name, work, device), trainer_of(name).engine.graphs
     for index in range(WARMUP):
         training.counts = index == WARMUP - 1 and not graphs
         training.step()
     training.counts = False
-    torch.cuda.synchronize()
-    if not graphs:
+    synchronize()
+    if device == "cuda" and not graphs:
         torch.cuda.reset_peak_memory_stats()
     timing = steady_ms(training.step, steps, warmup=0)
     loss = training.loss.item()
@@ -203,6 +243,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=["llama-2-7b"], choices=MODELS, help="default llama-2-7b")
     parser.add_argument("--batch", type=positive, default=4, help="sequences per step, for all (default 4)")
     parser.add_argument("--sequence", type=positive, default=2048, help="tokens per sequence (default 2048)")
+    parser.add_argument("--gpus", type=positive, default=0, help="FSDP2 over so many GPUs (default: one without)")
     parser.add_argument("--best", action="store_true", help="then search each one's best batch")
     parser.add_argument("--steps", type=positive, default=10, help=f"timed steps, after {WARMUP} (default 10)")
     parser.add_argument("--layers", type=positive, help="build only this many layers (of the text)")
@@ -218,6 +259,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure everyone wanted on every model."""
+    if parsed.gpus and parsed.gpus > (there := torch.cuda.device_count()):
+        raise ValueError(f"--gpus {parsed.gpus}: PyTorch sees {there}")
     session = Session("model", parsed, COLUMNS, ("transformers",))
     for name in parsed.models:
         model = MODELS[name]
@@ -234,16 +277,21 @@ def _measure_model(session: Session, label: str, model: Model) -> None:
     labels: Row = {"layers": model.config().get_text_config().num_hidden_layers, "sequence": parsed.sequence}
     if sees(model.config()):
         labels["tower"] = "frozen" if parsed.freeze_tower else "trained"
+    if parsed.gpus:
+        labels["gpus"] = parsed.gpus
 
     def at(batch: int, name: str) -> Row:
-        work = Work(model, batch, parsed.sequence, parsed.freeze_tower, parsed.image_side)
+        work = Work(model, batch, parsed.sequence, parsed.freeze_tower, parsed.image_side, parsed.gpus)
         needs = trainer_of(name).needs
         return session.run(name, measure, (name, work, parsed.steps), needs, model=label, **labels, batch=batch)
 
-    session.table(f"{label}, batch {parsed.batch}, sequence {parsed.sequence}: {model}")
+    gpus = f", FSDP2 over {parsed.gpus}" if parsed.gpus else ""
+    session.table(f"{label}, batch {parsed.batch}, sequence {parsed.sequence}{gpus}: {model}")
     added = [CUSTOM + " ".join(parsed.recipe)] if parsed.recipe else []
     added += [name + RELEASED for name in added]
-    equal = [at(parsed.batch, name) for name in [*TRAINERS, *added] if session.wants(name)]
+    # A graph would hold parameters where one gathering had put them.
+    takes_part = [name for name in [*TRAINERS, *added] if not (parsed.gpus and trainer_of(name).engine.graphs)]
+    equal = [at(parsed.batch, name) for name in takes_part if session.wants(name)]
     session.draw(equal, group=f"{label}, batch {parsed.batch}")
     if parsed.best:
         session.table(f"{label}, other batches")

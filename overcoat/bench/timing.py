@@ -42,14 +42,35 @@ def steady_ms(step: Callable[[], Any], windows: int, steps: int = 1, warmup: int
     """
     for _ in range(warmup):
         step()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(windows + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
+    marks = [_mark()]
+    for _ in range(windows):
         for _ in range(steps):
             step()
-        mark.record()
-    torch.cuda.synchronize()
+        marks.append(_mark())
+    synchronize()
     return summary([a.elapsed_time(b) / steps for a, b in itertools.pairwise(marks)])
+
+
+class _Moment:
+    """In place of a CUDA event, where there is no GPU."""
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: _Moment) -> float:
+        return (end.seconds - self.seconds) * 1e3
+
+
+def _mark() -> Any:
+    event = torch.cuda.Event(enable_timing=True) if torch.cuda.is_available() else _Moment()
+    event.record()
+    return event
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def host_ms(step: Callable[[], Any], repeats: int = 9) -> float:

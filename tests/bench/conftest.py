@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,13 @@ from tests.bench.peers import FakeRotary, FakeTransformerLayer, module
 def torchao(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A stand-in for torchao's float8 training; what it converted, and under which recipe."""
     given: list[Any] = []
-    config = type("Float8LinearConfig", (), {"from_recipe_name": staticmethod(str)})
+
+    @dataclasses.dataclass
+    class Config:
+        recipe: str
+        enable_fsdp_float8_all_gather: bool = False
+
+    config = type("Float8LinearConfig", (), {"from_recipe_name": staticmethod(Config)})
     module(monkeypatch, "torchao")
     convert = lambda layer, config: given.append((layer, config))  # noqa: E731
     module(monkeypatch, "torchao.float8", Float8LinearConfig=config, convert_to_float8_training=convert)

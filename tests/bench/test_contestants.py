@@ -80,19 +80,17 @@ def test_torch_compile_where_it_is_part_of_the_name(monkeypatch: pytest.MonkeyPa
         assert [layer for layer, _ in compiled] == list(model.model.layers)
         assert torch._dynamo.config.recompile_limit == 4
     TRAINERS["torchao tensorwise, torch AdamW"].prepare(model)
-    assert torchao[-2:] == [(layer, "tensorwise") for layer in model.model.layers]
+    assert [(layer, config.recipe) for layer, config in torchao[-2:]] == [
+        (layer, "tensorwise") for layer in model.model.layers
+    ]
+    assert not torchao[-1][1].enable_fsdp_float8_all_gather
 
 
-def test_our_layers_are_compiled_after_they_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def compile_(layer: Any, fullgraph: bool, mode: str | None) -> None:
-        seen.append((isinstance(layer, Fp8DecoderLayer), fullgraph, mode))
-
-    monkeypatch.setattr(nn.Module, "compile", compile_)
-    for name in ("overcoat", "overcoat compile"):
-        block_of(name, compiled=True)
-    assert seen == [(True, True, None)]
+def test_our_layers_are_compiled_after_they_are_converted() -> None:
+    for name, mode in (("overcoat", None), ("overcoat compile", "default")):
+        layer = block_of(name, compiled=True)[0].layers[0]
+        assert isinstance(layer, Fp8DecoderLayer)
+        assert layer.overcoat_mode == mode
     with pytest.raises(ValueError, match="CUDA graphs need a GPU"):
         TRAINERS["overcoat graphs"].prepare(build_model(SMALL, torch.bfloat16, "cpu"))
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from overcoat.bench.contestants import TRAINERS
@@ -23,7 +25,9 @@ from overcoat.bench.session import OUT_OF_MEMORY
 from overcoat.bench.shapes import build_model
 from overcoat.models.samples import freeze_tower, images, tower_parameters
 from overcoat.models.shapes import Model, sizes
-from tests.bench.peers import SEEING, SMALL
+from tests.bench.peers import SEEING, SMALL, module
+from tests.bench.test_contestants import FakeFusedLoss
+from tests.processes import on_two
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -128,6 +132,45 @@ def test_flops_of_a_tower_are_those_that_pytorch_counts() -> None:
     assert tower_flops(model, given) == pytest.approx(counter.get_total_flops(), rel=0.02)
     freeze_tower(model)
     assert tower_flops(model, given) * 3 == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_a_model_under_fsdp() -> None:
+    """Ours, in a process of its own as on GPUs."""
+    figures = measure("overcoat released", Work(SMALL, 2, 32, gpus=1), 2, "cpu")
+    assert figures["tokens_per_second"] == pytest.approx(2 * 32 / figures["ms"] * 1e3)
+    assert abs(figures["loss"] - math.log(320)) < 1
+
+
+def _sharded_peer(rank: int) -> None:
+    """With liger-kernel's loss, which reads the head's weight, inside of the model's forward."""
+    with pytest.MonkeyPatch.context() as patch:
+        module(patch, "liger_kernel")
+        module(patch, "liger_kernel.transformers", LigerFusedLinearCrossEntropyLoss=FakeFusedLoss)
+        patch.setitem(TRAINERS, "peer", TRAINERS["bf16 eager, torch AdamW"]._replace(optimizer="overcoat 8bit, bf16+8"))
+        training = Training("peer", Work(SMALL, 2, 32, gpus=2), "cpu")
+        assert all(isinstance(parameter, DTensor) for parameter in training.model.parameters())
+        training.step()
+        before = training.model.lm_head.weight.to_local().clone()
+        training.step()
+        assert FakeFusedLoss.calls == 2
+        assert not torch.equal(training.model.lm_head.weight.to_local(), before)
+        losses = [torch.zeros(()) for _ in range(2)]
+        torch.distributed.all_gather(losses, training.loss)
+        assert losses[0] != losses[1]  # rows of one's own
+        assert all(abs(float(loss) - math.log(320)) < 1 for loss in losses)
+
+
+def test_peers_under_fsdp() -> None:
+    on_two(_sharded_peer, "cpu")
+
+
+def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: Any, **_options: Any) -> None:
+        raise mp.ProcessRaisedException("\n\n-- Process 1 terminated\nTraceback\nOutOfMemoryError: CUDA\n", 1, 9)
+
+    monkeypatch.setattr(mp, "start_processes", fail)
+    with pytest.raises(RuntimeError, match=r"^rank 1: OutOfMemoryError: CUDA$"):
+        measure("overcoat", Work(SMALL, 2, 32, gpus=2), 1, "cpu")
 
 
 @pytest.mark.gpu

@@ -46,6 +46,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         assert size >= 128 * 2**20  # more than any cache
         return Flush()
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: made.work("lead", 0.6), raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.work("synchronize", 0.0))
