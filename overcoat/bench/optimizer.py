@@ -73,14 +73,23 @@ def ours(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Optimizer:
     return Optimizer(lambda params: AdamW(params, lr=LR, **options), dtype, gradient_reads=reads, options=options)
 
 
-def peer(module: str, name: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Optimizer:
-    """Somebody's optimizer with these options."""
+def peer(
+    module: str, name: str, dtype: torch.dtype = torch.bfloat16, group: Mapping[str, Any] | None = None, **options: Any
+) -> Optimizer:
+    """Somebody's optimizer with these options, and those of its one parameter group."""
 
     def make(params: list[torch.nn.Parameter]) -> Any:
-        return getattr(importlib.import_module(module), name)(params, lr=LR, **options)
+        given: Any = params if group is None else [{"params": params, **group}]
+        return getattr(importlib.import_module(module), name)(given, lr=LR, **options)
 
     package = module.split(".")[0]
-    return Optimizer(make, dtype, () if package == "torch" else (package,))
+    needs = {"torch": (), "galore_torch": (package, "bitsandbytes")}.get(package, (package,))
+    return Optimizer(make, dtype, needs)
+
+
+# GaLore as in its README, with the rank of its 7B. In the first step, as in every 200th, it decomposes each gradient
+# (SVD), which is not timed, but takes minutes.
+GALORE = {"rank": 1024, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 
 
 OPTIMIZERS = {
@@ -102,6 +111,8 @@ OPTIMIZERS = {
     "torchao AdamWFp8, stochastic": peer("torchao.optim", "AdamWFp8", bf16_stochastic_round=True),
     "torchao AdamW8bit": peer("torchao.optim", "AdamW8bit"),
     "bitsandbytes AdamW8bit": peer("bitsandbytes.optim", "AdamW8bit"),
+    "GaLore AdamW, rank 1024": peer("galore_torch", "GaLoreAdamW", group=GALORE, no_deprecation_warning=True),
+    "GaLore AdamW8bit, rank 1024": peer("galore_torch", "GaLoreAdamW8bit", group=GALORE),
 }
 
 

@@ -31,6 +31,7 @@ PACKAGES = (
     "torchao",
     "flashoptim",
     "bitsandbytes",
+    "galore_torch",
     "transformer_engine",
     "liger_kernel",
 )
