@@ -15,7 +15,7 @@ from overcoat.models.pretrained import load_pretrained
 from overcoat.train.build import load_model
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.files import MANIFEST, verify_directory
-from overcoat.train.shards import Pieces, is_sharded, read_model
+from overcoat.train.shards import is_sharded, read_model
 from overcoat.train.tokenizer import load_tokenizer
 
 
@@ -60,5 +60,5 @@ def load_target(target: Target, device: torch.device, trust_remote_code: bool = 
     config = load_pretrained("AutoConfig", "the model", target.place, trust_remote_code)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="sdpa")
-    read_model(Path(target.place), Pieces(Path(target.place)), model)
+    read_model(Path(target.place), model)
     return model.eval(), tokenizer

@@ -8,7 +8,8 @@ Several processes write one file each instead of model.safetensors (`shards.py`)
 either kind.
 
 They are written atomically (see `files.py`) and only then is the oldest beyond `checkpoint.keep` removed, so at every
-moment there is one that can be resumed from.
+moment there is one that can be resumed from. Training goes on meanwhile (`Saver`): a thread writes a copy in host
+memory.
 
 Which one a run starts from (`choose_checkpoint`), decided before anything is written:
   * a `train.run_dir` that is new, or holds nothing but tokens, or a run that ended before its first checkpoint
@@ -25,12 +26,15 @@ from __future__ import annotations
 
 import os
 import re
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from overcoat.extras import load_extra
+from overcoat.optim.sharding import shard_bytes
 from overcoat.train import files, process
 from overcoat.train.build import trained_state
 from overcoat.train.config import Config, require
@@ -39,10 +43,19 @@ from overcoat.train.corpus import STREAMED, cache_dir
 from overcoat.train.files import DamagedError, remove_directory, write_directory, writing
 from overcoat.train.metrics import METRICS
 from overcoat.train.parallel import whole_weights
-from overcoat.train.shards import Pieces, adapter_key, is_sharded, read_model, read_states, write_shard
+from overcoat.train.shards import (
+    adapter_key,
+    copy_to_host,
+    is_sharded,
+    read_model,
+    read_states,
+    tensors_of,
+    write_shards,
+)  # fmt: skip
 from overcoat.train.state import TrainState
 
 TRAINING = "training.pt"
+FILE_SIZE = "5GB"  # of a Hugging Face file at most
 WRITTEN_LAST = ("loss.png", "kept.txt", "results.json")  # files of a finished run
 NAME = re.compile(r"step-(\d{8,})")
 
@@ -72,54 +85,110 @@ def _step_of(checkpoint: Path) -> int:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
+class Saver:
+    """Writes checkpoints of a run, each beside the training that follows it.
+
+    To be used in `with`: at its end the last one is complete. What goes wrong in a thread is raised by the next `save`,
+    or there.
+    """
+
+    def __init__(self, state: TrainState, config: Config, tokenizer: Any | None) -> None:
+        self.state, self.config, self.tokenizer = state, config, tokenizer
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[Path] | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.wait()
+        except Exception:
+            if kind is None:
+                raise
+        finally:
+            self._thread.shutdown()
+
+    def wait(self) -> None:
+        """Until what was saved is complete."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def save(self) -> Path:
+        """The checkpoint of the state as it is, once it is complete; copied, if the host has memory for that."""
+        self.wait()
+        held = Held(self.state)
+        if self.config.checkpoint.asynchronous and not process.largest(held.bytes > process.host_bytes_free())[0]:
+            held.copy()
+            self._pending = self._thread.submit(write_checkpoint, held, self.config, self.tokenizer)
+        else:
+            write_checkpoint(held, self.config, self.tokenizer)
+        return checkpoint_dir(self.config) / held.name
+
+
+class Held:
+    """What a checkpoint will hold, of this process."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.model, self.step, self.name = state.model, state.step, f"step-{state.step:08d}"
+        self.training = state.training_dict()
+        if process.count() == 1:
+            once: dict[int, torch.Tensor] = {}  # of tied ones
+            named = trained_state(state.model).items()
+            self.weights = {name: once.setdefault(id(value), value.detach()) for name, value in named}
+        else:
+            self.weights = tensors_of(state.model, self.training["optimizer"]["state"])
+            process.writing_group()
+
+    @property
+    def bytes(self) -> int:
+        """Of a copy in host memory."""
+        return sum(shard_bytes(value) for value in tree_leaves((self.weights, self.training)) if _is_tensor(value))
+
+    def copy(self) -> None:
+        """Hold copies in host memory, tied tensors once."""
+        copies = {id(value): copy_to_host(value) for value in tree_leaves((self.weights, self.training))}
+        self.weights, self.training = tree_map(lambda value: copies[id(value)], (self.weights, self.training))
+
+
+def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor)
+
+
 def save_checkpoint(state: TrainState, config: Config, tokenizer: Any | None) -> Path:
     """Write the state and remove the oldest checkpoints beyond `checkpoint.keep`."""
+    return write_checkpoint(Held(state), config, tokenizer)
+
+
+def write_checkpoint(held: Held, config: Config, tokenizer: Any | None) -> Path:
+    """The complete checkpoint; the oldest beyond `checkpoint.keep` are removed. Of several processes each writes its
+    files into the first one's unfinished directory, which takes its name once all have."""
     folder = checkpoint_dir(config)
-    target = folder / f"step-{state.step:08d}"
-    training = state.training_dict()
-    if process.count() == 1:
-
-        def fill(partial: Path) -> None:
-            write_model(state.model, tokenizer, partial)
-            _write_training(partial, training)
-
-        write_directory(target, fill, {"step": state.step})
-    else:
-        _write_together(target, state, training, tokenizer)
-    if process.is_first():
-        for path in list_checkpoints(folder)[: -config.checkpoint.keep]:
-            remove_directory(path)
-    return target
-
-
-def _write_training(folder: Path, training: dict[str, Any]) -> None:
-    with writing(folder / TRAINING):
-        torch.save(training, folder / TRAINING)
-
-
-def _write_together(target: Path, state: TrainState, training: dict[str, Any], tokenizer: Any | None) -> None:
-    """The checkpoint of several processes: each writes its file into the first one's unfinished directory, which takes
-    its name once all have."""
-
-    def write_own(partial: Path) -> None:
-        write_shard(partial, state.model, training["optimizer"]["state"])
+    target = folder / held.name
 
     def fill(partial: Path) -> None:
-        process.share(lambda: partial)
-        write_own(partial)
-        with writing(partial):
-            state.model.config.save_pretrained(partial)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(partial)
-        _write_training(partial, training)
-        process.wait_for_all()
+        if process.count() == 1:
+            write_model(held.model, tokenizer, partial, held.weights)
+        else:
+            process.wait_for_writers()  # until this folder is there
+            write_shards(partial, held.weights)
+            with writing(partial):
+                held.model.config.save_pretrained(partial)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(partial)
+        with writing(partial / TRAINING):
+            torch.save(held.training, partial / TRAINING)
 
     if process.is_first():
-        write_directory(target, fill, {"step": state.step, "processes": process.count()})
+        write_directory(target, fill, {"step": held.step, "processes": process.count()})
+        for path in list_checkpoints(folder)[: -config.checkpoint.keep]:
+            remove_directory(path)
     else:
-        write_own(process.share(lambda: target))
-        process.wait_for_all()
-    process.wait_for_all()  # none goes on before it is complete
+        process.wait_for_writers()
+        write_shards(files.partial_of(target), held.weights)
+    process.wait_for_writers()  # none goes on before it is complete
+    return target
 
 
 def write_model(model: Any, tokenizer: Any | None, folder: Path, weights: dict[str, Any] | None = None) -> None:
@@ -128,7 +197,8 @@ def write_model(model: Any, tokenizer: Any | None, folder: Path, weights: dict[s
     weights: of a model that is cut over several processes, gathered.
     """
     # Else peft asks the hub for the base model's vocabulary.
-    options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+    is_peft = hasattr(model, "peft_config")
+    options: dict[str, Any] = {"save_embedding_layers": False} if is_peft else {"max_shard_size": FILE_SIZE}
     with writing(folder):
         model.save_pretrained(folder, state_dict=weights, **options)
         if tokenizer is not None:
@@ -200,10 +270,8 @@ def load_checkpoint(path: Path, state: TrainState) -> None:
             remedy = "stream the same files (names and sizes) with the same data.held_out and eval.rows"
         raise ValueError(f"{path} was trained on other tokens than these (or in another order of files); {remedy}")
     if process.count() > 1 or is_sharded(path):
-        pieces = Pieces(path)
-        read_model(path, pieces, state.model)
-        with files.loading(path):
-            read_states(pieces, state.optimizer, saved["optimizer"]["state"])
+        read_model(path, state.model)
+        read_states(path, state.optimizer, saved["optimizer"]["state"])
     else:
         load_weights(path, state.model)
     with files.loading(path / TRAINING):

@@ -255,6 +255,7 @@ class EvalConfig:
 class CheckpointConfig:
     every: int = option(500, "steps between checkpoints; 0: at the end, and on SIGTERM or Ctrl-C", at_least=0)
     keep: int = option(2, "how many of the newest to keep", at_least=1)
+    asynchronous: bool = option(True, "train on while a copy in host memory is written, if the host has room for one")
 
 
 @dataclass(frozen=True)

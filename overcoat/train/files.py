@@ -85,7 +85,7 @@ def write_directory(target: Path, fill: Callable[[Path], None], about: dict[str,
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     sweep(target.parent, target.name)
-    partial = target.with_name(PARTIAL + target.name)
+    partial = partial_of(target)
     partial.mkdir()
     try:
         fill(partial)
@@ -102,6 +102,11 @@ def write_directory(target: Path, fill: Callable[[Path], None], about: dict[str,
     partial.rename(target)
     sync(target.parent)
     sweep(target.parent, target.name)
+
+
+def partial_of(target: Path) -> Path:
+    """Where `write_directory` has the files until they are complete."""
+    return target.with_name(PARTIAL + target.name)
 
 
 def remove_directory(target: Path) -> None:

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -36,13 +37,16 @@ from overcoat.train.config import require
 T = TypeVar("T")
 # Of what is agreed on outside of training: one process tokenizes, verifies or writes while the others wait.
 PATIENCE = datetime.timedelta(days=2)
+CGROUP = Path("/sys/fs/cgroup")
 SECONDS_FOR_THE_CAUSE = 3.0  # to whoever failed first, and to the launcher that ends everybody else
 
 
 class _Together:
-    """What the processes of this run share: a group for what the host says, and a store; None in a run of one."""
+    """What the processes of this run share: a group for what the host says, one for what is written while training
+    goes on, and a store; None in a run of one."""
 
     group: dist.ProcessGroup | None = None
+    writing: dist.ProcessGroup | None = None
     store: dist.Store | None = None
 
 
@@ -147,6 +151,19 @@ def follows_from_another(error: BaseException) -> bool:
     )
 
 
+def writing_group() -> dist.ProcessGroup | None:
+    """The group of a thread that writes checkpoints; made when all processes ask for it first. None in a run of one."""
+    if count() > 1 and _Together.writing is None:
+        _Together.writing = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return _Together.writing
+
+
+def wait_for_writers() -> None:
+    """Return when all processes are here, in the threads that write."""
+    if count() > 1:
+        dist.barrier(group=_Together.writing)
+
+
 # ---- agreement ------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +243,20 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def host_bytes_free() -> int:
+    """Bytes of host memory that each process of this machine can still have; 0 if the system does not say."""
+    try:
+        named = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(named["MemAvailable"].split()[0]) << 10
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a container's limit
+            most, now = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+            cached = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())["inactive_file"]
+            free = min(free, most - now + int(cached))
+    except (OSError, ValueError, KeyError):
+        return 0
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 class StopRequest:

@@ -157,10 +157,13 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         tidy(config, state.step)
 
     def save() -> Path:
-        checkpoints.append(checkpoint.save_checkpoint(state, config, corpus.tokenizer))
+        checkpoints.append(saver.save())
         return checkpoints[-1]
 
-    with contextlib.closing(RunLog(config, console, title, state.step, device)) as log:
+    with (
+        checkpoint.Saver(state, config, corpus.tokenizer) as saver,
+        contextlib.closing(RunLog(config, console, title, state.step, device)) as log,
+    ):
         evaluated = process.share(
             lambda: [kind for kind, rows in read_metrics(run_dir / METRICS).items() if state.step in rows]
         )

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import overcoat
 from overcoat import cli
 from overcoat.train.evaluate import windows
-from overcoat.train.shards import write_shard
+from overcoat.train.shards import tensors_of, write_shards
 from tests.eval.conftest import sentences, write_task
 
 Capture = pytest.CaptureFixture[str]
@@ -108,7 +108,7 @@ def test_a_run_is_its_export_or_its_newest_checkpoint(
     shutil.copytree(folder, older)
     shutil.copytree(folder, newest, ignore=shutil.ignore_patterns("*.safetensors"))
     (run / "config.toml").touch()
-    write_shard(newest, model, {})
+    write_shards(newest, tensors_of(model, {}))
     (result,) = evaluated(capsys, run, "--text", text)
     (expected,) = evaluated(capsys, folder, "--text", text)
     assert (result["folder"], result["text"]) == (str(newest), expected["text"])

@@ -5,14 +5,18 @@ Whole runs that are killed and continued are in `test_resume.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
 from overcoat.train import checkpoint, files
 from overcoat.train.checkpoint import (
@@ -27,9 +31,10 @@ from overcoat.train.checkpoint import (
     set_aside_newer,
     write_model,
 )  # fmt: skip
-from overcoat.train.config import Config
+from overcoat.train.config import CheckpointConfig, Config
 from overcoat.train.configfile import dump_toml
 from overcoat.train.files import DamagedError, verify_directory, write_directory
+from overcoat.train.loop import train_step
 from overcoat.train.state import TrainState
 from tests.train.runs import EXACT, MakeConfig, make_state, names
 
@@ -80,6 +85,63 @@ def test_a_checkpoint_is_complete_and_the_oldest_go(config: Config, state: Train
     assert {"model.safetensors", "config.json", "training.pt"} <= set(manifest["files"])
 
 
+def test_training_goes_on_while_a_copy_is_written(
+    config: Config, state: TrainState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_step(state, config)
+    with checkpoint.Saver(
+        state, dataclasses.replace(config, checkpoint=CheckpointConfig(asynchronous=False)), None
+    ) as saver:
+        expected = saver.save()
+        wait, gate, real = threading.Event(), threading.Event(), checkpoint.write_model
+
+        def write_model(*arguments: Any) -> None:
+            wait.set()
+            gate.wait(60)
+            real(*arguments)
+
+        monkeypatch.setattr(checkpoint, "write_model", write_model)
+        saver.config = config
+        state.step += 1  # another name
+        path = saver.save()
+        wait.wait(60)
+        state.step -= 1
+        for _ in range(2):
+            train_step(state, config)
+        assert list_checkpoints(path.parent) == [expected]
+        gate.set()
+    written, same = (torch.load(folder / "training.pt", weights_only=True) for folder in (path, expected))
+    assert written.pop("step") == same.pop("step") + 1
+    assert_same(written, same)
+    assert_same(load_file(path / "model.safetensors"), load_file(expected / "model.safetensors"))
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Bit for bit."""
+    mine, theirs = tree_leaves(one), tree_leaves(other)
+    assert len(mine) == len(theirs) > 1
+    for left, right in zip(mine, theirs, strict=True):
+        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+def test_what_a_thread_could_not_write_is_raised(
+    config: Config, state: TrainState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next checkpoint, or at the end; the one before is there."""
+    saver = checkpoint.Saver(state, config, None)
+    first = saver.save()
+    saver.wait()
+    state.step = 1
+    monkeypatch.setattr(checkpoint, "write_model", full)
+    saver.save()
+    with pytest.raises(OSError, match="no space left"):
+        saver.save()
+    saver.save()
+    with pytest.raises(OSError, match="no space left"):
+        saver.__exit__(None)
+    assert list_checkpoints(first.parent) == [first]
+
+
 @pytest.mark.parametrize(
     ("owner", "name"), [(checkpoint, "write_model"), (torch, "save"), (files, "sync"), (Path, "rename")]
 )
@@ -96,13 +158,27 @@ def test_a_failed_write_leaves_the_checkpoints_there_were(
     assert names(folder) == ["step-00000003", "step-00000006"]
 
 
+def test_large_models_are_written_in_several_files(
+    config: Config, state: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "FILE_SIZE", "100KB")
+    checkpoint.export(state, None, tmp_path / "export")
+    assert len(list((tmp_path / "export").glob("model-*-of-*.safetensors"))) > 2
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert_same(loaded.state_dict(), state.model.state_dict())
+    path, before = save_at(state, config, 1), {key: x.clone() for key, x in state.model.state_dict().items()}
+    train_step(state, config)
+    load_weights(path, state.model)
+    assert_same(state.model.state_dict(), before)
+
+
 @pytest.mark.parametrize(("name", "limit"), [("model.safetensors", 100_000), ("training.pt", 2_000)])
 def test_a_full_disk_is_an_error_of_the_system(
     config: Config, state: TrainState, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
     """The libraries raise errors of their own; PyTorch's does not even say why."""
     if name == "training.pt":
-        monkeypatch.setattr(state.model, "save_pretrained", lambda _: None)
+        monkeypatch.setattr(state.model, "save_pretrained", lambda *_, **__: None)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
