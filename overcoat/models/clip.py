@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from overcoat.models.decoder import attention, plain_mlp
-from overcoat.models.family import Family, Modules
+from overcoat.models.family import Family, Modules, renamed
 
 
 def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
@@ -29,4 +29,13 @@ FAMILY = Family(
     samples={"clip": {}, "clip-gelu": {"hidden_act": "gelu"}},
     encoder=True,
     rotary=False,
+)
+
+ALIASES = (
+    # GELU by tanh.
+    renamed(FAMILY, "siglip", "CLIP", "Siglip", {"siglip": {}}),
+    # On images of different sizes, padded to one length: a mask of all pairs hides the padding.
+    renamed(FAMILY, "siglip2", "CLIP", "Siglip2", {"siglip2": {}}),
+    renamed(FAMILY, "idefics3", "CLIP", "Idefics3", {"idefics3": {}}, causal="Idefics3VisionTransformer"),
+    renamed(FAMILY, "smolvlm", "CLIP", "SmolVLM", {"smolvlm": {}}, causal="SmolVLMVisionTransformer"),
 )

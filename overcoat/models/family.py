@@ -1,4 +1,5 @@
-"""The registry of model families: one file of this folder each, with a `FAMILY` that says what its layers compute.
+"""The registry of model families: one file of this folder each, with a `FAMILY` that says what its layers compute, and
+perhaps `ALIASES`: families whose layers are the same under other names (`renamed`).
 
 A family is recognised by the name and module of transformers' class, never by its structure: layers with multipliers,
 without rotation or with another one look the same, and would get wrong gradients. `convert`, the head, the estimate,
@@ -81,12 +82,28 @@ class Family(NamedTuple):
     stack: str = "layers"
 
 
+def renamed(
+    family: Family, model_type: str, old: str, new: str, samples: dict[str, dict[str, Any]], **changes: Any
+) -> Family:
+    """The same layers as another model has them, whose classes' names begin with `new` instead of `old`."""
+    names = {
+        name: value and value.replace(old, new) for name in CLASSES if (value := getattr(family, name)) is not None
+    }
+    module = f"transformers.models.{model_type}.modeling_{model_type}"
+    return family._replace(**{**names, "module": module, "samples": samples, **changes})
+
+
+CLASSES = ("layer", "causal", "norm")
+
+
 @functools.cache
 def families() -> tuple[Family, ...]:
-    """All families, in the order of their files' names."""
-    names = sorted(file.name for file in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
-    return tuple(module.FAMILY for module in modules if hasattr(module, "FAMILY"))
+    """All families, in the order of transformers' modules."""
+    files = pkgutil.iter_modules([str(Path(__file__).parent)])
+    modules = [importlib.import_module(f"{__package__}.{file.name}") for file in files]
+    found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    found += [alias for module in modules for alias in getattr(module, "ALIASES", ())]
+    return tuple(sorted(found, key=lambda family: (family.module, family.layer)))
 
 
 def original_class(module: nn.Module | type[nn.Module]) -> Any:

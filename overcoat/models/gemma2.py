@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from overcoat.models.decoder import attention, gated_mlp
-from overcoat.models.family import Family, Modules
+from overcoat.models.family import Family, Modules, renamed
 
 
 def sandwich(layer: Any, batch: int, **options: Any) -> tuple[Modules, ...]:
@@ -48,3 +48,7 @@ FAMILY = Family(
         }
     },
 )
+
+GEMMA3 = {"head_dim": 64, "sliding_window": 24, "query_pre_attn_scalar": 128}
+# Without caps, with norms of q and k, and a rotation for each kind of window.
+ALIASES = (renamed(FAMILY, "gemma3", "Gemma2", "Gemma3", {"gemma3": GEMMA3}, branches=sandwich),)

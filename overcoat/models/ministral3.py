@@ -7,16 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overcoat.models.decoder import attention, gated_mlp
-from overcoat.models.family import Family, Modules
-
-
-def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
-    """x = x + attention(norm(x)); x = x + mlp(norm(x))."""
-    return (
-        attention(layer.self_attn, batch, pre=layer.input_layernorm),
-        gated_mlp(layer.mlp, pre=layer.post_attention_layernorm),
-    )
+from overcoat.models.family import Family
+from overcoat.models.llama import branches
 
 
 def q_scale(layer: Any, position_ids: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from overcoat.models.decoder import attention, gated_mlp
-from overcoat.models.family import Family, Modules
+from overcoat.models.family import Family, Modules, renamed
 
 
 def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
@@ -24,3 +24,6 @@ FAMILY = Family(
     branches=branches,
     samples={"olmo2": {}},
 )
+
+# Sliding windows in three layers of four, which arrive as the mask.
+ALIASES = (renamed(FAMILY, "olmo3", "Olmo2", "Olmo3", {"olmo3": {"sliding_window": 24}}),)

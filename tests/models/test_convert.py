@@ -316,14 +316,17 @@ def test_what_the_fp8_block_would_not_compute_is_left_to_the_original(model: nn.
     assert reason in report.left_alone["model.layers.0"]
 
 
+@pytest.mark.filterwarnings("error:this layer")
 def test_generating_in_train_mode_reads_its_context(model: nn.Module) -> None:
+    """With a cache, as GRPO does, and without a warning."""
     original = copy.deepcopy(model)
-    overcoat.convert(model)
+    report = overcoat.convert(model)
     ids = make_batch()["input_ids"][:, :7]
     tokens = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    with pytest.warns(UserWarning, match="use_cache=True"):
-        generated = model.generate(ids, **tokens)
-    assert torch.equal(generated, original.generate(ids, **tokens))
+    assert torch.equal(model.generate(ids, **tokens), original.generate(ids, **tokens))
+    assert "use_cache=True" in report.running()["model.layers.0"]
+    with pytest.warns(UserWarning, match="trains in its original precision: .*use_cache=True"):
+        model(ids, use_cache=True)
 
 
 def test_converting_the_inner_model_trains_in_fp8_too(model: nn.Module) -> None:
