@@ -9,9 +9,10 @@
 
 Of CUDA graphs the total and the host's time alone.
 
-`--accuracy` adds the SQNR in dB of the output and of every gradient against the same block in FP64, on sequences of
-1024 tokens with outlier channels. Those few channels make most of a norm's gradient, so that one draw moves its SQNR by
-more than a dB: the signal and the noise of `--draws` draws are added up. `--shapes --accuracy`, no shape: that alone.
+`--accuracy [MODEL]` adds the SQNR in dB of the output and of every gradient against the same block in FP64, on
+sequences of 1024 tokens with outlier channels; `--planted` has worse ones: a norm weight of 10 in every seventh channel
+and inputs 30 times too large in one. Those few channels make most of a norm's gradient, so that one draw moves its
+SQNR by more than a dB: signal and noise of `--draws` draws are added up. `--shapes --accuracy`, no shape: that alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from overcoat.models.shapes import MODELS
 
 STEPS = 10
 OUTLIER_CHANNELS, OUTLIER = 8, 20.0
-ACCURACY_SHAPE, ACCURACY_DRAWS = BlockShape(MODELS["llama-2-7b"], 1, 1024), 8
+PLANTED_INPUT, PLANTED_WEIGHT, PLANTED_EVERY = 30.0, 10.0, 7
+ACCURACY_TOKENS, ACCURACY_DRAWS = 1024, 8
 MEBI = 2.0**-20
 COLUMNS = (
     Column("fwd ms", "forward_ms", decimals(3)),
@@ -126,12 +128,14 @@ def _memory(block: Block, x: Tensor, dy: Tensor) -> dict[str, float]:
     }
 
 
-def accuracy(name: str, shape: BlockShape, draws: int = ACCURACY_DRAWS, device: str = "cuda") -> Row:
+def accuracy(
+    name: str, shape: BlockShape, draws: int = ACCURACY_DRAWS, device: str = "cuda", planted: bool = False
+) -> Row:
     """SQNR in dB of one contestant's output and gradients against the same block in FP64, over `draws` draws.
 
     "NAME_error" beside each is its standard error (the jackknife's: without one draw at a time).
     """
-    drawn = [draw_powers(name, shape, draw, device) for draw in range(draws)]
+    drawn = [draw_powers(name, shape, draw, device, planted) for draw in range(draws)]
     found: Row = {"draws": draws}
     for key in drawn[0]:
         each = torch.stack([powers[key] for powers in drawn])
@@ -142,7 +146,7 @@ def accuracy(name: str, shape: BlockShape, draws: int = ACCURACY_DRAWS, device: 
     return found
 
 
-def draw_powers(name: str, shape: BlockShape, seed: int, device: str) -> dict[str, Tensor]:
+def draw_powers(name: str, shape: BlockShape, seed: int, device: str, planted: bool = False) -> dict[str, Tensor]:
     """Signal and noise power (2,) of every result, on weights and data drawn with `seed`.
 
     Delayed scales are measured in the second step on the same data, which they then fit: at their best.
@@ -150,7 +154,12 @@ def draw_powers(name: str, shape: BlockShape, seed: int, device: str) -> dict[st
     model, inputs = build_block(shape, torch.bfloat16, device, seed)
     hidden = model.config.hidden_size
     outliers = torch.ones(hidden, device=device)
-    outliers[:: hidden // OUTLIER_CHANNELS] = OUTLIER
+    if planted:
+        outliers[hidden // 3] = PLANTED_INPUT
+        for weight in (p for key, p in model.named_parameters() if "norm" in key):
+            weight.data[..., ::PLANTED_EVERY] = PLANTED_WEIGHT
+    else:
+        outliers[:: hidden // OUTLIER_CHANNELS] = OUTLIER
     x = (torch.randn(shape.batch, shape.sequence, hidden, device=device) * outliers).bfloat16()
     dy = torch.randn_like(x)
     exact_inputs = tree_map_only(Tensor, lambda given: given.double() if given.is_floating_point() else given, inputs)
@@ -193,7 +202,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(MODELS)} with 2048 tokens in a row or as many as it says, or all (default 7b-s2048)",
     )
     parser.add_argument("--repeats", type=positive, default=7, help=f"windows of {STEPS} steps (default 7)")
-    parser.add_argument("--accuracy", action="store_true", help="also the SQNR of every result against FP64")
+    parser.add_argument(
+        "--accuracy", nargs="?", const="llama-2-7b", metavar="MODEL", help="also the SQNR of every result against FP64"
+    )
+    parser.add_argument("--planted", action="store_true", help="accuracy with large norm weights and a large channel")
     parser.add_argument(
         "--draws", type=positive, default=ACCURACY_DRAWS, help=f"of weights and data, for it (default {ACCURACY_DRAWS})"
     )
@@ -218,7 +230,11 @@ def run(parsed: argparse.Namespace) -> int:
         session.draw(rows, group=shape)
     session.plot(METRICS)
     if parsed.accuracy:
-        session.table(f"SQNR in dB against FP64, 1024 tokens, {parsed.draws} draws", SQNR_COLUMNS)
+        exact = block_shape(parsed.accuracy)._replace(batch=1, sequence=ACCURACY_TOKENS)
+        title = f"SQNR in dB against FP64, {parsed.accuracy}, 1024 tokens, {parsed.draws} draws"
+        session.table(f"{title}, planted outliers" if parsed.planted else title, SQNR_COLUMNS)
+        labels = {"model": parsed.accuracy, "planted": parsed.planted}
         for name, needs in wanted.items():
-            session.run(name, accuracy, (name, ACCURACY_SHAPE, parsed.draws), needs, shape="accuracy")
+            arguments = (name, exact, parsed.draws, "cuda", parsed.planted)
+            session.run(name, accuracy, arguments, needs, shape="accuracy", **labels)
     return 0

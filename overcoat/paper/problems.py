@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import re
 import zlib
@@ -185,10 +186,11 @@ def _stream(split: str, count: int, seed: int) -> Iterator[Problem]:
 
 
 def write(path: Path, found: Iterable[Problem], as_text: bool = False) -> Path:
-    """JSON lines of prompt and completion; `as_text`: of both as one text, for pretraining."""
-    with path.open("w", encoding="utf-8") as file:
+    """JSON lines of prompt and completion; `as_text`: of both as one text, for pretraining. Arms may share the file."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    with partial.open("w", encoding="utf-8") as file:
         for problem in found:
             pair = {"prompt": problem.prompt, "completion": problem.completion}
             row = {"text": problem.prompt + problem.completion} if as_text else pair
             file.write(json.dumps(row) + "\n")
-    return path
+    return partial.replace(path)

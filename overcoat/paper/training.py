@@ -47,7 +47,7 @@ OLMO_1B: dict[str, Any] = {
 TUNED = {BASELINE: ARMS[BASELINE], "default": [], "lora": ["lora.rank=16", "lora.merge=true", "optimizer.lr=2e-3"]}
 # Problems to train on, to ask, and the rest of the configuration.
 _TUNING: dict[str, Any] = {"optimizer": {"lr": 2e-4, "betas": [0.9, 0.99]}, "eval": {"every": 100}}
-FULL_MATH = 80_000, 2000, {
+FULL_MATH = 50_000, 2000, {
     **_TUNING,
     "data": {"format": "prompt-completion", "sequence_length": 512},
     "schedule": {"warmup_steps": 20},
@@ -87,7 +87,7 @@ def pretrained(options: Options, folder: Path, files: list[str]) -> list[Row]:
     rows = []
     for seed in options.seeds:
         for arm in _chosen(options, ARMS, (BASELINE, "default", "paper")):
-            settings = [*ARMS[arm], *options.set, f"train.seed={seed}", f"data.cache_dir={folder / 'data'}"]
+            settings = [*ARMS[arm], f"train.seed={seed}", f"data.cache_dir={folder / 'data'}", *options.set]
             run_dir = folder / f"{arm}-{seed}"
             row = train(values, settings, run_dir)
             row |= {"name": f"{arm}, seed {seed}", "arm": arm, "seed": seed, "run_dir": run_dir}
@@ -136,7 +136,11 @@ def table3(options: Options) -> Result:
                         row |= {f"{task} {key}": value for key, value in figures.items()}
                         columns += tuple(f"{task} {key}" for key in figures if f"{task} {key}" not in columns)
             del row["run_dir"]
-    same = "the same tokens in the same order" if len({row["data"] for row in rows}) == 1 else "DIFFERENT TOKENS"
+    same = (
+        "the same tokens, of one seed in the same order"
+        if len({row["data"] for row in rows}) == 1
+        else "DIFFERENT TOKENS"
+    )
     notes = (*notes, f"All arms: {same} ({rows[0]['data'][:12]}). Paper: OLMo-1B after 300 B tokens, COAT +0.017.")
     return Result("Table 3: pretraining", columns, rows, notes, curves_of(rows), STEPS_AND_LOSS)
 
@@ -168,7 +172,7 @@ def table4(options: Options) -> Result:
         values = {**rest, "model": {"name": model}, "data": {**rest["data"], "files": [data]}}
         for arm in _chosen(options, TUNED):
             run_dir = folder / f"math-{arm}"
-            row = train(values, [*TUNED[arm], *options.set, f"data.cache_dir={folder / 'math'}"], run_dir)
+            row = train(values, [*TUNED[arm], f"data.cache_dir={folder / 'math'}", *options.set], run_dir)
             right = right_answers(run_dir, asked)
             parts = {"right %": right, "new numbers %": right[:-new], "new templates %": right[-new:]}
             for name, part in parts.items():

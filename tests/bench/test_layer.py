@@ -31,6 +31,11 @@ def test_everyone_computes_the_same_block(name: str) -> None:
         assert 0 <= errors[key] < 5, key
 
 
+def test_planted_outliers_cost_signal() -> None:
+    usual, planted = (accuracy("overcoat", SHAPE, 2, "cpu", each)["dx"] for each in (False, True))
+    assert usual - 3 > planted > 5
+
+
 # transformers' experts do not run in FP64, which is the truth here.
 EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 
@@ -49,7 +54,7 @@ def test_the_error_of_a_mean_over_draws(monkeypatch: pytest.MonkeyPatch) -> None
     """Signals alike, so that the noise powers are averaged: their standard error, in dB."""
     noises = [1.0, 2.0, 3.0, 2.0]
     powers = [{"dx": torch.tensor([1e4, noise])} for noise in noises]
-    monkeypatch.setattr(layer, "draw_powers", lambda _name, _shape, draw, _device: powers[draw])
+    monkeypatch.setattr(layer, "draw_powers", lambda _name, _shape, draw, *_: powers[draw])
     found = accuracy("any", SHAPE, 4, "cpu")
     assert found["dx"] == pytest.approx(10 * math.log10(4e4 / 8))
     error = torch.tensor(noises).std().item() / 2  # of the mean, which is 2
