@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from functools import lru_cache, reduce
 from itertools import accumulate
-from typing import List, NamedTuple, Optional
+from typing import List, NamedTuple
 
 import torch
 from torch import Tensor
@@ -194,11 +194,10 @@ class Gradients:
         """Of all elements of all gradients, 0-d FP64."""
         return self._partial_sums().sum()
 
-    def sums_of_squares(self, sums: Optional[Sums] = None) -> Sums:
-        """Of each gradient; into `sums` if given, whose tensors begin at multiples of 16 bytes."""
-        if sums is None:
-            squares = torch.empty(self.count, dtype=torch.float64, device=self.device)
-            sums = Sums(squares, torch.empty(self.count, dtype=torch.bool, device=self.device))
+    def sums_of_squares(self) -> Sums:
+        """Of each gradient."""
+        squares = torch.empty(self.count, dtype=torch.float64, device=self.device)
+        sums = Sums(squares, torch.empty(self.count, dtype=torch.bool, device=self.device))
         _sum_partials_kernel[(self.count,)](self._partial_sums(), self.first, sums.squares, sums.skips, BLOCK)
         return sums
 

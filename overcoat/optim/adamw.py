@@ -329,12 +329,12 @@ class AdamW(torch.optim.Optimizer):
             self._staging[device] = Staging(device, min(self.offload_buffer // SLOTS, needed))
         return OffloadedStepGroup(self._staging[device], group, params, indices, states)
 
-    def keep_if_captured(self, step_groups: list[StepGroup], *others: Any) -> None:
-        """A graph reads tables by their addresses: keep them, and others, whatever becomes of the step groups."""
+    def keep_if_captured(self, step_groups: list[StepGroup]) -> None:
+        """A graph reads tables by their addresses: keep them, whatever becomes of the step groups."""
         for step_group in step_groups:
             if step_group.device.type == "cuda" and step_group.fused() and torch.cuda.is_current_stream_capturing():
                 addresses = step_group.gradients.addresses
-                self._captured[id(addresses)] = (step_group, addresses, *others)
+                self._captured[id(addresses)] = (step_group, addresses)
 
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(1.0, False), 0-d on the device: a factor that changes nothing and no skip."""

@@ -41,15 +41,14 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor, nn
 
-from overcoat.kernels.adamw_counters import NextStep
 from overcoat.optim.adamw import AdamW
 from overcoat.optim.sharding import check_sharding, shard_bytes
-from overcoat.optim.step import StepGroup, hyper_of, kind_of, scalar_on
+from overcoat.optim.step import StepGroup, kind_of
 
 # Bytes of gradients that are worth a launch.
 BATCH_BYTES = 32 * 2**20
@@ -107,21 +106,12 @@ class Parts:
         return self.missing[number] <= 0
 
 
-class Entry(NamedTuple):
-    """A completed gradient, its parameter, and the numbers of both the parameter and its group in the optimizer."""
-
-    group_number: int
-    number: int
-    param: Tensor
-    grad: Tensor
-
-
 class Batch:
     """Completed gradients on one device that wait for their step, and the stream that made them."""
 
     def __init__(self, device: torch.device) -> None:
         self.raw_stream, self.stream = _raw_stream(device), _current_stream(device)
-        self.entries: list[Entry] = []
+        self.entries: list[tuple[int, int, Tensor, Tensor]] = []  # number of the group, index, parameter, gradient
         self.bytes = 0
 
 
@@ -143,7 +133,6 @@ class GradientRelease:
         self.batches: dict[torch.device, Batch] = {}  # backward runs in a thread of its own on every device
         self.streams: dict[torch.device, Optional[torch.cuda.Stream]] = {}  # that stepped last
         self.step_groups: dict[Any, StepGroup] = {}  # by kind and parameters, of the last step and of this one
-        self.next_steps: dict[Any, NextStep] = {}  # by number of the parameter group and device
         # Since the last `optimizer.step()`:
         self.taken: set[int] = set()  # indices of the parameters whose gradients have been taken
         self.used: dict[Any, StepGroup] = {}  # step groups, in their order
@@ -193,7 +182,7 @@ class GradientRelease:
                 )
 
     def end_step(self) -> None:
-        """The mark between two steps, set by `optimizer.step` and `zero_grad`: report this one, prepare the next."""
+        """The mark between two steps, set by `optimizer.step` and `zero_grad`: report this one."""
         self._finish_backward()
         self.taken = set()
         self.parts.restart()
@@ -201,27 +190,11 @@ class GradientRelease:
             return
         self.optimizer.grad_norm = None
         if self.sums:
-            device = self.sums[0].device
-            sums = torch.cat([part.to(device) for part in self.sums])
+            sums = torch.cat([part.to(self.sums[0].device) for part in self.sums])
             self.optimizer.grad_norm = sums.sum().sqrt().float()
             self.optimizer.count_skipped((~(sums < math.inf)).sum())
-        self._prepare()
         self.step_groups, self.used, self.sums = self.used, {}, []
         self.has_begun = self.has_stepped = False
-
-    def _prepare(self) -> None:
-        """Expect the next step to take its step groups as this one did, and prepare their counts."""
-        by_group: dict[Any, list[StepGroup]] = {}
-        for key, step_group in self.used.items():
-            if step_group.on_kernel:
-                by_group.setdefault((key[0], step_group.device), []).append(step_group)
-        for group_key, step_groups in by_group.items():
-            next_step = self.next_steps.get(group_key)
-            if next_step is None or list(next_step.parts) != step_groups:
-                counters = {step_group: step_group.tensors.states["step"] for step_group in step_groups}
-                self.next_steps[group_key] = NextStep(counters)
-        for next_step in self.next_steps.values():
-            next_step.is_current = None
 
     def drop_pending(self) -> None:
         """Forget gradients that have been collected and not used: backward has failed."""
@@ -229,8 +202,7 @@ class GradientRelease:
 
     def drop_states(self) -> None:
         """Keep no state tensors: they are about to change."""
-        self._count_steps()
-        self.step_groups, self.used, self.next_steps = {}, {}, {}
+        self.step_groups, self.used = {}, {}
 
     # ---- hooks ----------------------------------------------------------------------------------------
 
@@ -290,10 +262,10 @@ class GradientRelease:
             batch = self.batches[device] = Batch(device)
             if in_backward:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-        batch.entries.append(Entry(number, index, param, grad))
+        batch.entries.append((number, index, param, grad))
         batch.bytes += shard_bytes(grad)
-        is_complete = self.parts.complete(param)
-        if (is_complete and batch.bytes >= self.batch_bytes) or batch.bytes >= PART_BYTES or not in_backward:
+        enough = self.batch_bytes if self.parts.complete(param) else PART_BYTES
+        if batch.bytes >= enough or not in_backward:
             self._step_batch(device)
 
     # ---- steps ----------------------------------------------------------------------------------------
@@ -304,7 +276,6 @@ class GradientRelease:
             self._step_batch(device)
         for device in self.streams:
             self._follow(device, _current_stream(device))
-        self._count_steps()
 
     def _step_batch(self, device: torch.device) -> None:
         batch = self.batches.pop(device)
@@ -320,40 +291,32 @@ class GradientRelease:
             stream.wait_stream(last)
         self.streams[device] = stream
 
-    def _step(self, entries: list[Entry]) -> None:
+    def _step(self, entries: list[tuple[int, int, Tensor, Tensor]]) -> None:
         """Step every parameter of a batch; one whose gradient is not finite is skipped alone."""
         if not self.has_begun:
             self.optimizer.begin_step()
             self.has_begun = True
-        kinds: dict[Any, list[Entry]] = {}
-        for entry in entries:
-            kinds.setdefault((entry.group_number, *kind_of(entry.param, entry.grad)), []).append(entry)
+        kinds: dict[Any, list[tuple[int, Tensor, Tensor]]] = {}
+        for number, index, param, grad in entries:
+            kinds.setdefault((number, *kind_of(param, grad)), []).append((index, param, grad))
         for kind, of_kind in kinds.items():
-            group, indices = self.optimizer.param_groups[kind[0]], [entry.number for entry in of_kind]
+            group, (indices, params, grads) = (
+                self.optimizer.param_groups[kind[0]],
+                map(list, zip(*of_kind, strict=True)),
+            )
             key = (*kind, *indices)
             step_group = self.step_groups.get(key)
             if step_group is None or not step_group.holds():
-                step_group = self.optimizer.step_group_of(group, [entry.param for entry in of_kind], indices)
+                step_group = self.optimizer.step_group_of(group, params, indices)
             self.step_groups[key] = self.used[key] = step_group
             self.has_stepped = True
-            step_group.take_gradients([entry.grad for entry in of_kind])
+            step_group.take_gradients(grads)
             factor, skip = self.optimizer.constants(step_group.device)
-            prepared, next_step = None, self.next_steps.get((kind[0], step_group.device))
-            if next_step is not None and step_group.fused():
-                if next_step.is_current is None:  # the first of this step
-                    next_step.compute(scalar_on(group["lr"], step_group.device), hyper_of(group, step_group.dtype))
-                prepared = next_step.parts.get(step_group) if next_step.is_current else None
             if self.optimizer.check_finite:
-                squares, skip = step_group.sums_of_squares(None if prepared is None else prepared.sums)
+                squares, skip = step_group.sums_of_squares()
                 self.sums.append(squares)
-            if next_step is not None and prepared is not None:
-                skip = next_step.take(prepared, skip)
-            step_group.step(group, factor, skip, None if prepared is None else prepared.scalars)
-            self.optimizer.keep_if_captured([step_group], prepared, next_step)
-
-    def _count_steps(self) -> None:
-        for next_step in self.next_steps.values():
-            next_step.count()
+            step_group.step(group, factor, skip)
+            self.optimizer.keep_if_captured([step_group])
 
 
 def _numbered(optimizer: AdamW) -> list[tuple[int, int, Tensor]]:

@@ -158,33 +158,30 @@ class StepGroup:
         """Of this process' gradients, 0-d FP64."""
         return self.gradients.sum_squares() if self.fused() else gradients_sum_squares(self.grads)
 
-    def sums_of_squares(self, sums: Optional[Sums] = None) -> Sums:
-        """Of each gradient, over all processes; sums: where the kernel may write them."""
-        if self.fused() and not self.sharded:
-            return self.gradients.sums_of_squares(sums)
+    def sums_of_squares(self) -> Sums:
+        """Of each gradient, over all processes."""
         if self.fused():
-            squares = self.gradients.sums_of_squares().squares
+            sums = self.gradients.sums_of_squares()
+            if not self.sharded:
+                return sums
+            squares = sums.squares
         else:
             squares = torch.stack([gradients_sum_squares([grad]) for grad in self.grads])
         squares = sum_over_shards(squares, self.params[0])
         return Sums(squares, ~(squares < math.inf))  # NaN is not below anything
 
-    def step(
-        self, group: Mapping[str, Any], factor: Tensor, skip: Tensor, scalars: Optional[StepScalars] = None
-    ) -> None:
+    def step(self, group: Mapping[str, Any], factor: Tensor, skip: Tensor) -> None:
         """One step by the gradients taken; they are let go.
 
         Args:
             group: the parameter group, for its hyperparameters.
             factor: 0-d FP32, multiplies every gradient.
             skip: bool, 0-d or one per parameter (T,).
-            scalars: the steps of these parameters, if whoever calls counts them.
         """
         grads, self.grads = self.grads, []
         factor, skip, hyper = moved(factor, self.device), moved(skip, self.device), hyper_of(group, self.dtype)
         if self.fused():
-            if scalars is None:
-                scalars = self.counters.take_step(scalar_on(group["lr"], self.device), skip, hyper)
+            scalars = self.counters.take_step(scalar_on(group["lr"], self.device), skip, hyper)
             self._launch(scalars, factor, skip, hyper)
             self.gradients.forget_copies()
             # Kernels launched from here are not seen by PyTorch, which counts what is written.
