@@ -174,70 +174,42 @@ def qkv_gradient(
     )
 
 
-def _full_norm_gradient(
-    gradients: tuple[Tensor, Tensor, Tensor], inputs: Optional[Tensor], rotary: Rotary, heads: Heads
-) -> tuple[Tensor, Tensor, Tensor]:
-    assert inputs is not None
-    cos, sin, _, q_weight, k_weight, *_ = rotary
-    weights = (q_weight, k_weight)
-    turned, _, _ = qk_rope_backward(*gradients, None, cos, sin, None, None, heads.eps, heads.num_q)
-    *both, dv = _split(turned, heads)
-    dx: list[Tensor] = []
-    dweights: list[Tensor] = []
-    for dy, x, weight in zip(both, _split(inputs, heads), weights, strict=False):
-        assert weight is not None
-        _, rstd = rms_norm(x, weight, heads.eps)
-        for into, gradient in zip((dx, dweights), rms_norm_backward(dy, x, rstd, weight), strict=True):
-            into.append(gradient)
-    return torch.cat((*dx, dv), 1), dweights[0], dweights[1]
+def _full_norm_gradient(gradients: Any, inputs: Any, rotary: Rotary, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    assert rotary.q_weight is not None
+    assert rotary.k_weight is not None
+    turned, _, _ = qk_rope_backward(*gradients, None, rotary.cos, rotary.sin, None, None, heads.eps, heads.num_q)
+    (dq, dk, dv), (q, k, _) = _split(turned, heads), _split(inputs, heads)
+    dq, dq_weight = rms_norm_backward(dq, q, rms_norm(q, rotary.q_weight, heads.eps)[1], rotary.q_weight)
+    dk, dk_weight = rms_norm_backward(dk, k, rms_norm(k, rotary.k_weight, heads.eps)[1], rotary.k_weight)
+    return torch.cat((dq, dk, dv), 1), dq_weight, dk_weight
 
 
 def qkv_gradient_quantized(
-    gradients: tuple[Tensor, Tensor, Tensor],
-    rotary: Rotary,
-    heads: Heads,
-    into: Linear,
-    recipe: Recipe,
+    gradients: tuple[Tensor, Tensor, Tensor], rotary: Rotary, heads: Heads, into: Linear, recipe: Recipe
 ) -> Gradient:
-    """Gradient of qkv straight in both FP8 layouts, with its sums if there are biases; without q/k norms."""
-    if recipe.linear_scaling == "block":
-        return _quantized_in_blocks(gradients, rotary, heads, into, recipe)
-    arguments = (*gradients, rotary.cos, rotary.sin)
-    top, sums = qk_rope_backward_amax(*arguments, heads.num_q, into.has_bias)
-    data, transposed, scale = qk_rope_backward_quantize(*arguments, top, recipe.grad_format, heads.num_q)
-    return Gradient(data, transposed, scale, sums if into.has_bias else None, gradients[0].dtype)
+    """Gradient of qkv straight in both FP8 layouts, with its sums if there are biases; without q/k norms.
 
-
-def _quantized_in_blocks(
-    gradients: tuple[Tensor, Tensor, Tensor],
-    rotary: Rotary,
-    heads: Heads,
-    into: Linear,
-    recipe: Recipe,
-) -> Gradient:
-    """Gradients of the rotated q and k, and of v -> gradient of qkv in both FP8 layouts with block scales."""
-    cos, sin, dtype = rotary.cos, rotary.sin, gradients[0].dtype
-    if not into.has_bias and BLOCK % heads.width == 0 and whole_blocks(*(part.shape[1] for part in gradients)):
-        data, scale, data_t, scale_t = qk_rope_block_backward(*gradients, cos, sin, recipe.grad_format, heads.num_q)
-        return Gradient(data, data_t, scale, None, dtype, scale_t)
-    dqkv, _, _ = qk_rope_backward(*gradients, None, cos, sin, None, None, heads.eps, heads.num_q)
-    return quantize_gradient(dqkv, into, recipe)
+    With block scales by way of 16 bits where there are biases or a block would span two of q, k, v.
+    """
+    arguments, fmt, dtype = (*gradients, rotary.cos, rotary.sin), recipe.grad_format, gradients[0].dtype
+    if recipe.linear_scaling == "tensor":
+        top, sums = qk_rope_backward_amax(*arguments, heads.num_q, into.has_bias)
+        data, data_t, scale = qk_rope_backward_quantize(*arguments, top, fmt, heads.num_q)
+        return Gradient(data, data_t, scale, sums if into.has_bias else None, dtype)
+    if into.has_bias or BLOCK % heads.width or not whole_blocks(*(part.shape[1] for part in gradients)):
+        return quantize_gradient(qkv_gradient(gradients, None, rotary, heads)[0], into, recipe)
+    data, scale, data_t, scale_t = qk_rope_block_backward(*arguments, fmt, heads.num_q)
+    return Gradient(data, data_t, scale, None, dtype, scale_t)
 
 
 class Attention(NamedTuple):
-    (
-        """The core of a branch whose stacked linear layers make q, k and v.
-
-    `Branch.inner`: fields of `Rotary`, from q_weight on.
-    """
-        ""
-    )
+    """The core of a branch whose stacked linear layers make q, k and v; `Branch.inner`: `Rotary` from q_weight on."""
 
     heads: Heads
 
     @property
     def saved(self) -> tuple[type[Any], ...]:
-        """What `output` leaves behind, in order."""
+        """What `inside` and `output` leave behind, in order."""
         return (AttentionSaved, OutputSaved)
 
     @property
@@ -254,13 +226,7 @@ class Attention(NamedTuple):
         return o, o_amax
 
     def output(
-        self,
-        inside: tuple[Tensor, Optional[Tensor]],
-        branch: Branch,
-        _residual: Optional[Tensor],
-        recipe: Recipe,
-        saved: list[Any],
-        known: Scales,
+        self, inside: Any, branch: Branch, _residual: Optional[Tensor], recipe: Recipe, saved: list[Any], known: Scales
     ) -> tuple[Tensor, bool]:
         """The output layer's result; whether the residual is added."""
         o, o_amax = inside
@@ -270,14 +236,7 @@ class Attention(NamedTuple):
         saved.append(kept)
         return y, False
 
-    def recompute(
-        self,
-        inside: tuple[Tensor, Optional[Tensor]],
-        branch: Branch,
-        recipe: Recipe,
-        saved: list[Any],
-        known: Scales,
-    ) -> None:
+    def recompute(self, inside: Any, branch: Branch, recipe: Recipe, saved: list[Any], known: Scales) -> None:
         """What `output` keeps, without its result."""
         self.output(inside, branch, None, recipe, saved, known)
 

@@ -153,16 +153,18 @@ def block_backward(
     return dx, gradients[::-1]
 
 
-def _kinds(block: Block) -> list[tuple[type[Any], str]]:
+def _kinds(block: Block) -> tuple[list[type[Any]], list[str]]:
     """What `block_forward` saves: the NamedTuples, in order, and their names in the memory report."""
-    kinds: list[tuple[type[Any], str]] = []
+    kinds: list[type[Any]] = []
+    names: list[str] = []
     for branch in block.branches:
-        before, *own, after = branch.core.names
-        kinds.append((InputSaved if branch.pre is None else NormLinearSaved, before))
-        kinds += zip(branch.core.saved, own, strict=True)
+        *before, after = branch.core.names
+        kinds += (InputSaved if branch.pre is None else NormLinearSaved, *branch.core.saved)
+        names += before
         if branch.post is not None:
-            kinds.append((NormSaved, after))
-    return kinds
+            kinds.append(NormSaved)
+            names.append(after)
+    return kinds, names
 
 
 def _unflatten(tensors: Sequence[Any], kinds: Sequence[type[Any]]) -> list[Any]:
@@ -213,7 +215,9 @@ class _Block(torch.autograd.Function):
             parts = [("block", ("codes", "group_amax"), (codes, group_amax))]
             parts += [("block", Scales._fields, scales) for scales in _scales(saved, block)]
         else:
-            parts = [(name, kind._fields, kept) for (kind, name), kept in zip(_kinds(constants), saved, strict=True)]
+            ctx.kinds, names = _kinds(constants)
+            named = zip(names, ctx.kinds, saved, strict=True)
+            parts = [(name, kind._fields, kept) for name, kind, kept in named]
         keep_parts(ctx, inputs, *parts)
         # Not a view, whose hooks are lost when somebody changes it in place: FSDP2 warns of such results.
         return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape)
@@ -233,7 +237,7 @@ class _Block(torch.autograd.Function):
             saved = block_forward(x, block, tables, recipe, known)[1]
             del x
         else:
-            saved = _unflatten(kept, [kind for kind, _ in _kinds(constants)])
+            saved = _unflatten(kept, ctx.kinds)
         del kept  # `block_backward` lets go of what it has read
         dx, gradients = block_backward(
             dy.contiguous().flatten(0, -2), saved, block, tables, recipe, with_tensors(constants, wanted)

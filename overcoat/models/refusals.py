@@ -123,7 +123,8 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
     is_compiled = torch.compiler.is_compiling()
     # A hook on a module whose forward the FP8 block stands in for would not run.
     for module in _modules_of(branches):
-        if has_hooks(module):
+        hooks = module._forward_hooks or module._forward_pre_hooks
+        if (hooks or module._backward_hooks or module._backward_pre_hooks) and has_hooks(module):
             return f"{_path(layer, module)} has hooks, which the FP8 block would not run"
         if not is_compiled and "forward" in vars(module):
             return f"the forward of {_path(layer, module)} was replaced on the object"
@@ -169,8 +170,6 @@ def _is_own_norm(norm: nn.Module, family: Family) -> bool:
 def has_hooks(module: Any, harmless: tuple[str, ...] = ("transformers.utils",), kinds: tuple[str, ...] = HOOKS) -> bool:
     """Whether somebody hooked the module, but for functions of modules whose names begin so; transformers' recording
     hooks stay on it and sleep."""
-    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
-        return False
     return any(
         not (getattr(hook, "__module__", None) or "").startswith(harmless)
         for hooks in kinds
