@@ -239,7 +239,11 @@ class ParallelConfig:
         "full", '"full": FSDP2 over all processes; "hybrid": within a node, replicas between nodes; "none": replicas'
     )
     nodes: int = option(0, 'groups of processes for shard = "hybrid"; 0: the machines of the run', at_least=0)
+    all_gather: Literal["fp8", "bf16"] = option("fp8", 'weights of FP8 layers travel in FP8; "bf16": in model.dtype')
     reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "in which gradients are summed between processes")
+    accumulate: Literal["sharded", "whole"] = option(
+        "sharded", '"whole": reduce once a step, not after each batch; 4 bytes a parameter on each GPU (bfloat16: 2)'
+    )
 
 
 @dataclass(frozen=True)

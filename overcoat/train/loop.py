@@ -38,6 +38,7 @@ from overcoat.train.loss import summed_loss
 from overcoat.train.memory_report import reporting
 from overcoat.train.metrics import Row, RunLog, StepRecord
 from overcoat.train.out_of_memory import DoesNotFitError, Fitting, free_memory, is_out_of_memory, whatever_the_batch
+from overcoat.train.parallel import reduce_gradients
 from overcoat.train.process import StopRequest
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 
@@ -114,6 +115,8 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
             if number == 1:
                 keep_gradients_outside(state.model)
             begin_pass()
+        if config.parallel.accumulate == "whole":
+            reduce_gradients(state.model, number == len(batches) - 1)
         with contextlib.ExitStack() as around:
             if state.kept_bytes == 0:
                 around.enter_context(naming_config(config))
@@ -137,6 +140,8 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
 
 def _next_rows(state: TrainState, config: Config) -> np.ndarray:
     try:
+        if config.data.streaming:  # tokenized by the first process
+            return process.share(lambda: state.rows.next_rows(config.train.rows_per_step))
         return state.rows.next_rows(config.train.rows_per_step)
     except ValueError as error:
         if state.step == 0:

@@ -1,6 +1,7 @@
 """`memory.report`: one real step's memory beside what was predicted, as a table, a timeline and plain data.
 
-Measured is the second step of the process, the first one in which the optimizer's states are there from the start:
+Measured is the second step of the first process, the first one in which the optimizer's states are there from the
+start:
 
     RUN_DIR/memory.txt    the table
             memory.png    bytes over the step: measured and predicted, phase by phase
@@ -19,10 +20,13 @@ from overcoat.estimate.phases import LOSS, Phase, kind_of, measure_step
 from overcoat.estimate.predict import Prediction, Predictor
 from overcoat.extras import load_extra
 from overcoat.memory import optimizer_bytes
+from overcoat.optim.sharding import shard_bytes
+from overcoat.train import process
 from overcoat.train.config import Config
 from overcoat.train.fit import training_setup
 from overcoat.train.loss import loss_for_estimates
 from overcoat.train.metrics import restart_peak
+from overcoat.train.parallel import num_shards
 from overcoat.train.state import TrainState
 
 MEASURED_STEP = 2
@@ -44,7 +48,7 @@ def reporting(train_step: Step, say: Callable[[str], None]) -> Step:
 
     def step(state: TrainState, config: Config) -> Any:
         nonlocal num_taken
-        is_measured = num_taken + 1 == min(MEASURED_STEP, config.train.steps)
+        is_measured = process.is_first() and num_taken + 1 == min(MEASURED_STEP, config.train.steps)
         record = _measured(train_step, say, state, config) if is_measured else train_step(state, config)
         num_taken += 1
         return record
@@ -56,7 +60,7 @@ def _measured(train_step: Step, say: Callable[[str], None], state: TrainState, c
     gradients: list[int] = []
 
     def count(*_: Any) -> None:
-        gradients.append(sum(p.grad.nbytes for p in state.model.parameters() if p.grad is not None))
+        gradients.append(sum(shard_bytes(p.grad) for p in state.model.parameters() if p.grad is not None))
 
     handle = state.optimizer.register_step_pre_hook(count)
     try:
@@ -80,7 +84,7 @@ def write_report(state: TrainState, config: Config, phases: list[Phase], gradien
         setup = replace(setup, offload=False)  # the states are in the memory that is counted
     predictor = Predictor(state.model.config, loss_for_estimates(setup.document_mask))
     work = (state.fit.micro_batch, config.data.sequence_length)
-    prediction = predictor.predict(*work, setup)
+    prediction = predictor.predict(*work, setup, num_shards(config.parallel))
     # Nothing of a CPU's matrix library is in the count of tensors.
     absent = 0 if is_gpu else prediction.handle_bytes
     predicted = [Phase(label, peak - absent, end - absent) for label, peak, end in prediction.phases]
@@ -104,7 +108,7 @@ def write_report(state: TrainState, config: Config, phases: list[Phase], gradien
 def _component_figures(state: TrainState, prediction: Prediction, gradients: int) -> list[Figure]:
     """What lasts, and the gradients when backward has ended."""
     components = prediction.components
-    weights = sum(parameter.nbytes for parameter in state.model.parameters())
+    weights = sum(map(shard_bytes, state.model.parameters()))
     states = optimizer_bytes(state.optimizer, state.device.type if prediction.setup.offload else None)
     return [
         Figure("weights", components["weights"], weights),

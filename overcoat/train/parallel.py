@@ -5,7 +5,8 @@
     rows      a step has `train.rows_per_step` rows, whatever N; each process takes its part of them, in micro-batches
               of `train.batch_size` rows at most
     loss      each process divides by the labels of the whole step, so gradients are sums, not means, over processes
-    reducing  after every micro-batch: kept for the last one, gradients would lie whole on every GPU
+    reducing  after every micro-batch: kept for the last one (`parallel.accumulate = "whole"`), gradients lie whole on
+              every GPU, in `parallel.reduce_dtype`
 
 A model is made without memory (meta device) or in the host's, mapped from its files. Then layer after layer comes to
 the device, is filled, and cut. Random weights are those of one process: each module is drawn from the state that the
@@ -14,6 +15,7 @@ generator has when one process draws it, found by drawing everything once and ke
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -46,8 +48,7 @@ def check_parallel(config: Config) -> None:
         f"among {many} processes: make it a multiple of {many}",
     )
     wrong = {
-        "train.compile": config.train.compile != "none" and config.train.compile,
-        "memory.report": config.memory.report,
+        "train.compile": config.train.compile == "graphs" and config.train.compile,
         "lora.merge": config.lora.rank and config.lora.merge,
     }
     for key, value in wrong.items():
@@ -70,6 +71,11 @@ def _mesh_shape(parallel: ParallelConfig) -> tuple[int, ...]:
     return (nodes, many // nodes)
 
 
+def num_shards(parallel: ParallelConfig) -> int:
+    """Parts that parameters are cut into."""
+    return _mesh_shape(parallel)[-1] if process.count() > 1 else 1
+
+
 def make_mesh(parallel: ParallelConfig, device: torch.device) -> DeviceMesh:
     """The processes as FSDP2 sees them: the last dimension is cut over, one before it has replicas."""
     shape = _mesh_shape(parallel)
@@ -85,6 +91,12 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig) 
     fully_shard(module, mesh=mesh, mp_policy=policy)
     module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
     module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+
+
+def reduce_gradients(model: Any, is_due: bool) -> None:
+    """Whether the next backward passes sum gradients over the processes, or keep them whole for one that does."""
+    if process.count() > 1:
+        base_model(model).set_requires_gradient_sync(is_due)
 
 
 def build_sharded(
@@ -108,6 +120,11 @@ def build_sharded(
     cut(base_model(model))
     # Again, now that the parameters lie where they are used: what that device cannot do is refused.
     report = overcoat.convert(model, recipe)
+    if config.parallel.all_gather == "fp8" and report.converted:
+        try:
+            overcoat.fp8_all_gather(base_model(model))
+        except ValueError as error:
+            warnings.warn(f"parallel.all_gather: {error}", stacklevel=2)
     if process.rank():
         torch.manual_seed(config.train.seed + process.rank())  # dropout differs between processes
     return model, report
