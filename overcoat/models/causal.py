@@ -63,6 +63,8 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
         return mask
     nothing_hidden = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device)
     position_ids = inputs.get("position_ids")
+    if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
+        position_ids = position_ids[0]  # in the text; the others are Qwen-VL's in time, height and width
     if position_ids is None:
         if inputs.get("cu_seq_lens_q") is not None:
             raise ValueError("cu_seq_lens_q without position_ids: give position_ids that restart where documents begin")

@@ -134,8 +134,6 @@ def _llava(model: Any, batch: int, sequence: int, _side: int) -> dict[str, Tenso
 
 def _qwen3_vl(model: Any, batch: int, sequence: int, side: int) -> dict[str, Tensor]:
     """With what the model would find out from the images' sizes, so that the host need not wait for it."""
-    from transformers import vision_utils
-
     config, device = model.config, model.device
     vision = config.vision_config
     unit = vision.patch_size * vision.spatial_merge_size
@@ -151,22 +149,38 @@ def _qwen3_vl(model: Any, batch: int, sequence: int, side: int) -> dict[str, Ten
     kinds = torch.zeros((batch, sequence), dtype=torch.int64)
     kinds[:, 1 : 1 + count] = 1
     positions, _ = model.model.get_rope_index(kinds, mm_token_type_ids=kinds, image_grid_thw=grid)
-    tower = model.model.visual
-    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-        grid,
-        num_grid_per_side=tower.num_grid_per_side,
-        mode=tower.interpolation_mode,
-        align_corners=tower.interpolation_align_corners,
-        spatial_merge_size=vision.spatial_merge_size,
-    )
-    found = {
-        "position_ids": positions,
-        "image_interp_indices": indices,
-        "image_interp_weights": weights,
-        "image_position_ids": vision_utils.get_vision_position_ids(grid, vision.spatial_merge_size),
-        "image_cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+    found = {"position_ids": positions, **tower_inputs(model.model.visual, grid)}
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in found.items()}
+    return {**given, **moved}
+
+
+def tower_inputs(tower: Any, grid: Tensor) -> dict[str, Any]:
+    """What Qwen2-VL's, Qwen2.5-VL's and Qwen3-VL's vision towers find out from their images' sizes, on the CPU.
+
+    Args:
+        grid: int64 (images, 3): how many patches each has in time, height and width.
+    """
+    from transformers import vision_utils
+
+    merge = tower.spatial_merge_size
+    found: dict[str, Any] = {
+        "position_ids": vision_utils.get_vision_position_ids(grid, merge),
+        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+        "max_seqlen": int((grid[:, 1] * grid[:, 2]).max()),
     }
-    return {**given, **{name: value.to(device) for name, value in found.items()}, "image_max_seqlen": across**2}
+    if hasattr(tower, "interpolation_mode"):  # Qwen3-VL
+        found["interp_indices"], found["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+    if hasattr(tower, "window_size"):  # Qwen2.5-VL
+        window, lengths = vision_utils.get_vision_window_index(grid, merge, tower.window_size, tower.patch_size)
+        found |= {"window_index": window, "cu_window_seqlens": lengths}
+        found["max_window_seqlen"] = int(lengths.diff().max())
+    return {f"image_{name}": value for name, value in found.items()}
 
 
 SEEING = {"llava": _llava, "qwen3_vl": _qwen3_vl}

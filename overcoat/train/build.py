@@ -60,11 +60,21 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     settings = _settings(config.model)
     if config.model.name:
         model = load_model(config.model.name, device, settings, config.model.trust_remote_code)
+        freeze(model, config.model.freeze)
         return add_adapters(model, config.lora, config.train.seed) if config.lora.rank else model
     model_config = inline_config(config.model, tokenizer, config.data.sequence_length)
     torch.manual_seed(config.train.seed)
     with device:
         return transformers.AutoModelForCausalLM.from_config(model_config, **settings)
+
+
+def freeze(model: nn.Module, names: list[str]) -> None:
+    """Train no parameters of modules so named: "vision_tower" is that of model.vision_tower."""
+    for name in names:
+        found = [each for key, each in model.named_parameters() if f".{name}." in f".{key}"]
+        require(bool(found), f"model.freeze: {type(model).__name__} has no parameters of a module {name!r}")
+        for parameter in found:
+            parameter.requires_grad_(False)
 
 
 def add_adapters(model: Any, section: LoraConfig, seed: int) -> Any:
@@ -113,7 +123,10 @@ def load_model(
     transformers = load_extra("transformers", "hf", "loading the model")
     where = {"device_map": {"": device}} if transformers.utils.is_accelerate_available() else {}
     loaded = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, info = load_pretrained("AutoModelForCausalLM", what, name, trust_remote_code, **settings, **where, **loaded)
+    text, both = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = type(load_pretrained("AutoConfig", what, name, trust_remote_code))
+    auto = "AutoModelForImageTextToText" if kind in both and kind not in text else "AutoModelForCausalLM"
+    model, info = load_pretrained(auto, what, name, trust_remote_code, **settings, **where, **loaded)
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is {tuple(found)}, not {tuple(needed)}" for key, found, needed in info["mismatched_keys"]]
     if wrong:

@@ -7,15 +7,21 @@ The tokenizer's chat template says what the assistant's tokens are ({% generatio
 has versions that do. Tokens and labels are those of TRL's SFTTrainer, with `assistant_only_loss` for messages. A row
 of another shape is an error that names file, row and field.
 
+With `data.images` a row names its images where they stand: in a message's parts ({"type": "image", "image": PATH}), or
+in its field "images" (or "image"), in the order of the parts without a path, or of `<image>` in the texts (as LLaVA's
+data have it). Paths are relative to `data.images`. The model's processor puts each image's tokens in.
+
 A token is kept as uint32: its id, with the flag TRAINED where it is a label.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +31,7 @@ from overcoat.train.config import DataConfig, require
 from overcoat.train.sources import KINDS, as_text, field_of, rows
 
 TRAINED = 1 << 31
+MARK = "<image>"
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -43,7 +50,9 @@ def examples(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         require(len(kinds) == 1, f"{where}: {' and '.join(names)} are not both text, or both messages: correct the row")
         if str in kinds:
             found["prompt"] = data.prompt_template.replace("{prompt}", found["prompt"])
-        elif row.get("tools"):
+        if data.images:
+            found["images"] = place_images(found["messages"], row, where)
+        if str not in kinds and row.get("tools"):
             found["tools"] = json.loads(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
         yield where, found
 
@@ -83,6 +92,45 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return given
 
 
+def place_images(messages: list[dict[str, Any]], row: Any, where: str) -> list[str]:
+    """Make the contents of `messages` lists of parts, each image part with its path; returns the paths in order."""
+    given = row.get("images") or row.get("image") or []
+    waiting = [given] if isinstance(given, str) else list(given)
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            texts = [text.strip() for text in content.split(MARK)]
+            parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
+            message["content"] = [part for part in parts if part.get("text", True)] or [{"type": "text", "text": ""}]
+    parts = [part for message in messages for part in message.get("content") or [] if part["type"] != "text"]
+    users = [message for message in messages if message["role"] == "user"]
+    if waiting and not parts and users:  # as TRL does: before the first question
+        parts = [{"type": "image"} for _ in waiting]
+        users[0]["content"] = [*parts, *users[0]["content"]]
+    paths = []
+    for part in parts:
+        require(part["type"] == "image", f"{where}: a part of type {part['type']!r}: images and text are supported")
+        own = next((part[key] for key in ("image", "path", "url") if part.get(key) is not None), None)
+        require(own is not None or bool(waiting), f"{where}: more image parts than images: correct the row")
+        path = waiting.pop(0) if own is None else own
+        require(isinstance(path, str), f"{where}: an image is a {type(path).__name__}, not a path: write it to a file")
+        paths.append(path)
+        part.clear()
+        part |= {"type": "image", "image": paths[-1]}
+    require(not waiting, f"{where}: {len(waiting)} images more than image parts: correct the row")
+    return paths
+
+
+def read_image(path: Path) -> Any:
+    """An RGB image (PIL)."""
+    pillow = load_extra("PIL.Image", "hf", "data.images")
+    try:
+        with pillow.open(path) as image:
+            return image.convert("RGB")
+    except Exception as error:  # of any kind: from the file system, or a decoder
+        raise ValueError(f"cannot read the image {path} ({reason(error)}): repair it, or remove its row") from error
+
+
 def training_template(tokenizer: Any) -> str | None:
     """A chat template that marks the assistant's tokens; None: the tokenizer's own does.
 
@@ -116,11 +164,11 @@ def training_template(tokenizer: Any) -> str | None:
 
 
 class Encoder:
-    """Tokens of conversations."""
+    """Tokens of conversations; `processor`: of those with images."""
 
-    def __init__(self, data: DataConfig, tokenizer: Any):
-        self.tokenizer = tokenizer
-        self.template = training_template(tokenizer) if data.format == "messages" else None
+    def __init__(self, data: DataConfig, tokenizer: Any, processor: Any = None):
+        self.tokenizer, self.processor, self.folder = tokenizer, processor, Path(data.images)
+        self.template = training_template(processor or tokenizer) if data.format == "messages" else None
 
     def __call__(self, example: dict[str, Any], where: str) -> tuple[np.ndarray, int]:
         """Its tokens, uint32, and how many of the first ones it takes to have a label.
@@ -128,7 +176,9 @@ class Encoder:
         Raises:
             ValueError: the template refuses it, or nothing of it is trained on.
         """
-        if "messages" in example:
+        if "images" in example:
+            ids, is_trained = self._with_images(example, where)
+        elif "messages" in example:
             found = self._apply(example["messages"], example, where, return_assistant_tokens_mask=True)
             ids, is_trained = found["input_ids"], found["assistant_masks"]
         else:
@@ -139,7 +189,22 @@ class Encoder:
         tokens = np.asarray(ids, dtype=np.uint32) | np.asarray(is_trained, dtype=np.uint32) * np.uint32(TRAINED)
         labels = np.flatnonzero(tokens[1:] & TRAINED)
         require(bool(len(labels)), f"{where}: nothing in it to train on, such as an assistant's turn: remove the row")
-        return tokens, int(labels[0]) + 2
+        needed = int(labels[0]) + 2
+        if example.get("images"):  # all that is left of each
+            needed = max(needed, 1 + int(np.flatnonzero(np.isin(ids, self.processor.image_token_ids))[-1]))
+        return tokens, needed
+
+    def _with_images(self, example: dict[str, Any], where: str) -> tuple[list[int], list[int]]:
+        """Each image's own tokens are among them, as many as its size asks for."""
+        messages = copy.deepcopy(example["messages"])
+        for part in (part for message in messages for part in message.get("content") or []):
+            if part["type"] == "image":
+                part["image"] = read_image(self.folder / part["image"])
+        options = {"add_special_tokens": False}
+        found = self._apply(messages, example, where, return_assistant_tokens_mask=True, processor_kwargs=options)
+        unknown = sorted(found.keys() & {"token_type_ids", "cross_attention_mask"})
+        require(not unknown, f"{type(self.processor).__name__} makes {unknown}, which rows do not hold: not supported")
+        return found["input_ids"][0], found["assistant_masks"][0]
 
     def _prompt_and_all(self, example: dict[str, Any], where: str) -> tuple[list[int], list[int]]:
         prompt, completion = example["prompt"], example["completion"]
@@ -153,7 +218,11 @@ class Encoder:
     def _apply(self, messages: list[dict[str, Any]], example: dict[str, Any], where: str, **options: Any) -> Any:
         try:
             return apply_template(
-                self.tokenizer, messages, tools=example.get("tools"), chat_template=self.template, **options
+                self.processor or self.tokenizer,
+                messages,
+                tools=example.get("tools"),
+                chat_template=self.template,
+                **options,
             )
         except Exception as error:  # of any kind: a template is a program
             raise ValueError(f"{where}: the chat template cannot render it: {reason(error)}") from error
@@ -161,7 +230,7 @@ class Encoder:
 
 def apply_template(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
     """The tokens of messages, in which special tokens are read as such: templates are made of them."""
-    backend = tokenizer.backend_tokenizer
+    backend = getattr(tokenizer, "tokenizer", tokenizer).backend_tokenizer
     before, backend.encode_special_tokens = backend.encode_special_tokens, False
     try:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
@@ -172,6 +241,7 @@ def apply_template(tokenizer: Any, messages: list[dict[str, Any]], **options: An
 def prompt_ids(data: DataConfig, tokenizer: Any, prompt: str) -> list[int]:
     """What the model is given to answer `prompt`, as it was trained."""
     if data.format == "messages":
-        asked = [{"role": "user", "content": prompt}]
+        parts: Any = [{"type": "text", "text": prompt}]
+        asked = [{"role": "user", "content": parts if data.images else prompt}]
         return list(apply_template(tokenizer, asked, add_generation_prompt=True)["input_ids"])
     return list(tokenizer(data.prompt_template.replace("{prompt}", prompt)).input_ids)

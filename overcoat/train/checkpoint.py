@@ -169,7 +169,7 @@ def write_checkpoint(held: Held, config: Config, tokenizer: Any | None) -> Path:
 
     def fill(partial: Path) -> None:
         if process.count() == 1:
-            write_model(held.model, tokenizer, partial, held.weights)
+            write_model(held.model, tokenizer, partial, held.weights, own_names=True)
         else:
             process.wait_for_writers()  # until this folder is there
             write_shards(partial, held.weights)
@@ -191,14 +191,17 @@ def write_checkpoint(held: Held, config: Config, tokenizer: Any | None) -> Path:
     return target
 
 
-def write_model(model: Any, tokenizer: Any | None, folder: Path, weights: dict[str, Any] | None = None) -> None:
+def write_model(
+    model: Any, tokenizer: Any | None, folder: Path, weights: dict[str, Any] | None = None, own_names: bool = False
+) -> None:
     """The Hugging Face files of a model.
 
-    weights: of a model that is cut over several processes, gathered.
+    weights: of a model that is cut over several processes, gathered. own_names: of parameters as the model has them,
+        rather than those that its first checkpoints on the hub had (LLaVA, Mixtral); transformers reads both.
     """
-    # Else peft asks the hub for the base model's vocabulary.
-    is_peft = hasattr(model, "peft_config")
-    options: dict[str, Any] = {"save_embedding_layers": False} if is_peft else {"max_shard_size": FILE_SIZE}
+    options: dict[str, Any] = {"max_shard_size": FILE_SIZE, "save_original_format": not own_names}
+    if hasattr(model, "peft_config"):
+        options = {"save_embedding_layers": False}  # else peft asks the hub for the base model's vocabulary
     with writing(folder):
         model.save_pretrained(folder, state_dict=weights, **options)
         if tokenizer is not None:

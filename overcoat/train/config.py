@@ -44,6 +44,7 @@ class ModelConfig:
     config: dict[str, Any] = option({}, "inline model configuration to train from scratch: model_type and its fields")
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "type of the parameters")
     attention: str | None = option(None, "transformers' attn_implementation: sdpa, ...; left out: the model's own")
+    freeze: list[str] = option([], "modules that are not trained, by a part of their names, such as vision_tower")
     trust_remote_code: bool = option(False, "run Python code that a model's or tokenizer's folder brings (auto_map)")
 
     def __post_init__(self) -> None:
@@ -128,6 +129,7 @@ class DataConfig:
     prompt_key: str = option("prompt", "field with a prompt: text, or messages")
     completion_key: str = option("completion", "field with its completion, which alone is trained on")
     prompt_template: str = option("{prompt}", "what a prompt of text is put into")
+    images: str = option("", 'the folder of the images that "messages" name, for a vision-language model.name')
     too_long: Literal["truncate", "drop"] = option(
         "truncate", "conversations above data.sequence_length: keep their beginning, or leave them out"
     )
@@ -153,6 +155,10 @@ class DataConfig:
         require(
             not (self.is_chat and (self.is_tokens or self.streaming)),
             f"data.format = {self.format!r} is not for .bin files nor data.streaming: it is tokenized once and kept",
+        )
+        require(
+            not self.images or self.format == "messages",
+            f"data.images = {self.images!r}: images are parts of conversations, set data.format to 'messages'",
         )
         require(
             "{prompt}" in self.prompt_template,
@@ -317,8 +323,17 @@ class Config:
 
     def __post_init__(self) -> None:
         require(bool(self.model.name or self.model.config), "no model: set model.name or [model.config]")
-        if self.lora.rank:
-            self._check_lora()
+        require(
+            bool(self.model.name) or not (self.data.images or self.model.freeze),
+            f"data.images = {self.data.images!r}, model.freeze = {self.model.freeze}: want a model.name to start from",
+        )
+        require(
+            bool(self.model.name) or not self.lora.rank,
+            f"lora.rank = {self.lora.rank}: adapters of random weights are of no use, set model.name to start from",
+        )
+        is_auto = self.train.batch_size == "auto"
+        for key, value in {"memory.report": self.memory.report, "train.batch_size = 'auto'": is_auto}.items():
+            require(not (value and self.not_estimated), f"{key} does not go with {self.not_estimated}: leave one out")
         require(
             not (self.optimizer.release_gradients and self.train.accumulation > 1),
             f"optimizer.release_gradients cannot accumulate (train.accumulation = {self.train.accumulation}): the "
@@ -358,11 +373,10 @@ class Config:
                 "train.compile to 'none'",
             )
 
-    def _check_lora(self) -> None:
-        require(
-            bool(self.model.name),
-            f"lora.rank = {self.lora.rank}: adapters of random weights are of no use, set model.name to start from",
+    @property
+    def not_estimated(self) -> str:
+        """An option that the estimate of memory does not know."""
+        unknown = {"lora.rank": self.lora.rank, "data.images": self.data.images, "model.freeze": self.model.freeze}
+        return next(
+            (f"{key} = {value!r}, which the estimate does not know" for key, value in unknown.items() if value), ""
         )
-        is_auto = self.train.batch_size == "auto"
-        for key, value in {"memory.report": self.memory.report, "train.batch_size = 'auto'": is_auto}.items():
-            require(not value, f"{key} does not go with lora.rank = {self.lora.rank}: the estimate knows no adapters")

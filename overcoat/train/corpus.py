@@ -33,15 +33,24 @@ from overcoat.train.chat import Encoder, examples
 from overcoat.train.config import Config, DataConfig, require
 from overcoat.train.data import ChatRows, PackedRows, RowSource, StreamedRows, cut
 from overcoat.train.files import DamagedError, lock, verify_directory, write_directory, writing
+from overcoat.train.images import Images
 from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, no_documents, reading
-from overcoat.train.tokenizer import encode, load_tokenizer, make_tokenizer, num_ids, tokenizer_name
+from overcoat.train.tokenizer import (
+    encode,
+    load_processor,
+    load_tokenizer,
+    make_processor,
+    make_tokenizer,
+    num_ids,
+    tokenizer_name,
+)
 
 ENCODED_BYTES = 16 << 20
 STREAMED = "streamed"  # how the identity of a stream begins
 TOKENS, TOKENIZER = "tokens", "tokenizer"  # folders of the cache directory
 # What decides the tokens; the rest of [data] (packing, masks, streaming) does not.
 TOKEN_KEYS = ("files", "dataset", "dataset_config", "split", "text_key", "max_bytes")
-CHAT_KEYS = ("format", "messages_key", "prompt_key", "completion_key", "prompt_template")  # where they are any
+CHAT_KEYS = ("format", "messages_key", "prompt_key", "completion_key", "prompt_template", "images")  # of conversations
 LAYOUT = 2  # of the tokens and how text is cut; another one is another KEY
 NEEDED = {
     TOKENS: ["tokens.bin", "documents.npy", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"],
@@ -60,6 +69,12 @@ class Corpus:
     num_ids: int  # every token id is below it: the tokenizer's size, or what binaries hold
     identity: str  # a checkpoint refuses to continue on other tokens
     note: str = ""  # what was left out of the data
+    images: Images | None = None
+
+    @property
+    def to_save(self) -> Any | None:
+        """What a model's folder needs beside the model."""
+        return self.tokenizer if self.images is None else self.images.processor
 
 
 def cache_dir(config: Config) -> Path:
@@ -81,13 +96,18 @@ def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
     table, note = _fitting(config.data, table) if is_chat else (table, "")
     if note:
         say(note)
-    rows, held_out = _packed(config, tokens, table[:, :2], table[:, 2], tokenizer.eos_token_id)
+    ranges = table[:, [0, 1, -1] if is_chat else [0, 1]]
+    rows, held_out = _packed(config, tokens, ranges, table[:, 2], tokenizer.eos_token_id)
+    images = None
+    if config.data.images:
+        processor = load_processor(folder / "tokenizer", config.model.trust_remote_code)
+        images = Images(processor, config.data.images, json.loads((folder / "images.json").read_text(encoding="utf-8")))
     identity = manifest["files"]["tokens.bin"]["sha256"]
-    return Corpus(tokenizer, tokenizer.eos_token_id, rows, held_out, num_ids(tokenizer), identity, note)
+    return Corpus(tokenizer, tokenizer.eos_token_id, rows, held_out, num_ids(tokenizer), identity, note, images)
 
 
 def _fitting(data: DataConfig, table: np.ndarray) -> tuple[np.ndarray, str]:
-    """The conversations of `table` that fit into rows, and what became of the others."""
+    """The conversations of `table` that fit into rows, with their numbers, and what became of the others."""
     table, lengths, length = table.copy(), table[:, 1] - table[:, 0], data.sequence_length
     is_long = lengths > length
     is_dropped = is_long & ((data.too_long == "drop") | (table[:, 3] > length))
@@ -96,6 +116,7 @@ def _fitting(data: DataConfig, table: np.ndarray) -> tuple[np.ndarray, str]:
         f"{is_long.sum()} of {len(table)} conversations are longer than data.sequence_length = {length}: "
         f"{(is_long & ~is_dropped).sum()} truncated, {is_dropped.sum()} dropped"
     )
+    table = np.concatenate([table, np.arange(len(table))[:, None]], axis=1)
     return table[~is_dropped], note if is_long.any() else ""
 
 
@@ -132,12 +153,18 @@ def _cached(config: Config, kind: str, say: Callable[[str], None]) -> tuple[Path
 
 def write_tokens(config: Config, target: Path) -> None:
     """Tokenize every document into `target`."""
-    tokenizer = make_tokenizer(config)
+    processor = make_processor(config) if config.data.images else None
+    tokenizer = make_tokenizer(config) if processor is None else processor.tokenizer
     assert tokenizer is not None
-    encoded = _encoded_chats if config.data.is_chat else _encoded_texts
+    images: list[list[str]] = []
     about: list[tuple[int, ...]] = []
+    encoded: Iterator[tuple[Any, ...]] = (
+        _encoded_chats(config, Encoder(config.data, tokenizer, processor), images)
+        if config.data.is_chat
+        else _encoded_texts(config, tokenizer)
+    )
     with (target / "tokens.bin").open("wb") as file:
-        for tokens, *rest in encoded(config, tokenizer):
+        for tokens, *rest in encoded:
             file.write(tokens.tobytes())
             about.append((len(tokens), *rest))
     lengths, *columns = np.asarray(about, dtype=np.int64).T
@@ -146,8 +173,10 @@ def write_tokens(config: Config, target: Path) -> None:
     np.save(target / "documents.npy", table)
     kept = _fitting(config.data, table)[0] if config.data.is_chat else table
     _split(config, kept[:, :2], kept[:, 2])  # tokens that are too few would be in the way of more
+    if processor is not None:
+        (target / "images.json").write_text(json.dumps(images), encoding="utf-8")
     with writing(target / "tokenizer"):
-        tokenizer.save_pretrained(target / "tokenizer")
+        (processor or tokenizer).save_pretrained(target / "tokenizer")
 
 
 def _encoded_texts(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:
@@ -158,15 +187,17 @@ def _encoded_texts(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray,
             yield np.asarray(ids, dtype=dtype), content_key(text)
 
 
-def _encoded_chats(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int, int]]:
-    """The tokens of each conversation, the checksum of its content, and how many it takes to have a label."""
-    encoder, num_bytes = Encoder(config.data, tokenizer), 0
+def _encoded_chats(config: Config, encoder: Encoder, images: list[list[str]]) -> Iterator[tuple[np.ndarray, int, int]]:
+    """The tokens of each conversation, the checksum of its content, and how many it takes to have a label; its images
+    go into `images`."""
+    num_bytes = 0
     for where, example in examples(config.data):
         content = json.dumps(example, sort_keys=True, ensure_ascii=False, default=str)
         num_bytes += encoded_size(content)
         if config.data.max_bytes and num_bytes > config.data.max_bytes:
             break
         tokens, needed = encoder(example, where)
+        images.append(example.get("images", []))
         yield tokens, content_key(content), needed
     if not num_bytes:
         raise no_documents(config.data)

@@ -20,7 +20,7 @@ Legend: B rows, T sequence length, D documents.
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,9 @@ from overcoat.train.tokenizer import encode
 
 IGNORED = -100
 ENCODED_AT_ONCE = 64
-START = 1 << 32  # with TRAINED, a flag of tokens in rows of conversations, each of which begins with it
+# With TRAINED, a flag of tokens in rows of conversations: one begins. Above it is the number of that conversation among
+# the data, plus 1; of the padding 0.
+START, NUMBER = 1 << 32, 33
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,22 @@ class Batch:
 
     input_ids: torch.Tensor  # (B, T)
     labels: torch.Tensor  # (B, T), already shifted: labels[:, t] follows input_ids[:, t]
-    position_ids: torch.Tensor | None  # (B, T) under document_mask
+    position_ids: torch.Tensor | None  # (B, T) under document_mask; (4, B, T) with images of Qwen-VL
     num_labels: int  # labels that count, known without asking the device
     document_starts: torch.Tensor | None = None  # int32 (D + 1,) under document_mask (kernels/packed.py)
+    images: dict[str, Any] = field(default_factory=dict)  # what the model is given beside (images.py)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`; the copy to a GPU does not wait for the work queued there."""
         if device.type == "cpu":
             return self
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        moved: dict[str, Any] = {
-            name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()
-        }
-        return replace(self, **moved)
+
+        def move(values: dict[str, Any]) -> dict[str, Any]:
+            tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+            tensors.pop("image_grid_thw", None)  # the model reads it on the host
+            return values | {name: each.pin_memory().to(device, non_blocking=True) for name, each in tensors.items()}
+
+        return Batch(**{**move(vars(self)), "images": move(self.images)})
 
 
 def make_batch(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> Batch:
@@ -62,7 +67,7 @@ def make_batch(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> Bat
     rows = torch.from_numpy(rows_BT)
     inputs, labels = rows[:, :-1].clone(), rows[:, 1:].clone()  # the two overlap in `rows`, and labels are edited
     if _are_conversations(rows_BT):
-        is_start = (inputs & START) != 0
+        is_start = (inputs & START) != 0  # the padding is a document of its own
         labels[(labels & (TRAINED | START)) != TRAINED] = IGNORED
         labels[labels != IGNORED] &= TRAINED - 1
         inputs &= TRAINED - 1
@@ -83,6 +88,12 @@ def count_labels(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> i
     if _are_conversations(rows_BT):
         return int(((rows_BT[:, 1:] & (TRAINED | START)) == TRAINED).sum())
     return inputs.size - (int((inputs == eos).sum()) if document_mask and eos is not None else 0)
+
+
+def conversations(rows_BT: np.ndarray) -> list[int]:
+    """The numbers of the conversations in rows, one after the other."""
+    starts = rows_BT[(rows_BT & START) != 0] >> NUMBER
+    return (starts[starts > 0] - 1).tolist()
 
 
 def _are_conversations(rows_BT: np.ndarray) -> bool:
@@ -143,7 +154,8 @@ class PackedRows:
 
 
 class ChatRows(PackedRows):
-    """Rows of whole conversations, of at most T tokens each; `pad` follows the last."""
+    """Rows of whole conversations, of at most T tokens each; `documents` (D, 3) has their numbers beside, and `pad`
+    follows the last of a row."""
 
     def __init__(self, tokens: Any, documents: np.ndarray, length: int, seed: int, pad: int, shuffle: bool = True):
         self.pad = pad
@@ -161,9 +173,9 @@ class ChatRows(PackedRows):
 
     def _fill(self, number: int, row: np.ndarray) -> None:
         row[:], filled = self.pad, 0
-        for begin, end in self._ranges[self._packed[number]]:
+        for begin, end, conversation in self._ranges[self._packed[number]]:
             row[filled : filled + end - begin] = self.tokens[begin:end]
-            row[filled] |= START
+            row[filled] |= START | (conversation + 1) << NUMBER
             filled += end - begin
         row[filled] |= START
 

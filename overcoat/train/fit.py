@@ -106,7 +106,9 @@ def training(config: Config, memory: int | None = None) -> Training:
         memory: bytes of the GPU that "auto" plans with, at most `train.memory_limit_gib`; None: that, or this
             machine's GPU.
     """
-    require(not config.lora.rank, "[lora]: the estimate knows no adapters; lora.rank=0 says what training all takes")
+    require(
+        not config.not_estimated, f"{config.not_estimated}: set it aside; overcoat estimate --model NAME sees images"
+    )
     model, note = model_config(config), ""
     if config.train.batch_size == "auto":
         limit = int(GIBI * config.train.memory_limit_gib)

@@ -32,7 +32,7 @@ from overcoat.models.ranges import record_ranges
 from overcoat.models.scores import record_scores
 from overcoat.train import process
 from overcoat.train.config import Config, ScheduleConfig
-from overcoat.train.data import count_labels, make_batch
+from overcoat.train.data import count_labels
 from overcoat.train.evaluate import Tasks
 from overcoat.train.loss import summed_loss
 from overcoat.train.memory_report import reporting
@@ -101,10 +101,10 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     if state.drawn is None:
         state.drawn = _next_rows(state, config)
     own = process.share_of(state.drawn)
-    batches = [
-        make_batch(own[start : start + state.fit.micro_batch], state.eos, config.data.document_mask)
+    batches = (  # each made while the GPU works on the one before
+        state.batch(own[start : start + state.fit.micro_batch], config.data.document_mask)
         for start in range(0, len(own), state.fit.micro_batch)
-    ]
+    )
     num_labels = count_labels(state.drawn, state.eos, config.data.document_mask)
     total = torch.zeros((), device=state.device)
     every = config.train.fp8_every
@@ -227,7 +227,7 @@ def _mean_loss(state: TrainState, config: Config, rows: np.ndarray, size: int) -
             for start in range(0, most, size):
                 part = own[start : start + size]
                 # Who has no rows left passes one all the same: the others need its part of the weights.
-                batch = make_batch(part if len(part) else rows[:1], state.eos, config.data.document_mask)
+                batch = state.batch(part if len(part) else rows[:1], config.data.document_mask)
                 loss = summed_loss(state.model, batch.to(state.device))
                 if len(part):
                     total += loss
@@ -238,7 +238,7 @@ def _mean_loss(state: TrainState, config: Config, rows: np.ndarray, size: int) -
 
 def largest_score(state: TrainState, config: Config, rows: np.ndarray) -> tuple[str, float]:
     """The largest log-sum-exp of attention in one held-out row, and its layer; ("", -inf) without converted layers."""
-    batch = make_batch(rows[:1], state.eos, config.data.document_mask)
+    batch = state.batch(rows[:1], config.data.document_mask)
     generators = rng_state()  # a dropout outside the layers would draw
     with torch.no_grad(), eager(), record_scores(state.model) as scores:
         if scores.names:

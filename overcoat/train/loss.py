@@ -20,7 +20,7 @@ def summed_loss(model: Any, batch: Batch) -> Tensor:
 
     While training, a recipe's z-loss is in it.
     """
-    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, **batch.images}
     model = base_model(model)
     if isinstance(model, LeanLossModel):
         # The labels are shifted already; divided by one item, the loss is the sum.

@@ -49,6 +49,7 @@ def check_parallel(config: Config) -> None:
     )
     wrong = {
         "train.compile": config.train.compile == "graphs" and config.train.compile,
+        "data.images": config.data.images,
         "lora.merge": config.lora.rank and config.lora.merge,
     }
     for key, value in wrong.items():

@@ -161,7 +161,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         return checkpoints[-1]
 
     with (
-        checkpoint.Saver(state, config, corpus.tokenizer) as saver,
+        checkpoint.Saver(state, config, corpus.to_save) as saver,
         contextlib.closing(RunLog(config, console, title, state.step, device)) as log,
     ):
         evaluated = process.share(
@@ -173,7 +173,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         train_steps(state, config, corpus.held_out, log, save, evaluated, on_tasks)
     if state.kept_table and process.is_first():
         (run_dir / "kept.txt").write_text(state.kept_table + "\n", encoding="utf-8")
-    checkpoint.export(state, corpus.tokenizer, run_dir / "export", merge=bool(config.lora.rank and config.lora.merge))
+    checkpoint.export(state, corpus.to_save, run_dir / "export", merge=bool(config.lora.rank and config.lora.merge))
     sample = generate_sample(config, corpus, state)
     return process.share(lambda: _result(config, title, state, sample, corpus.note))
 
@@ -230,7 +230,7 @@ def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -
         overcoat.release_gradients(model, optimizer)
     if config.train.compile != "none":
         compile_layers(model, graphs=config.train.compile == "graphs")
-    return TrainState(model, optimizer, corpus.rows, corpus.identity, corpus.eos, device, fit), report
+    return TrainState(model, optimizer, corpus.rows, corpus.identity, corpus.eos, device, fit, corpus.images), report
 
 
 def _result(config: Config, title: str, state: TrainState, sample: str, note: str) -> RunResult:

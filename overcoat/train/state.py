@@ -16,9 +16,11 @@ import torch
 
 import overcoat
 from overcoat.train import process
+from overcoat.train.build import base_model
 from overcoat.train.config import Config
-from overcoat.train.data import RowSource
+from overcoat.train.data import Batch, RowSource, make_batch
 from overcoat.train.fit import Fit, recipe_of
+from overcoat.train.images import Images
 
 # What load_state_dict takes from the checkpoint although the configuration says it, and may say it anew.
 RECONFIGURABLE = ("betas", "eps", "weight_decay")
@@ -33,11 +35,17 @@ class TrainState:
     eos: int | None
     device: torch.device
     fit: Fit
+    images: Images | None = None
     step: int = 0
     num_tokens: int = 0
     kept_bytes: int = 0  # kept for the backward by one forward pass; 0 until measured
     kept_table: str = ""
     drawn: np.ndarray | None = None  # rows of the step being taken, (rows, T + 1): a step taken again has the same
+
+    def batch(self, rows_BT: np.ndarray, document_mask: bool) -> Batch:
+        """Rows (B, T + 1) as one forward pass, with their images."""
+        batch = make_batch(rows_BT, self.eos, document_mask)
+        return batch if self.images is None else self.images.add_to(batch, rows_BT, base_model(self.model))
 
     def change_fit(self, config: Config, fit: Fit) -> None:
         """Go on with another micro-batch or recipe; the next forward pass is measured anew."""

@@ -34,11 +34,31 @@ def make_tokenizer(config: Config) -> Any | None:
     if not name and not config.tokenizer.vocab_size:
         raise ValueError("no tokenizer: set tokenizer.vocab_size (train one on the data) or tokenizer.name")
     tokenizer = load_tokenizer(name, config.model.trust_remote_code) if name else train_tokenizer(config)
-    if template := config.tokenizer.chat_template:
+    set_chat_template(tokenizer, config.tokenizer.chat_template)
+    return tokenizer
+
+
+def set_chat_template(tokenizer: Any, template: str) -> None:
+    """That of `tokenizer.chat_template`, if it is given; of a tokenizer or processor."""
+    if template:
         path = Path(template)
         own = path.read_text(encoding="utf-8") if path.is_file() else load_tokenizer(template).chat_template
         tokenizer.chat_template = own
-    return tokenizer
+
+
+def make_processor(config: Config) -> Any:
+    """The processor of this run's images, which has its tokenizer."""
+    processor = load_processor(tokenizer_name(config), config.model.trust_remote_code)
+    set_chat_template(processor, config.tokenizer.chat_template)
+    return processor
+
+
+def load_processor(name: str | Path, trust_remote_code: bool = False) -> Any:
+    """A processor by Hugging Face name or folder."""
+    processor = load_pretrained("AutoProcessor", "the processor", str(name), trust_remote_code)
+    if not hasattr(processor, "image_processor"):
+        raise ValueError(f"data.images: {str(name)!r} has no processor of images: name a vision-language model")
+    return processor
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:

@@ -130,7 +130,7 @@ def test_tokens_and_labels_are_those_of_trl(kind: str, template: str, bos: bool,
     assert len(fitting) == len(expected)
     assert sum(len(tokens) > length for tokens, _ in encoded) > 5 or kind == "prompt-completion"
     ends = np.cumsum([len(tokens) for tokens in fitting])
-    table = np.stack([ends - [len(tokens) for tokens in fitting], ends], axis=1)
+    table = np.stack([ends - [len(tokens) for tokens in fitting], ends, np.arange(len(ends))], axis=1)
     for index in range(len(expected)):  # a row for each conversation, as the collator has it
         source = ChatRows(np.concatenate(fitting), table[index : index + 1], length, 0, pad=0, shuffle=False)
         mine, labels = make_batch(source.next_rows(1), None, False), batch["labels"][index]
@@ -149,7 +149,7 @@ def test_rows_hold_whole_conversations_in_an_order_of_seed_and_epoch_alone() -> 
     lengths = np.random.default_rng(0).integers(3, 65, 300)
     ends = np.cumsum(lengths)
     tokens = np.repeat(np.arange(1, 301), lengths).astype(np.uint32)
-    table = np.stack([ends - lengths, ends], axis=1)
+    table = np.stack([ends - lengths, ends, np.arange(300)], axis=1)
     make = functools.partial(ChatRows, tokens, table, 64, pad=0)
     rows = make(seed=1)
     epochs = []
@@ -189,7 +189,7 @@ def test_conversations_of_a_row_do_not_see_each_other() -> None:
             hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=16
         )
     ).eval()
-    table = np.array([[0, 4], [4, 7]])
+    table = np.array([[0, 4, 0], [4, 7, 1]])
     logits = []
     for first in ([3, 4, 5, 6], [9, 8, 7, 6]):
         batch = make_batch(
