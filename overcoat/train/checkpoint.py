@@ -169,7 +169,7 @@ def write_checkpoint(held: Held, config: Config, tokenizer: Any | None) -> Path:
 
     def fill(partial: Path) -> None:
         if process.count() == 1:
-            write_model(held.model, tokenizer, partial, held.weights, own_names=True)
+            write_model(held.model, tokenizer, partial, held.weights, True)
         else:
             process.wait_for_writers()  # until this folder is there
             write_shards(partial, held.weights)
