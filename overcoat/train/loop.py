@@ -101,22 +101,21 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     if state.drawn is None:
         state.drawn = _next_rows(state, config)
     own = process.share_of(state.drawn)
-    batches = (  # each made while the GPU works on the one before
-        state.batch(own[start : start + state.fit.micro_batch], config.data.document_mask)
-        for start in range(0, len(own), state.fit.micro_batch)
-    )
+    starts = range(0, len(own), state.fit.micro_batch)
     num_labels = count_labels(state.drawn, state.eos, config.data.document_mask)
     total = torch.zeros((), device=state.device)
     every = config.train.fp8_every
     is_sampled = bool(every) and (state.step + 1) % every == 0 and process.is_first()
     ranges = None
-    for number, batch in enumerate(batches):
+    for number, start in enumerate(starts):
+        # Made while the GPU works on the one before.
+        batch = state.batch(own[start : start + state.fit.micro_batch], config.data.document_mask)
         if config.train.compile == "graphs":
             if number == 1:
                 keep_gradients_outside(state.model)
             begin_pass()
         if config.parallel.accumulate == "whole":
-            reduce_gradients(state.model, number == len(batches) - 1)
+            reduce_gradients(state.model, number == len(starts) - 1)
         with contextlib.ExitStack() as around:
             if state.kept_bytes == 0:
                 around.enter_context(naming_config(config))
