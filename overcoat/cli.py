@@ -6,6 +6,7 @@
     overcoat estimate --model llama-2-7b --batch 4        what a training step will hold, without a GPU
     overcoat bench layer                                  this project beside its peers (optimizer, kernels, model)
     overcoat eval runs/demo --text FILE --tasks paper     perplexity and tasks of trained models, side by side
+    overcoat report runs/demo                             a run, or several, as a page to look at
     overcoat paper list                                   the tables and figures of the paper, repeated
 
 Exit status: 0 done; 2 a mistake in what was asked for, nothing done; 1 training failed, or the system refused
@@ -35,6 +36,7 @@ COMMANDS = {
     "estimate": "predict the memory of training, without a GPU",
     "bench": "measure this project beside its peers",
     "eval": "perplexity and tasks of trained models, side by side",
+    "report": "one or several runs as a page to look at",
     "paper": "repeat the tables and figures of COAT",
 }
 

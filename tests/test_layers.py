@@ -23,7 +23,10 @@ LAYERS = (
     ("",),
     ("estimate",),
     ("train", "bench"),
-    ("eval",),
+    (
+        "report",
+        "eval",
+    ),
     ("paper",),
     ("cli",),
     ("__main__",),

@@ -292,6 +292,15 @@ class Account:
             for (label, begin), end in zip(self.marks, ends, strict=True)
         ]
 
+    def by_phase(self) -> list[dict[str, int]]:
+        """Bytes by category at each phase's fullest moment, in order."""
+        total = self.values.sum(1)
+        ends = [begin for _, begin in self.marks[1:]] + [len(total) - 1]
+        moments = [
+            begin + int(total[begin : end + 1].argmax()) for (_, begin), end in zip(self.marks, ends, strict=True)
+        ]
+        return [dict(zip(self.categories, map(int, self.values[moment]), strict=True)) for moment in moments]
+
     def at_peak(self) -> tuple[str, dict[str, int]]:
         """The phase with the most bytes, and bytes by category at that moment."""
         moment = int(self.values.sum(1).argmax())

@@ -54,7 +54,7 @@ class Prediction:
     Attributes:
         components: at the fullest moment, by name; their sum is the peak.
         moment: the phase of that moment.
-        phases: of the whole step, in order.
+        phases: of the whole step, in order; by_phase: components at the fullest moment of each.
         parameters: of the model, all GPUs together.
         host_bytes: page-locked host memory of offloaded states and kept activations.
         handle_bytes: cuBLAS' workspaces, of what lasts; a CPU has none.
@@ -72,6 +72,7 @@ class Prediction:
     host_bytes: int
     handle_bytes: int
     report: Report
+    by_phase: list[dict[str, int]]
 
     @property
     def peak_bytes(self) -> int:
@@ -123,11 +124,10 @@ class Predictor:
         lasting, host = _lasting(parameters, setup, gpus, run.handles)
         moment, moving = run.account.at_peak()
         base = sum(lasting.values())
-        components = {**lasting, GRADIENTS: lasting[GRADIENTS] + moving.pop(GRADIENTS, 0), **moving}
-        components["libraries"] = components.pop("libraries")  # last
+        components, *by_phase = (_together(lasting, each) for each in (moving, *run.account.by_phase()))
         phases = [Phase(label, base + peak, base + end) for label, peak, end in run.account.phases()]
         count = sum(parameter.numel() for parameter in parameters)
-        work_done = (components, moment, phases, count, host + run.host, HANDLE * run.handles, run.report)
+        work_done = (components, moment, phases, count, host + run.host, HANDLE * run.handles, run.report, by_phase)
         return Prediction(setup, batch, sequence, gpus, *work_done)
 
     def times(self, batch: int, sequence: int, setup: Setup, cluster: Cluster = ONE) -> Times:
@@ -164,6 +164,13 @@ class Predictor:
 def predict(config: Any, batch: int, sequence: int, setup: Optional[Setup] = None, gpus: int = 1) -> Prediction:
     """Peak memory of a training step of a model, from its transformers configuration: `Predictor.predict`."""
     return Predictor(config).predict(batch, sequence, setup, gpus)
+
+
+def _together(lasting: dict[str, int], moving: dict[str, int]) -> dict[str, int]:
+    """Components, those of libraries last."""
+    found = {**lasting, **moving, GRADIENTS: lasting[GRADIENTS] + moving.get(GRADIENTS, 0)}
+    found["libraries"] = found.pop("libraries")
+    return found
 
 
 def _lasting(parameters: list[Tensor], setup: Setup, gpus: int, handles: int) -> tuple[dict[str, int], int]:

@@ -1,0 +1,92 @@
+"""What a report knows of a run: everything its directory holds, and the estimate of its step."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overcoat.estimate.predict import Prediction, Predictor
+from overcoat.extras import reason
+from overcoat.models.pretrained import load_pretrained
+from overcoat.train.checkpoint import checkpoint_dir, list_checkpoints
+from overcoat.train.config import Config
+from overcoat.train.configfile import load_config
+from overcoat.train.fit import Fit, configured_fit, training_setup
+from overcoat.train.loss import loss_for_estimates
+from overcoat.train.metrics import METRICS, Row, read_metrics
+
+
+@dataclass
+class Run:
+    """metrics: of `read_metrics`. result: the run's entry in results.json, {} before its end. memory: memory.json, or
+    {}. prediction: of its step on a GPU, or why there is none."""
+
+    name: str
+    folder: Path
+    config: Config
+    metrics: dict[str, dict[int, Row]]
+    result: dict[str, Any]
+    memory: dict[str, Any]
+    prediction: Prediction | str
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all processes together."""
+        return self.config.train.rows_per_step * self.config.data.sequence_length
+
+
+def read_runs(names: list[str]) -> list[Run]:
+    """The runs of these directories, and the second runs ([compare]) inside them.
+
+    Raises:
+        ValueError: a directory is no run, or has nothing to show yet.
+    """
+    folders: list[Path] = []
+    for name in names:
+        folders += [folder for folder in (Path(name), Path(name) / "twin") if folder == Path(name) or folder.exists()]
+    folders = list(dict.fromkeys(folder.resolve() for folder in folders))
+    for folder in folders:
+        if not (folder / "config.toml").exists():
+            raise ValueError(f"{folder} is no run of overcoat: it has no config.toml")
+    common = Path(os.path.commonpath([folder.parent for folder in folders]))
+    return [_read(folder, str(folder.relative_to(common))) for folder in folders]
+
+
+def _read(folder: Path, name: str) -> Run:
+    config, metrics = load_config(folder / "config.toml"), read_metrics(folder / METRICS)
+    if not metrics["train"]:
+        raise ValueError(f"{folder} has no step in {METRICS} yet: ask again once it has trained")
+    # The first run's directory has the results of both.
+    place = folder.parent if folder.name == "twin" and (folder.parent / "results.json").exists() else folder
+    results = _json(place / "results.json").get("runs", [])
+    result = results[-1 if place != folder else 0] if results else {}
+    return Run(name, folder, config, metrics, result, _json(folder / "memory.json"), _predict(folder, config, metrics))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({reason(error)}): remove it, and ask again") from error
+
+
+def _predict(folder: Path, config: Config, metrics: dict[str, dict[int, Row]]) -> Prediction | str:
+    """The estimate for what the run ended with: its model, and how many rows passed at once."""
+    made = [folder / "export", *list_checkpoints(checkpoint_dir(config))]
+    model = next((path for path in made if (path / "config.json").exists()), None)
+    if model is None:
+        return "there is no checkpoint yet that says what the model is"
+    fits = list(metrics["fit"].values())
+    if not fits and config.train.batch_size == "auto":
+        return "the run has not recorded how many rows passed at once"
+    fit = Fit(fits[-1]["micro_batch"], bool(fits[-1]["block_checkpoints"])) if fits else configured_fit(config)
+    try:
+        predictor = Predictor(
+            load_pretrained("AutoConfig", "the model", str(model), False), loss_for_estimates(config.data.document_mask)
+        )
+        return predictor.predict(fit.micro_batch, config.data.sequence_length, training_setup(config, fit))
+    except ValueError as error:
+        return str(error)

@@ -1,0 +1,222 @@
+"""The page of a real tiny run and its twin: what it shows is what was recorded, and it needs nothing from outside."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import re
+import shutil
+import statistics
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from overcoat import cli
+from overcoat.report.charts import Series, chart, log_ticks, running_mean, thinned, ticks
+from overcoat.report.runs import read_runs
+from overcoat.train.configfile import build_config
+from overcoat.train.metrics import read_metrics
+from overcoat.train.run import run
+from overcoat.train.summary import summarize
+from tests.train.conftest import TINY, corpus_files  # noqa: F401
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="session")
+def folder(corpus_files: str, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """A run with everything there is to show; one step was skipped, and the sample is not kind to HTML."""
+    place = tmp_path_factory.mktemp("report") / "run"
+    words = ["train.fp8_every=4", "memory.report=true", "sample.tokens=8", 'compare.overrides=["recipe.name=bf16"]']
+    config = build_config(TINY, [f"data.files={corpus_files}", f"train.run_dir={place}", "train.log_every=1", *words])
+    summarize(run(config, QUIET), place, QUIET)
+    results = json.loads((place / "results.json").read_text())
+    results["runs"][0]["sample"] = "<script>alert(1)</script> & more"
+    (place / "results.json").write_text(json.dumps(results))
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if (row["kind"], row["step"]) == ("train", 7):
+            row["gradient_norm"] = None
+    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+@pytest.fixture(scope="session")
+def text(folder: Path) -> str:
+    output = folder.parent / "report.html"
+    assert cli.main(["report", str(folder), "-o", str(output)]) == 0
+    return output.read_text()
+
+
+def charts(text: str) -> dict[str, dict[str, Any]]:
+    """Data of all charts, by title."""
+    found = re.findall(r'<figcaption>(.*?) <small>.*?data-chart="(.*?)"', text, re.DOTALL)
+    return {html.unescape(title): json.loads(html.unescape(data)) for title, data in found}
+
+
+def lines(data: dict[str, Any]) -> dict[str, list[list[float]]]:
+    return {series["n"]: series["p"] for series in data["series"]}
+
+
+class Balanced(HTMLParser):
+    """Fails where a tag is closed that is not open."""
+
+    VOID = ("meta", "link")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, _attrs: Any) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        """<path/> is closed."""
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_it_is_one_file_that_refers_to_nothing(text: str) -> None:
+    Balanced(text)
+    for word in ("http:", "https:", "src=", "@import", "url(", "NaN", "Infinity"):
+        assert word not in text, word
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in text
+    assert text.count("<script>") == 1
+
+
+def test_charts_show_what_was_recorded(folder: Path, text: str) -> None:
+    found = charts(text)
+    mine, twin = (read_metrics(place / "metrics.jsonl") for place in (folder, folder / "twin"))
+    losses = lines(found["Loss"])
+    for name, metrics in (("run", mine), ("run/twin", twin)):
+        assert losses[name] == [[step, pytest.approx(row["loss"], rel=1e-5)] for step, row in metrics["train"].items()]
+        evaluated = [[step, pytest.approx(row["loss"], rel=1e-5)] for step, row in metrics["eval"].items()]
+        assert losses[f"{name}, held out"] == evaluated
+    norms = lines(found["Gradient norm"])
+    assert [x for x, _ in norms["run"]] == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
+    assert [x for x, _ in norms["run, skipped"]] == [7]
+    assert "run/twin, skipped" not in norms
+    assert {"Tokens per second", "Learning rate", "Peak memory", "Attention", "Zero", "At the largest code"} <= set(
+        found
+    )
+    row = re.search(r"<td>skipped steps</td><td>(\d)</td><td>(\d)</td>", text)
+    assert row is not None
+    assert row.groups() == ("1", "0")
+
+
+def test_memory_is_the_estimate_and_what_was_measured(folder: Path, text: str) -> None:
+    (prediction, *_) = (each.prediction for each in read_runs([str(folder)]))
+    assert not isinstance(prediction, str)
+    assert [sum(each.values()) for each in prediction.by_phase] == [phase.peak for phase in prediction.phases]
+    assert max(map(sum, map(dict.values, prediction.by_phase))) == prediction.peak_bytes
+    (data,) = (data for title, data in charts(text).items() if title.startswith("run: 2 x 32"))
+    measured = json.loads((folder / "memory.json").read_text())["measured"]
+    drawn = lines(data)["measured peak"]
+    assert drawn == [[place, pytest.approx(each["peak"] / 2**20, rel=1e-5)] for place, each in enumerate(measured)]
+    stack = [series for series in data["series"] if series["look"] == "area"]
+    on_cpu = [pytest.approx((phase.peak - prediction.handle_bytes) / 2**20, rel=1e-5) for phase in prediction.phases]
+    assert [y for _, y in stack[0]["p"]] == on_cpu
+    for above, below in itertools.pairwise(stack):
+        assert all(a[1] >= b[1] for a, b in zip(above["p"], below["p"]))
+
+
+def test_ranges_are_those_of_the_last_sample(folder: Path, text: str) -> None:
+    samples = read_metrics(folder / "metrics.jsonl")["fp8"]
+    assert list(samples) == [4, 8, 12]
+    shown = re.findall(r'title="model\.layers\.\d+ [a-z_ ]+: [^"]+">([0-9.]+)%<', text)
+    layers = samples[12]["ranges"].values()
+    kinds = ("input", "weight", "gradient")
+    assert shown == [f"{100 * products[p][k][1]:.1f}" for k in kinds for products in layers for p in products]
+    worst = lines(charts(text)["Zero"])["gradients, worst"]
+    expected = [
+        max(ops["gradient"][1] for layer in s["ranges"].values() for ops in layer.values()) for s in samples.values()
+    ]
+    assert [y for _, y in worst] == [pytest.approx(value, rel=1e-5) for value in expected]
+
+
+def test_differences_are_those_of_what_was_trained(text: str) -> None:
+    table = text[text.index(">differences<") :]
+    keys = re.findall(r"<tr><td>([a-z_.0-9]+)</td>", table[: table.index("</table>")])
+    assert keys == ["recipe.name"]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda place: None, "is no run of overcoat: it has no config.toml"),
+        (lambda place: (place / "config.toml").write_text('[model]\nname="x"\n[data]\nfiles=["y"]'), "has no step in"),
+    ],
+)
+def test_what_is_no_run_is_one_line(
+    make: Callable[[Path], object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path)
+    assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "out.html")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out.html").exists()
+
+
+# ---- charts ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
+def test_ticks_are_few_and_inside(low: float, span: float) -> None:
+    found = ticks(low, low + span)
+    slack = 1e-6 * (abs(low) + span)
+    assert 1 <= len(found) <= 8
+    assert all(low - slack <= value <= low + span + slack for value in found)
+    if low > 0:
+        assert len(log_ticks(low, low + 5 * low)) <= 6
+
+
+def test_thinning_keeps_every_spike_and_means_are_means() -> None:
+    points = [(float(x), 1.0 if x != 4321 else 99.0) for x in range(20_000)]
+    kept = thinned(points)
+    assert len(kept) <= 500
+    assert (4321.0, 99.0) in kept
+    assert running_mean([(1, 2.0), (2, 4.0), (3, 9.0)], 2) == [(1, 2.0), (2, 3.0), (3, 6.5)]
+    values = [y for _, y in running_mean(points, 100)]
+    assert values[4400] == pytest.approx(statistics.fmean(y for _, y in points[4301:4401]))
+    assert chart("nothing", "", [Series("a", "c0", [])]) == ""
+
+
+# ---- in a browser ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium")
+@pytest.mark.parametrize("width", [400, 1400])
+def test_a_browser_shows_it_within_its_width(width: int, text: str, tmp_path: Path) -> None:
+    """The script runs, a pointer gets its values, and nothing makes the page wider than its window."""
+    probe = (
+        "<script>const p=document.querySelector('.plot'),b=p.getBoundingClientRect();"
+        "p.dispatchEvent(new PointerEvent('pointermove',{clientX:b.left+b.width,clientY:b.top}));"
+        "document.title='width '+document.documentElement.scrollWidth+' of '+innerWidth+' tip '+"
+        "p.querySelector('.tip').textContent</script>"
+    )
+    page = tmp_path / "page.html"
+    page.write_text(text.replace("</body>", probe + "</body>"))
+    flags = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+        --disable-component-update --disable-sync --dump-dom"""
+    command = [
+        "chromium",
+        *flags.split(),
+        f"--user-data-dir={tmp_path}",
+        f"--window-size={width},900",
+        f"file://{page}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    title = re.search(r"<title>width (\d+) of (\d+) tip step 12run", done.stdout)
+    assert title is not None, done.stdout[:500]
+    assert int(title[1]) <= int(title[2])
