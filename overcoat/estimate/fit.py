@@ -72,56 +72,33 @@ def _has_wide_moments(setup: Setup) -> bool:
     return any(MOMENT_CODES[code].dtype.itemsize > 1 for code in resolve_moments(setup.moments))
 
 
+_LOSS, _ROUNDING = "nothing: the loss is computed in chunks, without all logits", "the 8-bit rounding of the moments"
 CHANGES = (
-    Change(
-        "recipe.head = bf16",
-        "nothing: the loss is computed in chunks, without all logits",
-        {"head": "bf16"},
-        True,
-        lambda setup: setup.recipe.head is None,
-    ),
+    Change("recipe.head = bf16", _LOSS, {"head": "bf16"}, True, lambda setup: setup.recipe.head is None),
     Change("recipe.name = default", "products in FP8", {"fp8": True}, True),
     Change(
-        "recipe.kept_attention = 8bit",
-        "the 8-bit rounding of what attention keeps",
-        {"kept_attention": "8bit"},
-        True,
+        "recipe.kept_attention = 8bit", "the 8-bit rounding of what attention keeps", {"kept_attention": "8bit"}, True,
         lambda setup: setup.recipe.fp8 and setup.recipe.checkpoint is None,
     ),
+    Change("optimizer.moments = 8bit", _ROUNDING, {"moments": "8bit"}, possible=_has_wide_moments),
     Change(
-        "optimizer.moments = 8bit",
-        "the 8-bit rounding of the moments",
-        {"moments": "8bit"},
-        possible=_has_wide_moments,
-    ),
-    Change(
-        "recipe.checkpoint = block",
-        "each block's forward runs twice",
-        {"checkpoint": "block"},
-        True,
+        "recipe.checkpoint = block", "each block's forward runs twice", {"checkpoint": "block"}, True,
         lambda setup: setup.recipe.fp8 and not setup.recipe.checkpoint,
     ),
     Change(
-        "release_gradients",
-        "no accumulation, no clipping by the norm of all gradients",
-        {"release_gradients": True},
+        "release_gradients", "no accumulation, no clipping by the norm of all gradients", {"release_gradients": True},
         possible=lambda setup: setup.accumulation == 1,
     ),
     Change(
-        "optimizer.master = bf16",
-        "weights rounded stochastically, nothing beside their BF16",
-        {"master": "bf16"},
+        "optimizer.master = bf16", "weights rounded stochastically, nothing beside their BF16", {"master": "bf16"},
         possible=lambda setup: setup.dtype == "bfloat16",
     ),
     Change("optimizer.offload", "the states cross PCIe both ways in every step", {"offload": True}),
     Change(
-        "recipe.offload_blocks = all",
-        "what the blocks keep crosses PCIe both ways",
-        {"offload_blocks": "all"},
-        True,
+        "recipe.offload_blocks = all", "what the blocks keep crosses PCIe both ways", {"offload_blocks": "all"}, True,
         lambda setup: setup.recipe.fp8,
     ),
-)
+)  # fmt: skip
 
 
 class Rung(NamedTuple):
