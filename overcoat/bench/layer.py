@@ -235,6 +235,6 @@ def run(parsed: argparse.Namespace) -> int:
         session.table(f"{title}, planted outliers" if parsed.planted else title, SQNR_COLUMNS)
         labels = {"model": parsed.accuracy, "planted": parsed.planted}
         for name, needs in wanted.items():
-            arguments = (name, exact, parsed.draws, "cuda", parsed.planted)
-            session.run(name, accuracy, arguments, needs, shape="accuracy", **labels)
+            given = (name, exact, parsed.draws, "cuda", parsed.planted)
+            session.run(name, accuracy, given, needs, shape="accuracy", **labels)
     return 0

@@ -5,9 +5,8 @@
     optimizer.step(clip_grad_norm=1.0)
 
 A BF16 parameter costs 2 bytes of weight, 2 of gradient, 2.05 of moments and 1 of remainder: 7.05 in all, where BF16
-training with FP32 masters and moments costs 16. The codes are in `overcoat.formats`, the maths in
-`overcoat.kernels.adamw`; here is only what makes it a `torch.optim.Optimizer`. The step never waits for the GPU:
-learning rate, step count, gradient scale, clipping and skipping are tensors on the device.
+training with FP32 masters and moments costs 16. The maths is in `overcoat.kernels.adamw`. The step never waits for the
+GPU: learning rate, step count, gradient scale, clipping and skipping are tensors on the device.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from overcoat.optim.state import (
 )
 from overcoat.optim.step import StepGroup, StepGroups, moved, norm_of
 
-# What a copy of the optimizer takes along besides torch's own.
+# What a copy takes along besides torch's own.
 ATTRIBUTES = ("check_finite", "clip_grad_norm", "offload", "offload_buffer", "skipped_steps", "grad_norm", "_options")
 _GRAD = operator.attrgetter("grad")
 
@@ -108,8 +107,8 @@ class AdamW(torch.optim.Optimizer):
         offload: bool = False,
         offload_buffer: int = 192 * 2**20,
     ) -> None:
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"moments": moments, "master": master, "group_size": group_size, "seed": seed}
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
+        defaults |= {"moments": moments, "master": master, "group_size": group_size}
         check_offload_options(offload, offload_buffer)
         _check_clipping(clip_grad_norm)
         self.check_finite, self.clip_grad_norm = check_finite, clip_grad_norm
@@ -123,8 +122,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler, which asks, hands over `grad_scale` and `found_inf` instead of unscaling and
-        synchronizing itself. Lightning asks too and would refuse to clip, though gradients may be unscaled before."""
+        """GradScaler then hands over `grad_scale` and `found_inf`, without waiting; Lightning would refuse to clip."""
         return sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler"
 
     def _start_fresh(self) -> None:
@@ -154,7 +152,6 @@ class AdamW(torch.optim.Optimizer):
         self.state = self._watched = NotifyingStates(self.state, self._listener)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group after checking its options and its parameters."""
         if self.release is not None:
             raise ValueError("add_param_group: release_gradients would not see the new parameters; remove() its handle")
         check_new_group(param_group, self.defaults)
@@ -172,8 +169,7 @@ class AdamW(torch.optim.Optimizer):
             clip_grad_norm: scale all gradients together so that their norm is at most this, inside the step; the
                 gradients themselves stay as they are. None: the constructor's; math.inf: no clipping.
 
-        Returns:
-            The closure's loss, or None.
+        Returns: the closure's loss, or None.
         """
         max_norm = self.clip_grad_norm if clip_grad_norm is None else clip_grad_norm
         _check_clipping(max_norm)
@@ -200,8 +196,8 @@ class AdamW(torch.optim.Optimizer):
             self.release.end_step()
 
     # ---- state dicts ----------------------------------------------------------------------------------
-    # torch casts every state tensor that it loads to the dtype of its parameter, which would destroy the codes, so
-    # it loads all but them. Our hooks are next to its own work: users' hooks see whole state dicts and a filled state.
+    # torch casts states to their parameter's dtype as it loads them, which would destroy the codes, so it loads the
+    # rest. Our hooks are next to its own work: users' hooks see whole state dicts and a filled state.
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; offloaded states are copied, since later steps write to theirs while the host goes on."""
@@ -298,7 +294,7 @@ class AdamW(torch.optim.Optimizer):
             self.release.drop_states()
 
     def wait_for_offload(self) -> None:
-        """Wait until the last step's states are in host memory."""
+        """Until the last step's states are in host memory."""
         for staging in self._staging.values():
             staging.synchronize()
 

@@ -34,20 +34,18 @@ the gradient of a weight shared between segments arrives in parts; the second is
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor, nn
 
 from overcoat.optim.adamw import AdamW
-from overcoat.optim.sharding import check_sharding, shard_bytes
+from overcoat.optim.release_checks import check_clipping, check_release, numbered, trainers_clipping
+from overcoat.optim.sharding import shard_bytes
 from overcoat.optim.step import StepGroup, kind_of
 
 # Bytes of gradients that are worth a launch.
@@ -127,8 +125,16 @@ def _raw_stream(device: torch.device) -> int:
 class GradientRelease:
     """The handle of `release_gradients`: the hooks, and what has happened since the last `optimizer.step()`."""
 
+    handles: list[Any]
+
     def __init__(self, model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
-        _check(model, optimizer, batch_bytes)
+        check_release(model, optimizer, batch_bytes)
+        others = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
+        if any(isinstance(other, GradientRelease) and other.handles for other in others):
+            raise ValueError(
+                "release_gradients: this model's gradients are released already, for another optimizer, which would go "
+                "on stepping; call remove() of its handle"
+            )
         self.optimizer, self.batch_bytes = optimizer, batch_bytes
         self.batches: dict[torch.device, Batch] = {}  # backward runs in a thread of its own on every device
         self.streams: dict[torch.device, Optional[torch.cuda.Stream]] = {}  # that stepped last
@@ -141,7 +147,7 @@ class GradientRelease:
         self.names = {id(param): name for name, param in model.named_parameters()}
         self.parts = Parts(model)
         self.handles = [model.register_forward_pre_hook(self._before_forward)]
-        for index, number, param in _numbered(optimizer):
+        for index, number, param in numbered(optimizer):
             if param.requires_grad:
                 self.handles.append(param.register_post_accumulate_grad_hook(self._hook(number, index)))
         optimizer.release = self
@@ -165,7 +171,7 @@ class GradientRelease:
 
     def check_step(self, clip_grad_norm: Optional[float]) -> None:
         """Refuse what `optimizer.step` cannot do once gradients are released."""
-        _check_clipping(clip_grad_norm)
+        check_clipping(clip_grad_norm)
         if any(getattr(self.optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
             raise ValueError(
                 "GradScaler cannot work with release_gradients: it decides from all gradients whether to step, and "
@@ -174,7 +180,7 @@ class GradientRelease:
             )
         if not self.has_asked_trainer:
             self.has_asked_trainer = True
-            if option := _trainers_clipping():
+            if option := trainers_clipping():
                 warnings.warn(
                     f"release_gradients: {option} clips nothing: each gradient has been applied and freed in backward; "
                     "set it to 0, or call handle.remove()",
@@ -317,81 +323,3 @@ class GradientRelease:
                 self.sums.append(squares)
             step_group.step(group, factor, skip)
             self.optimizer.keep_if_captured([step_group])
-
-
-def _numbered(optimizer: AdamW) -> list[tuple[int, int, Tensor]]:
-    """(index through all groups, number of the group, parameter)."""
-    of_groups = [(number, param) for number, group in enumerate(optimizer.param_groups) for param in group["params"]]
-    return [(index, number, param) for index, (number, param) in enumerate(of_groups)]
-
-
-def _trainers_clipping() -> str:
-    """The option, and its value, by which the Trainer that calls clips the gradients of all parameters, or nothing.
-
-    Of Hugging Face's and Lightning's: what they call to clip finds no gradients, which it cannot tell.
-    """
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        path = _CLIPPING.get(frame.f_globals.get("__name__", ""), "")
-        if path and (value := functools.reduce(_attribute, path.split("."), frame.f_locals)):
-            return f"the Trainer's {path.split('.')[-1]}={value}"
-        frame = frame.f_back
-    return ""
-
-
-# Where a frame of these modules has it.
-_CLIPPING = {
-    "transformers.trainer": "self.args.max_grad_norm",
-    "lightning.pytorch.trainer.trainer": "self.gradient_clip_val",
-    "pytorch_lightning.trainer.trainer": "self.gradient_clip_val",
-}
-
-
-def _attribute(of: Any, name: str) -> Any:
-    return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
-
-
-def _check_clipping(clip_grad_norm: Optional[float]) -> None:
-    if clip_grad_norm is not None:
-        raise ValueError(
-            f"clip_grad_norm={clip_grad_norm!r} cannot work with release_gradients: clipping by the global norm needs "
-            "all gradients at once, and each is applied and freed in backward; leave it out, or call handle.remove()"
-        )
-
-
-def _check(model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
-    """ValueError for what can be told before the first backward pass."""
-    if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 1:
-        raise ValueError(
-            f"release_gradients: batch_bytes {batch_bytes!r} must be a number of bytes, for example {32 * 2**20}"
-        )
-    if not isinstance(optimizer, AdamW):
-        raise ValueError(f"release_gradients steps an overcoat.AdamW, got {type(optimizer).__name__}")
-    if optimizer.release is not None:
-        raise ValueError("release_gradients: this optimizer's gradients are released already; remove() the old handle")
-    _check_clipping(optimizer.clip_grad_norm)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "release_gradients: DistributedDataParallel averages gradients only after each would have been applied; "
-            "use torch.distributed.fsdp.fully_shard"
-        )
-    for hook in model._forward_pre_hooks.values():
-        other = getattr(hook, "__self__", None)
-        if isinstance(other, GradientRelease) and other.handles:
-            raise ValueError(
-                "release_gradients: this model's gradients are released already, for another optimizer, which would go "
-                "on stepping; call remove() of its handle"
-            )
-    check_sharding(model.parameters())
-    owned = {id(param) for param in model.parameters()}
-    for index, _, param in _numbered(optimizer):
-        if id(param) not in owned:
-            raise ValueError(
-                f"release_gradients: parameter {index} of the optimizer, of shape {tuple(param.shape)}, is not in the "
-                "model; pass the model that holds all of them"
-            )
-        if param.grad is not None:
-            raise ValueError(
-                "release_gradients: there are gradients already, to which the next would be added; call "
-                "optimizer.step() or zero_grad() first"
-            )
