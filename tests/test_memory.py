@@ -143,13 +143,6 @@ def test_an_mlp_without_gate_keeps_its_one_projection():
     assert units(record(case, Recipe.leanest())[0]) == pytest.approx(0.5 * (1 + 1 / 64), abs=5 * 4 / UNIT)
 
 
-def test_grouped_queries_keep_less(large_case):
-    grouped = block_case(2, TOKENS // 2, HIDDEN, intermediate=INTERMEDIATE, num_q=8, num_kv=2)
-    saved = units(record(large_case, Recipe())[0]) - units(record(grouped, Recipe())[0])
-    center = 0.75 * HIDDEN * 4 / UNIT  # of v, FP32, one for each column
-    assert saved == pytest.approx(0.75 * (0.75 + 0.5 + 1 / 64) + center)
-
-
 def test_shared_tensors_are_counted_once_for_all_blocks(large_case):
     one, _ = record(large_case, Recipe())
     three, _ = record(large_case, Recipe(), blocks=3)

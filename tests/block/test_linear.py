@@ -11,11 +11,11 @@ import torch
 
 from overcoat import Recipe
 from overcoat.block import linear as products
-from overcoat.block.linear import dgrad, product, product_backward, quantize_gradient, stack_biases, wgrad
+from overcoat.block.linear import dgrad, product, product_backward, quantize_gradient, wgrad
 from overcoat.block.spec import Linear
-from overcoat.formats import E4M3, E5M2, Quantized
+from overcoat.formats import E4M3, Quantized
 from overcoat.kernels.blockwise import block_quantize_t
-from overcoat.kernels.quantize import amax, quantize, quantize_both
+from overcoat.kernels.quantize import quantize_both
 from tests.emulation import rounded
 from tests.kernels.samples import normal
 
@@ -45,22 +45,6 @@ def linear(weights, biases=None):
 # ---- forward ------------------------------------------------------------------------------------------------------
 
 
-def test_stack_biases():
-    weights = [normal(n, 4, dtype=torch.bfloat16) for n in (2, 3)]
-    bias = normal(3, dtype=torch.bfloat16)
-    assert stack_biases(linear(weights)) is None
-    assert stack_biases(linear(weights[1:], [bias])) is bias
-    assert stack_biases(linear(weights, [None, bias])).tolist() == [0.0, 0.0, *bias.tolist()]
-
-
-def test_a_stacked_bias_has_the_weights_own_dtype():
-    weights = [integers(rows, 4, dtype=torch.float32) for rows in (2, 1)]
-    stacked = stack_biases(linear(weights, [torch.ones(2), None]))
-    assert (stacked.dtype, stacked.tolist()) == (torch.float32, [1.0, 1.0, 0.0])
-    with pytest.raises(ValueError, match="zip"):
-        stack_biases(linear(weights, [torch.ones(2), None, None]))
-
-
 @tokens_
 def test_product_of_stacked_weights_with_bias_and_residual(tokens):
     x, weights, _, x8, _ = layer(tokens, torch.float32)
@@ -72,37 +56,7 @@ def test_product_of_stacked_weights_with_bias_and_residual(tokens):
     assert torch.equal(plain, (x @ torch.cat(weights).t()).bfloat16())
 
 
-def test_the_maximum_of_the_weights_is_found_and_handed_on():
-    _, weights, _, x8, _ = layer(3)
-    weights[1][5, 7] = -8.0
-    y, w_amax = product(*x8, linear(weights), torch.float32)
-    assert w_amax == 8
-    # 8 / 448 is no power of two: FP8's own rounding is there.
-    expected = x8.data.double() @ rounded(torch.cat(weights).float(), E4M3).t()
-    torch.testing.assert_close(y.double(), expected, rtol=0, atol=K * 2.0**-24 * K * 4 * 8)
-
-
 # ---- the output gradient ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@tokens_
-def test_a_gradient_in_both_layouts(tokens, fmt):
-    dy = integers(tokens, 24)
-    found = quantize_gradient(dy, linear([dy]), Recipe(grad_format=fmt), TOP[fmt])
-    assert found.data.dtype == found.transposed.dtype == {"e4m3": E4M3, "e5m2": E5M2}[fmt].dtype
-    assert found.scale == 1
-    assert torch.equal(found.data.float(), dy.float())
-    assert found.transposed.shape == (24, -(-tokens // 16) * 16)
-    assert torch.equal(found.transposed[:, :tokens].t().float(), dy.float())
-    assert found.transposed[:, tokens:].float().count_nonzero() == 0
-    assert (found.sums, found.scale_t, found.dtype) == (None, None, torch.bfloat16)
-
-
-def test_the_maximum_of_a_gradient_is_found_unless_known():
-    dy = integers(7, 24)
-    assert quantize_gradient(dy, linear([dy]), Recipe()).scale == quantize(dy, amax(dy), "e5m2")[1]
-    assert quantize_gradient(dy, linear([dy]), Recipe(), 2 * amax(dy)).scale == quantize(dy, 2 * amax(dy), "e5m2")[1]
 
 
 def test_sums_are_of_the_gradient_itself_in_fp32():
@@ -112,15 +66,6 @@ def test_sums_are_of_the_gradient_itself_in_fp32():
     found = quantize_gradient(dy, linear([dy, dy], [None, torch.zeros(4)]), Recipe())
     assert found.sums.dtype == torch.float32
     assert found.sums.tolist() == [513.0, 1539.0, *[513.0] * 14]
-
-
-def test_a_gradient_with_block_scales_has_two():
-    dy = integers(300, 40)
-    dy[:, 3] = 0.0
-    found = quantize_gradient(dy.t().contiguous().t(), linear([dy]), Recipe(linear_scaling="block"))
-    assert found.scale.shape == (1, 300)
-    assert found.scale_t.shape == (3, 40)
-    assert (found.scale_t[:, 3] == 1).all()  # a column of zeros has blocks of its own
 
 
 # ---- backward -----------------------------------------------------------------------------------------------------
@@ -149,17 +94,6 @@ def test_frozen_weights_have_no_gradient_but_pass_it_on():
     assert dweights == (None, None, None)
     assert torch.equal(dx, (dy.float() @ torch.cat(weights).float()).bfloat16())
     assert torch.equal(dbiases[1], dy.split(ROWS, 1)[1].float().sum(0))
-
-
-def test_a_gradient_quantized_before_is_used_as_it_is():
-    _, weights, dy, _, x_t = layer(7)
-    biases = [torch.zeros(rows) for rows in ROWS]
-    made = quantize_gradient(dy, linear(weights, biases), Recipe(), TOP["e5m2"])
-    found = product_backward(made, x_t, linear(weights, biases), TOP["e4m3"], Recipe(grad_format="e4m3"))
-    expected = product_backward(dy, x_t, linear(weights, biases), TOP["e4m3"], Recipe(), TOP["e5m2"])
-    assert torch.equal(found.dx, expected.dx)
-    for ours, theirs in zip((*found.dweights, *found.dbiases), (*expected.dweights, *expected.dbiases)):
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("tokens", [1, 150])

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, HeliumConfig, HeliumForCausalLM, 
 import overcoat
 from overcoat import Recipe
 from overcoat.models.family import decoder_layers, families, family_of
-from overcoat.models.masks import check_mask
 from overcoat.models.refusals import ACTIVATIONS, why_replaced
 from tests.models.zoo import KINDS, VOCAB, every_kind, make_batch, make_encoder, make_model
 
@@ -180,25 +179,6 @@ def test_the_form_of_gelu_is_that_of_the_config(activation: str) -> None:
     assert gradients(model).keys() == dict(model.named_parameters()).keys()
 
 
-def test_starcoder2_without_biases() -> None:
-    model = make_model("starcoder2", layers=2, use_bias=False)
-    exact = copy.deepcopy(model)(**make_batch()).loss
-    overcoat.convert(model)
-    loss = model(**make_batch()).loss
-    assert abs(loss.item() - exact.item()) < 0.05
-    loss.backward()
-    assert gradients(model).keys() == dict(model.named_parameters()).keys()
-
-
-def test_a_replaced_layer_norm_is_left_to_the_original() -> None:
-    model = make_model("starcoder2", layers=2)
-    overcoat.convert(model)
-    model.model.layers[1].input_layernorm = nn.Sequential(model.model.layers[1].input_layernorm)
-    assert "input_layernorm is a Sequential" in reason_of(model.model.layers[1])
-    model.model.layers[0].mlp.c_proj.register_forward_hook(lambda module, args, output: output)
-    assert "mlp.c_proj has hooks" in reason_of(model.model.layers[0])
-
-
 class _Wrapped(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -282,16 +262,6 @@ def test_a_filter_that_leaves_all_alone_is_no_reason_to_warn(
 ) -> None:
     overcoat.convert(model, filter_fn=lambda module, name: False, strict=True)
     assert not recwarn
-
-
-def test_a_hook_or_adapter_added_later_falls_back_with_a_warning(model: nn.Module) -> None:
-    original = copy.deepcopy(model)
-    overcoat.convert(model)
-    for layer in model.model.layers:
-        layer.mlp.down_proj.register_forward_hook(lambda module, args, output: output)
-    with pytest.warns(UserWarning, match="mlp.down_proj has hooks"):
-        loss = model(**make_batch(), output_logits=True).loss
-    assert torch.equal(loss, original(**make_batch()).loss)
 
 
 @pytest.mark.parametrize(
@@ -461,21 +431,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(model: nn.Module, reent
         assert torch.equal(grad, expected[name]), name
 
 
-def test_gradient_accumulation_adds_up(model: nn.Module) -> None:
-    overcoat.convert(model)
-    batches = [make_batch(seed=seed) for seed in (1, 2)]
-    singles = []
-    for batch in batches:
-        model.zero_grad()
-        model(**batch).loss.backward()
-        singles.append({name: grad.clone() for name, grad in gradients(model).items()})
-    model.zero_grad()
-    for batch in batches:
-        model(**batch).loss.backward()
-    for name, grad in gradients(model).items():
-        assert torch.equal(grad, singles[0][name] + singles[1][name]), name
-
-
 @pytest.mark.parametrize(
     ("kind", "part"),
     [
@@ -536,20 +491,6 @@ def test_fp32_and_eager_attention_masks() -> None:
     exact = copy.deepcopy(model)(**inputs).loss
     overcoat.convert(model)
     assert abs(model(**inputs).loss.item() - exact.item()) < 0.05
-
-
-def test_masks_of_other_attention_code_are_refused() -> None:
-    with pytest.raises(ValueError, match="attn_implementation"):
-        check_mask(torch.ones(2, 61), 61)
-    with pytest.raises(ValueError, match="dict"):
-        check_mask({}, 61)
-
-
-def test_unknown_recipe_values_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"kept_format = 'int4'.*sqrt8"):
-        Recipe(kept_format="int4")
-    with pytest.raises(ValueError, match=r"unknown recipe 'fast'.*leanest"):
-        Recipe.from_name("fast")
 
 
 @pytest.mark.gpu
