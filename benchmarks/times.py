@@ -62,12 +62,14 @@ def measured() -> Iterator[tuple[str, Any, float, bool, tuple[Any, ...]]]:
     """Of each run of ours: its name, model, seconds, whether it is CUDA graphs, and what `Predictor.times` is told."""
     for row in (*rows("model"), *(row for row in rows("printed") if row["benchmark"] == "model")):
         model, frozen = row["model"].split(",")[0], row.get("tower") == "frozen"
-        if "tokens_per_second" not in row or not row["name"].startswith("overcoat"):
+        gpus = row.get("gpus", 0)  # 1: FSDP2 over one GPU, which the estimate takes for none
+        if "tokens_per_second" not in row or not row["name"].startswith("overcoat") or gpus == 1:
             continue
         setup, graphs = setup_of(row["name"], frozen), trainer_of(row["name"]).engine.graphs
         name = f"{row['commit'][:7]} {model} {row['batch']} x {row['sequence']}, {row['name']}{', frozen' * frozen}"
         seconds = row["batch"] * row["sequence"] / row["tokens_per_second"]
-        yield name, MODELS[model], seconds, graphs, (row["batch"], row["sequence"], setup)
+        name += f", {gpus} GPUs" * bool(gpus)
+        yield name, MODELS[model], seconds, graphs, (row["batch"], row["sequence"], setup, Cluster(gpus or 1))
     for row in rows("sharded"):
         if row.get("case") in SHARDED:
             model, recipe = SHARDED[row["case"]]
