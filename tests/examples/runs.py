@@ -125,7 +125,7 @@ def _process(rank: int, names: tuple[str, ...], folder: str, port: int) -> None:
     dist.init_process_group = lambda *_, **__: None  # type: ignore[assignment]  # one for all scripts
     dist.destroy_process_group = dist.barrier  # type: ignore[assignment]  # tests/processes.py says why
     for name in names:
-        with _sharding_on_cpus() if name == "accelerate_fsdp2" else contextlib.nullcontext():
+        with sharding_on_cpus() if name == "accelerate_fsdp2" else contextlib.nullcontext():
             run = run_here(name)
         run.script = {"class": type(run.script["model"]).__name__}
         run._model = run._report = None
@@ -135,7 +135,7 @@ def _process(rank: int, names: tuple[str, ...], folder: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def _sharding_on_cpus() -> Iterator[None]:
+def sharding_on_cpus() -> Iterator[None]:
     """Accelerate shards on GPUs alone: where it decides so, it is to take these CPUs for some."""
     from accelerate import PartialState
     from accelerate.state import AcceleratorState

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 import overcoat
 from overcoat import Recipe
 from overcoat.models import sharded_weight
+from tests.examples.runs import sharding_on_cpus
 from tests.models.zoo import make_batch, make_model
 from tests.processes import on_two, repeatable, two_of
 
@@ -364,6 +366,41 @@ def _compiled(rank: int) -> None:
 
 def test_compiled_layers() -> None:
     on_two(_compiled, "cpu")
+
+
+def _accelerated(rank: int) -> None:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    found = []
+    for fp8 in (False, True):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        model = make_model("llama", layers=2)
+        overcoat.convert(model)
+        model, optimizer = accelerator.prepare(model, overcoat.AdamW(model.parameters(), lr=1e-2))
+        if fp8:
+            assert len(overcoat.fp8_all_gather(model).fp8) == 14
+        losses = []
+        for step in range(3):
+            loss = model(**make_batch(seed=2 * step + rank, batch=1, length=13)).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        found.append(losses + [p.full_tensor() for p in model.parameters()])
+        accelerator.free_memory()
+    assert_equal(*found)
+
+
+def _accelerated_here(rank: int) -> None:
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    os.environ |= {**place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+    with sharding_on_cpus():
+        _accelerated(rank)
+
+
+def test_accelerates_fsdp2() -> None:
+    on_two(_accelerated_here, "cpu")
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------
