@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 # Keys that do not decide what is computed: they may differ on resuming.
 FREE_KEYS = (
-    "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.fp8_every", "train.on_oom",
-    "train.memory_limit_gib", "recipe.offload_blocks", "optimizer.offload", "data.cache_dir", "checkpoint.",
-    "eval.every", "eval.tasks", "memory.", "sample.", "compare.", "parallel.shard", "parallel.nodes",
+    "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.loggers", "train.fp8_every",
+    "train.on_oom", "train.memory_limit_gib", "recipe.offload_blocks", "optimizer.offload", "data.cache_dir",
+    "checkpoint.", "eval.every", "eval.tasks", "memory.", "sample.", "compare.", "parallel.shard", "parallel.nodes",
 )  # fmt: skip
 MOST_TOKENS = 2**30  # in one optimizer step: its rows are made on the host at once, 8 bytes a token
 
@@ -218,6 +218,7 @@ class TrainConfig:
     log_every: int = option(10, "steps between two reads of the loss from the device", at_least=1)
     fp8_every: int = option(0, "steps between samples of how FP8 operands use their range; 0: none", at_least=0)
     tensorboard: bool = option(True, "also write TensorBoard events")
+    loggers: list[Literal["tensorboard", "wandb", "mlflow"]] = option([], "where figures go besides (docs: report)")
 
     def __post_init__(self) -> None:
         rows, is_auto = self.global_batch_size, self.batch_size == "auto"

@@ -32,10 +32,11 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from overcoat.extras import load_extra
+from overcoat.extras import reason
 from overcoat.models.ranges import Ranges
 from overcoat.train import process
 from overcoat.train.config import Config
+from overcoat.train.loggers import open_loggers, scalars
 
 Row = dict[str, Any]
 METRICS = "metrics.jsonl"
@@ -78,10 +79,8 @@ class RunLog:
         self._console, self._title, self._device, self._num_steps = console, title, device, config.train.steps
         path = run_dir / METRICS if process.is_first() else Path(os.devnull)
         self._file = path.open("a+", encoding="ascii")
-        self._writer = None
-        if config.train.tensorboard and process.is_first():
-            board = load_extra("torch.utils.tensorboard", "hf", "train.tensorboard = true")
-            self._writer = board.SummaryWriter(run_dir / "tensorboard", purge_step=first_step)
+        self._loggers = open_loggers(config, title, first_step) if process.is_first() else {}
+        self._last_step = first_step
         if (size := self._file.seek(0, 2)) > 0:
             self._file.seek(size - 1)
             if self._file.read(1) != "\n":  # cut off within a line
@@ -102,11 +101,14 @@ class RunLog:
     def write(self, *rows: Row) -> None:
         self._file.write("".join(json.dumps(row) + "\n" for row in rows))
         self._file.flush()
-        if self._writer is not None:
-            for row in rows:
-                for key, value in row.items():
-                    if key not in ("kind", "step", "ranges") and value is not None:
-                        self._writer.add_scalar(f"{row['kind']}/{key}", value, row["step"])
+        for name, logger in list(self._loggers.items()):
+            try:
+                for row in rows:
+                    if figures := scalars(row):
+                        logger.write(figures, row["step"])
+            except Exception as error:  # of any kind: a server is away, and the training goes on
+                del self._loggers[name]
+                self.say(f"{name} gets no more figures of this run ({reason(error)}); {METRICS} has all of them")
 
     def say(self, text: str) -> None:
         self._console.print(text, **PLAIN)
@@ -143,6 +145,7 @@ class RunLog:
     def _show(self, row: Row) -> None:
         peak = decimal(row["peak_bytes"], precision=2)
         status = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s  peak {peak}"
+        self._last_step = row["step"]
         self._bar.update(self._task, completed=row["step"], status=status)
         if not self._console.is_terminal:
             self.say(f"{self._title}  step {row['step']}/{self._num_steps}  {status}")
@@ -154,8 +157,8 @@ class RunLog:
     def close(self) -> None:
         self._bar.stop()
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        for logger in self._loggers.values():
+            logger.close(self._last_step == self._num_steps)
 
 
 def check_finite(rows: list[Row], skipped: int = 0) -> int:

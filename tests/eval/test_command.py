@@ -148,8 +148,7 @@ def test_what_generates_uses_a_cache_and_the_table_says_so(tmp_path: Path, folde
     how = "output_type: generate_until\ngeneration_kwargs:\n  until: ['.']\n  max_gen_toks: 3"
     task = write_task(tmp_path, "tiny_write", [{"question": "the cat", "label": "sat"}], how, "exact_match")
     words = ["eval", folder, folder, "--tasks", task, "--recipe", "default", "--device", "cpu"]
-    with pytest.warns(UserWarning, match="use_cache=True"):
-        assert cli.main(list(map(str, words))) == 0
+    assert cli.main(list(map(str, words))) == 0
     table = capsys.readouterr().out
     assert table.count("exact match") == 1
     assert "key/value cache" in table

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from overcoat.train import metrics
+from overcoat.train import loggers, metrics
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 from overcoat.train.metrics import HostWatch, RunLog, StepRecord, check_finite, peak_bytes, read_metrics
@@ -104,7 +104,7 @@ def test_tensorboard_gets_the_numbers_and_no_skipped_norm(
         opened.append((folder, purge_step))
         return SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar), close=lambda: None)
 
-    monkeypatch.setattr(metrics, "load_extra", lambda *_: SimpleNamespace(SummaryWriter=writer))
+    monkeypatch.setattr(loggers, "load_extra", lambda *_: SimpleNamespace(SummaryWriter=writer))
     log = open_log(6, "train.tensorboard=true")
     log.write({**row(7), "gradient_norm": None}, {"kind": "eval", "step": 7, "loss": 2.0})
     log.close()

@@ -1,0 +1,141 @@
+"""Where a run's figures go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, by `train.loggers`.
+
+Each is its own library, which reads its own environment: WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI and so on. What
+a run is called there is kept in RUN_DIR/loggers.json, so a resumed run goes on in the same place.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from overcoat.extras import load_extra
+from overcoat.train.config import Config
+
+PROJECT = "overcoat"
+KNOWN = "loggers.json"
+
+
+class Logger(Protocol):
+    """Figures of one step under names such as "train/loss"; `close` is told whether the run has ended."""
+
+    def write(self, figures: dict[str, float], step: int) -> None: ...
+
+    def close(self, is_done: bool) -> None: ...
+
+
+class TensorBoard:
+    """Events in RUN_DIR/tensorboard."""
+
+    def __init__(self, config: Config, title: str, first_step: int) -> None:
+        board = load_extra("torch.utils.tensorboard", "hf", "train.tensorboard = true")
+        self.writer = board.SummaryWriter(Path(config.train.run_dir) / "tensorboard", purge_step=first_step)
+
+    def write(self, figures: dict[str, float], step: int) -> None:
+        for name, value in figures.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self, is_done: bool) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, whose figures have the training's step as their x."""
+
+    def __init__(self, config: Config, title: str, first_step: int) -> None:
+        wandb = load_extra("wandb", "loggers", "train.loggers = wandb")
+        known = _known(config)
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=f"{Path(config.train.run_dir).name}: {title}",
+            dir=config.train.run_dir,
+            id=known.get("wandb"),
+            resume="allow" if "wandb" in known else None,
+            config=asdict(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self.run.define_metric("*", step_metric="step")
+        _remember(config, "wandb", self.run.id)
+
+    def write(self, figures: dict[str, float], step: int) -> None:
+        self.run.log({**figures, "step": step})
+
+    def close(self, is_done: bool) -> None:
+        self.run.finish(exit_code=0 if is_done else 1)
+
+
+class MLflow:
+    """A run of MLflow, in RUN_DIR/mlruns unless MLFLOW_TRACKING_URI says otherwise."""
+
+    def __init__(self, config: Config, title: str, first_step: int) -> None:
+        mlflow = load_extra("mlflow", "loggers", "train.loggers = mlflow")
+        place = os.environ.get("MLFLOW_TRACKING_URI")
+        if not place:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            place = (Path(config.train.run_dir) / "mlruns").resolve().as_uri()
+        self.metric = mlflow.entities.Metric
+        self.client, known = mlflow.MlflowClient(tracking_uri=place), _known(config)
+        self.run_id = known.get("mlflow", "")
+        if not self.run_id:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            found = self.client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else self.client.create_experiment(name)
+            run = self.client.create_run(experiment, run_name=f"{Path(config.train.run_dir).name}: {title}")
+            self.run_id = run.info.run_id
+            for section, values in asdict(config).items():
+                for key, value in values.items():
+                    self.client.log_param(self.run_id, f"{section}.{key}", str(value)[:500])
+            _remember(config, "mlflow", self.run_id)
+        self.client.update_run(self.run_id, status="RUNNING")
+
+    def write(self, figures: dict[str, float], step: int) -> None:
+        now = int(1000 * time.time())
+        self.client.log_batch(self.run_id, [self.metric(name, value, now, step) for name, value in figures.items()])
+
+    def close(self, is_done: bool) -> None:
+        self.client.set_terminated(self.run_id, "FINISHED" if is_done else "KILLED")
+
+
+LOGGERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+
+
+def open_loggers(config: Config, title: str, first_step: int) -> dict[str, Logger]:
+    """Those that the configuration names.
+
+    Raises:
+        ValueError: a library is not installed, or does not begin a run.
+    """
+    names = [*(["tensorboard"] if config.train.tensorboard else []), *config.train.loggers]
+    opened: dict[str, Logger] = {}
+    for name in dict.fromkeys(names):
+        try:
+            opened[name] = LOGGERS[name](config, title, first_step)
+        except (ValueError, OSError):
+            raise
+        except Exception as error:  # of any kind: from a server, a login, a library
+            raise ValueError(f"train.loggers: {name} does not begin: {' '.join(str(error).split())[:300]}") from error
+    return opened
+
+
+def scalars(row: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a row of metrics.jsonl, by names that say its kind."""
+    return {
+        f"{row['kind']}/{key}": value
+        for key, value in row.items()
+        if key not in ("kind", "step") and isinstance(value, (int, float)) and math.isfinite(value)
+    }
+
+
+def _known(config: Config) -> dict[str, str]:
+    path = Path(config.train.run_dir) / KNOWN
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _remember(config: Config, logger: str, run: str) -> None:
+    path = Path(config.train.run_dir) / KNOWN
+    path.write_text(json.dumps({**_known(config), logger: run}) + "\n")
