@@ -8,12 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NUMBER = re.compile(r"answer is (-?\d+)")
 
 
-def completions(model: Any, tokenizer: Any, prompts: Sequence[str], tokens: int, rows: int) -> list[str]:
-    """What the model writes after each prompt, greedily, at most `tokens` tokens; `rows` prompts at once."""
+def completions(
+    model: Any, tokenizer: Any, prompts: Sequence[str], tokens: int, rows: int, pixels: Tensor | None = None
+) -> list[str]:
+    """What the model writes after each prompt, greedily, at most `tokens` tokens; `rows` prompts at once.
+
+    pixels: (prompts, C, height, width), the image of each.
+    """
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))  # little padding
     found: dict[int, str] = {}
     stop = tokenizer.eos_token_id
@@ -24,9 +30,11 @@ def completions(model: Any, tokenizer: Any, prompts: Sequence[str], tokens: int,
         padded = torch.tensor([[stop] * (width - len(row)) + row for row in ids], device=model.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=model.device)
         with torch.no_grad():
+            seen = {} if pixels is None else {"pixel_values": pixels[places]}
             made = model.generate(
                 padded,
                 attention_mask=mask,
+                **seen,
                 max_new_tokens=tokens,
                 do_sample=False,
                 pad_token_id=stop,

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from overcoat.bench.rows import append_row
-from overcoat.paper import activations, memory, states, training
+from overcoat.paper import activations, memory, states, training, vision
 from overcoat.paper.result import Exhibit, plot, table
 
 CHECKPOINT = "a run with optimizer.moments=fp32: --checkpoint RUN_DIR"
@@ -28,6 +28,9 @@ EXHIBITS = {
     "table2": Exhibit("bytes a block keeps, by op", memory.table2, "dry runs, seconds"),
     "table3": Exhibit("pretraining OLMo-1B: losses and tasks", training.table3, "tiny, three arms", HOURS, gpu=True),
     "table4": Exhibit("fine-tuning on mathematics: exact match", training.table4, "tiny, three arms", HOURS, gpu=True),
+    "table5": Exhibit(
+        "a vision-language model, by kind of question", vision.table5, "tiny, three arms", HOURS, gpu=True
+    ),
     "table6": Exhibit("a block's time and kept bytes", memory.table6, "kept bytes, dry runs", "minutes", gpu=True),
     "table7": Exhibit(
         "memory and speed of whole models", memory.table7, "7B, dry run", "a minute of dry runs; speed on a GPU"
@@ -35,10 +38,15 @@ EXHIBITS = {
     "table8": Exhibit("errors of moments with dynamic exponents", states.table8, SECONDS, CHECKPOINT, checkpoint=True),
     "figure2": Exhibit("range of groups of moments and k", states.figure2, SECONDS, CHECKPOINT, checkpoint=True),
     "figure3": Exhibit("which FP8 codes occur (with figure 9)", states.figure3, SECONDS, CHECKPOINT, checkpoint=True),
+    "figure9": Exhibit("which FP8 codes occur, as figure 3", states.figure3, SECONDS, CHECKPOINT, checkpoint=True),
     "figure4a": Exhibit(
         "error of kept activations by granularity", activations.figure4a, SECONDS, CHECKPOINT, checkpoint=True
     ),
     "figure4b": Exhibit("time of a maximum, one and two stages", activations.figure4b, "", "seconds", gpu=True),
+    "figure5": Exhibit("loss curves of OLMo-1B (table3)", training.table3, "tiny, three arms", HOURS, gpu=True),
+    "figure6": Exhibit("loss curves of OLMo-7B", training.table3, "tiny, three arms", HOURS, gpu=True),
+    "figure7": Exhibit("loss curves of the VLM (table5)", vision.table5, "tiny, three arms", HOURS, gpu=True),
+    "figure8": Exhibit("loss curves of fine-tuning (table4)", training.table4, "tiny, three arms", HOURS, gpu=True),
 }
 
 

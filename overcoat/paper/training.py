@@ -43,6 +43,12 @@ OLMO_1B: dict[str, Any] = {
     "train": {"steps": 1000, "batch_size": 32},
     "eval": {"every": 100},
 }
+_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+OLMO_7B = {
+    **OLMO_1B,
+    "model": {"config": {"model_type": "olmo", **_7B, "vocab_size": 50304}},
+    "optimizer": {**OLMO_1B["optimizer"], "lr": 3e-4},
+}
 # Fine-tuning: arms and what they set. Adapters take a larger step than the weights themselves.
 TUNED = {BASELINE: ARMS[BASELINE], "default": [], "lora": ["lora.rank=16", "lora.merge=true", "optimizer.lr=2e-3"]}
 # Problems to train on, to ask, and the rest of the configuration.
@@ -82,11 +88,11 @@ def pretrained(options: Options, folder: Path, files: list[str]) -> list[Row]:
     elif options.config is not None:
         values = asdict(load_config(options.config))
     else:
-        values = OLMO_1B
+        values = OLMO_7B if options.exhibit == "figure6" else OLMO_1B
     values = {**values, "data": {**values["data"], "files": [*values["data"].get("files", []), *files]}}
     rows = []
     for seed in options.seeds:
-        for arm in _chosen(options, ARMS, (BASELINE, "default", "paper")):
+        for arm in chosen(options, ARMS, (BASELINE, "default", "paper")):
             settings = [*ARMS[arm], f"train.seed={seed}", f"data.cache_dir={folder / 'data'}", *options.set]
             run_dir = folder / f"{arm}-{seed}"
             row = train(values, settings, run_dir)
@@ -95,7 +101,7 @@ def pretrained(options: Options, folder: Path, files: list[str]) -> list[Row]:
     return rows
 
 
-def _chosen(options: Options, known: Mapping[str, Any], usual: Sequence[str] = ()) -> Sequence[str]:
+def chosen(options: Options, known: Mapping[str, Any], usual: Sequence[str] = ()) -> Sequence[str]:
     """The arms of --arms, else the usual ones, else all."""
     for arm in options.arms or ():
         if arm not in known:
@@ -130,7 +136,7 @@ def table3(options: Options) -> Result:
         for row in rows:
             row["peak GB"] = row["peak_bytes"] / 1e9
             if tasks is not None:
-                model, tokenizer = load_target(find_target(str(row["run_dir"])), _device())
+                model, tokenizer = load_target(find_target(str(row["run_dir"])), device())
                 for name in tasks.loaded:
                     for task, figures in tasks.evaluate(name, model, tokenizer, 8, None).items():
                         row |= {f"{task} {key}": value for key, value in figures.items()}
@@ -145,13 +151,13 @@ def table3(options: Options) -> Result:
     return Result("Table 3: pretraining", columns, rows, notes, curves_of(rows), STEPS_AND_LOSS)
 
 
-def _device() -> torch.device:
+def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def right_answers(run_dir: Path, asked: list[Problem], rows: int = 256) -> list[bool]:
     """Which problems the model of a run answers right."""
-    model, tokenizer = load_target(find_target(str(run_dir)), _device())
+    model, tokenizer = load_target(find_target(str(run_dir)), device())
     found = completions(model, tokenizer, [problem.prompt for problem in asked], 96, rows)
     return [number_of(text) == problem.answer for text, problem in zip(found, asked, strict=True)]
 
@@ -170,7 +176,7 @@ def table4(options: Options) -> Result:
             model = str(pretrained(one, folder, [str(easy)])[0]["run_dir"] / "export")
         data = str(write(folder / "train.jsonl", problems("train", many)))
         values = {**rest, "model": {"name": model}, "data": {**rest["data"], "files": [data]}}
-        for arm in _chosen(options, TUNED):
+        for arm in chosen(options, TUNED):
             run_dir = folder / f"math-{arm}"
             row = train(values, [*TUNED[arm], f"data.cache_dir={folder / 'math'}", *options.set], run_dir)
             right = right_answers(run_dir, asked)
@@ -181,8 +187,3 @@ def table4(options: Options) -> Result:
     columns = ("held_out_loss", "right %", "+- right %", "new numbers %", "new templates %", "tokens_per_second")
     notes = (f"{count} problems that no model was trained on, a fifth of them of templates neither; greedy answers.",)
     return Result("Table 4: fine-tuning on mathematics", columns, rows, notes, curves_of(rows), STEPS_AND_LOSS)
-
-
-def curves(options: Options) -> Result:
-    """Figures 5 to 8 show losses over training: of table3, and of table4 after it."""
-    return table3(options)._replace(title="Loss curves of pretraining")
