@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 LEFT_OUT = ("tests/bench", "tests/benchmarks", "tests/estimate", "tests/train")
 KERNELS = "tests/kernels"
 # Tests of kernels that are PyTorch's and cuBLAS' alone.
-THE_LIBRARYS = ("cublaslt", "test_product", "test_block_product", "test_attention")
+THE_LIBRARYS = ("test_product", "test_block_product", "test_attention")
 SLOW = {"memcheck": ("test_numerics",), "racecheck": ("test_numerics", "2_to_31", *THE_LIBRARYS)}
 NEEDS_THE_CACHE = ("graph", "captur", "memory", "freed", "taken_out", "let_go", "allocates")
 # Parts of kernel names, plain or mangled, of PyTorch and cuBLAS.

@@ -15,7 +15,7 @@ MODULES = {
 }
 # From the bottom up. "" is the package itself: what `import overcoat` gives.
 LAYERS = (
-    ("version", "recipe", "extras", "memory", "host", "weight_amax", "ops of the device"),
+    ("version", "recipe", "extras", "memory", "host", "ops of the device"),
     ("formats",),
     ("kernels",),
     ("block", "optim"),

@@ -13,8 +13,6 @@ from overcoat.bench.shapes import BlockShape, head_dim
 from overcoat.kernels import (
     activation,
     activation_backward,
-    activation_blockwise,
-    activation_decode,
     adamw_step,
     block_weights,
     blockwise,
@@ -28,7 +26,6 @@ from overcoat.kernels import (
     rms_norm,
     rope,
     rope_backward,
-    rope_blockwise,
     rope_quantize,
     stack,
 )
@@ -111,28 +108,24 @@ class Inputs:
 
 
 def quantize_cases(of: Inputs) -> Cases:
-    """Layouts, weights, groups. The sample that is the center leaves most rows out."""
+    """Layouts, weights, groups."""
     x, scale, weights = of.x(), of.scalar(0.01), of.weights()
     top = quantize.amax(x)
     codes, group_amax = groups.group_encode(x, CODE, G)
-    weight_top, predicted = stack.stack_amax(weights), [quantize.amax(weight) for weight in weights]
+    weight_top = stack.quantize_weights(weights)[2]
     yield KernelCase(quantize.amax, (x,))
     yield KernelCase(quantize.quantize, (x, top, "e4m3"))
     yield KernelCase(quantize.quantize_both, (x, top, "e5m2"))
     yield KernelCase(quantize.quantize_t, (x, scale, "e4m3"))
-    yield KernelCase(stack.stack_amax, (weights,))
+    yield KernelCase(stack.quantize_weights, (weights,))
     yield KernelCase(stack.stack_weights, (weights, weight_top, False))
     yield KernelCase(stack.stack_weights, (weights, weight_top, True), "^T")
     codes8 = [quantize.quantize(weight, weight_top, "e4m3")[0] for weight in weights]
     yield KernelCase(stack.stack_codes, (codes8, False))
     yield KernelCase(stack.stack_codes, (codes8, True), "^T")
-    yield KernelCase(stack.stack_weights_predicted, (weights, predicted))
-    left_out = x.nbytes - x[:: -(-of.tokens // groups.CENTER_ROWS)].nbytes
-    yield KernelCase(groups.token_center, (x,), untouched=left_out)
     yield KernelCase(groups.group_encode, (x, CODE, G))
-    yield KernelCase(groups.group_encode_amax, (x, CODE, G))
     yield KernelCase(groups.group_decode, (codes, group_amax, CODE, G, x.dtype))
-    yield KernelCase(groups.requantize_t, (codes, group_amax, of.normal(of.hidden), None, scale, CODE, G))
+    yield KernelCase(blockwise.requantize_t, (codes, group_amax, of.normal(of.hidden), None, scale, CODE, G))
 
 
 def norm_cases(of: Inputs) -> Cases:
@@ -188,16 +181,15 @@ def activation_cases(of: Inputs) -> Cases:
         _, scale = activation.activation_quantize(z, top, function, gated)
         kept, first = (dh, codes, group_amax), (dh, group_amax, function, G)
         bound = activation_backward.activation_gradient_bound(*first)
-        backward, in_blocks = activation_backward.activation_backward, activation_blockwise.activation_block_backward
+        backward = activation_backward.activation_backward
         yield KernelCase(activation.activation_encode, encode, f" {name}")
         yield KernelCase(activation.activation_quantize, (z, top, function, gated), f" {name}")
-        yield KernelCase(activation_decode.activation_decode, (*kept[1:], *how, dh.dtype), f" {name}")
+        yield KernelCase(activation.activation_decode, (*kept[1:], *how, dh.dtype), f" {name}")
         yield KernelCase(activation_backward.activation_gradient_bound, first, f" {name}")
         yield KernelCase(backward, (*kept, scale, None, None, False, *how), f" {name}")
         yield KernelCase(backward, (*kept, scale, bound, "e5m2", has_bias, *how), f" to FP8 {name}")
         yield KernelCase(activation.activation_block_quantize, encode, f" {name}")
-        yield KernelCase(in_blocks, (*kept, None, False, *how), f" {name}")
-        yield KernelCase(in_blocks, (*kept, "e5m2", has_bias, *how), f" to FP8 {name}")
+        yield KernelCase(backward, (*kept, None, None, None, False, *how), f" blocks {name}")
 
 
 def blockwise_cases(of: Inputs) -> Cases:
@@ -213,15 +205,13 @@ def blockwise_cases(of: Inputs) -> Cases:
     yield KernelCase(block_weights.block_stack_weights, (weights, True), "^T")
     yield KernelCase(norm.norm_block_quantize, (x, None, *how))
     yield KernelCase(norm.norm_block_quantize, (x, of.x(), *how), " of a sum")
-    yield KernelCase(rope_blockwise.qk_rope_block_backward, (*of.gradients(), *of.tables(), "e5m2", of.heads))
 
 
 def loss_cases(of: Inputs) -> Cases:
-    """The loss on one chunk of logits, and a gradient's scaling."""
+    """The loss on one chunk of logits."""
     rows = loss.chunk_rows(of.tokens, of.vocabulary, torch.bfloat16.itemsize)
     labels = torch.randint(of.vocabulary, (rows,), device=of.device)
     yield KernelCase(loss.cross_entropy_, (of.normal(rows, of.vocabulary), labels, -100, 0.0, True))
-    yield KernelCase(loss.scale_, (of.normal(rows, of.vocabulary), of.scalar(-1.0)))
 
 
 def optimizer_cases(of: Inputs) -> Cases:

@@ -27,21 +27,17 @@ from overcoat.block.linear import (
     OutputSaved,
     linear_forward,
     product_backward,
-    quantize_gradient,
+    quantize_blocks_of,
     rebuild_input_t,
-    whole_blocks,
 )
 from overcoat.block.softmax import Heads, Rotary, attend, rotary_of, scale_q, sink_gradient
 from overcoat.block.spec import Branch, Linear, Scales, Tables
 from overcoat.kernels.attention import attention_backward as attention_backward_op
-from overcoat.kernels.attention_capped import attention_capped_backward
-from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.groups import token_center
 from overcoat.kernels.quantize import amax
 from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
 from overcoat.kernels.rope import MARGIN, qk_rope, qk_rope_decode12, qk_rope_encode12_
 from overcoat.kernels.rope_backward import qk_rope_backward
-from overcoat.kernels.rope_blockwise import qk_rope_block_backward
 from overcoat.kernels.rope_quantize import qk_rope_backward_amax, qk_rope_backward_quantize
 from overcoat.recipe import Recipe
 
@@ -149,9 +145,7 @@ def rotated_gradients(do: Tensor, decoded: Decoded, rotary: Rotary, heads: Heads
     """Gradients of the rotated q and k, and of v, from o's, do (T, num_q * D)."""
     rotated, o, lse, _ = decoded
     arguments = (do.contiguous(), rotated, o, lse, rotary.mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
-    if heads.softcap:
-        return attention_capped_backward(*arguments, heads.softcap, heads.causal)
-    gradients: tuple[Tensor, Tensor, Tensor] = attention_backward_op(*arguments, heads.causal)
+    gradients: tuple[Tensor, Tensor, Tensor] = attention_backward_op(*arguments, heads.causal, heads.softcap)
     if rotary.q_scale is not None:
         scale_q(gradients[0], rotary.q_scale)
     return gradients
@@ -187,19 +181,11 @@ def _full_norm_gradient(gradients: Any, inputs: Any, rotary: Rotary, heads: Head
 def qkv_gradient_quantized(
     gradients: tuple[Tensor, Tensor, Tensor], rotary: Rotary, heads: Heads, into: Linear, recipe: Recipe
 ) -> Gradient:
-    """Gradient of qkv straight in both FP8 layouts, with its sums if there are biases; without q/k norms.
-
-    With block scales by way of 16 bits where there are biases or a block would span two of q, k, v.
-    """
-    arguments, fmt, dtype = (*gradients, rotary.cos, rotary.sin), recipe.grad_format, gradients[0].dtype
-    if recipe.linear_scaling == "tensor":
-        top, sums = qk_rope_backward_amax(*arguments, heads.num_q, into.has_bias)
-        data, data_t, scale = qk_rope_backward_quantize(*arguments, top, fmt, heads.num_q)
-        return Gradient(data, data_t, scale, sums if into.has_bias else None, dtype)
-    if into.has_bias or BLOCK % heads.width or not whole_blocks(*(part.shape[1] for part in gradients)):
-        return quantize_gradient(qkv_gradient(gradients, None, rotary, heads)[0], into, recipe)
-    data, scale, data_t, scale_t = qk_rope_block_backward(*arguments, fmt, heads.num_q)
-    return Gradient(data, data_t, scale, None, dtype, scale_t)
+    """Gradient of qkv straight in both FP8 layouts, with its sums if there are biases; one scale, no q/k norms."""
+    arguments = (*gradients, rotary.cos, rotary.sin)
+    top, sums = qk_rope_backward_amax(*arguments, heads.num_q, into.has_bias)
+    data, data_t, scale = qk_rope_backward_quantize(*arguments, top, recipe.grad_format, heads.num_q)
+    return Gradient(data, data_t, scale, sums if into.has_bias else None, gradients[0].dtype)
 
 
 class Attention(NamedTuple):
@@ -225,20 +211,18 @@ class Attention(NamedTuple):
         saved.append(kept)
         return o, o_amax
 
-    def output(
-        self, inside: Any, branch: Branch, _residual: Optional[Tensor], recipe: Recipe, saved: list[Any], known: Scales
-    ) -> tuple[Tensor, bool]:
-        """The output layer's result; whether the residual is added."""
+    def output(self, inside: Any, branch: Branch, recipe: Recipe, saved: list[Any], known: Scales) -> Tensor:
+        """The output layer's result."""
         o, o_amax = inside
         y, kept = linear_forward(o, branch.out, o.dtype, recipe, o_amax, known.out)
         if branch.out.adapters:
             add_adapters_(y, branch.out, Input(o))
         saved.append(kept)
-        return y, False
+        return y
 
     def recompute(self, inside: Any, branch: Branch, recipe: Recipe, saved: list[Any], known: Scales) -> None:
         """What `output` keeps, without its result."""
-        self.output(inside, branch, None, recipe, saved, known)
+        self.output(inside, branch, recipe, saved, known)
 
     def backward(
         self,
@@ -252,7 +236,7 @@ class Attention(NamedTuple):
     ) -> tuple[Tensor | Gradient, Linear, tuple[Optional[Tensor], ...]]:
         """Gradients of q, k and v, of the output layer and of the q/k norm weights. Takes what it reads from `saved`.
 
-        They go straight into FP8, except where a norm of q and k or adapters read them too.
+        With one scale per tensor they go straight into FP8, except where a norm of q and k or adapters read them too.
         """
         scales, rotary = saved.pop(), rotary_of(tables, branch.inner, self.heads)
         kept = saved.pop()
@@ -270,12 +254,15 @@ class Attention(NamedTuple):
         del decoded
         dout = Linear(out.dweights, out.dbiases, adapters=adapters)
         del out
-        if rotary.q_weight is None and rotary.k_weight is None and clipped is None and len(branch.into.adapters) == 0:
+        is_plain = rotary.q_weight is None and rotary.k_weight is None and clipped is None
+        if is_plain and not branch.into.adapters and recipe.linear_scaling == "tensor":
             dz: Tensor | Gradient = qkv_gradient_quantized(gradients, rotary, self.heads, branch.into, recipe)
             return dz, dout, (None, None, dsinks, None)[: len(branch.inner)]
         dz, *dnorms = qkv_gradient(gradients, inputs, rotary, self.heads)
         if clipped is not None:
             dz = dz.masked_fill(_from_bits(clipped), 0.0)
+        del gradients, inputs
+        dz = quantize_blocks_of(dz, branch.into, recipe)
         return dz, dout, (*dnorms, dsinks, None)[: len(branch.inner)]
 
     def scales(self, saved: list[Any]) -> tuple[Optional[Tensor], Optional[Tensor]]:

@@ -21,16 +21,21 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from overcoat import weight_amax
 from overcoat.block.gathered import gathered_blocks, gathered_operand, is_gathered
 from overcoat.block.spec import Linear
 from overcoat.formats import Quantized
 from overcoat.kernels.block_weights import block_stack_weights
-from overcoat.kernels.blockwise import BLOCK, block_quantize, block_quantize_both, block_quantize_t, block_requantize_t
+from overcoat.kernels.blockwise import (
+    block_quantize,
+    block_quantize_both,
+    block_quantize_t,
+    block_requantize_t,
+    requantize_t,
+)
 from overcoat.kernels.gemm import block_gemm, gemm
-from overcoat.kernels.groups import group_encode_amax, requantize_t
+from overcoat.kernels.groups import group_encode
 from overcoat.kernels.quantize import amax, quantize, quantize_both, quantize_t
-from overcoat.kernels.stack import stack_amax, stack_weights, stack_weights_predicted, stack_weights_tracked
+from overcoat.kernels.stack import quantize_weights, stack_weights
 from overcoat.recipe import Recipe
 
 # Fast accumulation in a block's backward: wgrad 4 to 7% faster on a hot H200 (gemm.jsonl). FP8 leaves 17 to 27 dB, and
@@ -71,22 +76,12 @@ def stack_biases(linear: Linear) -> Optional[Tensor]:
 
 
 def operand(linear: Linear, transposed: bool, amax: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (N_i, K) as one E4M3 operand, (sum N, K) or (K, sum N); its 0-d scale; their 0-d maximum.
-
-    amax: the maximum if known; else it is taken from AdamW's pass, where that can be checked (weight_amax.py).
-    """
+    """Weights (N_i, K) as one E4M3 operand, (sum N, K) or (K, sum N); its 0-d scale; their 0-d maximum."""
     if is_gathered(linear):
         return gathered_operand(linear, transposed)
     weights = stack_weights_of(linear)
-    is_new = amax is None and not transposed
-    if is_new and torch.compiler.is_compiling():
-        return stack_weights_tracked(weights)
-    predicted = weight_amax.predict(linear.weights) if is_new else None
-    if predicted is not None:
-        return stack_weights_predicted(weights, predicted)
     if amax is None:
-        amax = stack_amax(weights)
-        weight_amax.observe(linear.weights, amax)
+        return quantize_weights(weights)
     return *stack_weights(weights, amax, transposed), amax
 
 
@@ -106,20 +101,14 @@ def block_product(x: Quantized, linear: Linear, dtype: torch.dtype) -> Tensor:
     return block_gemm(x.data, weight, x_scale, scale, True, stack_biases(linear), dtype)
 
 
-def whole_blocks(*columns: int) -> bool:
-    """Whether tensors of these widths, side by side, can be quantized one by one: no block spans two of them."""
-    return all(width % BLOCK == 0 for width in columns)
-
-
 def product(
     x8: Tensor,
     x_scale: Tensor,
     linear: Linear,
     dtype: torch.dtype,
     w_amax: Optional[Tensor] = None,
-    residual: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """y = x W^T + bias of the stacked weights, plus a residual (T, N) if given.
+    """y = x W^T + bias of the stacked weights.
 
     Also the weights' common maximum (found unless given), for the backward.
     """
@@ -127,7 +116,7 @@ def product(
     _watch("input", linear, x8, x_scale)
     _watch("weight", linear, w8, w_scale)
     x_scale = x_scale if linear.scale == 1.0 else x_scale * linear.scale
-    return gemm(x8, w8, x_scale, w_scale, stack_biases(linear), dtype, True, residual), w_amax
+    return gemm(x8, w8, x_scale, w_scale, stack_biases(linear), dtype, True), w_amax
 
 
 class LinearGrads(NamedTuple):
@@ -175,6 +164,13 @@ def quantize_gradient(
     if factor != 1.0:
         scale, scale_t = scale * factor, None if scale_t is None else scale_t * factor
     return Gradient(data, transposed, scale, sums, dy.dtype, scale_t)
+
+
+def quantize_blocks_of(dz: Tensor | Gradient, linear: Linear, recipe: Recipe) -> Tensor | Gradient:
+    """With block scales: quantized here, so that dz in 16 bits is gone before the products; but adapters read it."""
+    if isinstance(dz, Gradient) or recipe.linear_scaling != "block" or linear.adapters:
+        return dz
+    return quantize_gradient(dz, linear, recipe)
 
 
 def dgrad(d: Gradient, linear: Linear, w_amax: Optional[Tensor]) -> Tensor:
@@ -279,11 +275,11 @@ def stream_linear_forward(
     x: Tensor, into: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
 ) -> tuple[Tensor, InputSaved]:
     """x (T, H) times the stacked weights -> (T, sum N); w_amax: the weights' maximum if known."""
-    codes, group_amax, x_amax = group_encode_amax(x, recipe.kept_format, recipe.group_size)
+    codes, group_amax = group_encode(x, recipe.kept_format, recipe.group_size)
     if recipe.linear_scaling == "block":
         y = block_product(Quantized(*block_quantize(x, "e4m3")), into, x.dtype)
         return y, InputSaved(codes, group_amax, None, None)
-    x8, x_scale = quantize(x, x_amax, "e4m3")
+    x8, x_scale = quantize(x, amax(x), "e4m3")
     y, w_amax = product(x8, x_scale, into, x.dtype, w_amax)
     return y, InputSaved(codes, group_amax, x_scale, w_amax)
 

@@ -23,17 +23,20 @@ from overcoat.block.linear import (
     block_product,
     dgrad,
     product,
+    quantize_blocks_of,
     quantize_gradient,
     split_gradients,
     wgrad,
-    whole_blocks,
 )
 from overcoat.block.spec import Adapter, Branch, Linear, Scales, Tables
 from overcoat.formats import Quantized
-from overcoat.kernels.activation import activation_block_quantize, activation_encode, activation_quantize
+from overcoat.kernels.activation import (
+    activation_block_quantize,
+    activation_decode,
+    activation_encode,
+    activation_quantize,
+)
 from overcoat.kernels.activation_backward import activation_backward, activation_gradient_bound
-from overcoat.kernels.activation_blockwise import activation_block_backward
-from overcoat.kernels.activation_decode import activation_decode
 from overcoat.kernels.groups import group_encode
 from overcoat.recipe import Recipe
 
@@ -70,25 +73,22 @@ class Mlp(NamedTuple):
         """Nothing of its own: the activation is part of writing the output layer's operand."""
         return z
 
-    def output(
-        self, z: Tensor, branch: Branch, residual: Optional[Tensor], recipe: Recipe, saved: list[Any], _known: Scales
-    ) -> tuple[Tensor, bool]:
-        """h W^T + bias (T, N), the residual added if given; whether it is. z has its first projection's bias."""
-        out, dtype = branch.out, z.dtype if residual is None else residual.dtype
+    def output(self, z: Tensor, branch: Branch, recipe: Recipe, saved: list[Any], _known: Scales) -> Tensor:
+        """h W^T + bias (T, N); z has its first projection's bias."""
+        out = branch.out
         how = (self.activation, self.gated, recipe.kept_format, recipe.group_size)
         if recipe.linear_scaling == "block":
             h8, h_scale, codes, group_amax = activation_block_quantize(z, *how)
-            y = block_product(Quantized(h8, h_scale), out, dtype)
-            y, kept = y if residual is None else residual + y, MlpSaved(codes, group_amax, None, None)
+            y, kept = block_product(Quantized(h8, h_scale), out, z.dtype), MlpSaved(codes, group_amax, None, None)
         else:
             codes, group_amax, h_amax = activation_encode(z, *how)
             h8, h_scale = activation_quantize(z, h_amax, self.activation, self.gated)
-            y, w_amax = product(h8, h_scale, out, dtype, None, residual)
+            y, w_amax = product(h8, h_scale, out, z.dtype)
             kept = MlpSaved(codes, group_amax, h_scale, w_amax)
         if out.adapters:
-            add_adapters_(y, out, self._decoded(kept, recipe, dtype))
+            add_adapters_(y, out, self._decoded(kept, recipe, z.dtype))
         saved.append(kept)
-        return y, residual is not None
+        return y
 
     def recompute(self, z: Tensor, _branch: Branch, recipe: Recipe, saved: list[Any], known: Scales) -> None:
         """What `output` keeps, without its result: the product would be 5% of a block."""
@@ -122,28 +122,27 @@ class Mlp(NamedTuple):
         adapters: tuple[Adapter, ...] = ()
         if out.adapters:
             adapters = adapter_gradients(dy, g, out, stacked, self._decoded(kept, recipe, dy.dtype))
-        return dz, Linear(*split_gradients(dweight, d.sums, out), adapters=adapters), ()
+        del kept, h_t
+        return (
+            quantize_blocks_of(dz, branch.into, recipe),
+            Linear(*split_gradients(dweight, d.sums, out), adapters=adapters),
+            (),
+        )
 
     def _gradient(
         self, dh: Tensor, kept: MlpSaved, recipe: Recipe, into: Linear
     ) -> tuple[Tensor | Gradient, Quantized]:
         """Gradient of z, and h as transposed operand.
 
-        The former goes straight into both FP8 layouts and never exists in 16 bits, unless adapters read it too or a
-        block of it would span gate and up; with the gradient of a bias of the first projection (`Gradient.sums`).
+        With one scale per tensor the former goes straight into both FP8 layouts and never exists in 16 bits, unless
+        adapters read it too; with the gradient of a bias of the first projection (`Gradient.sums`).
         """
         codes, group_amax, scale, _ = kept
         fmt, how = recipe.grad_format, (self.activation, recipe.kept_format, recipe.group_size)
         in_fp8, has_bias = len(into.adapters) == 0, into.has_bias
         if scale is None:
-            if not in_fp8 or (self.gated and not whole_blocks(dh.shape[1])):
-                dz, h_t, h_scale = activation_block_backward(dh, codes, group_amax, None, False, *how)
-                return dz, Quantized(h_t, h_scale)
-            data, d_scale, data_t, d_scale_t, h_t, h_scale, sums = activation_block_backward(
-                dh, codes, group_amax, fmt, has_bias, *how
-            )
-            d = Gradient(data, data_t, d_scale, sums if has_bias else None, dh.dtype, d_scale_t)
-            return d, Quantized(h_t, h_scale)
+            dz, h_t, h_scale = activation_backward(dh, codes, group_amax, None, None, None, False, *how)
+            return dz, Quantized(h_t, h_scale)
         if not in_fp8:
             dz, h_t = activation_backward(dh, codes, group_amax, scale, None, None, False, *how)
             return dz, Quantized(h_t, scale)

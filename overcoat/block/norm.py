@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from overcoat.block.linear import Gradient, LinearGrads, block_product, product, product_backward
 from overcoat.block.spec import Linear, Norm
 from overcoat.formats import Quantized
-from overcoat.kernels.blockwise import block_requantize_t
-from overcoat.kernels.groups import group_encode, requantize_t
+from overcoat.kernels.blockwise import block_requantize_t, requantize_t
+from overcoat.kernels.groups import group_encode
 from overcoat.kernels.norm import add_norm_encode, norm_block_quantize, norm_stats
 from overcoat.kernels.norm_backward import norm_backward
 from overcoat.kernels.norm_quantize import norm_quantize

@@ -74,22 +74,16 @@ def block_forward(
             branch.core.recompute(inside, branch, recipe, saved, scales)
             continue
         if y is not None:
-            x, y = x + y, None
-        apart = branch.post is not None and not branch.outer
-        y, is_added = branch.core.output(inside, branch, None if apart else x, recipe, saved, scales)
+            x, y = y.add_(x), None
+        y = branch.core.output(inside, branch, recipe, saved, scales)
         del inside
-        if branch.outer and branch.post is not None:
-            x = y if is_added else x + y
-            x, kept = norm_after_forward(x, torch.zeros_like(x), branch.post, recipe)
-            saved.append(kept)
-            y = None
-        elif branch.post is not None:
+        if branch.post is not None:
+            if branch.outer:
+                y, x = y.add_(x), torch.zeros_like(x)
             x, kept = norm_after_forward(y, x, branch.post, recipe)
             saved.append(kept)
             y = None
-        elif is_added:
-            x, y = y, None
-    return x if y is None else x + y, saved
+    return x if y is None else y.add_(x), saved
 
 
 def _enter(

@@ -11,7 +11,6 @@ from torch import Tensor
 from overcoat.block.order import padded
 from overcoat.block.spec import Tables
 from overcoat.kernels.attention import attention as attention_op
-from overcoat.kernels.attention_capped import attention_capped
 
 
 class Heads(NamedTuple):
@@ -79,10 +78,7 @@ def attend(rotated: Tensor, rotary: Rotary, heads: Heads, observed: bool = False
     if rotary.q_scale is not None:
         scale_q(rotated[:, : heads.num_q * heads.width], rotary.q_scale)
     shape = (rotary.mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
-    if heads.softcap:
-        o, lse = attention_capped(rotated, *shape, heads.softcap, heads.causal)
-    else:
-        o, lse = attention_op(rotated, *shape, heads.causal)
+    o, lse = attention_op(rotated, *shape, heads.causal, heads.softcap)
     if observed:
         _observe(lse)
     if rotary.sinks is None:

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from overcoat.estimate.times import Work
 from overcoat.kernels.attention import attention, attention_backward
-from overcoat.kernels.gemm import block_gemm
+from overcoat.kernels.gemm import block_gemm, gemm
 from overcoat.kernels.loss import linear_cross_entropy
 from overcoat.kernels.packed import ROWS_BETWEEN, is_starts
 
@@ -45,10 +45,10 @@ ALIGNMENT = 512
 EXPANDED: dict[Any, Callable[..., Any]] = {linear_cross_entropy: linear_cross_entropy.reference}
 
 _aten = torch.ops.aten
-# Products that PyTorch makes, with a cuBLAS handle of the thread that asks for them. `overcoat.kernels.gemm.gemm`, by
-# cuBLASLt's own interface, has none on Hopper.
+# Products that PyTorch makes, with a cuBLAS handle of the thread that asks for them.
 LIBRARY_PRODUCTS = {
     *(_aten.mm, _aten.addmm, _aten.addmm_, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.linear),
+    gemm.overloadpacket,
     block_gemm.overloadpacket,
 }
 _READ_VALUE = _aten._local_scalar_dense.default

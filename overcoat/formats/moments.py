@@ -106,12 +106,7 @@ MOMENT_CODES = {
 }
 
 # Names of pairs (code of m, code of v).
-MOMENTS = {
-    "8bit": ("sqrt8", "log8"),
-    "fp8": ("e4m3x", "e4m3x"),
-    "bf16": ("bf16", "bf16"),
-    "fp32": ("fp32", "fp32"),
-}
+MOMENTS = {"8bit": ("sqrt8", "log8"), "fp8": ("e4m3x", "e4m3x"), "bf16": ("bf16", "bf16"), "fp32": ("fp32", "fp32")}
 
 
 def resolve_moments(moments: str | tuple[str, str]) -> tuple[str, str]:

@@ -6,12 +6,14 @@
 f is an entry of activation_functions.py; here is one family of kernels for all of them, gated or not.
 
 One scale per tensor: one pass over z writes its 8-bit groups and finds max |h|, a second writes h in FP8. Block scales:
-one pass does both. h is not kept: the backward (activation_backward.py) rebuilds it from the codes. Bytes moved, with
-V = T * I * 2 and F = 2 if gated, else 1:
+one pass does both. h is not kept: the backward (activation_backward.py) rebuilds it from the codes, and
+`activation_decode` in 16 bits for adapters of an output layer. Bytes moved, with V = T * I * 2 and F = 2 if gated,
+else 1:
 
     activation_encode           F V read, F V / 2 of codes written
     activation_quantize         F V read, V / 2 written
     activation_block_quantize   F V read, F V / 2 + V / 2 written
+    activation_decode           F V / 2 read, V written
 
 Kernels equal their references bit for bit.
 
@@ -25,11 +27,11 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from overcoat.formats import E4M3, encode_groups, quantize_tensor
+from overcoat.formats import E4M3, Quantized, decode_groups, encode_groups, quantize_tensor
 from overcoat.kernels.activation_functions import ROUNDING, activation_of
 from overcoat.kernels.block_tiles import row_tile, store_rows
 from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, row_blocks
-from overcoat.kernels.codes import CODES, empty_codes, store_codes
+from overcoat.kernels.codes import CODES, decode, empty_codes, store_codes
 from overcoat.kernels.device import (
     EXACT,
     atomic_amax,
@@ -40,8 +42,9 @@ from overcoat.kernels.device import (
     scale_of,
     to_float8,
 )
+from overcoat.kernels.groups import GROUP_TILE
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, kernel
+from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.tiles import listed_groups
 
@@ -88,15 +91,9 @@ def _activation_encode_kernel(
     amax_ptr,  # (T, F, n) BF16
     top_ptr,  # 0-d int32: bits of max |h|
     groups,  # T * n
-    n,
-    I,  # noqa: E741
-    FUNCTION: tl.constexpr,
-    GATED: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    CODE: tl.constexpr,
-    NG: tl.constexpr,
-):
+    n, I, FUNCTION: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,  # noqa: E741
+    CODE: tl.constexpr, NG: tl.constexpr,
+):  # fmt: skip
     group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
     F: tl.constexpr = 2 if GATED else 1
     offsets, places = row.to(tl.int64)[:, None] * (F * I) + column, group + row * ((F - 1) * n)
@@ -147,12 +144,8 @@ def _activation_quantize_kernel(
     amax_ptr,  # 0-d FP32
     h_ptr,  # (T, I) E4M3
     scale_ptr,  # 0-d FP32
-    I,  # noqa: E741
-    INVERSE_MAX: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    I, INVERSE_MAX: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: E741
+):  # fmt: skip
     scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
     tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
     if GATED:
@@ -203,16 +196,9 @@ def _activation_block_kernel(
     scale_ptr,  # (ceil(I / 128), T) FP32
     codes_ptr,  # (T, F I) 8-bit
     amax_ptr,  # (T, F, n) BF16
-    T,
-    I,  # noqa: E741
-    n,
-    INVERSE_MAX: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    GATED: tl.constexpr,
-    G: tl.constexpr,
-    CODE: tl.constexpr,
-    BT: tl.constexpr,
-):
+    T, I, n, INVERSE_MAX: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr,  # noqa: E741
+    CODE: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
     NG: tl.constexpr = 128 // G
     F: tl.constexpr = 2 if GATED else 1
     t0, g0, t, g = tl.program_id(1) * BT, tl.program_id(0) * NG, tl.arange(0, BT), tl.arange(0, NG)
@@ -249,3 +235,63 @@ def _(z, activation, gated, code, group_size):
         activation_of(activation).device, gated, group_size, CODES[code], rows, num_warps=4, **EXACT,
     )  # fmt: skip
     return h, scale, codes, group_amax
+
+
+# ---- h again, from the codes -----------------------------------------------------------------------------------------
+
+
+def decoded(codes: Tensor, group_amax: Tensor, code: str, group_size: int) -> Tuple[Tensor, ...]:
+    """z (T, I), or gate and up, in FP32 from codes (T, F I) and maxima (T, F, n)."""
+    tokens, parts, _ = group_amax.shape
+    kept = Quantized(codes.reshape(tokens * parts, -1), group_amax.flatten(0, 1))
+    return decode_groups(kept, code, group_size).view(tokens, parts, -1).unbind(1)
+
+
+@op
+def activation_decode(
+    codes: Tensor, group_amax: Tensor, activation: str, code: str, group_size: int, dtype: torch.dtype
+) -> Tensor:
+    """h (T, I) of codes (T, F I) and BF16 maxima (T, F, n), rounded to `dtype`."""
+    gate, *up = decoded(codes, group_amax, code, group_size)
+    h, _ = activation_of(activation).reference(gate)
+    return (h * up[0] if up else h).to(dtype)
+
+
+@activation_decode.fake
+def _(codes, group_amax, activation, code, group_size, dtype):
+    return codes.new_empty((codes.shape[0], codes.shape[1] // group_amax.shape[1]), dtype=dtype)
+
+
+@kernel
+def _activation_decode_kernel(
+    codes_ptr,  # (T, F I) 8-bit
+    amax_ptr,  # (T, F, n) BF16
+    h_ptr,  # (T, I)
+    groups,  # T * n
+    n, I, FUNCTION: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,  # noqa: E741
+    CODE: tl.constexpr, NG: tl.constexpr,
+):  # fmt: skip
+    F: tl.constexpr = 2 if GATED else 1
+    group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
+    start = row.to(tl.int64)
+    codes_ptr += start[:, None] * (F * I) + column
+    amax_ptr += group + start * ((F - 1) * n)
+    gate = tl.load(codes_ptr, mask=inside, other=0.0)
+    h = FUNCTION(decode(gate, tl.load(amax_ptr, mask=known, other=0.0).to(tl.float32)[:, None], CODE))[0]
+    if GATED:
+        up = tl.load(codes_ptr + I, mask=inside, other=0.0)
+        h = h * decode(up, tl.load(amax_ptr + n, mask=known, other=0.0).to(tl.float32)[:, None], CODE)
+    tl.store(h_ptr + (start[:, None] * I + column), h.to(h_ptr.dtype.element_ty), mask=inside)
+
+
+@activation_decode.cuda
+def _(codes, group_amax, activation, code, group_size, dtype):
+    codes, group_amax = dense(codes, group_amax)
+    (tokens, parts, n), padded = group_amax.shape, power_of_2(group_size)
+    h = torch.empty((tokens, codes.shape[1] // parts), dtype=dtype, device=codes.device)
+    count = max(GROUP_TILE // 2 // padded, 1)
+    _activation_decode_kernel[(cdiv(tokens * n, count),)](
+        codes, group_amax, h, tokens * n, n, h.shape[1], activation_of(activation).device, parts == 2, group_size,
+        padded, CODES[code], count, num_warps=4, **EXACT,
+    )  # fmt: skip
+    return h

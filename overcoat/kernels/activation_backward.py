@@ -3,8 +3,10 @@
     dz = dh f'(z)                             h = f(z)
     dz = (dh up f'(gate), dh f(gate))         h = f(gate) up        gated
 
-dz goes straight into FP8 in both layouts, or stays in 16 bits. Here with one scale per tensor; with block scales:
-activation_blockwise.py. The scale is that of a bound, found before:
+With one scale per tensor dz goes straight into FP8 in both layouts, or stays in 16 bits, and h has the forward's scale.
+With block scales dz stays in 16 bits, and h has a scale for each 128 tokens of a column: a tile holds all of them.
+
+The scale of dz is that of a bound, found before:
 
     |dz| <= max |dh| * max |f'|
     |dz| <= max |dh| * max(max |up| max |f'|, max |f|)      gated
@@ -25,14 +27,16 @@ Legend: T tokens, I intermediate width, P = T padded to a multiple of 16, G grou
 
 from __future__ import annotations
 
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from overcoat.formats import E4M3, FLOAT8, Quantized, cast_float8, decode_groups, quantize_tensor, to_groups
+from overcoat.formats import E4M3, FLOAT8, cast_float8, quantize_tensor, to_groups
+from overcoat.kernels.activation import decoded
 from overcoat.kernels.activation_functions import ROUNDING, activation_of
-from overcoat.kernels.block_tiles import store_values
+from overcoat.kernels.block_tiles import Strip, quad_magnitude, store_scales, store_values, strip_columns, token_blocks
+from overcoat.kernels.blockwise import BLOCK, empty_rows_t, row_blocks_t
 from overcoat.kernels.codes import CODES, decode
 from overcoat.kernels.device import (
     EXACT,
@@ -50,26 +54,19 @@ from overcoat.kernels.launch import cdiv, dense, kernel, registers
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import padded_tokens, transpose_padded
-from overcoat.kernels.tiles import group_columns, listed_magnitude, store_quad_rows, store_quads, whole_groups
+from overcoat.kernels.tiles import group_columns, listed_groups, store_quad_rows, store_quads
 
 
 def gradient(
     dh: Tensor, codes: Tensor, group_amax: Tensor, activation: str, code: str, group_size: int
 ) -> Tuple[Tensor, Tensor]:
     """dz (T, F I) and h (T, I), both FP32, from the kept codes."""
-    tokens, parts, _ = group_amax.shape
-    kept = Quantized(codes.reshape(tokens * parts, -1), group_amax.flatten(0, 1))
-    gate, *up = decode_groups(kept, code, group_size).view(tokens, parts, -1).unbind(1)
+    gate, *up = decoded(codes, group_amax, code, group_size)
     value, slope = activation_of(activation).reference(gate)
     dh = dh.contiguous().float()
     if not up:
         return dh * slope, value
     return torch.cat((dh * up[0] * slope, dh * value), -1), value * up[0]
-
-
-def token_sums(dz: Tensor, has_bias: bool) -> Tensor:
-    """Gradient of a bias (F I,) FP32 from dz (T, F I) FP32; empty without a bias."""
-    return dz.sum(0) if has_bias else dz.new_empty(0)
 
 
 @triton.jit
@@ -159,27 +156,19 @@ def _activation_bound_kernel(
     amax_ptr,  # (T, F, n) BF16
     top_ptr,  # 0-d int32: bits of the bound
     groups,  # T * n
-    n,
-    I,  # noqa: E741
-    FUNCTION: tl.constexpr,
-    PEAK: tl.constexpr,
-    GATED: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    NG: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    n, I, FUNCTION: tl.constexpr, PEAK: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr,  # noqa: E741
+    GP: tl.constexpr, NG: tl.constexpr,
+):  # fmt: skip
     # From L2: what this multiprocessor's own cache holds is as old as its first program.
     seen = tl.load(top_ptr, cache_modifier=".cg")
-    group = tl.program_id(0) * NG + tl.arange(0, NG)
-    places = group
-    if GATED:
-        places = group + (group // n) * n  # among (T, 2, n)
-    gate = tl.load(amax_ptr + places, mask=group < groups, other=0.0).to(tl.float32)
+    group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
+    dh = tl.load(dh_ptr + (row.to(tl.int64)[:, None] * I + column), mask=inside, other=0.0)
+    places = group + row * n if GATED else group  # among (T, F, n)
+    gate = tl.load(amax_ptr + places, mask=known, other=0.0).to(tl.float32)
     up = gate
     if GATED:
-        up = tl.load(amax_ptr + n + places, mask=group < groups, other=0.0).to(tl.float32)
-    largest = listed_magnitude(dh_ptr, groups, n, I, G, GP, NG, WHOLE)
+        up = tl.load(amax_ptr + n + places, mask=known, other=0.0).to(tl.float32)
+    largest = max_magnitude(dh.to(tl.float32), 1)
     slope = FUNCTION(tl.minimum(gate, PEAK))[1]
     bound = largest * slope
     if GATED:
@@ -201,45 +190,40 @@ def _(dh, group_amax, activation, group_size):
     top, count = dh.new_zeros((), dtype=torch.int32), max(BOUND_TILE // gp, 1)
     _activation_bound_kernel[(cdiv(tokens * n, count),)](
         dh, group_amax, top, tokens * n, n, width, chosen.device, chosen.peak, parts == 2, group_size, gp, count,
-        whole_groups(dh, group_size), num_warps=1, **EXACT,
+        num_warps=1, **EXACT,
     )  # fmt: skip
     return top.view(torch.float32)
 
 
-# ---- one scale per tensor: the gradient ------------------------------------------------------------------------------
+# ---- the gradient ----------------------------------------------------------------------------------------------------
 
 
 @op
 def activation_backward(
-    dh: Tensor,
-    codes: Tensor,
-    group_amax: Tensor,
-    scale: Tensor,
-    amax: Optional[Tensor],
-    fmt: Optional[str],
-    has_bias: bool,
-    activation: str,
-    code: str,
-    group_size: int,
-) -> List[Tensor]:
+    dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Optional[Tensor], amax: Optional[Tensor], fmt: Optional[str],
+    has_bias: bool, activation: str, code: str, group_size: int,
+) -> List[Tensor]:  # fmt: skip
     """dz, in FP8 in both layouts or in 16 bits, and h.
 
     Args:
-        dh: (T, I), gradient of h; codes, group_amax: as kept; scale: that of h, from `activation_quantize`.
+        dh: (T, I), gradient of h; codes, group_amax: as kept.
+        scale: that of h, from `activation_quantize`; None: block scales, dz in 16 bits.
         fmt: "e4m3" or "e5m2", amax: max |dz| or more, and has_bias: whether z's projection has a bias; None, None and
             False for 16 bits.
 
     Returns:
-        In 16 bits: dz (T, F I) in dh's dtype; h as transposed E4M3 operand (I, P). In FP8: dz (T, F I); dz transposed
-        (F I, P); their 0-d FP32 scale; sum of dz over the tokens (F I,) FP32, before it is rounded, empty without a
-        bias; h.
+        In 16 bits: dz (T, F I) in dh's dtype; h as transposed E4M3 operand (I, P); with block scales h's scale
+        (ceil(T / 128), I). In FP8: dz (T, F I); dz transposed (F I, P); their 0-d FP32 scale; sum of dz over the tokens
+        (F I,) FP32, before it is rounded, empty without a bias; h.
     """
     dz, h = gradient(dh, codes, group_amax, activation, code, group_size)
+    if scale is None:
+        return [dz.to(dh.dtype), *row_blocks_t(h, E4M3)]
     h_t = transpose_padded(cast_float8(h * (1.0 / scale), E4M3))
     if fmt is None:
         return [dz.to(dh.dtype), h_t]
     data, d_scale = quantize_tensor(dz, FLOAT8[fmt], amax)
-    return [data, transpose_padded(data), d_scale, token_sums(dz, has_bias), h_t]
+    return [data, transpose_padded(data), d_scale, dz.sum(0) if has_bias else dz.new_empty(0), h_t]
 
 
 @kernel
@@ -247,36 +231,33 @@ def _activation_gradient_kernel(
     dh_ptr,  # (T, I)
     codes_ptr,  # (T, F I) 8-bit
     group_amax_ptr,  # (T, F, n) BF16
-    h_scale_ptr,  # 0-d FP32: scale of h
+    h_scale_ptr,  # 0-d FP32: scale of h; (ceil(T / 128), I) FP32, written, if BLOCKS
     amax_ptr,  # 0-d FP32: bound of |dz|, unless VALUES
     out_ptr,  # (T, F I): dz
     out_t_ptr,  # (F I, P / 4) int32: four FP8 each, unless VALUES
     scale_ptr,  # 0-d FP32: scale of dz, unless VALUES
     h_t_ptr,  # (I, P / 4) int32: four E4M3 each
     partial_ptr,  # (ceil(P / BT), F I) FP32: sums over a tile's tokens, if SUMS
-    T,
-    I,  # noqa: E741
-    P,
-    n,
-    INVERSE_MAX: tl.constexpr,
+    T, I, P, n,  # noqa: E741
+    INVERSE_MAX: tl.constexpr, H_INVERSE_MAX: tl.constexpr,
     VALUES: tl.constexpr,  # dz in 16 bits
-    SUMS: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    GATED: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    CODE: tl.constexpr,
-    NG: tl.constexpr,
-    BT: tl.constexpr,
-    PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    BLOCKS: tl.constexpr,  # block scales
+    SUMS: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    CODE: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     F: tl.constexpr = 2 if GATED else 1
-    t0, g0 = tl.program_id(0) * BT, tl.program_id(1) * NG
-    quad = tl.arange(0, BT // 4)
-    g, c, real = group_columns(g0, I, G, GP, NG, COLUMNS)
-    start = t0.to(tl.int64) * F * I + g0 * G
-    dh_ptr += t0.to(tl.int64) * I + g0 * G
+    # Strips are narrow: neighbours, which share lines of memory, follow each other.
+    block, tile = tl.program_id(1 if BLOCKS else 0), tl.program_id(0 if BLOCKS else 1)
+    t0, quad = block * BT, tl.arange(0, BT // 4)
+    if BLOCKS:
+        g0 = 0
+        c0, c, g, real = strip_columns(tile, I, G, GP, BC, COLUMNS)
+    else:
+        g0 = tile * (BC // GP)
+        g, c, real = group_columns(g0, I, G, GP, BC // GP, COLUMNS)
+        c0 = g0 * G
+    start = t0.to(tl.int64) * F * I + c0
+    dh_ptr += t0.to(tl.int64) * I + c0
     codes_ptr += start
     group_amax_ptr += t0.to(tl.int64) * F * n + g0
     t, rows, groups = 4 * quad, T - t0, n - g0
@@ -284,14 +265,18 @@ def _activation_gradient_kernel(
         dh_ptr, codes_ptr, group_amax_ptr, t, c, g, real, rows, groups, I, n, FUNCTION, GATED, CODE
     )
     if SUMS:
-        partial_ptr += tl.program_id(0).to(tl.int64) * F * I + g0 * G
+        partial_ptr += block.to(tl.int64) * F * I + c0
         tl.store(partial_ptr + c, quad_sum(a), mask=real)
         if GATED:
             tl.store(partial_ptr + I + c, quad_sum(b), mask=real)
     quads, stride_t = (P - t0) // 4, P // 4
-    first = (g0 * G).to(tl.int64) * stride_t + t0 // 4
-    inverse = inverse_of(tl.load(h_scale_ptr))
-    store_quads(h, inside, inverse, h_t_ptr + first, c, quad, real, quads, stride_t, PADDED, tl.float8e4nv)
+    first = c0.to(tl.int64) * stride_t + t0 // 4
+    if BLOCKS:
+        h_scale_ptr += block.to(tl.int64) * I + c0
+        h_inverse = store_scales(max_magnitude(quad_magnitude(*h), 0), h_scale_ptr, c, real, H_INVERSE_MAX)
+    else:
+        h_inverse = inverse_of(tl.load(h_scale_ptr))
+    store_quads(h, inside, h_inverse, h_t_ptr + first, c, quad, real, quads, stride_t, PADDED, tl.float8e4nv)
     offsets = t[:, None, None] * (F * I) + c[None, :, :]
     out_ptr += start
     if VALUES:
@@ -312,37 +297,42 @@ def _activation_gradient_kernel(
             store_quads(b, inside, inverse, out_t_ptr, c, quad, real, quads, stride_t, PADDED, TYPE)
 
 
-class Tile(NamedTuple):
-    """How a program takes its 32 tokens and 128 columns, by measurement (docs/research/kernels.md)."""
-
-    warps: int
-    registers: Optional[int]  # the most of a thread
-    columns: int  # next to each other in a thread: of fewer, fewer numbers are put together for sums over tokens
-
-
-# By whether there is a gate. With one and sums, more registers.
-TILES = {True: Tile(8, 64, 16), False: Tile(4, 80, 4)}
-GATED_SUMS_TILE = Tile(8, None, 4)
-TILE_TOKENS, TILE_COLUMNS = 32, 128
+# Tiles of 32 tokens, and with block scales of 128, by whether there is a gate (docs/research/kernels.md). With a gate
+# and sums, more registers.
+TILES = {True: Strip(128, 16, 8, 64), False: Strip(128, 4, 4, 80)}
+BLOCK_TILES = {True: Strip(32, 4, 8, 80), False: Strip(32, 8, 4, 128)}
+GATED_SUMS_TILE = Strip(128, 4, 8, None)
+TILE_TOKENS = 32
 
 
 @activation_backward.cuda
 def _(dh, codes, group_amax, scale, amax, fmt, has_bias, activation, code, group_size):
+    is_blocks = scale is None
+    if is_blocks and BLOCK % group_size:
+        return activation_backward.reference(
+            dh, codes, group_amax, scale, amax, fmt, has_bias, activation, code, group_size
+        )
     dh, codes, group_amax = dense(dh, codes, group_amax)
     (tokens, width), (_, parts, n), padded = dh.shape, group_amax.shape, padded_tokens(dh.shape[0])
+    h_t, h_scale = (
+        empty_rows_t(dh, dh.shape, E4M3.dtype)
+        if is_blocks
+        else (dh.new_empty((width, padded), dtype=E4M3.dtype), scale)
+    )
     out = dh.new_empty((tokens, parts * width), dtype=FLOAT8[fmt].dtype if fmt else dh.dtype)
-    h_t = dh.new_empty((width, padded), dtype=E4M3.dtype)
-    out_t, d_scale = (out.new_empty((parts * width, padded)), torch.empty_like(amax)) if fmt else (h_t, scale)
-    gated, gp, turns = parts == 2, power_of_2(group_size), cdiv(padded, TILE_TOKENS)
-    tile, count = GATED_SUMS_TILE if gated and has_bias else TILES[gated], max(TILE_COLUMNS // gp, 1)
+    out_t, d_scale = (out.new_empty((parts * width, padded)), torch.empty_like(amax)) if fmt else (h_t, h_scale)
+    gated, gp, rows = parts == 2, power_of_2(group_size), BLOCK if is_blocks else TILE_TOKENS
+    tile = BLOCK_TILES[gated] if is_blocks else GATED_SUMS_TILE if gated and has_bias else TILES[gated]
+    turns, columns = cdiv(padded, rows), tile.columns if is_blocks else max(tile.columns, gp)
+    grid = (cdiv(width, columns), token_blocks(padded)) if is_blocks else (turns, cdiv(n, columns // gp))
     partial = dh.new_empty((turns if has_bias else 0, parts * width), dtype=torch.float32)
-    _activation_gradient_kernel[(turns, cdiv(n, count))](
-        dh, codes, group_amax, scale, scale if amax is None else amax, out, out_t.view(torch.int32), d_scale,
-        h_t.view(torch.int32), partial if has_bias else scale, tokens, width, padded, n, inverse_max(fmt or "e4m3"),
-        fmt is None, has_bias, activation_of(activation).device, gated, group_size, gp, CODES[code], count,
-        TILE_TOKENS, padded > tokens, tile.columns, num_warps=tile.warps,
+    _activation_gradient_kernel[grid](
+        dh, codes, group_amax, h_scale, h_scale if amax is None else amax, out, out_t.view(torch.int32), d_scale,
+        h_t.view(torch.int32), partial if has_bias else h_scale, tokens, width, padded, n, inverse_max(fmt or "e4m3"),
+        inverse_max("e4m3"), fmt is None, is_blocks, has_bias, activation_of(activation).device, gated, group_size, gp,
+        CODES[code], rows, columns, padded > tokens, tile.vector, num_warps=tile.warps,
         maxnreg=registers(tile.registers, dh, group_size), **EXACT,
     )  # fmt: skip
     if fmt is None:
-        return [out, h_t]
+        return [out, h_t, h_scale] if is_blocks else [out, h_t]
     return [out, out_t, d_scale, sum_partials(partial)[0] if has_bias else partial.view(0), h_t]

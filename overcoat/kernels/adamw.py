@@ -27,14 +27,7 @@ import torch
 from torch import Tensor
 
 from overcoat.formats import from_groups, to_groups
-from overcoat.formats.masters import (
-    RANDOM_BITS,
-    REMAINDER_DTYPE,
-    decode_master,
-    encode_master,
-    group_bits,
-    random_bits,
-)
+from overcoat.formats.masters import RANDOM_BITS, REMAINDER_DTYPE, decode_master, encode_master, group_bits, random_bits
 from overcoat.formats.moments import MOMENT_CODES, Encoded, MomentCode, decay, encode_first, encode_second
 from overcoat.kernels.hardware import fma, reciprocal, sqrt
 
@@ -89,13 +82,7 @@ def state_names(m: MomentCode, v: MomentCode, master: str) -> list[str]:
 
 
 def adamw_update(
-    w: Tensor,
-    grad: Tensor,
-    grad_factor: Tensor,
-    first: Encoded,
-    second: Encoded,
-    hyper: Hyper,
-    coefficients: Tensor,
+    w: Tensor, grad: Tensor, grad_factor: Tensor, first: Encoded, second: Encoded, hyper: Hyper, coefficients: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """AdamW on FP32 tensors w and grad, and moments as they are stored, of one shape: returns the new (w, m, v).
 
@@ -126,26 +113,10 @@ def step_coefficients(steps: Tensor, lr: Tensor, beta1: float, beta2: float, eps
     return torch.stack([step_size, bias * eps, keep], dim=1).float()
 
 
-def find_weight_amax_(amax: Tensor, param: Tensor, skip: Tensor) -> None:
-    """max |param| after a step, into `amax` (0-d FP32): NaN if any element is; skip (0-d bool): the step was skipped.
-
-    The kernel finds the same on its way (weight_amax.py has what it is for).
-    """
-    if param.numel():
-        top = torch.linalg.vector_norm(param.detach(), math.inf)  # without |param| in memory
-        amax.copy_(torch.where(skip, amax, top.float()))
-
-
 def step_parameter(
-    param: Tensor,
-    grad: Tensor,
-    state: dict[str, Tensor],
-    hyper: Hyper,
-    coefficients: Tensor,
-    grad_factor: Tensor,
-    key: int,
-    first_group: int,
-) -> None:
+    param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: Hyper, coefficients: Tensor, grad_factor: Tensor,
+    key: int, first_group: int,
+) -> None:  # fmt: skip
     """Step one parameter and its state in place, some rows at a time; arguments as `adamw_step_` has them."""
     layout = rows_of(param.shape, hyper.group_size)
     if not param.numel():
@@ -166,14 +137,9 @@ def step_parameter(
 
 
 def _step_rows(
-    param: Tensor,
-    grad: Tensor,
-    state: dict[str, Tensor],
-    hyper: Hyper,
-    coefficients: Tensor,
-    grad_factor: Tensor,
+    param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: Hyper, coefficients: Tensor, grad_factor: Tensor,
     random: tuple[Tensor, Tensor | None],
-) -> None:
+) -> None:  # fmt: skip
     """Step some rows in place: tensors are (r, C) or (r, n) views; random: of groups (r, n), of elements (r, n, G)."""
     (m_code, v_code), group_size = hyper.codes, hyper.group_size
     first = Encoded(_groups(state["exp_avg"], group_size), state.get("exp_avg_amax"), state.get("exp_avg_exponent"))

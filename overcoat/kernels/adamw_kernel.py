@@ -23,7 +23,7 @@ from overcoat.kernels.launch import kernel
 
 FIELDS = (
     "param", "exp_avg", "exp_avg_sq", "remainder", "exp_avg_amax", "exp_avg_exponent", "exp_avg_sq_scale",
-    "groups", "columns", "groups_per_row", "first_group", "key", "weight_amax",
+    "groups", "columns", "groups_per_row", "first_group", "key",
 )  # fmt: skip
 
 
@@ -51,20 +51,6 @@ def _place(group, lane, groups, columns, per_row, G: tl.constexpr, FLAT: tl.cons
     return offset, mask
 
 
-@triton.jit
-def _raise_amax(row, param, mask, valid, FLAT: tl.constexpr):
-    """Raise the parameter's maximum, if it has an address for it, to the magnitudes of a tile, FP32 (GROUPS, G).
-
-    As integers, the bits of magnitudes order like the values, NaN on top.
-    """
-    bits = param.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    if not FLAT:
-        bits = tl.where(mask, bits, 0)
-    top = tl.where(valid, tl.max(bits, 1), 0)
-    address = tl.load(row + 12)
-    tl.atomic_max(address.to(tl.pointer_type(tl.int32)), tl.max(top, 0), address != 0, sem="relaxed")
-
-
 @kernel
 def adamw_kernel(
     tiles, table, grads, coefficients, steps, grad_factor, skip, de8_first, de8_second,
@@ -74,13 +60,11 @@ def adamw_kernel(
     V_CODE: tl.constexpr, V_EXPANDED: tl.constexpr, V_RANGE: tl.constexpr,
     MASTER: tl.constexpr, RANDOM: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr,
     FLAT: tl.constexpr, ALIGN: tl.constexpr, NUM_FIELDS: tl.constexpr, SKIPS: tl.constexpr,
-    WEIGHT_AMAX: tl.constexpr,
 ):  # fmt: skip
     """One tile of one parameter. ALIGN: bytes that the start of every group is a multiple of.
 
     root2: sqrt(1 - beta2).
     SKIPS: skip has a flag for each parameter, (T,).
-    WEIGHT_AMAX: raise the maximum of the weights that have an address for it (`kernels.adamw.find_weight_amax_`).
     """
     M_GROUPED: tl.constexpr = M_CODE != "bf16" and M_CODE != "fp32"
     V_GROUPED: tl.constexpr = V_CODE != "bf16" and V_CODE != "fp32"
@@ -128,8 +112,6 @@ def adamw_kernel(
     tl.store(_elements(param_base, offset, ALIGN), param, mask)
     if REMAINDER is not None:
         tl.store(_elements(remainder_base, offset, ALIGN), remainder, mask)
-    if WEIGHT_AMAX:
-        _raise_amax(row, param.to(tl.float32), mask, valid, FLAT)
     first, amax, k16 = codes.encode_first(m, of_group, de8_first, M_CODE, M_EXPANDED, M_RANGE, FIRST)
     second, packed = codes.encode_second(v, of_group, de8_second, V_CODE, V_EXPANDED, V_RANGE, SECOND)
     tl.store(_elements(first_base, offset, ALIGN), first, mask)
@@ -138,13 +120,3 @@ def adamw_kernel(
     tl.store(_pointer(row, 4, tl.bfloat16) + group, amax, valid & M_GROUPED)
     tl.store(_pointer(row, 5, tl.uint8) + group, k16.to(tl.uint8), valid & M_EXPANDED)
     tl.store(_pointer(row, 6, tl.int32) + group, packed, valid & V_GROUPED)
-
-
-@kernel
-def clear_weight_amax_kernel(table, skip, tensors, NUM_FIELDS: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Set the maxima to 0 that the step is going to find, unless it is skipped."""
-    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = tensor < tensors
-    top = tl.load(table + tensor * NUM_FIELDS + 12, mask, 0)
-    skipped = tl.load(skip + tensor, mask, 0) if SKIPS else tl.load(skip)
-    tl.store(top.to(tl.pointer_type(tl.int32)), 0, (top != 0) & (skipped == 0))

@@ -22,11 +22,10 @@ from overcoat.formats import de8
 from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import RANDOM_BITS, REMAINDER_DTYPE
 from overcoat.formats.moments import range_log2
-from overcoat.kernels.adamw import Hyper, find_weight_amax_, rows_of, state_names, step_coefficients, step_parameter
+from overcoat.kernels.adamw import Hyper, rows_of, state_names, step_coefficients, step_parameter
 from overcoat.kernels.adamw_counters import Counters, StepScalars
-from overcoat.kernels.adamw_kernel import FIELDS, adamw_kernel, clear_weight_amax_kernel
+from overcoat.kernels.adamw_kernel import FIELDS, adamw_kernel
 from overcoat.kernels.language import INTERPRETED, triton
-from overcoat.kernels.launch import cdiv
 from overcoat.kernels.multi_tensor import TRITON_TYPE, Gradients, contiguous, tile_table
 from overcoat.kernels.op import op
 
@@ -35,35 +34,20 @@ from overcoat.kernels.op import op
 TILE = 2048
 NUM_WARPS = 4
 # Held to 72 registers, more programs run at once: with expansion, which waits for the special function unit, and with
-# the default codes (3.72 ms instead of 3.77) unless they find the weights' maxima, which takes 80. Without a remainder
-# expansion would spill at 72 (4.27 ms instead of 4.11). Where rows are not aligned, loads element by element need 254.
+# the default codes (3.72 ms instead of 3.77). Without a remainder expansion spills at 72 (4.27 ms instead of 4.11).
+# Where rows are not aligned, loads element by element need 254.
 MAX_REGISTERS = 72
 MAX_REGISTERS_SPILLING = 80
-# Parameters whose maxima one program clears.
-BLOCK = 128
 # Tensors in the parameter's shape, read in vectors.
 _VECTORS = FIELDS[:4]
 
 
 @op(mutates=("params", "states"))
 def adamw_step_(
-    params: List[torch.Tensor],
-    grads: List[torch.Tensor],
-    states: List[torch.Tensor],
-    lr: torch.Tensor,
-    grad_factor: torch.Tensor,
-    skip: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    m_code: str,
-    v_code: str,
-    master: str,
-    group_size: int,
-    keys: List[int],
-    first_groups: List[int],
-) -> None:
+    params: List[torch.Tensor], grads: List[torch.Tensor], states: List[torch.Tensor], lr: torch.Tensor,
+    grad_factor: torch.Tensor, skip: torch.Tensor, beta1: float, beta2: float, eps: float, weight_decay: float,
+    m_code: str, v_code: str, master: str, group_size: int, keys: List[int], first_groups: List[int],
+) -> None:  # fmt: skip
     """Step every parameter in place; all share dtype, codes, master and hyperparameters.
 
     Args:
@@ -103,7 +87,6 @@ class StepTensors(NamedTuple):
         params: of one dtype.
         states: lists by the names of `state_names`, in that order.
         keys, first_groups, group_size: as `adamw_step_` takes them.
-        weight_amax: where max |parameter| is wanted, 0-d FP32, by place in the lists (weight_amax.py).
     """
 
     params: List[Tensor]
@@ -111,7 +94,6 @@ class StepTensors(NamedTuple):
     keys: List[int]
     first_groups: List[int]
     group_size: int
-    weight_amax: dict[int, Tensor]
 
     def kernel_runs(self) -> bool:
         """Whether the kernel can be launched on these very tensors: on a GPU, and in Triton's interpreter."""
@@ -126,9 +108,6 @@ class StepTensors(NamedTuple):
             return
         states = list(chain.from_iterable(self.states.values()))
         adamw_step_(self.params, grads, states, lr, factor, skip, *hyper, self.keys, self.first_groups)
-        if not torch.compiler.is_compiling():
-            for place, amax in self.weight_amax.items():
-                find_weight_amax_(amax, self.params[place], skip)
 
     def _only(self, i: int) -> StepTensors:
         """The lists of parameter i alone."""
@@ -137,7 +116,6 @@ class StepTensors(NamedTuple):
             states={name: of[i : i + 1] for name, of in self.states.items()},
             keys=[self.keys[i]],
             first_groups=[self.first_groups[i]],
-            weight_amax={0: self.weight_amax[i]} if i in self.weight_amax else {},
         )
 
 
@@ -164,7 +142,7 @@ class Plan:
     """What stays the same from step to step for one list of parameters, contiguous, not empty: the device's tables."""
 
     def __init__(self, tensors: StepTensors) -> None:
-        params, states, _, _, group_size, self.weight_amax = tensors
+        params, states, _, _, group_size = tensors
         self.device, self.dtype, self.count = params[0].device, params[0].dtype, len(params)
         rows: List[List[int]] = []
         counts: dict[tuple[bool, int], List[int]] = {}  # tiles of each tensor, by kind of launch
@@ -183,7 +161,6 @@ class Plan:
                 "groups_per_row": layout.groups,
                 "first_group": tensors.first_groups[i],
                 "key": tensors.keys[i],
-                "weight_amax": self.weight_amax[i].data_ptr() if i in self.weight_amax else 0,
             }
             rows.append([fields.get(name, 0) for name in FIELDS])
         self.table = torch.tensor(rows, dtype=torch.int64).to(self.device)
@@ -192,14 +169,9 @@ class Plan:
         ]
 
     def launch(
-        self,
-        addresses: Tensor,
-        grad_dtype: torch.dtype,
-        scalars: StepScalars,
-        grad_factor: Tensor,
-        skip: Tensor,
+        self, addresses: Tensor, grad_dtype: torch.dtype, scalars: StepScalars, grad_factor: Tensor, skip: Tensor,
         hyper: Hyper,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Step every parameter.
 
         Args:
@@ -208,29 +180,18 @@ class Plan:
             grad_factor, hyper: as `adamw_step_` takes them. skip: bool, 0-d or (T,).
         """
         signed, unsigned = _de8_tables(True, self.device), _de8_tables(False, self.device)
-        skips, tops = skip.dim() > 0, bool(self.weight_amax)
-        if tops:
-            clear_weight_amax_kernel[(cdiv(self.count, BLOCK),)](
-                self.table, skip, self.count, len(FIELDS), skips, BLOCK
-            )
         for launch in self.launches:
             if launch.programs:
                 adamw_kernel[(launch.programs,)](
                     launch.tiles, self.table, addresses, scalars.coefficients, scalars.steps, grad_factor, skip,
                     signed, unsigned, hyper.beta1, 1.0 - hyper.beta1, hyper.beta2, math.sqrt(1.0 - hyper.beta2),
-                    **_constants(self.dtype, grad_dtype, hyper, skips, tops, launch.flat, launch.align),
+                    **_constants(self.dtype, grad_dtype, hyper, skip.dim() > 0, launch.flat, launch.align),
                 )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
 def _constants(
-    dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-    hyper: Hyper,
-    skips: bool,
-    weight_amax: bool,
-    flat: bool,
-    align: int,
+    dtype: torch.dtype, grad_dtype: torch.dtype, hyper: Hyper, skips: bool, flat: bool, align: int
 ) -> dict[str, Any]:
     """Compile-time arguments of the kernel and its launch options."""
     m, v = hyper.codes
@@ -255,18 +216,17 @@ def _constants(
         "ALIGN": align,
         "NUM_FIELDS": len(FIELDS),
         "SKIPS": skips,
-        "WEIGHT_AMAX": weight_amax,
         "num_warps": NUM_WARPS,
-        "maxnreg": _max_registers(hyper, weight_amax) if align >= 16 else None,
+        "maxnreg": _max_registers(hyper) if align >= 16 else None,
         "enable_fp_fusion": False,
     }
 
 
-def _max_registers(hyper: Hyper, weight_amax: bool) -> Optional[int]:
+def _max_registers(hyper: Hyper) -> Optional[int]:
     if any(code.expanded for code in hyper.codes):
         return MAX_REGISTERS_SPILLING if hyper.master == "bf16" else MAX_REGISTERS
     is_default = (hyper.m_code, hyper.v_code, hyper.master) == ("sqrt8", "log8", "bf16+8")
-    return MAX_REGISTERS if is_default and not weight_amax else None
+    return MAX_REGISTERS if is_default else None
 
 
 _plans: OrderedDict[Any, tuple[Plan, Counters, Gradients]] = OrderedDict()
@@ -301,7 +261,7 @@ def adamw_step_triton(
     """`adamw_step_` by the fused kernel; a non-contiguous parameter is copied there and back."""
     hyper = Hyper(beta1, beta2, eps, weight_decay, m_code, v_code, master, group_size)
     whole = [param.contiguous() for param in params]
-    tensors = StepTensors(whole, _by_name(states, len(params), hyper), keys, first_groups, group_size, {})
+    tensors = StepTensors(whole, _by_name(states, len(params), hyper), keys, first_groups, group_size)
     plan, counters, gradients = _plan(tensors, hyper)
     gradients.set(contiguous(grads))
     scalars = counters.take_step(lr, skip, hyper)

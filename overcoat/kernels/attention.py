@@ -9,14 +9,17 @@ The backward needs neither S nor P: with D = sum_d(do * o) per query,
 so what attention keeps is q, k, v, o and lse, and the caller may hand them back decoded from 8 bits. Grouped-query
 heads: query head i reads key/value head i // (num_q / num_kv).
 
-The reference forms S in FP32. On CUDA the library's fused kernels run (attention_fused.py).
+The reference forms S in FP32. On CUDA the library's fused kernels run (attention_fused.py); but none of them has a cap
+with a backward, so capped scores are the reference's everywhere, one row of the batch at a time:
+
+    S = cap * tanh(scale * q k^T / cap) + mask,  dS is times (1 - tanh^2)
 
 Legend: B batch, S sequence length, D head width, T = B * S. Column layout of a fused buffer: [q heads | k | v].
 """
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -78,49 +81,20 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - lse.masked_fill(lse < NOTHING_VISIBLE, 0.0))
 
 
-def attend(
-    qkv: Tensor, mask: Optional[Tensor], sizes: Tuple[int, int, int], scale: float, causal: bool, cap: float = 0.0
-) -> Tuple[Tensor, Tensor]:
-    """`attention` in plain PyTorch; sizes: batch, num_q, num_kv; with a cap scores are cap * tanh(score / cap)."""
-    q, k, v = heads_of(qkv, *sizes)
-    scores, _ = _scores(q, k, mask, scale, causal, cap)
-    lse = torch.logsumexp(scores, -1, keepdim=True)
-    o = _probabilities(scores, lse) @ v.float().unsqueeze(2)
-    return _tokens_first(o.flatten(1, 2)).to(qkv.dtype), lse.squeeze(-1).flatten(1, 2)
-
-
-def attend_backward(
-    do: Tensor,
-    qkv: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    mask: Optional[Tensor],
-    sizes: Tuple[int, int, int],
-    scale: float,
-    causal: bool,
-    cap: float = 0.0,
-) -> Three:
-    """`attention_backward` in plain PyTorch, of `attend`."""
-    (batch, num_q, num_kv), (q, k, v) = sizes, heads_of(qkv, *sizes)
-
-    def grouped(x: Tensor) -> Tensor:
-        return x.reshape(batch, q.shape[2], num_q, -1).transpose(1, 2).float().unflatten(1, (num_kv, -1))
-
-    do_, o_ = grouped(do), grouped(o)
-    scores, inside = _scores(q, k, mask, scale, causal, cap)
-    p = _probabilities(scores, lse.unflatten(1, (num_kv, -1)).unsqueeze(-1))
-    ds = p * (do_ @ v.float().unsqueeze(2).transpose(-1, -2) - (do_ * o_).sum(-1, keepdim=True))
-    ds = (ds if inside is None else ds * (1 - inside.square())) * scale
-    dq = (ds @ k.float().unsqueeze(2)).flatten(1, 2)
-    dk = (ds.transpose(-1, -2) @ q.float().unflatten(1, (num_kv, -1))).sum(2)
-    dv = (p.transpose(-1, -2) @ do_).sum(2)
-    return _token_rows(qkv.dtype, dq, dk, dv)
+def _by_row(mask: Optional[Tensor], batch: int, sequence: int, causal: bool) -> Sequence[Optional[Tensor]]:
+    """The mask of each row of the batch."""
+    if mask is None:
+        return [None] * batch
+    if is_starts(mask):
+        mask = dense_mask(mask, batch, sequence, causal)
+    return mask.expand(batch, *mask.shape[1:]).split(1)
 
 
 @op
 def attention(
-    qkv: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int, scale: float, causal: bool = True
-) -> Tuple[Tensor, Tensor]:
+    qkv: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int, scale: float, causal: bool = True,
+    cap: float = 0.0,
+) -> Tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over rotated q, k, v.
 
     Args:
@@ -128,11 +102,21 @@ def attention(
         mask: None; or (B or 1, 1 or num_q, S, S), bool (True = visible) or additive; or where documents begin, int32
             (N + 1,) (packed.py).
         causal: whether a token sees only those before it, where the mask is not of all pairs.
+        cap: scores are cap * tanh(score / cap) (Gemma 2); 0: as they are.
 
     Returns:
         o (T, num_q * D) of qkv's dtype; lse FP32 (B, num_q, S).
     """
-    return attend(qkv, mask, (batch, num_q, num_kv), scale, causal)
+    if cap and batch > 1:
+        sequence, last = qkv.shape[0] // batch, (1, num_q, num_kv, scale, causal, cap)
+        rows = zip(qkv.contiguous().split(sequence), _by_row(mask, batch, sequence, causal), strict=True)
+        o, lse = (torch.cat(parts) for parts in zip(*[attention.reference(*row, *last) for row in rows], strict=True))
+        return o, lse
+    q, k, v = heads_of(qkv, batch, num_q, num_kv)
+    scores, _ = _scores(q, k, mask, scale, causal, cap)
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    o = _probabilities(scores, lse) @ v.float().unsqueeze(2)
+    return _tokens_first(o.flatten(1, 2)).to(qkv.dtype), lse.squeeze(-1).flatten(1, 2)
 
 
 @attention.fake
@@ -144,19 +128,31 @@ def _(qkv, mask, batch, num_q, num_kv, *_):
 
 @op
 def attention_backward(
-    do: Tensor,
-    qkv: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    mask: Optional[Tensor],
-    batch: int,
-    num_q: int,
-    num_kv: int,
-    scale: float,
-    causal: bool = True,
-) -> Tuple[Tensor, Tensor, Tensor]:
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int,
+    scale: float, causal: bool = True, cap: float = 0.0,
+) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q (T, num_q * D), k and v (T, num_kv * D) from do (T, num_q * D)."""
-    return attend_backward(do, qkv, o, lse, mask, (batch, num_q, num_kv), scale, causal)
+    sequence, last = qkv.shape[0] // batch, (num_q, num_kv, scale, causal, cap)
+    if cap and batch > 1:
+        parts, masks = [x.contiguous().split(sequence) for x in (do, qkv, o)], _by_row(mask, batch, sequence, causal)
+        rows = zip(*parts, lse.contiguous().split(1), masks, strict=True)
+        gradients = [attention_backward.reference(*row, 1, *last) for row in rows]
+        dq, dk, dv = (torch.cat(parts) for parts in zip(*gradients, strict=True))
+        return dq, dk, dv
+    q, k, v = heads_of(qkv, batch, num_q, num_kv)
+
+    def grouped(x: Tensor) -> Tensor:
+        return x.reshape(batch, sequence, num_q, -1).transpose(1, 2).float().unflatten(1, (num_kv, -1))
+
+    do_, o_ = grouped(do), grouped(o)
+    scores, inside = _scores(q, k, mask, scale, causal, cap)
+    p = _probabilities(scores, lse.unflatten(1, (num_kv, -1)).unsqueeze(-1))
+    ds = p * (do_ @ v.float().unsqueeze(2).transpose(-1, -2) - (do_ * o_).sum(-1, keepdim=True))
+    ds = (ds if inside is None else ds * (1 - inside.square())) * scale
+    dq = (ds @ k.float().unsqueeze(2)).flatten(1, 2)
+    dk = (ds.transpose(-1, -2) @ q.float().unflatten(1, (num_kv, -1))).sum(2)
+    dv = (p.transpose(-1, -2) @ do_).sum(2)
+    return _token_rows(qkv.dtype, dq, dk, dv)
 
 
 @attention_backward.fake
@@ -178,15 +174,9 @@ def forward_by(
 
 
 def backward_by(
-    kernel: Kernel,
-    do: Tensor,
-    qkv: Three,
-    o: Tensor,
-    lse: Tensor,
-    mask: Optional[Tensor],
-    scale: float,
+    kernel: Kernel, do: Tensor, qkv: Three, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float,
     causal: bool = True,
-) -> Three:
+) -> Three:  # fmt: skip
     """`attention_backward` by one of the library's kernels; do, o and lse contiguous, qkv as in `forward_by`."""
     q = qkv[0]
     do, o = (x.view(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2) for x in (do, o))
@@ -201,19 +191,19 @@ def _mask_for(kernel: Kernel, mask: Optional[Tensor], q: Tensor, causal: bool) -
 
 
 @attention.cuda
-def _(qkv, mask, batch, num_q, num_kv, scale, causal=True):
+def _(qkv, mask, batch, num_q, num_kv, scale, causal=True, cap=0.0):
     # cuDNN takes heads that lie apart, but crashes on elements that do.
     parts = heads_of(qkv.contiguous(), batch, num_q, num_kv)
-    kernel = chosen(parts[0], mask)
+    kernel = None if cap else chosen(parts[0], mask)
     if kernel is None:
-        return attention.reference(qkv, mask, batch, num_q, num_kv, scale, causal)
+        return attention.reference(qkv, mask, batch, num_q, num_kv, scale, causal, cap)
     return forward_by(kernel, parts, mask, scale, causal)
 
 
 @attention_backward.cuda
-def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal=True):
+def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal=True, cap=0.0):
     parts = heads_of(qkv.contiguous(), batch, num_q, num_kv)
-    kernel = chosen(parts[0], mask)
+    kernel = None if cap else chosen(parts[0], mask)
     if kernel is None:
-        return attention_backward.reference(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal)
+        return attention_backward.reference(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal, cap)
     return backward_by(kernel, do.contiguous(), parts, o.contiguous(), lse.contiguous(), mask, scale, causal)

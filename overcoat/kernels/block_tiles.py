@@ -2,8 +2,7 @@
 
 A tile's 128 columns and / or 128 tokens are whole blocks, so a program finds its blocks' maxima in registers. A tile is
 (tokens, NG, GP): its columns are NG groups of kept codes, or one group of 128. What is written transposed goes as words
-of neighbouring tokens (common.py): of two, in tiles that are two, their even and their odd rows; of four, in tiles
-that are four.
+of four neighbouring tokens (tiles.py), in tiles that are four.
 
 To put maxima (or sums) along the tokens together, threads exchange a number for each column that they hold, and warps
 do the same through shared memory, where a column's numbers lie side by side: columns that are apart by 32 or more
@@ -18,11 +17,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional
 
-from overcoat.kernels.device import larger, max_magnitude, pack_rows, power_of_2, scale_of, to_float8
+from overcoat.kernels.device import larger, max_magnitude, power_of_2, scale_of, to_float8
 from overcoat.kernels.instructions import reciprocal
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv
-from overcoat.kernels.tiles import group_columns, where_padded
+from overcoat.kernels.tiles import group_columns
 
 BLOCK = 128
 # Tokens of a tile whose rows alone are scaled.
@@ -67,53 +66,12 @@ def row_tile(tokens: int) -> int:
 
 
 @triton.jit
-def row_amax(x):
-    """max |x| of each row of a tile (BT, NG, GP)."""
-    return max_magnitude(max_magnitude(x, 2), 1)
-
-
-@triton.jit
-def store_scaled_rows(x, scale, t, rows, out_ptr, scale_ptr, offsets, inside):
-    """Rows t of x (BT, NG, GP) by their scales (BT,): x / scale in FP8 at `offsets`, and the scales."""
+def store_rows(x, t, rows, out_ptr, scale_ptr, offsets, inside, INVERSE_MAX: tl.constexpr):
+    """Rows t of x (BT, NG, GP), zero outside, one block each: x / scale in FP8 at `offsets`, and the scales."""
+    scale = scale_of(max_magnitude(max_magnitude(x, 2), 1), INVERSE_MAX)
     tl.store(scale_ptr + t, scale, mask=t < rows)
     x = x * reciprocal(scale)[:, None, None]
     tl.store(out_ptr + offsets, to_float8(x, out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def store_rows(x, t, rows, out_ptr, scale_ptr, offsets, inside, INVERSE_MAX: tl.constexpr):
-    """Rows t of x (BT, NG, GP), zero outside, one block each."""
-    scale = scale_of(row_amax(x), INVERSE_MAX)
-    store_scaled_rows(x, scale, t, rows, out_ptr, scale_ptr, offsets, inside)
-
-
-# ---- blocks along tokens: pairs of rows ------------------------------------------------------------------------------
-
-
-@triton.jit
-def store_columns(
-    even,  # (64, NG, GP), zero outside
-    odd,  # the rows between them
-    in0,
-    in1,
-    out_t_ptr,  # int16: pairs of FP8, row stride `stride_t`
-    scale_t_ptr,  # FP32, one per column
-    c,  # (NG, GP) columns
-    real,  # (NG, GP): which exist
-    pairs,  # how many pairs of tokens exist, padding included
-    stride_t,
-    PADDED: tl.constexpr,  # whether they include padding
-    INVERSE_MAX: tl.constexpr,
-    TYPE: tl.constexpr,
-):
-    """The columns of a tile of 128 tokens, one block each: x / scale in FP8, transposed, and the scales."""
-    amax = max_magnitude(larger(tl.abs(even), tl.abs(odd)), 0)
-    inverse = store_scales(amax, scale_t_ptr, c, real, INVERSE_MAX)
-    # Padding is zero even where the scale is not finite.
-    even, odd = where_padded(even * inverse, in0, PADDED), where_padded(odd * inverse, in1, PADDED)
-    words = tl.permute(pack_rows(even, odd, TYPE), (1, 2, 0))
-    pair = tl.arange(0, 64)[None, None, :]
-    tl.store(out_t_ptr + (c[:, :, None] * stride_t + pair), words, mask=real[:, :, None] & (pair < pairs))
 
 
 # ---- blocks along tokens: strips -------------------------------------------------------------------------------------

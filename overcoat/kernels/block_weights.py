@@ -68,17 +68,10 @@ def _weight_kernel(
     c_ptr,  # (NC, K)
     out_ptr,  # (rows, K) E4M3; or int16 pairs of E4M3 (K, rows / 2), row stride `stride`, if TRANSPOSED
     scale_ptr,  # FP32 (row blocks, K blocks), or transposed; row stride `stride_scale`
-    NA,
-    NB,
-    NC,
+    NA, NB, NC,
     first,  # row of `out` where the first weight starts
-    K,
-    stride,
-    stride_scale,
-    INVERSE_MAX: tl.constexpr,
-    ALIGN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
+    K, stride, stride_scale, INVERSE_MAX: tl.constexpr, ALIGN: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
     w_ptr, N = choose(a_ptr, b_ptr, c_ptr), choose(NA, NB, NC)
     r0, k0 = tl.program_id(0) * 128, tl.program_id(1) * 128
     row = first + choose(0, NA, NA + NB) + r0

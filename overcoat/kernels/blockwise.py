@@ -18,8 +18,9 @@ along the contraction axis, R rows of the operand:
     128x128   (ceil(R / 128), L4), L4 = L rounded up to a multiple of 4, filled up with zeros
 
 The kernels are bound by memory. With N elements of 2 bytes the bytes moved are: block_quantize and block_quantize_t 3N;
-block_quantize_both 4N; block_requantize_t 2N. Each input is read once, and everything equals the references bit for
-bit. What a program's tile looks like and how it is written: block_tiles.py. Weights: block_weights.py.
+block_quantize_both 4N; requantize_t and block_requantize_t 2N. Each input is read once, and everything equals the
+references bit for bit. One kernel transposes, values and kept codes, also those with one scale per tensor. What a
+program's tile looks like and how it is written: block_tiles.py. Weights: block_weights.py.
 
 Legend: T tokens, C columns, P = T rounded up to a multiple of 16, G group size of kept codes, GP = G rounded up to a
 power of 2, n = ceil(C / G).
@@ -27,36 +28,35 @@ power of 2, n = ceil(C / G).
 
 from __future__ import annotations
 
-from typing import Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat.formats import E4M3, FLOAT8, Float8, Quantized, decode_groups, quantize_blocks
+from overcoat.formats import E4M3, FLOAT8, Float8, Quantized, cast_float8, decode_groups, quantize_blocks
 from overcoat.kernels.block_tiles import (
     BLOCK,
     Strip,
     quad_magnitude,
     row_tile,
-    store_columns,
     store_rows,
     store_scales,
     strip_columns,
     token_blocks,
 )
 from overcoat.kernels.codes import CODES
-from overcoat.kernels.device import EXACT, inverse_max, max_magnitude, power_of_2
-from overcoat.kernels.language import tl
+from overcoat.kernels.device import EXACT, TRITON_FLOAT8, inverse_max, inverse_of, max_magnitude, power_of_2
+from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
-from overcoat.kernels.quantize import padded_tokens
-from overcoat.kernels.tiles import decode_rows, store_quads
+from overcoat.kernels.quantize import padded_tokens, transpose_padded
+from overcoat.kernels.tiles import decode_rows, group_columns, store_quads
 
-# Warps of a tile of 128 x 128: fewer have fewer parts of a maximum to put together.
-TILE_WARPS = 4
-# By measurement (docs/research/kernels.md).
-REQUANTIZE_STRIP = Strip(64, 4, 4, None)
+# By measurement (docs/research/kernels.md). A strip that is written as its rows lie as well is one block wide.
+REQUANTIZE_STRIP, VALUES_STRIP = Strip(64, 4, 4, None), Strip(128, 8, 4, None)
+# With one scale per tensor, tiles of 64 tokens.
+TENSOR_STRIP, TENSOR_TOKENS = Strip(128, 16, 4, None), 64
 
 
 def blocks(size: int) -> int:
@@ -110,11 +110,8 @@ def _rows_kernel(
     x_ptr,  # (T, C)
     out_ptr,  # (T, C) FP8
     scale_ptr,  # (ceil(C / 128), T) FP32
-    T,
-    C,
-    INVERSE_MAX: tl.constexpr,
-    BT: tl.constexpr,
-):
+    T, C, INVERSE_MAX: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
     tile, block = tl.program_id(0), tl.program_id(1)
     t0, c0 = block * BT, tile * 128
     t, c = tl.arange(0, BT), tl.arange(0, 128)[None, :]
@@ -160,88 +157,54 @@ def _(x, fmt):
     return empty_rows_t(x, x.shape, FLOAT8[fmt].dtype)
 
 
-@kernel
-def _tile_kernel(
-    x_ptr,  # (T, C)
-    out_ptr,  # (T, C) FP8, written if PLAIN
-    scale_ptr,  # (ceil(C / 128), T) FP32, if PLAIN
-    out_t_ptr,  # (C, P / 2) int16: pairs of FP8
-    scale_t_ptr,  # (ceil(T / 128), C) FP32
-    T,
-    C,
-    P,
-    INVERSE_MAX: tl.constexpr,
-    PLAIN: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    tile, block = tl.program_id(0), tl.program_id(1)
-    t0, c0 = block * 128, tile * 128
-    t, c = 2 * tl.arange(0, 64), tl.arange(0, 128)[None, :]
-    real = c < C - c0
-    in0, in1 = (t < T - t0)[:, None, None] & real[None, :, :], (t + 1 < T - t0)[:, None, None] & real[None, :, :]
-    offsets = t[:, None, None] * C + c[None, :, :]
-    start = t0.to(tl.int64) * C + c0
-    even = tl.load(x_ptr + start + offsets, mask=in0, other=0.0).to(tl.float32)
-    odd = tl.load(x_ptr + start + C + offsets, mask=in1, other=0.0).to(tl.float32)
-    if PLAIN:
-        scale_ptr += tile.to(tl.int64) * T + t0
-        store_rows(even, t, T - t0, out_ptr + start, scale_ptr, offsets, in0, INVERSE_MAX)
-        store_rows(odd, t + 1, T - t0, out_ptr + start + C, scale_ptr, offsets, in1, INVERSE_MAX)
-    out_t_ptr += c0.to(tl.int64) * (P // 2) + t0 // 2
-    scale_t_ptr += block.to(tl.int64) * C + c0
-    TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    store_columns(
-        even, odd, in0, in1, out_t_ptr, scale_t_ptr, c, real, (P - t0) // 2, P // 2,
-        PADDED, INVERSE_MAX, TYPE,
-    )  # fmt: skip
-
-
-def _launch_tiles(x: Tensor, fmt: str, plain: Optional[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """x (T, C) contiguous -> its transposed operand, and `plain` filled if given."""
-    out_t, scale_t = empty_rows_t(x, x.shape, FLOAT8[fmt].dtype)
-    out, scale = plain or (out_t, scale_t)
-    padded = out_t.shape[1]
-    _tile_kernel[(blocks(x.shape[1]), token_blocks(padded))](
-        x, out, scale, out_t.view(torch.int16), scale_t, *x.shape, padded,
-        inverse_max(fmt), plain is not None, padded > x.shape[0], num_warps=TILE_WARPS, **EXACT,
-    )  # fmt: skip
-    return out_t, scale_t
-
-
 @block_quantize_both.cuda
 def _(x, fmt):
     x = x.contiguous()
     plain = empty_rows(x, x.shape, FLOAT8[fmt].dtype)
-    return *plain, *_launch_tiles(x, fmt, plain)
+    return *plain, *_launch_transposed(x, fmt, VALUES_STRIP, plain=plain)
 
 
 @block_quantize_t.cuda
 def _(x, fmt):
-    return _launch_tiles(x.contiguous(), fmt, None)
+    return _launch_transposed(x.contiguous(), fmt, VALUES_STRIP)
 
 
-# ---- kept codes ------------------------------------------------------------------------------------------------------
+# ---- kept codes: a weight gradient's operand -------------------------------------------------------------------------
+
+
+@op
+def requantize_t(
+    codes: Tensor, group_amax: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], scale: Tensor, code: str,
+    group_size: int,
+) -> Tensor:  # fmt: skip
+    """Kept codes (T, C) -> (decoded * weight + bias) as transposed E4M3 operand (C, P) with the forward's scale.
+
+    With a norm's weight and bias (C,) this rebuilds the norm's output from its kept normalised value, so the forward's
+    FP8 operand need not be kept; without either it serves what reads the residual stream itself.
+    """
+    y = _decoded(codes, group_amax, weight, bias, code, group_size)
+    return transpose_padded(cast_float8(y * (1.0 / scale), E4M3))
 
 
 @op
 def block_requantize_t(
-    codes: Tensor,
-    group_amax: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    code: str,
-    group_size: int,
+    codes: Tensor, group_amax: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], code: str, group_size: int
 ) -> Tuple[Tensor, Tensor]:
-    """Kept codes (T, C) -> decoded * weight + bias as E4M3 operand of wgrad: data (C, P), scale (ceil(T / 128), C).
+    """The same in 1x128 blocks, data (C, P), scale (ceil(T / 128), C): the forward's are along the other axis."""
+    return row_blocks_t(_decoded(codes, group_amax, weight, bias, code, group_size), E4M3)
 
-    As `requantize_t`, with scales of its own: the forward's run along the other axis.
-    """
+
+def _decoded(
+    codes: Tensor, group_amax: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], code: str, group_size: int
+) -> Tensor:
     y = decode_groups(Quantized(codes, group_amax), code, group_size)
-    if weight is not None:
-        y = y * weight.float()
-    if bias is not None:
-        y = y + bias.float()
-    return row_blocks_t(y, E4M3)
+    y = y if weight is None else y * weight.float()
+    return y if bias is None else y + bias.float()
+
+
+@requantize_t.fake
+def _(codes, group_amax, weight, bias, scale, code, group_size):
+    return empty_rows_t(codes, codes.shape, E4M3.dtype)[0]
 
 
 @block_requantize_t.fake
@@ -249,37 +212,62 @@ def _(codes, group_amax, weight, bias, code, group_size):
     return empty_rows_t(codes, codes.shape, E4M3.dtype)
 
 
+@requantize_t.cuda
+def _(codes, group_amax, weight, bias, scale, code, group_size):
+    codes, *kept = dense(codes, group_amax, weight, bias)
+    return _launch_transposed(codes, "e4m3", TENSOR_STRIP, kept, CODES[code], group_size, scale)[0]
+
+
+@block_requantize_t.cuda
+def _(codes, group_amax, weight, bias, code, group_size):
+    codes, *kept = dense(codes, group_amax, weight, bias)
+    return _launch_transposed(codes, "e4m3", REQUANTIZE_STRIP, kept, CODES[code], group_size)
+
+
+# ---- the kernel that transposes --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_row(x_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: tl.constexpr):
+    """Rows t of a tile (BT / 4, NG, GP), decoded unless CODE is None, and which are inside."""
+    if CODE is not None:
+        return decode_rows(x_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE)
+    else:
+        inside = (t < rows)[:, None, None] & real[None, :, :]
+        return tl.load(x_ptr + (t[:, None, None] * C + c[None, :, :]), mask=inside, other=0.0).to(tl.float32), inside
+
+
 @kernel
-def _requantize_kernel(
-    codes_ptr,  # (T, C) 8-bit
-    amax_ptr,  # (T, n) BF16
+def _transpose_kernel(
+    x_ptr,  # (T, C); 8-bit codes unless CODE is None
+    amax_ptr,  # (T, n) BF16, of codes
     weight_ptr,  # (C,), if HAS_WEIGHT
     bias_ptr,  # (C,), if HAS_BIAS
-    out_t_ptr,  # (C, P / 4) int32: four E4M3 each
-    scale_t_ptr,  # (ceil(T / 128), C) FP32
-    T,
-    C,
-    P,
-    n,
-    INVERSE_MAX: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    CODE: tl.constexpr,
-    W: tl.constexpr,
-    V: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    tile, block = tl.program_id(0), tl.program_id(1)
-    t0, t = block * 128, 4 * tl.arange(0, 32)
-    c0, c, g, real = strip_columns(tile, C, G, GP, W, V)
-    codes_ptr += t0.to(tl.int64) * C + c0
-    amax_ptr += t0.to(tl.int64) * n
-    x0, in0 = decode_rows(codes_ptr, amax_ptr, t, c, g, real, T - t0, n, C, n, CODE)
-    x1, in1 = decode_rows(codes_ptr, amax_ptr, t + 1, c, g, real, T - t0, n, C, n, CODE)
-    x2, in2 = decode_rows(codes_ptr, amax_ptr, t + 2, c, g, real, T - t0, n, C, n, CODE)
-    x3, in3 = decode_rows(codes_ptr, amax_ptr, t + 3, c, g, real, T - t0, n, C, n, CODE)
+    out_ptr,  # (T, C) FP8, if PLAIN
+    scale_ptr,  # (ceil(C / 128), T) FP32, if PLAIN
+    out_t_ptr,  # (C, P / 4) int32: four FP8 each
+    scale_t_ptr,  # (ceil(T / 128), C) FP32, written; 0-d and given, unless BLOCKS
+    T, C, P, n,
+    TYPE: tl.constexpr, INVERSE_MAX: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCKS: tl.constexpr, PLAIN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, CODE: tl.constexpr,
+    BT: tl.constexpr, W: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    block, tile = tl.program_id(1 if BLOCKS else 0), tl.program_id(0 if BLOCKS else 1)
+    t0, quad = block * BT, tl.arange(0, BT // 4)
+    if BLOCKS:
+        g0 = 0
+        c0, c, g, real = strip_columns(tile, C, G, GP, W, V)
+    else:
+        g0 = tile * (W // GP)
+        g, c, real = group_columns(g0, C, G, GP, W // GP)
+        c0 = g0 * G
+    start, t, rows = t0.to(tl.int64) * C + c0, 4 * quad, T - t0
+    x_ptr += start
+    amax_ptr += t0.to(tl.int64) * n + g0
+    x0, in0 = _load_row(x_ptr, amax_ptr, t, c, g, real, rows, n - g0, C, n, CODE)
+    x1, in1 = _load_row(x_ptr, amax_ptr, t + 1, c, g, real, rows, n - g0, C, n, CODE)
+    x2, in2 = _load_row(x_ptr, amax_ptr, t + 2, c, g, real, rows, n - g0, C, n, CODE)
+    x3, in3 = _load_row(x_ptr, amax_ptr, t + 3, c, g, real, rows, n - g0, C, n, CODE)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + c0 + c, mask=real, other=0.0).to(tl.float32)[None, :, :]
         x0, x1, x2, x3 = x0 * weight, x1 * weight, x2 * weight, x3 * weight
@@ -287,25 +275,42 @@ def _requantize_kernel(
         bias = tl.load(bias_ptr + c0 + c, mask=real, other=0.0).to(tl.float32)[None, :, :]
         x0, x1 = tl.where(in0, x0 + bias, 0.0), tl.where(in1, x1 + bias, 0.0)
         x2, x3 = tl.where(in2, x2 + bias, 0.0), tl.where(in3, x3 + bias, 0.0)
+    if PLAIN:
+        out_ptr += start
+        scale_ptr += tile.to(tl.int64) * T + t0
+        offsets = t[:, None, None] * C + c[None, :, :]
+        store_rows(x0, t, rows, out_ptr, scale_ptr, offsets, in0, INVERSE_MAX)
+        store_rows(x1, t + 1, rows, out_ptr + C, scale_ptr, offsets, in1, INVERSE_MAX)
+        store_rows(x2, t + 2, rows, out_ptr + 2 * C, scale_ptr, offsets, in2, INVERSE_MAX)
+        store_rows(x3, t + 3, rows, out_ptr + 3 * C, scale_ptr, offsets, in3, INVERSE_MAX)
+    if BLOCKS:
+        scale_t_ptr += block.to(tl.int64) * C + c0
+        inverse = store_scales(max_magnitude(quad_magnitude(x0, x1, x2, x3), 0), scale_t_ptr, c, real, INVERSE_MAX)
+    else:
+        inverse = inverse_of(tl.load(scale_t_ptr))
+    quads, inside = (P - t0) // 4, (in0, in1, in2, in3)
     out_t_ptr += c0.to(tl.int64) * (P // 4) + t0 // 4
-    scale_t_ptr += block.to(tl.int64) * C + c0
-    inverse = store_scales(max_magnitude(quad_magnitude(x0, x1, x2, x3), 0), scale_t_ptr, c, real, INVERSE_MAX)
-    quad, quads, inside = tl.arange(0, 32), (P - t0) // 4, (in0, in1, in2, in3)
-    store_quads((x0, x1, x2, x3), inside, inverse, out_t_ptr, c, quad, real, quads, P // 4, PADDED, tl.float8e4nv)
+    store_quads((x0, x1, x2, x3), inside, inverse, out_t_ptr, c, quad, real, quads, P // 4, PADDED, TYPE)
 
 
-@block_requantize_t.cuda
-def _(codes, group_amax, weight, bias, code, group_size):
-    codes, group_amax, weight, bias = dense(codes, group_amax, weight, bias)
-    tokens, columns = codes.shape
-    out_t, scale_t = empty_rows_t(codes, codes.shape, E4M3.dtype)
-    gp, padded, strip = power_of_2(group_size), out_t.shape[1], REQUANTIZE_STRIP
-    whole = gp != group_size  # whole groups then, the strip as wide as one at least
-    width = max(strip.columns, gp) if whole else strip.columns
-    _requantize_kernel[(cdiv(columns, width // gp * group_size if whole else width), token_blocks(padded))](
-        codes, group_amax, codes if weight is None else weight, codes if bias is None else bias,
-        out_t.view(torch.int32), scale_t, tokens, columns, padded, group_amax.shape[1],
-        inverse_max("e4m3"), weight is not None, bias is not None, group_size, gp, CODES[code], width,
+def _launch_transposed(
+    x: Tensor, fmt: str, strip: Strip, kept: Sequence[Any] = (None, None, None), code: Optional[int] = None,
+    group_size: int = BLOCK, given: Optional[Tensor] = None, plain: Optional[tuple[Tensor, Tensor]] = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x (T, C), values or codes, contiguous -> its transposed operand, and `plain` filled if given.
+
+    kept: maxima, weight and bias; given: the scale, with one for the tensor.
+    """
+    (tokens, columns), gp, is_blocks = x.shape, power_of_2(group_size), given is None
+    out_t, scale_t = empty_rows_t(x, x.shape, FLOAT8[fmt].dtype)
+    padded, scale_t, rows = out_t.shape[1], scale_t if given is None else given, BLOCK if is_blocks else TENSOR_TOKENS
+    # A strip is part of a group only where groups are powers of 2.
+    width = strip.columns if is_blocks and gp == group_size else max(strip.columns, gp)
+    across = cdiv(columns, width if gp == group_size else width // gp * group_size)
+    _transpose_kernel[(across, token_blocks(padded)) if is_blocks else (cdiv(padded, rows), across)](
+        x, *[x if each is None else each for each in kept], *(plain or (out_t, scale_t)), out_t.view(torch.int32),
+        scale_t, tokens, columns, padded, cdiv(columns, group_size), TRITON_FLOAT8[fmt], inverse_max(fmt),
+        kept[1] is not None, kept[2] is not None, is_blocks, plain is not None, group_size, gp, code, rows, width,
         strip.vector, padded > tokens, num_warps=min(strip.warps * max(width // strip.columns, 1), 32), **EXACT,
     )  # fmt: skip
     return out_t, scale_t

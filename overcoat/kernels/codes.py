@@ -14,8 +14,8 @@ from torch import Tensor
 
 from overcoat.formats import group_code
 from overcoat.kernels.device import max_magnitude, to_float8
-from overcoat.kernels.instructions import reciprocal, sqrt
-from overcoat.kernels.language import INTERPRETED, tl, triton
+from overcoat.kernels.instructions import reciprocal, sqrt, to_float32
+from overcoat.kernels.language import tl, triton
 
 AMAX_FLOOR = tl.constexpr(2.0**-100)
 # Adding 1.5 * 2^23 to |x| < 2^22 rounds x to an integer (half to even), which is then the low bits of the sum.
@@ -38,31 +38,6 @@ def empty_codes(x: Tensor, groups: Sequence[int], code: str) -> tuple[Tensor, Te
 def _ratio(TOP: tl.constexpr, amax):
     """TOP / amax, or 0 where amax is (nearly) zero or NaN. `formats._ratio`."""
     return tl.where(amax >= AMAX_FLOOR, reciprocal(amax * (1.0 / TOP)), 0.0)
-
-
-@triton.jit
-def int8_to_float(x):
-    """INT8 to FP32, without the conversion instruction.
-
-    That one runs where roots and exponentials do, 16 a cycle and multiprocessor. Here four bytes, made unsigned, become
-    the low bits of four floats between 2^23 and 2^24, whose last bit is worth 1.
-    """
-    tl.static_assert(x.dtype == tl.int8)
-    if INTERPRETED or x.numel < 4:
-        return x.to(tl.float32)
-    else:
-        shifted = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t;
-            xor.b32 t, $4, 0x80808080;
-            prmt.b32 $0, t, 0x4B000000, 0x7540;
-            prmt.b32 $1, t, 0x4B000000, 0x7541;
-            prmt.b32 $2, t, 0x4B000000, 0x7542;
-            prmt.b32 $3, t, 0x4B000000, 0x7543;
-            }""",
-            "=f,=f,=f,=f,r", [x], tl.float32, True, 4,
-        )  # fmt: skip
-        return shifted - (2.0**23 + 128.0)
 
 
 @triton.jit
@@ -98,9 +73,9 @@ def decode(codes, amax, CODE: tl.constexpr):
     if CODE == E4M3_CODE:
         return codes.to(tl.float32) * (amax * (1.0 / 448.0))
     elif CODE == INT8:
-        return int8_to_float(codes) * (amax * (1.0 / 127.0))
+        return to_float32(codes) * (amax * (1.0 / 127.0))
     else:
-        c = int8_to_float(codes)
+        c = to_float32(codes)
         return c * tl.abs(c) * (amax * (1.0 / 16129.0))
 
 

@@ -62,64 +62,6 @@ def max_magnitude(x, axis: tl.constexpr):
 
 
 @triton.jit
-def _larger_of_two(a0, b0, a1, b1):
-    return larger(a0, a1), larger(b0, b1)
-
-
-@triton.jit
-def two_amax(a, b, axis: tl.constexpr):
-    """`max_magnitude` of two tensors of one shape; in one reduction they wait for each other's barriers once."""
-    if INTERPRETED:
-        return max_magnitude(a, axis), max_magnitude(b, axis)
-    else:
-        return tl.reduce((tl.abs(a), tl.abs(b)), axis, _larger_of_two)
-
-
-@triton.jit
-def _larger_of_three(a0, b0, c0, a1, b1, c1):
-    return larger(a0, a1), larger(b0, b1), larger(c0, c1)
-
-
-@triton.jit
-def three_amax(a, b, c, axis: tl.constexpr):
-    """`max_magnitude` of three tensors of one shape; in one reduction they wait for each other's barriers once."""
-    if INTERPRETED:
-        return max_magnitude(a, axis), max_magnitude(b, axis), max_magnitude(c, axis)
-    else:
-        return tl.reduce((tl.abs(a), tl.abs(b), tl.abs(c)), axis, _larger_of_three)
-
-
-@triton.jit
-def _two_larger_and_sum(a0, b0, c0, a1, b1, c1):
-    return larger(a0, a1), larger(b0, b1), c0 + c1
-
-
-@triton.jit
-def two_amax_and_sum(a, b, c, axis: tl.constexpr):
-    """`max_magnitude` of a and of b and the sum of c, of one shape, in one reduction."""
-    if INTERPRETED:
-        return max_magnitude(a, axis), max_magnitude(b, axis), tl.sum(c, axis)
-    else:
-        return tl.reduce((tl.abs(a), tl.abs(b), c), axis, _two_larger_and_sum)
-
-
-@triton.jit
-def _larger_pair(a, b):
-    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def max_magnitude_of_pairs(words, axis: tl.constexpr):
-    """`max_magnitude` in FP32 of BF16 numbers, two in each int32: half the instructions of their FP32 values' alone."""
-    if INTERPRETED:
-        largest = tl.maximum((words << 16) & 0x7FFFFFFF, words & 0x7FFF0000)
-        return tl.max(largest, axis).to(tl.float32, bitcast=True)
-    else:
-        pair = tl.reduce(words & 0x7FFF7FFF, axis, _larger_pair)
-        return larger((pair << 16).to(tl.float32, bitcast=True), (pair & 0x7FFF0000).to(tl.float32, bitcast=True))
-
-
-@triton.jit
 def atomic_amax(pointer, amax):
     """Raise the FP32 at `pointer`, given as int32, to amax >= 0; any order of arrival gives the same bits."""
     tl.atomic_max(pointer, amax.to(tl.int32, bitcast=True), sem="relaxed")

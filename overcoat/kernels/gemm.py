@@ -1,12 +1,12 @@
 """The FP8 matrix products: D = A @ B^T, both operands K-major, with one scale per tensor (`gemm`) or per block.
 
-On GPUs with FP8 tensor cores (sm_89 and newer) `gemm` is cuBLASLt: on Hopper by its C interface, which lets us choose
-its kernel and add the residual stream (cublaslt.py), on others through `torch._scaled_mm`. Elsewhere the decoded
-values are multiplied in FP32, which is the same product: an FP8 product is exact in FP32, only the summation order
-differs.
+On GPUs with FP8 tensor cores these are cuBLASLt's, through PyTorch or, where another kernel is faster, cublaslt.py:
+`gemm` on sm_89 and newer, `block_gemm`, of A with 1x128 scales and B with 1x128 or 128x128 (blockwise.py), on Hopper
+alone. Elsewhere the decoded values are multiplied in FP32, which is the same product: an FP8 product is exact in FP32,
+only the summation order differs.
 
-`block_gemm` takes A with 1x128 scales and B with 1x128 or 128x128 (blockwise.py): cuBLASLt again, but only on Hopper.
-It adds up 128 products at a time in the tensor cores and the scaled sums in FP32, so its accumulation is always full.
+`block_gemm` adds up 128 products at a time in the tensor cores and the scaled sums in FP32, so its accumulation is
+always full.
 
 Legend: M rows of A, N rows of B, K the contraction axis.
 """
@@ -28,45 +28,19 @@ from overcoat.kernels.op import op
 
 @op
 def gemm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Optional[Tensor],
-    dtype: torch.dtype,
-    fast_accumulation: bool,
-    residual: Optional[Tensor] = None,
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Optional[Tensor], dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """D = (A @ B^T) * scale_a * scale_b + bias + residual.
+    """D = (A @ B^T) * scale_a * scale_b + bias, (M, N) of `dtype`.
 
     Args:
         a: (M, K) FP8; b: (N, K) FP8; not both E5M2.
         scale_a, scale_b: 0-d FP32 dequantization scales.
-        bias: (N,) or None.
-        dtype: of the result.
-        fast_accumulation: let the tensor cores keep their 14-bit accumulators for the whole K (forward products);
-            False promotes to FP32 every few instructions.
-        residual: (M, N) of `dtype` or None.
-
-    Returns:
-        (M, N) of `dtype`, rounded once; but on GPUs other than Hopper, and where N is no multiple of 16, what is added
-        there comes to a product that is rounded already.
+        bias: (N,) or None; on a GPU, where `dtype` is FP32 or N no multiple of 16, it comes to a rounded product.
+        fast: let the tensor cores keep their 14-bit accumulators for the whole K (forward products); False promotes to
+            FP32 every few instructions.
     """
-    _check_residual(residual, a.shape[0], b.shape[0], dtype)
     product = (decode_float8(a) @ decode_float8(b).t()) * (scale_a * scale_b)
-    if bias is not None:
-        product = product + bias.float()
-    if residual is not None:
-        product = product + residual.float()
-    return product.to(dtype)
-
-
-def _check_residual(residual: Optional[Tensor], rows: int, columns: int, dtype: torch.dtype) -> None:
-    if residual is not None and (residual.shape != (rows, columns) or residual.dtype != dtype):
-        raise ValueError(
-            f"gemm adds a residual of the result's shape and dtype, ({rows}, {columns}) and {dtype}; "
-            f"this one has {tuple(residual.shape)} and {residual.dtype}"
-        )
+    return (product if bias is None else product + bias.float()).to(dtype)
 
 
 @functools.cache
@@ -76,40 +50,29 @@ def has_float8_tensor_cores(device: torch.device) -> bool:
 
 
 @gemm.cuda
-def _(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual=None):
+def _(a, b, scale_a, scale_b, bias, dtype, fast):
     if not has_float8_tensor_cores(a.device):
-        return gemm.reference(a, b, scale_a, scale_b, bias, dtype, fast_accumulation, residual)
-    _check_residual(residual, a.shape[0], b.shape[0], dtype)
-    columns = b.shape[0]
+        return gemm.reference(a, b, scale_a, scale_b, bias, dtype, fast)
+    columns, device = b.shape[0], a.get_device()
+    if bias is None and dtype == torch.bfloat16 and (a.data_ptr() | b.data_ptr()) % cublaslt.ALIGNMENT == 0:
+        plan = cublaslt.plan(device, a.shape[0], columns, a.shape[1], a.dtype, b.dtype, fast)
+        # PyTorch knows where multiprocessors are to be left free.
+        is_free = device == torch._C._cuda_getDevice() and torch._C._get_sm_carveout_experimental() is None
+        if plan is not None and is_free and a.is_contiguous() and b.is_contiguous():
+            return plan.run(a, b, scale_a, scale_b, device)
     if (columns | a.shape[1]) % 16:
         a, b = _pad(a, 0), _pad(b, -columns % 16)
-    # cuBLASLt adds a 16-bit bias to a 16-bit result, and both a bias and a residual only to a result of their width;
-    # in other cases they are added outside.
-    is_whole = b.shape[0] == columns
-    fused = bias is not None and dtype != torch.float32 and is_whole
-    inner_bias = bias.to(dtype).contiguous() if fused else None
-    inner_residual = residual if is_whole else None
-    out = None
-    whole_gpu = torch._C._get_sm_carveout_experimental() is None
-    if whole_gpu and cublaslt.is_available(a.get_device()) and a.numel() and b.numel():
-        _check_scales(scale_a, scale_b)
-        out = cublaslt.gemm(a, b, scale_a, scale_b, inner_bias, dtype, fast_accumulation, inner_residual)
-    if out is None:
-        a, b_t = a.contiguous(), b.contiguous().t()
-        out = torch._scaled_mm(a, b_t, scale_a, scale_b, inner_bias, out_dtype=dtype, use_fast_accum=fast_accumulation)
-        out = out if inner_residual is None else out.add_(inner_residual)
-    out = out if is_whole else out[:, :columns].contiguous()
-    out = out if fused or bias is None else out.add_(bias)
-    return out if residual is None or is_whole else out.add_(residual)
+    inside = None if bias is None else _inside(bias, dtype, b.shape[0] == columns)
+    out = torch._scaled_mm(
+        a.contiguous(), b.contiguous().t(), scale_a, scale_b, inside, out_dtype=dtype, use_fast_accum=fast
+    )
+    out = out if b.shape[0] == columns else out[:, :columns].contiguous()
+    return out if bias is None or inside is not None else out.add_(bias)
 
 
-def _check_scales(*scales: Tensor) -> None:
-    for scale in scales:
-        if scale.dtype != torch.float32 or scale.numel() != 1 or not scale.is_cuda:
-            raise ValueError(
-                f"gemm takes one FP32 scale per operand, on its GPU; this one is {scale.dtype}, "
-                f"{tuple(scale.shape)}, on {scale.device}"
-            )
+def _inside(bias: Tensor, dtype: torch.dtype, is_whole: bool) -> Optional[Tensor]:
+    """The bias, if cuBLASLt can add it: 16 bits to a 16-bit result that is not padded."""
+    return bias.to(dtype).contiguous() if is_whole and dtype != torch.float32 else None
 
 
 def _pad(x: Tensor, rows: int) -> Tensor:
@@ -122,13 +85,7 @@ def _pad(x: Tensor, rows: int) -> Tensor:
 
 @op
 def block_gemm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    square: bool,
-    bias: Optional[Tensor],
-    dtype: torch.dtype,
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, square: bool, bias: Optional[Tensor], dtype: torch.dtype
 ) -> Tensor:
     """D = A @ B^T + bias of operands with block scales.
 
@@ -146,9 +103,7 @@ def block_gemm(
     else:
         wide_b = dequantize_blocks(Quantized(b, scale_b.t()), (1, BLOCK))
     product = wide_a @ wide_b.t()
-    if bias is not None:
-        product = product + bias.float()
-    return product.to(dtype)
+    return (product if bias is None else product + bias.float()).to(dtype)
 
 
 @block_gemm.fake
@@ -187,11 +142,10 @@ def _(a, b, scale_a, scale_b, square, bias, dtype):
         scale_a = F.pad(scale_a, (0, a.shape[0] - rows))
         # A 128x128 scale covers the rows that are added.
         scale_b = scale_b if square else F.pad(scale_b, (0, b.shape[0] - columns))
-    fused = bias is not None and dtype != torch.float32 and b.shape[0] == columns
-    inner_bias = bias.to(dtype).contiguous() if fused else None
+    inside = None if bias is None else _inside(bias, dtype, b.shape[0] == columns)
     recipe_b = F.ScalingType.BlockWise128x128 if square else F.ScalingType.BlockWise1x128
     out = F.scaled_mm(
-        a, b.t(), scale_a.t(), F.ScalingType.BlockWise1x128, scale_b.t(), recipe_b, bias=inner_bias, output_dtype=dtype
+        a, b.t(), scale_a.t(), F.ScalingType.BlockWise1x128, scale_b.t(), recipe_b, bias=inside, output_dtype=dtype
     )
     out = out if out.shape == (rows, columns) else out[:rows, :columns].clone(memory_format=torch.contiguous_format)
-    return out if fused or bias is None else out.add_(bias)
+    return out if bias is None or inside is not None else out.add_(bias)

@@ -15,8 +15,7 @@ fourth and save no memory, as hidden, needed again, is as large as dhidden.
 
 The kernel reads a token's row twice, first for maximum and sum, then to turn it into the gradient: 2 or 3 times the
 logits' bytes, as the L2 cache still has the row or not. It sums over V in another order than PyTorch, so it agrees with
-the reference to FP32 rounding (a gradient to one step of its dtype), and repeats its bits. `scale_` equals its
-reference bit for bit.
+the reference to FP32 rounding (a gradient to one step of its dtype), and repeats its bits.
 
 Legend: T tokens, H hidden, V vocabulary, C tokens of a chunk.
 """
@@ -32,10 +31,10 @@ from overcoat.kernels.device import LOG2E, power_of_2
 from overcoat.kernels.gemm import gemm
 from overcoat.kernels.instructions import exp2
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, kernel
+from overcoat.kernels.launch import kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import amax, quantize_both
-from overcoat.kernels.stack import stack_amax, stack_weights
+from overcoat.kernels.stack import quantize_weights, stack_weights
 
 # What the logits of one chunk may take, unless even MIN_CHUNK tokens take more. The products are efficient from some
 # thousand tokens on; below, dW += dx^T hidden reads and writes dW for too little arithmetic.
@@ -46,8 +45,6 @@ CHUNK_MULTIPLE = 256
 ROW_MULTIPLE = 64
 # Columns that a program takes at a time, and its warps.
 TILE, WARPS = 2048, 8
-# Elements of one program of `scale_`.
-SCALE_BLOCK = 2048
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.0e38)  # finite, so that -inf - LOWEST is no NaN
@@ -135,13 +132,8 @@ def _cross_entropy_kernel(
     logits_ptr,  # (C, V), rows `stride` apart; becomes the gradient if GRADIENT
     labels_ptr,  # (C,) int64
     losses_ptr,  # (C,) FP32
-    stride,
-    V,
-    ignore_index,
-    z_loss,
-    GRADIENT: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    stride, V, ignore_index, z_loss, GRADIENT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
@@ -187,31 +179,9 @@ def _(logits, labels, ignore_index, z_loss, gradient):
     return losses
 
 
-@op(mutates=("x",))
 def scale_(x: Tensor, factor: Tensor) -> None:
     """x *= factor, the product in FP32 and rounded once; factor: 0-d FP32 on x's device, never read by the host."""
-    x.copy_(x.float() * factor)
-
-
-@kernel
-def _scale_kernel(
-    x_ptr,  # N elements
-    factor_ptr,  # 0-d FP32
-    N,
-    BLOCK: tl.constexpr,
-):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + offsets, mask=offsets < N).to(tl.float32) * tl.load(factor_ptr)
-    tl.store(x_ptr + offsets, x.to(x_ptr.dtype.element_ty), mask=offsets < N)
-
-
-@scale_.cuda
-def _(x, factor):
-    dense = x if x.is_contiguous() else x.contiguous()
-    if x.numel():
-        _scale_kernel[(cdiv(x.numel(), SCALE_BLOCK),)](dense, factor, x.numel(), SCALE_BLOCK)
-    if dense is not x:
-        x.copy_(dense)
+    x.mul_(factor.view(1))  # as a 0-d tensor it would be rounded to x's dtype first
 
 
 # ---- the head --------------------------------------------------------------------------------------------------------
@@ -246,8 +216,8 @@ class _Float8Head:
 
     def __init__(self, hidden: Tensor, weight: Tensor, fmt: str) -> None:
         self.hidden, self.fmt, self.dtype = hidden, fmt, hidden.dtype
-        self.amax, w_amax = amax(hidden), stack_amax([weight])
-        self.w8, self.w_scale = stack_weights([weight], w_amax, False)
+        self.amax = amax(hidden)
+        self.w8, self.w_scale, w_amax = quantize_weights([weight])
         self.w8_t, _ = stack_weights([weight], w_amax, True)
 
     def logits(self, rows: slice) -> Tensor:
@@ -267,16 +237,9 @@ class _Float8Head:
 
 @op
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    z_loss: float,
-    fmt: Optional[str],
-    chunk_tokens: Optional[int],
-    want_hidden: bool,
-    want_weight: bool,
-) -> Tuple[Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, fmt: Optional[str],
+    chunk_tokens: Optional[int], want_hidden: bool, want_weight: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Sum of the tokens' losses, and its gradients, a chunk of tokens at a time.
 
     One op, so that torch.compile leaves the chunks and their buffer as they are.

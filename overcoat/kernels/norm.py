@@ -106,14 +106,9 @@ def _empty_stats(x, residual, weight, bias, eps, centered):
 
 
 def norm_from_statistics(
-    x: Tensor,
-    mean: Optional[Tensor],
-    rstd: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    code: str,
+    x: Tensor, mean: Optional[Tensor], rstd: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], code: str,
     group_size: int,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The norm's output in 1x128 blocks and the kept codes of xhat, given mean (T,) or None and rstd (T,)."""
     xhat = normalize(x, mean, rstd)
     return *row_blocks(affine(xhat, weight, bias), E4M3), *encode_groups(xhat, code, group_size)
@@ -121,15 +116,9 @@ def norm_from_statistics(
 
 @op
 def norm_block_quantize(
-    x: Tensor,
-    residual: Optional[Tensor],
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    eps: float,
-    centered: bool,
-    code: str,
-    group_size: int,
-) -> List[Tensor]:
+    x: Tensor, residual: Optional[Tensor], weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool,
+    code: str, group_size: int,
+) -> List[Tensor]:  # fmt: skip
     """A norm of x (T, H), or of residual + x (T, H), as GEMM operand in blocks, and kept codes.
 
     Returns:
@@ -150,15 +139,9 @@ def _empty_blocks(x, residual, weight, bias, eps, centered, code, group_size):
 
 @op
 def add_norm_encode(
-    y: Tensor,
-    residual: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    eps: float,
-    centered: bool,
-    code: str,
-    group_size: int,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    y: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool,
+    code: str, group_size: int,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """residual + norm(y), both (T, H), rounded once.
 
     Returns:
@@ -208,22 +191,13 @@ def _row_kernel(
     y_ptr,  # blocks: (T, H) E4M3
     codes_ptr,  # blocks, after: (T, H) 8-bit
     group_amax_ptr,  # blocks, after: (T, n) BF16
-    T,
-    n,
-    eps,
-    H: tl.constexpr,
+    T, n, eps, H: tl.constexpr,
     PASS: tl.constexpr,  # "stats", "blocks", "after"
-    ADD: tl.constexpr,
-    CENTERED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    INVERSE_MAX: tl.constexpr,
-    CODE: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
+    ADD: tl.constexpr, CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    INVERSE_MAX: tl.constexpr, CODE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     SUB: tl.constexpr,  # groups of a block
     NB: tl.constexpr,  # what is left of H, rounded up to a power of 2
-):
+):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, NB)
     start = row * H
     if PASS == "stats":
@@ -273,11 +247,8 @@ def _launch_rows(
     purpose: str,
     inputs: Sequence[Optional[Tensor]],  # x, residual, weight, bias
     outputs: Sequence[Optional[Tensor]],  # from sum_ptr on
-    eps: float,
-    centered: bool,
-    code: str = "sqrt8",
-    group_size: int = BLOCK,
-) -> None:
+    eps: float, centered: bool, code: str = "sqrt8", group_size: int = BLOCK,
+) -> None:  # fmt: skip
     x, residual, weight, bias = dense(*inputs)
     (tokens, hidden), n = x.shape, cdiv(x.shape[1], group_size)
     if purpose == "stats":

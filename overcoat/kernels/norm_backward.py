@@ -38,17 +38,9 @@ BACKWARD_RESIDENT = 132 * 65536 // BACKWARD_REGISTERS * BACKWARD_ELEMENTS
 
 @op
 def norm_backward(
-    dy: Tensor,
-    codes: Tensor,
-    group_amax: Tensor,
-    rstd: Tensor,
-    weight: Optional[Tensor],
-    dresidual: Optional[Tensor],
-    centered: bool,
-    has_bias: bool,
-    code: str,
-    group_size: int,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor, codes: Tensor, group_amax: Tensor, rstd: Tensor, weight: Optional[Tensor], dresidual: Optional[Tensor],
+    centered: bool, has_bias: bool, code: str, group_size: int,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Backward of the norm, with the residual branch's gradient added in the same pass.
 
     Args:
@@ -94,18 +86,11 @@ def _norm_backward_kernel(
     dx_ptr,  # (T, H)
     partial_ptr,  # (1 or 2, Q, H) FP32: each program's sums of dy * xhat, and of dy if HAS_BIAS
     top_ptr,  # (Q,) FP32: each program's max |dx|
-    T,
-    H,
-    n,
-    CENTERED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
+    T, H, n, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr,
     NGP: tl.constexpr,  # n rounded up to a power of 2
     CODE: tl.constexpr,
-):
+):  # fmt: skip
     g = tl.arange(0, NGP)
     h = g[:, None] * G + tl.arange(0, GP)[None, :]
     inside = (h < H) & (tl.arange(0, GP) < G)[None, :]

@@ -23,15 +23,9 @@ from overcoat.kernels.tiles import listed_groups
 
 @op
 def norm_quantize(
-    x: Tensor,
-    mean: Optional[Tensor],
-    rstd: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    amax: Tensor,
-    code: str,
-    group_size: int,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, mean: Optional[Tensor], rstd: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], amax: Tensor,
+    code: str, group_size: int,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The norm's output as GEMM operand, and kept codes, from the statistics of `norm_stats`.
 
     Args:
@@ -65,17 +59,9 @@ def _norm_quantize_kernel(
     codes_ptr,  # (T, H) 8-bit
     group_amax_ptr,  # (T * n,) BF16
     groups,  # T * n
-    n,
-    H,
-    INVERSE_MAX: tl.constexpr,
-    CENTERED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    CODE: tl.constexpr,
-    G: tl.constexpr,
-    GP: tl.constexpr,
-    NG: tl.constexpr,
-):
+    n, H, INVERSE_MAX: tl.constexpr, CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CODE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr,
+):  # fmt: skip
     scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
     tl.store(scale_ptr, scale, mask=tl.program_id(0) == 0)
     group, row, known, h, inside = listed_groups(groups, n, H, G, GP, NG)

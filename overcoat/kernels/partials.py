@@ -43,13 +43,10 @@ def _sum_partials_kernel(
     second_sum_ptr,  # (C,)
     top_ptr,  # (Q,) FP32, at least 0, if HAS_TOP
     amax_ptr,  # 0-d FP32: the largest of them, if HAS_TOP
-    Q,
-    C,
-    HAS_TOP: tl.constexpr,
+    Q, C, HAS_TOP: tl.constexpr,
     QP: tl.constexpr,  # Q rounded up to a power of 2
-    BQ: tl.constexpr,
-    BC: tl.constexpr,
-):
+    BQ: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     if tl.program_id(0) * BC >= C:
         # One program more than the columns need, so that none has both to do.
         if HAS_TOP:

@@ -44,10 +44,10 @@ from overcoat.kernels.op import op
 
 TOKEN_MULTIPLE, PER_LAUNCH = 16, 3
 
-# Below this many elements one program finds the maximum; above, many programs share an atomic maximum.
+# Below this many elements one program finds the maximum; above, as many as an H200 holds share an atomic maximum.
 AMAX_BLOCK = 8192
 AMAX_ONE_PROGRAM = 8 * AMAX_BLOCK
-AMAX_PROGRAMS = 132 * 16
+AMAX_PROGRAMS = 132 * 8
 
 # (tokens, columns) of one program of the per-tensor kernel, without and with the transposed layout.
 PLAIN_TILE, TRANSPOSED_TILE = (16, 512), (64, 128)
@@ -135,18 +135,15 @@ def _amax_kernel(
     b_ptr,  # NB elements
     c_ptr,  # NC elements
     out_ptr,  # 0-d int32: bits of the FP32 maximum
-    NA,
-    NB,
-    NC,
-    ALIGN: tl.constexpr,
-    COUNT: tl.constexpr,
-    ATOMIC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    NA, NB, NC, ALIGN: tl.constexpr, COUNT: tl.constexpr, ATOMIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     x_ptr, N = choose(a_ptr, b_ptr, c_ptr, COUNT), choose(NA, NB, NC, COUNT)
     top = tl.zeros((1, BLOCK), tl.float32)
     offsets = tl.arange(0, BLOCK)[None, :]
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, tl.num_programs(0).to(tl.int64) * BLOCK):
+    count = tl.cdiv(N, BLOCK)
+    for block in range(tl.program_id(0), count, tl.num_programs(0)):
+        # From the end: the quantization that follows begins at the start, which the L2 cache then has.
+        start = (count - 1 - block).to(tl.int64) * BLOCK
         x = tl.load(promise(x_ptr + start + offsets, ALIGN), mask=offsets < N - start, other=0.0)
         top = larger(top, tl.abs(x.to(tl.float32)))
     found = max_magnitude(max_magnitude(top, 1), 0)
@@ -160,7 +157,7 @@ def launch_amax(tensors: Sequence[Tensor]) -> Tensor:
     """max |x| over all tensors, 0-d FP32."""
     one_program = len(tensors) == 1 and tensors[0].numel() <= AMAX_ONE_PROGRAM
     out = (tensors[0].new_empty if one_program else tensors[0].new_zeros)((), dtype=torch.int32)
-    for part in launches(tensors):
+    for part in launches(tensors[::-1]):
         sizes = [x.numel() for x in part]
         programs = 1 if one_program else min(cdiv(max(sizes), AMAX_BLOCK), AMAX_PROGRAMS)
         if programs:
@@ -233,21 +230,11 @@ def _quantize_kernel(
     out_ptr,  # (rows, C) FP8, written if PLAIN
     out_t_ptr,  # (C, rows / 2) int16, pairs of FP8, row stride `stride_t`; if TRANSPOSED
     scale_ptr,  # 0-d FP32, unless GIVEN_SCALE
-    T,
-    NB,
-    NC,
-    C,
+    T, NB, NC, C,
     P,  # of the first; several matrices are not padded
-    stride_t,
-    INVERSE_MAX: tl.constexpr,
-    ALIGN: tl.constexpr,
-    COUNT: tl.constexpr,
-    GIVEN_SCALE: tl.constexpr,
-    PLAIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    BT: tl.constexpr,
-    BC: tl.constexpr,
-):
+    stride_t, INVERSE_MAX: tl.constexpr, ALIGN: tl.constexpr, COUNT: tl.constexpr, GIVEN_SCALE: tl.constexpr,
+    PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     factor = tl.load(factor_ptr)
     scale = factor if GIVEN_SCALE else scale_of(factor, INVERSE_MAX)
     if not GIVEN_SCALE:
@@ -256,6 +243,9 @@ def _quantize_kernel(
     x_ptr, padded, row0 = choose(a_ptr, b_ptr, c_ptr, COUNT), choose(P, NB, NC, COUNT), choose(0, P, P + NB, COUNT)
     rows = T if COUNT == 1 else padded
     t0, c0 = tl.program_id(0) * BT, tl.program_id(1) * BC
+    if not TRANSPOSED:  # rows after rows
+        across = tl.cdiv(C, BC)
+        t0, c0 = tl.program_id(0) // across * BT, tl.program_id(0) % across * BC
     if COUNT == 1 or t0 < padded:
         c = tl.arange(0, BC)
         x_ptr += t0.to(tl.int64) * C + c0
@@ -273,13 +263,9 @@ def _quantize_kernel(
 
 
 def launch_quantize(
-    tensors: Sequence[Tensor],
-    factor: Tensor,
-    out: Optional[Tensor],
-    out_t: Optional[Tensor],
-    scale: Optional[Tensor],
+    tensors: Sequence[Tensor], factor: Tensor, out: Optional[Tensor], out_t: Optional[Tensor], scale: Optional[Tensor],
     fmt: str,
-) -> None:
+) -> None:  # fmt: skip
     """Matrices (T_i, C) -> out (sum T_i, C) and / or out_t (C, P or sum T_i); `scale` None: `factor` is it, given."""
     columns, first = tensors[0].shape[1], 0
     tile = PLAIN_TILE if out_t is None else TRANSPOSED_TILE
@@ -290,7 +276,8 @@ def launch_quantize(
         if first:
             plain = None if out is None else out[first:]
             words = words if out_t is None else words[:, first // 2 :]
-        _quantize_kernel[(cdiv(max(padded, *sizes), tile[0]), cdiv(columns, tile[1]), len(part))](
+        down, across = cdiv(max(padded, *sizes), tile[0]), cdiv(columns, tile[1])
+        _quantize_kernel[(down * across, 1, len(part)) if out_t is None else (down, across, len(part))](
             *three(part), factor, out_t if plain is None else plain, words, factor if scale is None else scale,
             *three(sizes, 0), columns, padded, words.stride(0),
             inverse_max(fmt), alignment(part, columns), len(part), scale is None, out is not None,

@@ -36,13 +36,7 @@ from torch import Tensor
 from overcoat.kernels import quantize
 from overcoat.kernels.codes import CODES
 from overcoat.kernels.device import EXACT, larger, max_magnitude, power_of_2
-from overcoat.kernels.head_codes import (
-    decode_heads,
-    empty_heads,
-    encode_heads,
-    load_codes,
-    store_codes,
-)
+from overcoat.kernels.head_codes import decode_heads, empty_heads, encode_heads, load_codes, store_codes
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
@@ -67,15 +61,9 @@ def _normalize_heads(x: Tensor, weight: Optional[Tensor], eps: float) -> Tensor:
 
 @op
 def qk_rope(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Optional[Tensor],
-    k_weight: Optional[Tensor],
-    eps: float,
-    num_q: int,
-    num_kv: int,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Optional[Tensor], k_weight: Optional[Tensor], eps: float,
+    num_q: int, num_kv: int,
+) -> Tensor:  # fmt: skip
     """Normalise (if weights are given) and rotate q and k.
 
     Args:
@@ -100,17 +88,9 @@ def _(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
 
 @op(mutates=("qkv",))
 def qk_rope_encode12_(
-    qkv: Tensor,
-    center: Optional[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Optional[Tensor],
-    k_weight: Optional[Tensor],
-    eps: float,
-    num_q: int,
-    num_kv: int,
-    code: str,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    qkv: Tensor, center: Optional[Tensor], cos: Tensor, sin: Tensor, q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor], eps: float, num_q: int, num_kv: int, code: str,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`qk_rope` in place; returns what was there before: q and k as bf12, v - center (num_kv * D,) in the 8-bit `code`.
 
     Returns:
@@ -130,17 +110,9 @@ def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
 
 @op
 def qk_rope_decode12(
-    codes: Tensor,
-    lower: Tensor,
-    group_amax: Tensor,
-    center: Optional[Tensor],
-    cos: Optional[Tensor],
-    sin: Optional[Tensor],
-    num_q: int,
-    num_kv: int,
-    code: str,
-    dtype: torch.dtype,
-) -> Tensor:
+    codes: Tensor, lower: Tensor, group_amax: Tensor, center: Optional[Tensor], cos: Optional[Tensor],
+    sin: Optional[Tensor], num_q: int, num_kv: int, code: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Decode q/k/v from `qk_rope_encode12_` and, if cos and sin are given, rotate q and k again; in `dtype`.
 
     Without head norms: `qk_rope` applies those to what was decoded without a rotation.
@@ -201,23 +173,10 @@ def _rope_kernel(
     sin_ptr,  # (P, D)
     q_weight_ptr,  # (D,), if HEAD_NORM
     k_weight_ptr,  # (D,), if HEAD_NORM
-    eps,
-    T,
-    P,
-    num_q: tl.constexpr,
-    num_kv: tl.constexpr,
-    D: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    HAS_CENTER: tl.constexpr,
-    HEAD_NORM: tl.constexpr,
-    ROTATE: tl.constexpr,
-    ENCODE: tl.constexpr,
-    DECODE: tl.constexpr,
-    CODE: tl.constexpr,
-    EP: tl.constexpr,
-    NH: tl.constexpr,
-    BT: tl.constexpr,
-):
+    eps, T, P, num_q: tl.constexpr, num_kv: tl.constexpr, D: tl.constexpr, IN_PLACE: tl.constexpr,
+    HAS_CENTER: tl.constexpr, HEAD_NORM: tl.constexpr, ROTATE: tl.constexpr, ENCODE: tl.constexpr, DECODE: tl.constexpr,
+    CODE: tl.constexpr, EP: tl.constexpr, NH: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
     heads: tl.constexpr = num_q + 2 * num_kv
     E: tl.constexpr = D // 2
     tile, token = tl.program_id(0) % (heads // NH), tl.program_id(0) // (heads // NH) * BT
@@ -269,16 +228,9 @@ def _rope_kernel(
 
 
 def _launch_rope(
-    source: Tensor,
-    out: Tensor,
-    kept: Sequence[Tensor],
-    center: Optional[Tensor],
-    code: str,
-    tables: tuple[Optional[Tensor], ...],
-    eps: float,
-    num_q: int,
-    num_kv: int,
-) -> None:
+    source: Tensor, out: Tensor, kept: Sequence[Tensor], center: Optional[Tensor], code: str,
+    tables: tuple[Optional[Tensor], ...], eps: float, num_q: int, num_kv: int,
+) -> None:  # fmt: skip
     """source: values, which are encoded into the four of `kept` if given; or codes, decoded with the three of `kept`.
 
     tables: cos and sin or None; q's and k's norm weights or None.

@@ -1,9 +1,9 @@
 """Backward of `qk_rope`: the gradient of the fused q/k/v buffer rotated back, and through the head norms if there are.
 
-Without head norms: rope_quantize.py. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for
-multi-head attention): 1 V read, 1 V written, and q and k of the norm's input read (2/3 V for multi-head attention).
+Straight in FP8, without head norms: rope_quantize.py. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused
+buffer (3 U for multi-head attention): 1 V read, 1 V written, and q and k of the norm's input read (2/3 V).
 
-With head norms programs walk along the tokens: each takes every Q-th tile of tokens with all of its heads, so that
+Programs walk along the tokens: each takes every Q-th tile of tokens with all of its heads, so that
 grouped queries leave none with less to do. The norm's sums are taken in another order than PyTorch's, so the gradient
 may differ from the reference's by one BF16 step; v, and a q or k without norm, equal it bit for bit. The weights'
 gradients are deterministic: each program adds up its own heads, partials.py adds the programs' sums in a fixed order.
@@ -24,14 +24,8 @@ from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
-from overcoat.kernels.rope_quantize import (
-    buffer_columns,
-    gradient_arguments,
-    load_rotated_back,
-    rope_values,
-    rotate_back,
-)
-from overcoat.kernels.rotation import load_halves, load_tables, split_heads
+from overcoat.kernels.rope_quantize import buffer_columns, gradient_arguments, load_rotated_back
+from overcoat.kernels.rotation import load_halves, load_tables, rotate_back, split_heads, store_halves
 
 # Elements of a tile, each half of a head in EP of them, and the most heads of one token in it: few, so that 28 or 8
 # heads leave no rows empty, yet enough to read whole 1 KiB stretches at D = 128.
@@ -52,17 +46,9 @@ def _head_norm_backward(dy: Tensor, x: Tensor, weight: Optional[Tensor], eps: fl
 
 @op
 def qk_rope_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    qkv: Optional[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Optional[Tensor],
-    k_weight: Optional[Tensor],
-    eps: float,
-    num_q: int,
-) -> Tuple[Tensor, Tensor, Tensor]:
+    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Optional[Tensor], cos: Tensor, sin: Tensor, q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor], eps: float, num_q: int,
+) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Backward of `qk_rope`.
 
     Args:
@@ -88,7 +74,7 @@ def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
     return dq.new_empty((dq.shape[0], buffer_columns(dq, dk, dv))), dq_weight, dk_weight
 
 
-# ---- kernel with head norms ------------------------------------------------------------------------------------------
+# ---- kernel ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -131,23 +117,17 @@ def _part_backward(
             place = (t * width + column)[:, None] + e[None, :]
             d1, d2 = load_rotated_back(dy_ptr + start * stride_dy, source, E, inside, *tables, ROTATE)
             if NORM:
-                x = x_ptr + start * width + place
-                x1 = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-                x2 = tl.load(x + E, mask=inside, other=0.0).to(tl.float32)
+                x1, x2 = load_halves(x_ptr + start * width + place, E, inside)
                 d1, d2, product1, product2 = _norm_backward(d1, d2, x1, x2, w1, w2, known, D, eps)
                 dw1 += product1
                 dw2 += product2
-            target = dx_ptr + start * width + place
-            tl.store(target, d1.to(dx_ptr.dtype.element_ty), mask=inside)
-            tl.store(target + E, d2.to(dx_ptr.dtype.element_ty), mask=inside)
+            store_halves(dx_ptr + start * width + place, E, d1, d2, inside)
     if NORM:
-        mine = partial_ptr + tl.program_id(0) * D + e
-        tl.store(mine, tl.sum(dw1, 0), mask=real)
-        tl.store(mine + E, tl.sum(dw2, 0), mask=real)
+        store_halves(partial_ptr + tl.program_id(0) * D + e, E, tl.sum(dw1, 0), tl.sum(dw2, 0), real)
 
 
 @kernel
-def _rope_norm_backward_kernel(
+def _rope_backward_kernel(
     dq_ptr,  # (T, num_q * D), row stride `stride_q`: gradient of the rotated q
     dk_ptr,  # (T, num_kv * D), row stride `stride_k`: of the rotated k
     dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
@@ -159,22 +139,11 @@ def _rope_norm_backward_kernel(
     out_ptr,  # (T, (num_q + 2 num_kv) * D)
     q_partial_ptr,  # (Q, D) FP32: each program's sums, if Q_NORM
     k_partial_ptr,  # (Q, D) FP32, if K_NORM
-    T,
-    positions,
-    num_q,
-    num_kv,
-    D,
-    stride_q,
-    stride_k,
-    stride_v,
-    eps,
-    Q_NORM: tl.constexpr,
-    K_NORM: tl.constexpr,
-    EP: tl.constexpr,
-    R: tl.constexpr,
+    T, positions, num_q, num_kv, D, stride_q, stride_k, stride_v, eps, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    EP: tl.constexpr, R: tl.constexpr,
     NHQ: tl.constexpr,  # NH of q
     NHK: tl.constexpr,  # NH of k and v
-):
+):  # fmt: skip
     k, v = num_q * D, (num_q + num_kv) * D
     shared = (cos_ptr, sin_ptr, T, positions, D, (num_q + 2 * num_kv) * D, eps)
     _part_backward(
@@ -191,44 +160,25 @@ def _rope_norm_backward_kernel(
     )  # fmt: skip
 
 
-def _launch_norm_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Optional[Tensor],
-    k_weight: Optional[Tensor],
-    eps: float,
-    num_q: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of qkv (T, (num_q + 2 num_kv) * D); of q's and k's weights (D,) FP32, empty where there is none."""
+@qk_rope_backward.cuda
+def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
     pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
     tokens, width = dq.shape[0], cos.shape[1]
     num_kv, half = dk.shape[1] // width, power_of_2(width // 2)
     rows = max(TILE // (2 * half), 1)
     heads_q, heads_kv = (min(power_of_2(heads), MAX_HEADS, rows) for heads in (num_q, num_kv))
     programs = min(cdiv(tokens, rows // max(heads_q, heads_kv)), RESIDENT)
-    out = dq.new_empty(qkv.shape, dtype=dq.dtype)
-    partial_q, partial_k = (
+    out = dq.new_empty((tokens, buffer_columns(dq, dk, dv)))
+    partials = [
         dq.new_empty((0 if weight is None else programs, width), dtype=torch.float32) for weight in (q_weight, k_weight)
-    )
-    _rope_norm_backward_kernel[(programs,)](
-        *pointers, qkv.contiguous(), cos if q_weight is None else q_weight.contiguous(),
-        cos if k_weight is None else k_weight.contiguous(), out, partial_q, partial_k, *sizes, eps,
-        q_weight is not None, k_weight is not None, half, rows, heads_q, heads_kv,
+    ]
+    _rope_backward_kernel[(programs,)](
+        *pointers, *[pointers[3] if x is None else x.contiguous() for x in (qkv, q_weight, k_weight)], out, *partials,
+        *sizes, eps, q_weight is not None, k_weight is not None, half, rows, heads_q, heads_kv,
         num_warps=4, maxnreg=REGISTERS, **EXACT,
     )  # fmt: skip
-    pairs = ((partial_q, q_weight), (partial_k, k_weight))
-    sums = iter(sum_partials(*(partial for partial, weight in pairs if weight is not None)))
+    pairs = tuple(zip(partials, (q_weight, k_weight), strict=True))
+    found = [partial for partial, weight in pairs if weight is not None]
+    sums = iter(sum_partials(*found) if found else ())
     dq_weight, dk_weight = (partial.view(0) if weight is None else next(sums) for partial, weight in pairs)
     return out, dq_weight, dk_weight
-
-
-@qk_rope_backward.cuda
-def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
-    if q_weight is not None or k_weight is not None:
-        return _launch_norm_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q)
-    none = dq.new_empty(0, dtype=torch.float32)
-    return rope_values(dq, dk, dv, cos, sin, num_q), none, torch.empty_like(none)

@@ -1,15 +1,14 @@
-"""The gradient of the fused q/k/v buffer without head norms, rotated back: as it is, or in FP8 in two passes.
+"""The gradient of the fused q/k/v buffer without head norms, rotated back, straight in FP8 in two passes.
 
 It is the transposed map, not the inverse: scaled RoPE variants fold a factor into cos and sin.
 
     (d1, d2) -> (d1 * cos1 + d2 * sin2,  d2 * cos2 - d1 * sin1)
 
 Attention's backward leaves dq, dk and dv apart; one launch takes all three, told apart by the third axis of its grid.
-Each writes its columns of the fused buffer, and a tile takes several heads, which share the tile's cos and sin. For FP8
-the first pass finds max |gradient| (and the sums over the tokens, where q, k and v have biases), the second writes both
+Each writes its columns of the fused buffer, and a tile takes several heads, which share the tile's cos and sin. The
+first pass finds max |gradient| (and the sums over the tokens, where q, k and v have biases), the second writes both
 layouts. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for multi-head attention):
 
-    values                      1 V read, 1 V written
     qk_rope_backward_amax       1 V read; with sums programs' own, 1/16 V, written and read again
     qk_rope_backward_quantize   1 V read, 1/2 V + 1/2 V written
 
@@ -45,7 +44,7 @@ from overcoat.kernels.launch import cdiv, dense_rows, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import empty_both, transpose_padded
-from overcoat.kernels.rotation import load_tables, rotate_back
+from overcoat.kernels.rotation import load_tables, rotate_back, store_halves
 
 # Tokens of a tile, and heads that share the tables.
 TILE_TOKENS, TILE_HEADS = 32, 8
@@ -115,13 +114,6 @@ def _(dq, dk, dv, cos, sin, amax, fmt, num_q):
     return out, out_t, scale
 
 
-def rope_values(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
-    """The kernel's gradient of the fused buffer in dq's type."""
-    out = torch.empty((dq.shape[0], buffer_columns(dq, dk, dv)), dtype=dq.dtype, device=dq.device)
-    _launch_gradient(dq, dk, dv, cos, sin, num_q, out, out, values=True)
-    return out
-
-
 # ---- kernel ----------------------------------------------------------------------------------------------------------
 
 
@@ -136,55 +128,18 @@ def load_rotated_back(dy_ptr, offsets, E, inside, cos1, cos2, sin1, sin2, ROTATE
 
 
 @triton.jit
-def _gradient_tile(
-    dy_ptr, first, heads, stride_dy, ROTATE: tl.constexpr,
-    cos_ptr, sin_ptr, amax_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, stride_out,
-    VALUES: tl.constexpr, SUMS: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
-):  # fmt: skip
-    """`_tile` of values, the maximum and sums."""
-    t0, E = tl.program_id(0) * BT, D // 2
-    t, e = tl.arange(0, BT), tl.arange(0, EP)
-    inside = (t < T - t0)[:, None] & (e < E)[None, :]
-    tables = load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, inside, D, E)
-    top = tl.zeros((BT, EP), tl.float32)
-    dy_ptr += t0.to(tl.int64) * stride_dy
-    out_ptr += (tl.program_id(0) if SUMS else t0).to(tl.int64) * stride_out + first
-    for head in range(tl.program_id(1) * NH, tl.minimum(tl.program_id(1) * NH + NH, heads)):
-        source = t[:, None] * stride_dy + (head * D + e)[None, :]
-        d1, d2 = load_rotated_back(dy_ptr, source, E, inside, *tables, ROTATE)
-        if VALUES:
-            target = out_ptr + (t[:, None] * stride_out + (head * D + e)[None, :])
-            tl.store(target, d1.to(out_ptr.dtype.element_ty), mask=inside)
-            tl.store(target + E, d2.to(out_ptr.dtype.element_ty), mask=inside)
-        else:
-            top = larger(top, larger(tl.abs(d1), tl.abs(d2)))
-        if SUMS:
-            sums = out_ptr + head * D + e
-            tl.store(sums, tl.sum(d1, 0), mask=e < E)
-            tl.store(sums + E, tl.sum(d2, 0), mask=e < E)
-    if not VALUES:
-        atomic_amax(amax_ptr, max_magnitude(max_magnitude(top, 1), 0))
-
-
-@triton.jit
 def _scaled(d1, d2, inverse, inside):
     """Halves times `inverse`, which may be NaN; zero outside, where the transposed layout is padded."""
     return tl.where(inside, d1 * inverse, 0.0), tl.where(inside, d2 * inverse, 0.0)
 
 
 @triton.jit
-def _store_float8(out_ptr, offsets, E, d1, d2, inside):
-    tl.store(out_ptr + offsets, to_float8(d1, out_ptr.dtype.element_ty), mask=inside)
-    tl.store(out_ptr + offsets + E, to_float8(d2, out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _quantize_tile(
+def _tile(
     dy_ptr, first, heads, stride_dy, ROTATE: tl.constexpr,
     cos_ptr, sin_ptr, amax_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, stride_out,
-    EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+    FP8: tl.constexpr, SUMS: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
-    """`_tile` of FP8."""
+    """One program of `_rope_gradient_kernel` on one of its parts; `first`: its first column of the fused buffer."""
     t0, E = tl.program_id(0) * BT, D // 2
     pair, e = tl.arange(0, BT // 2), tl.arange(0, EP)
     t = 2 * pair
@@ -192,32 +147,33 @@ def _quantize_tile(
     tables0 = load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, even, D, E)
     tables1 = load_tables(cos_ptr, sin_ptr, (t0 + t + 1) % positions, e, odd, D, E)
     dy_ptr += t0.to(tl.int64) * stride_dy
-    out_ptr += t0.to(tl.int64) * stride_out + first
+    out_ptr += (t0 if FP8 else tl.program_id(0)).to(tl.int64) * stride_out + first
     out_t_ptr += tl.cast(first, tl.int64) * (P // 2)
+    top = tl.zeros((BT // 2, EP), tl.float32)
     for head in range(tl.program_id(1) * NH, tl.minimum(tl.program_id(1) * NH + NH, heads)):
         column = (head * D + e)[None, :]
         source = t[:, None] * stride_dy + column
-        a1, a2 = _scaled(*load_rotated_back(dy_ptr, source, E, even, *tables0, ROTATE), inverse, even)
-        b1, b2 = _scaled(*load_rotated_back(dy_ptr + stride_dy, source, E, odd, *tables1, ROTATE), inverse, odd)
-        _store_float8(out_ptr, t[:, None] * stride_out + column, E, a1, a2, even)
-        _store_float8(out_ptr + stride_out, t[:, None] * stride_out + column, E, b1, b2, odd)
-        inside_t = (e < E)[:, None] & (pair < (P - t0) // 2)[None, :]
-        target = out_t_ptr + tl.cast(head * D, tl.int64) * (P // 2) + t0 // 2
-        target += e[:, None] * (P // 2) + pair[None, :]
-        tl.store(target, tl.trans(pack_rows(a1, b1, out_ptr.dtype.element_ty)), mask=inside_t)
-        tl.store(target + E * (P // 2), tl.trans(pack_rows(a2, b2, out_ptr.dtype.element_ty)), mask=inside_t)
-
-
-@triton.jit
-def _tile(
-    dy_ptr, first, heads, stride_dy, ROTATE: tl.constexpr, shared,
-    FP8: tl.constexpr, VALUES: tl.constexpr, SUMS: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
-):  # fmt: skip
-    """One program of `_rope_gradient_kernel` on one of its parts; `first`: its first column of the fused buffer."""
-    if FP8:
-        _quantize_tile(dy_ptr, first, heads, stride_dy, ROTATE, *shared, EP, BT, NH)
-    else:
-        _gradient_tile(dy_ptr, first, heads, stride_dy, ROTATE, *shared, VALUES, SUMS, EP, BT, NH)
+        a1, a2 = load_rotated_back(dy_ptr, source, E, even, *tables0, ROTATE)
+        b1, b2 = load_rotated_back(dy_ptr + stride_dy, source, E, odd, *tables1, ROTATE)
+        if FP8:
+            TYPE: tl.constexpr = out_ptr.dtype.element_ty
+            a1, a2 = _scaled(a1, a2, inverse, even)
+            b1, b2 = _scaled(b1, b2, inverse, odd)
+            place = out_ptr + (t[:, None] * stride_out + column)
+            store_halves(place, E, to_float8(a1, TYPE), to_float8(a2, TYPE), even)
+            store_halves(place + stride_out, E, to_float8(b1, TYPE), to_float8(b2, TYPE), odd)
+            inside_t = (e < E)[:, None] & (pair < (P - t0) // 2)[None, :]
+            target = out_t_ptr + tl.cast(head * D, tl.int64) * (P // 2) + t0 // 2
+            target += e[:, None] * (P // 2) + pair[None, :]
+            store_halves(
+                target, E * (P // 2), tl.trans(pack_rows(a1, b1, TYPE)), tl.trans(pack_rows(a2, b2, TYPE)), inside_t
+            )
+        else:
+            top = larger(top, larger(larger(tl.abs(a1), tl.abs(a2)), larger(tl.abs(b1), tl.abs(b2))))
+            if SUMS:
+                store_halves(out_ptr + head * D + e, E, tl.sum(a1 + b1, 0), tl.sum(a2 + b2, 0), e < E)
+    if not FP8:
+        atomic_amax(amax_ptr, max_magnitude(max_magnitude(top, 1), 0))
 
 
 @kernel
@@ -227,27 +183,14 @@ def _rope_gradient_kernel(
     dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
     cos_ptr,  # (positions, D)
     sin_ptr,  # (positions, D)
-    amax_ptr,  # 0-d FP32 if FP8; else int32: bits of max |gradient|, unless VALUES
-    out_ptr,  # (T, C), in FP8 if FP8, if VALUES as it is; (tiles of tokens, C) FP32: their sums, if SUMS
+    amax_ptr,  # 0-d FP32 if FP8; else int32: bits of max |gradient|
+    out_ptr,  # (T, C) FP8; or (tiles of tokens, C) FP32: their sums, if SUMS
     out_t_ptr,  # (C, P / 2) int16, pairs of FP8, if FP8
     scale_ptr,  # 0-d FP32, if FP8
     P,  # here: after the strides ptxas takes 166 registers at D = 128 instead of 128
-    T,
-    positions,
-    num_q,
-    num_kv,
-    D,
-    stride_q,
-    stride_k,
-    stride_v,
-    FP8: tl.constexpr,
-    VALUES: tl.constexpr,
-    SUMS: tl.constexpr,
-    INVERSE_MAX: tl.constexpr,
-    EP: tl.constexpr,
-    BT: tl.constexpr,
-    NH: tl.constexpr,
-):
+    T, positions, num_q, num_kv, D, stride_q, stride_k, stride_v, FP8: tl.constexpr, SUMS: tl.constexpr,
+    INVERSE_MAX: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+):  # fmt: skip
     inverse = 1.0
     if FP8:
         scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
@@ -257,12 +200,12 @@ def _rope_gradient_kernel(
     k = num_q * D
     v = k + num_kv * D
     if tl.program_id(2) == 0:
-        _tile(dq_ptr, 0, num_q, stride_q, True, shared, FP8, VALUES, SUMS, EP, BT, NH)
+        _tile(dq_ptr, 0, num_q, stride_q, True, *shared, FP8, SUMS, EP, BT, NH)
     elif tl.program_id(1) * NH < num_kv:
         if tl.program_id(2) == 1:
-            _tile(dk_ptr, k, num_kv, stride_k, True, shared, FP8, VALUES, SUMS, EP, BT, NH)
+            _tile(dk_ptr, k, num_kv, stride_k, True, *shared, FP8, SUMS, EP, BT, NH)
         else:
-            _tile(dv_ptr, v, num_kv, stride_v, False, shared, FP8, VALUES, SUMS, EP, BT, NH)
+            _tile(dv_ptr, v, num_kv, stride_v, False, *shared, FP8, SUMS, EP, BT, NH)
 
 
 def gradient_arguments(
@@ -276,25 +219,14 @@ def gradient_arguments(
 
 
 def _launch_gradient(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    num_q: int,
-    amax: Tensor,
-    out: Tensor,
-    out_t: Optional[Tensor] = None,
-    scale: Optional[Tensor] = None,
-    inverse: float = 0.0,
-    values: bool = False,
-    sums: bool = False,
-) -> None:
-    """Run the kernel for FP8 if out_t is given, for `values`, or for the maximum, with or without `sums`."""
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int, amax: Tensor, out: Tensor,
+    out_t: Optional[Tensor] = None, scale: Optional[Tensor] = None, inverse: float = 0.0, sums: bool = False,
+) -> None:  # fmt: skip
+    """Run the kernel for FP8 if out_t is given, else for the maximum, with or without `sums`."""
     pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
     padded = dq.shape[0] if out_t is None else out_t.shape[1]
     _rope_gradient_kernel[(cdiv(padded, TILE_TOKENS), cdiv(num_q, TILE_HEADS), 3)](
         *pointers, amax, out, amax if out_t is None else out_t.view(torch.int16), amax if scale is None else scale,
-        padded, *sizes, out_t is not None, values, sums, inverse,
+        padded, *sizes, out_t is not None, sums, inverse,
         power_of_2(cos.shape[1] // 2), TILE_TOKENS, TILE_HEADS, num_warps=4, **EXACT,
     )  # fmt: skip

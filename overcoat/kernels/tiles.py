@@ -9,17 +9,8 @@ Legend: T tokens (rows), C columns, P padded tokens, G group size, GP = G rounde
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from overcoat.kernels.codes import decode
-from overcoat.kernels.device import (
-    atomic_amax,
-    max_magnitude,
-    max_magnitude_of_pairs,
-    pack_quads,
-    power_of_2,
-    to_float8,
-)
+from overcoat.kernels.device import atomic_amax, pack_quads, to_float8
 from overcoat.kernels.language import tl, triton
 
 
@@ -52,37 +43,6 @@ def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.conste
     known, row = group < groups, group // n
     column = (group - row * n)[:, None] * G + tl.arange(0, GP)[None, :]
     return group, row, known, column, known[:, None] & (column < C) & (tl.arange(0, GP) < G)[None, :]
-
-
-def whole_groups(x: Tensor, group_size: int) -> bool:
-    """Whether the groups of a contiguous x (T, C) lie in one piece and can be read in words of 4 bytes: WHOLE below."""
-    whole = x.shape[-1] % group_size == 0 and group_size == power_of_2(group_size) > 1
-    return whole and x.data_ptr() % 4 == 0
-
-
-@triton.jit
-def listed_magnitude(
-    x_ptr, groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
-    """max |x| of each of this program's groups (NG,) FP32; x (T, C).
-
-    WHOLE, by `whole_groups`: nobody needs the groups' rows, and BF16 is read in pairs.
-    """
-    if WHOLE:
-        first, g = tl.program_id(0).to(tl.int64) * NG, tl.arange(0, NG)
-        known = (g < groups - first)[:, None]
-        if x_ptr.dtype.element_ty == tl.bfloat16:
-            places = g[:, None] * (G // 2) + tl.arange(0, G // 2)[None, :]
-            words_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first * (G // 2)
-            return max_magnitude_of_pairs(tl.load(words_ptr + places, mask=known, other=0), 1)
-        else:
-            places = g[:, None] * G + tl.arange(0, G)[None, :]
-            x = tl.load(x_ptr + first * G + places, mask=known, other=0.0)
-            return max_magnitude(x.to(tl.float32), 1)
-    else:
-        _, row, _, column, inside = listed_groups(groups, n, C, G, GP, NG)
-        x = tl.load(x_ptr + (row.to(tl.int64)[:, None] * C + column), mask=inside, other=0.0)
-        return max_magnitude(x.to(tl.float32), 1)
 
 
 # ---- tokens by groups -------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ A replay runs the same kernels on the same addresses. So a graph must hold whate
 given it anew:
 
     weights     stay where they are, and the optimizer writes them in place. Their FP8 copies are made inside the graph,
-                from what the weights are by then; with a guess of their maxima where AdamW had found them when the
-                graph was recorded, and the place where it writes them stays too (weight_amax.py)
+                from what the weights are by then
     input       the embedding's result, rotary tables and masks are copied into the graph; from layer to layer results
                 stay in the graphs' memory
     gradients   see `keep_gradients_outside`

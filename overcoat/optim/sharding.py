@@ -120,11 +120,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def tracked_part(param: Tensor) -> Tensor:
-    """What the maximum is known of (weight_amax.py): the local tensor itself, not the object that `to_local` makes."""
-    return param._local_tensor if isinstance(param, DTensor) else param
-
-
 def shard_bytes(tensor: Tensor) -> int:
     """Bytes of a process' part of a tensor, the same number on every process, though shards may differ by a row."""
     total = tensor.numel() * tensor.element_size()

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from overcoat import weight_amax
 from overcoat.formats.masters import parameter_key, resolve_master
 from overcoat.kernels.adamw import Hyper, rows_of, state_names
 from overcoat.kernels.adamw_counters import Counters, StepScalars
@@ -39,7 +38,6 @@ from overcoat.optim.sharding import (
     stepped_part,
     sum_over_shards,
     sums_over_shards,
-    tracked_part,
     write_back,
 )
 
@@ -79,7 +77,6 @@ class StepGroup:
         # from. They are filled before every step and not here: processes need not build their step groups at the same
         # time, but gathering takes all of them.
         self.buffered = self.whole or (self.offloaded and not all(map(Tensor.is_contiguous, own)))
-        self.tracked_before, self.tracked = weight_amax.count(), self._tracked()
         hyper = hyper_of(group, params[0].dtype)
         self.tensors = StepTensors(
             params=[buffer_for(param) for param in params] if self.buffered else own,
@@ -87,9 +84,6 @@ class StepGroup:
             keys=[parameter_key(group["seed"], index) for index in indices],
             first_groups=[self._first_group(param, int(group["group_size"])) for param in params],
             group_size=int(group["group_size"]),
-            weight_amax=dict(
-                zip(self.tracked, weight_amax.memory([*self.tracked.values()], own[0].device), strict=True)
-            ),
         )
         self.device, self.dtype = self.tensors.params[0].device, params[0].dtype
         self.state_tensors = list(chain.from_iterable(self.tensors.states.values()))
@@ -115,25 +109,12 @@ class StepGroup:
         Every one is asked. For a thousand parameters that is half of the host's time for a step, but a kernel that
         wrote where a tensor no longer is would change somebody else's memory.
         """
-        return self._addresses() == self.addresses and self._tracks_the_same()
+        return self._addresses() == self.addresses
 
     def _addresses(self) -> list[int]:
         params = list(map(local, self.params)) if self.sharded else self.params
         # Their sizes as well: a parameter may be cut where it lies.
         return [*map(Tensor.data_ptr, params), *map(Tensor.numel, params), *map(Tensor.data_ptr, self.state_tensors)]
-
-    def _tracked(self) -> dict[int, weight_amax.Tracked]:
-        """Parameters, or shards, whose maxima are wanted, by place; none of those that are not stepped in one piece."""
-        if self.buffered or self.offloaded:
-            return {}
-        found = enumerate(map(weight_amax.tracked, map(tracked_part, self.params)))
-        return {place: entry for place, entry in found if entry is not None}
-
-    def _tracks_the_same(self) -> bool:
-        if self.tracked_before == weight_amax.count():
-            return True
-        self.tracked_before = weight_amax.count()
-        return self._tracked() == self.tracked
 
     # ---- a step ---------------------------------------------------------------------------------------
 
@@ -188,9 +169,6 @@ class StepGroup:
             torch.autograd.graph.increment_version(self.tensors.params)
         else:
             self._call_op(grads, scalar_on(group["lr"], self.device), factor, skip, hyper)
-        if not torch.compiler.is_compiling():
-            for place, entry in self.tracked.items():
-                entry.version = tracked_part(self.params[place])._version
         if self.buffered:
             for buffer, param in zip(self.tensors.params, self.params, strict=True):
                 write_back(param, buffer)

@@ -360,16 +360,8 @@ def test_numbers_below_one(name):
         predict(make_model("llama", layers=1).config, **{"batch": 1, "sequence": 32, name: 0})
 
 
-@pytest.mark.parametrize(
-    ("recipe", "handles"),
-    [
-        (Recipe(), (1,)),  # the head's products, all in the forward
-        (Recipe(head="fp8"), (0, 1)),  # transformers 5.17 multiplies positions by frequencies, 5.23 does not
-        (Recipe(head=None), (2,)),
-        (Recipe(linear_scaling="block"), (2,)),
-    ],
-    ids=["default", "FP8 head", "all logits", "block scales"],
-)
-def test_a_workspace_for_each_thread_that_multiplies_by_pytorch(recipe, handles):
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(head="fp8"), Recipe(linear_scaling="block")])
+def test_a_workspace_for_each_thread_that_multiplies_by_pytorch(recipe):
+    """The caller's and autograd's."""
     prediction = predict(make_model("llama").config, BATCH, LENGTH, Setup(recipe=recipe))
-    assert prediction.handle_bytes / HANDLE in handles
+    assert prediction.handle_bytes == 2 * HANDLE

@@ -67,17 +67,16 @@ def nothing(*args):
     """Instead of a step."""
 
 
-def step_and_find(args, skip, tops):
-    """One step by the kernel that finds the maxima of the parameters numbered in `tops`; returns the parameters."""
+def step_one_by_one(args, skip):
+    """One step by the kernel, `skip` (T,) or 0-d."""
     (params, grads, states, lr, factor), hyper = args[:SKIP], Hyper(*args[6:14])
     lists = {
         name: states[i * len(params) :][: len(params)] for i, name in enumerate(state_names(*hyper.codes, hyper.master))
     }
-    plan = Plan(StepTensors(params, lists, *args[14:], hyper.group_size, tops))
+    plan = Plan(StepTensors(params, lists, *args[14:], hyper.group_size))
     table = Gradients([p.numel() for p in params], params[0].device)
     table.set([g.contiguous() for g in grads])
     plan.launch(table.addresses, table.dtype, Counters(lists["step"]).take_step(lr, skip, hyper), factor, skip, hyper)
-    return params
 
 
 def differing_bytes(left, right):

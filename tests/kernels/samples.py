@@ -66,17 +66,14 @@ def _quantize() -> None:
             add("quantize_both", x, amax(x), fmt)
             add("quantize_t", x, amax(x) / 448, fmt)
         add("amax", x)
-        add("stack_amax", weights)
+        add("quantize_weights", weights)
         for transposed in (False, True):
             add("stack_weights", weights, torch.stack([amax(w) for w in weights]).amax(), transposed)
             add("stack_codes", [w.to(torch.float8_e4m3fn) for w in weights], transposed)
-        add("stack_weights_tracked", weights)
-        add("stack_weights_predicted", weights, [amax(w) * (i + 1) for w in weights])
         code, group_size = codes[i], (16, 128, 64)[i]
         add("token_center", x)
         kept = encode_groups(x, code, group_size)
         add("group_encode", x, code, group_size)
-        add("group_encode_amax", x, code, group_size)
         add("group_decode", *kept, code, group_size, dtype)
         for weight, bias in ((affine, None), (None, None), (affine, affine)):
             add("requantize_t", *kept, weight, bias, amax(x) / 448, code, group_size)
@@ -98,7 +95,6 @@ def _gemm() -> None:
         a, b = quantize_tensor(normal(m, k)), quantize_tensor(normal(n, k, seed=1))
         for bias in (None, normal(n, dtype=dtype, seed=2)):
             add("gemm", a.data, b.data, a.scale, b.scale, bias, dtype, bias is None)
-        add("gemm", a.data, b.data, a.scale, b.scale, None, dtype, True, normal(m, n, dtype=dtype, seed=3))
 
 
 def _norm() -> None:
@@ -179,10 +175,9 @@ def _activation() -> None:
         add("activation_decode", *kept, *how, dtype)
         add("activation_gradient_bound", dh, kept[1], activation, group_size)
         add("activation_backward", dh, *kept, top / 448, None, None, False, *how)
-        add("activation_block_backward", dh, *kept, None, False, *how)
+        add("activation_backward", dh, *kept, None, None, None, False, *how)
         for has_bias in (True, False) if i % 2 else (False,):
             add("activation_backward", dh, *kept, top / 448, amax(dh) * 9, "e5m2", has_bias, *how)
-            add("activation_block_backward", dh, *kept, "e5m2", has_bias, *how)
 
 
 def _attention() -> None:
@@ -205,12 +200,10 @@ def _attention() -> None:
             shared = (mask, batch, num_q, num_kv, width**-0.5)
             add("attention", qkv, *shared)
             add("attention_backward", do, qkv, o, lse, *shared)
-            add("attention_capped", qkv, *shared, 1.5)
-            add("attention_capped_backward", do, qkv, o, lse, *shared, 1.5)
+            add("attention", qkv, *shared, True, 1.5)
+            add("attention_backward", do, qkv, o, lse, *shared, True, 1.5)
     add("attention", qkv, None, *shared[1:], False)
     add("attention_backward", do, qkv, o, lse, None, *shared[1:], False)
-    add("attention_capped", qkv, None, *shared[1:], 1.5, False)
-    add("attention_capped_backward", do, qkv, o, lse, None, *shared[1:], 1.5, False)
     add("attention", strided(qkv), None, *shared[1:])
     add("attention_backward", do, strided(qkv), o, lse, None, *shared[1:])
 
@@ -228,8 +221,6 @@ def _loss() -> None:
             add("linear_cross_entropy", hidden, weight, labels, -100, 0.0, fmt, chunk, True, True)
         add("linear_cross_entropy", hidden, weight, labels, -100, 1e-3, None, 5, False, tokens > 7)
         add("linear_cross_entropy", hidden, strided(weight), labels, -100, 0.0, "e5m2", 5, tokens > 7, False)
-        add("scale_", hidden, torch.tensor(1 / 3))
-        add("scale_", strided(hidden), torch.tensor(1 / 3))
 
 
 def _blockwise() -> None:
@@ -252,10 +243,6 @@ def _blockwise() -> None:
     add("norm_block_quantize", strided(x), None, None, None, 1e-5, False, "sqrt8", 16)
     add("norm_block_quantize", strided(x), x, None, None, 1e-5, False, "sqrt8", 16)
     add("norm_block_quantize", x, strided(x.float()), None, None, 1e-5, False, "sqrt8", 16)
-    for tokens, positions, (num_q, num_kv), width in ((7, 7, (1, 1), 24), (14, 7, (4, 2), 64), (130, 130, (2, 1), 128)):
-        parts = [normal(tokens, heads * width, seed=heads) for heads in (num_q, num_kv, num_kv)]
-        cos, sin = normal(positions, width, seed=1), normal(positions, width, seed=2)
-        add("qk_rope_block_backward", *parts, cos, sin, "e5m2", num_q)
 
 
 def _block_gemm() -> None:

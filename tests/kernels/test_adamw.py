@@ -1,4 +1,4 @@
-"""AdamW's maths: steps by hand, rows and chunks, maxima. The kernel against it: test_adamw_step.py."""
+"""AdamW's maths: steps by hand, rows and chunks. The kernel against it: test_adamw_step.py."""
 
 import copy
 import math
@@ -139,17 +139,3 @@ def test_weights_laid_out_otherwise_are_written_where_they_are():
     assert not strided.is_contiguous()
     assert torch.equal(plain, strided)
     assert not (plain == 1).any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_maximum_of_a_weight(dtype):
-    amax, no, yes = torch.tensor(7.0), torch.tensor(False), torch.tensor(True)
-    param = torch.nn.Parameter(torch.tensor([[0.5, -3.0], [1.0, 0.0]], dtype=dtype))
-    adamw.find_weight_amax_(amax, param, yes)
-    assert amax == 7.0
-    adamw.find_weight_amax_(amax, param, no)
-    assert amax == 3.0
-    adamw.find_weight_amax_(amax, torch.zeros(0, 4, dtype=dtype), no)
-    assert amax == 3.0
-    adamw.find_weight_amax_(amax, torch.tensor([1.0, math.nan], dtype=dtype), no)
-    assert amax.isnan()

@@ -34,12 +34,10 @@ LAUNCH = ("num_warps", "maxnreg", "enable_fp_fusion")
 DEFAULT, FP8 = ("sqrt8", "log8"), ("e4m3x", "e4m3x")
 
 
-def resources(
-    codes: tuple[str, str], master: str, grad: torch.dtype, amax: bool, align: int, skips: bool
-) -> tuple[int, int]:
+def resources(codes: tuple[str, str], master: str, grad: torch.dtype, align: int, skips: bool) -> tuple[int, int]:
     """(registers of a thread, bytes of its stack) as compiled for sm_90."""
     hyper = Hyper(0.9, 0.95, 1e-8, 0.1, *codes, master, 128)
-    constants = adamw_step._constants(torch.bfloat16, grad, hyper, skips, amax, align == 16, align)
+    constants = adamw_step._constants(torch.bfloat16, grad, hyper, skips, align == 16, align)
     launch = {name: constants[name] for name in LAUNCH if constants[name] is not None}
     values = {name: value for name, value in constants.items() if name not in LAUNCH}
     names = adamw_kernel.arg_names
@@ -64,20 +62,19 @@ def resources(
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton brings no cuobjdump")
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize(
-    ("codes", "master", "grad", "amax", "align", "registers"),
+    ("codes", "master", "grad", "align", "registers"),
     [
-        (DEFAULT, "bf16+8", torch.bfloat16, False, 16, 72),
-        (DEFAULT, "bf16+8", torch.bfloat16, True, 16, 80),
-        (DEFAULT, "bf16+8", torch.float32, False, 16, 72),
-        (DEFAULT, "bf16+8", torch.bfloat16, False, 1, 255),
-        (DEFAULT, "bf16", torch.bfloat16, False, 16, 72),
-        (FP8, "bf16+8", torch.bfloat16, False, 16, 72),
-        (FP8, "bf16", torch.bfloat16, False, 16, 80),
-        (FP8, "bf16+8", torch.float32, False, 1, 255),
+        (DEFAULT, "bf16+8", torch.bfloat16, 16, 72),
+        (DEFAULT, "bf16+8", torch.float32, 16, 72),
+        (DEFAULT, "bf16+8", torch.bfloat16, 1, 255),
+        (DEFAULT, "bf16", torch.bfloat16, 16, 72),
+        (FP8, "bf16+8", torch.bfloat16, 16, 72),
+        (FP8, "bf16", torch.bfloat16, 16, 80),
+        (FP8, "bf16+8", torch.float32, 1, 255),
     ],
 )
-def test_registers(codes, master, grad, amax, align, registers, skips):
+def test_registers(codes, master, grad, align, registers, skips):
     """Seven programs of 128 threads on a multiprocessor need at most 72; loads of single elements take all."""
-    used, stack = resources(codes, master, grad, amax, align, skips)
+    used, stack = resources(codes, master, grad, align, skips)
     assert stack <= (0 if align == 16 else 16)
     assert used <= registers

@@ -9,7 +9,6 @@ import copy
 import pytest
 import torch
 
-from overcoat.kernels.adamw import find_weight_amax_
 from overcoat.kernels.adamw_kernel import adamw_kernel
 from overcoat.kernels.adamw_step import adamw_step_, adamw_step_triton
 from overcoat.optim.adamw import AdamW
@@ -23,7 +22,7 @@ from tests.kernels.adamw_cases import (
     nothing,
     reference,
     run,
-    step_and_find,
+    step_one_by_one,
 )
 from tests.kernels.compare import DEVICE, INTERPRETED
 from tests.waits import waiting_is_an_error
@@ -69,51 +68,13 @@ def test_skipped_tensors_keep_every_byte(alone):
     args = arguments(device=DEVICE)
     skips = torch.arange(len(SHAPES), device=DEVICE) % 2 == 0 if alone else torch.tensor(True, device=DEVICE)
     stepped, kept = run(adamw_step_triton, args), run(nothing, args)
-    found = run(lambda *args: step_and_find(args, skips, {}), args)
+    found = run(lambda *args: step_one_by_one(args, skips), args)
     for mine, new, old in zip(by_tensor(found), by_tensor(stepped), by_tensor(kept)):
         for i, tensor in enumerate(mine):
             assert differing_bytes([tensor], [new[i] if alone and i % 2 else old[i]]) == 0
     if not alone:
         args[SKIP] = skips
         assert differing_bytes(run(adamw_step_triton, args), kept) == 0
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize(
-    ("moments", "master"),
-    [(("sqrt8", "log8"), "bf16+8"), (("fp32", "fp32"), "fp32"), (("e4m3x", "e4m3x"), "bf16")],
-)
-def test_maxima_of_the_weights_are_found_on_the_way(moments, master):
-    """What `find_weight_amax_` finds, in every kind of parameter, and the step is that without it."""
-    shapes = (*SHAPES, (16 if INTERPRETED else 96, 1024))  # many tiles: on a GPU they raise one maximum at once
-    args = arguments(moments, master, shapes=shapes, device=DEVICE)
-    expected = step_and_find(copy.deepcopy(args), args[SKIP], {})
-    numbers = [i for i in range(len(shapes)) if i != 1]
-    tops = {i: torch.full((), 1e9, device=DEVICE) for i in numbers}
-    for round_ in range(2):
-        stepped = step_and_find(args, args[SKIP], tops)
-        assert round_ or differing_bytes(stepped, expected) == 0
-        for i in numbers:
-            top = torch.zeros((), device=DEVICE)
-            find_weight_amax_(top, stepped[i], args[SKIP])
-            assert torch.equal(tops[i], top), (i, tops[i], top)
-    # Skipped together, or one by one: what was known stays.
-    known = {i: torch.full((), 5.0, device=DEVICE) for i in numbers}
-    step_and_find(args, torch.tensor(True, device=DEVICE), known)
-    assert all(top == 5.0 for top in known.values())
-    stepped = step_and_find(args, torch.arange(len(shapes), device=DEVICE) % 2 == 0, known)
-    for i in numbers:
-        assert float(known[i]) == (5.0 if i % 2 == 0 else float(stepped[i].abs().max())), i
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_maximum_that_is_not_finite_is_that_of_torch(bad):
-    args = arguments(device=DEVICE)
-    args[0][0][1, 3] = bad
-    tops = {0: torch.zeros((), device=DEVICE)}
-    stepped = step_and_find(args, args[SKIP], tops)
-    torch.testing.assert_close(tops[0], stepped[0].abs().amax().float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.kernel

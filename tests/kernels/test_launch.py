@@ -270,7 +270,7 @@ def test_other_numbers_of_tokens_compile_no_other_kernel(monkeypatch):
     first = found[len(FIRST) - 1]
     # Below 512 of them, the sums of programs' sums are compiled for each doubling.
     assert {kernel.__name__ for kernel, _, _ in found[-1] - first} <= {"_sum_partials_kernel"}
-    assert len({kernel for kernel, _, _ in first}) > 30
+    assert len({kernel for kernel, _, _ in first}) > 20
 
 
 def is_launched(op):

@@ -5,19 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overcoat import weight_amax
 from overcoat.formats import E4M3, quantize_blocks, quantize_tensor
-from overcoat.kernels import stack
 from overcoat.kernels.block_weights import block_stack_weights
 from overcoat.kernels.blockwise import blocks
-from overcoat.kernels.quantize import amax
-from overcoat.kernels.stack import (
-    stack_amax,
-    stack_codes,
-    stack_weights,
-    stack_weights_predicted,
-    stack_weights_tracked,
-)
+from overcoat.kernels.stack import quantize_weights, stack_codes, stack_weights
 from tests.kernels.compare import assert_equal, awkward
 from tests.kernels.samples import normal
 
@@ -27,9 +18,10 @@ layouts = pytest.mark.parametrize("transposed", [False, True], ids=["", "transpo
 @layouts
 def test_stacked_weights_share_one_scale(transposed, device):
     weights = [normal(n, 40, dtype=torch.bfloat16, seed=n).to(device) * n for n in (8, 3, 5)]
-    largest = stack_amax(weights)
+    data, scale, largest = quantize_weights(weights)
     assert largest == torch.cat(weights).abs().max()
-    data, scale = stack_weights(weights, largest, transposed)
+    if transposed:
+        data, scale = stack_weights(weights, largest, True)
     expected = quantize_tensor(torch.cat(weights), E4M3)
     data = data.t() if transposed else data
     assert data.shape == (16, 40)
@@ -41,7 +33,7 @@ def test_stacked_weights_share_one_scale(transposed, device):
 def test_non_finite_reaches_the_stack(bad, device):
     weights = [normal(7, 40).to(device) for _ in range(2)]
     weights[1][3, 5] = bad
-    data, scale = stack_weights(weights, stack_amax(weights), False)
+    data, scale, _ = quantize_weights(weights)
     assert not (data.double() * scale).isfinite().any()
 
 
@@ -73,8 +65,6 @@ stacks = pytest.mark.parametrize(
     ("sizes", "columns"),
     [([16], 77), ([48, 16], 336), ([16, 48, 16], 1040), ([100, 61], 77), ([130, 2, 4, 64, 18], 336)],
 )
-# What the maxima found by AdamW, taken as predicted, are multiplied by.
-PREDICTIONS = {"right": 1.0, "too small": 0.25, "too large": 3.0, "zero": 0.0, "inf": torch.inf, "nan": torch.nan}
 
 
 @pytest.mark.kernel
@@ -82,8 +72,8 @@ PREDICTIONS = {"right": 1.0, "too small": 0.25, "too large": 3.0, "zero": 0.0, "
 @stacks
 def test_stack_kernels(sizes, columns, transposed):
     weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
-    largest = stack_amax.kernel(weights)
-    assert_equal(largest, stack_amax.reference(weights))
+    *_, largest = found = quantize_weights.kernel(weights)
+    assert_equal(found, quantize_weights.reference(weights))
     ours = stack_weights.kernel(weights, largest, transposed)
     assert_equal(ours, stack_weights.reference(weights, largest, transposed))
 
@@ -94,48 +84,11 @@ def test_stack_kernels(sizes, columns, transposed):
 def test_codes_of_each_weight_are_those_of_the_stack(sizes, columns, transposed):
     """Quantized one by one with the common maximum, as shards are; on a GPU the kernel moves them as they are."""
     weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
-    largest = stack_amax.reference(weights)
+    *_, largest = quantize_weights.reference(weights)
     codes = [stack_weights.reference([w], largest, False)[0] for w in weights]
     expected, _ = stack_weights.reference(weights, largest, transposed)
     assert_equal(stack_codes.reference(codes, transposed), expected)
     assert_equal(stack_codes.kernel(codes, transposed), expected)
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("factor", PREDICTIONS.values(), ids=PREDICTIONS.keys())
-@pytest.mark.parametrize("bad", [None, torch.inf, torch.nan])
-@stacks
-def test_a_prediction_changes_nothing(sizes, columns, factor, bad, monkeypatch):
-    """Be it right, wrong or no number; given, or asked for."""
-    weights, asked = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)], []
-    if bad is not None:
-        weights[-1][3 % sizes[-1], 5] = bad
-    predicted = [amax.reference(w) * factor for w in weights]
-    expected = stack_weights_predicted.reference(weights, predicted)
-    assert_equal(stack_weights_predicted.kernel(weights, predicted), expected)
-    for answer in (predicted, None) if bad is None and factor == 1.0 else ():
-        monkeypatch.setattr(weight_amax, "predict", lambda found, answer=answer: (asked.append(found), answer)[1])
-        assert_equal(stack_weights_tracked.kernel(weights), expected)
-        assert asked.pop() is weights
-
-
-@pytest.mark.kernel
-def test_a_right_prediction_needs_no_second_copy(monkeypatch):
-    """What the first launch wrote is the copy, unless the prediction was wrong."""
-    weights = [awkward(rows, 1040, seed=rows).clamp(-3, 3) for rows in (64, 40)]
-    right, kernel = [amax.reference(w) for w in weights], stack._predicted_kernel
-    expected = stack_weights_predicted.kernel(weights, right)
-
-    class FirstLaunch:
-        def __getitem__(self, grid):
-            again = -len(stack.PLAIN_TILE) - 1
-            return lambda *args, **options: None if args[again] else kernel[grid](*args, **options)
-
-    monkeypatch.setattr(stack, "_predicted_kernel", FirstLaunch())
-    for predicted, is_same in ((right, True), ([top / 2 for top in right], False)):
-        data, _, largest = stack_weights_predicted.kernel(weights, predicted)
-        assert torch.equal(largest, expected[2])
-        assert torch.equal(data.view(torch.uint8), expected[0].view(torch.uint8)) == is_same
 
 
 @pytest.mark.kernel

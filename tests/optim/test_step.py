@@ -9,10 +9,10 @@ import weakref
 import pytest
 import torch
 
-from overcoat import AdamW, weight_amax
+from overcoat import AdamW
 from overcoat.kernels import adamw_step
 from overcoat.optim.state import init_state
-from overcoat.optim.step import StepGroup, hyper_of, scalar_on
+from overcoat.optim.step import StepGroup, scalar_on
 from tests.optim.harness import assert_same_bits, make_params, set_grads, snapshot, train
 
 GROUP = {
@@ -78,26 +78,6 @@ def test_a_group_notices_every_state_tensor_that_moves():
             assert not group.holds()
 
 
-def test_a_group_holds_until_one_of_its_weights_is_tracked():
-    group, params, _ = make()
-    other = torch.nn.Parameter(torch.ones(3))
-    assert weight_amax.predict([other]) is None
-    assert group.holds()
-    assert weight_amax.predict([params[0]]) is None
-    assert not group.holds()
-
-
-def test_maxima_of_tracked_weights_are_known_after_the_step():
-    params = make_params(shapes=SHAPES)
-    assert weight_amax.predict([params[0]]) is None
-    group = StepGroup(GROUP, params, [0, 1, 2], [init_state(param, GROUP) for param in params])
-    assert weight_amax.predict([params[0]]) is None
-    stepped(group, [torch.full_like(p, 2.0) for p in params])
-    (known,) = weight_amax.predict([params[0]])
-    assert torch.equal(known, params[0].detach().abs().max())
-    assert list(group.tensors.weight_amax) == [0]
-
-
 # ---- a step of a group ----------------------------------------------------------------------------------
 
 
@@ -141,19 +121,6 @@ def test_skipped_parameters_keep_every_bit(skip):
         else:
             assert state["step"] == 1
             assert not torch.equal(param, before[i][0])
-
-
-@pytest.mark.parametrize("skip", [False, [True, False, False]])
-def test_the_op_finds_the_maxima_that_are_wanted(skip):
-    group, params, _ = make(dtype=torch.bfloat16)
-    tensors = group.tensors._replace(weight_amax={place: torch.tensor(-1.0) for place in (0, 1)})
-    grads = [torch.ones_like(p) for p in params]
-    with torch.no_grad():
-        tensors.call_op(
-            grads, torch.tensor(0.1), torch.tensor(1.0), torch.tensor(skip), hyper_of(GROUP, torch.bfloat16)
-        )
-    found = [tensors.weight_amax[place].item() for place in (0, 1)]
-    assert found == [-1.0 if skip else params[0].abs().max().item(), params[1].abs().max().item()]
 
 
 def test_the_kernel_runs_on_contiguous_parameters_where_there_is_one(monkeypatch):

@@ -7,10 +7,13 @@ import itertools
 import pytest
 import torch
 
-from overcoat.kernels.activation import activation_block_quantize, activation_encode, activation_quantize
+from overcoat.kernels.activation import (
+    activation_block_quantize,
+    activation_decode,
+    activation_encode,
+    activation_quantize,
+)
 from overcoat.kernels.activation_backward import activation_backward, activation_gradient_bound
-from overcoat.kernels.activation_blockwise import activation_block_backward
-from overcoat.kernels.activation_decode import activation_decode
 from overcoat.kernels.activation_functions import ACTIVATIONS
 from overcoat.kernels.op import Op
 from tests.kernels.compare import DEVICE, FORMATS, INTERPRETED, NEEDS_GPU, assert_equal, awkward
@@ -192,9 +195,7 @@ def test_decode(shape, code, group_size, activation, gated):
 @block_cases
 def test_block_backward(shape, code, group_size, activation, gated):
     arguments, _ = kept(shape, activation, gated, code, group_size)
-    for fmt, has_bias in OUTPUTS:
-        how = (fmt, has_bias, activation, code, group_size)
-        assert_same(activation_block_backward, *arguments, *how, sums=6 if fmt else None)
+    assert_same(activation_backward, *arguments, None, None, None, False, activation, code, group_size)
 
 
 @pytest.mark.parametrize(("tokens", "activation", "gated"), [(16, "silu", True), (48, "gelu", False)])
@@ -203,8 +204,7 @@ def test_tokens_that_need_no_padding(tokens, activation, gated):
     arguments, scale = kept((tokens, 200), activation, gated, "sqrt8", 128)
     for top, fmt in ((None, None), (torch.full((), 100.0, device=DEVICE), "e5m2")):
         assert_same(activation_backward, *arguments, scale, top, fmt, False, activation, "sqrt8", 128)
-        sums = 6 if fmt else None
-        assert_same(activation_block_backward, *arguments, fmt, False, activation, "sqrt8", 128, sums=sums)
+    assert_same(activation_backward, *arguments, None, None, None, False, activation, "sqrt8", 128)
 
 
 @pytest.mark.parametrize("bad", ["h", "dz"])
@@ -222,14 +222,11 @@ def test_padding_is_zero_even_where_a_scale_is_not_finite(bad, value, gated):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_padding_is_zero_where_a_block_s_scale_is_not_finite(value):
     """134 tokens are padded to 144; the scales of the last block, and of row 133, are those of its bad value."""
-    codes, group_amax, _ = activation_encode.reference(awkward(134, 512), "silu", True, "sqrt8", 128)
-    dh = torch.randn(134, 256, device=DEVICE).bfloat16()
-    dh[133, 7] = value
-    arguments, how = (dh, codes, group_amax), ("silu", "sqrt8", 128)
-    _, h_t, _ = activation_block_backward.kernel(*arguments, None, False, *how)
-    _, _, dz_t, scale, again, *_ = activation_block_backward.kernel(*arguments, "e5m2", False, *how)
+    z, dh = awkward(134, 512), torch.randn(134, 256, device=DEVICE).bfloat16()
+    z[133, 7] = value
+    codes, group_amax, _ = activation_encode.reference(z, "silu", True, "sqrt8", 128)
+    _, h_t, scale = activation_backward.kernel(dh, codes, group_amax, None, None, None, False, "silu", "sqrt8", 128)
     assert not scale[1].isfinite().all()
-    for operand in (h_t, dz_t, again):
-        assert operand.shape[1] == 144
-        assert not operand.view(torch.uint8)[:, 134:].any()
-        assert operand.view(torch.uint8)[:, :133].any()
+    assert h_t.shape[1] == 144
+    assert not h_t.view(torch.uint8)[:, 134:].any()
+    assert h_t.view(torch.uint8)[:, :133].any()
