@@ -7,7 +7,7 @@ input in 8-bit groups (0.5 U) and rstd, which is enough for the norm's backward 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -38,45 +38,26 @@ class NormLinearSaved(NamedTuple):
     w_amax: Optional[Tensor]
 
 
-def add_norm_linear_forward(
-    y: Tensor, residual: Tensor, norm: Norm, into: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
-) -> tuple[Tensor, Tensor, NormLinearSaved]:
-    """x = residual + y (T, H), and `norm_linear_forward` of x, in one pass less."""
-    if recipe.linear_scaling == "block":
-        *parts, x = norm_block_quantize(y, residual, *norm, recipe.kept_format, recipe.group_size)
-        return x, *_from_blocks(parts, into, x.dtype)
-    *stats, x = norm_stats(y, residual, *norm)
-    return x, *_from_statistics(x, stats, norm, into, recipe, w_amax)
-
-
 def norm_linear_forward(
-    x: Tensor, norm: Norm, into: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
-) -> tuple[Tensor, NormLinearSaved]:
-    """Norm(x) times the stacked weights: x (T, H) -> (T, sum N); w_amax: the weights' maximum if known."""
+    x: Tensor, y: Optional[Tensor], norm: Norm, into: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
+) -> tuple[Tensor, Tensor, NormLinearSaved]:
+    """x (T, H), or in the same pass x + y, and its norm times the stacked weights (T, sum N).
+
+    w_amax: the weights' maximum if known.
+    """
+    code, (first, residual) = (recipe.kept_format, recipe.group_size), (x, None) if y is None else (y, x)
     if recipe.linear_scaling == "block":
-        parts = norm_block_quantize(x, None, *norm, recipe.kept_format, recipe.group_size)
-        return _from_blocks(parts, into, x.dtype)
-    return _from_statistics(x, norm_stats(x, None, *norm), norm, into, recipe, w_amax)
-
-
-def _from_statistics(
-    x: Tensor, stats: Sequence[Tensor], norm: Norm, into: Linear, recipe: Recipe, w_amax: Optional[Tensor]
-) -> tuple[Tensor, NormLinearSaved]:
-    """`norm_linear_forward` from the results of `norm_stats`."""
-    rstd, row_amax, *mean = stats
+        y8, y_scale, codes, group_amax, rstd, *total = norm_block_quantize(first, residual, *norm, *code)
+        x = x if y is None else total[0]
+        z = block_product(Quantized(y8, y_scale), into, x.dtype)
+        return x, z, NormLinearSaved(codes, group_amax, rstd, None, None)
+    rstd, row_amax, *rest = norm_stats(first, residual, *norm)
+    x = x if y is None else rest.pop()
     y8, y_scale, codes, group_amax = norm_quantize(
-        x, mean[0] if mean else None, rstd, norm.weight, norm.bias, amax(row_amax), recipe.kept_format,
-        recipe.group_size,
-    )  # fmt: skip
-    y, w_amax = product(y8, y_scale, into, x.dtype, w_amax)
-    return y, NormLinearSaved(codes, group_amax, rstd, y_scale, w_amax)
-
-
-def _from_blocks(parts: Sequence[Tensor], into: Linear, dtype: torch.dtype) -> tuple[Tensor, NormLinearSaved]:
-    """`norm_linear_forward` from the results of `norm_block_quantize`."""
-    y8, y_scale, codes, group_amax, rstd = parts
-    y = block_product(Quantized(y8, y_scale), into, dtype)
-    return y, NormLinearSaved(codes, group_amax, rstd, None, None)
+        x, rest[0] if rest else None, rstd, norm.weight, norm.bias, amax(row_amax), *code
+    )
+    z, w_amax = product(y8, y_scale, into, x.dtype, w_amax)
+    return x, z, NormLinearSaved(codes, group_amax, rstd, y_scale, w_amax)
 
 
 def norm_linear_backward(

@@ -28,7 +28,6 @@ from overcoat.block.linear import InputSaved, stream_linear_backward, stream_lin
 from overcoat.block.norm import (
     NormLinearSaved,
     NormSaved,
-    add_norm_linear_forward,
     input_gradient,
     norm_after_forward,
     norm_linear_backward,
@@ -94,10 +93,8 @@ def _enter(
     if branch.pre is None:
         x = x if y is None else x + y
         z, kept = stream_linear_forward(x, branch.into, recipe, known.into)
-    elif y is None:
-        z, kept = norm_linear_forward(x, branch.pre, branch.into, recipe, known.into)
     else:
-        x, z, kept = add_norm_linear_forward(y, x, branch.pre, branch.into, recipe, known.into)
+        x, z, kept = norm_linear_forward(x, y, branch.pre, branch.into, recipe, known.into)
     saved.append(kept)
     if branch.into.adapters:
         add_adapters_(z, branch.into, kept_input(kept, branch.pre, recipe, z.dtype))

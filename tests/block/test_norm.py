@@ -72,7 +72,7 @@ def test_before(weighted, centered, device):
     x, _, dy, norm = made(64, 128, weighted, centered, device)
     identity = Linear((torch.eye(128, device=device),), (None,))
     for recipe in (Recipe(kept_format="int8"), Recipe(kept_format="int8", linear_scaling="block")):
-        z, saved = norm_linear_forward(x, norm, identity, recipe)
+        _, z, saved = norm_linear_forward(x, None, norm, identity, recipe)
         y, dx, *_ = truth(x, dy, norm)
         assert_close("z", y, z, exact.E4M3_DB)
         eye = torch.eye(64, 128, device=device)
