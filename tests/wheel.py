@@ -19,7 +19,7 @@ from pathlib import Path
 MINORS = range(10, 15)
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
-ESTIMATE = ["-m", "overcoat", "estimate", "--model", "llama-124m"]
+ESTIMATE = ["-m", "overcoat", "estimate", "--model", "124m"]
 # A command's arguments for Python, its status, and what it prints, first in an environment with the wheel alone.
 ALONE: list[tuple[list[str], int, str]] = [
     (["-m", "compileall", "-q", "-f", "{package}"], 0, ""),
