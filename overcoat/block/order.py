@@ -22,7 +22,7 @@ class Order(NamedTuple):
 
     width: D. rotated: R. heads: how many heads are rotated, the first ones of q, k, v.
     neighbours: columns 2 i and 2 i + 1 rotate together instead of i and i + R / 2.
-    by_head: the rows are q, k and v of the first head, then of the next, ... (GPT-NeoX).
+    by_head: the rows are this many heads of q, one of k and one of v, then the next ones (GPT-NeoX: 1); 0: all of q.
     transposed: the weight is (K, N) (GPT-2).
     """
 
@@ -30,7 +30,7 @@ class Order(NamedTuple):
     rotated: int = 0
     heads: int = 0
     neighbours: bool = False
-    by_head: bool = False
+    by_head: int = 0
     transposed: bool = False
 
     def take(self, x: Tensor) -> Tensor:
@@ -62,7 +62,8 @@ class Order(NamedTuple):
     def _made(self, count: int, device: torch.device) -> Tensor:
         rows = torch.arange(count, device=device)
         if self.by_head:
-            rows = rows.view(-1, 3, self.width).transpose(0, 1).flatten()
+            heads = rows.view(-1, self.by_head + 2, self.width)
+            rows = torch.cat([part.flatten() for part in heads.split((self.by_head, 1, 1), 1)])
         moving, rest = rows.split((self.heads * self.width, count - self.heads * self.width))
         turned, still = moving.view(-1, self.width).split((self.rotated, self.width - self.rotated), 1)
         pairs = turned.unflatten(1, (-1, 2) if self.neighbours else (2, -1))

@@ -26,7 +26,7 @@ from overcoat.kernels.packed import dense_mask
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
 from overcoat.models.lora import active_adapters, base_of
 from overcoat.models.masks import as_starts, check_mask, mask_from, reads_lengths
-from overcoat.models.refusals import ACTIVATIONS, branches_of, why_changed
+from overcoat.models.refusals import ACTIVATIONS, branches_of, is_conv1d, why_changed
 from overcoat.recipe import Recipe
 
 # ---- what families are made of ----------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def attention(
     orders: tuple[Optional[Order], ...] = ()
     if by_head or heads.neighbours or heads.rotated:
         counts = (num_q, num_kv) if len(into) > 1 else (num_q + num_kv,)
-        turned = [Order(width, heads.rotated or width, count, heads.neighbours, by_head) for count in counts]
+        turned = [Order(width, heads.rotated or width, count, heads.neighbours, int(by_head)) for count in counts]
         orders = (*turned, None) if len(into) > 1 else tuple(turned)
     out = module.o_proj if out is None else out
     norms = (q_norm, k_norm)
@@ -162,7 +162,7 @@ def _linear(layers: tuple[Any, ...], orders: tuple[Optional[Order], ...] = (), s
     others = [(place, layer) for place, layer in enumerate(layers) if type(layer) is not nn.Linear]
     bases = [base_of(layer) for layer in layers] if others else layers
     own = [base._parameters for base in bases]  # `base.weight` would take three times as long
-    if type(bases[0]) is not nn.Linear:  # Conv1D
+    if type(bases[0]) is not nn.Linear and is_conv1d(bases[0]):
         orders = (Order(transposed=True),)
     adapters = [Adapter(*active, place) for place, layer in others for active in active_adapters(layer)]
     return Linear(
@@ -216,6 +216,9 @@ class Fp8DecoderLayer(Mixin):
 
     def _forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kwargs.update(zip(self.overcoat_arguments, args, strict=False))
+        own = kwargs
+        if self.overcoat_family.inputs is not None:
+            kwargs = self.overcoat_family.inputs(self, hidden_states, own)
         embeddings: Any = kwargs.get("position_embeddings")
         mask = kwargs.get("attention_mask")
         is_known = isinstance(mask, Tensor) and not mask.numel()  # models/causal.py
@@ -225,6 +228,8 @@ class Fp8DecoderLayer(Mixin):
         batch = 1 if lengths is not None and hidden_states.dim() == 2 else hidden_states.shape[0]
         if embeddings is not None or not family.rotary:
             branches = self._fp8_branches(batch, kwargs.get("past_key_values", kwargs.get("layer_past")))
+        if branches is None and own is not kwargs:
+            return super().forward(hidden_states, **own)
         if branches is None:
             starts = as_starts(mask)
             if starts is not None:
@@ -237,7 +242,9 @@ class Fp8DecoderLayer(Mixin):
                 "hidden), the model input_ids of (batch, sequence)"
             )
         if lengths is None:
-            if not is_known and (type(mask).__name__ == "BlockMask" or reads_lengths(branches[0].owner.config)):
+            if not is_known and (
+                type(mask).__name__ == "BlockMask" or (own is kwargs and reads_lengths(branches[0].owner.config))
+            ):
                 mask = mask_from(mask, kwargs, hidden_states, branches[0].core.heads.causal)
             mask = check_mask(mask, hidden_states.shape[-2])
         else:

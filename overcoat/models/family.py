@@ -62,6 +62,8 @@ class Family(NamedTuple):
         q_scale: a layer, position ids -> what q is multiplied by after the rotation, in their shape.
         logit_scale: a causal model -> what its logits are multiplied by.
         trunk, stack: where the causal model keeps its layers' owner, and that one the layers.
+        parts: of a layer that is not transformers': the modules that its parts' classes are in.
+        inputs: of such a layer: itself, its input and its other arguments -> the arguments of transformers' layers.
     """
 
     module: str
@@ -80,6 +82,8 @@ class Family(NamedTuple):
     logit_scale: Callable[[Any], float] = lambda model: 1.0
     trunk: str = "model"
     stack: str = "layers"
+    parts: tuple[str, ...] = ()
+    inputs: Optional[Callable[[Any, Any, dict[str, Any]], dict[str, Any]]] = None
 
 
 def renamed(
@@ -94,6 +98,10 @@ def renamed(
 
 
 CLASSES = ("layer", "causal", "norm")
+
+
+# Whose layers and models these are; a family of torchtitan's has no model here.
+LIBRARIES = ("transformers.", "torchtitan.models.")
 
 
 @functools.cache
@@ -111,7 +119,7 @@ def original_class(module: nn.Module | type[nn.Module]) -> Any:
     cls = module if isinstance(module, type) else type(module)
     for base in cls.__mro__:
         # A mixed class has the original's name (`mixed`), and that one's module only the original itself.
-        if base.__module__.startswith("transformers."):
+        if base.__module__.startswith(LIBRARIES):
             return base
     return cls
 
@@ -125,15 +133,21 @@ def family_of(module: nn.Module | type[nn.Module]) -> Optional[Family]:
     return None
 
 
+LAYERS = (
+    ("transformers.modeling_layers", "GradientCheckpointingLayer"),
+    ("torchtitan.models.common.decoder", "TransformerBlock"),
+)
+
+
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     """All layers of a model by name, converted or not, of a known family or another.
 
-    transformers' word for a layer is its base class, `GradientCheckpointingLayer`, whatever the class itself is called.
-    Of layers inside each other the outer ones.
+    Libraries' word for a layer is its base class, whatever the class itself is called. Of layers inside each other the
+    outer ones.
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        is_layer = any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
+        is_layer = any((cls.__module__, cls.__name__) in LAYERS for cls in type(module).__mro__)
         if is_layer and not any(name.startswith(f"{outer}.") or not outer for outer in found):
             found[name] = module
     return found

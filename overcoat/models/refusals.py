@@ -63,7 +63,7 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
             if isinstance(dropout, float) and dropout:
                 place = rate if rate.endswith("_dropout") else f"{name}.{rate}"
                 return f"{place} is {dropout}; only 0 is supported"
-    config: Any = branches[0].owner.config
+    config: Any = getattr(branches[0].owner, "config", None)
     for core in (modules.core for modules in branches):
         if isinstance(core, Mlp) and core.activation not in FUNCTIONS:
             return f"hidden_act is {core.activation!r}; only {', '.join(ACTIVATIONS)} are supported"
@@ -82,7 +82,7 @@ def why_replaced(layer: nn.Module, family: Family) -> Optional[str]:
 def branches_of(layer: Any, family: Family, batch: int) -> tuple[Optional[tuple[Modules, ...]], Optional[str]]:
     """A layer's branches, or why its modules are not those of which `Family.branches` expects attributes."""
     for name, part in layer._modules.items():
-        if part is not None and type(part).__module__ != family.module and type(part) not in PARTS:
+        if part is not None and type(part).__module__ not in (family.module, *family.parts) and type(part) not in PARTS:
             return None, f"{name} is a {class_name(part)}, not the model's own"
     try:
         return family.branches(layer, batch), None
@@ -103,7 +103,7 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
                     return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
         # PaliGemma's text is not causal, and its masks say what is hidden.
         elif core is not None and core.heads.causal is (
-            family.encoder or bool(getattr(owner.config, "use_bidirectional_attention", False))
+            family.encoder or bool(getattr(getattr(owner, "config", None), "use_bidirectional_attention", False))
         ):
             kind = "attention of all tokens" if core.heads.causal else "causal attention"
             return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
@@ -111,7 +111,7 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
             if type(linear) is nn.Linear:
                 continue
             base = base_of(linear)
-            if type(base) is not nn.Linear and not _is_conv1d(base):
+            if type(base) is not nn.Linear and not is_conv1d(base) and not _is_of(base, "Linear", family.parts):
                 return f"{_path(layer, base)} is a {class_name(base)}, not nn.Linear"
             variant = why_not_plain(linear) if base is not linear else None
             if variant is not None:
@@ -128,6 +128,8 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
             return f"{_path(layer, module)} has hooks, which the FP8 block would not run"
         if not is_compiled and "forward" in vars(module):
             return f"the forward of {_path(layer, module)} was replaced on the object"
+    if family.inputs is not None:  # its attention is what `refused` accepted
+        return None
     config: Any = branches[0].owner.config
     kind, owner = config._attn_implementation, branches[0].owner
     if kind not in ATTENTION:
@@ -153,7 +155,11 @@ def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
                 yield module
 
 
-def _is_conv1d(linear: Any) -> bool:
+def _is_of(module: Any, name: str, modules: tuple[str, ...]) -> bool:
+    return type(module).__name__ == name and type(module).__module__ in modules
+
+
+def is_conv1d(linear: Any) -> bool:
     return (type(linear).__module__, type(linear).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
@@ -164,7 +170,7 @@ def _path(layer: nn.Module, module: Any) -> str:
 def _is_own_norm(norm: nn.Module, family: Family) -> bool:
     if type(norm) in (nn.LayerNorm, nn.Identity):
         return True
-    return (type(norm).__module__, type(norm).__name__) == (family.module, family.norm)
+    return family.norm is not None and _is_of(norm, family.norm, (family.module, *family.parts))
 
 
 def has_hooks(module: Any, harmless: tuple[str, ...] = ("transformers.utils",), kinds: tuple[str, ...] = HOOKS) -> bool:

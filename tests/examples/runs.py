@@ -67,7 +67,10 @@ class Run:
         with pytest.MonkeyPatch.context() as patch, self._listening():
             patch.setattr(overcoat, "convert", self.convert)
             self.script = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-        self.losses, self.ran = self.script["losses"], self._report.running()
+        self.losses, self.ran = (
+            [loss.item() if isinstance(loss, Tensor) else loss for loss in self.script["losses"]],
+            self._report.running(),
+        )
         for parameter_name, parameter in self._model.named_parameters():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             self.weights[parameter_name] = whole.detach().clone()
