@@ -10,11 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
+import overcoat
 from overcoat import Recipe
 from overcoat.estimate import Predictor, Setup
+from overcoat.estimate.dry_run import meta_model
 from overcoat.estimate.predict import CONTEXT
+from overcoat.models.shapes import load_model_config
 from overcoat.train import fit as module
-from overcoat.train.build import make_recipe
+from overcoat.train.build import freeze, make_recipe
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, load_config
 from overcoat.train.fit import (
@@ -221,9 +224,14 @@ def test_the_vocabulary_of_a_tokenizer_to_be_trained() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
-def test_shipped_configs_load_and_can_be_estimated(path: Path) -> None:
+def test_shipped_configs_load_and_make_their_models(path: Path) -> None:
     config = load_config(path)
     assert replace(config) == config
-    asked = training(config)
-    assert asked.model.model_type in ("llama", "qwen2")
-    assert asked.batch * asked.sequence >= 1024
+    made = load_model_config(config.model.name, with_images=True) if config.not_estimated else training(config).model
+    assert made.model_type in ("llama", "qwen2", "qwen3", "olmo", "olmo2", "llava")
+    model = meta_model(made, torch.bfloat16)
+    freeze(model, config.model.freeze)
+    converted = overcoat.convert(model, make_recipe(config.recipe)).converted
+    assert len(converted) >= made.get_text_config().num_hidden_layers
+    assert config.train.rows_per_step * config.data.sequence_length >= 1024
+    assert not config.tokenizer.chat_template or (CONFIGS.parent / config.tokenizer.chat_template).is_file()

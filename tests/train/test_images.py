@@ -29,7 +29,7 @@ from overcoat.train.images import Images
 from overcoat.train.loop import RunStoppedError
 from overcoat.train.loss import summed_loss
 from overcoat.train.run import run
-from tests.train.runs import CPU, MakeConfig, assert_same_run, losses, newest, stop_at
+from tests.train.runs import CONFIGS, CPU, MakeConfig, assert_same_run, losses, newest, stop_at
 from tests.train.test_chat import TEMPLATES, tokenizer_of, write_jsonl
 
 TEXT = {
@@ -146,6 +146,20 @@ def test_tokens_and_labels_are_those_of_trl(kind: str, tmp_path: Path) -> None:
         assert (mine & (TRAINED - 1)).tolist() == batch["input_ids"][0].tolist()
         labels = np.where(mine & TRAINED, mine & (TRAINED - 1), np.int64(IGNORED))
         assert labels.tolist() == batch["labels"][0].tolist()
+
+
+def test_the_shipped_template_trains_answers_and_their_ends(tmp_path: Path) -> None:
+    processor = make_processor("Llava")
+    processor.chat_template = (CONFIGS / "llava-1.5.jinja").read_text()
+    tokens, _ = encoded("Llava", tmp_path, processor)
+    text = processor.tokenizer.decode(tokens[0] & (TRAINED - 1)).replace("<image>" * 16, "<image>")
+    assert re.fullmatch(
+        r"A chat .* answers to the human's questions\. USER: <image>\nwhat is  ASSISTANT: a letter a letter "
+        r"<\|im_end\|> USER: follows\? ASSISTANT: alpha 0<\|im_end\|>",
+        text,
+    )
+    trained = processor.tokenizer.decode((tokens[0] & (TRAINED - 1))[(tokens[0] & TRAINED) != 0])
+    assert trained == " a letter a letter <|im_end|> alpha 0<|im_end|>"  # the blank is part of the first token
 
 
 @pytest.mark.parametrize("kind", KINDS)
