@@ -14,7 +14,6 @@ from overcoat.kernels import (
     activation,
     activation_backward,
     adamw_step,
-    block_weights,
     blockwise,
     groups,
     loss,
@@ -27,7 +26,9 @@ from overcoat.kernels import (
     rope,
     rope_backward,
     rope_quantize,
-    stack,
+)
+from overcoat.kernels import (
+    weights as stack,
 )
 from overcoat.kernels.op import Op
 from overcoat.optim.state import init_state
@@ -201,8 +202,8 @@ def blockwise_cases(of: Inputs) -> Cases:
     yield KernelCase(blockwise.block_quantize_both, (x, "e5m2"))
     yield KernelCase(blockwise.block_quantize_t, (x, "e4m3"))
     yield KernelCase(blockwise.block_requantize_t, (codes, group_amax, weight, None, CODE, G))
-    yield KernelCase(block_weights.block_stack_weights, (weights, False))
-    yield KernelCase(block_weights.block_stack_weights, (weights, True), "^T")
+    yield KernelCase(stack.block_stack_weights, (weights, False))
+    yield KernelCase(stack.block_stack_weights, (weights, True), "^T")
     yield KernelCase(norm.norm_block_quantize, (x, None, *how))
     yield KernelCase(norm.norm_block_quantize, (x, of.x(), *how), " of a sum")
 

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from overcoat.block.spec import Linear
 from overcoat.formats import E4M3
-from overcoat.kernels.block_weights import block_stack_weights, padded_blocks
 from overcoat.kernels.blockwise import blocks
-from overcoat.kernels.stack import stack_codes, stack_weights
+from overcoat.kernels.weights import block_stack_weights, padded_blocks, stack_codes, stack_weights
 
 _aten = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default, _aten.as_strided.default)

@@ -24,7 +24,6 @@ from torch import Tensor
 from overcoat.block.gathered import gathered_blocks, gathered_operand, is_gathered
 from overcoat.block.spec import Linear
 from overcoat.formats import Quantized
-from overcoat.kernels.block_weights import block_stack_weights
 from overcoat.kernels.blockwise import (
     block_quantize,
     block_quantize_both,
@@ -35,7 +34,7 @@ from overcoat.kernels.blockwise import (
 from overcoat.kernels.gemm import block_gemm, gemm
 from overcoat.kernels.groups import group_encode
 from overcoat.kernels.quantize import amax, quantize, quantize_both, quantize_t
-from overcoat.kernels.stack import quantize_weights, stack_weights
+from overcoat.kernels.weights import block_stack_weights, quantize_weights, stack_weights
 from overcoat.recipe import Recipe
 
 # Fast accumulation in a block's backward: wgrad 4 to 7% faster on a hot H200 (gemm.jsonl). FP8 leaves 17 to 27 dB, and

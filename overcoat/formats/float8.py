@@ -73,9 +73,6 @@ def decode_float8(codes: Tensor) -> Tensor:
     return _values(codes.dtype).index_select(0, places).view(codes.shape)
 
 
-# ---- one scale per tensor ------------------------------------------------------------------------------------
-
-
 def scale_from_amax(amax: Tensor, fmt: Float8) -> Tensor:
     """Dequantization scale (FP32) that maps `amax` to the format's maximum; 1 where amax is 0; NaN and inf pass."""
     # Times the reciprocal: what PyTorch makes of a division by a constant on CUDA, so that all devices agree.
@@ -103,9 +100,6 @@ def quantize_tensor(x: Tensor, fmt: Float8 = E4M3, amax: Tensor | None = None) -
 def dequantize_tensor(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """Decode `quantize_tensor`: data * scale, computed in FP32."""
     return (decode_float8(q.data) * q.scale).to(dtype)
-
-
-# ---- one scale per block (DeepSeek's recipe: 128 x 128 weights, 1 x 128 activations) ---------------------------
 
 
 def quantize_blocks(x: Tensor, block: tuple[int, int], fmt: Float8 = E4M3) -> Quantized:

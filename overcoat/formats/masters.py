@@ -95,9 +95,6 @@ def _bfloat16(bits: Tensor) -> Tensor:
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-# ---- counter-based random bits -------------------------------------------------------------------------
-
-
 def _wrap(constant: int) -> int:
     """A 32-bit constant as the signed number that int32 tensors want."""
     return constant - (1 << 32) if constant >= 1 << 31 else constant

@@ -46,7 +46,7 @@ from overcoat.kernels.groups import GROUP_TILE
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
-from overcoat.kernels.tiles import listed_groups
+from overcoat.kernels.tiles import listed_groups, load_kept
 
 _ROUNDING = tl.constexpr(ROUNDING)
 
@@ -276,11 +276,9 @@ def _activation_decode_kernel(
     start = row.to(tl.int64)
     codes_ptr += start[:, None] * (F * I) + column
     amax_ptr += group + start * ((F - 1) * n)
-    gate = tl.load(codes_ptr, mask=inside, other=0.0)
-    h = FUNCTION(decode(gate, tl.load(amax_ptr, mask=known, other=0.0).to(tl.float32)[:, None], CODE))[0]
+    h = FUNCTION(decode(*load_kept(codes_ptr, amax_ptr, inside, known, 1), CODE))[0]
     if GATED:
-        up = tl.load(codes_ptr + I, mask=inside, other=0.0)
-        h = h * decode(up, tl.load(amax_ptr + n, mask=known, other=0.0).to(tl.float32)[:, None], CODE)
+        h = h * decode(*load_kept(codes_ptr + I, amax_ptr + n, inside, known, 1), CODE)
     tl.store(h_ptr + (start[:, None] * I + column), h.to(h_ptr.dtype.element_ty), mask=inside)
 
 

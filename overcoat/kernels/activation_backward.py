@@ -54,7 +54,7 @@ from overcoat.kernels.launch import cdiv, dense, kernel, registers
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import padded_tokens, transpose_padded
-from overcoat.kernels.tiles import group_columns, listed_groups, store_quad_rows, store_quads
+from overcoat.kernels.tiles import group_columns, listed_groups, load_kept, store_quad_rows, store_quads
 
 
 def gradient(
@@ -79,16 +79,12 @@ def load_operands(
     inside = (t < rows)[:, None, None] & real[None, :, :]
     dh = tl.load(dh_ptr + (t[:, None, None] * I + c[None, :, :]), mask=inside, other=0.0)
     known = (t < rows)[:, None] & (g < groups)[None, :]
-    maxima = amax_ptr + (t[:, None] * (F * n) + g[None, :])
-    amax = tl.load(maxima, mask=known, other=0.0).to(tl.float32)[:, :, None]
-    up_amax = amax
-    if GATED:
-        up_amax = tl.load(maxima + n, mask=known, other=0.0).to(tl.float32)[:, :, None]
+    amax_ptr += t[:, None] * (F * n) + g[None, :]
     codes_ptr += t[:, None, None] * (F * I) + c[None, :, :]
-    gate = tl.load(codes_ptr, mask=inside, other=0.0)
-    up = gate
+    gate, amax = load_kept(codes_ptr, amax_ptr, inside, known, 2)
+    up, up_amax = gate, amax
     if GATED:
-        up = tl.load(codes_ptr + I, mask=inside, other=0.0)
+        up, up_amax = load_kept(codes_ptr + I, amax_ptr + n, inside, known, 2)
     return dh, gate, up, amax, up_amax, inside
 
 
@@ -193,9 +189,6 @@ def _(dh, group_amax, activation, group_size):
         num_warps=1, **EXACT,
     )  # fmt: skip
     return top.view(torch.float32)
-
-
-# ---- the gradient ----------------------------------------------------------------------------------------------------
 
 
 @op

@@ -161,9 +161,6 @@ def _(do, qkv, o, lse, mask, batch, num_q, num_kv, *_):
     return tuple(qkv.new_empty((tokens, heads * width)) for heads in (num_q, num_kv, num_kv))
 
 
-# ---- CUDA: the library's fused kernels --------------------------------------------------------------------------
-
-
 def forward_by(
     kernel: Kernel, qkv: Three, mask: Optional[Tensor], scale: float, causal: bool = True
 ) -> Tuple[Tensor, Tensor]:

@@ -62,9 +62,6 @@ def row_tile(tokens: int) -> int:
     return max(ROW_TILE, power_of_2(cdiv(token_blocks(tokens) * BLOCK, MOST_BLOCKS)))
 
 
-# ---- blocks along rows ----------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def store_rows(x, t, rows, out_ptr, scale_ptr, offsets, inside, INVERSE_MAX: tl.constexpr):
     """Rows t of x (BT, NG, GP), zero outside, one block each: x / scale in FP8 at `offsets`, and the scales."""
@@ -72,9 +69,6 @@ def store_rows(x, t, rows, out_ptr, scale_ptr, offsets, inside, INVERSE_MAX: tl.
     tl.store(scale_ptr + t, scale, mask=t < rows)
     x = x * reciprocal(scale)[:, None, None]
     tl.store(out_ptr + offsets, to_float8(x, out_ptr.dtype.element_ty), mask=inside)
-
-
-# ---- blocks along tokens: strips -------------------------------------------------------------------------------------
 
 
 @triton.jit

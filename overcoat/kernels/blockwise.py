@@ -20,7 +20,7 @@ along the contraction axis, R rows of the operand:
 The kernels are bound by memory. With N elements of 2 bytes the bytes moved are: block_quantize and block_quantize_t 3N;
 block_quantize_both 4N; requantize_t and block_requantize_t 2N. Each input is read once, and everything equals the
 references bit for bit. One kernel transposes, values and kept codes, also those with one scale per tensor. What a
-program's tile looks like and how it is written: block_tiles.py. Weights: block_weights.py.
+program's tile looks like and how it is written: block_tiles.py. Weights: weights.py.
 
 Legend: T tokens, C columns, P = T rounded up to a multiple of 16, G group size of kept codes, GP = G rounded up to a
 power of 2, n = ceil(C / G).

@@ -42,9 +42,6 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-# ---- maxima ---------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def larger(a, b):
     """The larger of a and b; NaN if one is NaN."""
@@ -65,9 +62,6 @@ def max_magnitude(x, axis: tl.constexpr):
 def atomic_amax(pointer, amax):
     """Raise the FP32 at `pointer`, given as int32, to amax >= 0; any order of arrival gives the same bits."""
     tl.atomic_max(pointer, amax.to(tl.int32, bitcast=True), sem="relaxed")
-
-
-# ---- per-tensor FP8 -------------------------------------------------------------------------------------------
 
 
 @triton.jit

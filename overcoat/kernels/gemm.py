@@ -80,9 +80,6 @@ def _pad(x: Tensor, rows: int) -> Tensor:
     return F.pad(x.view(torch.uint8), (0, -x.shape[1] % 16, 0, rows)).view(x.dtype)
 
 
-# ---- scales per block ---------------------------------------------------------------------------------------------
-
-
 @op
 def block_gemm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, square: bool, bias: Optional[Tensor], dtype: torch.dtype

@@ -19,14 +19,11 @@ from overcoat.kernels.device import EXACT, power_of_2
 from overcoat.kernels.language import tl
 from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
-from overcoat.kernels.tiles import group_columns, listed_groups
+from overcoat.kernels.tiles import group_columns, listed_groups, load_kept
 
 CENTER_ROWS = 256
 # Elements of one program that encodes or decodes, and columns of one that encodes (a group's at least).
 GROUP_TILE, STRIP = 4096, 256
-
-
-# ---- center ----------------------------------------------------------------------------------------------------------
 
 
 @op
@@ -43,9 +40,6 @@ def token_center(x: Tensor) -> Tensor:
 @token_center.fake  # compiled code must not depend on how many rows the sample has
 def _(x):
     return x.new_empty(x.shape[1:], dtype=torch.float32)
-
-
-# ---- encode ----------------------------------------------------------------------------------------------------------
 
 
 @op
@@ -95,9 +89,6 @@ def _(x, code, group_size):
     return codes, group_amax
 
 
-# ---- decode ----------------------------------------------------------------------------------------------------------
-
-
 @op
 def group_decode(codes: Tensor, group_amax: Tensor, code: str, group_size: int, dtype: torch.dtype) -> Tensor:
     """Undo `group_encode`, rounded to `dtype`."""
@@ -119,9 +110,7 @@ def _group_decode_kernel(
 ):  # fmt: skip
     group, row, known, column, inside = listed_groups(groups, n, C, G, GP, NG)
     offsets = row.to(tl.int64)[:, None] * C + column
-    codes = tl.load(codes_ptr + offsets, mask=inside, other=0.0)
-    amax = tl.load(amax_ptr + group, mask=known, other=0.0).to(tl.float32)
-    x = decode(codes, amax[:, None], CODE)
+    x = decode(*load_kept(codes_ptr + offsets, amax_ptr + group, inside, known, 1), CODE)
     tl.store(out_ptr + offsets, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -34,7 +34,7 @@ from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import amax, quantize_both
-from overcoat.kernels.stack import quantize_weights, stack_weights
+from overcoat.kernels.weights import quantize_weights, stack_weights
 
 # What the logits of one chunk may take, unless even MIN_CHUNK tokens take more. The products are efficient from some
 # thousand tokens on; below, dW += dx^T hidden reads and writes dW for too little arithmetic.

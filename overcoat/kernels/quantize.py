@@ -13,7 +13,7 @@ multiple of 16: transposed activations are padded with zero tokens, which add no
 The kernels are bound by memory. With N elements of 2 bytes the bytes moved are: amax 2N; quantize 3N; quantize_both 4N;
 quantize_t 3N. A tile (BT tokens, BC columns) is read once, and written as it lies and / or transposed through shared
 memory, as 16-bit words that hold the FP8 of two neighbouring tokens. They equal the references bit for bit. One launch
-takes up to `PER_LAUNCH` matrices, the third axis of its grid telling them apart (stack.py).
+takes up to `PER_LAUNCH` matrices, the third axis of its grid telling them apart (weights.py).
 
 Legend: T tokens, C columns, P = T rounded up to a multiple of 16.
 """

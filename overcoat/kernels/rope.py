@@ -36,11 +36,21 @@ from torch import Tensor
 from overcoat.kernels import quantize
 from overcoat.kernels.codes import CODES
 from overcoat.kernels.device import EXACT, larger, max_magnitude, power_of_2
-from overcoat.kernels.head_codes import decode_heads, empty_heads, encode_heads, load_codes, store_codes
+from overcoat.kernels.heads import (
+    decode_heads,
+    empty_heads,
+    encode_heads,
+    load_codes,
+    load_halves,
+    per_token,
+    rotate,
+    split_heads,
+    store_codes,
+    store_halves,
+)
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
-from overcoat.kernels.rotation import load_halves, per_token, rotate, split_heads, store_halves
 from overcoat.kernels.tiles import raise_amax
 
 # A row of o is a mean of rows of v, so max |o| <= max |v|: this much more, as fused kernels round the mean's weights to

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from overcoat.kernels.device import EXACT, power_of_2
+from overcoat.kernels.heads import load_halves, load_tables, rotate_back, split_heads, store_halves
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.rope_quantize import buffer_columns, gradient_arguments, load_rotated_back
-from overcoat.kernels.rotation import load_halves, load_tables, rotate_back, split_heads, store_halves
 
 # Elements of a tile, each half of a head in EP of them, and the most heads of one token in it: few, so that 28 or 8
 # heads leave no rows empty, yet enough to read whole 1 KiB stretches at D = 128.
@@ -72,9 +72,6 @@ def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
     dq_weight = empty if q_weight is None else torch.empty_like(q_weight, dtype=torch.float32)
     dk_weight = torch.empty_like(empty) if k_weight is None else torch.empty_like(k_weight, dtype=torch.float32)
     return dq.new_empty((dq.shape[0], buffer_columns(dq, dk, dv))), dq_weight, dk_weight
-
-
-# ---- kernel ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit

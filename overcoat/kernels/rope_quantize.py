@@ -39,12 +39,12 @@ from overcoat.kernels.device import (
     scale_of,
     to_float8,
 )
+from overcoat.kernels.heads import load_tables, rotate_back, store_halves
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense_rows, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import empty_both, transpose_padded
-from overcoat.kernels.rotation import load_tables, rotate_back, store_halves
 
 # Tokens of a tile, and heads that share the tables.
 TILE_TOKENS, TILE_HEADS = 32, 8
@@ -112,9 +112,6 @@ def _(dq, dk, dv, cos, sin, amax, fmt, num_q):
     out, out_t, scale = empty_both(dq, fmt, buffer_columns(dq, dk, dv))
     _launch_gradient(dq, dk, dv, cos, sin, num_q, amax, out, out_t, scale, inverse_max(fmt))
     return out, out_t, scale
-
-
-# ---- kernel ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -33,9 +33,6 @@ def raise_amax(amax_ptr, seen, top):
         atomic_amax(amax_ptr, top)
 
 
-# ---- a list of groups -------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr):
     """This program's groups: number and row (NG,), which are `known`; columns (NG, GP), which are inside."""
@@ -43,9 +40,6 @@ def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.conste
     known, row = group < groups, group // n
     column = (group - row * n)[:, None] * G + tl.arange(0, GP)[None, :]
     return group, row, known, column, known[:, None] & (column < C) & (tl.arange(0, GP) < G)[None, :]
-
-
-# ---- tokens by groups -------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -62,19 +56,19 @@ def group_columns(g0, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, MO
 
 
 @triton.jit
-def load_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n):
-    """Rows t of a tile of groups (BT, NG, GP), of which `rows` and `groups` exist: codes, maxima, which are inside."""
-    inside = (t < rows)[:, None, None] & real[None, :, :]
-    codes = tl.load(codes_ptr + (t[:, None, None] * C + c[None, :, :]), mask=inside, other=0.0)
-    known = (t < rows)[:, None] & (g < groups)[None, :]
-    return codes, tl.load(amax_ptr + (t[:, None] * n + g[None, :]), mask=known, other=0.0), inside
+def load_kept(codes_ptr, amax_ptr, inside, known, AXIS: tl.constexpr):
+    """Codes, and their groups' maxima in FP32, 1 long on the last axis, number AXIS."""
+    amax = tl.load(amax_ptr, mask=known, other=0.0).to(tl.float32)
+    return tl.load(codes_ptr, mask=inside, other=0.0), tl.expand_dims(amax, AXIS)
 
 
 @triton.jit
 def decode_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n, CODE: tl.constexpr):
     """Rows t of a tile of groups (BT, NG, GP), of which `rows` and `groups` exist: values and which are inside."""
-    codes, amax, inside = load_rows(codes_ptr, amax_ptr, t, c, g, real, rows, groups, C, n)
-    return decode(codes, amax.to(tl.float32)[:, :, None], CODE), inside
+    inside, known = (t < rows)[:, None, None] & real[None, :, :], (t < rows)[:, None] & (g < groups)[None, :]
+    codes_ptr += t[:, None, None] * C + c[None, :, :]
+    codes, amax = load_kept(codes_ptr, amax_ptr + (t[:, None] * n + g[None, :]), inside, known, 2)
+    return decode(codes, amax, CODE), inside
 
 
 @triton.jit

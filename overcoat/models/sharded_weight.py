@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from overcoat.block.gathered import GatheredWeight
 from overcoat.formats import E4M3, scale_from_amax
-from overcoat.kernels.block_weights import block_stack_weights
 from overcoat.kernels.blockwise import BLOCK
-from overcoat.kernels.stack import stack_weights
+from overcoat.kernels.weights import block_stack_weights, stack_weights
 
 
 def holds_all(param: Any) -> bool:

@@ -188,10 +188,7 @@ def test_however_a_maximum_is_rounded_its_code_is_the_largest(pair, word):
         if code.base in ("sqrt8", "log8"):
             assert (codes[..., 0] == top).all()
         assert codes.isfinite().all()
-    for x, decoded in (
-        (groups, decode_first(first_moment, m_code)),
-        (groups, decode_second(second_moment, v_code)),
-    ):
+    for x, decoded in ((groups, decode_first(first_moment, m_code)), (groups, decode_second(second_moment, v_code))):
         assert decoded.isfinite().all()
         ratio = decoded[..., 0] / x[..., 0]
         assert ratio.min() > 1 - 2**-7 - 1e-4

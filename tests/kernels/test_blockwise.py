@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from overcoat.formats import FLOAT8, Quantized, decode_groups, encode_groups, quantize_tensor
-from overcoat.kernels import block_weights
 from overcoat.kernels import blockwise as ops
+from overcoat.kernels import weights as block_weights
 from tests.exact import E4M3_DB, KEPT_DB, assert_close, combined_db
 from tests.kernels.compare import DEVICE, DTYPES, INTERPRETED, assert_equal, awkward
 from tests.kernels.samples import normal

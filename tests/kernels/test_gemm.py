@@ -13,9 +13,9 @@ import torch
 
 from overcoat.formats import E4M3, FLOAT8, quantize_tensor
 from overcoat.kernels import cublaslt
-from overcoat.kernels.block_weights import block_stack_weights
 from overcoat.kernels.blockwise import block_quantize, blocks
 from overcoat.kernels.gemm import block_gemm, gemm, why_no_block_gemm
+from overcoat.kernels.weights import block_stack_weights
 from tests.emulation import sqnr
 from tests.kernels.samples import normal
 from tests.kernels.test_blockwise import decoded, decoded_weights

@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from overcoat.formats import Quantized, decode_groups, encode_groups
-from overcoat.kernels.norm import (
-    add_norm_encode,
-    norm_block_quantize,
-    norm_from_statistics,
-    norm_stats,
-    statistics,
-)
+from overcoat.kernels.norm import add_norm_encode, norm_block_quantize, norm_from_statistics, norm_stats, statistics
 from overcoat.kernels.norm_backward import norm_backward
 from overcoat.kernels.norm_quantize import norm_quantize
 from tests import exact

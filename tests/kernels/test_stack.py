@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from overcoat.formats import E4M3, quantize_blocks, quantize_tensor
-from overcoat.kernels.block_weights import block_stack_weights
 from overcoat.kernels.blockwise import blocks
-from overcoat.kernels.stack import quantize_weights, stack_codes, stack_weights
+from overcoat.kernels.weights import block_stack_weights, quantize_weights, stack_codes, stack_weights
 from tests.kernels.compare import assert_equal, awkward
 from tests.kernels.samples import normal
 

@@ -1,6 +1,8 @@
-"""Weights that share one FP8 operand with a scale for each 128x128 block (blockwise.py has the layouts).
+"""Weights that share one FP8 operand (q, k, v; gate, up): with one scale, or one for each 128x128 block (blockwise.py).
 
-3N bytes moved, with N elements of 2 bytes; the kernel equals the reference bit for bit.
+Bytes moved, with N elements of 2 bytes in all: maximum 2N, stacked copy 3N, less what of the first pass is in the L2
+cache still; with block scales 3N. Up to `PER_LAUNCH` weights are taken by one launch: the kernels take some 10 us each,
+a launch of its own as much. They equal the references bit for bit.
 
 Legend: N rows of a weight, K its columns, L4 blocks of 128 rounded up to a multiple of 4.
 """
@@ -13,17 +15,91 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overcoat.formats import E4M3, quantize_blocks
+from overcoat.formats import E4M3, cast_float8, quantize_blocks, scale_from_amax
 from overcoat.kernels.blockwise import BLOCK, blocks
 from overcoat.kernels.device import EXACT, inverse_max, larger, max_magnitude, pack_rows, scale_of, to_float8
 from overcoat.kernels.instructions import reciprocal
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import kernel
 from overcoat.kernels.op import op
-from overcoat.kernels.quantize import alignment, choose, launches, promise, three
+from overcoat.kernels.quantize import alignment, choose, launch_amax, launch_quantize, launches, promise, three
 
 # Warps of a tile of 128 x 128.
 SQUARE_WARPS = 8
+
+
+@op
+def stack_weights(weights: List[Tensor], amax: Tensor, transposed: bool) -> Tuple[Tensor, Tensor]:
+    """Weights (N_i, K) as one E4M3 operand: (sum N, K), or (K, sum N) if `transposed`, and their common scale."""
+    scale = scale_from_amax(amax, E4M3)
+    data = cast_float8(torch.cat([w.float() for w in weights]) * (1.0 / scale), E4M3)
+    return _transposed(data) if transposed else data, scale
+
+
+def _transposed(data: Tensor) -> Tensor:
+    return data.view(torch.uint8).t().contiguous().view(data.dtype)
+
+
+def _empty(weights: List[Tensor], transposed: bool = False) -> Tuple[Tensor, Tensor]:
+    """Uninitialised stacked operand and scale."""
+    shape = (sum([w.shape[0] for w in weights]), weights[0].shape[1])
+    data = weights[0].new_empty(shape[::-1] if transposed else shape, dtype=E4M3.dtype)
+    return data, weights[0].new_empty((), dtype=torch.float32)
+
+
+@stack_weights.fake
+def _(weights, amax, transposed):
+    return _empty(weights, transposed)
+
+
+@stack_weights.cuda
+def _(weights, amax, transposed):
+    if transposed and any(w.shape[0] % 2 for w in weights):
+        data, scale = stack_weights.kernel(weights, amax, False)
+        return _transposed(data), scale
+    out, scale = _empty(weights, transposed)
+    plain, turned = (None, out) if transposed else (out, None)
+    launch_quantize(weights, amax, plain, turned, scale, "e4m3")
+    return out, scale
+
+
+@op
+def quantize_weights(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+    """`stack_weights` (sum N, K) with the maximum found first: data, scale, max |w| over all weights (0-d FP32)."""
+    top = torch.stack([w.abs().amax().float() for w in weights]).amax()
+    return *stack_weights.reference(weights, top, False), top
+
+
+@quantize_weights.fake
+def _(weights):
+    return *_empty(weights), weights[0].new_empty((), dtype=torch.float32)
+
+
+@quantize_weights.cuda
+def _(weights):
+    top = launch_amax(weights)
+    return *stack_weights.kernel(weights, top, False), top
+
+
+@op
+def stack_codes(codes: List[Tensor], transposed: bool) -> Tensor:
+    """E4M3 codes (N_i, K) of weights that share a scale as one operand: (sum N, K), or (K, sum N) if `transposed`."""
+    data = torch.cat([each.view(torch.uint8) for each in codes]).view(E4M3.dtype)
+    return _transposed(data) if transposed else data
+
+
+@stack_codes.fake
+def _(codes, transposed):
+    return _empty(codes, transposed)[0]
+
+
+@stack_codes.cuda
+def _(codes, transposed):
+    if not transposed or any(each.shape[0] % 2 for each in codes):
+        return stack_codes.reference(codes, transposed)
+    out, one = _empty(codes, True)
+    launch_quantize(codes, one.fill_(1.0), None, out, None, "e4m3")  # times 1: the same codes
+    return out
 
 
 def padded_blocks(size: int) -> int:
@@ -42,12 +118,12 @@ def block_stack_weights(weights: List[Tensor], transposed: bool) -> Tuple[Tensor
     """
     data, scale = quantize_blocks(torch.cat([w.float() for w in weights]), (BLOCK, BLOCK), E4M3)
     if transposed:
-        data, scale = data.view(torch.uint8).t().contiguous().view(E4M3.dtype), scale.t()
+        data, scale = _transposed(data), scale.t()
     return data, F.pad(scale, (0, padded_blocks(data.shape[1]) - scale.shape[1])).contiguous()
 
 
 @block_stack_weights.fake
-def _empty(weights, transposed):
+def _empty_blocks(weights, transposed):
     """Data and scale; what is filled up of the scale is zero already."""
     first, rows, columns = weights[0], sum(w.shape[0] for w in weights), weights[0].shape[1]
     rows, columns = (columns, rows) if transposed else (rows, columns)
@@ -105,10 +181,10 @@ def _(weights, transposed):
     if transposed and rows % 2:
         data, scale = block_stack_weights.kernel(weights, False)
         scale = F.pad(scale[:, : blocks(columns)].t(), (0, padded_blocks(rows) - blocks(rows)))
-        return data.view(torch.uint8).t().contiguous().view(data.dtype), scale.contiguous()
+        return _transposed(data), scale.contiguous()
     if any(w.shape[0] % BLOCK for w in weights[:-1]):
         weights = [torch.cat(weights)]  # a block spans two weights
-    out, scale = _empty(weights, transposed)
+    out, scale = _empty_blocks(weights, transposed)
     target, first = (out.view(torch.int16) if transposed else out), 0
     for part in launches(weights):
         sizes = [w.shape[0] for w in part]

@@ -1,12 +1,12 @@
-"""How attention keeps q, k and v: q and k in 12 bits (formats/bf12.py), v in an 8-bit code, a group per token and head.
+"""Heads of q, k and v: their rotary position embedding, forth and back, and how attention keeps them.
+
+q and k are kept in 12 bits (formats/bf12.py), v in an 8-bit code, a group per token and head:
 
     codes       int8 (T, (num_q + 2 num_kv) * D): the upper bits of q and k, then v's bytes
     lower       uint8 (T, (num_q + num_kv) * D/2): the lower bits of q and k, two in a byte
     group_amax  BF16 (T, num_q + 2 num_kv): the maximum of each head, of v less its center
 
-The kernels that write and read them rotate on the way (rope.py).
-
-Legend: T tokens, D head width, E = D / 2.
+Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, P positions in cos and sin.
 """
 
 from __future__ import annotations
@@ -20,9 +20,57 @@ from overcoat.formats import Quantized, decode_groups, encode_groups, group_code
 from overcoat.formats.bf12 import decode_bf12, encode_bf12
 from overcoat.kernels.codes import E4M3_CODE, decode, encode, load_bf12, pack_bf12
 from overcoat.kernels.device import larger, max_magnitude
+from overcoat.kernels.instructions import to_float32
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.rotation import store_halves
 from overcoat.kernels.tiles import load_inside
+
+
+def split_heads(qkv: Tensor, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, Tensor]:
+    """The fused buffer's q, k and v (T, heads, D) in FP32."""
+    count = num_q + 2 * num_kv
+    heads = qkv.contiguous().view(qkv.shape[0], count, qkv.shape[1] // count).float()
+    q, k, v = heads.split((num_q, num_kv, num_kv), dim=1)
+    return q, k, v
+
+
+def per_token(table: Tensor, tokens: int) -> Tensor:
+    """cos or sin (P, D) as (T, 1, D) FP32."""
+    return table.float().repeat(tokens // table.shape[0], 1).unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads (T, heads, D), cos and sin (T, 1, D)."""
+    x1, x2 = x.chunk(2, -1)
+    return x * cos + torch.cat((-x2, x1), -1) * sin
+
+
+def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads' gradients (T, heads, D) in FP32, cos and sin (P, D)."""
+    cos, sin = per_token(cos, dy.shape[0]), per_token(sin, dy.shape[0])
+    s1, s2 = (dy * sin).chunk(2, -1)
+    return dy * cos + torch.cat((s2, -s1), -1)
+
+
+@triton.jit
+def load_halves(pointer, E, inside):
+    """The two halves of rows of a table or of heads, in FP32; `pointer` to elements of the first, E apart."""
+    return to_float32(load_inside(pointer, inside)), to_float32(load_inside(pointer + E, inside))
+
+
+@triton.jit
+def store_halves(pointer, E, first, second, inside):
+    """The two halves of heads; `pointer` to elements of the first, E apart."""
+    tl.store(pointer, first.to(pointer.dtype.element_ty), mask=inside)
+    tl.store(pointer + E, second.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_tables(cos_ptr, sin_ptr, position, e, inside, D, E):
+    """The halves of cos and sin (rows, EP) at the rows' positions, in FP32."""
+    place = position[:, None] * D + e[None, :]
+    cos1, cos2 = load_halves(cos_ptr + place, E, inside)
+    sin1, sin2 = load_halves(sin_ptr + place, E, inside)
+    return cos1, cos2, sin1, sin2
 
 
 def encode_heads(
