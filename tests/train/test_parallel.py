@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -385,6 +387,27 @@ def test_a_checkpoint_that_one_process_did_not_finish_is_not_there(config: Confi
     on_two(_run, "cpu", config)
     assert losses(run_dir) == losses(two)
     assert_same_shards(run_dir, two)
+
+
+def _fill_the_disk(rank: int, config: Config) -> None:
+    real = safetensors.torch.save
+
+    def save(*arguments: Any, **options: Any) -> bytes:
+        if rank == 1 and (Path(config.train.run_dir) / "checkpoints/step-00000002").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*arguments, **options)
+
+    safetensors.torch.save = save
+    with pytest.raises(OSError, match=r"rank 1 cannot write its part of .*step-00000004: No space left on device"):
+        run_once(config, QUIET, "full")
+    os._exit(0)
+
+
+def test_a_full_disk_loses_the_checkpoint_being_written(config: Config, tmp_path: Path) -> None:
+    """All processes end, and say whose disk it is."""
+    on_two(_fill_the_disk, "cpu", changed(config, f"train.run_dir={tmp_path / 'run'}"))
+    assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step-00000002"]
+    assert not list((tmp_path / "run/checkpoints").glob(".partial*"))
 
 
 @pytest.mark.parametrize(
