@@ -6,6 +6,7 @@
     overcoat estimate --model llama-2-7b --batch 4        what a training step will hold, without a GPU
     overcoat bench layer                                  this project beside its peers (optimizer, kernels, model)
     overcoat eval runs/demo --text FILE --tasks paper     perplexity and tasks of trained models, side by side
+    overcoat init new.toml --model NAME --data FILE       a configuration to begin with, and what fits
     overcoat report runs/demo                             a run, or several, as a page to look at
     overcoat paper list                                   the tables and figures of the paper, repeated
 
@@ -36,6 +37,7 @@ COMMANDS = {
     "estimate": "predict the memory of training, without a GPU",
     "bench": "measure this project beside its peers",
     "eval": "perplexity and tasks of trained models, side by side",
+    "init": "write a configuration, with what fits",
     "report": "one or several runs as a page to look at",
     "paper": "repeat the tables and figures of COAT",
 }

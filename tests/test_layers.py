@@ -25,6 +25,7 @@ LAYERS = (
     ("train", "bench"),
     (
         "report",
+        "init",
         "eval",
     ),
     ("paper",),

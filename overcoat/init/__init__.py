@@ -1,0 +1,1 @@
+"""`overcoat init`: a configuration to begin with."""

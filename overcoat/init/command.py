@@ -1,0 +1,176 @@
+"""`overcoat init`: a commented configuration to train with, and how many rows of it fit at once.
+
+    overcoat init chat.toml --model Qwen/Qwen3-8B --data chats.jsonl --gpu-memory 80GB
+    overcoat init small.toml --model smollm2-135m --from-scratch --data 'texts/*.txt'
+
+Asks for what is left out, on a terminal. The estimate chooses how many rows pass at once and, where not one fits, block
+checkpoints (recipe "leanest"), then moments in host memory. No weights are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overcoat.estimate.command import memory_size, positive
+from overcoat.models.shapes import MODELS, load_model_config
+from overcoat.train.config import require
+from overcoat.train.configfile import all_keys, build_config, load_config
+from overcoat.train.fit import choose_fit
+from overcoat.train.sources import NOT_TEXT, ROWS, find_files, read_rows
+
+GIBI = 2**30
+ASKED = {"model": "Model (a Hugging Face name, a folder, or a built-in shape)", "data": "Data (files or a dataset)"}
+# Ways to less memory, where not one row fits without.
+LEANER: tuple[dict[str, Any], ...] = ({}, {"optimizer.offload": True})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `overcoat init`."""
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("config", nargs="?", default="overcoat.toml", metavar="CONFIG.toml", help="the file to write")
+    parser.add_argument("--model", metavar="NAME", help=f"a Hugging Face name, a folder, or one of {', '.join(MODELS)}")
+    parser.add_argument("--from-scratch", action="store_true", help="random weights and a tokenizer of its own")
+    parser.add_argument(
+        "--data", nargs="+", metavar="FILE|NAME", help='files, patterns, "stdlib", or a dataset\'s name'
+    )
+    parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="80GB, 24GiB (default: this GPU's)")
+    parser.add_argument("--seq", type=positive, default=1024, help="tokens in a row (default 1024)")
+    parser.add_argument("--rows", type=positive, default=16, help="rows in a step (default 16)")
+    parser.add_argument("--steps", type=positive, default=1000, help="optimizer steps (default 1000)")
+    parser.set_defaults(function=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Write the file and say what was chosen."""
+    target = Path(parsed.config)
+    require(not target.exists(), f"{target} exists: name another file, or remove it")
+    for name, question in ASKED.items():
+        if getattr(parsed, name) is None:
+            require(sys.stdin.isatty(), f"--{name} is missing, and there is no terminal to ask on")
+            answer = input(f"{question}: ").strip()
+            require(bool(answer), f"--{name} is missing")
+            setattr(parsed, name, answer.split() if name == "data" else answer)
+    memory = parsed.gpu_memory
+    if memory is None and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+    elif memory is None and sys.stdin.isatty():
+        answer = input("GPU memory (80GB; empty: none is planned with): ").strip()
+        memory = memory_size(answer) if answer else None
+    values = {**_model(parsed), **_data(parsed.data), "data.sequence_length": parsed.seq, **_training(parsed)}
+    values, chosen = _fitted(values, parsed, memory)
+    target.write_text(_written(target, values, chosen), encoding="utf-8")
+    load_config(target)
+    print(f"{target}: {chosen}\novercoat train {target}")
+    return 0
+
+
+def _model(parsed: argparse.Namespace) -> dict[str, Any]:
+    shape = MODELS.get(parsed.model) if not Path(parsed.model).exists() else None
+    if not parsed.from_scratch:
+        require(
+            shape is None or bool(shape.checkpoint),
+            f"--model {parsed.model} has no weights to start from: --from-scratch",
+        )
+        return {"model.name": shape.checkpoint if shape else parsed.model}
+    config = load_model_config(parsed.model)
+    fields = {"model_type": config.model_type, **config.to_diff_dict()}
+    untold = ("vocab_size", "architectures", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
+    kept = {
+        f"model.config.{key}": value
+        for key, value in fields.items()
+        if isinstance(value, (bool, int, float, str)) and key not in untold and not key.endswith("token_id")
+    }
+    return {**kept, "tokenizer.vocab_size": config.vocab_size}
+
+
+def _data(names: list[str]) -> dict[str, Any]:
+    """Files, whose first row says what they hold, or a dataset."""
+    is_name = len(names) == 1 and not any(sign in names[0] for sign in "*?[") and not Path(names[0]).exists()
+    if (
+        is_name
+        and names[0] not in ("stdlib", "site-packages")
+        and Path(names[0]).suffix not in (*ROWS, *NOT_TEXT, ".txt")
+    ):
+        return {"data.dataset": names[0]}
+    found: dict[str, Any] = {"data.files": names}
+    first = find_files(names)[0]
+    if first.name.removesuffix(".gz").endswith(tuple(ROWS)):
+        where, row = next(iter(read_rows(first)), (str(first), {}))
+        keys = set(row) if isinstance(row, dict) else set()
+        if "messages" in keys or "conversations" in keys:
+            found |= {
+                "data.format": "messages",
+                "data.messages_key": "messages" if "messages" in keys else "conversations",
+            }
+        elif {"prompt", "completion"} <= keys:
+            found["data.format"] = "prompt-completion"
+        else:
+            require("text" in keys, f"{where}: its fields are {', '.join(sorted(keys))}; wanted are text, messages, or "
+                    "prompt and completion: rename one, or set data.text_key in a file of your own")  # fmt: skip
+    return found
+
+
+def _training(parsed: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "optimizer.lr": 3e-4 if parsed.from_scratch else 2e-5,
+        "schedule.warmup_steps": min(100, parsed.steps // 10),
+        "train.steps": parsed.steps,
+        "eval.every": max(1, parsed.steps // 10),
+        "checkpoint.every": max(1, parsed.steps // 4),
+    }
+
+
+def _fitted(values: dict[str, Any], parsed: argparse.Namespace, memory: int | None) -> tuple[dict[str, Any], str]:
+    """The values with rows, recipe and where the moments are; and a sentence about it."""
+    if memory is None:
+        rows = next(size for size in (4, 3, 2, 1) if parsed.rows % size == 0)
+        chosen = f"{rows} rows in a forward pass; no GPU's memory was planned with (--gpu-memory)"
+        return {**values, "recipe.name": "default", **_rows(parsed.rows, rows)}, chosen
+    model = load_model_config(values.get("model.name", parsed.model))
+    for way in LEANER:
+        auto = {"train.batch_size": "auto", "train.global_batch_size": parsed.rows}
+        fit = choose_fit(build_config(_nested({**values, **way, **auto}), []), model, memory)
+        if fit is not None:
+            recipe = "leanest" if fit.block_checkpoints else "default"
+            chosen = f"{fit.micro_batch} of {parsed.rows} rows fit {memory / GIBI:.1f} GiB at once, recipe {recipe}"
+            chosen += ", moments in host memory" if way else ""
+            return {**values, **way, "recipe.name": recipe, **_rows(parsed.rows, fit.micro_batch)}, chosen
+    raise ValueError(
+        f"not one row of {parsed.seq} tokens of {parsed.model} fits {memory / GIBI:.1f} GiB, with block checkpoints or "
+        "moments in host memory: shorten --seq, take a smaller model, or several GPUs (overcoat estimate --gpus)"
+    )
+
+
+def _rows(many: int, at_once: int) -> dict[str, Any]:
+    return {"train.batch_size": at_once, "train.accumulation": many // at_once}
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        table = nested
+        for part in path:
+            table = table.setdefault(part, {})
+        table[last] = value
+    return nested
+
+
+def _written(target: Path, values: dict[str, Any], chosen: str) -> str:
+    """TOML with what each key means."""
+    known = all_keys()
+    lines = [f"# overcoat train {target}", f"# {chosen}", "# All keys: overcoat train --keys"]
+    sections = dict.fromkeys(key.rpartition(".")[0] for key in values)
+    for section in sections:
+        lines += ["", f"[{section}]"]
+        for key, value in values.items():
+            if key.rpartition(".")[0] == section:
+                text = f"{key.rpartition('.')[2]} = {json.dumps(value, ensure_ascii=False)}"
+                lines.append(f"{text}  # {known[key].metadata['help']}" if key in known else text)
+    return "\n".join(lines) + "\n"

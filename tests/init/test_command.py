@@ -1,0 +1,82 @@
+"""`overcoat init`: what it writes trains as it stands, and holds what the estimate says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from overcoat import cli
+from overcoat.train.configfile import load_config
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    LlamaConfig(**SIZES, vocab_size=300, max_position_embeddings=64).save_pretrained(tmp_path / "shape")
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_text(f'document {number} " of words ' * 30)
+    chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (tmp_path / "odd.jsonl").write_text('{"body": "x"}')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_it_writes_trains_as_it_stands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "init new.toml --model shape --from-scratch --data *.txt --seq 16 --rows 4 --steps 3 --gpu-memory 8GB"
+    assert cli.main(words.split()) == 0
+    assert "4 of 4 rows fit 7.5 GiB at once, recipe default" in capsys.readouterr().out
+    config = load_config("new.toml")
+    assert (config.train.batch_size, config.train.accumulation, config.train.steps) == (4, 1, 3)
+    assert config.model.config["hidden_size"] == 128
+    assert "# optimizer steps" in (place / "new.toml").read_text()
+    assert cli.main(["train", "new.toml", "train.device=cpu", "train.tensorboard=false"]) == 0
+    assert (place / "runs/new/export/config.json").exists()
+
+
+def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
+    """Of two layers of Llama-2-7B."""
+    sizes = dict(zip(SIZES, (4096, 11008, 2, 32)))
+    LlamaConfig(**sizes, vocab_size=32000, max_position_embeddings=2048).save_pretrained(place / "wide")
+    found, rows = [], []
+    for size in ("12GB", "8GB", "6.5GB", "6GB"):
+        words = f"init {size}.toml --model ./wide --data chats.jsonl --seq 2048 --rows 16 --gpu-memory {size}"
+        assert cli.main(words.split()) == 0
+        config = load_config(f"{size}.toml")
+        assert (config.model.name, config.data.format, config.train.rows_per_step) == ("./wide", "messages", 16)
+        found.append((config.recipe.name, config.optimizer.offload))
+        rows.append(config.train.batch_size)
+    assert found == [("default", False), ("default", False), ("leanest", False), ("default", True)]
+    assert rows[0] > rows[1] > rows[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--data 0.txt", "--model is missing, and there is no terminal to ask on"),
+        ("--model shape", "--data is missing, and there is no terminal to ask on"),
+        ("--model coat-1b --data 0.txt", "--model coat-1b has no weights to start from: --from-scratch"),
+        ("--model shape --data 0.txt --gpu-memory 1GB", "not one row of 1024 tokens of shape fits 0.9 GiB"),
+        ("--model shape --data odd.jsonl", "its fields are body; wanted are text, messages"),
+        ("--model shape --data none.txt", "nothing found for 'none.txt'"),
+        ("0.txt --model shape --data 0.txt", "0.txt exists: name another file"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: str, said: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+    assert not (place / "overcoat.toml").exists()
+
+
+def test_what_is_left_out_is_asked_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["shape", "0.txt 1.txt", ""])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: next(answers))
+    assert cli.main(["init"]) == 0
+    config = load_config("overcoat.toml")
+    assert (config.model.name, config.data.files) == ("shape", ["0.txt", "1.txt"])
+    assert config.train.rows_per_step == 16
