@@ -66,8 +66,8 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    if (gather := _gathers.pop(model, None)) is not None:
-        gather.remove()
+    if (before := vars(model).pop(GATHER, None)) is not None:
+        before.remove()
     report, stacks = GatherReport(), dict[tuple[str, Any, Any], list[list[ShardedWeight]]]()
     for path, layer in model.named_modules():
         if not isinstance(layer, Fp8DecoderLayer):
@@ -86,7 +86,8 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     if not report.fp8:
         reasons = "; ".join(dict.fromkeys(report.left_alone.values())) or "no layer trains in FP8: overcoat.convert it"
         raise ValueError(f"no weight of {type(model).__name__} can travel in FP8: {reasons}")
-    _gathers[model] = gather = Gather(stacks)
+    vars(model)[GATHER] = gather = Gather(stacks)
+    _gathers.add(gather)
     gather.handle = model.register_forward_pre_hook(gather.before_forward, prepend=True)
     return report
 
@@ -127,11 +128,13 @@ class Gather:
             weight.detach()
 
 
-_gathers: weakref.WeakKeyDictionary[nn.Module, Gather] = weakref.WeakKeyDictionary()
+# Of each a model is the owner: FSDP2's parameters, which it has, lead back to the model.
+_gathers: weakref.WeakSet[Gather] = weakref.WeakSet()
+GATHER = "_overcoat_gather"
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for maxima in [maxima for gather in _gathers.values() for maxima in gather.maxima]:
+    for maxima in [maxima for gather in list(_gathers) for maxima in gather.maxima]:
         maxima.after_step(optimizer)
 
 

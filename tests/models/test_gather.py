@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
@@ -404,6 +406,19 @@ def test_accelerates_fsdp2() -> None:
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------
+
+
+def _dropped(rank: int) -> None:
+    model, optimizer = make("default", True)
+    train(model, optimizer, steps=1)
+    shard = weakref.ref(layers_of(model)[0].self_attn.q_proj.weight)
+    del model, optimizer
+    gc.collect()
+    assert shard() is None
+
+
+def test_a_model_that_is_dropped_is_freed() -> None:
+    on_two(_dropped, "cpu")
 
 
 def _refused(rank: int) -> None:
