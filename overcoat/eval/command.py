@@ -30,7 +30,7 @@ from overcoat.train.sources import find_files, open_dataset, read_documents
 
 RECIPES = ("bf16", "default", "paper", "leanest")
 WINDOW = 2048  # tokens, where the model takes as many
-UNJOINED = (".jsonl", ".parquet")
+UNJOINED = (".jsonl", ".json", ".parquet")
 Result = dict[str, Any]
 
 

@@ -178,7 +178,7 @@ def memory(run: Run, place: int) -> str:
             sums[index] += (each[name] - (absent if name == "libraries" else 0)) / size
         series.append(Series(name, f"s{number % 9}", list(enumerate(sums)), "area"))
     series.reverse()
-    note = "Components as estimated for each phase's fullest moment."
+    note = "Components at each phase's fullest moment, as estimated for one GPU that trains alone."
     if [phase["label"] for phase in measured] == labels:
         peaks = [(float(index), phase["peak"] / size) for index, phase in enumerate(measured)]
         series.append(Series("measured peak", "ink", peaks, "steps"))

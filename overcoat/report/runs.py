@@ -85,7 +85,8 @@ def _predict(folder: Path, config: Config, metrics: dict[str, dict[int, Row]]) -
     fit = Fit(fits[-1]["micro_batch"], bool(fits[-1]["block_checkpoints"])) if fits else configured_fit(config)
     try:
         predictor = Predictor(
-            load_pretrained("AutoConfig", "the model", str(model), False), loss_for_estimates(config.data.document_mask)
+            load_pretrained("AutoConfig", "the model", str(model), False),
+            loss_for_estimates(config.data.masks_documents),
         )
         return predictor.predict(fit.micro_batch, config.data.sequence_length, training_setup(config, fit))
     except ValueError as error:
