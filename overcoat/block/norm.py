@@ -52,7 +52,7 @@ def norm_linear_forward(
         z = block_product(Quantized(y8, y_scale), into, x.dtype)
         return x, z, NormLinearSaved(codes, group_amax, rstd, None, None)
     rstd, row_amax, *rest = norm_stats(first, residual, *norm)
-    x = x if y is None else rest.pop()
+    rest, x = (rest, x) if y is None else (rest[:-1], rest[-1])
     y8, y_scale, codes, group_amax = norm_quantize(
         x, rest[0] if rest else None, rstd, norm.weight, norm.bias, amax(row_amax), *code
     )

@@ -200,8 +200,16 @@ OTHERS = [kind for kind in KINDS if kind not in {kind for kind, _, _ in THOROUGH
 def test_converted_model_is_as_good_as_fp8_gemms_alone(
     kind: str, mask: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    (losses,) = losses_in_db(kind, mask, [Recipe()], dtype=dtype, device=device)
-    assert not offenders(losses), f"dB below FP8 GEMMs alone: {offenders(losses)}"
+    check_every_tensor(kind, mask, dtype, device)
+
+
+def check_every_tensor(kind: str, mask: str, dtype: torch.dtype, device: torch.device) -> None:
+    """One of 5,000 tensors is above the limit by chance over 16 seeds (a bias: 1.28 dB, over 48 seeds 0.48)."""
+    for seeds in (SEEDS, 3 * SEEDS):
+        (losses,) = losses_in_db(kind, mask, [Recipe()], seeds, dtype=dtype, device=device)
+        if not offenders(losses):
+            return
+    raise AssertionError(f"dB below FP8 GEMMs alone: {offenders(losses)}")
 
 
 @pytest.mark.parametrize(("kind", "mask"), [(kind, MASKS[i % 4]) for i, kind in enumerate(OTHERS)])
@@ -215,12 +223,7 @@ def test_layers_of_every_kind_are_together(kind: str, mask: str, device: torch.d
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_tensor_of_every_kind_is(kind: str, mask: str, device: torch.device) -> None:
-    """One of 5,000 tensors is above the limit by chance over 16 seeds (a bias: 1.28 dB, over 48 seeds 0.48)."""
-    for seeds in (SEEDS, 3 * SEEDS):
-        (losses,) = losses_in_db(kind, mask, [Recipe()], seeds, dtype=FP32, device=device)
-        if not offenders(losses):
-            return
-    raise AssertionError(f"dB below FP8 GEMMs alone: {offenders(losses)}")
+    check_every_tensor(kind, mask, FP32, device)
 
 
 EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")

@@ -14,7 +14,6 @@ import torch
 import transformers
 from PIL import Image
 from rich.console import Console
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 import overcoat
 from overcoat.models import causal
@@ -30,7 +29,7 @@ from overcoat.train.loop import RunStoppedError
 from overcoat.train.loss import summed_loss
 from overcoat.train.run import run
 from tests.train.runs import CONFIGS, CPU, MakeConfig, assert_same_run, losses, newest, stop_at
-from tests.train.test_chat import TEMPLATES, tokenizer_of, write_jsonl
+from tests.train.test_chat import TEMPLATES, tokenizer_of, trl, write_jsonl
 
 TEXT = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -139,7 +138,9 @@ def test_tokens_and_labels_are_those_of_trl(kind: str, tmp_path: Path) -> None:
     processor = make_processor(kind)
     tokens, _ = encoded(kind, tmp_path, processor)
     encoder = Encoder(DataConfig(files=["a"], format="messages", images="a"), processor.tokenizer, processor)
-    collate = DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True, chat_template=encoder.template)
+    collate = trl.trainer.sft_trainer.DataCollatorForVisionLanguageModeling(
+        processor, assistant_only_loss=True, chat_template=encoder.template
+    )
     for mine, row in zip(tokens, chats(), strict=True):
         pictures = [Image.open(tmp_path / "images" / name).convert("RGB") for name in row["images"]]
         batch = collate([{**row, "images": pictures}])
