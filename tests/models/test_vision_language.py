@@ -245,14 +245,20 @@ TOWERS = {"Llava": "vision_tower", "Qwen3VL": "visual"}
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_a_tower_as_graphs_gives_the_eager_gradients(name: str, device: torch.device) -> None:
-    """Text layers stay eager; two towers, of a fixed size and of any, by lengths. On a CPU compiled, not recorded."""
+    """Text layers stay eager; two towers, of a fixed size and of any, by lengths. On a CPU compiled, not recorded.
+
+    Attention's backward by lengths adds in any order on a GPU: bits that two eager runs share are the graphs' too, and
+    elsewhere graphs are at most as far from eager as eight times these two are from each other.
+    """
     torch.compiler.reset()
     before = skipped()
     with torch.compiler.set_stance(force_backend="aot_eager") if device.type == "cpu" else contextlib.nullcontext():
-        both = [steps(name, graphs, device.type) for graphs in (False, True)]
-    for eager, replayed in zip(*both, strict=True):
+        runs = [steps(name, graphs, device.type) for graphs in (False, False, True)]
+    for eager, again, replayed in zip(*runs, strict=True):
         assert eager.keys() == replayed.keys()
-        assert not [key for key, x in eager.items() if not torch.equal(x, replayed[key])]
+        noise = {key: torch.dist(x.float(), again[key].float()) for key, x in eager.items()}
+        assert device.type == "cuda" or not any(noise.values())
+        assert not [key for key, x in eager.items() if torch.dist(x.float(), replayed[key].float()) > 8 * noise[key]]
     if device.type == "cuda":
         assert recorded() > 0
         assert skipped() == before
