@@ -23,7 +23,7 @@ from rich.console import Console
 import overcoat
 from overcoat import memory
 from overcoat.models.compiled import compile_layers, eager
-from overcoat.train import checkpoint, process
+from overcoat.train import checkpoint, process, saving
 from overcoat.train.build import build_model, check_config, check_vocabulary, make_optimizer
 from overcoat.train.chat import prompt_ids
 from overcoat.train.config import Config
@@ -32,9 +32,9 @@ from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.evaluate import Tasks, task_names
 from overcoat.train.files import lock, sweep
 from overcoat.train.fit import Fit, first_fit, recipe_of
-from overcoat.train.loop import evaluate_tasks, train_steps
+from overcoat.train.loop import RunStoppedError, evaluate_tasks, train_steps
 from overcoat.train.metrics import METRICS, PLAIN, RunLog, forget_peak, read_metrics
-from overcoat.train.out_of_memory import LostStepError, free_memory, recorded_fits, whatever_the_batch
+from overcoat.train.out_of_memory import LostStepError, RestartError, free_memory, recorded_fits, whatever_the_batch
 from overcoat.train.parallel import build_sharded, check_parallel
 from overcoat.train.process import choose_device
 from overcoat.train.state import TrainState
@@ -161,7 +161,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         return checkpoints[-1]
 
     with (
-        checkpoint.Saver(state, config, corpus.to_save) as saver,
+        saving.Saver(state, config, corpus.to_save) as saver,
         contextlib.closing(RunLog(config, console, title, state.step, device)) as log,
     ):
         evaluated = process.share(
@@ -170,10 +170,14 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         on_tasks = None
         if tasks is not None:
             on_tasks = functools.partial(evaluate_tasks, state, config, tasks, corpus.tokenizer)
-        train_steps(state, config, corpus.held_out, log, save, evaluated, on_tasks)
+        try:
+            train_steps(state, config, corpus.held_out, log, save, evaluated, on_tasks)
+        except (RunStoppedError, LostStepError, RestartError):
+            saver.wait()  # what goes on from the newest checkpoint must not without one
+            raise
     if state.kept_table and process.is_first():
         (run_dir / "kept.txt").write_text(state.kept_table + "\n", encoding="utf-8")
-    checkpoint.export(state, corpus.to_save, run_dir / "export", merge=bool(config.lora.rank and config.lora.merge))
+    saving.export(state, corpus.to_save, run_dir / "export", merge=bool(config.lora.rank and config.lora.merge))
     sample = generate_sample(config, corpus, state)
     return process.share(lambda: _result(config, title, state, sample, corpus.note))
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from overcoat.train import checkpoint, files
+from overcoat.train import files, saving
 from overcoat.train.checkpoint import (
     checkpoint_dir,
     choose_checkpoint,
@@ -26,15 +26,15 @@ from overcoat.train.checkpoint import (
     load_checkpoint,
     load_weights,
     record_config,
-    save_checkpoint,
     set_aside_attempt,
     set_aside_newer,
-    write_model,
-)  # fmt: skip
+)
 from overcoat.train.config import CheckpointConfig, Config
 from overcoat.train.configfile import dump_toml
+from overcoat.train.corpus import STREAMED
 from overcoat.train.files import DamagedError, verify_directory, write_directory
 from overcoat.train.loop import train_step
+from overcoat.train.saving import save_checkpoint, write_model
 from overcoat.train.state import TrainState
 from tests.train.runs import EXACT, MakeConfig, make_state, names
 
@@ -89,18 +89,18 @@ def test_training_goes_on_while_a_copy_is_written(
     config: Config, state: TrainState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_step(state, config)
-    with checkpoint.Saver(
+    with saving.Saver(
         state, dataclasses.replace(config, checkpoint=CheckpointConfig(asynchronous=False)), None
     ) as saver:
         expected = saver.save()
-        wait, gate, real = threading.Event(), threading.Event(), checkpoint.write_model
+        wait, gate, real = threading.Event(), threading.Event(), saving.write_model
 
         def write_model(*arguments: Any) -> None:
             wait.set()
             gate.wait(60)
             real(*arguments)
 
-        monkeypatch.setattr(checkpoint, "write_model", write_model)
+        monkeypatch.setattr(saving, "write_model", write_model)
         saver.config = config
         state.step += 1  # another name
         path = saver.save()
@@ -128,22 +128,30 @@ def test_what_a_thread_could_not_write_is_raised(
     config: Config, state: TrainState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the next checkpoint, or at the end; the one before is there."""
-    saver = checkpoint.Saver(state, config, None)
+    saver = saving.Saver(state, config, None)
     first = saver.save()
     saver.wait()
     state.step = 1
-    monkeypatch.setattr(checkpoint, "write_model", full)
+    monkeypatch.setattr(saving, "write_model", full)
     saver.save()
     with pytest.raises(OSError, match="no space left"):
         saver.save()
     saver.save()
     with pytest.raises(OSError, match="no space left"):
         saver.__exit__(None)
+
+    def lose() -> None:
+        with saving.Saver(state, config, None) as saver:
+            saver.save()
+            raise FloatingPointError
+
+    with pytest.warns(UserWarning, match="could not be written: no space left"), pytest.raises(FloatingPointError):
+        lose()
     assert list_checkpoints(first.parent) == [first]
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(checkpoint, "write_model"), (torch, "save"), (files, "sync"), (Path, "rename")]
+    ("owner", "name"), [(saving, "write_model"), (torch, "save"), (files, "sync"), (Path, "rename")]
 )
 def test_a_failed_write_leaves_the_checkpoints_there_were(
     config: Config, state: TrainState, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
@@ -161,8 +169,8 @@ def test_a_failed_write_leaves_the_checkpoints_there_were(
 def test_large_models_are_written_in_several_files(
     config: Config, state: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "FILE_SIZE", "100KB")
-    checkpoint.export(state, None, tmp_path / "export")
+    monkeypatch.setattr(saving, "FILE_SIZE", "100KB")
+    saving.export(state, None, tmp_path / "export")
     assert len(list((tmp_path / "export").glob("model-*-of-*.safetensors"))) > 2
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert_same(loaded.state_dict(), state.model.state_dict())
@@ -247,7 +255,7 @@ def test_what_is_loaded_is_what_was_saved_in_place(config: Config, state: TrainS
 
 @pytest.mark.parametrize(
     ("identity", "remedy"),
-    [("other", r"set data\.cache_dir to the data/ folder"), (f"{checkpoint.STREAMED} x", "stream the same files")],
+    [("other", r"set data\.cache_dir to the data/ folder"), (f"{STREAMED} x", "stream the same files")],
 )
 def test_other_tokens_are_refused_before_anything_is_loaded(
     config: Config, state: TrainState, identity: str, remedy: str

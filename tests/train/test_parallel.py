@@ -24,7 +24,7 @@ from torch.multiprocessing import ProcessExitedException
 
 import overcoat
 from overcoat.optim.sharding import local
-from overcoat.train import checkpoint, loop, process
+from overcoat.train import loop, process, saving
 from overcoat.train.build import build_model
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
@@ -365,14 +365,14 @@ def test_out_of_memory_in_one_process_all_begin_again_leaner(config: Config, tmp
 
 
 def _die_while_writing(rank: int, config: Config) -> None:
-    real = checkpoint.write_shards
+    real = saving.write_shards
 
     def write_shards(folder: Path, *rest: Any) -> None:
         if folder.name.endswith("step-00000004") and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         real(folder, *rest)
 
-    checkpoint.write_shards = write_shards
+    saving.write_shards = write_shards
     with contextlib.suppress(RuntimeError):
         run_once(config, QUIET, "killed")
     os._exit(0)

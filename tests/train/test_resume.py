@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from overcoat.train import run
+from overcoat.train import run, saving
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config
@@ -73,6 +73,18 @@ def stopped_once(prepared: tuple[Config, Path], tmp_path_factory: pytest.TempPat
 def stopped(stopped_once: Path, tmp_path: Path) -> Path:
     """The directory of a run that SIGTERM stopped at step 7: checkpoints 6 and 7."""
     return Path(shutil.copytree(stopped_once, tmp_path / "run"))
+
+
+def test_a_stop_whose_checkpoint_fails_says_so(resumed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not "stopped after writing", with the exit status of a run that goes on."""
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    stop_at(1, monkeypatch)
+    monkeypatch.setattr(saving, "write_model", full)
+    with pytest.raises(OSError, match="no space left"):
+        resumed()
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

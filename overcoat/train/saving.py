@@ -1,0 +1,164 @@
+"""Checkpoints and exports as they are written; which one is read, and how, is in checkpoint.py.
+
+A checkpoint is copied into host memory, if that has room, and a thread writes the copy while training goes on
+(`Saver`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from overcoat.extras import reason
+from overcoat.optim.sharding import shard_bytes
+from overcoat.train import files, process
+from overcoat.train.build import trained_state
+from overcoat.train.checkpoint import TRAINING, checkpoint_dir, list_checkpoints
+from overcoat.train.config import Config
+from overcoat.train.files import remove_directory, write_directory, writing
+from overcoat.train.parallel import whole_weights
+from overcoat.train.shards import copy_to_host, tensors_of, write_shards
+from overcoat.train.state import TrainState
+
+FILE_SIZE = "5GB"  # of a Hugging Face file at most
+
+
+class Saver:
+    """Writes checkpoints of a run, each beside the training that follows it.
+
+    To be used in `with`: at its end the last one is complete. What goes wrong in a thread is raised by the next `save`,
+    by `wait`, or there; said, where another error is on its way.
+    """
+
+    def __init__(self, state: TrainState, config: Config, tokenizer: Any | None) -> None:
+        self.state, self.config, self.tokenizer = state, config, tokenizer
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[Path] | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.wait()
+        except Exception as error:
+            if kind is None:
+                raise
+            warnings.warn(f"the newest checkpoint could not be written: {reason(error)}", stacklevel=2)
+        finally:
+            self._thread.shutdown()
+
+    def wait(self) -> None:
+        """Until what was saved is complete."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def save(self) -> Path:
+        """The checkpoint of the state as it is, once it is complete; copied, if the host has memory for that."""
+        self.wait()
+        held = Held(self.state)
+        if self.config.checkpoint.asynchronous and not process.largest(held.bytes > process.host_bytes_free())[0]:
+            held.copy()
+            self._pending = self._thread.submit(write_checkpoint, held, self.config, self.tokenizer)
+        else:
+            write_checkpoint(held, self.config, self.tokenizer)
+        return checkpoint_dir(self.config) / held.name
+
+
+class Held:
+    """What a checkpoint will hold, of this process."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.model, self.step, self.name = state.model, state.step, f"step-{state.step:08d}"
+        self.training = state.training_dict()
+        if process.count() == 1:
+            once: dict[int, torch.Tensor] = {}  # of tied ones
+            named = trained_state(state.model).items()
+            self.weights = {name: once.setdefault(id(value), value.detach()) for name, value in named}
+        else:
+            self.weights = tensors_of(state.model, self.training["optimizer"]["state"])
+            process.writing_group()
+
+    @property
+    def bytes(self) -> int:
+        """Of a copy in host memory."""
+        return sum(shard_bytes(value) for value in tree_leaves((self.weights, self.training)) if _is_tensor(value))
+
+    def copy(self) -> None:
+        """Hold copies in host memory, tied tensors once."""
+        copies = {id(value): copy_to_host(value) for value in tree_leaves((self.weights, self.training))}
+        self.weights, self.training = tree_map(lambda value: copies[id(value)], (self.weights, self.training))
+
+
+def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor)
+
+
+def save_checkpoint(state: TrainState, config: Config, tokenizer: Any | None) -> Path:
+    """Write the state and remove the oldest checkpoints beyond `checkpoint.keep`."""
+    return write_checkpoint(Held(state), config, tokenizer)
+
+
+def write_checkpoint(held: Held, config: Config, tokenizer: Any | None) -> Path:
+    """The complete checkpoint; the oldest beyond `checkpoint.keep` are removed. Of several processes each writes its
+    files into the first one's unfinished directory, which takes its name once all have."""
+    folder = checkpoint_dir(config)
+    target = folder / held.name
+
+    def fill(partial: Path) -> None:
+        if process.count() == 1:
+            write_model(held.model, tokenizer, partial, held.weights, True)
+        else:
+            process.wait_for_writers()  # until this folder is there
+            write_shards(partial, held.weights)
+            with writing(partial):
+                held.model.config.save_pretrained(partial)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(partial)
+        with writing(partial / TRAINING):
+            torch.save(held.training, partial / TRAINING)
+
+    if process.is_first():
+        write_directory(target, fill, {"step": held.step, "processes": process.count()})
+        for path in list_checkpoints(folder)[: -config.checkpoint.keep]:
+            remove_directory(path)
+    else:
+        process.wait_for_writers()
+        write_shards(files.partial_of(target), held.weights)
+    process.wait_for_writers()  # none goes on before it is complete
+    return target
+
+
+def write_model(
+    model: Any, tokenizer: Any | None, folder: Path, weights: dict[str, Any] | None = None, own_names: bool = False
+) -> None:
+    """The Hugging Face files of a model.
+
+    weights: of a model that is cut over several processes, gathered. own_names: of parameters as the model has them,
+        rather than those that its first checkpoints on the hub had (LLaVA, Mixtral); transformers reads both.
+    """
+    options: dict[str, Any] = {"max_shard_size": FILE_SIZE, "save_original_format": not own_names}
+    if hasattr(model, "peft_config"):
+        options = {"save_embedding_layers": False}  # else peft asks the hub for the base model's vocabulary
+    with writing(folder):
+        model.save_pretrained(folder, state_dict=weights, **options)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def export(state: TrainState, tokenizer: Any | None, target: Path, merge: bool = False) -> None:
+    """The trained model as a Hugging Face folder, written by the first process; merge: with its adapters in its
+    weights, from now on."""
+    if merge:
+        state.model = state.model.merge_and_unload()
+    weights = whole_weights(state.model) if process.count() > 1 else None
+    if process.is_first():
+        write_directory(
+            target, lambda folder: write_model(state.model, tokenizer, folder, weights), {"step": state.step}
+        )
