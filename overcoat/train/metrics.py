@@ -23,6 +23,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from overcoat.extras import reason
 from overcoat.models.ranges import Ranges
 from overcoat.train import process
 from overcoat.train.config import Config
-from overcoat.train.loggers import open_loggers, scalars
+from overcoat.train.loggers import Logger, open_loggers, scalars
 
 Row = dict[str, Any]
 METRICS = "metrics.jsonl"
@@ -101,11 +102,19 @@ class RunLog:
     def write(self, *rows: Row) -> None:
         self._file.write("".join(json.dumps(row) + "\n" for row in rows))
         self._file.flush()
+
+        def write(logger: Logger) -> None:
+            for row in rows:
+                if figures := scalars(row):
+                    logger.write(figures, row["step"])
+
+        self._tell(write)
+
+    def _tell(self, act: Callable[[Logger], None]) -> None:
+        """Do it with every logger; one that cannot is left out from then on."""
         for name, logger in list(self._loggers.items()):
             try:
-                for row in rows:
-                    if figures := scalars(row):
-                        logger.write(figures, row["step"])
+                act(logger)
             except Exception as error:  # of any kind: a server is away, and the training goes on
                 del self._loggers[name]
                 self.say(f"{name} gets no more figures of this run ({reason(error)}); {METRICS} has all of them")
@@ -157,8 +166,7 @@ class RunLog:
     def close(self) -> None:
         self._bar.stop()
         self._file.close()
-        for logger in self._loggers.values():
-            logger.close(self._last_step == self._num_steps)
+        self._tell(lambda logger: logger.close(self._last_step == self._num_steps))
 
 
 def check_finite(rows: list[Row], skipped: int = 0) -> int:

@@ -69,8 +69,11 @@ def test_a_library_that_is_missing_or_fails_is_one_line(
             if self.left < 0:
                 raise RuntimeError("no route to host")
 
+        close = write
+
     monkeypatch.setitem(loggers.LOGGERS, "wandb", Away)
     logged(config, console, 0, 1, 2, 3)
+    logged(config, console, 3, 4)  # away when the run ends
     said = "wandb gets no more figures of this run (no route to host); metrics.jsonl has all of them\n"
-    assert text_of(console) == said
-    assert len((Path(config.train.run_dir) / "metrics.jsonl").read_text().splitlines()) == 6
+    assert text_of(console) == 2 * said
+    assert len((Path(config.train.run_dir) / "metrics.jsonl").read_text().splitlines()) == 9
