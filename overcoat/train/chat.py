@@ -17,7 +17,6 @@ A token is kept as uint32: its id, with the flag TRAINED where it is a label.
 from __future__ import annotations
 
 import copy
-import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ import numpy as np
 
 from overcoat.extras import load_extra, reason
 from overcoat.train.config import DataConfig, require
-from overcoat.train.sources import KINDS, as_text, field_of, rows
+from overcoat.train.sources import KINDS, as_text, field_of, parsed, rows
 
 TRAINED = 1 << 31
 MARK = "<image>"
@@ -53,7 +52,7 @@ def examples(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         if data.images:
             found["images"] = place_images(found["messages"], row, where)
         if str not in kinds and row.get("tools"):
-            found["tools"] = json.loads(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
+            found["tools"] = _tools(row["tools"], f"{where}: 'tools'")
         yield where, found
 
 
@@ -69,6 +68,13 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     what = "an empty list" if value == [] else KINDS.get(type(value), f"a {type(value).__name__}")
     require(isinstance(value, list) and bool(value), f"{where} holds {what}, not a list of messages: correct the row")
     return [_message(message, f"{where}[{number}]") for number, message in enumerate(value)]
+
+
+def _tools(value: Any, where: str) -> list[Any]:
+    """A list of tools, or its JSON."""
+    tools = parsed(value, where) if isinstance(value, str) else value
+    require(isinstance(tools, list), f"{where} holds {KINDS.get(type(tools), 'none')}, not a list: correct the row")
+    return list(tools)
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

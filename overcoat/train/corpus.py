@@ -190,16 +190,17 @@ def _encoded_texts(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray,
 def _encoded_chats(config: Config, encoder: Encoder, images: list[list[str]]) -> Iterator[tuple[np.ndarray, int, int]]:
     """The tokens of each conversation, the checksum of its content, and how many it takes to have a label; its images
     go into `images`."""
-    num_bytes = 0
+    num_bytes, is_empty = 0, True
     for where, example in examples(config.data):
         content = json.dumps(example, sort_keys=True, ensure_ascii=False, default=str)
         num_bytes += encoded_size(content)
         if config.data.max_bytes and num_bytes > config.data.max_bytes:
             break
+        is_empty = False
         tokens, needed = encoder(example, where)
         images.append(example.get("images", []))
         yield tokens, content_key(content), needed
-    if not num_bytes:
+    if is_empty:
         raise no_documents(config.data)
 
 

@@ -150,16 +150,16 @@ def _read_json(path: Path, may_be_array: bool) -> Iterator[tuple[str, Any]]:
             while (first := file.read(1)).isspace():
                 pass
             if first == "[":
-                rows = _parsed(first + file.read(), str(path))
+                rows = parsed(first + file.read(), str(path))
                 yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
                 return
             file.seek(0)
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield f"{path}:{number}", _parsed(line, f"{path}:{number}")
+                yield f"{path}:{number}", parsed(line, f"{path}:{number}")
 
 
-def _parsed(text: str, where: str) -> Any:
+def parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -245,6 +245,8 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         ({"messages": [{"role": "user", "content": ["a"]}]}, "'messages'[0].content[0] holds no object with a type"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "[0].text holds a number"),
         ({"messages": [{"from": "human", "value": 1}]}, "'messages'[0].content holds a number, not text"),
+        ({"messages": [USER], "tools": "[{"}, "'tools': no JSON"),
+        ({"messages": [USER], "tools": "{}"}, "'tools' holds an object, not a list"),
         ({"chat": [USER]}, "no field 'messages' (data.messages_key) among chat"),
         ([USER], "a list, not an object"),
         ({"messages": [USER]}, "nothing in it to train on"),
@@ -321,6 +323,11 @@ def test_conversations_that_are_too_long_are_counted(make_config: MakeConfig, tm
     assert not [text for text in said if "tokenizing" in text]  # the same tokens serve any length
     assert len(whole.rows.documents) + truncated >= len(cut.rows.documents) > len(whole.rows.documents)  # type: ignore[union-attr]
     assert opened(chat_config(make_config, tmp_path, "data.sequence_length=1000"))[0].note == ""
+
+
+def test_a_limit_below_the_first_conversation_is_named(make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no documents with text within data\.max_bytes = 5: raise it"):
+        opened(chat_config(make_config, tmp_path, "data.max_bytes=5"))
 
 
 def test_held_out_conversations_are_not_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
