@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,17 @@ import torch
 from overcoat.estimate.command import memory_size, positive
 from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.train.config import require
-from overcoat.train.configfile import all_keys, build_config, load_config
+from overcoat.train.configfile import all_keys, build_config
 from overcoat.train.fit import choose_fit
 from overcoat.train.sources import NOT_TEXT, ROWS, find_files, read_rows
 
 GIBI = 2**30
 ASKED = {"model": "Model (a Hugging Face name, a folder, or a built-in shape)", "data": "Data (files or a dataset)"}
+# Of a model's configuration: what the tokenizer or other keys say, and what is no matter of training.
+UNTOLD = (
+    "vocab_size", "architectures", "transformers_version", "dtype", "torch_dtype", "quantization_config",
+    "_attn_implementation",
+)  # fmt: skip
 # Ways to less memory, where not one row fits without.
 LEANER: tuple[dict[str, Any], ...] = ({}, {"optimizer.offload": True})
 
@@ -64,8 +70,8 @@ def run(parsed: argparse.Namespace) -> int:
         memory = memory_size(answer) if answer else None
     values = {**_model(parsed), **_data(parsed.data), "data.sequence_length": parsed.seq, **_training(parsed)}
     values, chosen = _fitted(values, parsed, memory)
+    build_config(_nested(values), [])  # before it is written
     target.write_text(_written(target, values, chosen), encoding="utf-8")
-    load_config(target)
     print(f"{target}: {chosen}\novercoat train {target}")
     return 0
 
@@ -79,14 +85,35 @@ def _model(parsed: argparse.Namespace) -> dict[str, Any]:
         )
         return {"model.name": shape.checkpoint if shape else parsed.model}
     config = load_model_config(parsed.model)
-    fields = {"model_type": config.model_type, **config.to_diff_dict()}
-    untold = ("vocab_size", "architectures", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
-    kept = {
-        f"model.config.{key}": value
-        for key, value in fields.items()
-        if isinstance(value, (bool, int, float, str)) and key not in untold and not key.endswith("token_id")
+    fields = {
+        key: value
+        for key, value in config.to_diff_dict().items()
+        if value is not None and key not in UNTOLD and not key.endswith("token_id")
     }
-    return {**kept, "tokenizer.vocab_size": config.vocab_size}
+    plain = {key: value for key, value in fields.items() if isinstance(value, (bool, int, float, str))}
+    # Tables and lists are long, and as a rule what transformers makes of the rest.
+    made = type(config)(**plain).to_dict()
+    kept = {key: value for key, value in fields.items() if key in plain or made.get(key) != value}
+    for key, value in config.to_dict().items():
+        if value is None and made.get(key) is not None and not key.endswith("token_id"):
+            warnings.warn(
+                f"{parsed.model} has no {key}, which TOML cannot say: here it is {made[key]!r}, transformers' default; "
+                f"set model.config.{key}",
+                stacklevel=2,
+            )
+    return {
+        **_flat("model.config", {"model_type": config.model_type, **kept}),
+        "tokenizer.vocab_size": config.vocab_size,
+    }
+
+
+def _flat(place: str, table: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys of a table and those in it, its own ones first; null is left out."""
+    found = {f"{place}.{key}": value for key, value in table.items() if value is not None}
+    inner = [key for key, value in found.items() if isinstance(value, dict)]
+    for key in inner:
+        found |= _flat(key, found.pop(key))
+    return found
 
 
 def _data(names: list[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MistralConfig
 
 from overcoat import cli
 from overcoat.train.configfile import load_config
@@ -16,7 +16,10 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    LlamaConfig(**SIZES, vocab_size=300, max_position_embeddings=64).save_pretrained(tmp_path / "shape")
+    rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    LlamaConfig(**SIZES, vocab_size=300, max_position_embeddings=64, rope_parameters=rope).save_pretrained(
+        tmp_path / "shape"
+    )
     for number in range(8):
         (tmp_path / f"{number}.txt").write_text(f'document {number} " of words ' * 30)
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
@@ -35,7 +38,8 @@ def test_what_it_writes_trains_as_it_stands(place: Path, capsys: pytest.CaptureF
     assert config.model.config["hidden_size"] == 128
     assert "# optimizer steps" in (place / "new.toml").read_text()
     assert cli.main(["train", "new.toml", "train.device=cpu", "train.tensorboard=false"]) == 0
-    assert (place / "runs/new/export/config.json").exists()
+    made = json.loads((place / "runs/new/export/config.json").read_text())
+    assert made["rope_parameters"] == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
 
 
 def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
@@ -61,6 +65,7 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
         ("--model shape", "--data is missing, and there is no terminal to ask on"),
         ("--model coat-1b --data 0.txt", "--model coat-1b has no weights to start from: --from-scratch"),
         ("--model shape --data 0.txt --gpu-memory 1GB", "not one row of 1024 tokens of shape fits 0.9 GiB"),
+        ("--model shape --data 0.txt --rows 2000000", "2048000000 tokens: must be at most"),
         ("--model shape --data odd.jsonl", "its fields are body; wanted are text, messages"),
         ("--model shape --data none.txt", "nothing found for 'none.txt'"),
         ("0.txt --model shape --data 0.txt", "0.txt exists: name another file"),
@@ -70,6 +75,12 @@ def test_what_cannot_be_is_one_line(words: str, said: str, place: Path, capsys: 
     assert cli.main(["init", *words.split()]) == 2
     assert said in capsys.readouterr().err
     assert not (place / "overcoat.toml").exists()
+
+
+def test_what_toml_cannot_say_is_said(place: Path) -> None:
+    MistralConfig(**SIZES, sliding_window=None).save_pretrained(place / "mistral")
+    with pytest.warns(UserWarning, match="mistral has no sliding_window, which TOML cannot say: here it is 4096"):
+        assert cli.main(["init", "--model", "mistral", "--from-scratch", "--data", "0.txt"]) == 0
 
 
 def test_what_is_left_out_is_asked_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
