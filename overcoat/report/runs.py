@@ -75,6 +75,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _predict(folder: Path, config: Config, metrics: dict[str, dict[int, Row]]) -> Prediction | str:
     """The estimate for what the run ended with: its model, and how many rows passed at once."""
+    if config.not_estimated:
+        return config.not_estimated
     made = [folder / "export", *list_checkpoints(checkpoint_dir(config))]
     model = next((path for path in made if (path / "config.json").exists()), None)
     if model is None:

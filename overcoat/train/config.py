@@ -378,6 +378,7 @@ class Config:
     def not_estimated(self) -> str:
         """An option that the estimate of memory does not know."""
         unknown = {"lora.rank": self.lora.rank, "data.images": self.data.images, "model.freeze": self.model.freeze}
+        unknown |= {"parallel.accumulate": self.parallel.accumulate == "whole" and "whole"}
         return next(
             (f"{key} = {value!r}, which the estimate does not know" for key, value in unknown.items() if value), ""
         )

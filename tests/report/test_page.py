@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import itertools
 import json
@@ -22,7 +23,8 @@ from rich.console import Console
 from overcoat import cli
 from overcoat.report.charts import Series, chart, log_ticks, running_mean, thinned, ticks
 from overcoat.report.runs import read_runs
-from overcoat.train.configfile import build_config
+from overcoat.train.config import MemoryConfig, ModelConfig
+from overcoat.train.configfile import build_config, dump_toml, load_config
 from overcoat.train.metrics import read_metrics
 from overcoat.train.run import run
 from overcoat.train.summary import summarize
@@ -130,6 +132,15 @@ def test_memory_is_the_estimate_and_what_was_measured(folder: Path, text: str) -
     assert [y for _, y in stack[0]["p"]] == on_cpu
     for above, below in itertools.pairwise(stack):
         assert all(a[1] >= b[1] for a, b in zip(above["p"], below["p"]))
+
+
+def test_what_the_estimate_does_not_know_is_not_drawn(folder: Path) -> None:
+    values = load_config(folder / "config.toml")
+    frozen_model = ModelConfig(name="base", freeze=["embed_tokens"])
+    values = dataclasses.replace(values, model=frozen_model, memory=MemoryConfig())
+    frozen = shutil.copytree(folder, folder.parent / "frozen")
+    (frozen / "config.toml").write_text(dump_toml(values))
+    assert read_runs([str(frozen)])[0].prediction == "model.freeze = ['embed_tokens'], which the estimate does not know"
 
 
 def test_ranges_are_those_of_the_last_sample(folder: Path, text: str) -> None:

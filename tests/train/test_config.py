@@ -53,6 +53,10 @@ AUTO = "train.batch_size=auto train.global_batch_size=8"
         ("train.batch_size=all", "train.batch_size = 'all': expected a whole number or one of 'auto'"),
         (f"{RELEASED} train.accumulation=2", r"cannot accumulate \(train.accumulation = 2\)"),
         (f"{RELEASED} {AUTO}", "'auto' accumulates .* optimizer.release_gradients cannot"),
+        (
+            f"{AUTO} parallel.accumulate=whole",
+            "'auto' does not go with parallel.accumulate = 'whole', which the estimate",
+        ),
         (f"{AUTO} train.accumulation=2", "train.accumulation = 2: follows from train.batch_size = 'auto'"),
         ("train.batch_size=0", "train.batch_size = 0: must be at least 1"),
         ("train.batch_size=auto", "train.global_batch_size = 0: must be at least 1"),
