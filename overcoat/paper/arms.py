@@ -67,7 +67,7 @@ def train(values: dict[str, Any], settings: list[str], run_dir: Path) -> Row:
         row = json.loads(line)
         if row["kind"] in losses:
             losses[row["kind"]][row["step"]] = row["loss"]
-    saved = torch.load(Path(figures["checkpoint"]) / "training.pt", map_location="cpu", mmap=True)
+    saved = torch.load(Path(figures["checkpoint"]) / "training.pt", map_location="cpu", weights_only=True, mmap=True)
     kept = {key: value for key, value in figures.items() if isinstance(value, (int, float))}
     curves = {"train_losses": curve(losses["train"]), "held_out_losses": losses["eval"]}
     return {"data": saved["data_identity"], **kept, **curves}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,6 +49,14 @@ EXHIBITS = {
     "figure7": Exhibit("loss curves of the VLM (table5)", vision.table5, "tiny, three arms", HOURS, gpu=True),
     "figure8": Exhibit("loss curves of fine-tuning (table4)", training.table4, "tiny, three arms", HOURS, gpu=True),
 }
+# What an exhibit reads of the options that not all do; and what these are when they are left out.
+READ: dict[Any, tuple[str, ...]] = {
+    training.table3: ("config", "set", "arms", "seeds", "dir", "tasks"),
+    training.table4: ("model", "config", "set", "arms", "dir"),
+    vision.table5: ("set", "arms", "dir"),
+}
+LEFT_OUT: dict[str, Any] = {"set": [], "seeds": [0], "tasks": []}
+OPTIONS = ("checkpoint", "model", "config", "set", "arms", "seeds", "dir", "tasks")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +85,18 @@ def lacking(exhibit: Exhibit, size: str, checkpoint: Path | None) -> str:
     return exhibit.needs if exhibit.checkpoint and checkpoint is None else ""
 
 
+def check_read(exhibit: Exhibit, parsed: argparse.Namespace) -> None:
+    """ValueError for an option that was given and would not be read."""
+    read = {*READ.get(exhibit.run, ()), *(["checkpoint"] if exhibit.checkpoint else [])}
+    # A tiny model takes their place, or the model that is named.
+    replaced = {"checkpoint", "config"} if parsed.size == "small" else {"config"} if parsed.model else set()
+    for name in OPTIONS:
+        if getattr(parsed, name) != LEFT_OUT.get(name) and name not in read - replaced:
+            remedy = ", or give --size full" if parsed.size == "small" and name in read else ""
+            what = f"paper {parsed.exhibit} --size {parsed.size}"
+            raise ValueError(f"{what} does not read --{name}: leave it out{remedy}")
+
+
 def run(parsed: argparse.Namespace) -> int:
     """Print what is asked for."""
     if parsed.exhibit == "list":
@@ -84,6 +105,7 @@ def run(parsed: argparse.Namespace) -> int:
     exhibit = EXHIBITS[parsed.exhibit]
     if needs := lacking(exhibit, parsed.size, parsed.checkpoint):
         raise ValueError(f"paper {parsed.exhibit} --size {parsed.size} needs {needs}")
+    check_read(exhibit, parsed)
     result = exhibit.run(parsed)
     print(table(result))
     for row in result.rows if parsed.json else ():

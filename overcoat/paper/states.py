@@ -51,7 +51,9 @@ def groups_of(checkpoint: Path, device: str) -> Iterator[tuple[Tensor, Tensor]]:
     Raises:
         ValueError: the moments of the checkpoint are already coded.
     """
-    saved = torch.load(checkpoint / "training.pt", map_location="cpu", mmap=True)["optimizer"]["state"]
+    saved = torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True, mmap=True)["optimizer"][
+        "state"
+    ]
     for state in saved.values():
         moments = state["exp_avg"], state["exp_avg_sq"]
         if any(moment.dtype != torch.float32 for moment in moments):

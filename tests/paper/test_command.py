@@ -56,6 +56,23 @@ def test_what_the_full_size_needs_is_one_line(name: str, capsys: pytest.CaptureF
     assert capsys.readouterr().err.strip() == f"overcoat: paper {name} --size full needs {needs}"
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("table1 --checkpoint runs/a", "--checkpoint"),  # small: a tiny run is looked at
+        ("table3 --config a.toml", "--config"),
+        ("table4 --seeds 1", "--seeds"),
+        ("table5 --tasks sciq", "--tasks"),
+        ("table2 --set train.steps=1 --arms bf16", "--set"),
+    ],
+)
+def test_what_would_not_be_read_is_refused(words: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["paper", *words.split()]) == 2
+    remedy = ", or give --size full" if option in ("--checkpoint", "--config") else ""
+    said = f"paper {words.split()[0]} --size small does not read {option}: leave it out{remedy}"
+    assert capsys.readouterr().err.strip() == f"overcoat: {said}"
+
+
 def test_a_cell_without_a_figure_stays_empty() -> None:
     text = table(Result("t", ("a", "b"), [{"name": "x", "a": None, "b": 12345.678}, {"name": "y", "a": 0.0123456}]))
     assert [line.split() for line in text.splitlines()[3:]] == [["x", "-", "12,346"], ["y", "0.01235", "-"]]
