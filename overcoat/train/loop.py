@@ -252,12 +252,14 @@ def train_steps(
     held_out: np.ndarray,
     log: RunLog,
     save: Callable[[], Path],
+    check_saved: Callable[[], None] = lambda: None,
     evaluated: Collection[str] = (),
     tasks: Callable[[], dict[str, float]] | None = None,
 ) -> None:
     """Train until `train.steps`, evaluate and save when due; a stop request saves and raises RunStoppedError.
 
     Args:
+        check_saved: called at each log interval; raises if a checkpoint could not be written.
         evaluated: which evaluations ("eval", "tasks") the metrics have of the step to begin with. A stop request leaves
             them to whoever resumes: a process that is told to end may have seconds.
         tasks: evaluates on the tasks; None: there are none.
@@ -315,6 +317,7 @@ def train_steps(
                 raise
             if due(config.train.log_every) or state.step == 1:
                 log.flush()
+                check_saved()
             signum = stop.agreed()
             for _, every, act in evaluations:
                 if due(every) and signum is None:

@@ -171,7 +171,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         if tasks is not None:
             on_tasks = functools.partial(evaluate_tasks, state, config, tasks, corpus.tokenizer)
         try:
-            train_steps(state, config, corpus.held_out, log, save, evaluated, on_tasks)
+            train_steps(state, config, corpus.held_out, log, save, saver.check, evaluated, on_tasks)
         except (RunStoppedError, LostStepError, RestartError):
             saver.wait()  # what goes on from the newest checkpoint must not without one
             raise

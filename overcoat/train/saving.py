@@ -31,8 +31,8 @@ FILE_SIZE = "5GB"  # of a Hugging Face file at most
 class Saver:
     """Writes checkpoints of a run, each beside the training that follows it.
 
-    To be used in `with`: at its end the last one is complete. What goes wrong in a thread is raised by the next `save`,
-    by `wait`, or there; said, where another error is on its way.
+    To be used in `with`: at its end the last one is complete. What goes wrong in a thread is raised by the next
+    `check`, `save` or `wait`, or there; said, where another error is on its way.
     """
 
     def __init__(self, state: TrainState, config: Config, tokenizer: Any | None) -> None:
@@ -58,6 +58,11 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def check(self) -> None:
+        """Raise what went wrong so far: a full disk is not to cost the steps until the next checkpoint."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
 
     def save(self) -> Path:
         """The checkpoint of the state as it is, once it is complete; copied, if the host has memory for that."""

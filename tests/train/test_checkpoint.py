@@ -9,6 +9,7 @@ import dataclasses
 import resource
 import signal
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +128,21 @@ def assert_same(one: Any, other: Any) -> None:
 def test_what_a_thread_could_not_write_is_raised(
     config: Config, state: TrainState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the next checkpoint, or at the end; the one before is there."""
+    """By the next check or checkpoint, or at the end; the one before is there."""
     saver = saving.Saver(state, config, None)
     first = saver.save()
     saver.wait()
     state.step = 1
     monkeypatch.setattr(saving, "write_model", full)
+    saver.check()
     saver.save()
     with pytest.raises(OSError, match="no space left"):
         saver.save()
+    saver.save()
+    assert saver._pending is not None
+    wait([saver._pending])
+    with pytest.raises(OSError, match="no space left"):
+        saver.check()
     saver.save()
     with pytest.raises(OSError, match="no space left"):
         saver.__exit__(None)
