@@ -29,12 +29,13 @@ from typing import Any
 import numpy as np
 
 from overcoat.extras import reason
+from overcoat.train.binaries import Shards, document_ends, read_binary
 from overcoat.train.chat import Encoder, examples
 from overcoat.train.config import Config, DataConfig, require
 from overcoat.train.data import ChatRows, PackedRows, RowSource, StreamedRows, cut
 from overcoat.train.files import DamagedError, lock, verify_directory, write_directory, writing
 from overcoat.train.images import Images
-from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, no_documents, reading
+from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, no_documents
 from overcoat.train.tokenizer import (
     encode,
     load_processor,
@@ -288,54 +289,15 @@ def _open_binaries(config: Config) -> Corpus:
     eos = tokenizer.eos_token_id if tokenizer is not None else config.model.config.get("eos_token_id")
     dtype = np.dtype(config.data.token_dtype)
     files = find_files(config.data.files)
-    tokens = Shards([_read_binary(path, dtype) for path in files])
+    tokens = Shards([read_binary(path, dtype) for path in files])
     located, length = zip(tokens.begins[:-1], tokens.parts, strict=True), config.data.sequence_length
-    ends = np.concatenate([begin + _document_ends(part, eos, length) for begin, part in located])
+    ends = np.concatenate([begin + document_ends(part, eos, length) for begin, part in located])
     ranges = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
     keys = np.asarray([zlib.crc32(tokens[begin:end].tobytes()) for begin, end in ranges])
     identity = f"{len(tokens)} tokens, {zlib.crc32(keys.tobytes()):08x}"
     largest = max(int(part.max()) for part in tokens.parts)
     rows, held_rows = _packed(config, tokens, ranges, keys)
     return Corpus(tokenizer, eos, rows, held_rows, 1 + largest, identity)
-
-
-def _read_binary(path: Path, dtype: np.dtype) -> np.ndarray:
-    """The tokens of one file, mapped into memory."""
-    with reading(path):
-        size = path.stat().st_size
-        if not size or size % dtype.itemsize:
-            raise ValueError(f"{path} ({size} bytes) is not a file of {dtype} tokens (data.token_dtype)")
-        tokens = np.memmap(path, dtype=dtype, mode="r")
-    # Wider ids read as narrow ones are two tokens each, the second one being the id's high half. No text has tokens in
-    # its odd places that are hundreds of times smaller than those in the even ones.
-    if len(tokens) % 2 == 0 and 256 * int(tokens[1::2].max()) < int(tokens[::2].max()):
-        remedy = "set data.token_dtype=uint32" if dtype == np.uint16 else "convert it to uint32"
-        raise ValueError(f"{path} holds wider tokens than {dtype} (data.token_dtype): {remedy}")
-    return tokens
-
-
-class Shards:
-    """Several token files read as one array; a slice must lie within one of them, as every document does."""
-
-    def __init__(self, parts: list[np.ndarray]):
-        self.parts = parts
-        self.begins = np.cumsum([0, *map(len, parts)])
-
-    def __len__(self) -> int:
-        return int(self.begins[-1])
-
-    def __getitem__(self, where: slice) -> np.ndarray:
-        index = int(np.searchsorted(self.begins, where.start, side="right")) - 1
-        begin = int(self.begins[index])
-        return self.parts[index][where.start - begin : where.stop - begin]
-
-
-def _document_ends(tokens: np.ndarray, eos: int | None, length: int) -> np.ndarray:
-    """Where documents end in one file, its own end included."""
-    ends = np.flatnonzero(tokens == eos) + 1 if eos is not None else np.empty(0, dtype=np.int64)
-    if not len(ends):
-        ends = np.arange(length, len(tokens), length)
-    return ends if len(ends) and ends[-1] == len(tokens) else np.append(ends, len(tokens))
 
 
 def _packed(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from overcoat.train.binaries import Shards
 from overcoat.train.config import DataConfig
-from overcoat.train.corpus import Shards, choose_held_out
+from overcoat.train.corpus import choose_held_out
 from overcoat.train.data import IGNORED, PackedRows, StreamedRows, make_batch
 from overcoat.train.sources import DocumentStream
 
