@@ -42,6 +42,11 @@ def find_target(name: str) -> Target:
         if not made:
             raise ValueError(f"{name} is a run without a checkpoint: train it first")
         folder = made[0]
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{name} holds adapters without their model, which are not put together here: train with lora.merge=true, "
+            "or save the result of merge_and_unload()"
+        )
     if not (folder / "config.json").exists():
         raise ValueError(f"{name} is no run, checkpoint or model folder: it has no config.toml and no config.json")
     if (folder / MANIFEST).exists():

@@ -172,6 +172,7 @@ def test_what_generates_uses_a_cache_and_the_table_says_so(tmp_path: Path, folde
         ("FOLDER --text DATA:default:test --text-key body", "field 'body' (--text-key): "),
         ("FOLDER --text DATA:default:dev", "data.dataset = "),
         ("DAMAGED --text TEXT", "is damaged: config.json"),
+        ("ADAPTERS --text TEXT", "holds adapters without their model"),
     ],
 )
 def test_one_line_says_what_is_missing(
@@ -180,7 +181,16 @@ def test_one_line_says_what_is_missing(
     damaged = tmp_path / "damaged"
     shutil.copytree(folder, damaged)
     (damaged / "manifest.json").write_text('{"files": {"config.json": {"bytes": 1, "sha256": "0"}}}')
-    places = {"FOLDER": folder, "TEXT": text, "EMPTY": tmp_path, "DAMAGED": damaged, "DATA": tmp_path / "data"}
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters/adapter_config.json").write_text("{}")
+    places = {
+        "ADAPTERS": tmp_path / "adapters",
+        "FOLDER": folder,
+        "TEXT": text,
+        "EMPTY": tmp_path,
+        "DAMAGED": damaged,
+        "DATA": tmp_path / "data",
+    }
     (tmp_path / "data").mkdir()
     shutil.copy(text, tmp_path / "data/test.jsonl")
     asked = [":".join(str(places.get(part, part)) for part in word.split(":")) for word in words.split()]
