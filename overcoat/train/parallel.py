@@ -120,7 +120,7 @@ def build_sharded(
         draft.fill(cut)
     cut(base_model(model))
     # Again, now that the parameters lie where they are used: what that device cannot do is refused.
-    report = overcoat.convert(model, recipe)
+    report = overcoat.convert(model, recipe, strict=True)
     if config.parallel.all_gather == "fp8" and report.converted:
         try:
             overcoat.fp8_all_gather(base_model(model))
