@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,7 +63,9 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     if config.model.name:
         model = load_model(config.model.name, device, settings, config.model.trust_remote_code)
         freeze(model, config.model.freeze)
-        return add_adapters(model, config.lora, config.train.seed) if config.lora.rank else model
+        if not config.lora.rank:
+            return model
+        return add_adapters(model, config.lora, config.train.seed, config.model.freeze)
     model_config = inline_config(config.model, tokenizer, config.data.sequence_length)
     torch.manual_seed(config.train.seed)
     with device:
@@ -77,14 +81,16 @@ def freeze(model: nn.Module, names: list[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def add_adapters(model: Any, section: LoraConfig, seed: int) -> Any:
-    """The model in peft's `PeftModel`, which trains adapters alone: in FP32, without dropout, drawn from the seed."""
+def add_adapters(model: Any, section: LoraConfig, seed: int, frozen: Sequence[str] = ()) -> Any:
+    """The model in peft's `PeftModel`, which trains adapters alone: in FP32, without dropout, drawn from the seed; none
+    in modules named `frozen`."""
     peft = load_extra("peft", "hf", "[lora]")
     targets: Any = "all-linear" if section.targets == ["all-linear"] else section.targets
     torch.manual_seed(seed)
     settings = peft.LoraConfig(
-        r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
-    )
+        r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM",
+        exclude_modules=rf"(.*\.)?({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,
+    )  # fmt: skip
     try:
         return peft.get_peft_model(model, settings)
     except ValueError as error:

@@ -58,6 +58,9 @@ class LoraConfig:
     targets: list[str] = option(["all-linear"], 'layers that get adapters, by the end of their names, or "all-linear"')
     merge: bool = option(False, "export the model with its adapters merged in, instead of the adapters")
 
+    def __post_init__(self) -> None:
+        require(bool(self.rank) or not self.merge, "lora.merge = true: there are no adapters to merge, set lora.rank")
+
 
 @dataclass(frozen=True)
 class RecipeConfig:

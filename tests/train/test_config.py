@@ -76,6 +76,7 @@ AUTO = "train.batch_size=auto train.global_batch_size=8"
         ("optimizer.betas=[0.9,1.0]", "optimizer.betas = .*: must be below 1"),
         ("train.steps=10000000000000000000000", "must be at most 10{15}"),
         ("train.batch_size=1000000000000", "a step of 10{12} rows .* must be at most 1073741824"),
+        ("lora.merge=true", "there are no adapters to merge, set lora.rank"),
         ("train.compile=all", "train.compile = 'all': expected one of 'none', 'layers', 'graphs'"),
         # `[8]` is a list first and only then text: the message shows what was read.
         ("train.steps=[8]", r"train\.steps = \[8\]: expected a whole number"),

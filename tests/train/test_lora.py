@@ -57,6 +57,14 @@ def test_adapters_alone_are_trained_in_fp8_layers(lora_config: Any, console: Con
         assert torch.equal(parameter, other.get(name, other.get(name.replace(".weight", ".base_layer.weight")))), name
 
 
+def test_frozen_modules_get_no_adapters(lora_config: Any) -> None:
+    model = build_model(lora_config("model.freeze=layers.0"), None, CPU)
+    adapters = [name for name, _ in model.named_parameters() if "lora_" in name]
+    assert adapters == [name for name, each in model.named_parameters() if each.requires_grad]
+    assert len(adapters) == 7 * 2
+    assert all(".layers.1." in name for name in adapters)
+
+
 def test_it_stops_and_goes_on_bit_for_bit(
     lora_config: Any, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
