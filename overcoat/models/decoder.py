@@ -284,7 +284,8 @@ class Fp8DecoderLayer(Mixin):
                 self._note("FP8")
                 return branches
         self._note(f"original precision: {reason}")
-        if cache is None or torch.is_grad_enabled():  # else text is generated, by a model in `train()` mode (GRPO)
+        # Without a word only where a model in `train()` mode generates text (GRPO); in `eval()` FP8 was asked for.
+        if cache is None or torch.is_grad_enabled() or not self.training:
             does = "trains" if self.training else "computes"
             warnings.warn(f"this layer {does} in its original precision: {reason}", stacklevel=3)
         return None

@@ -204,7 +204,9 @@ def test_an_example_computes_what_a_plain_loop_does(name: str, runs: Callable[[s
     assert (weights != flat(expected)).float().mean() <= (0.1 * moved if tolerance else 0.0)
     for run, own in zip(runs(name), losses, strict=True):
         assert len(run.losses) == len(own) > 2
-        torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(own), rtol=tolerance, atol=0.0)
+        later = 1e-3 if tolerance else 0.0  # after weights that ended a BF16 step apart
+        for of_run, of_own, rtol in ((run.losses[:1], own[:1], tolerance), (run.losses[1:], own[1:], later)):
+            torch.testing.assert_close(torch.tensor(of_run), torch.tensor(of_own), rtol=rtol, atol=0.0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -175,7 +175,7 @@ def tensors_of(moments=("sqrt8", "log8"), group_size=128):
     options = {"moments": moments, "group_size": group_size, "master": "auto"}
     states = [init_state(param, options) for param in params]
     lists = {name: [state[name] for state in states] for name in states[0]}
-    tensors = StepTensors(params, lists, list(range(len(params))), [0] * len(params), group_size, {})
+    tensors = StepTensors(params, lists, list(range(len(params))), [0] * len(params), group_size)
     for of in states_of(tensors).values():
         for tensor in of:
             flat = tensor.view(-1).view(torch.uint8)
