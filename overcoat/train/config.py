@@ -264,6 +264,9 @@ class EvalConfig:
     tasks_every: int = option(0, "steps between two evaluations on eval.tasks; 0: at the end only", at_least=0)
     tasks_limit: int = option(0, "examples of each task; 0: all", at_least=0)
 
+    def __post_init__(self) -> None:
+        require(all(map(str.strip, self.tasks)), f"eval.tasks = {self.tasks}: a name is blank; drop it")
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:

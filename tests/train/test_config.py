@@ -74,6 +74,7 @@ AUTO = "train.batch_size=auto train.global_batch_size=8"
         ("optimizer.lr=nan", "optimizer.lr = nan: must be at most"),
         ("optimizer.weight_decay=inf", "optimizer.weight_decay = inf: must be at most"),
         ("optimizer.betas=[0.9,1.0]", "optimizer.betas = .*: must be below 1"),
+        ('eval.tasks=[" "]', "eval.tasks = .*: a name is blank"),
         ("train.steps=10000000000000000000000", "must be at most 10{15}"),
         ("train.batch_size=1000000000000", "a step of 10{12} rows .* must be at most 1073741824"),
         ("lora.merge=true", "there are no adapters to merge, set lora.rank"),

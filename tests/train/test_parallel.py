@@ -24,7 +24,7 @@ from torch.multiprocessing import ProcessExitedException
 
 import overcoat
 from overcoat.optim.sharding import local
-from overcoat.train import loop, process, saving
+from overcoat.train import loop, process, saving, state
 from overcoat.train.build import build_model
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
@@ -130,17 +130,17 @@ def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
 
 def _run_noting_rows(rank: int, config: Config, folder: Path) -> None:
     seen: list[np.ndarray] = []
-    real = loop.make_batch
+    real = state.make_batch
 
     def make_batch(rows: np.ndarray, *rest: Any) -> Any:
         seen.append(rows.copy())
         return real(rows, *rest)
 
-    loop.make_batch = make_batch  # type: ignore[attr-defined]
+    state.make_batch = make_batch  # type: ignore[attr-defined]
     try:
         run_once(config, QUIET, "noting")
     finally:
-        loop.make_batch = real  # type: ignore[attr-defined]
+        state.make_batch = real  # type: ignore[attr-defined]
     np.save(folder / f"rows-{process.count()}-{rank}.npy", np.concatenate(seen))
 
 
