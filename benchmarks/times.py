@@ -71,6 +71,8 @@ def measured() -> Iterator[tuple[str, Any, float, bool, tuple[Any, ...]]]:
         name += f", {gpus} GPUs" * bool(gpus)
         yield name, MODELS[model], seconds, graphs, (row["batch"], row["sequence"], setup, Cluster(gpus or 1))
     for row in rows("sharded"):
+        if "gpus" not in row:  # of fp8_all_gather: one GPU
+            continue
         if row.get("case") in SHARDED:
             model, recipe = SHARDED[row["case"]]
         elif row.get("travel") != "fp8" and (row["gpus"] > 1 or row.get("travel") is None) and "layers" in row:
