@@ -58,7 +58,8 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
     require(isinstance(values, dict), f"{prefix[:-1]} = {values!r}: expected a table [{prefix[:-1]}]")
     hints = get_type_hints(cls)
     for key in values:
-        require(key in hints, _unknown_key(prefix + key))
+        if key not in hints:
+            raise ValueError(_unknown_key(prefix + key))
     built = {}
     for spec in fields(cls):
         hint, key = hints[spec.name], prefix + spec.name
@@ -83,7 +84,8 @@ def _apply_argument(values: dict[str, Any], argument: str) -> None:
     hint: Any = Config
     for depth, part in enumerate(path):
         hints = get_type_hints(hint) if is_dataclass(hint) else {}
-        require(part in hints, _unknown_key(key))
+        if part not in hints:
+            raise ValueError(_unknown_key(key))
         hint = hints[part]
         if get_origin(hint) is dict and depth < len(path) - 1:
             hint = Any  # the keys of a free table are checked by whoever reads it
