@@ -1,7 +1,8 @@
 """python -m tests.attack [KIND ...] --count N --seed S     attack; exit status 1 if anything is found
 
-Kinds: configs, kills, damage, disk, two, library (default: all, each with its own count). A case is known by its kind,
-the seed and its number: `python -m tests.attack kills --seed S --only N` repeats one. Equal findings are told once.
+Kinds: configs, kills, damage, disk, two, library, processes (default: all, each with its own count). A case is known by
+its kind, the seed and its number: `python -m tests.attack kills --seed S --only N` repeats one. Equal findings are told
+once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 KINDS = {
     "configs": ("configs", 2000, 36, 8), "kills": ("interruptions", 1000, 10, 3), "damage": ("damage", 300, 10, 3),
     "disk": ("interruptions", 100, 6, 2), "two": ("interruptions", 60, 3, 1), "library": ("library", 700, 40, 14),
+    "processes": ("processes", 200, 6, 4),
 }  # fmt: skip
 SIZES = ("long", "minute", "short")
 

@@ -13,6 +13,7 @@ import torch
 
 from tests.attack.harness import Child, Ended
 from tests.attack.library import attempt, judge
+from tests.attack.processes import said_once
 
 
 @pytest.mark.parametrize("size", ["short", pytest.param("minute", marks=pytest.mark.nightly)])
@@ -33,6 +34,17 @@ def test_only_success_and_one_line_of_error_pass(status: int, error: str, fault:
     found = Ended(status, False, "", error).fault(143)
     assert fault in found if fault else found == ""
     assert "does not end" in Ended(-signal.SIGTERM, True, "", "").fault(-signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("ends", "fault"), [
+    ([(2, "overcoat: rank 1: no memory\n"), (-15, "")], None),
+    ([(2, "overcoat: no memory\n"), (-15, "")], "not one line"),
+    ([(2, "overcoat: rank 1: no memory\n")] * 2, "not one line"), ([(2, ""), (-15, "")], "not one line"),
+    ([(2, "overcoat: rank 1: no memory\n"), (0, "")], "as if nothing was wrong"),
+])  # fmt: skip
+def test_of_several_processes_one_says_why(ends: list[tuple[int, str]], fault: str | None) -> None:
+    found = said_once([Ended(status, False, "", error) for status, error in ends], "rank 1", "memory")
+    assert fault in found if fault else found == ""
 
 
 def test_torch_decides_what_is_right() -> None:
