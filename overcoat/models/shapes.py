@@ -55,6 +55,11 @@ def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
     }
 
 
+def theta(base: float) -> dict[str, Any]:
+    """Plain rotary embeddings of another base than 10,000."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
+
+
 _QWEN3_VL = {
     "text_config": sizes(
         *(4096, 12288, 36, 32, 8, 151936),
@@ -82,14 +87,20 @@ MODELS = {
     "coat-1b": Model("LlamaConfig", sizes(2048, 5504, 16, 16, 16, 50304, tie_word_embeddings=True)),
     "llama-2-7b": Model("LlamaConfig", sizes(4096, 11008, 32, 32, 32, 32000), "meta-llama/Llama-2-7b-hf"),
     "llava-1.5-7b": Model("LlavaConfig", _LLAVA, "llava-hf/llava-1.5-7b-hf"),
-    "llama-3-8b": Model("LlamaConfig", sizes(4096, 14336, 32, 32, 8, 128256), "meta-llama/Meta-Llama-3-8B"),
-    "qwen2.5-7b": Model("Qwen2Config", sizes(3584, 18944, 28, 28, 4, 152064), "Qwen/Qwen2.5-7B"),
-    "olmo-2-7b": Model("Olmo2Config", sizes(4096, 11008, 32, 32, 32, 100352), "allenai/OLMo-2-1124-7B"),
-    "qwen3-8b": Model("Qwen3Config", sizes(4096, 12288, 36, 32, 8, 151936, head_dim=128), "Qwen/Qwen3-8B"),
+    "llama-3-8b": Model(
+        "LlamaConfig", sizes(4096, 14336, 32, 32, 8, 128256, **theta(5e5)), "meta-llama/Meta-Llama-3-8B"
+    ),
+    "qwen2.5-7b": Model("Qwen2Config", sizes(3584, 18944, 28, 28, 4, 152064, **theta(1e6)), "Qwen/Qwen2.5-7B"),
+    "olmo-2-7b": Model("Olmo2Config", sizes(4096, 11008, 32, 32, 32, 100352, **theta(5e5)), "allenai/OLMo-2-1124-7B"),
+    "qwen3-8b": Model(
+        "Qwen3Config", sizes(4096, 12288, 36, 32, 8, 151936, head_dim=128, **theta(1e6)), "Qwen/Qwen3-8B"
+    ),
     "qwen3-vl-8b": Model("Qwen3VLConfig", _QWEN3_VL, "Qwen/Qwen3-VL-8B-Instruct"),
     "gemma-3-12b": Model("Gemma3TextConfig", _GEMMA),
     "llama-2-13b": Model("LlamaConfig", sizes(5120, 13824, 40, 40, 40, 32000), "meta-llama/Llama-2-13b-hf"),
-    "phi-4": Model("Phi3Config", sizes(5120, 17920, 40, 40, 10, 100352, pad_token_id=None), "microsoft/phi-4"),
+    "phi-4": Model(
+        "Phi3Config", sizes(5120, 17920, 40, 40, 10, 100352, pad_token_id=None, **theta(2.5e5)), "microsoft/phi-4"
+    ),
     "llama-30b": Model("LlamaConfig", sizes(6656, 17920, 60, 52, 52, 32000), "huggyllama/llama-30b", batch=2),
 }
 _CHECKPOINTS = {model.checkpoint: model for model in MODELS.values() if model.checkpoint}

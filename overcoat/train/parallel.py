@@ -123,7 +123,9 @@ def build_sharded(
     report = overcoat.convert(model, recipe, strict=True)
     if config.parallel.all_gather == "fp8" and report.converted:
         try:
-            overcoat.fp8_all_gather(base_model(model))
+            travel = overcoat.fp8_all_gather(base_model(model))
+            if travel.left_alone and process.rank() == 0:
+                warnings.warn(f"parallel.all_gather: {travel}", stacklevel=2)
         except ValueError as error:
             warnings.warn(f"parallel.all_gather: {error}", stacklevel=2)
     if process.rank():
