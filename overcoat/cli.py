@@ -18,6 +18,7 @@ signals, so a script can tell a stopped run from a finished one). All of them sa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import io
@@ -159,8 +160,10 @@ def train_command(parsed: argparse.Namespace) -> int:
     use_expandable_segments()
     # A sample may hold characters that the terminal does not have.
     console = Console(file=LastingStream(sys.stderr if parsed.json else sys.stdout))  # type: ignore[arg-type]
+    # Libraries print, too: DeepSpeed, where it is installed.
+    aside = contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext()
     try:
-        with process.joined(config.train.device):
+        with aside, process.joined(config.train.device):
             results = run(config, console)
             if process.is_first():
                 summary = summarize(results, Path(config.train.run_dir), console)
