@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import sys
 from collections import Counter
@@ -71,7 +72,7 @@ def run(parsed: argparse.Namespace) -> int:
     device = torch.device(parsed.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     require(device.type == "cpu" or torch.cuda.is_available(), "--device cuda: PyTorch sees no CUDA GPU here")
     targets = [find_target(name) for name in parsed.targets]
-    texts = {text: list(_documents(text, parsed)) for text in parsed.text}
+    texts = {text: _documents(text, parsed) for text in parsed.text}
     tasks = Tasks(names) if (names := task_names(parsed.tasks)) else None
     recipes = list(dict.fromkeys(parsed.recipe or ["bf16"]))
     results = [_evaluate(target, recipe, device, texts, tasks, parsed) for target in targets for recipe in recipes]
@@ -82,14 +83,15 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _documents(text: str, parsed: argparse.Namespace) -> Iterator[str]:
+def _documents(text: str, parsed: argparse.Namespace) -> list[str]:
     """The documents of a --text."""
-    found: Iterator[str] = _read(text, parsed.text_key)
-    if parsed.limit is not None:
-        found = (document for _, document in zip(range(parsed.limit), found, strict=False))
-    documents = [document for document in found if document.strip()]
+    try:
+        found = itertools.islice(_read(text, parsed.text_key), parsed.limit)
+        documents = [document for document in found if document.strip()]
+    except ValueError as error:  # which names the keys of training
+        raise ValueError(f"--text {text}: {error}") from error
     require(bool(documents), f"--text {text}: there is no text")
-    yield from ["\n\n".join(documents)] if parsed.joined else documents
+    return ["\n\n".join(documents)] if parsed.joined else documents
 
 
 def _read(text: str, key: str) -> Iterator[str]:
@@ -104,7 +106,7 @@ def _read(text: str, key: str) -> Iterator[str]:
     try:
         yield from (row[key] for row in rows)
     except Exception as error:  # of any kind: from the network, a parser, a decompressor
-        raise ValueError(f"--text {text}, field {key!r} (--text-key): {reason(error)}") from error
+        raise ValueError(f"field {key!r} (--text-key): {reason(error)}") from error
 
 
 def _evaluate(

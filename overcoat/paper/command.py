@@ -10,14 +10,19 @@ Everything is measured by the project's own commands: bench, estimate, train, ev
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from overcoat.bench.rows import append_row
+from overcoat.extras import load_extra
 from overcoat.paper import activations, memory, states, training, vision
 from overcoat.paper.result import Exhibit, plot, table
+from overcoat.train.loop import RunStoppedError, UnreadableDataError
+from overcoat.train.out_of_memory import DoesNotFitError
 
 CHECKPOINT = "a run with optimizer.moments=fp32: --checkpoint RUN_DIR"
 HOURS = "minutes to hours; --set train.steps=N"
@@ -97,6 +102,16 @@ def check_read(exhibit: Exhibit, parsed: argparse.Namespace) -> None:
             raise ValueError(f"{what} does not read --{name}: leave it out{remedy}")
 
 
+def check_plot(path: Path | None) -> None:
+    """ValueError for an image that could not be written after the hours before it."""
+    if path is not None:
+        backend = load_extra("matplotlib.figure", "bench", "--plot")
+        kinds = backend.Figure().canvas.get_supported_filetypes()
+        kind = path.suffix.removeprefix(".")
+        if kind not in kinds:
+            raise ValueError(f"--plot {path}: an image ends with one of .{', .'.join(sorted(kinds))}")
+
+
 def run(parsed: argparse.Namespace) -> int:
     """Print what is asked for."""
     if parsed.exhibit == "list":
@@ -106,7 +121,15 @@ def run(parsed: argparse.Namespace) -> int:
     if needs := lacking(exhibit, parsed.size, parsed.checkpoint):
         raise ValueError(f"paper {parsed.exhibit} --size {parsed.size} needs {needs}")
     check_read(exhibit, parsed)
-    result = exhibit.run(parsed)
+    check_plot(parsed.plot)
+    try:
+        result = exhibit.run(parsed)
+    except RunStoppedError as stop:
+        again = f"the same command goes on with what {parsed.dir} holds" if parsed.dir else "--dir would have kept it"
+        print(f"overcoat: {signal.Signals(stop.signum).name}: stopped; {again}", file=sys.stderr)
+        return 128 + stop.signum
+    except (DoesNotFitError, UnreadableDataError) as error:
+        raise FloatingPointError(str(error)) from error  # "training failed"
     print(table(result))
     for row in result.rows if parsed.json else ():
         append_row(parsed.json, {"exhibit": parsed.exhibit, "size": parsed.size, **row})

@@ -61,16 +61,25 @@ def _read(folder: Path, name: str) -> Run:
         raise ValueError(f"{folder} has no step in {METRICS} yet: ask again once it has trained")
     # The first run's directory has the results of both.
     place = folder.parent if folder.name == "twin" and (folder.parent / "results.json").exists() else folder
-    results = _json(place / "results.json").get("runs", [])
+    results = _json(place / "results.json", "runs")["runs"]
     result = results[-1 if place != folder else 0] if results else {}
-    return Run(name, folder, config, metrics, result, _json(folder / "memory.json"), _predict(folder, config, metrics))
+    memory = _json(folder / "memory.json", "measured")
+    return Run(name, folder, config, metrics, result, memory, _predict(folder, config, metrics))
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path, key: str) -> dict[str, Any]:
+    """The object in a file, with a list of objects under `key`, empty where there is no file.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
     try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:
+        found = json.loads(path.read_text()) if path.exists() else {key: []}
+        if not all(isinstance(each, dict) for each in found[key]):
+            raise TypeError(f"{key} are no objects")
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({reason(error)}): remove it, and ask again") from error
+    return found
 
 
 def _predict(folder: Path, config: Config, metrics: dict[str, dict[int, Row]]) -> Prediction | str:

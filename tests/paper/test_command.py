@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from overcoat import cli
-from overcoat.paper import tiny
+from overcoat.paper import tiny, training
 from overcoat.paper.command import EXHIBITS, lacking
 from overcoat.paper.result import Result, table
+from overcoat.train.loop import RunStoppedError, UnreadableDataError
 
 GPU = torch.cuda.is_available()
 
@@ -76,3 +79,24 @@ def test_what_would_not_be_read_is_refused(words: str, option: str, capsys: pyte
 def test_a_cell_without_a_figure_stays_empty() -> None:
     text = table(Result("t", ("a", "b"), [{"name": "x", "a": None, "b": 12345.678}, {"name": "y", "a": 0.0123456}]))
     assert [line.split() for line in text.splitlines()[3:]] == [["x", "-", "12,346"], ["y", "0.01235", "-"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (RunStoppedError(signal.SIGTERM, Path("x")), 143, "overcoat: SIGTERM: stopped; --dir would have kept it"),
+        (UnreadableDataError("no rows"), 1, "overcoat: training failed: no rows"),
+        (None, 2, "overcoat: --plot a.nosuch: an image ends with one of "),
+    ],
+)
+def test_what_ends_a_training_is_one_line(
+    error: Exception | None, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(*_: Any) -> Any:
+        raise error or AssertionError("trained before it was refused")
+
+    monkeypatch.setattr(training, "train", train)
+    assert cli.main(["paper", "table3", *([] if error else ["--plot", "a.nosuch"])]) == status
+    found = capsys.readouterr().err
+    assert found.startswith(said)
+    assert found.count("\n") == 1

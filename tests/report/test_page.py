@@ -179,6 +179,18 @@ def test_what_is_no_run_is_one_line(
     assert not (tmp_path / "out.html").exists()
 
 
+@pytest.mark.parametrize("content", ["[]", "{", "3", "{}", '{"runs": 3, "measured": [1]}'])
+@pytest.mark.parametrize("name", ["results.json", "memory.json"])
+def test_a_damaged_file_is_named(
+    name: str, content: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kept in ("config.toml", "metrics.jsonl"):
+        (tmp_path / kept).write_bytes((folder / kept).read_bytes())
+    (tmp_path / name).write_text(content)
+    assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "out.html")]) == 2
+    assert f"{tmp_path / name} is damaged" in capsys.readouterr().err
+
+
 # ---- charts ---------------------------------------------------------------------------------------------------------
 
 
