@@ -64,6 +64,8 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
         model = load_model(config.model.name, device, settings, config.model.trust_remote_code)
         freeze(model, config.model.freeze)
         if not config.lora.rank:
+            is_trained = any(parameter.requires_grad for parameter in model.parameters())
+            require(is_trained, f"model.freeze = {config.model.freeze}: nothing is left to train, name less")
             return model
         return add_adapters(model, config.lora, config.train.seed, config.model.freeze)
     model_config = inline_config(config.model, tokenizer, config.data.sequence_length)
@@ -92,9 +94,14 @@ def add_adapters(model: Any, section: LoraConfig, seed: int, frozen: Sequence[st
         exclude_modules=rf"(.*\.)?({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,
     )  # fmt: skip
     try:
-        return peft.get_peft_model(model, settings)
+        adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ValueError(f"lora.targets = {section.targets}: {reason(error)}") from error
+    is_embedding = any("lora_embedding" in name for name, _ in adapted.named_parameters())
+    require(
+        not is_embedding, f"lora.targets = {section.targets}: adapters of embeddings are not supported, leave them out"
+    )
+    return adapted
 
 
 def base_model(model: Any) -> Any:

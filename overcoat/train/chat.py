@@ -59,7 +59,7 @@ def examples(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 def texts(data: DataConfig) -> Iterator[str]:
     """What is said in all conversations, for a tokenizer that is trained on it."""
     for _, example in examples(data):
-        for said in example.values():
+        for said in (example[name] for name in ("messages", "prompt", "completion") if name in example):
             parts = [said] if isinstance(said, str) else [each.get("content") for each in said]
             yield from (part for part in parts if isinstance(part, str))
 
@@ -74,6 +74,8 @@ def _tools(value: Any, where: str) -> list[Any]:
     """A list of tools, or its JSON."""
     tools = parsed(value, where) if isinstance(value, str) else value
     require(isinstance(tools, list), f"{where} holds {KINDS.get(type(tools), 'none')}, not a list: correct the row")
+    for number, tool in enumerate(tools):
+        require(isinstance(tool, dict), f"{where}[{number}] is no object: correct or remove it")
     return list(tools)
 
 

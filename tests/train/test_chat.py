@@ -247,6 +247,7 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         ({"messages": [{"from": "human", "value": 1}]}, "'messages'[0].content holds a number, not text"),
         ({"messages": [USER], "tools": "[{"}, "'tools': no JSON"),
         ({"messages": [USER], "tools": "{}"}, "'tools' holds an object, not a list"),
+        ({"messages": [USER], "tools": [3]}, "'tools'[0] is no object"),
         ({"chat": [USER]}, "no field 'messages' (data.messages_key) among chat"),
         ([USER], "a list, not an object"),
         ({"messages": [USER]}, "nothing in it to train on"),

@@ -118,8 +118,13 @@ def test_merged_it_is_a_model_of_its_own(lora_config: Any, console: Console, tmp
 
 
 def test_what_does_not_go_with_adapters_is_refused(lora_config: Any, make_config: MakeConfig) -> None:
-    with pytest.raises(ValueError, match=r"lora\.targets = \['nothing'\]: .*nothing"):
-        build_model(lora_config("lora.targets=nothing"), None)
+    for refused, why in [
+        (("lora.targets=nothing",), r"lora\.targets = \['nothing'\]: .*nothing"),
+        (("lora.targets=embed_tokens",), r"lora\.targets = \['embed_tokens'\]: adapters of embeddings are not"),
+        (("lora.rank=0", 'model.freeze=["model", "lm_head"]'), r"model\.freeze = .*: nothing is left to train"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            build_model(lora_config(*refused), None)
     for words, why in [
         (("memory.report=true",), r"memory\.report does not go with lora\.rank = 4"),
         (("train.batch_size=auto", "train.global_batch_size=4"), r"train\.batch_size = 'auto' does not go with"),
