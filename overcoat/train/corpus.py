@@ -263,7 +263,8 @@ def _split(config: Config, ranges: np.ndarray, keys: np.ndarray) -> tuple[np.nda
         training = np.append(training, [[end - excess, end]], axis=0)
     for name, share in (("training", training), ("held-out", held_out)):
         if config.data.is_chat:
-            require(len(share) > 0, f"the {name} share of the data has no conversation: add some, or set data.held_out")
+            remedy = "add some, raise data.sequence_length, or set data.held_out"
+            require(len(share) > 0, f"the {name} share of the data has no conversation that fits a row: {remedy}")
             continue
         require(
             (share[:, 1] - share[:, 0]).sum() > length,
