@@ -79,7 +79,7 @@ class RunLog:
             console = Console(quiet=True)
         self._console, self._title, self._device, self._num_steps = console, title, device, config.train.steps
         path = run_dir / METRICS if process.is_first() else Path(os.devnull)
-        self._file = path.open("a+", encoding="ascii")
+        self._file = path.open("a+", encoding="ascii", errors="backslashreplace")  # damage is read past
         self._loggers = open_loggers(config, title, first_step) if process.is_first() else {}
         self._last_step = first_step
         if (size := self._file.seek(0, 2)) > 0:

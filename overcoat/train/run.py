@@ -153,6 +153,9 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         if process.is_first():
             require_steps_left(config, state.step, checkpoints[-1])
         say(f"resuming from {checkpoints[-1]}")
+    evaluated = process.share(  # what cannot be read is refused before anything is written
+        lambda: [kind for kind, rows in read_metrics(run_dir / METRICS).items() if state.step in rows]
+    )
     if process.is_first():
         tidy(config, state.step)
 
@@ -164,9 +167,6 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         saving.Saver(state, config, corpus.to_save) as saver,
         contextlib.closing(RunLog(config, console, title, state.step, device)) as log,
     ):
-        evaluated = process.share(
-            lambda: [kind for kind, rows in read_metrics(run_dir / METRICS).items() if state.step in rows]
-        )
         on_tasks = None
         if tasks is not None:
             on_tasks = functools.partial(evaluate_tasks, state, config, tasks, corpus.tokenizer)

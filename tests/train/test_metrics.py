@@ -66,6 +66,15 @@ def test_what_a_dead_process_logged_after_its_checkpoint_is_forgotten(path: Path
     assert found["eval"][2]["loss"] == 5.0
 
 
+def test_a_log_that_ends_in_no_text_goes_on(path: Path, open_log: Open) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(json.dumps(row(1)).encode() + b"\n\xc8\xff")
+    log = open_log(1)
+    log.write(row(2))
+    log.close()
+    assert [*read_metrics(path)["train"]] == [1, 2]
+
+
 @pytest.mark.parametrize("torn", ['{"kind": "train", "step": 2, "loss": 1.', "\x00\x00\x00", '{"k": "\udcff', ""])
 def test_a_line_cut_off_is_skipped_wherever_it_is(path: Path, torn: str) -> None:
     assert not any(read(path, "").values())
