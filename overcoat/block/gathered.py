@@ -67,7 +67,8 @@ class GatheredWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         weight = args[0] if args and isinstance(args[0], cls) else None
-        if weight is not None and func in _ALIASES:
+        is_whole = func is not _aten.as_strided.default or tuple(args[1]) == tuple(args[0].shape)
+        if weight is not None and func in _ALIASES and is_whole:
             return cls(weight.held, weight.scale, weight.w_amax, weight.dtype)
         if weight is not None and func in _ZEROS:
             size = weight.shape if func is _ZEROS[0] else args[1]
