@@ -43,6 +43,7 @@ from overcoat.train.tokenizer import (
     make_processor,
     make_tokenizer,
     num_ids,
+    read_chat_template,
     tokenizer_name,
 )
 
@@ -277,9 +278,8 @@ def _split(config: Config, ranges: np.ndarray, keys: np.ndarray) -> tuple[np.nda
 def _made_from(config: Config) -> dict[str, Any]:
     data = asdict(config.data)
     tokenizer = {**asdict(config.tokenizer), "name": tokenizer_name(config)}
-    template = Path(config.tokenizer.chat_template)
-    if template.is_file():
-        tokenizer["chat_template"] = template.read_text(encoding="utf-8")
+    if (template := read_chat_template(config.tokenizer.chat_template)) is not None:
+        tokenizer["chat_template"] = template
     keys = (*TOKEN_KEYS, *CHAT_KEYS) if config.data.is_chat else TOKEN_KEYS
     return {**{key: data[key] for key in keys}, "tokenizer": tokenizer}
 

@@ -191,7 +191,10 @@ def load_tasks(config: Config, corpus: Corpus) -> Tasks | None:
         raise ValueError("eval.tasks are text, and the token binaries come without a tokenizer: set tokenizer.name")
     if not process.is_first():
         process.wait_for_all()
-    tasks = Tasks(names)
+    try:
+        tasks = Tasks(names)
+    except ValueError as error:
+        raise ValueError(f"eval.tasks: {error}") from error
     if process.is_first():
         process.wait_for_all()
     if tasks.generating and process.count() > 1:

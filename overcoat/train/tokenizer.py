@@ -8,6 +8,7 @@ encoded as ordinary text, never as the special token.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,21 @@ def make_tokenizer(config: Config) -> Any | None:
 def set_chat_template(tokenizer: Any, template: str) -> None:
     """That of `tokenizer.chat_template`, if it is given; of a tokenizer or processor."""
     if template:
-        path = Path(template)
-        own = path.read_text(encoding="utf-8") if path.is_file() else load_tokenizer(template).chat_template
-        tokenizer.chat_template = own
+        text = read_chat_template(template)
+        try:
+            tokenizer.chat_template = load_tokenizer(template).chat_template if text is None else text
+        except ValueError as error:
+            raise ValueError(f"tokenizer.chat_template: no file, and {error}") from error
+
+
+def read_chat_template(template: str) -> str | None:
+    """The text of the file that `tokenizer.chat_template` names; None if it names none."""
+    if not os.path.isfile(template):  # unlike Path.is_file, also of what can be no path
+        return None
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"tokenizer.chat_template = {template!r}: not UTF-8: {error}") from error
 
 
 def make_processor(config: Config) -> Any:

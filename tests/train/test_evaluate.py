@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from overcoat import cli
 from overcoat.train import evaluate
 from overcoat.train.config import Config
 from overcoat.train.metrics import read_metrics
-from overcoat.train.run import run_once
+from overcoat.train.run import load_tasks, run_once
 from tests.eval.conftest import WORDS, write_task
 from tests.processes import on_two
 from tests.train.runs import MakeConfig, losses, text_of
@@ -97,3 +98,9 @@ def test_fewer_rows_where_memory_runs_out(
     config = make_config("train.steps=3", "train.batch_size=4", f"eval.tasks={task}")
     assert run_once(config, console, "short").tasks == {"tiny/acc": 0.25}
     assert sizes == [4, 2, 1]
+
+
+def test_tasks_that_are_nowhere_are_named_by_their_key(make_config: MakeConfig) -> None:
+    corpus: Any = SimpleNamespace(tokenizer=object())
+    with pytest.raises(ValueError, match=r"^eval\.tasks: task 'nothing': no task of lm-eval"):
+        load_tasks(make_config("eval.tasks=nothing"), corpus)

@@ -14,6 +14,7 @@ from overcoat.train.tokenizer import (
     encode,
     load_tokenizer,
     make_tokenizer,
+    set_chat_template,
     tokenizer_name,
     train_tokenizer,
 )
@@ -101,3 +102,15 @@ def test_a_tokenizer_that_cannot_pack_documents_is_refused(
 
 def test_ids_of_a_vocabulary_with_gaps() -> None:
     assert module.num_ids(SimpleNamespace(get_vocab=lambda: {"a": 0, "<|added|>": 70_000})) == 70_001
+
+
+@pytest.mark.parametrize("template", ["%s", "\x85\u2028", "long" * 100, "-1"])
+def test_a_chat_template_that_is_nowhere_is_named_by_its_key(template: str) -> None:
+    with pytest.raises(ValueError, match=r"^tokenizer\.chat_template: no file, and cannot load the tokenizer"):
+        set_chat_template(None, template)
+
+
+def test_a_chat_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"^tokenizer\.chat_template = .*template\.jinja': not UTF-8"):
+        set_chat_template(None, str(tmp_path / "template.jinja"))
