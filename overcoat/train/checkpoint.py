@@ -148,7 +148,8 @@ def load_weights(folder: Path, model: Any) -> None:
 def choose_checkpoint(config: Config) -> Path | None:
     """The checkpoint to start from, verified, or None; see the module docstring. Writes nothing."""
     run_dir, folder = Path(config.train.run_dir), checkpoint_dir(config)
-    require(run_dir.is_dir() or not run_dir.exists(), f"train.run_dir = '{run_dir}' is a file: choose another")
+    nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    require(nearest.is_dir(), f"train.run_dir = '{run_dir}': '{nearest}' is a file: choose another")
     for name in WRITTEN_LAST:  # found at the end, it would cost the run
         require(not (run_dir / name).is_dir(), f"{run_dir / name} is a folder: move it away, the run writes that file")
     if not _recorded(config).exists() and _holds_other_files(run_dir.resolve(), cache_dir(config).resolve()):

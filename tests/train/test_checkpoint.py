@@ -480,6 +480,14 @@ def test_files_in_the_wrong_place_are_refused(
         choose_checkpoint(make_config(*([f"train.resume={newest}"] if is_explicit and name else [])))
 
 
+def test_a_run_directory_beneath_a_file_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(
+        ValueError, match=r"train\.run_dir = '.*notes\.txt/x': '.*notes\.txt' is a file: choose another"
+    ):
+        choose_checkpoint(make_config(f"train.run_dir={tmp_path / 'notes.txt/x'}"))
+
+
 def test_a_link_in_the_place_of_a_checkpoint_is_refused(make_config: MakeConfig) -> None:
     (fake_run(make_config(), 3) / "checkpoints/step-00000009").symlink_to("step-00000003")
     with pytest.raises(ValueError, match="step-00000009 is a link or a file"):
