@@ -148,7 +148,10 @@ def load_weights(folder: Path, model: Any) -> None:
 def choose_checkpoint(config: Config) -> Path | None:
     """The checkpoint to start from, verified, or None; see the module docstring. Writes nothing."""
     run_dir, folder = Path(config.train.run_dir), checkpoint_dir(config)
-    nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    try:
+        nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    except OSError as error:
+        raise ValueError(f"train.run_dir = {str(run_dir)[:80]!r} ...: {error.strerror}: choose another") from error
     require(nearest.is_dir(), f"train.run_dir = '{run_dir}': '{nearest}' is a file: choose another")
     for name in WRITTEN_LAST:  # found at the end, it would cost the run
         require(not (run_dir / name).is_dir(), f"{run_dir / name} is a folder: move it away, the run writes that file")

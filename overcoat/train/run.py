@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import statistics
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -108,7 +109,7 @@ def run_once(config: Config, console: Console, title: str) -> RunResult:
     """Train (or go on training) one model and finish it."""
     check_before_training(config)
     run_dir = Path(config.train.run_dir)
-    if process.is_first() and not (run_dir / LOCK).exists():
+    if process.is_first() and not os.path.exists(run_dir / LOCK):  # unlike Path.exists no error
         checkpoint.choose_checkpoint(config)  # what is refused finds its directory as it was
 
     def busy() -> None:

@@ -486,6 +486,8 @@ def test_a_run_directory_beneath_a_file_is_refused(make_config: MakeConfig, tmp_
         ValueError, match=r"train\.run_dir = '.*notes\.txt/x': '.*notes\.txt' is a file: choose another"
     ):
         choose_checkpoint(make_config(f"train.run_dir={tmp_path / 'notes.txt/x'}"))
+    with pytest.raises(ValueError, match=r"train\.run_dir = 'long.* \.\.\.: File name too long: choose another"):
+        choose_checkpoint(make_config(f"train.run_dir={'long' * 100}"))
 
 
 def test_a_link_in_the_place_of_a_checkpoint_is_refused(make_config: MakeConfig) -> None:
