@@ -139,6 +139,7 @@ def unclear(line: str, changes: dict[str, str]) -> str:
     names = [*all_keys(), *(f"[{key.partition('.')[0]}]" for key in all_keys()), "[model.config]", "overcoat estimate"]
     names += ["is not valid TOML: "]
     names += [key.rpartition(".")[2] for key in changes] + [value.strip('"') for value in changes.values() if value[5:]]
+    names += [item for value in changes.values() for item in re.findall(r'"([^"]{4,})"', value)]  # of a list's items
     return "" if any(name in line for name in names) else f"a message that names no key: {line}"
 
 
