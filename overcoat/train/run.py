@@ -111,6 +111,10 @@ def run_once(config: Config, console: Console, title: str) -> RunResult:
     run_dir = Path(config.train.run_dir)
     if process.is_first() and not os.path.exists(run_dir / LOCK):  # unlike Path.exists no error
         checkpoint.choose_checkpoint(config)  # what is refused finds its directory as it was
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror} (train.run_dir)", error.filename) from error
 
     def busy() -> None:
         raise ValueError(f"another process is training in {run_dir}: choose another train.run_dir")

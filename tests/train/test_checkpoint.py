@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -35,6 +36,7 @@ from overcoat.train.configfile import dump_toml
 from overcoat.train.corpus import STREAMED
 from overcoat.train.files import DamagedError, verify_directory, write_directory
 from overcoat.train.loop import train_step
+from overcoat.train.run import run_once
 from overcoat.train.saving import save_checkpoint, write_model
 from overcoat.train.state import TrainState
 from tests.train.runs import EXACT, MakeConfig, make_state, names
@@ -488,6 +490,8 @@ def test_a_run_directory_beneath_a_file_is_refused(make_config: MakeConfig, tmp_
         choose_checkpoint(make_config(f"train.run_dir={tmp_path / 'notes.txt/x'}"))
     with pytest.raises(ValueError, match=r"train\.run_dir = 'long.* \.\.\.: File name too long: choose another"):
         choose_checkpoint(make_config(f"train.run_dir={'long' * 100}"))
+    with pytest.raises(OSError, match=r"\(train\.run_dir\): '/proc/x'"):
+        run_once(make_config("train.run_dir=/proc/x/y"), Console(quiet=True), "nowhere")
 
 
 def test_a_link_in_the_place_of_a_checkpoint_is_refused(make_config: MakeConfig) -> None:
