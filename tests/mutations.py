@@ -101,7 +101,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "heads.causal, heads.softcap)", "heads.causal, 0.0)", "models/test_numerics.py -k gemma2"),
     ("attention: q is not scaled", "block/softmax.py",
      "    if rotary.q_scale is not None:", "    if False:", "models/test_numerics.py -k ministral3"),
-    ("branch: the residual's multiplier is ignored", "models/granite.py",
+    ("branch: the residual's multiplier is ignored", "models/llama.py",
      "float(layer.residual_multiplier)", "1.0", "models/test_numerics.py -k granite"),
     ("mask: a window off by one", "models/causal.py",
      "window < tokens.shape[1]:", "window + 1 < tokens.shape[1]:", "models/test_causal.py -k who_gets_it"),

@@ -1,9 +1,8 @@
-"""The registry of model families: one file of this folder each, with a `FAMILY` that says what its layers compute, and
-perhaps `ALIASES`: families whose layers are the same under other names (`renamed`).
+"""The registry of model families: the `FAMILIES` of this folder's files, each of which says what its layers compute.
 
 A family is recognised by the name and module of transformers' class, never by its structure: layers with multipliers,
 without rotation or with another one look the same, and would get wrong gradients. `convert`, the head, the estimate,
-the benchmarks and the tests iterate over `families()`; llama.py shows what a file holds.
+the benchmarks and the tests iterate over `families()`; olmo2.py shows what a file holds.
 """
 
 from __future__ import annotations
@@ -85,19 +84,14 @@ class Family(NamedTuple):
     parts: tuple[str, ...] = ()
     inputs: Optional[Callable[[Any, Any, dict[str, Any]], dict[str, Any]]] = None
 
-
-def renamed(
-    family: Family, model_type: str, old: str, new: str, samples: dict[str, dict[str, Any]], **changes: Any
-) -> Family:
-    """The same layers as another model has them, whose classes' names begin with `new` instead of `old`."""
-    names = {
-        name: value and value.replace(old, new) for name in CLASSES if (value := getattr(family, name)) is not None
-    }
-    module = f"transformers.models.{model_type}.modeling_{model_type}"
-    return family._replace(**{**names, "module": module, "samples": samples, **changes})
-
-
-CLASSES = ("layer", "causal", "norm")
+    @classmethod
+    def of(
+        cls, model_type: str, name: str, branches: Any, samples: dict[str, dict[str, Any]], **options: Any
+    ) -> Family:
+        """A family of transformers whose classes' names begin with `name`, but for those in `options`."""
+        names = {"layer": f"{name}DecoderLayer", "causal": f"{name}ForCausalLM", "norm": f"{name}RMSNorm"}
+        module = f"transformers.models.{model_type}.modeling_{model_type}"
+        return cls(module=module, branches=branches, samples=samples, **{**names, **options})
 
 
 # Whose layers and models these are; a family of torchtitan's has no model here.
@@ -109,8 +103,7 @@ def families() -> tuple[Family, ...]:
     """All families, in the order of transformers' modules."""
     files = pkgutil.iter_modules([str(Path(__file__).parent)])
     modules = [importlib.import_module(f"{__package__}.{file.name}") for file in files]
-    found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
-    found += [alias for module in modules for alias in getattr(module, "ALIASES", ())]
+    found = [family for module in modules for family in getattr(module, "FAMILIES", ())]
     return tuple(sorted(found, key=lambda family: (family.module, family.layer)))
 
 

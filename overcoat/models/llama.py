@@ -1,43 +1,93 @@
-"""Llama: RMSNorm and attention with rotary embedding, RMSNorm and SwiGLU.
+"""Llama and those whose layers are built alike: RMSNorm and attention with rotary embedding, RMSNorm and a gated MLP.
 
-The shape that most others share, and the shortest example of a family. What differs in the aliases is in its modules:
-biases of q, k and v (Qwen 2, Seed-OSS), norms of each head of q and k (Qwen 3). Sliding windows (Mistral, Ministral)
-arrive as the mask; rotation by time, row and column (Qwen's VL models' text) as cos and sin.
+What differs in most is in their modules: biases of q, k and v (Qwen 2, Seed-OSS), norms of each head of q and k
+(Qwen 3). Sliding windows (Mistral, Ministral) arrive as the mask; rotation by time, row and column (Qwen's VL models'
+text) as cos and sin.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from overcoat.models.decoder import attention, gated_mlp
-from overcoat.models.family import Family, Modules, renamed
+import torch
+from torch import Tensor
+
+from overcoat.models.decoder import attention, gated_mlp, rotated_columns
+from overcoat.models.family import Family, Modules
 
 
-def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
-    """x = x + attention(norm(x)); x = x + mlp(norm(x))."""
+def branches(layer: Any, batch: int, scale: float = 1.0, **options: Any) -> tuple[Modules, ...]:
+    """x = x + scale * attention(norm(x)); x = x + scale * mlp(norm(x)). options: of attention."""
     return (
-        attention(layer.self_attn, batch, pre=layer.input_layernorm),
-        gated_mlp(layer.mlp, pre=layer.post_attention_layernorm),
+        attention(layer.self_attn, batch, pre=layer.input_layernorm, scale=scale, **options),
+        gated_mlp(layer.mlp, pre=layer.post_attention_layernorm, scale=scale),
     )
 
 
-FAMILY = Family(
-    module="transformers.models.llama.modeling_llama",
-    layer="LlamaDecoderLayer",
-    causal="LlamaForCausalLM",
-    norm="LlamaRMSNorm",
-    branches=branches,
-    samples={"llama": {}, "llama-biases": {"attention_bias": True, "mlp_bias": True}},
-)
+def smollm3(layer: Any, batch: int) -> tuple[Modules, ...]:
+    """Every fourth layer does not rotate q and k."""
+    return branches(layer, batch, rotates=bool(layer.self_attn.use_rope))
 
-ALIASES = (
-    renamed(FAMILY, "mistral", "Llama", "Mistral", {"mistral": {"sliding_window": 24, "head_dim": 64}}),
-    renamed(FAMILY, "ministral", "Llama", "Ministral", {"ministral": {"sliding_window": 24, "head_dim": 64}}),
-    renamed(FAMILY, "qwen2", "Llama", "Qwen2", {"qwen2": {}}),
-    renamed(FAMILY, "qwen3", "Llama", "Qwen3", {"qwen3": {"head_dim": 64}}),
-    renamed(FAMILY, "seed_oss", "Llama", "SeedOss", {"seed_oss": {"head_dim": 64, "residual_dropout": 0.0}}),
-    renamed(FAMILY, "qwen2_5_vl", "Llama", "Qwen2_5_VL", {}, causal=""),
-    renamed(FAMILY, "qwen3_vl", "Llama", "Qwen3VLText", {}, causal=""),
+
+def olmo(layer: Any, batch: int) -> tuple[Modules, ...]:
+    """q, k and v are limited to +- clip_qkv if that is given; LayerNorms without weights."""
+    return branches(layer, batch, clip=float(layer.self_attn.config.clip_qkv or 0.0))
+
+
+def granite(layer: Any, batch: int) -> tuple[Modules, ...]:
+    """Multipliers of scores, which are attention's scale, of the branches, of the embedding and the logits."""
+    return branches(layer, batch, scale=float(layer.residual_multiplier))
+
+
+def phi3(layer: Any, batch: int) -> tuple[Modules, ...]:
+    """q, k, v in one layer, gate and up in another; of Phi-4 mini's heads a part rotates."""
+    module, mlp = layer.self_attn, layer.mlp
+    rotated = rotated_columns(module, module.head_dim)
+    return (
+        attention(module, batch, pre=layer.input_layernorm, into=(module.qkv_proj,), rotated=rotated),
+        gated_mlp(mlp, layer.config.hidden_act, pre=layer.post_attention_layernorm, into=(mlp.gate_up_proj,)),
+    )
+
+
+def q_scale(layer: Any, position_ids: Tensor) -> Tensor:
+    """Ministral 3's q grows with the position: 1 + beta * log(1 + floor(position / original length))."""
+    rope = layer.self_attn.config.rope_parameters
+    turns = torch.floor(position_ids / rope["original_max_position_embeddings"])
+    return 1 + rope["llama_4_scaling_beta"] * torch.log(1 + turns)
+
+
+WINDOW = {"sliding_window": 24, "head_dim": 64}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+GROWING = ROPE | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}
+RESIDUAL = {"residual_multiplier": 0.3}
+MULTIPLIERS = RESIDUAL | {"attention_multiplier": 0.2, "embedding_multiplier": 6.0, "logits_scaling": 0.7}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+FAMILIES = (
+    Family.of("llama", "Llama", branches, {"llama": {}, "llama-biases": BIASES}),
+    Family.of("mistral", "Mistral", branches, {"mistral": WINDOW}),
+    Family.of("ministral", "Ministral", branches, {"ministral": WINDOW}),
+    Family.of(
+        "ministral3", "Ministral3", branches, {"ministral3": {"head_dim": 64, "rope_parameters": GROWING}},
+        q_scale=q_scale,
+    ),
+    Family.of("qwen2", "Qwen2", branches, {"qwen2": {}}),
+    Family.of("qwen3", "Qwen3", branches, {"qwen3": {"head_dim": 64}}),
+    Family.of("qwen2_5_vl", "Qwen2_5_VL", branches, {}, causal=""),
+    Family.of("qwen3_vl", "Qwen3VLText", branches, {}, causal=""),
+    Family.of("seed_oss", "SeedOss", branches, {"seed_oss": {"head_dim": 64, "residual_dropout": 0.0}}),
     # Norms multiply by 1 + weight; GELU is the gate's activation.
-    renamed(FAMILY, "gemma", "Llama", "Gemma", {"gemma": {"head_dim": 64}}, plus_one=True),
-)
+    Family.of("gemma", "Gemma", branches, {"gemma": {"head_dim": 64}}, plus_one=True),
+    Family.of("smollm3", "SmolLM3", smollm3, {"smollm3": {"pad_token_id": 0}}),
+    Family.of("olmo", "Olmo", olmo, {"olmo": {"clip_qkv": 0.4}}, norm="OlmoLayerNorm", centered=True),
+    Family.of(
+        "granite", "Granite", granite, {"granite": MULTIPLIERS, "granite-biases": BIASES | RESIDUAL},
+        logit_scale=lambda model: 1.0 / model.config.logits_scaling,
+    ),
+    Family.of(
+        "phi3", "Phi3", phi3,
+        {
+            "phi3": {"sliding_window": 24, "pad_token_id": 0},
+            "phi4-mini": {"pad_token_id": 0, "rope_parameters": ROPE | {"partial_rotary_factor": 0.75}},
+        },
+    ),
+)  # fmt: skip

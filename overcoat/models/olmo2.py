@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from overcoat.models.decoder import attention, gated_mlp
-from overcoat.models.family import Family, Modules, renamed
+from overcoat.models.family import Family, Modules
 
 
 def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
@@ -16,14 +16,8 @@ def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
     )
 
 
-FAMILY = Family(
-    module="transformers.models.olmo2.modeling_olmo2",
-    layer="Olmo2DecoderLayer",
-    causal="Olmo2ForCausalLM",
-    norm="Olmo2RMSNorm",
-    branches=branches,
-    samples={"olmo2": {}},
+FAMILIES = (
+    Family.of("olmo2", "Olmo2", branches, {"olmo2": {}}),
+    # Sliding windows in three layers of four, which arrive as the mask.
+    Family.of("olmo3", "Olmo3", branches, {"olmo3": {"sliding_window": 24}}),
 )
-
-# Sliding windows in three layers of four, which arrive as the mask.
-ALIASES = (renamed(FAMILY, "olmo3", "Olmo2", "Olmo3", {"olmo3": {"sliding_window": 24}}),)

@@ -85,14 +85,16 @@ def inputs(layer: Any, x: Tensor, own: dict[str, Any]) -> dict[str, Any]:
     return {"position_embeddings": (angles[..., 0], angles[..., 1]), "attention_mask": mask}
 
 
-FAMILY = Family(
-    module="torchtitan.models.llama3.model",
-    layer="Llama3TransformerBlock",
-    causal="",
-    norm="RMSNorm",
-    branches=branches,
-    samples={},
-    refused=refused,
-    parts=tuple(COMMON + name for name in ("attention", "feed_forward", "linear", "nn_modules")),
-    inputs=inputs,
+FAMILIES = (
+    Family(
+        module="torchtitan.models.llama3.model",
+        layer="Llama3TransformerBlock",
+        causal="",
+        norm="RMSNorm",
+        branches=branches,
+        samples={},
+        refused=refused,
+        parts=tuple(COMMON + name for name in ("attention", "feed_forward", "linear", "nn_modules")),
+        inputs=inputs,
+    ),
 )
