@@ -30,7 +30,7 @@ from overcoat.kernels.blockwise import BLOCK
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import Modules
 from overcoat.models.refusals import why_replaced
-from overcoat.models.sharded_weight import CutBlocks, Maxima, ShardedWeight, Stacks
+from overcoat.models.sharded_weight import CutBlocks, Held, Maxima, ShardedWeight, Stacks
 
 
 @dataclass
@@ -78,7 +78,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
             if reason is not None:
                 report.left_alone.update({names[module]: reason for module in stack})
                 continue
-            weights = [ShardedWeight(names[module], params[id(module), "weight"], layer) for module in stack]
+            weights = [ShardedWeight(names[module], *params[id(module), "weight"], layer) for module in stack]
             report.fp8 += [weight.name for weight in weights]
             param = weights[0].param
             key = scaling, param.shard_mesh.get_group(), param.mp_policy.param_dtype or weights[0].local.dtype
@@ -86,18 +86,23 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     if not report.fp8:
         reasons = "; ".join(dict.fromkeys(report.left_alone.values())) or "no layer trains in FP8: overcoat.convert it"
         raise ValueError(f"no weight of {type(model).__name__} can travel in FP8: {reasons}")
-    vars(model)[GATHER] = gather = Gather(stacks)
+    in_fp8 = {id(weight.param) for of in stacks.values() for stack in of for weight in stack}
+    others = [
+        held for param, group in params.values() if id(param) not in in_fp8 and (held := Held(param, group)).is_alone
+    ]
+    vars(model)[GATHER] = gather = Gather(stacks, others)
     _gathers.add(gather)
     gather.handle = model.register_forward_pre_hook(gather.before_forward, prepend=True)
     return report
 
 
 class Gather:
-    """All weights of a model that travel in FP8, and the maxima that they need: by scaling, group and dtype."""
+    """All weights of a model that travel in FP8, and the maxima that they need: by scaling, group and dtype; `others`
+    are those that do not travel at all."""
 
     handle: Optional[RemovableHandle] = None
 
-    def __init__(self, stacks: dict[tuple[str, Any, Any], list[list[ShardedWeight]]]) -> None:
+    def __init__(self, stacks: dict[tuple[str, Any, Any], list[list[ShardedWeight]]], others: list[Held]) -> None:
         self.maxima, self.weights = list[Maxima](), list[ShardedWeight]()
         for (scaling, *_), of in stacks.items():
             weights = [weight for stack in of for weight in stack]
@@ -106,16 +111,17 @@ class Gather:
                 self.maxima.append(Stacks(of))
             elif cut := [weight for weight in weights if weight.param.padded_sharded_param_size[0] % BLOCK]:
                 self.maxima.append(CutBlocks(cut))
-        for weight in self.weights:
-            weight.attach()
+        self.held = [*self.weights, *others]
+        for held in self.held:
+            held.attach()
 
     def before_forward(self, *_: Any) -> None:
         """Attach shards that have become other tensors, and find the maxima before anything is sent."""
-        for weight in self.weights:
-            if not weight.is_attached():
-                weight.attach()
-                if weight.maxima is not None:
-                    weight.maxima.is_stale = True
+        for held in self.held:
+            if not held.is_attached():
+                held.attach()
+                if isinstance(held, ShardedWeight) and held.maxima is not None:
+                    held.maxima.is_stale = True
         for maxima in self.maxima:
             maxima.check(maxima.weights)
             maxima.find_if_stale()
@@ -124,8 +130,8 @@ class Gather:
         """Let FSDP2 gather as before."""
         assert self.handle is not None
         self.handle.remove()
-        for weight in self.weights:
-            weight.detach()
+        for held in self.held:
+            held.detach()
 
 
 # Of each a model is the owner: FSDP2's parameters, which it has, lead back to the model.
@@ -141,20 +147,22 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 register_optimizer_step_post_hook(_after_step)
 
 
-def _fsdp_params(model: nn.Module) -> dict[tuple[int, str], Any]:
-    """FSDP2's `FSDPParam`s, by the module's id and the parameter's name."""
+def _fsdp_params(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
+    """FSDP2's `FSDPParam`s and their groups, by the module's id and the parameter's name."""
     found = {}
     for module in model.modules():
         state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
         # PyTorch 2.11 has one group of parameters for each call of `fully_shard`, or None.
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for param in (param for group in groups if group is not None for param in group.fsdp_params):
-            info = param._module_info
-            found[id(info.module), info.param_name] = param
+        for group in filter(None, groups):
+            for param in group.fsdp_params:
+                found[id(param._module_info.module), param._module_info.param_name] = param, group
     return found
 
 
-def _stacks(layer: Fp8DecoderLayer, params: dict[tuple[int, str], Any]) -> Iterator[tuple[Any, Optional[str]]]:
+def _stacks(
+    layer: Fp8DecoderLayer, params: dict[tuple[int, str], tuple[Any, Any]]
+) -> Iterator[tuple[Any, Optional[str]]]:
     """Modules of a layer whose weights are stacked, and why these cannot travel in FP8."""
     reason = why_replaced(layer, layer.overcoat_family)
     for branch in layer.overcoat_family.branches(layer, 1):
@@ -163,12 +171,12 @@ def _stacks(layer: Fp8DecoderLayer, params: dict[tuple[int, str], Any]) -> Itera
 
 
 def _why_not(
-    stack: tuple[nn.Module, ...], branch: Modules, scaling: str, params: dict[tuple[int, str], Any]
+    stack: tuple[nn.Module, ...], branch: Modules, scaling: str, params: dict[tuple[int, str], tuple[Any, Any]]
 ) -> Optional[str]:
     if branch.layer_scale is not None and branch.out in stack:
         return "LayerScale multiplies it before it is quantized"
     for module in stack:
-        param = params.get((id(module), "weight"))
+        param, _ = params.get((id(module), "weight"), (None, None))
         if param is None:
             return "fully_shard has not sharded it"
         if param.is_dtensor or param.fsdp_placement.dim != 0:

@@ -7,7 +7,8 @@
                maxima are found once a step, as above
     gathered   into the buffer that FSDP2 frees and restores: `GatheredWeight`, the operand of the products
 
-A process that holds all rows sends nothing: its products read the shard as they would read a plain weight.
+A process that holds all rows sends nothing: its products read the shard as they would read a plain weight. If it trains
+alone, FSDP2 copies no other parameter either, and no gradient (`Held`).
 
 All processes must find the maxima again at the same time. They do when an optimizer that holds one of the weights has
 stepped, or a DTensor was written to, which all processes do together. A shard that was written to by itself is seen in
@@ -36,39 +37,29 @@ def holds_all(param: Any) -> bool:
     return param.mesh_info.shard_mesh_size == 1 and param.param_dtype is None
 
 
-class ShardedWeight:
-    """A sharded weight that travels in FP8; FSDP2 calls its two methods for every all-gather.
+class Held:
+    """A parameter for which FSDP2 asks here: this one of a process that trains alone. FSDP2 would copy it for each use,
+    and its gradient twice.
 
     Args:
-        name: the parameter's.
         param: FSDP2's `FSDPParam`.
-        layer: whose mode says how it travels.
-
-    Attributes:
-        maxima: that of its stack is among them, or those of the blocks that shards cut; None without such.
-        scale: of its stack, 0-d FP32; of blocks those of this process' rows.
-        amax: of its stack, 0-d FP32; None with block scales.
+        group: the `FSDPParamGroup` that it is in.
     """
 
-    maxima: Optional[Maxima] = None
-    scale: Optional[Tensor] = None
-    amax: Optional[Tensor] = None
-
-    def __init__(self, name: str, param: Any, layer: nn.Module) -> None:
-        self.name, self.param, self.layer = name, param, layer
-        self.is_fp8 = False  # how it travelled last
+    def __init__(self, param: Any, group: Any) -> None:
+        self.param, self.group = param, group
         self.others: tuple[list[Tensor], Optional[nn.Parameter]] = ([], None)  # FSDP2's buffers for the other way
+        info, policy = param.mesh_info, param.mp_policy
+        processes = info.shard_mesh_size * getattr(info, "replicate_mesh_size", 1)
+        is_cast = policy.param_dtype is not None or policy.reduce_dtype is not None
+        self.is_alone = processes == 1 and not (is_cast or param.offload_to_cpu)
+        self._watched: Optional[Tensor] = None
 
     @property
     def local(self) -> Tensor:
         """The shard (n, K), n different in the last processes."""
         own: Tensor = self.param.sharded_param._local_tensor
         return own
-
-    def rows(self) -> Tensor:
-        """The shard as it travels in 16 bits: filled up to the rows of the first process, in `param_dtype`."""
-        whole: Tensor = self.param._sharded_param_data.view(self.param.padded_sharded_param_size)
-        return whole if self.param.param_dtype is None else whole.to(self.param.param_dtype)
 
     def attach(self) -> None:
         """Make FSDP2 ask this object."""
@@ -86,6 +77,81 @@ class ShardedWeight:
     def is_attached(self) -> bool:
         """Whether the shard is still the tensor that it was: `to_empty` and loading with `assign` make another."""
         return hasattr(self.local, "fsdp_pre_all_gather")
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What this process sends: nothing."""
+        return (self.param._sharded_param_data[:0],), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The parameter: the shard itself."""
+        self._watch(out)
+        return (self.local, ()) if out is None else None
+
+    def _watch(self, unsharded: Optional[Tensor]) -> None:
+        """Give the gradient of what FSDP2 puts in the parameter's place to the shard, as it is."""
+        if self.is_alone and unsharded is not None and unsharded is not self._watched and unsharded.requires_grad:
+            unsharded.register_post_accumulate_grad_hook(self._hand_over)
+            self._watched = unsharded
+
+    @torch.no_grad()
+    def _hand_over(self, unsharded: Tensor) -> None:
+        group = self.group
+        is_plain = group.reduce_grads and group.gradient_divide_factor is None and group._all_reduce_hook is None
+        if not is_plain or self.param.unsharded_accumulated_grad is not None:
+            return  # FSDP2's to add or to divide
+        sharded, gradient, unsharded.grad = self.param.sharded_param, unsharded.grad, None
+        if sharded.grad is None:
+            sharded.grad = self.param.to_sharded_dtensor(gradient)
+        else:
+            sharded.grad._local_tensor += gradient
+        for hook in list((sharded._post_accumulate_grad_hooks or {}).values()):
+            hook(sharded)
+
+    def _give_buffers(
+        self, outputs: list[Tensor], unsharded: Optional[nn.Parameter]
+    ) -> tuple[list[Tensor], Optional[nn.Parameter]]:
+        """Exchange what FSDP2 gathers into, and the parameter that lies there; empty ones it makes itself."""
+        param = self.param
+        before: Optional[nn.Parameter] = param.__dict__.pop("_unsharded_param", None)
+        if before is not None and before.grad is not None:  # not reduced yet: FSDP2 adds what is to come
+            param.unsharded_accumulated_grad, before.grad = before.grad, None
+        if unsharded is not None:
+            param._unsharded_param = unsharded
+        param.all_gather_outputs, outputs = outputs, param.all_gather_outputs
+        return outputs, before
+
+
+class ShardedWeight(Held):
+    """A sharded weight that travels in FP8; FSDP2 calls its two methods for every all-gather.
+
+    Args:
+        name: the parameter's.
+        param, group: as of `Held`.
+        layer: whose mode says how it travels.
+
+    Attributes:
+        maxima: that of its stack is among them, or those of the blocks that shards cut; None without such.
+        scale: of its stack, 0-d FP32; of blocks those of this process' rows.
+        amax: of its stack, 0-d FP32; None with block scales.
+    """
+
+    maxima: Optional[Maxima] = None
+    scale: Optional[Tensor] = None
+    amax: Optional[Tensor] = None
+
+    def __init__(self, name: str, param: Any, group: Any, layer: nn.Module) -> None:
+        super().__init__(param, group)
+        self.name, self.layer = name, layer
+        self.is_fp8 = False  # how it travelled last
+
+    def rows(self) -> Tensor:
+        """The shard as it travels in 16 bits: filled up to the rows of the first process, in `param_dtype`."""
+        whole: Tensor = self.param._sharded_param_data.view(self.param.padded_sharded_param_size)
+        return whole if self.param.param_dtype is None else whole.to(self.param.param_dtype)
 
     def versions(self) -> tuple[int, int]:
         """Version counters: of the DTensor and of its local tensor."""
@@ -114,6 +180,7 @@ class ShardedWeight:
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The weight of what all have sent, or put into `out`."""
+        self._watch(out)
         if not self.is_fp8:
             return None if out is not None else (outputs[0][: self.param._orig_size[0]], ())
         held = self.rows() if holds_all(self.param) else outputs[0][: self.param._orig_size[0]].view(E4M3.dtype)
@@ -149,19 +216,6 @@ class ShardedWeight:
         """FSDP2 keeps a buffer and an unsharded parameter, of one dtype: give it those of this way."""
         if fp8 != self.is_fp8:
             self.others, self.is_fp8 = self._give_buffers(*self.others), fp8
-
-    def _give_buffers(
-        self, outputs: list[Tensor], unsharded: Optional[nn.Parameter]
-    ) -> tuple[list[Tensor], Optional[nn.Parameter]]:
-        """Exchange what FSDP2 gathers into, and the parameter that lies there; empty ones it makes itself."""
-        param = self.param
-        before: Optional[nn.Parameter] = param.__dict__.pop("_unsharded_param", None)
-        if before is not None and before.grad is not None:  # not reduced yet: FSDP2 adds what is to come
-            param.unsharded_accumulated_grad, before.grad = before.grad, None
-        if unsharded is not None:
-            param._unsharded_param = unsharded
-        param.all_gather_outputs, outputs = outputs, param.all_gather_outputs
-        return outputs, before
 
 
 class Maxima:

@@ -29,7 +29,7 @@ from overcoat import Recipe
 from overcoat.models import sharded_weight
 from tests.examples.runs import sharding_on_cpus
 from tests.models.zoo import make_batch, make_model
-from tests.processes import on_two, repeatable, two_of
+from tests.processes import on_many, on_two, repeatable, two_of
 
 SMALL: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2}
 # By what is new in each: stacks of biases and grouped heads; all recomputed; rows in another order; rows of 256 for
@@ -183,6 +183,38 @@ def test_losses_and_gradients_are_those_without_fsdp2() -> None:
 
 
 # ---- what travels ----------------------------------------------------------------------------------------------------
+
+
+def _alone(rank: int) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    (own, optimizer), (model, other) = make("default", False), make("default", True)
+    for step in range(3):
+        with counted(_fsdp_param_group, "foreach_reduce") as reduced:
+            for of in (own, model):
+                for seed in (2 * step, 2 * step + 1):  # without `set_requires_gradient_sync`: added to the shards'
+                    of(**make_batch(seed=seed, batch=1, length=13)).loss.backward()
+        assert_equal(gradients(own), gradients(model))
+        # 3 groups, twice a step; of the other model the root, the first time.
+        assert len(reduced) == (6 if step else 7), len(reduced)
+        for stepper in (optimizer, other):
+            stepper.step()
+            stepper.zero_grad()
+    model.unshard()
+    head = model.lm_head.weight
+    model.reshard()
+    assert head.data_ptr() == model.lm_head.weight.to_local().data_ptr()
+    handle = overcoat.release_gradients(model, other)
+    before = model.lm_head.weight.to_local().clone()
+    model(**make_batch(seed=9, batch=1, length=13)).loss.backward()
+    other.step()
+    assert not torch.equal(before, model.lm_head.weight.to_local())
+    assert all(param.grad is None for param in model.parameters())
+    handle.remove()
+
+
+def test_a_process_that_trains_alone_copies_nothing() -> None:
+    on_many(1, _alone, "cpu")
 
 
 def _travels(rank: int) -> None:
