@@ -11,9 +11,8 @@ the gradient into sqrt(1 - beta2), which is squared with it. The weight moves by
 stored for the next step is quantized. A parameter is seen as [dim0, the rest flattened] (0-d and 1-d: one row), a
 group as `group_size` neighbours in a row: sharding along dim 0 never cuts a group of a matrix.
 
-The op over many parameters and its kernel are in `adamw_step.py`. The kernel equals this bit for bit on a GPU for all
-that is not NaN: every operation is exactly rounded, and products and sums are contracted to an FMA where `fma` says so,
-nowhere else.
+The kernel (`adamw_step.py`) equals this bit for bit on a GPU for all that is not NaN: every operation is exactly
+rounded, and products and sums are contracted to an FMA where `fma` says so, nowhere else.
 
 Legend: R rows, C columns, G group size, n = ceil(C / G) groups of a row.
 """
@@ -51,7 +50,7 @@ def rows_of(shape: torch.Size | tuple[int, ...], group_size: int) -> Rows:
 
 
 class Hyper(NamedTuple):
-    """What all parameters of a step share besides tensors, in the order of `adamw_step_`; equal ones share kernels."""
+    """What all parameters of a step share besides tensors; equal ones share kernels. master: not "auto"."""
 
     beta1: float
     beta2: float
@@ -117,11 +116,11 @@ def step_parameter(
     param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: Hyper, coefficients: Tensor, grad_factor: Tensor,
     key: int, first_group: int,
 ) -> None:  # fmt: skip
-    """Step one parameter and its state in place, some rows at a time; arguments as `adamw_step_` has them."""
+    """Step one parameter and its state in place, some rows at a time; all contiguous."""
     layout = rows_of(param.shape, hyper.group_size)
     if not param.numel():
         return
-    flat, grad = param.reshape(layout.rows, layout.columns), grad.reshape(layout.rows, layout.columns)
+    flat, grad = param.view(layout.rows, layout.columns), grad.view(layout.rows, layout.columns)
     step, bits = state["step"], RANDOM_BITS[hyper.master]
     by_row = {name: tensor.view(layout.rows, -1) for name, tensor in state.items() if name != "step"}
     per_chunk = max(1, CHUNK // layout.columns)
@@ -132,8 +131,6 @@ def step_parameter(
         random = of_group, random_bits(of_group, hyper.group_size, bits) if bits else None
         rows = {name: tensor[chunk] for name, tensor in by_row.items()}
         _step_rows(flat[chunk], grad[chunk], rows, hyper, coefficients, grad_factor, random)
-    if flat.data_ptr() != param.data_ptr():  # a non-contiguous parameter was copied by reshape
-        param.copy_(flat.view(param.shape))
 
 
 def _step_rows(

@@ -1,18 +1,22 @@
-"""One AdamW step over many parameters, `overcoat::adamw_step_`: any number of them, one launch, one pass over memory.
+"""One AdamW step over many parameters: any number of them, one launch, one pass over memory; and its reference.
 
-The op, and how its kernel (`adamw_kernel.py`) is launched: a `Plan` holds the device's tables, which stay the same
-from step to step. The optimizer keeps it (`optim.step`); the op finds it again by the addresses of all its tensors. A
-skipped step changes nothing, not even the step count.
+A program owns a tile of GROUPS whole groups of one parameter: decode both moments and the master, update in FP32
+registers, find each group's statistics, encode, store. With 8-bit moments and a 24-bit master that is 12.1 bytes of
+traffic per parameter. Tables on the device, which stay the same from step to step, say which tile of which parameter:
 
-Legend: T tensors.
+    tiles    int64 (programs,)           tensor | tile << 32
+    table    int64 (T, FIELDS)           addresses and layout of each parameter, in the order of `FIELDS`
+
+Learning rate, step counts, scales and flags are read from device memory: no value recompiles anything, and the host
+waits for nothing. A skipped step changes nothing, not even the step count.
+
+Legend: G group size, GROUPS groups per tile, T tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from functools import lru_cache
-from itertools import chain
 from typing import Any, List, NamedTuple, Optional
 
 import torch
@@ -22,13 +26,19 @@ from overcoat.formats import de8
 from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import RANDOM_BITS, REMAINDER_DTYPE
 from overcoat.formats.moments import range_log2
-from overcoat.kernels.adamw import Hyper, rows_of, state_names, step_coefficients, step_parameter
-from overcoat.kernels.adamw_counters import Counters, StepScalars
-from overcoat.kernels.adamw_kernel import FIELDS, adamw_kernel
-from overcoat.kernels.language import INTERPRETED, triton
-from overcoat.kernels.multi_tensor import TRITON_TYPE, Gradients, contiguous, tile_table
-from overcoat.kernels.op import op
+from overcoat.kernels import adamw_codes as codes
+from overcoat.kernels.adamw import Hyper, rows_of, step_coefficients, step_parameter
+from overcoat.kernels.instructions import fma, reciprocal, sqrt, to_float32
+from overcoat.kernels.language import INTERPRETED, tl, triton
+from overcoat.kernels.launch import cdiv, kernel
+from overcoat.kernels.multi_tensor import TRITON_TYPE, tile_table
 
+FIELDS = (
+    "param", "exp_avg", "exp_avg_sq", "remainder", "exp_avg_amax", "exp_avg_exponent", "exp_avg_sq_scale",
+    "groups", "columns", "groups_per_row", "first_group", "key",
+)  # fmt: skip
+# Tensors in the parameter's shape, read in vectors.
+_VECTORS = FIELDS[:4]
 # Elements of a tile and warps of a program: 16 elements per thread, loads of 16 bytes. With 8 elements per thread, or
 # several tiles per program, a step took longer (docs/research/log.md).
 TILE = 2048
@@ -38,46 +48,8 @@ NUM_WARPS = 4
 # Where rows are not aligned, loads element by element need 254.
 MAX_REGISTERS = 72
 MAX_REGISTERS_SPILLING = 80
-# Tensors in the parameter's shape, read in vectors.
-_VECTORS = FIELDS[:4]
-
-
-@op(mutates=("params", "states"))
-def adamw_step_(
-    params: List[torch.Tensor], grads: List[torch.Tensor], states: List[torch.Tensor], lr: torch.Tensor,
-    grad_factor: torch.Tensor, skip: torch.Tensor, beta1: float, beta2: float, eps: float, weight_decay: float,
-    m_code: str, v_code: str, master: str, group_size: int, keys: List[int], first_groups: List[int],
-) -> None:  # fmt: skip
-    """Step every parameter in place; all share dtype, codes, master and hyperparameters.
-
-    Args:
-        params: T tensors, BF16 or FP32, any shape. grads: their gradients, any floating dtype.
-        states: their state tensors, contiguous: T for each name of `state_names`, name by name.
-        lr, grad_factor: 0-d FP32; the factor unscales and clips, it multiplies every gradient. skip: 0-d bool.
-        m_code, v_code: names of the moments' codes. master: resolved, not "auto".
-        keys: `masters.parameter_key` of each parameter.
-        first_groups: number of each tensor's first group in its unsharded parameter.
-    """
-    if bool(skip):
-        return
-    hyper = Hyper(beta1, beta2, eps, weight_decay, m_code, v_code, master, group_size)
-    lists = _by_name(states, len(params), hyper)
-    torch._foreach_add_(lists["step"], 1.0)
-    coefficients = step_coefficients(torch.stack(lists["step"]), lr, beta1, beta2, eps, weight_decay)
-    for i, param in enumerate(params):
-        state = {name: of[i] for name, of in lists.items()}
-        step_parameter(param, grads[i], state, hyper, coefficients[i], grad_factor, keys[i], first_groups[i])
-
-
-@adamw_step_.fake
-def _(*args):
-    return None
-
-
-def _by_name(states: List[Tensor], count: int, hyper: Hyper) -> dict[str, List[Tensor]]:
-    """The lists of the op's `states`."""
-    names = state_names(*hyper.codes, hyper.master)
-    return {name: states[i * count : (i + 1) * count] for i, name in enumerate(names)}
+# Step counters that one program counts.
+COUNTED = 128
 
 
 class StepTensors(NamedTuple):
@@ -85,8 +57,9 @@ class StepTensors(NamedTuple):
 
     Attributes:
         params: of one dtype.
-        states: lists by the names of `state_names`, in that order.
-        keys, first_groups, group_size: as `adamw_step_` takes them.
+        states: lists by the names of `state_names`, in that order; contiguous.
+        keys: `masters.parameter_key` of each.
+        first_groups: number of each one's first group in its unsharded parameter.
     """
 
     params: List[Tensor]
@@ -100,26 +73,161 @@ class StepTensors(NamedTuple):
         is_there = self.params[0].is_cuda or INTERPRETED
         return bool(triton and is_there) and all(map(Tensor.is_contiguous, self.params))
 
-    def call_op(self, grads: List[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
-        """Step by the op; skip may be one flag (0-d) or one per parameter (T,)."""
-        if skip.dim():
-            for i, grad in enumerate(grads):
-                self._only(i).call_op([grad], lr, factor, skip[i], hyper)
-            return
-        states = list(chain.from_iterable(self.states.values()))
-        adamw_step_(self.params, grads, states, lr, factor, skip, *hyper, self.keys, self.first_groups)
 
-    def _only(self, i: int) -> StepTensors:
-        """The lists of parameter i alone."""
-        return self._replace(
-            params=[self.params[i]],
-            states={name: of[i : i + 1] for name, of in self.states.items()},
-            keys=[self.keys[i]],
-            first_groups=[self.first_groups[i]],
-        )
+def reference_step(
+    tensors: StepTensors, grads: List[Tensor], lr: Tensor, grad_factor: Tensor, skip: Tensor, hyper: Hyper
+) -> None:
+    """Step every parameter and its state in place, in plain PyTorch, as the kernel does.
+
+    Args:
+        grads: any floating dtype. lr, grad_factor: 0-d FP32; the factor unscales and clips, it multiplies every
+            gradient. skip: bool, 0-d or one per parameter (T,).
+    """
+    flags = skip.expand(len(tensors.params)).tolist()
+    if not (taken := [i for i, skipped in enumerate(flags) if not skipped]):
+        return
+    steps = [tensors.states["step"][i] for i in taken]
+    torch._foreach_add_(steps, 1.0)
+    for i, coefficients in zip(taken, step_coefficients(torch.stack(steps), lr, *hyper[:4]), strict=True):
+        state = {name: of[i] for name, of in tensors.states.items()}
+        where = tensors.keys[i], tensors.first_groups[i]
+        step_parameter(tensors.params[i], grads[i], state, hyper, coefficients, grad_factor, *where)
+
+
+# ---- the kernels ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pointer(row, FIELD: tl.constexpr, TYPE: tl.constexpr):
+    return tl.load(row + FIELD).to(tl.pointer_type(TYPE))
+
+
+@triton.jit
+def _elements(base, offset, ALIGN: tl.constexpr):
+    """Pointers to a tile, with the promise that groups start at multiples of ALIGN bytes and are contiguous."""
+    return tl.multiple_of(tl.max_contiguous(base + offset, (1, offset.shape[1])), (ALIGN, ALIGN))
+
+
+@triton.jit
+def _place(group, lane, groups, columns, per_row, G: tl.constexpr, FLAT: tl.constexpr):
+    """(offset, mask) of a tile's elements, (GROUPS, G); FLAT: rows are whole groups, so groups follow one another."""
+    if FLAT:
+        offset = group[:, None] * G + lane[None, :]
+        mask = (group < groups)[:, None] & (lane >= 0)[None, :]
+    else:
+        column = (group % per_row) * G
+        offset = (group // per_row * columns + column)[:, None] + lane[None, :]
+        mask = (group < groups)[:, None] & (column[:, None] + lane[None, :] < columns)
+    return offset, mask
+
+
+@kernel
+def adamw_kernel(
+    tiles, table, grads, coefficients, steps, grad_factor, skip, de8_first, de8_second,
+    beta1, complement1, beta2, root2,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, REMAINDER: tl.constexpr,
+    M_CODE: tl.constexpr, M_EXPANDED: tl.constexpr, M_RANGE: tl.constexpr,
+    V_CODE: tl.constexpr, V_EXPANDED: tl.constexpr, V_RANGE: tl.constexpr,
+    MASTER: tl.constexpr, RANDOM: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr,
+    FLAT: tl.constexpr, ALIGN: tl.constexpr, NUM_FIELDS: tl.constexpr, SKIPS: tl.constexpr,
+):  # fmt: skip
+    """One tile of one parameter. ALIGN: bytes that the start of every group is a multiple of.
+
+    root2: sqrt(1 - beta2).
+    SKIPS: skip has a flag for each parameter, (T,).
+    """
+    M_GROUPED: tl.constexpr = M_CODE != "bf16" and M_CODE != "fp32"
+    V_GROUPED: tl.constexpr = V_CODE != "bf16" and V_CODE != "fp32"
+    entry = tl.load(tiles + tl.program_id(0))
+    tensor = (entry & 0xFFFFFFFF).to(tl.int32)
+    row = table + tensor * NUM_FIELDS
+    param_base, grad_base = _pointer(row, 0, PARAM), tl.load(grads + tensor).to(tl.pointer_type(GRAD))
+    first_base, second_base = _pointer(row, 1, FIRST), _pointer(row, 2, SECOND)
+    amax_base, k16_base = _pointer(row, 4, tl.bfloat16), _pointer(row, 5, tl.uint8)
+    packed_base = _pointer(row, 6, tl.int32)
+    skipped = tl.load(skip + tensor if SKIPS else skip)
+    groups = tl.where(skipped, 0, tl.load(row + 7))  # a skipped step masks everything
+    columns, per_row = tl.multiple_of(tl.load(row + 8), ALIGN), tl.load(row + 9)
+    factor = tl.load(grad_factor)
+    step_size, eps = tl.load(coefficients + tensor * 3), tl.load(coefficients + tensor * 3 + 1)
+    keep = tl.load(coefficients + tensor * 3 + 2)
+    lane = tl.arange(0, G)
+    group = (entry >> 32) * GROUPS + tl.arange(0, GROUPS)
+    valid = group < groups
+    offset, mask = _place(group, lane, groups, columns, per_row, G, FLAT)
+    param = tl.load(_elements(param_base, offset, ALIGN), mask, 0.0)
+    g = to_float32(tl.load(_elements(grad_base, offset, ALIGN), mask, 0.0))
+    first = tl.load(_elements(first_base, offset, ALIGN), mask, 0.0)
+    second = tl.load(_elements(second_base, offset, ALIGN), mask, 0.0)
+    remainder = param
+    if REMAINDER is not None:
+        remainder_base = _pointer(row, 3, REMAINDER)
+        remainder = tl.load(_elements(remainder_base, offset, ALIGN), mask, 0)
+    amax = tl.load(amax_base + group, valid & M_GROUPED, 0.0).to(tl.float32)
+    k16 = tl.load(k16_base + group, valid & M_EXPANDED, 16).to(tl.int32)
+    packed = tl.load(packed_base + group, valid & V_GROUPED, 0)
+
+    root = g * (factor * root2)
+    m = codes.decay(first, amax, k16, beta1, g * (factor * complement1), de8_first, M_CODE, M_EXPANDED, True)
+    w = codes.decode_master(param, remainder, MASTER)
+    v = codes.decay_second(second, packed, beta2, root * root, de8_second, V_CODE, V_EXPANDED)
+    w = fma(m * reciprocal(sqrt(v) + eps), -step_size, w * keep)
+
+    number = (tl.load(row + 10) + group).to(tl.int32)
+    of_group = codes.group_bits(tl.load(row + 11).to(tl.int32), tl.load(steps + tensor), number)
+    random = remainder
+    if RANDOM > 0:
+        random = codes.random_bits(of_group, lane, RANDOM)
+    param, remainder = codes.encode_master(w, random, MASTER)
+    tl.store(_elements(param_base, offset, ALIGN), param, mask)
+    if REMAINDER is not None:
+        tl.store(_elements(remainder_base, offset, ALIGN), remainder, mask)
+    first, amax, k16 = codes.encode_first(m, of_group, de8_first, M_CODE, M_EXPANDED, M_RANGE, FIRST)
+    second, packed = codes.encode_second(v, of_group, de8_second, V_CODE, V_EXPANDED, V_RANGE, SECOND)
+    tl.store(_elements(first_base, offset, ALIGN), first, mask)
+    tl.store(_elements(second_base, offset, ALIGN), second, mask)
+    # The addresses of the groups' numbers are read again: kept all the while, they would take registers.
+    tl.store(_pointer(row, 4, tl.bfloat16) + group, amax, valid & M_GROUPED)
+    tl.store(_pointer(row, 5, tl.uint8) + group, k16.to(tl.uint8), valid & M_EXPANDED)
+    tl.store(_pointer(row, 6, tl.int32) + group, packed, valid & V_GROUPED)
+
+
+@kernel
+def _count_steps_kernel(counters, steps, skip, tensors, PER_TENSOR: tl.constexpr, BLOCK: tl.constexpr):
+    """Increment every parameter's own step counter, unless skipped, and gather them: counters int64, steps (T,)."""
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = tensor < tensors
+    counter = tl.load(counters + tensor, mask, 0).to(tl.pointer_type(tl.float32))
+    skipped = tl.load(skip + tensor, mask, 0) if PER_TENSOR else tl.load(skip)
+    step = tl.load(counter, mask, 0.0) + tl.where(skipped, 0.0, 1.0)
+    tl.store(counter, step, mask)
+    tl.store(steps + tensor, step, mask)
 
 
 # ---- the launch -----------------------------------------------------------------------------------------------
+
+
+class StepScalars(NamedTuple):
+    """The step that each of T parameters takes: its number, FP32 (T,), and `step_coefficients`, FP32 (T, 3)."""
+
+    steps: Tensor
+    coefficients: Tensor
+
+
+class Counters:
+    """The step counters of T parameters, 0-d FP32 tensors that lie anywhere on one device."""
+
+    def __init__(self, counters: List[Tensor]) -> None:
+        self.device, self.count = counters[0].device, len(counters)
+        self.addresses = torch.tensor(list(map(Tensor.data_ptr, counters)), dtype=torch.int64).to(self.device)
+        self.steps = torch.empty(self.count, dtype=torch.float32, device=self.device)
+
+    def take_step(self, lr: Tensor, skip: Tensor, hyper: Hyper) -> StepScalars:
+        """Count the step of every parameter; skip bool, 0-d or (T,). What it returns holds until the next call."""
+        _count_steps_kernel[(cdiv(self.count, COUNTED),)](
+            self.addresses, self.steps, skip, self.count, skip.dim() > 0, COUNTED
+        )
+        return StepScalars(self.steps, step_coefficients(self.steps, lr, *hyper[:4]))
 
 
 @lru_cache(maxsize=16)
@@ -177,7 +285,7 @@ class Plan:
         Args:
             addresses: of the gradients, int64 (T,); grad_dtype: theirs.
             scalars: the step that each takes: whoever calls counts.
-            grad_factor, hyper: as `adamw_step_` takes them. skip: bool, 0-d or (T,).
+            grad_factor, skip: as `reference_step` takes them.
         """
         signed, unsigned = _de8_tables(True, self.device), _de8_tables(False, self.device)
         for launch in self.launches:
@@ -227,50 +335,3 @@ def _max_registers(hyper: Hyper) -> Optional[int]:
         return MAX_REGISTERS_SPILLING if hyper.master == "bf16" else MAX_REGISTERS
     is_default = (hyper.m_code, hyper.v_code, hyper.master) == ("sqrt8", "log8", "bf16+8")
     return MAX_REGISTERS if is_default else None
-
-
-_plans: OrderedDict[Any, tuple[Plan, Counters, Gradients]] = OrderedDict()
-_MAX_PLANS = 16
-
-
-def _plan(tensors: StepTensors, hyper: Hyper) -> tuple[Plan, Counters, Gradients]:
-    """The op's tables for these very tensors; the few used last are kept."""
-    params = tensors.params
-    identity = (
-        hyper[4:],
-        params[0].device,
-        tuple(tensors.keys),
-        tuple(tensors.first_groups),
-        tuple((param.dtype, param.shape) for param in params),
-        tuple(map(Tensor.data_ptr, chain(params, *tensors.states.values()))),
-    )
-    found = _plans.pop(identity, None)
-    if found is None:
-        gradients = Gradients([param.numel() for param in params], params[0].device)
-        found = (Plan(tensors), Counters(tensors.states["step"]), gradients)
-    _plans[identity] = found
-    if len(_plans) > _MAX_PLANS:
-        _plans.popitem(last=False)
-    return found
-
-
-def adamw_step_triton(
-    params, grads, states, lr, grad_factor, skip, beta1, beta2, eps, weight_decay, m_code, v_code, master, group_size,
-    keys, first_groups,
-) -> None:  # fmt: skip
-    """`adamw_step_` by the fused kernel; a non-contiguous parameter is copied there and back."""
-    hyper = Hyper(beta1, beta2, eps, weight_decay, m_code, v_code, master, group_size)
-    whole = [param.contiguous() for param in params]
-    tensors = StepTensors(whole, _by_name(states, len(params), hyper), keys, first_groups, group_size)
-    plan, counters, gradients = _plan(tensors, hyper)
-    gradients.set(contiguous(grads))
-    scalars = counters.take_step(lr, skip, hyper)
-    plan.launch(gradients.addresses, gradients.dtype, scalars, grad_factor, skip, hyper)
-    gradients.forget_copies()
-    for param, copy in zip(params, whole, strict=True):
-        if copy is not param:
-            param.copy_(copy)
-
-
-if triton:  # without it the reference runs on GPUs too
-    adamw_step_.cuda(adamw_step_triton)

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import kernel
-from overcoat.kernels.op import op
 
 # Elements that a program reads at once, how often, how many of those before it waits, and its warps.
 TILE = 4096
@@ -54,29 +53,16 @@ def tile_table(counts: List[int]) -> Tensor:
     return (torch.arange(len(tensor)) - first[tensor]) << 32 | tensor
 
 
-def contiguous(tensors: List[Tensor]) -> List[Tensor]:
-    """The tensors; contiguous copies if any of them is not."""
-    if all(map(Tensor.is_contiguous, tensors)):
-        return tensors
-    return [tensor.contiguous() for tensor in tensors]
-
-
-@op
-def gradients_sum_squares(grads: List[torch.Tensor]) -> torch.Tensor:
+def sum_squares(grads: List[Tensor]) -> Tensor:
     """Sum of the squares of all elements of all tensors, 0-d FP64; inf or NaN if any element is not finite.
 
     Squares are FP32, as in the second moment, so it is inf too if an element's overflows: from 2^64 = 1.8e19 on. The
-    kernel sums 128 of them in FP32 before FP64, so there from 2^60 = 1.1e18 on, depending on the others.
+    kernel (`Gradients`) sums 128 of them in FP32 before FP64, so there from 2^60 = 1.1e18 on, depending on the others.
     """
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
     for grad in grads:
         total += grad.float().square().sum(dtype=torch.float64)
     return total
-
-
-@gradients_sum_squares.fake
-def _(grads):
-    return grads[0].new_empty((), dtype=torch.float64)
 
 
 @triton.jit
@@ -209,19 +195,3 @@ class Gradients:
                 TRITON_TYPE[self.dtype], TILE, SPAN, UNROLL, LANE, num_warps=WARPS,
             )  # fmt: skip
         return self.partials
-
-
-def gradients_sum_squares_triton(grads: List[Tensor]) -> Tensor:
-    by_dtype: dict[torch.dtype, List[Tensor]] = {}
-    for grad in contiguous(grads):
-        by_dtype.setdefault(grad.dtype, []).append(grad)
-    parts = []
-    for same in by_dtype.values():
-        gradients = Gradients([grad.numel() for grad in same], grads[0].device)
-        gradients.set(same)
-        parts.append(gradients.sum_squares())
-    return torch.stack(parts).sum()
-
-
-if triton:  # without it the reference runs on GPUs too
-    gradients_sum_squares.cuda(gradients_sum_squares_triton)

@@ -160,6 +160,7 @@ class AdamW(torch.optim.Optimizer):
         self.wait_for_offload()
         self._staging = {}  # its buffers may be too small now
 
+    @torch._disable_dynamo  # compiled code around it breaks here: the step is one launch already
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None, *, clip_grad_norm: Optional[float] = None) -> Any:
         """Take one step.
@@ -328,7 +329,7 @@ class AdamW(torch.optim.Optimizer):
     def keep_if_captured(self, step_groups: list[StepGroup]) -> None:
         """A graph reads tables by their addresses: keep them, whatever becomes of the step groups."""
         for step_group in step_groups:
-            if step_group.device.type == "cuda" and step_group.fused() and torch.cuda.is_current_stream_capturing():
+            if step_group.device.type == "cuda" and step_group.on_kernel and torch.cuda.is_current_stream_capturing():
                 addresses = step_group.gradients.addresses
                 self._captured[id(addresses)] = (step_group, addresses)
 

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from overcoat.host import ALIGNMENT, packed
 from overcoat.kernels.adamw import Hyper, rows_of
-from overcoat.kernels.adamw_counters import StepScalars
-from overcoat.kernels.adamw_step import Plan, StepTensors
+from overcoat.kernels.adamw_step import Plan, StepScalars, StepTensors, reference_step
 from overcoat.optim.step import StepGroup
 
 # Staging buffers: one is filled, one is stepped, one is emptied.
@@ -259,8 +258,6 @@ class OffloadedStepGroup(StepGroup):
     staging: the way between them.
     """
 
-    offloaded = True
-
     def __init__(self, staging: Staging, *args: Any) -> None:
         self.staging = staging
         super().__init__(*args)
@@ -278,14 +275,14 @@ class OffloadedStepGroup(StepGroup):
                 of_pieces = StepScalars(*(values.index_select(0, chunk.owners) for values in scalars))
                 chunk.plan.launch(addresses, self.gradients.dtype, of_pieces, factor, skipped, hyper)
 
-    def _call_op(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+    def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
         counters = self.tensors.states["step"]
         for chunk in self.chunks:
-            # The op counts steps: each piece has a counter of its own for that.
+            # It counts steps: each piece has a counter of its own for that.
             chunk.tensors.states["step"][:] = [counters[piece.owner].clone() for piece in chunk.pieces]
             parts = [piece.of(grads[piece.owner]) for piece in chunk.pieces]
             skipped = skip.index_select(0, chunk.owners) if skip.dim() else skip
             with self.staging.holding(chunk):
-                chunk.tensors.call_op(parts, lr, factor, skipped, hyper)
+                reference_step(chunk.tensors, parts, lr, factor, skipped, hyper)
         for counter, skipped in zip(counters, skip.expand(len(counters)), strict=True):
             counter += ~skipped

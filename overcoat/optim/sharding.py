@@ -46,8 +46,6 @@ def check_sharding(params: Iterable[Tensor]) -> None:
 
     To be called in the constructor and at the first step: what divides may do so in between.
     """
-    if torch.compiler.is_compiling():
-        return
     flat = any(getattr(param, "_fsdp_flattened", False) for param in params)
     divider = "FullyShardedDataParallel (FSDP1)" if flat else _divider()
     if divider is not None:

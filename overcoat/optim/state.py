@@ -60,15 +60,10 @@ class Field(NamedTuple):
 def state_fields(param: Tensor, group: Mapping[str, Any]) -> Mapping[str, Field]:
     """The state tensors of `param` under the options of its parameter group."""
     master = resolve_master(group["master"], param.dtype)
-    key = (tuple(param.shape), tuple(group["moments"]), master, int(group["group_size"]))
-    if key not in _fields:  # no lru_cache, at which torch.compile warns
-        _fields[key] = _make_fields(*key)
-    return _fields[key]
+    return _make_fields(tuple(param.shape), tuple(group["moments"]), master, int(group["group_size"]))
 
 
-_fields: dict[tuple[Any, ...], dict[str, Field]] = {}
-
-
+@functools.cache
 def _make_fields(shape: tuple[int, ...], moments: tuple[str, str], master: str, group_size: int) -> dict[str, Field]:
     m_code, v_code = (MOMENT_CODES[name] for name in moments)
     layout = rows_of(shape, group_size)
@@ -148,7 +143,7 @@ def check_lr(lr: Any) -> None:
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr is a tensor of shape {tuple(lr.shape)}; it must have one element")
-        if lr.device.type != "cpu" or torch.compiler.is_compiling():
+        if lr.device.type != "cpu":
             return
     if not _is_within(lr, math.inf):
         raise ValueError(f"lr {lr!r} must be a number >= 0")

@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from overcoat.formats.masters import parameter_key, resolve_master
 from overcoat.kernels.adamw import Hyper, rows_of, state_names
-from overcoat.kernels.adamw_counters import Counters, StepScalars
-from overcoat.kernels.adamw_step import Plan, StepTensors
-from overcoat.kernels.multi_tensor import Gradients, Sums, gradients_sum_squares
+from overcoat.kernels.adamw_step import Counters, Plan, StepScalars, StepTensors, reference_step
+from overcoat.kernels.multi_tensor import Gradients, Sums, sum_squares
 from overcoat.optim.sharding import (
     buffer_for,
     check_gradient,
@@ -61,8 +60,6 @@ class StepGroup:
         states: their states.
     """
 
-    offloaded = False  # `overcoat.optim.offload` has one whose states are in host memory
-
     def __init__(
         self,
         group: Mapping[str, Any],
@@ -73,10 +70,10 @@ class StepGroup:
         self.params, self.indices = params, indices
         self.sharded, self.whole = isinstance(params[0], DTensor), is_whole(params[0])
         own = [local(param) for param in params]
-        # What is stepped: this process' rows, or buffers for whole vectors, and for what chunks of rows cannot be cut
-        # from. They are filled before every step and not here: processes need not build their step groups at the same
-        # time, but gathering takes all of them.
-        self.buffered = self.whole or (self.offloaded and not all(map(Tensor.is_contiguous, own)))
+        # What is stepped: this process' rows, or buffers for whole vectors and for what is not contiguous. They are
+        # filled before every step and not here: processes need not build their step groups at the same time, but
+        # gathering takes all of them.
+        self.buffered = self.whole or not all(map(Tensor.is_contiguous, own))
         hyper = hyper_of(group, params[0].dtype)
         self.tensors = StepTensors(
             params=[buffer_for(param) for param in params] if self.buffered else own,
@@ -128,26 +125,22 @@ class StepGroup:
         if self.buffered:
             for buffer, param in zip(self.tensors.params, self.params, strict=True):
                 buffer.copy_(stepped_part(param))
-        if self.fused():
+        if self.on_kernel:
             self.gradients.set(self.grads)
-
-    def fused(self) -> bool:
-        """Whether the kernel is launched from here; torch.compile sees the op instead."""
-        return self.on_kernel and not torch.compiler.is_compiling()
 
     def sum_squares(self) -> Tensor:
         """Of this process' gradients, 0-d FP64."""
-        return self.gradients.sum_squares() if self.fused() else gradients_sum_squares(self.grads)
+        return self.gradients.sum_squares() if self.on_kernel else sum_squares(self.grads)
 
     def sums_of_squares(self) -> Sums:
         """Of each gradient, over all processes."""
-        if self.fused():
+        if self.on_kernel:
             sums = self.gradients.sums_of_squares()
             if not self.sharded:
                 return sums
             squares = sums.squares
         else:
-            squares = torch.stack([gradients_sum_squares([grad]) for grad in self.grads])
+            squares = torch.stack([sum_squares([grad]) for grad in self.grads])
         squares = sum_over_shards(squares, self.params[0])
         return Sums(squares, ~(squares < math.inf))  # NaN is not below anything
 
@@ -161,14 +154,14 @@ class StepGroup:
         """
         grads, self.grads = self.grads, []
         factor, skip, hyper = moved(factor, self.device), moved(skip, self.device), hyper_of(group, self.dtype)
-        if self.fused():
-            scalars = self.counters.take_step(scalar_on(group["lr"], self.device), skip, hyper)
-            self._launch(scalars, factor, skip, hyper)
+        lr = scalar_on(group["lr"], self.device)
+        if self.on_kernel:
+            self._launch(self.counters.take_step(lr, skip, hyper), factor, skip, hyper)
             self.gradients.forget_copies()
             # Kernels launched from here are not seen by PyTorch, which counts what is written.
             torch.autograd.graph.increment_version(self.tensors.params)
         else:
-            self._call_op(grads, scalar_on(group["lr"], self.device), factor, skip, hyper)
+            self._reference(grads, lr, factor, skip, hyper)
         if self.buffered:
             for buffer, param in zip(self.tensors.params, self.params, strict=True):
                 write_back(param, buffer)
@@ -176,8 +169,8 @@ class StepGroup:
     def _launch(self, scalars: StepScalars, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
         self.plan.launch(self.gradients.addresses, self.gradients.dtype, scalars, factor, skip, hyper)
 
-    def _call_op(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
-        self.tensors.call_op(grads, lr, factor, skip, hyper)
+    def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+        reference_step(self.tensors, grads, lr, factor, skip, hyper)
 
 
 def norm_of(step_groups: Sequence[StepGroup], factor: Optional[Tensor]) -> Tensor:

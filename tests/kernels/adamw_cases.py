@@ -6,8 +6,7 @@ import torch
 
 from overcoat.formats.masters import REMAINDER_DTYPE
 from overcoat.kernels.adamw import Hyper, state_names
-from overcoat.kernels.adamw_counters import Counters
-from overcoat.kernels.adamw_step import Plan, StepTensors, adamw_step_
+from overcoat.kernels.adamw_step import Counters, Plan, StepTensors, reference_step
 from overcoat.kernels.multi_tensor import Gradients
 from overcoat.optim.state import init_state
 
@@ -19,7 +18,7 @@ SKIP = 5  # the place of `skip` among the arguments
 def arguments(
     moments=("sqrt8", "log8"), master="bf16+8", shapes=SHAPES, grad_dtype=None, device="cpu", group_size=128, seed=0
 ):
-    """Arguments of `adamw_step_`, positional, for fresh states."""
+    """Arguments of `reference`, positional, for fresh states."""
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float32 if master == "fp32" else torch.bfloat16
     params = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
@@ -59,8 +58,21 @@ def run(implementation, args, steps=3):
     return [*args[0], *args[2]]
 
 
+def tensors_of(args):
+    """(all that stays from step to step, hyperparameters)."""
+    params, states, hyper = args[0], args[2], Hyper(*args[6:14])
+    names = state_names(*hyper.codes, hyper.master)
+    lists = {name: states[i * len(params) :][: len(params)] for i, name in enumerate(names)}
+    return StepTensors(params, lists, *args[14:], hyper.group_size), hyper
+
+
 def reference(*args):
-    adamw_step_.reference(*args)
+    tensors, hyper = tensors_of(args)
+    reference_step(tensors, args[1], *args[3:6], hyper)
+
+
+def by_kernel(*args):
+    step_one_by_one(args, args[SKIP])
 
 
 def nothing(*args):
@@ -69,14 +81,11 @@ def nothing(*args):
 
 def step_one_by_one(args, skip):
     """One step by the kernel, `skip` (T,) or 0-d."""
-    (params, grads, states, lr, factor), hyper = args[:SKIP], Hyper(*args[6:14])
-    lists = {
-        name: states[i * len(params) :][: len(params)] for i, name in enumerate(state_names(*hyper.codes, hyper.master))
-    }
-    plan = Plan(StepTensors(params, lists, *args[14:], hyper.group_size))
+    (params, grads, _, lr, factor), (tensors, hyper) = args[:SKIP], tensors_of(args)
     table = Gradients([p.numel() for p in params], params[0].device)
     table.set([g.contiguous() for g in grads])
-    plan.launch(table.addresses, table.dtype, Counters(lists["step"]).take_step(lr, skip, hyper), factor, skip, hyper)
+    scalars = Counters(tensors.states["step"]).take_step(lr, skip, hyper)
+    Plan(tensors).launch(table.addresses, table.dtype, scalars, factor, skip, hyper)
 
 
 def differing_bytes(left, right):

@@ -1,8 +1,7 @@
 """Arguments for every op of the catalogue, on the CPU: what `opcheck` and the compile tests run on.
 
 `SAMPLES[op name]` is a list of argument tuples. The sizes are those that break kernels: one token, odd token counts,
-widths that fit no tile and no group, BF16 and FP32, strided inputs. Add an op's samples here, or list how its file's
-name begins in `CHECKED_ELSEWHERE`.
+widths that fit no tile and no group, BF16 and FP32, strided inputs. Add an op's samples here.
 """
 
 from __future__ import annotations
@@ -16,9 +15,6 @@ from torch import Tensor
 import overcoat.models.convert  # noqa: F401, registers all ops of a block
 from overcoat.formats import encode_groups, quantize_blocks, quantize_tensor
 from overcoat.kernels.rope import qk_rope_encode12_
-
-# Kernel files whose ops are run through opcheck by a test of their own.
-CHECKED_ELSEWHERE = ("adamw", "multi_tensor")
 
 # Files whose ops call PyTorch's own kernels on a GPU, or single instructions on FP32: nothing of ours is launched.
 LIBRARY = ("attention", "gemm", "hardware", "rms_norm")

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from overcoat.kernels import adamw_step
 from overcoat.kernels.adamw import Hyper
-from overcoat.kernels.adamw_kernel import adamw_kernel
+from overcoat.kernels.adamw_step import adamw_kernel
 
 CUOBJDUMP = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
 POINTERS = {

@@ -22,8 +22,7 @@ import weakref
 import torch
 from torch import nn
 from overcoat import AdamW, release_gradients
-from overcoat.kernels.adamw_counters import Counters
-from overcoat.kernels.adamw_step import Plan
+from overcoat.kernels.adamw_step import Counters, Plan
 
 launches = {"take_step": 0, "launch": 0}
 for kind, name in ((Counters, "take_step"), (Plan, "launch")):

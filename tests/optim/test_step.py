@@ -274,6 +274,23 @@ def test_gradients_of_other_kinds(device):
     assert_same_bits(run(False), run(True))
 
 
+def test_compiled_code_around_a_step_steps_the_same():
+    params, twins = (make_params(torch.bfloat16, SHAPES) for _ in range(2))
+    optimizer, twin = AdamW(params, lr=1e-2), AdamW(twins, lr=1e-2)
+
+    @torch.compile(backend="eager")
+    def step():
+        optimizer.step(clip_grad_norm=1.0)
+        return params[0] * 2
+
+    for seed in range(2):
+        set_grads(params, seed)
+        set_grads(twins, seed)
+        twin.step(clip_grad_norm=1.0)
+        assert torch.equal(step(), twins[0] * 2)
+    assert_same_bits(snapshot(params, optimizer), snapshot(twins, twin))
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_replays_after_steps_of_other_kinds():
     """The tables whose addresses it has captured stay, though later steps make others."""
