@@ -24,9 +24,10 @@ def figures(function: Any, *arguments: Any, timeout: float) -> dict[str, Any]:
         return {**where, "peers": {}, "command": arguments[0], "copy_TB_per_s": 4.0}
     if function is layer.accuracy:
         return {"draws": arguments[2], **{column.key: 25.0 for column in layer.SQNR_COLUMNS}}
-    if function is kernels.measure_family:
+    if function is kernels.measure_subject:
         assert arguments[2] == ["stack"]
-        return {f"{arguments[0]} stack": {column.key: 0.75 for column in kernels.COLUMNS}}
+        assert len(arguments[5]) == list(kernels.SUBJECTS).index(arguments[0])
+        return {f"{arguments[0]}()": {"name": "stack", **{column.key: 0.75 for column in kernels.COLUMNS}}}
     module = {optimizer.measure: optimizer, layer.measure: layer, model.measure: model}[function]
     found: dict[str, Any] = {column.key: 2.0 for column in module.COLUMNS}
     if function is not model.measure:
@@ -76,7 +77,7 @@ def test_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("made_up")
 def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = bench(tmp_path, "kernels", "--shape", "13b", "--only", "stack")
-    assert [(row["name"], row["shape"]) for row in rows] == [(f"{family} stack", "13b") for family in kernels.FAMILIES]
+    assert [(row["name"], row["shape"]) for row in rows] == [("stack", "13b")] * len(kernels.SUBJECTS)
     assert "75%" in capsys.readouterr().out
 
 
