@@ -43,7 +43,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 HARMLESS_HOOKS = ("transformers.utils", "torch.distributed", "overcoat.models")
 # Attention code of transformers that hands every mask to the layer, as all pairs or as flex attention's; "flash" in a
 # name, also of the hub's kernels, stands for code that reads position_ids, lengths or padding instead.
-ATTENTION = ("sdpa", "eager", "flex_attention")
+ATTENTION = ("sdpa", "eager", "flex_attention", "flex_torchtitan")
 
 
 def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:

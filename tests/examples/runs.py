@@ -54,7 +54,8 @@ class Run:
         report = CONVERT(model, *args, **options)
         if self._report is None:
             self._model, self._report = model, report
-            found = find_causal_model(model)
+            # torchtitan calls what is inside of transformers' causal model, and computes the loss itself.
+            found = None if type(model).__module__.startswith("torchtitan") else find_causal_model(model)
             (found[1] if found else model).register_forward_pre_hook(self._before_forward, with_kwargs=True)
         return report
 

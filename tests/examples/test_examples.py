@@ -19,7 +19,10 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 # Where the library asks for the optimizer when it wants it.
 BY_THE_LIBRARY = {
     "lightning_module": "return overcoat.AdamW(self.model.parameters(), lr=2e-5, clip_grad_norm=1.0)",
-    "torchtitan_llama3": "_resolve_optimizer_factory = staticmethod(lambda name: overcoat.AdamW)",
+    **dict.fromkeys(
+        ("torchtitan_llama3", "torchtitan_transformers"),
+        "_resolve_optimizer_factory = staticmethod(lambda name: overcoat.AdamW)",
+    ),
 }
 README_LINES = ("overcoat.convert(model)", "optimizer = overcoat.AdamW(model.parameters(), lr=2e-5)")
 
@@ -30,6 +33,7 @@ REASONS = {
     r"gradient_checkpointing.* is deprecated and will be removed in v6": "TRL and PEFT call transformers by old names",
     r"isinstance\(treespec, LeafSpec\)` is deprecated": "Lightning calls PyTorch by an old name",
     r"torch.jit.script_method` is deprecated": "what torchtitan imports calls PyTorch by an old name",
+    r"initial_load_model_only=True has no effect": "torchtitan says so of its own default",
     r"tokenizer has new PAD/BOS/EOS tokens": "the model was made on the spot, without a tokenizer",
 }
 
@@ -121,8 +125,8 @@ def grpo_loss(run: Run, model: Any, batch: dict[str, Any]) -> Tensor:
 
 
 def titan_loss(run: Run, model: Any, batch: dict[str, Any]) -> Tensor:
-    ids, positions, masks = batch["args"]
-    logits = model(ids, positions, masks)
+    ids = batch["args"][0]
+    logits = model(*batch["args"], **{name: value for name, value in batch.items() if name != "args"})
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
@@ -140,6 +144,7 @@ PLAIN: dict[str, tuple[Any, Any, Any, float]] = {
     "lightning_module": (own_loss, step_and_clip, constant, 0.0),
     "peft_lora": (own_loss, step_and_clip, constant, 0.0),
     "torchtitan_llama3": (titan_loss, step_only, constant, 0.0),
+    "torchtitan_transformers": (titan_loss, step_only, constant, 0.0),
     "trl_sft": (sft_loss, clip_and_step, linear_decay(5), 4 * 2**-23),
     "trl_dpo": (dpo_loss, clip_and_step, linear_decay(5), 4 * 2**-23),
     "trl_grpo": (grpo_loss, clip_and_step, linear_decay(3), 4 * 2**-23),
