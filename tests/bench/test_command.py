@@ -120,15 +120,6 @@ def test_without_a_gpu_or_a_shape_it_is_one_line(
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["layer", "7b"], ["layer", "--repeats", "0"], ["kernels", "--plot", "x.png"], ["model", "--nope"]]
-)
-def test_what_it_does_not_know_is_status_2(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", *words])
-    assert stop.value.code == 2
-
-
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize(("missing", "name"), [("transformers", "layer"), ("matplotlib", "optimizer")])
 def test_a_missing_package_is_said_before_anything_is_measured(
@@ -138,14 +129,6 @@ def test_a_missing_package_is_said_before_anything_is_measured(
     monkeypatch.setattr(sessions, "call_alone", None)
     assert cli.main(["bench", name, "--plot", "x.png"]) == 2
     assert f"needs the package '{missing}' for this: pip install 'overcoat[bench]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("benchmark", BENCHMARKS)
-def test_help_says_what_is_measured(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", benchmark, "--help"])
-    assert stop.value.code == 0
-    assert str(BENCHMARKS[benchmark][0].__doc__).splitlines()[0] in capsys.readouterr().out
 
 
 @pytest.mark.gpu

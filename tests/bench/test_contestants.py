@@ -9,13 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import overcoat
 from overcoat import Recipe
 from overcoat.bench import contestants
 from overcoat.bench.contestants import (
     CUDNN_FIRST,
     ENGINES,
-    OUR_RECIPES,
     TRAINERS,
     make_block,
     overcoat_engine,
@@ -113,17 +111,6 @@ def test_pytorchs_checkpoint_runs_the_forward_again() -> None:
     assert torch.equal(once, again)
 
 
-def test_names_say_the_recipe_and_the_packages() -> None:
-    assert OUR_RECIPES["overcoat"] == Recipe()
-    for name, recipe in OUR_RECIPES.items():
-        model, _ = block_of(name)
-        assert model.layers[0].overcoat_recipe == recipe, name
-    packages = {"torchao": "torchao", "transformer engine": "transformer_engine", "FlashAdamW": "flashoptim"}
-    for name, contestant in [*ENGINES.items(), *TRAINERS.items()]:
-        expected = {package for word, package in packages.items() if word in name}
-        assert set(contestant.needs) == expected, name  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("part", ["layer", "head"])
 def test_what_convert_leaves_alone_is_no_contestant(part: str) -> None:
     model = build_model(SMALL, torch.bfloat16, "cpu")
@@ -162,22 +149,6 @@ def test_steps_move_every_weight_and_release_where_the_name_says(name: str, kind
     assert loss.isfinite()
     for key, p in model.named_parameters():
         assert key.endswith("k_proj.bias") or not torch.equal(p, before[key]), key  # softmax does not see k's bias
-
-
-@pytest.mark.parametrize(
-    ("name", "group"),
-    [
-        ("overcoat", {"moments": "8bit", "master": "auto"}),
-        ("overcoat paper", {"moments": "fp8", "master": "auto"}),
-        ("overcoat bf16 weights", {"moments": "8bit", "master": "bf16"}),
-        ("overcoat leanest, bf16 w., released", {"moments": "8bit", "master": "bf16"}),
-    ],
-)
-def test_our_optimizers_have_the_options_of_their_name(name: str, group: dict[str, Any]) -> None:
-    _, optimizer = TRAINERS[name].prepare(build_model(SMALL, torch.bfloat16, "cpu"))
-    defaults = overcoat.AdamW([nn.Parameter(torch.ones(4, 4))], lr=LR, **group).param_groups[0]
-    for found in optimizer.param_groups:
-        assert {key: found[key] for key in ("lr", *group)} == {key: defaults[key] for key in ("lr", *group)}
 
 
 def test_a_recipe_is_a_contestant() -> None:

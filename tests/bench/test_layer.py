@@ -12,7 +12,7 @@ from overcoat.bench.contestants import ENGINES
 from overcoat.bench.layer import RESULTS, accuracy, measure
 from overcoat.bench.shapes import BlockShape
 from overcoat.models.shapes import Model, sizes
-from tests.bench.peers import SHAPE, model_of, sqnr
+from tests.bench.peers import SHAPE, model_of
 from tests.models.zoo import KINDS
 
 EAGER = [name for name, engine in ENGINES.items() if not engine.needs and not engine.compile]
@@ -60,13 +60,6 @@ def test_the_error_of_a_mean_over_draws(monkeypatch: pytest.MonkeyPatch) -> None
     error = torch.tensor(noises).std().item() / 2  # of the mean, which is 2
     assert found["dx_error"] == pytest.approx(10 / math.log(10) * error / 2, rel=0.05)
     assert set(accuracy("any", SHAPE, 1, "cpu")) == {"draws", "dx"}
-
-
-def test_sqnr() -> None:
-    signal = torch.tensor([3.0, 4.0])
-    assert sqnr(signal, signal) == math.inf
-    assert sqnr(signal, signal + torch.tensor([0.3, 0.4])) == pytest.approx(20.0)
-    assert math.isnan(sqnr(signal, torch.tensor([math.nan, 4.0])))
 
 
 @pytest.mark.gpu

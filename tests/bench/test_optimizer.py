@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from overcoat.bench.optimizer import LR, OPTIMIZERS, measure
-from tests.bench.peers import module
+from overcoat.bench.optimizer import OPTIMIZERS, measure
 
 
 @pytest.mark.parametrize("name", [name for name, who in OPTIMIZERS.items() if not who.needs])
@@ -29,16 +26,6 @@ def test_only_checked_steps_are_credited_with_a_second_read_of_the_gradients() -
             made = contestant.make([torch.nn.Parameter(torch.ones(2, dtype=contestant.dtype))])
             checks = getattr(made, "check_finite", False)
         assert contestant.gradient_reads == 1 + checks, name
-
-
-def test_galores_options_are_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    module(monkeypatch, "galore_torch", GaLoreAdamW8bit=lambda groups, **options: given.append((groups, options)))
-    contestant, params = OPTIMIZERS["GaLore AdamW8bit, rank 1024"], [torch.nn.Parameter(torch.ones(2, 2))]
-    contestant.make(params)
-    group = {"params": params, "rank": 1024, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-    assert given == [([group], {"lr": LR})]
-    assert contestant.needs == ("galore_torch", "bitsandbytes")
 
 
 @pytest.mark.gpu

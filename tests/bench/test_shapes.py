@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import overcoat
-from overcoat.bench.shapes import SHORT, BlockShape, block_shape, build_block, build_model, head_dim
+from overcoat.bench.shapes import SHORT, BlockShape, block_shape, build_block
 from overcoat.models.shapes import MODELS
-from tests.bench.peers import SHAPE, SMALL, model_of
+from tests.bench.peers import model_of
 
 
 def test_blocks_by_name() -> None:
@@ -42,24 +42,3 @@ def test_every_model_has_a_block_of_its_family(name: str) -> None:
     x = torch.randn(1, 8, 128).bfloat16().requires_grad_()
     built.layers[0](x, **inputs).sum().backward()
     assert x.grad is not None
-
-
-def test_a_layer_gets_the_mask_that_its_model_would_give_it() -> None:
-    """None where attention is causal and nothing else; a window's else."""
-    window = model_of("qwen3").changed(use_sliding_window=True, sliding_window=4, max_window_layers=0)
-    for model, masked in ((SMALL, False), (window, True)):
-        _, inputs = build_block(SHAPE._replace(model=model), torch.float32, "cpu")
-        assert (inputs["attention_mask"] is not None) is masked
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_trains_tied_or_not(tied: bool) -> None:
-    model = build_model(SMALL.changed(tie_word_embeddings=tied), torch.float32, "cpu")
-    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
-    assert model.training
-
-
-def test_widths_of_heads() -> None:
-    widths = {name: head_dim(model.config().get_text_config()) for name, model in MODELS.items()}
-    assert {name: width for name, width in widths.items() if width != 128} == {"smollm2-135m": 64, "gemma-3-12b": 256}
-    assert head_dim(SMALL.changed(head_dim=48).config()) == 48

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overcoat.bench import timing
-from overcoat.bench.timing import copy_bandwidth, copy_ms, host_ms, steady_ms, summary, time_ms
+from overcoat.bench.timing import host_ms, steady_ms, time_ms
 
 
 class Device:
@@ -54,21 +54,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-@pytest.mark.parametrize(
-    ("times", "ms", "p20", "p80"),
-    [
-        ([5.0], 5.0, 5.0, 5.0),
-        ([3.0, 1.0], 2.0, 1.0, 3.0),
-        ([9.0, 1.0, 5.0, 3.0, 7.0], 5.0, 3.0, 9.0),
-        ([float(value) for value in range(20, 0, -1)], 10.5, 5.0, 17.0),
-    ],
-)
-def test_summary(times: list[float], ms: float, p20: float, p80: float) -> None:
-    before = list(times)
-    assert summary(times) == {"ms": ms, "p20": p20, "p80": p80}
-    assert times == before
-
-
 def test_each_run_alone_with_cold_caches(device: Device) -> None:
     """The first calls compile and choose: they are left out, and so are flush and lead."""
     times = iter([100.0, 50.0, 3.0, 1.0, 2.0])
@@ -91,25 +76,6 @@ def test_the_host_alone_while_the_device_is_busy(device: Device, monkeypatch: py
     monkeypatch.setattr(timing.time, "perf_counter", lambda: device.now * 1e-3)
     assert host_ms(lambda: device.work("step", next(times)), repeats=3) == pytest.approx(3.0)
     assert device.done == ["synchronize", "lead", "step"] * 3 + ["synchronize"]
-
-
-@pytest.mark.parametrize(("moved", "size"), [(4096, 2048), (4097, 2560), (1024, 512), (1, 512), (0, 512)])
-def test_a_copy_of_a_size_moves_it_in_all_and_no_odd_number(
-    moved: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is read and what is written, also of the bandwidth's."""
-    copied: list[int] = []
-
-    def timed(copy: Any, repeats: int) -> dict[str, float]:
-        copied.append(copy().nbytes)
-        return {"ms": 2.0}
-
-    original = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: original(size, dtype=dtype, device="meta"))
-    monkeypatch.setattr(timing, "time_ms", timed)
-    assert copy_ms(moved) == 2.0
-    assert copy_bandwidth() == 2 * 2**31 / 2e-3
-    assert copied == [size, 2**31]
 
 
 @pytest.mark.gpu

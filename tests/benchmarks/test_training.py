@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import comparable, gap_curve, gaps, noise, table
+from benchmarks.report import gaps, noise, table
 from benchmarks.training import main
-from overcoat.paper.arms import ARMS, curve, lengthened
+from overcoat.paper.arms import ARMS
 from overcoat.train.configfile import build_config, dump_toml, load_config
 from tests.train.conftest import TINY, corpus_files
 
@@ -24,12 +24,6 @@ def tiny(tmp_path: Path, corpus_files: str) -> Path:
     values = {**TINY, "train": {**TINY["train"], "run_dir": "unused"}}
     config.write_text(dump_toml(build_config(values, [f"data.files={corpus_files}", "train.steps=4"])))
     return config
-
-
-def test_a_longer_run_stretches_its_schedule(tiny: Path) -> None:
-    longer = load_config(tiny, lengthened(load_config(tiny), 400))
-    assert (longer.train.steps, longer.schedule.warmup_steps) == (400, 200)
-    assert (longer.eval.every, longer.train.log_every) == (25, 4)
 
 
 @pytest.mark.parametrize("name", ARMS)
@@ -76,20 +70,3 @@ def test_gaps_pair_runs_of_one_seed() -> None:
     text = table(rows)
     assert "| default | 0 | 3.0040 | +0.0040 | 100,000 | 1.00 |" in text
     assert "Mean gap of default over 2 seeds: -0.0030 +- 0.0070" in text
-
-
-def test_runs_on_other_tokens_are_not_compared() -> None:
-    rows = [row_of("bf16", 0, 3.0), row_of("default", 0, 3.0, data="e"), row_of("default", 0, 3.0, set=["a.b=1"])]
-    assert [len(part) for part in comparable(rows)] == [1, 1, 1]
-
-
-def test_gap_curve_is_against_the_mean_of_the_same_seed() -> None:
-    losses = [{"2": 4.0, "4": 3.0}, {"2": 4.2, "4": 3.2}, {"2": 9.0, "4": 9.0}, {"2": 4.0, "4": 3.3}]
-    names = [("bf16", 0), ("bf16", 0), ("bf16", 1), ("default", 0)]
-    rows = [{"run": run, "seed": seed, "held_out_losses": loss} for (run, seed), loss in zip(names, losses)]
-    assert gap_curve(rows[3], rows) == {2: pytest.approx(-0.1), 4: pytest.approx(0.2)}
-    assert gap_curve({**rows[3], "seed": 7}, rows) == {}
-
-
-def test_a_curve_keeps_means_of_neighbours() -> None:
-    assert curve({step: float(step) for step in range(1, 7)}, 3) == {2: 1.5, 4: 3.5, 6: 5.5}

@@ -11,7 +11,7 @@ import torch
 
 import overcoat
 from benchmarks import turns
-from benchmarks.turns import RECIPES, Step, adamw_step, block_step, cases, load_revision, take_turns
+from benchmarks.turns import RECIPES, Step, block_step, load_revision, take_turns
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -23,24 +23,6 @@ def test_a_block_step_leaves_gradients(recipe: str) -> None:
     step()  # again: gradients are made anew
     with pytest.raises(RuntimeError, match="second time"):
         y.backward(torch.ones_like(y))
-
-
-def test_an_optimizer_step_moves_the_weights() -> None:
-    seen: list[torch.nn.Parameter] = []
-
-    class Package:
-        @staticmethod
-        def AdamW(  # noqa: N802
-            weights: list[torch.nn.Parameter], lr: float
-        ) -> Any:
-            seen.extend(weights)
-            return overcoat.AdamW(weights, lr=lr)
-
-    step = adamw_step(Package, 2, 2048, "cpu")
-    before = [weight.clone() for weight in seen]
-    step()
-    assert [weight.shape for weight in seen] == [(2, 1024)] * 2
-    assert not any(torch.equal(old, weight) for old, weight in zip(before, seen))
 
 
 @pytest.mark.skipif(not (turns.ROOT / ".git").exists(), reason="needs the git repository")
@@ -72,13 +54,6 @@ def test_ratios_are_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["ms"] == {"new": 7, "old": 5}
     assert found["ratio"] == 9 / 11
     assert found["host_ratio"] == 10 / 12
-
-
-def test_names_of_cases() -> None:
-    names = list(cases(32))
-    assert "block 2048 default" in names
-    assert "adamw 1000 x 1M" in names
-    assert "model 7b, 32 layers, batch 1" in names
 
 
 @pytest.mark.gpu

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from overcoat import Recipe, cli
-from overcoat.estimate import Predictor, Setup
-from overcoat.estimate.command import memory_size, parse_recipe
+from overcoat import cli
+from overcoat.estimate import Predictor
+from overcoat.estimate.command import memory_size
 from overcoat.models.shapes import MODELS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -105,14 +105,6 @@ def test_mistakes_name_the_remedy(capsys, words, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["--model", "a", "--config", "b"], ["--model", "124m", "--gpu-memory", "8XB"]])
-def test_mistakes_of_the_line_itself(capsys, words):
-    with pytest.raises(SystemExit) as status:
-        cli.main(["estimate", *words])
-    assert status.value.code == 2
-    assert "overcoat estimate" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [("80GB", 80 * 10**9), ("24 GiB", 24 * 2**30), ("1.5tb", 1500 * 10**9), ("1000", 1000), ("512MiB", 2**29)],
@@ -125,12 +117,3 @@ def test_sizes(text, size):
 def test_what_is_no_size(text):
     with pytest.raises(argparse.ArgumentTypeError):
         memory_size(text)
-
-
-def test_recipes():
-    assert parse_recipe(["paper"]) == Recipe.paper()
-    changed = parse_recipe(["default", "checkpoint=block", "group_size=32", "head=none", "offload_blocks=8"])
-    assert changed == Recipe(checkpoint="block", group_size=32, head=None, offload_blocks=8)
-    assert parse_recipe(["default", "offload_blocks=all"]) == Recipe(offload_blocks="all")
-    assert parse_recipe(["default", "z_loss=1e-4"]) == Recipe(z_loss=1e-4)
-    assert Setup(parse_recipe(["bf16"])).recipe == Recipe.bf16()

@@ -8,7 +8,7 @@ from torch import nn
 
 import overcoat
 from overcoat.estimate.meter import aligned
-from overcoat.estimate.phases import Allocator, Phase, kind_of, measure_step, watch
+from overcoat.estimate.phases import Allocator, Phase, measure_step, watch
 from tests.models.zoo import make_batch, make_model
 
 FORWARD = ["embedding", "block 1 forward", "block 2 forward", "final norm", "loss"]
@@ -33,24 +33,9 @@ def test_the_phases_of_a_step_in_order(converted):
         assert marks == FORWARD + BACKWARD[:-1]
 
 
-def test_nothing_is_watched_after_an_error():
-    model, marks = make_model(**SMALL), []
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(KeyError), watch(model, marks.append), measure_step(model, optimizer):
-        raise KeyError
-    model(**make_batch(length=8)).loss.backward()
-    assert marks == []
-    assert not optimizer._optimizer_step_pre_hooks
-
-
 def test_what_is_no_causal_model():
     with pytest.raises(ValueError, match="Linear is not a causal language model of transformers"):
         watch(nn.Linear(2, 2), print).__enter__()
-
-
-def test_kinds_of_phases():
-    kinds = [kind_of(label) for label in (*FORWARD, *BACKWARD, "optimizer")]
-    assert kinds == ["forward"] * 4 + ["loss"] * 2 + ["backward"] * 3 + ["optimizer"]
 
 
 def test_the_allocator_is_asked_at_each_boundary(monkeypatch):

@@ -12,7 +12,7 @@ from overcoat import Recipe
 from overcoat.estimate import Setup
 from overcoat.estimate.fit import CHANGES, Advice, Rung
 from overcoat.estimate.predict import LASTING, Phase, Prediction
-from overcoat.estimate.table import as_data, component_table, not_converted, recommendation, rung_table
+from overcoat.estimate.table import as_data, component_table, recommendation
 from overcoat.models.convert import LayerReport, Report
 
 GIB = 2**30
@@ -68,26 +68,6 @@ def test_components_are_shares_of_the_peak_and_small_ones_are_left_out():
     several = component_table(made(gpus=2, host_bytes=3 * GIB)).splitlines()
     assert several[-3].startswith("CUDA context and NCCL, margin ")
     assert several[-1].rsplit(maxsplit=1) == ["page-locked host memory, each process", "3.00"]
-
-
-def test_layers_that_keep_their_precision():
-    """Each reason once; the baseline's layers are what was asked for."""
-    reasons = ["has a hook", "Recipe.bf16()", "has a hook", "gate of its own"]
-    layers = [LayerReport(f"layers.{i}", "Layer", False, reason) for i, reason in enumerate(reasons)]
-    layers.append(LayerReport("layers.4", "Layer", True, ""))
-    line = not_converted(made(report=Report(Recipe(), layers)))
-    assert line == "4 of 5 decoder layers keep their precision: gate of its own; has a hook"
-    for layer in (layers[1], layers[4]):
-        assert not_converted(made(report=Report(Recipe(), [layer]))) == ""
-
-
-def test_rungs_have_names_sizes_and_prices():
-    lines = rung_table(MadeRoom(rows=12), made_advice([])).splitlines()
-    assert lines[0].split() == ["allocated", "needed", "GiB", "largest", "batch", "price"]
-    assert lines[1].split() == ["as", "asked", "16.00", NEEDED, "12"]
-    assert lines[2].startswith(f"+ {CHANGES[0].name} ")
-    assert lines[2].endswith(f" 16.00 {NEEDED:>10s} {12:13d}   {CHANGES[0].price}")
-    assert all(line == line.rstrip() for line in lines)
 
 
 NO_ROOM = f"Batch 8 does not fit into 20.00 GiB: with everything above it needs {NEEDED} GiB; "

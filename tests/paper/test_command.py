@@ -14,7 +14,6 @@ import torch
 from overcoat import cli
 from overcoat.paper import tiny, training
 from overcoat.paper.command import EXHIBITS, lacking
-from overcoat.paper.result import Result, table
 from overcoat.train.loop import RunStoppedError, UnreadableDataError
 
 GPU = torch.cuda.is_available()
@@ -74,11 +73,6 @@ def test_what_would_not_be_read_is_refused(words: str, option: str, capsys: pyte
     remedy = ", or give --size full" if option in ("--checkpoint", "--config") else ""
     said = f"paper {words.split()[0]} --size small does not read {option}: leave it out{remedy}"
     assert capsys.readouterr().err.strip() == f"overcoat: {said}"
-
-
-def test_a_cell_without_a_figure_stays_empty() -> None:
-    text = table(Result("t", ("a", "b"), [{"name": "x", "a": None, "b": 12345.678}, {"name": "y", "a": 0.0123456}]))
-    assert [line.split() for line in text.splitlines()[3:]] == [["x", "-", "12,346"], ["y", "0.01235", "-"]]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 
 from overcoat.paper import problems as module
-from overcoat.paper.problems import EASY, NEW, SPLITS, TEMPLATES, Problem, problems, write
+from overcoat.paper.problems import EASY, NEW, SPLITS, TEMPLATES, Problem, problems
 
 FOUND = {split: problems(split, 600) for split in SPLITS}
 
@@ -50,12 +48,3 @@ def test_a_seed_decides_and_no_problem_comes_twice(monkeypatch: pytest.MonkeyPat
         problems("easy", 200)
     with pytest.raises(ValueError, match="split 'test': choose one of train"):
         problems("test", 1)
-
-
-def test_files(tmp_path: Path) -> None:
-    pairs = [json.loads(line) for line in write(tmp_path / "a.jsonl", FOUND["train"][:3]).read_text().splitlines()]
-    assert [pair["prompt"] for pair in pairs] == [problem.prompt for problem in FOUND["train"][:3]]
-    texts = [
-        json.loads(line) for line in write(tmp_path / "b.jsonl", FOUND["train"][:3], True).read_text().splitlines()
-    ]
-    assert texts == [{"text": pair["prompt"] + pair["completion"]} for pair in pairs]
