@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from overcoat import Recipe, memory
-from overcoat.memory import KeptReport, KeptTensor, keep, optimizer_bytes, record_kept
-from tests.block.harness import KINDS, block_case
+from overcoat.memory import keep, optimizer_bytes, record_kept
+from tests.block.harness import block_case
 
 TOKENS, HIDDEN, INTERMEDIATE = 256, 1024, 2752
 UNIT = TOKENS * HIDDEN * 2
@@ -102,55 +102,6 @@ def test_a_block_keeps_no_more_than_the_design_says(large_case, recipe, limit):
     assert {row.op for row in kept.rows} <= OURS, "something unnamed is kept"
 
 
-def test_the_parts_are_named_with_their_sizes(large_case):
-    kept, _ = record(large_case, Recipe())
-    sizes = {row: size / UNIT for row, size in kept.by_tensor().items()}
-    maxima = 1 / 64  # one BF16 number for 128 codes
-    expected = {
-        ("attention input", "codes"): 0.5,
-        ("attention input", "group_amax"): 0.5 * maxima,
-        ("mlp input", "codes"): 0.5,
-        ("mlp input", "group_amax"): 0.5 * maxima,
-        ("attention", "qkv"): 1.5,
-        ("attention", "qkv_amax"): 1.5 * maxima,
-        ("attention", "lower"): 0.5,
-        ("mlp", "codes"): 2.6875,
-        ("mlp", "group_amax"): 2 * 22 / 1024,  # 21.5 groups a half
-    }
-    for row, size in expected.items():
-        assert sizes.pop(row) == pytest.approx(size), row
-    for row in SHARED & sizes.keys():
-        assert sizes.pop(row) == pytest.approx(TOKENS / 2 * 128 * 2 / UNIT)
-    # What remains is a few numbers a token or a channel: rstd, centers, scales.
-    assert sum(sizes.values()) < 0.05, sizes
-    text = str(kept)
-    for op in ("attention input", "attention", "mlp", "total"):
-        assert op in text
-
-
-def test_an_mlp_without_gate_keeps_its_one_projection():
-    """Starcoder2's block, I = 4 H: 0.5 + 2 + 0.5 + 2 U, and the groups' maxima; nothing for biases and norm biases."""
-    case = block_case(
-        2, TOKENS // 2, HIDDEN, intermediate=4 * HIDDEN, num_q=8, num_kv=8, biases=True, activation="gelu_tanh"
-    )
-    kept, _ = record(case, Recipe())
-    sizes = {row: size / UNIT for row, size in kept.by_tensor().items()}
-    assert sizes["mlp", "codes"] == 2
-    assert sizes["mlp", "group_amax"] == pytest.approx(2 / 64)
-    assert {op for op, _ in sizes} == OURS
-    centers = HIDDEN * 4 / UNIT  # of v, FP32
-    assert units(kept) == pytest.approx(5 + 4.5 / 64 + centers, abs=0.01)
-    assert units(record(case, Recipe.leanest())[0]) == pytest.approx(0.5 * (1 + 1 / 64), abs=5 * 4 / UNIT)
-
-
-def test_shared_tensors_are_counted_once_for_all_blocks(large_case):
-    one, _ = record(large_case, Recipe())
-    three, _ = record(large_case, Recipe(), blocks=3)
-    assert units(three) == pytest.approx(3 * units(one))
-    for row in (("block", "cos"), ("block", "sin")):
-        assert three.by_tensor()[row] == one.by_tensor()[row]
-
-
 @pytest.mark.parametrize("recipe", [recipe for recipe, _ in LIMITS.values()], ids=LIMITS)
 def test_the_report_is_what_autograd_holds(recipe):
     """Walk the graph and add up every node's saved tensors: the same bytes as reported, no more and no less."""
@@ -207,40 +158,6 @@ def test_nothing_else_stays_alive(recipe):
     out.sum().backward()
 
 
-def test_backward_frees_what_was_kept():
-    case = block_case()
-    kept_tensors = []
-    module = OneBlock(case, Recipe())
-    x = case.inputs["x"].clone().requires_grad_()
-
-    def pack(t):
-        kept_tensors.append(weakref.ref(t.untyped_storage()))
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = module(x)
-    assert sum(ref() is not None for ref in kept_tensors) == len(kept_tensors)
-    out.sum().backward()
-    inputs = pointers(x, *module.parameters(), *(t for t in case.inputs.values() if t is not None))
-    del out
-    gc.collect()
-    alive = [ref() for ref in kept_tensors if ref() is not None and ref().data_ptr() not in inputs]
-    assert alive == []
-
-
-@pytest.mark.parametrize("kwargs", KINDS.values(), ids=KINDS)
-def test_a_block_names_what_it_keeps(kwargs):
-    case = block_case(**kwargs)
-    leaves = {
-        name: x if x is None else nn.Parameter(x) if x.is_floating_point() else x for name, x in case.inputs.items()
-    }
-    with record_kept() as kept:
-        case.op(leaves, Recipe())
-    assert kept.rows
-    assert {row.op for row in kept.rows} <= {*OURS, "attention norm", "mlp norm"}
-    assert not any(row.name.startswith("parameter") for row in kept.rows), "a parameter was counted"
-
-
 def test_an_address_used_again_takes_the_new_name():
     class Context:
         needs_input_grad = (True,)
@@ -285,17 +202,6 @@ def test_hooks_are_removed_after_an_error():
     assert not nn.modules.module._global_forward_pre_hooks
 
 
-def test_report_sums():
-    rows = [KeptTensor("a", "x", (2,), torch.int8, 2), KeptTensor("b", "x", (3,), torch.int8, 3)]
-    report = KeptReport([*rows, rows[0]])
-    assert report.total_bytes == 7
-    assert report.by_op() == {"a": 4, "b": 3}
-    assert report.by_tensor() == {("a", "x"): 4, ("b", "x"): 3}
-    assert report.units(1, 2) == 7 / 4
-    assert KeptReport().total_bytes == 0
-    assert "total" in str(KeptReport())
-
-
 def test_optimizer_bytes():
     parameter = nn.Parameter(torch.zeros(10))
     optimizer = torch.optim.AdamW([parameter])
@@ -308,16 +214,6 @@ def test_optimizer_bytes():
 
 
 # ---- the allocator --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_an_allocator_that_is_configured_stays_so(monkeypatch, name):
-    for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(known, raising=False)
-    monkeypatch.setenv(name, "max_split_size_mb:512")
-    before = dict(os.environ)
-    memory.use_expandable_segments()
-    assert dict(os.environ) == before
 
 
 @pytest.mark.gpu

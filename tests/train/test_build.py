@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,20 +77,6 @@ def test_a_device_that_is_not_there_is_refused(name: str, monkeypatch: pytest.Mo
         choose_device(name)
 
 
-def test_random_weights_are_drawn_on_the_device(make_config: MakeConfig, device: torch.device) -> None:
-    config = make_config("model.config.vocab_size=50")
-    models = [build_model(config, None, device) for _ in range(2)]
-    for first, second in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert first.device.type == device.type
-        assert first.dtype == torch.bfloat16
-        assert torch.equal(first, second)
-    assert models[0].model.embed_tokens.weight.float().std() > 0.01
-    assert models[0].model.rotary_emb.inv_freq.dtype == torch.float32
-    assert models[0].model.rotary_emb.inv_freq.device.type == device.type
-    with pytest.raises(ValueError, match=r"cannot load model\.name"):
-        load_model("/nothing/there", device, SETTINGS)
-
-
 # 64 M parameters, half of them in the embedding and the head.
 LARGE = {
     "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8,
@@ -104,43 +88,6 @@ def large_checkpoint(folder: Path) -> None:
     """In FP32, in several files."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**LARGE)).save_pretrained(folder, max_shard_size="50MB")
-
-
-PEAK = """
-import sys, threading, time, torch
-from overcoat.train.build import load_model
-
-def resident():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
-
-def watch():
-    while not done:
-        peak[0] = max(peak[0], resident())
-        time.sleep(0.001)
-
-settings = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
-load_model(sys.argv[1] + "/small", torch.device("cpu"), settings)  # imports, pools
-before, peak, done = resident(), [0], False
-thread = threading.Thread(target=watch)
-thread.start()
-model = load_model(sys.argv[1] + "/large", torch.device("cpu"), settings)
-done = True
-thread.join()
-print(peak[0] - before, sum(p.nbytes for p in model.parameters()))
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.nightly
-def test_loading_holds_nothing_twice(tmp_path: Path) -> None:
-    """An FP32 checkpoint loaded in BF16: the host's own (not mapped) memory grows by the BF16 model alone."""
-    checkpoint(tmp_path / "small")
-    large_checkpoint(tmp_path / "large")
-    command = [sys.executable, "-c", PEAK, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    grown, size = map(int, result.stdout.split())
-    assert size > 120e6
-    assert grown < size + 16e6
 
 
 @pytest.mark.gpu
@@ -217,11 +164,6 @@ def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(
     monkeypatch.setattr(build, "memory_of", lambda _: 2**30)
     with pytest.raises(ValueError, match=message):
         check_builds(ModelConfig(config={"model_type": "llama"} | model), CPU)
-
-
-@pytest.mark.parametrize("token", [0, 40_000])
-def test_ids_are_those_of_a_vocabulary_that_is_not_known_yet(make_config: MakeConfig, token: int) -> None:
-    check_config(make_config(f"model.config.pad_token_id={token}"))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gzip
 import json
 import random
 import re
@@ -11,21 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import pytest
 import tokenizers
-import torch
 import transformers
 from datasets import Dataset
-from pyarrow import parquet
 
 from overcoat.train.chat import Encoder, examples, prompt_ids
 from overcoat.train.config import DataConfig
 from overcoat.train.corpus import Corpus, open_corpus
-from overcoat.train.data import IGNORED, START, TRAINED, ChatRows, best_fit, count_labels, make_batch
+from overcoat.train.data import IGNORED, START, TRAINED, ChatRows, count_labels, make_batch
 from overcoat.train.loop import RunStoppedError
 from overcoat.train.run import run
-from overcoat.train.sources import documents
 from tests.train.runs import MakeConfig, assert_same_run, stop_at, text_of
 
 trl = pytest.importorskip("trl")  # the dev extra brings it; a machine for GPU tests may lack it
@@ -173,60 +168,6 @@ def test_rows_hold_whole_conversations_in_an_order_of_seed_and_epoch_alone() -> 
         assert np.array_equal(together[: len(epochs[0])], epochs[0])
         assert np.array_equal(together[len(epochs[0]) :], epochs[1][:9])
     assert not np.array_equal(make(seed=2).next_rows(9), epochs[0][:9])
-
-
-def test_best_fit_takes_the_fullest_row_with_room() -> None:
-    assert best_fit(np.array([6, 5, 4, 5, 3, 8, 2]), 10) == [[0, 2], [1, 3], [4], [5, 6]]
-    assert best_fit(np.array([7, 8, 2]), 10) == [[0], [1, 2]]
-
-
-def test_conversations_of_a_row_do_not_see_each_other() -> None:
-    """Another first conversation (the longer one) leaves the logits of the second and of the padding as they were."""
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=16
-        )
-    ).eval()
-    table = np.array([[0, 4, 0], [4, 7, 1]])
-    logits = []
-    for first in ([3, 4, 5, 6], [9, 8, 7, 6]):
-        batch = make_batch(
-            ChatRows(np.array([*first, 1, 2, 3]), table, 10, 0, pad=0, shuffle=False).next_rows(1), None, False
-        )
-        assert batch.position_ids is not None
-        assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]]
-        with torch.no_grad():
-            logits.append(model(batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits[0])
-    torch.testing.assert_close(logits[0][4:], logits[1][4:])
-    assert (logits[0][:4] - logits[1][:4]).abs().max() > 1e-3
-
-
-def test_every_file_kind_gives_the_same_conversations(tmp_path: Path) -> None:
-    rows = chats(20)
-    lines = "\n".join(map(json.dumps, rows))
-    write_jsonl(tmp_path / "a.jsonl", rows)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (tmp_path / "c.json").write_text(json.dumps(rows))
-    sharegpt = [
-        {"conversations": [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]),
-                            "value": m["content"]} for m in row["messages"]]}
-        for row in rows
-    ]  # fmt: skip
-    write_jsonl(tmp_path / "e.jsonl", sharegpt)
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
-    expected = [row["messages"] for row in rows]
-    for name in ("a.jsonl", "b.jsonl.gz", "c.json", "d.parquet", "e.jsonl", "dataset"):
-        key = "conversations" if name == "e.jsonl" else "messages"
-        data = DataConfig(files=[str(tmp_path / name)], format="messages", messages_key=key)
-        if name == "dataset":
-            data = DataConfig(dataset="json", files=[str(tmp_path / "a.jsonl")], format="messages")
-        assert [example["messages"] for _, example in examples(data)] == expected, name
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: no field 'text' \(data\.text_key\) among messages"):
-        list(documents(DataConfig(files=[str(tmp_path / "a.jsonl")])))
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ValueError, match=r"a\.txt is text, and data\.format wants \.jsonl"):
-        list(examples(DataConfig(files=[str(tmp_path / "a.txt")], format="messages")))
 
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
 
 from overcoat.train import files, saving
 from overcoat.train.checkpoint import (
@@ -175,20 +174,6 @@ def test_a_failed_write_leaves_the_checkpoints_there_were(
     assert names(folder) == ["step-00000003", "step-00000006"]
 
 
-def test_large_models_are_written_in_several_files(
-    config: Config, state: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saving, "FILE_SIZE", "100KB")
-    saving.export(state, None, tmp_path / "export")
-    assert len(list((tmp_path / "export").glob("model-*-of-*.safetensors"))) > 2
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    assert_same(loaded.state_dict(), state.model.state_dict())
-    path, before = save_at(state, config, 1), {key: x.clone() for key, x in state.model.state_dict().items()}
-    train_step(state, config)
-    load_weights(path, state.model)
-    assert_same(state.model.state_dict(), before)
-
-
 @pytest.mark.parametrize(("name", "limit"), [("model.safetensors", 100_000), ("training.pt", 2_000)])
 def test_a_full_disk_is_an_error_of_the_system(
     config: Config, state: TrainState, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
@@ -279,15 +264,6 @@ def test_other_tokens_are_refused_before_anything_is_loaded(
     assert not weight.any()
 
 
-def test_tied_weights_are_stored_once_and_loaded_as_one(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
-    model[1].weight = model[0].weight
-    save_file({"0.weight": torch.ones(3, 3)}, tmp_path / "model.safetensors")
-    load_weights(tmp_path, model)
-    assert model[1].weight is model[0].weight
-    assert model[1].weight.eq(1).all()
-
-
 @pytest.mark.parametrize(
     ("stored", "count", "first"),
     [
@@ -357,14 +333,6 @@ def test_a_new_directory_and_one_with_tokens_alone_are_fresh_starts(make_config:
         (folder / "thesis.txt").unlink()
     fake_run(config)
     assert choose_checkpoint(config) is None  # a run that died before its first checkpoint
-
-
-@pytest.mark.parametrize("where", ["tokens", "", "data", "deep/inside"])
-def test_tokens_inside_the_run_directory_are_a_fresh_start(make_config: MakeConfig, tmp_path: Path, where: str) -> None:
-    config = make_config(f"data.cache_dir={tmp_path / 'run' / where}")
-    for folder in ("tokens", "tokenizer"):
-        (tmp_path / "run" / where / folder).mkdir(parents=True)
-    assert choose_checkpoint(config) is None
 
 
 def test_a_folder_where_a_finished_run_writes_is_found_at_the_start(make_config: MakeConfig) -> None:
@@ -450,17 +418,6 @@ def test_a_recorded_configuration_that_cannot_be_read_is_named(
         choose_checkpoint(make_config())
 
 
-def test_what_is_not_named_like_a_checkpoint_is_left_alone(make_config: MakeConfig) -> None:
-    folder = fake_run(make_config(), 3, 6) / "checkpoints"
-    for name in ("step-6.bak", "step-00000009.bak"):
-        (folder / name).mkdir()
-    (folder / "step-latest").symlink_to("step-00000006")
-    assert choose_checkpoint(make_config()) == folder / "step-00000006"
-    set_aside_newer(folder, 3)
-    others = ["step-00000009.bak", "step-6.bak", "step-latest"]
-    assert names(folder) == ["abandoned-1-step-00000006", "step-00000003", *others]
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -492,9 +449,3 @@ def test_a_run_directory_beneath_a_file_is_refused(make_config: MakeConfig, tmp_
         choose_checkpoint(make_config(f"train.run_dir={'long' * 100}"))
     with pytest.raises(OSError, match=r"\(train\.run_dir\): '/proc/x'"):
         run_once(make_config("train.run_dir=/proc/x/y"), Console(quiet=True), "nowhere")
-
-
-def test_a_link_in_the_place_of_a_checkpoint_is_refused(make_config: MakeConfig) -> None:
-    (fake_run(make_config(), 3) / "checkpoints/step-00000009").symlink_to("step-00000003")
-    with pytest.raises(ValueError, match="step-00000009 is a link or a file"):
-        choose_checkpoint(make_config())

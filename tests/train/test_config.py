@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import overcoat
 from overcoat.train import configfile
-from overcoat.train.build import make_optimizer
 from overcoat.train.config import RecipeConfig
 from overcoat.train.configfile import all_keys, build_config, differences, dump_toml, help_text, load_config
-from tests.train.conftest import TINY
 
 MINIMAL = {"model": {"name": "some/model"}, "data": {"files": ["a.txt"]}}
 INLINE: dict[str, Any] = {"model": {"config": {"model_type": "llama"}}, "data": {"files": ["a.txt"]}}
@@ -120,17 +117,6 @@ def test_what_compiled_layers_cannot_do_is_refused_with_a_way_out(words: str, va
         else:
             with pytest.raises(ValueError, match=f"{key} = {value} does not go with train.compile = .*: .* {remedy}"):
                 build_config(MINIMAL, arguments)
-
-
-def test_graphs_go_with_accumulation_clipping_and_block_checkpoints() -> None:
-    words = ["train.compile=graphs", "train.accumulation=2", "optimizer.clip=1.0", "recipe.name=leanest"]
-    assert build_config(MINIMAL, [*words, "recipe.offload_blocks=0"]).train.compile == "graphs"
-
-
-def test_offload_reaches_the_optimizer() -> None:
-    for word in ("true", "false"):
-        config = build_config(MINIMAL, [f"optimizer.offload={word}"])
-        assert make_optimizer(torch.nn.Linear(2, 2), config.optimizer, 0).offload == (word == "true")
 
 
 def test_recipe_section_covers_the_recipe() -> None:
@@ -266,19 +252,3 @@ def test_arguments_reach_into_free_tables_and_nowhere_else() -> None:
         build_config(INLINE, ["model.config.model_type.x=1"])
     with pytest.raises(ValueError, match=r"unknown key train\.steps\.x"):
         build_config(INLINE, ["train.steps.x=1"])
-
-
-def test_differences_reach_into_free_tables() -> None:
-    old = build_config({"model": {"config": {"a": 1, "b": {"c": 2}}}, "data": {"files": ["a.txt"]}}, [])
-    new = build_config({"model": {"config": {"b": {"c": 3}, "d": 4}}, "data": {"files": ["a.txt"]}}, [])
-    assert differences(old, new) == [
-        "model.config.a: 1 -> None",
-        "model.config.b.c: 2 -> 3",
-        "model.config.d: None -> 4",
-    ]
-
-
-def test_keys_are_not_searched_for_a_configuration_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nearest key to each, looked for before it was needed, took half of a tiny run's time."""
-    monkeypatch.setattr("overcoat.train.configfile.difflib", None)
-    dump_toml(build_config(TINY, ["data.files=x"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,14 +54,6 @@ def test_training_and_held_out_text_are_apart_and_complete(make_config: MakeConf
 
 def cached(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "run/data/tokens").glob("[!.]*"))
-
-
-def test_other_data_lie_beside_in_the_same_cache(make_config: MakeConfig, tmp_path: Path) -> None:
-    first = open_corpus(make_config(), silent)
-    second = open_corpus(make_config("tokenizer.vocab_size=300"), silent)
-    assert second.num_ids == 300 != first.num_ids
-    assert len(cached(tmp_path)) == 2
-    assert open_corpus(make_config(), silent).identity == first.identity
 
 
 def test_a_second_run_waits_for_the_tokens_of_the_first(
@@ -132,22 +123,6 @@ def test_files_that_have_changed_since_are_said(make_config: MakeConfig, tmp_pat
     assert open_corpus(config, said.append).identity == first.identity
     assert len(said) == 1
     assert said[0].startswith("data.files have changed since")
-
-
-def test_one_small_file_is_trained_on_and_evaluated(make_config: MakeConfig, tmp_path: Path) -> None:
-    """A single document, cut: its beginning is held out, a row or `data.held_out` of it."""
-    (tmp_path / "one.txt").write_text(" ".join(f"{number:04d}" for number in range(8200)))  # 41 KB
-    for share, rows in [(0.001, 1), (0.1, 50)]:
-        config = make_config(f"data.files={tmp_path}/one.txt", f"data.held_out={share}", "eval.rows=100000")
-        found = open_corpus(config, silent)
-        tokens = np.concatenate([found.held_out[0, :1], found.held_out[:, 1:].ravel()])
-        assert found.tokenizer is not None
-        assert found.tokenizer.decode(tokens.tolist()).startswith("0000 0001 0002")
-        (ranges,) = found.rows.documents  # type: ignore[attr-defined]
-        assert ranges[0] >= len(tokens)
-        assert found.tokenizer.decode(found.rows.tokens[slice(*ranges)].tolist()).endswith("8199<|endoftext|>")  # type: ignore[attr-defined]
-        assert len(found.held_out) >= rows
-        assert ranges[1] - ranges[0] > 0.85 * ranges[1]
 
 
 def test_a_damaged_cache_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -222,34 +197,9 @@ def test_wider_tokens_than_configured_are_an_error(
         open_corpus(make_config(f"data.files={tmp_path}/a.bin", *words), silent)
 
 
-def test_tokens_of_few_kinds_are_no_wider_ones(make_config: MakeConfig, tmp_path: Path) -> None:
-    np.random.default_rng(0).integers(0, 4, 1000).astype(np.uint16).tofile(tmp_path / "a.bin")
-    config = make_config(f"data.files={tmp_path}/a.bin", "tokenizer.vocab_size=0")
-    assert open_corpus(config, silent).num_ids == 4
-
-
 def test_streaming_holds_out_the_same_rows_every_time(make_config: MakeConfig) -> None:
     config = make_config("data.streaming=true", "data.held_out=0.3", "data.shuffle_rows=4")
     first, second = open_corpus(config, silent), open_corpus(config, silent)
     assert len(first.held_out) == config.eval.rows
     assert np.array_equal(first.held_out, second.held_out)
     assert np.array_equal(first.rows.next_rows(5), second.rows.next_rows(5))
-
-
-def test_the_identity_of_a_stream_is_what_it_is_made_of(make_config: MakeConfig, tmp_path: Path) -> None:
-    def identity(folder: str, *arguments: str) -> str:
-        words = ("data.streaming=true", "data.held_out=0.3", f"data.files={tmp_path / folder}/*.txt", *arguments)
-        return open_corpus(make_config(*words), silent).identity
-
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        for number in range(40):
-            (tmp_path / folder / f"{number}.txt").write_text(f"document {number} " * 30)
-    first = identity("one")
-    assert identity("one", "train.seed=3") == first
-    shutil.rmtree(tmp_path / "run")
-    assert identity("two") == first  # a moved folder is the same data
-    with (tmp_path / "one/7.txt").open("a") as file:
-        file.write("more")
-    shutil.rmtree(tmp_path / "run")
-    assert identity("one") != first

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from overcoat.train.binaries import Shards
 from overcoat.train.config import DataConfig
 from overcoat.train.corpus import choose_held_out
 from overcoat.train.data import IGNORED, PackedRows, StreamedRows, make_batch
@@ -23,14 +22,6 @@ def documents_of(lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
     tokens = np.concatenate([[number] * (length - 1) + [EOS] for number, length in enumerate(lengths, 1)])
     ends = np.cumsum(lengths)
     return tokens.astype(np.uint16), np.stack([ends - lengths, ends], axis=1)
-
-
-def test_unshuffled_rows_are_the_stream_cut_with_one_token_of_overlap() -> None:
-    tokens, ranges = documents_of([5, 1, 9, 3, 2, 7])
-    rows = PackedRows(tokens, ranges, length=4, seed=0, shuffle=False).next_rows(6)
-    assert rows.shape == (6, 5)
-    for number, row in enumerate(rows):
-        assert row.tolist() == tokens[4 * number : 4 * number + 5].tolist()
 
 
 def test_an_epoch_trains_on_every_position_once_and_reorders_the_next() -> None:
@@ -47,18 +38,6 @@ def test_an_epoch_trains_on_every_position_once_and_reorders_the_next() -> None:
         assert whole.sum() - counts.sum() < 4 + 1
     assert not np.array_equal(epochs[0], epochs[1])
     assert not np.array_equal(epochs[0], PackedRows(tokens, ranges, length=4, seed=2).next_rows(rows.num_rows))
-
-
-def test_documents_stay_whole_and_ended_by_eos_in_the_shuffled_stream() -> None:
-    tokens, ranges = documents_of([5, 3, 9, 3, 2, 7])
-    stream = PackedRows(tokens, ranges, length=1, seed=3)
-    # With rows of one token in stream order, the rows spell the stream.
-    stream._rows = np.sort(stream._rows)
-    rows = stream.next_rows(stream.num_rows)
-    spelled = [int(rows[0, 0]), *rows[:, 1].tolist()]
-    pieces = " ".join(map(str, spelled)).split(" 0")
-    found = sorted(piece.split() for piece in pieces if piece.strip())
-    assert found == sorted([str(n)] * (length - 1) for n, length in enumerate([5, 3, 9, 3, 2, 7], 1))
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 7, 11, 12, 13, 30])
@@ -106,20 +85,6 @@ def test_document_mask_separates_documents_in_the_model() -> None:
         joined = model(plain.input_ids, use_cache=False).logits
     torch.testing.assert_close(apart[0, 3:], apart[1, 3:])
     assert (joined[0, 3:] - joined[1, 3:]).abs().max() > 1e-4
-
-
-def test_a_position_beyond_the_epoch_begins_the_next_one() -> None:
-    rows = PackedRows(np.arange(100), np.array([[0, 50], [50, 100]]), 8, seed=1)
-    rows.load_state_dict({"epoch": 0, "num_done": 1000})
-    rows.next_rows(1)
-    assert rows.state_dict() == {"epoch": 1, "num_done": 1}
-
-
-def test_shards_read_as_one_array() -> None:
-    shards = Shards([np.arange(0, 5), np.arange(5, 7), np.arange(7, 20)])
-    assert len(shards) == 20
-    for begin, end in [(0, 5), (1, 3), (5, 7), (7, 20), (8, 9)]:
-        assert shards[begin:end].tolist() == list(range(begin, end))
 
 
 def test_held_out_is_decided_by_content_alone() -> None:

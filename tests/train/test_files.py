@@ -29,13 +29,6 @@ def test_manifest_describes_every_file(tmp_path: Path) -> None:
     assert visible(tmp_path) == ["x"]
 
 
-def test_an_existing_directory_is_replaced(tmp_path: Path) -> None:
-    write_directory(tmp_path / "x", fill, {"step": 1})
-    write_directory(tmp_path / "x", fill, {"step": 2})
-    assert verify_directory(tmp_path / "x")["step"] == 2
-    assert visible(tmp_path) == ["x"]
-
-
 @pytest.mark.parametrize("fails_at", range(6))
 def test_failing_at_any_sync_leaves_old_or_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
     """An existing directory survives an interruption at every step of its replacement."""
@@ -94,16 +87,6 @@ def test_interrupted_removal_is_completed(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "x").exists()
     sweep(tmp_path)
     assert visible(tmp_path) == []
-
-
-def test_what_only_looks_like_a_leftover_is_left_alone(tmp_path: Path) -> None:
-    """Writers leave directories."""
-    for name in (".partial-x", ".discarded-x"):
-        (tmp_path / name).write_text("years of work")
-        (tmp_path / f"{name}-link").symlink_to(tmp_path)
-    before = visible(tmp_path)
-    sweep(tmp_path)
-    assert visible(tmp_path) == before
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.dry_run import meta_model
 from overcoat.estimate.predict import CONTEXT
 from overcoat.models.shapes import load_model_config
-from overcoat.train import fit as module
 from overcoat.train.build import freeze, make_recipe
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, load_config
@@ -25,20 +23,16 @@ from overcoat.train.fit import (
     Fit,
     choose_fit,
     divisors,
-    first_fit,
-    leanest,
     memory_to_plan_with,
     model_config,
     next_leaner,
-    recipe_of,
     training,
     training_setup,
 )  # fmt: skip
 from overcoat.train.loss import loss_for_estimates
 from overcoat.train.metrics import read_metrics
-from overcoat.train.out_of_memory import fit_at
 from overcoat.train.run import check_before_training, run_once
-from tests.train.runs import CONFIGS, CPU, MakeConfig, assert_same_end, fits_of, losses, stop_at, text_of
+from tests.train.runs import CONFIGS, MakeConfig, assert_same_end, fits_of, losses, stop_at, text_of
 
 AUTO = ("train.batch_size=auto", "train.global_batch_size=12", "model.config.vocab_size=400")
 LLAMA = {"model": {"config": {"model_type": "llama", "hidden_size": 256}}, "data": {"files": ["a.txt"]}}
@@ -64,21 +58,6 @@ def test_the_largest_divisor_that_fits_is_chosen(make_config: MakeConfig) -> Non
         memory = memory_for(config, Fit(rows))
         assert choose_fit(config, model, memory) == Fit(rows)
         assert choose_fit(config, model, memory - 2) != Fit(rows)
-
-
-def test_a_large_step_with_hundreds_of_divisors_costs_a_handful_of_predictions(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config("train.batch_size=auto", "train.global_batch_size=32432400", "train.memory_limit_gib=1")
-    asked: list[int] = []
-
-    def predict(rows: int, *_: object) -> SimpleNamespace:
-        asked.append(rows)
-        return SimpleNamespace(total_bytes=rows)
-
-    monkeypatch.setattr(module, "Predictor", lambda *_: SimpleNamespace(predict=predict))
-    assert choose_fit(config, None, 1000) == Fit(945)  # the largest divisor that is at most 950
-    assert len(asked) < 12
 
 
 def test_block_checkpoints_come_last_and_only_if_they_may(make_config: MakeConfig) -> None:
@@ -127,13 +106,6 @@ def test_the_least_of_what_is_free_allowed_and_wanted(make_config: MakeConfig, m
         assert memory_to_plan_with(config, torch.device("cuda", 0)) == expected
 
 
-def test_a_number_is_taken_as_it_is(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "choose_fit", None)
-    config = make_config("train.batch_size=3", "model.config.vocab_size=400")
-    assert first_fit(config, CPU, None) == Fit(3)
-    assert training(config).batch == 3
-
-
 def test_a_run_is_that_of_the_batch_it_chose_also_when_resumed_with_other_memory(
     make_config: MakeConfig, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,31 +148,6 @@ def test_what_is_tried(make_config: MakeConfig, words: str, expected: list[tuple
     while (leaner := next_leaner(config, fit)) is not None:
         found.append(tuple(fit := leaner))
     assert found == expected
-
-
-def test_block_checkpoints_change_nothing_else_of_the_recipe(make_config: MakeConfig) -> None:
-    config = make_config("recipe.name=paper", "recipe.z_loss=1e-4", "recipe.head=fp8")
-    asked = make_recipe(config.recipe)
-    assert recipe_of(config, Fit(2)) == asked
-    assert recipe_of(config, Fit(2, True)) == replace(asked, checkpoint="block")
-
-
-def test_divisors() -> None:
-    assert [divisors(count) for count in (1, 7, 12, 16)] == [[1], [7, 1], [12, 6, 4, 3, 2, 1], [16, 8, 4, 2, 1]]
-    assert len(divisors(2**30)) == 31  # at once: the largest batch there may be
-
-
-def test_fits_only_get_leaner() -> None:
-    assert leanest([Fit(4), Fit(8, True), Fit(6)]) == Fit(4, True)
-    recorded = {3: Fit(8), 5: Fit(8, True), 9: Fit(4)}
-    found = {step: fit_at(recorded, step) for step in (2, 3, 4, 5, 8, 9, 100)}
-    last, between = Fit(4, True), Fit(8, True)
-    assert found == {2: None, 3: Fit(8), 4: Fit(8), 5: between, 8: between, 9: last, 100: last}
-
-
-def test_a_fit_reads_as_text() -> None:
-    assert str(Fit(1)) == "1 row in a forward pass"
-    assert str(Fit(8, True)) == "8 rows in a forward pass, block checkpoints"
 
 
 # ---- for an estimate ------------------------------------------------------------------------------------------------

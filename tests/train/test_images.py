@@ -28,7 +28,7 @@ from overcoat.train.images import Images
 from overcoat.train.loop import RunStoppedError
 from overcoat.train.loss import summed_loss
 from overcoat.train.run import run
-from tests.train.runs import CONFIGS, CPU, MakeConfig, assert_same_run, losses, newest, stop_at
+from tests.train.runs import CPU, MakeConfig, assert_same_run, losses, newest, stop_at
 from tests.train.test_chat import TEMPLATES, tokenizer_of, trl, write_jsonl
 
 TEXT = {
@@ -149,20 +149,6 @@ def test_tokens_and_labels_are_those_of_trl(kind: str, tmp_path: Path) -> None:
         assert labels.tolist() == batch["labels"][0].tolist()
 
 
-def test_the_shipped_template_trains_answers_and_their_ends(tmp_path: Path) -> None:
-    processor = make_processor("Llava")
-    processor.chat_template = (CONFIGS / "llava-1.5.jinja").read_text()
-    tokens, _ = encoded("Llava", tmp_path, processor)
-    text = processor.tokenizer.decode(tokens[0] & (TRAINED - 1)).replace("<image>" * 16, "<image>")
-    assert re.fullmatch(
-        r"A chat .* answers to the human's questions\. USER: <image>\nwhat is  ASSISTANT: a letter a letter "
-        r"<\|im_end\|> USER: follows\? ASSISTANT: alpha 0<\|im_end\|>",
-        text,
-    )
-    trained = processor.tokenizer.decode((tokens[0] & (TRAINED - 1))[(tokens[0] & TRAINED) != 0])
-    assert trained == " a letter a letter <|im_end|> alpha 0<|im_end|>"  # the blank is part of the first token
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_conversations_see_their_own_images_alone(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -265,21 +251,6 @@ def rewrite(tmp_path: Path, row: Any) -> None:
 
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-
-
-def test_rows_of_llava_and_of_strings_name_the_same_images(tmp_path: Path) -> None:
-    parts = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "a"}]
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "b"}]}
-    rows = [
-        {"image": "1.png", "conversations": [{"from": "human", "value": "<image>\na"}, {"from": "gpt", "value": "b"}]},
-        {"images": ["1.png"], "conversations": TURNS},
-        {"conversations": [{"role": "user", "content": parts}, answer]},
-        {"image": "1.png", "conversations": [{"role": "user", "content": [{"type": "image"}, parts[1]]}, answer]},
-    ]
-    file = write_jsonl(tmp_path / "a.jsonl", rows)
-    data = DataConfig(files=[str(file)], format="messages", messages_key="conversations", images="a")
-    expected = {"messages": [{"role": "user", "content": parts}, answer], "images": ["1.png"]}
-    assert [example for _, example in examples(data)] == [expected] * 4
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-import overcoat
 from overcoat.train import loop
 from overcoat.train.config import Config, ScheduleConfig
 from overcoat.train.data import make_batch
@@ -77,17 +75,6 @@ def test_accumulation_weighs_every_label_the_same(make_config: MakeConfig) -> No
     torch.testing.assert_close(records[0].gradient_norm, records[1].gradient_norm)
 
 
-def test_first_forward_is_measured(make_config: MakeConfig) -> None:
-    config = make_config(*EXACT)
-    state = make_state(config)
-    train_step(state, config)
-    first = state.kept_bytes
-    assert "total" in state.kept_table
-    train_step(state, config)
-    # The logits' FP32 log-probabilities alone: 2 rows of 32 tokens, 50 words.
-    assert state.kept_bytes == first > 2 * 32 * 50 * 4
-
-
 def test_evaluate_is_the_mean_over_labels_and_leaves_training_alone(make_config: MakeConfig) -> None:
     config = make_config(*EXACT, "data.document_mask=true")
     state = make_state(config)
@@ -104,35 +91,11 @@ def test_evaluate_is_the_mean_over_labels_and_leaves_training_alone(make_config:
     assert all(parameter.grad is None for parameter in state.model.parameters())
 
 
-def test_converted_model_trains(make_config: MakeConfig) -> None:
-    config = make_config("model.config.vocab_size=50")
-    state = make_state(config)
-    assert len(overcoat.convert(state.model).converted) == 2
-    losses = [float(train_step(state, config).loss) for _ in range(12)]
-    assert losses[-1] < losses[0] - 0.05
-
-
 @pytest.mark.parametrize("word", ["num_key_value_heads=5", "attention_dropout=-1", "attention_dropout=inf"])
 def test_a_first_step_that_fails_names_the_models_configuration(make_config: MakeConfig, word: str) -> None:
     config = make_config(*EXACT, f"model.config.{word}")
     with pytest.raises(ValueError, match=r"the first step of the model of \[model\.config\] fails \(RuntimeError: \w+"):
         train_step(make_state(config), config)
-
-
-def test_what_a_configuration_is_not_to_blame_for_is_raised_as_it_is(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named = make_config(*EXACT)
-    named = replace(named, model=replace(named.model, name="gpt2", config={}))
-    for config, error in [(named, RuntimeError("a kernel")), (make_config(), torch.OutOfMemoryError("CUDA out of"))]:
-        with pytest.raises(type(error), match=str(error)), loop.naming_config(config):
-            raise error
-    config = make_config(*EXACT)
-    state = make_state(config)
-    train_step(state, config)
-    monkeypatch.setattr(loop, "summed_loss", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        train_step(state, config)
 
 
 def test_data_that_end_in_the_middle_are_no_mistake_of_the_command(

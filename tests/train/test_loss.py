@@ -71,15 +71,6 @@ def test_ignored_labels_add_nothing_and_documents_reach_the_model() -> None:
     assert model.asked["use_cache"] is False
 
 
-def test_bf16_logits_are_summed_in_fp32() -> None:
-    model = Recording(torch.bfloat16)
-    loss = summed_loss(model, Batch(torch.zeros_like(LABELS), LABELS, None, 4))
-    assert loss.dtype == torch.float32
-    assert loss.shape == ()
-    expected = F.cross_entropy(model.logits.float().flatten(0, 1), LABELS.flatten(), reduction="sum")
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_the_estimators_loss_has_shapes_and_no_values(document_mask: bool) -> None:
     model = Recording()
@@ -91,8 +82,3 @@ def test_the_estimators_loss_has_shapes_and_no_values(document_mask: bool) -> No
     assert (places is not None) == document_mask
     if isinstance(places, torch.Tensor):
         assert (places.device, places.shape, places.dtype) == (META, (2, 3), torch.int64)
-
-
-def test_the_estimators_loss_is_the_mean_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overcoat.train.loss.summed_loss", lambda _model, batch: 60 * batch.num_labels / 6)
-    assert loss_for_estimates(False)(Recording(), 2, 3) == 10

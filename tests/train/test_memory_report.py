@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from overcoat.estimate.phases import Phase
 from overcoat.train.config import Config
-from overcoat.train.memory_report import Figure, draw_timeline, write_table
 from overcoat.train.metrics import read_metrics
 from overcoat.train.run import run_once
 from tests.train.runs import MakeConfig
@@ -68,28 +66,6 @@ def test_reporting_does_not_change_the_training(make_config: MakeConfig, console
         losses.append([row["loss"] for row in rows.values()])
         assert (Path(config.train.run_dir) / "memory.json").exists() is (flag == "true")
     assert losses[0] == losses[1]
-
-
-def test_a_run_of_one_step_is_reported_too(make_config: MakeConfig, console: Console) -> None:
-    config = make_config("train.steps=1", "schedule.warmup_steps=0", "memory.report=true")
-    figures = report(config, console)["figures"]
-    assert figures["weights"]["predicted"] == figures["weights"]["measured"]
-
-
-def test_the_table_says_how_far_off_it_was() -> None:
-    table = write_table([Figure("peak", 95 * 2**20, 100 * 2**20), Figure("none", 2**20, 0), Figure("unknown", 1, None)])
-    peak, nothing, unknown = table.splitlines()[1:]
-    assert peak.split() == ["peak", "95.0", "100.0", "-5.00%"]
-    assert nothing.split() == ["none", "1.0", "0.0"]
-    assert unknown.split() == ["unknown", "0.0"]
-
-
-def test_the_timeline_takes_any_number_of_phases(tmp_path: Path) -> None:
-    phases = [Phase("embedding", 5, 4), Phase("loss", 8, 4), Phase("block 1 backward", 9, 6), Phase("optimizer", 7, 4)]
-    draw_timeline(phases, phases[:2], tmp_path / "a.png")
-    draw_timeline(phases[:1], [Phase(label, peak * 2**30, end) for label, peak, end in phases], tmp_path / "b.png")
-    assert (tmp_path / "a.png").stat().st_size > 1000
-    assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
 
 
 @pytest.mark.gpu

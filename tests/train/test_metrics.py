@@ -8,17 +8,16 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from overcoat.train import loggers, metrics
+from overcoat.train import metrics
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
-from overcoat.train.metrics import HostWatch, RunLog, StepRecord, check_finite, peak_bytes, read_metrics
+from overcoat.train.metrics import HostWatch, RunLog, check_finite, peak_bytes, read_metrics
 from overcoat.train.run import run_once
 from tests.train.runs import CONFIGS, CPU, MakeConfig, before_steps, row, text_of
 
@@ -66,15 +65,6 @@ def test_what_a_dead_process_logged_after_its_checkpoint_is_forgotten(path: Path
     assert found["eval"][2]["loss"] == 5.0
 
 
-def test_a_log_that_ends_in_no_text_goes_on(path: Path, open_log: Open) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(json.dumps(row(1)).encode() + b"\n\xc8\xff")
-    log = open_log(1)
-    log.write(row(2))
-    log.close()
-    assert [*read_metrics(path)["train"]] == [1, 2]
-
-
 @pytest.mark.parametrize("torn", ['{"kind": "train", "step": 2, "loss": 1.', "\x00\x00\x00", '{"k": "\udcff', ""])
 def test_a_line_cut_off_is_skipped_wherever_it_is(path: Path, torn: str) -> None:
     assert not any(read(path, "").values())
@@ -101,43 +91,6 @@ def test_resuming_forgets_later_rows_but_not_fits(path: Path) -> None:
     assert (found["eval"], found["fit"]) == ({}, {3: fit})
     again = read(path, *rows, {"kind": "resume", "step": 3}, {"kind": "resume", "step": 0})
     assert again["train"] == {}  # back to the beginning
-
-
-def test_tensorboard_gets_the_numbers_and_no_skipped_norm(
-    path: Path, open_log: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[tuple[Path, int]] = []
-    scalars: list[tuple[str, float, int]] = []
-
-    def writer(folder: Path, purge_step: int) -> SimpleNamespace:
-        opened.append((folder, purge_step))
-        return SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar), close=lambda: None)
-
-    monkeypatch.setattr(loggers, "load_extra", lambda *_: SimpleNamespace(SummaryWriter=writer))
-    log = open_log(6, "train.tensorboard=true")
-    log.write({**row(7), "gradient_norm": None}, {"kind": "eval", "step": 7, "loss": 2.0})
-    log.close()
-    assert opened == [(path.parent / "tensorboard", 6)]  # events after step 6 are of a process that died
-    figures = [("train/tokens_per_second", 9.5, 7), ("train/peak_bytes", 7, 7)]
-    assert scalars == [("train/loss", 1.0, 7), *figures, ("eval/loss", 2.0, 7)]
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_is_a_line_per_report_where_no_bar_can_be(
-    open_log: Open, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
-) -> None:
-    """Of the records since the last one; the line is neither wrapped nor read as markup."""
-    console = Console(file=io.StringIO(), width=40, force_terminal=is_terminal)
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(metrics, "peak_bytes", lambda _: 2_500_000_000)
-    log = open_log(at=console)
-    for step in (5, 6):
-        log.add(StepRecord(step, 0.1, 600, torch.tensor(1.25), torch.tensor(2.0)))
-    log.flush()
-    log.close()
-    line = "[bold] run  step 6/12  loss 1.2500  40 tok/s  peak 2.50 GB\n"
-    assert text_of(console) == line if not is_terminal else line not in text_of(console)
 
 
 # ---- losses and gradients that are not finite -----------------------------------------------------------------------
@@ -179,15 +132,6 @@ def test_the_peak_of_a_run_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -
     assert peak_bytes(GPU) == 90
     metrics.forget_peak(GPU)
     assert peak_bytes(GPU) == 10
-
-
-@pytest.mark.parametrize(("platform", "expected"), [("linux", 3 * 1024), ("darwin", 3)])
-def test_the_peak_of_a_process_is_in_bytes_everywhere(
-    monkeypatch: pytest.MonkeyPatch, platform: str, expected: int
-) -> None:
-    monkeypatch.setattr(metrics.sys, "platform", platform)
-    monkeypatch.setattr(metrics.resource, "getrusage", lambda _who: SimpleNamespace(ru_maxrss=3))
-    assert peak_bytes(CPU) == expected
 
 
 # ---- a GPU that waits for the host ----------------------------------------------------------------------------------

@@ -17,10 +17,8 @@ import torch
 from rich.console import Console
 
 import overcoat
-from overcoat import cli
 from overcoat.train import loop
 from overcoat.train.config import Config
-from overcoat.train.configfile import dump_toml
 from overcoat.train.fit import Fit
 from overcoat.train.out_of_memory import DoesNotFitError, Fitting, is_out_of_memory
 from overcoat.train.run import RunResult, run_once
@@ -242,18 +240,6 @@ def test_released_gradients_go_back_to_the_checkpoint_only_if_weights_have_moved
 def test_released_gradients_end_with_an_error_where_no_leaner_recipe_is_left(train: Train) -> None:
     with pytest.raises(DoesNotFitError, match="step 3 ran out of memory with 4 rows in a forward pass, block checkp"):
         train(*RELEASED, scarce=(Scarcity(3, lambda _: True),))
-
-
-def test_the_command_line_says_it_in_one_line(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Scarcity(2, lambda _: True).install(monkeypatch)
-    path = tmp_path / "config.toml"
-    path.write_text(dump_toml(make_config("train.on_oom=error", "train.tensorboard=true")))
-    assert cli.main(["train", str(path)]) == 1
-    printed = capsys.readouterr()
-    assert printed.err.startswith("overcoat: training failed: step 2 ran out of memory with 2 rows in a forward pass")
-    assert len(printed.err.splitlines()) == 1
 
 
 # ---- a state alone --------------------------------------------------------------------------------------------------

@@ -14,10 +14,9 @@ import torch
 from rich.console import Console
 
 from overcoat.train import run, saving
-from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config
-from overcoat.train.files import DamagedError, lock, verify_directory
+from overcoat.train.files import DamagedError, lock
 from overcoat.train.loop import RunStoppedError
 from overcoat.train.run import run_once
 from tests.train.conftest import TINY
@@ -109,15 +108,6 @@ def test_a_stopped_run_continues(stopped: Path, resumed: Run, prepared: tuple[Co
     assert names(stopped / "checkpoints") == ["step-00000012"]
 
 
-def test_a_finished_run_is_only_summarized(prepared: tuple[Config, Path], console: Console) -> None:
-    config, reference = prepared
-    found = list_checkpoints(reference / "checkpoints")
-    assert [verify_directory(path)["step"] for path in found] == [9, 12]
-    before = losses(reference), snapshot(reference / "checkpoints")
-    run_once(config, console, "again")
-    assert (losses(reference), snapshot(reference / "checkpoints")) == before
-
-
 def test_the_evaluation_of_the_step_that_was_stopped_is_made_on_resuming(
     resumed: Run, stopped_at: Run, tmp_path: Path
 ) -> None:
@@ -203,22 +193,6 @@ def test_what_cannot_be_resumed_is_an_error_that_changes_nothing(
     with pytest.raises(ValueError, match=message):
         resumed(*(word.replace("STOPPED", str(stopped)).replace("TMP", str(tmp_path)) for word in words))
     assert snapshot(stopped) == before
-
-
-def test_explicit_resume_branches_into_another_run(stopped: Path, resumed: Run, tmp_path: Path) -> None:
-    before, branch = snapshot(stopped), tmp_path / "branch"
-    words = [f"train.run_dir={branch}", "train.steps=8", "optimizer.weight_decay=0.5"]
-    assert resumed(f"train.resume={stopped}/checkpoints/step-00000006", *words).steps == 8
-    assert list(losses(branch)["train"]) == [7, 8]
-    saved = torch.load(newest(branch) / "training.pt")
-    assert saved["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
-    assert snapshot(stopped) == before
-
-
-def test_the_recorded_run_can_be_moved(stopped: Path, resumed: Run, tmp_path: Path) -> None:
-    shutil.move(stopped, tmp_path / "moved")
-    resumed(f"train.run_dir={tmp_path / 'moved'}")
-    assert list(losses(tmp_path / "moved")["train"]) == list(range(1, 13))
 
 
 @pytest.mark.parametrize(

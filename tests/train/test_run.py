@@ -7,7 +7,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import overcoat
 from overcoat.train import loop
-from overcoat.train.build import build_model, inline_config, make_recipe
+from overcoat.train.build import build_model, make_recipe
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, differences, dump_toml
 from overcoat.train.corpus import open_corpus
@@ -123,19 +122,6 @@ def test_summary_says_where_everything_lies(finished: tuple) -> None:
     assert len(mine.sample) > len("file")
 
 
-def test_figures_add_up(finished: tuple) -> None:
-    config, (mine, _), _, _ = finished
-    metrics = read_metrics(Path(mine.metrics))
-    assert list(metrics["train"]) == list(range(1, 13))
-    assert list(metrics["eval"]) == [6, 12]
-    assert mine.num_tokens == 12 * 2 * 32
-    assert mine.train_loss == metrics["train"][12]["loss"]
-    assert mine.held_out_loss == metrics["eval"][12]["loss"]
-    assert metrics["train"][12]["loss"] < metrics["train"][1]["loss"] - 0.2
-    assert all(row["tokens_per_second"] > 0 and row["peak_bytes"] > 1e6 for row in metrics["train"].values())
-    assert config.train.steps == 12
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -208,15 +194,6 @@ def test_a_stop_in_the_last_step_starts_no_twin(
     assert [result.steps for result in run(config, console)] == [3, 3]
 
 
-def test_a_finished_run_keeps_its_peak(finished: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the process that only reads it needed."""
-    config, (mine, _), _, _ = finished
-    monkeypatch.setattr("resource.getrusage", lambda _who: SimpleNamespace(ru_maxrss=1))
-    again = run_once(config, Console(quiet=True), "again")
-    rows = read_metrics(Path(mine.metrics))["train"].values()
-    assert again.peak_bytes == mine.peak_bytes == max(row["peak_bytes"] for row in rows)
-
-
 def test_ids_beyond_the_vocabulary_are_found_before_training(
     finished: tuple, make_config: MakeConfig, console: Console, tmp_path: Path
 ) -> None:
@@ -234,12 +211,6 @@ def test_ids_beyond_the_vocabulary_are_found_before_training(
         ValueError, match=r"the tokenizer has 3[3-9]\d tokens, but the model's vocabulary .* is 3[12]\d"
     ):
         run_once(make_config(*model, "tokenizer.vocab_size=340"), console, "tokenizer")
-
-
-def test_inline_config_is_completed(make_config: MakeConfig) -> None:
-    config = make_config("model.config.vocab_size=77")
-    built = inline_config(config.model, None, 32)
-    assert (built.vocab_size, built.max_position_embeddings, built.hidden_size) == (77, 32, 128)
 
 
 def test_released_gradients_train_the_same_model(make_config: MakeConfig, console: Console, tmp_path: Path) -> None:

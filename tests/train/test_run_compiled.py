@@ -17,8 +17,7 @@ from overcoat.train import loop
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
-from overcoat.train.run import check_before_training, run, run_once
-from overcoat.train.state import TrainState
+from overcoat.train.run import check_before_training, run
 from tests.models.graphs import recorded, skipped
 from tests.train.runs import CONFIGS, MakeConfig, before_steps, losses, run_out_of_memory
 
@@ -83,23 +82,6 @@ def test_compiled_layers_train_to_the_same_losses(
     assert graphs.frame_count >= 1
 
 
-def test_evaluations_and_samples_are_not_compiled(
-    both: Callable[..., list[Losses]], graphs: CompileCounterWithBackend
-) -> None:
-    """The last evaluation is of another batch size."""
-    both("eval.every=1", "eval.rows=3", "sample.tokens=4")
-    assert graphs.frame_count == 1
-
-
-@pytest.mark.nightly
-def test_the_twin_compiles_its_own_layers(
-    both: Callable[..., list[Losses]], graphs: CompileCounterWithBackend, tmp_path: Path
-) -> None:
-    both('compare.overrides=["recipe.name=bf16"]')
-    assert graphs.frame_count == 2
-    assert losses(tmp_path / "layers" / "twin") == losses(tmp_path / "none" / "twin")
-
-
 def test_a_step_out_of_memory_is_taken_again_with_layers_compiled_anew(
     both: Callable[..., list[Losses]], graphs: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,47 +89,6 @@ def test_a_step_out_of_memory_is_taken_again_with_layers_compiled_anew(
     none, layers = both()
     assert layers == none
     assert graphs.frame_count == 2  # two rows, then one, as constants
-
-
-@pytest.mark.nightly
-def test_a_resumed_run_goes_on_with_the_same_numbers(make_config: MakeConfig, graphs: Any, tmp_path: Path) -> None:
-    words = ("train.compile=layers", "train.steps=4", "checkpoint.every=2")
-    run_once(make_config(*words), Console(quiet=True), "whole")
-    whole = losses(tmp_path / "run")
-    resume = f"train.resume={list_checkpoints(tmp_path / 'run' / 'checkpoints')[0]}"
-    run_once(make_config(*words, resume, f"train.run_dir={tmp_path / 'rest'}"), Console(quiet=True), "rest")
-    rest = losses(tmp_path / "rest")
-    assert rest["train"] == {step: whole["train"][step] for step in (3, 4)}
-    assert rest["eval"][4] == whole["eval"][4]
-
-
-class DeadError(Exception):
-    pass
-
-
-@pytest.mark.nightly
-def test_a_resumed_run_drops_what_was_compiled_where_it_follows_a_smaller_batch(
-    make_config: MakeConfig, graphs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the run before it did when memory ran out: the graphs of more rows keep their memory otherwise."""
-    config = make_config("train.compile=layers", "train.steps=4", "checkpoint.every=2")
-
-    def die(state: TrainState) -> None:
-        if (state.step + 1, state.fit.micro_batch) == (4, 1):
-            raise DeadError
-
-    with monkeypatch.context() as patch:
-        before_steps(patch, die)
-        out_of_memory_at(patch, step=4, rows=2)
-        with pytest.raises(DeadError):
-            run_once(config, Console(quiet=True), "killed")
-    forgotten: list[bool] = []
-    monkeypatch.setattr("overcoat.train.out_of_memory.forget", lambda: forgotten.append(True) or forget())
-    seen: list[tuple[int, int, int]] = []
-    before_steps(monkeypatch, lambda state: seen.append((state.step + 1, state.fit.micro_batch, len(forgotten))))
-    run_once(config, Console(quiet=True), "resumed")
-    assert seen == [(3, 2, 0), (4, 1, 1)]
-    assert len(forgotten) == 2  # and at the end, for the twin
 
 
 def test_graphs_need_a_gpu(make_config: MakeConfig) -> None:
@@ -238,9 +179,3 @@ def test_a_resumed_run_of_graphs_goes_on_as_the_whole_one(tmp_path: Path) -> Non
     rest = train(tmp_path, "rest", "train.compile=graphs", resume)
     later = {kind: {step: row for step, row in rows.items() if step > 3} for kind, rows in whole.items()}
     assert_close(rest, later)
-
-
-@pytest.mark.gpu
-def test_a_twin_of_graphs_trains_as_on_its_own(tmp_path: Path) -> None:
-    train(tmp_path, "both", "train.compile=graphs", 'compare.overrides=["recipe.name=leanest"]')
-    assert_close(losses(tmp_path / "both" / "twin"), train(tmp_path, "alone", "recipe.name=leanest"))

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
-from overcoat.train.fit import Fit
 from overcoat.train.loop import train_step
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 from tests.train.runs import EXACT, MakeConfig, make_state
@@ -24,14 +22,6 @@ def test_generators_go_on_in_the_middle_of_a_draw(tmp_path: Path) -> None:
     random.seed(5), np.random.seed(5)
     set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert [random.gauss(0, 1), np.random.randn(), np.random.rand()] == drawn
-
-
-def test_generators_of_gpus_that_are_gone_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[tuple[str, int]] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: found.append((state, index)))
-    set_rng_state({**rng_state(), "cuda": ["first", "second", "third"]})
-    assert found == [("first", 0), ("second", 1)]
 
 
 def saved_and_loaded(state: TrainState, other: TrainState, path: Path) -> TrainState:
@@ -82,14 +72,3 @@ def test_rows_of_an_unfinished_step_are_saved_with_it(make_config: MakeConfig, t
     del saved["drawn"]  # as earlier versions wrote it
     other.load_training_dict(saved)
     assert other.drawn is None
-
-
-def test_another_fit_is_measured_anew(make_config: MakeConfig) -> None:
-    config = make_config("model.config.vocab_size=50")
-    state = make_state(config)
-    train_step(state, config)
-    before = state.kept_bytes
-    state.change_fit(config, Fit(1, True))
-    assert (state.fit, state.kept_bytes, state.kept_table) == (Fit(1, True), 0, "")
-    train_step(state, config)
-    assert 0 < state.kept_bytes < before / 2  # one row, and converted to keep its blocks' inputs only

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -68,23 +67,6 @@ def test_every_byte_is_a_token_and_merges_fill_the_vocabulary(make_config: MakeC
     assert encode(trained, [""]) == [[trained.eos_token_id]]
 
 
-def test_training_reads_its_share_of_the_corpus_and_no_more(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-
-    def documents(_config: object) -> Any:
-        for text in ("common " * 20, "rare \u4e2d" * 20, "unread " * 20):
-            read.append(text)
-            yield text
-
-    monkeypatch.setattr(module, "documents", documents)
-    trained = train_tokenizer(make_config("tokenizer.train_bytes=280"))  # reached by the second document
-    assert [text.split()[0] for text in read] == ["common", "rare"]
-    sizes = [len(ids) for ids in encode(trained, ["common", "unread"])]
-    assert sizes[0] < sizes[1] == len("unread") + 1
-
-
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot load the tokenizer '.*nothing'"):
         load_tokenizer(tmp_path / "nothing")
@@ -98,10 +80,6 @@ def test_a_tokenizer_that_cannot_pack_documents_is_refused(
     monkeypatch.setattr(module, "load_pretrained", lambda *_: found)
     with pytest.raises(ValueError, match=r"the tokenizer 'slow' must be a fast one with an end-of-text token"):
         load_tokenizer("slow")
-
-
-def test_ids_of_a_vocabulary_with_gaps() -> None:
-    assert module.num_ids(SimpleNamespace(get_vocab=lambda: {"a": 0, "<|added|>": 70_000})) == 70_001
 
 
 @pytest.mark.parametrize("template", ["%s", "\x85\u2028", "long" * 100, "-1"])
