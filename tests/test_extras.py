@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from overcoat.extras import load_extra
-
-
-def test_a_package_that_is_there_is_imported() -> None:
-    assert load_extra("json", "hf", "reading") is json
-    assert load_extra("json.decoder", "hf", "reading") is json.decoder
 
 
 @pytest.mark.parametrize("module", ["surely_not_installed", "surely_not_installed.part", "json.surely_not_there"])

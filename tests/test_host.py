@@ -14,17 +14,6 @@ def test_packed_tensors_are_aligned_and_do_not_overlap():
     assert packed([3, 16, 17, 0, 1]) == ([0, 16, 32, 64, 64], 80)
 
 
-def test_the_pool_lends_what_came_back():
-    made = []
-    pool = Pool(lambda size: made.append(size) or torch.empty(size, dtype=torch.uint8))
-    small, large = pool.take(100), pool.take(1000)
-    pool.free.append(large)
-    pool.free.append(small)
-    assert pool.take(90) is small  # the smallest that fits
-    assert pool.take(101) is large
-    assert (made, pool.total_bytes, pool.free) == ([100, 1000], 1100, [])
-
-
 def test_buffers_too_small_make_room():
     """A longer sequence in every step: as many buffers as one step needs, not one more for each length."""
     pool = Pool(lambda size: None)

@@ -55,14 +55,6 @@ def test_a_group_by_hand():
     assert decoded.flatten().tolist() == [ONE, ONE, ONE - 544, ONE - 544, ONE - 100 * 544, lowest, 0]
 
 
-@pytest.mark.parametrize(
-    ("byte", "step"), [(1, 17 << 5), (15, 31 << 5), (16, 16 << 6), (0x47, 23 << 9), (0xE0, 16 << 19), (0xFF, 31 << 20)]
-)
-def test_steps_by_hand(byte, step):
-    bits = torch.tensor(LARGEST, dtype=torch.int32)
-    assert log8.step_bits(bits, torch.tensor(byte, dtype=torch.int32)) == min(step, LARGEST // 255)
-
-
 def test_the_step_is_the_smallest_byte_that_reaches_the_smallest_value():
     """So it is at most 1/16 above 1/254 of the range."""
     spans = torch.cat([torch.arange(130_000, 150_000, 7), torch.logspace(5.2, 9.2, 5000).int()]).to(torch.int32)

@@ -14,7 +14,6 @@ from overcoat.formats.masters import (
     mix,
     parameter_key,
     random_bits,
-    resolve_master,
 )
 
 STEP = torch.tensor(1.0)
@@ -133,15 +132,6 @@ def test_numbers_of_one_hash_are_uniform_and_independent(places):
     assert (covariance - torch.eye(32 // places) / 12).abs().max() < 5 / 12 / math.sqrt(count)
 
 
-@pytest.mark.parametrize(("places", "sharing"), [(8, 4), (16, 2)])
-def test_neighbours_share_one_hash(places, sharing):
-    groups = group_bits(parameter_key(5, 2), STEP, torch.arange(3, dtype=torch.int32))
-    draws = random_bits(groups, 64, places).view(3, -1, sharing).long()
-    whole = (draws << (torch.arange(sharing) * places)).sum(-1)
-    steps = torch.arange(64 // sharing, dtype=torch.int32) * (0x9E3779B9 - (1 << 32))
-    assert torch.equal(whole, mix(groups.unsqueeze(-1) + steps).long() & 0xFFFFFFFF)
-
-
 def test_random_bits_depend_on_seed_parameter_step_and_place_only():
     base = bits(1024, 8)
     assert torch.equal(base, bits(1024, 8))
@@ -159,15 +149,6 @@ def test_mix_is_a_bijection_with_avalanche():
     ones = sum(int(((flipped >> i) & 1).sum()) for i in range(8)) / 4096
     assert abs(ones - 16) < 0.3
     assert len(mix(torch.arange(1 << 16, dtype=torch.int32)).unique()) == 1 << 16
-
-
-def test_resolve_master():
-    assert resolve_master("auto", torch.bfloat16) == "bf16+8"
-    assert resolve_master("bf16", torch.float32) == "fp32"
-    with pytest.raises(ValueError, match="float16"):
-        resolve_master("auto", torch.float16)
-    with pytest.raises(ValueError, match="bf16\\+24"):
-        resolve_master("bf16+24", torch.bfloat16)
 
 
 @pytest.mark.parametrize(("remainder", "is_finite"), [(0, None), (-1, True), (-128, True), (1, False), (127, False)])

@@ -25,14 +25,6 @@ CONVERSION = re.compile(r"cvt\.rn\.satfinite\.(?:relu\.)?e\dm\dx2\.\w+\s+(%\w+),
 SOURCES = re.compile(r"cvt\.rn\.satfinite\.((?:relu\.)?e\dm\dx2)\.\w+\s+(%\w+),([^;]+)")
 JOIN = re.compile(r"mov\.b32\s+%\w+,\s*\{\s*(%\w+),\s*(%\w+)\s*\}")
 
-EXAMPLE = """
-    cvt.rn.satfinite.e5m2x2.f32 %rs1, %f2, %f1;
-    cvt.rn.satfinite.e5m2x2.f32 %rs2, %f4, %f3;
-    {store}
-    mov.b32 %r1, {{%rs1, %rs2}};
-    st.global.b32 [%rd5], %r1;
-"""
-
 
 def lost_conversions(ptx: str) -> list[str]:
     """Registers that ptxas takes for dead: FP8 pairs that are the low half of a word and used in another way too, and
@@ -73,30 +65,6 @@ def named_apart(ptx: str) -> str:
         return text
 
     return re.sub(r"\{\s*\.reg[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", rename, ptx)
-
-
-def test_the_search_finds_what_is_made_twice():
-    quad = "{{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, {0}, {1}; cvt.rn.satfinite.e4m3x2.f32 b, {2}, {3}; "
-    quad += "mov.b32 %r{4}, {{a, b}}; }}\n"
-    others = quad.format("%f1", "%f2", "%f3", "%f4", 1) + quad.format("%f5", "%f6", "%f7", "%f8", 2)
-    assert lost_conversions(others) == []
-    assert len(lost_conversions(others + quad.format("%f9", "%f10", "%f3", "%f4", 3))) == 2
-
-
-@pytest.mark.parametrize(
-    ("store", "lost"),
-    [
-        ("st.global.b8 [%rd4], %rs1;", ["%rs1"]),
-        ("@%p1 st.global.b8 [ %rd4 + 0 ], { %rs1 }; // %rs2", ["%rs1"]),
-        ("shr.u16 %rs3, %rs1, 8;", ["%rs1"]),
-        ("st.global.b8 [%rd4], %rs2;", []),  # the high half
-        ("mov.b32 %r2, {%rs1, %rs2};", []),  # two words
-        ("mov.b32 %r2, {%rs2, %rs1};", []),
-        ("", []),
-    ],
-)
-def test_the_search_finds_what_ptxas_loses(store, lost):
-    assert lost_conversions(EXAMPLE.format(store=store)) == lost
 
 
 @pytest.fixture(scope="module")

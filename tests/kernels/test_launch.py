@@ -84,14 +84,6 @@ def test_a_launch_is_remembered(device):
     assert (n, eps, flag, block) == (7, 0.5, True, 64)
 
 
-def test_what_is_passed_by_name_is_passed_on_in_the_order_of_the_declaration(device):
-    kernel = Recorder()
-    for _ in range(2):
-        kernel[(1,)](aligned(), aligned(), 7, num_warps=4, BLOCK=64, FLAG=False, eps=0.25)
-    assert kernel.counts() == (1, 1)
-    assert kernel.at_once[0][1][-4:] == (7, 0.25, False, 64)
-
-
 OTHERS = {
     "first dtype": {"x": torch.bfloat16},
     "second dtype": {"y": torch.float16},
@@ -140,21 +132,6 @@ def test_tensors_that_are_not_aligned_go_through_triton(device, which, offset):
     assert kernel.counts() == (3, 1)
 
 
-def test_remembered_launches_are_bounded(device, monkeypatch):
-    monkeypatch.setattr(launch, "MAX_ENTRIES", 3)
-    kernel = Recorder()
-    for n in (1, 2, 3):
-        ask(kernel, n=n)
-    ask(kernel, n=1)
-    assert kernel.counts() == (3, 1)
-    ask(kernel, n=4)
-    assert len(kernel.entries) == 1
-    ask(kernel, n=4)
-    assert kernel.counts() == (4, 2)
-    ask(kernel, n=1)
-    assert kernel.counts() == (5, 2)
-
-
 def test_tensors_after_other_arguments_are_refused(device):
     """Their alignment and dtype would not be looked at: by place and by name, and nothing is remembered."""
     for args, options in (((7, aligned()), {}), ((7, 0.5), {"FLAG": aligned()})):
@@ -177,23 +154,6 @@ def test_a_profiler_sees_every_launch(device, hook):
         chain.remove(seen)
     ask(kernel)
     assert kernel.counts() == (2, 1)
-
-
-def test_the_decorator_leaves_the_interpreter_alone(monkeypatch):
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    assert type(launch.kernel(declared)) is launch.Kernel
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    assert not isinstance(launch.kernel(declared), launch.Kernel)
-
-
-def test_dense_rows():
-    """Rows may lie apart; only elements that do are copied."""
-    x = torch.arange(24.0).view(4, 6)
-    assert launch.dense_rows(x[:, :4]).data_ptr() == x.data_ptr()
-    dense = launch.dense_rows(x[:, ::2])
-    assert dense.stride() == (3, 1)
-    assert torch.equal(dense, x[:, ::2])
-    assert launch.dense_rows(x.t()).stride() == (4, 1)
 
 
 class OnFirst(torch.Tensor):
@@ -223,13 +183,6 @@ def test_the_tensors_gpu_is_made_current(device, monkeypatch, current):
     assert kernel.at_once[0][1][3] == 1000  # the stream
     assert made == [0, 0][: 2 * current]
     assert device.index == current
-
-
-def test_one_token_is_no_constant():
-    def tokens(x_ptr, T, C):
-        """A kernel's arguments."""
-
-    assert [p.name for p in launch.Kernel(tokens).params if p.do_not_specialize] == ["T"]
 
 
 def test_programs_that_ask_what_others_have_found_are_one_warp():

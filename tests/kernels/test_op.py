@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
-import re
 import warnings
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -138,65 +136,6 @@ def check_noncontiguous(name, leaves, spec):
 def layout(x):
     """What compiled code takes for granted; where there is one number, a stride says nothing."""
     return x.dtype, *((size, stride) for size, stride in zip(x.shape, x.stride()) if size != 1)
-
-
-def test_inductor_knows_an_op_before_it_comes_to_it(monkeypatch):
-    """Or PyTorch before 2.13 writes out all that led to its arguments: of this chain 2^40 pieces."""
-    lowering, graph = (importlib.import_module(f"torch._inductor.{name}") for name in ("lowering", "graph"))
-    for known in CATALOGUE.values():
-        monkeypatch.delitem(lowering.lowerings, known, raising=False)
-    found_out = []
-    original = lowering.make_fallback
-    monkeypatch.setattr(graph, "make_fallback", lambda *a, **k: found_out.append(a[0]) or original(*a, **k))
-    encode, decode = (CATALOGUE[name] for name in ("group_encode", "group_decode"))
-
-    def chain(x):
-        for _ in range(40):
-            x = decode(*encode(x, "sqrt8", 16), "sqrt8", 16, torch.float32)
-        # Ops seen for the first time, behind the others.
-        return CATALOGUE["amax"](x), x
-
-    x = normal(4, 32)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        torch.compiler.reset()
-        compiled = torch.compile(chain, fullgraph=True)(x)
-    torch.compiler.reset()
-    assert all(torch.equal(one, other) for one, other in zip(compiled, chain(x), strict=True))
-    assert found_out == []
-    assert {encode, decode} < lowering.lowerings.keys()
-
-
-@pytest.mark.parametrize("name", ["amax", "group_encode", "qk_rope_encode12_"])
-def test_compiled_code_does_not_check_what_the_shape_function_says(name, device):
-    """One result, several, and arguments that are written to; arguments are checked as ever."""
-    arguments = on(device, SAMPLES[name][-1])
-    torch.compiler.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
-        _, code = run_and_get_code(torch.compile(CATALOGUE[name], fullgraph=True), *arguments)
-    torch.compiler.reset()
-    assert f"torch.ops.overcoat.{name}.default(" in code[0]
-    assert "assert_size_stride(arg" in code[0]
-    assert "assert_size_stride(buf" not in code[0]
-    # Of what lies in host memory nothing is known, and that is said in place of the check.
-    assert not re.search(r"assert_alignment\(buf|buffer buf\d+ .*not aligned", code[0])
-
-
-def test_without_a_shape_function_the_reference_is_one():
-    """On tensors without values; a shape function, once given, takes its place."""
-
-    @op
-    def test_only_twice(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat((x, x), -1).half()
-
-    try:
-        shapes = [test_only_twice(torch.empty(2, 3, device="meta"))]
-        with FakeTensorMode():
-            shapes.append(test_only_twice(torch.empty(2, 3)))
-        assert [(x.shape, x.dtype) for x in shapes] == [((2, 6), torch.float16)] * 2
-        test_only_twice.fake(lambda x: x.new_empty(1))
-        assert test_only_twice(torch.empty(2, 3, device="meta")).shape == (1,)
-    finally:
-        del CATALOGUE["test_only_twice"]
 
 
 class Elsewhere(torch.Tensor):

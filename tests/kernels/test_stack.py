@@ -28,14 +28,6 @@ def test_stacked_weights_share_one_scale(transposed, device):
     assert scale == expected.scale
 
 
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_non_finite_reaches_the_stack(bad, device):
-    weights = [normal(7, 40).to(device) for _ in range(2)]
-    weights[1][3, 5] = bad
-    data, scale, _ = quantize_weights(weights)
-    assert not (data.double() * scale).isfinite().any()
-
-
 @pytest.mark.parametrize("sizes", [(128, 256), (128, 100), (40, 30, 70), (130,)])
 @pytest.mark.parametrize("columns", [24, 640])
 def test_blocks_of_stacked_weights(sizes, columns, device):

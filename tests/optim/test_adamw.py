@@ -304,25 +304,6 @@ def test_grad_scaler(unscale):
     assert scaler.get_scale() == 512.0
 
 
-def test_what_a_scaler_has_found_skips_a_step_of_finite_gradients():
-    params = make_params()
-    optimizer = AdamW(params)
-    train(params, optimizer, 1)
-    before = snapshot(params, optimizer)
-    optimizer.found_inf = torch.ones(())
-    train(params, optimizer, 1)
-    assert_same_bits(before, snapshot(params, optimizer))
-
-
-def test_unchecked_gradients_are_trusted():
-    w = torch.nn.Parameter(torch.ones(4))
-    optimizer = AdamW([w], check_finite=False)
-    w.grad = torch.ones(4)
-    optimizer.step()
-    assert optimizer.grad_norm is None
-    assert optimizer.skipped_steps.item() == 0
-
-
 # ---- bytes, errors -------------------------------------------------------------------------------------
 
 
@@ -416,18 +397,6 @@ def test_a_format_changed_after_a_step_is_refused(act, name, value, words):
         optimizer.load_state_dict(saved) if act == "load_state_dict" else getattr(optimizer, act)()
     optimizer.param_groups[0][name] = ("sqrt8", "log8") if name == "moments" else {"master": "auto"}.get(name, 128)
     assert_same_bits(before, snapshot(params, optimizer))
-
-
-def test_a_format_may_change_while_there_is_no_state():
-    params = make_params(torch.bfloat16)
-    optimizer = AdamW(params)
-    optimizer.param_groups[0]["moments"] = "fp8"
-    train(params, optimizer, 1)
-    assert optimizer.state[params[4]]["exp_avg"].dtype == torch.float8_e4m3fn
-    optimizer.state.clear()
-    optimizer.param_groups[0].update(moments="8bit", group_size=32)
-    train(params, optimizer, 1)
-    assert optimizer.state[params[4]]["exp_avg_amax"].shape == (3, 4)
 
 
 @pytest.mark.parametrize(("before", "after"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])

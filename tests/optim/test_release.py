@@ -166,15 +166,6 @@ def test_what_nobody_holds_any_more_is_freed():
     assert states() is None
 
 
-def test_parameters_that_outlive_model_and_optimizer_keep_their_gradients():
-    model, optimizer = released()[:2]  # the handle is not held either
-    weight = model.norm.weight
-    del model, optimizer
-    gc.collect()
-    weight.sum().backward()
-    assert torch.equal(weight.grad, torch.ones_like(weight))
-
-
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_other_batches_than_last_time(offloaded, device):
     """Parameters and, at the fifth step, the whole second group drop out and come back: what is kept does not fit."""
@@ -239,34 +230,6 @@ def test_a_non_finite_gradient_skips_its_own_parameter_only():
     assert not optimizer.grad_norm.isfinite()
 
 
-def test_step_groups_are_kept_for_the_same_batches():
-    model, optimizer, handle = released(8000)
-    train(model, optimizer, 1)
-    first = dict(handle.step_groups)
-    train(model, optimizer, 1)
-    assert handle.step_groups == first
-    assert len(first) > 2
-    assert handle.used == {}
-    model.norm.weight.data = model.norm.weight.data.clone()
-    before = model.norm.weight.detach().clone()
-    train(model, optimizer, 1)
-    assert sum(handle.step_groups[key] is not step_group for key, step_group in first.items()) == 1
-    assert not torch.equal(model.norm.weight, before)
-    model.norm.requires_grad_(False)
-    train(model, optimizer, 1)
-    assert handle.step_groups.keys() != first.keys()  # those that were not used are dropped
-    norm = optimizer.grad_norm
-    optimizer.step()
-    assert optimizer.grad_norm is norm  # nothing new to report
-
-
-def test_unchecked_gradients_have_no_norm():
-    model, optimizer, _ = released(check_finite=False)
-    train(model, optimizer, 1)
-    assert optimizer.grad_norm is None
-    assert optimizer.state[model.norm.bias]["step"] == 1
-
-
 # ---- refusals: each names the reason, and nothing has changed -------------------------------------------
 
 
@@ -309,14 +272,6 @@ def test_weights_shared_by_reentrant_segments_are_refused_and_work_without():
     train(released, optimizer)
     train(plain, ordinary)
     assert_same_bits(snapshot(released, optimizer), snapshot(plain, ordinary))
-
-
-def test_the_whole_model_checkpointed_is_not_taken_for_accumulation():
-    model, optimizer, _ = released()
-    for _ in range(2):
-        checkpoint(model, torch.arange(40), use_reentrant=False).backward()
-        optimizer.step()
-    assert optimizer.state[model.head.weight]["step"] == 2
 
 
 def test_clipping_is_refused():
@@ -365,17 +320,6 @@ def test_what_cannot_be_released_is_named():
         release_gradients(model, AdamW(model.parameters()))
     with pytest.raises(ValueError, match="new parameters"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-
-
-def test_copies_of_handle_and_optimizer_are_not_in_force():
-    model, optimizer, handle = released()
-    train(model, optimizer, 1)
-    copy.deepcopy(handle).remove()
-    assert copy.deepcopy(optimizer).release is None
-    assert optimizer.release is handle
-    handle.remove()
-    handle.remove()
-    assert optimizer.release is None
 
 
 def test_a_weight_of_two_released_models_is_named():
@@ -432,15 +376,6 @@ def test_weights_have_moved_whatever_becomes_of_the_states():
     del optimizer.state["nothing"]
     optimizer.step()
     assert not handle.has_stepped
-
-
-def test_a_state_loaded_before_the_step_ends_it():
-    model, optimizer, _ = released()
-    train(model, optimizer, 1)
-    saved = copy.deepcopy(optimizer.state_dict())
-    loss_of(model, 1).backward()
-    optimizer.load_state_dict(saved)
-    train(model, optimizer, 2)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------

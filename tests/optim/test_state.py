@@ -20,7 +20,6 @@ from overcoat.optim.state import (
     bytes_to_offload,
     check_state,
     init_state,
-    is_elsewhere,
     restore_state,
     state_fields,
 )
@@ -54,18 +53,6 @@ def test_fields_of_a_matrix_by_hand():
     }
 
 
-@pytest.mark.parametrize(("master", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
-@pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_plain_moments_have_no_groups_and_whole_masters_no_remainder(moments, master, dtype):
-    fields = state_fields(torch.zeros(3, 5, dtype=dtype), options((moments, moments), master=master))
-    kept = MOMENT_CODES[moments].dtype
-    assert fields == {
-        "step": Field((), torch.float32),
-        "exp_avg": Field((3, 5), kept),
-        "exp_avg_sq": Field((3, 5), kept),
-    }
-
-
 @pytest.mark.parametrize("moments", [("sqrt8" if name == "log8" else name, name) for name in MOMENT_CODES])
 @pytest.mark.parametrize("shape", [(), (300,), (4, 200), (0, 7)])
 def test_a_new_state_has_the_fields_and_their_first_values(moments, shape):
@@ -85,17 +72,6 @@ def test_offload_keeps_all_but_the_step_count_in_host_memory():
         for state in (init_state(param, options(), offload), restore_state(saved, param, offload)):
             assert state["step"].device.type == "meta"
             assert {value.device.type for name, value in state.items() if name != "step"} == {elsewhere}
-
-
-def test_whether_a_state_is_elsewhere():
-    """With offload only the step count has to be beside the parameter."""
-    here, there = torch.zeros(4, 200), torch.zeros(4, 200, device="meta")
-    assert not is_elsewhere(init_state(here, options()), here)
-    assert is_elsewhere(init_state(here, options()), there)
-    assert is_elsewhere(init_state(here, options(), True), there, True)
-    offloaded = init_state(there, options(), True)
-    assert not is_elsewhere(offloaded, there, True)
-    assert is_elsewhere(offloaded, there, False)
 
 
 @pytest.mark.parametrize(
@@ -170,27 +146,6 @@ def trained(steps=2, **options):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_hooks_see_whole_states(offload):
-    _, optimizer = trained(offload=offload)
-    other = AdamW(make_params(torch.bfloat16, SHAPES), offload=offload)
-    seen = {}
-
-    def look(name):
-        def hook(of, state_dict=None):
-            states = of.state if state_dict is None else state_dict["state"]
-            seen[name] = [set(state) for state in states.values()]
-
-        return hook
-
-    optimizer.register_state_dict_pre_hook(look("before saving"))
-    optimizer.register_state_dict_post_hook(look("saved"))
-    other.register_load_state_dict_pre_hook(look("to load"))
-    other.register_load_state_dict_post_hook(look("loaded"))
-    other.load_state_dict(optimizer.state_dict())
-    assert seen == {name: [FIELDS] * 3 for name in ("before saving", "saved", "to load", "loaded")}
-
-
-@pytest.mark.parametrize("offload", [False, True])
 def test_hooks_may_change_what_is_saved_and_loaded(offload):
     _, optimizer = trained(offload=offload)
     plain = optimizer.state_dict()
@@ -208,15 +163,6 @@ def test_hooks_may_change_what_is_saved_and_loaded(offload):
         assert_same_bits([state[name] for name in names], [loaded[name] for name in names])
     train(others, other, 1)
     assert other.state[others[0]]["step"] == 8
-
-
-def test_hooks_of_ours_do_not_stay():
-    _, optimizer = trained()
-    hooks = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-    optimizer.load_state_dict(optimizer.state_dict())
-    with pytest.raises(ValueError, match="another optimizer"):
-        optimizer.load_state_dict(torch.optim.AdamW(make_params()).state_dict())
-    assert not any(getattr(optimizer, f"_optimizer_{name}_hooks") for name in hooks)
 
 
 def test_a_refused_state_dict_changes_nothing():
@@ -246,15 +192,6 @@ def test_a_state_that_was_only_asked_for_is_none():
     assert not any(optimizer.state.values())
     train(params, optimizer, 1)
     assert optimizer.state[params[0]]["step"] == 1
-
-
-def test_what_others_keep_in_the_state_is_kept():
-    _, optimizer = trained()
-    saved = optimizer.state_dict()
-    saved["state"]["averaged"] = {"since": 3}
-    optimizer.load_state_dict(saved)
-    assert optimizer.state["averaged"] == {"since": 3}
-    assert optimizer.state_dict()["state"]["averaged"] == {"since": 3}
 
 
 # ---- states are the user's: what is taken out or replaced is freed at once ----------------------------------
@@ -322,19 +259,6 @@ def test_what_is_taken_out_is_freed_at_once(disturb, offload, device):
     assert steps == [3 if disturb is copy_each else 1] * 3
 
 
-@pytest.mark.parametrize("disturb", [clear_all, copy_each])
-def test_released_gradients_let_go_as_well(disturb, device):
-    model, optimizer = released_model(device)
-    for _ in range(3):
-        released_step(model, optimizer)
-    old = tensors_of(optimizer)
-    disturb(optimizer)
-    assert not any(tensor() is not None for tensor in old)
-    released_step(model, optimizer)
-    steps = [state["step"].item() for state in optimizer.state.values()]
-    assert steps == [4 if disturb is copy_each else 1] * 4
-
-
 def test_a_write_between_backward_and_step_loses_no_count(device):
     model, optimizer = released_model(device)
     for _ in range(2):
@@ -383,47 +307,6 @@ def test_copies_are_plain_dictionaries():
         assert type(twin) is collections.defaultdict
         assert twin == {1: {"a": 2}}
         assert twin["new"] == {}
-
-
-def test_states_given_to_another_optimizer_are_watched_by_that_one():
-    params = make_params(torch.bfloat16, SHAPES)
-    first, second = AdamW(params), AdamW(params)
-    train(params, first, 1)
-    second.state = first.state
-    train(params, second, 1)
-    old = second.state[params[1]]["exp_avg_sq"]
-    second.state[params[1]]["exp_avg_sq"] = torch.full_like(old, 9)
-    twins, twin = copy.deepcopy((params, second))
-    train(params, second, 1, first=5)
-    train(twins, twin, 1, first=5)
-    assert all(map(torch.equal, params, twins))
-
-
-def test_the_dictionary_stays_the_same_object():
-    """Wrappers around an optimizer hold on to its `state`."""
-    params = make_params(torch.bfloat16, SHAPES)
-    optimizer = AdamW(params)
-    state = optimizer.state
-    train(params, optimizer, 2)
-    assert optimizer.state is state
-    state.clear()
-    train(params, optimizer, 1)
-    assert optimizer.state is state
-    assert all(state[p]["step"] == 1 for p in params)
-
-
-def test_an_optimizer_is_freed_without_the_cycle_collector():
-    params = make_params(torch.bfloat16, SHAPES)
-    optimizer = AdamW(params)
-    train(params, optimizer, 2)
-    old, state = tensors_of(optimizer), optimizer.state
-    gc.disable()
-    try:
-        del optimizer
-        del state
-        assert not any(tensor() is not None for tensor in old)
-    finally:
-        gc.enable()
 
 
 def test_a_step_that_fails_holds_no_gradients(monkeypatch):
