@@ -57,8 +57,8 @@ EXHIBITS = {
 # What an exhibit reads of the options that not all do; and what these are when they are left out.
 READ: dict[Any, tuple[str, ...]] = {
     training.table3: ("config", "set", "arms", "seeds", "dir", "tasks"),
-    training.table4: ("model", "config", "set", "arms", "dir"),
-    vision.table5: ("set", "arms", "dir"),
+    training.table4: ("model", "config", "set", "arms", "seeds", "dir"),
+    vision.table5: ("set", "arms", "seeds", "dir"),
 }
 LEFT_OUT: dict[str, Any] = {"set": [], "seeds": [0], "tasks": []}
 OPTIONS = ("checkpoint", "model", "config", "set", "arms", "seeds", "dir", "tasks")
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE.toml", help="table3, table4: pretrain this instead")
     parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="settings of every arm")
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="of a training, these alone")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of pretraining (default 0)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the arms (default 0)")
     parser.add_argument("--dir", type=Path, help="keep the runs there, and go on with what is there")
     parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="table3: of overcoat eval")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON line per row")

@@ -12,6 +12,7 @@ Real text: the Python source of what is installed on the machine, each document 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import tempfile
@@ -155,7 +156,7 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def right_answers(run_dir: Path, asked: list[Problem], rows: int = 256) -> list[bool]:
+def right_answers(run_dir: Path, asked: list[Problem], rows: int = 1024) -> list[bool]:
     """Which problems the model of a run answers right."""
     model, tokenizer = load_target(find_target(str(run_dir)), device())
     found = completions(model, tokenizer, [problem.prompt for problem in asked], 96, rows)
@@ -176,14 +177,18 @@ def table4(options: Options) -> Result:
             model = str(pretrained(one, folder, [str(easy)])[0]["run_dir"] / "export")
         data = str(write(folder / "train.jsonl", problems("train", many)))
         values = {**rest, "model": {"name": model}, "data": {**rest["data"], "files": [data]}}
-        for arm in chosen(options, TUNED):
-            run_dir = folder / f"math-{arm}"
-            row = train(values, [*TUNED[arm], f"data.cache_dir={folder / 'math'}", *options.set], run_dir)
+        for arm, seed in itertools.product(chosen(options, TUNED), options.seeds):
+            run_dir, seeded = folder / f"math-{arm}-{seed}", f"train.seed={seed}"
+            row = train(values, [*TUNED[arm], seeded, f"data.cache_dir={folder / 'math'}", *options.set], run_dir)
             right = right_answers(run_dir, asked)
             parts = {"right %": right, "new numbers %": right[:-new], "new templates %": right[-new:]}
             for name, part in parts.items():
                 row[name], row[f"+- {name}"] = share(part)
-            rows.append({"name": arm, **row})
-    columns = ("held_out_loss", "right %", "+- right %", "new numbers %", "new templates %", "tokens_per_second")
-    notes = (f"{count} problems that no model was trained on, a fifth of them of templates neither; greedy answers.",)
+            rows.append({"name": f"{arm}, seed {seed}", "arm": arm, "seed": seed, **row})
+    rows, notes = with_gaps(rows)
+    columns = ("held_out_loss", "gap", "right %", "+- right %", "new numbers %", "new templates %", "tokens_per_second")
+    notes = (
+        *notes,
+        f"{count} problems that no model was trained on, a fifth of them of templates neither; greedy answers.",
+    )
     return Result("Table 4: fine-tuning on mathematics", columns, rows, notes, curves_of(rows), STEPS_AND_LOSS)

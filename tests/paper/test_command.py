@@ -63,7 +63,7 @@ def test_what_the_full_size_needs_is_one_line(name: str, capsys: pytest.CaptureF
     [
         ("table1 --checkpoint runs/a", "--checkpoint"),  # small: a tiny run is looked at
         ("table3 --config a.toml", "--config"),
-        ("table4 --seeds 1", "--seeds"),
+        ("table2 --seeds 1", "--seeds"),
         ("table5 --tasks sciq", "--tasks"),
         ("table2 --set train.steps=1 --arms bf16", "--set"),
     ],
