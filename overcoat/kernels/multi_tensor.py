@@ -13,6 +13,7 @@ Legend: T tensors.
 
 from __future__ import annotations
 
+import math
 import operator
 from functools import lru_cache, reduce
 from itertools import accumulate
@@ -31,8 +32,6 @@ UNROLL = 4
 WARPS = 8
 # Neighbours whose sums are added in FP32: a thread has them, and turning numbers into FP64 is slow.
 LANE = 8
-# Partial sums that a program of the second launch reads at once.
-BLOCK = 1024
 
 TRITON_TYPE = {
     torch.float32: tl.float32,
@@ -98,24 +97,6 @@ def _sum_squares_kernel(
     tl.store(partials + program, tl.sum(few.to(tl.float64)))
 
 
-@kernel
-def _sum_partials_kernel(partials, first, sums, skips, BLOCK: tl.constexpr):
-    """sums FP64 (T,): of each tensor's partials, numbers first[t] to first[t + 1] - 1; skips bool (T,): not finite.
-
-    first int64 (T + 1,).
-    """
-    tensor = tl.program_id(0)
-    start, end = tl.load(first + tensor).to(tl.int32), tl.load(first + tensor + 1).to(tl.int32)
-    total = tl.zeros((BLOCK,), tl.float64)
-    while start < end:
-        number = start + tl.arange(0, BLOCK)
-        total += tl.load(partials + number, number < end, 0.0)
-        start += BLOCK
-    sum_ = tl.sum(total)
-    tl.store(sums + tensor, sum_)
-    tl.store(skips + tensor, tl.where(sum_ < float("inf"), 0, 1).to(tl.int8))  # NaN is not below anything
-
-
 class Sums(NamedTuple):
     """Of squares of T tensors, FP64 (T,), and which of them are not finite, bool (T,)."""
 
@@ -146,7 +127,7 @@ class Gradients:
     def __init__(self, sizes: List[int], device: torch.device) -> None:
         self.device = device
         self.tiles, self.sizes, self.first = _tables(tuple(sizes), device)
-        self.count, self.programs = len(sizes), len(self.tiles)
+        self.programs = len(self.tiles)
         self.partials = torch.empty(self.programs, dtype=torch.float64, device=device)
         self.addresses = self.sizes
         self.dtype = torch.float32
@@ -182,10 +163,8 @@ class Gradients:
 
     def sums_of_squares(self) -> Sums:
         """Of each gradient."""
-        squares = torch.empty(self.count, dtype=torch.float64, device=self.device)
-        sums = Sums(squares, torch.empty(self.count, dtype=torch.bool, device=self.device))
-        _sum_partials_kernel[(self.count,)](self._partial_sums(), self.first, sums.squares, sums.skips, BLOCK)
-        return sums
+        squares = torch.segment_reduce(self._partial_sums(), "sum", offsets=self.first, unsafe=True)
+        return Sums(squares, ~(squares < math.inf))  # NaN is not below anything
 
     def _partial_sums(self) -> Tensor:
         """One FP64 sum of squares per program, valid until the next call."""

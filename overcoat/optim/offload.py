@@ -1,25 +1,19 @@
 """Offload: moments and remainders live in host memory and pass through the GPU in chunks while it steps.
 
-    host memory     page-locked, all states of a parameter in one buffer; step counts stay on the GPU
-    GPU             SLOTS staging buffers; parameters and gradients as ever
-
     copy-in stream    [chunk 0][chunk 1][chunk 2]          [chunk 3] ...
     current stream             [step 0] [step 1] [step 2]           ...
     copy-out stream                     [chunk 0][chunk 1][chunk 2] ...
 
-A chunk is what fits into one staging buffer: whole parameters, or pieces of a large one: some rows of a matrix, some
-groups of a vector. A group is never cut and random numbers count groups in the whole parameter, so every bit is that
-of the step without offload. Events order the three streams; the host waits for nothing. Time: the states cross PCIe
-once each way per step, both ways at once; 3.05 bytes per parameter with "8bit" and "bf16+8".
-
-The last chunks are still on their way to host memory when `step` returns: read a state through `state_dict()`, which
-waits and copies, or after `torch.cuda.synchronize()`.
-
-On a CPU the same code runs with plain memory on both sides.
+All states of a parameter lie in one page-locked buffer; step counts stay on the GPU. A chunk is what fits into one of
+SLOTS staging buffers: parameters, or some rows of a large matrix. Rows are never cut and random numbers count groups in
+the whole parameter, so every bit is that of the step without offload. Events order the streams; the host waits for
+nothing. The last chunks are still on their way when `step` returns: read a state through `state_dict()`, which waits
+and copies, or after `torch.cuda.synchronize()`. On a CPU the same code runs with plain memory on both sides.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Optional
@@ -44,51 +38,23 @@ def check_offload_options(offload: bool, offload_buffer: int) -> None:
         raise ValueError(f"offload_buffer {offload_buffer!r} must be a number of bytes, for example {192 * 2**20}")
 
 
-# ---- pieces of parameters ----------------------------------------------------------------------------------
-
-
 class Piece(NamedTuple):
-    """Units `start` to `stop` of the parameter number `owner`: rows of a matrix, or groups of a vector.
-
-    Units are never cut: a piece is stepped like a parameter of its own.
-    """
+    """Rows `start` to `stop` of the parameter number `owner`, seen as a matrix: stepped like a parameter of its own."""
 
     owner: int
     start: int
     stop: int
-    units: int  # of the whole parameter
-    width: int  # elements of a unit
-    groups: int  # of a unit
-    is_matrix: bool
-
-    @classmethod
-    def whole(cls, owner: int, shape: torch.Size, group_size: int) -> Piece:
-        """All of a parameter."""
-        rows, columns, groups = rows_of(shape, group_size)
-        if len(shape) > 1:
-            units = rows if columns else 0
-            return cls(owner, 0, units, units, columns, groups, True)
-        return cls(owner, 0, groups, groups, group_size, 1, False)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.stop - self.start == self.units
-
-    @property
-    def first_group(self) -> int:
-        return self.start * self.groups
-
-    @property
-    def first_element(self) -> int:
-        return self.start * self.width
+    rows: int  # of the whole parameter; a vector is one
+    columns: int
+    groups: int  # of a row
 
     def of(self, tensor: Tensor) -> Tensor:
         """Its part of a contiguous tensor with one element for each of the parameter, or for each group."""
-        if self.is_matrix:
-            return tensor.view(self.units, -1)[self.start : self.stop]
-        # A vector's last group may be short. One of a single element has one group: both slices are the same then.
-        width = 1 if tensor.numel() == self.units else self.width
-        return tensor.view(-1)[self.start * width : self.stop * width]
+        return tensor.view(self.rows, -1)[self.start : self.stop]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == self.rows
 
 
 def states_of(tensors: StepTensors) -> dict[str, list[Tensor]]:
@@ -105,25 +71,25 @@ def cut(tensors: StepTensors, size: int) -> Iterator[list[Piece]]:
     chunk: list[Piece] = []
     room = size
     for owner, param in enumerate(tensors.params):
-        states = [of[owner] for of in states_of(tensors).values()]
-        rest = Piece.whole(owner, param.shape, tensors.group_size)
-        while rest.start < rest.stop:
-            piece = rest
-            if _packed_bytes(rest, states) > room:
-                unit = sum(rest._replace(stop=rest.start + 1).of(state).nbytes for state in states)
-                units = max(room - ALIGNMENT * len(states), 0) // unit
-                piece = rest._replace(stop=min(rest.start + units, rest.stop))
+        states, start = [of[owner] for of in states_of(tensors).values()], 0
+        rows, columns, groups = rows_of(param.shape, tensors.group_size)
+        while start < rows and columns:
+            piece = Piece(owner, start, rows, rows, columns, groups)
+            if _packed_bytes(piece, states) > room:
+                of_row = sum(piece._replace(stop=start + 1).of(state).nbytes for state in states)
+                fitting = max(room - ALIGNMENT * len(states), 0) // of_row
+                piece = piece._replace(stop=min(start + fitting, rows))
             if piece.start < piece.stop:
                 chunk.append(piece)
                 room -= _packed_bytes(piece, states)
-                rest = rest._replace(start=piece.stop)
+                start = piece.stop
             elif chunk:
                 yield chunk
                 chunk, room = [], size
             else:
                 raise ValueError(
-                    f"offload: the states of one row of a parameter of shape {tuple(param.shape)} take {unit} bytes, a "
-                    f"staging buffer has {size}; raise offload_buffer"
+                    f"offload: the states of one row of a parameter of shape {tuple(param.shape)} take {of_row} bytes, "
+                    f"a staging buffer has {size}; raise offload_buffer"
                 )
     if chunk:
         yield chunk
@@ -148,7 +114,7 @@ class Staging:
         self.device, self.size = device, size
         self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self.freed: list[Optional[torch.cuda.Event]] = [None] * SLOTS
-        self.next_slot = 0
+        self.chunks = itertools.count()  # they use the buffers in turn
         if device.type == "cuda":
             self.copy_in, self.copy_out = (torch.cuda.Stream(device) for _ in range(2))
             self.copy_in.wait_stream(torch.cuda.current_stream(device))
@@ -160,11 +126,6 @@ class Staging:
         """States that the last step wrote may be read again; until the next call each is stepped at most once."""
         if self.device.type == "cuda":
             self.copy_in.wait_stream(self.copy_out)
-
-    def take_slot(self) -> int:
-        """Chunks use the buffers in turn."""
-        self.next_slot += 1
-        return (self.next_slot - 1) % SLOTS
 
     @contextmanager
     def holding(self, chunk: Chunk) -> Iterator[None]:
@@ -203,7 +164,7 @@ class Chunk:
     """
 
     def __init__(self, whole: StepTensors, pieces: list[Piece], staging: Staging) -> None:
-        self.slot = staging.take_slot()
+        self.slot = next(staging.chunks) % SLOTS
         self.pieces = pieces
         host = [(piece, name, piece.of(of[piece.owner])) for piece in pieces for name, of in states_of(whole).items()]
         offsets, _ = packed([tensor.nbytes for _, _, tensor in host])
@@ -218,11 +179,11 @@ class Chunk:
             params=[piece.of(whole.params[piece.owner]) for piece in pieces],
             states=states,
             keys=[whole.keys[piece.owner] for piece in pieces],
-            first_groups=[whole.first_groups[piece.owner] + piece.first_group for piece in pieces],
+            first_groups=[whole.first_groups[piece.owner] + piece.start * piece.groups for piece in pieces],
         )
         self.plan: Any = Plan(self.tensors) if whole.kernel_runs() else None
         self.owners = torch.tensor([piece.owner for piece in pieces]).to(staging.device)
-        self.first_elements = torch.tensor([piece.first_element for piece in pieces]).to(staging.device)
+        self.first_elements = torch.tensor([piece.start * piece.columns for piece in pieces]).to(staging.device)
 
     def copy(self, *, to_device: bool) -> None:
         """All states, one way; on the current stream."""

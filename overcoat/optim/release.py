@@ -6,29 +6,16 @@
         optimizer.step()                  # marks the end of the step; learning rate schedules go on as ever
         scheduler.step()
 
-A model's gradients cost 2 bytes per BF16 parameter; released, only those that are being worked on exist. They are
-collected until a part of the model, as a rule a decoder layer, has all of its own, and then stepped by one launch: a
-step for every parameter would cost the host more time than backward. In a layer that `convert` made, all gradients of a
-block are born together, so that waiting for them costs no memory; elsewhere it costs those of one layer. Small parts
-wait until there are `batch_bytes`. The bits are those of the ordinary step without clipping, but for this:
+Gradients are collected until a part of the model, as a rule a decoder layer, has all of its own, and then stepped by
+one launch: a step for every parameter would cost the host more time than backward. In a layer that `convert` made, all
+gradients of a block are born together, so that waiting for them costs no memory. The bits are those of the ordinary
+step without clipping, but for a gradient that is not finite: it skips its own parameter's step, as the others have
+moved, and `skipped_steps` counts parameters' steps. `optimizer.grad_norm` is the norm over all after `step()`.
 
-    ordinary    a gradient that is not finite skips the whole step         skipped_steps counts steps
-    released    it skips its own parameter's step: the others have moved   skipped_steps counts parameters' steps
-
-`optimizer.grad_norm` is the norm over all parameters after `step()`, for logging.
-
-What cannot work is refused with a ValueError:
-
-    accumulation        the second micro-batch would find weights that have moved. Refused at the second forward pass of
-                        the model, or at the first gradient that comes a second time.
-    global clipping     needs all gradients at once. `torch.nn.utils.clip_grad_norm_` cannot be refused: it would see no
-                        gradients and do nothing.
-    GradScaler          needs all gradients to decide. float16 autocast is refused at the forward pass, a scaler at
-                        `optimizer.step()`.
-    DistributedDataParallel   averages gradients after the hooks used here; FSDP2 (`fully_shard`) calls them in time.
-
-Gradient checkpointing and tied weights work. Reentrant checkpointing runs a backward pass of its own per segment, so
-the gradient of a weight shared between segments arrives in parts; the second is refused.
+What needs all gradients at once is refused with a ValueError: accumulation, global clipping, GradScaler,
+DistributedDataParallel (FSDP2 calls the hooks in time). `torch.nn.utils.clip_grad_norm_` cannot be refused: it sees no
+gradients and does nothing. Gradient checkpointing and tied weights work; a weight shared between segments of reentrant
+checkpointing, whose gradient arrives in parts, is refused.
 """
 
 from __future__ import annotations
@@ -306,10 +293,8 @@ class GradientRelease:
         for number, index, param, grad in entries:
             kinds.setdefault((number, *kind_of(param, grad)), []).append((index, param, grad))
         for kind, of_kind in kinds.items():
-            group, (indices, params, grads) = (
-                self.optimizer.param_groups[kind[0]],
-                map(list, zip(*of_kind, strict=True)),
-            )
+            group = self.optimizer.param_groups[kind[0]]
+            indices, params, grads = map(list, zip(*of_kind, strict=True))
             key = (*kind, *indices)
             step_group = self.step_groups.get(key)
             if step_group is None or not step_group.holds():

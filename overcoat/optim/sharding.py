@@ -1,26 +1,19 @@
 """Sharded parameters (DTensor, as FSDP2's `fully_shard` makes them): what one process steps, and what its state is.
 
-A group of codes never crosses a row, so shards along dimension 0 never cut a group of a matrix. The rest follows:
+    matrix     Every process steps its rows: a group of codes never crosses a row. Codes, metadata and remainders are
+               DTensors with the parameter's placements, which `torch.distributed.checkpoint` gathers and reshards.
+               Random numbers count groups in the unsharded parameter: any number of processes holds the same codes.
+    vector     A 1-d parameter (bias, norm) is one row. Every process gathers parameter and gradient, does the whole
+               step and keeps its own part of the parameter; the state is whole on every process, plain tensors like
+               `step`. Vectors are under 0.1% of a model.
 
-    matrix     Every process steps its rows. Codes, metadata and remainders are DTensors with the parameter's
-               placements: `torch.distributed.checkpoint` gathers and reshards them. Random numbers count groups in the
-               unsharded parameter, so any number of processes holds the same codes.
-    vector     A 1-d parameter (bias, norm) is one row, and a shard's edge would cut its groups. Every process gathers
-               parameter and gradient, does the whole step and keeps its own part of the parameter. The state is whole
-               on every process, plain tensors like `step`: also independent of the sharding. Price: two small
-               all-gathers per vector and step, and 3 bytes of state per element not divided among the processes;
-               vectors are under 0.1% of a model.
+Shards along other dimensions (tensor parallelism) would cut the rows of matrices and are refused, as is sharding that
+leaves each process to clip and skip by the gradients of its own part: FSDP1's, and of optimizers that step one of ours
+with a part of the parameters (ZeroRedundancyOptimizer, DeepSpeed's ZeRO).
 
-Shards along other dimensions (tensor parallelism) would cut the rows of matrices and are refused.
-
-Checkpoints of `torch.distributed.checkpoint` need no communication of the states. `full_state_dict=True` does, and
-torch then sends the tensors as they are: "bf16+16" keeps int16, which no backend sends, and gloo lacks 8-bit floats.
-
-Other sharding leaves each process to clip and skip by the gradients of its own part, so it is refused: FSDP1's, and of
-optimizers that step one of ours with a part of the parameters (ZeroRedundancyOptimizer, DeepSpeed's ZeRO).
-
-Norms are summed over the processes that hold different shards, in one all-reduce a process group. The order of that sum
-depends on their number, so with clipping the last bits of a run may depend on it too; without clipping nothing does.
+With `full_state_dict=True` torch sends states as they are: "bf16+16" keeps int16, which no backend sends, and gloo
+lacks 8-bit floats. Norms are summed in one all-reduce a process group; the order of that sum depends on the number of
+processes, so with clipping the last bits of a run may too.
 """
 
 from __future__ import annotations
@@ -172,13 +165,11 @@ def write_back(param: Tensor, stepped: Tensor) -> None:
     own.copy_(stepped)
 
 
-def sum_over_shards(part: Tensor, param: Tensor) -> Tensor:
-    """A sum over this process' shards as the sum over all, on every process; vectors were whole already."""
-    return sums_over_shards([part], [param])[0]
-
-
 def sums_over_shards(parts: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
-    """`sum_over_shards` of sums on one device, each over shards like those of its parameter: one all-reduce a group."""
+    """Sums over this process' shards of parameters, on one device, as those over all: one all-reduce a group.
+
+    Vectors were whole already.
+    """
     result, places = list(parts), defaultdict[dist.ProcessGroup, list[int]](list)
     for place, param in enumerate(params):
         if is_cut(param):

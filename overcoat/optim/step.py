@@ -35,7 +35,6 @@ from overcoat.optim.sharding import (
     layout_of,
     local,
     stepped_part,
-    sum_over_shards,
     sums_over_shards,
     write_back,
 )
@@ -141,7 +140,7 @@ class StepGroup:
             squares = sums.squares
         else:
             squares = torch.stack([sum_squares([grad]) for grad in self.grads])
-        squares = sum_over_shards(squares, self.params[0])
+        (squares,) = sums_over_shards([squares], self.params[:1])
         return Sums(squares, ~(squares < math.inf))  # NaN is not below anything
 
     def step(self, group: Mapping[str, Any], factor: Tensor, skip: Tensor) -> None:
