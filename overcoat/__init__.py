@@ -13,6 +13,7 @@ from overcoat.version import VERSION
 
 if TYPE_CHECKING:
     from overcoat import memory
+    from overcoat.models.context import context_parallel
     from overcoat.models.convert import Report, convert
     from overcoat.models.gather import fp8_all_gather
     from overcoat.models.ranges import record_ranges
@@ -27,6 +28,7 @@ __all__ = [
     "AdamW",
     "Recipe",
     "Report",
+    "context_parallel",
     "convert",
     "fp8_all_gather",
     "memory",
@@ -40,6 +42,7 @@ _PLACES = {
     "AdamW": "optim.adamw",
     "Recipe": "recipe",
     "Report": "models.convert",
+    "context_parallel": "models.context",
     "convert": "models.convert",
     "fp8_all_gather": "models.gather",
     "record_ranges": "models.ranges",

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from overcoat.block.adapters import Input, adapters_backward_, add_adapters_
+from overcoat.block.context import context_attention_backward, gathered, share_largest
 from overcoat.block.linear import (
     Gradient,
     OutputSaved,
@@ -111,12 +112,14 @@ def _split(qkv: Tensor, heads: Heads) -> tuple[Tensor, ...]:
 
 
 class Decoded(NamedTuple):
-    """What attention's backward reads: rotated q/k/v, o and lse; with head norms also q/k/v before, else None."""
+    """What attention's backward reads: rotated q/k/v, o and lse; with head norms also q/k/v before, else None; k and v
+    of all processes of `Heads.context`."""
 
     rotated: Tensor
     o: Tensor
     lse: Tensor
     inputs: Optional[Tensor]
+    keys: Optional[Tensor] = None
 
 
 def attention_decode(kept: AttentionSaved, rotary: Rotary, heads: Heads, recipe: Recipe, dtype: torch.dtype) -> Decoded:
@@ -130,22 +133,28 @@ def attention_decode(kept: AttentionSaved, rotary: Rotary, heads: Heads, recipe:
         rotated = _rotated(qkv, rotary, heads)
         if rotary.q_scale is not None:
             scale_q(rotated[:, : heads.num_q * heads.width], rotary.q_scale)
-        return Decoded(rotated, kept.o, kept.lse, qkv if has_norms else None)
+        keys = None if heads.context is None else gathered(rotated, heads)
+        return Decoded(rotated, kept.o, kept.lse, qkv if has_norms else None, keys)
     codes, last = kept[:4], (heads.num_q, heads.num_kv, recipe.kept_format, dtype)
     if has_norms:
         qkv = qk_rope_decode12(*codes, None, None, *last)
         rotated = _rotated(qkv, rotary, heads)
     else:
         rotated = qk_rope_decode12(*codes, cos, sin, *last)
-    o, lse = attend(rotated, rotary, heads)
-    return Decoded(rotated, o, lse, qkv if has_norms else None)
+    keys = None if heads.context is None else gathered(rotated, heads)
+    o, lse = attend(rotated, rotary, heads, keys=keys)
+    return Decoded(rotated, o, lse, qkv if has_norms else None, keys)
 
 
 def rotated_gradients(do: Tensor, decoded: Decoded, rotary: Rotary, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the rotated q and k, and of v, from o's, do (T, num_q * D)."""
-    rotated, o, lse, _ = decoded
-    arguments = (do.contiguous(), rotated, o, lse, rotary.mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
-    gradients: tuple[Tensor, Tensor, Tensor] = attention_backward_op(*arguments, heads.causal, heads.softcap)
+    rotated, o, lse, _, keys = decoded
+    gradients: tuple[Tensor, Tensor, Tensor]
+    if keys is not None:
+        gradients = context_attention_backward(do, rotated, keys, o, lse, heads)
+    else:
+        arguments = (do.contiguous(), rotated, o, lse, rotary.mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
+        gradients = attention_backward_op(*arguments, heads.causal, heads.softcap)
     if rotary.q_scale is not None:
         scale_q(gradients[0], rotary.q_scale)
     return gradients
@@ -208,6 +217,8 @@ class Attention(NamedTuple):
     ) -> tuple[Tensor, Optional[Tensor]]:
         """o, and what |o| does not exceed, if known."""
         o, o_amax, kept = attention_forward(z, rotary_of(tables, branch.inner, self.heads), self.heads, recipe)
+        if self.heads.context is not None and o_amax is not None:
+            share_largest(o_amax, self.heads.context)
         saved.append(kept)
         return o, o_amax
 

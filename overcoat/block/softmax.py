@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
+from overcoat.block.context import context_attention, gathered
 from overcoat.block.order import padded
 from overcoat.block.spec import Tables
 from overcoat.kernels.attention import attention as attention_op
@@ -24,6 +25,7 @@ class Heads(NamedTuple):
         stands twice in a row if also `twice` (Cohere).
     clip: q, k and v are limited to +- this before all else (OLMo); 0: not.
     softcap: scores are softcap * tanh(score / softcap) (Gemma 2); 0: not.
+    context: the processes between which rows are cut (context.py), or None.
     """
 
     batch: int
@@ -40,6 +42,7 @@ class Heads(NamedTuple):
     twice: bool = False
     clip: float = 0.0
     softcap: float = 0.0
+    context: Any = None
 
 
 class Rotary(NamedTuple):
@@ -73,12 +76,18 @@ def rotary_of(tables: Tables, inner: Sequence[Any], heads: Heads) -> Rotary:
     return Rotary(cos, sin, mask, *inner)
 
 
-def attend(rotated: Tensor, rotary: Rotary, heads: Heads, observed: bool = False) -> tuple[Tensor, Tensor]:
-    """o and lse of rotated q, k and v, whose q is scaled where it lies; sinks are part of lse."""
+def attend(
+    rotated: Tensor, rotary: Rotary, heads: Heads, observed: bool = False, keys: Optional[Tensor] = None
+) -> tuple[Tensor, Tensor]:
+    """o and lse of rotated q, k and v, whose q is scaled where it lies; sinks are part of lse. keys: if known, those of
+    all processes of `Heads.context`."""
     if rotary.q_scale is not None:
         scale_q(rotated[:, : heads.num_q * heads.width], rotary.q_scale)
-    shape = (rotary.mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
-    o, lse = attention_op(rotated, *shape, heads.causal, heads.softcap)
+    if heads.context is None:
+        shape = (rotary.mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
+        o, lse = attention_op(rotated, *shape, heads.causal, heads.softcap)
+    else:
+        o, lse = context_attention(rotated, gathered(rotated, heads) if keys is None else keys, heads)
     if observed:
         _observe(lse)
     if rotary.sinks is None:

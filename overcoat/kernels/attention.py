@@ -41,7 +41,7 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).reshape(x.shape[0] * x.shape[2], -1)
 
 
-def _token_rows(dtype: torch.dtype, *parts: Tensor) -> Three:
+def token_rows(dtype: torch.dtype, *parts: Tensor) -> Three:
     """Parts (B, heads, S, D), each as (T, heads * D) contiguous; a view where the kernel wrote tokens first."""
     dq, dk, dv = (_tokens_first(part).to(dtype) for part in parts)
     return dq, dk, dv
@@ -81,6 +81,34 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - lse.masked_fill(lse < NOTHING_VISIBLE, 0.0))
 
 
+def _plain(qkv: Three, mask: Optional[Tensor], scale: float, causal: bool, cap: float = 0.0) -> Tuple[Tensor, Tensor]:
+    """`Kernel.forward` in plain PyTorch: the reference."""
+    q, k, v = qkv
+    scores, _ = _scores(q, k, mask, scale, causal, cap)
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    o = _probabilities(scores, lse) @ v.float().unsqueeze(2)
+    return o.flatten(1, 2).to(q.dtype), lse.squeeze(-1).flatten(1, 2)
+
+
+def _plain_backward(
+    do: Tensor, qkv: Three, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float, causal: bool, cap: float = 0.0
+) -> Three:
+    """`Kernel.backward` likewise; gradients in FP32."""
+    q, k, v = qkv
+    groups = (k.shape[1], -1)
+    do_, o_ = do.float().unflatten(1, groups), o.float().unflatten(1, groups)
+    scores, inside = _scores(q, k, mask, scale, causal, cap)
+    p = _probabilities(scores, lse.unflatten(1, groups).unsqueeze(-1))
+    ds = p * (do_ @ v.float().unsqueeze(2).transpose(-1, -2) - (do_ * o_).sum(-1, keepdim=True))
+    ds = (ds if inside is None else ds * (1 - inside.square())) * scale
+    dq = (ds @ k.float().unsqueeze(2)).flatten(1, 2)
+    dk = (ds.transpose(-1, -2) @ q.float().unflatten(1, groups)).sum(2)
+    return dq, dk, (p.transpose(-1, -2) @ do_).sum(2)
+
+
+PLAIN = Kernel(_plain, _plain_backward)
+
+
 def _by_row(mask: Optional[Tensor], batch: int, sequence: int, causal: bool) -> Sequence[Optional[Tensor]]:
     """The mask of each row of the batch."""
     if mask is None:
@@ -112,11 +140,8 @@ def attention(
         rows = zip(qkv.contiguous().split(sequence), _by_row(mask, batch, sequence, causal), strict=True)
         o, lse = (torch.cat(parts) for parts in zip(*[attention.reference(*row, *last) for row in rows], strict=True))
         return o, lse
-    q, k, v = heads_of(qkv, batch, num_q, num_kv)
-    scores, _ = _scores(q, k, mask, scale, causal, cap)
-    lse = torch.logsumexp(scores, -1, keepdim=True)
-    o = _probabilities(scores, lse) @ v.float().unsqueeze(2)
-    return _tokens_first(o.flatten(1, 2)).to(qkv.dtype), lse.squeeze(-1).flatten(1, 2)
+    o, lse = _plain(heads_of(qkv, batch, num_q, num_kv), mask, scale, causal, cap)
+    return _tokens_first(o), lse
 
 
 @attention.fake
@@ -139,20 +164,9 @@ def attention_backward(
         gradients = [attention_backward.reference(*row, 1, *last) for row in rows]
         dq, dk, dv = (torch.cat(parts) for parts in zip(*gradients, strict=True))
         return dq, dk, dv
-    q, k, v = heads_of(qkv, batch, num_q, num_kv)
-
-    def grouped(x: Tensor) -> Tensor:
-        return x.reshape(batch, sequence, num_q, -1).transpose(1, 2).float().unflatten(1, (num_kv, -1))
-
-    do_, o_ = grouped(do), grouped(o)
-    scores, inside = _scores(q, k, mask, scale, causal, cap)
-    p = _probabilities(scores, lse.unflatten(1, (num_kv, -1)).unsqueeze(-1))
-    ds = p * (do_ @ v.float().unsqueeze(2).transpose(-1, -2) - (do_ * o_).sum(-1, keepdim=True))
-    ds = (ds if inside is None else ds * (1 - inside.square())) * scale
-    dq = (ds @ k.float().unsqueeze(2)).flatten(1, 2)
-    dk = (ds.transpose(-1, -2) @ q.float().unflatten(1, (num_kv, -1))).sum(2)
-    dv = (p.transpose(-1, -2) @ do_).sum(2)
-    return _token_rows(qkv.dtype, dq, dk, dv)
+    do, o = (x.reshape(batch, sequence, num_q, -1).transpose(1, 2) for x in (do, o))
+    whole = heads_of(qkv, batch, num_q, num_kv)
+    return token_rows(qkv.dtype, *_plain_backward(do, whole, o, lse, mask, scale, causal, cap))
 
 
 @attention_backward.fake
@@ -177,7 +191,7 @@ def backward_by(
     """`attention_backward` by one of the library's kernels; do, o and lse contiguous, qkv as in `forward_by`."""
     q = qkv[0]
     do, o = (x.view(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2) for x in (do, o))
-    return _token_rows(q.dtype, *kernel.backward(do, qkv, o, lse, _mask_for(kernel, mask, q, causal), scale, causal))
+    return token_rows(q.dtype, *kernel.backward(do, qkv, o, lse, _mask_for(kernel, mask, q, causal), scale, causal))
 
 
 def _mask_for(kernel: Kernel, mask: Optional[Tensor], q: Tensor, causal: bool) -> Optional[Tensor]:

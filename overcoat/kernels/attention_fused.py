@@ -8,7 +8,8 @@ up dq in any order). Measured on an H200 (docs/research/measurements.md).
 
 PyTorch has bindings of its own for the forward kernels, which take less of the host's time than `torch.ops`.
 
-Legend: B batch, S sequence length, D head width; q (B, num_q, S, D), k and v (B, num_kv, S, D).
+Legend: B batch, S sequence length, D head width; q (B, num_q, S, D), k and v (B, num_kv, S, D), which may be of another
+length where nothing hides a key.
 """
 
 from __future__ import annotations
@@ -112,9 +113,10 @@ def _cudnn(qkv: Three, mask: Optional[Tensor], scale: float, causal: bool) -> tu
 def _cudnn_backward(
     do: Tensor, qkv: Three, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float, causal: bool
 ) -> Three:
-    sequence, unused = do.shape[2], _no_random_state(do)
+    unused = _no_random_state(do)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        do, *qkv, o, lse.unsqueeze(-1), unused, unused, _cudnn_bias(qkv[0], mask), None, None, sequence, sequence, 0.0,
+        do, *qkv, o, lse.unsqueeze(-1), unused, unused, _cudnn_bias(qkv[0], mask), None, None, do.shape[2],
+        qkv[1].shape[2], 0.0,
         causal and mask is None, scale=scale,
     )  # fmt: skip
 
@@ -129,9 +131,9 @@ def _flash_backward(
     do: Tensor, qkv: Three, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float, causal: bool
 ) -> Three:
     assert mask is None
-    sequence, rng = do.shape[2], do.new_zeros(2, dtype=torch.uint64)
+    rng = do.new_zeros(2, dtype=torch.uint64)
     return torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
-        do, *qkv, o, lse, None, None, sequence, sequence, 0.0, causal, rng, _no_random_state(do), scale=scale
+        do, *qkv, o, lse, None, None, do.shape[2], qkv[1].shape[2], 0.0, causal, rng, _no_random_state(do), scale=scale
     )
 
 

@@ -200,6 +200,8 @@ class Fp8DecoderLayer(Mixin):
     overcoat_ran: Optional[str] = None
     # torch.compile's mode; None: eager (compiled.py).
     overcoat_mode: Optional[str] = None
+    # The processes between which rows are cut in `train()`; None: they are whole (context.py).
+    overcoat_context: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -228,6 +230,10 @@ class Fp8DecoderLayer(Mixin):
         batch = 1 if lengths is not None and hidden_states.dim() == 2 else hidden_states.shape[0]
         if embeddings is not None or not family.rotary:
             branches = self._fp8_branches(batch, kwargs.get("past_key_values", kwargs.get("layer_past")))
+        context = self.overcoat_context if self.training else None
+        if context is not None and (branches is None or not is_known):
+            why = "its model was not given labels" if branches is not None else "it is not as it was converted"
+            raise ValueError(f"rows are cut between processes, which this layer cannot know (context_parallel): {why}")
         if branches is None and own is not kwargs:
             return super().forward(hidden_states, **own)
         if branches is None:
@@ -249,7 +255,7 @@ class Fp8DecoderLayer(Mixin):
             mask = check_mask(mask, hidden_states.shape[-2])
         else:
             mask = lengths.int()
-        block = block_of(_as_called(branches, kwargs.get("is_causal")), family, self)
+        block = block_of(_as_called(branches, causal=kwargs.get("is_causal"), context=context), family, self)
         tables = Tables(*_rotation(embeddings if family.rotary else None, hidden_states, block), mask)
         if family.q_scale is not None:
             first = block.branches[0]
@@ -307,12 +313,14 @@ def _run_as_it_is(x: Tensor, modules: Modules, family: Family, recipe: Recipe) -
     return y[0] if isinstance(y, tuple) else y  # gpt-oss returns the router's scores as well
 
 
-def _as_called(branches: tuple[Modules, ...], causal: Optional[bool]) -> tuple[Modules, ...]:
-    """Branches whose attention is causal or not as the model asks for in the call (CLIP's text tower), if it does."""
-    if causal is None:
+def _as_called(branches: tuple[Modules, ...], **given: Any) -> tuple[Modules, ...]:
+    """Branches with those fields of `Heads` that are given: causal as the model asks for in the call (CLIP's text
+    tower), context."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
         return branches
     return tuple(
-        modules._replace(core=Attention(modules.core.heads._replace(causal=causal)))
+        modules._replace(core=Attention(modules.core.heads._replace(**given)))
         if isinstance(modules.core, Attention)
         else modules
         for modules in branches

@@ -60,7 +60,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     Raises:
         ValueError: nothing was sharded, or no weight can travel in FP8.
     """
-    params = _fsdp_params(model)
+    params = fsdp_params(model)
     if not params:
         raise ValueError(f"{type(model).__name__} is not sharded: call fully_shard before overcoat.fp8_all_gather")
     for module in model.modules():
@@ -147,7 +147,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 register_optimizer_step_post_hook(_after_step)
 
 
-def _fsdp_params(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
+def fsdp_params(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
     """FSDP2's `FSDPParam`s and their groups, by the module's id and the parameter's name."""
     found = {}
     for module in model.modules():

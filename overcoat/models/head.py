@@ -76,6 +76,8 @@ class LeanLossModel(Mixin):
     overcoat_family: Optional[Family]
     # What the last forward in eager mode made: "lean loss", or "all logits".
     overcoat_ran: Optional[str] = None
+    # The processes between which rows are cut in `train()` (context.py), or None.
+    overcoat_context: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -116,6 +118,13 @@ class LeanLossModel(Mixin):
         is_lean = labels is not None and is_lean and self._has_lean_head()
         if not torch.compiler.is_compiling():
             self.overcoat_ran = "lean loss" if is_lean else "all logits"
+        if self.training and self.overcoat_context is not None:
+            if labels is None or not is_lean:
+                raise ValueError(
+                    "rows are cut between processes (overcoat.context_parallel): in train() mode the model takes "
+                    "labels and gives their loss, no logits"
+                )
+            inputs = self.overcoat_context.cut(self, labels, inputs)
         if labels is None or not is_lean:
             if labels is not None and self.training and self.overcoat_recipe.z_loss:
                 raise ValueError(
@@ -167,7 +176,8 @@ class LeanLossModel(Mixin):
         )
         if num_items is None:
             return loss
-        return loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
+        loss = loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
+        return loss if self.overcoat_context is None or not self.training else self.overcoat_context.sum(loss)
 
 
 @contextlib.contextmanager

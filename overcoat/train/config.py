@@ -20,6 +20,7 @@ FREE_KEYS = (
     "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.loggers", "train.fp8_every",
     "train.on_oom", "train.memory_limit_gib", "recipe.offload_blocks", "optimizer.offload", "data.cache_dir",
     "checkpoint.", "eval.every", "eval.tasks", "memory.", "sample.", "compare.", "parallel.shard", "parallel.nodes",
+    "parallel.context",
 )  # fmt: skip
 MOST_TOKENS = 2**30  # in one optimizer step: its rows are made on the host at once, 8 bytes a token
 
@@ -249,6 +250,9 @@ class ParallelConfig:
         "full", '"full": FSDP2 over all processes; "hybrid": within a node, replicas between nodes; "none": replicas'
     )
     nodes: int = option(0, 'groups of processes for shard = "hybrid"; 0: the machines of the run', at_least=0)
+    context: int = option(
+        1, "processes that share each row, a part of it each: for rows longer than a GPU holds", at_least=1
+    )
     all_gather: Literal["fp8", "bf16"] = option("fp8", 'weights of FP8 layers travel in FP8; "bf16": in model.dtype')
     reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "in which gradients are summed between processes")
     accumulate: Literal["sharded", "whole"] = option(

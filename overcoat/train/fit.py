@@ -50,8 +50,8 @@ class Fit(NamedTuple):
 
 
 def rows_of_process(config: Config) -> int:
-    """Rows of a step that each process takes."""
-    return config.train.rows_per_step // process.count()
+    """Rows of a step that each process takes, or takes part of."""
+    return config.train.rows_per_step * config.parallel.context // process.count()
 
 
 def divisors(count: int) -> list[int]:

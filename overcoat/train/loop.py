@@ -100,7 +100,7 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
         group["lr"] = lr
     if state.drawn is None:
         state.drawn = _next_rows(state, config)
-    own = process.share_of(state.drawn)
+    own = process.share_of(state.drawn, config.parallel.context)
     starts = range(0, len(own), state.fit.micro_batch)
     num_labels = count_labels(state.drawn, state.eos, config.data.document_mask)
     total = torch.zeros((), device=state.device)
@@ -122,7 +122,8 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
             if is_sampled and number == 0:
                 ranges = around.enter_context(record_ranges(state.model))
             with _measured(state):
-                loss = summed_loss(state.model, batch.to(state.device)) / num_labels
+                # The processes of a context have the same loss each.
+                loss = summed_loss(state.model, batch.to(state.device)) / (num_labels * config.parallel.context)
             loss.backward()
         total += loss.detach()
     with whatever_the_batch("the optimizer's step"):
@@ -243,7 +244,8 @@ def largest_score(state: TrainState, config: Config, rows: np.ndarray) -> tuple[
         if scores.names:
             summed_loss(state.model, batch.to(state.device))
     set_rng_state(generators)
-    return scores.largest
+    found = process.gather(scores.largest)  # of the parts of the row
+    return max(found, key=lambda of: math.inf if math.isnan(of[1]) else of[1]) if process.is_first() else scores.largest
 
 
 def train_steps(

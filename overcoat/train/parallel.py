@@ -2,6 +2,7 @@
 
     mesh      "full" (N,): parameters cut between all processes. "hybrid" (nodes, N / nodes): cut within a node, alike
               in all. "none" (N, 1): alike in all. Gradients are summed over all N in each.
+    context   `parallel.context` processes beside each other have the same rows, of which each computes a part
     rows      a step has `train.rows_per_step` rows, whatever N; each process takes its part of them, in micro-batches
               of `train.batch_size` rows at most
     loss      each process divides by the labels of the whole step, so gradients are sums, not means, over processes
@@ -39,13 +40,16 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 
 def check_parallel(config: Config) -> None:
     """Refuse what several processes cannot do, or not yet."""
-    many, rows = process.count(), config.train.rows_per_step
+    many, rows, context = process.count(), config.train.rows_per_step, config.parallel.context
+    require(many % context == 0, f"parallel.context = {context} with {many} processes: make it a divisor of them")
+    if context > 1:
+        _check_context(config)
     if many == 1:
         return
     require(
-        rows % many == 0,
+        rows % (many // context) == 0,
         f"a step of {rows} rows (train.global_batch_size, or train.batch_size x train.accumulation) cannot be divided "
-        f"among {many} processes: make it a multiple of {many}",
+        f"among {many // context} processes: make it a multiple of {many // context}",
     )
     wrong = {
         "train.compile": config.train.compile == "graphs" and config.train.compile,
@@ -55,6 +59,22 @@ def check_parallel(config: Config) -> None:
     for key, value in wrong.items():
         require(not value, f"{key} = {value!r} does not go with {many} processes yet: leave it out, or train on one")
     _mesh_shape(config.parallel)
+
+
+def _check_context(config: Config) -> None:
+    context, length = config.parallel.context, config.data.sequence_length
+    require(
+        length % (2 * context) == 0,
+        f"data.sequence_length = {length} with parallel.context = {context}: make it a multiple of {2 * context}",
+    )
+    wrong = {
+        "data.document_mask": config.data.masks_documents,
+        "train.batch_size": config.train.batch_size == "auto" and "auto",
+        "train.compile": config.train.compile != "none" and config.train.compile,
+        "memory.report": config.memory.report,
+    }
+    for key, value in wrong.items():
+        require(not value, f"{key} = {value!r} does not go with parallel.context = {context}: set another")
 
 
 def _mesh_shape(parallel: ParallelConfig) -> tuple[int, ...]:
@@ -121,6 +141,10 @@ def build_sharded(
     cut(base_model(model))
     # Again, now that the parameters lie where they are used: what that device cannot do is refused.
     report = overcoat.convert(model, recipe, strict=True)
+    if (context := config.parallel.context) > 1:
+        names = ("rows", "context")
+        shared = init_device_mesh(device.type, (process.count() // context, context), mesh_dim_names=names)
+        overcoat.context_parallel(model, shared["context"])
     if config.parallel.all_gather == "fp8" and report.converted:
         try:
             travel = overcoat.fp8_all_gather(base_model(model))

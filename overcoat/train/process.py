@@ -208,10 +208,10 @@ def sum_of(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def share_of(rows: np.ndarray) -> np.ndarray:
-    """This process' part of the rows of a step: consecutive ones, as many for everybody."""
-    size = len(rows) // count()
-    return rows[rank() * size : (rank() + 1) * size]
+def share_of(rows: np.ndarray, context: int) -> np.ndarray:
+    """The rows of a step that are this process' and its context's: consecutive ones, as many for everybody."""
+    size, place = len(rows) * context // count(), rank() // context
+    return rows[place * size : (place + 1) * size]
 
 
 # ---- device and memory ----------------------------------------------------------------------------------------------

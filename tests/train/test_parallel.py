@@ -415,6 +415,9 @@ def test_a_full_disk_loses_the_checkpoint_being_written(config: Config, tmp_path
     [
         ("train.accumulation=3", "a step of 3 rows .* cannot be divided among 2 processes: make it a multiple of 2"),
         ("train.compile=graphs data.document_mask=false", "train.compile = 'graphs' does not go with 2 processes yet"),
+        ("parallel.context=3", "parallel.context = 3 with 2 processes: make it a divisor"),
+        ("parallel.context=2", "data.document_mask = True does not go with parallel.context = 2"),
+        ("parallel.context=2 data.sequence_length=34", "data.sequence_length = 34 .* a multiple of 4"),
         ("parallel.shard=hybrid", "parallel.shard = 'hybrid' on 1 nodes with 2 processes: set parallel.nodes"),
     ],
 )
@@ -432,3 +435,22 @@ def test_a_shard_that_lacks_rows_is_refused(two: Path, tmp_path: Path) -> None:
         (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(ValueError, match=r"\d+ elements of \S+ are in none of its files"):
         read_model(tmp_path, torch.nn.Linear(1, 1))
+
+
+# ---- rows that are cut between processes ---------------------------------------------------------------------------
+
+
+def test_processes_that_share_rows_learn_what_one_does(config: Config, tmp_path: Path) -> None:
+    words = ["data.document_mask=false", "data.sequence_length=256", "train.accumulation=2", "train.steps=20"]
+    words += ["checkpoint.every=10", "eval.every=10", "optimizer.lr=3e-4", "recipe.linear_scaling=block"]
+    plain = changed(config, *words, f"train.run_dir={tmp_path / 'one'}")
+    run_once(plain, QUIET, "one")
+    shared = changed(plain, "parallel.context=2", f"train.run_dir={tmp_path / 'two'}")
+    on_two(_run, "cpu", shared)
+    # Beside others with other rows; what two have saved one goes on with.
+    ways = ["parallel.shard=hybrid", "parallel.nodes=2", f"train.run_dir={tmp_path / 'four'}"]
+    on_many(4, _run, "cpu", changed(shared, *ways))
+    start_from(tmp_path / "resumed", tmp_path / "two", 10)
+    run_once(changed(plain, f"train.run_dir={tmp_path / 'resumed'}"), QUIET, "resumed")
+    for name in ("two", "four", "resumed"):
+        assert_close(tmp_path / name, tmp_path / "one")

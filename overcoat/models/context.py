@@ -1,0 +1,157 @@
+"""`context_parallel`: rows longer than one GPU holds, cut between the processes of a group while the model trains.
+
+    mesh = init_device_mesh("cuda", (rows, 4), mesh_dim_names=("rows", "context"))
+    overcoat.convert(model)
+    overcoat.context_parallel(model, mesh["context"])
+    for layer in model.model.layers:
+        fully_shard(layer)                       # over all processes: gradients are summed over the context, too
+    fully_shard(model)
+    loss = model(input_ids=rows, labels=rows).loss   # the same whole rows in all processes of a context
+
+In `train()` mode the model takes its part of the rows (block/context.py), positions and shifted labels with it, and
+returns the loss of the whole rows, over all their labels, in every process. Its gradient is that of the own tokens,
+times the processes of the context: the mean over all processes, which FSDP2 and DDP make, is the gradient of that loss.
+In `eval()` every process computes what it is given, uncut.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from overcoat.block.attention import Attention
+from overcoat.block.context import own_part
+from overcoat.models.decoder import Fp8DecoderLayer
+from overcoat.models.family import decoder_layers
+from overcoat.models.gather import fsdp_params
+from overcoat.models.head import LeanLossModel, find_causal_model, why_head_replaced
+from overcoat.models.refusals import branches_of
+
+TAKEN = {"input_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_batch", "ignore_index"}
+
+
+def context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut rows between the processes of `mesh` while the model trains; to be called in each of them.
+
+    Args:
+        model: a causal model of transformers, converted; sharded by `fully_shard` before or after, or not.
+        mesh: of one dimension. Its processes get the same rows, of a multiple of 2 C tokens for C processes.
+
+    Raises:
+        ValueError: something of the model looks at whole rows in another way than plain causal attention. Also the
+            first training pass looks again, and compares the processes' rows.
+    """
+    found = find_causal_model(model)
+    causal: Any = model if found is None else found[1]
+    reason = _why_not(causal)
+    if reason is not None:
+        raise ValueError(f"{type(causal).__name__} cannot train on parts of rows (overcoat.context_parallel): {reason}")
+    group = mesh.get_group()
+    causal.overcoat_context = Context(group)
+    for layer in decoder_layers(causal).values():
+        vars(layer)["overcoat_context"] = group
+
+
+class Context:
+    """The processes that share rows, as a causal model knows them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.is_checked = group, False
+
+    def cut(self, model: Any, labels: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of this process: its part of the rows (B, S), with labels shifted before the cut."""
+        others = sorted(
+            name for name in inputs.keys() - TAKEN if inputs[name] is not None and inputs[name] is not False
+        )
+        if others:
+            raise ValueError(
+                f"{others[0]} cannot be cut between processes (overcoat.context_parallel): leave it out. Rows are "
+                "plainly causal, without packed documents; padding on the right needs no mask, its labels are -100"
+            )
+        length, count = labels.shape[1], self.group.size()
+        window = getattr(model.config, "sliding_window", None)
+        if length % (2 * count) or (window is not None and window < length):
+            wrong = f"a window of {window}" if length % (2 * count) == 0 else f"{2 * count} chunks"
+            raise ValueError(f"rows of {length} tokens cannot be cut between {count} processes: {wrong}")
+        if not self.is_checked:
+            self._check(model, labels)
+        ignore_index = inputs.get("ignore_index", -100)
+        targets = inputs.get("shift_labels")
+        if targets is None:
+            targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
+        if inputs.get("num_items_in_batch") is None:
+            inputs["num_items_in_batch"] = (targets != ignore_index).sum()
+        for name in ("input_ids", "inputs_embeds"):
+            if inputs.get(name) is not None:
+                inputs[name] = own_part(inputs[name], self.group)
+        positions = torch.arange(length, device=labels.device).unsqueeze(0)
+        # Without elements: "plainly causal" (causal.py). Layers that do not know it refuse to run.
+        mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=labels.device)
+        cut = {"shift_labels": own_part(targets, self.group), "position_ids": own_part(positions, self.group)}
+        return {**inputs, **cut, "attention_mask": mask}
+
+    def sum(self, loss: Tensor) -> Tensor:
+        """The loss of the whole rows."""
+        summed: Tensor = _Sum.apply(loss, self.group)
+        return summed
+
+    def _check(self, model: Any, labels: Tensor) -> None:
+        reason = _why_not(model)
+        ranks = set(dist.get_process_group_ranks(self.group))
+        for param, _ in fsdp_params(model).values():
+            if not ranks <= set(param.mesh_info.mesh.mesh.flatten().tolist()):
+                reason = "fully_shard sums gradients over fewer processes; shard over all that share rows"
+        first = labels.clone()
+        dist.broadcast(first, group=self.group, group_src=0)
+        differs = torch.tensor(int(not torch.equal(first, labels)), device=labels.device)
+        dist.all_reduce(differs, group=self.group)
+        if differs:
+            reason = "its processes were given different rows; give the same to all that share them"
+        if reason is not None:
+            raise ValueError(
+                f"{type(model).__name__} cannot train on parts of rows (overcoat.context_parallel): {reason}"
+            )
+        self.is_checked = True
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.count, value = group.size(), value.clone()
+        dist.all_reduce(value, group=group)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.count, None
+
+
+def _why_not(model: Any) -> Optional[str]:
+    if not isinstance(model, LeanLossModel):
+        return "overcoat.convert has not given it a loss without logits"
+    if model.overcoat_whole.vision:
+        return "images lie in its rows"
+    if (reason := why_head_replaced(model)) is not None:
+        return reason
+    kind = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")
+    if kind in ("dynamic", "longrope"):
+        return f"its rotation depends on how long a row is (rope_type {kind!r})"
+    for name, layer in decoder_layers(model).items():
+        if not isinstance(layer, Fp8DecoderLayer):
+            return f"{name} is not converted"
+        if layer.overcoat_mode is not None:
+            return f"{name} is compiled"
+        branches, why = branches_of(layer, layer.overcoat_family, 1)
+        if branches is None:
+            return f"{name}: {why}"
+        for heads in [branch.core.heads for branch in branches if isinstance(branch.core, Attention)]:
+            if heads.softcap or not heads.causal:
+                return f"{name}: its attention is " + ("capped" if heads.softcap else "not causal")
+    return None
