@@ -1,7 +1,7 @@
 """Run the GPU tests under compute-sanitizer: memcheck for accesses out of bounds, racecheck for shared-memory hazards.
 
     python -m benchmarks.sanitizer                                                 all files, both tools
-    python -m benchmarks.sanitizer --tools memcheck --files tests/optim/test_edges.py
+    python -m benchmarks.sanitizer --tools memcheck --files tests/optim/test_step.py
     python -m benchmarks.sanitizer --tools racecheck --every 4 --deadline 400      every fourth test, within 400 s
 
 memcheck runs without PyTorch's caching allocator, so that each tensor is an allocation of its own and an access beyond

@@ -11,9 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from overcoat.bench.layer import decibels, powers
 from overcoat.bench.shapes import BlockShape
@@ -56,67 +54,6 @@ def model_of(kind: str) -> Model:
 def sqnr(truth: Tensor, got: Tensor) -> float:
     """Signal to quantization noise ratio in dB."""
     return decibels(*powers(truth, got))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """q (B, S, heads, D), k and v (B, S, kv heads, D); cos and sin broadcast to q without heads."""
-
-    def rotate(x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
-
-    q, k, v = (x.transpose(1, 2) for x in (rotate(q), rotate(k), v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
-
-
-class FakeTransformerLayer(nn.Module):
-    """transformer_engine.pytorch.TransformerLayer with fused, not interleaved q, k, v."""
-
-    def __init__(self, hidden: int, ffn: int, heads: int, **options: Any) -> None:
-        super().__init__()
-        expected = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "attn_input_format": "bshd"}
-        assert {key: options[key] for key in expected} == expected
-        assert options["fuse_qkv_params"] is True
-        assert options["qkv_weight_interleaved"] is False
-        self.eps, self.heads, self.groups = options["layernorm_epsilon"], heads, options["num_gqa_groups"]
-        self.width = options["kv_channels"]
-        dtype = options["params_dtype"]
-        qkv = (heads + 2 * self.groups) * self.width
-        self.self_attention = nn.Module()
-        self.self_attention.layernorm_qkv = nn.Linear(hidden, qkv, bias=False, dtype=dtype)
-        self.self_attention.layernorm_qkv.layer_norm_weight = nn.Parameter(torch.ones(hidden, dtype=dtype))
-        self.self_attention.proj = nn.Linear(heads * self.width, hidden, bias=False, dtype=dtype)
-        self.layernorm_mlp = nn.Module()
-        self.layernorm_mlp.layer_norm_weight = nn.Parameter(torch.ones(hidden, dtype=dtype))
-        self.layernorm_mlp.fc1_weight = nn.Parameter(torch.empty(2 * ffn, hidden, dtype=dtype))
-        self.layernorm_mlp.fc2_weight = nn.Parameter(torch.empty(hidden, ffn, dtype=dtype))
-
-    def forward(self, x: Tensor, rotary_pos_emb: Tensor) -> Tensor:
-        qkv = self.self_attention.layernorm_qkv
-        mixed = qkv(rms_norm(x, qkv.layer_norm_weight, self.eps)).unflatten(-1, (-1, self.width))
-        q, k, v = mixed.split([self.heads, self.groups, self.groups], 2)
-        frequencies = rotary_pos_emb[: x.shape[1]].transpose(0, 1)  # (1, S, 1, D)
-        cos, sin = frequencies.cos().to(x.dtype), frequencies.sin().to(x.dtype)
-        x = x + self.self_attention.proj(causal_attention(q, k, v, cos, sin))
-        mlp = self.layernorm_mlp
-        gate, up = F.linear(rms_norm(x, mlp.layer_norm_weight, self.eps), mlp.fc1_weight).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, mlp.fc2_weight)
-
-
-class FakeRotary(nn.Module):
-    """transformer_engine.pytorch.attention.RotaryPositionEmbedding."""
-
-    def __init__(self, dim: int, rotary_base: float) -> None:
-        super().__init__()
-        self.rates = 1.0 / rotary_base ** (torch.arange(0, dim, 2) / dim)
-
-    def forward(self, max_seq_len: int) -> Tensor:
-        angles = torch.arange(max_seq_len)[:, None] * self.rates
-        return torch.cat((angles, angles), -1)[:, None, None]
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:

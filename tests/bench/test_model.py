@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from overcoat.bench import optimizer
 from overcoat.bench.contestants import TRAINERS
 from overcoat.bench.model import (
     Training,
@@ -20,6 +22,7 @@ from overcoat.bench.model import (
     step_flops,
     tower_flops,
 )
+from overcoat.bench.optimizer import OPTIMIZERS
 from overcoat.bench.session import OUT_OF_MEMORY
 from overcoat.bench.shapes import build_model
 from overcoat.models.samples import freeze_tower, images, tower_parameters
@@ -184,3 +187,48 @@ def test_a_tiny_run_measures_speed_and_memory(name: str) -> None:
     assert figures["tokens_per_second"] == pytest.approx(2 * 256 / figures["ms"] * 1e3)
     assert figures["reserved_bytes"] >= figures["peak_bytes"] > 2 * figures["parameters"]
     assert 0 < figures["loss"] < 20
+
+
+def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: Any, **_options: Any) -> None:
+        raise mp.ProcessRaisedException("\n\n-- Process 1 terminated\nTraceback\nOutOfMemoryError: CUDA\n", 1, 9)
+
+    monkeypatch.setattr(mp, "start_processes", fail)
+    with pytest.raises(RuntimeError, match=r"^rank 1: OutOfMemoryError: CUDA$"):
+        measure("overcoat", Work(SMALL, 2, 32, gpus=2), 1, "cpu")
+
+
+# ---- `bench optimizer`: who takes part, and on a GPU what a tiny run measures ---------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, who in OPTIMIZERS.items() if not who.needs])
+def test_whoever_needs_no_package_steps(name: str) -> None:
+    contestant = OPTIMIZERS[name]
+    before = torch.full((4, 128), 0.01, dtype=contestant.dtype)  # where a step of LR is more than half an ulp of BF16
+    param = torch.nn.Parameter(before.clone())
+    param.grad = torch.ones_like(param)
+    contestant.make([param]).step()
+    assert (param < before).all()
+
+
+def test_only_checked_steps_are_credited_with_a_second_read_of_the_gradients() -> None:
+    """Ours check unless told otherwise; no peer does."""
+    for name, contestant in OPTIMIZERS.items():
+        checks = False
+        if not contestant.needs:
+            made = contestant.make([torch.nn.Parameter(torch.ones(2, dtype=contestant.dtype))])
+            checks = getattr(made, "check_finite", False)
+        assert contestant.gradient_reads == 1 + checks, name
+
+
+@pytest.mark.gpu
+def test_a_tiny_run_measures_bytes_and_time() -> None:
+    """torch's fused step in BF16: 4 bytes of state, 2 (2 + 4) + 2 of traffic; ours: README's state bytes."""
+    figures = optimizer.measure("torch fused BF16", 4, (1024, 1024), 3, 4e12)
+    assert figures["state_bytes_per_parameter"] == pytest.approx(4.0, abs=0.01)
+    assert figures["traffic_bytes_per_parameter"] == pytest.approx(14.0, abs=0.02)
+    assert figures["all_in_bytes_per_parameter"] >= 8.0
+    assert figures["ms"] > 0
+    assert figures["share"] == pytest.approx(figures["TB_per_s"] / 4.0)
+    ours = optimizer.measure("overcoat 8bit, bf16+8, unchecked", 4, (1024, 1024), 3, 4e12)
+    assert ours["state_bytes_per_parameter"] == pytest.approx(3.05, abs=0.2)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from overcoat.bench import rows
 from overcoat.bench import session as sessions
-from overcoat.bench.output import Column, Metric, decimals
+from overcoat.bench.output import NAME_WIDTH, Column, Metric, bar_chart, decimals, heading, line, percent
 from overcoat.bench.session import OUT_OF_MEMORY, Session, attempt, call_alone, matches
 
 WHERE = {
@@ -118,3 +119,70 @@ def test_running_out_of_memory_has_one_name(error: Exception) -> None:
         raise error
 
     assert attempt(run_out) == {"error": OUT_OF_MEMORY}
+
+
+# ---- Results for people: numbers under their titles, what is missing is said, every row with figures has a bar ------
+
+
+COLUMNS = (
+    Column("ms", "ms", decimals(2)),
+    Column("kept MiB", "bytes", decimals(1, 2.0**-20)),
+    Column("of", "s", percent),
+)
+
+
+def test_numbers_stand_under_their_titles() -> None:
+    title = heading("7b", COLUMNS).splitlines()
+    row = line({"name": "x", "ms": 1234.567, "bytes": 3 * 2**20, "s": 0.816}, COLUMNS)
+    assert title[1] == "7b"
+    assert len(title[2]) == len(row)
+    assert row[:NAME_WIDTH].strip() == "x"
+    assert row.split()[1:] == ["1,234.57", "3.0", "82%"]
+    for word in ("ms", "kept MiB", "of"):
+        assert row[title[2].index(word) + len(word) - 1] != " "
+
+
+METRICS = (Metric("ms", ("forward_ms", "backward_ms")), Metric("kept MiB", ("kept",), 2.0**-20, 0))
+ROWS = [
+    {"group": "7b", "name": "overcoat", "forward_ms": 4.0, "backward_ms": 7.0, "kept": 2**28},
+    {"group": "7b", "name": "bf16 eager", "forward_ms": 7.0, "backward_ms": 13.0, "kept": 2**30},
+    {"group": "13b", "name": "overcoat", "forward_ms": 8.0, "backward_ms": 14.0, "kept": 2**29},
+    {"group": "13b", "name": "bf16 eager", "error": "out of memory"},
+]
+
+
+def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--plot bars\.png: nothing was measured"):
+        bar_chart(tmp_path / "bars.png", "a GPU", ROWS[3:], METRICS)
+
+
+# ---- Result rows: what they say about where they come from, and that they can be read back --------------------------
+
+
+def test_a_row_says_when_where_and_with_what(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OVERCOAT_COMMIT", "abc1234")
+    row = rows.environment("overcoat bench layer")
+    assert list(row) == ["date", "commit", "gpu", "torch", "triton", "peers", "command"]
+    assert (row["commit"], row["command"], row["torch"]) == ("abc1234", "overcoat bench layer", torch.__version__)
+    assert row["peers"]["transformers"]
+    assert len(row["date"]) == len("2026-01-01T00:00:00Z")
+    path = tmp_path / "new" / "rows.jsonl"
+    rows.append_row(path, {"ms": 1.5}, {"gpu": "some"})
+    rows.append_row(path, {"name": "x", "error": "none"})
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first == {"gpu": "some", "ms": 1.5}
+    assert second == {**row, "command": second["command"], "name": "x", "error": "none"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["bench", "layer", "--json", "benchmarks/results/layer.jsonl"], "bench layer --json layer.jsonl"),
+        (["bench", "layer", "--json=/home/me/layer.jsonl"], "bench layer --json=layer.jsonl"),
+        (["bench", "model", "--plot", "plots/a b.png"], "bench model --plot 'a b.png'"),
+        (["states", "runs/124m/step-100"], "states runs/124m/step-100"),
+        (["states", "/home/me/step-100", "data.dir=/home/me/data"], "states step-100 data.dir=data"),
+    ],
+)
+def test_the_command_is_told_without_this_machines_directories(arguments: list[str], expected: str) -> None:
+    assert rows.command_line("overcoat", arguments) == f"overcoat {expected}"

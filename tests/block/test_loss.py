@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from overcoat.block.loss import linear_cross_entropy
 from tests.emulation import sqnr
 from tests.kernels.samples import normal
-from tests.waits import waiting_is_an_error
 
 HIDDEN = 256
 
@@ -145,14 +144,6 @@ def test_second_derivatives_are_errors(device):
     (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.float().sum().backward()
-
-
-@pytest.mark.gpu
-def test_the_host_waits_for_nothing():
-    hidden, weight, labels = make(device="cuda")
-    linear_cross_entropy(hidden, weight, labels).backward()
-    with waiting_is_an_error():
-        linear_cross_entropy(hidden, weight, labels, chunk_tokens=64).div(3).backward()
 
 
 @pytest.mark.gpu

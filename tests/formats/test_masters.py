@@ -14,6 +14,7 @@ from overcoat.formats.masters import (
     mix,
     parameter_key,
     random_bits,
+    resolve_master,
 )
 
 STEP = torch.tensor(1.0)
@@ -163,3 +164,12 @@ def test_inf_set_from_outside_over_a_stale_remainder(remainder, is_finite):
         assert (value.abs() > 3.38e38).all()
     else:
         assert value.isnan().all()
+
+
+def test_resolve_master():
+    assert resolve_master("auto", torch.bfloat16) == "bf16+8"
+    assert resolve_master("bf16", torch.float32) == "fp32"
+    with pytest.raises(ValueError, match="float16"):
+        resolve_master("auto", torch.float16)
+    with pytest.raises(ValueError, match="bf16\\+24"):
+        resolve_master("bf16+24", torch.bfloat16)

@@ -188,13 +188,6 @@ def test_the_measured_choice(size, fastest):
     assert cublaslt.choose(offered[:1], *size, 132) == cublaslt.choose([], *size, 132) == 0
 
 
-def test_waves_are_counted_whole_and_clusters_are_not_torn():
-    # 16 x 64 tiles of 256 x 128 are 7.76 rounds; one row more: 65 tiles down, 66 in pairs; 16 * 66 = 8 * 132 just fit.
-    found = [cublaslt.relative_time(cublaslt.TILES[LARGE], *size, 4096, 132) for size in ((8192, 4096), (8193, 4096))]
-    assert found == [8 * 256 * 128] * 2
-    assert cublaslt.relative_time(cublaslt.TILES[LARGE], 8193, 4097, 4096, 132) == 9 * 256 * 128
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="the kernels were measured on Hopper")
 @pytest.mark.parametrize("size", [(8192, 12288, 4096), (4096, 4096, 11008), (1000, 3584, 4608)])

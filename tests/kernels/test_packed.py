@@ -12,7 +12,6 @@ from overcoat.kernels.packed import dense_mask, document_starts, is_starts
 from tests import exact
 from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db
 from tests.kernels.samples import normal
-from tests.waits import waiting_is_an_error
 
 # Lengths of documents by row: one only, of one token, many, whole rows.
 ROWS = [[61], [1, 60], [5, 1, 1, 20, 34], [30, 31]]
@@ -188,15 +187,6 @@ def test_documents_equal_the_masked_kernel(heads):
     expected = backward_by(EFFICIENT, do, parts, expected_o, expected_lse, starts, scale)
     for name, truth, value in zip(("dq", "dk", "dv"), expected, got):
         assert_close(name, truth, value, combined_db(*[BF16_DB] * 8) - 6)
-
-
-@pytest.mark.gpu
-def test_the_host_does_not_wait():
-    qkv, do, starts, shape = on_gpu(4, 2, 128)
-    with waiting_is_an_error():
-        o, lse = attention(qkv, starts, *shape)
-        attention_backward(do, qkv, o, lse, starts, *shape)
-        dense_mask(starts, shape[0], 512)
 
 
 @pytest.mark.gpu

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 import overcoat
 from overcoat import Recipe
+from overcoat.kernels.gemm import why_no_block_gemm
 from overcoat.kernels.packed import document_starts
+from overcoat.models.decoder import block_of
 from overcoat.models.family import family_of, original_class
-from overcoat.models.refusals import why_replaced
 from tests.models.zoo import make_batch, make_encoder, make_inputs, make_model
+from tests.waits import waiting_is_an_error
 
 CASES = [
     *(
@@ -96,21 +98,105 @@ def test_encoders_by_lengths_and_padding(kind: str) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
 
 
-def test_the_hubs_kernels_are_taken_and_others_are_not() -> None:
-    model = make_model("llama", layers=1)
-    layer = model.model.layers[0]
-    for kind, reason in (
-        ("kernels-community/vllm-flash-attn3", None),
-        ("paged|flash_attention_2", "attn_implementation is 'paged|flash_attention_2'; only sdpa, eager"),
-        ("kernels-community/other", "attn_implementation is 'kernels-community/other'"),
-    ):
-        model.config._attn_implementation = kind
-        found = why_replaced(layer, family_of(layer))
-        assert (found is None) if reason is None else found is not None and found.startswith(reason)
-
-
 def test_windows_without_a_mask_are_refused() -> None:
     model = make_model("starcoder2", layers=1)
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match=r"no mask for sliding_window = 24: use sdpa"):
         overcoat.convert(model, strict=True)
+
+
+# ---- Converted decoder layers do not make the host wait for the GPU -------------------------------------------------
+
+
+BATCH, LENGTH = 2, 61
+# By what is different: the kind of model, the recipe, and the dtype of a mask.
+WAITS = {
+    "default": ("llama", Recipe(), None),
+    "leanest": ("llama", Recipe.leanest(), None),
+    "paper": ("llama", Recipe.paper(), None),
+    "block scales": ("llama", Recipe(linear_scaling="block"), None),
+    "attention in 16 bits": ("llama", Recipe(kept_attention="bf16"), None),
+    "norms after": ("olmo2", Recipe(), None),
+    "biases of q, k, v": ("qwen2", Recipe(), None),
+    "biases, block scales": ("qwen2", Recipe(linear_scaling="block"), None),
+    "head norms": ("qwen3", Recipe(), None),
+    "head norms, leanest": ("qwen3", Recipe.leanest(), None),
+    "layer norm, gelu": ("starcoder2", Recipe(), None),
+    "layer norm, gelu, leanest": ("starcoder2", Recipe.leanest(), None),
+    "layer norm, gelu, block scales": ("starcoder2", Recipe(linear_scaling="block"), None),
+    "boolean mask": ("llama", Recipe(), torch.bool),
+    "additive mask": ("llama", Recipe(), torch.bfloat16),
+}
+
+
+def padded_mask(dtype: torch.dtype) -> torch.Tensor:
+    """Causal, the second row padded on the left: (B, 1, S, S), True or 0 where visible."""
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().repeat(BATCH, 1, 1, 1)
+    visible[1, :, :, :5] = False
+    hidden = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill_(~visible, torch.finfo(torch.bfloat16).min)
+    return visible if dtype == torch.bool else hidden
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error:this layer trains in its original precision")
+@pytest.mark.parametrize(("kind", "recipe", "mask_dtype"), WAITS.values(), ids=WAITS)
+def test_the_host_does_not_wait_for_a_block(kind: str, recipe: Recipe, mask_dtype: torch.dtype | None) -> None:
+    """Forward and backward of the blocks alone: what transformers does around them is its own."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if recipe.linear_scaling == "block" and why_no_block_gemm(device):
+        pytest.skip(why_no_block_gemm(device))
+    model = make_model(kind, layers=2).to(device)
+    assert len(overcoat.convert(model, recipe).converted) == 2
+    layers, ids = model.model.layers, make_batch(batch=BATCH, length=LENGTH)["input_ids"].to(device)
+    x = model.model.embed_tokens(ids).detach().requires_grad_()
+    embeddings = model.model.rotary_emb(x, torch.arange(LENGTH, device=device)[None])
+    mask = None if mask_dtype is None else padded_mask(mask_dtype).to(device)
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y, position_embeddings=embeddings, attention_mask=mask)
+        y.backward(torch.ones_like(y))
+
+    for _ in range(2):  # kernels are compiled and tuned, libraries make their workspaces
+        step()
+    with waiting_is_an_error():
+        step()  # the weights' maxima are known
+        with torch.no_grad():
+            for parameter in layers.parameters():
+                parameter.mul_(0.5)
+        step()  # and looked for again
+    assert all(parameter.grad.isfinite().all() for parameter in layers.parameters())
+
+
+@pytest.mark.gpu
+def test_a_wait_would_be_seen() -> None:
+    """On the thread that calls and on autograd's, which runs the backward."""
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: gradient.mul(gradient.sum().item()))
+    with waiting_is_an_error():
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            y.sum().item()
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            y.sum().backward()
+    y.sum().item()
+
+
+def test_an_eps_that_is_an_integer_is_taken_as_a_number() -> None:
+    """Launches that are remembered do not tell 0 from 0.0, kernels do."""
+    model = make_model("qwen3", layers=1)
+    layer = model.model.layers[0]
+    for norm in (layer.input_layernorm, layer.self_attn.q_norm):
+        norm.variance_epsilon = 0
+    attention, mlp = block_of(family_of(layer).branches(layer, 1), family_of(layer), layer).branches
+    assert [type(eps) for eps in (attention.core.heads.eps, attention.pre.eps, mlp.pre.eps)] == [float] * 3
+
+
+def test_a_batch_of_another_shape_is_refused() -> None:
+    """(1, B, S) would be taken for one sequence of B * S tokens, each row seeing the rows before it."""
+    model = make_model("llama", layers=1)
+    overcoat.convert(model)
+    ids = make_batch()["input_ids"]
+    with pytest.raises(ValueError, match=r"shape \(1, 2, 61, 256\): a decoder layer takes \(batch, sequence, hidden\)"):
+        model(input_ids=ids[None], labels=ids[None])

@@ -59,17 +59,6 @@ def test_the_same_loss_and_gradients_without_looking(kind: str, request: pytest.
         assert torch.equal(parameter.grad, gradients[name]), name
 
 
-def test_a_layer_in_its_original_precision_is_causal_too(request: pytest.FixtureRequest) -> None:
-    model, inputs = converted(), make_batch(length=LENGTH)
-    model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match="has hooks"):
-        expected = model(**inputs, position_ids=positions()).loss
-    request.getfixturevalue("packing_unseen")
-    with pytest.warns(UserWarning, match="has hooks"):
-        loss = model(**inputs).loss
-    assert torch.equal(loss, expected)
-
-
 def test_who_gets_it() -> None:
     ids = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
     model = converted()

@@ -71,39 +71,6 @@ def test_compiled_layers_share_a_graph_and_give_the_eager_gradients(kind: str, r
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
-# Rows and their length. torch.compile takes each for a constant, until it sees another.
-FIRST = [(2, 80), (3, 80), (3, 96)]
-LATER = [(5, 96), (2, 93), (4, 61), (3, 128), (6, 127)]
-
-
-@pytest.mark.nightly  # CI counts the graphs of layers: test_compiled.py
-@pytest.mark.parametrize(
-    ("kind", "recipe", "masks"),
-    [
-        ("llama", Recipe(), "causal"),
-        ("qwen3", Recipe.leanest(), "left-padded"),
-        # More than 128 tokens, as above: a single block of them is a shape of its own.
-        ("starcoder2", Recipe(linear_scaling="block", head="fp8"), "causal"),
-    ],
-    ids=["default", "leanest", "block scales"],
-)
-def test_other_shapes_compile_no_other_graph(kind: str, recipe: Recipe, masks: str) -> None:
-    torch.compiler.reset()
-    model = make_model(kind, layers=1)
-    assert len(overcoat.convert(model, recipe).converted) == 1
-    graphs = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=graphs, fullgraph=True)
-    counts = []
-    for batch, length in FIRST + LATER:
-        loss = compiled(**make_batch(masks, batch, length), use_cache=False).loss
-        loss.backward()
-        assert loss.isfinite()
-        counts.append(graphs.frame_count)
-    # One of constants, then with free rows, then with free length too.
-    assert 1 <= counts[len(FIRST) - 1] <= 3, counts
-    assert counts[-1] == counts[len(FIRST) - 1], counts
-
-
 def test_eager_layers_compile_nothing() -> None:
     model = made("llama", Recipe())
     compile_layers(model, graphs=False)
@@ -116,17 +83,6 @@ def test_eager_layers_compile_nothing() -> None:
         assert graphs.frame_count == 0
         one_pass(model.train())
         assert graphs.frame_count == 1
-
-
-def test_what_was_compiled_is_forgotten_and_made_again() -> None:
-    model = made("llama", Recipe())
-    compile_layers(model, graphs=False)
-    graphs = CompileCounterWithBackend("aot_eager")
-    with torch.compiler.set_stance(force_backend=graphs):
-        for count in (1, 2):
-            one_pass(model)
-            assert graphs.frame_count == count
-            forget()
 
 
 def test_another_recipe_compiles_anew() -> None:

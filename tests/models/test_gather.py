@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
@@ -328,23 +326,6 @@ def test_a_change_between_steps_is_noticed() -> None:
     on_two(_changed, "cpu")
 
 
-def _released(rank: int) -> None:
-    found = []
-    for fp8 in (False, True):
-        model, optimizer = make("default", fp8)
-        overcoat.release_gradients(model, optimizer)
-        losses = []
-        for step in range(3):
-            losses += passes(model, [step])
-            optimizer.step()
-        found.append(losses + [p.full_tensor() for p in model.parameters()])
-    assert_equal(*found)
-
-
-def test_released_gradients() -> None:
-    on_two(_released, "cpu")
-
-
 # ---- checkpoints and compiled code -----------------------------------------------------------------------------------
 
 
@@ -386,22 +367,6 @@ def test_checkpoints_know_nothing_of_it(tmp_path: Any) -> None:
     on_two(_saved, "cpu", str(tmp_path))
 
 
-def _compiled(rank: int) -> None:
-    found = []
-    for fp8, compiled in ((False, False), (True, True)):
-        torch.compiler.reset()
-        model, optimizer = make("leanest", fp8)
-        if compiled:
-            for layer in layers_of(model):
-                layer.compile(backend="aot_eager", fullgraph=True)
-        found.append(train(model, optimizer, steps=1))
-    assert_equal(*found)
-
-
-def test_compiled_layers() -> None:
-    on_two(_compiled, "cpu")
-
-
 def _accelerated(rank: int) -> None:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -438,19 +403,6 @@ def test_accelerates_fsdp2() -> None:
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------
-
-
-def _dropped(rank: int) -> None:
-    model, optimizer = make("default", True)
-    train(model, optimizer, steps=1)
-    shard = weakref.ref(layers_of(model)[0].self_attn.q_proj.weight)
-    del model, optimizer
-    gc.collect()
-    assert shard() is None
-
-
-def test_a_model_that_is_dropped_is_freed() -> None:
-    on_two(_dropped, "cpu")
 
 
 def _refused(rank: int) -> None:

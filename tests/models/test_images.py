@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import overcoat
-from overcoat.models.images import MISMATCH, ImageMask, add, places, put, without_waiting
-from overcoat.models.samples import freeze_tower, images, model_class, patches, sees, tokens, tower_parameters
+from overcoat.models.images import MISMATCH, ImageMask, add, places, put
+from overcoat.models.samples import freeze_tower, images, model_class, patches, tokens, tower_parameters
 from tests.models.test_vision_language import MODELS, make_batch, make_model
 from tests.models.zoo import make_model as make_text_model
 
@@ -93,23 +93,6 @@ def test_nobody_waits_for_the_gpu(name: str) -> None:
     assert all(p.grad is not None for p in model.model.language_model.parameters())
 
 
-def test_a_compiled_model_keeps_transformers_own_code() -> None:
-    """Also between the graphs of a model that breaks into several."""
-    model = make_model("Llava")
-    overcoat.convert(model)
-    seen: list[bool] = []
-
-    @torch._dynamo.disable(recursive=False)  # this frame alone: as one that the compiler has given up
-    def between(x: Tensor) -> Tensor:
-        with without_waiting(model):
-            seen.append("get_placeholder_mask" in vars(model.model))
-        return x + 1
-
-    between(torch.ones(2))
-    torch.compile(lambda x: between(x), backend="eager")(torch.ones(2))
-    assert seen == [True, False]
-
-
 @pytest.mark.parametrize("name", ["Llava", "Qwen3VL", "PaliGemma"])
 def test_a_row_that_was_cut_is_an_error_in_every_pass(name: str) -> None:
     model, inputs = make_model(name), make_batch(name)
@@ -163,17 +146,6 @@ def test_a_batch_is_what_the_model_takes(name: str) -> None:
     tower[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].numel() // args[0].shape[-1]))
     model(**inputs)
     assert seen == [patches(inputs, model.config)[0]]
-
-
-def test_text_models_get_tokens_alone() -> None:
-    model = make_text_model(layers=1)
-    assert images(model, BATCH, LENGTH) == {}
-    made = tokens(model, BATCH, LENGTH, {})
-    assert made["input_ids"] is made["labels"]
-    assert made["input_ids"].shape == (BATCH, LENGTH)
-    assert not sees(model.config)
-    assert model_class(model.config) is type(model)
-    assert patches({}, model.config) == (0, 0)
 
 
 def test_a_frozen_tower_is_all_but_the_connector() -> None:

@@ -103,67 +103,7 @@ def test_a_wrapper_in_ddp(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_accelerate_finds_layers_by_their_class() -> None:
-    accelerate: Any = pytest.importorskip("accelerate")
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    model = make_model("llama", layers=3)
-    plain = accelerate.infer_auto_device_map(
-        model, {0: 4_000_000, "cpu": 10**9}, no_split_module_classes=["LlamaDecoderLayer"]
-    )
-    overcoat.convert(model)
-    assert plain == accelerate.infer_auto_device_map(
-        model, {0: 4_000_000, "cpu": 10**9}, no_split_module_classes=["LlamaDecoderLayer"]
-    )
-    assert not any("self_attn" in name for name in plain)
-    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
-    plugin.set_auto_wrap_policy(model)
-    assert plugin.auto_wrap_policy.keywords["transformer_layer_cls"] == {type(model.model.layers[0])}  # type: ignore[attr-defined]
-
-
 # ---- clipping -------------------------------------------------------------------------------------------------------
-
-
-def in_accelerate(model: nn.Module, optimizer: Any, max_norm: float | None) -> None:
-    import accelerate
-
-    accelerator = accelerate.Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.backward(model(**make_batch()).loss)
-    if max_norm is not None:
-        accelerator.clip_grad_norm_(model.parameters(), max_norm)
-    optimizer.step()
-
-
-def in_fabric(model: nn.Module, optimizer: Any, max_norm: float | None) -> None:
-    from lightning.fabric import Fabric
-
-    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-    wrapped, optimizer = fabric.setup(model, optimizer)
-    fabric.backward(wrapped(**make_batch()).loss)
-    if max_norm is not None:
-        fabric.clip_gradients(wrapped, optimizer, max_norm=max_norm)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("library", [in_accelerate, in_fabric])
-@pytest.mark.filterwarnings("ignore")
-def test_libraries_clip_and_so_does_the_option(library: Any) -> None:
-    """Below eps gradients leave weights alone. Lightning's and transformers' trainers: tests/optim/test_trainers.py."""
-    moved = {}
-    for name, option, by_library in (("none", None, None), ("option", 1e-12, None), ("library", None, 1e-12)):
-        model = make_model("llama", layers=1)
-        if library is not in_accelerate:
-            model.float()
-        before = [p.detach().clone() for p in model.parameters()]
-        report = overcoat.convert(model)
-        optimizer = overcoat.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, clip_grad_norm=option)
-        library(model, optimizer, by_library)
-        assert list(report.running().values()) == ["FP8", "lean loss"]
-        moved[name] = max((p - old).abs().max().item() for p, old in zip(model.parameters(), before))
-    assert moved["none"] > 5e-3
-    assert moved["option"] < 1e-3
-    assert moved["library"] < 1e-3
 
 
 # ---- logits that are not there --------------------------------------------------------------------------------------
@@ -274,20 +214,3 @@ def test_a_z_loss_that_trl_passes_by_warns(tmp_path: Path) -> None:
     )
     with pytest.warns(UserWarning, match=r"Recipe.z_loss = 0.0001 is not in this loss"):
         trainer.train()
-
-
-def test_a_z_loss_warns_without_labels_and_where_it_is_added_does_not(recwarn: pytest.WarningsRecorder) -> None:
-    model = make_model("llama", layers=1)
-    overcoat.convert(model, Recipe(z_loss=1e-4))
-    inputs = make_batch()
-    model(**inputs).loss.backward()
-    with torch.no_grad():
-        model(input_ids=inputs["input_ids"])
-    model.eval()(input_ids=inputs["input_ids"])
-    assert not [warning for warning in recwarn if "z_loss" in str(warning.message)]
-    with pytest.warns(UserWarning, match="z_loss"):
-        model.train()(input_ids=inputs["input_ids"])
-    overcoat.convert(model)
-    recwarn.clear()
-    model(input_ids=inputs["input_ids"])
-    assert not [warning for warning in recwarn if "z_loss" in str(warning.message)]

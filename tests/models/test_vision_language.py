@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import overcoat
 from overcoat import Recipe
 from overcoat.models.compiled import begin_pass, compile_layers, graph_layers
-from overcoat.models.head import FinalNorm
 from overcoat.models.output import NoLogits
 from overcoat.models.whole import VISION_LANGUAGE
 from tests.emulation import emulate_fp8_gemms, sqnr
@@ -275,19 +274,3 @@ def test_generation_and_evaluation_are_untouched() -> None:
     del inputs["labels"]
     tokens = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(**inputs, **tokens), original.generate(**inputs, **tokens))
-
-
-def test_the_final_norm_is_one_op() -> None:
-    model = make_model("Qwen3VL")
-    overcoat.convert(model)
-    assert isinstance(model.model.language_model.norm, FinalNorm)
-    overcoat.convert(model, Recipe.bf16())
-    assert not isinstance(model.model.language_model.norm, FinalNorm)
-
-
-def test_soft_capped_logits_are_refused() -> None:
-    model = make_model("PaliGemma")
-    model.config.text_config.final_logit_softcapping = 30.0
-    report = overcoat.convert(model)
-    assert report.head is not None
-    assert report.head.detail.startswith("final_logit_softcapping is 30,")

@@ -6,9 +6,6 @@ the group does not divide, and vectors whose shards cut groups.
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -348,33 +345,3 @@ def _plain_state_into_shards(rank, kind):
 @pytest.mark.parametrize("kind", ["8bit", "fp8", "offloaded"])
 def test_an_unsharded_state_loads_into_shards_and_is_gathered_again(kind):
     on_two(_plain_state_into_shards, "cpu", kind)
-
-
-def _deepspeed(rank: int) -> None:
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
-    import deepspeed
-
-    for stage in range(4):
-        model = torch.nn.Linear(8, 8)
-        settings = {"stage": stage}, {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
-
-        def run(model: Any = model, settings: Any = settings) -> None:
-            config = {**settings[1], "zero_optimization": settings[0]}
-            engine, *_ = deepspeed.initialize(model=model, optimizer=AdamW(model.parameters()), config=config)
-            engine.backward(engine(torch.ones(2, 8) * (rank + 1)).sum())
-            engine.step()
-
-        if stage == 0:  # every process has all gradients
-            run()
-            total = model.weight.detach().clone()
-            dist.all_reduce(total)
-            assert torch.equal(total, 2 * model.weight)
-        else:
-            with pytest.raises(ValueError, match=r"DeepSpeedZeroOptimizer.*use torch.distributed.fsdp.fully_shard"):
-                run()
-
-
-def test_deepspeed_shards_nothing_or_is_refused() -> None:
-    """ZeRO-1 to 3 of the real library. No extra has it: its source asks for an installed torch to be built."""
-    pytest.importorskip("deepspeed")
-    on_two(_deepspeed, "cpu")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+from argparse import Namespace
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from overcoat.paper import problems as module
 from overcoat.paper.problems import EASY, NEW, SPLITS, TEMPLATES, Problem, problems
+from overcoat.paper.scenes import CELLS, COLOURS, KINDS, SIDE, Scene, render, scene, write
+from overcoat.paper.states import analyse, errors, table1
 
 FOUND = {split: problems(split, 600) for split in SPLITS}
 
@@ -48,3 +55,103 @@ def test_a_seed_decides_and_no_problem_comes_twice(monkeypatch: pytest.MonkeyPat
         problems("easy", 200)
     with pytest.raises(ValueError, match="split 'test': choose one of train"):
         problems("test", 1)
+
+
+# ---- Rendered scenes: answers that the objects bear out, pixels that show them, the same from the same seed ---------
+
+
+MADE = [scene(f"test {number}") for number in range(400)]
+
+
+def told(made: Scene) -> str:
+    """The answer, found again from the question's words and the objects."""
+    by_shape = {shape: (colour, column, row) for shape, colour, column, row in made.objects}
+    words = made.question.rstrip("?").split()
+    if made.kind == "count":
+        return str(len(made.objects))
+    if made.kind == "colour":
+        return by_shape[words[-1]][0]
+    if made.kind == "shape":
+        return next(shape for shape, (colour, _, _) in by_shape.items() if colour == words[-1])
+    if made.kind == "text":
+        return made.letter[0] if made.letter else ""
+    first, second = by_shape[words[2]], by_shape[words[-1]]
+    if "left" in words:
+        assert first[1] != second[1]
+        return "left" if first[1] < second[1] else "right"
+    assert first[2] != second[2]
+    return "above" if first[2] < second[2] else "below"
+
+
+def test_answers_are_right_and_all_kinds_occur() -> None:
+    assert all(told(made) == made.answer for made in MADE)
+    assert {made.kind for made in MADE} == {*KINDS}
+    assert len({(made.question, made.answer) for made in MADE}) > 40
+
+
+def test_the_image_shows_each_object_in_its_cell() -> None:
+    for made in MADE[:40]:
+        pixels, cell = np.asarray(render(made)).astype(int), SIDE / CELLS
+        assert pixels.shape == (SIDE, SIDE, 3)
+        for _, colour, column, row in made.objects:
+            middle = pixels[int((row + 0.5) * cell), int((column + 0.5) * cell)]
+            assert tuple(middle) == COLOURS[colour]
+        if made.letter is not None:
+            _, column, row = made.letter
+            part = pixels[int(row * cell) : int((row + 1) * cell), int(column * cell) : int((column + 1) * cell)]
+            assert part.min() < 60
+
+
+def test_conversations_and_files(tmp_path: Path) -> None:
+    made = write(tmp_path, "train", 5)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert made == [scene(f"train {number}") for number in range(5)] != [scene(f"test {number}") for number in range(5)]
+    for row, each in zip(rows, made):
+        assert row["messages"][0]["content"] == f"<image>\n{each.question}"
+        assert row["messages"][1] == {"role": "assistant", "content": each.answer}
+        assert (tmp_path / "images" / row["images"][0]).is_file()
+
+
+# ---- Errors of moment codes: a checkpoint with known moments from file to table -------------------------------------
+
+
+def moments(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """m and v (rows, 200) FP32 with log-normal scales; 200 leaves a padded group."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.exp(2 * torch.randn(rows, 1, generator=generator) - 9)
+    root = scale * torch.exp(0.7 * torch.randn(rows, 200, generator=generator))
+    return root * (0.25 * torch.randn(rows, 200, generator=generator)).clamp(-1, 1), root.square()
+
+
+def save(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    m, v = moments(16)
+    state = {0: {"exp_avg": m.to(dtype), "exp_avg_sq": v.to(dtype)}, 1: {"exp_avg": m[0], "exp_avg_sq": v[0]}}
+    torch.save({"optimizer": {"state": state}}, folder / "training.pt")
+    return folder
+
+
+def test_from_checkpoint_to_table(tmp_path: Path) -> None:
+    found = analyse(save(tmp_path), 1e-8, "cpu")
+    assert found["fp32 fp32"] < 1e-9
+    assert 0 < found["sqrt8 log8"] < found["e4m3x e4m3x"] < found["e4m3 e4m3"]
+    assert found["fp32 log8"] < found["sqrt8 log8"]
+    rows = {row["name"]: row for row in table1(Namespace(size="full", checkpoint=tmp_path)).rows}
+    assert rows["m e4m3x, v e4m3x"]["ours"] == pytest.approx(found["e4m3x e4m3x"])
+    assert rows["m e4m3x, v e4m3x"]["paper / E4M3"] == pytest.approx(12.31 / 20.10)
+
+
+def test_what_is_no_run_with_fp32_moments_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no run directory or checkpoint"):
+        table1(Namespace(size="full", checkpoint=tmp_path))
+    with pytest.raises(ValueError, match=r"moments are torch\.bfloat16; train with optimizer\.moments=fp32"):
+        analyse(save(tmp_path, torch.bfloat16), 1e-8, "cpu")
+
+
+def test_the_error_is_that_of_the_update() -> None:
+    """BF16 moments, computed here in the same way without the codes."""
+    m, v = (x.view(1, -1, 200) for x in moments(4))
+    ratio = m / (v.sqrt() + 1e-8)
+    coded = m.bfloat16().float() / (v.bfloat16().float().sqrt() + 1e-8)
+    reference, found = errors(m, v, 1e-8)
+    torch.testing.assert_close(reference, ratio.square().sum(dtype=torch.float64))
+    torch.testing.assert_close(found["bf16 bf16"], (coded - ratio).square().sum(dtype=torch.float64), rtol=1e-3, atol=0)

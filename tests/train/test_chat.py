@@ -213,6 +213,9 @@ def test_a_pair_of_another_shape_is_named(row: Any, why: str, tmp_path: Path) ->
     data = DataConfig(files=[str(write_jsonl(tmp_path / "a.jsonl", [row]))], format="prompt-completion")
     with pytest.raises(ValueError, match=rf"a\.jsonl:1: .*{re.escape(why)}"):
         list(examples(data))
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"a\.txt is text, and data\.format wants \.jsonl"):
+        list(examples(DataConfig(files=[str(tmp_path / "a.txt")], format="messages")))
 
 
 def test_a_template_whose_mask_cannot_be_known_is_refused() -> None:

@@ -216,46 +216,6 @@ def test_ways_to_train_in_two_processes(config: Config, tmp_path: Path) -> None:
     assert "peak of the step" in (tmp_path / "reported/memory.txt").read_text()
 
 
-def _run_with_infinity(rank: int, config: Config) -> None:
-    real = loop.summed_loss
-
-    def spoiled(model: Any, batch: Any) -> torch.Tensor:
-        loss = real(model, batch)
-        return loss * torch.inf if rank == 1 and model.training and torch.is_grad_enabled() and calls() else loss
-
-    count = [0]
-
-    def calls() -> bool:
-        count[0] += 1
-        return count[0] == 3
-
-    def finite(rows: list[Any], skipped: int = 0) -> int:  # the loss is infinite, too; the step is what is tested
-        return skipped
-
-    loop.summed_loss = spoiled  # type: ignore[attr-defined]
-    from overcoat.train import metrics
-
-    metrics.check_finite = finite
-    before: list[Any] = []
-    take = loop.train_step
-
-    def step(state: TrainState, config: Config) -> Any:
-        before.append([local(parameter.detach()).clone() for parameter in state.model.parameters()])
-        record = take(state, config)
-        same = [torch.equal(a, local(b.detach())) for a, b in zip(before[-1], state.model.parameters(), strict=True)]
-        assert all(same) == (state.step == 3), (rank, state.step)
-        assert int(state.optimizer.skipped_steps) == (state.step >= 3)  # type: ignore[arg-type]
-        return record
-
-    loop.train_step = step  # type: ignore[assignment]
-    run_once(config, QUIET, "infinity")
-
-
-def test_an_infinite_gradient_in_one_process_skips_the_step_in_all(config: Config, tmp_path: Path) -> None:
-    words = ["train.accumulation=2", "train.steps=4", "checkpoint.every=0", "eval.every=0"]
-    on_two(_run_with_infinity, "cpu", changed(config, *words, f"train.run_dir={tmp_path / 'run'}"))
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 

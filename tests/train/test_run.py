@@ -19,7 +19,7 @@ import overcoat
 from overcoat.train import loop
 from overcoat.train.build import build_model, make_recipe
 from overcoat.train.config import Config
-from overcoat.train.configfile import build_config, differences, dump_toml
+from overcoat.train.configfile import build_config, differences, dump_toml, load_config
 from overcoat.train.corpus import open_corpus
 from overcoat.train.data import make_batch
 from overcoat.train.loss import summed_loss
@@ -27,7 +27,7 @@ from overcoat.train.metrics import read_metrics
 from overcoat.train.run import RunResult, run, run_once, twin_config
 from overcoat.train.summary import summarize
 from tests.train.conftest import TINY
-from tests.train.runs import MakeConfig, losses, names, stop_at, text_of
+from tests.train.runs import CONFIGS, MakeConfig, losses, names, stop_at, text_of
 
 TWIN = "compare.overrides=['recipe.name=bf16', 'optimizer.moments=fp32', 'optimizer.master=bf16+16']"
 
@@ -223,3 +223,38 @@ def test_released_gradients_train_the_same_model(make_config: MakeConfig, consol
     assert all(norm > 0 for _, _, norm in found.values())
     resume = f"train.resume={tmp_path / 'true/checkpoints/step-00000006'}"
     assert run_once(make_config(*words, resume), console, "again").train_loss == found[12][0]
+
+
+# ---- FP8 training against its BF16 twin: same seed, same tokens, the same held-out loss to 1 % ----------------------
+
+
+SMALLER = """model.config.hidden_size=128 model.config.intermediate_size=256 model.config.num_hidden_layers=2
+    model.config.num_attention_heads=2 model.config.num_key_value_heads=2 tokenizer.vocab_size=512
+    data.max_bytes=1000000 data.sequence_length=128 schedule.warmup_steps=20 train.steps=160 train.batch_size=8
+    train.log_every=50 train.tensorboard=false train.device=cpu eval.every=0 checkpoint.every=0 sample.tokens=0"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("twin")
+    places = [f"train.run_dir={folder / 'fp8'}", f"data.cache_dir={folder / 'data'}"]
+    return load_config(CONFIGS / "demo.toml", [*SMALLER.split(), *places])
+
+
+@pytest.fixture(scope="module")
+def twin_loss(config: Config, tmp_path_factory: pytest.TempPathFactory) -> float:
+    torch.set_num_threads(1)
+    return run_once(in_folder(config, tmp_path_factory.mktemp("bf16")), Console(quiet=True), "twin").held_out_loss
+
+
+def in_folder(config: Config, folder: Path) -> Config:
+    """The BF16 twin of `config`, training in `folder`."""
+    twin = twin_config(config)
+    return replace(twin, train=replace(twin.train, run_dir=str(folder)))
+
+
+@pytest.mark.nightly  # CI has the gradients themselves: tests/models/test_numerics.py
+def test_held_out_loss_is_within_one_percent_of_the_twin(config: Config, twin_loss: float) -> None:
+    result = run_once(config, Console(quiet=True), "FP8")
+    assert twin_loss < 4.6  # from ln(512) = 6.2: it has learnt something
+    assert abs(result.held_out_loss / twin_loss - 1) < 0.01

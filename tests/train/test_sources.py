@@ -197,3 +197,13 @@ def test_a_stream_without_documents_or_with_fewer_than_before_is_an_error(tmp_pa
     state = {"epoch": 0, "num_done": 4, "dataset": None}
     with pytest.raises(ValueError, match=r"ends after 3 documents, but .* had read 4: .* another train\.run_dir"):
         stream.load_state_dict(state)
+
+
+def test_a_file_named_twice_is_found_once_and_folders_are_not_files(tmp_path: Path) -> None:
+    (tmp_path / "deep.txt").mkdir()
+    (tmp_path / "deep.txt/a.txt").touch()
+    (tmp_path / "link.txt").symlink_to(tmp_path / "deep.txt/a.txt")
+    patterns = [f"{tmp_path}/*.txt", f"{tmp_path}/**/a.txt"]
+    assert find_files(patterns) == [(tmp_path / "deep.txt/a.txt").resolve()]
+    with pytest.raises(ValueError, match=r"nothing found for '.*deep\.txt' \(looked from "):
+        find_files([str(tmp_path / "deep.txt")])
