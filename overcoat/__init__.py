@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from overcoat.models.context import context_parallel
     from overcoat.models.convert import Report, convert
     from overcoat.models.gather import fp8_all_gather
-    from overcoat.models.ranges import record_ranges
-    from overcoat.models.scores import record_scores
+    from overcoat.models.recording import record_ranges, record_scores
     from overcoat.optim.adamw import AdamW
     from overcoat.optim.release import release_gradients
     from overcoat.recipe import Recipe
@@ -45,8 +44,8 @@ _PLACES = {
     "context_parallel": "models.context",
     "convert": "models.convert",
     "fp8_all_gather": "models.gather",
-    "record_ranges": "models.ranges",
-    "record_scores": "models.scores",
+    "record_ranges": "models.recording",
+    "record_scores": "models.recording",
     "release_gradients": "optim.release",
 }
 

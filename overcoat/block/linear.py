@@ -43,7 +43,7 @@ from overcoat.recipe import Recipe
 # with means of half their deviation it is 36 dB over 8,192 tokens, 28 over 16,384 (docs/research/kernels.md).
 FAST_DGRAD = True
 FAST_WGRAD_TOKENS = 8192
-# Told of the operands of products while somebody looks (models/ranges.py).
+# Told of the operands of products while somebody looks (models/recording.py).
 watchers: list[Any] = []
 
 

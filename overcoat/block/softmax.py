@@ -59,7 +59,7 @@ class Rotary(NamedTuple):
     q_scale: Optional[Tensor] = None
 
 
-# Told of each layer's log-sum-exp (B, num_q, S) while somebody records them (models/scores.py).
+# Told of each layer's log-sum-exp (B, num_q, S) while somebody records them (models/recording.py).
 observers: list[Any] = []
 
 

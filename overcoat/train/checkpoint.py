@@ -4,8 +4,8 @@
     training.pt    optimizer, data position, generators, counters; loaded with weights_only=True
     manifest.json  size and SHA-256 of every file
 
-Several processes write one file each instead of model.safetensors (`shards.py`). Any number of processes resumes from
-either kind.
+Several processes write one file each instead of model.safetensors. Any number of processes resumes from either kind
+(`shards.py`).
 
 They are written atomically (see `files.py`) and only then is the oldest beyond `checkpoint.keep` removed, so at every
 moment there is one that can be resumed from. saving.py writes them.
@@ -26,19 +26,16 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from overcoat.extras import load_extra
 from overcoat.train import files, process
-from overcoat.train.build import trained_state
 from overcoat.train.config import Config, require
 from overcoat.train.configfile import differences, dump_toml, load_config
 from overcoat.train.corpus import STREAMED, cache_dir
 from overcoat.train.files import DamagedError
 from overcoat.train.metrics import METRICS
-from overcoat.train.shards import adapter_key, is_sharded, read_model, read_states
+from overcoat.train.shards import read_model, read_states
 from overcoat.train.state import TrainState
 
 TRAINING = "training.pt"
@@ -114,35 +111,16 @@ def load_checkpoint(path: Path, state: TrainState) -> None:
     with files.loading(path / TRAINING):
         # Mapped where a process takes but its part.
         saved = torch.load(path / TRAINING, map_location="cpu", weights_only=True, mmap=process.count() > 1)
-        identity = saved["data_identity"]
+        identity, states = saved["data_identity"], saved["optimizer"]["state"]
     if identity != state.data_identity:
         remedy = "set data.cache_dir to the data/ folder of its run"
         if state.data_identity.startswith(STREAMED):
             remedy = "stream the same files (names and sizes) with the same data.held_out and eval.rows"
         raise ValueError(f"{path} was trained on other tokens than these (or in another order of files); {remedy}")
-    if process.count() > 1 or is_sharded(path):
-        read_model(path, state.model)
-        read_states(path, state.optimizer, saved["optimizer"]["state"])
-    else:
-        load_weights(path, state.model)
+    read_model(path, state.model)
+    read_states(path, state.optimizer, states)
     with files.loading(path / TRAINING):
         state.load_training_dict(saved)
-
-
-def load_weights(folder: Path, model: Any) -> None:
-    """Copy the safetensors of `folder` into the model's parameters; tied ones are stored once."""
-    safetensors = load_extra("safetensors.torch", "hf", "reading a checkpoint")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):  # of the manifest: `_verify` lets no others in
-        with files.loading(file):
-            tensors |= safetensors.load_file(file)
-    tensors, own = {adapter_key(name): tensor for name, tensor in tensors.items()}, trained_state(model)
-    wrong = [name for name in tensors if name not in own or own[name].shape != tensors[name].shape]
-    present = {own[name].data_ptr() for name in tensors if name in own}
-    wrong += [name for name in own if name not in tensors and own[name].data_ptr() not in present]
-    if wrong:
-        raise ValueError(f"{folder} holds another model: {len(wrong)} parameters differ, the first is {wrong[0]}")
-    model.load_state_dict(tensors, strict=False)
 
 
 def choose_checkpoint(config: Config) -> Path | None:

@@ -28,8 +28,7 @@ import torch
 from overcoat import memory
 from overcoat.extras import reason
 from overcoat.models.compiled import begin_pass, eager, keep_gradients_outside
-from overcoat.models.ranges import record_ranges
-from overcoat.models.scores import record_scores
+from overcoat.models.recording import record_ranges, record_scores
 from overcoat.train import process
 from overcoat.train.config import Config, ScheduleConfig
 from overcoat.train.data import count_labels

@@ -6,7 +6,7 @@
     {"kind": "eval", "step", "loss", "attention_score"}              the largest log-sum-exp of attention in a held-out
                                                                      row, where layers are converted
     {"kind": "tasks", "step", "sciq/acc", ...}               figures of eval.tasks
-    {"kind": "fp8", "step", "ranges": {layer: {product: {operand: [saturated, zero, limit]}}}}   (models/ranges.py)
+    {"kind": "fp8", "step", "ranges": {layer: {product: {operand: [saturated, zero, limit]}}}}   (models/recording.py)
     {"kind": "fit", "step", ...}       how many rows pass at once from that step on (`out_of_memory.py`)
     {"kind": "resume", "step"}         first of a resumed run: `read_metrics` forgets rows after that step, but for
                                        fits: a process logged them that died before its next checkpoint
@@ -34,7 +34,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from overcoat.extras import reason
-from overcoat.models.ranges import Ranges
+from overcoat.models.recording import Ranges
 from overcoat.train import process
 from overcoat.train.config import Config
 from overcoat.train.loggers import Logger, open_loggers, scalars

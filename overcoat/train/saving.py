@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -93,21 +93,13 @@ class Held:
     @property
     def bytes(self) -> int:
         """Of a copy in host memory."""
-        return sum(shard_bytes(value) for value in tree_leaves((self.weights, self.training)) if _is_tensor(value))
+        values = tree_leaves((self.weights, self.training))
+        return sum(shard_bytes(value) for value in values if isinstance(value, torch.Tensor))
 
     def copy(self) -> None:
         """Hold copies in host memory, tied tensors once."""
         copies = {id(value): copy_to_host(value) for value in tree_leaves((self.weights, self.training))}
         self.weights, self.training = tree_map(lambda value: copies[id(value)], (self.weights, self.training))
-
-
-def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor)
-
-
-def save_checkpoint(state: TrainState, config: Config, tokenizer: Any | None) -> Path:
-    """Write the state and remove the oldest checkpoints beyond `checkpoint.keep`."""
-    return write_checkpoint(Held(state), config, tokenizer)
 
 
 def write_checkpoint(held: Held, config: Config, tokenizer: Any | None) -> Path:

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: each writes what it holds, any number of them reads what it needs.
+"""Weights of checkpoints: several processes write what each holds, any number of them reads what it needs.
 
 PyTorch's distributed checkpoints (DCP) do both, with its safetensors storage: parameters and buffers as "model/NAME",
 tensors of the optimizer's state that are cut like their parameter as "optimizer/INDEX/NAME", in files

@@ -28,7 +28,7 @@ from overcoat.block.linear import stack_biases, stack_weights_of
 from overcoat.block.softmax import observers
 from overcoat.models.decoder import block_of
 from overcoat.models.family import decoder_layers, family_of
-from overcoat.models.scores import Scores
+from overcoat.models.recording import Scores
 from tests.models import test_encoders
 from tests.models.zoo import ENCODERS, KINDS, make_batch, make_encoder, make_inputs, make_model
 
@@ -237,7 +237,7 @@ def test_scores_are_those_of_their_layer_where_another_falls_back():
 
 
 def test_a_score_that_is_no_number_is_the_largest():
-    scores = Scores({})
+    scores = Scores()
     scores._seen = [("a", torch.tensor(1.0)), ("b", torch.tensor(torch.nan)), ("b", torch.tensor(2.0))]
     assert scores.largest[0] == "b"
     assert scores.largest[1] != scores.largest[1]
