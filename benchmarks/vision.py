@@ -36,11 +36,10 @@ from overcoat.models.family import decoder_layers
 from overcoat.paper.scenes import KINDS, render, scene
 from overcoat.paper.training import device
 from overcoat.paper.vision import PROMPT, build
-from overcoat.train.build import make_optimizer
+from overcoat.train.build import make_optimizer, summed_loss
 from overcoat.train.config import OptimizerConfig, ScheduleConfig
 from overcoat.train.data import IGNORED, Batch
 from overcoat.train.loop import multiplier
-from overcoat.train.loss import summed_loss
 
 HIDDEN, LAYERS, HEADS, WIDTH = 128, 2, 2, 96
 TRAINED, ASKED, ROWS = 12_000, 1000, 24

@@ -4,7 +4,8 @@
     overcoat eval runs/llama-2-7b meta-llama/Llama-2-7b-hf --tasks paper --recipe bf16 --recipe default
     overcoat eval runs/demo/checkpoints/step-00000200 --text Salesforce/wikitext:wikitext-2-raw-v1:test --joined --json
 
-A TARGET is a run directory, a checkpoint, an exported folder, or a Hugging Face name. Tasks are those of
+A TARGET is a run directory (its export/, else its newest checkpoint), a checkpoint, an exported folder, or a Hugging
+Face name; what Overcoat wrote is compared with its manifest first. Tasks are those of
 lm-evaluation-harness, by name or YAML file; "paper" stands for copa, arc_easy, sciq, hellaswag and gsm8k.
 """
 
@@ -18,16 +19,21 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import overcoat
-from overcoat.eval.targets import Target, find_target, load_target
 from overcoat.extras import load_extra, reason
+from overcoat.models.pretrained import load_pretrained
+from overcoat.train.build import load_model
+from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import DataConfig, require
 from overcoat.train.evaluate import Tasks, perplexity, task_names
+from overcoat.train.files import MANIFEST, verify_directory
+from overcoat.train.shards import is_sharded, read_model
 from overcoat.train.sources import find_files, open_dataset, read_documents
+from overcoat.train.tokenizer import load_tokenizer
 
 RECIPES = ("bf16", "default", "paper", "leanest")
 WINDOW = 2048  # tokens, where the model takes as many
@@ -128,7 +134,7 @@ def _evaluate(
         for text, documents in texts.items():
             found = perplexity(model, tokenizer, documents, window, stride, parsed.batch)
             about = {"window": window, "stride": stride, "ran": _ran(model, report)}
-            result["text"][text] = {**found.figures, **about}
+            result["text"][text] = {**found, **about}
         for name in tasks.loaded if tasks else ():
             figures = tasks.evaluate(name, model, tokenizer, parsed.batch, parsed.limit)  # type: ignore[union-attr]
             result["tasks"] |= {task: {**of, "ran": _ran(model, report)} for task, of in figures.items()}
@@ -183,3 +189,52 @@ def _written(figures: dict[str, Any], key: str) -> str:
     error = figures.get(f"{name}_stderr" + (f",{kind}" if kind else ""))
     text = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
     return text if error is None else f"{text} ± {error:.4f}"
+
+
+# ---- targets ---------------------------------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """name: as it was asked for. place: the folder with the weights, or a name on the Hugging Face hub."""
+
+    name: str
+    place: str
+
+
+def find_target(name: str) -> Target:
+    """Where the weights are. ValueError: it is a folder without a model, or damaged."""
+    folder = Path(name)
+    if not folder.exists():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise ValueError(f"{name}: no such folder")
+        return Target(name, name)
+    if (folder / "config.toml").exists():
+        made = [folder / "export"] if (folder / "export").is_dir() else list_checkpoints(folder / "checkpoints")[-1:]
+        if not made:
+            raise ValueError(f"{name} is a run without a checkpoint: train it first")
+        folder = made[0]
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{name} holds adapters without their model, which are not put together here: train with lora.merge=true, "
+            "or save the result of merge_and_unload()"
+        )
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{name} is no run, checkpoint or model folder: it has no config.toml and no config.json")
+    if (folder / MANIFEST).exists():
+        verify_directory(folder)
+    return Target(name, str(folder))
+
+
+def load_target(target: Target, device: torch.device, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """The model, in the dtype it was saved in, and its tokenizer."""
+    transformers = load_extra("transformers", "hf", "overcoat eval")
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = load_tokenizer(target.place, trust_remote_code)
+    settings = {"dtype": "auto", "attn_implementation": "sdpa"}
+    if not is_sharded(Path(target.place)):
+        return load_model(target.place, device, settings, trust_remote_code, "the model").eval(), tokenizer
+    config = load_pretrained("AutoConfig", "the model", target.place, trust_remote_code)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="sdpa")
+    read_model(Path(target.place), model)
+    return model.eval(), tokenizer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import nn
@@ -83,17 +83,20 @@ def convert(
         )
     if recipe.fp8 or recipe.head == "fp8":
         _check_device(model, recipe)
-    if recipe.z_loss:
-        _check_z_loss(model, recipe, filter_fn)
+    end = _find_head(model, recipe, filter_fn)
+    reason = "there is no lm_head" if end is None else end.reason
+    if recipe.z_loss and reason is not None:
+        raise ValueError(f"Recipe.z_loss = {recipe.z_loss} needs the converted loss, and {reason}; use z_loss=0")
     for name, layer in layers.items():
         report.layers.append(_convert_layer(layer, name, recipe, filter_fn, eval_fp8))
     _check_converted(report, strict)
     for name in report.converted:
         report.watch(name, layers[name])
     _choose_offloaded(layers, report)
-    report.head = _convert_head(model, recipe, filter_fn)
-    if report.head is not None and report.head.converted:
-        report.watch(report.head.name, find_causal_model(model)[1])  # type: ignore[index]
+    if end is not None:
+        report.head = _convert_head(end, recipe)
+        if report.head.converted:
+            report.watch(end.name, end.causal)
     report.parts = _parts(model, report)
     _forbid_cache(model, report, eval_fp8)
     return report
@@ -131,11 +134,26 @@ def _check_device(model: nn.Module, recipe: Recipe) -> None:
                 )
 
 
-def _check_z_loss(model: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> None:
+class _Head(NamedTuple):
+    """The model whose end it is, the last layer's name, and why the loss cannot do without logits, or None."""
+
+    causal: nn.Module
+    name: str
+    reason: Optional[str]
+
+
+def _find_head(model: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> Optional[_Head]:
     found = find_causal_model(model)
-    reason = "there is no lm_head" if found is None else _why_no_head(*found, recipe, filter_fn)
-    if reason is not None:
-        raise ValueError(f"Recipe.z_loss = {recipe.z_loss} needs the converted loss, and {reason}; use z_loss=0")
+    if found is None:
+        return None
+    path, causal = found
+    whole, reason = whole_of(causal), why_head_unsupported(causal)
+    name = f"{path}.{whole.head if whole is not None else 'lm_head'}".removeprefix(".")
+    if recipe.head is None:
+        reason = "Recipe.head is None"
+    elif reason is None and filter_fn is not None and whole is not None:
+        reason = None if filter_fn(causal.get_submodule(whole.head), name) else FILTERED
+    return _Head(causal, name, reason)
 
 
 def _convert_layer(
@@ -186,22 +204,17 @@ def _choose_offloaded(layers: dict[str, nn.Module], report: Report) -> None:
             report.layers[place] = row._replace(detail=f"{row.detail}, in host memory")
 
 
-def _convert_head(model: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> Optional[LayerReport]:
-    found = find_causal_model(model)
-    if found is None:
-        return None
-    path, causal = found
-    name = _head_name(path, causal)
-    reason = _why_no_head(path, causal, recipe, filter_fn)
-    if reason is not None:
-        remove_head(causal)
-        return LayerReport(name, original_class(causal).__name__, False, reason)
-    install_head(causal, recipe)
+def _convert_head(end: _Head, recipe: Recipe) -> LayerReport:
+    kind = original_class(end.causal).__name__
+    if end.reason is not None:
+        remove_head(end.causal)
+        return LayerReport(end.name, kind, False, end.reason)
+    install_head(end.causal, recipe)
     products = f"e4m3/{recipe.grad_format}" if recipe.head == "fp8" else "in the model's own dtype"
     detail = f"no logits with labels in train(), products {products}"
     if recipe.z_loss:
         detail += f", z-loss {recipe.z_loss}"
-    return LayerReport(name, original_class(causal).__name__, True, detail)
+    return LayerReport(end.name, kind, True, detail)
 
 
 def _parts(model: nn.Module, report: Report) -> list[str]:
@@ -219,20 +232,6 @@ def _parts(model: nn.Module, report: Report) -> list[str]:
         frozen = "" if any(weight.requires_grad for weight in weights.parameters()) else ", frozen"
         lines.append(f"{title} ({inside[:-1]}): {state}{frozen}")
     return lines
-
-
-def _head_name(path: str, causal: nn.Module) -> str:
-    whole = whole_of(causal)
-    return f"{path}.{whole.head if whole is not None else 'lm_head'}".removeprefix(".")
-
-
-def _why_no_head(path: str, causal: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> Optional[str]:
-    if recipe.head is None:
-        return "Recipe.head is None"
-    reason, whole = why_head_unsupported(causal), whole_of(causal)
-    if reason is not None or filter_fn is None or whole is None:
-        return reason
-    return None if filter_fn(causal.get_submodule(whole.head), _head_name(path, causal)) else FILTERED
 
 
 def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
@@ -271,7 +270,8 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
 
 def _forbid_cache(model: nn.Module, report: Report, eval_fp8: bool) -> None:
     """No key/value cache while layers compute in FP8, by a hook on whoever owns the converted layers and calls them."""
-    decoders = [row for row in report.layers if not _is_encoder(model.get_submodule(row.name))]
+    known = {row.name: family_of(model.get_submodule(row.name)) for row in report.layers}
+    decoders = [row for row in report.layers if not ((family := known[row.name]) and family.encoder)]
     owners = {_owner(model, row.name): False for row in decoders}
     owners.update({_owner(model, row.name): True for row in decoders if row.converted})
     found = find_causal_model(model)
@@ -283,11 +283,6 @@ def _forbid_cache(model: nn.Module, report: Report, eval_fp8: bool) -> None:
         if has_converted and _no_cache_in_fp8 not in owner._forward_pre_hooks.values():
             owner.register_forward_pre_hook(_no_cache_in_fp8, with_kwargs=True)
         owner.overcoat_eval = eval_fp8 and has_converted  # type: ignore[assignment]
-
-
-def _is_encoder(layer: nn.Module) -> bool:
-    family = family_of(layer)
-    return family is not None and family.encoder
 
 
 def _owner(model: nn.Module, name: str) -> Optional[nn.Module]:

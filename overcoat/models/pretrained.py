@@ -13,11 +13,8 @@ from overcoat.extras import load_extra, reason
 
 
 def load_pretrained(auto: str, what: str, name: str, trust_remote_code: bool, **options: Any) -> Any:
-    """`transformers.<auto>.from_pretrained(name)`, which is `what`.
-
-    Raises:
-        ValueError: there is none, it is broken, or it needs code of its own without `trust_remote_code`.
-    """
+    """`transformers.<auto>.from_pretrained(name)`, which is `what`. ValueError: there is none, it is broken, or it
+    needs code of its own without `trust_remote_code`."""
     transformers = load_extra("transformers", "hf", f"loading {what}")
     try:
         return getattr(transformers, auto).from_pretrained(name, trust_remote_code=trust_remote_code, **options)

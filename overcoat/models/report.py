@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
@@ -62,8 +63,9 @@ class Report:
 
     def __str__(self) -> str:
         rows = []
-        for first, last, count in _runs(self.layers):
-            name = first.name if count == 1 else f"{first.name} .. {last.name} ({count})"
+        for _, alike in itertools.groupby(self.layers, lambda layer: layer[1:]):
+            first, *others = alike
+            name = f"{first.name} .. {others[-1].name} ({1 + len(others)})" if others else first.name
             rows.append((name, first.kind, "FP8" if first.converted else "left alone", first.detail))
         if self.head is not None:
             treatment = "lean loss" if self.head.converted else "left alone"
@@ -83,14 +85,3 @@ def _ran(module: Any) -> str:
     if ran is None and hasattr(module, "overcoat_arguments"):  # a layer
         ran = why_replaced(module, module.overcoat_family)
     return ran or "not seen to run: no forward yet, or compiled code alone"
-
-
-def _runs(layers: list[LayerReport]) -> list[tuple[LayerReport, LayerReport, int]]:
-    runs: list[tuple[LayerReport, LayerReport, int]] = []
-    for layer in layers:
-        if runs and runs[-1][0][1:] == layer[1:]:
-            first, _, count = runs[-1]
-            runs[-1] = (first, layer, count + 1)
-        else:
-            runs.append((layer, layer, 1))
-    return runs

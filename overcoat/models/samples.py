@@ -24,10 +24,7 @@ SIDE = 1024
 
 def model_class(config: Any) -> Any:
     """transformers' class of a configuration that has a loss over text: of images and text, or of text alone.
-
-    Raises:
-        ValueError: it is no such model, or none whose images are known here.
-    """
+    ValueError: it is no such model, or none whose images are known here."""
     transformers = load_extra("transformers", "hf", "overcoat")
     text, both = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     for mapping, fits in ((text, True), (both, sees(config))):
@@ -54,11 +51,7 @@ def tower_parameters(model: Any) -> list[Tensor]:
 
 
 def freeze_tower(model: Any) -> None:
-    """Train all but the vision tower.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Train all but the vision tower. ValueError: there is none."""
     parameters = tower_parameters(model)
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no vision tower to freeze: leave --freeze-tower out")
@@ -68,10 +61,7 @@ def freeze_tower(model: Any) -> None:
 
 def images(model: Any, batch: int, sequence: int, side: int = SIDE) -> dict[str, Tensor]:
     """What a model's forward gets for one random image in each of `batch` rows, on its device; {} if it sees none.
-
-    Raises:
-        ValueError: an image's tokens do not fit into a row.
-    """
+    ValueError: an image's tokens do not fit into a row."""
     return SEEING[model.config.model_type](model, batch, sequence, side) if sees(model.config) else {}
 
 

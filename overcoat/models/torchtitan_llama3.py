@@ -66,11 +66,8 @@ def refused(layer: Any) -> Optional[str]:
 
 
 def inputs(layer: Any, x: Tensor, own: dict[str, Any]) -> dict[str, Any]:
-    """attention_masks and positions (B, S) as the arguments of transformers' layers.
-
-    Raises:
-        ValueError: tensor parallelism has divided the layer's weights.
-    """
+    """attention_masks and positions (B, S) as the arguments of transformers' layers. ValueError: tensor parallelism has
+    divided the layer's weights."""
     attention, positions = layer.attention, own.get("positions")
     mask: Any = own.get("attention_masks")
     if isinstance(attention.wo.weight, DTensor):

@@ -21,21 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 NAMES = (
-    "Mia",
-    "Tom",
-    "Ada",
-    "Ben",
-    "Lea",
-    "Max",
-    "Eva",
-    "Jon",
-    "Ida",
-    "Leo",
-    "Zoe",
-    "Sam",
-    "Nia",
-    "Raj",
-    "Yuki",
+    *("Mia", "Tom", "Ada", "Ben", "Lea", "Max", "Eva", "Jon", "Ida", "Leo", "Zoe", "Sam", "Nia", "Raj", "Yuki"),
     "Omar",
 )
 THINGS = ("pens", "apples", "books", "stamps", "shells", "cards", "coins", "beads", "cakes", "balls", "eggs", "kites")
@@ -158,10 +144,7 @@ def is_held_out(number: int, numbers: dict[str, int]) -> bool:
 
 def problems(split: str, count: int, seed: int = 0) -> list[Problem]:
     """`count` different problems: "train"; "easy" (of it, at most two steps); "numbers" and "templates": held out.
-
-    Raises:
-        ValueError: there is no such split, or it has fewer.
-    """
+    ValueError: there is no such split, or it has fewer."""
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: choose one of {', '.join(SPLITS)}")
     return list(itertools.islice(_stream(split, count, seed), count))

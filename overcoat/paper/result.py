@@ -57,11 +57,8 @@ def table(result: Result) -> str:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Curves, or bars of all columns of numbers.
-
-    Raises:
-        ValueError: matplotlib is not installed, or there is nothing to draw.
-    """
+    """Curves, or bars of all columns of numbers. ValueError: matplotlib is not installed, or there is nothing to
+    draw."""
     if not result.curves:
         numbers = [key for key in result.columns if isinstance(result.rows[0].get(key), (int, float))]
         rows = [{**row, "group": result.title} for row in result.rows]

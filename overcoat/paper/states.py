@@ -46,11 +46,8 @@ OURS = (("sqrt8", "log8"), ("bf16", "bf16"))
 
 
 def groups_of(checkpoint: Path, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """(m, v) of each parameter in a checkpoint of `overcoat train`, FP32 groups (1, N, 128) in chunks.
-
-    Raises:
-        ValueError: the moments of the checkpoint are already coded.
-    """
+    """(m, v) of each parameter in a checkpoint of `overcoat train`, FP32 groups (1, N, 128) in chunks. ValueError: the
+    moments of the checkpoint are already coded."""
     saved = torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True, mmap=True)["optimizer"][
         "state"
     ]

@@ -37,11 +37,7 @@ def tiny_run() -> Path:
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
-    """Of a run directory, or the path itself if it is a checkpoint.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Of a run directory, or the path itself if it is a checkpoint. ValueError: there is none."""
     found = sorted(run_dir.glob("checkpoints/step-*")) or [run_dir]
     if not (found[-1] / "training.pt").is_file():
         raise ValueError(f"--checkpoint {run_dir}: no run directory or checkpoint of `overcoat train`")

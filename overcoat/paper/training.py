@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from overcoat.bench.rows import Row
-from overcoat.eval.targets import find_target, load_target
+from overcoat.eval.command import find_target, load_target
 from overcoat.models.shapes import MODELS
 from overcoat.paper.answers import completions, number_of, share
 from overcoat.paper.arms import ARMS, BASELINE, train

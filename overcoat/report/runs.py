@@ -11,11 +11,11 @@ from typing import Any
 from overcoat.estimate.predict import Prediction, Predictor
 from overcoat.extras import reason
 from overcoat.models.pretrained import load_pretrained
+from overcoat.train.build import loss_for_estimates
 from overcoat.train.checkpoint import checkpoint_dir, list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 from overcoat.train.fit import Fit, configured_fit, training_setup
-from overcoat.train.loss import loss_for_estimates
 from overcoat.train.metrics import METRICS, Row, read_metrics
 
 
@@ -39,11 +39,8 @@ class Run:
 
 
 def read_runs(names: list[str]) -> list[Run]:
-    """The runs of these directories, and the second runs ([compare]) inside them.
-
-    Raises:
-        ValueError: a directory is no run, or has nothing to show yet.
-    """
+    """The runs of these directories, and the second runs ([compare]) inside them. ValueError: a directory is no run, or
+    has nothing to show yet."""
     folders: list[Path] = []
     for name in names:
         folders += [folder for folder in (Path(name), Path(name) / "twin") if folder == Path(name) or folder.exists()]
@@ -68,11 +65,8 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def _json(path: Path, key: str) -> dict[str, Any]:
-    """The object in a file, with a list of objects under `key`, empty where there is no file.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
+    """The object in a file, with a list of objects under `key`, empty where there is no file. ValueError: the file
+    holds something else."""
     try:
         found = json.loads(path.read_text()) if path.exists() else {key: []}
         if not all(isinstance(each, dict) for each in found[key]):

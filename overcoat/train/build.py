@@ -1,20 +1,25 @@
-"""The model, the recipe and the optimizer, from their sections of the configuration."""
+"""The model, the recipe and the optimizer, from their sections of the configuration; and the loss of a batch."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import overcoat
+from overcoat.estimate.dry_run import META, LossOf
 from overcoat.extras import load_extra, reason
+from overcoat.models.head import LeanLossModel
 from overcoat.models.pretrained import load_pretrained
 from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, require
+from overcoat.train.data import Batch
 from overcoat.train.process import choose_device, memory_of
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
@@ -269,3 +274,30 @@ def make_optimizer(model: nn.Module, section: OptimizerConfig, seed: int) -> ove
         offload=section.offload,
         seed=seed,
     )
+
+
+def summed_loss(model: Any, batch: Batch) -> Tensor:
+    """Sum of the cross-entropy over the batch's labels, () fp32; without logits where the model can.
+
+    While training, a recipe's z-loss is in it.
+    """
+    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, **batch.images}
+    model = base_model(model)
+    if isinstance(model, LeanLossModel):
+        # The labels are shifted already; divided by one item, the loss is the sum.
+        labels = {"labels": batch.labels, "shift_labels": batch.labels, "num_items_in_batch": 1}
+        return model(**inputs, **labels, cu_seq_lens_q=batch.document_starts, output_logits=False).loss
+    logits = model(**inputs).logits  # (B, T, V)
+    log_probabilities = F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32)
+    return F.nll_loss(log_probabilities, batch.labels.flatten(), reduction="sum")
+
+
+def loss_for_estimates(document_mask: bool) -> LossOf:
+    """The loss of a step for `overcoat.estimate.Predictor`: mean over token ids without values."""
+    return functools.partial(_meta_loss, document_mask)
+
+
+def _meta_loss(document_mask: bool, model: Any, batch: int, sequence: int) -> Tensor:
+    ids = torch.empty((batch, sequence), dtype=torch.int64, device=META)
+    places = torch.empty_like(ids) if document_mask else None
+    return summed_loss(model, Batch(ids, torch.empty_like(ids), places, ids.numel())) / ids.numel()

@@ -140,11 +140,8 @@ def read_image(path: Path) -> Any:
 
 
 def training_template(tokenizer: Any) -> str | None:
-    """A chat template that marks the assistant's tokens; None: the tokenizer's own does.
-
-    Raises:
-        ValueError: there is none, so that what to train on is not known.
-    """
+    """A chat template that marks the assistant's tokens; None: the tokenizer's own does. ValueError: there is none, so
+    that what to train on is not known."""
     own = tokenizer.chat_template
     if isinstance(own, dict):
         own = own.get("default")
@@ -179,11 +176,8 @@ class Encoder:
         self.template = training_template(processor or tokenizer) if data.format == "messages" else None
 
     def __call__(self, example: dict[str, Any], where: str) -> tuple[np.ndarray, int]:
-        """Its tokens, uint32, and how many of the first ones it takes to have a label.
-
-        Raises:
-            ValueError: the template refuses it, or nothing of it is trained on.
-        """
+        """Its tokens, uint32, and how many of the first ones it takes to have a label. ValueError: the template refuses
+        it, or nothing of it is trained on."""
         if "images" in example:
             ids, is_trained = self._with_images(example, where)
         elif "messages" in example:

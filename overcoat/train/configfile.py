@@ -180,11 +180,8 @@ def help_text() -> str:
 
 
 def dump_toml(config: Config) -> str:
-    """The resolved configuration as TOML that `load_config` reads back to an equal Config.
-
-    Raises:
-        ValueError: a value does not come back: NaN within [model.config], text that is not Unicode.
-    """
+    """The resolved configuration as TOML that `load_config` reads back to an equal Config. ValueError: a value does not
+    come back: NaN within [model.config], text that is not Unicode."""
     writer = load_extra("tomli_w", "hf", "recording the configuration")
     # TOML has no null; a key left out has its default, and the default of all that may be None is None.
     values = asdict(config, dict_factory=lambda items: {key: value for key, value in items if value is not None})

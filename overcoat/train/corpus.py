@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -29,12 +30,20 @@ from typing import Any
 import numpy as np
 
 from overcoat.extras import reason
-from overcoat.train.binaries import Shards, document_ends, read_binary
 from overcoat.train.chat import Encoder, examples
 from overcoat.train.config import Config, DataConfig, require
-from overcoat.train.data import ChatRows, PackedRows, RowSource, StreamedRows, cut
+from overcoat.train.data import (
+    ChatRows,
+    Images,
+    PackedRows,
+    RowSource,
+    Shards,
+    StreamedRows,
+    cut,
+    document_ends,
+    read_binary,
+)
 from overcoat.train.files import DamagedError, lock, verify_directory, write_directory, writing
-from overcoat.train.images import Images
 from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, no_documents
 from overcoat.train.tokenizer import (
     encode,
@@ -98,8 +107,7 @@ def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
     table, note = _fitting(config.data, table) if is_chat else (table, "")
     if note:
         say(note)
-    ranges = table[:, [0, 1, -1] if is_chat else [0, 1]]
-    rows, held_out = _packed(config, tokens, ranges, table[:, 2], tokenizer.eos_token_id)
+    rows, held_out = _packed(config, tokens, table, tokenizer.eos_token_id)
     images = None
     if config.data.images:
         processor = load_processor(folder / "tokenizer", config.model.trust_remote_code)
@@ -174,7 +182,7 @@ def write_tokens(config: Config, target: Path) -> None:
     table = np.stack([ends - lengths, ends, *columns], axis=1)
     np.save(target / "documents.npy", table)
     kept = _fitting(config.data, table)[0] if config.data.is_chat else table
-    _split(config, kept[:, :2], kept[:, 2])  # tokens that are too few would be in the way of more
+    _split(config, kept)  # tokens that are too few would be in the way of more
     if processor is not None:
         (target / "images.json").write_text(json.dumps(images), encoding="utf-8")
     with writing(target / "tokenizer"):
@@ -182,11 +190,17 @@ def write_tokens(config: Config, target: Path) -> None:
 
 
 def _encoded_texts(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:
-    """The tokens of each document, and the checksum of its content."""
-    dtype = _token_type(tokenizer)
-    for texts in _grouped(documents(config.data)):
-        for text, ids in zip(texts, encode(tokenizer, texts), strict=True):
-            yield np.asarray(ids, dtype=dtype), content_key(text)
+    """The tokens of each document, and the checksum of its content; about ENCODED_BYTES at once: enough to keep every
+    core busy, little enough to hold in memory."""
+    dtype, group, size = _token_type(tokenizer), list[str](), 0
+    for text in itertools.chain(documents(config.data), [None]):
+        if text is not None:
+            group.append(text)
+            size += encoded_size(text)
+        if group and (text is None or size >= ENCODED_BYTES):
+            for each, ids in zip(group, encode(tokenizer, group), strict=True):
+                yield np.asarray(ids, dtype=dtype), content_key(each)
+            group, size = [], 0
 
 
 def _encoded_chats(config: Config, encoder: Encoder, images: list[list[str]]) -> Iterator[tuple[np.ndarray, int, int]]:
@@ -218,20 +232,6 @@ def _token_type(tokenizer: Any) -> type[np.unsignedinteger]:
     return np.uint16 if num_ids(tokenizer) <= 1 << 16 else np.uint32
 
 
-def _grouped(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Lists of documents of about ENCODED_BYTES: enough to keep every core busy, little enough to hold in memory."""
-    group: list[str] = []
-    size = 0
-    for text in texts:
-        group.append(text)
-        size += encoded_size(text)
-        if size >= ENCODED_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
 def content_key(text: str) -> int:
     """A number below 2**32 that depends on the content alone."""
     return zlib.crc32(text.encode())
@@ -244,10 +244,11 @@ def choose_held_out(keys: np.ndarray, lengths: np.ndarray, wanted: float) -> np.
     return order[before < wanted]
 
 
-def _split(config: Config, ranges: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ranges (D, 2) of tokens to train on and those held out, of documents at `ranges` with the content `keys`."""
-    length = config.data.sequence_length
-    lengths = ranges[:, 1] - ranges[:, 0]
+def _split(config: Config, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ranges of tokens to train on and those held out, (D, 2), or (D, 3) of conversations with their numbers; of
+    documents in a `table` of begin, end, checksum of the content, and more."""
+    ranges, keys = table[:, [0, 1, -1] if config.data.is_chat else [0, 1]], table[:, 2]
+    length, lengths = config.data.sequence_length, table[:, 1] - table[:, 0]
     wanted = config.data.held_out * lengths.sum()
     if not config.data.is_chat:
         wanted = max(wanted, length + 1)
@@ -262,16 +263,12 @@ def _split(config: Config, ranges: np.ndarray, keys: np.ndarray) -> tuple[np.nda
         begin, end = ranges[chosen[-1]]
         held_out = np.append(held_out[held_out[:, 0] != begin], [[begin, end - excess]], axis=0)
         training = np.append(training, [[end - excess, end]], axis=0)
+    what = f"full row of data.sequence_length = {length} tokens: add data, shorten the rows, or change data.held_out"
+    if config.data.is_chat:
+        what = "conversation that fits a row: add some, raise data.sequence_length, or set data.held_out"
     for name, share in (("training", training), ("held-out", held_out)):
-        if config.data.is_chat:
-            remedy = "add some, raise data.sequence_length, or set data.held_out"
-            require(len(share) > 0, f"the {name} share of the data has no conversation that fits a row: {remedy}")
-            continue
-        require(
-            (share[:, 1] - share[:, 0]).sum() > length,
-            f"the {name} share of the data has no full row of data.sequence_length = {length} tokens: add data, "
-            "shorten the rows, or change data.held_out",
-        )
+        is_enough = (share[:, 1] - share[:, 0]).sum() > (0 if config.data.is_chat else length)
+        require(is_enough, f"the {name} share of the data has no {what}")
     return training, held_out
 
 
@@ -293,20 +290,20 @@ def _open_binaries(config: Config) -> Corpus:
     tokens = Shards([read_binary(path, dtype) for path in files])
     located, length = zip(tokens.begins[:-1], tokens.parts, strict=True), config.data.sequence_length
     ends = np.concatenate([begin + document_ends(part, eos, length) for begin, part in located])
-    ranges = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
-    keys = np.asarray([zlib.crc32(tokens[begin:end].tobytes()) for begin, end in ranges])
+    begins = np.concatenate([[0], ends[:-1]])
+    keys = np.asarray([zlib.crc32(tokens[begin:end].tobytes()) for begin, end in zip(begins, ends, strict=True)])
     identity = f"{len(tokens)} tokens, {zlib.crc32(keys.tobytes()):08x}"
     largest = max(int(part.max()) for part in tokens.parts)
-    rows, held_rows = _packed(config, tokens, ranges, keys)
+    rows, held_rows = _packed(config, tokens, np.stack([begins, ends, keys], axis=1))
     return Corpus(tokenizer, eos, rows, held_rows, 1 + largest, identity)
 
 
 def _packed(
-    config: Config, tokens: np.ndarray | Shards, ranges: np.ndarray, keys: np.ndarray, eos: int | None = None
+    config: Config, tokens: np.ndarray | Shards, table: np.ndarray, eos: int | None = None
 ) -> tuple[PackedRows, np.ndarray]:
-    """Training rows, and the held-out rows to evaluate on, of documents at `ranges` in `tokens`."""
+    """Training rows, and the held-out rows to evaluate on, of documents in `tokens`."""
     length = config.data.sequence_length
-    training, held_out = _split(config, ranges, keys)
+    training, held_out = _split(config, table)
     kind = functools.partial(ChatRows, pad=eos or 0) if config.data.is_chat else PackedRows
     held_rows = kind(tokens, held_out, length, 0, shuffle=False)
     rows = kind(tokens, training, length, config.train.seed)
@@ -332,16 +329,12 @@ def _open_stream(config: Config, say: Callable[[str], None]) -> Corpus:
     rows = np.stack(found)
     stream = DocumentStream(config.data, config.train.seed)
     streamed = StreamedRows(stream, tokenizer, length, config.data.shuffle_rows, is_held_out)
-    identity = _stream_identity(config.data, rows)
-    return Corpus(tokenizer, tokenizer.eos_token_id, streamed, rows, num_ids(tokenizer), identity)
-
-
-def _stream_identity(data: DataConfig, held_out: np.ndarray) -> str:
-    """What can be known of a stream without reading it: what it is made of, and the held-out rows."""
+    # What can be known of it without reading it: what it is made of, and the held-out rows.
+    data = config.data
     made_of = [data.dataset, data.dataset_config, data.split, data.files] if data.dataset else _sources(data)
-    digest = hashlib.sha256(json.dumps(made_of).encode())
-    digest.update(held_out.astype(np.int64).tobytes())
-    return f"{STREAMED} {digest.hexdigest()}"
+    digest = hashlib.sha256(json.dumps(made_of).encode() + rows.astype(np.int64).tobytes())
+    identity = f"{STREAMED} {digest.hexdigest()}"
+    return Corpus(tokenizer, tokenizer.eos_token_id, streamed, rows, num_ids(tokenizer), identity)
 
 
 def _sources(data: DataConfig) -> list[list[Any]]:

@@ -14,25 +14,31 @@ With `document_mask`, `position_ids` restart after every EOS (transformers turns
 attention mask, a converted model reads `document_starts`) and the label that would cross from one document into the
 next is IGNORED. Conversations are always kept apart so.
 
+Images are read anew for every batch, in threads, while the GPU works on the one before; their tokens are made once.
+
 Legend: B rows, T sequence length, D documents.
 """
 
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from overcoat.kernels.packed import document_starts
-from overcoat.train.chat import TRAINED
-from overcoat.train.sources import DocumentStream
+from overcoat.models.samples import tower_inputs
+from overcoat.train.chat import TRAINED, read_image
+from overcoat.train.sources import DocumentStream, reading
 from overcoat.train.tokenizer import encode
 
 IGNORED = -100
 ENCODED_AT_ONCE = 64
+READERS = 8  # threads that read images
 # With TRAINED, a flag of tokens in rows of conversations: one begins. Above it is the number of that conversation among
 # the data, plus 1; of the padding 0.
 START, NUMBER = 1 << 32, 33
@@ -249,3 +255,91 @@ class StreamedRows:
 
 
 RowSource = PackedRows | StreamedRows
+
+
+# ---- token binaries -------------------------------------------------------------------------------------------------
+
+
+def read_binary(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The tokens (N,) of one file, mapped into memory. ValueError: it cannot be read, or holds tokens of another
+    width."""
+    with reading(path):
+        size = path.stat().st_size
+        if not size or size % dtype.itemsize:
+            raise ValueError(f"{path} ({size} bytes) is not a file of {dtype} tokens (data.token_dtype)")
+        tokens = np.memmap(path, dtype=dtype, mode="r")
+    # Wider ids read as narrow ones are two tokens each, the second one being the id's high half. No text has tokens in
+    # its odd places that are hundreds of times smaller than those in the even ones.
+    if len(tokens) % 2 == 0 and 256 * int(tokens[1::2].max()) < int(tokens[::2].max()):
+        remedy = "set data.token_dtype=uint32" if dtype == np.uint16 else "convert it to uint32"
+        raise ValueError(f"{path} holds wider tokens than {dtype} (data.token_dtype): {remedy}")
+    return tokens
+
+
+class Shards:
+    """Several token files read as one array; a slice must lie within one of them, as every document does."""
+
+    def __init__(self, parts: list[np.ndarray]):
+        self.parts = parts
+        self.begins = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self.begins[-1])
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        index = int(np.searchsorted(self.begins, where.start, side="right")) - 1
+        begin = int(self.begins[index])
+        return self.parts[index][where.start - begin : where.stop - begin]
+
+
+def document_ends(tokens: np.ndarray, eos: int | None, length: int) -> np.ndarray:
+    """Where documents end in one file, its own end included."""
+    ends = np.flatnonzero(tokens == eos) + 1 if eos is not None else np.empty(0, dtype=np.int64)
+    if not len(ends):
+        ends = np.arange(length, len(tokens), length)
+    return ends if len(ends) and ends[-1] == len(tokens) else np.append(ends, len(tokens))
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+
+class Images:
+    """The images of conversations by their number among the data."""
+
+    def __init__(self, processor: Any, folder: str, paths: list[list[str]]):
+        self.processor, self.folder, self.paths = processor, Path(folder), paths
+        self._readers = ThreadPoolExecutor(READERS)
+
+    def add_to(self, batch: Batch, rows_BT: np.ndarray, model: Any) -> Batch:
+        """`batch` with what `model`, of transformers, is given for the images of its rows."""
+        numbers = conversations(rows_BT)
+        paths = [path for number in numbers for path in self.paths[number]]
+        if not paths:
+            return batch
+        each = list(self._readers.map(self._pixels, paths))
+        given = {name: torch.cat([image[name] for image in each]) for name in each[0]}
+        given["pixel_values"] = given["pixel_values"].to(model.dtype)
+        inner, grid = model.model, given.get("image_grid_thw")
+        if grid is None or not hasattr(inner, "get_rope_index"):
+            return replace(batch, images=given)
+        # What the model would find out from the sizes, and make the host wait for.
+        counts = iter([len(self.paths[number]) for number in numbers if self.paths[number]])
+        positions = _rope_positions(batch, counts, grid, inner, model.config.image_token_id)
+        return replace(batch, position_ids=positions, images={**given, **tower_inputs(inner.visual, grid)})
+
+    def _pixels(self, path: str) -> dict[str, torch.Tensor]:
+        return dict(self.processor.image_processor(images=[read_image(self.folder / path)], return_tensors="pt"))
+
+
+def _rope_positions(batch: Batch, counts: Any, grid: torch.Tensor, inner: Any, image_token: int) -> torch.Tensor:
+    """Position ids (4, B, T) of documents: in the text, then in time, height and width, each from 0."""
+    assert batch.position_ids is not None
+    assert batch.document_starts is not None
+    ids, begun, found = batch.input_ids.flatten(), 0, []
+    for start, end in zip(batch.document_starts[:-1].tolist(), batch.document_starts[1:].tolist(), strict=True):
+        document, kinds = ids[None, start:end], (ids[None, start:end] == image_token).int()
+        count = next(counts) if kinds.any() else 0
+        images = grid[begun : begun + count]
+        begun += count
+        found.append(inner.get_rope_index(document, mm_token_type_ids=kinds, image_grid_thw=images)[0][:, 0])
+    return torch.cat([batch.position_ids[None], torch.cat(found, dim=1).view(3, *batch.input_ids.shape)])

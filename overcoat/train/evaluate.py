@@ -14,37 +14,19 @@ import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from overcoat.extras import load_extra, reason
+from overcoat.train.build import summed_loss
 from overcoat.train.data import IGNORED, Batch
-from overcoat.train.loss import summed_loss
 
 # What the paper evaluates without further training, and its mathematics.
 SETS = {"paper": ("copa", "arc_easy", "sciq", "hellaswag", "gsm8k")}
 GENERATES = "generate_until"
 SEED = 1234  # of few-shot examples: the harness' own
 BOOTSTRAPS = 100  # for errors that have no formula
-
-
-class Text(NamedTuple):
-    """What was found on a text: its tokens, its bytes and their negative log-likelihood in nats."""
-
-    tokens: int
-    bytes: int
-    nll: float
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """By name, as tables and rows have them."""
-        return {
-            "perplexity": math.exp(min(700.0, self.nll / self.tokens)),
-            "bits_per_byte": self.nll / math.log(2) / self.bytes,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-        }
 
 
 def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -62,12 +44,10 @@ def windows(ids: list[int], length: int, stride: int) -> Iterator[tuple[list[int
 
 
 @torch.no_grad()
-def perplexity(model: Any, tokenizer: Any, texts: Iterable[str], length: int, stride: int, rows: int) -> Text:
-    """The model in `eval()`, on windows of `length` tokens, `rows` of them at once.
-
-    Raises:
-        ValueError: there is no text.
-    """
+def perplexity(
+    model: Any, tokenizer: Any, texts: Iterable[str], length: int, stride: int, rows: int
+) -> dict[str, float]:
+    """The model in `eval()`, on windows of `length` tokens, `rows` of them at once. ValueError: there is no text."""
     device, num_bytes = next(model.parameters()).device, 0
     pieces: list[tuple[list[int], list[int]]] = []
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -88,7 +68,12 @@ def perplexity(model: Any, tokenizer: Any, texts: Iterable[str], length: int, st
         count = sum(label != IGNORED for _, labels in group for label in labels)
         nll += float(summed_loss(model, Batch(inputs, labels, None, count)))
         num_tokens += count
-    return Text(num_tokens, num_bytes, nll)
+    return {
+        "perplexity": math.exp(min(700.0, nll / num_tokens)),
+        "bits_per_byte": nll / math.log(2) / num_bytes,
+        "tokens": num_tokens,
+        "bytes": num_bytes,
+    }
 
 
 # ---- tasks ----------------------------------------------------------------------------------------------------------
@@ -100,11 +85,8 @@ def task_names(asked: Iterable[str]) -> list[str]:
 
 
 class Tasks:
-    """Tasks of lm-evaluation-harness with their data, by name or YAML file.
-
-    Raises:
-        ValueError: lm-eval is not installed, or a task or its data are not there.
-    """
+    """Tasks of lm-evaluation-harness with their data, by name or YAML file. ValueError: lm-eval is not installed, or a
+    task or its data are not there."""
 
     def __init__(self, names: list[str]) -> None:
         load_extra("lm_eval", "eval", f"the tasks {', '.join(names)}")

@@ -29,9 +29,8 @@ from overcoat.estimate.predict import CONTEXT, Predictor
 from overcoat.estimate.setup import Setup
 from overcoat.models.shapes import load_model_config
 from overcoat.train import process
-from overcoat.train.build import inline_config, make_recipe
+from overcoat.train.build import inline_config, loss_for_estimates, make_recipe
 from overcoat.train.config import Config, require
-from overcoat.train.loss import loss_for_estimates
 
 # Share of the memory that is not planned with: other processes, fragmentation, predictions that are too low.
 SAFETY = 0.05
@@ -147,11 +146,8 @@ def training_setup(config: Config, fit: Fit) -> Setup:
 
 
 def model_config(config: Config, tokenizer: Any | None = None) -> Any:
-    """The transformers configuration of the model that is trained.
-
-    Raises:
-        ValueError: the vocabulary is that of a tokenizer which is not given.
-    """
+    """The transformers configuration of the model that is trained. ValueError: the vocabulary is that of a tokenizer
+    which is not given."""
     model, size = config.model, config.tokenizer.vocab_size
     if model.name:
         return load_model_config(model.name)
@@ -171,11 +167,8 @@ def configured_fit(config: Config) -> Fit:
 
 
 def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fit:
-    """The fit a run on `device` begins with, before its model is there.
-
-    Raises:
-        ValueError: `train.batch_size = "auto"`, and not a single row fits, or the memory is not known.
-    """
+    """The fit a run on `device` begins with, before its model is there. ValueError: `train.batch_size = "auto"`, and
+    not a single row fits, or the memory is not known."""
     if config.train.batch_size != "auto":
         return configured_fit(config)
     memory = memory_to_plan_with(config, device)
@@ -218,11 +211,8 @@ def choose_fit(config: Config, model: Any, memory: int) -> Fit | None:
 
 
 def memory_to_plan_with(config: Config, device: torch.device | None) -> int:
-    """Bytes that a run may take on `device` (None: there is none), the CUDA context's included.
-
-    Raises:
-        ValueError: there is no GPU, and no `train.memory_limit_gib`.
-    """
+    """Bytes that a run may take on `device` (None: there is none), the CUDA context's included. ValueError: there is no
+    GPU, and no `train.memory_limit_gib`."""
     known = [int(config.train.memory_limit_gib * GIBI)] if config.train.memory_limit_gib else []
     if device is not None and device.type == "cuda":
         gc.collect()  # an earlier run's model

@@ -12,7 +12,7 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from overcoat.extras import load_extra
 from overcoat.train.config import Config
@@ -21,16 +21,9 @@ PROJECT = "overcoat"
 KNOWN = "loggers.json"
 
 
-class Logger(Protocol):
-    """Figures of one step under names such as "train/loss"; `close` is told whether the run has ended."""
-
-    def write(self, figures: dict[str, float], step: int) -> None: ...
-
-    def close(self, is_done: bool) -> None: ...
-
-
 class TensorBoard:
-    """Events in RUN_DIR/tensorboard."""
+    """Events in RUN_DIR/tensorboard. `write` is given figures of one step under names such as "train/loss"; `close`,
+    whether the run has ended."""
 
     def __init__(self, config: Config, title: str, first_step: int) -> None:
         board = load_extra("torch.utils.tensorboard", "hf", "train.tensorboard = true")
@@ -101,15 +94,12 @@ class MLflow:
         self.client.set_terminated(self.run_id, "FINISHED" if is_done else "KILLED")
 
 
+Logger = TensorBoard | WandB | MLflow
 LOGGERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 
 
 def open_loggers(config: Config, title: str, first_step: int) -> dict[str, Logger]:
-    """Those that the configuration names.
-
-    Raises:
-        ValueError: a library is not installed, or does not begin a run.
-    """
+    """Those that the configuration names. ValueError: a library is not installed, or does not begin a run."""
     names = [*(["tensorboard"] if config.train.tensorboard else []), *config.train.loggers]
     opened: dict[str, Logger] = {}
     for name in dict.fromkeys(names):

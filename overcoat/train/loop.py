@@ -30,10 +30,10 @@ from overcoat.extras import reason
 from overcoat.models.compiled import begin_pass, eager, keep_gradients_outside
 from overcoat.models.recording import record_ranges, record_scores
 from overcoat.train import process
+from overcoat.train.build import summed_loss
 from overcoat.train.config import Config, ScheduleConfig
 from overcoat.train.data import count_labels
 from overcoat.train.evaluate import Tasks
-from overcoat.train.loss import summed_loss
 from overcoat.train.memory_report import reporting
 from overcoat.train.metrics import Row, RunLog, StepRecord
 from overcoat.train.out_of_memory import DoesNotFitError, Fitting, free_memory, is_out_of_memory, whatever_the_batch

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from overcoat.estimate.phases import LOSS, Phase, kind_of, measure_step
 from overcoat.estimate.predict import Prediction, Predictor
@@ -22,9 +22,9 @@ from overcoat.extras import load_extra
 from overcoat.memory import optimizer_bytes
 from overcoat.optim.sharding import shard_bytes
 from overcoat.train import process
+from overcoat.train.build import loss_for_estimates
 from overcoat.train.config import Config
 from overcoat.train.fit import training_setup
-from overcoat.train.loss import loss_for_estimates
 from overcoat.train.metrics import restart_peak
 from overcoat.train.parallel import num_shards
 from overcoat.train.state import TrainState
@@ -34,12 +34,8 @@ COLORS = {"forward": "tab:green", "loss": "tab:orange", "backward": "tab:blue", 
 Step = Callable[[TrainState, Config], Any]
 
 
-class Figure(NamedTuple):
-    """One line of the table, in bytes; None where it cannot be known."""
-
-    name: str
-    predicted: int
-    measured: int | None
+# Lines of the table: what, bytes predicted, and measured; None where that cannot be known.
+Figures = list[tuple[str, int, int | None]]
 
 
 def reporting(train_step: Step, say: Callable[[str], None]) -> Step:
@@ -88,11 +84,8 @@ def write_report(state: TrainState, config: Config, phases: list[Phase], gradien
     # Nothing of a CPU's matrix library is in the count of tensors.
     absent = 0 if is_gpu else prediction.handle_bytes
     predicted = [Phase(label, peak - absent, end - absent) for label, peak, end in prediction.phases]
-    figures = [
-        *_component_figures(state, prediction, gradients),
-        Figure("kept for the backward", predictor.kept(*work, setup).total_bytes, state.kept_bytes or None),
-        *_phase_figures(predicted, phases),
-    ]
+    kept = ("kept for the backward", predictor.kept(*work, setup).total_bytes, state.kept_bytes or None)
+    figures = [*_component_figures(state, prediction, gradients), kept, *_phase_figures(predicted, phases)]
     data = {
         "figures": {name: {"predicted": mine, "measured": real} for name, mine, real in figures},
         "predicted": [phase._asdict() for phase in predicted],
@@ -105,30 +98,33 @@ def write_report(state: TrainState, config: Config, phases: list[Phase], gradien
     return f"{text}\n{run_dir / 'memory.png'} shows the step's course"
 
 
-def _component_figures(state: TrainState, prediction: Prediction, gradients: int) -> list[Figure]:
+def _component_figures(state: TrainState, prediction: Prediction, gradients: int) -> Figures:
     """What lasts, and the gradients when backward has ended."""
     components = prediction.components
     weights = sum(map(shard_bytes, state.model.parameters()))
     states = optimizer_bytes(state.optimizer, state.device.type if prediction.setup.offload else None)
     return [
-        Figure("weights", components["weights"], weights),
-        Figure("moments and remainders", components["moments"] + components["remainders"], states),
-        Figure("gradients, backward done", 0 if prediction.setup.release_gradients else weights, gradients),
+        ("weights", components["weights"], weights),
+        ("moments and remainders", components["moments"] + components["remainders"], states),
+        ("gradients, backward done", 0 if prediction.setup.release_gradients else weights, gradients),
     ]
 
 
-def _phase_figures(predicted: list[Phase], measured: list[Phase]) -> list[Figure]:
+def _phase_figures(predicted: list[Phase], measured: list[Phase]) -> Figures:
     """Peaks by kind of phase, and what is there between forward and backward."""
-    both = (predicted, measured)
-    ends = [next(phase.end for phase in phases if phase.label == LOSS) for phases in both]
-    figures = [Figure("allocated, forward done", *ends)]
-    for kind in COLORS:
-        peaks = [[phase.peak for phase in phases if kind_of(phase.label) == kind] for phases in both]
-        figures.append(Figure(f"peak, {kind}", *(max(of, default=0) for of in peaks)))
-    return [*figures, Figure("peak of the step", *(max(phase.peak for phase in phases) for phases in both))]
+
+    def end(phases: list[Phase]) -> int:
+        return next(phase.end for phase in phases if phase.label == LOSS)
+
+    def peak(phases: list[Phase], kind: str | None = None) -> int:
+        return max((phase.peak for phase in phases if kind in (None, kind_of(phase.label))), default=0)
+
+    kinds = [(f"peak, {kind}", peak(predicted, kind), peak(measured, kind)) for kind in COLORS]
+    done = ("allocated, forward done", end(predicted), end(measured))
+    return [done, *kinds, ("peak of the step", peak(predicted), peak(measured))]
 
 
-def write_table(figures: list[Figure]) -> str:
+def write_table(figures: Figures) -> str:
     """Predicted and measured in MiB, and their difference."""
     lines = [f"{'memory of a step, MiB':28s} {'predicted':>12s} {'measured':>12s}"]
     for name, predicted, measured in figures:
@@ -142,11 +138,7 @@ def write_table(figures: list[Figure]) -> str:
 
 def draw_timeline(predicted: list[Phase], measured: list[Phase], path: Path) -> None:
     """Bytes over the phases of the step: measured as bars, dark what a phase leaves and light its peak, predicted as
-    lines.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    lines. ValueError: matplotlib is not installed."""
     load_extra("matplotlib", "hf", "memory.report = true").use("Agg")
     pyplot = load_extra("matplotlib.pyplot", "hf", "memory.report = true")
     unit, size = ("GiB", 2**30) if max(phase.peak for phase in measured) >= 2**30 else ("MiB", 2**20)

@@ -68,11 +68,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def whatever_the_batch(what: str) -> Iterator[None]:
-    """Inside, `what` needs memory that does not depend on the batch.
-
-    Raises:
-        DoesNotFitError: it ran out.
-    """
+    """Inside, `what` needs memory that does not depend on the batch. DoesNotFitError: it ran out."""
     try:
         yield
     except RuntimeError as error:
@@ -115,13 +111,8 @@ class Fitting:
             changed(text, fit_row(state.step + 1, state.fit, out_of_memory=False))
 
     def __call__(self, state: TrainState, config: Config) -> Any:
-        """One step.
-
-        Raises:
-            DoesNotFitError: nothing leaner is left.
-            LostStepError: weights have moved.
-        RestartError: of several processes; the next attempt has the leaner fit.
-        """
+        """One step. DoesNotFitError: nothing leaner is left. LostStepError: weights have moved. RestartError: of
+        several processes; the next attempt has the leaner fit."""
         recorded = fit_at(self.recorded, state.step + 1)
         if recorded is not None and (fit := leanest([state.fit, recorded])) != state.fit:
             free_memory(state.device, config)

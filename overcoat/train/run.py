@@ -155,14 +155,20 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
     say(str(report))
     if checkpoints:
         checkpoint.load_checkpoint(checkpoints[-1], state)
-        if process.is_first():
-            require_steps_left(config, state.step, checkpoints[-1])
+        step, steps = state.step, config.train.steps
+        # A run that took no step of its own is not finished from a checkpoint.
+        if process.is_first() and (step > steps or (step == steps and not read_metrics(run_dir / METRICS)["train"])):
+            raise ValueError(
+                f"{checkpoints[-1]} is at step {step} of train.steps = {steps}: nothing is left, raise train.steps"
+            )
         say(f"resuming from {checkpoints[-1]}")
     evaluated = process.share(  # what cannot be read is refused before anything is written
         lambda: [kind for kind, rows in read_metrics(run_dir / METRICS).items() if state.step in rows]
     )
     if process.is_first():
-        tidy(config, state.step)
+        sweep(checkpoint.checkpoint_dir(config))
+        checkpoint.set_aside_newer(checkpoint.checkpoint_dir(config), state.step)
+        checkpoint.record_config(config)
 
     def save() -> Path:
         checkpoints.append(saver.save())
@@ -208,22 +214,6 @@ def load_tasks(config: Config, corpus: Corpus) -> Tasks | None:
             "leave them out, and ask overcoat eval of a checkpoint"
         )
     return tasks
-
-
-def tidy(config: Config, step: int) -> None:
-    """Make the run directory that of a run which goes on from `step`."""
-    folder = checkpoint.checkpoint_dir(config)
-    if folder.exists():
-        sweep(folder)
-        checkpoint.set_aside_newer(folder, step)
-    checkpoint.record_config(config)
-
-
-def require_steps_left(config: Config, step: int, path: Path) -> None:
-    """Refuse to finish, from a checkpoint, a run that took no step of its own."""
-    steps, rows = config.train.steps, read_metrics(Path(config.train.run_dir) / METRICS)["train"]
-    if step > steps or (step == steps and not rows):
-        raise ValueError(f"{path} is at step {step} of train.steps = {steps}: nothing is left, raise train.steps")
 
 
 def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -> tuple[TrainState, overcoat.Report]:

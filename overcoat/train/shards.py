@@ -53,11 +53,8 @@ def copy_to_host(value: Any) -> Any:
 
 
 def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write the tensors of all processes, to be called in each of them; returns when all have written.
-
-    Raises:
-        OSError: a process could not write; names it.
-    """
+    """Write the tensors of all processes, to be called in each of them; returns when all have written. OSError: a
+    process could not write; names it."""
     load_extra("safetensors", "hf", "writing a checkpoint")
     sizes = itertools.accumulate(map(shard_bytes, tensors.values()))
     files = {name: 1 + size // FILE_BYTES for name, size in zip(tensors, sizes, strict=True)}
@@ -73,11 +70,8 @@ def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def read_model(folder: Path, model: Any) -> None:
-    """Copy a checkpoint's weights into a model, each process its own rows.
-
-    Raises:
-        ValueError: they are those of another model.
-    """
+    """Copy a checkpoint's weights into a model, each process its own rows. ValueError: they are those of another
+    model."""
     reader, found, prefix = _open(folder)
     own = {f"{prefix}{name}": tensor.detach() for name, tensor in _named(model)}
     tied = {f"{prefix}{name}" for name in trained_state(model)}

@@ -231,11 +231,8 @@ def encoded_size(text: str) -> int:
 
 
 def documents(config: DataConfig) -> Iterator[str]:
-    """Every document once, exact duplicates and empty ones left out, at most `data.max_bytes` of text.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Every document once, exact duplicates and empty ones left out, at most `data.max_bytes` of text. ValueError:
+    there is none."""
     seen: set[int] = set()
     num_bytes = 0
     if config.dataset:

@@ -18,9 +18,8 @@ import overcoat
 from overcoat.train import process
 from overcoat.train.build import base_model
 from overcoat.train.config import Config
-from overcoat.train.data import Batch, RowSource, make_batch
+from overcoat.train.data import Batch, Images, RowSource, make_batch
 from overcoat.train.fit import Fit, recipe_of
-from overcoat.train.images import Images
 
 # What load_state_dict takes from the checkpoint although the configuration says it, and may say it anew.
 RECONFIGURABLE = ("betas", "eps", "weight_decay")

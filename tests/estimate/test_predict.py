@@ -21,7 +21,7 @@ from overcoat.memory import optimizer_bytes, record_kept
 from overcoat.models.samples import freeze_tower, images, tokens
 from overcoat.models.shapes import MODELS
 from overcoat.optim.state import bytes_to_offload
-from overcoat.train.loss import loss_for_estimates
+from overcoat.train.build import loss_for_estimates
 from tests.bench.peers import SEEING
 from tests.models.zoo import KINDS, make_batch, make_model
 

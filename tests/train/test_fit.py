@@ -15,7 +15,7 @@ from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.dry_run import meta_model
 from overcoat.estimate.predict import CONTEXT
 from overcoat.models.shapes import load_model_config
-from overcoat.train.build import freeze, make_recipe
+from overcoat.train.build import freeze, loss_for_estimates, make_recipe
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, load_config
 from overcoat.train.fit import (
@@ -29,7 +29,6 @@ from overcoat.train.fit import (
     training,
     training_setup,
 )  # fmt: skip
-from overcoat.train.loss import loss_for_estimates
 from overcoat.train.metrics import read_metrics
 from overcoat.train.run import check_before_training, run_once
 from tests.train.runs import CONFIGS, MakeConfig, assert_same_end, fits_of, losses, stop_at, text_of

@@ -19,14 +19,12 @@ import overcoat
 from overcoat.models import causal
 from overcoat.models.head import LeanLossModel
 from overcoat.train import tokenizer as tokenizers
-from overcoat.train.build import build_model, freeze
+from overcoat.train.build import build_model, freeze, summed_loss
 from overcoat.train.chat import Encoder, examples
 from overcoat.train.config import DataConfig
 from overcoat.train.corpus import open_corpus
-from overcoat.train.data import IGNORED, TRAINED, ChatRows, make_batch
-from overcoat.train.images import Images
+from overcoat.train.data import IGNORED, TRAINED, ChatRows, Images, make_batch
 from overcoat.train.loop import RunStoppedError
-from overcoat.train.loss import summed_loss
 from overcoat.train.run import run
 from tests.train.runs import CPU, MakeConfig, assert_same_run, losses, newest, stop_at
 from tests.train.test_chat import TEMPLATES, tokenizer_of, trl, write_jsonl

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import overcoat
 from overcoat.estimate.dry_run import META
+from overcoat.train.build import loss_for_estimates, summed_loss
 from overcoat.train.data import IGNORED, Batch, make_batch
-from overcoat.train.loss import loss_for_estimates, summed_loss
 from tests.train.runs import EXACT, MakeConfig, make_state
 
 

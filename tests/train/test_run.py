@@ -17,12 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import overcoat
 from overcoat.train import loop
-from overcoat.train.build import build_model, make_recipe
+from overcoat.train.build import build_model, make_recipe, summed_loss
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, differences, dump_toml, load_config
 from overcoat.train.corpus import open_corpus
 from overcoat.train.data import make_batch
-from overcoat.train.loss import summed_loss
 from overcoat.train.metrics import read_metrics
 from overcoat.train.run import RunResult, run, run_once, twin_config
 from overcoat.train.summary import summarize
