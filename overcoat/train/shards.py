@@ -77,7 +77,7 @@ def read_model(folder: Path, model: Any) -> None:
     tied = {f"{prefix}{name}" for name in trained_state(model)}
     keys = {adapter_key(key): key for key in found if key.startswith(prefix)}
     wrong = sorted(own.keys() - keys) + sorted(keys.keys() - tied)
-    wrong += [name for name in own.keys() & keys if found[keys[name]].size != own[name].shape]
+    wrong += [name for name in own if name in keys and found[keys[name]].size != own[name].shape]
     if wrong:
         name = wrong[0].removeprefix(prefix)
         raise ValueError(f"{folder} holds another model: {len(wrong)} parameters differ, the first is {name}")
