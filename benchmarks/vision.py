@@ -42,7 +42,7 @@ from overcoat.train.data import IGNORED, Batch
 from overcoat.train.loop import multiplier
 
 HIDDEN, LAYERS, HEADS, WIDTH = 128, 2, 2, 96
-TRAINED, ASKED, ROWS = 12_000, 1000, 24
+TRAINED, ASKED, ON_THE_WAY, ROWS = 12_000, 1000, 250, 24
 EXACT: dict[str, Any] = {"moments": "fp32", "master": "bf16+16"}
 
 
@@ -149,9 +149,9 @@ class Scenes:
 
 
 @torch.no_grad()
-def asked(model: Any, scenes: Scenes) -> dict[str, Any]:
+def asked(model: Any, scenes: Scenes, count: int) -> dict[str, Any]:
     """Held-out loss per label, in `eval()` and as in training, and the share of right answers by kind, in per cent."""
-    every = torch.arange(len(scenes.ids), device=device())
+    every = torch.arange(min(count, len(scenes.ids)), device=device())
     found, losses, trained = [], [], []
     for rows in every.split(250):
         batch = scenes.batch(rows)
@@ -165,7 +165,10 @@ def asked(model: Any, scenes: Scenes) -> dict[str, Any]:
         found.append(logits[place].argmax(-1) == batch.labels[place])
     model.train()
     right, labels = torch.cat(found), 2 * len(every)
-    shares = {kind: 100 * right[scenes.kinds == place].double().mean().item() for place, kind in enumerate(KINDS)}
+    shares = {
+        kind: 100 * right[scenes.kinds[: len(every)] == place].double().mean().item()
+        for place, kind in enumerate(KINDS)
+    }
     return {"loss": sum(losses) / labels, "fp8_loss": sum(trained) / labels, **shares}
 
 
@@ -189,7 +192,8 @@ def train(model: Any, scenes: Scenes, held_out: Scenes, seed: int, steps: int, s
         optimizer.step(clip_grad_norm=section.clip)
         optimizer.zero_grad()
         if (step + 1) % 50 == 0 or step + 1 == steps:
-            found.append({"step": step + 1, **asked(model, held_out)})
+            questions = len(held_out.ids) if step + 1 == steps else ON_THE_WAY
+            found.append({"step": step + 1, **asked(model, held_out, questions)})
     return found
 
 
@@ -259,6 +263,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--steps", type=int, default=350)
     parser.add_argument("--longer", type=int, default=0, help="also train some arms for this many steps")
     parser.add_argument("--trained", type=int, default=TRAINED, help="scenes to train on")
@@ -277,7 +282,8 @@ def main(argv: list[str] | None = None) -> None:
 def _run_all(arguments: argparse.Namespace, folder: Path) -> None:
     steps, longer = arguments.steps, [name for name in LONGER if name in arguments.arms]
     jobs: list[tuple[str, int, int]] = []
-    for part in _parts(arguments.seeds, 4):
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    for part in (seeds[first : first + 4] for first in range(0, len(seeds), 4)):
         jobs += [(name, seed, steps) for seed in part for name in arguments.arms]
         jobs += [(name, seed, arguments.longer) for seed in part for name in longer if arguments.longer]
     if not (folder / "model").exists():
@@ -286,12 +292,8 @@ def _run_all(arguments: argparse.Namespace, folder: Path) -> None:
         if not (folder / f"{split}.npz").exists():
             write_scenes(folder, split, count)
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
-        _collect([pool.submit(run, folder, "", seed, steps) for seed in range(arguments.seeds)], arguments.out)
+        _collect([pool.submit(run, folder, "", seed, steps) for seed in seeds], arguments.out)
         _collect([pool.submit(run, folder, *job) for job in jobs], arguments.out)
-
-
-def _parts(count: int, size: int) -> list[range]:
-    return [range(first, min(count, first + size)) for first in range(0, count, size)]
 
 
 def _collect(futures: list[Future[dict[str, Any]]], out: Path) -> None:
