@@ -61,6 +61,8 @@ ARMS = {
     "default": Arm(Recipe(), {}),
     "layers": Arm(Recipe()),  # with an exact optimizer
     "optimizer": Arm(optimizer={}),  # with layers in BF16
+    "moments": Arm(optimizer={"master": "bf16+16"}),
+    "master": Arm(optimizer={"moments": "fp32"}),
     "products": Arm(products=(E4M3, E5M2)),
     "forward": Arm(products=(E4M3, None)),
     "backward": Arm(products=(None, E5M2)),
