@@ -34,7 +34,7 @@ from overcoat.kernels.blockwise import (
 from overcoat.kernels.gemm import block_gemm, gemm
 from overcoat.kernels.groups import group_encode
 from overcoat.kernels.quantize import amax, quantize, quantize_both, quantize_t
-from overcoat.kernels.weights import block_stack_weights, quantize_weights, stack_weights
+from overcoat.kernels.weights import block_stack_weights, quantize_parameters, stack_weights
 from overcoat.recipe import Recipe
 
 # Fast accumulation in a block's backward: wgrad 4 to 7% faster on a hot H200 (gemm.jsonl). FP8 leaves 17 to 27 dB, and
@@ -80,7 +80,7 @@ def operand(linear: Linear, transposed: bool, amax: Optional[Tensor]) -> tuple[T
         return gathered_operand(linear, transposed)
     weights = stack_weights_of(linear)
     if amax is None:
-        return quantize_weights(weights)
+        return quantize_parameters(weights)
     return *stack_weights(weights, amax, transposed), amax
 
 

@@ -63,6 +63,7 @@ def _quantize() -> None:
             add("quantize_t", x, amax(x) / 448, fmt)
         add("amax", x)
         add("quantize_weights", weights)
+        add("quantize_weights", weights, amax(weights[0]))
         for transposed in (False, True):
             add("stack_weights", weights, torch.stack([amax(w) for w in weights]).amax(), transposed)
             add("stack_codes", [w.to(torch.float8_e4m3fn) for w in weights], transposed)
