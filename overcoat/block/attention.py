@@ -35,7 +35,6 @@ from overcoat.block.softmax import Heads, Rotary, attend, rotary_of, scale_q, si
 from overcoat.block.spec import Branch, Linear, Scales, Tables
 from overcoat.kernels.attention import attention_backward as attention_backward_op
 from overcoat.kernels.groups import token_center
-from overcoat.kernels.quantize import amax
 from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
 from overcoat.kernels.rope import MARGIN, qk_rope, qk_rope_decode12, qk_rope_encode12_
 from overcoat.kernels.rope_backward import qk_rope_backward
@@ -74,7 +73,9 @@ def attention_forward(
     if recipe.kept_attention == "bf16":
         o, lse = attend(_rotated(qkv, rotary, heads), rotary, heads, observed=True)
         # Not amax(o): both ways to keep attention have one forward, bit for bit.
-        bound = None if recipe.linear_scaling == "block" else amax(_split(qkv, heads)[2]) * MARGIN
+        bound = None
+        if recipe.linear_scaling == "tensor":  # v lies apart, which our maximum would copy
+            bound = torch.linalg.vector_norm(_split(qkv, heads)[2], torch.inf, dtype=torch.float32) * MARGIN
         return o, bound, AttentionSaved(qkv, o=o, lse=lse, clipped=clipped)
     center = token_center(qkv[:, -heads.num_kv * heads.width :])
     # Rotates q and k where they lie, after their norm if it is of single heads.
@@ -222,10 +223,12 @@ class Attention(NamedTuple):
         saved.append(kept)
         return o, o_amax
 
-    def output(self, inside: Any, branch: Branch, recipe: Recipe, saved: list[Any], known: Scales) -> Tensor:
-        """The output layer's result."""
+    def output(
+        self, inside: Any, branch: Branch, recipe: Recipe, saved: list[Any], known: Scales, residual: Optional[Tensor]
+    ) -> Tensor:
+        """The output layer's result, plus the residual if given."""
         o, o_amax = inside
-        y, kept = linear_forward(o, branch.out, o.dtype, recipe, o_amax, known.out)
+        y, kept = linear_forward(o, branch.out, o.dtype, recipe, o_amax, known.out, residual)
         if branch.out.adapters:
             add_adapters_(y, branch.out, Input(o))
         saved.append(kept)
@@ -233,7 +236,7 @@ class Attention(NamedTuple):
 
     def recompute(self, inside: Any, branch: Branch, recipe: Recipe, saved: list[Any], known: Scales) -> None:
         """What `output` keeps, without its result."""
-        self.output(inside, branch, recipe, saved, known)
+        self.output(inside, branch, recipe, saved, known, None)
 
     def backward(
         self,

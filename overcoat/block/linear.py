@@ -91,13 +91,14 @@ def block_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
     return block_stack_weights(stack_weights_of(linear), transposed)
 
 
-def block_product(x: Quantized, linear: Linear, dtype: torch.dtype) -> Tensor:
-    """y = x W^T + bias (T, N) of x (T, K) in 1x128 blocks and the stacked weights."""
+def block_product(x: Quantized, linear: Linear, dtype: torch.dtype, residual: Optional[Tensor] = None) -> Tensor:
+    """y = x W^T + bias + residual (T, N) of x (T, K) in 1x128 blocks and the stacked weights."""
     weight, scale = block_operand(linear, False)
     _watch("input", linear, x.data, x.scale)
     _watch("weight", linear, weight, scale)
     x_scale = x.scale if linear.scale == 1.0 else x.scale * linear.scale
-    return block_gemm(x.data, weight, x_scale, scale, True, stack_biases(linear), dtype)
+    y = block_gemm(x.data, weight, x_scale, scale, True, stack_biases(linear), dtype)
+    return y if residual is None else y.add_(residual)
 
 
 def product(
@@ -106,8 +107,9 @@ def product(
     linear: Linear,
     dtype: torch.dtype,
     w_amax: Optional[Tensor] = None,
+    residual: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """y = x W^T + bias of the stacked weights.
+    """y = x W^T + bias + residual of the stacked weights.
 
     Also the weights' common maximum (found unless given), for the backward.
     """
@@ -115,7 +117,7 @@ def product(
     _watch("input", linear, x8, x_scale)
     _watch("weight", linear, w8, w_scale)
     x_scale = x_scale if linear.scale == 1.0 else x_scale * linear.scale
-    return gemm(x8, w8, x_scale, w_scale, stack_biases(linear), dtype, True), w_amax
+    return gemm(x8, w8, x_scale, w_scale, stack_biases(linear), dtype, True, residual), w_amax
 
 
 class LinearGrads(NamedTuple):
@@ -217,6 +219,8 @@ def split_gradients(
 ) -> tuple[tuple[Optional[Tensor], ...], tuple[Optional[Tensor], ...]]:
     """Gradients of each weight and bias from those of the stack."""
     weights, biases, orders, *_ = linear
+    if len(weights) == 1 and sums is None and not orders:
+        return (dweight,), (None,)
     orders = orders or (None,) * len(weights)
     sizes = [w.shape[0] if order is None else order.count(w) for w, order in zip(weights, orders, strict=True)]
 
@@ -245,12 +249,14 @@ def linear_forward(
     recipe: Recipe,
     x_amax: Optional[Tensor] = None,
     w_amax: Optional[Tensor] = None,
+    residual: Optional[Tensor] = None,
 ) -> tuple[Tensor, OutputSaved]:
-    """x W^T + bias in `dtype`, x (T, K); x_amax, w_amax: max |x| and max |weight| if known."""
+    """x W^T + bias + residual in `dtype`, x (T, K); x_amax, w_amax: max |x| and max |weight| if known."""
     if recipe.linear_scaling == "block":
-        return block_product(Quantized(*block_quantize(x, "e4m3")), linear, dtype), OutputSaved(None, None)
+        y = block_product(Quantized(*block_quantize(x, "e4m3")), linear, dtype, residual)
+        return y, OutputSaved(None, None)
     x8, x_scale = quantize(x, amax(x) if x_amax is None else x_amax, "e4m3")
-    y, w_amax = product(x8, x_scale, linear, dtype, w_amax)
+    y, w_amax = product(x8, x_scale, linear, dtype, w_amax, residual)
     return y, OutputSaved(x_scale, w_amax)
 
 

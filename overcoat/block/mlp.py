@@ -73,17 +73,20 @@ class Mlp(NamedTuple):
         """Nothing of its own: the activation is part of writing the output layer's operand."""
         return z
 
-    def output(self, z: Tensor, branch: Branch, recipe: Recipe, saved: list[Any], _known: Scales) -> Tensor:
-        """h W^T + bias (T, N); z has its first projection's bias."""
+    def output(
+        self, z: Tensor, branch: Branch, recipe: Recipe, saved: list[Any], _known: Scales, residual: Optional[Tensor]
+    ) -> Tensor:
+        """h W^T + bias + residual (T, N); z has its first projection's bias."""
         out = branch.out
         how = (self.activation, self.gated, recipe.kept_format, recipe.group_size)
         if recipe.linear_scaling == "block":
             h8, h_scale, codes, group_amax = activation_block_quantize(z, *how)
-            y, kept = block_product(Quantized(h8, h_scale), out, z.dtype), MlpSaved(codes, group_amax, None, None)
+            y = block_product(Quantized(h8, h_scale), out, z.dtype, residual)
+            kept = MlpSaved(codes, group_amax, None, None)
         else:
             codes, group_amax, h_amax = activation_encode(z, *how)
             h8, h_scale = activation_quantize(z, h_amax, self.activation, self.gated)
-            y, w_amax = product(h8, h_scale, out, z.dtype)
+            y, w_amax = product(h8, h_scale, out, z.dtype, None, residual)
             kept = MlpSaved(codes, group_amax, h_scale, w_amax)
         if out.adapters:
             add_adapters_(y, out, self._decoded(kept, recipe, z.dtype))

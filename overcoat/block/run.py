@@ -68,21 +68,21 @@ def block_forward(
             y = None
         inside = branch.core.inside(z, branch, tables, recipe, saved)
         del z  # 3 U of q, k and v in 16 bits, as long as somebody knows them
-        is_last = index == len(block.branches) - 1
-        if known is not None and branch.post is None and (block.parallel or is_last):
+        is_last = block.parallel or index == len(block.branches) - 1
+        # The product adds x, or the next norm in its own pass.
+        adds = branch.outer or (branch.post is None and (is_last or recipe.linear_scaling == "tensor"))
+        if known is not None and is_last and branch.post is None:
             branch.core.recompute(inside, branch, recipe, saved, scales)
             continue
-        if y is not None:
-            x, y = y.add_(x), None
-        y = branch.core.output(inside, branch, recipe, saved, scales)
+        y = branch.core.output(inside, branch, recipe, saved, scales, x if adds else None)
         del inside
         if branch.post is not None:
-            if branch.outer:
-                y, x = y.add_(x), torch.zeros_like(x)
-            x, kept = norm_after_forward(y, x, branch.post, recipe)
+            x, kept = norm_after_forward(y, torch.zeros_like(x) if branch.outer else x, branch.post, recipe)
             saved.append(kept)
             y = None
-    return x if y is None else y.add_(x), saved
+        elif adds:
+            x, y = y, None
+    return x, saved
 
 
 def _enter(

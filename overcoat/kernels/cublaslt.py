@@ -173,19 +173,22 @@ class Plan:
         self.place, offer = place, self.offers[place]
         self.algorithm, self.workspace = byref(offer.algorithm), offer.workspace
 
-    def run(self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, device: int) -> Tensor:
-        """(a @ b^T) * scale_a * scale_b in BF16."""
+    def run(
+        self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, device: int, residual: Optional[Tensor] = None
+    ) -> Tensor:
+        """(a @ b^T) * scale_a * scale_b in BF16, plus the residual if given."""
         lib, descriptor, (first, second, result) = self.lib, self.descriptor, self.layouts
-        out = a.new_empty((a.shape[0], self.columns), dtype=torch.bfloat16)
+        out = a.new_empty(a.shape[0], self.columns, dtype=torch.bfloat16)
         workspace, stream = a.new_empty(self.workspace, dtype=torch.uint8), torch._C._cuda_getCurrentRawStream(device)
         place, describe = out.data_ptr(), lib.cublasLtMatmulDescSetAttribute
+        beta, added = (_ZERO, place) if residual is None else (_ONE, residual.data_ptr())
         # The call copies the descriptor; until then no other thread may write its own addresses into it.
         with self.lock:
             self.addresses[0], self.addresses[1] = scale_b.data_ptr(), scale_a.data_ptr()
             status = describe(descriptor, _A_SCALE_POINTER, self.addresses, 8)
             status = status or describe(descriptor, _B_SCALE_POINTER, byref(self.addresses, 8), 8)
             status = status or lib.cublasLtMatmul(
-                self.handle, descriptor, _ONE, b.data_ptr(), first, a.data_ptr(), second, _ZERO, place, result, place,
+                self.handle, descriptor, _ONE, b.data_ptr(), first, a.data_ptr(), second, beta, added, result, place,
                 result, self.algorithm, workspace.data_ptr(), self.workspace, stream,
             )  # fmt: skip
         if status:
@@ -204,9 +207,9 @@ def plan(
     device: int, rows: int, columns: int, inner: int, a: torch.dtype, b: torch.dtype, fast: bool
 ) -> Optional[Plan]:
     """Of a product into BF16 on Hopper, where the kernels were measured, with operands and scales as `gemm` has them;
-    None where PyTorch takes the same kernel."""
+    None where there is none."""
     is_small = rows * columns * inner == 0 or (columns | inner) % 16
     if is_small or not fast or torch.cuda.get_device_capability(device)[0] != 9 or library() is None:
         return None
     made = Plan(device, rows, columns, inner, a, b, fast)
-    return made if made.place else None
+    return made if made.offers else None

@@ -28,9 +28,10 @@ from overcoat.kernels.op import op
 
 @op
 def gemm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Optional[Tensor], dtype: torch.dtype, fast: bool
-) -> Tensor:
-    """D = (A @ B^T) * scale_a * scale_b + bias, (M, N) of `dtype`.
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Optional[Tensor], dtype: torch.dtype, fast: bool,
+    residual: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
+    """D = (A @ B^T) * scale_a * scale_b + bias + residual, (M, N) of `dtype`.
 
     Args:
         a: (M, K) FP8; b: (N, K) FP8; not both E5M2.
@@ -38,9 +39,11 @@ def gemm(
         bias: (N,) or None; on a GPU, where `dtype` is FP32 or N no multiple of 16, it comes to a rounded product.
         fast: let the tensor cores keep their 14-bit accumulators for the whole K (forward products); False promotes to
             FP32 every few instructions.
+        residual: (M, N) or None; on a GPU, where cublaslt.py does not serve, it comes to a rounded product.
     """
     product = (decode_float8(a) @ decode_float8(b).t()) * (scale_a * scale_b)
-    return (product if bias is None else product + bias.float()).to(dtype)
+    product = product if bias is None else product + bias.float()
+    return (product if residual is None else product + residual.float()).to(dtype)
 
 
 @functools.cache
@@ -50,16 +53,18 @@ def has_float8_tensor_cores(device: torch.device) -> bool:
 
 
 @gemm.cuda
-def _(a, b, scale_a, scale_b, bias, dtype, fast):
+def _(a, b, scale_a, scale_b, bias, dtype, fast, residual=None):
     if not has_float8_tensor_cores(a.device):
-        return gemm.reference(a, b, scale_a, scale_b, bias, dtype, fast)
-    columns, device = b.shape[0], a.get_device()
-    if bias is None and dtype == torch.bfloat16 and (a.data_ptr() | b.data_ptr()) % cublaslt.ALIGNMENT == 0:
+        return gemm.reference(a, b, scale_a, scale_b, bias, dtype, fast, residual)
+    columns, device, added = b.shape[0], a.get_device(), a if residual is None else residual
+    addresses = a.data_ptr() | b.data_ptr() | added.data_ptr()
+    if bias is None and dtype == torch.bfloat16 and addresses % cublaslt.ALIGNMENT == 0:
         plan = cublaslt.plan(device, a.shape[0], columns, a.shape[1], a.dtype, b.dtype, fast)
         # PyTorch knows where multiprocessors are to be left free.
         is_free = device == torch._C._cuda_getDevice() and torch._C._get_sm_carveout_experimental() is None
-        if plan is not None and is_free and a.is_contiguous() and b.is_contiguous():
-            return plan.run(a, b, scale_a, scale_b, device)
+        is_dense = a.is_contiguous() and b.is_contiguous() and added.is_contiguous()
+        if plan is not None and (plan.place or residual is not None) and is_free and is_dense:
+            return plan.run(a, b, scale_a, scale_b, device, residual)
     if (columns | a.shape[1]) % 16:
         a, b = _pad(a, 0), _pad(b, -columns % 16)
     inside = None if bias is None else _inside(bias, dtype, b.shape[0] == columns)
@@ -67,7 +72,8 @@ def _(a, b, scale_a, scale_b, bias, dtype, fast):
         a.contiguous(), b.contiguous().t(), scale_a, scale_b, inside, out_dtype=dtype, use_fast_accum=fast
     )
     out = out if b.shape[0] == columns else out[:, :columns].contiguous()
-    return out if bias is None or inside is not None else out.add_(bias)
+    out = out if bias is None or inside is not None else out.add_(bias)
+    return out if residual is None else out.add_(residual)
 
 
 def _inside(bias: Tensor, dtype: torch.dtype, is_whole: bool) -> Optional[Tensor]:
@@ -105,7 +111,7 @@ def block_gemm(
 
 @block_gemm.fake
 def _(a, b, scale_a, scale_b, square, bias, dtype):
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
 
 def why_no_block_gemm(device: torch.device) -> Optional[str]:

@@ -36,16 +36,18 @@ def test_product(shape, dtype, fmt, with_bias, device):
     exact_a, exact_b = a.data.double() * a.scale.double(), b.data.double() * b.scale.double()
     exact = exact_a @ exact_b.t()
     size = exact_a.abs() @ exact_b.abs().t()
-    if bias is not None:
-        exact, size = exact + bias.double(), size + bias.double().abs()
-    got = gemm(a.data, b.data, a.scale, b.scale, bias, dtype, fmt == "e4m3")
+    residual = normal(rows, columns, dtype=dtype, seed=3).to(device) if fmt == "e4m3" else None
+    for added in (bias, residual):
+        if added is not None:
+            exact, size = exact + added.double(), size + added.double().abs()
+    got = gemm(a.data, b.data, a.scale, b.scale, bias, dtype, fmt == "e4m3", residual)
     assert got.dtype == dtype
     assert got.shape == (rows, columns)
     bits = 14 if device.type == "cuda" else 24
-    bound = (inner + 4) * 2.0**-bits * size  # + 4: the product of the scales, its application, bias
+    bound = (inner + 5) * 2.0**-bits * size  # + 5: the product of the scales, its application, bias, residual
     if dtype == torch.bfloat16:
-        # The result's rounding; on CUDA a bias may be added to a rounded product.
-        bound += (2 if device.type == "cuda" else 1) * 2.0**-8 * size
+        # The result's rounding; on CUDA a bias and a residual may be added to a rounded product.
+        bound += (3 if device.type == "cuda" else 1) * 2.0**-8 * size
     assert ((got.double() - exact).abs() <= bound).all()
 
 
@@ -205,6 +207,10 @@ def test_every_kernel_that_is_offered_gives_the_same_bits(size):
     for place in range(len(plan.offers)):
         plan.take(place)
         assert torch.equal(plan.run(inputs[0].data, b.data, inputs[0].scale, b.scale, 0), expected[0])
+    residual = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * 100
+    arguments = (inputs[0].data, b.data, inputs[0].scale, b.scale)
+    exact = torch._scaled_mm(arguments[0], arguments[1].t(), *arguments[2:], out_dtype=torch.float32) + residual.float()
+    assert sqnr(exact, gemm(*arguments, None, torch.bfloat16, True, residual)) > 50
 
     def mistakes(place: int) -> int:
         a = inputs[place]
