@@ -21,7 +21,6 @@ from overcoat.kernels.groups import group_encode
 from overcoat.kernels.norm import add_norm_encode, norm_block_quantize, norm_stats
 from overcoat.kernels.norm_backward import norm_backward
 from overcoat.kernels.norm_quantize import norm_quantize
-from overcoat.kernels.quantize import amax
 from overcoat.kernels.rms_norm import rms_norm
 from overcoat.memory import keep
 from overcoat.recipe import Recipe
@@ -51,10 +50,10 @@ def norm_linear_forward(
         x = x if y is None else total[0]
         z = block_product(Quantized(y8, y_scale), into, x.dtype)
         return x, z, NormLinearSaved(codes, group_amax, rstd, None, None)
-    rstd, row_amax, *rest = norm_stats(first, residual, *norm)
+    rstd, amax, *rest = norm_stats(first, residual, *norm)
     rest, x = (rest, x) if y is None else (rest[:-1], rest[-1])
     y8, y_scale, codes, group_amax = norm_quantize(
-        x, rest[0] if rest else None, rstd, norm.weight, norm.bias, amax(row_amax), *code
+        x, rest[0] if rest else None, rstd, norm.weight, norm.bias, amax, *code
     )
     z, w_amax = product(y8, y_scale, into, x.dtype, w_amax)
     return x, z, NormLinearSaved(codes, group_amax, rstd, y_scale, w_amax)

@@ -9,7 +9,7 @@ division by a weight that may be tiny or zero: y^T is rebuilt as xhat * weight +
 
 A norm before linear layers writes y as the FP8 operand of their product; x may be a residual plus a branch's output.
 With one scale per tensor that takes max |y| before the first element can be written: one pass computes the statistics
-and each row's max |y|, a second (norm_quantize.py) writes. A block's maximum is at hand where its values are: one pass.
+and max |y|, a second (norm_quantize.py) writes. A block's maximum is at hand where its values are: one pass.
 A norm after a branch (OLMo 2, Gemma 2) adds its output to the residual, in one pass. Bytes moved, with U = T * H * 2:
 
     norm_stats             1 U, 3 U with a residual
@@ -39,7 +39,7 @@ from overcoat.kernels.instructions import reciprocal, to_float32
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel, registers
 from overcoat.kernels.op import op
-from overcoat.kernels.tiles import load_inside
+from overcoat.kernels.tiles import load_inside, raise_amax
 
 
 def statistics(x: Tensor, eps: float, centered: bool) -> Tuple[Optional[Tensor], Tensor]:
@@ -74,7 +74,7 @@ def _sum(x: Tensor, residual: Optional[Tensor]) -> Tuple[Tensor, List[Tensor]]:
 
 
 def _empty_sum(x: Tensor, residual: Optional[Tensor]) -> List[Tensor]:
-    return [] if residual is None else [x.new_empty(x.shape, dtype=torch.result_type(x, residual))]
+    return [] if residual is None else [x.new_empty(*x.shape, dtype=torch.result_type(x, residual))]
 
 
 def row_warps(width: int, elements: int) -> int:
@@ -92,17 +92,18 @@ def norm_stats(
     """Statistics of a norm of x (T, H), or of residual + x (T, H).
 
     Returns:
-        rstd and each row's max |y|, (T,) FP32 each; mean (T,) FP32 if `centered` (LayerNorm); the sum if there is one.
+        rstd (T,) FP32; max |y|, 0-d FP32; mean (T,) FP32 if `centered` (LayerNorm); the sum if there is one.
     """
     x, total = _sum(x, residual)
     mean, rstd = statistics(x, eps, centered)
-    row_amax = affine(normalize(x, mean, rstd), weight, bias).abs().amax(-1)
-    return [rstd, row_amax, *([] if mean is None else [mean]), *total]
+    amax = affine(normalize(x, mean, rstd), weight, bias).abs().amax()
+    return [rstd, amax, *([] if mean is None else [mean]), *total]
 
 
 @norm_stats.fake
 def _empty_stats(x, residual, weight, bias, eps, centered):
-    return [*(x.new_empty(x.shape[:1], dtype=torch.float32) for _ in range(2 + centered)), *_empty_sum(x, residual)]
+    rstd, amax = x.new_empty(x.shape[0], dtype=torch.float32), x.new_zeros((), dtype=torch.float32)
+    return [rstd, amax, *([torch.empty_like(rstd)] if centered else []), *_empty_sum(x, residual)]
 
 
 def norm_from_statistics(
@@ -133,7 +134,7 @@ def norm_block_quantize(
 @norm_block_quantize.fake
 def _empty_blocks(x, residual, weight, bias, eps, centered, code, group_size):
     kept = empty_codes(x, (x.shape[0], cdiv(x.shape[1], group_size)), code)
-    rstd = x.new_empty(x.shape[:1], dtype=torch.float32)
+    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
     return [*empty_rows(x, x.shape, E4M3.dtype), *kept, rstd, *_empty_sum(x, residual)]
 
 
@@ -157,7 +158,7 @@ def add_norm_encode(
 @add_norm_encode.fake
 def _empty_after(y, residual, weight, bias, eps, centered, code, group_size):
     kept = empty_codes(y, (y.shape[0], cdiv(y.shape[1], group_size)), code)
-    return *_empty_sum(y, residual), *kept, y.new_empty(y.shape[:1], dtype=torch.float32)
+    return *_empty_sum(y, residual), *kept, y.new_empty(y.shape[0], dtype=torch.float32)
 
 
 @triton.jit
@@ -187,7 +188,7 @@ def _row_kernel(
     sum_ptr,  # (T, H): residual + x, which is then normalised, if ADD; after: residual + y
     rstd_ptr,  # (T,) FP32
     mean_ptr,  # stats, if CENTERED: (T,) FP32
-    top_ptr,  # FP32; stats: (T,) max |y|; blocks: (ceil(H / 128), T) scales
+    top_ptr,  # stats: 0-d int32, bits of max |y|; blocks: (ceil(H / 128), T) FP32 scales
     y_ptr,  # blocks: (T, H) E4M3
     codes_ptr,  # blocks, after: (T, H) 8-bit
     group_amax_ptr,  # blocks, after: (T, n) BF16
@@ -209,6 +210,8 @@ def _row_kernel(
         inside = h < H
         if G < GP:
             inside = inside & (tl.arange(0, GP) < G)[None, None, :]
+    if PASS == "stats":
+        seen = tl.load(top_ptr, cache_modifier=".cg")
     x = to_float32(load_inside(x_ptr + start + h, inside))
     if ADD:
         x += to_float32(load_inside(residual_ptr + start + h, inside))
@@ -229,7 +232,7 @@ def _row_kernel(
         store_codes(xhat, codes_ptr + start + h, group_amax_ptr + row * n + group, inside, group < n, CODE, 2)
     y = affine_of(xhat, weight_ptr, bias_ptr, h, inside, HAS_WEIGHT, HAS_BIAS)
     if PASS == "stats":
-        tl.store(top_ptr + row, max_magnitude(y, 0))
+        raise_amax(top_ptr, seen, max_magnitude(y, 0))
     elif PASS == "blocks":
         scale = scale_of(max_magnitude(max_magnitude(y, 2), 1), INVERSE_MAX)
         tl.store(top_ptr + block.to(tl.int64) * T + row, scale, mask=block * 128 < H)
@@ -276,8 +279,8 @@ def _(x, residual, weight, bias, eps, centered):
     if not _fits(x, residual):
         return norm_stats.reference(x, residual, weight, bias, eps, centered)
     results = _empty_stats(x, residual, weight, bias, eps, centered)
-    (rstd, row_amax), total = results[:2], None if residual is None else results[-1]
-    outputs = (total, rstd, results[2] if centered else None, row_amax, None, None, None)
+    (rstd, amax), total = results[:2], None if residual is None else results[-1]
+    outputs = (total, rstd, results[2] if centered else None, amax.view(torch.int32), None, None, None)
     _launch_rows("stats", (x, residual, weight, bias), outputs, eps, centered)
     return results
 

@@ -46,8 +46,7 @@ def exactly_kept(tokens):
 
 def quantized(x, weight, bias, centered, code):
     """The two passes: max |y|, and the results of `norm_quantize`."""
-    rstd, row_amax, *mean = norm_stats(x, None, weight, bias, EPS, centered)
-    top = row_amax.amax()
+    rstd, top, *mean = norm_stats(x, None, weight, bias, EPS, centered)
     return rstd, top, *norm_quantize(x, mean[0] if centered else None, rstd, weight, bias, top, code, 128)
 
 
@@ -61,7 +60,7 @@ def test_forward(tokens, centered, affine, added, device):
     residual = normal(tokens, HIDDEN, seed=7).to(device, torch.bfloat16) if added else None
     weight, bias = parameters(affine, centered, device)
     norm = (weight, bias, EPS, centered)
-    rstd, row_amax, *rest = norm_stats(x, residual, *norm)
+    rstd, amax, *rest = norm_stats(x, residual, *norm)
     y8, scale, codes, group_amax, block_rstd, *total = norm_block_quantize(x, residual, *norm, "sqrt8", 128)
     if added:
         x = x + residual
@@ -74,17 +73,15 @@ def test_forward(tokens, centered, affine, added, device):
     true_rstd = ((wide - mean[:, None]).square().mean(1) + EPS).rsqrt()
     assert_close_float32("rstd", true_rstd, rstd, HIDDEN)
     assert_close_float32("rstd in blocks", true_rstd, block_rstd, HIDDEN)  # its sums are taken in another order
-    assert_close_float32("row maxima", y.abs().amax(1), row_amax, HIDDEN)
+    assert_close_float32("max |y|", y.abs().amax(), amax, HIDDEN)
     if centered:
         assert_close_float32("mean", mean, rest[0], HIDDEN)
     assert_close("y in blocks", y, decoded(y8, scale), E4M3_DB)
     if not centered:
-        _, _, *kept = norm_quantize(x, None, block_rstd, weight, bias, row_amax.amax(), "sqrt8", 128)
+        _, _, *kept = norm_quantize(x, None, block_rstd, weight, bias, amax, "sqrt8", 128)
         assert all(torch.equal(a, b) for a, b in zip(kept, (codes, group_amax), strict=True))
     for code in KEPT_DB:
-        y8, scale, *kept = norm_quantize(
-            x, rest[0] if centered else None, rstd, weight, bias, row_amax.amax(), code, 128
-        )
+        y8, scale, *kept = norm_quantize(x, rest[0] if centered else None, rstd, weight, bias, amax, code, 128)
         assert y8.float().abs().max() == 448, "both passes must agree on the maximum"
         assert_close("y", y, y8.double() * scale.double(), E4M3_DB)
         assert_close("xhat", xhat, decode_groups(Quantized(*kept), code, 128), KEPT_DB[code])
@@ -248,8 +245,9 @@ def test_kernels_keep_what_is_not_finite():
     x, residual = (torch.randn(5, 300, device=DEVICE) for _ in range(2))
     x[1, 5], residual[3, 299] = torch.nan, torch.inf
     bad = [False, True, False, False, False]
-    rstd, row_amax = norm_stats.kernel(x, None, None, None, EPS, False)
-    assert rstd.isnan().tolist() == row_amax.isnan().tolist() == bad
+    rstd, amax = norm_stats.kernel(x, None, None, None, EPS, False)
+    assert rstd.isnan().tolist() == bad
+    assert amax.isnan()
     _, scale, _, group_amax, rstd = norm_block_quantize.kernel(x, None, None, None, EPS, False, "sqrt8", 128)
     assert rstd.isnan().tolist() == group_amax.isnan().any(1).tolist() == bad
     assert scale.isnan().tolist() == [bad] * 3
@@ -264,8 +262,8 @@ def test_kernels_keep_what_is_not_finite():
 @pytest.mark.parametrize(("centered", "code", "group_size"), [(True, "sqrt8", 128), (False, "e4m3", 16)])
 def test_quantize_kernel(shape, affine, centered, code, group_size):
     x, (weight, bias) = awkward(*shape), affine_of(shape[1], affine)
-    rstd, row_amax, mean = norm_stats.reference(x, None, weight, bias, EPS, True)
-    arguments = (x, mean if centered else None, rstd, weight, bias, row_amax.amax(), code, group_size)
+    rstd, amax, mean = norm_stats.reference(x, None, weight, bias, EPS, True)
+    arguments = (x, mean if centered else None, rstd, weight, bias, amax, code, group_size)
     assert_equal(norm_quantize.kernel(*arguments), norm_quantize.reference(*arguments))
 
 
