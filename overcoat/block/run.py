@@ -46,10 +46,12 @@ from overcoat.block.spec import (
     without_tensors,
 )
 from overcoat.kernels.groups import group_decode, group_encode
+from overcoat.kernels.op import check_dispatcher_once
 from overcoat.memory import Part, keep_parts, release_saved
 from overcoat.recipe import Recipe
 
 
+@check_dispatcher_once
 def block_forward(
     x: Tensor, block: Block, tables: Tables, recipe: Recipe, known: Optional[Sequence[Scales]] = None
 ) -> tuple[Tensor, list[Any]]:
@@ -101,6 +103,7 @@ def _enter(
     return x, z
 
 
+@check_dispatcher_once
 def block_backward(
     dy: Tensor, saved: list[Any], block: Block, tables: Tables, recipe: Recipe, wanted: Block
 ) -> tuple[Tensor, list[Branch]]:

@@ -168,7 +168,7 @@ QUANTIZE_TILE = 2048
 def _(z, amax, activation, gated):
     z = z.contiguous()
     tokens, width = z.shape[0], z.shape[1] // (1 + gated)
-    h, scale = z.new_empty((tokens, width), dtype=E4M3.dtype), torch.empty_like(amax)
+    h, scale = z.new_empty(tokens, width, dtype=E4M3.dtype), torch.empty_like(amax)
     columns = width if gated else z.numel()
     tiles = cdiv(columns, QUANTIZE_TILE)
     _activation_quantize_kernel[(tokens, tiles) if gated else (tiles,)](
@@ -259,7 +259,7 @@ def activation_decode(
 
 @activation_decode.fake
 def _(codes, group_amax, activation, code, group_size, dtype):
-    return codes.new_empty((codes.shape[0], codes.shape[1] // group_amax.shape[1]), dtype=dtype)
+    return codes.new_empty(codes.shape[0], codes.shape[1] // group_amax.shape[1], dtype=dtype)
 
 
 @kernel

@@ -308,17 +308,15 @@ def _(dh, codes, group_amax, scale, amax, fmt, has_bias, activation, code, group
     dh, codes, group_amax = dense(dh, codes, group_amax)
     (tokens, width), (_, parts, n), padded = dh.shape, group_amax.shape, padded_tokens(dh.shape[0])
     h_t, h_scale = (
-        empty_rows_t(dh, dh.shape, E4M3.dtype)
-        if is_blocks
-        else (dh.new_empty((width, padded), dtype=E4M3.dtype), scale)
+        empty_rows_t(dh, dh.shape, E4M3.dtype) if is_blocks else (dh.new_empty(width, padded, dtype=E4M3.dtype), scale)
     )
-    out = dh.new_empty((tokens, parts * width), dtype=FLOAT8[fmt].dtype if fmt else dh.dtype)
-    out_t, d_scale = (out.new_empty((parts * width, padded)), torch.empty_like(amax)) if fmt else (h_t, h_scale)
+    out = dh.new_empty(tokens, parts * width, dtype=FLOAT8[fmt].dtype if fmt else dh.dtype)
+    out_t, d_scale = (out.new_empty(parts * width, padded), torch.empty_like(amax)) if fmt else (h_t, h_scale)
     gated, gp, rows = parts == 2, power_of_2(group_size), BLOCK if is_blocks else TILE_TOKENS
     tile = BLOCK_TILES[gated] if is_blocks else GATED_SUMS_TILE if gated and has_bias else TILES[gated]
     turns, columns = cdiv(padded, rows), tile.columns if is_blocks else max(tile.columns, gp)
     grid = (cdiv(width, columns), token_blocks(padded)) if is_blocks else (turns, cdiv(n, columns // gp))
-    partial = dh.new_empty((turns if has_bias else 0, parts * width), dtype=torch.float32)
+    partial = dh.new_empty(turns if has_bias else 0, parts * width, dtype=torch.float32)
     _activation_gradient_kernel[grid](
         dh, codes, group_amax, h_scale, h_scale if amax is None else amax, out, out_t.view(torch.int32), d_scale,
         h_t.view(torch.int32), partial if has_bias else h_scale, tokens, width, padded, n, inverse_max(fmt or "e4m3"),

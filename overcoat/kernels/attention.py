@@ -147,8 +147,8 @@ def attention(
 @attention.fake
 def _(qkv, mask, batch, num_q, num_kv, *_):
     width = qkv.shape[1] // (num_q + 2 * num_kv)
-    lse = qkv.new_empty((batch, num_q, qkv.shape[0] // batch), dtype=torch.float32)
-    return qkv.new_empty((qkv.shape[0], num_q * width)), lse
+    lse = qkv.new_empty(batch, num_q, qkv.shape[0] // batch, dtype=torch.float32)
+    return qkv.new_empty(qkv.shape[0], num_q * width), lse
 
 
 @op
@@ -172,7 +172,7 @@ def attention_backward(
 @attention_backward.fake
 def _(do, qkv, o, lse, mask, batch, num_q, num_kv, *_):
     tokens, width = qkv.shape[0], qkv.shape[1] // (num_q + 2 * num_kv)
-    return tuple(qkv.new_empty((tokens, heads * width)) for heads in (num_q, num_kv, num_kv))
+    return tuple(qkv.new_empty(tokens, heads * width) for heads in (num_q, num_kv, num_kv))
 
 
 def forward_by(

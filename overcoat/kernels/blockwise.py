@@ -83,7 +83,7 @@ def row_blocks_t(x: Tensor, fmt: Float8) -> Tuple[Tensor, Tensor]:
 def empty_rows(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tuple[Tensor, Tensor]:
     """Uninitialised data (T, C) = shape and scale (ceil(C / 128), T) of a 1x128 operand, on x's device."""
     rows, columns = shape
-    return x.new_empty((rows, columns), dtype=dtype), x.new_empty((blocks(columns), rows), dtype=torch.float32)
+    return x.new_empty(rows, columns, dtype=dtype), x.new_empty(blocks(columns), rows, dtype=torch.float32)
 
 
 def empty_rows_t(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tuple[Tensor, Tensor]:

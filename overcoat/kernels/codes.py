@@ -31,7 +31,7 @@ CODES = {"sqrt8": 0, "e4m3": 1, "int8": 2}
 
 def empty_codes(x: Tensor, groups: Sequence[int], code: str) -> tuple[Tensor, Tensor]:
     """Uninitialised codes of x, and BF16 maxima of so many groups."""
-    return x.new_empty(x.shape, dtype=group_code(code).dtype), x.new_empty(groups, dtype=torch.bfloat16)
+    return x.new_empty(*x.shape, dtype=group_code(code).dtype), x.new_empty(*groups, dtype=torch.bfloat16)
 
 
 @triton.jit

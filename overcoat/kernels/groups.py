@@ -39,7 +39,7 @@ def token_center(x: Tensor) -> Tensor:
 
 @token_center.fake  # compiled code must not depend on how many rows the sample has
 def _(x):
-    return x.new_empty(x.shape[1:], dtype=torch.float32)
+    return x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 @op
@@ -97,7 +97,7 @@ def group_decode(codes: Tensor, group_amax: Tensor, code: str, group_size: int, 
 
 @group_decode.fake
 def _(codes, group_amax, code, group_size, dtype):
-    return codes.new_empty((codes.shape[0], group_code(code).columns(codes)), dtype=dtype)
+    return codes.new_empty(codes.shape[0], group_code(code).columns(codes), dtype=dtype)
 
 
 @kernel

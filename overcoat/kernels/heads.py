@@ -106,9 +106,9 @@ def empty_heads(qkv: Tensor, num_q: int, num_kv: int, code: str) -> Tuple[Tensor
     if group_code(code).bits != 8:
         raise ValueError(f"{code} has {group_code(code).bits} bits; attention keeps v in a code of 8")
     (tokens, columns), heads = qkv.shape, num_q + 2 * num_kv
-    lower = qkv.new_empty((tokens, (num_q + num_kv) * (columns // heads // 2)), dtype=torch.uint8)
-    amax = qkv.new_empty((tokens, heads), dtype=torch.bfloat16)
-    return qkv.new_empty(qkv.shape, dtype=torch.int8), lower, amax
+    lower = qkv.new_empty(tokens, (num_q + num_kv) * (columns // heads // 2), dtype=torch.uint8)
+    amax = qkv.new_empty(tokens, heads, dtype=torch.bfloat16)
+    return qkv.new_empty(*qkv.shape, dtype=torch.int8), lower, amax
 
 
 @triton.jit

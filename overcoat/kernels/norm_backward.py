@@ -70,9 +70,9 @@ def norm_backward(
 
 @norm_backward.fake
 def _empty(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size):
-    dweight = dy.new_empty(dy.shape[1:], dtype=torch.float32 if weight is None else weight.dtype)
+    dweight = dy.new_empty(dy.shape[1], dtype=torch.float32 if weight is None else weight.dtype)
     dbias = dy.new_empty(dy.shape[1] if has_bias else 0, dtype=torch.float32)
-    return dy.new_empty(dy.shape), dweight, dbias, dy.new_empty((), dtype=torch.float32)
+    return dy.new_empty(*dy.shape), dweight, dbias, dy.new_empty((), dtype=torch.float32)
 
 
 @kernel
@@ -141,7 +141,7 @@ def _(dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, 
     results = dx, dweight, dbias, amax = _empty(
         dy, codes, group_amax, rstd, weight, dresidual, centered, has_bias, code, group_size
     )
-    partial = dy.new_empty((sums, programs, hidden), dtype=torch.float32)
+    partial = dy.new_empty(sums, programs, hidden, dtype=torch.float32)
     top = dy.new_empty(programs, dtype=torch.float32)
     _norm_backward_kernel[(programs,)](
         dy, codes, group_amax, rstd, dy if weight is None else weight, dy if dresidual is None else dresidual,

@@ -43,7 +43,7 @@ def norm_quantize(
 @norm_quantize.fake
 def _empty_quantized(x, mean, rstd, weight, bias, amax, code, group_size):
     kept = empty_codes(x, (x.shape[0], cdiv(x.shape[1], group_size)), code)
-    return x.new_empty(x.shape, dtype=E4M3.dtype), x.new_empty((), dtype=torch.float32), *kept
+    return x.new_empty(*x.shape, dtype=E4M3.dtype), x.new_empty((), dtype=torch.float32), *kept
 
 
 @kernel

@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from operator import attrgetter
 from typing import Any, Callable
 
@@ -45,32 +46,50 @@ _transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._ge
 _is_profiled = torch.autograd._profiler_enabled
 
 
+class _Local(threading.local):
+    """dispatcher_is_idle: whether `check_dispatcher_once` has found so in this thread."""
+
+    dispatcher_is_idle = False
+
+
+_local = _Local()
+
+
 def _only_devices() -> bool:
     """Whether all modes of functions are `torch.set_default_device`'s, which no op of ours asks."""
     return all(type(torch._C._get_function_stack_at(i)) is DeviceContext for i in range(_function_modes()))
 
 
-def _needs_no_dispatcher(first: Any) -> bool:
-    """Whether the dispatcher would do nothing but call the kernel: plain CUDA tensors, and nobody looking on.
+def _dispatcher_is_idle() -> bool:
+    """Whether the dispatcher has nobody to tell of an op but its kernel.
 
-    It takes 3.5 to 10 us a call. Who looks on: autograd, fake tensors and other modes, vmap, torch.jit.trace, the
-    profiler. The first argument stands for all: ours are of one kind. Not asked, since only PyTorch's own exporters do
-    it, and with fake tensors: `make_fx(pre_dispatch=True)` of real ones.
+    Autograd, fake tensors and other modes, vmap, torch.jit.trace, the profiler. Not asked, since only PyTorch's own
+    exporters do it, and with fake tensors: `make_fx(pre_dispatch=True)` of real ones.
     """
-    if _is_grad_enabled():
-        return False
-    if type(first) is list and first:
-        first = first[0]
     return (
-        type(first) in _PLAIN
-        and _is_cuda(first)
-        and not first.is_neg()  # a view whose sign the dispatcher would turn first
+        not _is_grad_enabled()
         and _dispatch_modes() == 0
         and (_function_modes() == 0 or _only_devices())
         and _transforms() is None
         and _tracing() is None
         and not _is_profiled()
     )
+
+
+def check_dispatcher_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: one check at the beginning of `function` for all ops that it calls."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or _local.dispatcher_is_idle or not _dispatcher_is_idle():
+            return function(*args)
+        _local.dispatcher_is_idle = True
+        try:
+            return function(*args)
+        finally:
+            _local.dispatcher_is_idle = False
+
+    return run
 
 
 def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,8 +117,16 @@ class Op(torch._ops.OpOverload):
     written: list[tuple[int, str]]  # the arguments that are written to
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self.kernel is not None and args and _needs_no_dispatcher(args[0]):
-            return self.kernel(*args, **kwargs)
+        """Past the dispatcher, which takes 3.5 to 10 us, where it would do nothing but call the kernel.
+
+        The first argument stands for all: ours are of one kind."""
+        if self.kernel is not None and args and (_local.dispatcher_is_idle or _dispatcher_is_idle()):
+            first = args[0]
+            if type(first) is list and first:
+                first = first[0]
+            # A view whose sign the dispatcher would turn first is not as it lies in memory.
+            if type(first) in _PLAIN and _is_cuda(first) and not first.is_neg():
+                return self.kernel(*args, **kwargs)
         return self._op(*args, **kwargs)
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -67,8 +67,8 @@ def transpose_padded(data: Tensor) -> Tensor:
 def empty_both(x: Tensor, fmt: str, columns: Optional[int] = None) -> Tuple[Tensor, Tensor, Tensor]:
     """Uninitialised FP8 (T, C) and (C, P) on x's device, T = len(x), C its columns unless given; a 0-d FP32 scale."""
     columns = x.shape[1] if columns is None else columns
-    data = x.new_empty((x.shape[0], columns), dtype=FLOAT8[fmt].dtype)
-    transposed = x.new_empty((columns, padded_tokens(x.shape[0])), dtype=data.dtype)
+    data = x.new_empty(x.shape[0], columns, dtype=FLOAT8[fmt].dtype)
+    transposed = x.new_empty(columns, padded_tokens(x.shape[0]), dtype=data.dtype)
     return data, transposed, x.new_empty((), dtype=torch.float32)
 
 
@@ -98,6 +98,8 @@ def choose(a, b, c, COUNT: tl.constexpr = 3):
 
 def launches(weights: Sequence[Tensor]) -> list[list[Tensor]]:
     """Weights in their order, contiguous, up to three of one dtype together."""
+    if len(weights) == 1:
+        return [[weights[0].contiguous()]]
     parts: list[list[Tensor]] = []
     for w in weights:
         if not parts or len(parts[-1]) == PER_LAUNCH or parts[-1][0].dtype != w.dtype:
@@ -288,7 +290,7 @@ def launch_quantize(
 
 @quantize.cuda
 def _(x, amax, fmt):
-    out, scale = x.new_empty(x.shape, dtype=FLOAT8[fmt].dtype), torch.empty_like(amax)
+    out, scale = x.new_empty(*x.shape, dtype=FLOAT8[fmt].dtype), torch.empty_like(amax)
     launch_quantize([x], amax, out, None, scale, fmt)
     return out, scale
 
@@ -302,6 +304,6 @@ def _(x, amax, fmt):
 
 @quantize_t.cuda
 def _(x, scale, fmt):
-    out_t = x.new_empty((x.shape[1], padded_tokens(x.shape[0])), dtype=FLOAT8[fmt].dtype)
+    out_t = x.new_empty(x.shape[1], padded_tokens(x.shape[0]), dtype=FLOAT8[fmt].dtype)
     launch_quantize([x], scale, None, out_t, None, fmt)
     return out_t

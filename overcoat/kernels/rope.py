@@ -93,7 +93,7 @@ def qk_rope(
 
 @qk_rope.fake
 def _(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
-    return qkv.new_empty(qkv.shape)
+    return qkv.new_empty(*qkv.shape)
 
 
 @op(mutates=("qkv",))
@@ -135,7 +135,7 @@ def qk_rope_decode12(
 
 @qk_rope_decode12.fake
 def _(codes, lower, group_amax, center, cos, sin, num_q, num_kv, code, dtype):
-    return codes.new_empty(codes.shape, dtype=dtype)
+    return codes.new_empty(*codes.shape, dtype=dtype)
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
@@ -292,6 +292,6 @@ def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
 @qk_rope_decode12.cuda
 def _(codes, lower, group_amax, center, cos, sin, num_q, num_kv, code, dtype):
     kept = dense(codes, lower, group_amax)
-    out = codes.new_empty(codes.shape, dtype=dtype)
+    out = codes.new_empty(*codes.shape, dtype=dtype)
     _launch_rope(kept[0], out, kept, center, code, (cos, sin, None, None), 0.0, num_q, num_kv)
     return out

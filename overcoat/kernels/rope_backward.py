@@ -71,7 +71,7 @@ def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
     empty = dq.new_empty(0, dtype=torch.float32)
     dq_weight = empty if q_weight is None else torch.empty_like(q_weight, dtype=torch.float32)
     dk_weight = torch.empty_like(empty) if k_weight is None else torch.empty_like(k_weight, dtype=torch.float32)
-    return dq.new_empty((dq.shape[0], buffer_columns(dq, dk, dv))), dq_weight, dk_weight
+    return dq.new_empty(dq.shape[0], buffer_columns(dq, dk, dv)), dq_weight, dk_weight
 
 
 @triton.jit
@@ -165,9 +165,9 @@ def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
     rows = max(TILE // (2 * half), 1)
     heads_q, heads_kv = (min(power_of_2(heads), MAX_HEADS, rows) for heads in (num_q, num_kv))
     programs = min(cdiv(tokens, rows // max(heads_q, heads_kv)), RESIDENT)
-    out = dq.new_empty((tokens, buffer_columns(dq, dk, dv)))
+    out = dq.new_empty(tokens, buffer_columns(dq, dk, dv))
     partials = [
-        dq.new_empty((0 if weight is None else programs, width), dtype=torch.float32) for weight in (q_weight, k_weight)
+        dq.new_empty(0 if weight is None else programs, width, dtype=torch.float32) for weight in (q_weight, k_weight)
     ]
     _rope_backward_kernel[(programs,)](
         *pointers, *[pointers[3] if x is None else x.contiguous() for x in (qkv, q_weight, k_weight)], out, *partials,

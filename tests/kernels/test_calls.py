@@ -22,7 +22,7 @@ import overcoat
 from overcoat.kernels import attention, attention_fused, gemm, launch, op
 
 # Forward and backward. What needs more should be worth more.
-MOST = 890
+MOST = 790
 
 
 def remember(kernel, grid, args, options):
@@ -91,6 +91,6 @@ def test_an_eager_block_calls_few_functions():
         for _ in range(2):  # launches and maxima of weights are remembered
             step()
         found = calls_of(step)
-    assert found.count("launch") == 37, "not the ops of a block"
+    assert found.count("launch") == 35, "not the ops of a block"
 
     assert len(found) <= MOST, len(found)

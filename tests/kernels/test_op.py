@@ -187,8 +187,9 @@ def as_on_a_gpu(request, device, monkeypatch):
     return device
 
 
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("onlooker", list(ONLOOKERS))
-def test_the_dispatcher_is_spared_where_nobody_looks_on(onlooker, as_on_a_gpu, monkeypatch):
+def test_the_dispatcher_is_spared_where_nobody_looks_on(onlooker, once, as_on_a_gpu, monkeypatch):
     """On the short way the kernel that the overload knows is called, on the long one that of the registration."""
     amax, short = CATALOGUE["amax"], []
     monkeypatch.setattr(amax, "kernel", lambda x: short.append(x) or amax.reference(x))
@@ -196,7 +197,7 @@ def test_the_dispatcher_is_spared_where_nobody_looks_on(onlooker, as_on_a_gpu, m
     x = normal(4, 32)
     prepared = prepare(x.to(as_on_a_gpu))
     with torch.no_grad(), inside():
-        result = amax(prepared)
+        result = catalogue.check_dispatcher_once(amax)(prepared) if once else amax(prepared)
     assert result.item() == x.abs().amax().item()
     assert len(short) == (onlooker in ("nobody", "a parameter", "a default device"))
 
@@ -255,7 +256,8 @@ def test_the_short_way_takes_arguments_by_name_and_counts_what_is_written(monkey
         def _(x, step):
             x.untyped_storage()[0] = int(step)  # unseen by PyTorch, as a kernel's writes are
 
-        monkeypatch.setattr(catalogue, "_needs_no_dispatcher", lambda first: True)
+        monkeypatch.setattr(catalogue, "_dispatcher_is_idle", lambda: True)
+        monkeypatch.setattr(catalogue, "_is_cuda", torch.is_tensor)
         for args, kwargs in (((7.0,), {}), ((), {"step": 7.0})):
             x = torch.zeros(3, dtype=torch.uint8)
             before = x._version
@@ -267,9 +269,8 @@ def test_the_short_way_takes_arguments_by_name_and_counts_what_is_written(monkey
         assert (written.tolist(), written._version) == ([5, 0, 0], 1)
     finally:
         del CATALOGUE["test_only_shift_"]
-    monkeypatch.undo()
-    with torch.no_grad():
-        assert not catalogue._needs_no_dispatcher([])
+    with pytest.raises((RuntimeError, ValueError), match="cat"):  # the reference's
+        CATALOGUE["stack_codes"]([], False)
 
 
 @pytest.mark.parametrize("name", ["gemm", "attention"])
