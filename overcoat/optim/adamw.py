@@ -14,16 +14,13 @@ from __future__ import annotations
 import math
 import operator
 import sys
-import weakref
-from typing import Any, Callable, Iterable, Mapping, Optional, Protocol, Union
+from typing import Any, Callable, Iterable, Mapping, Optional, Union
 
 import torch
 from torch import Tensor
 
 from overcoat.optim.offload import SLOTS, OffloadedStepGroup, Staging, check_offload_options
 from overcoat.optim.state import (
-    NotifyingState,
-    NotifyingStates,
     bytes_to_offload,
     check_groups,
     check_new_group,
@@ -39,17 +36,6 @@ from overcoat.optim.step import StepGroup, StepGroups, moved, norm_of
 # What a copy takes along besides torch's own.
 ATTRIBUTES = ("check_finite", "clip_grad_norm", "offload", "offload_buffer", "skipped_steps", "grad_norm", "_options")
 _GRAD = operator.attrgetter("grad")
-
-
-class Release(Protocol):
-    """The handle of `overcoat.release_gradients`, as the optimizer and trainers use it."""
-
-    has_stepped: bool  # whether a parameter may have moved since the last `optimizer.step()` or `zero_grad()`
-
-    def check_step(self, clip_grad_norm: Optional[float]) -> None: ...
-    def end_step(self) -> None: ...
-    def drop_pending(self) -> None: ...
-    def drop_states(self) -> None: ...
 
 
 class AdamW(torch.optim.Optimizer):
@@ -87,7 +73,7 @@ class AdamW(torch.optim.Optimizer):
     """
 
     # On the class: a copied or unpickled optimizer is not released, the hooks stay with the original.
-    release: Optional[Release] = None
+    release: Any = None
     clip_grad_norm: Optional[float] = None
 
     def __init__(
@@ -118,7 +104,6 @@ class AdamW(torch.optim.Optimizer):
         self._options: dict[int, tuple[Any, ...]] = {}  # as they have been checked, by number of the group
         self._start_fresh()
         super().__init__(params, defaults)
-        self._watch()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -128,7 +113,7 @@ class AdamW(torch.optim.Optimizer):
     def _start_fresh(self) -> None:
         """Keep nothing from earlier steps but the states."""
         self._step_groups: dict[int, StepGroups] = {}  # by number of the parameter group
-        self._listener = weakref.WeakMethod(self._drop_step_groups)
+        self._states: list[Any] = []  # all that there were when step groups were made last
         self._staging: dict[torch.device, Staging] = {}
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._captured: dict[int, tuple[Any, ...]] = {}  # what CUDA graphs read at every replay
@@ -145,11 +130,6 @@ class AdamW(torch.optim.Optimizer):
         self.__dict__.setdefault("_options", {})  # pickled by an earlier version
         self._start_fresh()
         self.__dict__.update(captured)  # loading a state does not end the graphs that have been captured
-        self._watch()
-
-    def _watch(self) -> None:
-        """Be notified before anybody else writes to the states."""
-        self.state = self._watched = NotifyingStates(self.state, self._listener)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.release is not None:
@@ -230,7 +210,7 @@ class AdamW(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["moments"] = tuple(group["moments"])
             for param, saved in states:
-                self.state[param] = NotifyingState(restore_state(saved, param, self.offload), self._listener)
+                self.state[param] = restore_state(saved, param, self.offload)
 
         check_groups(self.param_groups, self.state, self._options)
         first = self.register_load_state_dict_pre_hook(take)
@@ -282,14 +262,14 @@ class AdamW(torch.optim.Optimizer):
     def begin_step(self) -> None:
         """The mark before every step, and before the first of released gradients."""
         check_groups(self.param_groups, self.state, self._options)
-        if self.state is not self._watched:  # somebody has assigned another dictionary
+        states = list(self.state.values())
+        if len(states) != len(self._states) or not all(map(operator.is_, states, self._states)):
             self._drop_step_groups()
-            self._watch()
         for staging in self._staging.values():
             staging.begin_step()
 
     def _drop_step_groups(self) -> None:
-        """Keep no state tensors but those in `state`: they are about to change."""
+        """Step groups have been made for other states."""
         self._step_groups = {}
         if self.release is not None:
             self.release.drop_states()
@@ -299,24 +279,22 @@ class AdamW(torch.optim.Optimizer):
         for staging in self._staging.values():
             staging.synchronize()
 
-    def _state_of(self, group: Mapping[str, Any], param: Tensor, index: int) -> NotifyingState:
+    def _state_of(self, group: Mapping[str, Any], param: Tensor, index: int) -> dict[str, Tensor]:
         """The state of a parameter, made before its first step, and where it belongs."""
         state: Any = self.state.get(param)
         if not state:
-            state = init_state(param, group, self.offload)
+            state = self.state[param] = init_state(param, group, self.offload)
         else:
             check_state(state, param, group, index, "set back what has changed, or start anew without its state")
             if is_elsewhere(state, param, self.offload):  # the model has been moved
                 self.wait_for_offload()
-                state = restore_state(state, param, self.offload)
-        if not isinstance(state, NotifyingState) or state.listener is not self._listener:
-            state = NotifyingState(state, self._listener)
-            self._watched.set_quietly(param, state)
+                state = self.state[param] = restore_state(state, param, self.offload)
         return state
 
     def step_group_of(self, group: dict[str, Any], params: list[Tensor], indices: list[int]) -> StepGroup:
         """A new step group of some parameters of a group, which can be stepped together; their states exist then."""
         states = [self._state_of(group, param, index) for param, index in zip(params, indices, strict=True)]
+        self._states = list(self.state.values())
         if not self.offload:
             return StepGroup(group, params, indices, states)
         device = params[0].device
@@ -331,7 +309,7 @@ class AdamW(torch.optim.Optimizer):
         for step_group in step_groups:
             if step_group.device.type == "cuda" and step_group.on_kernel and torch.cuda.is_current_stream_capturing():
                 addresses = step_group.gradients.addresses
-                self._captured[id(addresses)] = (step_group, addresses)
+                self._captured[id(addresses)] = (step_group, addresses, step_group.state_tensors())
 
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(1.0, False), 0-d on the device: a factor that changes nothing and no skip."""

@@ -222,10 +222,10 @@ class OffloadedStepGroup(StepGroup):
     def __init__(self, staging: Staging, *args: Any) -> None:
         self.staging = staging
         super().__init__(*args)
-        self.chunks = [Chunk(self.tensors, pieces, staging) for pieces in cut(self.tensors, staging.size)]
 
-    def _make_plan(self) -> None:
-        """Each chunk has one."""
+    def _prepare(self) -> None:
+        whole = self.with_states()
+        self.chunks = [Chunk(whole, pieces, self.staging) for pieces in cut(whole, self.staging.size)]
 
     def _launch(self, scalars: StepScalars, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
         for chunk in self.chunks:
@@ -237,7 +237,7 @@ class OffloadedStepGroup(StepGroup):
                 chunk.plan.launch(addresses, self.gradients.dtype, of_pieces, factor, skipped, hyper)
 
     def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
-        counters = self.tensors.states["step"]
+        counters = [state["step"] for state in self.states]
         for chunk in self.chunks:
             # It counts steps: each piece has a counter of its own for that.
             chunk.tensors.states["step"][:] = [counters[piece.owner].clone() for piece in chunk.pieces]

@@ -1,4 +1,4 @@
-"""What AdamW keeps for a parameter: plain tensors, their shapes and dtypes, checks, and dictionaries that notify.
+"""What AdamW keeps for a parameter: plain tensors, their shapes and dtypes, and checks.
 
     step               0-d FP32, on the parameter's device, as torch's fused AdamW; the rest may be offloaded
     exp_avg            codes of m in the parameter's shape
@@ -19,9 +19,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -281,61 +280,3 @@ def make_plain(optimizer: Any, saved: dict[str, Any]) -> None:
                 name: copy_of(value) if optimizer.offload and isinstance(value, Tensor) else value
                 for name, value in state.items()
             }
-
-
-# ---- dictionaries that notify before they change -----------------------------------------------------------
-# From step to step the optimizer keeps lists and device tables of all state tensors. But the states are the user's as
-# well, as with any torch optimizer: a tensor may be replaced, a state taken out, all moved to the host while something
-# else needs the GPU. The lists would not know, and keep the old tensors in memory. So every write notifies first.
-
-# Finds what is to be called before a write, `weakref.WeakMethod` of the optimizer's method; None once it is gone.
-FindListener = Callable[[], Optional[Callable[[], None]]]
-
-
-class NotifyingState(dict[str, Tensor]):
-    """The state of one parameter. Copied or pickled it is a plain dictionary."""
-
-    def __init__(self, values: Mapping[str, Tensor], listener: FindListener) -> None:
-        super().__init__(values)
-        self.listener = listener
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
-
-
-class NotifyingStates(defaultdict[Any, Any]):
-    """What `optimizer.state` is: the states by parameter. Copied or pickled it is a plain defaultdict."""
-
-    def __init__(self, values: Mapping[Any, Any], listener: FindListener) -> None:
-        super().__init__(dict, values)
-        self.listener = listener
-
-    def set_quietly(self, param: Tensor, state: NotifyingState) -> None:
-        """Write without notifying: for the optimizer itself."""
-        defaultdict.__setitem__(self, param, state)
-
-    def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
-        return defaultdict(dict, self)
-
-    __copy__ = copy  # type: ignore[assignment]
-
-    def __reduce__(self) -> Any:
-        return defaultdict, (dict, dict(self))
-
-
-def _notifying(kind: type, name: str) -> Any:
-    method = getattr(kind, name)
-
-    @functools.wraps(method)
-    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        listener = self.listener()
-        if listener is not None:
-            listener()
-        return method(self, *args, **kwargs)
-
-    return write
-
-
-for _kind in (NotifyingState, NotifyingStates):
-    for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
-        setattr(_kind, _name, _notifying(_kind, _name))

@@ -6,8 +6,8 @@
 With a thousand parameters, collecting the lists of their tensors costs the host more time than the step costs the GPU.
 So step groups are kept, and a step asks only what may have changed: which parameters have gradients, of which type and
 dtype, and whether all tensors still lie where they did. All of that is asked by `map` over lists, without a Python
-call per parameter: half a microsecond for each of a thousand parameters instead of one and a half. Writes to the
-states are not looked for: the optimizer is notified of them (`overcoat.optim.state`) and drops its step groups.
+call per parameter: half a microsecond for each of a thousand parameters instead of one and a half. Step groups hold no
+tensor of a state: the states are the user's as well, who may move all to the host while something else needs the GPU.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class StepGroup:
         group: Mapping[str, Any],
         params: Sequence[Tensor],
         indices: Sequence[int],
-        states: Sequence[Mapping[str, Tensor]],
+        states: Sequence[dict[str, Tensor]],
     ) -> None:
-        self.params, self.indices = params, indices
+        self.params, self.indices, self.states = params, indices, states
         self.sharded, self.whole = isinstance(params[0], DTensor), is_whole(params[0])
         own = [local(param) for param in params]
         # What is stepped: this process' rows, or buffers for whole vectors and for what is not contiguous. They are
@@ -74,25 +74,31 @@ class StepGroup:
         # gathering takes all of them.
         self.buffered = self.whole or not all(map(Tensor.is_contiguous, own))
         hyper = hyper_of(group, params[0].dtype)
+        self.names = state_names(*hyper.codes, hyper.master)
         self.tensors = StepTensors(
             params=[buffer_for(param) for param in params] if self.buffered else own,
-            states={name: [local(state[name]) for state in states] for name in state_names(*hyper.codes, hyper.master)},
+            states={},
             keys=[parameter_key(group["seed"], index) for index in indices],
             first_groups=[self._first_group(param, int(group["group_size"])) for param in params],
             group_size=int(group["group_size"]),
         )
         self.device, self.dtype = self.tensors.params[0].device, params[0].dtype
-        self.state_tensors = list(chain.from_iterable(self.tensors.states.values()))
         self.addresses = self._addresses()
         self.on_kernel = self.tensors.kernel_runs()
         self.grads: list[Tensor] = []
         if self.on_kernel:  # its tables: of the gradients, the step counters, and all else
             self.gradients = Gradients([param.numel() for param in self.tensors.params], self.device)
-            self.counters = Counters(self.tensors.states["step"])
-            self._make_plan()
+            self.counters = Counters([state["step"] for state in states])
+        self._prepare()
 
-    def _make_plan(self) -> None:
-        self.plan = Plan(self.tensors)
+    def _prepare(self) -> None:
+        if self.on_kernel:
+            self.plan = Plan(self.with_states())
+
+    def with_states(self) -> StepTensors:
+        """The tensors, those of the states too."""
+        states = {name: [local(state[name]) for state in self.states] for name in self.names}
+        return self.tensors._replace(states=states)
 
     def _first_group(self, param: Tensor, group_size: int) -> int:
         return 0 if self.whole else first_row(param) * rows_of(param.shape, group_size).groups
@@ -105,12 +111,20 @@ class StepGroup:
         Every one is asked. For a thousand parameters that is half of the host's time for a step, but a kernel that
         wrote where a tensor no longer is would change somebody else's memory.
         """
-        return self._addresses() == self.addresses
+        try:
+            return self._addresses() == self.addresses
+        except TypeError:  # a state has something in it that is no tensor
+            return False
 
     def _addresses(self) -> list[int]:
         params = list(map(local, self.params)) if self.sharded else self.params
         # Their sizes as well: a parameter may be cut where it lies.
-        return [*map(Tensor.data_ptr, params), *map(Tensor.numel, params), *map(Tensor.data_ptr, self.state_tensors)]
+        return [*map(Tensor.data_ptr, params), *map(Tensor.numel, params), *map(Tensor.data_ptr, self.state_tensors())]
+
+    def state_tensors(self) -> list[Tensor]:
+        """Of all states, this process' parts."""
+        found = list(chain.from_iterable(map(dict.values, self.states)))
+        return [getattr(tensor, "_local_tensor", tensor) for tensor in found] if self.sharded else found
 
     # ---- a step ---------------------------------------------------------------------------------------
 
@@ -169,7 +183,7 @@ class StepGroup:
         self.plan.launch(self.gradients.addresses, self.gradients.dtype, scalars, factor, skip, hyper)
 
     def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
-        reference_step(self.tensors, grads, lr, factor, skip, hyper)
+        reference_step(self.with_states(), grads, lr, factor, skip, hyper)
 
 
 def norm_of(step_groups: Sequence[StepGroup], factor: Optional[Tensor]) -> Tensor:

@@ -77,7 +77,7 @@ def test_chunks_copy_nothing_of_each_other(kind, dtype, device):
     owner = {}
     for groups in optimizer._step_groups.values():
         for group, _ in groups.parts:
-            whole = states_of(group.tensors)
+            whole = states_of(group.with_states())
             for chunk in group.chunks:
                 for piece in chunk.pieces:
                     for of in whole.values():

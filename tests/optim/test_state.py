@@ -1,10 +1,8 @@
 """What is kept for a parameter: its tensors, first values, checks; state dicts; and states that others write to."""
 
-import collections
 import copy
 import gc
 import math
-import pickle
 import weakref
 
 import pytest
@@ -15,8 +13,6 @@ from overcoat import AdamW, release_gradients
 from overcoat.formats.moments import MOMENT_CODES
 from overcoat.optim.state import (
     Field,
-    NotifyingState,
-    NotifyingStates,
     bytes_to_offload,
     check_state,
     init_state,
@@ -194,7 +190,7 @@ def test_a_state_that_was_only_asked_for_is_none():
     assert optimizer.state[params[0]]["step"] == 1
 
 
-# ---- states are the user's: what is taken out or replaced is freed at once ----------------------------------
+# ---- states are the user's ----------------------------------------------------------------------------------
 
 
 def clear_all(optimizer):
@@ -241,7 +237,7 @@ def released_step(model, optimizer):
 
 @pytest.mark.parametrize("disturb", [clear_all, clear_each, delete_each, copy_each, take_out])
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_is_taken_out_is_freed_at_once(disturb, offload, device):
+def test_what_is_replaced_is_freed_at_once_and_what_is_taken_out_at_the_next_step(disturb, offload, device):
     params = make_params(torch.bfloat16, SHAPES, device=device)
     optimizer = AdamW(params, offload=offload)
     train(params, optimizer, 2)
@@ -251,12 +247,28 @@ def test_what_is_taken_out_is_freed_at_once(disturb, offload, device):
     gc.disable()  # not only when cycles are collected
     try:
         disturb(optimizer)
+        if disturb in (clear_each, copy_each) and not offload:
+            assert not any(tensor() is not None for tensor in old)
+        train(params, optimizer, 1)
         assert not any(tensor() is not None for tensor in old)
     finally:
         gc.enable()
-    train(params, optimizer, 1)
     steps = [state["step"].item() for state in optimizer.state.values()]
     assert steps == [3 if disturb is copy_each else 1] * 3
+
+
+def test_what_is_no_tensor_is_named():
+    params = make_params(torch.bfloat16, SHAPES)
+    optimizer = AdamW(params)
+    for name, value in (("exp_avg", None), ("other", 1)):
+        train(params, optimizer, 1)
+        kept = dict(optimizer.state[params[1]])
+        optimizer.state[params[1]][name] = value
+        with pytest.raises(ValueError, match=name):
+            train(params, optimizer, 1)
+        optimizer.state[params[1]] = kept
+    train(params, optimizer, 1)
+    assert optimizer.state[params[1]]["step"] == 3
 
 
 def test_a_write_between_backward_and_step_loses_no_count(device):
@@ -269,44 +281,6 @@ def test_a_write_between_backward_and_step_loses_no_count(device):
     assert optimizer.grad_norm > 0
     released_step(model, optimizer)
     assert [state["step"].item() for state in optimizer.state.values()] == [4] * 4
-
-
-def test_every_write_notifies_and_reading_does_not():
-    writes = [
-        lambda state: state.__setitem__("a", 2),
-        lambda state: state.update(a=3),
-        lambda state: state.setdefault("b", 4),
-        lambda state: state.pop("b"),
-        lambda state: state.__ior__({"c": 5}),
-        lambda state: state.popitem(),
-        lambda state: state.__delitem__("a"),
-        lambda state: state.clear(),
-    ]
-    for kind in (NotifyingState, NotifyingStates):
-        told = []
-        state = kind({"a": 1}, lambda: lambda: told.append(True))  # noqa: B023
-        expected = {"a": 1}
-        for count, write in enumerate(writes):
-            assert len(told) == count
-            write(state)
-            write(expected)
-            assert state == expected
-        before = len(told)
-        assert state.get("a") is None
-        assert list(state.values()) == []
-        assert len(told) == before
-
-
-def test_copies_are_plain_dictionaries():
-    state = NotifyingState({"step": torch.ones(())}, lambda: None)
-    for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-        assert type(twin) is dict
-        assert twin["step"] == 1
-    states = NotifyingStates({1: {"a": 2}}, lambda: None)
-    for twin in (copy.copy(states), copy.deepcopy(states), pickle.loads(pickle.dumps(states)), states.copy()):
-        assert type(twin) is collections.defaultdict
-        assert twin == {1: {"a": 2}}
-        assert twin["new"] == {}
 
 
 def test_a_step_that_fails_holds_no_gradients(monkeypatch):
