@@ -20,7 +20,6 @@ from overcoat.bench.contestants import (
     trainer_of,
 )
 from overcoat.bench.shapes import build_block, build_model
-from overcoat.models.decoder import Fp8DecoderLayer
 from tests.bench.peers import SHAPE, SMALL, model_of, module, sqnr
 from tests.models.zoo import every_kind
 
@@ -81,15 +80,6 @@ def test_torch_compile_where_it_is_part_of_the_name(monkeypatch: pytest.MonkeyPa
         (layer, "tensorwise") for layer in model.model.layers
     ]
     assert not torchao[-1][1].enable_fsdp_float8_all_gather
-
-
-def test_our_layers_are_compiled_after_they_are_converted() -> None:
-    for name, mode in (("overcoat", None), ("overcoat compile", "default")):
-        layer = block_of(name, compiled=True)[0].layers[0]
-        assert isinstance(layer, Fp8DecoderLayer)
-        assert layer.overcoat_mode == mode
-    with pytest.raises(ValueError, match="CUDA graphs need a GPU"):
-        TRAINERS["overcoat graphs"].prepare(build_model(SMALL, torch.bfloat16, "cpu"))
 
 
 def test_pytorchs_checkpoint_runs_the_forward_again() -> None:

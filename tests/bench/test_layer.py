@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 import overcoat
-from overcoat.bench import layer
 from overcoat.bench.contestants import ENGINES
 from overcoat.bench.layer import RESULTS, accuracy, measure
 from overcoat.bench.shapes import SHORT, BlockShape, block_shape, build_block
@@ -51,18 +48,6 @@ def test_every_family_of_the_registry_has_a_block(kind: str) -> None:
             assert decibels > 12, key
 
 
-def test_the_error_of_a_mean_over_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signals alike, so that the noise powers are averaged: their standard error, in dB."""
-    noises = [1.0, 2.0, 3.0, 2.0]
-    powers = [{"dx": torch.tensor([1e4, noise])} for noise in noises]
-    monkeypatch.setattr(layer, "draw_powers", lambda _name, _shape, draw, *_: powers[draw])
-    found = accuracy("any", SHAPE, 4, "cpu")
-    assert found["dx"] == pytest.approx(10 * math.log10(4e4 / 8))
-    error = torch.tensor(noises).std().item() / 2  # of the mean, which is 2
-    assert found["dx_error"] == pytest.approx(10 / math.log(10) * error / 2, rel=0.05)
-    assert set(accuracy("any", SHAPE, 1, "cpu")) == {"draws", "dx"}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["overcoat", "overcoat leanest", "bf16 eager", "bf16 compile"])
 def test_a_tiny_run_measures_time_and_bytes(name: str) -> None:
@@ -97,18 +82,6 @@ def test_blocks_by_name() -> None:
     for name in ("8b", "7b-s", "7b-s0", ""):
         with pytest.raises(ValueError, match=f"unknown shape '{name}'; choose MODEL or MODEL-sTOKENS of 124m, "):
             block_shape(name)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_block_is_the_same_at_every_call_and_nothing_in_it_is_one_or_zero(kind: str) -> None:
-    shape = BlockShape(model_of(kind), 1, 8)
-    (first, inputs), (second, _) = (build_block(shape, torch.float32, "cpu") for _ in range(2))
-    names = [name for name, _ in first.named_parameters()]
-    assert ("layers.0.self_attn.q_proj.bias" in names) is (kind == "qwen2")
-    for (name, a), b in zip(first.named_parameters(), second.parameters()):
-        assert torch.equal(a, b), name
-        assert "embed" in name or len(a.unique()) > a.numel() // 2, name
-    assert inputs["position_embeddings"][0].shape == (1, 8, 32)
 
 
 @pytest.mark.parametrize("name", MODELS)

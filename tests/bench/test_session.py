@@ -19,6 +19,7 @@ from overcoat.bench import rows
 from overcoat.bench import session as sessions
 from overcoat.bench.output import NAME_WIDTH, Column, Metric, bar_chart, decimals, heading, line, percent
 from overcoat.bench.session import OUT_OF_MEMORY, Session, attempt, call_alone, matches
+from overcoat.version import VERSION
 
 WHERE = {
     "date": "2026-01-01T00:00:00Z",
@@ -186,3 +187,16 @@ def test_a_row_says_when_where_and_with_what(monkeypatch: pytest.MonkeyPatch, tm
 )
 def test_the_command_is_told_without_this_machines_directories(arguments: list[str], expected: str) -> None:
     assert rows.command_line("overcoat", arguments) == f"overcoat {expected}"
+
+
+def test_outside_a_checkout_the_version_stands_for_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also inside a repository that is not this one, as an environment in somebody's project is, and without git."""
+    monkeypatch.delenv("OVERCOAT_COMMIT", raising=False)
+    with monkeypatch.context() as nowhere:
+        nowhere.setenv("PATH", "")
+        assert rows.commit() == f"overcoat {VERSION}"
+    monkeypatch.setattr(rows, "ROOT", tmp_path)
+    monkeypatch.setattr(rows, "_git", lambda *_: str(tmp_path.parent))
+    assert rows.commit() == f"overcoat {VERSION}"
+    monkeypatch.setattr(rows, "_git", lambda *words: str(tmp_path) if "--show-toplevel" in words else "abc-dirty")
+    assert rows.commit() == "abc-dirty"

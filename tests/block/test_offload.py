@@ -91,16 +91,6 @@ def test_as_many_blocks_as_asked_for_are_chosen(blocks):
     assert sorted(choose_blocks(5, 9)) == [0, 1, 2, 4, 5]
 
 
-def test_the_report_says_which_blocks(untouched):
-    model = copy.deepcopy(untouched)
-    report = overcoat.convert(model, Recipe(offload_blocks=2))
-    named = [row.name for row in report.layers if row.detail.endswith("in host memory")]
-    assert named == ["model.layers.0", "model.layers.2"]
-    assert [layer.overcoat_offload for layer in model.model.layers] == [True, False, True, False, False, False]
-    overcoat.convert(model, Recipe())
-    assert {layer.overcoat_offload for layer in model.model.layers} == {None}
-
-
 # ---- the same bits --------------------------------------------------------------------------------------------------
 
 
@@ -149,16 +139,6 @@ def test_checkpoints_around_the_blocks(untouched, reentrant):
     assert_all_given_back(len(pool().buffers))
     if not reentrant:
         assert pool().buffers == []  # the checkpoint's hooks are in force: it keeps nothing
-
-
-def test_compiled_layers_do_not_offload():
-    def run(model):
-        for index, layer in enumerate(model.model.layers):
-            model.model.layers[index] = torch.compile(layer, backend="eager", fullgraph=True)
-        backward(model)
-
-    assert_changes_nothing(make_model("llama", layers=AHEAD + 1), run)
-    assert pool().buffers == []
 
 
 # ---- what is kept where ---------------------------------------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from overcoat import Recipe
 from overcoat.estimate import Predictor, Setup
-from overcoat.estimate.fit import CHANGES, Room, advise
+from overcoat.estimate.fit import Room, advise
 from overcoat.estimate.predict import CONTEXT
 from overcoat.estimate.table import recommendation
 from overcoat.models.shapes import Model, sizes
@@ -72,34 +70,9 @@ def test_advice_is_the_cheapest_that_fits(predictor):
             assert not here.fits(setup), (limit, left_out.name)
 
 
-def test_the_change_to_fp8_keeps_the_rest_of_the_recipe(predictor):
-    """What is asked for beside the name: the head, the scales, what is kept."""
-    asked = Recipe(fp8=False, head="fp8", linear_scaling="block", kept_attention="bf16", z_loss=1e-4, group_size=32)
-    rungs = advise(room(predictor, 40), Setup(asked)).rungs
-    recipes = {rung.change.name: rung.setup.recipe for rung in rungs if rung.change is not None}
-    assert recipes["recipe.name = default"] == replace(asked, fp8=True)
-    assert recipes["recipe.checkpoint = block"] == replace(asked, fp8=True, kept_attention="8bit", checkpoint="block")
-
-
 def test_no_change_where_none_is_needed_or_none_helps(predictor):
     roomy, narrow = room(predictor, 1000), room(predictor, 5)
     assert advise(roomy, Setup())[1:] == ([], Setup())
     advice = advise(narrow, Setup())
     assert advice.changes is None
     assert "does not fit" in recommendation(narrow, advice)
-
-
-def test_accumulation_is_not_taken_away(predictor):
-    advice = advise(room(predictor, 1), Setup(accumulation=4))
-    assert all(rung.setup.accumulation == 4 and not rung.setup.release_gradients for rung in advice.rungs)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
-def test_a_change_changes_something_once(change):
-    wide = Recipe(kept_attention="bf16", head=None)
-    start = replace(BASELINE, recipe=wide) if "attention" in change.name else BASELINE
-    if "checkpoint" in change.name or "offload_blocks" in change.name:
-        start = Setup()
-    changed = change.apply(start)
-    assert changed not in (None, start)
-    assert change.apply(changed) is None

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from overcoat.block.loss import linear_cross_entropy
 from overcoat.estimate.meter import LibraryAttention, Meter, aligned, workspace
 from overcoat.kernels.attention import attention_backward
 
@@ -57,53 +56,6 @@ def test_resized_storages():
     assert totals(meter) == [0, 1024, 0, 2048, 3072, 2048, 0]
     torch.empty(KIB).untyped_storage().resize_(0)  # watched no more
     assert meter.count == 3
-
-
-def test_what_autograd_keeps_lives_until_the_backward():
-    x = torch.empty(KIB, device="meta", requires_grad=True)
-    with Meter() as meter:
-        meter.leave_out([x])
-        y = (x * 2).exp().sum()
-        waiting = meter.alive()
-        y.backward()
-        del y
-    sizes = totals(meter)
-    assert len(waiting) == 2  # exp's result, and y
-    assert sizes[-1] == 1024  # x.grad
-    assert sizes[:5] == [0, 1024, 2048, 1024, 1536]  # x * 2 is let go once exp has its own result
-
-
-def test_phases_and_the_fullest_moment():
-    with Meter() as meter:
-        meter.mark("first")
-        a = torch.empty(4 * KIB, device="meta")
-        del a
-        meter.mark("second")
-        b = torch.empty(KIB, device="meta")
-        meter.tag(b, "kept")
-    account = meter.account([meter.tags.get(number, "other") for number in range(meter.count)])
-    assert account.phases() == [("first", 4096, 0), ("second", 1024, 1024)]
-    assert account.at_peak() == ("first", {"kept": 0, "other": 4096})
-    assert meter.place(1) == "second"
-
-
-@pytest.mark.parametrize("answer", [True, False])
-def test_values_of_meta_tensors_are_answered(answer):
-    with Meter(answer):
-        assert bool((torch.empty(3, device="meta") == 0).all()) is answer
-
-
-def test_the_loss_is_seen_from_inside():
-    """A chunk of logits, the largest thing that the head's op allocates, is no result of it."""
-    tokens, hidden, vocabulary, chunk = 64, 32, 512, 16
-    x, weight = meta(tokens, hidden, requires_grad=True), meta(vocabulary, hidden, requires_grad=True)
-    labels = meta(tokens, dtype=torch.int64)
-    with Meter() as meter:
-        meter.leave_out([x, weight, labels])
-        loss = linear_cross_entropy(x, weight, labels, chunk_tokens=chunk)
-    results, logits = tokens * hidden * 2 + vocabulary * hidden * 2, chunk * vocabulary * 2
-    assert results + logits <= max(totals(meter)) < results + 2 * logits
-    del loss
 
 
 # ---- attention's workspaces, as an H200 allocated them at 4 rows, head width 128 ------------------------------------

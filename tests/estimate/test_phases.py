@@ -10,8 +10,7 @@ import overcoat
 from overcoat import Recipe
 from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.dry_run import dry_run
-from overcoat.estimate.meter import aligned
-from overcoat.estimate.phases import Allocator, Phase, measure_step, watch
+from overcoat.estimate.phases import Allocator, Phase, watch
 from overcoat.estimate.units import HEADS, HIDDEN, INTERMEDIATE, kept_units
 from overcoat.models.family import families
 from overcoat.models.shapes import Model, sizes
@@ -52,24 +51,6 @@ def test_the_allocator_is_asked_at_each_boundary(monkeypatch):
     for label in ("embedding", "loss", "end"):
         account.mark(label)
     assert account.phases == [Phase("embedding", 50, 30), Phase("loss", 70, 40)]
-
-
-@pytest.mark.parametrize(("passes", "tied"), [(1, False), (3, False), (1, True)])
-def test_of_several_passes_the_last(passes, tied):
-    """Its gradients are there from the start, which a single one's are not; tied weights lie there once."""
-    model = make_model(**{**SMALL, "layers": 1}, tie_word_embeddings=tied)
-    optimizer = torch.optim.SGD(model.parameters())
-    weights = sum(aligned(parameter.nbytes) for parameter in model.parameters())
-    buffers = sum(aligned(buffer.nbytes) for buffer in model.buffers())
-    with measure_step(model, optimizer) as phases:
-        for _ in range(passes):
-            model(**make_batch(length=8)).loss.backward()
-        optimizer.step()
-    labels = [label for label in (*FORWARD, *BACKWARD, "optimizer") if "block 2" not in label]
-    assert [phase.label for phase in phases] == labels
-    assert phases[-1].end == pytest.approx(2 * weights + buffers, abs=4096)
-    start = weights + buffers + (weights if passes > 1 else 0)
-    assert phases[0].peak == pytest.approx(start, abs=16384)
 
 
 # ---- The dry run on the meta device: what it is given, leaves as it was, and cannot tell ----------------------------

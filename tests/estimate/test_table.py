@@ -12,7 +12,7 @@ from overcoat import Recipe
 from overcoat.estimate import Setup
 from overcoat.estimate.fit import CHANGES, Advice, Rung
 from overcoat.estimate.predict import LASTING, Phase, Prediction
-from overcoat.estimate.table import as_data, component_table, recommendation
+from overcoat.estimate.table import as_data, recommendation
 from overcoat.models.convert import LayerReport, Report
 
 GIB = 2**30
@@ -47,27 +47,6 @@ class MadeRoom:
 def made_advice(changes):
     rungs = [Rung(None, Setup(), made()), *(Rung(change, Setup(), made()) for change in CHANGES[:2])]
     return Advice(rungs, changes, Setup())
-
-
-def test_components_are_shares_of_the_peak_and_small_ones_are_left_out():
-    lines = component_table(made()).splitlines()
-    assert lines[0].split() == ["at", "the", "peak,", "block", "3", "backward", "GiB", "share"]
-    assert [line.rsplit(maxsplit=2) for line in lines[1:4]] == [
-        ["weights", "8.00", "50.0%"],
-        ["gradients", "4.00", "25.0%"],
-        ["kept activations", "4.00", "25.0%"],
-    ]
-    assert lines[4].split() == ["allocated", "16.00"]
-    assert [line[:38].strip() for line in lines[5:]] == [
-        "allocator, margin",
-        "CUDA context, margin",
-        "needed on each GPU",
-    ]
-    margins = sum(float(line.split()[-1]) for line in lines[5:7])
-    assert float(lines[7].split()[-1]) == pytest.approx(16 + margins, abs=0.015)  # three rounded numbers
-    several = component_table(made(gpus=2, host_bytes=3 * GIB)).splitlines()
-    assert several[-3].startswith("CUDA context and NCCL, margin ")
-    assert several[-1].rsplit(maxsplit=1) == ["page-locked host memory, each process", "3.00"]
 
 
 NO_ROOM = f"Batch 8 does not fit into 20.00 GiB: with everything above it needs {NEEDED} GiB; "

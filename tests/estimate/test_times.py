@@ -16,7 +16,6 @@ from overcoat.estimate.times import (
     MEMORY,
     NVLINK,
     PCIE_BOTH,
-    PRODUCTS,
     Cluster,
     Sizes,
     Work,
@@ -68,12 +67,6 @@ def test_what_an_op_does(call, kind, amount):
     with Meter(work=(work := Work())), LibraryAttention():
         call()
     assert dict(work) == ({} if kind is None else {(False, "launches"): 1, (False, kind): pytest.approx(amount)})
-
-
-def test_seconds_of_a_part():
-    work = Work()
-    work[True, "fp8"], work[True, "bytes"], work[True, "attention"] = PRODUCTS["fp8"], 2 * MEMORY, 3.0
-    assert (work.seconds(True), work.seconds(False)) == (6.0, 0.0)
 
 
 WORK = Work()

@@ -19,7 +19,6 @@ from overcoat.formats import (
     quantize_blocks,
     quantize_tensor,
 )
-from overcoat.formats.float8 import _values
 from tests.emulation import sqnr
 from tests.exact import E4M3_DB, E5M2_DB
 from tests.formats.samples import MANTISSA_BITS, SLACK, half_spacing, tensors
@@ -77,27 +76,10 @@ def test_tensor_maximum_uses_the_whole_range(fmt, x):
 
 
 @formats
-def test_tensor_known_amax_is_used(fmt):
-    """Values above the given maximum saturate, they do not become NaN or wrap."""
-    x = torch.tensor([[0.5, -8.0, 3.0]])
-    q = quantize_tensor(x, fmt, torch.tensor(2.0))
-    assert q.scale == 2.0 / fmt.max
-    assert dequantize_tensor(q).tolist() == [[0.5, -2.0, 2.0]]
-
-
-@formats
 def test_tensor_all_zero_has_scale_one(fmt):
     q = quantize_tensor(torch.zeros(3, 5), fmt)
     assert q.scale == 1.0
     assert dequantize_tensor(q).count_nonzero() == 0
-
-
-@formats
-@pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0)])
-def test_tensor_empty(fmt, shape):
-    q = quantize_tensor(torch.empty(shape), fmt)
-    assert q.data.shape == shape
-    assert q.scale == 1.0
 
 
 @formats
@@ -178,13 +160,3 @@ def test_decoding_float8_is_the_conversion_bit_for_bit(fmt, device):
         decoded = decode_float8(these)
         assert decoded.shape == these.shape
         assert torch.equal(decoded.view(torch.int32), these.float().view(torch.int32))
-
-
-def test_decoding_float8_first_in_inference_mode_serves_training():
-    _values.cache_clear()
-    codes = torch.ones(4).to(E4M3.dtype)
-    with torch.inference_mode():
-        decode_float8(codes)
-    weight = torch.ones(4, requires_grad=True)
-    (decode_float8(codes) * weight).sum().backward()
-    assert torch.equal(weight.grad, torch.ones(4))

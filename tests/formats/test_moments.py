@@ -87,14 +87,6 @@ def test_positive_v_is_never_stored_as_zero_and_zero_always_is(name, low):
 
 
 @pytest.mark.parametrize("name", GROUPED_SECOND)
-def test_one_value_in_a_padded_tail(name):
-    v = to_groups(torch.cat([torch.rand(3, 128), torch.tensor([[2e-5], [0.0], [7.0]])], 1), 128)
-    decoded = second(v, name)
-    torch.testing.assert_close(decoded[:, 1, 0], v[:, 1, 0], rtol=2**-15, atol=0)
-    assert (decoded[:, 1, 1:] == 0).all()
-
-
-@pytest.mark.parametrize("name", GROUPED_SECOND)
 def test_a_maximum_decays_when_gradients_vanish(name):
     """beta2 = 0.999 moves M by 2^-10: with M in BF16 it would be rounded back to itself for ever."""
     start = torch.rand(1, 1, 128) + 0.5
@@ -104,15 +96,6 @@ def test_a_maximum_decays_when_gradients_vanish(name):
     assert abs(v.max() / (start.max() * 0.999**2000) - 1) < 0.05
     stalled = start.max().bfloat16()
     assert (stalled.float() * 0.999).bfloat16() == stalled
-
-
-@pytest.mark.parametrize("name", GROUPED_SECOND)
-def test_overflowing_v_saturates(name):
-    v = torch.tensor([float("inf"), 3.4e38, 1.0, 0.0]).view(1, 1, 4)
-    decoded = second(v, name)
-    assert decoded.isfinite().all()
-    assert (decoded[..., :2] > 3e38).all()
-    assert decoded[..., 3] == 0
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=128), st.sampled_from(FIRST))
@@ -183,15 +166,6 @@ def test_small_codes_of_sqrt8_are_right_in_the_mean():
     assert torch.equal(codes[:, 4], codes[:, 11].flip(0))
     nearest = encode_first(groups[:1], code).codes[0, 0].float()
     assert torch.equal(nearest[roots.abs() != 1.5], roots.round()[roots.abs() != 1.5])
-
-
-def test_what_is_below_the_first_code_of_sqrt8_is_zero():
-    """Whatever the random number: of those that may be rounded up, the update would be a multiple of what it is."""
-    groups = torch.tensor([1.0, 0.999 / 127**2, -0.9 / 127**2, 0.3 / 127**2, 1e-9, 1.001 / 127**2]).repeat(256, 1, 1)
-    for random in (random_bytes(), None):
-        codes = encode_first(groups, MOMENT_CODES["sqrt8"], random).codes
-        assert not codes[..., 1:5].any()
-        assert codes[..., 5].all()
 
 
 def test_a_mean_decays_beside_one_that_stays():

@@ -207,3 +207,15 @@ def test_steps_in_a_row_read_what_the_one_before_has_written():
         for _ in range(10):
             optimizer.step()
     assert_same_bits(snapshot(*ordinary), snapshot(*offloaded))
+
+
+def test_non_contiguous_parameters(device):
+    start = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    runs = []
+    for offloaded in (False, True):
+        param = torch.nn.Parameter(start.t().contiguous().t())
+        optimizer = AdamW([param], offload=offloaded, offload_buffer=SMALL)
+        train([param], optimizer, 3)
+        assert not param.is_contiguous()
+        runs.append(snapshot([param], optimizer))
+    assert_same_bits(*runs)

@@ -349,22 +349,6 @@ def test_a_copied_model_is_not_released_and_holds_no_optimizer(copied):
     assert optimizer.release is handle
 
 
-def test_a_loaded_state_is_the_only_one():
-    """The step groups of the last backward pass let go of the states that were replaced."""
-    model, optimizer, _ = released()
-    train(model, optimizer, 2)
-    saved = copy.deepcopy(optimizer.state_dict())
-    replaced = [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
-    optimizer.load_state_dict(saved)
-    gc.collect()
-    assert all(value() is None for value in replaced)
-    other, ordinary = make_pair(model=copy.deepcopy(model))
-    ordinary.load_state_dict(saved)
-    for m, o in ((model, optimizer), (other, ordinary)):
-        train(m, o, 2)
-    assert_same_bits(snapshot(model, optimizer), snapshot(other, ordinary))
-
-
 def test_weights_have_moved_whatever_becomes_of_the_states():
     """Who takes a failed step again asks `has_stepped`; reading a missing state writes to the dictionary of states."""
     model, optimizer, handle = released()

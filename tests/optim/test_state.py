@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import math
 import weakref
 
 import pytest
@@ -13,7 +12,6 @@ from overcoat import AdamW, release_gradients
 from overcoat.formats.moments import MOMENT_CODES
 from overcoat.optim.state import (
     Field,
-    bytes_to_offload,
     check_state,
     init_state,
     restore_state,
@@ -88,41 +86,6 @@ def test_what_does_not_fit_is_named(change, words):
     state = {name: value for name, value in state.items() if value is not None}
     with pytest.raises(ValueError, match=words):
         check_state(state, param, options(), 5, "do this")
-
-
-def test_a_restored_state_is_a_contiguous_copy_of_the_same_bits():
-    param = torch.zeros(4, 200, dtype=torch.bfloat16)
-    saved = init_state(param, options(("e4m3x", "bf16")))
-    for value in saved.values():
-        raw = value.view(-1).view(torch.uint8)
-        raw.copy_(torch.arange(raw.numel()) * 7 % 256)  # codes of NaN among them
-    saved["exp_avg_sq"] = saved["exp_avg_sq"].t().contiguous().t()
-    restored = restore_state(saved, param)
-    assert list(restored) == list(saved)
-    assert_same_bits([value.contiguous() for value in saved.values()], list(restored.values()))
-    before = [value.clone() for value in restored.values()]
-    for value in saved.values():
-        value.view(torch.uint8 if value.dim() and value.element_size() == 1 else value.dtype).zero_()
-    assert_same_bits(before, list(restored.values()))
-    assert all(value.is_contiguous() for value in restored.values())
-
-
-@pytest.mark.parametrize(
-    ("shape", "moments", "sizes"),
-    [
-        ((4, 200), ("sqrt8", "log8"), [800, 16, 800, 32, 800]),
-        ((3, 5), ("sqrt8", "log8"), [16, 16, 16, 16, 16]),
-        ((3, 5), ("e4m3x", "fp32"), [16, 16, 16, 64, 16]),
-        ((), ("bf16", "bf16"), [16, 16, 16]),
-        ((0, 7), ("sqrt8", "log8"), []),
-    ],
-)
-def test_bytes_to_offload_by_hand(shape, moments, sizes):
-    """Every tensor but the step count, each padded to 16 bytes: codes, their metadata, the remainder."""
-    param = torch.zeros(shape, dtype=torch.bfloat16)
-    assert bytes_to_offload(param, options(moments)) == sum(sizes)
-    state = init_state(param, options(moments))
-    assert sum(math.ceil(value.nbytes / 16) * 16 for name, value in state.items() if name != "step") == sum(sizes)
 
 
 # ---- state dicts: torch's hooks see whole states, before and after, and may change them -----------------------

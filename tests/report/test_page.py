@@ -6,8 +6,6 @@ import html
 import itertools
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,36 +135,3 @@ def test_a_damaged_file_is_named(
     (tmp_path / name).write_text(content)
     assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "out.html")]) == 2
     assert f"{tmp_path / name} is damaged" in capsys.readouterr().err
-
-
-# ---- charts ---------------------------------------------------------------------------------------------------------
-
-
-# ---- in a browser ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs Chromium")
-@pytest.mark.parametrize("width", [400, 1400])
-def test_a_browser_shows_it_within_its_width(width: int, text: str, tmp_path: Path) -> None:
-    """The script runs, a pointer gets its values, and nothing makes the page wider than its window."""
-    probe = (
-        "<script>const p=document.querySelector('.plot'),b=p.getBoundingClientRect();"
-        "p.dispatchEvent(new PointerEvent('pointermove',{clientX:b.left+b.width,clientY:b.top}));"
-        "document.title='width '+document.documentElement.scrollWidth+' of '+innerWidth+' tip '+"
-        "p.querySelector('.tip').textContent</script>"
-    )
-    page = tmp_path / "page.html"
-    page.write_text(text.replace("</body>", probe + "</body>"))
-    flags = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
-        --disable-component-update --disable-sync --dump-dom"""
-    command = [
-        "chromium",
-        *flags.split(),
-        f"--user-data-dir={tmp_path}",
-        f"--window-size={width},900",
-        f"file://{page}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    title = re.search(r"<title>width (\d+) of (\d+) tip step 12run", done.stdout)
-    assert title is not None, done.stdout[:500]
-    assert int(title[1]) <= int(title[2])

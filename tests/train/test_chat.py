@@ -270,6 +270,11 @@ def test_conversations_that_are_too_long_are_counted(make_config: MakeConfig, tm
     assert opened(chat_config(make_config, tmp_path, "data.sequence_length=1000"))[0].note == ""
 
 
+def test_a_dataset_gives_the_conversations_of_its_file(tmp_path: Path) -> None:
+    data = DataConfig(dataset="json", files=[str(write_jsonl(tmp_path / "a.jsonl", chats(9)))], format="messages")
+    assert [example["messages"] for _, example in examples(data)] == [chat["messages"] for chat in chats(9)]
+
+
 def test_a_limit_below_the_first_conversation_is_named(make_config: MakeConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no documents with text within data\.max_bytes = 5: raise it"):
         opened(chat_config(make_config, tmp_path, "data.max_bytes=5"))

@@ -25,7 +25,6 @@ from overcoat.train.checkpoint import (
     choose_checkpoint,
     list_checkpoints,
     load_checkpoint,
-    record_config,
     set_aside_attempt,
     set_aside_newer,
 )
@@ -208,25 +207,6 @@ def test_so_is_a_tokenizer_that_cannot_be_written(
     with pytest.raises(OSError, match=r"No space left|no") as raised:
         write_model(state.model, Unwritable(), tmp_path)
     assert raised.value.errno == number
-
-
-def test_a_record_is_replaced_whole_and_only_if_it_changed(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, new, path = make_config(), make_config("train.seed=1"), tmp_path / "run/config.toml"
-    path.parent.mkdir()
-    record_config(old)
-    before = path.stat()
-    record_config(old)
-    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "sync", full)
-        with pytest.raises(OSError, match="no space left"):
-            record_config(new)
-    assert path.read_text() == dump_toml(old)
-    record_config(new)
-    assert path.read_text() == dump_toml(new)
-    assert names(path.parent) == ["config.toml"]
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------

@@ -86,13 +86,6 @@ def test_mistakes_name_the_remedy(argument: str, message: str) -> None:
         build_config(MINIMAL, argument.split() if argument.startswith(("optimizer", "train", "data.")) else [argument])
 
 
-def test_the_rows_of_a_step() -> None:
-    assert build_config(MINIMAL, RELEASED.split()).optimizer.release_gradients
-    assert build_config(MINIMAL, ["train.batch_size=3", "train.accumulation=4"]).train.rows_per_step == 12
-    config = build_config(MINIMAL, AUTO.split())
-    assert (config.train.batch_size, config.train.rows_per_step) == ("auto", 8)
-
-
 @pytest.mark.parametrize(
     ("words", "value", "mode"),
     [

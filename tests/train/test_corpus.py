@@ -207,14 +207,6 @@ def test_wider_tokens_than_configured_are_an_error(
         open_corpus(make_config(f"data.files={tmp_path}/a.bin", *words), silent)
 
 
-def test_streaming_holds_out_the_same_rows_every_time(make_config: MakeConfig) -> None:
-    config = make_config("data.streaming=true", "data.held_out=0.3", "data.shuffle_rows=4")
-    first, second = open_corpus(config, silent), open_corpus(config, silent)
-    assert len(first.held_out) == config.eval.rows
-    assert np.array_equal(first.held_out, second.held_out)
-    assert np.array_equal(first.rows.next_rows(5), second.rows.next_rows(5))
-
-
 # ---- The tokenizer: which one a run takes, and one trained on the corpus --------------------------------------------
 
 
@@ -252,18 +244,6 @@ def test_tokens_may_come_without_a_tokenizer_and_text_may_not(make_config: MakeC
     assert make_tokenizer(make_config(*BINARY)) is None
     with pytest.raises(ValueError, match=r"no tokenizer: set tokenizer\.vocab_size .* or tokenizer\.name"):
         make_tokenizer(make_config("tokenizer.vocab_size=0"))
-
-
-def test_every_byte_is_a_token_and_merges_fill_the_vocabulary(make_config: MakeConfig) -> None:
-    trained = make_tokenizer(make_config("tokenizer.vocab_size=280"))
-    assert trained is not None
-    assert len(trained) == 280
-    assert {trained.bos_token_id, trained.eos_token_id, trained.pad_token_id} == {0}
-    # No byte of this text is in the corpus, so each is a token of its own: 2 + 3 + 4 bytes and the end.
-    (ids,) = encode(trained, ["\u00e9\u4e2d\U0001f600"])
-    assert len(ids) == 2 + 3 + 4 + 1
-    assert len(encode(trained, ["alpha beta"])[0]) < len("alpha beta") + 1  # merged by frequency
-    assert encode(trained, [""]) == [[trained.eos_token_id]]
 
 
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:

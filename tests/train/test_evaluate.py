@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from torch.multiprocessing import ProcessRaisedException
 
 from overcoat import cli
 from overcoat.train import evaluate
@@ -22,7 +21,6 @@ from tests.processes import on_two
 from tests.train.runs import MakeConfig, losses, text_of
 
 CHOICE = "output_type: multiple_choice\ndoc_to_choice: choices"
-WRITE = "output_type: generate_until\ngeneration_kwargs:\n  until: ['.']\n  max_gen_toks: 3"
 ROWS = [{"question": f"{a} {b}", "choices": [a, b, "import"], "label": 2} for a, b in itertools.pairwise(WORDS)]
 
 
@@ -72,14 +70,6 @@ def test_two_processes_find_what_one_finds(make_config: MakeConfig, tmp_path: Pa
     on_two(_run, "cpu", two)
     assert figures(tmp_path / "two") == figures(tmp_path / "one")
     assert list(figures(tmp_path / "two")) == [3]
-
-
-def test_several_processes_do_not_write_text(make_config: MakeConfig, tmp_path: Path) -> None:
-    task = write_task(tmp_path, "wordy", [{"question": "the", "label": "cat"}], WRITE, "exact_match")
-    config = make_config(f"eval.tasks={task}", f"data.cache_dir={tmp_path / 'data'}")
-    with pytest.raises(ProcessRaisedException, match=r"eval\.tasks: .*wordy\.yaml generate text"):
-        on_two(_run, "cpu", config)
-    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_fewer_rows_where_memory_runs_out(

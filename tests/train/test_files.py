@@ -21,14 +21,6 @@ def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_manifest_describes_every_file(tmp_path: Path) -> None:
-    write_directory(tmp_path / "x", fill, {"step": 3})
-    manifest = verify_directory(tmp_path / "x")
-    assert manifest["step"] == 3
-    assert set(manifest["files"]) == {"a.bin", "deep/b.txt"}
-    assert visible(tmp_path) == ["x"]
-
-
 @pytest.mark.parametrize("fails_at", range(6))
 def test_failing_at_any_sync_leaves_old_or_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
     """An existing directory survives an interruption at every step of its replacement."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import sysconfig
 import zlib
 from collections.abc import Iterator
 from itertools import pairwise
@@ -207,3 +208,19 @@ def test_a_file_named_twice_is_found_once_and_folders_are_not_files(tmp_path: Pa
     assert find_files(patterns) == [(tmp_path / "deep.txt/a.txt").resolve()]
     with pytest.raises(ValueError, match=r"nothing found for '.*deep\.txt' \(looked from "):
         find_files([str(tmp_path / "deep.txt")])
+
+
+def test_stdlib_is_found_without_tests_and_packages() -> None:
+    root = Path(sysconfig.get_paths()["stdlib"]).resolve()
+    files = find_files(["stdlib"])
+    assert root / "json" / "decoder.py" in files
+    assert not [
+        path for path in files if {"test", "tests", "site-packages", "encodings"} & set(path.relative_to(root).parts)
+    ]
+    assert len(files) == len(set(files)) > 300
+
+
+def test_site_packages_are_found() -> None:
+    import torch
+
+    assert Path(torch.__file__).resolve() in find_files(["site-packages"])
