@@ -7,6 +7,7 @@ import gc
 import importlib
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -31,6 +32,19 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextlib.contextmanager
+def drawing(path: Path, extra: str, purpose: str, width: float, height: float) -> Iterator[Any]:
+    """The axes of an image (inches), which is written at the end; ValueError: matplotlib is not installed."""
+    load_extra("matplotlib", extra, purpose).use("Agg")
+    pyplot = load_extra("matplotlib.pyplot", extra, purpose)
+    figure, axes = pyplot.subplots(figsize=(width, height), dpi=120)
+    yield axes
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
 
 
 def reason(error: BaseException) -> str:

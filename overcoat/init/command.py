@@ -21,7 +21,7 @@ import torch
 from overcoat.estimate.command import memory_size, positive
 from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.train.config import require
-from overcoat.train.configfile import all_keys, build_config
+from overcoat.train.configfile import all_keys, build_config, tomllib
 from overcoat.train.fit import choose_fit
 from overcoat.train.sources import NOT_TEXT, ROWS, find_files, read_rows
 
@@ -70,8 +70,9 @@ def run(parsed: argparse.Namespace) -> int:
         memory = memory_size(answer) if answer else None
     values = {**_model(parsed), **_data(parsed.data), "data.sequence_length": parsed.seq, **_training(parsed)}
     values, chosen = _fitted(values, parsed, memory)
-    build_config(_nested(values), [])  # before it is written
-    target.write_text(_written(target, values, chosen), encoding="utf-8")
+    text = _written(target, values, chosen)
+    build_config(tomllib.loads(text), [])  # before it is written
+    target.write_text(text, encoding="utf-8")
     print(f"{target}: {chosen}\novercoat train {target}")
     return 0
 
@@ -162,7 +163,8 @@ def _fitted(values: dict[str, Any], parsed: argparse.Namespace, memory: int | No
     model = load_model_config(values.get("model.name", parsed.model))
     for way in LEANER:
         auto = {"train.batch_size": "auto", "train.global_batch_size": parsed.rows}
-        fit = choose_fit(build_config(_nested({**values, **way, **auto}), []), model, memory)
+        text = _written(Path(parsed.config), {**values, **way, **auto}, "")
+        fit = choose_fit(build_config(tomllib.loads(text), []), model, memory)
         if fit is not None:
             recipe = "leanest" if fit.block_checkpoints else "default"
             chosen = f"{fit.micro_batch} of {parsed.rows} rows fit {memory / GIBI:.1f} GiB at once, recipe {recipe}"
@@ -176,17 +178,6 @@ def _fitted(values: dict[str, Any], parsed: argparse.Namespace, memory: int | No
 
 def _rows(many: int, at_once: int) -> dict[str, Any]:
     return {"train.batch_size": at_once, "train.accumulation": many // at_once}
-
-
-def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for key, value in values.items():
-        *path, last = key.split(".")
-        table = nested
-        for part in path:
-            table = table.setdefault(part, {})
-        table[last] = value
-    return nested
 
 
 def _written(target: Path, values: dict[str, Any], chosen: str) -> str:

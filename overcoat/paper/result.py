@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from overcoat.bench.output import Column, Metric, bar_chart, heading, line
 from overcoat.bench.rows import Row
-from overcoat.extras import load_extra
+from overcoat.extras import drawing
 
 Options = argparse.Namespace
 
@@ -64,15 +64,9 @@ def plot(result: Result, path: Path) -> None:
         rows = [{**row, "group": result.title} for row in result.rows]
         bar_chart(path, result.title, rows, [Metric(key, (key,), digits=2) for key in numbers])
         return
-    load_extra("matplotlib", "bench", "--plot").use("Agg")
-    pyplot = load_extra("matplotlib.pyplot", "bench", "--plot")
-    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
-    for name, points in result.curves.items():
-        axes.plot([*points], [*points.values()], marker=".", linewidth=1, label=name)
-    axes.set(title=result.title, xlabel=result.labels[0], ylabel=result.labels[1])
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+    with drawing(path, "bench", "--plot", 8, 5) as axes:
+        for name, points in result.curves.items():
+            axes.plot([*points], [*points.values()], marker=".", linewidth=1, label=name)
+        axes.set(title=result.title, xlabel=result.labels[0], ylabel=result.labels[1])
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)

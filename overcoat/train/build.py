@@ -24,7 +24,7 @@ from overcoat.train.process import choose_device, memory_of
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
-MANY_LAYERS = 1000  # take a second to make, even on the meta device
+MOST_LAYERS = 1000  # take a second to make, even on the meta device
 
 
 def check_config(config: Config) -> None:
@@ -200,27 +200,20 @@ def check_builds(model: ModelConfig, device: torch.device) -> None:
         ids = [value for key, value in values.items() if key.endswith("_token_id") and isinstance(value, int)]
         values["vocab_size"] = max([2, *ids]) + 1
 
-    def weight_bytes(**depth: int) -> int:
-        try:
-            with torch.device("meta"):
-                made = transformers.AutoModelForCausalLM.from_config(
-                    transformers.AutoConfig.for_model(model_type, **values | depth), **_settings(model)
-                )
-        except Exception as error:  # of any kind: from a check of transformers, or from PyTorch when layers are made
-            why = " ".join(str(error).split())
-            raise ValueError(f"[model.config] and model.attention make no {model_type} model: {why}") from error
-        return sum(parameter.nbytes for parameter in made.parameters())
-
     aliases = getattr(type(transformers.AutoConfig.for_model(model_type)), "attribute_map", {})
     key = aliases.get("num_hidden_layers", "num_hidden_layers")
-    depth, known, needed = values.get(key), memory_of(device), 0
+    depth, known = values.get(key), memory_of(device)
     if isinstance(depth, int):
         require(depth >= 1, f"model.config.{key} = {depth}: a model has at least one layer")
-        if depth > MANY_LAYERS:
-            one, two = (weight_bytes(**{key: layers}) for layers in (1, 2))
-            needed = one + (two - one) * (depth - 1)
-    if needed <= known:
-        needed = weight_bytes()
+        require(depth <= MOST_LAYERS, f"model.config.{key} = {depth}: at most {MOST_LAYERS} layers can be trained")
+    try:
+        with torch.device("meta"):
+            config = transformers.AutoConfig.for_model(model_type, **values)
+            made = transformers.AutoModelForCausalLM.from_config(config, **_settings(model))
+    except Exception as error:  # of any kind: from a check of transformers, or from PyTorch when layers are made
+        why = " ".join(str(error).split())
+        raise ValueError(f"[model.config] and model.attention make no {model_type} model: {why}") from error
+    needed = sum(parameter.nbytes for parameter in made.parameters())
     require(
         needed <= known,
         f"[model.config] makes a model whose weights alone take {needed / 2**30:.1f} GiB, and train.device has "

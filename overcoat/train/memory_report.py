@@ -18,7 +18,7 @@ from typing import Any
 
 from overcoat.estimate.phases import LOSS, Phase, kind_of, measure_step
 from overcoat.estimate.predict import Prediction, Predictor
-from overcoat.extras import load_extra
+from overcoat.extras import drawing
 from overcoat.memory import optimizer_bytes
 from overcoat.optim.sharding import shard_bytes
 from overcoat.train import process
@@ -139,28 +139,23 @@ def write_table(figures: Figures) -> str:
 def draw_timeline(predicted: list[Phase], measured: list[Phase], path: Path) -> None:
     """Bytes over the phases of the step: measured as bars, dark what a phase leaves and light its peak, predicted as
     lines. ValueError: matplotlib is not installed."""
-    load_extra("matplotlib", "hf", "memory.report = true").use("Agg")
-    pyplot = load_extra("matplotlib.pyplot", "hf", "memory.report = true")
     unit, size = ("GiB", 2**30) if max(phase.peak for phase in measured) >= 2**30 else ("MiB", 2**20)
-    figure, axes = pyplot.subplots(figsize=(10, 4.5), dpi=120)
-    for kind, color in COLORS.items():
-        places = [place for place, phase in enumerate(measured) if kind_of(phase.label) == kind]
-        ends = [measured[place].end / size for place in places]
-        tops = [(measured[place].peak - measured[place].end) / size for place in places]
-        axes.bar(places, ends, 1.0, color=color, alpha=0.65, label=f"{kind}, measured")
-        axes.bar(places, tops, 1.0, bottom=ends, color=color, alpha=0.3)
-    edges = [place - 0.5 for place in range(len(predicted) + 1)]
-    for name, style in (("peak", "-"), ("end", ":")):
-        values = [getattr(phase, name) / size for phase in predicted]
-        axes.stairs(values, edges, color="black", linestyle=style, baseline=None, label=f"{name}, predicted")
-    # Labels for every phase outside the blocks, and for the first and the last block each way.
-    others = {place for place, phase in enumerate(measured) if not phase.label.startswith("block")}
-    shown = [place for place in range(len(measured)) if others & {place - 1, place, place + 1}]
-    axes.set_xticks(shown, [measured[place].label for place in shown], rotation=30, ha="right", fontsize=7)
-    axes.set_ylabel(f"{unit} allocated: at a phase's peak (light) and end")
-    axes.set_xlim(-0.5, max(len(measured), len(predicted)) - 0.5)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=7, loc="lower center", ncols=3)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    with drawing(path, "hf", "memory.report = true", 10, 4.5) as axes:
+        for kind, color in COLORS.items():
+            places = [place for place, phase in enumerate(measured) if kind_of(phase.label) == kind]
+            ends = [measured[place].end / size for place in places]
+            tops = [(measured[place].peak - measured[place].end) / size for place in places]
+            axes.bar(places, ends, 1.0, color=color, alpha=0.65, label=f"{kind}, measured")
+            axes.bar(places, tops, 1.0, bottom=ends, color=color, alpha=0.3)
+        edges = [place - 0.5 for place in range(len(predicted) + 1)]
+        for name, style in (("peak", "-"), ("end", ":")):
+            values = [getattr(phase, name) / size for phase in predicted]
+            axes.stairs(values, edges, color="black", linestyle=style, baseline=None, label=f"{name}, predicted")
+        # Labels for every phase outside the blocks, and for the first and the last block each way.
+        others = {place for place, phase in enumerate(measured) if not phase.label.startswith("block")}
+        shown = [place for place in range(len(measured)) if others & {place - 1, place, place + 1}]
+        axes.set_xticks(shown, [measured[place].label for place in shown], rotation=30, ha="right", fontsize=7)
+        axes.set_ylabel(f"{unit} allocated: at a phase's peak (light) and end")
+        axes.set_xlim(-0.5, max(len(measured), len(predicted)) - 0.5)
+        axes.grid(axis="y", alpha=0.3)
+        axes.legend(fontsize=7, loc="lower center", ncols=3)

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from overcoat.extras import load_extra
+from overcoat.extras import drawing
 from overcoat.train.metrics import PLAIN, read_metrics
 from overcoat.train.run import RunResult
 
@@ -93,24 +93,19 @@ def _table(results: list[RunResult]) -> Table:
 
 def plot_losses(results: list[RunResult], path: Path) -> None:
     """Training loss (running mean over a fiftieth of the steps) and held-out loss over tokens, one colour per run."""
-    load_extra("matplotlib", "hf", "the loss plot").use("Agg")
-    pyplot = load_extra("matplotlib.pyplot", "hf", "the loss plot")
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), dpi=120)
-    for result, color, marker in zip(results, ("tab:blue", "tab:orange"), "ox", strict=False):
-        metrics = read_metrics(Path(result.metrics))
-        (steps, losses), held_out = (
-            ([step * result.num_tokens / result.steps / 1e6 for step in rows], [row["loss"] for row in rows.values()])
-            for rows in (metrics["train"], metrics["eval"])
-        )
-        width = max(1, result.steps // 50)
-        means = [statistics.fmean(losses[max(0, end - width) : end]) for end in range(1, len(losses) + 1)]
-        axes.plot(steps, means, color=color, label=f"{result.title}, training", alpha=0.7)
-        label = f"{result.title}, held out {result.held_out_loss:.4f}"
-        axes.plot(*held_out, color=color, linestyle="", marker=marker, label=label)
-    axes.set_xlabel("million tokens")
-    axes.set_ylabel("loss per token (nats)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    with drawing(path, "hf", "the loss plot", 7, 4.5) as axes:
+        for result, color, marker in zip(results, ("tab:blue", "tab:orange"), "ox", strict=False):
+            metrics = read_metrics(Path(result.metrics))
+            unit = result.num_tokens / result.steps / 1e6
+            (steps, losses), held_out = (
+                ([step * unit for step in rows], [row["loss"] for row in rows.values()])
+                for rows in (metrics["train"], metrics["eval"])
+            )
+            width = max(1, result.steps // 50)
+            means = [statistics.fmean(losses[max(0, end - width) : end]) for end in range(1, len(losses) + 1)]
+            axes.plot(steps, means, color=color, label=f"{result.title}, training", alpha=0.7)
+            label = f"{result.title}, held out {result.held_out_loss:.4f}"
+            axes.plot(*held_out, color=color, linestyle="", marker=marker, label=label)
+        axes.set(xlabel="million tokens", ylabel="loss per token (nats)")
+        axes.grid(alpha=0.3)
+        axes.legend()
