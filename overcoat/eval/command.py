@@ -203,6 +203,8 @@ class Target(NamedTuple):
 
 def find_target(name: str) -> Target:
     """Where the weights are. ValueError: it is a folder without a model, or damaged."""
+    if not name.strip():
+        raise ValueError("a TARGET is empty: give a run, a checkpoint, a folder or a Hugging Face name")
     folder = Path(name)
     if not folder.exists():
         if name.startswith((".", "/", "~")) or name.count("/") > 1:

@@ -23,7 +23,7 @@ from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.train.config import require
 from overcoat.train.configfile import all_keys, build_config, tomllib
 from overcoat.train.fit import choose_fit
-from overcoat.train.sources import NOT_TEXT, ROWS, find_files, read_rows
+from overcoat.train.sources import NOT_TEXT, ROWS, find_files, read_documents, read_rows
 
 GIBI = 2**30
 ASKED = {"model": "Model (a Hugging Face name, a folder, or a built-in shape)", "data": "Data (files or a dataset)"}
@@ -127,7 +127,12 @@ def _data(names: list[str]) -> dict[str, Any]:
     ):
         return {"data.dataset": names[0]}
     found: dict[str, Any] = {"data.files": names}
-    first = find_files(names)[0]
+    files = find_files(names)
+    empty = [str(path) for path in files if not path.stat().st_size]
+    require(not empty, f"{', '.join(empty[:3])}: empty, no data: leave it out of --data")
+    first = files[0]
+    if first.suffix != ".bin" and not first.name.removesuffix(".gz").endswith(tuple(ROWS)):
+        next(read_documents(first, ""), "")  # an error names a file that is not text
     if first.name.removesuffix(".gz").endswith(tuple(ROWS)):
         where, row = next(iter(read_rows(first)), (str(first), {}))
         keys = set(row) if isinstance(row, dict) else set()
@@ -167,11 +172,11 @@ def _fitted(values: dict[str, Any], parsed: argparse.Namespace, memory: int | No
         fit = choose_fit(build_config(tomllib.loads(text), []), model, memory)
         if fit is not None:
             recipe = "leanest" if fit.block_checkpoints else "default"
-            chosen = f"{fit.micro_batch} of {parsed.rows} rows fit {memory / GIBI:.1f} GiB at once, recipe {recipe}"
+            chosen = f"{fit.micro_batch} of {parsed.rows} rows fit {memory / GIBI:.3g} GiB at once, recipe {recipe}"
             chosen += ", moments in host memory" if way else ""
             return {**values, **way, "recipe.name": recipe, **_rows(parsed.rows, fit.micro_batch)}, chosen
     raise ValueError(
-        f"not one row of {parsed.seq} tokens of {parsed.model} fits {memory / GIBI:.1f} GiB, with block checkpoints or "
+        f"not one row of {parsed.seq} tokens of {parsed.model} fits {memory / GIBI:.3g} GiB, with block checkpoints or "
         "moments in host memory: shorten --seq, take a smaller model, or several GPUs (overcoat estimate --gpus)"
     )
 

@@ -41,6 +41,8 @@ class Run:
 def read_runs(names: list[str]) -> list[Run]:
     """The runs of these directories, and the second runs ([compare]) inside them. ValueError: a directory is no run, or
     has nothing to show yet."""
+    if not all(map(str.strip, names)):
+        raise ValueError("a RUN is empty: give the directory of a run")
     folders: list[Path] = []
     for name in names:
         folders += [folder for folder in (Path(name), Path(name) / "twin") if folder == Path(name) or folder.exists()]

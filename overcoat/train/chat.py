@@ -174,6 +174,7 @@ class Encoder:
     def __init__(self, data: DataConfig, tokenizer: Any, processor: Any = None):
         self.tokenizer, self.processor, self.folder = tokenizer, processor, Path(data.images)
         self.template = training_template(processor or tokenizer) if data.format == "messages" else None
+        self.marks = tokenizer.convert_ids_to_tokens(processor.image_token_ids) if processor else []
 
     def __call__(self, example: dict[str, Any], where: str) -> tuple[np.ndarray, int]:
         """Its tokens, uint32, and how many of the first ones it takes to have a label. ValueError: the template refuses
@@ -200,6 +201,8 @@ class Encoder:
         """Each image's own tokens are among them, as many as its size asks for."""
         messages = copy.deepcopy(example["messages"])
         for part in (part for message in messages for part in message.get("content") or []):
+            held = [mark for mark in self.marks if mark in part.get("text", "")]
+            require(not held, f"{where}: the text holds {', '.join(held)}, which stands for an image: correct the row")
             if part["type"] == "image":
                 part["image"] = read_image(self.folder / part["image"])
         options = {"add_special_tokens": False}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 # Keys that do not decide what is computed: they may differ on resuming.
@@ -169,6 +169,20 @@ class DataConfig:
             f"data.prompt_template = {self.prompt_template!r}: must hold {{prompt}}, where the prompt goes",
         )
 
+        pair = (self.format == "prompt-completion", "data.format = 'prompt-completion'")
+        applies = {
+            "too_long": (self.is_chat, "conversations"),
+            "messages_key": (self.format == "messages", "data.format = 'messages'"),
+            **dict.fromkeys(("prompt_key", "completion_key", "prompt_template"), pair),
+            "text_key": (not self.is_chat, "data.format = 'text'"),
+            "shuffle_rows": (self.streaming, "data.streaming"),
+            "token_dtype": (self.is_tokens, ".bin files"),
+            **dict.fromkeys(("dataset_config", "split"), (bool(self.dataset), "data.dataset")),
+        }
+        for each in (each for each in fields(self) if each.name in applies):
+            value, (is_read, what) = getattr(self, each.name), applies[each.name]
+            require(is_read or value == each.default, f"data.{each.name} = {value!r}: for {what} alone; drop it")
+
     @property
     def is_chat(self) -> bool:
         """Whether a row of the data is a conversation, of which some tokens are trained on."""
@@ -270,6 +284,9 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         require(all(map(str.strip, self.tasks)), f"eval.tasks = {self.tasks}: a name is blank; drop it")
+        for name in ("tasks_every", "tasks_limit"):
+            value = getattr(self, name)
+            require(not value or bool(self.tasks), f"eval.{name} = {value}: no eval.tasks; set them or drop it")
 
 
 @dataclass(frozen=True)
@@ -337,6 +354,11 @@ class Config:
         require(
             bool(self.model.name) or not (self.data.images or self.model.freeze),
             f"data.images = {self.data.images!r}, model.freeze = {self.model.freeze}: want a model.name to start from",
+        )
+        require(
+            not (self.data.images and self.tokenizer.vocab_size),
+            f"tokenizer.vocab_size = {self.tokenizer.vocab_size}: with data.images it is the processor's own; "
+            "leave it out",
         )
         require(
             bool(self.model.name) or not self.lora.rank,

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,10 @@ class WandB:
 
 
 class MLflow:
-    """A run of MLflow, in RUN_DIR/mlruns unless MLFLOW_TRACKING_URI says otherwise."""
+    """A run of MLflow, in RUN_DIR/mlruns unless MLFLOW_TRACKING_URI says otherwise.
+
+    A thread sends the figures: training would wait for a slow server, and 4 minutes for one that is away.
+    """
 
     def __init__(self, config: Config, title: str, first_step: int) -> None:
         mlflow = load_extra("mlflow", "loggers", "train.loggers = mlflow")
@@ -71,7 +75,9 @@ class MLflow:
         if not place:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             place = (Path(config.train.run_dir) / "mlruns").resolve().as_uri()
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # 14 s; of 7, the last one waits 2 minutes
         self.metric = mlflow.entities.Metric
+        self.sender, self.sent = ThreadPoolExecutor(1), list[Future[Any]]()
         self.client, known = mlflow.MlflowClient(tracking_uri=place), _known(config)
         self.run_id = known.get("mlflow", "")
         if not self.run_id:
@@ -88,9 +94,14 @@ class MLflow:
 
     def write(self, figures: dict[str, float], step: int) -> None:
         now = int(1000 * time.time())
-        self.client.log_batch(self.run_id, [self.metric(name, value, now, step) for name, value in figures.items()])
+        metrics = [self.metric(name, value, now, step) for name, value in figures.items()]
+        while self.sent and self.sent[0].done():
+            self.sent.pop(0).result()
+        self.sent.append(self.sender.submit(self.client.log_batch, self.run_id, metrics))
 
     def close(self, is_done: bool) -> None:
+        for each in self.sent:
+            each.result()
         self.client.set_terminated(self.run_id, "FINISHED" if is_done else "KILLED")
 
 

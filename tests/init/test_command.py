@@ -25,6 +25,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     (tmp_path / "odd.jsonl").write_text('{"body": "x"}')
+    (tmp_path / "empty.md").touch()
+    (tmp_path / "latin.md").write_bytes(b"caf\xe9")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -32,7 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_it_writes_trains_as_it_stands(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "init new.toml --model shape --from-scratch --data *.txt --seq 16 --rows 4 --steps 3 --gpu-memory 8GB"
     assert cli.main(words.split()) == 0
-    assert "4 of 4 rows fit 7.5 GiB at once, recipe default" in capsys.readouterr().out
+    assert "4 of 4 rows fit 7.45 GiB at once, recipe default" in capsys.readouterr().out
     config = load_config("new.toml")
     assert (config.train.batch_size, config.train.accumulation, config.train.steps) == (4, 1, 3)
     assert config.model.config["hidden_size"] == 128
@@ -64,7 +66,10 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
         ("--data 0.txt", "--model is missing, and there is no terminal to ask on"),
         ("--model shape", "--data is missing, and there is no terminal to ask on"),
         ("--model coat-1b --data 0.txt", "--model coat-1b has no weights to start from: --from-scratch"),
-        ("--model shape --data 0.txt --gpu-memory 1GB", "not one row of 1024 tokens of shape fits 0.9 GiB"),
+        ("--model shape --data 0.txt --gpu-memory 1GB", "not one row of 1024 tokens of shape fits 0.931 GiB"),
+        ("--model shape --data 0.txt --gpu-memory 1MB", "fits 0.000931 GiB"),
+        ("--model shape --data empty.md", "empty.md: empty, no data"),
+        ("--model shape --data latin.md", "latin.md is not UTF-8 text"),
         ("--model shape --data 0.txt --rows 2000000", "2048000000 tokens: must be at most"),
         ("--model shape --data odd.jsonl", "its fields are body; wanted are text, messages"),
         ("--model shape --data none.txt", "nothing found for 'none.txt'"),

@@ -120,6 +120,8 @@ def test_what_is_no_run_is_one_line(
     make: Callable[[Path], object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path)
+    assert cli.main(["report", ""]) == 2
+    assert "a RUN is empty" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "out.html")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out.html").exists()

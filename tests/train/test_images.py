@@ -259,6 +259,10 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         ({"images": ["1.png"], "messages": chats(3)[2]["messages"]}, r"chats\.jsonl:3: .*more image parts than images"),
         ({"images": ["1.png"] * 3, "messages": chats(3)[2]["messages"]}, r"chats\.jsonl:3: .*1 images more than"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}, TURNS[1]]}, r"chats\.jsonl:3: .*'video'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "an <image> "}]}, TURNS[1]]},
+            r"chats\.jsonl:3: the text holds <image>, which stands for an image",
+        ),
     ],
 )
 def test_images_that_are_not_there_are_named(row: Any, why: str, vision_config: Any, tmp_path: Path) -> None:

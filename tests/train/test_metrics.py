@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +201,30 @@ def test_mlflow_has_the_figures_and_one_run(make_config: MakeConfig, console: Co
     assert [(each.step, each.value) for each in history] == [(1, 9.0), (2, 8.0), (3, 7.0)]
     assert run.data.params["optimizer.lr"] == "0.003"
     assert run.info.status == "KILLED"  # before train.steps
+
+
+def test_training_does_not_wait_for_mlflow(
+    make_config: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow, gate, sent = pytest.importorskip("mlflow"), threading.Event(), []
+
+    def log_batch(self: object, run: str, metrics: list[Any]) -> None:
+        assert gate.wait(20)
+        sent.append(metrics[0].step)
+        if len(sent) == 3:
+            raise RuntimeError("no route to host")
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", log_batch)
+    config = make_config("train.loggers=mlflow")
+    Path(config.train.run_dir).mkdir()
+    log = RunLog(config, console, "run", 0, CPU)
+    for step in (1, 2, 3):
+        log.write(row(step, loss=1.0))
+    assert sent == []
+    gate.set()
+    log.close()
+    assert sent == [1, 2, 3]
+    assert "mlflow gets no more figures of this run (no route to host)" in text_of(console)
 
 
 def test_wandb_writes_offline(
