@@ -1,7 +1,12 @@
-"""Tables and loss curves of recorded training runs, compared with the baseline of the same seed and tokens."""
+"""Tables and loss curves of recorded training runs, compared with the baseline of the same seed and tokens.
+
+python -m benchmarks.report benchmarks/results/paper.jsonl table3 curves.png      of `overcoat paper table3 --json`
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -126,3 +131,20 @@ def report(rows: list[Row], figures: Path) -> None:
     for runs in comparable(rows):
         print(table(runs))
         draw(runs, figures / f"training-{runs[0]['num_tokens'] / 1e6:.0f}m.png")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Draw the curves of an exhibit's rows that `overcoat paper` has written."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("exhibit")
+    parser.add_argument("figure", type=Path)
+    arguments = parser.parse_args(argv)
+    rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
+    runs = [{**row, "run": row["arm"]} for row in rows if row["exhibit"] == arguments.exhibit and "seed" in row]
+    longest = max(row["steps"] for row in runs)
+    draw([row for row in runs if row["steps"] == longest and "train_losses" in row], arguments.figure)
+
+
+if __name__ == "__main__":
+    main()

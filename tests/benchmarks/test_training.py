@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.report import gaps, noise, table
+from benchmarks.report import main as report_main
 from benchmarks.training import main
 from overcoat.paper.arms import ARMS
 from overcoat.train.configfile import build_config, dump_toml, load_config
@@ -70,3 +71,15 @@ def test_gaps_pair_runs_of_one_seed() -> None:
     text = table(rows)
     assert "| default | 0 | 3.0040 | +0.0040 | 100,000 | 1.00 |" in text
     assert "Mean gap of default over 2 seeds: -0.0030 +- 0.0070" in text
+
+
+def test_curves_of_an_exhibit(tmp_path: Path) -> None:
+    """The longest runs of it; rows without curves, or of another exhibit, are left out."""
+    curves = {"train_losses": {"1": 3.0, "10": 2.0}, "held_out_losses": {"5": 2.5, "10": 2.0}}
+    runs = [
+        row_of("", seed, 2.0, arm=arm, exhibit="table3", **curves) for arm in ("bf16", "default") for seed in (0, 1)
+    ]
+    others = [row_of("", 0, 2.0, exhibit="table4"), row_of("", 2, 2.0, arm="bf16", exhibit="table3")]
+    (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in [*runs, *others]))
+    report_main([str(tmp_path / "rows"), "table3", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.png").stat().st_size > 0
