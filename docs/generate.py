@@ -99,8 +99,7 @@ def tested_versions() -> str:
 
 def encoders() -> str:
     """A list of encoders' layers with what they keep, and one of vision-language models."""
-    from overcoat.models.family import families
-    from overcoat.models.whole import VISION_LANGUAGE
+    from overcoat.models.family import VISION_LANGUAGE, families
 
     layers = ", ".join(f"`{family.layer}` ({kept(family)})" for family in families() if family.encoder)
     models = ", ".join(f"`{whole.name}`" for whole in VISION_LANGUAGE)

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from overcoat.block.offload import transfers
 from overcoat.estimate.meter import Meter, aligned
-from overcoat.models.family import decoder_layers
+from overcoat.models.family import decoder_layers, whole_of
 from overcoat.models.head import find_causal_model
-from overcoat.models.whole import whole_of
 from overcoat.optim.sharding import local
 
 EMBEDDING, NORM, LOSS = "embedding", "final norm", "loss"

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 import overcoat
-from overcoat.extras import load_extra, reason
-from overcoat.models.pretrained import load_pretrained
+from overcoat.extras import load_extra, load_pretrained, reason
 from overcoat.train.build import load_model
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import DataConfig, require

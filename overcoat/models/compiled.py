@@ -28,9 +28,8 @@ import torch
 from torch import nn
 
 from overcoat.models.decoder import Fp8DecoderLayer
-from overcoat.models.family import decoder_layers
+from overcoat.models.family import decoder_layers, whole_of
 from overcoat.models.head import find_causal_model
-from overcoat.models.whole import whole_of
 
 
 def compile_layers(model: nn.Module, graphs: bool) -> None:

@@ -18,12 +18,11 @@ from overcoat.block.attention import Attention
 from overcoat.block.offload import choose_blocks
 from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
 from overcoat.models.decoder import Fp8DecoderLayer
-from overcoat.models.family import Family, decoder_layers, families, family_of, mixed, original_class
+from overcoat.models.family import Family, decoder_layers, families, family_of, mixed, original_class, whole_of
 from overcoat.models.head import find_causal_model, install_head, remove_head, why_head_unsupported
 from overcoat.models.lora import active_adapters
 from overcoat.models.refusals import why_unsupported
 from overcoat.models.report import LayerReport, Report
-from overcoat.models.whole import whole_of
 from overcoat.recipe import Recipe
 
 FilterFn = Callable[[nn.Module, str], bool]

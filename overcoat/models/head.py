@@ -1,7 +1,7 @@
 """The end of a converted model: `model(input_ids, labels=...)` computes its loss without ever holding the logits.
 
 The models end alike: final norm, `lm_head` (a linear layer without bias, perhaps tied to the embedding),
-`ForCausalLMLoss` on shifted labels; where these lie says whole.py. The model, its lm_head and its final norm get
+`ForCausalLMLoss` on shifted labels; where these lie says family.py. The model, its lm_head and its final norm get
 subclasses of their own classes, as the layers do (convert.py), with the same parameters and names:
 
     LossHead         lm_head(hidden) gives logits as ever; where it was told the labels, their loss, in chunks
@@ -32,11 +32,21 @@ from torch import Tensor, nn
 
 from overcoat.block.loss import final_norm, linear_cross_entropy
 from overcoat.models.causal import causal_mask
-from overcoat.models.family import Family, Mixin, class_name, families, family_of, mixed, original_class
+from overcoat.models.family import (
+    Family,
+    Mixin,
+    Whole,
+    class_name,
+    families,
+    family_of,
+    mixed,
+    original_class,
+    whole_of,
+    wholes,
+)
 from overcoat.models.images import without_waiting
 from overcoat.models.output import without_logits
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
-from overcoat.models.whole import Whole, whole_of, wholes
 from overcoat.recipe import Recipe
 
 

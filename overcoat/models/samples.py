@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from overcoat.extras import load_extra
-from overcoat.models.whole import whole_of
+from overcoat.models.family import whole_of
 
 # Pixels a side of an image, where the model takes any.
 SIDE = 1024

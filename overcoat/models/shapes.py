@@ -13,8 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from overcoat.extras import load_extra
-from overcoat.models.pretrained import load_pretrained
+from overcoat.extras import load_extra, load_pretrained
 from overcoat.models.samples import sees
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from overcoat.estimate.predict import Prediction, Predictor
-from overcoat.extras import reason
-from overcoat.models.pretrained import load_pretrained
+from overcoat.extras import load_pretrained, reason
 from overcoat.train.build import loss_for_estimates
 from overcoat.train.checkpoint import checkpoint_dir, list_checkpoints
 from overcoat.train.config import Config

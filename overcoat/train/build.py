@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import overcoat
 from overcoat.estimate.dry_run import META, LossOf
-from overcoat.extras import load_extra, reason
+from overcoat.extras import load_extra, load_pretrained, reason
 from overcoat.models.head import LeanLossModel
-from overcoat.models.pretrained import load_pretrained
 from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, require
 from overcoat.train.data import Batch
 from overcoat.train.process import choose_device, memory_of

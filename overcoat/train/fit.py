@@ -1,10 +1,9 @@
 """How many rows pass at once, and whether converted blocks keep only their inputs: what may change in a running run
 without changing what it learns; and `train.batch_size = "auto"`, which chooses it.
 
-A step always takes `train.rows_per_step` rows, several processes as many each, in equal micro-batches, of a divisor of
-their number. Another fit changes
-neither the rows of a step nor the weight of a label: other micro-batches are other tensors to find an FP8 scale for,
-and add their gradients in another order; block checkpoints round each block's input to 8 bits (`Recipe.checkpoint`).
+A step always takes `train.rows_per_step` rows, several processes as many each, in equal micro-batches. Another fit
+changes neither the rows of a step nor the weight of a label: other micro-batches are other tensors to find an FP8 scale
+for, and add their gradients in another order; block checkpoints round each block's input to 8 bits.
 
     planned = (1 - SAFETY) x what is free, or what PyTorch may take, or train.memory_limit_gib, the least of them
     chosen  = the largest divisor of train.global_batch_size whose `Prediction.total_bytes` are at most that
@@ -99,12 +98,7 @@ class Training(NamedTuple):
 
 def training(config: Config, memory: int | None = None) -> Training:
     """Model, batch and setup of a training configuration, for an estimate; of one row if `train.batch_size = "auto"`
-    finds nothing that fits.
-
-    Args:
-        memory: bytes of the GPU that "auto" plans with, at most `train.memory_limit_gib`; None: that, or this
-            machine's GPU.
-    """
+    finds nothing that fits into `memory` bytes (None: `train.memory_limit_gib`, or this machine's GPU)."""
     require(
         not config.not_estimated, f"{config.not_estimated}: set it aside; overcoat estimate --model NAME sees images"
     )
@@ -185,12 +179,8 @@ def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fi
 
 
 def choose_fit(config: Config, model: Any, memory: int) -> Fit | None:
-    """The largest micro-batch of a step's rows that fits, with the recipe as configured; with block checkpoints where
-    not a single row fits without them and `train.on_oom` allows them; None if that does not fit either.
-
-    Args:
-        model: transformers configuration.
-        memory: bytes of the GPU, the CUDA context's included. SAFETY comes off, but for the leanest of all.
+    """The largest micro-batch of a step's rows that fits into `memory` bytes, less SAFETY but for the leanest of all;
+    with block checkpoints where not a single row fits without them and `train.on_oom` allows them; None: nothing fits.
     """
     predictor = Predictor(model, loss_for_estimates(config.data.masks_documents))
 

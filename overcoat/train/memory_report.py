@@ -69,12 +69,8 @@ def _measured(train_step: Step, say: Callable[[str], None], state: TrainState, c
 
 
 def write_report(state: TrainState, config: Config, phases: list[Phase], gradients: int) -> str:
-    """The three files; returns what there is to say.
-
-    Args:
-        phases: as measured.
-        gradients: bytes of them when the backward had ended.
-    """
+    """The three files, of phases as measured and the bytes of gradients when the backward had ended; returns what there
+    is to say."""
     setup, is_gpu = training_setup(config, state.fit), state.device.type == "cuda"
     if not is_gpu:
         setup = replace(setup, offload=False)  # the states are in the memory that is counted

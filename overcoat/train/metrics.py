@@ -238,12 +238,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class HostWatch:
-    """Whether the GPU waits for the host: counts the log intervals at whose ends the GPU had nothing left to do.
-
-    The host queues the kernels of a whole interval before it asks for the losses. Where the GPU is the slower one, the
-    answer takes a good part of a step; where the host is, it is there. A block takes the host 3 ms and more however
-    small it is, as CUDA graphs 1 to 2 (docs/research/kernels.md). A run says so once, if nothing speaks against graphs.
-    """
+    """Whether the GPU waits for the host, which queues the kernels of a log interval before it asks for the losses: the
+    answer takes a good part of a step, or is there. A run says so once, if nothing speaks against graphs."""
 
     SHORT = 0.05  # waiting for less than this part of a step's time is not waiting
     INTERVALS = 3  # in a row: the first, in which kernels are compiled, may count wrongly
@@ -261,11 +257,8 @@ class HostWatch:
             self.advises = False
 
     def saw(self, steps: int, seconds: float, waited: float) -> str | None:
-        """An interval of so many steps took `seconds`, in the last `waited` of which the host waited for the GPU.
-
-        Returns:
-            the advice, at most once.
-        """
+        """The advice, at most once, after an interval of so many steps, in the last `waited` of whose `seconds` the
+        host waited for the GPU."""
         self.in_a_row = self.in_a_row + 1 if waited < self.SHORT * seconds / steps else 0
         if not self.advises or self.in_a_row < self.INTERVALS:
             return None

@@ -88,14 +88,9 @@ def free_memory(device: torch.device, config: Config) -> None:
 
 
 class Fitting:
-    """Takes steps, with what fits.
-
-    Args:
-        take_step: takes a step, or raises and leaves `TrainState.drawn` to be taken again.
-        config: of the run; fits recorded in its run directory are followed.
-        state: about to take its first step.
-        changed: told of another fit: a line for the reader, and a row for the metrics if it is new.
-    """
+    """Takes steps, with what fits: `take_step` takes one, or raises and leaves `TrainState.drawn` to be taken again.
+    Fits recorded in the run directory are followed; `changed` is told of another one: a line for the reader, and a row
+    for the metrics if it is new."""
 
     def __init__(
         self,

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from overcoat.extras import load_extra
-from overcoat.models.pretrained import load_pretrained
+from overcoat.extras import load_extra, load_pretrained
 from overcoat.train import chat
 from overcoat.train.config import Config
 from overcoat.train.sources import documents, encoded_size

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import overcoat
 from overcoat import Recipe
 from overcoat.models.compiled import begin_pass, compile_layers, graph_layers
+from overcoat.models.family import VISION_LANGUAGE
 from overcoat.models.output import NoLogits
-from overcoat.models.whole import VISION_LANGUAGE
 from tests.emulation import emulate_fp8_gemms, sqnr
 from tests.models.graphs import recorded, skipped
 
