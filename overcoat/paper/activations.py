@@ -15,8 +15,8 @@ from overcoat.formats.float8 import dequantize_blocks, dequantize_tensor, quanti
 from overcoat.formats.groups import decode_groups, encode_groups
 from overcoat.kernels.quantize import amax
 from overcoat.models.family import decoder_layers
+from overcoat.paper.arms import newest_checkpoint, tiny_run
 from overcoat.paper.result import Options, Result
-from overcoat.paper.tiny import newest_checkpoint, tiny_run
 
 # By name: x (T, H) FP32 -> what is decoded again.
 GRANULARITIES: dict[str, Callable[[Tensor], Tensor]] = {

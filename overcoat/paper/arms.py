@@ -1,17 +1,22 @@
-"""Trainings to be compared: the same model, tokens, order and seed under several recipes, by `overcoat train`."""
+"""Trainings to be compared: the same model, tokens, order and seed under several recipes, by `overcoat train`; and how
+many of a model's own answers are right, with the standard error."""
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
+import re
 import statistics
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from overcoat.bench.rows import Row
 from overcoat.memory import use_expandable_segments
@@ -38,6 +43,7 @@ ARMS = {
     "bf16-head": ["recipe.name=bf16", "recipe.head=bf16", *EXACT],
 }
 CURVE_POINTS = 200
+NUMBER = re.compile(r"answer is (-?\d+)")
 
 
 def lengthened(usual: Config, steps: int) -> list[str]:
@@ -79,3 +85,87 @@ def curve(losses: Mapping[int, float], points: int = CURVE_POINTS) -> dict[int, 
     width = math.ceil(len(steps) / points)
     parts = [steps[first : first + width] for first in range(0, len(steps), width)]
     return {part[-1]: round(statistics.fmean(losses[step] for step in part), 4) for part in parts}
+
+
+# ---- a small model, made on the spot: what `--size small` looks at in place of a real run ---------------------------
+
+# About 0.6 million parameters on a part of Python's own source: seconds on two cores.
+TINY: dict[str, Any] = {
+    "model": {"config": {
+        "model_type": "llama", "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    }},
+    "tokenizer": {"vocab_size": 512},
+    "data": {"files": ["stdlib"], "max_bytes": 300_000, "sequence_length": 128},
+    "optimizer": {"lr": 3e-3},
+    "schedule": {"warmup_steps": 5},
+    "train": {"steps": 30, "batch_size": 4},
+}  # fmt: skip
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()  # until the process ends
+
+
+@functools.cache
+def tiny_run() -> Path:
+    """The run directory of the model, trained in BF16 with FP32 moments once a process."""
+    run_dir = Path(_folder().name) / "tiny"
+    train(TINY, ["recipe.name=bf16", *EXACT], run_dir)
+    return run_dir
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    """Of a run directory, or the path itself if it is a checkpoint. ValueError: there is none."""
+    found = sorted(run_dir.glob("checkpoints/step-*")) or [run_dir]
+    if not (found[-1] / "training.pt").is_file():
+        raise ValueError(f"--checkpoint {run_dir}: no run directory or checkpoint of `overcoat train`")
+    return found[-1]
+
+
+# ---- whether a model's own answers are right -------------------------------------------------------------------------
+
+
+def completions(
+    model: Any, tokenizer: Any, prompts: Sequence[str], tokens: int, rows: int, pixels: Tensor | None = None
+) -> list[str]:
+    """What the model writes after each prompt, greedily, at most `tokens` tokens; `rows` prompts at once.
+
+    pixels: (prompts, C, height, width), the image of each.
+    """
+    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))  # little padding
+    found: dict[int, str] = {}
+    stop = tokenizer.eos_token_id
+    for first in range(0, len(order), rows):
+        places = order[first : first + rows]
+        ids = [tokenizer(prompts[place]).input_ids for place in places]
+        width = max(map(len, ids))
+        padded = torch.tensor([[stop] * (width - len(row)) + row for row in ids], device=model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=model.device)
+        with torch.no_grad():
+            seen = {} if pixels is None else {"pixel_values": pixels[places]}
+            made = model.generate(
+                padded,
+                attention_mask=mask,
+                **seen,
+                max_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=stop,
+                eos_token_id=stop,
+            )
+        texts = tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
+        found |= dict(zip(places, texts, strict=True))
+    return [found[place] for place in range(len(prompts))]
+
+
+def number_of(text: str) -> int | None:
+    """The number that a solution ends in; None: it names none."""
+    found = NUMBER.findall(text)
+    return int(found[0]) if found else None  # what comes after the first is another problem, which the model made up
+
+
+def share(right: Sequence[bool]) -> tuple[float, float]:
+    """The share of True in per cent, and its standard error."""
+    mean = sum(right) / len(right)
+    return 100 * mean, 100 * math.sqrt(mean * (1 - mean) / len(right))

@@ -22,8 +22,8 @@ from overcoat.bench.rows import Row
 from overcoat.formats import to_groups
 from overcoat.formats.expansion import EXPONENT_STEPS, FORMAT_RANGE_LOG2, exponent_of_range, smallest_positive
 from overcoat.formats.moments import MOMENT_CODES, decode_first, decode_second, encode_first, encode_second
+from overcoat.paper.arms import newest_checkpoint, tiny_run
 from overcoat.paper.result import Options, Result
-from overcoat.paper.tiny import newest_checkpoint, tiny_run
 
 GROUP_SIZE = 128
 CHUNK = 1 << 16  # groups encoded at once

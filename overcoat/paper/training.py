@@ -26,11 +26,9 @@ import torch
 from overcoat.bench.rows import Row
 from overcoat.eval.command import find_target, load_target
 from overcoat.models.shapes import MODELS
-from overcoat.paper.answers import completions, number_of, share
-from overcoat.paper.arms import ARMS, BASELINE, train
+from overcoat.paper.arms import ARMS, BASELINE, TINY, completions, number_of, share, train
 from overcoat.paper.problems import Problem, problems, write
 from overcoat.paper.result import Options, Result
-from overcoat.paper.tiny import TINY
 from overcoat.train.configfile import load_config
 from overcoat.train.evaluate import Tasks, task_names
 

@@ -16,8 +16,7 @@ import torch
 
 from overcoat.bench.rows import Row
 from overcoat.extras import load_extra
-from overcoat.paper.answers import completions, share
-from overcoat.paper.arms import ARMS, BASELINE, train
+from overcoat.paper.arms import ARMS, BASELINE, completions, share, train
 from overcoat.paper.result import Options, Result
 from overcoat.paper.scenes import COLOURS, KINDS, LETTERS, SHAPES, SIDE, Scene, render, write
 from overcoat.paper.training import STEPS_AND_LOSS, chosen, curves_of, device, folder_of, with_gaps

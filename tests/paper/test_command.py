@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from overcoat import cli
-from overcoat.paper import tiny, training
+from overcoat.paper import arms, training
 from overcoat.paper.command import EXHIBITS, lacking
 from overcoat.train.loop import RunStoppedError, UnreadableDataError
 
@@ -23,8 +23,8 @@ GPU = torch.cuda.is_available()
 def _less_text() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # small products, and other work on the machine
-    tiny.TINY["data"] = {**tiny.TINY["data"], "files": [str(Path(torch.__file__).parent / "nn" / "*.py")]}
-    tiny.TINY["train"] = {**tiny.TINY["train"], "steps": 12}
+    arms.TINY["data"] = {**arms.TINY["data"], "files": [str(Path(torch.__file__).parent / "nn" / "*.py")]}
+    arms.TINY["train"] = {**arms.TINY["train"], "steps": 12}
     yield
     torch.set_num_threads(before)
 
