@@ -63,9 +63,9 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     params = fsdp_params(model)
     if not params:
         raise ValueError(f"{type(model).__name__} is not sharded: call fully_shard before overcoat.fp8_all_gather")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.reshard()
     if (before := vars(model).pop(GATHER, None)) is not None:
         before.remove()
     report, stacks = GatherReport(), dict[tuple[str, Any, Any], list[list[ShardedWeight]]]()
@@ -90,7 +90,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     others = [
         held for param, group in params.values() if id(param) not in in_fp8 and (held := Held(param, group)).is_alone
     ]
-    vars(model)[GATHER] = gather = Gather(stacks, others)
+    vars(model)[GATHER] = gather = Gather(stacks, others, modules)
     _gathers.add(gather)
     gather.handle = model.register_forward_pre_hook(gather.before_forward, prepend=True)
     return report
@@ -102,7 +102,9 @@ class Gather:
 
     handle: Optional[RemovableHandle] = None
 
-    def __init__(self, stacks: dict[tuple[str, Any, Any], list[list[ShardedWeight]]], others: list[Held]) -> None:
+    def __init__(
+        self, stacks: dict[tuple[str, Any, Any], list[list[ShardedWeight]]], others: list[Held], modules: list[Any]
+    ) -> None:
         self.maxima, self.weights = list[Maxima](), list[ShardedWeight]()
         for (scaling, *_), of in stacks.items():
             weights = [weight for stack in of for weight in stack]
@@ -112,11 +114,17 @@ class Gather:
             elif cut := [weight for weight in weights if weight.param.padded_sharded_param_size[0] % BLOCK]:
                 self.maxima.append(CutBlocks(cut))
         self.held = [*self.weights, *others]
+        # Of a process that trains alone nothing is gathered: it would only take the host's time twice.
+        self.stay = modules if all(held.is_alone for held in self.held) else []
+        for module in self.stay:
+            module.set_reshard_after_forward(False, recurse=False)
         for held in self.held:
             held.attach()
 
     def before_forward(self, *_: Any) -> None:
         """Attach shards that have become other tensors, and find the maxima before anything is sent."""
+        for module in self.stay:
+            module.reshard()
         for held in self.held:
             if not held.is_attached():
                 held.attach()

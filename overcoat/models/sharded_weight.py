@@ -17,6 +17,7 @@ one process alone, so it is an error.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -63,8 +64,13 @@ class Held:
 
     def attach(self) -> None:
         """Make FSDP2 ask this object."""
+
+        def ask(*arguments: Any) -> Any:
+            return self.fsdp_pre_all_gather(*arguments)
+
+        ask.__signature__ = SIGNATURE  # type: ignore[attr-defined]
         self._give_buffers([], None)
-        self.local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        self.local.fsdp_pre_all_gather = ask  # type: ignore[attr-defined]
         self.local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
         self.param._init_extensions()
 
@@ -82,7 +88,7 @@ class Held:
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """What this process sends: nothing."""
-        return (self.param._sharded_param_data[:0],), None
+        return (self._nothing(),), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -90,6 +96,9 @@ class Held:
         """The parameter: the shard itself."""
         self._watch(out)
         return (self.local, ()) if out is None else None
+
+    def _nothing(self) -> Tensor:
+        return self.param._sharded_param_data[:0]
 
     def _watch(self, unsharded: Optional[Tensor]) -> None:
         """Give the gradient of what FSDP2 puts in the parameter's place to the shard, as it is."""
@@ -123,6 +132,10 @@ class Held:
             param._unsharded_param = unsharded
         param.all_gather_outputs, outputs = outputs, param.all_gather_outputs
         return outputs, before
+
+
+# Which FSDP2 looks up for each parameter each time, and which takes the host longer to make than all else here.
+SIGNATURE = inspect.signature(Held.fsdp_pre_all_gather.__get__(Held))
 
 
 class ShardedWeight(Held):
@@ -170,7 +183,7 @@ class ShardedWeight(Held):
             self.maxima.check([self])
             self.maxima.find_if_stale()
         if holds_all(self.param):
-            return (self.param._sharded_param_data[:0],), None
+            return (self._nothing(),), None
         if self.amax is not None:
             return (stack_weights([self.rows()], self.amax, False)[0].view(torch.uint8),), None
         codes, self.scale = self._blocks()

@@ -137,6 +137,8 @@ def gather(tensor: Tensor) -> Tensor:
     if tensor.to_local().device.type != tensor.device_mesh.device_type:  # an offloaded state
         tensor = _from_local(tensor, tensor.to_local().to(tensor.device_mesh.device_type), tensor.shape)
     own = tensor.to_local()
+    if tensor.device_mesh.size() == 1:
+        return own
     if tensor.dtype == torch.int16:  # which neither gloo nor NCCL sends
         return _from_local(tensor, own.int(), tensor.shape).full_tensor().to(torch.int16)
     if tensor.dtype.itemsize == 1:  # gloo does not send 8-bit floats

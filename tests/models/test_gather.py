@@ -193,8 +193,8 @@ def _alone(rank: int) -> None:
                 for seed in (2 * step, 2 * step + 1):  # without `set_requires_gradient_sync`: added to the shards'
                     of(**make_batch(seed=seed, batch=1, length=13)).loss.backward()
         assert_equal(gradients(own), gradients(model))
-        # 3 groups, twice a step; of the other model the root, the first time.
-        assert len(reduced) == (6 if step else 7), len(reduced)
+        # 3 groups, twice a step; of the other model the first time.
+        assert len(reduced) == (6 if step else 9), len(reduced)
         for stepper in (optimizer, other):
             stepper.step()
             stepper.zero_grad()
@@ -360,7 +360,7 @@ def _saved(rank: int, folder: str) -> None:
 
 def sharded_weights(model: nn.Module) -> list[Any]:
     shards = [p._local_tensor for p in model.parameters() if isinstance(p, DTensor)]
-    return [shard.fsdp_pre_all_gather.__self__ for shard in shards if hasattr(shard, "fsdp_pre_all_gather")]
+    return [shard.fsdp_post_all_gather.__self__ for shard in shards if hasattr(shard, "fsdp_pre_all_gather")]
 
 
 def test_checkpoints_know_nothing_of_it(tmp_path: Any) -> None:
