@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from overcoat.block import offload
 from overcoat.estimate.fsdp import FullyShard
-from overcoat.estimate.meter import GATHERED, GRADIENTS, Account, LibraryAttention, Meter
+from overcoat.estimate.meter import GATHERED, GRADIENTS, LibraryAttention, Living, Meter
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import Work
@@ -40,13 +40,13 @@ LossOf = Callable[[Any, int, int], Tensor]
 class DryRun(NamedTuple):
     """What the run saw.
 
-    account: living bytes by category, without parameters, and without gradients that were there before.
+    phases: living bytes by category, without parameters, and without gradients that were there before.
     host: bytes of host memory that kept activations wait in (`Recipe.offload_blocks`).
     work: what its ops do.
     handles: of cuBLAS, one for each thread that asks PyTorch for products: the main one's forward, autograd's backward.
     """
 
-    account: Account
+    phases: list[Living]
     report: Report
     host: int
     handles: int
@@ -105,8 +105,8 @@ def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1,
         meter.mark(OPTIMIZER)
         model.zero_grad()
     meter.stop()
-    account = meter.account([_category(meter, number, number in kept) for number in range(meter.count)])
-    return DryRun(account, report, transfers.pool.total_bytes, handles, work)
+    phases = meter.account([_category(meter, number, number in kept) for number in range(meter.count)])
+    return DryRun(phases, report, transfers.pool.total_bytes, handles, work)
 
 
 def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: LossOf = own_loss) -> KeptReport:

@@ -3,18 +3,14 @@
 A block's parameters are one group, those outside the blocks (embedding, final norm, head) another, the root's:
 
     gather      one flat buffer of the group (the all-gather's result), then a copy of it as whole parameters. In the
-                forward the buffer lives on beside its copy, until the next group's has been copied or the forward
-                ends; in the backward it goes at once, but the next block's is gathered while a block is at work. So a
-                block at work finds two blocks gathered, its own parameters and a buffer; between two blocks of the
-                forward there are three.
-    reshard     a block's copy goes when its forward ends, and again when its backward does. The root's stays from the
-                beginning of the forward to the end of the backward.
-    reduce      when a block's backward ends, its gradients are copied into one flat buffer of their own dtype and
-                freed. The buffer lives until the next block's backward ends; this process' part of it is new memory,
-                which holds the gradients that the optimizer sees. The root's gradients, the head's from the loss on,
-                stay whole until the backward ends.
+                forward the buffer lives on until the next group's has been copied; in the backward it goes at once, but
+                the next block's is gathered while a block is at work.
+    reshard     a block's copy goes when its forward ends, and again when its backward does. The root's stays to the end
+                of the backward.
+    reduce      when a block's backward ends, its gradients are copied into one flat buffer and freed. The buffer lives
+                until the next block's backward ends; this process' part of it is new memory, which the optimizer sees.
+                The root's gradients, the head's from the loss on, stay whole until the backward ends.
 
-Here as there the order is the host's: FSDP2 takes memory from several streams, but gives none back that waits for one.
 Read in torch 2.13's `torch/distributed/fsdp/_fully_shard`, in which `tests/estimate/test_fsdp.py` counts every phase.
 """
 
@@ -67,10 +63,10 @@ class FullyShard:
         found = find_causal_model(model)
         assert found is not None  # a dry run's model is one
         self.root_module: Any = found[1]
-        self.layers = list(decoder_layers(self.root_module).values())
         self.meter, self.gpus, self.take = meter, gpus, take
-        self.blocks = [self._group(layer.parameters()) for layer in self.layers]
-        inside = {id(parameter) for block in self.blocks for parameter in block.parameters}
+        layers = decoder_layers(self.root_module).values()
+        self.blocks = {layer: self._group(layer.parameters()) for layer in layers}
+        inside = {id(parameter) for block in self.blocks.values() for parameter in block.parameters}
         self.root = self._group(each for each in self.root_module.parameters() if id(each) not in inside)
         self.order: list[Group] = []  # of the forward
         self.copied: Tensor | None = None  # the buffer of the group gathered last in the forward
@@ -83,16 +79,12 @@ class FullyShard:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, a forward and backward pass gathers and reduces. To be entered before hooks that watch it."""
-        root = self.root_module
-        handles = [
-            root.register_forward_pre_hook(lambda *_: self._gather_in_forward(self.root)),
-            root.register_forward_hook(self._after_forward),
-        ]
-        for layer, block in zip(self.layers, self.blocks, strict=True):
-            handles.append(layer.register_forward_pre_hook(self._before_block(block)))
-            handles.append(layer.register_forward_hook(self._after_block(block)))
-        for parameter in root.parameters():
-            handles.append(parameter.register_post_accumulate_grad_hook(self._name_gradient))
+        handles = []
+        for module in (self.root_module, *self.blocks):
+            handles += [module.register_forward_pre_hook(self._before), module.register_forward_hook(self._after)]
+        for parameter in self.root_module.parameters():
+            name = lambda of: self.meter.tag(of.grad, GRADIENTS)  # noqa: E731
+            handles.append(parameter.register_post_accumulate_grad_hook(name))
         try:
             yield
         finally:
@@ -101,51 +93,37 @@ class FullyShard:
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
-    def _before_block(self, block: Group) -> Callable[..., Any]:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            self._gather_in_forward(block)
-            return (_Backward.apply(lambda: self._reduce(block), args[0]), *args[1:])
-
-        return hook
-
-    def _after_block(self, block: Group) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            block.whole.clear()
-            self.order.append(block)
-            self._watch_gradients(block, output)
-
-        return hook
-
-    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self.copied = None
-        self.order.append(self.root)
-        self._watch_gradients(self.root, output)
-
-    def _gather_in_forward(self, group: Group) -> None:
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        group = self.blocks.get(module, self.root)
         self._start(group)
         self.copied = self._finish(group)  # the last group's buffer goes when this one's has been copied
+        if group is self.root:
+            return None
+        return (_Backward.apply(lambda: self._reduce(group), args[0]), *args[1:])
 
-    # ---- backward -----------------------------------------------------------------------------------------------
-
-    def _watch_gradients(self, group: Group, output: Any) -> None:
+    def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
+        group = self.blocks.get(module, self.root)
+        if group is self.root:
+            self.copied = None
+        else:
+            group.whole.clear()
+        self.order.append(group)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._before_backward(group))
 
+    # ---- backward -----------------------------------------------------------------------------------------------
+
     def _before_backward(self, group: Group) -> None:
         if group.at_work:
             return
-        if not any(each.at_work for each in (self.root, *self.blocks)):
+        if not any(each.at_work for each in (self.root, *self.blocks.values())):
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
         group.at_work = True
         self._start(group)
         self._finish(group)
         if place := self.order.index(group):
             self._start(self.order[place - 1])
-
-    def _name_gradient(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.meter.tag(parameter.grad, GRADIENTS)
 
     def _reduce(self, group: Group) -> None:
         """The end of a group's backward."""
@@ -165,7 +143,7 @@ class FullyShard:
         self._reduce(self.root)
         self.reducing = None
         self.order.clear()
-        for group in (self.root, *self.blocks):
+        for group in (self.root, *self.blocks.values()):
             group.at_work = False
 
     # ---- memory -------------------------------------------------------------------------------------------------

@@ -20,10 +20,8 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -138,6 +136,14 @@ class LibraryAttention(TorchFunctionMode):
 def _own(tensor: Tensor) -> Tensor:
     """This process' part of a sharded tensor, whose own storage is none; `to_local` would be an op of its own here."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class Living(NamedTuple):
+    """Bytes that live in a phase: at its fullest moment, by category, and at its end."""
+
+    label: str
+    fullest: dict[str, int]
+    end: int
 
 
 # ---- the mode -----------------------------------------------------------------------------------------------------
@@ -265,45 +271,19 @@ class Meter(TorchDispatchMode):
         finally:
             del torch.UntypedStorage.resize_
 
-    def account(self, categories: Sequence[str]) -> Account:
-        """Living bytes over time, by category: one name for each allocation in the order of their numbers."""
-        names = sorted(set(categories))
-        columns = np.array([names.index(name) for name in categories], dtype=np.int64)
-        changes = np.zeros((len(self._events) + 1, max(len(names), 1)), dtype=np.int64)
-        numbers = np.array([number for number, _ in self._events], dtype=np.int64)
-        changes[np.arange(1, len(self._events) + 1), columns[numbers]] = [size for _, size in self._events]
-        return Account(names, changes.cumsum(0), list(self.marks))
-
-
-@dataclass
-class Account:
-    """Living bytes after each event: values (events + 1, categories), and where the phases begin."""
-
-    categories: list[str]
-    values: np.ndarray
-    marks: list[tuple[str, int]]
-
-    def phases(self) -> list[tuple[str, int, int]]:
-        """(label, most bytes inside it, bytes at its end), in order."""
-        total = self.values.sum(1)
-        ends = [begin for _, begin in self.marks[1:]] + [len(total) - 1]
-        return [
-            (label, int(total[begin : end + 1].max()), int(total[end]))
-            for (label, begin), end in zip(self.marks, ends, strict=True)
-        ]
-
-    def by_phase(self) -> list[dict[str, int]]:
-        """Bytes by category at each phase's fullest moment, in order."""
-        total = self.values.sum(1)
-        ends = [begin for _, begin in self.marks[1:]] + [len(total) - 1]
-        moments = [
-            begin + int(total[begin : end + 1].argmax()) for (_, begin), end in zip(self.marks, ends, strict=True)
-        ]
-        return [dict(zip(self.categories, map(int, self.values[moment]), strict=True)) for moment in moments]
-
-    def at_peak(self) -> tuple[str, dict[str, int]]:
-        """The phase with the most bytes, and bytes by category at that moment."""
-        moment = int(self.values.sum(1).argmax())
-        label = next((label for label, begin in reversed(self.marks) if begin < max(moment, 1)), "")
-        sizes = {name: int(size) for name, size in zip(self.categories, self.values[moment], strict=True)}
-        return label, sizes
+    def account(self, categories: Sequence[str]) -> list[Living]:
+        """Living bytes of each phase, in order; categories: one for each allocation in the order of their numbers."""
+        found, total, sizes = [], 0, dict.fromkeys(sorted(set(categories)), 0)
+        begins = [*(begin for _, begin in self.marks), len(self._events)]
+        for number, size in self._events[: begins[0]]:
+            sizes[categories[number]] += size
+            total += size
+        for (label, begin), end in zip(self.marks, begins[1:], strict=True):
+            most, fullest = total, dict(sizes)
+            for number, size in self._events[begin:end]:
+                sizes[categories[number]] += size
+                total += size
+                if total > most:
+                    most, fullest = total, dict(sizes)
+            found.append(Living(label, fullest, total))
+        return found

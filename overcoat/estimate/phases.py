@@ -170,8 +170,8 @@ def measure_step(
             yield phases
         meter.mark("end")
         meter.stop()
-        account = meter.account(["all"] * meter.count)
-        phases += [Phase(label, base + peak, base + end) for label, peak, end in account.phases()[:-1]]
+        found = meter.account(["all"] * meter.count)[:-1]
+        phases += [Phase(label, base + sum(fullest.values()), base + end) for label, fullest, end in found]
     del phases[: max((index for index, phase in enumerate(phases) if phase.label == EMBEDDING), default=0)]
 
 

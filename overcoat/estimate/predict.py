@@ -122,10 +122,11 @@ class Predictor:
         setup = setup or Setup()
         parameters, run = self._run(batch, sequence, setup, gpus)
         lasting, host = _lasting(parameters, setup, gpus, run.handles)
-        moment, moving = run.account.at_peak()
-        base = sum(lasting.values())
-        components, *by_phase = (_together(lasting, each) for each in (moving, *run.account.by_phase()))
-        phases = [Phase(label, base + peak, base + end) for label, peak, end in run.account.phases()]
+        by_phase = [_together(lasting, fullest) for _, fullest, _ in run.phases]
+        base, peaks = sum(lasting.values()), [sum(each.values()) for each in by_phase]
+        phases = [Phase(of.label, peak, base + of.end) for of, peak in zip(run.phases, peaks, strict=True)]
+        fullest = peaks.index(max(peaks))
+        components, moment = by_phase[fullest], phases[fullest].label
         count = sum(parameter.numel() for parameter in parameters)
         work_done = (components, moment, phases, count, host + run.host, HANDLE * run.handles, run.report, by_phase)
         return Prediction(setup, batch, sequence, gpus, *work_done)
