@@ -33,14 +33,16 @@ class Run:
     """What one process of a script did.
 
     losses: as the script has them. models: copies of what it converted, from before. batches: the arguments of each
-    training forward of the first one's causal model. ran: what its layers and head ran at last. said: warnings and log
-    messages, once each. weights: of the first one, at the end. script: its variables.
+    training forward of the first one's causal model. starts: its weights at each, unless sharded. ran: what its layers
+    and head ran at last. said: warnings and log messages, once each. weights: of the first one, at the end. script: its
+    variables.
     """
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.models: list[Any] = []
         self.batches: list[dict[str, Any]] = []
+        self.starts: list[dict[str, Tensor]] = []
         self.ran: dict[str, str] = {}
         self.said: list[str] = []
         self.weights: dict[str, Tensor] = {}
@@ -63,6 +65,9 @@ class Run:
         if model.training and torch.is_grad_enabled():
             inputs = {**kwargs, **({"args": args} if args else {})}
             self.batches.append(copy.deepcopy({name: value for name, value in inputs.items() if value is not None}))
+            weights = dict(self._model.named_parameters())
+            if not any(isinstance(weight, DTensor) for weight in weights.values()):
+                self.starts.append({name: weight.detach().clone() for name, weight in weights.items()})
 
     def run(self, name: str) -> None:
         with pytest.MonkeyPatch.context() as patch, self._listening():

@@ -8,19 +8,10 @@ import pytest
 import torch
 
 from overcoat.formats import E4M3, FLOAT8, quantize_blocks, quantize_tensor
-from overcoat.kernels import activation, block_tiles, blockwise, partials
 from overcoat.kernels import quantize as ops
-from overcoat.kernels.block_tiles import MOST_BLOCKS, ROW_TILE, row_tile, token_blocks
 from overcoat.kernels.blockwise import blocks
-from overcoat.kernels.weights import (
-    _remembered,
-    block_stack_weights,
-    quantize_parameters,
-    quantize_weights,
-    stack_codes,
-    stack_weights,
-)
-from tests.kernels.compare import AWKWARD_SHAPES, DEVICE, DTYPES, INTERPRETED, NEEDS_GPU, assert_equal, awkward
+from overcoat.kernels.weights import block_stack_weights, quantize_weights, stack_codes, stack_weights
+from tests.kernels.compare import AWKWARD_SHAPES, DEVICE, DTYPES, assert_equal, awkward
 from tests.kernels.samples import amax, normal
 
 TOKENS = [1, 7, 16, 61]
@@ -175,28 +166,6 @@ def test_stack_kernels(sizes, columns, transposed):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("factor", [1.0, 0.5, 2.0, float("nan")])
-@pytest.mark.parametrize(("sizes", "columns"), [([16], 77), ([48, 16], 1040), ([33, 48, 16], 336), ([16] * 4, 77)])
-def test_remembered_maximum_changes_nothing(sizes, columns, factor):
-    weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
-    expected = quantize_weights.reference(weights)
-    assert_equal(quantize_weights.kernel(weights, expected[2] * factor), expected)
-
-
-@pytest.mark.gpu
-def test_parameters_are_quantized_as_they_are_now():
-    parameters = [torch.nn.Parameter(normal(n, 256, seed=n).to("cuda", torch.bfloat16)) for n in (48, 16)]
-    before = len(_remembered)
-    for factor in (1.0, 1.0, 2.0, 0.25):
-        with torch.no_grad():
-            parameters[0].mul_(factor)
-            assert_equal(quantize_parameters(parameters), quantize_weights.reference(parameters))
-    assert len(_remembered) == before + 1
-    del parameters
-    assert len(_remembered) == before
-
-
-@pytest.mark.kernel
 @layouts
 @stacks
 def test_codes_of_each_weight_are_those_of_the_stack(sizes, columns, transposed):
@@ -217,90 +186,3 @@ def test_block_kernel(sizes, columns, transposed):
     weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
     ours = block_stack_weights.kernel(weights, transposed)
     assert_equal(ours, block_stack_weights.reference(weights, transposed))
-
-
-# ---- The kernel of kernels/partials.py: sums of whole numbers, which are exact in any order, and maxima -------------
-
-
-pytestmark = NEEDS_GPU
-
-# One row, ragged columns, rows of several tiles and no multiple of one.
-SHAPES = [(1, 1), (3, 100), (64, 688), (528, 128), (1100, 20)]
-SHAPES += [] if INTERPRETED else [(264, 4096), (1056, 4096), (256, 11008)]
-
-
-def whole_numbers(*shape: int) -> torch.Tensor:
-    return torch.randint(-1000, 1000, shape, device=DEVICE).float()
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("count", [1, 2])
-def test_sums_and_the_largest_of_the_programs_maxima(shape, count):
-    """In FP32, and written to other types; a column with NaN is told."""
-    buffers, tops = [whole_numbers(*shape) for _ in range(count)], torch.rand(shape[0], device=DEVICE)
-    buffers[-1][-1, 0] = torch.nan
-    expected = [buffer.sum(0) for buffer in buffers]
-    sums = [torch.empty(shape[1], dtype=dtype, device=DEVICE) for dtype in (torch.bfloat16, torch.float32)][:count]
-    amax = torch.empty((), device=DEVICE)
-    partials.sum_partials_into(buffers, sums, tops, amax)
-    for ours, plain, truth in zip(sums, partials.sum_partials(*buffers), expected, strict=True):
-        torch.testing.assert_close(plain, truth, rtol=0, atol=0, equal_nan=True)
-        tolerance = 2**-7 if INTERPRETED else 0
-        torch.testing.assert_close(ours, truth.to(ours.dtype), rtol=tolerance, atol=0, equal_nan=True)
-    assert amax == tops.amax()
-    tops[shape[0] // 2] = torch.nan
-    partials.sum_partials_into(buffers, sums, tops, amax)
-    assert amax.isnan()
-
-
-@pytest.mark.skipif(INTERPRETED, reason="one program after another: nothing to race")
-def test_the_same_sums_every_time():
-    buffer = torch.randn(1056, 4096, device=DEVICE)
-    (first,) = partials.sum_partials(buffer)
-    torch.testing.assert_close(first, buffer.double().sum(0).float(), rtol=1e-4, atol=1e-3)
-    assert all(torch.equal(partials.sum_partials(buffer)[0], first) for _ in range(3))
-
-
-# ---- How kernels/block_tiles.py divides tokens among programs; what its device functions write: test_blockwise.py ---
-
-
-pytest.importorskip("triton")
-
-
-MOST = MOST_BLOCKS * 128
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 128, 129, 1_000_000, 1_048_577, 5_000_000, MOST])
-def test_a_grid_has_room_for_all_tokens(tokens):
-    assert token_blocks(tokens) == -(-tokens // 128) <= 65535
-    rows = row_tile(tokens)
-    assert rows >= ROW_TILE
-    assert rows & (rows - 1) == 0
-    assert -(-tokens // rows) <= 65535
-
-
-def _by_rows():
-    """What the kernels make whose programs have `row_tile` tokens, of a number that no tile divides."""
-    torch.manual_seed(0)
-    x = torch.randn(130, 384, device=DEVICE).bfloat16()
-    quantize = activation.activation_block_quantize.kernel
-    return (
-        *blockwise.block_quantize.kernel(x, "e4m3"),
-        *quantize(x, "gelu_tanh", False, "sqrt8", 128),
-        *quantize(x, "silu", True, "sqrt8", 64),
-    )
-
-
-@pytest.mark.parametrize("rows", [pytest.param(64, marks=NEEDS_GPU)])
-def test_taller_tiles_write_the_same(rows, monkeypatch):
-    """Tiles as tall as more than a million tokens want them."""
-    expected = _by_rows()
-    monkeypatch.setattr(block_tiles, "ROW_TILE", rows)
-    for ours, theirs in zip(_by_rows(), expected, strict=True):
-        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-
-
-@pytest.mark.parametrize("count", [token_blocks, row_tile])
-def test_too_many_tokens_are_told(count):
-    with pytest.raises(ValueError, match=f"{MOST + 1} tokens at once are more than {MOST}"):
-        count(MOST + 1)
