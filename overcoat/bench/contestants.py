@@ -249,10 +249,7 @@ TRAINERS = {
 
 def trainer_of(name: str) -> Trainer:
     """One of `TRAINERS`, or "overcoat recipe NAME FIELD=VALUE ..." under that recipe, with ", released" at its end too.
-
-    Raises:
-        ValueError: there is no such recipe.
-    """
+    ValueError: there is no such recipe."""
     if name in TRAINERS or not name.startswith(CUSTOM):
         return TRAINERS[name]
     words = name.removeprefix(CUSTOM).removesuffix(RELEASED)

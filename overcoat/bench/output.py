@@ -60,10 +60,7 @@ class Metric(NamedTuple):
 
 def bar_chart(path: Path, title: str, rows: Sequence[Row], metrics: Sequence[Metric]) -> None:
     """Draw the rows that have figures into an image file, grouped by their "group"; ours have "overcoat" in the name.
-
-    Raises:
-        ValueError: matplotlib is not installed, or no row has figures.
-    """
+    ValueError: matplotlib is not installed, or no row has figures."""
     load_extra("matplotlib", "bench", "--plot").use("Agg")
     pyplot = load_extra("matplotlib.pyplot", "bench", "--plot")
     groups: dict[str, list[Row]] = {}

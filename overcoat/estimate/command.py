@@ -96,11 +96,7 @@ def memory_size(text: str) -> int:
 
 
 def parse_recipe(words: list[str]) -> Recipe:
-    """A recipe from its name and field=value words.
-
-    Raises:
-        ValueError: the name, a field or its value is not known.
-    """
+    """A recipe from its name and field=value words. ValueError: the name, a field or its value is not known."""
     changes: dict[str, Any] = {}
     for word in words[1:]:
         key, equals, value = word.partition("=")

@@ -55,10 +55,7 @@ class DryRun(NamedTuple):
 
 def meta_model(config: Any, dtype: torch.dtype, frozen: bool = False) -> Any:
     """The transformers model of a configuration without its weights, in training mode; frozen: its vision tower.
-
-    Raises:
-        ValueError: it is the configuration of something else, or has no tower to freeze.
-    """
+    ValueError: it is the configuration of something else, or has no tower to freeze."""
     made = model_class(config)
     # Gemma 2 and gpt-oss have no other.
     attention = "sdpa" if made._supports_sdpa else "eager"

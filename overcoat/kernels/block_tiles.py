@@ -42,11 +42,7 @@ MOST_BLOCKS = 65535
 
 
 def token_blocks(tokens: int) -> int:
-    """How many blocks of 128 cover the tokens.
-
-    Raises:
-        ValueError: more than a grid has room for.
-    """
+    """How many blocks of 128 cover the tokens. ValueError: more than a grid has room for."""
     count = cdiv(tokens, BLOCK)
     if count > MOST_BLOCKS:
         raise ValueError(f"{tokens} tokens at once are more than {MOST_BLOCKS * BLOCK}: split the batch")
@@ -55,10 +51,7 @@ def token_blocks(tokens: int) -> int:
 
 def row_tile(tokens: int) -> int:
     """Tokens of a program whose rows alone are scaled, a power of 2: few, as long as the grid has room for all.
-
-    Raises:
-        ValueError: more tokens than `token_blocks` takes.
-    """
+    ValueError: more tokens than `token_blocks` takes."""
     return max(ROW_TILE, power_of_2(cdiv(token_blocks(tokens) * BLOCK, MOST_BLOCKS)))
 
 

@@ -98,11 +98,8 @@ def decode_heads(
 
 
 def empty_heads(qkv: Tensor, num_q: int, num_kv: int, code: str) -> Tuple[Tensor, Tensor, Tensor]:
-    """What `encode_heads` returns, uninitialised.
-
-    Raises:
-        ValueError: a code that is not of 8 bits: v's are the bytes after q's and k's, as many as v has elements.
-    """
+    """What `encode_heads` returns, uninitialised. ValueError: a code that is not of 8 bits: v's are the bytes after q's
+    and k's, as many as v has elements."""
     if group_code(code).bits != 8:
         raise ValueError(f"{code} has {group_code(code).bits} bits; attention keeps v in a code of 8")
     (tokens, columns), heads = qkv.shape, num_q + 2 * num_kv

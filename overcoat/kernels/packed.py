@@ -20,12 +20,9 @@ def is_starts(mask: Optional[Tensor]) -> TypeGuard[Tensor]:
 
 
 def given_starts(given: Any, batch: int, sequence: int, device: torch.device) -> Tensor:
-    """`starts` that a caller gives, on `device`.
-
-    Raises:
-        ValueError: not a whole-numbered tensor (N + 1,) with N at least `batch`; or, where it lies on the CPU, numbers
-            that are no starts. On a GPU they are not looked at, as the host would wait.
-    """
+    """`starts` that a caller gives, on `device`. ValueError: not a whole-numbered tensor (N + 1,) with N at least
+    `batch`; or, where it lies on the CPU, numbers that are no starts. On a GPU they are not looked at, as the host
+    would wait."""
     asked = f"cu_seq_lens_q must say where the N documents of {batch} rows of {sequence} tokens begin, and the end"
     if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64) or given.dim() != 1:
         kind = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__

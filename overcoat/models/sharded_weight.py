@@ -249,11 +249,8 @@ class Maxima:
         self.is_stale = self.is_stale or any(id(weight.param.sharded_param) in held for weight in self.weights)
 
     def check(self, weights: Sequence[ShardedWeight]) -> None:
-        """Whether weights have changed: then the maxima are stale, in all processes or in none.
-
-        Raises:
-            RuntimeError: a shard was written to by itself.
-        """
+        """Whether weights have changed: then the maxima are stale, in all processes or in none. RuntimeError: a shard
+        was written to by itself."""
         for weight in weights:
             if self.is_stale or (versions := weight.versions()) == self.seen[weight]:
                 continue

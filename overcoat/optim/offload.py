@@ -63,11 +63,8 @@ def states_of(tensors: StepTensors) -> dict[str, list[Tensor]]:
 
 
 def cut(tensors: StepTensors, size: int) -> Iterator[list[Piece]]:
-    """All parameters in chunks whose states take at most `size` bytes, packed; as few chunks as possible.
-
-    Raises:
-        ValueError: the states of a single row are larger.
-    """
+    """All parameters in chunks whose states take at most `size` bytes, packed; as few chunks as possible. ValueError:
+    the states of a single row are larger."""
     chunk: list[Piece] = []
     room = size
     for owner, param in enumerate(tensors.params):

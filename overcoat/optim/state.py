@@ -243,11 +243,8 @@ def match_saved(
     saved: dict[str, Any], groups: list[dict[str, Any]]
 ) -> tuple[dict[Any, Any], list[tuple[Tensor, dict[str, Any]]]]:
     """Sort a state dict's states: (what else its `state` holds, (parameter, its state) of all that have one).
-
-    Raises:
-        ValueError: a state was saved in another format than that of its group, by another optimizer or for another
-            model.
-    """
+    ValueError: a state was saved in another format than that of its group, by another optimizer or for another
+    model."""
     for group, saved_group in zip(groups, saved["param_groups"], strict=False):
         for option in FORMAT_OPTIONS:
             if option not in saved_group:
