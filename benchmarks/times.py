@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from overcoat.bench.contestants import trainer_of
-from overcoat.bench.model import setup_of
+from overcoat.bench.optimizer import OPTIMIZERS
 from overcoat.estimate.predict import Predictor
 from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import Cluster, Times
@@ -50,6 +50,15 @@ class Run(NamedTuple):
     def bounded_by_gpu(self) -> bool:
         """Beyond doubt: the host would need half as long at most."""
         return self.graphs or 2 * self.predicted.host < self.seconds
+
+
+def setup_of(name: str, frozen: bool = False) -> Setup | None:
+    """What a contestant is for `overcoat.estimate`, if it is ours. frozen: the vision tower."""
+    trainer = trainer_of(name)
+    if trainer.engine.recipe is None:
+        return None
+    options = {key: value for key, value in OPTIMIZERS[trainer.optimizer].options.items() if key != "check_finite"}
+    return Setup(trainer.engine.recipe, release_gradients=trainer.released, freeze_tower=frozen, **options)
 
 
 def rows(name: str) -> Iterator[dict[str, Any]]:

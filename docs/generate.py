@@ -82,7 +82,7 @@ def family_of_layer(kind: str) -> Any:
 
 def kept(family: Any) -> str:
     """U that a layer keeps, of the family's first sample."""
-    from overcoat.estimate.units import kept_units
+    from docs.kept_units import kept_units
 
     return f"{kept_units(family, next(iter(family.samples))):.1f} U"
 

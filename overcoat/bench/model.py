@@ -36,14 +36,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from overcoat.bench.contestants import CUSTOM, RELEASED, TRAINERS, trainer_of
-from overcoat.bench.optimizer import OPTIMIZERS
 from overcoat.bench.output import Column, Metric, decimals, line
 from overcoat.bench.rows import Row
 from overcoat.bench.session import OUT_OF_MEMORY, Session, add_common_arguments, load_pytorchs_cudnn, say
 from overcoat.bench.shapes import build_model, head_dim
 from overcoat.bench.timing import steady_ms, synchronize
 from overcoat.estimate.command import positive
-from overcoat.estimate.setup import Setup
 from overcoat.models.compiled import begin_pass
 from overcoat.models.samples import SIDE, freeze_tower, images, patches, sees, tokens, tower_parameters
 from overcoat.models.shapes import MODELS, Model
@@ -78,15 +76,6 @@ class Work(NamedTuple):
     freeze_tower: bool = False
     side: int = SIDE
     gpus: int = 0
-
-
-def setup_of(name: str, frozen: bool = False) -> Setup | None:
-    """What a contestant is for `overcoat.estimate`, if it is ours. frozen: the vision tower."""
-    trainer = trainer_of(name)
-    if trainer.engine.recipe is None:
-        return None
-    options = {key: value for key, value in OPTIMIZERS[trainer.optimizer].options.items() if key != "check_finite"}
-    return Setup(trainer.engine.recipe, release_gradients=trainer.released, freeze_tower=frozen, **options)
 
 
 def step_flops(parameters: int, tokens: int, sequence: int, config: Any) -> float:

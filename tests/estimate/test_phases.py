@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import overcoat
+from docs.kept_units import HEADS, HIDDEN, INTERMEDIATE, kept_units
 from overcoat import Recipe
 from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.dry_run import dry_run
 from overcoat.estimate.phases import Allocator, Phase, watch
-from overcoat.estimate.units import HEADS, HIDDEN, INTERMEDIATE, kept_units
 from overcoat.models.family import families
 from overcoat.models.shapes import Model, sizes
 from tests.models.zoo import make_batch, make_model
