@@ -1,7 +1,7 @@
 """Which part of FP8 changes when a tiny vision-language model learns to count: many seeds of many arms, side by side.
 
-    python -m benchmarks.vision                             all arms, 8 seeds, 350 steps, and longer runs of some
-    python -m benchmarks.vision --steps 1050 --arms bf16 default --longer
+    python -m benchmarks.vision                                 all arms, 8 seeds, 350 steps
+    python -m benchmarks.vision --workers 14 --longer 1050      on a GPU, and three arms for 1,050 steps, too
 
 The model, scenes, optimizer and schedule are those of `overcoat paper table5`, one scene a row, padded at its end, so
 that a step is small and many processes share a GPU. A seed draws the weights, the stage before (BF16, tower frozen) and
