@@ -97,7 +97,7 @@ def config_cases() -> Iterator[Case]:
         config = load_config(path)
         if path.stem not in SMALL and not config.data.images:
             asked = training(config)
-            yield Case(f"configs/{path.name}", asked.model, asked.batch, asked.sequence, asked.setup)
+            yield Case(f"configs/{path.name}", asked.predictor.config, asked.batch, asked.sequence, asked.setup)
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -203,11 +203,11 @@ def _launch(parsed: argparse.Namespace, config: Any) -> int:
 
 
 def read_config(path: str, overrides: list[str], memory: int | None) -> Any:
-    """What `overcoat estimate --config` asks for (`overcoat.train.fit.to_estimate`)."""
+    """What `overcoat estimate --config` asks for."""
     from overcoat.train.configfile import load_config
-    from overcoat.train.fit import to_estimate
+    from overcoat.train.fit import training
 
-    return to_estimate(load_config(path, overrides), memory)
+    return training(load_config(path, overrides), memory)
 
 
 class LastingStream:

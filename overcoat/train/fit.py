@@ -87,9 +87,9 @@ def leanest(fits: Iterable[Fit]) -> Fit:
 
 
 class Training(NamedTuple):
-    """A training configuration as far as memory is concerned."""
+    """A training configuration as far as memory is concerned: what `overcoat estimate --config` asks for."""
 
-    model: Any  # transformers configuration
+    predictor: Predictor  # of its model
     batch: int  # rows in one forward pass
     sequence: int
     setup: Setup
@@ -113,14 +113,8 @@ def training(config: Config, memory: int | None = None) -> Training:
         note = f"train.batch_size = auto: {fit}, {config.train.rows_per_step} in a step{no}"
     else:
         fit = Fit(config.train.batch_size)
-    return Training(model, fit.micro_batch, config.data.sequence_length, training_setup(config, fit), note)
-
-
-def to_estimate(config: Config, memory: int | None) -> tuple[Predictor, int, int, Setup, str]:
-    """What `overcoat estimate --config` asks for: `training` with a predictor for its model."""
-    asked = training(config, memory)
-    predictor = Predictor(asked.model, loss_for_estimates(config.data.masks_documents))
-    return predictor, asked.batch, asked.sequence, asked.setup, asked.note
+    predictor = Predictor(model, loss_for_estimates(config.data.masks_documents))
+    return Training(predictor, fit.micro_batch, config.data.sequence_length, training_setup(config, fit), note)
 
 
 def training_setup(config: Config, fit: Fit) -> Setup:

@@ -160,11 +160,11 @@ def test_a_training_configuration_in_full() -> None:
     recipe = Recipe(kept_format="e4m3", group_size=16, kept_attention="bf16", head=None)
     assert asked.setup == Setup(recipe, ("sqrt8", "fp32"), "bf16", 64, True, True, dtype="float32", document_mask=True)
     assert (asked.batch, asked.sequence) == (3, 96)
-    assert (asked.model.hidden_size, asked.model.vocab_size) == (256, 1000)
+    assert (asked.predictor.config.hidden_size, asked.predictor.config.vocab_size) == (256, 1000)
 
 
 def test_the_vocabulary_of_a_tokenizer_to_be_trained() -> None:
-    assert training(build_config(LLAMA, ["tokenizer.vocab_size=777"])).model.vocab_size == 777
+    assert training(build_config(LLAMA, ["tokenizer.vocab_size=777"])).predictor.config.vocab_size == 777
     with pytest.raises(ValueError, match=r"pass model.config.vocab_size=N"):
         training(build_config(LLAMA, ["tokenizer.name=some/tokenizer"]))
 
@@ -173,7 +173,10 @@ def test_the_vocabulary_of_a_tokenizer_to_be_trained() -> None:
 def test_shipped_configs_load_and_make_their_models(path: Path) -> None:
     config = load_config(path)
     assert replace(config) == config
-    made = load_model_config(config.model.name, with_images=True) if config.not_estimated else training(config).model
+    if config.not_estimated:
+        made = load_model_config(config.model.name, with_images=True)
+    else:
+        made = training(config).predictor.config
     assert made.model_type in ("llama", "qwen2", "qwen3", "olmo", "olmo2", "llava")
     model = meta_model(made, torch.bfloat16)
     freeze(model, config.model.freeze)
