@@ -54,7 +54,6 @@ def check_parallel(config: Config) -> None:
     wrong = {
         "train.compile": config.train.compile == "graphs" and config.train.compile,
         "data.images": config.data.images,
-        "lora.merge": config.lora.rank and config.lora.merge,
     }
     for key, value in wrong.items():
         require(not value, f"{key} = {value!r} does not go with {many} processes yet: leave it out, or train on one")

@@ -6,7 +6,9 @@ A checkpoint is copied into host memory, if that has room, and a thread writes t
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,20 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from overcoat.extras import reason
-from overcoat.optim.sharding import shard_bytes
+from overcoat.extras import load_extra, reason
+from overcoat.models.family import decoder_layers
+from overcoat.optim.sharding import gather, shard_bytes
 from overcoat.train import files, process
-from overcoat.train.build import trained_state
+from overcoat.train.build import base_model, trained_state
 from overcoat.train.checkpoint import TRAINING, checkpoint_dir, list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.files import remove_directory, write_directory, writing
 from overcoat.train.parallel import whole_weights
-from overcoat.train.shards import copy_to_host, tensors_of, write_shards
+from overcoat.train.shards import copy_to_host, named_tensors, tensors_of, write_shards
 from overcoat.train.state import TrainState
 
-FILE_SIZE = "5GB"  # of a Hugging Face file at most
+# Of a Hugging Face file at most; and of those that several processes write at least.
+FILE_BYTES, SMALLEST = 5 * 10**9, 10**8
 
 
 class Saver:
@@ -140,7 +144,7 @@ def write_model(
     weights: of a model that is cut over several processes, gathered. own_names: of parameters as the model has them,
         rather than those that its first checkpoints on the hub had (LLaVA, Mixtral); transformers reads both.
     """
-    options: dict[str, Any] = {"max_shard_size": FILE_SIZE, "save_original_format": not own_names}
+    options: dict[str, Any] = {"max_shard_size": FILE_BYTES, "save_original_format": not own_names}
     if hasattr(model, "peft_config"):
         options = {"save_embedding_layers": False}  # else peft asks the hub for the base model's vocabulary
     with writing(folder):
@@ -150,12 +154,66 @@ def write_model(
 
 
 def export(state: TrainState, tokenizer: Any | None, target: Path, merge: bool = False) -> None:
-    """The trained model as a Hugging Face folder, written by the first process; merge: with its adapters in its
-    weights, from now on."""
+    """The trained model as a Hugging Face folder; merge: with its adapters in its weights, from now on.
+
+    Of several processes each writes files of its own, so that none holds more than one file's weights; adapters are
+    written by the first.
+    """
     if merge:
         state.model = state.model.merge_and_unload()
-    weights = whole_weights(state.model) if process.count() > 1 else None
+    model, alone = state.model, process.count() == 1 or hasattr(state.model, "peft_config")
+    weights = whole_weights(model) if alone and process.count() > 1 else None
+
+    def fill(folder: Path) -> None:
+        write_model(model, tokenizer, folder, weights if alone else {})
+        if not alone:
+            process.wait_for_all()  # until this folder is there
+            write_parts(model, folder)
+
     if process.is_first():
-        write_directory(
-            target, lambda folder: write_model(state.model, tokenizer, folder, weights), {"step": state.step}
-        )
+        write_directory(target, fill, {"step": state.step})
+    elif not alone:
+        process.wait_for_all()
+        write_parts(model, files.partial_of(target))
+    process.wait_for_all()
+
+
+def write_parts(model: Any, folder: Path) -> None:
+    """The weights of a model in Hugging Face's files, in each of several processes: file after file is gathered, and
+    written by one of them. Names are those of the model's first checkpoints, which stay within a layer."""
+    load_extra("safetensors", "hf", "exporting the model")
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    inner, named, groups = base_model(model), dict(named_tensors(model)), defaultdict[str, list[str]](list)
+    layers = tuple(f"{name}." for name in decoder_layers(inner))
+    for name in named:
+        groups[next((layer for layer in layers if name.startswith(layer)), name)].append(name)
+    total = sum(tensor.nbytes for tensor in named.values())
+    most, end, numbered = min(FILE_BYTES, max(total // process.count(), SMALLEST)), 0, defaultdict[int, list[str]](list)
+    for part in groups.values():
+        size = sum(named[name].nbytes for name in part)
+        numbered[(end + size // 2) // most] += part
+        end += size
+    of_file = list(numbered.values())
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(of_file):
+        held = {}
+        for name in names:
+            whole = gather(named[name].detach())
+            if number % process.count() == process.rank():
+                held[name] = whole.cpu().contiguous()
+        if held:
+            file = f"model-{number + 1:05d}-of-{len(of_file):05d}.safetensors"
+            file = "model.safetensors" if len(of_file) == 1 else file
+            with writing(folder / file):
+                held = revert_weight_conversion(inner, held)
+                save_file({name: tensor.contiguous() for name, tensor in held.items()}, folder / file, {"format": "pt"})
+            weight_map |= dict.fromkeys(held, file)
+    found = process.gather(weight_map)
+    if process.is_first() and len(of_file) > 1:
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {k: v for of in found for k, v in of.items()},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

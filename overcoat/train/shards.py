@@ -40,7 +40,7 @@ def is_sharded(checkpoint: Path) -> bool:
 
 def tensors_of(model: Any, optimizer_states: dict[int, dict[str, Any]]) -> dict[str, Tensor]:
     """What goes into the files, by name; states are taken out of `optimizer_states`."""
-    found = {f"model/{name}": tensor for name, tensor in _named(model)}
+    found = {f"model/{name}": tensor for name, tensor in named_tensors(model)}
     for index, state in optimizer_states.items():
         for name in [name for name, value in state.items() if isinstance(value, DTensor)]:
             found[f"optimizer/{index}/{name}"] = state.pop(name)
@@ -73,7 +73,7 @@ def read_model(folder: Path, model: Any) -> None:
     """Copy a checkpoint's weights into a model, each process its own rows. ValueError: they are those of another
     model."""
     reader, found, prefix = _open(folder)
-    own = {f"{prefix}{name}": tensor.detach() for name, tensor in _named(model)}
+    own = {f"{prefix}{name}": tensor.detach() for name, tensor in named_tensors(model)}
     tied = {f"{prefix}{name}" for name in trained_state(model)}
     keys = {adapter_key(key): key for key in found if key.startswith(prefix)}
     wrong = sorted(own.keys() - keys) + sorted(keys.keys() - tied)
@@ -104,7 +104,7 @@ def adapter_key(name: str) -> str:
     return re.sub(r"(\.lora_[AB])\.weight$", r"\1.default.weight", name)
 
 
-def _named(model: Any) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by name, tied ones under their first name."""
     seen: set[int] = set()
     for name, tensor in trained_state(model).items():

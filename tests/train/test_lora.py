@@ -107,9 +107,14 @@ def test_two_processes_train_the_same_adapters(lora_config: Any, console: Consol
     assert sum(path.stat().st_size for path in newest(tmp_path / "two").glob("*.safetensors")) < 200_000
 
 
-def test_merged_it_is_a_model_of_its_own(lora_config: Any, console: Console, tmp_path: Path) -> None:
-    run_once(lora_config(), console, "adapters")
-    run_once(lora_config("lora.merge=true", f"train.run_dir={tmp_path}/merged", "sample.tokens=4"), console, "merged")
+@pytest.mark.parametrize("many", [1, 2])
+def test_merged_it_is_a_model_of_its_own(many: int, lora_config: Any, tmp_path: Path) -> None:
+    merging = lora_config("lora.merge=true", f"train.run_dir={tmp_path}/merged", "sample.tokens=4")
+    for config in (lora_config(), merging):
+        if many == 1:
+            _run(0, config)
+        else:
+            on_two(_run, "cpu", config)
     assert not (tmp_path / "merged/export/adapter_model.safetensors").exists()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged/export", dtype=torch.bfloat16)
     expected = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run/export", dtype=torch.bfloat16)

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
 from torch.multiprocessing import ProcessExitedException
+from transformers import AutoModelForCausalLM
 
 import overcoat
 from overcoat.optim.sharding import local
@@ -163,8 +165,6 @@ def test_a_run_of_two_ends_as_that_of_one(one: Path, two: Path) -> None:
     assert {name: t.shape for name, t in load_file(two / "export/model.safetensors").items()} == {
         name: t.shape for name, t in load_file(one / "export/model.safetensors").items()
     }
-    from transformers import AutoModelForCausalLM
-
     assert type(AutoModelForCausalLM.from_pretrained(two / "export")).__name__ == "LlamaForCausalLM"
 
 
@@ -270,6 +270,41 @@ def test_four_resume_what_one_has_saved(config: Config, one: Path, tmp_path: Pat
     assert {shard: len(found) for shard, found in pieces.items()} == {"full": 4, "hybrid": 4, "none": 4}
     sizes = {shard: sum(file.stat().st_size for file in found) for shard, found in pieces.items()}
     assert max(sizes.values()) < 1.1 * min(sizes.values())  # of replicas one is written
+
+
+def _export_parts(rank: int, config: Config, folder: Path) -> None:
+    saving.SMALLEST = 10_000
+    model, _ = build_sharded(config, None, CPU, overcoat.Recipe())
+    whole = whole_weights(model)
+    gathered: list[int] = []
+    write = safetensors.torch.save_file
+
+    def save_file(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+        gathered.append(sum(tensor.nbytes for tensor in tensors.values()))
+        write(tensors, *rest)
+
+    safetensors.torch.save_file = save_file
+    saving.export(SimpleNamespace(model=model, step=3), None, folder)  # type: ignore[arg-type]
+    total = sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert gathered
+    assert max(gathered) < 0.7 * total, (gathered, total)  # a half, and the layer that is cut
+    if whole is not None:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+        assert [name for name, tensor in whole.items() if not torch.equal(tensor, loaded[name])] == []
+
+
+@pytest.mark.parametrize("kind", ["tied", "mixtral"])
+def test_each_process_exports_files_of_its_own(kind: str, tmp_path: Path) -> None:
+    """Also of a model whose experts have other names in its files."""
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 4}
+    model = {**MODELS["untied"], **experts} if kind == "mixtral" else MODELS[kind]
+    config = build_config({"model": {"config": model}, "data": {"files": "x"}}, [])
+    on_two(_export_parts, "cpu", config, tmp_path / "export")
+    names = {path.name for path in (tmp_path / "export").glob("model-*.safetensors")}
+    index = json.loads((tmp_path / "export/model.safetensors.index.json").read_text())["weight_map"]
+    assert len(names) > 1
+    assert set(index.values()) == names
+    assert any(".experts.1." in name for name in index) == (kind == "mixtral")
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------------------------
