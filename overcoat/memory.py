@@ -1,9 +1,8 @@
 """Where the memory goes: every byte a forward pass keeps for the backward, by op and tensor.
 
-Activation memory is what autograd holds between a layer's forward and its backward. `record_kept` sees each tensor as
-autograd packs it (torch's saved-tensor hooks), counts every storage once, and leaves parameters out, since they are
-there anyway. Overcoat's ops name what they keep (`keep`); whatever other modules save appears under the module's path.
-What `Recipe.offload_blocks` takes to host memory is counted and told apart.
+`record_kept` sees each tensor as autograd packs it (torch's saved-tensor hooks), counts every storage once, and leaves
+parameters out. Overcoat's ops name what they keep (`keep`); whatever other modules save appears under the module's
+path. What `Recipe.offload_blocks` takes to host memory is counted and told apart.
 
     with overcoat.memory.record_kept(model) as kept:
         loss = model(**batch).loss
@@ -19,7 +18,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Iterable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,17 +55,11 @@ class KeptReport:
 
     def by_op(self) -> dict[str, int]:
         """Bytes of each op, in order of appearance."""
-        totals: dict[str, int] = defaultdict(int)
-        for row in self.rows:
-            totals[row.op] += row.bytes
-        return dict(totals)
+        return _totals((row.op, row.bytes) for row in self.rows)
 
     def by_tensor(self) -> dict[tuple[str, str], int]:
         """Bytes of each (op, tensor), summed over layers, in order of appearance."""
-        totals: dict[tuple[str, str], int] = defaultdict(int)
-        for row in self.rows:
-            totals[row.op, row.name] += row.bytes
-        return dict(totals)
+        return _totals(((row.op, row.name), row.bytes) for row in self.rows)
 
     def units(self, tokens: int, hidden: int) -> float:
         """Total in U = tokens * hidden * 2 bytes."""
@@ -83,6 +76,13 @@ class KeptReport:
         return "\n".join(lines)
 
 
+def _totals(pairs: Iterable[tuple[Any, int]]) -> dict[Any, int]:
+    totals: dict[Any, int] = defaultdict(int)
+    for key, size in pairs:
+        totals[key] += size
+    return dict(totals)
+
+
 class _Recorder:
     """Saved-tensor hooks that fill a report, and module hooks that know which module is running."""
 
@@ -93,7 +93,8 @@ class _Recorder:
         self.holders: list[Tensor] = []
         self.modules: list[str] = []
         self.paths = {id(m): path for path, m in model.named_modules()} if model is not None else {}
-        self.inputs = {_storage(t) for t in _parameters_and_buffers(model)}
+        there = [] if model is None else [*model.parameters(), *model.buffers()]
+        self.inputs = set(map(_storage, there))
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -126,12 +127,6 @@ class _Recorder:
 def _storage(tensor: Tensor) -> int:
     # The storage's own address, not its data's: those of the meta device have none.
     return tensor.untyped_storage()._cdata
-
-
-def _parameters_and_buffers(model: nn.Module | None) -> Iterator[Tensor]:
-    if model is not None:
-        yield from model.parameters()
-        yield from model.buffers()
 
 
 _active: list[_Recorder] = []

@@ -1,9 +1,8 @@
 """One run of a benchmark: its measurements, printed and written as they come.
 
-Every measurement has a process of its own, since contestants clash. A peer's kernel that writes out of bounds takes the
-CUDA context with it, one may crash the interpreter or never return. Transformer Engine needs PyTorch's cuDNN loaded
-first and keeps the FP8 state of all its modules; torch.compile keeps graphs, and counts recompilations; what one leaves
-allocated would be counted against the next. Starting a process takes seconds, most of it importing PyTorch.
+Every measurement has a process of its own, since contestants clash: a peer's kernel that writes out of bounds takes the
+CUDA context with it, one may crash or never return, Transformer Engine keeps the FP8 state of all its modules,
+torch.compile its graphs, and what one leaves allocated would be counted against the next.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """One training step on the meta device: the real model's forward and backward, shapes without data, under a `Meter`.
 
-What a step holds follows from the order in which the ops of the forward and backward allocate and free. Instead of
-repeating that order in formulas, the predictor runs it: the model of the configuration, at its full depth, converted by
-`overcoat.convert`, with autograd's own engine. A block that keeps a tensor more, or frees one earlier, changes the
-prediction by itself.
-
-Not run, since nothing of theirs is alive at a peak but what can be counted from shapes: the optimizer's step (states of
-`overcoat.optim.state`). FSDP2's hooks are stood in for by those of fsdp.py.
+The model of the configuration runs at its full depth, converted by `overcoat.convert`, with autograd's own engine: a
+block that keeps a tensor more, or frees one earlier, changes the prediction by itself. The optimizer's step is not run,
+as its states are counted from shapes; FSDP2's hooks are stood in for by those of fsdp.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional
@@ -34,16 +35,11 @@ class Room:
 
     def largest_batch(self, setup: Setup) -> int:
         """The most rows that fit, on each GPU; 0 if one does not."""
-        fits, too_large = 0, 1
+        too_large = 1
         while too_large <= MOST_ROWS and self.fits(setup, too_large):
-            fits, too_large = too_large, 2 * too_large
-        while too_large - fits > 1:
-            middle = (fits + too_large) // 2
-            if self.fits(setup, middle):
-                fits = middle
-            else:
-                too_large = middle
-        return fits
+            too_large *= 2
+        fits = too_large // 2
+        return fits + bisect(range(fits + 1, too_large), False, key=lambda rows: not self.fits(setup, rows))
 
 
 # ---- what can be changed, the cheapest first ----------------------------------------------------------------------
@@ -102,10 +98,9 @@ CHANGES = (
 
 
 class Rung(NamedTuple):
-    """A setup that was looked at: the change that led to it (None: as asked for), and its step of the batch asked."""
+    """A step that was looked at, of the batch asked for, and the change that led to it (None: as asked for)."""
 
     change: Optional[Change]
-    setup: Setup
     prediction: Prediction
 
 
@@ -120,11 +115,10 @@ class Advice(NamedTuple):
 
 def advise(room: Room, setup: Setup) -> Advice:
     """Try the changes in the order of their price until the batch fits, then leave out those it fits without."""
-    rungs = [Rung(None, setup, room.predict(setup))]
+    rungs = [Rung(None, room.predict(setup))]
     for change in CHANGES:
-        changed = change.apply(rungs[-1].setup)
-        if changed is not None:
-            rungs.append(Rung(change, changed, room.predict(changed)))
+        if changed := change.apply(rungs[-1].prediction.setup):
+            rungs.append(Rung(change, room.predict(changed)))
     fitting = next((place for place, rung in enumerate(rungs) if rung.prediction.total_bytes <= room.limit), None)
     if fitting is None:
         return Advice(rungs, None, setup)

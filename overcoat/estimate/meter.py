@@ -1,16 +1,8 @@
 """What lives on the device, op by op: a dispatch mode that counts storages as they come and go.
 
-    with Meter() as meter:
-        meter.mark("forward")
-        loss = model(**batch).loss
-        meter.mark("backward")
-        loss.backward()
-    account = meter.account(["all"] * meter.count)
-
-Every tensor that an op returns is looked at: a storage not seen before is an allocation, a weak reference tells when
-it is freed. That is what a GPU's caching allocator sees, if two things are added which no op returns: what the ops of
-`EXPANDED` do inside, and the library's workspaces (`workspace`). On the meta device nothing is computed or allocated,
-so a step of a 30B model takes half a second; on a CPU the same mode counts the tensors of a real step.
+A storage not seen before is an allocation, a weak reference tells when it is freed. That is what a GPU's caching
+allocator sees, if two things are added which no op returns: what the ops of `EXPANDED` do inside, and the library's
+workspaces. On the meta device a step of a 30B model takes half a second; on a CPU real steps are counted.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
     embedding | block 1 forward ... block L forward | final norm | loss |
     loss backward | block L backward ... block 1 backward | embedding backward | optimizer
 
-A vision tower's blocks come between embedding and block 1, and the connector after them; likewise backward.
-
-On a GPU the caching allocator is asked at each boundary: what is allocated, and the most since the last one. On a CPU,
-whose allocator keeps no such account, a `Meter` counts the tensors of the same step.
+A vision tower's blocks come between embedding and block 1, and the connector after them; likewise backward. Of real
+steps on a GPU the caching allocator is asked at each boundary, on a CPU a `Meter` counts the tensors.
 """
 
 from __future__ import annotations

@@ -1,16 +1,8 @@
 """Peak memory of a training step by component, from shapes alone.
 
-    weights, remainders, moments   counted, as `overcoat.optim.state` stores them (FSDP2: this process' part)
-    gradients, kept activations, residual stream, loss, workspace
-                                   of a dry run of the step on the meta device (`dry_run.py`), at its fullest moment
-    gathered                       what FSDP2 gathers, of the same dry run (`fsdp.py`)
-    offload buffers                of `AdamW(offload=True)`
-    libraries                      cuBLAS' workspaces, which it gets from PyTorch's allocator, and what the
-                                   allocator's multiples add to the sizes of lasting tensors
-
-Their sum is what `torch.cuda.max_memory_allocated()` will say from the second step on. What a GPU must have is more:
-what the allocator holds between tensors (`slack_bytes`) and what lies outside it, the CUDA context and NCCL
-(`context_bytes`).
+Weights, remainders, moments and offload buffers are counted (FSDP2: this process' part), the rest is what a dry run of
+the step holds at its fullest moment. "libraries": cuBLAS' workspaces, which it gets from PyTorch's allocator, and what
+the allocator's multiples add to the sizes of lasting tensors. docs/memory.md explains the components.
 """
 
 from __future__ import annotations

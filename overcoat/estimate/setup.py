@@ -66,11 +66,6 @@ class Setup:
 
     def without_optimizer(self) -> Setup:
         """The same as far as forward and backward depend on it: from the second pass on, gradients are there."""
-        return Setup(
-            recipe=self.recipe,
-            release_gradients=self.release_gradients,
-            accumulation=min(self.accumulation, 2),
-            dtype=self.dtype,
-            document_mask=self.document_mask,
-            freeze_tower=self.freeze_tower,
-        )
+        of_passes = ("recipe", "release_gradients", "dtype", "document_mask", "freeze_tower")
+        same = {name: getattr(self, name) for name in of_passes}
+        return Setup(accumulation=min(self.accumulation, 2), **same)

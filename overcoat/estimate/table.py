@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Optional
 
-from overcoat.estimate.fit import Advice, Room, Rung
+from overcoat.estimate.fit import Advice, Room
 from overcoat.estimate.predict import Prediction
 from overcoat.estimate.times import ERROR, Cluster, Times
 
@@ -64,7 +64,7 @@ def rung_table(room: Room, advice: Advice) -> str:
     for rung in advice.rungs:
         name = "as asked" if rung.change is None else f"+ {rung.change.name}"
         price = "" if rung.change is None else rung.change.price
-        largest = room.largest_batch(rung.setup)
+        largest = room.largest_batch(rung.prediction.setup)
         allocated, needed = gib(rung.prediction.peak_bytes), gib(rung.prediction.total_bytes)
         lines.append(f"{name:34s} {allocated:>10s} {needed:>10s} {largest:13d}   {price}".rstrip())
     return "\n".join(lines)
@@ -75,21 +75,16 @@ def recommendation(room: Room, advice: Advice) -> str:
     where = f"{gib(room.limit)} GiB" + (f" on each of {room.gpus} GPUs" if room.gpus > 1 else "")
     if advice.changes is None:
         least = advice.rungs[-1].prediction.total_bytes
-        smaller = room.largest_batch(advice.rungs[-1].setup)
-        remedy = (
-            f"batch {smaller} fits with all of it" if smaller else "shorter sequences, more GPUs, or a smaller model"
-        )
-        return (
-            f"Batch {room.batch} does not fit into {where}: with everything above it needs {gib(least)} GiB; {remedy}."
-        )
+        smaller = room.largest_batch(advice.rungs[-1].prediction.setup)
+        otherwise = "shorter sequences, more GPUs, or a smaller model"
+        remedy = f"batch {smaller} fits with all of it" if smaller else otherwise
+        needs = f"with everything above it needs {gib(least)} GiB; {remedy}"
+        return f"Batch {room.batch} does not fit into {where}: {needs}."
     if not advice.changes:
         return f"Batch {room.batch} fits into {where} as asked."
     names = ", ".join(change.name for change in advice.changes)
-    needed = gib(room.predict(advice.setup).total_bytes)
-    return (
-        f"Batch {room.batch} fits into {where} with {names}: {needed} GiB needed, largest batch "
-        f"{room.largest_batch(advice.setup)}."
-    )
+    needed, largest = gib(room.predict(advice.setup).total_bytes), room.largest_batch(advice.setup)
+    return f"Batch {room.batch} fits into {where} with {names}: {needed} GiB needed, largest batch {largest}."
 
 
 def as_data(prediction: Prediction, room: Optional[Room], advice: Optional[Advice]) -> dict[str, Any]:
@@ -103,18 +98,17 @@ def as_data(prediction: Prediction, room: Optional[Room], advice: Optional[Advic
         changes = advice.changes
         data |= {
             "gpu_memory": room.limit,
-            "rungs": [_rung_data(room, rung) for rung in advice.rungs],
+            "rungs": [
+                {
+                    "change": None if change is None else change.name,
+                    "peak_bytes": found.peak_bytes,
+                    "total_bytes": found.total_bytes,
+                    "largest_batch": room.largest_batch(found.setup),
+                }
+                for change, found in advice.rungs
+            ],
             "fits": changes == [],
             "recommendation": None if changes is None else [change.name for change in changes],
             "recommended_setup": None if changes is None else dataclasses.asdict(advice.setup),
         }
     return data
-
-
-def _rung_data(room: Room, rung: Rung) -> dict[str, Any]:
-    return {
-        "change": None if rung.change is None else rung.change.name,
-        "peak_bytes": rung.prediction.peak_bytes,
-        "total_bytes": rung.prediction.total_bytes,
-        "largest_batch": room.largest_batch(rung.setup),
-    }

@@ -2,10 +2,9 @@
 
 A sign, 4 bits of exponent below that of the largest |x| of a token's head, and BF16's 7 bits of mantissa. A BF16
 number comes back bit for bit unless it is 2^14 times smaller than its head's largest, and within 2^-22 of that even
-then. So the backward reads the very scores of the forward. With q and k in 8 bits they are off by a share of their
-size: once they pass a few hundred, another key wins (docs/research/log.md). FP32 and FP16 numbers are rounded to BF16's
-7 bits of mantissa; models of those types with scores of hundreds want `kept_attention="bf16"`, which keeps them as they
-are. A head whose largest |x| is 2^127 or more is lost, which no forward survives either.
+then: the backward reads the very scores of the forward (why: docs/architecture.md). FP32 and FP16 numbers are rounded
+to 7 bits of mantissa; models of those types with scores of hundreds want `kept_attention="bf16"`. A head whose largest
+|x| is 2^127 or more is lost, which no forward survives either.
 
 With M = 2^e, e the exponent of the largest |x|, rounded to BF16, the code is that of a small float:
 

@@ -1,19 +1,17 @@
 """Dynamic range expansion: bend a group of values until it fills the range of an FP8 format (COAT, section
 4).
 
-Within a group of 128 neighbours, Adam's moments span a few octaves; E4M3 spans 18. Stored as they are, they
-use a few of its codes. COAT stores sign(x) |x|^k instead, with k chosen per group so that the group's dynamic
-range R = M / mu (M its maximum, mu its smallest positive value) becomes the format's:
+Within a group of 128 neighbours, Adam's moments span a few octaves; E4M3 spans 18. COAT stores sign(x) |x|^k, with k
+chosen so that the group's dynamic range R = M / mu (M its maximum, mu its smallest positive value) is the format's:
 
     R^k = R_format    =>    k = log2(R_format) / log2(R)          k about 2 for m, about 10 for v
 
-On values normalized by M, y = x / M, that is one power each way, and the format's maximum keeps M exact:
+On values normalized by M, y = x / M, that is one power each way:
 
     q  = cast( F_max * sign(y) |y|^k )                            F_max = 448 (E4M3), 57344 (E5M2)
     x' = M * sign(q) (|q| / F_max)^(1/k)
 
-so a group is decoded by (M, k). k is kept in one byte, in sixteenths, rounded down (the range never
-overflows): k16 = floor(16 k) in 1..255. The paper's code keeps three FP32 numbers per group instead.
+k is kept in one byte, in sixteenths, rounded down (the range never overflows): k16 = floor(16 k) in 1..255.
 
     all-zero group          k = 1, codes 0                        R is undefined
     constant group, 1 value k = 255/16, decoded to M exactly      R = 1, log2(R) = 0

@@ -9,14 +9,11 @@ which grows with the value through every exponent, zero and denormals included:
     "bf16"      bits = p << 16                     nothing extra
     "fp32"      the parameter itself is FP32
 
-"bf16+8" and "bf16" round *stochastically*: a uniform random number below one unit of the last kept place is
-added before truncation, so the expected value is exact and steps of any size accumulate. Nothing is bounded
-away: the error is below one unit, 2^-15 of the value with "bf16+8" (round to nearest would halve that, but
-lose every step below half a unit: with 1.0 as weight, every learning rate below 2^-17).
-
-The random numbers come from a counter, not from a generator's state: a hash of (seed, parameter, step,
-position of the element in the unsharded parameter). One hash of 32 bits serves two or four neighbours. Same seed,
-same result, on any device, for any sharding and after any resume.
+"bf16+8" and "bf16" round *stochastically*: a uniform random number below one unit of the last kept place is added
+before truncation, so the expected value is exact and steps of any size accumulate (round to nearest would lose every
+step below half a unit: with 1.0 as weight, every learning rate below 2^-17). The random numbers are a hash of (seed,
+parameter, step, position of the element in the unsharded parameter), one of 32 bits for two or four neighbours: same
+seed, same result, on any device, for any sharding and after any resume.
 
 All functions work on FP32 values or int32 bit patterns of any shape. NaN and inf pass unharmed through encoding and
 decoding; inf that is set from outside over a stale remainder decodes to NaN or to the largest finite value.

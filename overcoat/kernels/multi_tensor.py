@@ -1,12 +1,11 @@
 """Many tensors in one launch: their addresses on the device, and the sum of their squares.
 
-A table says which tile of which tensor a program owns, another where the tensors lie. Addresses that change from step
-to step travel through pinned memory, without synchronization.
+A table says which tile of which tensor a program owns, another where the tensors lie. Addresses travel through pinned
+memory, without synchronization.
 
-The sum of squares reads every gradient once, 2 bytes per parameter, and serves clipping and the check for inf and NaN
-at the same time: one launch per dtype, a partial sum per program, then the sum of those. Its order is fixed, so the
-result repeats bit for bit. SPAN * LANE squares are summed in FP32, those sums in FP64: as long as the former are
-finite, the sum of any number is.
+The sum of squares reads every gradient once, for clipping and the check for inf and NaN alike: a partial sum per
+program, then the sum of those, in a fixed order. SPAN * LANE squares are summed in FP32, those sums in FP64: as long as
+the former are finite, the sum of any number is.
 
 Legend: T tensors.
 """

@@ -1,9 +1,8 @@
 """The sums of a kernel's programs, added up: how gradients of norms and biases stay the same from run to run.
 
-A program writes its own sum over the rows it took; here the Q programs' sums become one, always in the same order. The
-buffer, some 4 MB, has just been written and lies in the L2 cache, so what counts is how many loads are in flight: a
-program takes few columns, two whole 32-byte sectors, of 512 rows at once, eight loads of 16 bytes per thread before the
-first addition.
+The Q programs' sums, each over the rows it took, become one, always in the same order. The buffer, some 4 MB, lies in
+the L2 cache, so what counts is how many loads are in flight: a program takes two whole 32-byte sectors of 512 rows at
+once, eight loads of 16 bytes per thread before the first addition.
 
 Legend: Q programs of the kernel before, C columns.
 """

@@ -4,9 +4,8 @@
     loss.backward()
     optimizer.step(clip_grad_norm=1.0)
 
-A BF16 parameter costs 2 bytes of weight, 2 of gradient, 2.05 of moments and 1 of remainder: 7.05 in all, where BF16
-training with FP32 masters and moments costs 16. The maths is in `overcoat.kernels.adamw`. The step never waits for the
-GPU: learning rate, step count, gradient scale, clipping and skipping are tensors on the device.
+The maths is in `overcoat.kernels.adamw`. The step never waits for the GPU: learning rate, step count, gradient scale,
+clipping and skipping are tensors on the device.
 """
 
 from __future__ import annotations

@@ -8,10 +8,8 @@
     exp_avg_sq_scale   int32, same shape as exp_avg_amax: packed maximum and shape byte of v's groups
     remainder          int8 or int16 in the parameter's shape, only for the masters "bf16+8" and "bf16+16"
 
-No tensor subclass of our own: a state dict is saved, sliced and sharded by whatever handles plain tensors. The
-state of a sharded parameter is sharded like it (`overcoat.optim.sharding`); shapes above are the unsharded ones.
-
-n = number of groups in a row (`overcoat.kernels.adamw.rows_of`).
+n: groups in a row (`overcoat.kernels.adamw.rows_of`). No tensor subclass of our own: a state dict is saved, sliced and
+sharded by whatever handles plain tensors. The state of a sharded parameter is sharded like it; shapes are of the whole.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_rungs_are_the_changes_on_top_of_each_other(predictor):
     ]
     last = advice.rungs[-1]
     lean = Recipe(checkpoint="block", offload_blocks="all")
-    assert last.setup == Setup(lean, master="bf16", release_gradients=True, offload=True)
+    assert last.prediction.setup == Setup(lean, master="bf16", release_gradients=True, offload=True)
     assert last.prediction.peak_bytes < advice.rungs[0].prediction.peak_bytes / 1.5
 
 

@@ -45,7 +45,7 @@ class MadeRoom:
 
 
 def made_advice(changes):
-    rungs = [Rung(None, Setup(), made()), *(Rung(change, Setup(), made()) for change in CHANGES[:2])]
+    rungs = [Rung(None, made()), *(Rung(change, made()) for change in CHANGES[:2])]
     return Advice(rungs, changes, Setup())
 
 
