@@ -89,7 +89,7 @@ def _activation_encode_kernel(
     z_ptr,  # (T, F I)
     codes_ptr,  # (T, F I) 8-bit
     amax_ptr,  # (T, F, n) BF16
-    top_ptr,  # 0-d int32: bits of max |h|
+    top_ptr,  # 0-d FP32: max |h|
     groups,  # T * n
     n, I, FUNCTION: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,  # noqa: E741
     CODE: tl.constexpr, NG: tl.constexpr,
@@ -107,7 +107,7 @@ def _activation_encode_kernel(
     bound = tl.where(gate_amax < float("inf"), bound * _ROUNDING, float("nan"))
     # h costs half of the special function unit's work. Groups that cannot hold a larger one than what others have found
     # need none: 98% of a normal tensor's. The result does not depend on who comes first.
-    if max_magnitude(bound, 0).to(tl.int32, bitcast=True) > seen:
+    if max_magnitude(bound, 0).to(tl.int32, bitcast=True) > seen.to(tl.int32, bitcast=True):
         h = FUNCTION(gate)[0]
         if GATED:
             h = h * up
@@ -122,13 +122,13 @@ ENCODE_TILE = 2048
 def _(z, activation, gated, code, group_size):
     z, parts, gp = z.contiguous(), 1 + gated, power_of_2(group_size)
     codes, group_amax = empty_codes(z, (z.shape[0], parts, cdiv(z.shape[1] // parts, group_size)), code)
-    top = z.new_zeros((), dtype=torch.int32)
+    top = z.new_zeros((), dtype=torch.float32)
     n, count = group_amax.shape[2], max(ENCODE_TILE // (parts * gp), 1)
     _activation_encode_kernel[(cdiv(z.shape[0] * n, count),)](
         z, codes, group_amax, top, z.shape[0] * n, n, z.shape[1] // parts, activation_of(activation).device,
         gated, group_size, gp, CODES[code], count, num_warps=1, **EXACT,
     )  # fmt: skip
-    return codes, group_amax, top.view(torch.float32)
+    return codes, group_amax, top
 
 
 @op

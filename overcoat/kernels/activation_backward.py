@@ -40,6 +40,7 @@ from overcoat.kernels.blockwise import BLOCK, empty_rows_t, row_blocks_t
 from overcoat.kernels.codes import CODES, decode
 from overcoat.kernels.device import (
     EXACT,
+    as_words,
     atomic_amax,
     inverse_max,
     inverse_of,
@@ -150,7 +151,7 @@ def activation_gradient_bound(dh: Tensor, group_amax: Tensor, activation: str, g
 def _activation_bound_kernel(
     dh_ptr,  # (T, I)
     amax_ptr,  # (T, F, n) BF16
-    top_ptr,  # 0-d int32: bits of the bound
+    top_ptr,  # 0-d FP32: the bound
     groups,  # T * n
     n, I, FUNCTION: tl.constexpr, PEAK: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr,  # noqa: E741
     GP: tl.constexpr, NG: tl.constexpr,
@@ -170,7 +171,7 @@ def _activation_bound_kernel(
     if GATED:
         bound = larger(largest * up * slope, largest * FUNCTION(gate)[0])
     bound = max_magnitude(tl.where(gate < float("inf"), bound, float("nan")), 0) * _ROUNDING
-    if bound.to(tl.int32, bitcast=True) > seen:
+    if bound.to(tl.int32, bitcast=True) > seen.to(tl.int32, bitcast=True):
         atomic_amax(top_ptr, bound)
 
 
@@ -183,12 +184,12 @@ def _(dh, group_amax, activation, group_size):
     dh, group_amax = dense(dh, group_amax)
     (tokens, width), (_, parts, n) = dh.shape, group_amax.shape
     chosen, gp = activation_of(activation), power_of_2(group_size)
-    top, count = dh.new_zeros((), dtype=torch.int32), max(BOUND_TILE // gp, 1)
+    top, count = dh.new_zeros((), dtype=torch.float32), max(BOUND_TILE // gp, 1)
     _activation_bound_kernel[(cdiv(tokens * n, count),)](
         dh, group_amax, top, tokens * n, n, width, chosen.device, chosen.peak, parts == 2, group_size, gp, count,
         num_warps=1, **EXACT,
     )  # fmt: skip
-    return top.view(torch.float32)
+    return top
 
 
 @op
@@ -227,9 +228,9 @@ def _activation_gradient_kernel(
     h_scale_ptr,  # 0-d FP32: scale of h; (ceil(T / 128), I) FP32, written, if BLOCKS
     amax_ptr,  # 0-d FP32: bound of |dz|, unless VALUES
     out_ptr,  # (T, F I): dz
-    out_t_ptr,  # (F I, P / 4) int32: four FP8 each, unless VALUES
+    out_t_ptr,  # (F I, P) FP8, of which four are stored together, unless VALUES
     scale_ptr,  # 0-d FP32: scale of dz, unless VALUES
-    h_t_ptr,  # (I, P / 4) int32: four E4M3 each
+    h_t_ptr,  # (I, P) E4M3, of which four are stored together
     partial_ptr,  # (ceil(P / BT), F I) FP32: sums over a tile's tokens, if SUMS
     T, I, P, n,  # noqa: E741
     INVERSE_MAX: tl.constexpr, H_INVERSE_MAX: tl.constexpr,
@@ -269,7 +270,9 @@ def _activation_gradient_kernel(
         h_inverse = store_scales(max_magnitude(quad_magnitude(*h), 0), h_scale_ptr, c, real, H_INVERSE_MAX)
     else:
         h_inverse = inverse_of(tl.load(h_scale_ptr))
-    store_quads(h, inside, h_inverse, h_t_ptr + first, c, quad, real, quads, stride_t, PADDED, tl.float8e4nv)
+    store_quads(
+        h, inside, h_inverse, as_words(h_t_ptr, 32) + first, c, quad, real, quads, stride_t, PADDED, tl.float8e4nv
+    )
     offsets = t[:, None, None] * (F * I) + c[None, :, :]
     out_ptr += start
     if VALUES:
@@ -281,7 +284,7 @@ def _activation_gradient_kernel(
         scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
         tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) == 0)
         inverse = inverse_of(scale)
-        out_t_ptr += first
+        out_t_ptr = as_words(out_t_ptr, 32) + first
         store_quad_rows(a, inside, inverse, out_ptr, F * I, offsets)
         store_quads(a, inside, inverse, out_t_ptr, c, quad, real, quads, stride_t, PADDED, TYPE)
         if GATED:
@@ -318,8 +321,8 @@ def _(dh, codes, group_amax, scale, amax, fmt, has_bias, activation, code, group
     grid = (cdiv(width, columns), token_blocks(padded)) if is_blocks else (turns, cdiv(n, columns // gp))
     partial = dh.new_empty(turns if has_bias else 0, parts * width, dtype=torch.float32)
     _activation_gradient_kernel[grid](
-        dh, codes, group_amax, h_scale, h_scale if amax is None else amax, out, out_t.view(torch.int32), d_scale,
-        h_t.view(torch.int32), partial if has_bias else h_scale, tokens, width, padded, n, inverse_max(fmt or "e4m3"),
+        dh, codes, group_amax, h_scale, h_scale if amax is None else amax, out, out_t, d_scale,
+        h_t, partial if has_bias else h_scale, tokens, width, padded, n, inverse_max(fmt or "e4m3"),
         inverse_max("e4m3"), fmt is None, is_blocks, has_bias, activation_of(activation).device, gated, group_size, gp,
         CODES[code], rows, columns, padded > tokens, tile.vector, num_warps=tile.warps,
         maxnreg=registers(tile.registers, dh, group_size), **EXACT,

@@ -46,7 +46,7 @@ from overcoat.kernels.block_tiles import (
     token_blocks,
 )
 from overcoat.kernels.codes import CODES
-from overcoat.kernels.device import EXACT, TRITON_FLOAT8, inverse_max, inverse_of, max_magnitude, power_of_2
+from overcoat.kernels.device import EXACT, TRITON_FLOAT8, as_words, inverse_max, inverse_of, max_magnitude, power_of_2
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
@@ -245,7 +245,7 @@ def _transpose_kernel(
     bias_ptr,  # (C,), if HAS_BIAS
     out_ptr,  # (T, C) FP8, if PLAIN
     scale_ptr,  # (ceil(C / 128), T) FP32, if PLAIN
-    out_t_ptr,  # (C, P / 4) int32: four FP8 each
+    out_t_ptr,  # (C, P) FP8, of which four are stored together
     scale_t_ptr,  # (ceil(T / 128), C) FP32, written; 0-d and given, unless BLOCKS
     T, C, P, n,
     TYPE: tl.constexpr, INVERSE_MAX: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -289,7 +289,7 @@ def _transpose_kernel(
     else:
         inverse = inverse_of(tl.load(scale_t_ptr))
     quads, inside = (P - t0) // 4, (in0, in1, in2, in3)
-    out_t_ptr += c0.to(tl.int64) * (P // 4) + t0 // 4
+    out_t_ptr = as_words(out_t_ptr, 32) + (c0.to(tl.int64) * (P // 4) + t0 // 4)
     store_quads((x0, x1, x2, x3), inside, inverse, out_t_ptr, c, quad, real, quads, P // 4, PADDED, TYPE)
 
 
@@ -308,7 +308,7 @@ def _launch_transposed(
     width = strip.columns if is_blocks and gp == group_size else max(strip.columns, gp)
     across = cdiv(columns, width if gp == group_size else width // gp * group_size)
     _transpose_kernel[(across, token_blocks(padded)) if is_blocks else (cdiv(padded, rows), across)](
-        x, *[x if each is None else each for each in kept], *(plain or (out_t, scale_t)), out_t.view(torch.int32),
+        x, *[x if each is None else each for each in kept], *(plain or (out_t, scale_t)), out_t,
         scale_t, tokens, columns, padded, cdiv(columns, group_size), TRITON_FLOAT8[fmt], inverse_max(fmt),
         kept[1] is not None, kept[2] is not None, is_blocks, plain is not None, group_size, gp, code, rows, width,
         strip.vector, padded > tokens, num_warps=min(strip.warps * max(width // strip.columns, 1), 32), **EXACT,

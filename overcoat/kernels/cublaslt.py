@@ -1,4 +1,4 @@
-"""cuBLASLt by its C interface, for products where another of its kernels is faster than the one that PyTorch takes.
+"""cuBLASLt by its C interface, for another of its kernels than the one that PyTorch takes, and for the residual.
 
 cuBLASLt recommends, of some eight kernels, the one that is fastest on a cool GPU, and `torch._scaled_mm` takes it. In
 training an H200 draws its 700 W and lowers its clock: there 192 x 192 tiles, the first choice for wide results, take 6%
@@ -76,6 +76,8 @@ def choose(offered: Sequence[tuple[int, int]], rows: int, columns: int, inner: i
 
 # What PyTorch allows on Hopper too unless told otherwise, so that the library makes the same offers; kernels asked for.
 MAX_WORKSPACE, MAX_OFFERS = 32 * 2**20, 16
+# A large product's workspace is 4 bytes, the counter by which its programs share the tiles out.
+KEPT_WORKSPACE = 512
 # Bytes that all addresses of a plan are multiples of: as the allocator gives them.
 ALIGNMENT = 256
 # cudaDataType_t
@@ -119,6 +121,11 @@ def _handle(device: int) -> c_void_p:
     with torch.cuda.device(device):
         _call("cublasLtCreate", byref(handle))
     return handle
+
+
+@functools.cache
+def _workspace(device: int) -> Tensor:
+    return torch.empty(KEPT_WORKSPACE, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
 def _config(offer: _Offer, attribute: int) -> int:
@@ -179,7 +186,10 @@ class Plan:
         """(a @ b^T) * scale_a * scale_b in BF16, plus the residual if given."""
         lib, descriptor, (first, second, result) = self.lib, self.descriptor, self.layouts
         out = a.new_empty(a.shape[0], self.columns, dtype=torch.bfloat16)
-        workspace, stream = a.new_empty(self.workspace, dtype=torch.uint8), torch._C._cuda_getCurrentRawStream(device)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        # The default stream's is kept. Not that of others: what is allocated for a graph nobody may keep.
+        is_kept = stream == 0 and self.workspace <= KEPT_WORKSPACE
+        workspace = _workspace(device) if is_kept else a.new_empty(self.workspace, dtype=torch.uint8)
         place, describe = out.data_ptr(), lib.cublasLtMatmulDescSetAttribute
         beta, added = (_ZERO, place) if residual is None else (_ONE, residual.data_ptr())
         # The call copies the descriptor; until then no other thread may write its own addresses into it.

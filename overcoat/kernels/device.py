@@ -59,9 +59,15 @@ def max_magnitude(x, axis: tl.constexpr):
 
 
 @triton.jit
+def as_words(pointer, BITS: tl.constexpr):
+    """The pointer to bytes as one to int16 or int32: FP8 of neighbouring rows, stored together."""
+    return pointer.to(tl.pointer_type(tl.int16 if BITS == 16 else tl.int32), bitcast=True)
+
+
+@triton.jit
 def atomic_amax(pointer, amax):
-    """Raise the FP32 at `pointer`, given as int32, to amax >= 0; any order of arrival gives the same bits."""
-    tl.atomic_max(pointer, amax.to(tl.int32, bitcast=True), sem="relaxed")
+    """Raise the FP32 at `pointer` to amax >= 0; any order of arrival gives the same bits."""
+    tl.atomic_max(pointer.to(tl.pointer_type(tl.int32), bitcast=True), amax.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit

@@ -63,7 +63,7 @@ def _(a, b, scale_a, scale_b, bias, dtype, fast, residual=None):
         # PyTorch knows where multiprocessors are to be left free.
         is_free = device == torch._C._cuda_getDevice() and torch._C._get_sm_carveout_experimental() is None
         is_dense = a.is_contiguous() and b.is_contiguous() and added.is_contiguous()
-        if plan is not None and (plan.place or residual is not None) and is_free and is_dense:
+        if plan is not None and is_free and is_dense:
             return plan.run(a, b, scale_a, scale_b, device, residual)
     if (columns | a.shape[1]) % 16:
         a, b = _pad(a, 0), _pad(b, -columns % 16)

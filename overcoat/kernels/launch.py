@@ -36,7 +36,7 @@ class Kernel(triton.runtime.JITFunction):
         super().__init__(
             function, do_not_specialize=[name for name in ("T",) if name in signature(function).parameters]
         )
-        self.entries: dict[Any, tuple[Any, tuple[str, ...]]] = {}
+        self.entries: dict[Any, tuple[Any, ...]] = {}  # the compiled kernel, how it is run, arguments given by name
         self.pointers = 0  # how many arguments are tensors; known at the first launch
         runtime = triton.knobs.runtime
         # Profilers' hooks are Triton's to call.
@@ -59,12 +59,12 @@ class Kernel(triton.runtime.JITFunction):
         entry = self.entries.get(key)
         if entry is None or addresses & 15 or self.hooks[0] or self.hooks[1]:
             return self._launch_by_triton(grid, args, options)
-        compiled, by_name = entry
+        compiled, run, function, metadata, by_name = entry
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
         if by_name:
             args += tuple([options[name] for name in by_name])
-        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+        run(x, y, z, stream, function, metadata, None, None, None, *args)
         return compiled
 
     def _launch_by_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -79,7 +79,7 @@ class Kernel(triton.runtime.JITFunction):
             by_name = tuple(name for name in self.arg_names[len(args) :] if name in options)
             types = [pointer.dtype for pointer in pointers]
             key = (torch._C._cuda_getDevice(), rest, tuple(options.values()), *types)
-            self.entries[key] = (compiled, by_name)
+            self.entries[key] = (compiled, compiled.run, compiled.function, compiled.packed_metadata, by_name)
         return compiled
 
 

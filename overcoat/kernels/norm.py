@@ -188,7 +188,7 @@ def _row_kernel(
     sum_ptr,  # (T, H): residual + x, which is then normalised, if ADD; after: residual + y
     rstd_ptr,  # (T,) FP32
     mean_ptr,  # stats, if CENTERED: (T,) FP32
-    top_ptr,  # stats: 0-d int32, bits of max |y|; blocks: (ceil(H / 128), T) FP32 scales
+    top_ptr,  # stats: 0-d FP32, max |y|; blocks: (ceil(H / 128), T) FP32 scales
     y_ptr,  # blocks: (T, H) E4M3
     codes_ptr,  # blocks, after: (T, H) 8-bit
     group_amax_ptr,  # blocks, after: (T, n) BF16
@@ -280,7 +280,7 @@ def _(x, residual, weight, bias, eps, centered):
         return norm_stats.reference(x, residual, weight, bias, eps, centered)
     results = _empty_stats(x, residual, weight, bias, eps, centered)
     (rstd, amax), total = results[:2], None if residual is None else results[-1]
-    outputs = (total, rstd, results[2] if centered else None, amax.view(torch.int32), None, None, None)
+    outputs = (total, rstd, results[2] if centered else None, amax, None, None, None)
     _launch_rows("stats", (x, residual, weight, bias), outputs, eps, centered)
     return results
 

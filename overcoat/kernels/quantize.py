@@ -29,6 +29,7 @@ from torch import Tensor
 from overcoat.formats import FLOAT8, cast_float8, quantize_tensor
 from overcoat.kernels.device import (
     EXACT,
+    as_words,
     atomic_amax,
     inverse_max,
     inverse_of,
@@ -136,7 +137,7 @@ def _amax_kernel(
     a_ptr,  # NA elements
     b_ptr,  # NB elements
     c_ptr,  # NC elements
-    out_ptr,  # 0-d int32: bits of the FP32 maximum
+    out_ptr,  # 0-d FP32: the maximum
     NA, NB, NC, ALIGN: tl.constexpr, COUNT: tl.constexpr, ATOMIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     x_ptr, N = choose(a_ptr, b_ptr, c_ptr, COUNT), choose(NA, NB, NC, COUNT)
@@ -152,13 +153,13 @@ def _amax_kernel(
     if ATOMIC:
         atomic_amax(out_ptr, found)
     else:
-        tl.store(out_ptr, found.to(tl.int32, bitcast=True))
+        tl.store(out_ptr, found)
 
 
 def launch_amax(tensors: Sequence[Tensor]) -> Tensor:
     """max |x| over all tensors, 0-d FP32."""
     one_program = len(tensors) == 1 and tensors[0].numel() <= AMAX_ONE_PROGRAM
-    out = (tensors[0].new_empty if one_program else tensors[0].new_zeros)((), dtype=torch.int32)
+    out = (tensors[0].new_empty if one_program else tensors[0].new_zeros)((), dtype=torch.float32)
     for part in launches(tensors[::-1]):
         sizes = [x.numel() for x in part]
         programs = 1 if one_program else min(cdiv(max(sizes), AMAX_BLOCK), AMAX_PROGRAMS)
@@ -167,7 +168,7 @@ def launch_amax(tensors: Sequence[Tensor]) -> Tensor:
                 *three(part), out, *three(sizes, 0), alignment(part), len(part), not one_program, AMAX_BLOCK,
                 num_warps=8,
             )  # fmt: skip
-    return out.view(torch.float32)
+    return out
 
 
 @amax.cuda
@@ -230,7 +231,7 @@ def _quantize_kernel(
     c_ptr,  # (NC, C)
     factor_ptr,  # 0-d FP32: amax, or the scale itself if GIVEN_SCALE
     out_ptr,  # (rows, C) FP8, written if PLAIN
-    out_t_ptr,  # (C, rows / 2) int16, pairs of FP8, row stride `stride_t`; if TRANSPOSED
+    out_t_ptr,  # (C, rows) FP8, row stride 2 `stride_t`; if TRANSPOSED
     scale_ptr,  # 0-d FP32, unless GIVEN_SCALE
     T, NB, NC, C,
     P,  # of the first; several matrices are not padded
@@ -258,7 +259,7 @@ def _quantize_kernel(
             _, odd = quantize_tile(x_ptr, out_ptr, 2 * pair + 1, c, rows - t0, C - c0, C, inverse, PLAIN, ALIGN)
             words = tl.trans(pack_rows(even, odd, out_ptr.dtype.element_ty))
             inside_t = (c < C - c0)[:, None] & (pair < (padded - t0) // 2)[None, :]
-            out_t_ptr += c0.to(tl.int64) * stride_t + (row0 + t0) // 2
+            out_t_ptr = as_words(out_t_ptr, 16) + (c0.to(tl.int64) * stride_t + (row0 + t0) // 2)
             tl.store(out_t_ptr + (c[:, None] * stride_t + pair[None, :]), words, mask=inside_t)
         else:
             quantize_tile(x_ptr, out_ptr, tl.arange(0, BT), c, rows - t0, C - c0, C, inverse, PLAIN, ALIGN)
@@ -274,16 +275,16 @@ def launch_quantize(
     for part in launches(tensors):
         sizes = [x.shape[0] for x in part]
         padded = out_t.shape[1] if out_t is not None and len(tensors) == 1 else sizes[0]
-        plain, words = out, part[0] if out_t is None else out_t.view(torch.int16)
+        plain, turned = out, out_t
         if first:
             plain = None if out is None else out[first:]
-            words = words if out_t is None else words[:, first // 2 :]
+            turned = None if out_t is None else out_t[:, first:]
         down, across = cdiv(max(padded, *sizes), tile[0]), cdiv(columns, tile[1])
         _quantize_kernel[(down * across, 1, len(part)) if out_t is None else (down, across, len(part))](
-            *three(part), factor, out_t if plain is None else plain, words, factor if scale is None else scale,
-            *three(sizes, 0), columns, padded, words.stride(0),
-            inverse_max(fmt), alignment(part, columns), len(part), scale is None, out is not None,
-            out_t is not None, *tile, num_warps=4, **EXACT,
+            *three(part), factor, turned if plain is None else plain, plain if turned is None else turned,
+            factor if scale is None else scale, *three(sizes, 0), columns, padded,
+            0 if turned is None else turned.stride(0) // 2, inverse_max(fmt), alignment(part, columns), len(part),
+            scale is None, out is not None, out_t is not None, *tile, num_warps=4, **EXACT,
         )  # fmt: skip
         first += sum(sizes)
 

@@ -178,7 +178,7 @@ def _rope_kernel(
     lower_ptr,  # (T, (num_q + num_kv) * E) uint8: lower bits of q and k; written if ENCODE, read if DECODE
     out_ptr,  # (T, heads * D); source_ptr if IN_PLACE
     center_ptr,  # (num_kv * D,) FP32: taken out of v before its codes, added after, if HAS_CENTER
-    bound_ptr,  # int32: bits of MARGIN * max |v|, if ENCODE
+    bound_ptr,  # 0-d FP32: MARGIN * max |v|, if ENCODE
     cos_ptr,  # (P, D)
     sin_ptr,  # (P, D)
     q_weight_ptr,  # (D,), if HEAD_NORM
@@ -282,11 +282,11 @@ def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
     if (q_weight is None) != (k_weight is None):
         return qk_rope_encode12_.reference(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
     rotated, kept = qkv.contiguous(), empty_heads(qkv, num_q, num_kv, code)
-    bound = qkv.new_zeros((), dtype=torch.int32)
+    bound = qkv.new_zeros((), dtype=torch.float32)
     _launch_rope(rotated, rotated, (*kept, bound), center, code, (cos, sin, q_weight, k_weight), eps, num_q, num_kv)
     if rotated is not qkv:
         qkv.copy_(rotated)
-    return *kept, bound.view(torch.float32)
+    return *kept, bound
 
 
 @qk_rope_decode12.cuda

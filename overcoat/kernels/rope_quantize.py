@@ -29,6 +29,7 @@ from torch import Tensor
 from overcoat.formats import FLOAT8, quantize_tensor
 from overcoat.kernels.device import (
     EXACT,
+    as_words,
     atomic_amax,
     inverse_max,
     inverse_of,
@@ -86,11 +87,11 @@ def _(dq, dk, dv, cos, sin, num_q, want_sums):
 
 @qk_rope_backward_amax.cuda
 def _(dq, dk, dv, cos, sin, num_q, want_sums):
-    bits = dq.new_zeros((), dtype=torch.int32)
+    top = dq.new_zeros((), dtype=torch.float32)
     rows = cdiv(dq.shape[0], TILE_TOKENS) if want_sums else 0
     partial = torch.empty((rows, buffer_columns(dq, dk, dv)), dtype=torch.float32, device=dq.device)
-    _launch_gradient(dq, dk, dv, cos, sin, num_q, bits, partial, sums=want_sums)
-    return bits.view(torch.float32), sum_partials(partial)[0] if want_sums else partial.view(0)
+    _launch_gradient(dq, dk, dv, cos, sin, num_q, top, partial, sums=want_sums)
+    return top, sum_partials(partial)[0] if want_sums else partial.view(0)
 
 
 @op
@@ -145,7 +146,7 @@ def _tile(
     tables1 = load_tables(cos_ptr, sin_ptr, (t0 + t + 1) % positions, e, odd, D, E)
     dy_ptr += t0.to(tl.int64) * stride_dy
     out_ptr += (t0 if FP8 else tl.program_id(0)).to(tl.int64) * stride_out + first
-    out_t_ptr += tl.cast(first, tl.int64) * (P // 2)
+    out_t_ptr = as_words(out_t_ptr, 16) + tl.cast(first, tl.int64) * (P // 2)
     top = tl.zeros((BT // 2, EP), tl.float32)
     for head in range(tl.program_id(1) * NH, tl.minimum(tl.program_id(1) * NH + NH, heads)):
         column = (head * D + e)[None, :]
@@ -180,9 +181,9 @@ def _rope_gradient_kernel(
     dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
     cos_ptr,  # (positions, D)
     sin_ptr,  # (positions, D)
-    amax_ptr,  # 0-d FP32 if FP8; else int32: bits of max |gradient|
+    amax_ptr,  # 0-d FP32: given if FP8, else max |gradient|
     out_ptr,  # (T, C) FP8; or (tiles of tokens, C) FP32: their sums, if SUMS
-    out_t_ptr,  # (C, P / 2) int16, pairs of FP8, if FP8
+    out_t_ptr,  # (C, P) FP8, of which two are stored together, if FP8
     scale_ptr,  # 0-d FP32, if FP8
     P,  # here: after the strides ptxas takes 166 registers at D = 128 instead of 128
     T, positions, num_q, num_kv, D, stride_q, stride_k, stride_v, FP8: tl.constexpr, SUMS: tl.constexpr,
@@ -223,7 +224,7 @@ def _launch_gradient(
     pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
     padded = dq.shape[0] if out_t is None else out_t.shape[1]
     _rope_gradient_kernel[(cdiv(padded, TILE_TOKENS), cdiv(num_q, TILE_HEADS), 3)](
-        *pointers, amax, out, amax if out_t is None else out_t.view(torch.int16), amax if scale is None else scale,
+        *pointers, amax, out, amax if out_t is None else out_t, amax if scale is None else scale,
         padded, *sizes, out_t is not None, sums, inverse,
         power_of_2(cos.shape[1] // 2), TILE_TOKENS, TILE_HEADS, num_warps=4, **EXACT,
     )  # fmt: skip

@@ -29,7 +29,7 @@ def raise_amax(amax_ptr, seen, top):
 
     Warps of a program may have seen different values: nothing that they would wait for each other in may stand here.
     """
-    if top.to(tl.int32, bitcast=True) > seen:
+    if top.to(tl.int32, bitcast=True) > seen.to(tl.int32, bitcast=True):
         atomic_amax(amax_ptr, top)
 
 

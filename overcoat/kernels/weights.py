@@ -106,18 +106,20 @@ def _(weights, last=None):
 
 @quantize_weights.cuda
 def _(weights, last=None):
-    if last is None or len(launches(weights)) > 1:
+    parts = [] if last is None else launches(weights)
+    if len(parts) != 1:
         top = launch_amax(weights)
         return *stack_weights.kernel(weights, top, False), top
-    (out, scale), top, (part,) = _empty(weights), last.new_zeros((), dtype=torch.int32), launches(weights)
+    (part,), (out, scale), top = parts, _empty(weights), torch.zeros_like(last)
     sizes, columns = [w.shape[0] for w in part], out.shape[1]
     tiles = cdiv(max(sizes), PLAIN_TILE[0]) * cdiv(columns, PLAIN_TILE[1])
-    for checks in (False, True):
-        _predicted_kernel[(min(tiles, CHECKS) if checks else tiles, 1, len(part))](
-            *three(part), last, top, out, scale, *three(sizes), columns, inverse_max("e4m3"), alignment(part, columns),
-            len(part), checks, *PLAIN_TILE, num_warps=4, **EXACT,
-        )  # fmt: skip
-    return out, scale, top.view(torch.float32)
+    pointers, numbers = (*three(part), last, top, out, scale), (*three(sizes), columns, inverse_max("e4m3"))
+    align = alignment(part, columns)
+    for checks, programs in ((False, tiles), (True, min(tiles, CHECKS))):
+        _predicted_kernel[(programs, 1, len(part))](
+            *pointers, *numbers, align, len(part), checks, *PLAIN_TILE, num_warps=4, **EXACT
+        )
+    return out, scale, top
 
 
 # The maximum that a stack of parameters had, by stream and parameters; and what forgets it when the first one is gone.
@@ -148,7 +150,7 @@ def _predicted_kernel(
     b_ptr,  # (NB, K)
     c_ptr,  # (NC, K)
     last_ptr,  # 0-d FP32
-    top_ptr,  # 0-d int32: bits of the FP32 maximum; found, or known if CHECKS
+    top_ptr,  # 0-d FP32: the maximum; found, or known if CHECKS
     out_ptr,  # (rows, K) E4M3
     scale_ptr,  # 0-d FP32
     NA, NB, NC, K, INVERSE_MAX: tl.constexpr, ALIGN: tl.constexpr, COUNT: tl.constexpr, CHECKS: tl.constexpr,
@@ -159,9 +161,9 @@ def _predicted_kernel(
     tiles = tl.cdiv(N, BN) * across
     if CHECKS:
         top = tl.load(top_ptr)
-        if top == amax.to(tl.int32, bitcast=True):
+        if top.to(tl.int32, bitcast=True) == amax.to(tl.int32, bitcast=True):  # NaN, too, is what it is
             tiles = 0
-        amax = top.to(tl.float32, bitcast=True)
+        amax = top
     scale = scale_of(amax, INVERSE_MAX)
     if CHECKS:
         tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(2) == 0)

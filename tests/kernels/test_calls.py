@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,15 +21,14 @@ import overcoat
 from overcoat.kernels import attention, attention_fused, gemm, launch, op
 
 # Forward and backward. What needs more should be worth more.
-MOST = 790
+MOST = 760
 
 
 def remember(kernel, grid, args, options):
     """What Triton's launch leaves behind."""
     kernel.pointers = next(i for i, arg in enumerate(args) if not isinstance(arg, Tensor))
     types = [pointer.dtype for pointer in args[: kernel.pointers]]
-    compiled = SimpleNamespace(run="".format, function=0, packed_metadata=None)
-    kernel.entries[(-1, args[kernel.pointers :], tuple(options.values()), *types)] = compiled, ()
+    kernel.entries[(-1, args[kernel.pointers :], tuple(options.values()), *types)] = (None, "".format, 0, None, ())
 
 
 NO_ATTENTION = attention_fused.Kernel(
