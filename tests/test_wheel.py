@@ -39,7 +39,8 @@ def test_the_wheel_has_the_package_its_types_and_its_command(built: str) -> None
         ]  # fmt: skip
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "overcoat").rglob("*.py")}
     inside = {name for name in names if name.startswith("overcoat/")}
-    assert inside == {*modules, "overcoat/py.typed"}
+    data = {f"overcoat/{name}" for name in ("py.typed", "report/page.css", "report/page.js", "paper/problems.txt")}
+    assert inside == {*modules, *data}
     assert {name.split("/")[0] for name in names} == {"overcoat", info}
 
 

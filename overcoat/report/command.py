@@ -23,7 +23,6 @@ from rich.filesize import decimal
 
 from overcoat.report.charts import Points, Series, chart, running_mean
 from overcoat.report.runs import Run, read_runs
-from overcoat.report.style import SCRIPT, STYLE
 from overcoat.train.configfile import all_keys
 from overcoat.version import VERSION
 
@@ -68,11 +67,12 @@ def page(runs: list[Run]) -> str:
     if samples:
         cards = (f"<div class=card>{_named(run, runs)}<pre>{escape(text)}</pre></div>" for run, text in samples)
         parts.append(f"<h2>Samples</h2><div class=grid>{''.join(cards)}</div>")
+    style, script = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{''.join(parts)}</main>"
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f"<title>{escape(title)}</title><style>{style}</style></head><body><main>{''.join(parts)}</main>"
+        f"<script>{script}</script></body></html>\n"
     )
 
 
