@@ -25,6 +25,7 @@ from torch.multiprocessing import ProcessExitedException
 from transformers import AutoModelForCausalLM
 
 import overcoat
+from overcoat.models.gather import fsdp_params
 from overcoat.optim.sharding import local
 from overcoat.train import loop, process, saving, state
 from overcoat.train.build import build_model
@@ -38,6 +39,7 @@ from overcoat.train.parallel import build_sharded, check_parallel, whole_weights
 from overcoat.train.run import run_once
 from overcoat.train.shards import read_model
 from overcoat.train.state import TrainState
+from tests.emulation import sqnr
 from tests.models.test_gather import counted
 from tests.processes import on_many, on_two
 from tests.train.conftest import TINY
@@ -216,6 +218,35 @@ def test_ways_to_train_in_two_processes(config: Config, tmp_path: Path) -> None:
     assert "peak of the step" in (tmp_path / "reported/memory.txt").read_text()
 
 
+def _reduced(rank: int, config: Config) -> None:
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        model, _ = build_sharded(changed(config, f"parallel.reduce_dtype={dtype}"), None, CPU, overcoat.Recipe())
+        ids = torch.randint(331, (1, 256), generator=torch.Generator().manual_seed(rank))
+        passes = (False, True) if dtype == "float32" else (True,)
+        for is_due in passes:
+            model.set_requires_gradient_sync(is_due)
+            model(input_ids=ids, labels=ids).loss.backward()
+            params = [param for param, _ in fsdp_params(model).values()]
+            if not is_due:  # what each process has, summed exactly
+                own = [param.unsharded_accumulated_grad.double() for param in params]
+                exact = torch.cat([process.sum_of(gradient).flatten() for gradient in own])
+                for param in params:
+                    param.unsharded_accumulated_grad = None
+        own = [param.sharded_param.grad.full_tensor().double() for param in params]
+        found[dtype] = float(sqnr(exact, torch.cat([gradient.flatten() for gradient in own])))
+    if rank == 0:
+        print(f"{process.count()} processes: {found}", flush=True)
+    assert found["float32"] > 52
+    assert found["bfloat16"] > 44
+
+
+@pytest.mark.parametrize("many", [pytest.param(many, marks=pytest.mark.nightly) for many in (2, 4, 8)])
+def test_sums_of_gradients_in_bf16_lose_less_than_fp8_does(many: int, config: Config) -> None:
+    """Of gradients in BF16; FP8 products leave them 20 dB."""
+    on_many(many, _reduced, "cpu", build_config({"model": {"config": MODELS["untied"]}, "data": {"files": "x"}}, []))
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +274,16 @@ def test_what_two_have_saved_any_number_resumes(many: int, config: Config, two: 
     if many == 2:
         assert losses(folder) == losses(two)
         assert_same_shards(folder, two)
+
+
+@pytest.mark.nightly
+def test_eight_resume_what_two_have_saved(config: Config, tmp_path: Path) -> None:
+    short = changed(config, "train.accumulation=8", "train.steps=4", f"train.run_dir={tmp_path / 'two'}")
+    on_two(_run, "cpu", short)
+    folder = start_from(tmp_path / "eight", tmp_path / "two", 2)
+    on_many(8, _run, "cpu", changed(short, f"train.run_dir={folder}"))
+    assert_close(folder, tmp_path / "two")
+    assert len(list(list_checkpoints(folder / "checkpoints")[-1].glob("shard-*"))) == 8
 
 
 def assert_same_shards(run_dir: Path, other: Path) -> None:
