@@ -21,13 +21,13 @@ from tests.models.zoo import VOCAB, make_model
 from tests.processes import on_many
 
 HEADS = Heads(2, 4, 2, 16, 0.25)
-LENGTH = 48
+LENGTH = 96
 # By what is new in each: grouped heads; norms of q and k; learned positions; sinks; a factor of q by position.
 KINDS: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "llama": (Recipe(), {}),
     "qwen3": (Recipe(kept_attention="bf16"), {}),
     "gpt2": (Recipe.leanest(), {}),
-    "gpt_oss": (Recipe(linear_scaling="block"), {"sliding_window": 64}),
+    "gpt_oss": (Recipe(linear_scaling="block"), {"sliding_window": 128}),
     "ministral3": (Recipe(z_loss=1e-4), {"sliding_window": None}),
 }
 
@@ -66,7 +66,7 @@ def test_attention_is_that_of_whole_rows(many: int, device: str) -> None:
     on_many(many, _attention, device, device)
 
 
-def _batch(seed: int, rows: int = 2) -> dict[str, Tensor]:
+def _batch(seed: int, rows: int = 4) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB, (rows, LENGTH), generator=generator)
     # Labels are not as many in each process; the last chunk of a row has none.
@@ -89,7 +89,7 @@ def _models(rank: int) -> None:
         losses = [model(**_batch(1)).loss for model in (exact, whole, cut)]
         for loss in losses:
             loss.backward()
-        assert abs(losses[1].item() - losses[2].item()) < 2e-3, (kind, losses)
+        assert abs(losses[1].item() - losses[2].item()) < 3e-3, (kind, losses)
         lost = []
         parameters = zip(*(model.named_parameters() for model in (exact, whole, cut)), strict=True)
         for (name, right), (_, mine), (_, theirs) in parameters:
@@ -130,7 +130,7 @@ def _refused(rank: int) -> None:
     overcoat.context_parallel(model, mesh)
     for change, words in (
         ({"position_ids": torch.arange(LENGTH)[None]}, "position_ids"),
-        ({"attention_mask": torch.ones(2, LENGTH)}, "attention_mask"),
+        ({"attention_mask": torch.ones(4, LENGTH)}, "attention_mask"),
         ({"output_logits": True}, "no logits"),
         ({"labels": None}, "takes labels"),
         ({"input_ids": batch["input_ids"][:, :-1], "labels": batch["labels"][:, :-1]}, "4 chunks"),
