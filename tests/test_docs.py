@@ -40,11 +40,6 @@ def test_the_support_matrix_is_what_convert_says() -> None:
         support_matrix()
 
 
-def test_pages_say_what_encoders_keep_and_which_versions_were_tested() -> None:
-    assert "`CLIPEncoderLayer` (4.4 U)" in GENERATE["encoders"]()
-    assert re.fullmatch(r"5\.17 to 5\.\d+\.\d+", GENERATE["tested_versions"]())
-
-
 def test_an_unknown_marker_fails_the_build() -> None:
     with pytest.raises(KeyError, match="nothing"):
         GENERATE["on_page_markdown"]("{{ nothing }}")

@@ -18,7 +18,7 @@ from torch import nn
 
 from overcoat import Recipe, memory
 from overcoat.host import Pool, host_buffer, packed
-from overcoat.memory import keep, optimizer_bytes, record_kept
+from overcoat.memory import record_kept
 from tests.block.harness import block_case
 
 TOKENS, HIDDEN, INTERMEDIATE = 256, 1024, 2752
@@ -158,28 +158,6 @@ def test_nothing_else_stays_alive(recipe):
     out.sum().backward()
 
 
-def test_an_address_used_again_takes_the_new_name():
-    class Context:
-        needs_input_grad = (True,)
-
-        def save_for_backward(self, *tensors):
-            pass
-
-    class Frozen(Context):
-        needs_input_grad = (False, False)
-
-    x = torch.ones(4, requires_grad=True)
-    with record_kept() as kept:
-        keep(Context(), "old", a=x * 1)
-        y = torch.zeros(4)
-        keep(Context(), "old", a=y)
-        keep(Context(), "new", b=y)
-        keep(Frozen(), "frozen", c=y)  # keeps nothing, so it names nothing
-        _ = (x * y).sum()
-    assert ("new", "b") in kept.by_tensor()
-    assert not {("old", "a"), ("frozen", "c")} & kept.by_tensor().keys()
-
-
 def test_other_modules_appear_under_their_path():
     """Plain torch modules inside a recorded model: saved inputs by path, parameters and their views left out."""
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
@@ -200,17 +178,6 @@ def test_hooks_are_removed_after_an_error():
     assert memory._active == []
     assert not nn.modules.module._global_forward_hooks
     assert not nn.modules.module._global_forward_pre_hooks
-
-
-def test_optimizer_bytes():
-    parameter = nn.Parameter(torch.zeros(10))
-    optimizer = torch.optim.AdamW([parameter])
-    assert optimizer_bytes(optimizer) == 0
-    parameter.grad = torch.ones(10)
-    optimizer.step()
-    assert optimizer_bytes(optimizer) == 2 * 40 + 4  # two moments and the step count
-    assert optimizer_bytes(optimizer, "cpu") == 2 * 40 + 4
-    assert optimizer_bytes(optimizer, "cuda") == 0
 
 
 # ---- the allocator --------------------------------------------------------------------------------------------------

@@ -132,3 +132,21 @@ def test_what_it_does_not_know_is_status_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["bench", *words])
     assert stop.value.code == 2
+
+
+@pytest.mark.usefixtures("made_up")
+def test_optimizer(tmp_path: Path) -> None:
+    plot = tmp_path / "bars.png"
+    sizes = ("64x16M", "1x1G")
+    rows = bench(tmp_path, "optimizer", "--sizes", *sizes, "--only", "fused", "8bit, bf16,", "--plot", str(plot))
+    names = ["overcoat 8bit, bf16, unchecked", "torch fused BF16", "torch fused FP32"]
+    assert [(row["size"], row["name"]) for row in rows] == [(size, name) for size in sizes for name in names]
+    assert rows[0]["command"].endswith("--plot bars.png --json rows.jsonl")
+    assert plot.stat().st_size > 1000
+
+
+@pytest.mark.usefixtures("made_up")
+def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = bench(tmp_path, "kernels", "--shape", "13b", "--only", "stack")
+    assert [(row["name"], row["shape"]) for row in rows] == [("stack", "13b")] * len(kernels.SUBJECTS)
+    assert "75%" in capsys.readouterr().out

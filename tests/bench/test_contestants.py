@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from overcoat import Recipe
 from overcoat.bench import contestants
 from overcoat.bench.contestants import (
-    CUDNN_FIRST,
     ENGINES,
     TRAINERS,
     make_block,
@@ -20,10 +19,8 @@ from overcoat.bench.contestants import (
     trainer_of,
 )
 from overcoat.bench.shapes import build_block, build_model
-from tests.bench.peers import SHAPE, SMALL, model_of, module, sqnr
+from tests.bench.peers import SHAPE, SMALL, model_of, module
 from tests.models.zoo import every_kind
-
-HERE = [name for name, engine in ENGINES.items() if not engine.needs]
 
 
 def block_of(name: str, **options: Any) -> tuple[Any, contestants.Block]:
@@ -38,22 +35,6 @@ def called(block: contestants.Block) -> Tensor:
     y.sum().backward()
     assert x.grad is not None
     return torch.stack([y.detach(), x.grad])
-
-
-@pytest.mark.parametrize("name", HERE)
-def test_only_pytorchs_own_attention_is_given_an_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its order changes nothing but the time."""
-    orders: list[Any] = []
-    original = contestants.sdpa_kernel
-
-    def recorded(order: Any, set_priority: bool) -> Any:
-        orders.append((order, set_priority))
-        return original(order, set_priority=set_priority)
-
-    monkeypatch.setattr(contestants, "sdpa_kernel", recorded)
-    default, cudnn = (called(block_of(name, attention=attention)[1]) for attention in ("default", "cudnn"))
-    assert orders == ([(CUDNN_FIRST, True)] if name.startswith("bf16") else [])
-    assert sqnr(default, cudnn) > 40
 
 
 def test_torch_compile_where_it_is_part_of_the_name(monkeypatch: pytest.MonkeyPatch, torchao: list[Any]) -> None:
@@ -80,24 +61,6 @@ def test_torch_compile_where_it_is_part_of_the_name(monkeypatch: pytest.MonkeyPa
         (layer, "tensorwise") for layer in model.model.layers
     ]
     assert not torchao[-1][1].enable_fsdp_float8_all_gather
-
-
-def test_pytorchs_checkpoint_runs_the_forward_again() -> None:
-    """All of it, to the same gradients."""
-    found = {}
-    for name in ("overcoat", "overcoat torch checkpoint"):
-        model, block = block_of(name)
-        layer, calls = model.layers[0], list[None]()
-
-        def forward(*args: Any, forward: Any = layer.forward, calls: list[None] = calls, **kwargs: Any) -> Any:
-            calls.append(None)
-            return forward(*args, **kwargs)
-
-        layer.forward = forward
-        found[name] = called(block), len(calls)
-    (once, one), (again, two) = found.values()
-    assert (one, two) == (1, 2)
-    assert torch.equal(once, again)
 
 
 @pytest.mark.parametrize("part", ["layer", "head"])

@@ -76,26 +76,6 @@ def test_a_recomputed_block_does_not_look_for_what_its_forward_has_found():
     assert with_forward["activation_quantize"] == 0 < forward["activation_quantize"]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "recipe", "expected"),
-    [
-        ({}, Recipe(), ["amax", "quantize"]),
-        ({"biases": True}, Recipe(), ["amax", "quantize"]),
-        ({"qk_norm": "head"}, Recipe(), [""]),
-        ({}, Recipe(linear_scaling="block"), [""]),
-    ],
-    ids=["llama", "biases", "head norm", "scales of blocks"],
-)
-def test_the_gradient_of_q_k_v_goes_straight_into_fp8(kwargs, recipe, expected):
-    """But for head norms and scales of blocks: those read it in 16 bits."""
-    case = block_case(**kwargs)
-    y = case.op({**case.inputs, "x": case.inputs["x"].clone().requires_grad_()}, recipe)
-    with _Calls() as calls:
-        y.backward(case.grad.to(y.dtype))
-    found = [name.removeprefix("qk_rope_") for name in calls.names if name.startswith("qk_rope_") and "back" in name]
-    assert found == [f"backward_{name}".rstrip("_") for name in expected]
-
-
 @some
 def test_a_recomputed_block_repeats_every_bit_where_its_input_is_kept_exactly(name):
     """x made of a code's own values decodes to itself."""

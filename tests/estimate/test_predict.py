@@ -20,7 +20,6 @@ from overcoat.estimate.predict import CONTEXT, HANDLE, LASTING
 from overcoat.memory import optimizer_bytes, record_kept
 from overcoat.models.samples import freeze_tower, images, tokens
 from overcoat.models.shapes import MODELS
-from overcoat.optim.state import bytes_to_offload
 from overcoat.train.build import loss_for_estimates
 from tests.bench.peers import SEEING
 from tests.models.zoo import KINDS, make_batch, make_model
@@ -205,18 +204,6 @@ def test_states_are_those_of_a_real_optimizer(moments, master, dtype):
     assert components["moments"] + components["remainders"] == optimizer_bytes(optimizer)
     assert components["weights"] == sum(parameter.nbytes for parameter in model.parameters())
     assert prediction.parameters == sum(parameter.numel() for parameter in model.parameters())
-
-
-def test_offloaded_states_are_in_host_memory():
-    model = make_model("llama", layers=2)
-    setup = Setup(offload=True, offload_buffer=30_000)
-    prediction = predict(model.config, 1, 32, setup)
-    group = {**setup.group, "lr": 0.0}
-    assert prediction.host_bytes == sum(bytes_to_offload(parameter, group) for parameter in model.parameters())
-    steps = 4 * len(list(model.parameters()))
-    assert (prediction.components["moments"], prediction.components["remainders"]) == (steps, 0)
-    assert prediction.components["offload buffers"] == 3 * 10240
-    assert predict(model.config, 1, 32).host_bytes == 0
 
 
 # ---- the whole step -------------------------------------------------------------------------------------------------

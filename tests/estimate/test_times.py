@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from overcoat import Recipe, cli
 from overcoat.estimate import Predictor, Setup
-from overcoat.estimate.meter import LibraryAttention, Meter
 from overcoat.estimate.times import (
     ADAMW,
-    ATTENTION,
     LINK_SHOWS,
-    MASKED,
     MEMORY,
     NVLINK,
     PCIE_BOTH,
@@ -21,52 +17,9 @@ from overcoat.estimate.times import (
     Work,
     step_times,
 )  # fmt: skip
-from overcoat.kernels.attention import attention, attention_backward
-from overcoat.kernels.gemm import block_gemm, gemm
 from tests.bench.peers import SMALL
 
 GB = 10**9
-
-
-def meta(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def fp8(*shape):
-    return meta(*shape, dtype=torch.float8_e4m3fn)
-
-
-SCALE, BOOL = meta(1, dtype=torch.float32), torch.bool
-BLOCKS = (meta(1, 32, dtype=torch.float32), meta(1, 4, dtype=torch.float32))
-OF_QKV = (2, 4, 2, 0.1)  # rows, heads, scale
-QKV = meta(2 * 64, 8 * 16)
-TIME = [of * 2 * 64**2 * 64 * (1 + half / 64) / rate for of, (rate, half) in zip((2, 5), ATTENTION)]
-LIBRARY = torch.nn.functional.scaled_dot_product_attention
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "amount"),
-    [
-        (lambda: gemm(fp8(32, 128), fp8(64, 128), SCALE, SCALE, None, torch.bfloat16, True), "fp8", 2 * 32 * 128 * 64),
-        (lambda: gemm(fp8(32, 16), fp8(64, 16), SCALE, SCALE, None, torch.bfloat16, False), "fp8 exact", 2 * 32 * 1024),
-        (lambda: block_gemm(fp8(32, 128), fp8(64, 128), *BLOCKS, True, None, torch.bfloat16), "fp8 blocks", 2**19),
-        (lambda: meta(8, 16) @ meta(16, 32), "bf16", 2 * 8 * 16 * 32),
-        (lambda: meta(8, 32).addmm_(meta(8, 16), meta(16, 32)), "bf16", 2 * 8 * 16 * 32),
-        (lambda: attention(QKV, None, *OF_QKV), "attention", TIME[0]),
-        (lambda: attention(QKV, None, *OF_QKV, False), "attention", 2 * TIME[0]),
-        (lambda: attention(QKV, meta(1, 1, 64, 64, dtype=BOOL), *OF_QKV), "attention", MASKED * TIME[0]),
-        (lambda: attention(QKV, meta(9, dtype=torch.int32), *OF_QKV), "attention", TIME[0]),
-        (lambda: attention_backward(meta(128, 64), QKV, meta(128, 64), SCALE, None, *OF_QKV), "attention", TIME[1]),
-        (lambda: LIBRARY(*[meta(2, 4, 64, 16)] * 3, is_causal=True), "attention", TIME[0]),
-        (lambda: meta(8, 16) + meta(16), "bytes", 2 * (8 * 16 + 16 + 8 * 16)),
-        (lambda: meta(8, 16).mul_(meta(16)), "bytes", 2 * (8 * 16 + 16 + 8 * 16)),
-        (lambda: meta(8, 16).view(16, 8).t().detach(), None, 0),
-    ],
-)
-def test_what_an_op_does(call, kind, amount):
-    with Meter(work=(work := Work())), LibraryAttention():
-        call()
-    assert dict(work) == ({} if kind is None else {(False, "launches"): 1, (False, kind): pytest.approx(amount)})
 
 
 WORK = Work()

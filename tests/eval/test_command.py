@@ -83,14 +83,6 @@ def test_perplexity_is_the_sum_made_by_hand(words: str, text: Path, folder: Path
     assert (found["window"], found["stride"], found["ran"]) == (window, stride, "bfloat16")
 
 
-def test_a_dataset_is_the_same_text_as_its_file(text: Path, folder: Path, tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "data").mkdir()
-    shutil.copy(text, tmp_path / "data/validation.jsonl")
-    (result,) = evaluated(capsys, folder, "--text", text, "--text", f"{tmp_path / 'data'}:default:validation")
-    first, second = result["text"].values()
-    assert first == second
-
-
 def test_fp8_runs_in_fp8_and_says_so(text: Path, folder: Path, capsys: Capture) -> None:
     plain, fp8 = evaluated(capsys, folder, "--text", text, "--recipe", "bf16", "--recipe", "default")
     (bf16,), (eight,) = plain["text"].values(), fp8["text"].values()

@@ -7,7 +7,6 @@ import torch
 
 from overcoat.kernels import adamw
 from overcoat.kernels.adamw import rows_of, step_coefficients
-from overcoat.optim.state import init_state
 from tests.kernels.adamw_cases import arguments, differing_bytes, reference
 
 # ---- by hand --------------------------------------------------------------------------------------------
@@ -35,40 +34,6 @@ def test_coefficients_are_computed_in_fp64():
     (found,) = step_coefficients(torch.tensor([1.0]), torch.tensor(1.0), 0.9, 1 - 1e-7, 1.0, 0.0)
     assert found[1] == pytest.approx(math.sqrt(1e-7), rel=1e-6)
     assert found[0] == pytest.approx(math.sqrt(1e-7) / 0.1, rel=1e-6)
-
-
-def op_of_one(param, grad, lr=0.1, factor=1.0, skip=False, betas=(0.5, 0.75), eps=0.0, decay=0.0):
-    """The arguments for one FP32 parameter with FP32 moments, and its state."""
-    state = init_state(param, {"moments": ("fp32", "fp32"), "group_size": 128, "master": "auto"})
-    scalars = torch.tensor(lr), torch.tensor(factor), torch.tensor(skip)
-    options = (*betas, eps, decay, "fp32", "fp32", "fp32", 128, [1], [0])
-    return ([param], [grad], list(state.values()), *scalars, *options), state
-
-
-def test_two_steps_by_hand():
-    """Gradients 4 and -2, halved by the factor; decay 1 - lr weight_decay = 0.95.
-
-    m = 1, then 0.5 - 0.5 = 0; v = 0.25 * 4 = 1, then 0.75 + 0.25 = 1. So the first step is lr * 2 / 2, the second 0.
-    """
-    param, grad = torch.full((3, 2), 2.0), torch.full((3, 2), 4.0)
-    args, state = op_of_one(param, grad, factor=0.5, decay=0.5)
-    reference(*args)
-    torch.testing.assert_close(state["exp_avg"], torch.full((3, 2), 1.0))
-    torch.testing.assert_close(state["exp_avg_sq"], torch.full((3, 2), 1.0))
-    torch.testing.assert_close(param, torch.full((3, 2), 2 * 0.95 - 0.1))
-    grad.fill_(-2.0)
-    reference(*args)
-    torch.testing.assert_close(state["exp_avg"], torch.zeros(3, 2))
-    torch.testing.assert_close(state["exp_avg_sq"], torch.full((3, 2), 1.0))
-    torch.testing.assert_close(param, torch.full((3, 2), (2 * 0.95 - 0.1) * 0.95))
-    assert state["step"] == 2
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 7), (2, 0)])
-def test_an_empty_parameter_counts_its_steps(shape):
-    args, state = op_of_one(torch.zeros(shape), torch.zeros(shape))
-    reference(*args)
-    assert state["step"] == 1
 
 
 # ---- rows and chunks ------------------------------------------------------------------------------------

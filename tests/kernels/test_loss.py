@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from overcoat.kernels import loss as ops
-from overcoat.kernels.loss import CHUNK_BYTES, CHUNK_MULTIPLE, MIN_CHUNK, chunk_rows
 from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db
 from tests.kernels.compare import DEVICE, INTERPRETED
 from tests.kernels.samples import normal
@@ -121,19 +120,6 @@ def test_gradients_not_asked_for_change_nothing_else(fmt, chunk_tokens, device):
         assert torch.equal(part[0], total)
         assert torch.equal(part[1], dhidden) if want_hidden else part[1].shape == (0,)
         assert torch.equal(part[2], dweight) if want_weight else part[2].shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "vocabulary"), [(8192, 32000), (8192, 128256), (8193, 151936), (100, 50257), (1, 1), (10**6, 256000)]
-)
-def test_chunks_are_bounded_even_and_cover_all_tokens(tokens, vocabulary):
-    rows = chunk_rows(tokens, vocabulary, 2)
-    assert rows <= max(CHUNK_BYTES // (2 * vocabulary), MIN_CHUNK)
-    count = -(-tokens // rows)
-    assert rows == tokens or rows % CHUNK_MULTIPLE == 0
-    # None is left with a stump: all but the last are equal, and the last lacks less than the rounding of each.
-    assert count * rows - tokens < count * CHUNK_MULTIPLE
-    assert chunk_rows(8192, 32000, 2) == 4096
 
 
 def test_no_tokens(device):

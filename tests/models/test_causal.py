@@ -15,7 +15,6 @@ from overcoat import Recipe
 from overcoat.kernels.packed import document_starts
 from overcoat.models.causal import causal_mask
 from overcoat.models.masks import check_mask
-from tests.emulation import sqnr
 from tests.models.zoo import make_batch, make_model
 from tests.waits import waiting_is_an_error
 
@@ -253,27 +252,6 @@ def test_starts_are_not_taken_for_another_mask() -> None:
             check_mask(torch.ones(shape, dtype=torch.int32), 8)
     with pytest.raises(ValueError, match=r"attention_mask is torch.int32; .* Write mask.bool\(\)"):
         check_mask(torch.ones(1, 1, 8, 8, dtype=torch.int32), 8)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["default", "blocks kept", "blocks offloaded", "attention in 16 bits"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_sequences_on_a_gpu_come_near_those_with_a_mask(kind: str, recipe: str) -> None:
-    """Two kernels, so FP8 codes may differ: with o off by a BF16 rounding gradients come to 17.7 to 27 dB (on a CPU).
-
-    Without documents they come to -1 to 17.
-    """
-    model = wide(kind, RECIPES[recipe]).cuda()
-    inputs = {name: value.cuda() for name, value in packed_batch().items()}
-    got = losses_and_gradients(model, inputs)
-    model.model.layers[0].register_forward_hook(lambda *_: None)
-    expected = losses_and_gradients(model, inputs)
-    del inputs["position_ids"]
-    all_seen = losses_and_gradients(model, inputs)
-    mine, truth, other = (
-        torch.cat([gradient.double().flatten() for gradient in found[1:]]) for found in (got, expected, all_seen)
-    )
-    assert sqnr(truth, mine) > max(12, sqnr(truth, other) + 3)
 
 
 @pytest.mark.gpu

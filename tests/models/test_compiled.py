@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import overcoat
 from overcoat import Recipe
-from overcoat.models.compiled import begin_pass, compile_layers, eager, forget, keep_gradients_outside
+from overcoat.models.compiled import begin_pass, compile_layers, forget, keep_gradients_outside
 from overcoat.models.convert import decoder_layers
 from tests.models.graphs import recorded, skipped
 from tests.models.zoo import make_batch, make_model
@@ -69,20 +69,6 @@ def test_compiled_layers_share_a_graph_and_give_the_eager_gradients(kind: str, r
         counts.append(graphs.frame_count)
     assert counts == [1, 1, 2, 2]  # of three layers: one graph for the first number of rows, one for all others
     assert model.state_dict().keys() == plain.state_dict().keys()
-
-
-def test_eager_layers_compile_nothing() -> None:
-    model = made("llama", Recipe())
-    compile_layers(model, graphs=False)
-    graphs = CompileCounterWithBackend("aot_eager")
-    with torch.compiler.set_stance(force_backend=graphs):
-        with eager():
-            one_pass(model)
-            with torch.no_grad():
-                model.eval()(**make_batch(length=33))
-        assert graphs.frame_count == 0
-        one_pass(model.train())
-        assert graphs.frame_count == 1
 
 
 def test_another_recipe_compiles_anew() -> None:

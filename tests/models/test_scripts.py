@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -84,25 +82,6 @@ def test_any_wrapper_is_the_inner_model(wrap: Any, run: Any) -> None:
     assert torch.equal(losses(True, wrap, run), losses(False, wrap, run))
 
 
-def test_a_wrapper_in_ddp(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        found = []
-        for what in ("inner", "wrapper", "ddp"):
-            model = make_model("llama", layers=2)
-            wrapper = nn.parallel.DistributedDataParallel(RewardHead(model))
-            report = overcoat.convert({"inner": model, "wrapper": wrapper.module, "ddp": wrapper}[what], NO_HEAD)
-            found.append(wrapper(**make_batch()))
-            assert list(report.running().values()) == ["FP8", "FP8"]
-            causal = nn.parallel.DistributedDataParallel(model)
-            overcoat.convert(causal)
-            causal(**make_batch()).loss.backward()
-        assert torch.equal(found[0], found[1])
-        assert torch.equal(found[0], found[2])
-    finally:
-        dist.destroy_process_group()
-
-
 # ---- logits that are not there --------------------------------------------------------------------------------------
 
 USES: dict[str, Any] = {
@@ -154,60 +133,18 @@ def test_missing_logits_outlive_what_libraries_do_with_results() -> None:
 # ---- TRL ------------------------------------------------------------------------------------------------------------
 
 
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
-    made = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
-def options(folder: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder), "max_steps": 1, "per_device_train_batch_size": 2, "report_to": [], "use_cpu": True,
-        "gradient_checkpointing": False, "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no", "bf16": False,
-    }  # fmt: skip
-
-
-def history(trainer: Any, key: str) -> list[float]:
-    return [row[key] for row in trainer.state.log_history if key in row]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("eval_fp8", [True, False])
-def test_trl_dpo_begins_with_a_margin_of_zero(eval_fp8: bool, tmp_path: Path) -> None:
-    trl: Any = pytest.importorskip("trl")
-    from datasets import Dataset
-
-    policy = make_model("llama", layers=2)
-    reference = copy.deepcopy(policy).eval()  # as `from_pretrained` leaves it
-    report = overcoat.convert(policy)
-    overcoat.convert(reference, eval_fp8=eval_fp8)
-    rows = [{"prompt": f"w{i} w7", "chosen": f" w{i + 9} w5", "rejected": f" w4 w{i + 3} w8"} for i in range(4, 8)]
-    trainer = trl.DPOTrainer(
-        policy, reference, trl.DPOConfig(**options(tmp_path), beta=100.0), None, Dataset.from_list(rows),
-        processing_class=tokenizer(),
-    )  # fmt: skip
-    trainer.train()
-    margins = history(trainer, "rewards/margins")
-    assert [margin == 0.0 for margin in margins] == [eval_fp8], margins
-    assert list(report.running().values())[:2] == ["FP8", "FP8"]
-
-
-def test_a_z_loss_that_trl_passes_by_warns(tmp_path: Path) -> None:
-    """Its loss is its own, of the trunk's result and lm_head's weight."""
-    trl: Any = pytest.importorskip("trl")
-    from datasets import Dataset
-
+def test_a_z_loss_warns_without_labels_and_where_it_is_added_does_not(recwarn: pytest.WarningsRecorder) -> None:
     model = make_model("llama", layers=1)
     overcoat.convert(model, Recipe(z_loss=1e-4))
-    rows = [{"text": f"w{i} w7 w{i + 9} w5"} for i in range(4, 8)]
-    trainer = trl.SFTTrainer(
-        model, trl.SFTConfig(**options(tmp_path)), train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
-    )
-    with pytest.warns(UserWarning, match=r"Recipe.z_loss = 0.0001 is not in this loss"):
-        trainer.train()
+    inputs = make_batch()
+    model(**inputs).loss.backward()
+    with torch.no_grad():
+        model(input_ids=inputs["input_ids"])
+    model.eval()(input_ids=inputs["input_ids"])
+    assert not [warning for warning in recwarn if "z_loss" in str(warning.message)]
+    with pytest.warns(UserWarning, match="z_loss"):
+        model.train()(input_ids=inputs["input_ids"])
+    overcoat.convert(model)
+    recwarn.clear()
+    model(input_ids=inputs["input_ids"])
+    assert not [warning for warning in recwarn if "z_loss" in str(warning.message)]

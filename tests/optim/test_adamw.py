@@ -233,14 +233,15 @@ def test_closure():
 # ---- gradient scaling, clipping, skipping --------------------------------------------------------------
 
 
-def test_clipping_equals_torch_clipping_before_the_step():
+@pytest.mark.parametrize("limit", [0.7, 1e4])
+def test_clipping_equals_torch_clipping_before_the_step(limit):
     left, right = make_params(), make_params()
     ours, theirs = AdamW(left, moments="fp32"), AdamW(right, moments="fp32")
     for step in range(3):
         set_grads(left, step, 5.0)
         set_grads(right, step, 5.0)
-        norm = torch.nn.utils.clip_grad_norm_(right, 0.7)
-        ours.step(clip_grad_norm=0.7)
+        norm = torch.nn.utils.clip_grad_norm_(right, limit)
+        ours.step(clip_grad_norm=limit)
         theirs.step()
         torch.testing.assert_close(ours.grad_norm, norm, rtol=1e-5, atol=0)
     for a, b in zip(left, right):

@@ -380,26 +380,6 @@ def test_the_host_never_waits(batch_bytes):
 
 
 @pytest.mark.gpu
-def test_a_non_finite_gradient_on_the_gpu_skips_its_own_parameter_only():
-    """Also where its step was prepared: it is not counted."""
-    model, optimizer, _ = released(model=Tied().cuda())
-    train(model, optimizer, 3)
-    before = [p.detach().clone() for p in model.parameters()]
-    states = {p: copy.deepcopy(optimizer.state[p]) for p in (model.norm.weight, model.head.weight)}
-    for param in states:
-        param.register_hook(lambda grad: grad * torch.nan)
-    loss_of(model, 3).backward()
-    optimizer.step()
-    moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before)]
-    assert moved == [all(p is not skipped for skipped in states) for p in model.parameters()]
-    for param, state in states.items():
-        assert_same_bits(list(optimizer.state[param].values()), list(state.values()))
-    assert optimizer.skipped_steps == 2
-    assert optimizer.state[model.norm.bias]["step"] == 4
-    assert optimizer.grad_norm.isnan()
-
-
-@pytest.mark.gpu
 def test_gradients_that_another_stream_has_made():
     """Forward on a stream of its own: autograd runs the hooks there, and ends the backward pass on the caller's."""
     runs = [make_pair(model=Tied().cuda()) for _ in range(2)]

@@ -11,7 +11,6 @@ from torch import nn
 from overcoat import AdamW, release_gradients
 from overcoat.formats.moments import MOMENT_CODES
 from overcoat.optim.state import (
-    Field,
     check_state,
     init_state,
     restore_state,
@@ -24,27 +23,6 @@ K_ONE = 16  # k = 1, in sixteenths
 
 def options(moments=("sqrt8", "log8"), group_size=128, master="auto"):
     return {"moments": moments, "group_size": group_size, "master": master}
-
-
-def test_fields_of_a_matrix_by_hand():
-    param = torch.zeros(4, 200, dtype=torch.bfloat16)
-    assert state_fields(param, options()) == {
-        "step": Field((), torch.float32),
-        "exp_avg": Field((4, 200), torch.int8),
-        "exp_avg_amax": Field((4, 2), torch.bfloat16),
-        "exp_avg_sq": Field((4, 200), torch.uint8),
-        "exp_avg_sq_scale": Field((4, 2), torch.int32),
-        "remainder": Field((4, 200), torch.int8),
-    }
-    assert state_fields(param, options(("e4m3x", "e5m2x"), 16, "bf16+16")) == {
-        "step": Field((), torch.float32),
-        "exp_avg": Field((4, 200), torch.float8_e4m3fn),
-        "exp_avg_amax": Field((4, 13), torch.bfloat16),
-        "exp_avg_exponent": Field((4, 13), torch.uint8, K_ONE),
-        "exp_avg_sq": Field((4, 200), torch.float8_e5m2),
-        "exp_avg_sq_scale": Field((4, 13), torch.int32, K_ONE),
-        "remainder": Field((4, 200), torch.int16),
-    }
 
 
 @pytest.mark.parametrize("moments", [("sqrt8" if name == "log8" else name, name) for name in MOMENT_CODES])

@@ -138,29 +138,6 @@ def test_the_peak_of_a_run_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -
 
 # ---- a GPU that waits for the host ----------------------------------------------------------------------------------
 
-STEP = 0.05  # seconds
-
-
-@pytest.mark.parametrize(
-    ("word", "waits", "advice_after"),
-    [
-        ("", 9 * [0.001], [3]),
-        ("", [0.001, 0.001, 0.02, 0.001, 0.001, 0.001, 0.001], [6]),  # some intervals in a row, and once
-        ("", 9 * [0.06 * STEP], []),
-        ("", 9 * [0.04 * STEP], [3]),
-        # Nothing is advised that would be refused.
-        *((f"{word}", 9 * [0.0], []) for word in (
-            "train.compile=graphs", "optimizer.offload=true", "data.document_mask=true", "recipe.name=bf16")),
-    ],
-)  # fmt: skip
-def test_advice_after_intervals_of_20_steps(
-    make_config: MakeConfig, word: str, waits: list[float], advice_after: list[int]
-) -> None:
-    config: Config = make_config(*word.split())
-    for device, expected in ((GPU, advice_after), (CPU, [])):
-        watch = HostWatch(config, device)
-        assert [i for i, waited in enumerate(waits, 1) if watch.saw(20, 20 * STEP, waited)] == expected
-
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(

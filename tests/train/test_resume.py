@@ -13,14 +13,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from overcoat.train import run, saving
+from overcoat.train import run
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config
-from overcoat.train.files import DamagedError, lock
+from overcoat.train.files import lock
 from overcoat.train.loop import RunStoppedError
 from overcoat.train.run import run_once
 from tests.train.conftest import TINY
-from tests.train.runs import assert_same_run, losses, names, newest, stop_at
+from tests.train.runs import assert_same_run, losses, names, stop_at
 
 Run = Callable[..., Any]
 
@@ -74,18 +74,6 @@ def stopped(stopped_once: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped_once, tmp_path / "run"))
 
 
-def test_a_stop_whose_checkpoint_fails_says_so(resumed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not "stopped after writing", with the exit status of a run that goes on."""
-
-    def full(*_: object) -> None:
-        raise OSError("no space left")
-
-    stop_at(1, monkeypatch)
-    monkeypatch.setattr(saving, "write_model", full)
-    with pytest.raises(OSError, match="no space left"):
-        resumed()
-
-
 def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
@@ -127,28 +115,6 @@ def test_two_processes_cannot_share_a_run(resumed: Run, tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"another process is training in .*run: choose another train\.run_dir"),
     ):
         resumed()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.safetensors",
-        pytest.param("training.pt", marks=pytest.mark.nightly),
-        pytest.param("manifest.json", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_damaged_newest_checkpoint_is_an_error_that_writes_nothing(
-    stopped: Path, resumed: Run, prepared: tuple[Config, Path], name: str
-) -> None:
-    path = newest(stopped) / name
-    path.write_bytes(path.read_bytes()[:-10])
-    before = snapshot(stopped)
-    with pytest.raises(DamagedError, match=rf"step-00000007 is damaged.*{name}.*train.resume=.*step-00000006"):
-        resumed()
-    assert snapshot(stopped) == before
-    resumed(f"train.resume={stopped}/checkpoints/step-00000006")  # what the message says
-    assert_same_run(stopped, prepared[1])
-    assert (stopped / "checkpoints/abandoned-1-step-00000007" / name).exists()
 
 
 @pytest.mark.parametrize(
