@@ -122,8 +122,9 @@ def losses_in_db(
     """For each recipe, by tensor (of each layer, or of all): dB lost against FP8 GEMMs alone, averaged over seeds, less
     what chance explains where rows are few.
 
-    fields: of the configuration; with them all models take the routes of the exact one. change: done to what the
-    converted models give, by name.
+    fields: of the configuration; with them all models take the routes of the exact one, and chance is no excuse for
+    routers: they lose at most 0.5 dB then. Else another expert for one token makes most of their error. change: done to
+    what the converted models give, by name.
     """
     found: list[dict[str, list[tuple[float, float]]]] = [defaultdict(list) for _ in recipes]
     for seed in range(seeds):
@@ -149,7 +150,10 @@ def losses_in_db(
         assert routes is None or len(routes.seen) * routes.later > 0
     few = {re.sub(r"\.\d+\.", ".*.", name) for name, x in reference.items() if len(x) < FEW_ROWS}
     return [
-        {key: beyond_chance(pairs, seeds) if key in few else in_db(pairs) for key, pairs in of_recipe.items()}
+        {
+            key: beyond_chance(pairs, seeds) if key in few and not fields else in_db(pairs)
+            for key, pairs in of_recipe.items()
+        }
         for of_recipe in found
     ]
 
@@ -204,7 +208,9 @@ def test_converted_model_is_as_good_as_fp8_gemms_alone(
 
 
 def check_every_tensor(kind: str, mask: str, dtype: torch.dtype, device: torch.device) -> None:
-    """One of 5,000 tensors is above the limit by chance over 16 seeds (a bias: 1.28 dB, over 48 seeds 0.48)."""
+    """One of 5,000 tensors is above the limit by chance over 16 seeds (a bias: 1.28 dB, over 48 seeds 0.48). What is
+    lost in truth is lost over 48 as well, where chance is smaller by the root of three; and all tensors are held then.
+    """
     for seeds in (SEEDS, 3 * SEEDS):
         (losses,) = losses_in_db(kind, mask, [Recipe()], seeds, dtype=dtype, device=device)
         if not offenders(losses):

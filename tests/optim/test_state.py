@@ -18,8 +18,6 @@ from overcoat.optim.state import (
 )
 from tests.optim.harness import assert_same_bits, make_params, snapshot, train
 
-K_ONE = 16  # k = 1, in sixteenths
-
 
 def options(moments=("sqrt8", "log8"), group_size=128, master="auto"):
     return {"moments": moments, "group_size": group_size, "master": master}
