@@ -11,9 +11,9 @@ from typing import Any, Literal, Optional, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from overcoat.kernels import loss as kernels
+from overcoat.kernels.op import first_order
 from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
 from overcoat.memory import keep
 from overcoat.recipe import GradFormat
@@ -34,7 +34,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Optional[Tensor], ...]:
         # Scaled in place and handed on; a retained graph keeps its own for another backward.
         retained = not torch.compiler.is_compiling() and _keeps_graph()
@@ -139,7 +139,7 @@ class _FinalNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
         x, rstd, weight = ctx.saved_tensors
         return *rms_norm_backward(dy, x, rstd, weight), None

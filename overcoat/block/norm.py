@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from overcoat.block.linear import Gradient, LinearGrads, block_product, product, product_backward
 from overcoat.block.spec import Linear, Norm
@@ -21,6 +20,7 @@ from overcoat.kernels.groups import group_encode
 from overcoat.kernels.norm import add_norm_encode, norm_block_quantize, norm_stats
 from overcoat.kernels.norm_backward import norm_backward
 from overcoat.kernels.norm_quantize import norm_quantize
+from overcoat.kernels.op import first_order
 from overcoat.kernels.rms_norm import rms_norm
 from overcoat.memory import keep
 from overcoat.recipe import Recipe
@@ -118,7 +118,7 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
         *saved, weight = ctx.saved_tensors
         recipe = ctx.recipe

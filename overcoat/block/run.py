@@ -21,7 +21,6 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from overcoat.block.adapters import adapters_backward_, add_adapters_, kept_input
 from overcoat.block.linear import InputSaved, stream_linear_backward, stream_linear_forward
@@ -46,7 +45,7 @@ from overcoat.block.spec import (
     without_tensors,
 )
 from overcoat.kernels.groups import group_decode, group_encode
-from overcoat.kernels.op import check_dispatcher_once
+from overcoat.kernels.op import check_dispatcher_once, first_order
 from overcoat.memory import Part, keep_parts, release_saved
 from overcoat.recipe import Recipe
 
@@ -217,7 +216,7 @@ class _Block(torch.autograd.Function):
         return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
         tensors, constants, recipe = ctx.saved_tensors, ctx.constants, ctx.recipe
         release_saved(ctx)

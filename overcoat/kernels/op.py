@@ -29,6 +29,7 @@ from operator import attrgetter
 from typing import Any, Callable
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils._device import DeviceContext
 
 _library = torch.library.Library("overcoat", "DEF")
@@ -44,6 +45,27 @@ _is_grad_enabled = torch.is_grad_enabled
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _is_profiled = torch.autograd._profiler_enabled
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of a Function without a second derivative.
+
+    PyTorch's `once_differentiable` says so only where dy needs a gradient. A loss's does not, and gradients made with
+    create_graph=True, of a penalty on them say, would lack what goes through the Function.
+    """
+    compiled = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *dy: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return compiled(ctx, *dy)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: converted layers and losses have no second derivative; do not convert this model"
+            )
+        return backward(ctx, *dy)
+
+    return wrapper
 
 
 class _Local(threading.local):

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from overcoat.block.attention import Attention
 from overcoat.block.context import own_part
+from overcoat.kernels.op import first_order
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import decoder_layers
 from overcoat.models.gather import fsdp_params
@@ -128,7 +128,7 @@ class _Sum(torch.autograd.Function):
         return value
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient * ctx.count, None
 

@@ -164,6 +164,11 @@ def _linear(layers: tuple[Any, ...], orders: tuple[Optional[Order], ...] = (), s
     own = [base._parameters for base in bases]  # `base.weight` would take three times as long
     if type(bases[0]) is not nn.Linear and is_conv1d(bases[0]):
         orders = (Order(transposed=True),)
+    if "weight" not in own[0]:
+        raise ValueError(
+            "nn.DataParallel's copies have no parameters: start a process for each (torchrun, accelerate launch) or "
+            "show one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
     adapters = [Adapter(*active, place) for place, layer in others for active in active_adapters(layer)]
     return Linear(
         tuple([each["weight"] for each in own]), tuple([each["bias"] for each in own]), orders, scale, tuple(adapters)

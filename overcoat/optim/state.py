@@ -213,7 +213,8 @@ def check_new_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
                     "every parameter once"
                 )
             seen.add(id(param))
-            resolve_master(options["master"], param.dtype)
+            if param.requires_grad or param.is_floating_point():  # not of a quantized base, which is frozen
+                resolve_master(options["master"], param.dtype)
             check_placements(param)
     check_sharding([entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]])
 

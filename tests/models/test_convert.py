@@ -89,6 +89,21 @@ def test_converted_modules_copy_and_pickle(model: nn.Module) -> None:
     assert torch.equal(pickle.loads(pickle.dumps(model))(**inputs).loss, expected)
 
 
+def as_data_parallel(module: Any) -> Any:
+    """A copy as nn.DataParallel makes them for each GPU: parameters are plain attributes."""
+    copied = module._replicate_for_data_parallel()
+    copied._modules = {name: as_data_parallel(part) for name, part in module._modules.items()}
+    for name, parameter in module._parameters.items():
+        setattr(copied, name, None if parameter is None else parameter * 1)
+    return copied
+
+
+def test_data_parallel_is_refused_in_words(model: nn.Module) -> None:
+    overcoat.convert(model)
+    with pytest.raises(ValueError, match=r"nn.DataParallel's copies .* a process for each \(torchrun"):
+        as_data_parallel(model)(**make_batch())
+
+
 def test_filter_leaves_layers_alone_and_the_report_says_so(model: nn.Module) -> None:
     report = overcoat.convert(model, filter_fn=lambda module, name: not name.endswith(".1"))
     assert report.converted == ["model.layers.0"]

@@ -184,10 +184,11 @@ def test_the_state_of_another_optimizer_is_refused_by_name():
 def test_parameter_groups_schedulers_and_missing_gradients():
     params = make_params()
     frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+    quantized = torch.nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)  # bitsandbytes'
     optimizer = AdamW(
         [
             {"params": params[:5], "weight_decay": 0.0},
-            {"params": [*params[5:], frozen], "lr": 1e-2, "moments": "fp32"},
+            {"params": [*params[5:], frozen, quantized], "lr": 1e-2, "moments": "fp32"},
         ],
         lr=1e-3,
     )
