@@ -12,11 +12,10 @@ Legend: T tensors.
 
 from __future__ import annotations
 
-import math
 import operator
-from functools import lru_cache, reduce
+from functools import reduce
 from itertools import accumulate
-from typing import List, NamedTuple
+from typing import List
 
 import torch
 from torch import Tensor
@@ -98,21 +97,6 @@ def _sum_squares_kernel(
     tl.store(partials + program, tl.sum(few.to(tl.float64)))
 
 
-class Sums(NamedTuple):
-    """Of squares of T tensors, FP64 (T,), and which of them are not finite, bool (T,)."""
-
-    squares: Tensor
-    skips: Tensor
-
-
-@lru_cache(maxsize=16)
-def _tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of tensors of these sizes: tiles (programs,), sizes (T,), the number of the first program of each (T + 1,)."""
-    counts = [-(-size // (TILE * SPAN)) for size in sizes]
-    first = torch.tensor([0, *accumulate(counts)], dtype=torch.int64)
-    return tile_table(counts).to(device), torch.tensor(sizes, dtype=torch.int64).to(device), first.to(device)
-
-
 class Gradients:
     """The gradients of a list of parameters as kernels find them: their addresses on the device, and their squares.
 
@@ -127,8 +111,10 @@ class Gradients:
 
     def __init__(self, sizes: List[int], device: torch.device) -> None:
         self.device = device
-        self.tiles, self.sizes, self.first = _tables(tuple(sizes), device)
-        self.programs = len(self.tiles)
+        counts = [-(-size // (TILE * SPAN)) for size in sizes]
+        self.programs = sum(counts)
+        self.tiles = tile_table(counts).to(device)
+        self.sizes, self.first = (torch.tensor(of).to(device) for of in (sizes, [0, *accumulate(counts)]))
         self.partials = torch.empty(self.programs, dtype=torch.float64, device=device)
         self.addresses = self.sizes
         self.dtype = torch.float32
@@ -162,10 +148,9 @@ class Gradients:
         """Of all elements of all gradients, 0-d FP64."""
         return self._partial_sums().sum()
 
-    def sums_of_squares(self) -> Sums:
-        """Of each gradient."""
-        squares = torch.segment_reduce(self._partial_sums(), "sum", offsets=self.first, unsafe=True)
-        return Sums(squares, ~(squares < math.inf))  # NaN is not below anything
+    def sums_of_squares(self) -> Tensor:
+        """Of each gradient, FP64 (T,)."""
+        return torch.segment_reduce(self._partial_sums(), "sum", offsets=self.first, unsafe=True)
 
     def _partial_sums(self) -> Tensor:
         """One FP64 sum of squares per program, valid until the next call."""

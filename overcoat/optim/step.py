@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from overcoat.formats.masters import parameter_key, resolve_master
 from overcoat.kernels.adamw import Hyper, rows_of, state_names
 from overcoat.kernels.adamw_step import Counters, Plan, StepScalars, StepTensors, reference_step
-from overcoat.kernels.multi_tensor import Gradients, Sums, sum_squares
+from overcoat.kernels.multi_tensor import Gradients, sum_squares
 from overcoat.optim.sharding import (
     buffer_for,
     check_gradient,
@@ -145,17 +145,15 @@ class StepGroup:
         """Of this process' gradients, 0-d FP64."""
         return self.gradients.sum_squares() if self.on_kernel else sum_squares(self.grads)
 
-    def sums_of_squares(self) -> Sums:
-        """Of each gradient, over all processes."""
+    def sums_of_squares(self) -> tuple[Tensor, Tensor]:
+        """Of each gradient, over all processes, FP64 (T,), and which of them are not finite, bool (T,)."""
         if self.on_kernel:
-            sums = self.gradients.sums_of_squares()
-            if not self.sharded:
-                return sums
-            squares = sums.squares
+            squares = self.gradients.sums_of_squares()
         else:
             squares = torch.stack([sum_squares([grad]) for grad in self.grads])
-        (squares,) = sums_over_shards([squares], self.params[:1])
-        return Sums(squares, ~(squares < math.inf))  # NaN is not below anything
+        if self.sharded:
+            (squares,) = sums_over_shards([squares], self.params[:1])
+        return squares, ~(squares < math.inf)  # NaN is not below anything
 
     def step(self, group: Mapping[str, Any], factor: Tensor, skip: Tensor) -> None:
         """One step by the gradients taken; they are let go.
