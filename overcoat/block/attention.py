@@ -34,11 +34,16 @@ from overcoat.block.linear import (
 from overcoat.block.softmax import Heads, Rotary, attend, rotary_of, scale_q, sink_gradient
 from overcoat.block.spec import Branch, Linear, Scales, Tables
 from overcoat.kernels.attention import attention_backward as attention_backward_op
+from overcoat.kernels.block_tiles import BLOCK
 from overcoat.kernels.groups import token_center
 from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
 from overcoat.kernels.rope import MARGIN, qk_rope, qk_rope_decode12, qk_rope_encode12_
 from overcoat.kernels.rope_backward import qk_rope_backward
-from overcoat.kernels.rope_quantize import qk_rope_backward_amax, qk_rope_backward_quantize
+from overcoat.kernels.rope_quantize import (
+    qk_rope_backward_amax,
+    qk_rope_backward_blocks,
+    qk_rope_backward_quantize,
+)
 from overcoat.recipe import Recipe
 
 
@@ -191,8 +196,11 @@ def _full_norm_gradient(gradients: Any, inputs: Any, rotary: Rotary, heads: Head
 def qkv_gradient_quantized(
     gradients: tuple[Tensor, Tensor, Tensor], rotary: Rotary, heads: Heads, into: Linear, recipe: Recipe
 ) -> Gradient:
-    """Gradient of qkv straight in both FP8 layouts, with its sums if there are biases; one scale, no q/k norms."""
+    """Gradient of qkv straight in both FP8 layouts, without q/k norms; with one scale also its sums, for biases."""
     arguments = (*gradients, rotary.cos, rotary.sin)
+    if recipe.linear_scaling == "block":
+        data, scale, data_t, scale_t = qk_rope_backward_blocks(*arguments, recipe.grad_format, heads.num_q)
+        return Gradient(data, data_t, scale, None, gradients[0].dtype, scale_t)
     top, sums = qk_rope_backward_amax(*arguments, heads.num_q, into.has_bias)
     data, data_t, scale = qk_rope_backward_quantize(*arguments, top, recipe.grad_format, heads.num_q)
     return Gradient(data, data_t, scale, sums if into.has_bias else None, gradients[0].dtype)
@@ -269,7 +277,8 @@ class Attention(NamedTuple):
         dout = Linear(out.dweights, out.dbiases, adapters=adapters)
         del out
         is_plain = rotary.q_weight is None and rotary.k_weight is None and clipped is None
-        if is_plain and not branch.into.adapters and recipe.linear_scaling == "tensor":
+        in_fp8 = recipe.linear_scaling == "tensor" or (self.heads.width == BLOCK and not branch.into.has_bias)
+        if is_plain and in_fp8 and not branch.into.adapters:
             dz: Tensor | Gradient = qkv_gradient_quantized(gradients, rotary, self.heads, branch.into, recipe)
             return dz, dout, (None, None, dsinks, None)[: len(branch.inner)]
         dz, *dnorms = qkv_gradient(gradients, inputs, rotary, self.heads)

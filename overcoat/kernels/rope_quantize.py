@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from overcoat.formats import FLOAT8, quantize_tensor
+from overcoat.kernels.block_tiles import BLOCK, quad_magnitude, store_rows, store_scales, token_blocks
+from overcoat.kernels.blockwise import empty_rows, empty_rows_t, row_blocks, row_blocks_t
 from overcoat.kernels.device import (
     EXACT,
     as_words,
@@ -46,6 +48,7 @@ from overcoat.kernels.launch import cdiv, dense_rows, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import empty_both, transpose_padded
+from overcoat.kernels.tiles import store_quads
 
 # Tokens of a tile, and heads that share the tables.
 TILE_TOKENS, TILE_HEADS = 32, 8
@@ -228,3 +231,99 @@ def _launch_gradient(
         padded, *sizes, out_t is not None, sums, inverse,
         power_of_2(cos.shape[1] // 2), TILE_TOKENS, TILE_HEADS, num_warps=4, **EXACT,
     )  # fmt: skip
+
+
+# ---- in blocks of 128 ------------------------------------------------------------------------------------------------
+
+
+@op
+def qk_rope_backward_blocks(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, fmt: str, num_q: int
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradient in FP8 in both layouts with block scales: the results of `block_quantize_both`."""
+    gradient = rope_gradient(dq, dk, dv, cos, sin, num_q)
+    return *row_blocks(gradient, FLOAT8[fmt]), *row_blocks_t(gradient, FLOAT8[fmt])
+
+
+@qk_rope_backward_blocks.fake
+def _empty_blocks(dq, dk, dv, cos, sin, fmt, num_q):
+    shape, dtype = (dq.shape[0], buffer_columns(dq, dk, dv)), FLOAT8[fmt].dtype
+    return *empty_rows(dq, shape, dtype), *empty_rows_t(dq, shape, dtype)
+
+
+@triton.jit
+def _load_rotated_row(
+    dy_ptr, cos_ptr, sin_ptr, t, c, other, sign, rows, t0, positions, stride, rotates, D: tl.constexpr
+):  # fmt: skip
+    """Rows t of a head's gradient (BT / 4, 1, D) in FP32, zero outside, and which are inside."""
+    inside = (t < rows)[:, None, None] & (c >= 0)[None, :, :]
+    source = dy_ptr + t[:, None, None] * stride
+    x = tl.load(source + c[None, :, :], mask=inside, other=0.0).to(tl.float32)
+    if rotates:
+        place = ((t0 + t) % positions)[:, None, None] * D
+        cos = tl.load(cos_ptr + (place + c[None, :, :]), mask=inside, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + (place + other[None, :, :]), mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(source + other[None, :, :], mask=inside, other=0.0).to(tl.float32)
+        x = x * cos + sign[None, :, :] * (y * sin)
+    return x, inside
+
+
+@kernel
+def _rope_blocks_kernel(
+    dq_ptr,  # (T, num_q * D), row stride `stride_q`: gradient of the rotated q
+    dk_ptr,  # (T, num_kv * D), row stride `stride_k`: of the rotated k
+    dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
+    cos_ptr,  # (positions, D)
+    sin_ptr,  # (positions, D)
+    out_ptr,  # (T, C) FP8
+    scale_ptr,  # (C / 128, T) FP32
+    out_t_ptr,  # (C, P) FP8, of which four are stored together
+    scale_t_ptr,  # (ceil(T / 128), C) FP32
+    P, T, positions, num_q, num_kv, stride_q, stride_k, stride_v, INVERSE_MAX: tl.constexpr, PADDED: tl.constexpr,
+    D: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    head, block, C = tl.program_id(0), tl.program_id(1), (num_q + 2 * num_kv) * D
+    t0, quad = block * BT, tl.arange(0, BT // 4)
+    dy_ptr, stride, own = dq_ptr, stride_q, head
+    if head >= num_q:
+        dy_ptr, stride, own = dk_ptr, stride_k, head - num_q
+    if head >= num_q + num_kv:
+        dy_ptr, stride, own = dv_ptr, stride_v, head - num_q - num_kv
+    c, t, rows = tl.arange(0, D)[None, :], 4 * quad, T - t0
+    half = c // (D // 2)
+    turned = (c + (D // 2 - D * half), 1.0 - 2.0 * half.to(tl.float32), rows, t0, positions, stride)
+    dy_ptr += t0.to(tl.int64) * stride + own * D
+    rotates = head < num_q + num_kv
+    x0, in0 = _load_rotated_row(dy_ptr, cos_ptr, sin_ptr, t, c, *turned, rotates, D)
+    x1, in1 = _load_rotated_row(dy_ptr, cos_ptr, sin_ptr, t + 1, c, *turned, rotates, D)
+    x2, in2 = _load_rotated_row(dy_ptr, cos_ptr, sin_ptr, t + 2, c, *turned, rotates, D)
+    x3, in3 = _load_rotated_row(dy_ptr, cos_ptr, sin_ptr, t + 3, c, *turned, rotates, D)
+    out_ptr += t0.to(tl.int64) * C + head * D
+    scale_ptr += head.to(tl.int64) * T + t0
+    offsets = t[:, None, None] * C + c[None, :, :]
+    store_rows(x0, t, rows, out_ptr, scale_ptr, offsets, in0, INVERSE_MAX)
+    store_rows(x1, t + 1, rows, out_ptr + C, scale_ptr, offsets, in1, INVERSE_MAX)
+    store_rows(x2, t + 2, rows, out_ptr + 2 * C, scale_ptr, offsets, in2, INVERSE_MAX)
+    store_rows(x3, t + 3, rows, out_ptr + 3 * C, scale_ptr, offsets, in3, INVERSE_MAX)
+    real = c >= 0
+    scale_t_ptr += block.to(tl.int64) * C + head * D
+    inverse = store_scales(max_magnitude(quad_magnitude(x0, x1, x2, x3), 0), scale_t_ptr, c, real, INVERSE_MAX)
+    out_t_ptr = as_words(out_t_ptr, 32) + (head * D).to(tl.int64) * (P // 4) + t0 // 4
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    store_quads(
+        (x0, x1, x2, x3), (in0, in1, in2, in3), inverse, out_t_ptr, c, quad, real, (P - t0) // 4, P // 4, PADDED, TYPE
+    )
+
+
+@qk_rope_backward_blocks.cuda
+def _(dq, dk, dv, cos, sin, fmt, num_q):
+    if cos.shape[1] != BLOCK:  # a block is a head
+        return qk_rope_backward_blocks.reference(dq, dk, dv, cos, sin, fmt, num_q)
+    results = _, _, out_t, _ = _empty_blocks(dq, dk, dv, cos, sin, fmt, num_q)
+    pointers, (tokens, positions, _, num_kv, _, *strides) = gradient_arguments(dq, dk, dv, cos, sin, num_q)
+    padded = out_t.shape[1]
+    _rope_blocks_kernel[(num_q + 2 * num_kv, token_blocks(padded))](
+        *pointers, *results, padded, tokens, positions, num_q, num_kv, *strides, inverse_max(fmt), padded > tokens,
+        BLOCK, BLOCK, num_warps=8, **EXACT,
+    )  # fmt: skip
+    return results

@@ -150,11 +150,15 @@ def _rope() -> None:
         for want_sums in (False, True):
             add("qk_rope_backward_amax", *parts, cos, sin, num_q, want_sums)
         add("qk_rope_backward_quantize", *parts, cos, sin, amax(qkv) * 4, "e5m2", num_q)
+        add("qk_rope_backward_blocks", *parts, cos, sin, "e4m3", num_q)
     add("qk_rope", strided(qkv), *shared)
     columns = tuple(map(strided, parts))
     add("qk_rope_backward", *columns, strided(qkv), *shared[:-1])
     add("qk_rope_backward_amax", *columns, cos, sin, num_q, True)
     add("qk_rope_backward_quantize", *columns, cos, sin, amax(qkv) * 4, "e5m2", num_q)
+    add("qk_rope_backward_blocks", *columns, cos, sin, "e4m3", num_q)
+    heads = normal(61, 512).split((256, 128, 128), 1)
+    add("qk_rope_backward_blocks", *heads, normal(61, 128, seed=1), normal(61, 128, seed=2), "e4m3", 2)
 
 
 def _activation() -> None:

@@ -222,6 +222,9 @@ def test_backward_kernels(case):
         for fmt in FORMATS if i == 0 else FORMATS[:1]:
             ours = rope_quantize.qk_rope_backward_quantize.kernel(*inputs, cos, sin, top, fmt, num_q)
             assert_equal(ours, quantized[fmt])
+            blocks = (*inputs, cos, sin, fmt, num_q)
+            ours = rope_quantize.qk_rope_backward_blocks.kernel(*blocks)
+            assert_equal(ours, rope_quantize.qk_rope_backward_blocks.reference(*blocks))
 
 
 def norm_backward_arguments(case, norms, dtype=torch.bfloat16, eps=1e-6):
