@@ -33,7 +33,7 @@ from overcoat.models.gather import fsdp_params
 from overcoat.models.head import LeanLossModel, find_causal_model, why_head_replaced
 from overcoat.models.refusals import branches_of
 
-TAKEN = {"input_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_batch", "ignore_index"}
+TAKEN = {"input_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_batch", "ignore_index", "return_dict"}
 
 
 def context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
