@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overcoat.block.loss import final_norm, linear_cross_entropy
+from overcoat.models.causal import causal_mask
 from overcoat.models.family import (
     Family,
     Mixin,
@@ -44,7 +45,6 @@ from overcoat.models.family import (
     wholes,
 )
 from overcoat.models.images import without_waiting
-from overcoat.models.masks import causal_mask
 from overcoat.models.output import without_logits
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
 from overcoat.recipe import Recipe
