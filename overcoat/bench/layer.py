@@ -222,19 +222,16 @@ def run(parsed: argparse.Namespace) -> int:
     """Measure everyone wanted on every shape."""
     shapes = {name: block_shape(name) for name in (MODELS if "all" in parsed.shapes else parsed.shapes)}
     session = Session("layer", parsed, COLUMNS, ("transformers",))
-    wanted = {name: engine.needs for name, engine in ENGINES.items() if session.wants(name)}
+    needs = {name: engine.needs for name, engine in ENGINES.items()}
     for shape, block in shapes.items():
         session.table(f"{shape}: batch {block.batch}, sequence {block.sequence}, {block.model}")
-        arguments = (block, parsed.repeats, parsed.attention)
-        rows = [session.run(name, measure, (name, *arguments), needs, shape=shape) for name, needs in wanted.items()]
+        rows = session.everyone(needs, measure, block, parsed.repeats, parsed.attention, shape=shape)
         session.draw(rows, group=shape)
     session.plot(METRICS)
     if parsed.accuracy:
         exact = block_shape(parsed.accuracy)._replace(batch=1, sequence=ACCURACY_TOKENS)
         title = f"SQNR in dB against FP64, {parsed.accuracy}, 1024 tokens, {parsed.draws} draws"
         session.table(f"{title}, planted outliers" if parsed.planted else title, SQNR_COLUMNS)
-        labels = {"model": parsed.accuracy, "planted": parsed.planted}
-        for name, needs in wanted.items():
-            given = (name, exact, parsed.draws, "cuda", parsed.planted)
-            session.run(name, accuracy, given, needs, shape="accuracy", **labels)
+        labels = {"shape": "accuracy", "model": parsed.accuracy, "planted": parsed.planted}
+        session.everyone(needs, accuracy, exact, parsed.draws, "cuda", parsed.planted, **labels)
     return 0

@@ -38,7 +38,7 @@ import torch.multiprocessing as mp
 from overcoat.bench.contestants import CUSTOM, RELEASED, TRAINERS, trainer_of
 from overcoat.bench.output import Column, Metric, decimals, line
 from overcoat.bench.rows import Row
-from overcoat.bench.session import OUT_OF_MEMORY, Session, add_common_arguments, load_pytorchs_cudnn, say
+from overcoat.bench.session import OUT_OF_MEMORY, Session, add_common_arguments, load_pytorchs_cudnn, matches, say
 from overcoat.bench.shapes import build_model, head_dim
 from overcoat.bench.timing import steady_ms, synchronize
 from overcoat.estimate.command import positive
@@ -280,7 +280,7 @@ def _measure_model(session: Session, label: str, model: Model) -> None:
     added += [name + RELEASED for name in added]
     # A graph would hold parameters where one gathering had put them.
     takes_part = [name for name in [*TRAINERS, *added] if not (parsed.gpus and trainer_of(name).engine.graphs)]
-    equal = [at(parsed.batch, name) for name in takes_part if session.wants(name)]
+    equal = [at(parsed.batch, name) for name in takes_part if matches(name, parsed.only)]
     session.draw(equal, group=f"{label}, batch {parsed.batch}")
     if parsed.best:
         session.table(f"{label}, other batches")

@@ -181,12 +181,8 @@ def run(parsed: argparse.Namespace) -> int:
     for size in sizes:
         count, shape = SIZES[size]
         session.table(f"{size}: {count} tensors, {count * torch.Size(shape).numel() / 1e9:.2f} B parameters")
-        arguments = (count, shape, parsed.repeats, session.copy_rate)
-        rows = [
-            session.run(name, measure, (name, *arguments), optimizer.needs, size=size)
-            for name, optimizer in OPTIMIZERS.items()
-            if session.wants(name)
-        ]
+        needs = {name: optimizer.needs for name, optimizer in OPTIMIZERS.items()}
+        rows = session.everyone(needs, measure, count, shape, parsed.repeats, session.copy_rate, size=size)
         session.draw(rows, group=size)
     session.plot(METRICS)
     return 0

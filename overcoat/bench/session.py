@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,6 @@ class Session:
         self.columns = columns or self.columns
         say(heading(title, self.columns))
 
-    def wants(self, name: str) -> bool:
-        """Whether `--only` leaves `name` in."""
-        return matches(name, self.parsed.only)
-
     def run(
         self, name: str, function: Callable[..., Row], arguments: Sequence[Any], needs: Sequence[str], **labels: Any
     ) -> Row:
@@ -74,6 +70,13 @@ class Session:
             say(line(row, self.columns))
             return row
         return self.add({**labels, "name": name, **self.call(function, *arguments)})
+
+    def everyone(
+        self, needs: Mapping[str, Sequence[str]], function: Callable[..., Row], *arguments: Any, **labels: Any
+    ) -> list[Row]:
+        """`run` of (name, *arguments) for all that `--only` leaves in of the contestants; needs: packages, by name."""
+        wanted = {name: packages for name, packages in needs.items() if matches(name, self.parsed.only)}
+        return [self.run(name, function, (name, *arguments), packages, **labels) for name, packages in wanted.items()]
 
     def call(self, function: Callable[..., Row], *arguments: Any) -> Row:
         """What `function(*arguments)` returns in a process of its own, or {"error": reason}."""

@@ -209,13 +209,6 @@ def _count_steps_kernel(counters, steps, skip, tensors, PER_TENSOR: tl.constexpr
 # ---- the launch -----------------------------------------------------------------------------------------------
 
 
-class StepScalars(NamedTuple):
-    """The step that each of T parameters takes: its number, FP32 (T,), and `step_coefficients`, FP32 (T, 3)."""
-
-    steps: Tensor
-    coefficients: Tensor
-
-
 class Counters:
     """The step counters of T parameters, 0-d FP32 tensors that lie anywhere on one device."""
 
@@ -224,12 +217,15 @@ class Counters:
         self.addresses = torch.tensor(list(map(Tensor.data_ptr, counters)), dtype=torch.int64).to(self.device)
         self.steps = torch.empty(self.count, dtype=torch.float32, device=self.device)
 
-    def take_step(self, lr: Tensor, skip: Tensor, hyper: Hyper) -> StepScalars:
-        """Count the step of every parameter; skip bool, 0-d or (T,). What it returns holds until the next call."""
+    def take_step(self, lr: Tensor, skip: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
+        """Count the step of every parameter; skip bool, 0-d or (T,).
+
+        Returns: numbers of the steps, FP32 (T,), valid until the next call, and `step_coefficients`, FP32 (T, 3).
+        """
         _count_steps_kernel[(cdiv(self.count, COUNTED),)](
             self.addresses, self.steps, skip, self.count, skip.dim() > 0, COUNTED
         )
-        return StepScalars(self.steps, step_coefficients(self.steps, lr, *hyper[:4]))
+        return self.steps, step_coefficients(self.steps, lr, *hyper[:4])
 
 
 @lru_cache(maxsize=16)
@@ -279,21 +275,22 @@ class Plan:
         ]
 
     def launch(
-        self, addresses: Tensor, grad_dtype: torch.dtype, scalars: StepScalars, grad_factor: Tensor, skip: Tensor,
-        hyper: Hyper,
+        self, addresses: Tensor, grad_dtype: torch.dtype, counted: tuple[Tensor, Tensor], grad_factor: Tensor,
+        skip: Tensor, hyper: Hyper,
     ) -> None:  # fmt: skip
         """Step every parameter.
 
         Args:
             addresses: of the gradients, int64 (T,); grad_dtype: theirs.
-            scalars: the step that each takes: whoever calls counts.
+            counted: as of `Counters.take_step`.
             grad_factor, skip: as `reference_step` takes them.
         """
+        steps, coefficients = counted
         signed, unsigned = _de8_tables(True, self.device), _de8_tables(False, self.device)
         for launch in self.launches:
             if launch.programs:
                 adamw_kernel[(launch.programs,)](
-                    launch.tiles, self.table, addresses, scalars.coefficients, scalars.steps, grad_factor, skip,
+                    launch.tiles, self.table, addresses, coefficients, steps, grad_factor, skip,
                     signed, unsigned, hyper.beta1, 1.0 - hyper.beta1, hyper.beta2, math.sqrt(1.0 - hyper.beta2),
                     **_constants(self.dtype, grad_dtype, hyper, skip.dim() > 0, launch.flat, launch.align),
                 )  # fmt: skip

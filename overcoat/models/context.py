@@ -33,7 +33,7 @@ from overcoat.models.gather import fsdp_params
 from overcoat.models.head import LeanLossModel, find_causal_model, why_head_replaced
 from overcoat.models.refusals import branches_of
 
-TAKEN = {"input_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_batch", "ignore_index"}
+TAKEN = {"input_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_batch", "ignore_index", "return_dict"}
 
 
 def context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -91,7 +91,7 @@ class Context:
             if inputs.get(name) is not None:
                 inputs[name] = own_part(inputs[name], self.group)
         positions = torch.arange(length, device=labels.device).unsqueeze(0)
-        # Without elements: "plainly causal" (causal.py). Layers that do not know it refuse to run.
+        # Without elements: "plainly causal" (masks.py). Layers that do not know it refuse to run.
         mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=labels.device)
         cut = {"shift_labels": own_part(targets, self.group), "position_ids": own_part(positions, self.group)}
         return {**inputs, **cut, "attention_mask": mask}

@@ -25,8 +25,8 @@ from overcoat.block.spec import Adapter, Block, Branch, Linear, Norm, Tables
 from overcoat.kernels.packed import dense_mask
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
 from overcoat.models.lora import active_adapters, base_of
-from overcoat.models.masks import as_starts, check_mask, mask_from, reads_lengths
-from overcoat.models.refusals import ACTIVATIONS, branches_of, is_conv1d, why_changed
+from overcoat.models.masks import as_starts, check_mask, mask_from
+from overcoat.models.refusals import ACTIVATIONS, branches_of, is_conv1d, reads_lengths, why_changed
 from overcoat.recipe import Recipe
 
 # ---- what families are made of ----------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Fp8DecoderLayer(Mixin):
             kwargs = self.overcoat_family.inputs(self, hidden_states, own)
         embeddings: Any = kwargs.get("position_embeddings")
         mask = kwargs.get("attention_mask")
-        is_known = isinstance(mask, Tensor) and not mask.numel()  # models/causal.py
+        is_known = isinstance(mask, Tensor) and not mask.numel()  # models/masks.py
         if is_known:
             mask = kwargs["attention_mask"] = None
         branches, family, lengths = None, self.overcoat_family, kwargs.get("cu_seqlens")

@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overcoat.block.loss import final_norm, linear_cross_entropy
-from overcoat.models.causal import causal_mask
 from overcoat.models.family import (
     Family,
     Mixin,
@@ -45,6 +44,7 @@ from overcoat.models.family import (
     wholes,
 )
 from overcoat.models.images import without_waiting
+from overcoat.models.masks import causal_mask
 from overcoat.models.output import without_logits
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
 from overcoat.recipe import Recipe

@@ -1,7 +1,17 @@
-"""Masks of transformers' kinds of attention, as Overcoat's attention takes them.
+"""Masks of transformers' kinds of attention, as Overcoat's attention takes them, and masks that only converted layers
+read: "plainly causal", which makes nobody wait, and packed documents.
 
 sdpa and eager give the layer a mask of all pairs, flex attention a BlockMask; kinds of flash attention give lengths,
-padding or position ids. models/causal.py gives where sequences begin.
+padding or position ids.
+
+Without a mask transformers looks into the position ids for packed documents, and the host waits for the answer, also
+where the model has made these ids itself a moment before. It is the one wait in a step: until then the GPU has worked
+off all that was queued, and afterwards it idles while the host queues the first layers, 2 ms of a 7B's 400. A mask of
+four dimensions passes transformers' mask code as it is; so one without elements goes in, and converted layers take it
+for none. Where position ids are given, layers that train get where documents begin instead of a mask of S x S: the
+`starts` of `kernels/packed.py`, as int32 (1, 1, N + 1, 1), which no other mask looks like. To find them is one wait,
+since how many there are is a shape, and one more in transformers where they are too many; there is none where the
+caller knows them, and says so by transformers' name for them, `cu_seq_lens_q`.
 """
 
 from __future__ import annotations
@@ -9,16 +19,17 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
 from overcoat.kernels.packed import document_starts, given_starts
+from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, reads_lengths
 
-
-def reads_lengths(config: Any) -> bool:
-    """Whether transformers would compute attention by a kernel that is given lengths instead of a mask."""
-    kind = config._attn_implementation
-    return kind is not None and "flash" in kind and not kind.startswith("paged|")
+# Documents shorter than this on average (padding whose positions do not count, say) get transformers' mask: each costs
+# FlashAttention's backward 128 more rows of dq in FP32, and a block of its grid for every 128 tokens of a row.
+SHORTEST = 64
+# What an estimate takes for a document's length, on the short side for text; it has no tokens to look at.
+ESTIMATED = 256
 
 
 def mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool) -> Any:
@@ -41,7 +52,7 @@ def mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool) -> Any
 
 
 def as_starts(mask: Any) -> Optional[Tensor]:
-    """What models/causal.py gives where sequences are packed, as attention takes it; None for other masks."""
+    """What `causal_mask` gives where documents are packed, as attention takes it; None for other masks."""
     given = isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2] > 1
     return mask.flatten() if given and mask.numel() == mask.shape[2] else None
 
@@ -65,3 +76,68 @@ def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:
             "mask. Write mask.bool() for one of zeros and ones."
         )
     return mask
+
+
+def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
+    """The `attention_mask` to call a causal model's `model` with: `inputs`' own, or one of this module's.
+
+    The latter where every token sees all before it, in its row or its document, and every layer knows such masks.
+
+    Raises:
+        ValueError: `cu_seq_lens_q` that cannot be where documents begin, or without position_ids that restart there.
+    """
+    mask: Optional[Tensor] = inputs.get("attention_mask")
+    named = ("attention_mask", "past_key_values", "use_cache")
+    if any(inputs.get(name) is not None and inputs[name] is not False for name in named):
+        return mask
+    model: Any = causal.get_submodule(causal.overcoat_whole.text)
+    layers = getattr(model, causal.overcoat_whole.stack)
+    if getattr(model.config, "use_bidirectional_attention", False):
+        return mask
+    tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+    if tokens is None:
+        return mask
+    window = getattr(model.config, "sliding_window", None)
+    # Compiled code does not look for packed sequences; "eager" attention needs a mask to be causal.
+    by_lengths = reads_lengths(model.config)
+    if torch.compiler.is_compiling() or not (by_lengths or model.config._attn_implementation == "sdpa"):
+        return mask
+    if window is not None and window < tokens.shape[1]:
+        return mask
+    if _is_watched(model) or any(_is_watched(layer) for layer in layers):
+        return mask
+    if not all(hasattr(layer, "overcoat_family") for layer in layers):  # of `Fp8DecoderLayer`
+        return mask
+    nothing_hidden = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device)
+    position_ids = inputs.get("position_ids")
+    if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
+        position_ids = position_ids[0]  # in the text; the others are Qwen-VL's in time, height and width
+    if position_ids is None:
+        if inputs.get("cu_seq_lens_q") is not None:
+            raise ValueError("cu_seq_lens_q without position_ids: give position_ids that restart where documents begin")
+        return nothing_hidden
+    batch, sequence = tokens.shape[:2]
+    # Layers in their original precision would each make the mask anew.
+    if not model.training or position_ids.dim() != 2 or position_ids.shape[1] != sequence:
+        return mask
+    starts = _starts(position_ids.expand(batch, -1), inputs.get("cu_seq_lens_q"))
+    num_documents = len(starts) - 1
+    if num_documents == batch:
+        return nothing_hidden
+    is_short = num_documents * SHORTEST > batch * sequence and not by_lengths
+    return mask if is_short else starts.view(1, 1, -1, 1)
+
+
+def _starts(position_ids: Tensor, lengths: Any) -> Tensor:
+    """Where documents begin: as the caller says, as position ids (B, S) say, or on the meta device a guess."""
+    batch, sequence = position_ids.shape
+    if lengths is not None:
+        return given_starts(lengths, batch, sequence, position_ids.device)
+    if position_ids.device.type == "meta":
+        return position_ids.new_empty((batch * (1 + -(-sequence // ESTIMATED)) + 1,), dtype=torch.int32)
+    return document_starts(position_ids)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody else sees the module's arguments, who may read the mask: by its forward, or by a hook."""
+    return "forward" in vars(module) or has_hooks(module, HARMLESS_HOOKS, ("_forward_pre_hooks", "_forward_hooks"))

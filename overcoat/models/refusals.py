@@ -11,7 +11,6 @@ from torch import nn
 from overcoat.block.mlp import Mlp
 from overcoat.models.family import Family, Modules, class_name
 from overcoat.models.lora import base_of, parts_of, why_not_plain
-from overcoat.models.masks import reads_lengths
 
 # transformers' names of the activations, and ours.
 ACTIVATIONS = {
@@ -44,6 +43,12 @@ HARMLESS_HOOKS = ("transformers.utils", "torch.distributed", "overcoat.models")
 # Attention code of transformers that hands every mask to the layer, as all pairs or as flex attention's; "flash" in a
 # name, also of the hub's kernels, stands for code that reads position_ids, lengths or padding instead.
 ATTENTION = ("sdpa", "eager", "flex_attention", "flex_torchtitan")
+
+
+def reads_lengths(config: Any) -> bool:
+    """Whether transformers would compute attention by a kernel that is given lengths instead of a mask."""
+    kind = config._attn_implementation
+    return kind is not None and "flash" in kind and not kind.startswith("paged|")
 
 
 def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from overcoat.host import ALIGNMENT, packed
 from overcoat.kernels.adamw import Hyper, rows_of
-from overcoat.kernels.adamw_step import Plan, StepScalars, StepTensors, reference_step
+from overcoat.kernels.adamw_step import Plan, StepTensors, reference_step
 from overcoat.optim.step import StepGroup
 
 # Staging buffers: one is filled, one is stepped, one is emptied.
@@ -224,13 +224,13 @@ class OffloadedStepGroup(StepGroup):
         whole = self.with_states()
         self.chunks = [Chunk(whole, pieces, self.staging) for pieces in cut(whole, self.staging.size)]
 
-    def _launch(self, scalars: StepScalars, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+    def _launch(self, counted: tuple[Tensor, Tensor], factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
         for chunk in self.chunks:
             with self.staging.holding(chunk):
                 addresses = self.gradients.addresses.index_select(0, chunk.owners)
                 addresses += chunk.first_elements * self.gradients.dtype.itemsize
                 skipped = skip.index_select(0, chunk.owners) if skip.dim() else skip
-                of_pieces = StepScalars(*(values.index_select(0, chunk.owners) for values in scalars))
+                of_pieces = counted[0].index_select(0, chunk.owners), counted[1].index_select(0, chunk.owners)
                 chunk.plan.launch(addresses, self.gradients.dtype, of_pieces, factor, skipped, hyper)
 
     def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:

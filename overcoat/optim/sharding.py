@@ -210,11 +210,6 @@ def place_state(param: Tensor, saved: Tensor, device: torch.device) -> Tensor:
     return wrap_state(param, _copy(part, device), shape)
 
 
-def copy_of(state: Tensor) -> Tensor:
-    """A copy of a state tensor in memory of its own."""
-    return rewrap(state, local(state.detach()).clone())
-
-
 def rewrap(like: Tensor, value: Tensor) -> Tensor:
     """This process' part `value` as the same kind of tensor as the state tensor `like`."""
     return _from_local(like, value, like.shape) if isinstance(like, DTensor) else value

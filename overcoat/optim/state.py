@@ -31,7 +31,6 @@ from overcoat.kernels.adamw import rows_of, state_names
 from overcoat.optim.sharding import (
     check_placements,
     check_sharding,
-    copy_of,
     local,
     place_state,
     rewrap,
@@ -273,6 +272,6 @@ def make_plain(optimizer: Any, saved: dict[str, Any]) -> None:
     for index, state in saved["state"].items():
         if isinstance(state, dict):
             saved["state"][index] = {
-                name: copy_of(value) if optimizer.offload and isinstance(value, Tensor) else value
-                for name, value in state.items()
+                name: rewrap(of, local(of.detach()).clone()) if optimizer.offload and isinstance(of, Tensor) else of
+                for name, of in state.items()
             }

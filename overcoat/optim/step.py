@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from overcoat.formats.masters import parameter_key, resolve_master
 from overcoat.kernels.adamw import Hyper, rows_of, state_names
-from overcoat.kernels.adamw_step import Counters, Plan, StepScalars, StepTensors, reference_step
+from overcoat.kernels.adamw_step import Counters, Plan, StepTensors, reference_step
 from overcoat.kernels.multi_tensor import Gradients, sum_squares
 from overcoat.optim.sharding import (
     buffer_for,
@@ -177,8 +177,8 @@ class StepGroup:
             for buffer, param in zip(self.tensors.params, self.params, strict=True):
                 write_back(param, buffer)
 
-    def _launch(self, scalars: StepScalars, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
-        self.plan.launch(self.gradients.addresses, self.gradients.dtype, scalars, factor, skip, hyper)
+    def _launch(self, counted: tuple[Tensor, Tensor], factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
+        self.plan.launch(self.gradients.addresses, self.gradients.dtype, counted, factor, skip, hyper)
 
     def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
         reference_step(self.with_states(), grads, lr, factor, skip, hyper)

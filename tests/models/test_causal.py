@@ -13,8 +13,7 @@ from transformers import DataCollatorWithFlattening
 import overcoat
 from overcoat import Recipe
 from overcoat.kernels.packed import document_starts
-from overcoat.models.causal import causal_mask
-from overcoat.models.masks import check_mask
+from overcoat.models.masks import causal_mask, check_mask
 from tests.models.zoo import make_batch, make_model
 from tests.waits import waiting_is_an_error
 
@@ -157,7 +156,7 @@ def test_lengths_that_the_caller_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(*args: object) -> None:
         raise AssertionError("looked for documents")
 
-    monkeypatch.setattr("overcoat.models.causal.document_starts", wait)
+    monkeypatch.setattr("overcoat.models.masks.document_starts", wait)
     assert torch.equal(model(**inputs, cu_seq_lens_q=known).loss, expected)
     one = torch.tensor([0, PACKED_LENGTH], dtype=torch.int32)
     assert causal_mask(model, {**inputs, "cu_seq_lens_q": one}).shape == (1, 1, 0, 0)

@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 import overcoat
-from overcoat.models import causal
+from overcoat.models import masks
 from overcoat.models.head import LeanLossModel
 from overcoat.train import tokenizer as tokenizers
 from overcoat.train.build import build_model, freeze, summed_loss
@@ -179,10 +179,10 @@ def test_packed_conversations_see_their_own_images_alone(
     summed_loss(model, batch).backward()
     lacking = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert not [name for name in lacking if "post_layernorm" not in name]  # CLIP's, which LLaVA does not use
-    monkeypatch.setattr(causal, "SHORTEST", 1)
+    monkeypatch.setattr(masks, "SHORTEST", 1)
     overcoat.convert(model.bfloat16())  # whose layers read where documents begin, and no mask
     inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "cu_seq_lens_q": batch.document_starts}
-    mask = causal.causal_mask(model, inputs)
+    mask = masks.causal_mask(model, inputs)
     assert mask is not None
     assert mask.flatten().tolist() == batch.document_starts.tolist()  # type: ignore[union-attr]
     assert abs(float(summed_loss(model, batch) / alone) - 1) < 0.01
