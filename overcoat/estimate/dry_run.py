@@ -39,13 +39,11 @@ class DryRun(NamedTuple):
     phases: living bytes by category, without parameters, and without gradients that were there before.
     host: bytes of host memory that kept activations wait in (`Recipe.offload_blocks`).
     work: what its ops do.
-    handles: of cuBLAS, one for each thread that asks PyTorch for products: the main one's forward, autograd's backward.
     """
 
     phases: list[Living]
     report: Report
     host: int
-    handles: int
     work: Work
 
 
@@ -90,16 +88,14 @@ def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1,
     ):
         transfers.on_fetch = lambda tensor: meter.tag(tensor, KEPT)
         loss = loss_of(model, batch, sequence)
-        kept, handles = meter.alive(), int(meter.multiplies)
-        meter.multiplies = False
+        kept = meter.alive()
         loss.backward()
-        handles += meter.multiplies
         del loss
         meter.mark(OPTIMIZER)
         model.zero_grad()
     meter.stop()
     phases = meter.account([_category(meter, number, number in kept) for number in range(meter.count)])
-    return DryRun(phases, report, transfers.pool.total_bytes, handles, work)
+    return DryRun(phases, report, transfers.pool.total_bytes, work)
 
 
 def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: LossOf = own_loss) -> KeptReport:

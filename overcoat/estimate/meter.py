@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from overcoat.estimate.times import Work
 from overcoat.kernels.attention import attention, attention_backward
-from overcoat.kernels.gemm import block_gemm, gemm
 from overcoat.kernels.loss import linear_cross_entropy
 from overcoat.kernels.packed import ROWS_BETWEEN, is_starts
 
@@ -35,12 +34,6 @@ ALIGNMENT = 512
 EXPANDED: dict[Any, Callable[..., Any]] = {linear_cross_entropy: linear_cross_entropy.reference}
 
 _aten = torch.ops.aten
-# Products that PyTorch makes, with a cuBLAS handle of the thread that asks for them.
-LIBRARY_PRODUCTS = {
-    *(_aten.mm, _aten.addmm, _aten.addmm_, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.linear),
-    gemm.overloadpacket,
-    block_gemm.overloadpacket,
-}
 _READ_VALUE = _aten._local_scalar_dense.default
 
 
@@ -152,7 +145,6 @@ class Meter(TorchDispatchMode):
     Attributes:
         marks: (label, number of events before it).
         tags: of allocations by their number; set by `tag`.
-        multiplies: whether one of `LIBRARY_PRODUCTS` was seen; for its user to set back.
     """
 
     def __init__(self, answer: bool = True, work: Work | None = None) -> None:
@@ -160,7 +152,6 @@ class Meter(TorchDispatchMode):
         self.answer, self.work = answer, work
         self.marks: list[tuple[str, int]] = []
         self.tags: dict[int, str] = {}
-        self.multiplies = False
         self._events: list[tuple[int, int]] = []  # (number of the allocation, bytes that it adds)
         self._allocations: list[tuple[int, str]] = []  # bytes, the phase it was made in
         self._numbers: dict[int, int] = {}  # of living allocations, by their storage
@@ -208,7 +199,6 @@ class Meter(TorchDispatchMode):
         if func in EXPANDED:
             with self:
                 return EXPANDED[func](*args, **kwargs)
-        self.multiplies |= func.overloadpacket in LIBRARY_PRODUCTS
         out = func(*args, **kwargs)
         if self.work is not None:
             self.work.add(func, args, kwargs, out, bool(self.marks) and "backward" in self.marks[-1][0])

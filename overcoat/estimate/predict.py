@@ -8,7 +8,7 @@ the allocator's multiples add to the sizes of lasting tensors. docs/memory.md ex
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ from overcoat.optim.state import state_fields
 SLACK_OF_LASTING, SLACK_OF_GRADIENTS, SLACK_OF_MOVING = 0.01, 0.08, 0.16
 CONTEXT = 900 * 2**20
 NCCL = 720 * 2**20
-# The workspace of a cuBLAS handle on Hopper (`DryRun.handles`).
-HANDLE = 32 * 2**20
 # Components that are there during the whole step.
 LASTING = ("weights", "remainders", "moments", "offload buffers", "libraries")
 
@@ -49,7 +47,8 @@ class Prediction:
         phases: of the whole step, in order; by_phase: components at the fullest moment of each.
         parameters: of the model, all GPUs together.
         host_bytes: page-locked host memory of offloaded states and kept activations.
-        handle_bytes: cuBLAS' workspaces, of what lasts; a CPU has none.
+        handle_bytes: cuBLAS' workspaces on Hopper, of what lasts, for each thread that multiplies: that of the forward
+            and autograd's; a CPU has none.
         report: what `convert` did.
     """
 
@@ -62,9 +61,9 @@ class Prediction:
     phases: list[Phase]
     parameters: int
     host_bytes: int
-    handle_bytes: int
     report: Report
     by_phase: list[dict[str, int]]
+    handle_bytes: ClassVar[int] = 2 * 32 * 2**20
 
     @property
     def peak_bytes(self) -> int:
@@ -113,21 +112,21 @@ class Predictor:
         """
         setup = setup or Setup()
         parameters, run = self._run(batch, sequence, setup, gpus)
-        lasting, host = _lasting(parameters, setup, gpus, run.handles)
+        lasting, host = _lasting(parameters, setup, gpus)
         by_phase = [_together(lasting, fullest) for _, fullest, _ in run.phases]
         base, peaks = sum(lasting.values()), [sum(each.values()) for each in by_phase]
         phases = [Phase(of.label, peak, base + of.end) for of, peak in zip(run.phases, peaks, strict=True)]
         fullest = peaks.index(max(peaks))
         components, moment = by_phase[fullest], phases[fullest].label
         count = sum(parameter.numel() for parameter in parameters)
-        work_done = (components, moment, phases, count, host + run.host, HANDLE * run.handles, run.report, by_phase)
+        work_done = (components, moment, phases, count, host + run.host, run.report, by_phase)
         return Prediction(setup, batch, sequence, gpus, *work_done)
 
     def times(self, batch: int, sequence: int, setup: Setup, cluster: Cluster = ONE) -> Times:
         """Seconds of a step on H200s."""
         gpus = cluster.sharding
         parameters, run = self._run(batch, sequence, setup, gpus)
-        lasting, host = _lasting(parameters, setup, gpus, 0)
+        lasting, host = _lasting(parameters, setup, gpus)
         trained = sum(part_bytes(each, gpus) for each in parameters if each.requires_grad)
         states = lasting["moments"] + lasting["remainders"]
         sizes = Sizes(sum(each.nbytes for each in parameters), trained, states, host, run.host)
@@ -166,7 +165,7 @@ def _together(lasting: dict[str, int], moving: dict[str, int]) -> dict[str, int]
     return found
 
 
-def _lasting(parameters: list[Tensor], setup: Setup, gpus: int, handles: int) -> tuple[dict[str, int], int]:
+def _lasting(parameters: list[Tensor], setup: Setup, gpus: int) -> tuple[dict[str, int], int]:
     """What is there during the whole step, and the bytes of offloaded states in host memory.
 
     Sizes are the tensors' own; what the allocator's multiples add to them is among the libraries'.
@@ -195,6 +194,6 @@ def _lasting(parameters: list[Tensor], setup: Setup, gpus: int, handles: int) ->
         KEPT: 0,
         GATHERED: 0,
         "offload buffers": SLOTS * aligned(min(setup.offload_buffer // SLOTS, host)),
-        "libraries": HANDLE * handles + rounding,
+        "libraries": Prediction.handle_bytes + rounding,
     }
     return lasting, host

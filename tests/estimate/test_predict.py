@@ -16,7 +16,7 @@ from overcoat.bench.shapes import build_model
 from overcoat.estimate import Predictor, Setup, predict
 from overcoat.estimate.dry_run import own_loss
 from overcoat.estimate.phases import measure_step
-from overcoat.estimate.predict import CONTEXT, HANDLE, LASTING
+from overcoat.estimate.predict import CONTEXT, LASTING
 from overcoat.memory import optimizer_bytes, record_kept
 from overcoat.models.samples import freeze_tower, images, tokens
 from overcoat.models.shapes import MODELS
@@ -309,10 +309,3 @@ def test_a_setup_that_cannot_be(change, message):
 def test_numbers_below_one(name):
     with pytest.raises(ValueError, match=f"{name} 0 must be at least 1"):
         predict(make_model("llama", layers=1).config, **{"batch": 1, "sequence": 32, name: 0})
-
-
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(head="fp8"), Recipe(linear_scaling="block")])
-def test_a_workspace_for_each_thread_that_multiplies_by_pytorch(recipe):
-    """The caller's and autograd's."""
-    prediction = predict(make_model("llama").config, BATCH, LENGTH, Setup(recipe=recipe))
-    assert prediction.handle_bytes == 2 * HANDLE

@@ -24,7 +24,7 @@ COMPONENTS["kept activations"] = 4 * GIB - COMPONENTS["moments"]
 def made(**changes):
     """A prediction with these numbers."""
     phases = [Phase("block 3 backward", 16 * GIB, 15 * GIB)]
-    of_step = (COMPONENTS, "block 3 backward", phases, 10**9, 0, 0, Report(Recipe()), [COMPONENTS])
+    of_step = (COMPONENTS, "block 3 backward", phases, 10**9, 0, Report(Recipe()), [COMPONENTS])
     return replace(Prediction(Setup(), 8, 1024, 1, *of_step), **changes)
 
 
