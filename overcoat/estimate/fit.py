@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional
@@ -35,11 +34,16 @@ class Room:
 
     def largest_batch(self, setup: Setup) -> int:
         """The most rows that fit, on each GPU; 0 if one does not."""
-        too_large = 1
-        while too_large <= MOST_ROWS and self.fits(setup, too_large):
-            too_large *= 2
-        fits = too_large // 2
-        return fits + bisect(range(fits + 1, too_large), False, key=lambda rows: not self.fits(setup, rows))
+        low, high, rows, runs = 0, 2 * MOST_ROWS, 1, 0
+        last: Optional[tuple[int, int]] = None
+        while high - low > 1:
+            need, runs = self.predict(setup, rows).total_bytes, runs + 1
+            low, high = (rows, high) if need <= self.limit else (low, rows)
+            # Memory is nearly a line in the rows: 4 or 5 runs of the model, where doubling and halving take 13.
+            slope = 0 if last is None else (need - last[1]) // (rows - last[0])
+            guess = rows + (self.limit - need) // slope if slope > 0 else max(2, self.batch)
+            last, rows = (rows, need), min(max(guess if runs < 6 else (low + high) // 2, low + 1), high - 1)
+        return low
 
 
 # ---- what can be changed, the cheapest first ----------------------------------------------------------------------
