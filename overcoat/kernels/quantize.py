@@ -259,8 +259,8 @@ def _quantize_kernel(
             _, odd = quantize_tile(x_ptr, out_ptr, 2 * pair + 1, c, rows - t0, C - c0, C, inverse, PLAIN, ALIGN)
             words = tl.trans(pack_rows(even, odd, out_ptr.dtype.element_ty))
             inside_t = (c < C - c0)[:, None] & (pair < (padded - t0) // 2)[None, :]
-            out_t_ptr = as_words(out_t_ptr, 16) + (c0.to(tl.int64) * stride_t + (row0 + t0) // 2)
-            tl.store(out_t_ptr + (c[:, None] * stride_t + pair[None, :]), words, mask=inside_t)
+            target = as_words(out_t_ptr, 16) + (c0.to(tl.int64) * stride_t + (row0 + t0) // 2)
+            tl.store(target + (c[:, None] * stride_t + pair[None, :]), words, mask=inside_t)
         else:
             quantize_tile(x_ptr, out_ptr, tl.arange(0, BT), c, rows - t0, C - c0, C, inverse, PLAIN, ALIGN)
 
