@@ -107,11 +107,14 @@ class Context:
         for param, _ in fsdp_params(model).values():
             if not ranks <= set(param.mesh_info.mesh.mesh.flatten().tolist()):
                 reason = "fully_shard sums gradients over fewer processes; shard over all that share rows"
-        first = labels.clone()
-        dist.broadcast(first, group=self.group, group_src=0)
-        differs = torch.tensor(int(not torch.equal(first, labels)), device=labels.device)
-        dist.all_reduce(differs, group=self.group)
-        if differs:
+        differs = torch.tensor([labels.numel(), -labels.numel()], device=labels.device)
+        dist.all_reduce(differs, dist.ReduceOp.MAX, group=self.group)
+        if not differs.sum():
+            first = labels.contiguous().clone()
+            dist.broadcast(first, group=self.group, group_src=0)
+            differs[0] += int(not torch.equal(first, labels))
+            dist.all_reduce(differs, group=self.group)
+        if differs.sum():
             reason = "its processes were given different rows; give the same to all that share them"
         if reason is not None:
             raise ValueError(

@@ -135,6 +135,7 @@ def _refused(rank: int) -> None:
         ({"labels": None}, "takes labels"),
         ({"input_ids": batch["input_ids"][:, :-1], "labels": batch["labels"][:, :-1]}, "4 chunks"),
         (_batch(1 + rank), "different rows"),
+        (_batch(1, 4 + rank), "different rows"),
     ):
         with pytest.raises(ValueError, match=words):
             model(**{**batch, **change})
