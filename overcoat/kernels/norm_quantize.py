@@ -13,7 +13,6 @@ from torch import Tensor
 from overcoat.formats import E4M3, encode_groups, quantize_tensor
 from overcoat.kernels.codes import CODES, empty_codes, store_codes
 from overcoat.kernels.device import EXACT, inverse_max, inverse_of, power_of_2, scale_of, to_float8
-from overcoat.kernels.groups import GROUP_TILE
 from overcoat.kernels.language import tl
 from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.norm import affine, affine_of, normalize
@@ -75,16 +74,20 @@ def _norm_quantize_kernel(
     tl.store(y_ptr + offsets, to_float8(y * inverse_of(scale), tl.float8e4nv), mask=inside)
 
 
+# Values of a program, of two warps: 38 us for 8192 x 4096, with twice of both 41.
+TILE = 2048
+
+
 @norm_quantize.cuda
 def _(x, mean, rstd, weight, bias, amax, code, group_size):
     x, mean, rstd, weight, bias = dense(x, mean, rstd, weight, bias)
     results = y, scale, codes, group_amax = _empty_quantized(x, mean, rstd, weight, bias, amax, code, group_size)
     groups, gp = group_amax.numel(), power_of_2(group_size)
-    count = max(GROUP_TILE // gp, 1)
+    count = max(TILE // gp, 1)
     _norm_quantize_kernel[(cdiv(groups, count),)](
         x, rstd if mean is None else mean, rstd, x if weight is None else weight, x if bias is None else bias,
         amax, y, scale, codes, group_amax, groups, group_amax.shape[1], x.shape[1],
         inverse_max("e4m3"), mean is not None, weight is not None, bias is not None, CODES[code], group_size, gp,
-        count, num_warps=4, **EXACT,
+        count, num_warps=2, **EXACT,
     )  # fmt: skip
     return results

@@ -324,6 +324,6 @@ def _(dq, dk, dv, cos, sin, fmt, num_q):
     padded = out_t.shape[1]
     _rope_blocks_kernel[(num_q + 2 * num_kv, token_blocks(padded))](
         *pointers, *results, padded, tokens, positions, num_q, num_kv, *strides, inverse_max(fmt), padded > tokens,
-        BLOCK, BLOCK, num_warps=8, **EXACT,
+        BLOCK, BLOCK, num_warps=4, **EXACT,
     )  # fmt: skip
     return results
