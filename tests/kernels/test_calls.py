@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import overcoat
 from overcoat.kernels import attention, attention_fused, gemm, launch, op
+from tests.kernels import variants
 
 # Forward and backward. What needs more should be worth more.
 MOST = 790
@@ -70,14 +72,14 @@ def calls_of(function) -> list[str]:
     return found
 
 
-@pytest.mark.usefixtures("_gpu")
-def test_an_eager_block_calls_few_functions():
+def block_step(recipe: overcoat.Recipe):
+    """Forward and backward of a small converted layer."""
     config = LlamaConfig(
         hidden_size=256, intermediate_size=768, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1,
         vocab_size=64,
     )  # fmt: skip
     model = LlamaForCausalLM(config).bfloat16().train()
-    overcoat.convert(model)
+    overcoat.convert(model, recipe)
     layer, x = model.model.layers[0], torch.randn(1, 32, 256, dtype=torch.bfloat16, requires_grad=True)
     tables = model.model.rotary_emb(x, torch.arange(32)[None])
 
@@ -85,6 +87,44 @@ def test_an_eager_block_calls_few_functions():
         y = layer(x, attention_mask=None, position_embeddings=tables)
         y.backward(torch.ones_like(y))
 
+    return step
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        overcoat.Recipe(),
+        overcoat.Recipe.paper(),
+        overcoat.Recipe.leanest(),
+        overcoat.Recipe(linear_scaling="block"),
+        overcoat.Recipe(kept_attention="bf16", grad_format="e4m3"),
+    ],
+    ids=["default", "paper", "leanest", "block scales", "attention bf16, e4m3"],
+)
+def test_triton_accepts_what_a_block_launches(recipe, monkeypatch):
+    """The interpreter runs what the compiler refuses: a pointer of another type after a branch, say."""
+    seen: dict[tuple[Any, ...], variants.Variant] = {}
+
+    def record(kernel, grid, args, options):
+        variant = variants.Variant.of(kernel, args, options, True)
+        seen[kernel, str((variant.types, variant.constants))] = variant
+        remember(kernel, grid, args, options)
+
+    for kernel in variants.entry_kernels().values():
+        monkeypatch.setattr(kernel, "entries", {})  # of earlier tests
+    monkeypatch.setattr(launch.Kernel, "_launch_by_triton", record)
+    with torch.autograd.set_multithreading_enabled(False):
+        block_step(recipe)()
+
+    assert len(seen) > 15, "not the ops of a block"
+    for variant in seen.values():
+        variant.ptx(ttir_alone=True)
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_an_eager_block_calls_few_functions():
+    step = block_step(overcoat.Recipe())
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(2):  # launches and maxima of weights are remembered
             step()
