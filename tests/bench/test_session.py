@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -91,27 +88,6 @@ def test_a_crash_and_a_hang_are_reported() -> None:
     started = time.monotonic()
     assert call_alone(time.sleep, 60, timeout=1) == {"error": "no result within 1 s"}
     assert time.monotonic() - started < 30
-
-
-def loaded() -> dict[str, Any]:
-    parts = re.findall(r"/\S*/(libcudnn\S*)", Path("/proc/self/maps").read_text())
-    return {"parts": sorted(set(parts)), "home": os.environ.get("CUDNN_HOME")}
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="not Linux")
-def test_all_parts_of_pytorchs_cudnn_are_loaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In the process of every measurement, before its function runs; a CUDNN_HOME that the user has set stays."""
-    import_of_torch = tmp_path / "libcudnn.so.9"  # which loads the first and none of its parts
-    some = next(iter(re.findall(r"/\S*/lib(?:ffi|z)\S*", Path("/proc/self/maps").read_text())))
-    for name in ("libcudnn.so.9", "libcudnn_cnn.so.9", "libother.so.9"):
-        shutil.copy(some, tmp_path / name)
-    monkeypatch.delenv("CUDNN_HOME", raising=False)
-    monkeypatch.setenv("LD_PRELOAD", str(import_of_torch))
-    assert call_alone(loaded, timeout=120) == {
-        "parts": ["libcudnn.so.9", "libcudnn_cnn.so.9"], "home": str(tmp_path)
-    }  # fmt: skip
-    monkeypatch.setenv("CUDNN_HOME", "/opt/cudnn")
-    assert call_alone(loaded, timeout=120)["home"] == "/opt/cudnn"
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("cuDNN: Out of memory, 3 GiB")])

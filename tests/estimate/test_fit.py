@@ -8,7 +8,6 @@ from overcoat import Recipe
 from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.fit import Room, advise
 from overcoat.estimate.predict import CONTEXT
-from overcoat.estimate.table import recommendation
 from overcoat.models.shapes import Model, sizes
 
 MIB = 2**20
@@ -68,11 +67,3 @@ def test_advice_is_the_cheapest_that_fits(predictor):
                 if change is not left_out:
                     setup = change.apply(setup) or setup
             assert not here.fits(setup), (limit, left_out.name)
-
-
-def test_no_change_where_none_is_needed_or_none_helps(predictor):
-    roomy, narrow = room(predictor, 1000), room(predictor, 5)
-    assert advise(roomy, Setup())[1:] == ([], Setup())
-    advice = advise(narrow, Setup())
-    assert advice.changes is None
-    assert "does not fit" in recommendation(narrow, advice)

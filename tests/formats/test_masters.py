@@ -101,30 +101,6 @@ def test_random_bits_are_uniform_and_independent(places):
             assert abs(product) < 5 / 12 / math.sqrt(count)
 
 
-@pytest.mark.parametrize("places", [8, 16])
-def test_numbers_of_one_hash_are_uniform_and_independent(places):
-    """Neighbours share a hash, the first has its lowest bits: each place has every value equally often, none foretells
-    another one, in its highest bits nor in its lowest. Chi squared within 5 sigma, correlations too.
-    """
-    groups = group_bits(parameter_key(5, 2), STEP, torch.arange(4096, dtype=torch.int32))
-    together = random_bits(groups, 128, places).view(-1, 32 // places)
-    count = len(together)
-    for place in together.unbind(1):
-        found = torch.bincount((place >> (places - 8)).long(), minlength=256).double()
-        chi = ((found - count / 256).square() / (count / 256)).sum()
-        assert abs(chi - 255) < 5 * math.sqrt(2 * 255)
-    for i in range(together.shape[1]):
-        for j in range(i):
-            for shift in (0, places - 4):
-                pairs = ((together[:, i] >> shift) & 15) * 16 + ((together[:, j] >> shift) & 15)
-                found = torch.bincount(pairs.long(), minlength=256).double()
-                chi = ((found - count / 256).square() / (count / 256)).sum()
-                assert abs(chi - 255) < 5 * math.sqrt(2 * 255)
-    u = (together.double() + 0.5) / 2**places - 0.5
-    covariance = u.T @ u / count
-    assert (covariance - torch.eye(32 // places) / 12).abs().max() < 5 / 12 / math.sqrt(count)
-
-
 def test_random_bits_depend_on_seed_parameter_step_and_place_only():
     base = bits(1024, 8)
     assert torch.equal(base, bits(1024, 8))

@@ -9,21 +9,6 @@ from overcoat.kernels.multi_tensor import Gradients, sum_squares
 from tests.kernels.compare import DEVICE, INTERPRETED
 
 
-def test_only_what_is_not_aligned_is_copied():
-    buffer = torch.randn(1000)
-    assert buffer.data_ptr() % 16 == 0
-    tensors = [buffer[:8], buffer[9:20], torch.randn(3), buffer[21:22]]
-    gradients = Gradients([tensor.numel() for tensor in tensors], torch.device("cpu"))
-    gradients.set(tensors)
-    found = gradients._copies
-    assert [a is b for a, b in zip(found, tensors)] == [True, False, True, False]
-    assert gradients.addresses.tolist() == [tensor.data_ptr() for tensor in found]
-    assert all(address % 16 == 0 for address in gradients.addresses)
-    assert all(map(torch.equal, found, tensors))
-    gradients.set(tensors[::2])
-    assert gradients._copies == []
-
-
 @pytest.mark.gpu
 def test_addresses_uploaded_in_a_capture_are_there_at_a_replay_only():
     """A second graph over the same gradients must upload them again."""

@@ -167,14 +167,6 @@ def test_a_frozen_encoder_keeps_nothing(kind: str) -> None:
     assert not result.requires_grad
 
 
-@pytest.mark.parametrize("kind", DISTINCT)
-def test_evaluation_is_untouched(kind: str) -> None:
-    model, inputs = make_encoder(kind), make_inputs(kind)
-    expected = copy.deepcopy(model).eval()(**inputs).last_hidden_state
-    overcoat.convert(model)
-    assert torch.equal(model.eval()(**inputs).last_hidden_state, expected)
-
-
 def test_clips_text_tower_is_causal() -> None:
     """Its layers are the vision tower's; that it is causal the model says in the call."""
     config = CLIPTextConfig(hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2)

@@ -5,14 +5,10 @@ import io
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from overcoat import AdamW, memory
-from overcoat.host import packed
-from overcoat.kernels.adamw import rows_of
 from overcoat.kernels.adamw_step import StepTensors
-from overcoat.optim.offload import cut, states_of
+from overcoat.optim.offload import states_of
 from overcoat.optim.state import init_state
 from tests.optim.harness import SHAPES, assert_same_bits, make_params, set_grads, snapshot, train
 from tests.waits import waiting_is_an_error
@@ -139,24 +135,6 @@ def tensors_of(moments=("sqrt8", "log8"), group_size=128):
             flat = tensor.view(-1).view(torch.uint8)
             flat.copy_(torch.arange(flat.numel()) % 251)
     return tensors
-
-
-@given(size=st.integers(3000, 40_000), group_size=st.sampled_from([16, 128]))
-def test_chunks_hold_everything_once_in_order_and_fit(size, group_size):
-    whole = tensors_of(("e4m3x", "bf16"), group_size)
-    chunks = list(cut(whole, size))
-    lists = states_of(whole)
-    for pieces in chunks:
-        taken = [piece.of(of[piece.owner]).nbytes for piece in pieces for of in lists.values()]
-        assert packed(taken)[1] <= size
-    for owner, param in enumerate(whole.params):
-        pieces = [piece for chunk in chunks for piece in chunk if piece.owner == owner]
-        for of in (*lists.values(), whole.params):
-            parts = [piece.of(of[owner]).reshape(-1) for piece in pieces]
-            expected = of[owner].reshape(-1)
-            assert torch.equal(torch.cat([*parts, expected[:0]]).view(torch.uint8), expected.view(torch.uint8))
-        for piece in pieces:
-            assert piece.groups == rows_of(param.shape, group_size).groups
 
 
 def test_a_row_that_does_not_fit_is_an_error_that_names_the_remedy():

@@ -115,20 +115,6 @@ def test_a_refused_state_dict_changes_nothing():
         assert_same_bits(before, snapshot(params, optimizer))
 
 
-def test_a_state_that_was_only_asked_for_is_none():
-    """`optimizer.state[param]` leaves an empty dictionary, as in torch."""
-    params = make_params(torch.bfloat16, SHAPES)
-    optimizer = AdamW(params)
-    assert optimizer.state[params[0]] == {}
-    saved = optimizer.state_dict()
-    assert saved["state"] == {0: {}}
-    train(params, optimizer, 1)
-    optimizer.load_state_dict(saved)
-    assert not any(optimizer.state.values())
-    train(params, optimizer, 1)
-    assert optimizer.state[params[0]]["step"] == 1
-
-
 # ---- states are the user's ----------------------------------------------------------------------------------
 
 

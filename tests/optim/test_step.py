@@ -156,21 +156,6 @@ def test_the_next_step_sees_what_was_done(disturb, device):
             assert_same_bits(snapshot(params, optimizer), snapshot(*undisturbed))
 
 
-def test_step_groups_are_kept_while_nothing_changes(device):
-    params = make_params(torch.bfloat16, MANY, device=device)
-    optimizer = AdamW(params, lr=1e-2)
-    train(params, optimizer, 1)
-    first = step_groups(optimizer)
-    train(params, optimizer, 3, first=1, clip_grad_norm=1.0)
-    assert all(map(lambda a, b: a is b, first, step_groups(optimizer)))
-    replace_a_moment(params, optimizer)
-    train(params, optimizer, 1)
-    second = step_groups(optimizer)
-    assert second[0] is not first[0]
-    train(params, optimizer, 1)
-    assert step_groups(optimizer)[0] is second[0]
-
-
 def test_gradients_of_other_kinds(device):
     """Missing, non-contiguous and unaligned gradients, and parameters of two dtypes in one group."""
     shapes = [(300,), (256, 256), (4, 200)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from overcoat.paper import problems as module
 from overcoat.paper.problems import EASY, NEW, SPLITS, TEMPLATES, Problem, problems
-from overcoat.paper.scenes import KINDS, Scene, scene, write
+from overcoat.paper.scenes import KINDS, Scene, scene
 from overcoat.paper.states import analyse, table1
 
 FOUND = {split: problems(split, 600) for split in SPLITS}
@@ -86,16 +85,6 @@ def test_answers_are_right_and_all_kinds_occur() -> None:
     assert all(told(made) == made.answer for made in MADE)
     assert {made.kind for made in MADE} == {*KINDS}
     assert len({(made.question, made.answer) for made in MADE}) > 40
-
-
-def test_conversations_and_files(tmp_path: Path) -> None:
-    made = write(tmp_path, "train", 5)
-    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
-    assert made == [scene(f"train {number}") for number in range(5)] != [scene(f"test {number}") for number in range(5)]
-    for row, each in zip(rows, made):
-        assert row["messages"][0]["content"] == f"<image>\n{each.question}"
-        assert row["messages"][1] == {"role": "assistant", "content": each.answer}
-        assert (tmp_path / "images" / row["images"][0]).is_file()
 
 
 # ---- Errors of moment codes: a checkpoint with known moments from file to table -------------------------------------

@@ -15,7 +15,7 @@ import tokenizers
 import transformers
 from datasets import Dataset
 
-from overcoat.train.chat import Encoder, examples, prompt_ids
+from overcoat.train.chat import Encoder, examples
 from overcoat.train.config import DataConfig
 from overcoat.train.corpus import Corpus, open_corpus
 from overcoat.train.data import IGNORED, START, TRAINED, ChatRows, count_labels, make_batch
@@ -308,13 +308,3 @@ def test_a_chat_run_stops_and_goes_on_bit_for_bit(
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/export")
     assert exported.chat_template == tokenizer_of("qwen2_5_training").chat_template
-
-
-def test_a_prompt_is_put_as_it_was_trained(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of("qwen2_5_training")
-    asked = DataConfig(files=["a"], format="messages")
-    assert tokenizer.decode(prompt_ids(asked, tokenizer, "what?")).endswith(
-        "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    framed = DataConfig(files=["a"], format="prompt-completion", prompt_template="Q: {prompt} A:")
-    assert tokenizer.decode(prompt_ids(framed, tokenizer, "{x}")) == "Q: {x} A:"
