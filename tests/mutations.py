@@ -70,7 +70,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("adamw: norms below the limit grow", "optim/adamw.py", ".clamp(max=1.0)", "", "optim/test_adamw.py"),
     ("block: the residual is dropped", "block/run.py",
      "norm_linear_forward(x, y, branch.pre", "norm_linear_forward(x, None if y is None else 0 * y, branch.pre",
-     "models/test_numerics.py -k mixtral"),
+     "block/test_run.py -k test_block"),
     ("linear: a bias gradient is dropped", "block/linear.py",
      "dy.sum(0, dtype=torch.float32)", "0 * dy.sum(0, dtype=torch.float32)", "block/test_linear.py"),
     ("attention: max |o| is too low", "kernels/rope.py",

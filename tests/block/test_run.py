@@ -282,3 +282,23 @@ def test_a_second_derivative_is_an_error_and_not_zero():
     for loss in (y.square().sum(), y.sum()):  # the gradient of y has one itself, or none
         with pytest.raises(RuntimeError, match=r"create_graph=True: .* no second derivative"):
             torch.autograd.grad(loss, leaves["x"], create_graph=True, retain_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "recipe", "expected"),
+    [
+        ({}, Recipe(), ["amax", "quantize"]),
+        ({"biases": True}, Recipe(), ["amax", "quantize"]),
+        ({"qk_norm": "head"}, Recipe(), [""]),
+        ({}, Recipe(linear_scaling="block"), [""]),
+    ],
+    ids=["llama", "biases", "head norm", "scales of blocks"],
+)
+def test_the_gradient_of_q_k_v_goes_straight_into_fp8(kwargs, recipe, expected):
+    """But for head norms and scales of blocks: those read it in 16 bits."""
+    case = block_case(**kwargs)
+    y = case.op({**case.inputs, "x": case.inputs["x"].clone().requires_grad_()}, recipe)
+    with _Calls() as calls:
+        y.backward(case.grad.to(y.dtype))
+    found = [name.removeprefix("qk_rope_") for name in calls.names if name.startswith("qk_rope_") and "back" in name]
+    assert found == [f"backward_{name}".rstrip("_") for name in expected]

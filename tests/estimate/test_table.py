@@ -12,7 +12,7 @@ from overcoat import Recipe
 from overcoat.estimate import Setup
 from overcoat.estimate.fit import CHANGES, Advice, Rung
 from overcoat.estimate.predict import LASTING, Phase, Prediction
-from overcoat.estimate.table import as_data, recommendation
+from overcoat.estimate.table import as_data, not_converted, recommendation
 from overcoat.models.convert import LayerReport, Report
 
 GIB = 2**30
@@ -88,3 +88,14 @@ def test_data_hold_the_same_as_the_tables_and_are_plain(changes, fits):
     assert [rung["change"] for rung in data["rungs"]] == [None, CHANGES[0].name, CHANGES[1].name]
     assert [rung["largest_batch"] for rung in data["rungs"]] == [3] * 3
     assert "rungs" not in as_data(made(), None, None)
+
+
+def test_layers_that_keep_their_precision():
+    """Each reason once; the baseline's layers are what was asked for."""
+    reasons = ["has a hook", "Recipe.bf16()", "has a hook", "gate of its own"]
+    layers = [LayerReport(f"layers.{i}", "Layer", False, reason) for i, reason in enumerate(reasons)]
+    layers.append(LayerReport("layers.4", "Layer", True, ""))
+    line = not_converted(made(report=Report(Recipe(), layers)))
+    assert line == "4 of 5 decoder layers keep their precision: gate of its own; has a hook"
+    for layer in (layers[1], layers[4]):
+        assert not_converted(made(report=Report(Recipe(), [layer]))) == ""

@@ -280,3 +280,22 @@ def test_a_query_that_sees_nothing_leaves_the_others_alone(kind):
     expected = attention_backward.reference(do, qkv, expected_o, expected_lse, *heads)
     for name, truth, value in zip(("dq", "dk", "dv"), expected, attention_backward(do, qkv, o, lse, *heads)):
         assert_close(name, truth, value, combined_db(*[BF16_DB] * 5) - 6)
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [(CUDNN, "causal"), (FLASH, "causal"), (EFFICIENT, "causal"), (EFFICIENT, "padded"), (EFFICIENT, "per head")],
+    ids=["cudnn", "flash", "efficient", "efficient padded", "efficient per head"],
+)
+def test_shapes_of_the_library_kernels(kernel, kind, shape):
+    batch, sequence, num_q, num_kv, width = shape
+    mask = make_mask(kind, shape, "meta")
+    qkv = torch.empty(batch * sequence, (num_q + 2 * num_kv) * width, dtype=torch.bfloat16, device="meta")
+    heads = heads_of(qkv, batch, num_q, num_kv)
+    o, lse = forward_by(kernel, heads, mask, 0.5)
+    assert (o.shape, o.dtype) == ((batch * sequence, num_q * width), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((batch, num_q, sequence), torch.float32)
+    gradients = backward_by(kernel, torch.empty_like(o), heads, o, lse, mask, 0.5)
+    assert [x.shape for x in gradients] == [(batch * sequence, n * width) for n in (num_q, num_kv, num_kv)]
+    assert all(x.is_contiguous() and x.dtype == torch.bfloat16 for x in gradients)
