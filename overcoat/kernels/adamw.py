@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from overcoat.formats import from_groups, to_groups
-from overcoat.formats.masters import RANDOM_BITS, REMAINDER_DTYPE, decode_master, encode_master, group_bits, random_bits
+from overcoat.formats.masters import RANDOM_BITS, decode_master, encode_master, group_bits, random_bits
 from overcoat.formats.moments import MOMENT_CODES, Encoded, MomentCode, decay, encode_first, encode_second
 from overcoat.kernels.hardware import fma, reciprocal, sqrt
 
@@ -64,20 +64,6 @@ class Hyper(NamedTuple):
     @property
     def codes(self) -> tuple[MomentCode, MomentCode]:
         return MOMENT_CODES[self.m_code], MOMENT_CODES[self.v_code]
-
-
-def state_names(m: MomentCode, v: MomentCode, master: str) -> list[str]:
-    """Names of a parameter's state tensors, in their order (`overcoat.optim.state` has their shapes)."""
-    present = {
-        "step": True,
-        "exp_avg": True,
-        "exp_avg_amax": m.grouped,
-        "exp_avg_exponent": m.expanded,
-        "exp_avg_sq": True,
-        "exp_avg_sq_scale": v.grouped,
-        "remainder": REMAINDER_DTYPE[master] is not None,
-    }
-    return [name for name, is_present in present.items() if is_present]
 
 
 def adamw_update(

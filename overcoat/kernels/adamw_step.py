@@ -58,7 +58,7 @@ class StepTensors(NamedTuple):
 
     Attributes:
         params: of one dtype.
-        states: lists by the names of `state_names`, in that order; contiguous.
+        states: lists by the names of `optim.state.state_fields`; contiguous.
         keys: `masters.parameter_key` of each.
         first_groups: number of each one's first group in its unsharded parameter.
     """

@@ -27,7 +27,7 @@ from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import REMAINDER_DTYPE, resolve_master
 from overcoat.formats.moments import MOMENT_CODES, resolve_moments
 from overcoat.host import host_buffer, packed
-from overcoat.kernels.adamw import rows_of, state_names
+from overcoat.kernels.adamw import rows_of
 from overcoat.optim.sharding import (
     check_placements,
     check_sharding,
@@ -74,7 +74,13 @@ def _make_fields(shape: tuple[int, ...], moments: tuple[str, str], master: str, 
         "exp_avg_sq_scale": Field(per_group, torch.int32, k_one if v_code.expanded else 0),
         "remainder": Field(shape, REMAINDER_DTYPE[master] or torch.int8),
     }
-    return {name: fields[name] for name in state_names(m_code, v_code, master)}
+    present = {
+        "exp_avg_amax": m_code.grouped,
+        "exp_avg_exponent": m_code.expanded,
+        "exp_avg_sq_scale": v_code.grouped,
+        "remainder": REMAINDER_DTYPE[master] is not None,
+    }
+    return {name: field for name, field in fields.items() if present.get(name, True)}
 
 
 def init_state(param: Tensor, group: Mapping[str, Any], offload: bool = False) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from overcoat.formats.masters import parameter_key, resolve_master
-from overcoat.kernels.adamw import Hyper, rows_of, state_names
+from overcoat.kernels.adamw import Hyper, rows_of
 from overcoat.kernels.adamw_step import Counters, Plan, StepTensors, reference_step
 from overcoat.kernels.multi_tensor import Gradients, sum_squares
 from overcoat.optim.sharding import (
@@ -73,8 +73,6 @@ class StepGroup:
         # filled before every step and not here: processes need not build their step groups at the same time, but
         # gathering takes all of them.
         self.buffered = self.whole or not all(map(Tensor.is_contiguous, own))
-        hyper = hyper_of(group, params[0].dtype)
-        self.names = state_names(*hyper.codes, hyper.master)
         self.tensors = StepTensors(
             params=[buffer_for(param) for param in params] if self.buffered else own,
             states={},
@@ -97,7 +95,7 @@ class StepGroup:
 
     def with_states(self) -> StepTensors:
         """The tensors, those of the states too."""
-        states = {name: [local(state[name]) for state in self.states] for name in self.names}
+        states = {name: [local(state[name]) for state in self.states] for name in self.states[0]}
         return self.tensors._replace(states=states)
 
     def _first_group(self, param: Tensor, group_size: int) -> int:

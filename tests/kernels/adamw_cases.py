@@ -5,10 +5,10 @@ import copy
 import torch
 
 from overcoat.formats.masters import REMAINDER_DTYPE
-from overcoat.kernels.adamw import Hyper, state_names
+from overcoat.kernels.adamw import Hyper
 from overcoat.kernels.adamw_step import Counters, Plan, StepTensors, reference_step
 from overcoat.kernels.multi_tensor import Gradients
-from overcoat.optim.state import init_state
+from overcoat.optim.state import init_state, state_fields
 
 # Whole groups, ragged rows (aligned to 16 and not), 0-d, 1-d with a tail, empty, one element per row.
 SHAPES = ((4, 256), (3, 144), (5, 130), (), (300,), (128,), (0, 7), (6, 1), (2, 3, 5, 7))
@@ -61,8 +61,9 @@ def run(implementation, args, steps=3):
 def tensors_of(args):
     """(all that stays from step to step, hyperparameters)."""
     params, states, hyper = args[0], args[2], Hyper(*args[6:14])
-    names = state_names(*hyper.codes, hyper.master)
-    lists = {name: states[i * len(params) :][: len(params)] for i, name in enumerate(names)}
+    master = "auto" if hyper.master == "fp32" else hyper.master
+    group = {"moments": (hyper.m_code, hyper.v_code), "group_size": hyper.group_size, "master": master}
+    lists = {name: states[i * len(params) :][: len(params)] for i, name in enumerate(state_fields(params[0], group))}
     return StepTensors(params, lists, *args[14:], hyper.group_size), hyper
 
 
