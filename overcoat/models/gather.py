@@ -92,7 +92,8 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     ]
     vars(model)[GATHER] = gather = Gather(stacks, others, modules)
     _gathers.add(gather)
-    gather.handle = model.register_forward_pre_hook(gather.before_forward, prepend=True)
+    before_forward = model.register_forward_pre_hook(gather.before_forward, prepend=True)
+    gather.handles = (before_forward, model.register_forward_hook(gather.after_forward))
     return report
 
 
@@ -100,7 +101,7 @@ class Gather:
     """All weights of a model that travel in FP8, and the maxima that they need: by scaling, group and dtype; `others`
     are those that do not travel at all."""
 
-    handle: Optional[RemovableHandle] = None
+    handles: tuple[RemovableHandle, ...] = ()
 
     def __init__(
         self, stacks: dict[tuple[str, Any, Any], list[list[ShardedWeight]]], others: list[Held], modules: list[Any]
@@ -134,10 +135,15 @@ class Gather:
             maxima.check(maxima.weights)
             maxima.find_if_stale()
 
+    def after_forward(self, *_: Any) -> None:
+        """Without a backward nothing else gives the layers their shards back."""
+        for module in self.stay if not torch.is_grad_enabled() else ():
+            module.reshard()
+
     def remove(self) -> None:
         """Let FSDP2 gather as before."""
-        assert self.handle is not None
-        self.handle.remove()
+        for handle in self.handles:
+            handle.remove()
         for held in self.held:
             held.detach()
 

@@ -54,7 +54,6 @@ class Held:
         processes = info.shard_mesh_size * getattr(info, "replicate_mesh_size", 1)
         is_cast = policy.param_dtype is not None or policy.reduce_dtype is not None
         self.is_alone = processes == 1 and not (is_cast or param.offload_to_cpu)
-        self._watched: Optional[Tensor] = None
 
     @property
     def local(self) -> Tensor:
@@ -102,9 +101,10 @@ class Held:
 
     def _watch(self, unsharded: Optional[Tensor]) -> None:
         """Give the gradient of what FSDP2 puts in the parameter's place to the shard, as it is."""
-        if self.is_alone and unsharded is not None and unsharded is not self._watched and unsharded.requires_grad:
+        if not self.is_alone or unsharded is None or not unsharded.requires_grad:
+            return
+        if not unsharded._post_accumulate_grad_hooks:  # it may have gone with `_travel_in`, and be back
             unsharded.register_post_accumulate_grad_hook(self._hand_over)
-            self._watched = unsharded
 
     @torch.no_grad()
     def _hand_over(self, unsharded: Tensor) -> None:
@@ -178,7 +178,7 @@ class ShardedWeight(Held):
         """What this process sends."""
         self._travel_in(self.layer.training)
         if not self.is_fp8:
-            return (self.rows(),), None
+            return (self._nothing() if holds_all(self.param) else self.rows(),), None
         if self.maxima is not None:
             self.maxima.check([self])
             self.maxima.find_if_stale()
@@ -195,7 +195,8 @@ class ShardedWeight(Held):
         """The weight of what all have sent, or put into `out`."""
         self._watch(out)
         if not self.is_fp8:
-            return None if out is not None else (outputs[0][: self.param._orig_size[0]], ())
+            whole = self.local if holds_all(self.param) else outputs[0][: self.param._orig_size[0]]
+            return (whole, ()) if out is None else None
         held = self.rows() if holds_all(self.param) else outputs[0][: self.param._orig_size[0]].view(E4M3.dtype)
         scale = outputs[1] if len(outputs) > 1 else self.scale
         if isinstance(self.maxima, CutBlocks) and scale is not None:

@@ -198,6 +198,17 @@ def _alone(rank: int) -> None:
         for stepper in (optimizer, other):
             stepper.step()
             stepper.zero_grad()
+    projection = model.model.layers[0].self_attn.q_proj
+    for of in (own, model):
+        of.eval()
+    with torch.no_grad():
+        assert_equal(*([of(**make_batch(seed=8, batch=1, length=13)).loss] for of in (own, model)))
+    model.model.layers[0].unshard()
+    kept = projection.weight.data_ptr()
+    model.model.layers[0].reshard()
+    assert kept == projection.weight.to_local().data_ptr()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    model.train()
     model.unshard()
     head = model.lm_head.weight
     model.reshard()
