@@ -73,12 +73,15 @@ class StepGroup:
         # filled before every step and not here: processes need not build their step groups at the same time, but
         # gathering takes all of them.
         self.buffered = self.whole or not all(map(Tensor.is_contiguous, own))
+        size = int(group["group_size"])
         self.tensors = StepTensors(
             params=[buffer_for(param) for param in params] if self.buffered else own,
             states={},
             keys=[parameter_key(group["seed"], index) for index in indices],
-            first_groups=[self._first_group(param, int(group["group_size"])) for param in params],
-            group_size=int(group["group_size"]),
+            first_groups=[
+                0 if self.whole else first_row(param) * rows_of(param.shape, size).groups for param in params
+            ],
+            group_size=size,
         )
         self.device, self.dtype = self.tensors.params[0].device, params[0].dtype
         self.addresses = self._addresses()
@@ -97,9 +100,6 @@ class StepGroup:
         """The tensors, those of the states too."""
         states = {name: [local(state[name]) for state in self.states] for name in self.states[0]}
         return self.tensors._replace(states=states)
-
-    def _first_group(self, param: Tensor, group_size: int) -> int:
-        return 0 if self.whole else first_row(param) * rows_of(param.shape, group_size).groups
 
     # ---- whether it still holds -----------------------------------------------------------------------
 
