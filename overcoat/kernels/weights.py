@@ -122,7 +122,7 @@ def _(weights, last=None):
     return out, scale, top
 
 
-# The maximum that a stack of parameters had, by stream and parameters; and what forgets it when the first one is gone.
+# The maximum that parameters had, by device, stream and their ids; and what forgets it when the first of them is gone.
 _remembered: dict[Any, Tuple[Tensor, Any]] = {}
 
 
@@ -136,8 +136,9 @@ def quantize_parameters(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
         return quantize_weights(weights)
     if torch.cuda.is_current_stream_capturing():
         return quantize_weights(weights)
-    # By stream: its memory is not given away while a kernel reads it.
-    key = (torch._C._cuda_getCurrentRawStream(first.get_device()), *map(id, weights))
+    # By stream: its memory is not given away while a kernel reads it. By device: parameters may move.
+    device = first.get_device()
+    key = (device, torch._C._cuda_getCurrentRawStream(device), *map(id, weights))
     last, forget = _remembered.get(key) or (None, weakref.ref(first, lambda _: _remembered.pop(key, None)))
     results = quantize_weights(weights, last)
     _remembered[key] = results[2], forget
