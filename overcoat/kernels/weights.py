@@ -132,9 +132,9 @@ def quantize_parameters(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
     Not of what is made of parameters, which is new each time. Not in graphs, which would read it when it is gone.
     """
     first = weights[0]
-    if torch.compiler.is_compiling() or not first.is_cuda or type(first) is not Parameter or first.dtype != bfloat16:
+    if torch.compiler.is_compiling() or not first.is_cuda or first.dtype != bfloat16:
         return quantize_weights(weights)
-    if torch.cuda.is_current_stream_capturing():
+    if {*map(type, weights)} != {Parameter} or torch.cuda.is_current_stream_capturing():
         return quantize_weights(weights)
     # By stream: its memory is not given away while a kernel reads it. By device: parameters may move.
     device = first.get_device()
