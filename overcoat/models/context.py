@@ -1,13 +1,5 @@
 """`context_parallel`: rows longer than one GPU holds, cut between the processes of a group while the model trains.
 
-    mesh = init_device_mesh("cuda", (rows, 4), mesh_dim_names=("rows", "context"))
-    overcoat.convert(model)
-    overcoat.context_parallel(model, mesh["context"])
-    for layer in model.model.layers:
-        fully_shard(layer)                       # over all processes: gradients are summed over the context, too
-    fully_shard(model)
-    loss = model(input_ids=rows, labels=rows).loss   # the same whole rows in all processes of a context
-
 In `train()` mode the model takes its part of the rows (block/context.py), positions and shifted labels with it, and
 returns the loss of the whole rows, over all their labels, in every process. Its gradient is that of the own tokens,
 times the processes of the context: the mean over all processes, which FSDP2 and DDP make, is the gradient of that loss.
@@ -23,10 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn.functional import all_reduce
 
 from overcoat.block.attention import Attention
 from overcoat.block.context import own_part
-from overcoat.kernels.op import first_order
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import decoder_layers
 from overcoat.models.gather import fsdp_params
@@ -97,8 +89,8 @@ class Context:
         return {**inputs, **cut, "attention_mask": mask}
 
     def sum(self, loss: Tensor) -> Tensor:
-        """The loss of the whole rows."""
-        summed: Tensor = _Sum.apply(loss, self.group)
+        """The loss of the whole rows; its gradient is summed over the processes, too."""
+        summed: Tensor = all_reduce(loss, group=self.group)
         return summed
 
     def _check(self, model: Any, labels: Tensor) -> None:
@@ -121,19 +113,6 @@ class Context:
                 f"{type(model).__name__} cannot train on parts of rows (overcoat.context_parallel): {reason}"
             )
         self.is_checked = True
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.count, value = group.size(), value.clone()
-        dist.all_reduce(value, group=group)
-        return value
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * ctx.count, None
 
 
 def _why_not(model: Any) -> Optional[str]:

@@ -42,8 +42,19 @@ def check_parallel(config: Config) -> None:
     """Refuse what several processes cannot do, or not yet."""
     many, rows, context = process.count(), config.train.rows_per_step, config.parallel.context
     require(many % context == 0, f"parallel.context = {context} with {many} processes: make it a divisor of them")
-    if context > 1:
-        _check_context(config)
+    length = config.data.sequence_length
+    require(
+        context == 1 or length % (2 * context) == 0,
+        f"data.sequence_length = {length} with parallel.context = {context}: make it a multiple of {2 * context}",
+    )
+    unknown = {
+        "data.document_mask": config.data.masks_documents,
+        "train.batch_size": config.train.batch_size == "auto" and "auto",
+        "train.compile": config.train.compile != "none" and config.train.compile,
+        "memory.report": config.memory.report,
+    }
+    for key, value in unknown.items() if context > 1 else ():
+        require(not value, f"{key} = {value!r} does not go with parallel.context = {context}: set another")
     if many == 1:
         return
     require(
@@ -58,22 +69,6 @@ def check_parallel(config: Config) -> None:
     for key, value in wrong.items():
         require(not value, f"{key} = {value!r} does not go with {many} processes yet: leave it out, or train on one")
     _mesh_shape(config.parallel)
-
-
-def _check_context(config: Config) -> None:
-    context, length = config.parallel.context, config.data.sequence_length
-    require(
-        length % (2 * context) == 0,
-        f"data.sequence_length = {length} with parallel.context = {context}: make it a multiple of {2 * context}",
-    )
-    wrong = {
-        "data.document_mask": config.data.masks_documents,
-        "train.batch_size": config.train.batch_size == "auto" and "auto",
-        "train.compile": config.train.compile != "none" and config.train.compile,
-        "memory.report": config.memory.report,
-    }
-    for key, value in wrong.items():
-        require(not value, f"{key} = {value!r} does not go with parallel.context = {context}: set another")
 
 
 def _mesh_shape(parallel: ParallelConfig) -> tuple[int, ...]:
