@@ -80,7 +80,8 @@ def attention_forward(
         # Not amax(o): both ways to keep attention have one forward, bit for bit.
         bound = None
         if recipe.linear_scaling == "tensor":  # v lies apart, which our maximum would copy
-            bound = torch.linalg.vector_norm(_split(qkv, heads)[2], torch.inf, dtype=torch.float32) * MARGIN
+            v = _split(qkv, heads)[2]  # of FP64, too, on CPUs, which vector_norm does not narrow
+            bound = torch.linalg.vector_norm(v, torch.inf, dtype=torch.promote_types(v.dtype, torch.float32)) * MARGIN
         return o, bound, AttentionSaved(qkv, o=o, lse=lse, clipped=clipped)
     center = token_center(qkv[:, -heads.num_kv * heads.width :])
     # Rotates q and k where they lie, after their norm if it is of single heads.
