@@ -34,8 +34,8 @@ class Run:
 
     losses: as the script has them. models: copies of what it converted, from before. batches: the arguments of each
     training forward of the first one's causal model. starts: its weights at each, unless sharded. ran: what its layers
-    and head ran at last. said: warnings and log messages, once each. weights: of the first one, at the end. script: its
-    variables.
+    and head ran at last. said: warnings and log messages, once each. weights: of the first one, at the end. norms: of
+    gradients, as PyTorch found them to clip. script: its variables.
     """
 
     def __init__(self) -> None:
@@ -46,6 +46,7 @@ class Run:
         self.ran: dict[str, str] = {}
         self.said: list[str] = []
         self.weights: dict[str, Tensor] = {}
+        self.norms: list[Tensor] = []
         self.script: dict[str, Any] = {}
         self._model: Any = None
         self._report: Any = None
@@ -69,9 +70,16 @@ class Run:
             if not any(isinstance(weight, DTensor) for weight in weights.values()):
                 self.starts.append({name: weight.detach().clone() for name, weight in weights.items()})
 
+    def clip(self, *args: Any, **options: Any) -> Tensor:
+        """In the place of `torch.nn.utils.clip_grad_norm_`."""
+        norm = CLIP(*args, **options)
+        self.norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).detach().clone())
+        return norm
+
     def run(self, name: str) -> None:
         with pytest.MonkeyPatch.context() as patch, self._listening():
             patch.setattr(overcoat, "convert", self.convert)
+            patch.setattr(torch.nn.utils, "clip_grad_norm_", self.clip)
             self.script = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         self.losses, self.ran = (
             [loss.item() if isinstance(loss, Tensor) else loss for loss in self.script["losses"]],
@@ -97,7 +105,7 @@ class Run:
         self.said = list(dict.fromkeys(self.said))
 
 
-CONVERT = overcoat.convert
+CONVERT, CLIP = overcoat.convert, torch.nn.utils.clip_grad_norm_
 
 
 class Handler(logging.Handler):

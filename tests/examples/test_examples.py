@@ -48,7 +48,7 @@ def constant(step: int) -> float:
 def plain(
     runs: list[Run],
     loss_of: Callable[[Run, Any, dict[str, Any]], Tensor],
-    clip: Callable[[Any], Any],
+    clip: Callable[..., Any],
     rates: Callable[[int], float],
     again: bool,
 ) -> tuple[list[list[float]], dict[str, Tensor]]:
@@ -73,7 +73,7 @@ def plain(
             loss = loss_of(runs[rank], model, batch)
             (loss / len(runs)).backward()
             losses[rank].append(loss.item())
-        clip(optimizer)
+        clip(optimizer, *runs[0].norms[step : step + 1])
         optimizer.zero_grad()
     return losses, weights_of(model)
 
@@ -92,17 +92,27 @@ def flat(weights: dict[str, Tensor]) -> Tensor:
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
 
 
-def step_and_clip(optimizer: Any) -> None:
+def step_and_clip(optimizer: Any, *_: Tensor) -> None:
     optimizer.step(clip_grad_norm=1.0)
 
 
-def step_only(optimizer: Any) -> None:
+def step_only(optimizer: Any, *_: Tensor) -> None:
     optimizer.step()
 
 
-def clip_and_step(optimizer: Any) -> None:
+def clip_and_step(optimizer: Any, *_: Tensor) -> None:
     """As libraries do: it rounds clipped gradients to BF16."""
     torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    optimizer.step()
+
+
+def clip_by_its_norm(optimizer: Any, norm: Tensor) -> None:
+    """Of shards PyTorch rounds each one's norm to BF16, so that theirs together is another in its last bits."""
+    parameters = optimizer.param_groups[0]["params"]
+    torch.testing.assert_close(
+        torch.nn.utils.get_total_norm([p.grad.float() for p in parameters]), norm.float(), rtol=2**-7, atol=0.0
+    )
+    torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
     optimizer.step()
 
 
@@ -151,11 +161,11 @@ def linear_decay(steps: int) -> Callable[[int], float]:
 
 
 # How a plain loop computes the same: its loss, its clipping, its learning rates, and how far apart the losses may be.
-# Bit for bit but for TRL, which adds up tokens' losses in another order: a few roundings of FP32.
+# Bit for bit but for TRL, which adds up tokens' losses in another order, a few roundings of FP32.
 PLAIN: dict[str, tuple[Any, Any, Any, float]] = {
     "trainer": (own_loss, clip_and_step, linear_decay(5), 0.0),
     "accelerate_ddp": (own_loss, clip_and_step, constant, 0.0),
-    "accelerate_fsdp2": (own_loss, clip_and_step, constant, 0.0),
+    "accelerate_fsdp2": (own_loss, clip_by_its_norm, constant, 0.0),
     "fsdp2_loop": (own_loss, step_and_clip, constant, 0.0),
     "lightning_module": (own_loss, step_and_clip, constant, 0.0),
     "peft_lora": (own_loss, step_and_clip, constant, 0.0),
