@@ -12,6 +12,7 @@ lm-evaluation-harness, by name or YAML file; "paper" stands for copa, arc_easy, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -77,10 +78,11 @@ def run(parsed: argparse.Namespace) -> int:
     device = torch.device(parsed.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     require(device.type == "cpu" or torch.cuda.is_available(), "--device cuda: PyTorch sees no CUDA GPU here")
     targets = [find_target(name) for name in parsed.targets]
-    texts = {text: _documents(text, parsed) for text in parsed.text}
-    tasks = Tasks(names) if (names := task_names(parsed.tasks)) else None
-    recipes = list(dict.fromkeys(parsed.recipe or ["bf16"]))
-    results = [_evaluate(target, recipe, device, texts, tasks, parsed) for target in targets for recipe in recipes]
+    with contextlib.redirect_stdout(sys.stderr):  # where notices of libraries belong, DeepSpeed's say
+        texts = {text: _documents(text, parsed) for text in parsed.text}
+        tasks = Tasks(names) if (names := task_names(parsed.tasks)) else None
+        recipes = list(dict.fromkeys(parsed.recipe or ["bf16"]))
+        results = [_evaluate(target, recipe, device, texts, tasks, parsed) for target in targets for recipe in recipes]
     if parsed.json:
         print(json.dumps({"results": results}))
     else:

@@ -46,6 +46,7 @@ def test_tasks_are_evaluated_when_due_and_leave_the_training_as_it_is(
     assert all(len(layer) == 4 for sample in samples.values() for layer in sample["ranges"].values())
     assert result.tasks == {key: found[6][key] for key in ("tiny/acc", "tiny/acc_stderr")}
     assert f"step 6  tiny/acc {found[6]['tiny/acc']:.4f}" in text_of(console)
+    capsys.readouterr()  # what libraries said meanwhile
     assert cli.main(["eval", str(run), "--tasks", str(task), "--json", "--device", "cpu", "--batch", "2"]) == 0
     (evaluated,) = json.loads(capsys.readouterr().out)["results"]
     assert evaluated["tasks"]["tiny"]["acc"] == result.tasks["tiny/acc"]
