@@ -59,7 +59,16 @@ def read_chat_template(template: str) -> str | None:
 
 
 def make_processor(config: Config) -> Any:
-    """The processor of this run's images, which has its tokenizer."""
+    """The processor of this run's images, which has its tokenizer.
+
+    ValueError: a transformers whose processors mark other tokens than the assistant's once an image's own are in place.
+    """
+    version = load_extra("transformers", "hf", "data.images").__version__
+    if tuple(map(int, version.split(".")[:2])) < (5, 18):
+        raise ValueError(
+            f"data.images: transformers {version} takes the wrong tokens of a conversation with an image for the "
+            "assistant's: pip install 'transformers>=5.18'"
+        )
     processor = load_processor(tokenizer_name(config), config.model.trust_remote_code)
     set_chat_template(processor, config.tokenizer.chat_template)
     return processor

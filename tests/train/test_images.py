@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,14 @@ def test_what_does_not_go_with_images_is_refused(vision_config: Any, make_config
     tokenizer_of("qwen3").save_pretrained(tmp_path / "text")
     with pytest.raises(ValueError, match="has no processor of images"):
         open_corpus(vision_config("Llava", f"tokenizer.name={tmp_path}/text"), lambda _: None)
+
+
+def test_a_transformers_that_marks_wrong_tokens_is_refused(vision_config: Any, monkeypatch: Any) -> None:
+    """5.17 marks the answer where it was before each image became as many tokens as it has."""
+    config = vision_config("Llava")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.17.1")  # not the object of `import` at the top
+    with pytest.raises(ValueError, match=r"transformers 5\.17\.1 takes the wrong tokens .*transformers>=5\.18"):
+        open_corpus(config, lambda _: None)
 
 
 def test_an_image_is_never_cut(vision_config: Any, tmp_path: Path) -> None:
