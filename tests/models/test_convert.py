@@ -225,6 +225,7 @@ def a_linear() -> nn.Sequential:
 # What is done to a layer, and why it is left to the original then.
 CHANGES: list[tuple[Any, str]] = [
     (lambda layer: setattr(layer.self_attn, "is_causal", False), "self_attn.is_causal is False"),
+    (lambda layer: setattr(layer.self_attn, "attention_dropout", 0.1), "attention_dropout is 0.1"),
     (lambda layer: layer.self_attn.register_forward_hook(lambda *args: None), "self_attn has hooks"),
     (lambda layer: layer.mlp.register_full_backward_hook(lambda *args: None), "mlp has hooks"),
     (lambda layer: layer.mlp.act_fn.register_forward_hook(lambda *args: None), "mlp.act_fn has hooks"),
