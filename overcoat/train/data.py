@@ -175,7 +175,9 @@ class ChatRows(PackedRows):
         self._ranges = ranges[np.argsort(ranges[:, 0] - ranges[:, 1], kind="stable")]
         self._packed = best_fit(self._ranges[:, 1] - self._ranges[:, 0], self.length)
         self.num_rows = len(self._packed)
-        self._rows = generator.permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)
+        # In an order of their own even without `shuffle`: the first rows hold the longest conversations, and an
+        # evaluation on some of them would be of these alone.
+        self._rows = generator.permutation(self.num_rows)
 
     def _fill(self, number: int, row: np.ndarray) -> None:
         row[:], filled = self.pad, 0

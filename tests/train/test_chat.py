@@ -18,7 +18,7 @@ from datasets import Dataset
 from overcoat.train.chat import Encoder, examples
 from overcoat.train.config import DataConfig
 from overcoat.train.corpus import Corpus, open_corpus
-from overcoat.train.data import IGNORED, START, TRAINED, ChatRows, count_labels, make_batch
+from overcoat.train.data import IGNORED, START, TRAINED, ChatRows, conversations, count_labels, make_batch
 from overcoat.train.loop import RunStoppedError
 from overcoat.train.run import run
 from tests.train.runs import MakeConfig, assert_same_run, stop_at, text_of
@@ -137,6 +137,17 @@ def test_tokens_and_labels_are_those_of_trl(kind: str, template: str, bos: bool,
     rows_BT = packed.next_rows(packed.num_rows)
     assert count_labels(rows_BT, None, False) == int((batch["labels"][:, 1:] != IGNORED).sum())
     assert make_batch(rows_BT, None, False).num_labels == count_labels(rows_BT, None, False)
+
+
+def test_the_first_held_out_rows_are_like_the_others() -> None:
+    """Packing takes the longest conversations first; an evaluation on some rows must not be of these alone."""
+    lengths = np.random.default_rng(0).integers(20, 64, 2000)
+    ends = np.cumsum(lengths)
+    table = np.stack([ends - lengths, ends, np.arange(2000)], axis=1)
+    held_out = ChatRows(np.ones(ends[-1], dtype=np.uint32), table, 64, 0, pad=0, shuffle=False)
+    found = [lengths[conversations(held_out.next_rows(400))].mean() for _ in range(2)]
+    assert abs(found[0] - lengths.mean()) < 2
+    assert abs(found[1] - lengths.mean()) < 2
 
 
 def test_rows_hold_whole_conversations_in_an_order_of_seed_and_epoch_alone() -> None:
