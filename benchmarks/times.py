@@ -69,7 +69,8 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
 
 def measured() -> Iterator[tuple[str, Any, float, bool, tuple[Any, ...]]]:
     """Of each run of ours: its name, model, seconds, whether it is CUDA graphs, and what `Predictor.times` is told."""
-    for row in (*rows("model"), *(row for row in rows("printed") if row["benchmark"] == "model")):
+    found = (*rows("model"), *(row for row in rows("printed") if row["benchmark"] == "model"))
+    for row in sorted(found, key=lambda row: str(row["date"])):
         model, frozen = row["model"].split(",")[0], row.get("tower") == "frozen"
         gpus = row.get("gpus", 0)  # 1: FSDP2 over one GPU, which the estimate takes for none
         if "tokens_per_second" not in row or not row["name"].startswith("overcoat") or gpus == 1:
@@ -94,9 +95,11 @@ def measured() -> Iterator[tuple[str, Any, float, bool, tuple[Any, ...]]]:
 
 
 def runs(words: Sequence[str] = ("",)) -> Iterator[Run]:
-    """Those with one of the words in their names, predicted."""
+    """Those with one of the words in their names, predicted; of runs that were repeated the last, since what is
+    predicted is today's code."""
     predictors: dict[Any, Predictor] = {}
-    for name, model, seconds, graphs, work in measured():
+    last = {run[0].partition(" ")[2]: run for run in measured()}
+    for name, model, seconds, graphs, work in last.values():
         if any(word in name for word in words):
             predictor = predictors.setdefault(str(model), Predictor(model.config()))
             yield Run(name, seconds, predictor.times(*work), graphs)
