@@ -112,7 +112,7 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
         ):
             kind = "attention of all tokens" if core.heads.causal else "causal attention"
             return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
-        elif core is not None and getattr(owner, "attention_dropout", 0.0):  # set after the conversion
+        elif core is not None and getattr(owner, "attention_dropout", None):  # set after the conversion
             return f"attention_dropout is {owner.attention_dropout}; only 0 is supported"
         for linear in (*into, out) if core is not None else ():
             if type(linear) is nn.Linear:
