@@ -21,6 +21,7 @@ from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import Family, decoder_layers, families, family_of, mixed, original_class, whole_of
 from overcoat.models.head import find_causal_model, install_head, remove_head, why_head_unsupported
 from overcoat.models.lora import active_adapters
+from overcoat.models.masks import cache_of
 from overcoat.models.refusals import why_unsupported
 from overcoat.models.report import LayerReport, Report
 from overcoat.recipe import Recipe
@@ -298,10 +299,6 @@ def _owner(model: nn.Module, name: str) -> Optional[nn.Module]:
 
 def _no_cache_in_fp8(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     # A cache would hold every layer's K and V in BF16, and transformers reads packed position_ids only without one.
-    if (
-        (module.training or module.overcoat_eval)
-        and kwargs.get("past_key_values") is None
-        and kwargs.get("use_cache") is None
-    ):
+    if (module.training or module.overcoat_eval) and cache_of(kwargs) is None and kwargs.get("use_cache") is None:
         kwargs["use_cache"] = False
     return args, kwargs

@@ -25,7 +25,7 @@ from overcoat.block.spec import Adapter, Block, Branch, Linear, Norm, Tables
 from overcoat.kernels.packed import dense_mask
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
 from overcoat.models.lora import active_adapters, base_of
-from overcoat.models.masks import as_starts, check_mask, mask_from
+from overcoat.models.masks import as_starts, cache_of, check_mask, mask_from
 from overcoat.models.refusals import ACTIVATIONS, branches_of, is_conv1d, reads_lengths, why_changed
 from overcoat.recipe import Recipe
 
@@ -234,7 +234,7 @@ class Fp8DecoderLayer(Mixin):
         branches, family, lengths = None, self.overcoat_family, kwargs.get("cu_seqlens")
         batch = 1 if lengths is not None and hidden_states.dim() == 2 else hidden_states.shape[0]
         if embeddings is not None or not family.rotary:
-            branches = self._fp8_branches(batch, kwargs.get("past_key_values", kwargs.get("layer_past")))
+            branches = self._fp8_branches(batch, cache_of(kwargs))
         context = self.overcoat_context if self.training else None
         if context is not None and (branches is None or not is_known):
             why = "its model was not given labels" if branches is not None else "it is not as it was converted"

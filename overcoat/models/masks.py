@@ -78,6 +78,11 @@ def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:
     return mask
 
 
+def cache_of(arguments: dict[str, Any]) -> Any:
+    """The key/value cache among a forward's named arguments, or None: named as since transformers 5.24, before, by GPT-2."""
+    return arguments.get("cache", arguments.get("past_key_values", arguments.get("layer_past")))
+
+
 def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     """The `attention_mask` to call a causal model's `model` with: `inputs`' own, or one of this module's.
 
@@ -87,8 +92,7 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
         ValueError: `cu_seq_lens_q` that cannot be where documents begin, or without position_ids that restart there.
     """
     mask: Optional[Tensor] = inputs.get("attention_mask")
-    named = ("attention_mask", "past_key_values", "use_cache")
-    if any(inputs.get(name) is not None and inputs[name] is not False for name in named):
+    if mask is not None or cache_of(inputs) is not None or inputs.get("use_cache"):
         return mask
     model: Any = causal.get_submodule(causal.overcoat_whole.text)
     layers = getattr(model, causal.overcoat_whole.stack)

@@ -64,7 +64,7 @@ def test_who_gets_it() -> None:
         assert causal_mask(model, inputs).shape == (1, 1, 0, 0)
     padding = torch.ones(2, LENGTH)
     assert causal_mask(model, {**ids, "attention_mask": padding}) is padding
-    for name, value in (("past_key_values", object()), ("use_cache", True)):
+    for name, value in (("cache", object()), ("past_key_values", object()), ("use_cache", True)):
         assert causal_mask(model, {**ids, name: value}) is None
     assert causal_mask(model, {**ids, "position_ids": positions()}).shape == (1, 1, 0, 0)
     assert causal_mask(model, {**ids, "position_ids": positions()[:1]}).shape == (1, 1, 0, 0)
@@ -136,7 +136,7 @@ def test_who_gets_starts() -> None:
         assert causal_mask(model, {**inputs, **other}) is None
     padding = torch.ones(2, PACKED_LENGTH)
     assert causal_mask(model, {**inputs, "attention_mask": padding}) is padding  # transformers' rule: no documents then
-    for name, value in (("past_key_values", object()), ("use_cache", True)):
+    for name, value in (("cache", object()), ("past_key_values", object()), ("use_cache", True)):
         assert causal_mask(model, {**inputs, name: value}) is None
     model.config.sliding_window = 64
     assert causal_mask(model, inputs) is None
