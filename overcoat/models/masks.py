@@ -79,7 +79,7 @@ def check_mask(mask: Any, sequence: int) -> Optional[Tensor]:
 
 
 def cache_of(arguments: dict[str, Any]) -> Any:
-    """The key/value cache among a forward's named arguments, or None: named as since transformers 5.24, before, by GPT-2."""
+    """The key/value cache among named arguments, or None: the name since transformers 5.24, that before, GPT-2's."""
     return arguments.get("cache", arguments.get("past_key_values", arguments.get("layer_past")))
 
 
