@@ -122,7 +122,7 @@ def _(weights, last=None):
     return out, scale, top
 
 
-# The maximum that a stack of parameters had, by stream and parameters; and what forgets it when the first one is gone.
+# The maximum that parameters had, by device, stream and their ids; and what forgets it when the first of them is gone.
 _remembered: dict[Any, Tuple[Tensor, Any]] = {}
 
 
@@ -132,12 +132,13 @@ def quantize_parameters(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
     Not of what is made of parameters, which is new each time. Not in graphs, which would read it when it is gone.
     """
     first = weights[0]
-    if torch.compiler.is_compiling() or not first.is_cuda or type(first) is not Parameter or first.dtype != bfloat16:
+    if torch.compiler.is_compiling() or not first.is_cuda or first.dtype != bfloat16:
         return quantize_weights(weights)
-    if torch.cuda.is_current_stream_capturing():
+    if {*map(type, weights)} != {Parameter} or torch.cuda.is_current_stream_capturing():
         return quantize_weights(weights)
-    # By stream: its memory is not given away while a kernel reads it.
-    key = (torch._C._cuda_getCurrentRawStream(first.get_device()), *map(id, weights))
+    # By stream: its memory is not given away while a kernel reads it. By device: parameters may move.
+    device = first.get_device()
+    key = (device, torch._C._cuda_getCurrentRawStream(device), *map(id, weights))
     last, forget = _remembered.get(key) or (None, weakref.ref(first, lambda _: _remembered.pop(key, None)))
     results = quantize_weights(weights, last)
     _remembered[key] = results[2], forget

@@ -10,7 +10,14 @@ import torch
 from overcoat.formats import E4M3, FLOAT8, quantize_blocks, quantize_tensor
 from overcoat.kernels import quantize as ops
 from overcoat.kernels.blockwise import blocks
-from overcoat.kernels.weights import block_stack_weights, quantize_weights, stack_codes, stack_weights
+from overcoat.kernels.weights import (
+    _remembered,
+    block_stack_weights,
+    quantize_parameters,
+    quantize_weights,
+    stack_codes,
+    stack_weights,
+)
 from tests.kernels.compare import AWKWARD_SHAPES, DEVICE, DTYPES, assert_equal, awkward
 from tests.kernels.samples import amax, normal
 
@@ -163,6 +170,30 @@ def test_stack_kernels(sizes, columns, transposed):
     assert_equal(found, quantize_weights.reference(weights))
     ours = stack_weights.kernel(weights, largest, transposed)
     assert_equal(ours, stack_weights.reference(weights, largest, transposed))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("factor", [1.0, 0.5, 2.0, float("nan")])
+@stacks
+def test_remembered_maximum_changes_nothing(sizes, columns, factor):
+    weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
+    expected = quantize_weights.reference(weights)
+    assert_equal(quantize_weights.kernel(weights, expected[2] * factor), expected)
+
+
+@pytest.mark.gpu
+def test_parameters_are_quantized_as_they_are_now():
+    parameters = [torch.nn.Parameter(normal(n, 256, seed=n).to("cuda", torch.bfloat16)) for n in (48, 16)]
+    before = len(_remembered)
+    for factor in (1.0, 1.0, 2.0, 0.25):
+        with torch.no_grad():
+            parameters[0].mul_(factor)
+            assert_equal(quantize_parameters(parameters), quantize_weights.reference(parameters))
+    assert len(_remembered) == before + 1
+    quantize_parameters([parameters[0], parameters[1] * 1])  # made anew in part: nothing is remembered of it
+    assert len(_remembered) == before + 1
+    del parameters
+    assert len(_remembered) == before
 
 
 @pytest.mark.kernel
