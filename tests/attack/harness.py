@@ -29,7 +29,7 @@ from overcoat.train import summary
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.metrics import read_metrics
 
-SECONDS = 60.0  # a command takes 0.3, lm-eval's list 5; a limit for a machine that does other things, too
+SECONDS = 180.0  # a command takes 0.3, lm-eval's list 5; a limit for a machine that does other things, too
 MORE_MEMORY = 4 << 30
 PIPE_BYTES = 1 << 20
 STRIDE = 7919  # number * STRIDE % n: n numbers take each place once (a prime), neighbours far apart
