@@ -411,6 +411,7 @@ class Config:
         """An option that the estimate of memory does not know."""
         unknown = {"lora.rank": self.lora.rank, "data.images": self.data.images, "model.freeze": self.model.freeze}
         unknown |= {"parallel.accumulate": self.parallel.accumulate == "whole" and "whole"}
+        unknown |= {"parallel.context": self.parallel.context > 1 and self.parallel.context}
         return next(
             (f"{key} = {value!r}, which the estimate does not know" for key, value in unknown.items() if value), ""
         )

@@ -47,11 +47,9 @@ def check_parallel(config: Config) -> None:
         context == 1 or length % (2 * context) == 0,
         f"data.sequence_length = {length} with parallel.context = {context}: make it a multiple of {2 * context}",
     )
-    unknown = {
+    unknown: dict[str, Any] = {
         "data.document_mask": config.data.masks_documents,
-        "train.batch_size": config.train.batch_size == "auto" and "auto",
         "train.compile": config.train.compile != "none" and config.train.compile,
-        "memory.report": config.memory.report,
     }
     for key, value in unknown.items() if context > 1 else ():
         require(not value, f"{key} = {value!r} does not go with parallel.context = {context}: set another")

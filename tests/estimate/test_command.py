@@ -89,6 +89,7 @@ def test_an_automatic_batch_needs_to_know_the_memory(capsys, monkeypatch):
         (["--config", "absent.toml"], "cannot read the config absent.toml"),
         (["--config", str(CONFIGS / "demo.toml"), "--batch", "3"], "--batch does not go with --config"),
         (["--config", str(CONFIGS / "demo.toml"), "train.btch=3"], "did you mean train.batch_size"),
+        (["--config", str(CONFIGS / "demo.toml"), "parallel.context=2"], "parallel.context = 2, which the estimate"),
     ],
 )
 def test_mistakes_name_the_remedy(capsys, words, message):

@@ -6,6 +6,7 @@ import html
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from overcoat import cli
+from overcoat.report.command import memory
 from overcoat.report.runs import read_runs
 from overcoat.train.configfile import build_config
 from overcoat.train.metrics import read_metrics
@@ -93,6 +95,15 @@ def test_memory_is_the_estimate_and_what_was_measured(folder: Path, text: str) -
     assert [y for _, y in stack[0]["p"]] == on_cpu
     for above, below in itertools.pairwise(stack):
         assert all(a[1] >= b[1] for a, b in zip(above["p"], below["p"]))
+
+
+def test_a_chart_of_memory_that_is_not_estimated_is_left_out(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "run")
+    written = tmp_path / "run/config.toml"
+    without = written.read_text().replace("report = true", "report = false")
+    written.write_text(without.replace("context = 1", "context = 2"))
+    first, *_ = read_runs([str(tmp_path / "run")])
+    assert "No estimate: parallel.context = 2, which the estimate does not know." in memory(first, 0)
 
 
 def test_ranges_are_those_of_the_last_sample(folder: Path, text: str) -> None:
