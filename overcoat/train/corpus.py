@@ -63,6 +63,7 @@ TOKENS, TOKENIZER = "tokens", "tokenizer"  # folders of the cache directory
 TOKEN_KEYS = ("files", "dataset", "dataset_config", "split", "text_key", "max_bytes")
 CHAT_KEYS = ("format", "messages_key", "prompt_key", "completion_key", "prompt_template", "images")  # of conversations
 LAYOUT = 2  # of the tokens and how text is cut; another one is another KEY
+IMAGE_LAYOUT = 1  # of conversations with images; before it a transformers below 5.18 may have marked wrong tokens
 NEEDED = {
     TOKENS: ["tokens.bin", "documents.npy", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"],
     TOKENIZER: ["tokenizer.json", "tokenizer_config.json"],
@@ -278,7 +279,8 @@ def _made_from(config: Config) -> dict[str, Any]:
     if (template := read_chat_template(config.tokenizer.chat_template)) is not None:
         tokenizer["chat_template"] = template
     keys = (*TOKEN_KEYS, *CHAT_KEYS) if config.data.is_chat else TOKEN_KEYS
-    return {**{key: data[key] for key in keys}, "tokenizer": tokenizer}
+    layout = {"image_layout": IMAGE_LAYOUT} if config.data.images else {}
+    return {**{key: data[key] for key in keys}, **layout, "tokenizer": tokenizer}
 
 
 def _open_binaries(config: Config) -> Corpus:

@@ -59,7 +59,14 @@ def read_chat_template(template: str) -> str | None:
 
 
 def make_processor(config: Config) -> Any:
-    """The processor of this run's images, which has its tokenizer.
+    """The processor of this run's images, which has its tokenizer."""
+    processor = load_processor(tokenizer_name(config), config.model.trust_remote_code)
+    set_chat_template(processor, config.tokenizer.chat_template)
+    return processor
+
+
+def load_processor(name: str | Path, trust_remote_code: bool = False) -> Any:
+    """A processor by Hugging Face name or folder.
 
     ValueError: a transformers whose processors mark other tokens than the assistant's once an image's own are in place.
     """
@@ -69,13 +76,6 @@ def make_processor(config: Config) -> Any:
             f"data.images: transformers {version} takes the wrong tokens of a conversation with an image for the "
             "assistant's: pip install 'transformers>=5.18'"
         )
-    processor = load_processor(tokenizer_name(config), config.model.trust_remote_code)
-    set_chat_template(processor, config.tokenizer.chat_template)
-    return processor
-
-
-def load_processor(name: str | Path, trust_remote_code: bool = False) -> Any:
-    """A processor by Hugging Face name or folder."""
     processor = load_pretrained("AutoProcessor", "the processor", str(name), trust_remote_code)
     if not hasattr(processor, "image_processor"):
         raise ValueError(f"data.images: {str(name)!r} has no processor of images: name a vision-language model")

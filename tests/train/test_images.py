@@ -19,6 +19,7 @@ from rich.console import Console
 import overcoat
 from overcoat.models import masks
 from overcoat.models.head import LeanLossModel
+from overcoat.train import corpus as corpora
 from overcoat.train import tokenizer as tokenizers
 from overcoat.train.build import build_model, freeze, summed_loss
 from overcoat.train.chat import Encoder, examples
@@ -288,12 +289,23 @@ def test_what_does_not_go_with_images_is_refused(vision_config: Any, make_config
         open_corpus(vision_config("Llava", f"tokenizer.name={tmp_path}/text"), lambda _: None)
 
 
-def test_a_transformers_that_marks_wrong_tokens_is_refused(vision_config: Any, monkeypatch: Any) -> None:
-    """5.17 marks the answer where it was before each image became as many tokens as it has."""
-    config = vision_config("Llava")
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.17.1")  # not the object of `import` at the top
-    with pytest.raises(ValueError, match=r"transformers 5\.17\.1 takes the wrong tokens .*transformers>=5\.18"):
-        open_corpus(config, lambda _: None)
+def test_a_transformers_that_marks_wrong_tokens_is_refused(
+    vision_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """5.17 marks the answer where it was before each image became as many tokens as it has: no tokens are made with it,
+    none that are there are used, and none that it may have made."""
+    config, made_from = vision_config("Llava"), corpora._made_from
+    for tokens in ("none", "before the layout had a number", "new"):
+        with monkeypatch.context() as patch:
+            # Not the object of `import` at the top.
+            patch.setattr(sys.modules["transformers"], "__version__", "5.17.1")
+            with pytest.raises(ValueError, match=r"transformers 5\.17\.1 takes the wrong tokens .*transformers>=5\.18"):
+                open_corpus(config, lambda _: None)
+        with monkeypatch.context() as patch:
+            if tokens == "none":
+                patch.setattr(corpora, "_made_from", lambda c: made_from(c) | {"image_layout": None})
+            open_corpus(config, lambda _: None)
+        assert len(list((tmp_path / "run/data/tokens").glob("[!.]*"))) == (1 if tokens == "none" else 2)
 
 
 def test_an_image_is_never_cut(vision_config: Any, tmp_path: Path) -> None:
