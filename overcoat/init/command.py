@@ -128,9 +128,9 @@ def _data(names: list[str]) -> dict[str, Any]:
         return {"data.dataset": names[0]}
     found: dict[str, Any] = {"data.files": names}
     files = find_files(names)
-    empty = [str(path) for path in files if not path.stat().st_size]
-    require(not empty, f"{', '.join(empty[:3])}: empty, no data: leave it out of --data")
-    first = files[0]
+    full = [path for path in files if path.stat().st_size]
+    require(bool(full), f"{', '.join(map(str, files[:3]))}: empty, no data: give other files as --data")
+    first = full[0]
     if first.suffix != ".bin" and not first.name.removesuffix(".gz").endswith(tuple(ROWS)):
         next(read_documents(first, ""), "")  # an error names a file that is not text
     if first.name.removesuffix(".gz").endswith(tuple(ROWS)):
