@@ -95,14 +95,21 @@ class MLflow:
     def write(self, figures: dict[str, float], step: int) -> None:
         now = int(1000 * time.time())
         metrics = [self.metric(name, value, now, step) for name, value in figures.items()]
-        while self.sent and self.sent[0].done():
-            self.sent.pop(0).result()
+        self._check(is_last=False)
         self.sent.append(self.sender.submit(self.client.log_batch, self.run_id, metrics))
 
     def close(self, is_done: bool) -> None:
-        for each in self.sent:
-            each.result()
+        self._check(is_last=True)
         self.client.set_terminated(self.run_id, "FINISHED" if is_done else "KILLED")
+
+    def _check(self, is_last: bool) -> None:
+        """Raise what sending has raised, after which nothing more is sent: the end of the process waits for a queue."""
+        try:
+            while self.sent and (is_last or self.sent[0].done()):
+                self.sent.pop(0).result()
+        except BaseException:
+            self.sender.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 Logger = TensorBoard | WandB | MLflow
