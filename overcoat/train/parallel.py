@@ -48,17 +48,20 @@ def check_parallel(config: Config) -> None:
         f"data.sequence_length = {length} with parallel.context = {context}: make it a multiple of {2 * context}",
     )
     unknown: dict[str, Any] = {
-        "data.document_mask": config.data.masks_documents,
+        "data.format": config.data.is_chat and config.data.format,
+        "data.document_mask": config.data.document_mask,
         "train.compile": config.train.compile != "none" and config.train.compile,
     }
     for key, value in unknown.items() if context > 1 else ():
-        require(not value, f"{key} = {value!r} does not go with parallel.context = {context}: set another")
+        require(not value, f"{key} = {value!r} does not go with parallel.context = {context}: change one of them")
     if many == 1:
         return
+    groups = many // context
+    among = f"{groups} processes" if context == 1 else f"{groups} groups of {context} processes"
     require(
-        rows % (many // context) == 0,
+        rows % groups == 0,
         f"a step of {rows} rows (train.global_batch_size, or train.batch_size x train.accumulation) cannot be divided "
-        f"among {many // context} processes: make it a multiple of {many // context}",
+        f"among {among}: make it a multiple of {groups}",
     )
     wrong = {
         "train.compile": config.train.compile == "graphs" and config.train.compile,

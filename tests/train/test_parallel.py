@@ -453,6 +453,10 @@ def test_a_full_disk_loses_the_checkpoint_being_written(config: Config, tmp_path
         ("train.compile=graphs data.document_mask=false", "train.compile = 'graphs' does not go with 2 processes yet"),
         ("parallel.context=3", "parallel.context = 3 with 2 processes: make it a divisor"),
         ("parallel.context=2", "data.document_mask = True does not go with parallel.context = 2"),
+        (
+            "parallel.context=2 data.format=messages data.document_mask=false",
+            "data.format = 'messages' does not go with parallel.context = 2: change",
+        ),
         ("parallel.context=2 data.sequence_length=34", "data.sequence_length = 34 .* a multiple of 4"),
         ("parallel.shard=hybrid", "parallel.shard = 'hybrid' on 1 nodes with 2 processes: set parallel.nodes"),
     ],
@@ -464,6 +468,14 @@ def test_what_many_cannot_do_is_refused(
     check_parallel(config)
     with pytest.raises(ValueError, match=message):
         check_parallel(changed(config, *word.split()))
+
+
+def test_rows_are_divided_among_groups(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "count", lambda: 4)
+    words = ["parallel.context=2", "data.document_mask=false", "train.accumulation=2"]
+    check_parallel(changed(config, *words))
+    with pytest.raises(ValueError, match=r"of 3 rows .* among 2 groups of 2 processes: make it a multiple of 2"):
+        check_parallel(changed(config, *words, "train.accumulation=3"))
 
 
 def test_a_shard_that_lacks_rows_is_refused(two: Path, tmp_path: Path) -> None:
