@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,24 @@ def export(state: TrainState, tokenizer: Any | None, target: Path, merge: bool =
     process.wait_for_all()
 
 
+def cut_into_files(sizes: dict[str, int], layers: Iterable[str], many: int) -> list[list[str]]:
+    """The names in each file, of tensors of `sizes` bytes that `many` processes write. A layer stays whole: one larger
+    than a file may be is a file of its own."""
+    groups, found, held = defaultdict[str, list[str]](list), list[list[str]](), 0
+    prefixes = tuple(f"{layer}." for layer in layers)
+    for name in sizes:
+        groups[next((prefix for prefix in prefixes if name.startswith(prefix)), name)].append(name)
+    most = min(FILE_BYTES, max(sum(sizes.values()) // many, SMALLEST))
+    for group in groups.values():
+        size = sum(sizes[name] for name in group)
+        if not found or held + size > most:
+            found.append([])
+            held = 0
+        found[-1] += group
+        held += size
+    return found
+
+
 def write_parts(model: Any, folder: Path) -> None:
     """The weights of a model in Hugging Face's files, in each of several processes: file after file is gathered, and
     written by one of them. Names are those of the model's first checkpoints, which stay within a layer."""
@@ -185,17 +204,9 @@ def write_parts(model: Any, folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
-    inner, named, groups = base_model(model), dict(named_tensors(model)), defaultdict[str, list[str]](list)
-    layers = tuple(f"{name}." for name in decoder_layers(inner))
-    for name in named:
-        groups[next((layer for layer in layers if name.startswith(layer)), name)].append(name)
-    total = sum(tensor.nbytes for tensor in named.values())
-    most, end, numbered = min(FILE_BYTES, max(total // process.count(), SMALLEST)), 0, defaultdict[int, list[str]](list)
-    for part in groups.values():
-        size = sum(named[name].nbytes for name in part)
-        numbered[(end + size // 2) // most] += part
-        end += size
-    of_file = list(numbered.values())
+    inner, named = base_model(model), dict(named_tensors(model))
+    sizes = {name: tensor.nbytes for name, tensor in named.items()}
+    of_file = cut_into_files(sizes, decoder_layers(inner), process.count())
     weight_map: dict[str, str] = {}
     for number, names in enumerate(of_file):
         held = {}
@@ -213,7 +224,7 @@ def write_parts(model: Any, folder: Path) -> None:
     found = process.gather(weight_map)
     if process.is_first() and len(of_file) > 1:
         index = {
-            "metadata": {"total_size": total},
+            "metadata": {"total_size": sum(sizes.values())},
             "weight_map": {k: v for of in found for k, v in of.items()},
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

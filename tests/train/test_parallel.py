@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import os
 import signal
@@ -22,9 +23,11 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
 from torch.multiprocessing import ProcessExitedException
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import overcoat
+from overcoat.estimate.dry_run import meta_model
+from overcoat.models.family import decoder_layers
 from overcoat.models.gather import fsdp_params
 from overcoat.optim.sharding import local
 from overcoat.train import loop, process, saving, state
@@ -346,6 +349,28 @@ def test_each_process_exports_files_of_its_own(kind: str, tmp_path: Path) -> Non
     assert len(names) > 1
     assert set(index.values()) == names
     assert any(".experts.1." in name for name in index) == (kind == "mixtral")
+
+
+# Hidden size, intermediate size, layers, key/value heads, experts.
+LARGE = {"llama-30b": (6656, 17920, 60, 52, 0), "70b": (8192, 28672, 80, 8, 0), "8x7b": (4096, 14336, 32, 8, 8)}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_no_file_of_an_export_is_larger_than_promised(name: str) -> None:
+    hidden, wide, layers, heads, experts = LARGE[name]
+    own: dict[str, Any] = {"num_local_experts": experts} if experts else {}
+    config = CONFIG_MAPPING["mixtral" if experts else "llama"](
+        hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers, num_attention_heads=hidden // 128,
+        num_key_value_heads=heads, vocab_size=32_000, **own,
+    )  # fmt: skip
+    model = meta_model(config, torch.bfloat16)
+    sizes = {name: tensor.nbytes for name, tensor in model.named_parameters()}
+    for many in range(2, 9):
+        found = saving.cut_into_files(sizes, decoder_layers(model), many)
+        assert sorted(itertools.chain(*found)) == sorted(sizes)
+        held = [sum(sizes[name] for name in names) for names in found]
+        assert max(held) <= 5e9
+        assert many <= len(found) <= 2 * sum(held) / min(5e9, sum(held) / many)
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------------------------
