@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import overcoat
 import tests.processes  # noqa: F401  # what processes are forked from has it imported
@@ -80,6 +82,8 @@ class Run:
         with pytest.MonkeyPatch.context() as patch, self._listening():
             patch.setattr(overcoat, "convert", self.convert)
             patch.setattr(torch.nn.utils, "clip_grad_norm_", self.clip)
+            for place, patched in PATCHED_BY_TORCHTITAN:  # every later model of this process would have random angles
+                patch.setattr(place, patched, getattr(place, patched))
             self.script = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         self.losses, self.ran = (
             [loss.item() if isinstance(loss, Tensor) else loss for loss in self.script["losses"]],
@@ -105,6 +109,11 @@ class Run:
         self.said = list(dict.fromkeys(self.said))
 
 
+PATCHED_BY_TORCHTITAN = (
+    (PreTrainedModel, "_init_weights"),
+    (PreTrainedModel, "_initialize_weights"),
+    (LlamaDecoderLayer, "__init__"),
+)
 CONVERT, CLIP = overcoat.convert, torch.nn.utils.clip_grad_norm_
 
 
