@@ -54,7 +54,7 @@ def read_runs(names: list[str]) -> list[Run]:
 
 
 def _read(folder: Path, name: str) -> Run:
-    config, metrics = load_config(folder / "config.toml"), read_metrics(folder / METRICS)
+    config, metrics = load_config(folder / "config.toml", is_recorded=True), read_metrics(folder / METRICS)
     if not metrics["train"]:
         raise ValueError(f"{folder} has no step in {METRICS} yet: ask again once it has trained")
     # The first run's directory has the results of both.

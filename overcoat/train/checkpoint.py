@@ -177,10 +177,10 @@ def _recorded(config: Config) -> Path:
 def _changes(config: Config) -> list[str]:
     """In what the configuration differs from the one that its run directory has recorded."""
     try:
-        return differences(load_config(_recorded(config)), config)
+        return differences(load_config(_recorded(config), is_recorded=True), config)
     except ValueError as error:
         remedy = "train.resume=CHECKPOINT continues, and records it anew"
-        raise ValueError(f"{_recorded(config)}: {error}; {remedy}") from error
+        raise ValueError(f"{error}; {remedy}") from error
 
 
 def _verify(path: Path, before: str, after: str) -> Path:

@@ -169,6 +169,8 @@ class DataConfig:
             f"data.prompt_template = {self.prompt_template!r}: must hold {{prompt}}, where the prompt goes",
         )
 
+    def check_read(self) -> None:
+        """Refuse values that nothing reads."""
         pair = (self.format == "prompt-completion", "data.format = 'prompt-completion'")
         applies = {
             "too_long": (self.is_chat, "conversations"),
@@ -284,6 +286,9 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         require(all(map(str.strip, self.tasks)), f"eval.tasks = {self.tasks}: a name is blank; drop it")
+
+    def check_read(self) -> None:
+        """Refuse values that nothing reads."""
         for name in ("tasks_every", "tasks_limit"):
             value = getattr(self, name)
             require(not value or bool(self.tasks), f"eval.{name} = {value}: no eval.tasks; set them or drop it")

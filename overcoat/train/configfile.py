@@ -30,8 +30,9 @@ LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le,
 LARGEST = 10**15  # of numbers without an `at_most` of their own: so none is infinite, or too large for 64 bits
 
 
-def load_config(path: str | Path, arguments: list[str] | None = None) -> Config:
-    """Read `path`, apply dotted `section.key=value` arguments, check everything."""
+def load_config(path: str | Path, arguments: list[str] | None = None, is_recorded: bool = False) -> Config:
+    """Read `path`, apply dotted `section.key=value` arguments, check everything. What a run has recorded may hold
+    values that nothing reads, and its errors name the file."""
     path = Path(path)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -42,15 +43,23 @@ def load_config(path: str | Path, arguments: list[str] | None = None) -> Config:
     train = values.setdefault("train", {})
     if isinstance(train, dict):
         train.setdefault("run_dir", f"runs/{path.stem}")
-    return build_config(values, arguments or [])
+    try:
+        return build_config(values, arguments or [], is_recorded)
+    except ValueError as error:
+        if is_recorded:
+            raise ValueError(f"{path}: {error}") from error
+        raise
 
 
-def build_config(values: dict[str, Any], arguments: list[str]) -> Config:
+def build_config(values: dict[str, Any], arguments: list[str], is_recorded: bool = False) -> Config:
     """A Config from nested `values` and dotted `arguments`, which win."""
     values = copy.deepcopy(values)
     for argument in arguments:
         _apply_argument(values, argument)
     config: Config = _build(Config, values, "")
+    if not is_recorded:
+        config.data.check_read()
+        config.eval.check_read()
     return config
 
 

@@ -24,6 +24,16 @@ from overcoat.train.summary import summarize
 from tests.train.conftest import TINY, corpus_files  # noqa: F401
 
 QUIET = Console(quiet=True)
+# Of a run from before values that nothing reads were refused.
+RECORDED = """eval.tasks_limit = 5
+model.name = "x"
+[data]
+files = ["y"]
+too_long = "drop"
+shuffle_rows = 9
+split = "test"
+token_dtype = "uint32"
+"""
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +134,8 @@ def test_ranges_are_those_of_the_last_sample(folder: Path, text: str) -> None:
     ("make", "said"),
     [
         (lambda place: None, "is no run of overcoat: it has no config.toml"),
-        (lambda place: (place / "config.toml").write_text('[model]\nname="x"\n[data]\nfiles=["y"]'), "has no step in"),
+        (lambda place: (place / "config.toml").write_text(RECORDED), "has no step in"),
+        (lambda place: (place / "config.toml").write_text(RECORDED + "\n[data.x]"), "config.toml: unknown key data.x"),
     ],
 )
 def test_what_is_no_run_is_one_line(
