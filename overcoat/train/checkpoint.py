@@ -106,8 +106,9 @@ def set_aside_attempt(config: Config) -> None:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def load_checkpoint(path: Path, state: TrainState) -> None:
-    """Put the (verified) checkpoint at `path` into `state`, weights in place."""
+def load_checkpoint(path: Path, state: TrainState) -> int | None:
+    """Put the (verified) checkpoint at `path` into `state`, weights in place; returns the checksum of the rows that its
+    run held out, None where it is not recorded."""
     with files.loading(path / TRAINING):
         # Mapped where a process takes but its part.
         saved = torch.load(path / TRAINING, map_location="cpu", weights_only=True, mmap=process.count() > 1)
@@ -121,6 +122,7 @@ def load_checkpoint(path: Path, state: TrainState) -> None:
     read_states(path, state.optimizer, states)
     with files.loading(path / TRAINING):
         state.load_training_dict(saved)
+    return saved.get("held_out")
 
 
 def choose_checkpoint(config: Config) -> Path | None:

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 import statistics
+import zlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -154,7 +155,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         state, report = make_state(config, corpus, device, fit)
     say(str(report))
     if checkpoints:
-        checkpoint.load_checkpoint(checkpoints[-1], state)
+        held_out = checkpoint.load_checkpoint(checkpoints[-1], state)
         step, steps = state.step, config.train.steps
         # A run that took no step of its own is not finished from a checkpoint.
         if process.is_first() and (step > steps or (step == steps and not read_metrics(run_dir / METRICS)["train"])):
@@ -162,6 +163,9 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
                 f"{checkpoints[-1]} is at step {step} of train.steps = {steps}: nothing is left, raise train.steps"
             )
         say(f"resuming from {checkpoints[-1]}")
+        if held_out != state.held_out and (held_out is not None or config.data.is_chat):
+            sure = "are others" if held_out is not None else "may be others (it does not record them)"
+            say(f"the rows held out {sure} than before this checkpoint: held-out losses do not compare with those")
     evaluated = process.share(  # what cannot be read is refused before anything is written
         lambda: [kind for kind, rows in read_metrics(run_dir / METRICS).items() if state.step in rows]
     )
@@ -232,7 +236,9 @@ def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -
         overcoat.release_gradients(model, optimizer)
     if config.train.compile != "none":
         compile_layers(model, graphs=config.train.compile == "graphs")
-    return TrainState(model, optimizer, corpus.rows, corpus.identity, corpus.eos, device, fit, corpus.images), report
+    held_out = zlib.crc32(corpus.held_out.tobytes())
+    data = (corpus.rows, corpus.identity, corpus.eos)
+    return TrainState(model, optimizer, *data, device, fit, corpus.images, held_out), report
 
 
 def _result(config: Config, title: str, state: TrainState, sample: str, note: str) -> RunResult:

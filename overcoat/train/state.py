@@ -35,6 +35,7 @@ class TrainState:
     device: torch.device
     fit: Fit
     images: Images | None = None
+    held_out: int = 0  # checksum of the rows to evaluate on
     step: int = 0
     num_tokens: int = 0
     kept_bytes: int = 0  # kept for the backward by one forward pass; 0 until measured
@@ -57,6 +58,7 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "rows": self.rows.state_dict(),
             "data_identity": self.data_identity,
+            "held_out": self.held_out,
             "rng": rng_state() if process.count() == 1 else process.gather(rng_state()),
             "step": self.step,
             "num_tokens": self.num_tokens,

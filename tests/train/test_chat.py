@@ -21,6 +21,7 @@ from overcoat.train.corpus import Corpus, open_corpus
 from overcoat.train.data import IGNORED, START, TRAINED, ChatRows, conversations, count_labels, make_batch
 from overcoat.train.loop import RunStoppedError
 from overcoat.train.run import run
+from overcoat.train.state import TrainState
 from tests.train.runs import MakeConfig, assert_same_run, stop_at, text_of
 
 trl = pytest.importorskip("trl")  # the dev extra brings it; a machine for GPU tests may lack it
@@ -319,3 +320,25 @@ def test_a_chat_run_stops_and_goes_on_bit_for_bit(
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/export")
     assert exported.chat_template == tokenizer_of("qwen2_5_training").chat_template
+
+
+def test_a_resumed_run_says_that_its_held_out_rows_are_others(
+    make_config: MakeConfig, tmp_path: Path, console: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("train.steps=3", "checkpoint.every=2", "train.batch_size=1")
+    run(chat_config(make_config, tmp_path, *words, f"train.run_dir={tmp_path}/whole"), console)
+    load, resume = TrainState.load_training_dict, f"train.resume={tmp_path}/whole/checkpoints/step-00000002"
+    for name, word, said in [
+        ("same", "train.seed=0", None),
+        ("fewer", "eval.rows=1", "the rows held out are others than before this checkpoint"),
+        ("before", "train.seed=0", "the rows held out may be others (it does not record them) than before"),
+    ]:
+        if name == "before":
+            monkeypatch.setattr(
+                TrainState, "load_training_dict", lambda self, saved: (load(self, saved), saved.pop("held_out"))
+            )
+        config = chat_config(make_config, tmp_path, *words, resume, word, f"train.run_dir={tmp_path}/{name}")
+        console.file.truncate(0)
+        run(config, console)
+        assert (said or "resuming from") in text_of(console)
+        assert ("the rows held out" in text_of(console)) == (said is not None)
