@@ -21,6 +21,7 @@ from typing import Any, List, NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overcoat.formats import de8
@@ -72,7 +73,12 @@ class StepTensors(NamedTuple):
     def kernel_runs(self) -> bool:
         """Whether the kernel can be launched on these very tensors: on a GPU, and in Triton's interpreter."""
         is_there = self.params[0].is_cuda or INTERPRETED
-        return bool(triton and is_there) and all(map(Tensor.is_contiguous, self.params))
+        return bool(triton and is_there) and is_real(self.params[0]) and all(map(Tensor.is_contiguous, self.params))
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Whether it has memory: a meta or fake tensor, by which memory is estimated, has nothing to read or write."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 @_disable_current_modes()  # whoever counts memory sees as little of it as of a kernel

@@ -58,7 +58,7 @@ def sum_squares(grads: List[Tensor]) -> Tensor:
     Squares are FP32, as in the second moment, so it is inf too if an element's overflows: from 2^64 = 1.8e19 on. The
     kernel (`Gradients`) sums 128 of them in FP32 before FP64, so there from 2^60 = 1.1e18 on, depending on the others.
     """
-    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    total = grads[0].new_zeros((), dtype=torch.float64)  # fake if they are
     for grad in grads:
         total += grad.float().square().sum(dtype=torch.float64)
     return total

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
+import weakref
 from typing import Any, Callable, Iterable, Mapping, Optional, Union
 
 import torch
@@ -117,7 +118,7 @@ class AdamW(torch.optim.Optimizer):
     def _start_fresh(self) -> None:
         """Keep nothing from earlier steps but the states."""
         self._step_groups: dict[int, StepGroups] = {}  # by number of the parameter group
-        self._states: list[Any] = []  # all that there were when step groups were made last
+        self._owners: list[Any] = []  # of all states, in their order, when step groups were made last
         self._staging: dict[torch.device, Staging] = {}
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._captured: dict[int, tuple[Any, ...]] = {}  # what CUDA graphs read at every replay
@@ -239,7 +240,7 @@ class AdamW(torch.optim.Optimizer):
             self.grad_norm = None
             if self.check_finite or max_norm is not None:
                 self.grad_norm = norm_of(step_groups, None if scale is None else factor)
-                is_bad = ~(self.grad_norm < math.inf)  # NaN is not below anything
+                is_bad = (self.grad_norm < math.inf).logical_not()  # NaN is not below anything
                 skip = is_bad if found_inf is None else skip | is_bad
                 if max_norm is not None:
                     clip = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
@@ -256,9 +257,11 @@ class AdamW(torch.optim.Optimizer):
         first = 0
         for number, group in enumerate(self.param_groups):
             grads = list(map(_GRAD, group["params"]))
-            step_groups = self._step_groups.get(number)
+            step_groups = self._step_groups.pop(number, None)
             if step_groups is None or not step_groups.hold(group, first, grads):
-                step_groups = self._step_groups[number] = StepGroups(group, first, grads, self.step_group_of)
+                step_groups = None  # frees offloaded states before others are made
+                step_groups = StepGroups(group, first, grads, self.step_group_of)
+            self._step_groups[number] = step_groups
             result += [(group, step_group) for step_group in step_groups.take_gradients(grads)]
             first += len(grads)
         return result
@@ -266,8 +269,8 @@ class AdamW(torch.optim.Optimizer):
     def begin_step(self) -> None:
         """The mark before every step, and before the first of released gradients."""
         check_groups(self.param_groups, self.state, self._options)
-        states = list(self.state.values())
-        if len(states) != len(self._states) or not all(map(operator.is_, states, self._states)):
+        owners = list(self.state)
+        if len(owners) != len(self._owners) or not all(map(operator.is_, owners, self._owners)):
             self._drop_step_groups()
         for staging in self._staging.values():
             staging.begin_step()
@@ -283,30 +286,31 @@ class AdamW(torch.optim.Optimizer):
         for staging in self._staging.values():
             staging.synchronize()
 
-    def _state_of(self, group: Mapping[str, Any], param: Tensor, index: int) -> dict[str, Tensor]:
-        """The state of a parameter, made before its first step, and where it belongs."""
+    def _place_state(self, group: Mapping[str, Any], param: Tensor, index: int) -> None:
+        """Make the state of a parameter before its first step, and move it to where it belongs."""
         state: Any = self.state.get(param)
         if not state:
-            state = self.state[param] = init_state(param, group, self.offload)
+            self.state[param] = init_state(param, group, self.offload)
         else:
             check_state(state, param, group, index, "set back what has changed, or start anew without its state")
             if is_elsewhere(state, param, self.offload):  # the model has been moved
                 self.wait_for_offload()
-                state = self.state[param] = restore_state(state, param, self.offload)
-        return state
+                self.state[param] = restore_state(state, param, self.offload)
 
     def step_group_of(self, group: dict[str, Any], params: list[Tensor], indices: list[int]) -> StepGroup:
         """A new step group of some parameters of a group, which can be stepped together; their states exist then."""
-        states = [self._state_of(group, param, index) for param, index in zip(params, indices, strict=True)]
-        self._states = list(self.state.values())
+        for param, index in zip(params, indices, strict=True):
+            self._place_state(group, param, index)
+        self._owners = list(self.state)
         if not self.offload:
-            return StepGroup(group, params, indices, states)
+            return StepGroup(weakref.proxy(self), group, params, indices)
         device = params[0].device
         if device not in self._staging:
             owners = [(param, group) for group in self.param_groups for param in group["params"]]
-            needed = sum(bytes_to_offload(param, group) for param, group in owners if param.device == device)
+            owners = [of for of in owners if of[0].device == device and of[0].is_floating_point()]  # not a frozen base
+            needed = sum(bytes_to_offload(param, group) for param, group in owners)
             self._staging[device] = Staging(device, min(self.offload_buffer // SLOTS, needed))
-        return OffloadedStepGroup(self._staging[device], group, params, indices, states)
+        return OffloadedStepGroup(self._staging[device], weakref.proxy(self), group, params, indices)
 
     def keep_if_captured(self, step_groups: list[StepGroup]) -> None:
         """A graph reads tables by their addresses: keep them, whatever becomes of the step groups."""

@@ -234,7 +234,7 @@ class OffloadedStepGroup(StepGroup):
                 chunk.plan.launch(addresses, self.gradients.dtype, of_pieces, factor, skipped, hyper)
 
     def _reference(self, grads: list[Tensor], lr: Tensor, factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
-        counters = [state["step"] for state in self.states]
+        counters = [state["step"] for state in self.states()]
         for chunk in self.chunks:
             # It counts steps: each piece has a counter of its own for that.
             chunk.tensors.states["step"][:] = [counters[piece.owner].clone() for piece in chunk.pieces]

@@ -7,7 +7,8 @@ With a thousand parameters, collecting the lists of their tensors costs the host
 So step groups are kept, and a step asks only what may have changed: which parameters have gradients, of which type and
 dtype, and whether all tensors still lie where they did. All of that is asked by `map` over lists, without a Python
 call per parameter: half a microsecond for each of a thousand parameters instead of one and a half. Step groups hold no
-tensor of a state: the states are the user's as well, who may move all to the host while something else needs the GPU.
+state and no tensor of one: the states are the user's as well, who may move all to the host while something else needs
+the GPU. So they look them up, by their places in `optimizer.state`: asking for a parameter would hash it in Python.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from overcoat.formats.masters import parameter_key, resolve_master
 from overcoat.kernels.adamw import Hyper, rows_of
-from overcoat.kernels.adamw_step import Counters, Plan, StepTensors, reference_step
+from overcoat.kernels.adamw_step import Counters, Plan, StepTensors, is_real, reference_step
 from overcoat.kernels.multi_tensor import Gradients, sum_squares
 from overcoat.optim.sharding import (
     buffer_for,
@@ -53,29 +54,27 @@ class StepGroup:
     """Parameters of one parameter group, device and pair of dtypes that are stepped together, and their tensors.
 
     Args:
+        optimizer: in whose `state` all of them have one; a weak reference.
         group: their parameter group.
         params: as the optimizer holds them, DTensors of one layout or plain tensors.
         indices: their numbers in the optimizer.
-        states: their states.
     """
 
     def __init__(
-        self,
-        group: Mapping[str, Any],
-        params: Sequence[Tensor],
-        indices: Sequence[int],
-        states: Sequence[dict[str, Tensor]],
+        self, optimizer: Any, group: Mapping[str, Any], params: Sequence[Tensor], indices: Sequence[int]
     ) -> None:
-        self.params, self.indices, self.states = params, indices, states
+        self.optimizer, self.params, self.indices = optimizer, params, indices
+        places = {param: place for place, param in enumerate(optimizer.state)}
+        self.places = [places[param] for param in params]
         self.sharded, self.whole = isinstance(params[0], DTensor), is_whole(params[0])
         own = [local(param) for param in params]
         # What is stepped: this process' rows, or buffers for whole vectors and for what is not contiguous. They are
         # filled before every step and not here: processes need not build their step groups at the same time, but
         # gathering takes all of them.
-        self.buffered = self.whole or not all(map(Tensor.is_contiguous, own))
+        self.buffers = {i: buffer_for(params[i]) for i, of in enumerate(own) if self.whole or not of.is_contiguous()}
         size = int(group["group_size"])
         self.tensors = StepTensors(
-            params=[buffer_for(param) for param in params] if self.buffered else own,
+            params=[self.buffers.get(i, of) for i, of in enumerate(own)],
             states={},
             keys=[parameter_key(group["seed"], index) for index in indices],
             first_groups=[
@@ -89,7 +88,7 @@ class StepGroup:
         self.grads: list[Tensor] = []
         if self.on_kernel:  # its tables: of the gradients, the step counters, and all else
             self.gradients = Gradients([param.numel() for param in self.tensors.params], self.device)
-            self.counters = Counters([state["step"] for state in states])
+            self.counters = Counters([state["step"] for state in self.states()])
         self._prepare()
 
     def _prepare(self) -> None:
@@ -98,8 +97,12 @@ class StepGroup:
 
     def with_states(self) -> StepTensors:
         """The tensors, those of the states too."""
-        states = {name: [local(state[name]) for state in self.states] for name in self.states[0]}
-        return self.tensors._replace(states=states)
+        states = self.states()
+        return self.tensors._replace(states={name: [local(state[name]) for state in states] for name in states[0]})
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """As they are in `optimizer.state` now."""
+        return list(map(list(self.optimizer.state.values()).__getitem__, self.places))
 
     # ---- whether it still holds -----------------------------------------------------------------------
 
@@ -111,7 +114,7 @@ class StepGroup:
         """
         try:
             return self._addresses() == self.addresses
-        except TypeError:  # a state has something in it that is no tensor
+        except (TypeError, IndexError):  # a state has something in it that is no tensor, or has gone
             return False
 
     def _addresses(self) -> list[int]:
@@ -121,7 +124,7 @@ class StepGroup:
 
     def state_tensors(self) -> list[Tensor]:
         """Of all states, this process' parts."""
-        found = list(chain.from_iterable(map(dict.values, self.states)))
+        found = list(chain.from_iterable(map(dict.values, self.states())))
         return [getattr(tensor, "_local_tensor", tensor) for tensor in found] if self.sharded else found
 
     # ---- a step ---------------------------------------------------------------------------------------
@@ -133,9 +136,8 @@ class StepGroup:
                 check_gradient(param, grad)
             grads = [stepped_part(grad).contiguous() for grad in grads]
         self.grads = list(grads)
-        if self.buffered:
-            for buffer, param in zip(self.tensors.params, self.params, strict=True):
-                buffer.copy_(stepped_part(param))
+        for i, buffer in self.buffers.items():
+            buffer.copy_(stepped_part(self.params[i]))
         if self.on_kernel:
             self.gradients.set(self.grads)
 
@@ -151,7 +153,7 @@ class StepGroup:
             squares = torch.stack([sum_squares([grad]) for grad in self.grads])
         if self.sharded:
             (squares,) = sums_over_shards([squares], self.params[:1])
-        return squares, ~(squares < math.inf)  # NaN is not below anything
+        return squares, (squares < math.inf).logical_not()  # NaN is not below anything
 
     def step(self, group: Mapping[str, Any], factor: Tensor, skip: Tensor) -> None:
         """One step by the gradients taken; they are let go.
@@ -169,11 +171,10 @@ class StepGroup:
             self.gradients.forget_copies()
             # Kernels launched from here are not seen by PyTorch, which counts what is written.
             torch.autograd.graph.increment_version(self.tensors.params)
-        else:
+        elif is_real(self.tensors.params[0]):
             self._reference(grads, lr, factor, skip, hyper)
-        if self.buffered:
-            for buffer, param in zip(self.tensors.params, self.params, strict=True):
-                write_back(param, buffer)
+        for i, buffer in self.buffers.items():
+            write_back(self.params[i], buffer)
 
     def _launch(self, counted: tuple[Tensor, Tensor], factor: Tensor, skip: Tensor, hyper: Hyper) -> None:
         self.plan.launch(self.gradients.addresses, self.gradients.dtype, counted, factor, skip, hyper)

@@ -60,6 +60,15 @@ def test_offloaded_steps_equal_ordinary_ones_bit_for_bit(kind, dtype, buffer, de
     assert (len(chunks_of(offloaded[1])) > 2) == (buffer == SMALL)  # one for each group at least
 
 
+def test_frozen_integers_have_no_states():
+    """As of a quantized base."""
+    params = make_params(torch.bfloat16, [(4, 200)])
+    base = torch.nn.Parameter(torch.zeros(4, 200, dtype=torch.uint8), requires_grad=False)
+    optimizer = AdamW([*params, base], offload=True)
+    train(params, optimizer, 1)
+    assert list(optimizer.state) == params
+
+
 def extent(tensor):
     return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 

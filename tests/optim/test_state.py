@@ -139,6 +139,11 @@ def copy_each(optimizer):
             state[name] = value.clone()
 
 
+def move_each(optimizer):
+    for param, state in optimizer.state.items():
+        optimizer.state[param] = {name: value.clone() for name, value in state.items()}
+
+
 def take_out(optimizer):
     while optimizer.state:
         optimizer.state.popitem()
@@ -160,26 +165,35 @@ def released_step(model, optimizer):
     optimizer.step()
 
 
-@pytest.mark.parametrize("disturb", [clear_all, clear_each, delete_each, copy_each, take_out])
+@pytest.mark.parametrize("disturb", [clear_all, clear_each, delete_each, copy_each, move_each, take_out])
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_is_replaced_is_freed_at_once_and_what_is_taken_out_at_the_next_step(disturb, offload, device):
-    params = make_params(torch.bfloat16, SHAPES, device=device)
-    optimizer = AdamW(params, offload=offload)
-    train(params, optimizer, 2)
+@pytest.mark.parametrize("released", [False, True])
+def test_what_is_taken_out_is_freed_at_once_or_offloaded_at_the_next_step(disturb, offload, released, device):
+    if released:
+        model, optimizer = released_model(device, offload=offload)
+    else:
+        params = make_params(torch.bfloat16, SHAPES, device=device)
+        optimizer = AdamW(params, offload=offload)
+
+    def take_steps(count):
+        for _ in range(count):
+            released_step(model, optimizer) if released else train(params, optimizer, 1)
+
+    take_steps(2)
     optimizer.state_dict()
     old = tensors_of(optimizer)
-    assert len(old) == 18
+    assert len(old) == (24 if released else 18)
     gc.disable()  # not only when cycles are collected
     try:
         disturb(optimizer)
-        if disturb in (clear_each, copy_each) and not offload:
+        if not offload:
             assert not any(tensor() is not None for tensor in old)
-        train(params, optimizer, 1)
+        take_steps(1)
         assert not any(tensor() is not None for tensor in old)
     finally:
         gc.enable()
     steps = [state["step"].item() for state in optimizer.state.values()]
-    assert steps == [3 if disturb is copy_each else 1] * 3
+    assert steps == [3 if disturb in (copy_each, move_each) else 1] * len(steps)
 
 
 def test_what_is_no_tensor_is_named():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overcoat import AdamW
 from overcoat.formats.moments import MOMENT_CODES
@@ -35,7 +38,8 @@ def make(shapes=SHAPES, dtype=torch.float32, **options):
     options = {**GROUP, **options}
     params = make_params(dtype, shapes)
     states = [init_state(param, options) for param in params]
-    return StepGroup(options, params, list(range(len(params))), states), params, states
+    optimizer = SimpleNamespace(state=dict(zip(params, states)))
+    return StepGroup(optimizer, options, params, list(range(len(params)))), params, states
 
 
 @torch.no_grad()
@@ -108,6 +112,13 @@ def another_dictionary_of_states(params, optimizer):
     optimizer.state = collections.defaultdict(dict)
 
 
+def swap_two_states(params, optimizer):
+    """The same dictionaries in the same order, under other parameters."""
+    owners = list(optimizer.state)
+    owners[6], owners[7] = owners[7], owners[6]
+    optimizer.state = collections.defaultdict(dict, zip(owners, optimizer.state.values()))
+
+
 def load_its_own_state(params, optimizer):
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -136,7 +147,7 @@ def another_seed(params, optimizer):
     "disturb",
     [
         replace_data, replace_a_moment, another_dictionary, forget_a_state, move_all_there_and_back,
-        another_dictionary_of_states, load_its_own_state,
+        another_dictionary_of_states, swap_two_states, load_its_own_state,
         new_group_options, group_size_as_a_float, another_order, another_seed,
     ],
 )  # fmt: skip
@@ -177,6 +188,39 @@ def test_gradients_of_other_kinds(device):
         return snapshot(params, optimizer)
 
     assert_same_bits(run(False), run(True))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_only_what_is_not_contiguous_is_copied(offload, device):
+    params, twins = (make_params(torch.bfloat16, [(4, 200), (64, 32), (300,)], device=device) for _ in range(2))
+    params[1].data = params[1].data.t().contiguous().t()
+    optimizer, twin = AdamW(params, offload=offload), AdamW(twins, offload=offload)
+    train(params, optimizer, 2)
+    train(twins, twin, 2)
+    assert_same_bits(snapshot(params, optimizer), snapshot(twins, twin))
+    (group,) = step_groups(optimizer)
+    stepped = [tensor.data_ptr() == param.data_ptr() for tensor, param in zip(group.tensors.params, params)]
+    assert stepped == [True, False, True]
+    assert list(group.buffers) == [1]
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("kind", ["meta", "fake", "fake cuda"])
+@pytest.mark.parametrize("options", [{}, {"check_finite": False}, {"offload": True}])
+def test_a_step_without_memory_makes_the_states(kind, options):
+    """As estimators of memory take it, of a GPU that is not there too."""
+    if (kind, options) == ("fake cuda", {"offload": True}):
+        pytest.skip("streams are real")
+    with contextlib.nullcontext() if kind == "meta" else FakeTensorMode():
+        device = {"meta": "meta", "fake": "cpu", "fake cuda": "cuda"}[kind]
+        params = [torch.nn.Parameter(torch.ones(shape, device=device)) for shape in ((4, 200), (300,))]
+        optimizer = AdamW(params, **options)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step(clip_grad_norm=None if "check_finite" in options else 1.0)
+    assert optimizer.state[params[0]]["exp_avg"].shape == (4, 200)
+    assert optimizer.skipped_steps.device.type == device
 
 
 def test_compiled_code_around_a_step_steps_the_same():
