@@ -297,7 +297,10 @@ class GradientRelease:
             indices, params, grads = map(list, zip(*of_kind, strict=True))
             key = (*kind, *indices)
             step_group = self.step_groups.get(key)
-            if step_group is None or not step_group.holds():
+            if step_group is not None and not step_group.holds():
+                step_group = None
+                self.drop_states()  # frees offloaded states before others are made
+            if step_group is None:
                 step_group = self.optimizer.step_group_of(group, params, indices)
             self.step_groups[key] = self.used[key] = step_group
             self.has_stepped = True
