@@ -23,6 +23,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -50,6 +51,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
 
     On CPUs the results are bit for bit those without it; on GPUs that is not shown. Called again, it looks at the model
     anew: after other conversions, and after writes to shards that nobody can see (`weight.data`, `to_local()`).
+    Where one process trains alone a weight is its shard, and `reshard_after_forward` is taken as False.
 
     Args:
         model: converted, and sharded by `fully_shard`.
@@ -92,16 +94,13 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     ]
     vars(model)[GATHER] = gather = Gather(stacks, others, modules)
     _gathers.add(gather)
-    before_forward = model.register_forward_pre_hook(gather.before_forward, prepend=True)
-    gather.handles = (before_forward, model.register_forward_hook(gather.after_forward))
+    gather.handles.append(model.register_forward_pre_hook(gather.before_forward, prepend=True))
     return report
 
 
 class Gather:
     """All weights of a model that travel in FP8, and the maxima that they need: by scaling, group and dtype; `others`
     are those that do not travel at all."""
-
-    handles: tuple[RemovableHandle, ...] = ()
 
     def __init__(
         self, stacks: dict[tuple[str, Any, Any], list[list[ShardedWeight]]], others: list[Held], modules: list[Any]
@@ -116,16 +115,19 @@ class Gather:
                 self.maxima.append(CutBlocks(cut))
         self.held = [*self.weights, *others]
         # Of a process that trains alone nothing is gathered: it would only take the host's time twice.
-        self.stay = modules if all(held.is_alone for held in self.held) else []
-        for module in self.stay:
-            module.set_reshard_after_forward(False, recurse=False)
+        stay = all(held.is_alone for held in self.held)
+        self.reshards = {held.group: held.group.post_forward_mesh_info for held in self.held if stay}
+        for group in self.reshards:
+            group.post_forward_mesh_info = None
+        self.handles = list[RemovableHandle]()
+        for module in modules if stay else ():  # not the model alone: trainers call what lies in it
+            self.handles.append(module.register_forward_pre_hook(_reshard_idle, prepend=True))
+            self.handles.append(module.register_forward_hook(_reshard_without_backward))
         for held in self.held:
             held.attach()
 
     def before_forward(self, *_: Any) -> None:
         """Attach shards that have become other tensors, and find the maxima before anything is sent."""
-        for module in self.stay:
-            module.reshard()
         for held in self.held:
             if not held.is_attached():
                 held.attach()
@@ -135,17 +137,28 @@ class Gather:
             maxima.check(maxima.weights)
             maxima.find_if_stale()
 
-    def after_forward(self, *_: Any) -> None:
-        """Without a backward nothing else gives the layers their shards back."""
-        for module in self.stay if not torch.is_grad_enabled() else ():
-            module.reshard()
-
     def remove(self) -> None:
         """Let FSDP2 gather as before."""
         for handle in self.handles:
             handle.remove()
+        for group, mesh_info in self.reshards.items():
+            group.post_forward_mesh_info = mesh_info
         for held in self.held:
             held.detach()
+
+
+@torch._disable_dynamo  # as what FSDP2 does around it
+def _reshard_idle(module: Any, *_: Any) -> None:
+    """What a forward without a backward left: the weights or the mode may have changed since. Not when recomputed."""
+    if module._get_fsdp_state()._training_state is TrainingState.IDLE:
+        module.reshard()
+
+
+@torch._disable_dynamo  # as what FSDP2 does around it
+def _reshard_without_backward(module: Any, *_: Any) -> None:
+    """Without a backward nothing else gives the layer its shards back."""
+    if not torch.is_grad_enabled():
+        _reshard_idle(module)
 
 
 # Of each a model is the owner: FSDP2's parameters, which it has, lead back to the model.

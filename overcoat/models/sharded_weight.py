@@ -20,7 +20,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Optional
+from weakref import proxy
 
 import torch
 import torch.distributed as dist
@@ -99,26 +101,11 @@ class Held:
     def _nothing(self) -> Tensor:
         return self.param._sharded_param_data[:0]
 
-    def _watch(self, unsharded: Optional[Tensor]) -> None:
+    def _watch(self, whole: Optional[Tensor]) -> None:
         """Give the gradient of what FSDP2 puts in the parameter's place to the shard, as it is."""
-        if not self.is_alone or unsharded is None or not unsharded.requires_grad:
-            return
-        if not unsharded._post_accumulate_grad_hooks:  # it may have gone with `_travel_in`, and be back
-            unsharded.register_post_accumulate_grad_hook(self._hand_over)
-
-    @torch.no_grad()
-    def _hand_over(self, unsharded: Tensor) -> None:
-        group = self.group
-        is_plain = group.reduce_grads and group.gradient_divide_factor is None and group._all_reduce_hook is None
-        if not is_plain or self.param.unsharded_accumulated_grad is not None:
-            return  # FSDP2's to add or to divide
-        sharded, gradient, unsharded.grad = self.param.sharded_param, unsharded.grad, None
-        if sharded.grad is None:
-            sharded.grad = self.param.to_sharded_dtensor(gradient)
-        else:
-            sharded.grad._local_tensor += gradient
-        for hook in list((sharded._post_accumulate_grad_hooks or {}).values()):
-            hook(sharded)
+        # It may have gone with `_travel_in`, and be back. Weakly: the collector does not see what a hook holds.
+        if self.is_alone and whole is not None and whole.requires_grad and not whole._post_accumulate_grad_hooks:
+            whole.register_post_accumulate_grad_hook(partial(_hand_over, proxy(self.param), proxy(self.group)))
 
     def _give_buffers(
         self, outputs: list[Tensor], unsharded: Optional[nn.Parameter]
@@ -132,6 +119,20 @@ class Held:
             param._unsharded_param = unsharded
         param.all_gather_outputs, outputs = outputs, param.all_gather_outputs
         return outputs, before
+
+
+@torch.no_grad()
+def _hand_over(param: Any, group: Any, unsharded: Tensor) -> None:
+    is_plain = group.reduce_grads and group.gradient_divide_factor is None and group._all_reduce_hook is None
+    if not is_plain or param.unsharded_accumulated_grad is not None:
+        return  # FSDP2's to add or to divide
+    sharded, gradient, unsharded.grad = param.sharded_param, unsharded.grad, None
+    if sharded.grad is None:
+        sharded.grad = param.to_sharded_dtensor(gradient)
+    else:
+        sharded.grad._local_tensor += gradient
+    for hook in list((sharded._post_accumulate_grad_hooks or {}).values()):
+        hook(sharded)
 
 
 # Which FSDP2 looks up for each parameter each time, and which takes the host longer to make than all else here.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
@@ -25,6 +27,7 @@ from torch.distributed.tensor import DTensor
 import overcoat
 from overcoat import Recipe
 from overcoat.models import sharded_weight
+from overcoat.models.gather import GATHER, fsdp_params
 from tests.examples.runs import sharding_on_cpus
 from tests.models.zoo import make_batch, make_model
 from tests.processes import on_many, on_two, repeatable, two_of
@@ -224,6 +227,46 @@ def _alone(rank: int) -> None:
 
 def test_a_process_that_trains_alone_copies_nothing() -> None:
     on_many(1, _alone, "cpu")
+
+
+def _in_a_trainer(rank: int) -> None:
+    # FSDP2 itself lets the outermost module's weights grow stale, unless it is told.
+    (own, optimizer), (model, other) = (make("default", False, reshard_after_forward=True) for _ in range(2))
+    trainer = nn.ModuleDict({"net": model})
+    before = [group.post_forward_mesh_info for _, group in fsdp_params(model).values()]
+    overcoat.fp8_all_gather(trainer)
+    for step in range(3):
+        assert_equal(passes(own, [step]), passes(model, [step]))
+        assert_equal(gradients(own), gradients(model))
+        with torch.set_grad_enabled(step == 1):  # without a backward, before weights change
+            assert_equal(*([of(**make_batch(seed=9)).loss.detach()] for of in (own, model)))
+        for of, its in ((own, optimizer), (model, other)):
+            its.step()
+            its.zero_grad()
+            of.eval()
+        assert_equal(*([of(**make_batch(seed=8)).loss.detach()] for of in (own, model)))
+        for of in (own, model):
+            of.train()
+    vars(trainer)[GATHER].remove()
+    assert [group.post_forward_mesh_info for _, group in fsdp_params(model).values()] == before
+    assert_equal(passes(own, [7]), passes(model, [7]))
+
+
+def test_a_process_that_trains_alone_calls_what_a_trainer_holds() -> None:
+    on_many(1, _in_a_trainer, "cpu")
+
+
+def _collected(rank: int) -> None:
+    model, optimizer = make("default", True)
+    train(model, optimizer, steps=1)
+    found = [weakref.ref(param) for param in [*model.parameters(), *optimizer.state[model.lm_head.weight].values()]]
+    del model, optimizer
+    gc.collect()
+    assert not any(reference() is not None for reference in found)
+
+
+def test_a_model_that_trained_alone_is_freed() -> None:
+    on_many(1, _collected, "cpu")
 
 
 def _travels(rank: int) -> None:
