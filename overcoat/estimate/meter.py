@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from overcoat.estimate.times import Work
 from overcoat.kernels.attention import attention, attention_backward
@@ -123,6 +123,43 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+class Shape(NamedTuple):
+    """A tensor of its own on the meta device."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+
+
+# What this package's ops give, by the op and what it is given: a shape function takes 4 ms, and 32 layers are alike.
+_results: dict[Any, Any] = {}
+
+
+def result_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)`; of this package's ops on meta tensors remembered, but for results that are views."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if func.namespace != "overcoat" or any(type(x) not in (Tensor, nn.Parameter) or not x.is_meta for x in given):
+        return func(*args, **kwargs)
+    key = (func, _described(args), _described(list(kwargs.items())))
+    if key not in _results:
+        out = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        storages = {x.untyped_storage()._cdata for x in (*given, *made)} - {x.untyped_storage()._cdata for x in given}
+        if len(storages) < len(made) or any(x.nbytes != x.untyped_storage().nbytes() for x in made):
+            return out
+        _results[key] = tree_map_only(Tensor, lambda x: Shape(tuple(x.shape), x.stride(), x.dtype), out)
+    return tree_map_only(Shape, Shape.tensor, _results[key], is_leaf=lambda x: isinstance(x, Shape))
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return tuple(map(_described, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+
+
 class Living(NamedTuple):
     """Bytes that live in a phase: at its fullest moment, by category, and at its end."""
 
@@ -199,7 +236,7 @@ class Meter(TorchDispatchMode):
         if func in EXPANDED:
             with self:
                 return EXPANDED[func](*args, **kwargs)
-        out = func(*args, **kwargs)
+        out = result_of(func, args, kwargs)
         if self.work is not None:
             self.work.add(func, args, kwargs, out, bool(self.marks) and "backward" in self.marks[-1][0])
         for tensor in tree_leaves(out):
