@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from overcoat.estimate.times import Work
+from overcoat.estimate.times import Work, tensors_in
 from overcoat.kernels.attention import attention, attention_backward
 from overcoat.kernels.loss import linear_cross_entropy
 from overcoat.kernels.packed import ROWS_BETWEEN, is_starts
@@ -142,13 +142,13 @@ def result_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`; of this package's ops on meta tensors remembered, but for results that are views."""
     if func.namespace != "overcoat":
         return func(*args, **kwargs)
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    given = tensors_in((args, kwargs))
     if any(type(x) not in (Tensor, nn.Parameter) or not x.is_meta for x in given):
         return func(*args, **kwargs)
     key = (func, _described(args), _described(list(kwargs.items())))
     if key not in _results:
         out = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = tensors_in(out)
         storages = {x.untyped_storage()._cdata for x in (*given, *made)} - {x.untyped_storage()._cdata for x in given}
         if len(storages) < len(made) or any(x.nbytes != x.untyped_storage().nbytes() for x in made):
             return out
@@ -241,9 +241,8 @@ class Meter(TorchDispatchMode):
         out = result_of(func, args, kwargs)
         if self.work is not None:
             self.work.add(func, args, kwargs, out, bool(self.marks) and "backward" in self.marks[-1][0])
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._see(_own(tensor).untyped_storage())
+        for tensor in tensors_in(out):
+            self._see(_own(tensor).untyped_storage())
         if size := workspace(func, args):
             number = self._allocate(size)
             self._events.append((number, -size))

@@ -19,7 +19,6 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from overcoat.kernels.attention import attention, attention_backward
@@ -48,6 +47,17 @@ ERROR = "32 measured runs that the GPU bounds: median error 1.4%, largest 7% (hi
 _FREE = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "_unsafe_view")
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in lists, tuples and dictionaries: an op's."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for part in value for tensor in tensors_in(part)]
+
+
 class Work(defaultdict[tuple[bool, str], float]):
     """What ops do: operations, bytes and launches, by (whether in the backward, kind); attention in seconds."""
 
@@ -57,7 +67,7 @@ class Work(defaultdict[tuple[bool, str], float]):
     def add(self, func: Any, args: Any, kwargs: Any, out: Any, backward: bool) -> None:
         """Take an op into account, as `__torch_dispatch__` sees it."""
         name = func.overloadpacket.__name__
-        if func.is_view or name in _FREE or not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, out))):
+        if func.is_view or name in _FREE or not tensors_in((args, out)):
             return
         self[backward, "launches"] += 1
         if func is gemm or func is block_gemm:
@@ -98,10 +108,10 @@ def attention_seconds(batch: int, sequence: int, columns: int, backward: bool) -
 
 def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Bytes that an op reads and writes."""
-    seen = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)}
+    seen = {id(tensor): tensor for tensor in tensors_in((args, kwargs, out))}
     declared = zip(args, func._schema.arguments, strict=False)
     mutated = [arg for arg, how in declared if how.alias_info is not None and how.alias_info.is_write]
-    tensors = [*seen.values(), *(leaf for leaf in tree_leaves(mutated) if isinstance(leaf, Tensor))]
+    tensors = [*seen.values(), *tensors_in(mutated)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
