@@ -3,16 +3,15 @@
     overcoat train configs/demo.toml train.steps=50 optimizer.lr=1e-3 data.files='["a.txt", "b.txt"]'
 
 Later sources win (`configfile.py`). All is checked before a file is opened, so a typing mistake costs nothing. Each
-field carries its explanation (`overcoat train --keys`) and, for a number, its limits; what several options say
-together is checked in `__post_init__`.
+field carries its explanation (`overcoat train --keys`) and, for a number, its limits; what the options of a section
+say together is checked in its `__post_init__`, and what several sections do in checks.py.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import operator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 # Keys that do not decide what is computed: they may differ on resuming.
@@ -22,7 +21,6 @@ FREE_KEYS = (
     "checkpoint.", "eval.every", "eval.tasks", "memory.", "sample.", "compare.", "parallel.shard", "parallel.nodes",
     "parallel.context",
 )  # fmt: skip
-MOST_TOKENS = 2**30  # in one optimizer step: its rows are made on the host at once, 8 bytes a token
 
 
 def option(default: Any, text: str, **limits: float) -> Any:
@@ -169,22 +167,6 @@ class DataConfig:
             f"data.prompt_template = {self.prompt_template!r}: must hold {{prompt}}, where the prompt goes",
         )
 
-    def check_read(self) -> None:
-        """Refuse values that nothing reads."""
-        pair = (self.format == "prompt-completion", "data.format = 'prompt-completion'")
-        applies = {
-            "too_long": (self.is_chat, "conversations"),
-            "messages_key": (self.format == "messages", "data.format = 'messages'"),
-            **dict.fromkeys(("prompt_key", "completion_key", "prompt_template"), pair),
-            "text_key": (not self.is_chat, "data.format = 'text'"),
-            "shuffle_rows": (self.streaming, "data.streaming"),
-            "token_dtype": (self.is_tokens, ".bin files"),
-            **dict.fromkeys(("dataset_config", "split"), (bool(self.dataset), "data.dataset")),
-        }
-        for each in (each for each in fields(self) if each.name in applies):
-            value, (is_read, what) = getattr(self, each.name), applies[each.name]
-            require(is_read or value == each.default, f"data.{each.name} = {value!r}: for {what} alone; drop it")
-
     @property
     def is_chat(self) -> bool:
         """Whether a row of the data is a conversation, of which some tokens are trained on."""
@@ -287,12 +269,6 @@ class EvalConfig:
     def __post_init__(self) -> None:
         require(all(map(str.strip, self.tasks)), f"eval.tasks = {self.tasks}: a name is blank; drop it")
 
-    def check_read(self) -> None:
-        """Refuse values that nothing reads."""
-        for name in ("tasks_every", "tasks_limit"):
-            value = getattr(self, name)
-            require(not value or bool(self.tasks), f"eval.{name} = {value}: no eval.tasks; set them or drop it")
-
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -324,19 +300,6 @@ class CompareConfig:
     overrides: list[str] = option([], 'train again with these changes, e.g. ["recipe.name=bf16"]')
 
 
-NOT_COMPILED = {
-    "recipe.offload_blocks": "compiled layers keep everything on the GPU",
-    "memory.report": "it measures, and predicts, layers that are not compiled",
-    "train.fp8_every": "operands inside of compiled layers are not seen",
-}
-NOT_IN_GRAPHS = {
-    "optimizer.release_gradients": "weights would move between the graphs of one backward pass",
-    "optimizer.offload": "states would be copied while the next pass is recorded",
-    "data.document_mask": "each batch has its own number of documents, a graph has one shape",
-    "train.batch_size": "the estimate does not know what memory graphs keep to themselves",
-}
-
-
 @dataclass(frozen=True)
 class Config:
     model: ModelConfig
@@ -353,63 +316,6 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
-
-    def __post_init__(self) -> None:
-        require(bool(self.model.name or self.model.config), "no model: set model.name or [model.config]")
-        require(
-            bool(self.model.name) or not (self.data.images or self.model.freeze),
-            f"data.images = {self.data.images!r}, model.freeze = {self.model.freeze}: want a model.name to start from",
-        )
-        require(
-            not (self.data.images and self.tokenizer.vocab_size),
-            f"tokenizer.vocab_size = {self.tokenizer.vocab_size}: with data.images it is the processor's own; "
-            "leave it out",
-        )
-        require(
-            bool(self.model.name) or not self.lora.rank,
-            f"lora.rank = {self.lora.rank}: adapters of random weights are of no use, set model.name to start from",
-        )
-        is_auto = self.train.batch_size == "auto"
-        for key, value in {"memory.report": self.memory.report, "train.batch_size = 'auto'": is_auto}.items():
-            require(not (value and self.not_estimated), f"{key} does not go with {self.not_estimated}: leave one out")
-        require(
-            not (self.optimizer.release_gradients and self.train.accumulation > 1),
-            f"optimizer.release_gradients cannot accumulate (train.accumulation = {self.train.accumulation}): the "
-            "weights move in the first backward pass. Set train.accumulation=1, or raise train.batch_size",
-        )
-        require(
-            not (self.optimizer.release_gradients and self.train.batch_size == "auto"),
-            "train.batch_size = 'auto' accumulates what does not fit at once, which optimizer.release_gradients "
-            "cannot: set train.batch_size to a number (overcoat estimate knows the largest)",
-        )
-        rows, length = self.train.rows_per_step, self.data.sequence_length
-        require(
-            rows * length <= MOST_TOKENS,
-            f"a step of {rows} rows (train.global_batch_size, or train.batch_size x train.accumulation) of "
-            f"data.sequence_length = {length} has {rows * length} tokens: must be at most {MOST_TOKENS}",
-        )
-        warmup, steps = self.schedule.warmup_steps, self.train.steps
-        require(warmup < steps, f"schedule.warmup_steps = {warmup}: must be below train.steps = {steps}")
-        decay = self.schedule.decay_steps
-        require(
-            self.schedule.kind != "wsd" or warmup + decay <= steps,
-            f"schedule: warmup_steps + decay_steps = {warmup + decay} must not exceed train.steps = {steps}",
-        )
-        require(
-            not (self.data.is_chat and self.train.compile == "graphs"),
-            f"data.format = {self.data.format!r} does not go with train.compile = 'graphs': each batch has its own "
-            "number of conversations, a graph has one shape. Set train.compile to 'layers' or 'none'",
-        )
-        # What compiled layers would leave undone, and what CUDA graphs would do wrong or are not meant for.
-        lacking = {"none": {}, "layers": NOT_COMPILED, "graphs": NOT_COMPILED | NOT_IN_GRAPHS}[self.train.compile]
-        for key, why in lacking.items():
-            value = operator.attrgetter(key)(self)
-            way = "Set it to a number" if value == "auto" else "Leave it out"
-            require(
-                not value or (key == "train.batch_size" and value != "auto"),
-                f"{key} = {value!r} does not go with train.compile = {self.train.compile!r}: {why}. {way}, or set "
-                "train.compile to 'none'",
-            )
 
     @property
     def not_estimated(self) -> str:

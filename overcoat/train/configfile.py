@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from overcoat.extras import load_extra
+from overcoat.train.checks import check, check_read, unread
 from overcoat.train.config import FREE_KEYS, Config, require
 
 if sys.version_info >= (3, 11):
@@ -57,9 +58,9 @@ def build_config(values: dict[str, Any], arguments: list[str], is_recorded: bool
     for argument in arguments:
         _apply_argument(values, argument)
     config: Config = _build(Config, values, "")
+    check(config)
     if not is_recorded:
-        config.data.check_read()
-        config.eval.check_read()
+        check_read(config)
     return config
 
 
@@ -202,12 +203,14 @@ def dump_toml(config: Config) -> str:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """Keys, outside FREE_KEYS, in which two configurations differ: "optimizer.lr: 0.001 -> 0.002"."""
+    """Keys in which two configurations differ: "optimizer.lr: 0.001 -> 0.002". Left out are FREE_KEYS, and what neither
+    reads: an earlier version may have recorded it."""
     before, after = _flatten(asdict(old)), _flatten(asdict(new))
+    unused = {f"data.{name}" for name in unread(old.data).keys() & unread(new.data).keys()}
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not key.startswith(FREE_KEYS)
+        if before.get(key) != after.get(key) and not key.startswith(FREE_KEYS) and key not in unused
     ]
 
 

@@ -36,6 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from overcoat.extras import reason
 from overcoat.models.recording import Ranges
 from overcoat.train import process
+from overcoat.train.checks import check
 from overcoat.train.config import Config
 from overcoat.train.loggers import Logger, open_loggers, scalars
 
@@ -252,7 +253,7 @@ class HostWatch:
         self.in_a_row = 0
         self.advises = device.type == "cuda" and config.recipe.name != "bf16" and config.train.compile != "graphs"
         try:
-            replace(config, train=replace(config.train, compile="graphs"))
+            check(replace(config, train=replace(config.train, compile="graphs")))
         except ValueError:
             self.advises = False
 

@@ -223,6 +223,10 @@ def test_differences_ignore_what_decides_nothing() -> None:
     assert differences(old, build_config(MINIMAL, free.split())) == []
     changed = build_config(MINIMAL, ["train.seed=1", "train.compile=graphs"])
     assert differences(old, changed) == ["train.compile: 'none' -> 'graphs'", "train.seed: 0 -> 1"]
+    recorded = build_config(MINIMAL, ["data.split=dev", "data.max_bytes=5"], is_recorded=True)  # no data.dataset
+    assert differences(recorded, old) == ["data.max_bytes: 5 -> 0"]
+    read = build_config(MINIMAL, ["data.split=dev", "data.dataset=d"])
+    assert "data.split: 'dev' -> 'train'" in differences(read, old)
 
 
 @pytest.mark.parametrize(
