@@ -32,12 +32,12 @@ from overcoat.models.recording import record_ranges, record_scores
 from overcoat.train import process
 from overcoat.train.build import summed_loss
 from overcoat.train.config import Config, ScheduleConfig
-from overcoat.train.data import count_labels
+from overcoat.train.data import conversations, count_labels
 from overcoat.train.evaluate import Tasks
 from overcoat.train.memory_report import reporting
 from overcoat.train.metrics import Row, RunLog, StepRecord
 from overcoat.train.out_of_memory import DoesNotFitError, Fitting, free_memory, is_out_of_memory, whatever_the_batch
-from overcoat.train.parallel import reduce_gradients
+from overcoat.train.parallel import reached, reduce_gradients, with_gradients
 from overcoat.train.process import StopRequest
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 
@@ -123,6 +123,9 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
             with _measured(state):
                 # The processes of a context have the same loss each.
                 loss = summed_loss(state.model, batch.to(state.device)) / (num_labels * config.parallel.context)
+            if process.count() > 1 and state.images is not None:
+                rows = state.drawn.reshape(process.count(), len(own), -1)[:, start : start + state.fit.micro_batch]
+                loss = _agreeing(state, rows, loss)
             loss.backward()
         total += loss.detach()
     with whatever_the_batch("the optimizer's step"):
@@ -135,6 +138,16 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     state.step += 1
     state.num_tokens += num_tokens
     return StepRecord(state.step, lr, num_tokens, process.sum_of(total), norm, ranges)
+
+
+def _agreeing(state: TrainState, rows: np.ndarray, loss: torch.Tensor) -> torch.Tensor:
+    """The loss of one process, whose backward has gradients of the parameters that those of all have; `rows` pass in
+    all of them together, and may have images in some."""
+    if not any(state.images.paths[number] for number in conversations(rows)):  # type: ignore[union-attr]
+        return loss
+    if state.with_images is None:
+        state.with_images = reached(state.model, loss)
+    return with_gradients(state.model, loss, state.with_images)
 
 
 def _next_rows(state: TrainState, config: Config) -> np.ndarray:

@@ -17,7 +17,7 @@ generator has when one process draws it, found by drawing everything once and ke
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -63,12 +63,10 @@ def check_parallel(config: Config) -> None:
         f"a step of {rows} rows (train.global_batch_size, or train.batch_size x train.accumulation) cannot be divided "
         f"among {among}: make it a multiple of {groups}",
     )
-    wrong = {
-        "train.compile": config.train.compile == "graphs" and config.train.compile,
-        "data.images": config.data.images,
-    }
-    for key, value in wrong.items():
-        require(not value, f"{key} = {value!r} does not go with {many} processes yet: leave it out, or train on one")
+    require(
+        config.train.compile != "graphs",
+        f"train.compile = 'graphs' does not go with {many} processes yet: leave it out, or train on one",
+    )
     _mesh_shape(config.parallel)
 
 
@@ -115,6 +113,42 @@ def reduce_gradients(model: Any, is_due: bool) -> None:
         base_model(model).set_requires_gradient_sync(is_due)
 
 
+class _ZeroGradients(torch.autograd.Function):
+    """A loss as it is, whose backward gives the parameters beside it gradients of zeros: without a look at their
+    values, which have no 16 bits where they travel in FP8."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(each.shape, each.dtype, each.device) for each in parameters]
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+
+
+def reached(model: Any, loss: torch.Tensor) -> list[str]:
+    """Which of the parameters outside of layers that are cut, and so whole now, the backward of any process' loss will
+    have gradients of."""
+    named = base_model(model).named_parameters()
+    names = {id(each): name for name, each in named if each.requires_grad and not isinstance(each, DTensor)}
+    waiting, seen, found = [loss.grad_fn], set[Any]([None]), set()
+    while waiting:
+        if (node := waiting.pop()) not in seen:
+            seen.add(node)
+            found.add(names.get(id(getattr(node, "variable", None)), ""))
+            waiting += [each for each, _ in node.next_functions]  # type: ignore[union-attr]
+    every = process.gather(found)
+    return process.share(lambda: sorted(set().union(*every) - {""}))
+
+
+def with_gradients(model: Any, loss: torch.Tensor, names: list[str]) -> torch.Tensor:
+    """The loss, whose backward has gradients of all these parameters, be they zeros: a tower's, of rows without images.
+    All processes must sum gradients of the same parameters."""
+    named = dict(base_model(model).named_parameters())
+    return _ZeroGradients.apply(loss, *(named[name] for name in names))
+
+
 def build_sharded(
     config: Config, tokenizer: Any | None, device: torch.device, recipe: overcoat.Recipe
 ) -> tuple[Any, overcoat.Report]:
@@ -127,7 +161,10 @@ def build_sharded(
     if config.model.name:
         model = build_model(config, tokenizer, CPU)
         overcoat.convert(model, recipe, strict=True)
-        _move_in_parts(model, device, cut)
+        layers = [*decoder_layers(model).values()]
+        if config.data.images:  # a tower's are part of the rest: not every pass runs them
+            layers = [layer for layer in layers if layer in set(base_model(model).get_decoder().modules())]
+        _move_in_parts(model, layers, device, cut)
     else:
         draft = _Draft(config, tokenizer, device)
         model = draft.model
@@ -237,9 +274,11 @@ class _Draft:
         return here.get_rng_state()
 
 
-def _move_in_parts(model: nn.Module, device: torch.device, cut: Callable[[nn.Module], None]) -> None:
-    """Move a model to the device and cut its decoder layers, one after the other."""
-    for layer in decoder_layers(model).values():
+def _move_in_parts(
+    model: nn.Module, layers: Iterable[nn.Module], device: torch.device, cut: Callable[[nn.Module], None]
+) -> None:
+    """Move a model to the device and cut its `layers`, one after the other."""
+    for layer in layers:
         layer.to(device)
         cut(layer)
     for module in model.modules():

@@ -41,6 +41,7 @@ class TrainState:
     kept_bytes: int = 0  # kept for the backward by one forward pass; 0 until measured
     kept_table: str = ""
     drawn: np.ndarray | None = None  # rows of the step being taken, (rows, T + 1): a step taken again has the same
+    with_images: list[str] | None = None  # parameters that several processes have gradients of, once rows had images
 
     def batch(self, rows_BT: np.ndarray, document_mask: bool) -> Batch:
         """Rows (B, T + 1) as one forward pass, with their images."""

@@ -28,6 +28,7 @@ from overcoat.train.corpus import open_corpus
 from overcoat.train.data import IGNORED, TRAINED, ChatRows, Images, make_batch
 from overcoat.train.loop import RunStoppedError
 from overcoat.train.run import run
+from tests.processes import on_two
 from tests.train.runs import CPU, MakeConfig, assert_same_run, losses, newest, stop_at
 from tests.train.test_chat import TEMPLATES, tokenizer_of, trl, write_jsonl
 
@@ -52,8 +53,8 @@ VISION = {
 KINDS = list(VISION)
 
 
-@pytest.fixture(autouse=True)
-def _without_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, name="_without_videos")
+def without_videos(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen's processors insist on one for videos, which needs torchvision; images do not."""
     mixin: Any = transformers.ProcessorMixin
     check = mixin.check_argument_for_proper_class
@@ -190,19 +191,23 @@ def test_packed_conversations_see_their_own_images_alone(
     assert abs(float(summed_loss(model, batch) / alone) - 1) < 0.01
 
 
+def given_processor(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """That of a tiny model; as loaded, too, where AutoProcessor would look for the one of videos."""
+    processor = make_processor(kind)
+    if kind != "Llava":
+        processor.save_pretrained = processor.tokenizer.save_pretrained
+        for module in (tokenizers, corpora):
+            monkeypatch.setattr(module, "load_processor", lambda *_: processor)
+    return processor
+
+
 @pytest.fixture
 def vision_config(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`vision_config(kind, word, ...)`: a tiny run on chats with images."""
 
     def make(kind: str, *words: str) -> Any:
-        processor = make_processor(kind)
-        if kind == "Llava":
-            processor.save_pretrained(tmp_path / "base")
-        else:  # AutoProcessor would look for the one of videos
-            processor.save_pretrained = processor.tokenizer.save_pretrained
-            processor.save_pretrained(tmp_path / "base")
-            monkeypatch.setattr(tokenizers, "load_processor", lambda *_: processor)
-            monkeypatch.setattr("overcoat.train.corpus.load_processor", lambda *_: processor)
+        processor = given_processor(kind, monkeypatch)
+        processor.save_pretrained(tmp_path / "base")
         if not (tmp_path / "images").exists():
             make_model(kind, processor).save_pretrained(tmp_path / "base")
             write_images(tmp_path)
@@ -244,6 +249,51 @@ def test_a_run_with_images_stops_and_goes_on_bit_for_bit(
         assert torch.equal(tensor, exported.state_dict()[name]) == ("vision_tower" in name), name
     for folder in (tmp_path / "run/export", newest(tmp_path / "run")):
         assert transformers.AutoProcessor.from_pretrained(folder).image_processor is not None
+
+
+def _run_noting(rank: int, kind: str, config: Any, folder: Path) -> None:
+    """A run, and which passes of its training had images."""
+    seen: list[bool] = []
+    real = Images.add_to
+
+    def add_to(self: Images, batch: Any, rows_BT: np.ndarray, model: Any) -> Any:
+        made = real(self, batch, rows_BT, model)
+        if model.training:
+            seen.append(bool(made.images))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Images, "add_to", add_to)
+        without_videos.__wrapped__(patch)  # type: ignore[attr-defined]
+        given_processor(kind, patch)
+        run(config, Console(quiet=True))
+    (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("Llava", "default"), ("Qwen3VL", "bf16")])
+def test_two_processes_learn_from_images_what_one_does(
+    kind: str, recipe: str, vision_config: Any, tmp_path: Path
+) -> None:
+    """Also in passes in which one of them has an image, and in those where nobody has."""
+    words = [f"recipe.name={recipe}", "train.steps=12", "data.sequence_length=64", "eval.rows=3", "optimizer.lr=1e-3"]
+    vision_config(kind)
+    write_jsonl(tmp_path / "chats.jsonl", [row for row in chats(72) if len(row["images"]) < 2])
+    _run_noting(0, kind, vision_config(kind, *words, f"train.run_dir={tmp_path}/one"), tmp_path)
+    on_two(_run_noting, "cpu", kind, vision_config(kind, *words, f"train.run_dir={tmp_path}/two"), tmp_path)
+    seen = zip(*(json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in (0, 1)), strict=True)
+    assert {sum(each) for each in seen} == {0, 1, 2}
+    mine, theirs = (losses(tmp_path / name) for name in ("two", "one"))
+    for key in ("train", "eval"):
+        assert mine[key].keys() == theirs[key].keys()
+        for step, values in mine[key].items():
+            assert values == pytest.approx(theirs[key][step], rel=1e-2), (key, step)
+    towers = []
+    for folder in ("base", "one/export", "two/export"):
+        model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / folder, dtype=torch.float32)
+        named = model.state_dict().items()
+        towers.append(torch.cat([t.flatten() for name, t in named if "vision_tower" in name or "visual" in name]))
+    base, one, two = towers
+    assert (two - one).norm() < 0.1 * (one - base.bfloat16().float()).norm()
 
 
 def rewrite(tmp_path: Path, row: Any) -> None:
