@@ -1,10 +1,11 @@
 """The library's fused kernels for attention behind one signature, and the rule that chooses among them (`chosen`).
 
-cuDNN's on Hopper and newer where it takes the shape (1.7 times as fast as FlashAttention there: B4 S2048 32 x 128
-heads, forward 0.27 ms against 0.48, backward 0.83 against 1.39; with a mask 0.82 + 2.45 against the memory-efficient
-kernel's 2.20 + 5.68); else FlashAttention, with a mask the memory-efficient one; packed sequences FlashAttention's for
-lengths (0.27 + 0.63); and cuDNN never when `torch.use_deterministic_algorithms` asks for one result each time (it adds
-up dq in any order). Measured on an H200 (docs/research/measurements.md).
+cuDNN's on Hopper and newer where it takes the shape, heads up to 256 wide on Hopper and 128 on newer (1.7 times as fast
+as FlashAttention there: B4 S2048 32 x 128 heads, forward 0.27 ms against 0.48, backward 0.83 against 1.39; with a mask
+0.82 + 2.45 against the memory-efficient kernel's 2.20 + 5.68, of 16 x 256 heads 1.07 + 3.59 against 2.02 + 16.4); else
+FlashAttention, with a mask the memory-efficient one; packed sequences FlashAttention's for lengths (0.27 + 0.63); and
+cuDNN never when `torch.use_deterministic_algorithms` asks for one result each time (it adds up dq in any order).
+Measured on an H200 (docs/research/measurements.md).
 
 PyTorch has bindings of its own for the forward kernels, which take less of the host's time than `torch.ops`.
 
@@ -144,16 +145,20 @@ PACKED = Kernel(flash_packed, flash_packed_backward)
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    """Whether a GPU is a Hopper or newer."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _cudnn_width(device: torch.device) -> int:
+    """How wide a head cuDNN's attention takes on a GPU: 256 on Hopper, 128 on newer, as PyTorch's own rule for it says
+    (`check_cudnn_tensor_shapes`); 0 before, where FlashAttention is faster."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000:
+        return 256
+    return 128 if capability >= (9, 0) else 0
 
 
 def _cudnn_takes(device: torch.device, sequence: int, width: int) -> bool:
-    """Where cuDNN's attention runs, and runs faster than FlashAttention: Hopper and newer, heads up to 128 wide."""
+    """Where cuDNN's attention runs, and runs faster than FlashAttention."""
     if torch.are_deterministic_algorithms_enabled() or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
-    return width <= 128 and sequence > 1 and _is_hopper(device)
+    return sequence > 1 and width <= _cudnn_width(device)
 
 
 def chosen(q: Tensor, mask: Optional[Tensor]) -> Optional[Kernel]:

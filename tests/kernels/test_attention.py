@@ -186,7 +186,7 @@ def test_what_hides_a_key_from_cudnn_is_finite(kind, dtype):
     assert (rows.float() * 1.4427).isfinite().all()
 
 
-HOPPER, ADA = (9, 0), (8, 9)
+HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,10 @@ HOPPER, ADA = (9, 0), (8, 9)
         (CUDNN, torch.bfloat16, 2048, 128, False, HOPPER),
         (CUDNN, torch.float16, 2048, 64, False, HOPPER),
         (FLASH, torch.bfloat16, 2048, 128, False, ADA),
-        (FLASH, torch.bfloat16, 2048, 256, False, HOPPER),
+        (CUDNN, torch.bfloat16, 2048, 256, False, HOPPER),
+        (CUDNN, torch.bfloat16, 2048, 256, True, HOPPER),
+        (FLASH, torch.bfloat16, 2048, 256, False, BLACKWELL),
+        (CUDNN, torch.bfloat16, 2048, 128, False, BLACKWELL),
         (FLASH, torch.bfloat16, 1, 128, False, HOPPER),
         (CUDNN, torch.bfloat16, 2048, 128, True, HOPPER),
         (EFFICIENT, torch.bfloat16, 2048, 128, True, ADA),
@@ -210,14 +213,16 @@ HOPPER, ADA = (9, 0), (8, 9)
     ],
 )
 def test_the_rule(expected, dtype, sequence, width, masked, capability, monkeypatch):
-    monkeypatch.setattr(attention_fused, "_is_hopper", lambda device: capability >= HOPPER)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
+    monkeypatch.setattr(attention_fused, "_cudnn_width", attention_fused._cudnn_width.__wrapped__)
     q = torch.empty(4, 32, sequence, width, dtype=dtype, device="meta")
     mask = torch.empty(4, 1, sequence, sequence, dtype=torch.bool, device="meta") if masked else None
     assert attention_fused.chosen(q, mask) is expected
 
 
 def test_the_rule_where_one_result_each_time_is_asked_for(monkeypatch):
-    monkeypatch.setattr(attention_fused, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(attention_fused, "_cudnn_width", lambda device: 256)
     q = torch.empty(4, 32, 2048, 128, dtype=torch.bfloat16, device="meta")
     torch.use_deterministic_algorithms(True)
     try:
@@ -234,6 +239,8 @@ def test_the_rule_where_one_result_each_time_is_asked_for(monkeypatch):
     [
         *((CUDNN, kind, (2, 256, 4, 4, 128)) for kind in ("causal", "packed", "per head", "bias")),
         *((CUDNN, kind, (2, 384, 4, 2, 64)) for kind in ("packed", "bias")),
+        *((CUDNN, kind, (2, 256, 4, 2, 256)) for kind in ("causal", "packed", "per head", "bias")),
+        (CUDNN, "causal", (2, 192, 4, 2, 192)),
         *((kernel, "causal", (2, 192, 4, 2, 64)) for kernel in (CUDNN, FLASH, EFFICIENT)),
         *((kernel, "causal", (2, 256, 4, 4, 128)) for kernel in (FLASH, EFFICIENT)),
         *((kernel, "all", (2, 257, 4, 4, 72)) for kernel in (CUDNN, FLASH, EFFICIENT)),
