@@ -36,9 +36,7 @@ from overcoat.kernels.activation import (
     activation_encode,
     activation_quantize,
 )
-from overcoat.kernels.activation_backward import activation_backward
-from overcoat.kernels.activation_bound import activation_gradient_bound
-from overcoat.kernels.block_tiles import BLOCK
+from overcoat.kernels.activation_backward import activation_backward, activation_gradient_bound
 from overcoat.kernels.groups import group_encode
 from overcoat.recipe import Recipe
 
@@ -139,17 +137,12 @@ class Mlp(NamedTuple):
     ) -> tuple[Tensor | Gradient, Quantized]:
         """Gradient of z, and h as transposed operand.
 
-        The former goes straight into both FP8 layouts and never exists in 16 bits, unless adapters read it too; with
-        the gradient of a bias of the first projection (`Gradient.sums`), which block scales do not give.
+        With one scale per tensor the former goes straight into both FP8 layouts and never exists in 16 bits, unless
+        adapters read it too; with the gradient of a bias of the first projection (`Gradient.sums`).
         """
         codes, group_amax, scale, _ = kept
         fmt, how = recipe.grad_format, (self.activation, recipe.kept_format, recipe.group_size)
         in_fp8, has_bias = len(into.adapters) == 0, into.has_bias
-        if scale is None and in_fp8 and not has_bias and dh.shape[1] % BLOCK == 0:
-            data, d_scale, data_t, scale_t, h_t, h_scale = activation_backward(
-                dh, codes, group_amax, None, None, fmt, False, *how
-            )
-            return Gradient(data, data_t, d_scale, None, dh.dtype, scale_t), Quantized(h_t, h_scale)
         if scale is None:
             dz, h_t, h_scale = activation_backward(dh, codes, group_amax, None, None, None, False, *how)
             return dz, Quantized(h_t, h_scale)

@@ -3,13 +3,19 @@
     dz = dh f'(z)                             h = f(z)
     dz = (dh up f'(gate), dh f(gate))         h = f(gate) up        gated
 
-dz goes straight into FP8 in both layouts, or stays in 16 bits. With one scale per tensor h has the forward's; with
-block scales it has one for each 128 tokens of a column: a tile holds all of them, but too few columns for those of dz's
-rows, which a kernel of its own writes.
+With one scale per tensor dz goes straight into FP8 in both layouts, or stays in 16 bits, and h has the forward's scale.
+With block scales dz stays in 16 bits, and h has a scale for each 128 tokens of a column: a tile holds all of them.
 
-With one scale dz's is that of a bound, found before (activation_bound.py). Bytes moved, with V = T * I * 2 and F = 2 if
-gated, else 1:
+The scale of dz is that of a bound, found before:
 
+    |dz| <= max |dh| * max |f'|
+    |dz| <= max |dh| * max(max |up| max |f'|, max |f|)      gated
+
+Each maximum is a group's: of dh as read, of f and f' as the kept maxima of gate allow. The largest of all groups is up
+to 7 times max |dz| on what was tried: in a floating-point format that costs range, not precision. Bytes moved, with
+V = T * I * 2 and F = 2 if gated, else 1:
+
+    activation_gradient_bound    V read
     activation_backward          V + F V / 2 read, F V + V / 2 written
 
 and, for a bias, each tile's sums over its tokens, F V / 16. Kernels equal their references bit for bit, but for these
@@ -26,26 +32,19 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.formats import E4M3, FLOAT8, cast_float8, quantize_tensor
+from overcoat.formats import E4M3, FLOAT8, cast_float8, quantize_tensor, to_groups
 from overcoat.kernels.activation import decoded
-from overcoat.kernels.activation_functions import activation_of
-from overcoat.kernels.block_tiles import (
-    Strip,
-    quad_magnitude,
-    row_tile,
-    store_rows,
-    store_scales,
-    store_values,
-    strip_columns,
-    token_blocks,
-)
-from overcoat.kernels.blockwise import BLOCK, empty_rows_t, row_blocks, row_blocks_t
+from overcoat.kernels.activation_functions import ROUNDING, activation_of
+from overcoat.kernels.block_tiles import Strip, quad_magnitude, store_scales, store_values, strip_columns, token_blocks
+from overcoat.kernels.blockwise import BLOCK, empty_rows_t, row_blocks_t
 from overcoat.kernels.codes import CODES, decode
 from overcoat.kernels.device import (
     EXACT,
     as_words,
+    atomic_amax,
     inverse_max,
     inverse_of,
+    larger,
     max_magnitude,
     power_of_2,
     scale_of,
@@ -56,7 +55,7 @@ from overcoat.kernels.launch import cdiv, dense, kernel, registers
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import padded_tokens, transpose_padded
-from overcoat.kernels.tiles import group_columns, load_kept, store_quad_rows, store_quads
+from overcoat.kernels.tiles import group_columns, listed_groups, load_kept, store_quad_rows, store_quads
 
 
 def gradient(
@@ -128,6 +127,71 @@ def quad_sum(x):
     return tl.sum((x[0] + x[1]) + (x[2] + x[3]), 0)
 
 
+# ---- one scale per tensor: a bound of the gradient, the scale of dz before dz is there -------------------------------
+
+_ROUNDING = tl.constexpr(ROUNDING)
+
+
+@op
+def activation_gradient_bound(dh: Tensor, group_amax: Tensor, activation: str, group_size: int) -> Tensor:
+    """What no |dz| exceeds, 0-d FP32; not finite where dh, z or a product of their maxima is not.
+
+    Args:
+        dh: (T, I), gradient of h; group_amax: (T, F, n), as kept.
+    """
+    function, peak = activation_of(activation).reference, activation_of(activation).peak
+    gate, *up = group_amax.float().unbind(1)
+    largest = to_groups(dh, group_size).abs().amax(-1).float()  # (T, n)
+    _, slope = function(gate.clamp(max=peak))
+    bound = torch.maximum(largest * up[0] * slope, largest * function(gate)[0]) if up else largest * slope
+    return torch.where(gate < torch.inf, bound, torch.nan).amax() * ROUNDING
+
+
+@kernel
+def _activation_bound_kernel(
+    dh_ptr,  # (T, I)
+    amax_ptr,  # (T, F, n) BF16
+    top_ptr,  # 0-d FP32: the bound
+    groups,  # T * n
+    n, I, FUNCTION: tl.constexpr, PEAK: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr,  # noqa: E741
+    GP: tl.constexpr, NG: tl.constexpr,
+):  # fmt: skip
+    # From L2: what this multiprocessor's own cache holds is as old as its first program.
+    seen = tl.load(top_ptr, cache_modifier=".cg")
+    group, row, known, column, inside = listed_groups(groups, n, I, G, GP, NG)
+    dh = tl.load(dh_ptr + (row.to(tl.int64)[:, None] * I + column), mask=inside, other=0.0)
+    places = group + row * n if GATED else group  # among (T, F, n)
+    gate = tl.load(amax_ptr + places, mask=known, other=0.0).to(tl.float32)
+    up = gate
+    if GATED:
+        up = tl.load(amax_ptr + n + places, mask=known, other=0.0).to(tl.float32)
+    largest = max_magnitude(dh.to(tl.float32), 1)
+    slope = FUNCTION(tl.minimum(gate, PEAK))[1]
+    bound = largest * slope
+    if GATED:
+        bound = larger(largest * up * slope, largest * FUNCTION(gate)[0])
+    bound = max_magnitude(tl.where(gate < float("inf"), bound, float("nan")), 0) * _ROUNDING
+    if bound.to(tl.int32, bitcast=True) > seen.to(tl.int32, bitcast=True):
+        atomic_amax(top_ptr, bound)
+
+
+# Gradients of a program that bounds them.
+BOUND_TILE = 4096
+
+
+@activation_gradient_bound.cuda
+def _(dh, group_amax, activation, group_size):
+    dh, group_amax = dense(dh, group_amax)
+    (tokens, width), (_, parts, n) = dh.shape, group_amax.shape
+    chosen, gp = activation_of(activation), power_of_2(group_size)
+    top, count = dh.new_zeros((), dtype=torch.float32), max(BOUND_TILE // gp, 1)
+    _activation_bound_kernel[(cdiv(tokens * n, count),)](
+        dh, group_amax, top, tokens * n, n, width, chosen.device, chosen.peak, parts == 2, group_size, gp, count,
+        num_warps=1, **EXACT,
+    )  # fmt: skip
+    return top
+
+
 @op
 def activation_backward(
     dh: Tensor, codes: Tensor, group_amax: Tensor, scale: Optional[Tensor], amax: Optional[Tensor], fmt: Optional[str],
@@ -137,20 +201,18 @@ def activation_backward(
 
     Args:
         dh: (T, I), gradient of h; codes, group_amax: as kept.
-        scale: that of h, from `activation_quantize`; None: block scales.
-        fmt: "e4m3" or "e5m2", None for 16 bits; in blocks I is a multiple of 128 then.
-        amax, has_bias: max |dz| or more, whether z's projection has a bias; for FP8 with one scale, else None, False.
+        scale: that of h, from `activation_quantize`; None: block scales, dz in 16 bits.
+        fmt: "e4m3" or "e5m2", amax: max |dz| or more, and has_bias: whether z's projection has a bias; None, None and
+            False for 16 bits.
 
     Returns:
         In 16 bits: dz (T, F I) in dh's dtype; h as transposed E4M3 operand (I, P); with block scales h's scale
-        (ceil(T / 128), I). In FP8 with one scale: dz (T, F I); dz transposed (F I, P); their 0-d FP32 scale; sum of dz
-        over the tokens (F I,) FP32, before it is rounded, empty without a bias; h. In FP8 with block scales: dz and
-        its scale, both transposed, h, its scale.
+        (ceil(T / 128), I). In FP8: dz (T, F I); dz transposed (F I, P); their 0-d FP32 scale; sum of dz over the tokens
+        (F I,) FP32, before it is rounded, empty without a bias; h.
     """
     dz, h = gradient(dh, codes, group_amax, activation, code, group_size)
     if scale is None:
-        both = [dz.to(dh.dtype)] if fmt is None else [*row_blocks(dz, FLOAT8[fmt]), *row_blocks_t(dz, FLOAT8[fmt])]
-        return [*both, *row_blocks_t(h, E4M3)]
+        return [dz.to(dh.dtype), *row_blocks_t(h, E4M3)]
     h_t = transpose_padded(cast_float8(h * (1.0 / scale), E4M3))
     if fmt is None:
         return [dz.to(dh.dtype), h_t]
@@ -167,7 +229,7 @@ def _activation_gradient_kernel(
     amax_ptr,  # 0-d FP32: bound of |dz|, unless VALUES
     out_ptr,  # (T, F I): dz
     out_t_ptr,  # (F I, P) FP8, of which four are stored together, unless VALUES
-    scale_ptr,  # 0-d FP32: scale of dz, unless VALUES; (ceil(T / 128), F I) of its columns, if BLOCKS
+    scale_ptr,  # 0-d FP32: scale of dz, unless VALUES
     h_t_ptr,  # (I, P) E4M3, of which four are stored together
     partial_ptr,  # (ceil(P / BT), F I) FP32: sums over a tile's tokens, if SUMS
     T, I, P, n,  # noqa: E741
@@ -217,16 +279,6 @@ def _activation_gradient_kernel(
         store_values(a, inside, out_ptr + offsets, F * I)
         if GATED:
             store_values(b, inside, out_ptr + I + offsets, F * I)
-    elif BLOCKS:
-        KIND: tl.constexpr = out_t_ptr.dtype.element_ty
-        out_t_ptr = as_words(out_t_ptr, 32) + first
-        scale_ptr += block.to(tl.int64) * F * I + c0
-        inverse = store_scales(max_magnitude(quad_magnitude(*a), 0), scale_ptr, c, real, INVERSE_MAX)
-        store_quads(a, inside, inverse, out_t_ptr, c, quad, real, quads, stride_t, PADDED, KIND)
-        if GATED:
-            out_t_ptr += tl.cast(I, tl.int64) * stride_t
-            inverse = store_scales(max_magnitude(quad_magnitude(*b), 0), scale_ptr + I, c, real, INVERSE_MAX)
-            store_quads(b, inside, inverse, out_t_ptr, c, quad, real, quads, stride_t, PADDED, KIND)
     else:
         TYPE: tl.constexpr = out_ptr.dtype.element_ty
         scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
@@ -239,33 +291,6 @@ def _activation_gradient_kernel(
             store_quad_rows(b, inside, inverse, out_ptr + I, F * I, offsets)
             out_t_ptr += tl.cast(I, tl.int64) * stride_t
             store_quads(b, inside, inverse, out_t_ptr, c, quad, real, quads, stride_t, PADDED, TYPE)
-
-
-@kernel
-def _gradient_rows_kernel(
-    dh_ptr,  # (T, I)
-    codes_ptr,  # (T, F I) 8-bit
-    group_amax_ptr,  # (T, F, n) BF16
-    out_ptr,  # (T, F I) FP8
-    scale_ptr,  # (F I / 128, T) FP32
-    T, I, n, INVERSE_MAX: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, CODE: tl.constexpr,  # noqa: E741
-    G: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    F: tl.constexpr = 2 if GATED else 1
-    NG: tl.constexpr = 128 // G
-    tile, t0, t = tl.program_id(0), tl.program_id(1) * BT, tl.arange(0, BT)
-    g, row = tl.arange(0, NG), t0.to(tl.int64)
-    c, rows, start = g[:, None] * G + tl.arange(0, G)[None, :], T - t0, row * F * I + tile * 128
-    dh_ptr += row * I + tile * 128
-    group_amax_ptr += row * F * n + tile * NG
-    x = load_operands(dh_ptr, codes_ptr + start, group_amax_ptr, t, c, g, c >= 0, rows, NG, I, n, GATED)
-    a, b, _, inside = gradient_of(x, x, FUNCTION, GATED, CODE)
-    offsets = t[:, None, None] * (F * I) + c[None, :, :]
-    scale_ptr += tile.to(tl.int64) * T + t0
-    store_rows(a, t, rows, out_ptr + start, scale_ptr, offsets, inside, INVERSE_MAX)
-    if GATED:
-        scale_ptr += (I // 128).to(tl.int64) * T
-        store_rows(b, t, rows, out_ptr + I + start, scale_ptr, offsets, inside, INVERSE_MAX)
 
 
 # Tiles of 32 tokens, and with block scales of 128, by whether there is a gate (docs/research/kernels.md). With a gate
@@ -289,10 +314,7 @@ def _(dh, codes, group_amax, scale, amax, fmt, has_bias, activation, code, group
         empty_rows_t(dh, dh.shape, E4M3.dtype) if is_blocks else (dh.new_empty(width, padded, dtype=E4M3.dtype), scale)
     )
     out = dh.new_empty(tokens, parts * width, dtype=FLOAT8[fmt].dtype if fmt else dh.dtype)
-    if fmt and is_blocks:
-        out_t, d_scale = empty_rows_t(dh, out.shape, out.dtype)
-    else:
-        out_t, d_scale = (out.new_empty(parts * width, padded), torch.empty_like(amax)) if fmt else (h_t, h_scale)
+    out_t, d_scale = (out.new_empty(parts * width, padded), torch.empty_like(amax)) if fmt else (h_t, h_scale)
     gated, gp, rows = parts == 2, power_of_2(group_size), BLOCK if is_blocks else TILE_TOKENS
     tile = BLOCK_TILES[gated] if is_blocks else GATED_SUMS_TILE if gated and has_bias else TILES[gated]
     turns, columns = cdiv(padded, rows), tile.columns if is_blocks else max(tile.columns, gp)
@@ -307,11 +329,4 @@ def _(dh, codes, group_amax, scale, amax, fmt, has_bias, activation, code, group
     )  # fmt: skip
     if fmt is None:
         return [out, h_t, h_scale] if is_blocks else [out, h_t]
-    if is_blocks:
-        rows, scales = row_tile(tokens), dh.new_empty(parts * width // BLOCK, tokens, dtype=torch.float32)
-        _gradient_rows_kernel[(width // BLOCK, cdiv(tokens, rows))](
-            dh, codes, group_amax, out, scales, tokens, width, n, inverse_max(fmt), activation_of(activation).device,
-            gated, CODES[code], group_size, rows, num_warps=4, **EXACT,
-        )  # fmt: skip
-        return [out, scales, out_t, d_scale, h_t, h_scale]
     return [out, out_t, d_scale, sum_partials(partial)[0] if has_bias else partial.view(0), h_t]

@@ -177,8 +177,6 @@ def _activation() -> None:
         add("activation_gradient_bound", dh, kept[1], activation, group_size)
         add("activation_backward", dh, *kept, top / 448, None, None, False, *how)
         add("activation_backward", dh, *kept, None, None, None, False, *how)
-        if dh.shape[1] % 128 == 0:
-            add("activation_backward", dh, *kept, None, None, "e4m3", False, *how)
         for has_bias in (True, False) if i % 2 else (False,):
             add("activation_backward", dh, *kept, top / 448, amax(dh) * 9, "e5m2", has_bias, *how)
 

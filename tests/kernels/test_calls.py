@@ -117,7 +117,7 @@ def test_triton_accepts_what_a_block_launches(recipe, monkeypatch):
     with torch.autograd.set_multithreading_enabled(False):
         block_step(recipe)()
 
-    assert len(seen) > 15, "not the ops of a block"
+    assert len(seen) >= 15, "not the ops of a block"
     for variant in seen.values():
         variant.ptx(ttir_alone=True)
 

@@ -190,7 +190,7 @@ def test_programs_that_ask_what_others_have_found_are_one_warp():
     from tests.kernels import variants  # not for the interpreter
 
     launched = variants.launched()
-    for name in ("activation.activation_encode_kernel", "activation_bound.activation_bound_kernel"):
+    for name in ("activation.activation_encode_kernel", "activation_backward.activation_bound_kernel"):
         assert [variant.options["num_warps"] for variant in launched[name]] == [1] * len(launched[name])
 
 
