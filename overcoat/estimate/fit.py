@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional
 
-from overcoat.estimate.predict import Prediction, Predictor
+from overcoat.estimate.meter import GRADIENTS
+from overcoat.estimate.predict import LASTING, Prediction, Predictor
 from overcoat.estimate.setup import Setup
 from overcoat.formats.moments import MOMENT_CODES, resolve_moments
 
@@ -34,16 +37,37 @@ class Room:
 
     def largest_batch(self, setup: Setup) -> int:
         """The most rows that fit, on each GPU; 0 if one does not."""
-        low, high, rows, runs = 0, 2 * MOST_ROWS, 1, 0
-        last: Optional[tuple[int, int]] = None
-        while high - low > 1:
-            need, runs = self.predict(setup, rows).total_bytes, runs + 1
-            low, high = (rows, high) if need <= self.limit else (low, rows)
-            # Memory is nearly a line in the rows: 4 or 5 runs of the model, where doubling and halving take 13.
-            slope = 0 if last is None else (need - last[1]) // (rows - last[0])
-            guess = rows + (self.limit - need) // slope if slope > 0 else max(2, self.batch)
-            last, rows = (rows, need), min(max(guess if runs < 6 else (low + high) // 2, low + 1), high - 1)
-        return low
+        low, high, rows, runs = 0, 2 * MOST_ROWS, min(self.batch, MOST_ROWS), 0
+        found = self.predict(setup, rows)
+        before, before_rows = without_rows(found), 0
+        while True:
+            low, high, runs = (rows, high, runs + 1) if found.total_bytes <= self.limit else (low, rows, runs + 1)
+            line = functools.partial(between, (before_rows, before), (rows, found))
+            # Every phase is nearly a line in the rows: 2 or 3 runs, where doubling and halving take 13. The last run
+            # that fits is taken for the largest where a tenth of a row less than the next is too much.
+            if high - low == 1 or (rows == low and runs > 1 and line(low + 0.9) > self.limit):
+                return low
+            guess = bisect.bisect(range(1, high), self.limit, key=line) if runs < 6 else (low + high) // 2
+            before, before_rows, rows = found, rows, min(max(guess, low + 1), high - 1)
+            found = self.predict(setup, rows)
+
+
+def without_rows(prediction: Prediction) -> Prediction:
+    """What is there whatever the batch."""
+    there = {*LASTING, GRADIENTS}
+    phases = [{name: size * (name in there) for name, size in each.items()} for each in prediction.by_phase]
+    return replace(prediction, by_phase=phases)
+
+
+def between(one: tuple[int, Prediction], other: tuple[int, Prediction], rows: float) -> int:
+    """Bytes needed on the lines through the phases of two batches."""
+    share = (rows - one[0]) / (other[0] - one[0])
+    pairs = zip(one[1].by_phase, other[1].by_phase, strict=True)
+    phases = [
+        {name: int(first.get(name, 0) + share * (x - first.get(name, 0))) for name, x in last.items()}
+        for first, last in pairs
+    ]
+    return replace(other[1], components=max(phases, key=lambda each: sum(each.values()))).total_bytes
 
 
 # ---- what can be changed, the cheapest first ----------------------------------------------------------------------

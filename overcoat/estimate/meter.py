@@ -153,7 +153,13 @@ def result_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if len(storages) < len(made) or any(x.nbytes != x.untyped_storage().nbytes() for x in made):
             return out
         _results[key] = tree_map_only(Tensor, lambda x: Shape(tuple(x.shape), x.stride(), x.dtype), out)
-    return tree_map_only(Shape, Shape.tensor, _results[key], is_leaf=lambda x: isinstance(x, Shape))
+    return _made(_results[key])
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, Shape):
+        return value.tensor()
+    return type(value)(map(_made, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _described(value: Any) -> Any:

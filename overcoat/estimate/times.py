@@ -55,7 +55,13 @@ def tensors_in(value: Any) -> list[Tensor]:
         value = value.values()
     elif not isinstance(value, (list, tuple)):
         return []
-    return [tensor for part in value for tensor in tensors_in(part)]
+    found = []
+    for part in value:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (list, tuple, dict)):
+            found += tensors_in(part)
+    return found
 
 
 class Work(defaultdict[tuple[bool, str], float]):

@@ -35,6 +35,15 @@ def test_the_largest_batch_fits_and_one_more_does_not(predictor, mebibytes):
     assert not here.fits(Setup(), largest + 1)
 
 
+def test_the_largest_batch_is_found_in_few_runs_of_the_model():
+    """Of phases that are lines in the rows three are enough, wherever the search begins."""
+    counted = Predictor(SHAPE.config())
+    for batch in (1, 4):
+        before = len(counted._runs)
+        room(counted, 333, batch).largest_batch(Setup())
+        assert len(counted._runs) - before <= 3
+
+
 def test_rungs_are_the_changes_on_top_of_each_other(predictor):
     advice = advise(room(predictor, 40), BASELINE)
     assert [rung.change.name for rung in advice.rungs[1:]] == [
