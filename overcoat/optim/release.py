@@ -212,7 +212,8 @@ class GradientRelease:
                 "backward(), use larger batches, or call handle.remove(); evaluate under torch.no_grad()"
             )
         device = next(model.parameters()).device.type
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+        has_autocast = torch.amp.is_autocast_available(device)  # meta has none
+        if has_autocast and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
             raise ValueError(
                 "release_gradients: float16 autocast needs GradScaler, which needs all gradients at once; autocast to "
                 "bfloat16, which needs no scaling, or call handle.remove()"

@@ -26,6 +26,7 @@ from typing import Optional, TypeGuard
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -146,20 +147,34 @@ def gather(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
-def stepped_part(tensor: Tensor) -> Tensor:
-    """What this process steps of a tensor: all of a sharded vector; of anything else its own part."""
-    return gather(tensor) if is_whole(tensor) else local(tensor)
+def stepped_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What this process steps of tensors of one layout and dtype: all of sharded vectors, which are gathered at once;
+    of anything else its own part."""
+    if not tensors or not is_whole(tensors[0]):
+        return [local(tensor) for tensor in tensors]
+    own, first = [local(tensor) for tensor in tensors], tensors[0]
+    assert isinstance(first, DTensor)
+    mesh, dims = first.device_mesh, [dim for dim, placement in enumerate(first.placements) if placement == Shard(0)]
+    if len(dims) != 1 or own[0].device.type != mesh.device_type or not all(map(Tensor.dim, tensors)):
+        return [gather(tensor) for tensor in tensors]
+    processes = mesh.size(dims[0])
+    sizes = [-(-len(tensor) // processes) for tensor in tensors]  # of all shards but the last ones
+    sent = torch.cat([F.pad(part, (0, size - len(part))) for part, size in zip(own, sizes, strict=True)])
+    found = sent.new_empty(processes * len(sent))
+    dist.all_gather_into_tensor(found, sent, group=mesh.get_group(dims[0]))
+    columns = found.view(processes, -1).split(sizes, dim=1)
+    return [part.reshape(-1)[: len(tensor)] for part, tensor in zip(columns, tensors, strict=True)]
 
 
 def buffer_for(param: Tensor) -> Tensor:
-    """Contiguous memory for what `stepped_part` returns."""
+    """Contiguous memory for what `stepped_parts` returns."""
     if is_whole(param):
         return torch.empty(param.shape, dtype=param.dtype, device=param.device)
     return torch.empty_like(local(param), memory_format=torch.contiguous_format)
 
 
 def write_back(param: Tensor, stepped: Tensor) -> None:
-    """Write `stepped_part`, as it is after the step, into the parameter."""
+    """Write one of `stepped_parts`, as it is after the step, into the parameter."""
     own = local(param)
     if is_whole(param) and stepped.dim():
         start = first_row(param)

@@ -35,7 +35,7 @@ from overcoat.optim.sharding import (
     is_whole,
     layout_of,
     local,
-    stepped_part,
+    stepped_parts,
     sums_over_shards,
     write_back,
 )
@@ -119,8 +119,9 @@ class StepGroup:
 
     def _addresses(self) -> list[int]:
         params = list(map(local, self.params)) if self.sharded else self.params
-        # Their sizes as well: a parameter may be cut where it lies.
-        return [*map(Tensor.data_ptr, params), *map(Tensor.numel, params), *map(Tensor.data_ptr, self.state_tensors())]
+        # A parameter may be cut or transposed where it lies.
+        where = (map(of, params) for of in (Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous))
+        return [*chain.from_iterable(where), *map(Tensor.data_ptr, self.state_tensors())]
 
     def state_tensors(self) -> list[Tensor]:
         """Of all states, this process' parts."""
@@ -134,10 +135,11 @@ class StepGroup:
         if self.sharded or not all(map(Tensor.is_contiguous, grads)):
             for param, grad in zip(self.params, grads, strict=True):
                 check_gradient(param, grad)
-            grads = [stepped_part(grad).contiguous() for grad in grads]
+            grads = [part.contiguous() for part in stepped_parts(grads)]
         self.grads = list(grads)
-        for i, buffer in self.buffers.items():
-            buffer.copy_(stepped_part(self.params[i]))
+        parts = stepped_parts([self.params[i] for i in self.buffers])
+        for buffer, part in zip(self.buffers.values(), parts, strict=True):
+            buffer.copy_(part)
         if self.on_kernel:
             self.gradients.set(self.grads)
 

@@ -362,6 +362,14 @@ def test_weights_have_moved_whatever_becomes_of_the_states():
     assert not handle.has_stepped
 
 
+def test_a_model_without_memory_steps_too():
+    """As estimators of memory take it."""
+    model, optimizer, handle = released(model=Tied().to("meta"))
+    train(model, optimizer, 2)
+    assert optimizer.state[model.head.weight]["exp_avg"].is_meta
+    assert len(handle.step_groups) > 0
+
+
 # ---- on a GPU --------------------------------------------------------------------------------------------
 
 

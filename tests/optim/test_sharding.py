@@ -161,7 +161,7 @@ def test_clipping_and_skipping_are_global(device):
 
 
 def _one_all_reduce(rank):
-    calls, plain = [], dist.all_reduce
+    calls, plain, sent, gathers = [], dist.all_reduce, [], dist.all_gather_into_tensor
     for reduce_dtype in (torch.bfloat16, torch.float32):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4))).bfloat16()
@@ -173,12 +173,15 @@ def _one_all_reduce(rank):
         expected = torch.stack([p.grad.full_tensor().double().square().sum() for p in model.parameters()]).sum().sqrt()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_reduce", lambda x, *a, **k: (calls.append(x.numel()), plain(x, *a, **k))[1])
+            patch.setattr(dist, "all_gather_into_tensor", lambda *a, **k: (sent.append(len(a[1])), gathers(*a, **k))[1])
+            patch.setattr(DTensor, "full_tensor", None)
             optimizer.step(clip_grad_norm=1.0)
         torch.testing.assert_close(optimizer.grad_norm, expected.float())
     assert calls == [2, 2]  # both groups of matrices; vectors are whole
+    assert sent == [4 * 20] * 4  # all vectors' gradients together, and themselves
 
 
-def test_norm_clip_and_finite_check_take_one_all_reduce():
+def test_norm_clip_and_finite_check_take_one_all_reduce_and_vectors_one_gather():
     on_two(_one_all_reduce, "cpu")
 
 

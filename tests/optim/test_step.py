@@ -204,6 +204,17 @@ def test_only_what_is_not_contiguous_is_copied(offload, device):
     assert list(group.buffers) == [1]
 
 
+def test_a_square_parameter_that_is_transposed_where_it_lies_is_noticed(device):
+    params = make_params(torch.bfloat16, [(64, 64), (300,)], device=device)
+    optimizer = AdamW(params, lr=1e-2)
+    train(params, optimizer, 1)
+    params[0].data = params[0].data.t()
+    twins, twin = copy.deepcopy((params, optimizer))
+    for run in ((params, optimizer), (twins, twin)):
+        train(*run, 1, first=1)
+    assert_same_bits(snapshot(params, optimizer), snapshot(twins, twin))
+
+
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("kind", ["meta", "fake", "fake cuda"])
 @pytest.mark.parametrize("options", [{}, {"check_finite": False}, {"offload": True}])
