@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import overcoat
 from overcoat.estimate.dry_run import META, LossOf
-from overcoat.extras import load_extra, load_pretrained, reason
+from overcoat.extras import load_extra, load_pretrained
 from overcoat.models.head import LeanLossModel
-from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, require
+from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, require, said_of
 from overcoat.train.data import Batch
 from overcoat.train.process import choose_device, memory_of
 
@@ -45,10 +45,8 @@ def check_config(config: Config) -> None:
         decay <= 1,
         f"optimizer.lr * optimizer.weight_decay = {decay:g}: above 1 a step turns the sign of every weight; lower one",
     )
-    try:
+    with said_of("[optimizer]: "):
         make_optimizer(nn.Linear(1, 1, dtype=getattr(torch, config.model.dtype)), config.optimizer, config.train.seed)
-    except ValueError as error:
-        raise ValueError(f"[optimizer]: {error}") from error
     if config.model.name:
         load_pretrained("AutoConfig", "model.name =", config.model.name, config.model.trust_remote_code)
     else:
@@ -97,10 +95,8 @@ def add_adapters(model: Any, section: LoraConfig, seed: int, frozen: Sequence[st
         r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM",
         exclude_modules=rf"(.*\.)?({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,
     )  # fmt: skip
-    try:
+    with said_of(f"lora.targets = {section.targets}: "):
         adapted = peft.get_peft_model(model, settings)
-    except ValueError as error:
-        raise ValueError(f"lora.targets = {section.targets}: {reason(error)}") from error
     is_embedding = any("lora_embedding" in name for name, _ in adapted.named_parameters())
     require(
         not is_embedding, f"lora.targets = {section.targets}: adapters of embeddings are not supported, leave them out"
@@ -157,17 +153,13 @@ def check_vocabulary(model: Any, num_ids: int, is_tokens: bool) -> None:
     """Token ids at or above the size of the embedding would be an IndexError, or an assertion on the GPU; they come
     from the tokenizer, or from binaries (`is_tokens`)."""
     size = model.get_input_embeddings().num_embeddings
-    if num_ids <= size:
-        return
-    if not is_tokens:
-        raise ValueError(
-            f"the tokenizer has {num_ids} tokens, but the model's vocabulary (model.config.vocab_size) is {size}: "
-            "use the model's own tokenizer, or a smaller tokenizer.vocab_size"
-        )
-    raise ValueError(
-        f"data.files hold the token id {num_ids - 1}, but the model's vocabulary (model.config.vocab_size) is {size}: "
-        f"it must be at least {num_ids}, unless data.token_dtype is not the files' own"
-    )
+    what, remedy = (
+        (f"data.files hold the token id {num_ids - 1}",
+         f"it must be at least {num_ids}, unless data.token_dtype is not the files' own")
+        if is_tokens
+        else (f"the tokenizer has {num_ids} tokens", "use the model's own tokenizer, or a smaller tokenizer.vocab_size")
+    )  # fmt: skip
+    require(num_ids <= size, f"{what}, but the model's vocabulary (model.config.vocab_size) is {size}: {remedy}")
 
 
 def _inline(model: ModelConfig) -> tuple[str, dict[str, Any]]:

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from overcoat.extras import load_extra, reason
-from overcoat.train.config import DataConfig, require
+from overcoat.extras import load_extra
+from overcoat.train.config import DataConfig, require, said_of
 from overcoat.train.sources import KINDS, as_text, field_of, parsed, rows
 
 TRAINED = 1 << 31
@@ -132,11 +132,9 @@ def place_images(messages: list[dict[str, Any]], row: Any, where: str) -> list[s
 def read_image(path: Path) -> Any:
     """An RGB image (PIL)."""
     pillow = load_extra("PIL.Image", "hf", "data.images")
-    try:
-        with pillow.open(path) as image:
-            return image.convert("RGB")
-    except Exception as error:  # of any kind: from the file system, or a decoder
-        raise ValueError(f"cannot read the image {path} ({reason(error)}): repair it, or remove its row") from error
+    failing = said_of(f"cannot read the image {path} (", Exception, "): repair it, or remove its row")
+    with failing, pillow.open(path) as image:
+        return image.convert("RGB")
 
 
 def training_template(tokenizer: Any) -> str | None:
@@ -221,16 +219,9 @@ class Encoder:
         return self.tokenizer(prompt)["input_ids"], ids if ids[-1:] == [end] else [*ids, end]
 
     def _apply(self, messages: list[dict[str, Any]], example: dict[str, Any], where: str, **options: Any) -> Any:
-        try:
-            return apply_template(
-                self.processor or self.tokenizer,
-                messages,
-                tools=example.get("tools"),
-                chat_template=self.template,
-                **options,
-            )
-        except Exception as error:  # of any kind: a template is a program
-            raise ValueError(f"{where}: the chat template cannot render it: {reason(error)}") from error
+        given = {"tools": example.get("tools"), "chat_template": self.template, **options}
+        with said_of(f"{where}: the chat template cannot render it: ", Exception):  # a template is a program
+            return apply_template(self.processor or self.tokenizer, messages, **given)
 
 
 def apply_template(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:

@@ -9,10 +9,14 @@ say together is checked in its `__post_init__`, and what several sections do in 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from overcoat.extras import reason
 
 # Keys that do not decide what is computed: they may differ on resuming.
 FREE_KEYS = (
@@ -35,6 +39,19 @@ def require(condition: bool, message: str) -> None:
     """A check of what the user asked for; the message names the value and the remedy."""
     if not condition:
         raise ValueError(message)
+
+
+@contextlib.contextmanager
+def said_of(what: str, kinds: type[Exception] = ValueError, after: str = "") -> Iterator[None]:
+    """What goes wrong inside, as a ValueError of one line that begins with `what`.
+
+    kinds: what is caught; Exception where a library is asked, which may say much.
+    """
+    try:
+        yield
+    except kinds as error:
+        why = " ".join(str(error).split()) if kinds is ValueError else reason(error)
+        raise ValueError(f"{what}{why}{after}") from error
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ so `train.device=cpu`, `optimizer.lr=1e-3` and `data.files='["a.txt", "b.txt"]'`
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import json
@@ -19,7 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from overcoat.extras import load_extra
 from overcoat.train.checks import check, check_read, unread
-from overcoat.train.config import FREE_KEYS, Config, require
+from overcoat.train.config import FREE_KEYS, Config, require, said_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,12 +45,8 @@ def load_config(path: str | Path, arguments: list[str] | None = None, is_recorde
     train = values.setdefault("train", {})
     if isinstance(train, dict):
         train.setdefault("run_dir", f"runs/{path.stem}")
-    try:
+    with said_of(f"{path}: ") if is_recorded else contextlib.nullcontext():
         return build_config(values, arguments or [], is_recorded)
-    except ValueError as error:
-        if is_recorded:
-            raise ValueError(f"{path}: {error}") from error
-        raise
 
 
 def build_config(values: dict[str, Any], arguments: list[str], is_recorded: bool = False) -> Config:

@@ -29,9 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from overcoat.extras import reason
 from overcoat.train.chat import Encoder, examples
-from overcoat.train.config import Config, DataConfig, require
+from overcoat.train.config import Config, DataConfig, require, said_of
 from overcoat.train.data import (
     ChatRows,
     Images,
@@ -137,7 +136,7 @@ def _cached(config: Config, kind: str, say: Callable[[str], None]) -> tuple[Path
     key = hashlib.sha256(json.dumps([LAYOUT, made_from], sort_keys=True).encode()).hexdigest()[:12]
     folder = cache_dir(config) / kind / key
     fill = {TOKENS: write_tokens, TOKENIZER: write_tokenizer}[kind]
-    try:
+    with said_of(f"cannot write {folder}: ", OSError, "; make room there, or choose another data.cache_dir"):
         if not folder.exists():
             waiting = functools.partial(say, f"another run is tokenizing into {folder}: waiting for its tokens")
             with lock(folder.with_name(f".{folder.name}.lock"), waiting):
@@ -145,10 +144,6 @@ def _cached(config: Config, kind: str, say: Callable[[str], None]) -> tuple[Path
                     say(f"tokenizing into {folder}")
                     about = {"made_from": made_from, "sources": _sources(config.data)}
                     write_directory(folder, functools.partial(fill, config), about)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write {folder}: {reason(error)}; make room there, or choose another data.cache_dir"
-        ) from error
     try:
         manifest = verify_directory(folder, NEEDED[kind])
     except DamagedError as error:

@@ -173,6 +173,16 @@ def wait_for_all() -> None:
         dist.barrier(group=_Together.group)
 
 
+@contextlib.contextmanager
+def first_before_others() -> Iterator[None]:
+    """The others run what is inside once the first process has: it fetches and writes what they read."""
+    if not is_first():
+        wait_for_all()
+    yield
+    if is_first():
+        wait_for_all()
+
+
 def share(make: Callable[[], T]) -> T:
     """What `make` returns in the first process; the others do not call it. It is pickled on the way, between processes
     of one run."""

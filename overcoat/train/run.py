@@ -28,7 +28,7 @@ from overcoat.models.compiled import compile_layers, eager
 from overcoat.train import checkpoint, process, saving
 from overcoat.train.build import build_model, check_config, check_vocabulary, make_optimizer
 from overcoat.train.chat import prompt_ids
-from overcoat.train.config import Config
+from overcoat.train.config import Config, said_of
 from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.evaluate import Tasks, task_names
@@ -100,10 +100,8 @@ def twin_config(config: Config) -> Config:
         data=replace(config.data, cache_dir=str(cache_dir(config))),
         sample=replace(config.sample, tokens=0),
     )
-    try:
+    with said_of("compare.overrides: "):
         return build_config(asdict(mine), config.compare.overrides)
-    except ValueError as error:
-        raise ValueError(f"compare.overrides: {error}") from error
 
 
 def run_once(config: Config, console: Console, title: str) -> RunResult:
@@ -142,11 +140,8 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         if process.is_first():
             console.print(text, **PLAIN)
 
-    if not process.is_first():
-        process.wait_for_all()  # for the tokens
-    corpus = open_corpus(config, say)
-    if process.is_first():
-        process.wait_for_all()
+    with process.first_before_others():
+        corpus = open_corpus(config, say)
     tasks = load_tasks(config, corpus)
     with whatever_the_batch("the model"):
         is_auto = config.train.batch_size == "auto"
@@ -204,14 +199,8 @@ def load_tasks(config: Config, corpus: Corpus) -> Tasks | None:
         return None
     if corpus.tokenizer is None:
         raise ValueError("eval.tasks are text, and the token binaries come without a tokenizer: set tokenizer.name")
-    if not process.is_first():
-        process.wait_for_all()
-    try:
+    with process.first_before_others(), said_of("eval.tasks: "):
         tasks = Tasks(names)
-    except ValueError as error:
-        raise ValueError(f"eval.tasks: {error}") from error
-    if process.is_first():
-        process.wait_for_all()
     if tasks.generating and process.count() > 1:
         raise ValueError(
             f"eval.tasks: {', '.join(tasks.generating)} generate text, which several processes do not do in step: "

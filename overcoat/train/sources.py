@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from overcoat.extras import load_extra, reason
-from overcoat.train.config import DataConfig
+from overcoat.train.config import DataConfig, said_of
 
 ROWS = (".jsonl", ".json", ".parquet")
 CORPUS_BYTES = 1 << 18
@@ -160,10 +160,8 @@ def _read_json(path: Path, may_be_array: bool) -> Iterator[tuple[str, Any]]:
 
 
 def parsed(text: str, where: str) -> Any:
-    try:
+    with said_of(f"{where}: no JSON (", Exception, "): correct or remove it"):  # RecursionError, too
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: no JSON ({reason(error)}): correct or remove it") from error
 
 
 def _read_parquet(path: Path, columns: list[str] | None) -> Iterator[tuple[str, Any]]:
@@ -213,16 +211,8 @@ def open_dataset(config: DataConfig) -> Any:
     datasets = load_extra("datasets", "hf", f"data.dataset = {config.dataset!r}")
     name = config.dataset_config or None
     files = config.files or None
-    with _reading_dataset(config):
+    with said_of(f"data.dataset = {config.dataset!r}: ", Exception):
         return datasets.load_dataset(config.dataset, name, data_files=files, split=config.split, streaming=True)
-
-
-@contextlib.contextmanager
-def _reading_dataset(config: DataConfig) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # of any kind: from the network, a parser, a decompressor
-        raise ValueError(f"data.dataset = {config.dataset!r}: {reason(error)}") from error
 
 
 def encoded_size(text: str) -> int:
@@ -270,7 +260,8 @@ def no_documents(config: DataConfig) -> ValueError:
 
 def _dataset_rows(dataset: Any, config: DataConfig, num_done: int) -> Iterator[tuple[str, Any]]:
     """The rows of a dataset; `num_done` came before the first."""
-    with _reading_dataset(config):
+    # Of any kind: from the network, a parser, a decompressor.
+    with said_of(f"data.dataset = {config.dataset!r}: ", Exception):
         for number, row in enumerate(dataset, num_done + 1):
             yield f"data.dataset = {config.dataset!r}, row {number}", row
 
