@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Optional
 
 import pytest
@@ -14,7 +13,7 @@ import overcoat
 from overcoat import Recipe
 from overcoat.kernels.packed import document_starts
 from overcoat.models.masks import causal_mask, check_mask
-from tests.models.zoo import make_batch, make_model
+from tests.models.zoo import assert_equal, make_batch, make_model, trained
 from tests.waits import waiting_is_an_error
 
 KINDS = ["llama", "qwen2", "qwen3", "starcoder2"]
@@ -45,16 +44,9 @@ def converted(kind: str = "llama") -> nn.Module:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_loss_and_gradients_without_looking(kind: str, request: pytest.FixtureRequest) -> None:
     model, inputs = converted(kind), make_batch(length=LENGTH)
-    expected = model(**inputs, position_ids=positions()).loss
-    expected.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
+    expected = trained(model, {**inputs, "position_ids": positions()})
     request.getfixturevalue("packing_unseen")
-    loss = model(**inputs).loss
-    loss.backward()
-    assert torch.equal(loss, expected)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.grad, gradients[name]), name
+    assert_equal(trained(model, inputs), expected)
 
 
 def test_who_gets_it() -> None:
@@ -192,15 +184,6 @@ def test_lengths_without_positions_are_refused() -> None:
         wide()(input_ids=tokens, labels=tokens, cu_seq_lens_q=torch.tensor([0, 100, PACKED_LENGTH]))
 
 
-def losses_and_gradients(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loss = model(**inputs).loss
-    loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-
-
 RECIPES = {
     "default": Recipe(),
     "blocks kept": Recipe(checkpoint="block"),
@@ -210,6 +193,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "recipe", "layer"),
     [(kind, "default", "fp8") for kind in (*KINDS, "mistral")]
@@ -226,11 +210,10 @@ def test_packed_sequences_give_the_same(kind: str, recipe: str, layer: str) -> N
     elif layer != "fp8":
         model.gradient_checkpointing_enable({"use_reentrant": layer == "reentrant"})
     assert causal_mask(model, inputs).dtype == torch.int32
-    got = losses_and_gradients(model, inputs)
+    got = trained(model, inputs)
     model.model.layers[0].register_forward_hook(lambda *_: None)
     assert causal_mask(model, inputs) is None
-    for mine, expected in zip(got, losses_and_gradients(model, inputs), strict=True):
-        assert torch.equal(mine, expected)
+    assert_equal(got, trained(model, inputs))
 
 
 def test_packed_sequences_in_eval_mode_are_masked_once_by_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

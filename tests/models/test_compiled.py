@@ -14,7 +14,7 @@ from overcoat import Recipe
 from overcoat.models.compiled import begin_pass, compile_layers, forget, keep_gradients_outside
 from overcoat.models.convert import decoder_layers
 from tests.models.graphs import recorded, skipped
-from tests.models.zoo import make_batch, make_model
+from tests.models.zoo import assert_equal, gradients, make_batch, make_model
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +36,6 @@ def one_pass(model: Any, **batch: Any) -> torch.Tensor:
     loss = model(**inputs, use_cache=False).loss
     loss.backward()
     return loss.detach().clone()
-
-
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 # ---- on a CPU -------------------------------------------------------------------------------------------------------
@@ -64,8 +60,7 @@ def test_compiled_layers_share_a_graph_and_give_the_eager_gradients(kind: str, r
         expected = one_pass(plain, kind=masks, batch=rows, length=96)
         with torch.compiler.set_stance(force_backend=graphs):
             assert torch.equal(one_pass(model, kind=masks, batch=rows, length=96), expected)
-        for name, gradient in gradients(model).items():
-            assert torch.equal(gradient, gradients(plain)[name]), name
+        assert_equal(gradients(model), gradients(plain))
         counts.append(graphs.frame_count)
     assert counts == [1, 1, 2, 2]  # of three layers: one graph for the first number of rows, one for all others
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -81,8 +76,7 @@ def test_another_recipe_compiles_anew() -> None:
             overcoat.convert(each, Recipe.leanest())
             each.zero_grad()
         assert torch.equal(one_pass(model), one_pass(plain))
-    for name, gradient in gradients(model).items():
-        assert torch.equal(gradient, gradients(plain)[name]), name
+    assert_equal(gradients(model), gradients(plain))
 
 
 def test_moved_gradients_are_the_same_and_elsewhere() -> None:
@@ -91,7 +85,7 @@ def test_moved_gradients_are_the_same_and_elsewhere() -> None:
     frozen = model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
     one_pass(model)
     before, of_layers = gradients(model), set(nn.ModuleList(decoder_layers(model).values()).parameters())
-    values = {name: None if gradient is None else gradient.clone() for name, gradient in before.items()}
+    values = {name: gradient.clone() for name, gradient in before.items()}
     keep_gradients_outside(model)
     for name, parameter in model.named_parameters():
         if parameter is frozen:
@@ -127,8 +121,7 @@ def test_gradients_add_up_over_passes_of_cuda_graphs(recipe: Recipe) -> None:
                 keep_gradients_outside(model)
             begin_pass()
             assert torch.equal(one_pass(model, length=64, seed=seed), expected), (step, number)
-        for name, gradient in gradients(model).items():
-            assert torch.equal(gradient, gradients(plain)[name]), (step, name)
+        assert_equal(gradients(model), gradients(plain))
         for each in (plain, model):
             with torch.no_grad():
                 for parameter in each.parameters():

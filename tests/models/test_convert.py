@@ -17,7 +17,17 @@ import overcoat
 from overcoat import Recipe
 from overcoat.models.family import decoder_layers, families, family_of
 from overcoat.models.refusals import ACTIVATIONS, why_replaced
-from tests.models.zoo import KINDS, every_kind, make_batch, make_encoder, make_model
+from tests.models.zoo import (
+    ENCODERS,
+    KINDS,
+    assert_equal,
+    every_kind,
+    gradients,
+    make_batch,
+    make_encoder,
+    make_model,
+    trained,
+)
 
 CORES = ("llama", "gemma2", "gpt_oss", "mixtral")
 
@@ -27,21 +37,21 @@ def model() -> nn.Module:
     return make_model("llama", layers=2)
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_names_and_state_dict_are_shared(kind: str) -> None:
+    """And the name of the layers' class, by which Accelerate's FSDP and `infer_auto_device_map` find them."""
     model = make_model(kind, layers=2)
     before = dict(model.named_parameters())
-    keys = list(model.state_dict())
+    keys, kinds = list(model.state_dict()), {type(layer).__name__ for layer in decoder_layers(model).values()}
     report = overcoat.convert(model)
     after = dict(model.named_parameters())
     assert report.converted == list(decoder_layers(model))
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before)
     assert list(model.state_dict()) == keys
+    layer, *others = decoder_layers(model).values()
+    assert {type(each).__name__ for each in (layer, *others)} == kinds <= {family.layer for family in families()}
+    assert type(pickle.loads(pickle.dumps(layer))) is type(layer)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -201,11 +211,19 @@ def test_a_layer_that_looks_like_llamas_is_not_taken_for_one() -> None:
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "0.5",
         ),
+        ("clip", {"attention_dropout": 0.1}, "self_attn.dropout is 0.1; only 0 is supported"),
+        ("vit", {"hidden_dropout_prob": 0.1}, "dropout.p is 0.1"),
+        ("vit", {"attention_probs_dropout_prob": 0.2}, "attention_dropout is 0.2"),
+        ("dinov2", {"drop_path_rate": 0.3}, "drop_path.drop_prob is 0.3"),
+        ("siglip", {"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
+        ("bert", {"attention_probs_dropout_prob": 0.1}, "attention.self.dropout.p is 0.1"),
+        ("bert", {"is_decoder": True}, "attention.self.is_causal is True; only attention of all tokens is supported"),
     ],
 )
 def test_a_variant_that_cannot_be_done_right_is_left_alone(kind: str, options: dict[str, Any], reason: str) -> None:
+    make = make_encoder if kind in ENCODERS else make_model
     with pytest.warns(UserWarning, match=f"no decoder layer trains in FP8: .*{reason}"):
-        overcoat.convert(make_model(kind, layers=1, **options))
+        overcoat.convert(make(kind, layers=1, **options))
 
 
 def test_a_layer_whose_parts_have_other_names_is_left_alone() -> None:
@@ -351,18 +369,6 @@ def test_whoever_is_converted_no_cache_is_built(what: str) -> None:
     assert torch.equal(*losses)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_keep_the_name_of_their_class(kind: str) -> None:
-    """By which Accelerate's FSDP and `infer_auto_device_map` find them."""
-    model = make_model(kind, layers=1)
-    (layer,) = decoder_layers(model).values()
-    name = type(layer).__name__
-    overcoat.convert(model)
-    assert type(layer).__name__ == name in {family.layer for family in families()}
-    again = pickle.loads(pickle.dumps(layer))
-    assert type(again) is type(layer)
-
-
 def test_the_bf16_recipe_takes_any_model() -> None:
     assert not overcoat.convert(nn.Linear(2, 2), Recipe.bf16()).layers
 
@@ -379,16 +385,11 @@ def test_hooks_on_layers_and_gradients_run(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_gives_the_same_gradients(model: nn.Module, reentrant: bool) -> None:
-    inputs = make_batch()
     overcoat.convert(model)
-    model(**inputs).loss.backward()
-    expected = {name: grad.clone() for name, grad in gradients(model).items()}
-    model.zero_grad()
+    expected = trained(model, make_batch())
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    model(**inputs).loss.backward()
-    for name, grad in gradients(model).items():
-        assert torch.equal(grad, expected[name]), name
+    assert_equal(trained(model, make_batch()), expected)
 
 
 @pytest.mark.parametrize(
@@ -404,16 +405,12 @@ def test_gradient_checkpointing_gives_the_same_gradients(model: nn.Module, reent
 def test_frozen_parameters_get_no_gradient(kind: str, part: str) -> None:
     model = make_model(kind, layers=2)
     overcoat.convert(model)
-    model(**make_batch()).loss.backward()
-    expected = gradients(model)
-    model.zero_grad()
+    expected = trained(model, make_batch())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(part in name)
-    model(**make_batch()).loss.backward()
-    assert gradients(model)
-    assert set(gradients(model)) == {name for name in expected if part in name}
-    for name, grad in gradients(model).items():
-        assert torch.equal(grad, expected[name]), name
+    found = trained(model, make_batch())
+    assert len(found) > 1
+    assert_equal(found, {name: value for name, value in expected.items() if name == "loss" or part in name})
 
 
 @pytest.mark.parametrize(
@@ -431,18 +428,11 @@ def test_compiles_without_graph_breaks(kind: str, recipe: Recipe, device: torch.
     model = make_model(kind, layers=1).to(device)
     overcoat.convert(model, recipe)
     inputs = {name: value.to(device) for name, value in make_batch(length=64).items()}
-    loss = model(**inputs).loss
-    loss.backward()
-    expected = {name: grad.clone() for name, grad in gradients(model).items()}
-    model.zero_grad()
+    expected = trained(model, inputs)
     torch.compiler.reset()
     for name, layer in decoder_layers(model).items():
         model.set_submodule(name, torch.compile(layer, backend="aot_eager", fullgraph=True))
-    compiled = model(**inputs).loss
-    compiled.backward()
-    assert torch.equal(compiled, loss)
-    for name, grad in gradients(model).items():
-        assert torch.equal(grad, expected[name.replace("._orig_mod", "")]), name
+    assert_equal(trained(model, inputs), expected)
 
 
 @pytest.mark.gpu

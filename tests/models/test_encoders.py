@@ -177,23 +177,6 @@ def test_clips_text_tower_is_causal() -> None:
     assert seen.tolist() == list(range(12))
 
 
-@pytest.mark.parametrize(
-    ("kind", "overrides", "reason"),
-    [
-        ("clip", {"attention_dropout": 0.1}, "self_attn.dropout is 0.1; only 0 is supported"),
-        ("vit", {"hidden_dropout_prob": 0.1}, "dropout.p is 0.1"),
-        ("vit", {"attention_probs_dropout_prob": 0.2}, "attention_dropout is 0.2"),
-        ("dinov2", {"drop_path_rate": 0.3}, "drop_path.drop_prob is 0.3"),
-        ("siglip", {"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
-        ("bert", {"attention_probs_dropout_prob": 0.1}, "attention.self.dropout.p is 0.1"),
-        ("bert", {"is_decoder": True}, "attention.self.is_causal is True; only attention of all tokens is supported"),
-    ],
-)
-def test_what_a_block_has_not_is_refused(kind: str, overrides: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        overcoat.convert(make_encoder(kind, **overrides), strict=True)
-
-
 def test_t5_is_refused_with_its_reason() -> None:
     config = T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, vocab_size=32, dropout_rate=0.0)
     with pytest.raises(ValueError, match="T5Block: its attention adds a trained bias by relative position"):

@@ -20,7 +20,7 @@ from overcoat.models.family import families
 from overcoat.models.head import LossHead, why_head_replaced
 from overcoat.models.output import NoLogits
 from tests.emulation import sqnr
-from tests.models.zoo import KINDS, VOCAB, make_batch, make_model
+from tests.models.zoo import KINDS, VOCAB, assert_equal, gradients, make_batch, make_model, trained
 
 # The head alone: the decoder layers compute what Hugging Face's do.
 ONLY_HEAD = Recipe(fp8=False)
@@ -29,10 +29,6 @@ ONLY_HEAD = Recipe(fp8=False)
 @pytest.fixture
 def model() -> nn.Module:
     return make_model("llama", layers=1)
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same_training(model: nn.Module, original: nn.Module, inputs: dict[str, Any], **options: Any) -> None:
@@ -276,18 +272,11 @@ def test_what_others_read_of_the_class_stays(kind: str, tmp_path: Any) -> None:
 
 def test_compiles_without_graph_breaks(model: nn.Module) -> None:
     overcoat.convert(model)
-    inputs = make_batch(length=64)
-    loss = model(**inputs, use_cache=False).loss
-    loss.backward()
-    expected = {name: grad.clone() for name, grad in gradients(model).items()}
-    model.zero_grad()
+    inputs = {**make_batch(length=64), "use_cache": False}
+    expected = trained(model, inputs)
     torch.compiler.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    again = compiled(**inputs, use_cache=False).loss
-    again.backward()
-    assert torch.equal(again, loss)
-    for name, grad in gradients(model).items():
-        assert torch.equal(grad, expected[name]), name
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert_equal(trained(model, inputs), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -311,8 +300,7 @@ def test_accumulation_weighs_every_token_the_same(model: nn.Module) -> None:
     overcoat.convert(model, ONLY_HEAD)
     whole = make_batch("right-padded", batch=4)
     items = int((whole["labels"][:, 1:] != -100).sum())
-    model(**whole, num_items_in_batch=items).loss.backward()
-    expected = {name: grad.clone() for name, grad in gradients(model).items()}
+    expected = trained(model, {**whole, "num_items_in_batch": items})
     model.zero_grad()
     for half in (slice(0, 2), slice(2, 4)):
         part = {name: value[half] for name, value in whole.items()}

@@ -19,6 +19,7 @@ from overcoat.models.family import VISION_LANGUAGE
 from overcoat.models.output import NoLogits
 from tests.emulation import emulate_fp8_gemms, sqnr
 from tests.models.graphs import recorded, skipped
+from tests.models.zoo import gradients
 
 VOCAB, IMAGE, START, LENGTH = 96, 90, 91, 40
 TEXT = dict(  # noqa: C408
@@ -131,10 +132,6 @@ def make_batch(name: str) -> dict[str, Any]:
     if name == "PaliGemma":
         inputs["token_type_ids"] = torch.zeros_like(ids)
     return inputs
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -94,6 +94,26 @@ def make_batch(kind: str = "causal", batch: int = 2, length: int = 61, seed: int
     return inputs
 
 
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Of all parameters that have one, by name."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def trained(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """A fresh pass: the loss, and every gradient by the name it has where no layer is compiled."""
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs).loss
+    loss.backward()
+    found = {name.replace("._orig_mod", ""): grad for name, grad in gradients(model).items()}
+    return {"loss": loss.detach(), **found}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit for bit, and of the same names."""
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
 # ---- encoders --------------------------------------------------------------------------------------------------------
 
 PATCH, SIDE = 4, 28
