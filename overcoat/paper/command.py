@@ -140,11 +140,11 @@ def run(parsed: argparse.Namespace) -> int:
 
 def listing() -> str:
     """Every exhibit, and the state of both sizes on this machine."""
-    lines = [f"{'':10s}{'what it shows':48s}{'--size small':36s}--size full"]
+    lines = [f"{'':10s}{'what it shows':52s}{'--size small':36s}--size full"]
     for name, exhibit in EXHIBITS.items():
         states = []
         for size, runs in (("small", exhibit.small), ("full", exhibit.needs or "the same")):
             needs = lacking(exhibit, size, None)
             states.append(f"needs {needs}" if needs else f"runs here ({runs})")
-        lines.append(f"{name:10s}{exhibit.shows:48s}{states[0]:36s}{states[1]}")
+        lines.append(f"{name:10s}{exhibit.shows:52s}{states[0]:36s}{states[1]}")
     return "\n".join(lines)
