@@ -93,8 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _status_of(parsed: argparse.Namespace) -> int:
     """Do what is asked; what goes wrong is said in one line."""
+    # Who reads an estimate may stop at its first line.
+    lasting = parsed.command == "estimate"
+    output = contextlib.redirect_stdout(LastingStream(sys.stdout)) if lasting else contextlib.nullcontext()
     try:
-        return int(parsed.function(parsed))
+        with output:
+            return int(parsed.function(parsed))
     except ValueError as error:
         return _fail(2, str(error))
     except FloatingPointError as error:
@@ -202,12 +206,12 @@ def _launch(parsed: argparse.Namespace, config: Any) -> int:
     return _fail(status, text) if text else status
 
 
-def read_config(path: str, overrides: list[str], memory: int | None) -> Any:
+def read_config(path: str, overrides: list[str], memory: int | None, cluster: Any) -> Any:
     """What `overcoat estimate --config` asks for."""
     from overcoat.train.configfile import load_config
     from overcoat.train.fit import training
 
-    return training(load_config(path, overrides), memory)
+    return training(load_config(path, overrides), memory, cluster)
 
 
 class LastingStream:

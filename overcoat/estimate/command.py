@@ -109,11 +109,11 @@ def parse_recipe(words: list[str]) -> Recipe:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print the estimate. `parsed.read_config`: path, overrides, memory -> what `_what` returns."""
+    """Print the estimate. `parsed.read_config`: path, overrides, memory, cluster -> what `_what` returns."""
     with importing():
         load_extra("transformers.modeling_utils", "hf", "overcoat estimate")
     cluster = Cluster(parsed.gpus, parsed.nodes, parsed.hybrid, parsed.network * 1e9).check()
-    predictor, batch, sequence, setup, note = _what(parsed)
+    predictor, batch, sequence, setup, note = _what(parsed, cluster)
     prediction = predictor.predict(batch, sequence, setup, cluster.sharding)
     times = predictor.times(batch, sequence, setup, cluster) if setup.dtype == "bfloat16" else None
     room = advice = None
@@ -130,7 +130,9 @@ def run(parsed: argparse.Namespace) -> int:
         print(json.dumps({"model": parsed.model or parsed.config, **data}))
         return 0
     gpus = f", {parsed.gpus} GPUs" if parsed.gpus > 1 else ""
-    print(f"{prediction.parameters / 1e9:.3f} B parameters, batch {batch} x {sequence} tokens{gpus}")
+    billions = prediction.parameters / 1e9
+    count = f"{billions:.3f} B" if billions >= 0.01 else f"{billions * 1e3:.3f} M"
+    print(f"{count} parameters, batch {batch} x {sequence} tokens{gpus}")
     for line in filter(None, (note, table.not_converted(prediction))):
         print(line)
     print(table.component_table(prediction))
@@ -141,7 +143,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _what(parsed: argparse.Namespace) -> tuple[Predictor, int, int, Setup, str]:
+def _what(parsed: argparse.Namespace, cluster: Cluster) -> tuple[Predictor, int, int, Setup, str]:
     """The model, batch, sequence and setup asked for, and what was chosen for whoever asked."""
     options = {"batch", "seq", "image_side", *(field.name for field in fields(Setup))}
     given = {name: value for name, value in vars(parsed).items() if name in options}
@@ -149,7 +151,7 @@ def _what(parsed: argparse.Namespace) -> tuple[Predictor, int, int, Setup, str]:
         for name in given:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} does not go with --config; change that: train.batch_size=8, and the like")
-        return parsed.read_config(parsed.config, parsed.overrides, parsed.gpu_memory)
+        return parsed.read_config(parsed.config, parsed.overrides, parsed.gpu_memory, cluster)
     if parsed.overrides:
         raise ValueError(f"{parsed.overrides[0]!r}: section.key=value changes a --config, and there is none")
     batch, sequence = given.pop("batch", 1), given.pop("seq", 2048)

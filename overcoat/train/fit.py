@@ -26,6 +26,7 @@ import torch
 import overcoat
 from overcoat.estimate.predict import CONTEXT, Predictor
 from overcoat.estimate.setup import Setup
+from overcoat.estimate.times import ONE, Cluster
 from overcoat.models.shapes import load_model_config
 from overcoat.train import process
 from overcoat.train.build import inline_config, loss_for_estimates, make_recipe
@@ -96,25 +97,52 @@ class Training(NamedTuple):
     note: str  # what "auto" chose
 
 
-def training(config: Config, memory: int | None = None) -> Training:
-    """Model, batch and setup of a training configuration, for an estimate; of one row if `train.batch_size = "auto"`
-    finds nothing that fits into `memory` bytes (None: `train.memory_limit_gib`, or this machine's GPU)."""
-    require(
-        not config.not_estimated, f"{config.not_estimated}: set it aside; overcoat estimate --model NAME sees images"
-    )
+def training(config: Config, memory: int | None = None, cluster: Cluster = ONE) -> Training:
+    """Model, batch and setup of a training configuration, for an estimate, on each GPU of `cluster`; of one row if
+    `train.batch_size = "auto"` finds nothing that fits into `memory` bytes (None: `train.memory_limit_gib`, or this
+    machine's GPU)."""
+    sees_images = "; overcoat estimate --model NAME sees images" if config.data.images else ""
+    require(not config.not_estimated, f"{config.not_estimated}: set it aside{sees_images}")
+    rows_of_all = config.train.rows_per_step
+    if cluster.gpus > 1:
+        config = _shared(config, cluster)
     model, note = model_config(config), ""
     if config.train.batch_size == "auto":
         limit = int(GIBI * config.train.memory_limit_gib)
         if memory is None:
             memory = memory_to_plan_with(config, torch.device("cuda") if torch.cuda.is_available() else None)
-        fit, no = choose_fit(config, model, min(memory, limit or memory)), ""
+        memory = min(memory, limit or memory)
+        fit, no = choose_fit(config, model, memory, cluster.sharding), ""
         if fit is None:
             fit, no = Fit(1), ", which does not fit either"
-        note = f"train.batch_size = auto: {fit}, {config.train.rows_per_step} in a step{no}"
+        note = f"train.batch_size = auto: {fit}, {rows_of_all} in a step{no}"
     else:
         fit = Fit(config.train.batch_size)
+        if cluster.gpus > 1:
+            note = f"{rows_of_all} rows in a step, of which each GPU takes {config.train.rows_per_step}, {fit}"
     predictor = Predictor(model, loss_for_estimates(config.data.masks_documents))
     return Training(predictor, fit.micro_batch, config.data.sequence_length, training_setup(config, fit), note)
+
+
+def _shared(config: Config, cluster: Cluster) -> Config:
+    """The configuration with the rows that each GPU takes. ValueError: it does not say what `cluster` does."""
+    shard, nodes, train = config.parallel.shard, config.parallel.nodes, config.train
+    require(
+        shard == ("hybrid" if cluster.hybrid else "full"),
+        f"parallel.shard = {shard!r}: --gpus {cluster.gpus} estimates 'full', with --hybrid 'hybrid'; of 'none' each "
+        "GPU holds what one does alone",
+    )
+    require(nodes in (0, cluster.nodes) or shard == "full", f"parallel.nodes = {nodes}: add --nodes {nodes}")
+    require(
+        train.rows_per_step % cluster.gpus == 0,
+        f"--gpus {cluster.gpus} cannot share {train.rows_per_step} rows in a step: change train.batch_size, "
+        "train.accumulation or train.global_batch_size",
+    )
+    rows = train.rows_per_step // cluster.gpus
+    if train.batch_size == "auto":
+        return replace(config, train=replace(train, global_batch_size=rows))
+    size = next(size for size in divisors(rows) if size <= train.batch_size)
+    return replace(config, train=replace(train, batch_size=size, accumulation=rows // size))
 
 
 def training_setup(config: Config, fit: Fit) -> Setup:
@@ -172,15 +200,17 @@ def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fi
     return fit
 
 
-def choose_fit(config: Config, model: Any, memory: int) -> Fit | None:
+def choose_fit(config: Config, model: Any, memory: int, gpus: int = 1) -> Fit | None:
     """The largest micro-batch of a step's rows that fits into `memory` bytes, less SAFETY but for the leanest of all;
     with block checkpoints where not a single row fits without them and `train.on_oom` allows them; None: nothing fits.
+    gpus: that are to share the model, where this is no process of theirs.
     """
     predictor = Predictor(model, loss_for_estimates(config.data.masks_documents))
 
     def needed(fit: Fit) -> int:
         setup = training_setup(config, fit)
         many = process.count() if config.parallel.shard == "full" else 1
+        many = max(many, gpus)
         return predictor.predict(fit.micro_batch, config.data.sequence_length, setup, many).total_bytes
 
     fits = [Fit(rows) for rows in divisors(rows_of_process(config))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,32 @@ def test_a_training_configuration_and_changes_to_it(capsys):
     assert data["parameters"] == 124_275_456
 
 
+@pytest.mark.parametrize(
+    ("gpus", "batch", "accumulation", "words"),
+    [
+        (1, 8, 2, ["train.batch_size=8", "train.accumulation=2"]),
+        (2, 8, 1, ["train.batch_size=8", "train.accumulation=2"]),
+        (8, 2, 1, ["train.batch_size=8", "train.accumulation=2"]),
+        (4, 4, 1, ["train.batch_size=8", "train.accumulation=2", "--nodes=2", "--hybrid", "parallel.shard=hybrid"]),
+        (4, 8, 1, ["train.batch_size=auto", "train.global_batch_size=32", "--gpu-memory=80GB"]),
+    ],
+)
+def test_several_gpus_share_the_rows_of_a_configuration(capsys, gpus, batch, accumulation, words):
+    """As `overcoat train --gpus N` does; each was said to take all of them."""
+    words = ["--config", str(CONFIGS / "demo.toml"), "--gpus", str(gpus), "--json", "train.accumulation=1", *words]
+    data = json.loads(estimate(capsys, *words))
+    assert (data["batch"], data["setup"]["accumulation"]) == (batch, accumulation)
+
+
+def test_a_reader_that_is_gone_is_no_mistake(monkeypatch):
+    """`overcoat estimate ... | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        assert cli.main(["estimate", "--config", str(CONFIGS / "demo.toml")]) == 0
+
+
 AUTO = ["--config", str(CONFIGS / "llama-124m.toml"), "model.config.num_hidden_layers=1"]  # a choice is many dry runs
 AUTO += ["train.batch_size=auto", "train.global_batch_size=96"]
 
@@ -90,6 +117,9 @@ def test_an_automatic_batch_needs_to_know_the_memory(capsys, monkeypatch):
         (["--config", str(CONFIGS / "demo.toml"), "--batch", "3"], "--batch does not go with --config"),
         (["--config", str(CONFIGS / "demo.toml"), "train.btch=3"], "did you mean train.batch_size"),
         (["--config", str(CONFIGS / "demo.toml"), "parallel.context=2"], "parallel.context = 2, which the estimate"),
+        (["--config", str(CONFIGS / "demo.toml"), "--gpus", "3"], "--gpus 3 cannot share 4 rows"),
+        (["--config", str(CONFIGS / "demo.toml"), "--gpus", "2", "parallel.shard=none"], "parallel.shard = 'none'"),
+        (["--config", str(CONFIGS / "demo.toml"), "--gpus", "2", "--hybrid"], "parallel.shard = 'full'"),
     ],
 )
 def test_mistakes_name_the_remedy(capsys, words, message):
