@@ -157,7 +157,8 @@ def stepped_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     mesh, dims = first.device_mesh, [dim for dim, placement in enumerate(first.placements) if placement == Shard(0)]
     if len(dims) != 1 or own[0].device.type != mesh.device_type or not all(map(Tensor.dim, tensors)):
         return [gather(tensor) for tensor in tensors]
-    processes = mesh.size(dims[0])
+    if (processes := mesh.size(dims[0])) == 1:
+        return own
     sizes = [-(-len(tensor) // processes) for tensor in tensors]  # of all shards but the last ones
     sent = torch.cat([F.pad(part, (0, size - len(part))) for part, size in zip(own, sizes, strict=True)])
     found = sent.new_empty(processes * len(sent))

@@ -17,7 +17,7 @@ from overcoat import Recipe
 from overcoat.memory import record_kept
 from overcoat.models.family import decoder_layers
 from tests.emulation import emulate_fp8_gemms, sqnr
-from tests.models.zoo import make_batch, make_model
+from tests.models.zoo import assert_equal, make_batch, make_model, trained
 
 peft: Any = pytest.importorskip("peft")
 LIMIT_DB, SEEDS = 1.0, 2
@@ -36,13 +36,6 @@ def adapted(model: nn.Module, targets: Any = ALL, seed: int = 0, name: str = "de
         if "lora_B" in path and f".{name}." in path:
             parameter.data.normal_(0, 0.02)
     return model.train()
-
-
-def run(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss and every gradient."""
-    loss = model(**inputs, use_cache=False).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
 def all_in_fp8(model: nn.Module, report: overcoat.Report) -> bool:
@@ -77,10 +70,10 @@ def test_adapters_are_as_good_as_with_fp8_gemms_alone(kind: str, recipe: Recipe,
     totals: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
     for seed in range(SEEDS):
         original, inputs = adapted(make_model(kind, seed=seed).to(dtype), seed=seed), make_batch(seed=seed)
-        exact = run(copy.deepcopy(original).double(), inputs)
-        floor = run(emulate_fp8_gemms(original, in_blocks=recipe.linear_scaling == "block"), inputs)
+        exact = trained(copy.deepcopy(original).double(), inputs)
+        floor = trained(emulate_fp8_gemms(original, in_blocks=recipe.linear_scaling == "block"), inputs)
         report = overcoat.convert(original, recipe)
-        ours = run(original, inputs)
+        ours = trained(original, inputs)
         assert all_in_fp8(original, report)
         assert ours.keys() == exact.keys()
         assert all("lora_" in name for name in ours.keys() - {"loss"})
@@ -117,10 +110,9 @@ def test_convert_before_or_after_is_the_same() -> None:
         if not before:
             report = overcoat.convert(model)
             assert "LoRA of rank 8" in report.layers[0].detail
-        results.append(run(model, make_batch()))
+        results.append(trained(model, make_batch()))
         assert set(report.running().values()) == {"FP8", "lean loss"}
-    assert results[0].keys() == results[1].keys()
-    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    assert_equal(*results)
 
 
 def test_without_adapters_the_base_is_computed() -> None:
@@ -152,9 +144,8 @@ def test_several_adapters() -> None:
     results = {}
     for chosen in ("default", "second", ["default", "second"]):
         for each in (model, original):
-            each.zero_grad()
             each.base_model.set_adapter(chosen)
-        results[str(chosen)], theirs = run(model, inputs), run(original, inputs)
+        results[str(chosen)], theirs = trained(model, inputs), trained(original, inputs)
         assert all_in_fp8(model, report)
         assert results[str(chosen)].keys() == theirs.keys()
         assert min(sqnr(theirs[name], grad) for name, grad in results[str(chosen)].items()) > 12
@@ -168,9 +159,7 @@ def test_adapters_are_saved_and_loaded(tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, is_trainable=True).train()
     overcoat.convert(loaded)
-    ours, theirs = run(loaded, inputs), run(model, inputs)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_equal(trained(loaded, inputs), trained(model, inputs))
 
 
 @pytest.mark.parametrize(
@@ -224,23 +213,20 @@ def test_a_hooked_adapter_runs_its_hook() -> None:
 def test_checkpoints_and_offload_give_the_same(recipe: Recipe) -> None:
     model, inputs = adapted(make_model("llama", layers=2)), make_batch()
     overcoat.convert(model)
-    expected = run(model, inputs)
+    expected = trained(model, inputs)
     overcoat.convert(model, recipe)
-    model.zero_grad()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    again = run(model, inputs)
-    assert all(torch.equal(again[name], expected[name]) for name in expected)
+    assert_equal(trained(model, inputs), expected)
 
 
 def test_compiles_without_graph_breaks(device: torch.device) -> None:
     model, inputs = adapted(make_model("llama", layers=2)).to(device), make_batch()
     inputs = {name: x.to(device) for name, x in inputs.items()}
     overcoat.convert(model)
-    expected = run(model, inputs)
-    model.zero_grad()
+    expected = trained(model, inputs)
     torch.compiler.reset()
     for layer in decoder_layers(model).values():
         layer.compile(fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
-    compiled = run(model, inputs)
+    compiled = trained(model, inputs)
     assert compiled.keys() == expected.keys()
     assert min(sqnr(expected[name], compiled[name]) for name in expected) > 30
