@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # PyTorch 2.13's name, or before
+
 # Optimizers that step another with a part of the parameters: where they are defined, and their names or bases'.
 DIVIDERS = ("torch.distributed.optim.", "deepspeed."), ("ZeroRedundancyOptimizer", "ZeROOptimizer", "BF16_Optimizer")
 
@@ -162,7 +164,7 @@ def stepped_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     sizes = [-(-len(tensor) // processes) for tensor in tensors]  # of all shards but the last ones
     sent = torch.cat([F.pad(part, (0, size - len(part))) for part, size in zip(own, sizes, strict=True)])
     found = sent.new_empty(processes * len(sent))
-    dist.all_gather_into_tensor(found, sent, group=mesh.get_group(dims[0]))
+    _all_gather(found, sent, group=mesh.get_group(dims[0]))
     columns = found.view(processes, -1).split(sizes, dim=1)
     return [part.reshape(-1)[: len(tensor)] for part, tensor in zip(columns, tensors, strict=True)]
 

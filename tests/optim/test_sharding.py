@@ -6,6 +6,8 @@ the group does not divide, and vectors whose shards cut groups.
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from overcoat import AdamW, release_gradients
+from overcoat.optim import sharding
 from tests.processes import on_two, two_of
 
 OPTIONS = {
@@ -161,7 +164,7 @@ def test_clipping_and_skipping_are_global(device):
 
 
 def _one_all_reduce(rank):
-    calls, plain, sent, gathers = [], dist.all_reduce, [], dist.all_gather_into_tensor
+    calls, plain, sent, gathers = [], dist.all_reduce, [], sharding._all_gather
     for reduce_dtype in (torch.bfloat16, torch.float32):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4))).bfloat16()
@@ -173,7 +176,7 @@ def _one_all_reduce(rank):
         expected = torch.stack([p.grad.full_tensor().double().square().sum() for p in model.parameters()]).sum().sqrt()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_reduce", lambda x, *a, **k: (calls.append(x.numel()), plain(x, *a, **k))[1])
-            patch.setattr(dist, "all_gather_into_tensor", lambda *a, **k: (sent.append(len(a[1])), gathers(*a, **k))[1])
+            patch.setattr(sharding, "_all_gather", lambda *a, **k: (sent.append(len(a[1])), gathers(*a, **k))[1])
             patch.setattr(DTensor, "full_tensor", None)
             optimizer.step(clip_grad_norm=1.0)
         torch.testing.assert_close(optimizer.grad_norm, expected.float())
@@ -248,6 +251,23 @@ def _other_layouts(rank):
         torch.testing.assert_close(optimizer.grad_norm, 2 * values().float().norm())
     for param in layouts:
         assert torch.equal(param.detach().full_tensor(), expected)
+    vectors = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (7, 1, 300, 2)]
+
+    def stepped(params):
+        for param in params:
+            param.grad = param.detach() * 2
+        AdamW(params).step(clip_grad_norm=1.0)
+        return [param.full_tensor() if isinstance(param, DTensor) else param.detach() for param in params]
+
+    expected = stepped([nn.Parameter(vector.clone()) for vector in vectors])
+    for placements, mesh in (
+        ([Shard(0)], (2,)), ([Replicate(), Shard(0)], (2, 1)), ([Replicate(), Shard(0)], (1, 2))
+    ):  # fmt: skip
+        given = [nn.Parameter(distribute_tensor(vector, meshes[mesh], placements)) for vector in vectors]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = stepped(given)
+        assert all(len(each) == len(vector) and torch.equal(each, vector) for each, vector in zip(found, expected))
     param = parameter(Shard(0))
     param.grad = parameter(Replicate()).detach()
     with pytest.raises(ValueError, match="redistribute"):
