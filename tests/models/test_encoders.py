@@ -40,8 +40,9 @@ SEEDS = 40
 LIMIT_DB = 1.0
 # What FP8 products do not reach is right but for FP32's rounding.
 EXACT = 1e-12
-# What the families have, each once; CI checks the others over fewer seeds.
-DISTINCT = ("clip", "siglip2", "dinov2", "internvl-6b", "pixtral", "qwen2.5-vl-vision", "bert", "modernbert")
+# What the families have, each once: LayerNorms with biases, LayerScale, RMSNorms with rotation, lengths and gate, norms
+# of sums. CI checks the others over fewer seeds.
+DISTINCT = ("clip", "dinov2", "qwen2.5-vl-vision", "bert")
 OTHERS = tuple(kind for kind in ENCODERS if kind not in DISTINCT)
 
 
@@ -157,7 +158,7 @@ def test_every_encoder_is_with_every_code(kind: str) -> None:
     assert not any(found := offenders(kind, recipes)), found
 
 
-@pytest.mark.parametrize("kind", DISTINCT)
+@pytest.mark.parametrize("kind", ENCODERS)
 def test_a_frozen_encoder_keeps_nothing(kind: str) -> None:
     model, inputs = make_encoder(kind).requires_grad_(False), make_inputs(kind)
     overcoat.convert(model)

@@ -187,20 +187,21 @@ MASKS = ("causal", "packed", "left-padded", "right-padded")
 # FP32: where there are biases the residual stream is mostly bias, the same for every token, and BF16's own rounding in
 # the model's final norm costs 1 dB and more (Starcoder2's bias there 7 dB). Nearly all else holds in BF16 as well.
 THOROUGH = [
-    *(("llama", mask, BF16) for mask in MASKS),
+    ("llama", "causal", BF16),
     ("llama-biases", "causal", FP32),
-    ("mistral", "causal", BF16),
-    ("qwen2", "packed", BF16),
     ("qwen3", "right-padded", BF16),
     ("olmo2", "left-padded", BF16),
-    ("starcoder2", "causal", FP32),
     ("starcoder2", "packed", FP32),
     ("gpt_oss", "packed", FP32),  # routers of two experts, sinks of four heads
 ]
-OTHERS = [kind for kind in KINDS if kind not in {kind for kind, _, _ in THOROUGH}]
+# Their parts and masks are those of the kinds above; in CI over fewer seeds.
+LATE = [*(("llama", mask, BF16) for mask in MASKS[1:]), ("mistral", "causal", BF16), ("qwen2", "packed", BF16)]
+OTHERS = [kind for kind in KINDS if kind not in {kind for kind, _, _ in THOROUGH + LATE}] + ["mistral", "qwen2"]
 
 
-@pytest.mark.parametrize(("kind", "mask", "dtype"), THOROUGH)
+@pytest.mark.parametrize(
+    ("kind", "mask", "dtype"), [*THOROUGH, *(pytest.param(*case, marks=pytest.mark.nightly) for case in LATE)]
+)
 def test_converted_model_is_as_good_as_fp8_gemms_alone(
     kind: str, mask: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -244,7 +245,7 @@ def test_on_the_same_routes_experts_are(kind: str, device: torch.device) -> None
     assert not offenders(losses), f"dB below FP8 GEMMs alone: {offenders(losses)}"
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])  # a gate, and a router with biases
 def test_a_routers_gradient_half_as_large_is_caught(kind: str) -> None:
     router = re.compile(r"(gate|router)\.(weight|bias)$")
     (losses,) = losses_in_db(
