@@ -154,7 +154,7 @@ def test_what_generates_uses_a_cache_and_the_table_says_so(tmp_path: Path, folde
     ("words", "said"),
     [
         ("FOLDER", "nothing to evaluate: give --text or --tasks"),
-        ("FOLDER --text nothing.txt", "--text nothing.txt: data.files: nothing found for 'nothing.txt'"),
+        ("FOLDER --text nothing.txt", "--text nothing.txt: nothing found for 'nothing.txt'"),
         ("./nothing --text TEXT", "./nothing: no such folder"),
         ("BLANK --text TEXT", "a TARGET is empty"),
         ("EMPTY --text TEXT", "is no run, checkpoint or model folder"),
@@ -164,6 +164,7 @@ def test_what_generates_uses_a_cache_and_the_table_says_so(tmp_path: Path, folde
         ("FOLDER --tasks nothing.yaml", "task 'nothing.yaml': no task of lm-eval, and no YAML file of one"),
         ("FOLDER --text DATA:default:test --text-key body", "field 'body' (--text-key): "),
         ("FOLDER --text DATA:default:dev", "data.dataset = "),
+        ("FOLDER --text CHATS", "no field 'text' (--text-key)"),
         ("DAMAGED --text TEXT", "is damaged: config.json"),
         ("ADAPTERS --text TEXT", "holds adapters without their model"),
     ],
@@ -184,7 +185,9 @@ def test_one_line_says_what_is_missing(
         "EMPTY": tmp_path,
         "DAMAGED": damaged,
         "DATA": tmp_path / "data",
+        "CHATS": tmp_path / "chats.jsonl",
     }
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
     (tmp_path / "data").mkdir()
     shutil.copy(text, tmp_path / "data/test.jsonl")
     asked = [":".join(str(places.get(part, part)) for part in word.split(":")) for word in words.split()]
