@@ -85,9 +85,9 @@ def test_a_maximum_decays_when_gradients_vanish(name):
     """beta2 = 0.999 moves M by 2^-10: with M in BF16 it would be rounded back to itself for ever."""
     start = torch.rand(1, 1, 128) + 0.5
     v = start
-    for _ in range(2000):
+    for _ in range(500):
         v = second(v * 0.999, name)
-    assert abs(v.max() / (start.max() * 0.999**2000) - 1) < 0.05
+    assert abs(v.max() / (start.max() * 0.999**500) - 1) < 1e-3
     stalled = start.max().bfloat16()
     assert (stalled.float() * 0.999).bfloat16() == stalled
 
