@@ -40,6 +40,7 @@ from overcoat.estimate.command import parse_recipe
 from overcoat.models.compiled import compile_layers
 from overcoat.models.family import decoder_layers
 from overcoat.models.head import why_head_unsupported
+from overcoat.models.masks import nothing_hidden
 from overcoat.models.samples import sees
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -166,6 +167,8 @@ def make_block(name: str, model: Any, inputs: dict[str, Any], compiled: bool = T
     if compiled and engine.compile:
         engine.compile(model)
     layer: Any = model.get_submodule(place)
+    if engine.recipe is not None and inputs.get("attention_mask") is not None:
+        inputs = {**inputs, "attention_mask": nothing_hidden(inputs["attention_mask"].device)}  # as our head says it
     run = layer
     if engine.checkpointed:
         run = functools.partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)

@@ -7,7 +7,8 @@
                                block holds on to it: what each block of a model adds. U = tokens x hidden x 2 bytes
     peak                       the most allocated during forward and backward, parameter gradients included
 
-Of CUDA graphs the total and the host's time alone.
+Of CUDA graphs the total and the host's time alone. Layers with a sliding window get transformers' mask; ours get none,
+as in a converted model.
 
 `--accuracy [MODEL]` adds the SQNR in dB of the output and of every gradient against the same block in FP64, on
 sequences of 1024 tokens with outlier channels; `--planted` has worse ones: a norm weight of 10 in every seventh channel

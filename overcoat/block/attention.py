@@ -161,7 +161,7 @@ def rotated_gradients(do: Tensor, decoded: Decoded, rotary: Rotary, heads: Heads
         gradients = context_attention_backward(do, rotated, keys, o, lse, heads)
     else:
         arguments = (do.contiguous(), rotated, o, lse, rotary.mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
-        gradients = attention_backward_op(*arguments, heads.causal, heads.softcap)
+        gradients = attention_backward_op(*arguments, heads.causal, heads.softcap, heads.window)
     if rotary.q_scale is not None:
         scale_q(gradients[0], rotary.q_scale)
     return gradients

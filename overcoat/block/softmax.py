@@ -25,6 +25,8 @@ class Heads(NamedTuple):
         stands twice in a row if also `twice` (Cohere).
     clip: q, k and v are limited to +- this before all else (OLMo); 0: not.
     softcap: scores are softcap * tanh(score / softcap) (Gemma 2); 0: not.
+    window: a token sees the last `window` tokens up to its own alone, if causal (Mistral, Gemma 3); 0: all, or those of
+        a mask of all pairs.
     context: the processes between which rows are cut (context.py), or None.
     """
 
@@ -42,6 +44,7 @@ class Heads(NamedTuple):
     twice: bool = False
     clip: float = 0.0
     softcap: float = 0.0
+    window: int = 0
     context: Any = None
 
 
@@ -85,7 +88,7 @@ def attend(
         scale_q(rotated[:, : heads.num_q * heads.width], rotary.q_scale)
     if heads.context is None:
         shape = (rotary.mask, heads.batch, heads.num_q, heads.num_kv, heads.scale)
-        o, lse = attention_op(rotated, *shape, heads.causal, heads.softcap)
+        o, lse = attention_op(rotated, *shape, heads.causal, heads.softcap, heads.window)
     else:
         o, lse = context_attention(rotated, gathered(rotated, heads) if keys is None else keys, heads)
     if observed:

@@ -55,10 +55,11 @@ def workspace(func: Any, args: Sequence[Any]) -> int:
     between documents.
     """
     if func is attention_backward:
-        do, _, _, _, mask, batch, num_q, num_kv, *_ = args
+        do, _, _, _, mask, batch, num_q, num_kv, *last = args
         mask, made = _all_pairs(mask, do, batch)
         grouped = 2 * aligned(do.nbytes) if _is_grouped(mask) and num_q != num_kv else 0
-        rows = do.shape[0] + (ROWS_BETWEEN * (len(mask) - 1) if is_starts(mask) else 0)
+        documents = len(mask) - 1 if is_starts(mask) else batch if mask is None and any(last[3:]) else 0  # a window
+        rows = do.shape[0] + ROWS_BETWEEN * documents
         return _accumulators(rows * do.shape[1], rows * num_q) + grouped + _masked(do, mask, num_q, num_kv) + made
     if func is attention:
         qkv, mask, batch, num_q, num_kv, *_ = args

@@ -24,9 +24,9 @@ from typing import Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.kernels.attention_fused import PACKED, Kernel, chosen
+from overcoat.kernels.attention_fused import Kernel, chosen
 from overcoat.kernels.op import op
-from overcoat.kernels.packed import Three, dense_mask, is_starts
+from overcoat.kernels.packed import Three, causal_pairs, dense_mask, is_starts
 
 
 def heads_of(qkv: Tensor, batch: int, num_q: int, num_kv: int) -> Three:
@@ -48,19 +48,19 @@ def token_rows(dtype: torch.dtype, *parts: Tensor) -> Three:
 
 
 def _scores(
-    q: Tensor, k: Tensor, mask: Optional[Tensor], scale: float, causal: bool, cap: float
+    q: Tensor, k: Tensor, mask: Optional[Tensor], scale: float, causal: bool, cap: float, window: int
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """FP32 scores (B, num_kv, R, S, S), R = num_q / num_kv; without a mask causal, or of all pairs. With a cap also the
     tanh inside."""
     if mask is not None and is_starts(mask):
-        mask = dense_mask(mask, q.shape[0], q.shape[2], causal)
+        mask = dense_mask(mask, q.shape[0], q.shape[2], causal, window)
     scores = q.float().unflatten(1, (k.shape[1], -1)) @ k.float().unsqueeze(2).transpose(-1, -2)
     inside = torch.tanh(scores * (scale / cap)) if cap else None
     scores = scale * scores if inside is None else cap * inside
     if mask is None and not causal:
         return scores, inside
     if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        mask = causal_pairs(scores.shape[-1], window, q.device)
     else:
         mask = _group_mask(mask, k.shape[1], scores.shape[2])
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float(), inside
@@ -81,23 +81,26 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - lse.masked_fill(lse < NOTHING_VISIBLE, 0.0))
 
 
-def _plain(qkv: Three, mask: Optional[Tensor], scale: float, causal: bool, cap: float = 0.0) -> Tuple[Tensor, Tensor]:
+def _plain(
+    qkv: Three, mask: Optional[Tensor], scale: float, causal: bool, cap: float = 0.0, window: int = 0
+) -> Tuple[Tensor, Tensor]:
     """`Kernel.forward` in plain PyTorch: the reference."""
     q, k, v = qkv
-    scores, _ = _scores(q, k, mask, scale, causal, cap)
+    scores, _ = _scores(q, k, mask, scale, causal, cap, window)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     o = _probabilities(scores, lse) @ v.float().unsqueeze(2)
     return o.flatten(1, 2).to(q.dtype), lse.squeeze(-1).flatten(1, 2)
 
 
 def _plain_backward(
-    do: Tensor, qkv: Three, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float, causal: bool, cap: float = 0.0
-) -> Three:
+    do: Tensor, qkv: Three, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float, causal: bool,
+    cap: float = 0.0, window: int = 0,
+) -> Three:  # fmt: skip
     """`Kernel.backward` likewise; gradients in FP32."""
     q, k, v = qkv
     groups = (k.shape[1], -1)
     do_, o_ = do.float().unflatten(1, groups), o.float().unflatten(1, groups)
-    scores, inside = _scores(q, k, mask, scale, causal, cap)
+    scores, inside = _scores(q, k, mask, scale, causal, cap, window)
     p = _probabilities(scores, lse.unflatten(1, groups).unsqueeze(-1))
     ds = p * (do_ @ v.float().unsqueeze(2).transpose(-1, -2) - (do_ * o_).sum(-1, keepdim=True))
     ds = (ds if inside is None else ds * (1 - inside.square())) * scale
@@ -109,19 +112,19 @@ def _plain_backward(
 PLAIN = Kernel(_plain, _plain_backward)
 
 
-def _by_row(mask: Optional[Tensor], batch: int, sequence: int, causal: bool) -> Sequence[Optional[Tensor]]:
+def _by_row(mask: Optional[Tensor], batch: int, sequence: int, causal: bool, window: int) -> Sequence[Optional[Tensor]]:
     """The mask of each row of the batch."""
     if mask is None:
         return [None] * batch
     if is_starts(mask):
-        mask = dense_mask(mask, batch, sequence, causal)
+        mask = dense_mask(mask, batch, sequence, causal, window)
     return mask.expand(batch, *mask.shape[1:]).split(1)
 
 
 @op
 def attention(
     qkv: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int, scale: float, causal: bool = True,
-    cap: float = 0.0,
+    cap: float = 0.0, window: int = 0,
 ) -> Tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over rotated q, k, v.
 
@@ -131,16 +134,18 @@ def attention(
             (N + 1,) (packed.py).
         causal: whether a token sees only those before it, where the mask is not of all pairs.
         cap: scores are cap * tanh(score / cap) (Gemma 2); 0: as they are.
+        window: causal attention among the last `window` tokens up to a query's own; 0: all. A mask of all pairs holds
+            it already, and then it changes nothing.
 
     Returns:
         o (T, num_q * D) of qkv's dtype; lse FP32 (B, num_q, S).
     """
     if cap and batch > 1:
-        sequence, last = qkv.shape[0] // batch, (1, num_q, num_kv, scale, causal, cap)
-        rows = zip(qkv.contiguous().split(sequence), _by_row(mask, batch, sequence, causal), strict=True)
+        sequence, last = qkv.shape[0] // batch, (1, num_q, num_kv, scale, causal, cap, window)
+        rows = zip(qkv.contiguous().split(sequence), _by_row(mask, batch, sequence, causal, window), strict=True)
         o, lse = (torch.cat(parts) for parts in zip(*[attention.reference(*row, *last) for row in rows], strict=True))
         return o, lse
-    o, lse = _plain(heads_of(qkv, batch, num_q, num_kv), mask, scale, causal, cap)
+    o, lse = _plain(heads_of(qkv, batch, num_q, num_kv), mask, scale, causal, cap, window)
     return _tokens_first(o), lse
 
 
@@ -154,19 +159,20 @@ def _(qkv, mask, batch, num_q, num_kv, *_):
 @op
 def attention_backward(
     do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int,
-    scale: float, causal: bool = True, cap: float = 0.0,
+    scale: float, causal: bool = True, cap: float = 0.0, window: int = 0,
 ) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q (T, num_q * D), k and v (T, num_kv * D) from do (T, num_q * D)."""
-    sequence, last = qkv.shape[0] // batch, (num_q, num_kv, scale, causal, cap)
+    sequence, last = qkv.shape[0] // batch, (num_q, num_kv, scale, causal, cap, window)
     if cap and batch > 1:
-        parts, masks = [x.contiguous().split(sequence) for x in (do, qkv, o)], _by_row(mask, batch, sequence, causal)
+        parts = [x.contiguous().split(sequence) for x in (do, qkv, o)]
+        masks = _by_row(mask, batch, sequence, causal, window)
         rows = zip(*parts, lse.contiguous().split(1), masks, strict=True)
         gradients = [attention_backward.reference(*row, 1, *last) for row in rows]
         dq, dk, dv = (torch.cat(parts) for parts in zip(*gradients, strict=True))
         return dq, dk, dv
     do, o = (x.reshape(batch, sequence, num_q, -1).transpose(1, 2) for x in (do, o))
     whole = heads_of(qkv, batch, num_q, num_kv)
-    return token_rows(qkv.dtype, *_plain_backward(do, whole, o, lse, mask, scale, causal, cap))
+    return token_rows(qkv.dtype, *_plain_backward(do, whole, o, lse, mask, scale, causal, cap, window))
 
 
 @attention_backward.fake
@@ -195,26 +201,41 @@ def backward_by(
 
 
 def _mask_for(kernel: Kernel, mask: Optional[Tensor], q: Tensor, causal: bool) -> Optional[Tensor]:
-    """The mask as the kernel takes it: all but one want `starts` as a mask of all pairs."""
-    if mask is None or kernel is PACKED or not is_starts(mask):
+    """The mask as the kernel takes it, which may want `starts` as a mask of all pairs."""
+    if mask is None or kernel.packed or not is_starts(mask):
         return mask
     return dense_mask(mask, q.shape[0], q.shape[2], causal)
 
 
 @attention.cuda
-def _(qkv, mask, batch, num_q, num_kv, scale, causal=True, cap=0.0):
+def _(qkv, mask, batch, num_q, num_kv, scale, causal=True, cap=0.0, window=0):
     # cuDNN takes heads that lie apart, but crashes on elements that do.
     parts = heads_of(qkv.contiguous(), batch, num_q, num_kv)
-    kernel = None if cap else chosen(parts[0], mask)
+    kernel, taken = _kernel_and_mask(parts[0], mask, causal, cap, window)
     if kernel is None:
-        return attention.reference(qkv, mask, batch, num_q, num_kv, scale, causal, cap)
-    return forward_by(kernel, parts, mask, scale, causal)
+        return attention.reference(qkv, mask, batch, num_q, num_kv, scale, causal, cap, window)
+    return forward_by(kernel, parts, taken, scale, causal)
 
 
 @attention_backward.cuda
-def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal=True, cap=0.0):
+def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal=True, cap=0.0, window=0):
     parts = heads_of(qkv.contiguous(), batch, num_q, num_kv)
-    kernel = None if cap else chosen(parts[0], mask)
+    kernel, taken = _kernel_and_mask(parts[0], mask, causal, cap, window)
     if kernel is None:
-        return attention_backward.reference(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal, cap)
-    return backward_by(kernel, do.contiguous(), parts, o.contiguous(), lse.contiguous(), mask, scale, causal)
+        return attention_backward.reference(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal, cap, window)
+    return backward_by(kernel, do.contiguous(), parts, o.contiguous(), lse.contiguous(), taken, scale, causal)
+
+
+def _kernel_and_mask(
+    q: Tensor, mask: Optional[Tensor], causal: bool, cap: float, window: int
+) -> Tuple[Optional[Kernel], Optional[Tensor]]:
+    """The kernel, None for the reference, and the mask that it gets: where it knows no window, one of all pairs."""
+    batch, _, sequence, _ = q.shape
+    if window >= sequence or not (mask is None or is_starts(mask)):
+        window = 0
+    kernel = None if cap else chosen(q, mask, window)
+    if kernel is None or kernel.packed or not window:
+        return kernel, mask
+    if mask is not None:
+        return kernel, dense_mask(mask, batch, sequence, causal, window)
+    return kernel, causal_pairs(sequence, window, q.device)[None, None]

@@ -32,10 +32,12 @@ class Kernel(NamedTuple):
 
     forward   ((q, k, v), mask, scale, causal) -> o (B, num_q, S, D), lse FP32 (B, num_q, S or more)
     backward  (do, (q, k, v), o, lse, mask, scale, causal) -> dq, dk, dv, with lse (B, num_q, S)
+    packed    whether it takes `starts` (packed.py) as they are
     """
 
     forward: Callable[[Three, Optional[Tensor], float, bool], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Three, Tensor, Tensor, Optional[Tensor], float, bool], Three]
+    packed: bool = False
 
 
 def additive(
@@ -141,7 +143,14 @@ def _flash_backward(
 EFFICIENT = Kernel(_efficient, _efficient_backward)
 CUDNN = Kernel(_cudnn, _cudnn_backward)
 FLASH = Kernel(_flash, _flash_backward)
-PACKED = Kernel(flash_packed, flash_packed_backward)
+PACKED = Kernel(flash_packed, flash_packed_backward, packed=True)
+
+
+@functools.cache
+def windowed(window: int) -> Kernel:
+    """FlashAttention among the last `window` tokens of a row or document."""
+    forward = functools.partial(flash_packed, window=window)
+    return Kernel(forward, functools.partial(flash_packed_backward, window=window), packed=True)
 
 
 @functools.cache
@@ -161,8 +170,10 @@ def _cudnn_takes(device: torch.device, sequence: int, width: int) -> bool:
     return sequence > 1 and width <= _cudnn_width(device)
 
 
-def chosen(q: Tensor, mask: Optional[Tensor]) -> Optional[Kernel]:
+def chosen(q: Tensor, mask: Optional[Tensor], window: int = 0) -> Optional[Kernel]:
     """The rule: the kernel for q (B, num_q, S, D) on a GPU; None where the reference serves.
+
+    window: as `attention` takes it, shorter than S and where the mask does not hold it.
 
     The fused kernels take heads up to 256 wide, a multiple of 8. FP32 is for the memory-efficient one, and masks that
     cuDNN does not take. With a mask its backward on Hopper gives NaN for sequences of 64 tokens more than a multiple of
@@ -174,6 +185,8 @@ def chosen(q: Tensor, mask: Optional[Tensor]) -> Optional[Kernel]:
         return None
     if q.dtype == torch.float32:
         return EFFICIENT
+    if window:
+        return windowed(window)
     if is_starts(mask):
         # Asked for sequences of one token, FlashAttention takes a path for decoding, whose backward is wrong (dv).
         return PACKED if sequence > 1 else EFFICIENT

@@ -54,17 +54,22 @@ def document_starts(position_ids: Tensor) -> Tensor:
     return torch.nn.functional.pad(found, (0, 1), value=position_ids.numel()).int()
 
 
-def dense_mask(starts: Tensor, batch: int, sequence: int, causal: bool = True) -> Tensor:
-    """The same as bool (B, 1, S, S), True where a query sees a key: within its document, if `causal` before it."""
+def dense_mask(starts: Tensor, batch: int, sequence: int, causal: bool = True, window: int = 0) -> Tensor:
+    """The same as bool (B, 1, S, S), True where a query sees a key: within its document, and if `causal` as
+    `causal_pairs` says."""
     tokens = torch.arange(batch * sequence, dtype=torch.int32, device=starts.device)
     document = torch.searchsorted(starts, tokens, right=True, out_int32=True).view(batch, sequence)
     same = document[:, None, :, None] == document[:, None, None, :]
-    if not causal:
-        return same
-    return same & torch.ones(sequence, sequence, dtype=torch.bool, device=starts.device).tril()
+    return same & causal_pairs(sequence, window, starts.device) if causal else same
 
 
-# ---- CUDA: FlashAttention over documents -----------------------------------------------------------------------------
+def causal_pairs(sequence: int, window: int, device: torch.device) -> Tensor:
+    """bool (S, S), True where the key is one of the last `window` tokens up to the query (0: of all)."""
+    visible = torch.ones(sequence, sequence, dtype=torch.bool, device=device).tril()
+    return visible.triu(1 - window) if window else visible
+
+
+# ---- CUDA: FlashAttention over documents, or rows, and windows of them -----------------------------------------------
 # Nothing is longer than a row, and that bounds the grid: asking for the longest document would make the host wait in
 # every layer. Blocks beyond a document's end return at once.
 
@@ -72,28 +77,43 @@ def dense_mask(starts: Tensor, batch: int, sequence: int, causal: bool = True) -
 ROWS_BETWEEN = 128
 
 
-def flash_packed(qkv: Three, mask: Optional[Tensor], scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """o and lse as in `attention_fused.Kernel`; mask: `starts`."""
-    rows, starts = (qkv[0].shape[0], qkv[0].shape[2]), None if mask is None else mask.contiguous()
+def flash_packed(
+    qkv: Three, mask: Optional[Tensor], scale: float, causal: bool, window: int = 0
+) -> tuple[Tensor, Tensor]:
+    """o and lse as in `attention_fused.Kernel`; mask: `starts`, or None: rows are documents."""
+    rows, starts = (qkv[0].shape[0], qkv[0].shape[2]), _starts(qkv[0], mask)
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *_by_token(*qkv), starts, starts, rows[1], rows[1], 0.0, causal, False, scale=scale
+        *_by_token(*qkv), starts, starts, rows[1], rows[1], 0.0, causal, False, scale=scale, **_limits(window)
     )
     return o.unflatten(0, rows).transpose(1, 2), lse.unflatten(1, rows).transpose(0, 1)
 
 
 def flash_packed_backward(
-    do: Tensor, qkv: Three, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float, causal: bool
+    do: Tensor, qkv: Three, o: Tensor, lse: Tensor, mask: Optional[Tensor], scale: float, causal: bool, window: int = 0
 ) -> Three:
-    """dq, dk, dv as in `attention_fused.Kernel`; mask: `starts`."""
-    rows, starts = (do.shape[0], do.shape[2]), None if mask is None else mask.contiguous()
+    """dq, dk, dv as in `attention_fused.Kernel`; mask as in `flash_packed`."""
+    rows, starts = (do.shape[0], do.shape[2]), _starts(do, mask)
     # Without dropout it reads no random state; its schema wants the tensors all the same.
     state, offset = do.new_zeros(2, dtype=torch.uint64), do.new_zeros((), dtype=torch.int64)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *_by_token(do, *qkv, o), lse.transpose(0, 1).flatten(1), starts, starts, rows[1], rows[1], 0.0, causal,
-        state, offset, scale=scale,
+        state, offset, scale=scale, **_limits(window),
     )  # fmt: skip
     dq, dk, dv = (x.unflatten(0, rows).transpose(1, 2) for x in (dq, dk, dv))
     return dq, dk, dv
+
+
+def _starts(x: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """`starts` as given, or of the rows of x (B, heads, S, D)."""
+    batch, sequence = x.shape[0], x.shape[2]
+    if mask is not None:
+        return mask.contiguous()
+    return torch.arange(0, batch * sequence + 1, sequence, dtype=torch.int32, device=x.device)
+
+
+def _limits(window: int) -> dict[str, int]:
+    """FlashAttention counts the tokens before a query's own."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 def _by_token(*heads: Tensor) -> list[Tensor]:

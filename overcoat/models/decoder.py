@@ -22,11 +22,11 @@ from overcoat.block.order import Order
 from overcoat.block.run import run_block
 from overcoat.block.softmax import Heads, observers
 from overcoat.block.spec import Adapter, Block, Branch, Linear, Norm, Tables
-from overcoat.kernels.packed import dense_mask
+from overcoat.kernels.packed import causal_pairs, dense_mask
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
 from overcoat.models.lora import active_adapters, base_of
 from overcoat.models.masks import as_starts, cache_of, check_mask, mask_from
-from overcoat.models.refusals import ACTIVATIONS, branches_of, is_conv1d, reads_lengths, why_changed
+from overcoat.models.refusals import ACTIVATIONS, branches_of, is_conv1d, reads_lengths, why_changed, window_of
 from overcoat.recipe import Recipe
 
 # ---- what families are made of ----------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Fp8DecoderLayer(Mixin):
         if self.overcoat_family.inputs is not None:
             kwargs = self.overcoat_family.inputs(self, hidden_states, own)
         embeddings: Any = kwargs.get("position_embeddings")
-        mask = kwargs.get("attention_mask")
+        mask = given = kwargs.get("attention_mask")
         is_known = isinstance(mask, Tensor) and not mask.numel()  # models/masks.py
         if is_known:
             mask = kwargs["attention_mask"] = None
@@ -242,10 +242,8 @@ class Fp8DecoderLayer(Mixin):
         if branches is None and own is not kwargs:
             return super().forward(hidden_states, **own)
         if branches is None:
-            starts = as_starts(mask)
-            if starts is not None:
-                by_lengths = any(reads_lengths(part.config) for part in self.modules() if hasattr(part, "config"))
-                kwargs["attention_mask"] = None if by_lengths else dense_mask(starts, *hidden_states.shape[:2])
+            if is_known or as_starts(mask) is not None:
+                kwargs["attention_mask"] = self._mask_of_its_own(as_starts(mask), hidden_states)
             return super().forward(hidden_states, **kwargs)
         if hidden_states.dim() != 3 and lengths is None:
             raise ValueError(
@@ -260,7 +258,9 @@ class Fp8DecoderLayer(Mixin):
             mask = check_mask(mask, hidden_states.shape[-2])
         else:
             mask = lengths.int()
-        block = block_of(_as_called(branches, causal=kwargs.get("is_causal"), context=context), family, self)
+        window = window_of(branches[0].owner) if is_known or as_starts(given) is not None else None
+        called = _as_called(branches, causal=kwargs.get("is_causal"), context=context, window=window)
+        block = block_of(called, family, self)
         tables = Tables(*_rotation(embeddings if family.rotary else None, hidden_states, block), mask)
         if family.q_scale is not None:
             first = block.branches[0]
@@ -276,6 +276,16 @@ class Fp8DecoderLayer(Mixin):
         for observer in observers if watched else ():
             observer.enter(None)
         return result
+
+    def _mask_of_its_own(self, starts: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
+        """For the original forward, where `causal_mask` gave a mask that only this class reads."""
+        parts = list(self.modules())
+        if any(reads_lengths(part.config) for part in parts if hasattr(part, "config")):
+            return None
+        window = max((window_of(part) for part in parts if hasattr(part, "is_causal")), default=0)
+        if starts is not None:
+            return dense_mask(starts, x.shape[0], x.shape[1], window=window)
+        return causal_pairs(x.shape[1], window, x.device)[None, None] if 0 < window < x.shape[1] else None
 
     def _fp8_branches(self, batch: int, cache: Any) -> Optional[tuple[Modules, ...]]:
         """The modules whose forward the FP8 block stands in for; None where each is to run its own."""
@@ -320,7 +330,7 @@ def _run_as_it_is(x: Tensor, modules: Modules, family: Family, recipe: Recipe) -
 
 def _as_called(branches: tuple[Modules, ...], **given: Any) -> tuple[Modules, ...]:
     """Branches with those fields of `Heads` that are given: causal as the model asks for in the call (CLIP's text
-    tower), context."""
+    tower), context, window."""
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return branches

@@ -1,8 +1,8 @@
 """Llama and those whose layers are built alike: RMSNorm and attention with rotary embedding, RMSNorm and a gated MLP.
 
 What differs in most is in their modules: biases of q, k and v (Qwen 2, Seed-OSS), norms of each head of q and k
-(Qwen 3). Sliding windows (Mistral, Ministral) arrive as the mask; rotation by time, row and column (Qwen's VL models'
-text) as cos and sin.
+(Qwen 3). Sliding windows (Mistral, Ministral) are `Heads.window` or the mask's; rotation by time, row and column (in
+Qwen's VL models) comes as cos and sin.
 """
 
 from __future__ import annotations

@@ -18,6 +18,6 @@ def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
 
 FAMILIES = (
     Family.of("olmo2", "Olmo2", branches, {"olmo2": {}}),
-    # Sliding windows in three layers of four, which arrive as the mask.
+    # Sliding windows in three layers of four.
     Family.of("olmo3", "Olmo3", branches, {"olmo3": {"sliding_window": 24}}),
 )

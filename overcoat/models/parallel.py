@@ -18,7 +18,7 @@ def cohere(layer: Any, batch: int, **options: Any) -> tuple[Modules, ...]:
 
 
 def cohere2(layer: Any, batch: int) -> tuple[Modules, ...]:
-    """The layers without a window do not rotate; windows arrive as the mask."""
+    """The layers without a window do not rotate."""
     return cohere(layer, batch, rotates=layer.self_attn.sliding_window is not None)
 
 

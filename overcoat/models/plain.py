@@ -9,7 +9,7 @@ from overcoat.models.family import Family, Modules
 
 
 def starcoder2(layer: Any, batch: int) -> tuple[Modules, ...]:
-    """x = x + attention(norm(x)); x = x + c_proj(gelu(c_fc(norm(x)))). A window arrives as the mask."""
+    """x = x + attention(norm(x)); x = x + c_proj(gelu(c_fc(norm(x))))."""
     mlp, config = layer.mlp, layer.self_attn.config
     return (
         attention(layer.self_attn, batch, pre=layer.input_layernorm),

@@ -45,6 +45,12 @@ HARMLESS_HOOKS = ("transformers.utils", "torch.distributed", "overcoat.models")
 ATTENTION = ("sdpa", "eager", "flex_attention", "flex_torchtitan")
 
 
+def window_of(attention: Any) -> int:
+    """How many tokens up to its own a token sees in a transformers attention module; 0: all."""
+    config = getattr(attention, "config", None)
+    return int(getattr(attention, "sliding_window", getattr(config, "sliding_window", None)) or 0)
+
+
 def reads_lengths(config: Any) -> bool:
     """Whether transformers would compute attention by a kernel that is given lengths instead of a mask."""
     kind = config._attn_implementation
@@ -142,8 +148,8 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
     if kind not in ATTENTION:
         if not reads_lengths(config):
             return f"attn_implementation is {kind!r}; only {', '.join(ATTENTION)} and kinds of flash are known"
-        window = getattr(owner, "sliding_window", getattr(config, "sliding_window", None))
-        if window is not None:
+        window = window_of(owner)
+        if window:
             return f"attn_implementation is {kind!r}, whose layers get no mask for sliding_window = {window}: use sdpa"
     if not family.encoder and getattr(config, "is_causal", True) is False:
         return "config.is_causal is False; only causal attention is supported"

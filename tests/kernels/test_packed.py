@@ -215,3 +215,46 @@ def test_what_the_backward_allocates_is_what_an_estimate_says(num_kv, length):
     measured = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in gradients)
     expected = workspace(attention_backward, (do, qkv, o, lse, starts, *shape))
     assert expected == pytest.approx(measured, abs=8 * 2**20)  # a copy of lse, and what the allocator does not split
+
+
+WINDOWS = [(4, 2, 64, 24), (4, 2, 128, 1), (4, 1, 256, 130), (16, 16, 72, 64), (4, 2, 128, 5000)]
+
+
+def test_the_reference_sees_a_window_as_the_mask_that_holds_it():
+    """In rows and in documents; and where a mask of all pairs comes, a window changes nothing."""
+    rows = PACKINGS["tiles"][1]
+    qkv, do = normal(sum(map(sum, rows)), 8 * 16), normal(sum(map(sum, rows)), 4 * 16, seed=1)
+    starts, shape = document_starts(position_ids(rows)), (len(rows), 4, 2, 0.25)
+    sequence = len(qkv) // len(rows)
+    for mask in (starts, None):
+        same = starts if mask is not None else torch.arange(0, len(qkv) + 1, sequence, dtype=torch.int32)
+        seen = dense_mask(same, len(rows), sequence)
+        seen &= torch.arange(sequence)[:, None] - torch.arange(sequence) < 24
+        o, lse = attention(qkv, seen, *shape)
+        gradients = attention_backward(do, qkv, o, lse, seen, *shape)
+        for given in (mask, seen):
+            again = attention(qkv, given, *shape, True, 0.0, 24)
+            assert all(torch.equal(*pair) for pair in zip((o, lse), again))
+            again = attention_backward(do, qkv, o, lse, given, *shape, True, 0.0, 24)
+            assert all(torch.equal(*pair) for pair in zip(gradients, again))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_q", "num_kv", "width", "window"), WINDOWS)
+def test_windows_equal_the_reference(num_q, num_kv, width, window, dtype, packed):
+    qkv, do, starts, shape = on_gpu(num_q, num_kv, width)
+    (qkv, do), last = (qkv.to(dtype), do.to(dtype)), (True, 0.0, window)
+    mask = starts if packed else None
+    o, lse = attention(qkv, mask, *shape, *last)
+    expected_o, expected_lse = attention.reference(qkv, mask, *shape, *last)
+    assert_close("o", expected_o, o, combined_db(*[BF16_DB] * 5))
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+    expected = attention_backward.reference(do, qkv, expected_o, expected_lse, mask, *shape, *last)
+    got = attention_backward(do, qkv, o, lse, mask, *shape, *last)
+    for name, truth, value in zip(("dq", "dk", "dv"), expected, got):
+        if truth.float().norm() == 0:  # a window of one token: its probability is 1, whatever q and k are
+            assert value.float().norm() <= 1e-2 * do.float().norm()
+        else:
+            assert_close(name, truth, value, combined_db(*[BF16_DB] * 5) - 6)

@@ -13,11 +13,16 @@ import overcoat
 from overcoat import Recipe
 from overcoat.kernels.packed import document_starts
 from overcoat.models.masks import causal_mask, check_mask
+from tests.models.zoo import KINDS as ZOO
 from tests.models.zoo import assert_equal, make_batch, make_model, trained
 from tests.waits import waiting_is_an_error
 
 KINDS = ["llama", "qwen2", "qwen3", "starcoder2"]
 LENGTH = 61
+# A window of 24 tokens; "eager" gets a mask in any case.
+WINDOWED = [
+    kind for kind, (_, extra) in ZOO.items() if extra.get("sliding_window") and "attn_implementation" not in extra
+]
 
 
 @pytest.fixture
@@ -35,8 +40,7 @@ def positions() -> torch.Tensor:
 
 
 def converted(kind: str = "llama") -> nn.Module:
-    """The zoo's Starcoder2 has a narrow window."""
-    model = make_model(kind, layers=2, **({"sliding_window": LENGTH} if kind == "starcoder2" else {}))
+    model = make_model(kind, layers=2)
     overcoat.convert(model)
     return model
 
@@ -60,13 +64,9 @@ def test_who_gets_it() -> None:
         assert causal_mask(model, {**ids, name: value}) is None
     assert causal_mask(model, {**ids, "position_ids": positions()}).shape == (1, 1, 0, 0)
     assert causal_mask(model, {**ids, "position_ids": positions()[:1]}).shape == (1, 1, 0, 0)
-    for name, value in (("sliding_window", LENGTH - 1), ("_attn_implementation", "eager")):
-        before = getattr(model.config, name, None)
-        setattr(model.config, name, value)
-        assert causal_mask(model, ids) is None
-        setattr(model.config, name, before)
-    model.config.sliding_window = LENGTH
-    assert causal_mask(model, ids) is not None
+    model.config._attn_implementation = "eager"
+    assert causal_mask(model, ids) is None
+    model.config._attn_implementation = "sdpa"
     for watch in (
         lambda model: model.model.register_forward_pre_hook(lambda *_: None),
         lambda model: model.model.layers[1].register_forward_hook(lambda *_: None),
@@ -82,15 +82,31 @@ def test_who_gets_it() -> None:
     assert causal_mask(partly, ids) is None
 
 
-def test_a_sliding_window_is_kept() -> None:
-    """Mistral's, narrower than the sequence."""
-    model, inputs = make_model("mistral", layers=2), make_batch(length=LENGTH)
-    model.config.sliding_window = 16
-    overcoat.convert(model)
-    narrow = model(**inputs).loss
-    assert torch.equal(narrow, model(**inputs, position_ids=positions()).loss)
-    model.config.sliding_window = None
-    assert not torch.equal(narrow, model(**inputs).loss)
+@pytest.mark.filterwarnings("ignore:this layer")
+@pytest.mark.parametrize("mode", ["train", "packed", "leanest", "eval", "in its original precision"])
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_a_sliding_window_is_kept(kind: str, mode: str) -> None:
+    """Without a mask of S x S, as with transformers' own, which it makes where somebody watches; in one layer of two
+    where a model can have both kinds."""
+    mixed = hasattr(make_model(kind, layers=1).config, "layer_types")
+    model = make_model(kind, layers=2, **({"layer_types": ["sliding_attention", "full_attention"]} if mixed else {}))
+    overcoat.convert(model, Recipe.leanest() if mode == "leanest" else None)
+    if mode == "in its original precision":
+        model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    model.train(mode != "eval")
+    inputs = packed_batch() if mode == "packed" else make_batch(length=LENGTH)
+    given = causal_mask(model, inputs)
+    assert given.numel() == (7 if mode == "packed" else 0)
+    inputs["output_logits"] = False  # with logits `eval()` is transformers' own
+    got = trained(model, inputs)
+    layer = model.model.layers[0].self_attn
+    window, place = (layer, "sliding_window") if hasattr(layer, "sliding_window") else (model.config, "sliding_window")
+    setattr(window, place, None)
+    assert not torch.equal(got["loss"], trained(model, inputs)["loss"])
+    setattr(window, place, 24)
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    assert causal_mask(model, inputs) is None
+    assert_equal(got, trained(model, inputs))
 
 
 # ---- packed sequences ------------------------------------------------------------------------------------------------
@@ -103,8 +119,7 @@ def packed_batch() -> dict[str, torch.Tensor]:
 
 
 def wide(kind: str = "llama", recipe: Optional[Recipe] = None, **overrides: Any) -> nn.Module:
-    window = {"sliding_window": PACKED_LENGTH} if kind in ("mistral", "starcoder2") else {}
-    model = make_model(kind, layers=2, **window, **overrides)
+    model = make_model(kind, layers=2, **overrides)
     overcoat.convert(model, recipe)
     return model
 
@@ -130,9 +145,6 @@ def test_who_gets_starts() -> None:
     assert causal_mask(model, {**inputs, "attention_mask": padding}) is padding  # transformers' rule: no documents then
     for name, value in (("cache", object()), ("past_key_values", object()), ("use_cache", True)):
         assert causal_mask(model, {**inputs, name: value}) is None
-    model.config.sliding_window = 64
-    assert causal_mask(model, inputs) is None
-    model.config.sliding_window = None
     assert causal_mask(model.eval(), inputs) is None
 
 
