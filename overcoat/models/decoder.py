@@ -26,7 +26,15 @@ from overcoat.kernels.packed import causal_pairs, dense_mask
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
 from overcoat.models.lora import active_adapters, base_of
 from overcoat.models.masks import as_starts, cache_of, check_mask, mask_from
-from overcoat.models.refusals import ACTIVATIONS, branches_of, is_conv1d, reads_lengths, why_changed, window_of
+from overcoat.models.refusals import (
+    ACTIVATIONS,
+    branches_of,
+    collects_attentions,
+    is_conv1d,
+    reads_lengths,
+    why_changed,
+    window_of,
+)
 from overcoat.recipe import Recipe
 
 # ---- what families are made of ----------------------------------------------------------------------------------
@@ -234,7 +242,7 @@ class Fp8DecoderLayer(Mixin):
         branches, family, lengths = None, self.overcoat_family, kwargs.get("cu_seqlens")
         batch = 1 if lengths is not None and hidden_states.dim() == 2 else hidden_states.shape[0]
         if embeddings is not None or not family.rotary:
-            branches = self._fp8_branches(batch, cache_of(kwargs))
+            branches = self._fp8_branches(batch, cache_of(kwargs), bool(kwargs.get("output_attentions")))
         context = self.overcoat_context if self.training else None
         if context is not None and (branches is None or not is_known):
             why = "its model was not given labels" if branches is not None else "it is not as it was converted"
@@ -287,7 +295,7 @@ class Fp8DecoderLayer(Mixin):
             return dense_mask(starts, x.shape[0], x.shape[1], window=window)
         return causal_pairs(x.shape[1], window, x.device)[None, None] if 0 < window < x.shape[1] else None
 
-    def _fp8_branches(self, batch: int, cache: Any) -> Optional[tuple[Modules, ...]]:
+    def _fp8_branches(self, batch: int, cache: Any, shows_scores: bool) -> Optional[tuple[Modules, ...]]:
         """The modules whose forward the FP8 block stands in for; None where each is to run its own."""
         # Not `torch.is_grad_enabled()`: a reentrant checkpoint runs its first forward without gradients, and the
         # recomputation must repeat the same numbers.
@@ -301,6 +309,8 @@ class Fp8DecoderLayer(Mixin):
             branches, reason = branches_of(self, family, batch)
         if branches is not None:
             reason = why_changed(self, family, branches)
+            if shows_scores or collects_attentions(branches[0].owner):
+                reason = "output_attentions=True, and FP8 attention keeps no probabilities to return"
             if reason is None:
                 self._note("FP8")
                 return branches

@@ -121,6 +121,11 @@ class LeanLossModel(Mixin):
                 `cu_seq_lens_q`, int32 (N + 1,), beside packed position_ids: where documents begin among the B * S
                 tokens, and the end (every multiple of S among them). Without it the host waits to find out.
         """
+        if _trunk(self).overcoat_is_lean:  # lm_head would make the other call's loss
+            raise ValueError(
+                "this model computes a loss in another thread: copy it for each thread (copy.deepcopy), or convert it "
+                "with Recipe(head=None)"
+            )
         wants_logits = not self.training if output_logits is None else output_logits
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         is_lean = labels is not None and not wants_logits and keeps_all and self.overcoat_recipe.head is not None

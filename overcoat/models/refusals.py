@@ -156,6 +156,16 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
     return None
 
 
+def collects_attentions(owner: Any) -> bool:
+    """Whether transformers' recorders wait for attention's probabilities: they would get none, and a loss of them be
+    that of an empty tuple."""
+    if torch.compiler.is_compiling() or not owner._forward_hooks:
+        return False
+    from transformers.utils import output_capturing
+
+    return "attentions" in (output_capturing._active_collector.get() or ())
+
+
 def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
     for core, owner, into, out, inner, pre, post, layer_scale, _, around, *_ in branches:
         if core is None:  # its own hooks run

@@ -373,6 +373,25 @@ def test_the_bf16_recipe_takes_any_model() -> None:
     assert not overcoat.convert(nn.Linear(2, 2), Recipe.bf16()).layers
 
 
+@pytest.mark.filterwarnings("ignore:this layer")
+@pytest.mark.parametrize("by_config", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # whose layers are told, and are not
+def test_attentions_are_the_models_own(kind: str, by_config: bool) -> None:
+    """Not an empty tuple, of which a distillation's loss would be 0."""
+    model = make_model(kind, layers=2, attn_implementation="eager", use_cache=False)
+    options = {} if by_config else {"output_attentions": True}
+    model.config.output_attentions = by_config
+    expected = model(**make_batch(), **options).attentions
+    report = overcoat.convert(model)
+    found = model(**make_batch(), **options).attentions
+    assert len(found) == 2
+    assert all(map(torch.equal, found, expected))
+    assert all("output_attentions" in ran for name, ran in report.running().items() if "lm_head" not in name)
+    model.config.output_attentions = False
+    model(**make_batch())
+    assert set(report.running().values()) == {"FP8", "lean loss"}
+
+
 def test_hooks_on_layers_and_gradients_run(model: nn.Module) -> None:
     overcoat.convert(model)
     seen = []

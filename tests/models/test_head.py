@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -307,3 +308,29 @@ def test_accumulation_weighs_every_token_the_same(model: nn.Module) -> None:
         model(**part, num_items_in_batch=items).loss.backward()
     for name, grad in gradients(model).items():
         assert sqnr(expected[name], grad) > 35, name
+
+
+@pytest.mark.parametrize("with_labels", [False, True])
+def test_a_second_thread_is_refused(model: nn.Module, with_labels: bool) -> None:
+    """It would take the first one's loss, whose labels are others, for its own, or for logits."""
+    overcoat.convert(model)
+    inputs, errors = make_batch(), []
+    expected = model(**inputs).loss
+
+    def second() -> None:
+        try:
+            model(**{name: x for name, x in make_batch(seed=1).items() if with_labels or name != "labels"})
+        except ValueError as error:
+            errors.append(str(error))
+
+    def meanwhile(*_: Any) -> None:
+        hook.remove()
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    hook = model.model.layers[0].register_forward_hook(meanwhile)
+    assert torch.equal(model(**inputs).loss, expected)
+    assert len(errors) == 1
+    assert "copy.deepcopy" in errors[0]
+    assert torch.equal(model(**inputs).loss, expected)
