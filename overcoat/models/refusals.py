@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, Optional
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from overcoat.block.mlp import Mlp
-from overcoat.models.family import Family, Modules, class_name
+from overcoat.models.family import Family, Modules, class_name, original_class
 from overcoat.models.lora import base_of, parts_of, why_not_plain
 
 # transformers' names of the activations, and ours.
@@ -47,7 +48,10 @@ ATTENTION = ("sdpa", "eager", "flex_attention", "flex_torchtitan")
 
 def window_of(attention: Any) -> int:
     """How many tokens up to its own a token sees in a transformers attention module; 0: all."""
-    config = getattr(attention, "config", None)
+    config, names = getattr(attention, "config", None), vars(sys.modules[original_class(attention).__module__])
+    # Llama and OLMoE take no notice of a sliding_window in their configuration.
+    if not any(name.startswith("create_") and "sliding_window" in name for name in names):
+        return 0
     return int(getattr(attention, "sliding_window", getattr(config, "sliding_window", None)) or 0)
 
 
