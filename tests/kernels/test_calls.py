@@ -52,7 +52,7 @@ def _gpu(monkeypatch):
     monkeypatch.setattr(gemm.cublaslt, "plan", lambda *key: None)
     monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", type(None), raising=False)
     monkeypatch.setattr(gemm, "has_float8_tensor_cores", lambda device: True)
-    monkeypatch.setattr(attention, "chosen", lambda q, mask: NO_ATTENTION)
+    monkeypatch.setattr(attention, "chosen", lambda q, mask, window: NO_ATTENTION)
 
 
 def calls_of(function) -> list[str]:
