@@ -57,5 +57,11 @@ def test_every_example_is_on_a_page() -> None:
     assert sorted(shown) == sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 
+def test_no_page_has_the_marks_of_a_conflict() -> None:
+    """A page renders with them, and nothing else reads it."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    assert not [page.name for page in pages if re.search(r"^(<{7}|>{7}) ", page.read_text(), re.MULTILINE)]
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 600
