@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
 from overcoat.kernels.packed import document_starts, given_starts
+from overcoat.models.family import original_class
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, reads_lengths
 
 # Documents shorter than this on average (padding whose positions do not count, say) get transformers' mask: each costs
@@ -116,6 +117,8 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
         return mask
     if not all(hasattr(layer, "overcoat_family") for layer in layers):  # of `Fp8DecoderLayer`
         return mask
+    if getattr(model.config, "sliding_window", None) and not all(map(_knows_its_window, layers)):
+        return mask
     position_ids = inputs.get("position_ids")
     if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]  # in the text; the others are Qwen-VL's in time, height and width
@@ -143,6 +146,12 @@ def _starts(position_ids: Tensor, lengths: Any) -> Tensor:
     if position_ids.device.type == "meta":
         return position_ids.new_empty((batch * (1 + -(-sequence // ESTIMATED)) + 1,), dtype=torch.int32)
     return document_starts(position_ids)
+
+
+def _knows_its_window(layer: nn.Module) -> bool:
+    """Whether the layer's attention is the model's own class, whose window `window_of` reads."""
+    own = original_class(layer).__module__
+    return any(hasattr(part, "is_causal") and original_class(part).__module__ == own for part in layer.modules())
 
 
 def _is_watched(module: nn.Module) -> bool:

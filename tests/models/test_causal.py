@@ -109,6 +109,25 @@ def test_a_sliding_window_is_kept(kind: str, mode: str) -> None:
     assert_equal(got, trained(model, inputs))
 
 
+def test_an_attention_of_others_gets_the_mask_that_holds_the_window() -> None:
+    """What window it keeps to nobody can know."""
+
+    class Mine(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = [inner]
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner[0](*args, **kwargs)
+
+    model, inputs = converted("mistral"), make_batch(length=LENGTH)
+    assert causal_mask(model, inputs) is not None
+    expected = make_model("mistral", layers=2).eval()(**inputs).loss
+    model.model.layers[0].self_attn = Mine(model.model.layers[0].self_attn)
+    assert causal_mask(model, inputs) is None
+    torch.testing.assert_close(model.eval()(**inputs, output_logits=False).loss, expected, rtol=1e-3, atol=0)
+
+
 # ---- packed sequences ------------------------------------------------------------------------------------------------
 
 PACKED_LENGTH = 400  # documents in make_batch: 100, 103 and 197 tokens
