@@ -185,7 +185,8 @@ def forward_by(
     kernel: Kernel, qkv: Three, mask: Optional[Tensor], scale: float, causal: bool = True
 ) -> Tuple[Tensor, Tensor]:
     """`attention` by one of the library's kernels, from `heads_of` a contiguous buffer."""
-    o, lse = kernel.forward(qkv, _mask_for(kernel, mask, qkv[0], causal), scale, causal)
+    taken = None if mask is None else _mask_for(kernel, mask, qkv[0], causal)
+    o, lse = kernel.forward(qkv, taken, scale, causal)
     sequence = qkv[0].shape[2]
     return _tokens_first(o), (lse if lse.shape[2] == sequence else lse[..., :sequence]).contiguous()
 
@@ -197,12 +198,13 @@ def backward_by(
     """`attention_backward` by one of the library's kernels; do, o and lse contiguous, qkv as in `forward_by`."""
     q = qkv[0]
     do, o = (x.view(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2) for x in (do, o))
-    return token_rows(q.dtype, *kernel.backward(do, qkv, o, lse, _mask_for(kernel, mask, q, causal), scale, causal))
+    taken = None if mask is None else _mask_for(kernel, mask, q, causal)
+    return token_rows(q.dtype, *kernel.backward(do, qkv, o, lse, taken, scale, causal))
 
 
-def _mask_for(kernel: Kernel, mask: Optional[Tensor], q: Tensor, causal: bool) -> Optional[Tensor]:
+def _mask_for(kernel: Kernel, mask: Tensor, q: Tensor, causal: bool) -> Tensor:
     """The mask as the kernel takes it, which may want `starts` as a mask of all pairs."""
-    if mask is None or kernel.packed or not is_starts(mask):
+    if kernel.packed or not is_starts(mask):
         return mask
     return dense_mask(mask, q.shape[0], q.shape[2], causal)
 
