@@ -93,17 +93,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _status_of(parsed: argparse.Namespace) -> int:
     """Do what is asked; what goes wrong is said in one line."""
-    # Who reads an estimate may stop at its first line.
-    lasting = parsed.command == "estimate"
-    output = contextlib.redirect_stdout(LastingStream(sys.stdout)) if lasting else contextlib.nullcontext()
     try:
-        with output:
-            return int(parsed.function(parsed))
+        status = int(parsed.function(parsed))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # else Python finds a full disk as it ends
+        return status
     except ValueError as error:
         return _fail(2, str(error))
     except FloatingPointError as error:
         return _fail(1, f"training failed: {error}")
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and parsed.command == "estimate":
+            _write_nowhere(sys.stdout)  # whoever reads an estimate may stop at its first line
+            return 0
         place = f"{error.filename}: " if error.filename else ""
         return _fail(1, f"{place}{error.strerror or error}; {REMEDIES.get(error.errno, 'check that path')}")
     except MemoryError as error:
@@ -229,12 +231,16 @@ class LastingStream:
             self.stream.write(text)
             self.stream.flush()
         except OSError:
-            # What the stream still holds is written again when Python ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            _write_nowhere(self.stream)
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def _write_nowhere(stream: TextIO) -> None:
+    """From now on; what the stream still holds is written again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _write(text: str) -> None:

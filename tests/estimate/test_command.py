@@ -68,13 +68,16 @@ def test_several_gpus_share_the_rows_of_a_configuration(capsys, gpus, batch, acc
     assert (data["batch"], data["setup"]["accumulation"]) == (batch, accumulation)
 
 
-def test_a_reader_that_is_gone_is_no_mistake(monkeypatch):
-    """`overcoat estimate ... | head -1`."""
+@pytest.mark.parametrize(("full", "status"), [(False, 0), (True, 1)])
+def test_a_reader_that_is_gone_is_no_mistake_and_a_full_disk_is_one(monkeypatch, capfd, full, status):
+    """`overcoat estimate ... | head -1`; and a full disk left half an estimate that was said to be whole."""
     reading, writing = os.pipe()
     os.close(reading)
-    with open(writing, "w") as out:
-        monkeypatch.setattr("sys.stdout", out)
-        assert cli.main(["estimate", "--config", str(CONFIGS / "demo.toml")]) == 0
+    with open("/dev/full" if full else writing, "w") as out, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", out)
+        assert cli.main(["estimate", "--config", str(CONFIGS / "demo.toml")]) == status
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+    assert ("No space left" in capfd.readouterr().err) == full
 
 
 AUTO = ["--config", str(CONFIGS / "llama-124m.toml"), "model.config.num_hidden_layers=1"]  # a choice is many dry runs
