@@ -235,7 +235,7 @@ class Fp8DecoderLayer(Mixin):
         if self.overcoat_family.inputs is not None:
             kwargs = self.overcoat_family.inputs(self, hidden_states, own)
         embeddings: Any = kwargs.get("position_embeddings")
-        mask = given = kwargs.get("attention_mask")
+        mask = kwargs.get("attention_mask")
         is_known = isinstance(mask, Tensor) and not mask.numel()  # models/masks.py
         if is_known:
             mask = kwargs["attention_mask"] = None
@@ -258,15 +258,14 @@ class Fp8DecoderLayer(Mixin):
                 f"hidden_states has the shape {tuple(hidden_states.shape)}: a decoder layer takes (batch, sequence, "
                 "hidden), the model input_ids of (batch, sequence)"
             )
+        heads, by_lengths = branches[0].core.heads, own is kwargs and reads_lengths(branches[0].owner.config)
+        window = window_of(branches[0].owner) if is_known or by_lengths or as_starts(mask) is not None else None
         if lengths is None:
-            if not is_known and (
-                type(mask).__name__ == "BlockMask" or (own is kwargs and reads_lengths(branches[0].owner.config))
-            ):
-                mask = mask_from(mask, kwargs, hidden_states, branches[0].core.heads.causal)
+            if not is_known and (type(mask).__name__ == "BlockMask" or by_lengths):
+                mask = mask_from(mask, kwargs, hidden_states, heads.causal, window or 0)
             mask = check_mask(mask, hidden_states.shape[-2])
         else:
             mask = lengths.int()
-        window = window_of(branches[0].owner) if is_known or as_starts(given) is not None else None
         called = _as_called(branches, causal=kwargs.get("is_causal"), context=context, window=window)
         block = block_of(called, family, self)
         tables = Tables(*_rotation(embeddings if family.rotary else None, hidden_states, block), mask)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
-from overcoat.kernels.packed import document_starts, given_starts
+from overcoat.kernels.packed import causal_pairs, document_starts, given_starts
 from overcoat.models.family import original_class
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, reads_lengths
 
@@ -34,7 +34,7 @@ SHORTEST = 64
 ESTIMATED = 256
 
 
-def mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool) -> Any:
+def mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool, window: int) -> Any:
     """What flash and flex attention read, as `check_mask` takes it: lengths, padding (B, S), positions, a BlockMask."""
     batch, sequence = x.shape[:2]
     if type(mask).__name__ == "BlockMask":
@@ -44,7 +44,7 @@ def mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool) -> Any
         return given_starts(starts, batch, sequence, x.device).view(1, 1, -1, 1)
     if isinstance(mask, Tensor) and mask.dim() == 2:
         visible = mask.bool()[:, None, None].expand(batch, 1, sequence, sequence)
-        return visible.tril() if causal else visible
+        return visible & causal_pairs(sequence, window, x.device) if causal else visible
     positions = inputs.get("position_ids")
     # Compiled code does not look for packed sequences, here as little as with sdpa.
     if mask is not None or not causal or positions is None or positions.dim() != 2 or torch.compiler.is_compiling():

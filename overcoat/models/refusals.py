@@ -152,9 +152,8 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
     if kind not in ATTENTION:
         if not reads_lengths(config):
             return f"attn_implementation is {kind!r}; only {', '.join(ATTENTION)} and kinds of flash are known"
-        window = window_of(owner)
-        if window:
-            return f"attn_implementation is {kind!r}, whose layers get no mask for sliding_window = {window}: use sdpa"
+        if family.encoder and window_of(owner):
+            return f"attn_implementation is {kind!r}, whose layers get no mask for their window: use sdpa"
     if not family.encoder and getattr(config, "is_causal", True) is False:
         return "config.is_causal is False; only causal attention is supported"
     return None
