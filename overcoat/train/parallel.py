@@ -164,8 +164,10 @@ def build_sharded(
         layers = [*decoder_layers(model).values()]
         if config.data.images:  # a tower's are part of the rest: not every pass runs them
             layers = [layer for layer in layers if layer in set(base_model(model).get_decoder().modules())]
-            # So the first layer's gradients are summed before the rest's, with an image in its input or without.
-            base_model(model).enable_input_require_grads()
+            # So the first layer's gradients are summed before the rest's, with an image in its input or without. Not
+            # by `enable_input_require_grads`: a frozen tower would be passed backward, too, and keep all for that.
+            embedding = base_model(model).get_input_embeddings()
+            embedding.register_forward_hook(lambda module, given, out: out.requires_grad_(True))
         _move_in_parts(model, layers, device, cut)
     else:
         draft = _Draft(config, tokenizer, device)
