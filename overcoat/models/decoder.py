@@ -289,7 +289,7 @@ class Fp8DecoderLayer(Mixin):
         parts = list(self.modules())
         if any(reads_lengths(part.config) for part in parts if hasattr(part, "config")):
             return None
-        window = max((window_of(part) for part in parts if hasattr(part, "is_causal")), default=0)
+        window = max([0, *[window_of(part) for part in parts if hasattr(part, "is_causal")]])
         if starts is not None:
             return dense_mask(starts, x.shape[0], x.shape[1], window=window)
         return causal_pairs(x.shape[1], window, x.device)[None, None] if 0 < window < x.shape[1] else None
