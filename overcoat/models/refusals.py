@@ -52,7 +52,9 @@ def window_of(attention: Any) -> int:
     # Llama and OLMoE take no notice of a sliding_window in their configuration.
     if not any(name.startswith("create_") and "sliding_window" in name for name in names):
         return 0
-    return int(getattr(attention, "sliding_window", getattr(config, "sliding_window", None)) or 0)
+    # Masks are made of what the configuration says by now, for layers that have a window.
+    now = getattr(config, "sliding_window", getattr(attention, "sliding_window", None))
+    return int(now or 0) if getattr(attention, "sliding_window", now) else 0
 
 
 def reads_lengths(config: Any) -> bool:

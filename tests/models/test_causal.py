@@ -109,6 +109,17 @@ def test_a_sliding_window_is_kept(kind: str, mode: str) -> None:
     assert_equal(got, trained(model, inputs))
 
 
+@pytest.mark.parametrize("kind", ["mistral", "ministral"])
+def test_a_window_that_the_configuration_changes_later(kind: str) -> None:
+    """transformers makes its masks of it; some layers also keep what it was."""
+    model, inputs = converted(kind), make_batch(length=LENGTH)
+    model.config.sliding_window = 8
+    got = trained(model, inputs)
+    model.model.register_forward_pre_hook(lambda *_: None)  # so that it gets transformers' mask
+    assert causal_mask(model, inputs) is None
+    assert_equal(got, trained(model, inputs))
+
+
 def test_an_attention_of_others_gets_the_mask_that_holds_the_window() -> None:
     """What window it keeps to nobody can know."""
 
