@@ -67,7 +67,7 @@ def _divider() -> Optional[str]:
 
 def check_placements(param: Tensor) -> None:
     """ValueError if `param` is a DTensor that is laid out in a way that the step cannot work on."""
-    if not isinstance(param, DTensor) or param.dim() < 2:
+    if not isinstance(param, DTensor):
         return
     sharded = [placement for placement in param.placements if placement != Replicate()]
     if len(sharded) > 1 or any(type(placement) is not Shard or placement.dim != 0 for placement in sharded):

@@ -237,6 +237,9 @@ def _other_layouts(rank):
     for placements, mesh in (([Shard(1)], (2,)), ([Shard(0), Shard(0)], (2, 1))):
         with pytest.raises(ValueError, match="tensor parallelism"):
             AdamW([parameter(*placements, mesh=mesh)])
+    twice = distribute_tensor(torch.ones(7), meshes[2, 1], [Shard(0), Shard(0)])  # whose second cut the step forgot
+    with pytest.raises(ValueError, match="tensor parallelism"):
+        AdamW([nn.Parameter(twice)])
     expected = nn.Parameter(values())
     layouts = [
         parameter(Shard(0)),
