@@ -44,8 +44,8 @@ class Room:
             low, high, runs = (rows, high, runs + 1) if found.total_bytes <= self.limit else (low, rows, runs + 1)
             line = functools.partial(between, (before_rows, before), (rows, found))
             # Every phase is nearly a line in the rows: 2 or 3 runs, where doubling and halving take 13. The last run
-            # that fits is taken for the largest where a tenth of a row less than the next is too much.
-            if high - low == 1 or (rows == low and runs > 1 and line(low + 0.9) > self.limit):
+            # that fits is taken for the largest where half a row more is too much: experts bend the lines.
+            if high - low == 1 or (rows == low and runs > 1 and line(low + 0.5) > self.limit):
                 return low
             guess = bisect.bisect(range(1, high), self.limit, key=line) if runs < 6 else (low + high) // 2
             before, before_rows, rows = found, rows, min(max(guess, low + 1), high - 1)

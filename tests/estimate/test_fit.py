@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from transformers import MixtralConfig
 
 from overcoat import Recipe
 from overcoat.estimate import Predictor, Setup
@@ -42,6 +45,15 @@ def test_the_largest_batch_is_found_in_few_runs_of_the_model():
         before = len(counted._runs)
         room(counted, 333, batch).largest_batch(Setup())
         assert len(counted._runs) - before <= 3
+
+
+def test_the_largest_batch_where_lines_bend():
+    """Experts' do: from 9 rows on a line showed too little room for the second, which is there to the byte."""
+    few = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32}
+    config = MixtralConfig(**few, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    here = Room(Predictor(config), 9, 128, 8, 0)
+    limit = here.predict(Setup(recipe=Recipe(head="fp8")), 2).total_bytes
+    assert replace(here, limit=limit).largest_batch(Setup(recipe=Recipe(head="fp8"))) == 2
 
 
 def test_rungs_are_the_changes_on_top_of_each_other(predictor):
