@@ -14,7 +14,7 @@ from overcoat import Recipe
 from overcoat.kernels.packed import document_starts
 from overcoat.models.masks import causal_mask, check_mask
 from tests.models.zoo import KINDS as ZOO
-from tests.models.zoo import assert_equal, make_batch, make_model, trained
+from tests.models.zoo import assert_equal, every_kind, make_batch, make_model, trained
 from tests.waits import waiting_is_an_error
 
 KINDS = ["llama", "qwen2", "qwen3", "starcoder2"]
@@ -105,6 +105,17 @@ def test_a_sliding_window_is_kept(kind: str, mode: str) -> None:
     assert not torch.equal(got["loss"], trained(model, inputs)["loss"])
     setattr(window, place, 24)
     model.model.layers[1].register_forward_hook(lambda *_: None)
+    assert causal_mask(model, inputs) is None
+    assert_equal(got, trained(model, inputs))
+
+
+@pytest.mark.parametrize("kind", every_kind(("llama", "mixtral", "olmoe", "qwen3_moe")))
+def test_a_window_that_only_the_configuration_names(kind: str) -> None:
+    """It counts where transformers reads it: a Mistral saved as a Llama keeps the name, and sees all tokens."""
+    model, inputs = make_model(kind, layers=2, sliding_window=8), make_batch(length=LENGTH)
+    overcoat.convert(model)
+    got = trained(model, inputs)
+    model.get_submodule(model.overcoat_whole.text).register_forward_pre_hook(lambda *_: None)
     assert causal_mask(model, inputs) is None
     assert_equal(got, trained(model, inputs))
 
