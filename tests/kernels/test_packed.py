@@ -254,7 +254,7 @@ def test_windows_equal_the_reference(num_q, num_kv, width, window, dtype, packed
     expected = attention_backward.reference(do, qkv, expected_o, expected_lse, mask, *shape, *last)
     got = attention_backward(do, qkv, o, lse, mask, *shape, *last)
     for name, truth, value in zip(("dq", "dk", "dv"), expected, got):
-        if truth.float().norm() == 0:  # a window of one token: its probability is 1, whatever q and k are
+        if window == 1 and name != "dv":  # its probability is 1, whatever q and k are: nothing but rounding
             assert value.float().norm() <= 1e-2 * do.float().norm()
         else:
             assert_close(name, truth, value, combined_db(*[BF16_DB] * 5) - 6)
