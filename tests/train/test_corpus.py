@@ -154,8 +154,11 @@ def test_tokens_that_cannot_be_written_are_one_line(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot write .*/file/tokens/.*Not a directory; .*another data\.cache_dir"):
+    with pytest.raises(ValueError, match=r"cannot write .*/file/tokens/.*Not a directory; .*choose another"):
         open_corpus(make_config(f"data.cache_dir={tmp_path}/file"), silent)
+    # The key comes first: a long name would push it out.
+    with pytest.raises(ValueError, match=r"^data\.cache_dir: cannot write longlong.*: File name too long; "):
+        open_corpus(make_config(f"data.cache_dir={'long' * 1000}"), silent)
 
     def full(_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
