@@ -233,7 +233,7 @@ def _kernel_and_mask(
 ) -> Tuple[Optional[Kernel], Optional[Tensor]]:
     """The kernel, None for the reference, and the mask that it gets: where it knows no window, one of all pairs."""
     batch, _, sequence, _ = q.shape
-    if window >= sequence or not (mask is None or is_starts(mask)):
+    if not causal or window >= sequence or not (mask is None or is_starts(mask)):
         window = 0
     kernel = None if cap else chosen(q, mask, window)
     if kernel is None or kernel.packed or not window:

@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from overcoat.estimate.meter import workspace
-from overcoat.kernels.attention import attention, attention_backward, backward_by, forward_by, heads_of
-from overcoat.kernels.attention_fused import EFFICIENT, PACKED, chosen
+from overcoat.kernels.attention import (
+    _kernel_and_mask,
+    attention,
+    attention_backward,
+    backward_by,
+    forward_by,
+    heads_of,
+)
+from overcoat.kernels.attention_fused import EFFICIENT, PACKED, chosen, windowed
 from overcoat.kernels.packed import dense_mask, document_starts, is_starts
 from tests import exact
 from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db
@@ -215,6 +222,14 @@ def test_what_the_backward_allocates_is_what_an_estimate_says(num_kv, length):
     measured = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in gradients)
     expected = workspace(attention_backward, (do, qkv, o, lse, starts, *shape))
     assert expected == pytest.approx(measured, abs=8 * 2**20)  # a copy of lse, and what the allocator does not split
+
+
+def test_only_causal_attention_has_a_window():
+    """FlashAttention's bounds would hide what comes after a query, which the reference shows."""
+    starts, q = document_starts(position_ids(ROWS)), torch.empty(4, 32, 61, 128, dtype=torch.bfloat16, device="meta")
+    assert _kernel_and_mask(q, starts, True, 0.0, 24) == (windowed(24), starts)
+    assert _kernel_and_mask(q, starts, False, 0.0, 24) == (PACKED, starts)
+    assert _kernel_and_mask(q, starts, True, 0.0, 61) == (PACKED, starts)
 
 
 WINDOWS = [(4, 2, 64, 24), (4, 2, 128, 1), (4, 1, 256, 130), (16, 16, 72, 64), (4, 2, 128, 5000)]
