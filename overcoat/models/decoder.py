@@ -22,10 +22,9 @@ from overcoat.block.order import Order
 from overcoat.block.run import run_block
 from overcoat.block.softmax import Heads, observers
 from overcoat.block.spec import Adapter, Block, Branch, Linear, Norm, Tables
-from overcoat.kernels.packed import causal_pairs, dense_mask
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
 from overcoat.models.lora import active_adapters, base_of
-from overcoat.models.masks import as_starts, cache_of, check_mask, mask_from
+from overcoat.models.masks import as_starts, cache_of, check_mask, mask_from, mask_of_original
 from overcoat.models.refusals import (
     ACTIVATIONS,
     branches_of,
@@ -251,7 +250,7 @@ class Fp8DecoderLayer(Mixin):
             return super().forward(hidden_states, **own)
         if branches is None:
             if is_known or as_starts(mask) is not None:
-                kwargs["attention_mask"] = self._mask_of_its_own(as_starts(mask), hidden_states)
+                kwargs["attention_mask"] = mask_of_original(self, as_starts(mask), hidden_states)
             return super().forward(hidden_states, **kwargs)
         if hidden_states.dim() != 3 and lengths is None:
             raise ValueError(
@@ -283,16 +282,6 @@ class Fp8DecoderLayer(Mixin):
         for observer in observers if watched else ():
             observer.enter(None)
         return result
-
-    def _mask_of_its_own(self, starts: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
-        """For the original forward, where `causal_mask` gave a mask that only this class reads."""
-        parts = list(self.modules())
-        if any(reads_lengths(part.config) for part in parts if hasattr(part, "config")):
-            return None
-        window = max([0, *[window_of(part) for part in parts if hasattr(part, "is_causal")]])
-        if starts is not None:
-            return dense_mask(starts, x.shape[0], x.shape[1], window=window)
-        return causal_pairs(x.shape[1], window, x.device)[None, None] if 0 < window < x.shape[1] else None
 
     def _fp8_branches(self, batch: int, cache: Any, shows_scores: bool) -> Optional[tuple[Modules, ...]]:
         """The modules whose forward the FP8 block stands in for; None where each is to run its own."""

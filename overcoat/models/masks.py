@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
-from overcoat.kernels.packed import causal_pairs, document_starts, given_starts
+from overcoat.kernels.packed import causal_pairs, dense_mask, document_starts, given_starts
 from overcoat.models.family import original_class
-from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, reads_lengths
+from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, reads_lengths, window_of
 
 # Documents shorter than this on average (padding whose positions do not count, say) get transformers' mask: each costs
 # FlashAttention's backward 128 more rows of dq in FP32, and a block of its grid for every 128 tokens of a row.
@@ -51,6 +51,17 @@ def mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool, window
         return mask
     starts = document_starts(positions.expand(batch, -1))
     return None if len(starts) == batch + 1 else starts.view(1, 1, -1, 1)
+
+
+def mask_of_original(layer: nn.Module, starts: Optional[Tensor], x: Tensor) -> Optional[Tensor]:
+    """For a layer's original forward, where `causal_mask` gave a mask that only converted layers read."""
+    parts: list[Any] = list(layer.modules())
+    if any(reads_lengths(part.config) for part in parts if hasattr(part, "config")):
+        return None
+    window = max([0, *[window_of(part) for part in parts if hasattr(part, "is_causal")]])
+    if starts is not None:
+        return dense_mask(starts, x.shape[0], x.shape[1], window=window)
+    return causal_pairs(x.shape[1], window, x.device)[None, None] if 0 < window < x.shape[1] else None
 
 
 def as_starts(mask: Any) -> Optional[Tensor]:
@@ -103,7 +114,7 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     if mask is not None or cache_of(inputs) is not None or inputs.get("use_cache"):
         return mask
     model: Any = causal.get_submodule(causal.overcoat_whole.text)
-    layers = getattr(model, causal.overcoat_whole.stack)
+    layers = [getattr(layer, "_orig_mod", layer) for layer in getattr(model, causal.overcoat_whole.stack)]  # compiled
     if getattr(model.config, "use_bidirectional_attention", False):
         return mask
     tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]

@@ -145,6 +145,9 @@ def test_an_attention_of_others_gets_the_mask_that_holds_the_window() -> None:
     model, inputs = converted("mistral"), make_batch(length=LENGTH)
     assert causal_mask(model, inputs) is not None
     expected = make_model("mistral", layers=2).eval()(**inputs).loss
+    model.model.layers[1] = torch.compile(model.model.layers[1])  # a wrapper of no other kind of layer
+    assert causal_mask(model, inputs) is not None
+    model.model.layers[1] = model.model.layers[1]._orig_mod
     model.model.layers[0].self_attn = Mine(model.model.layers[0].self_attn)
     assert causal_mask(model, inputs) is None
     torch.testing.assert_close(model.eval()(**inputs, output_logits=False).loss, expected, rtol=1e-3, atol=0)
@@ -271,7 +274,7 @@ def test_packed_sequences_give_the_same(kind: str, recipe: str, layer: str) -> N
 
 def test_packed_sequences_in_eval_mode_are_masked_once_by_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by each layer: with and without logits the loss is the original model's."""
-    monkeypatch.setattr("overcoat.models.decoder.dense_mask", None)
+    monkeypatch.setattr("overcoat.models.masks.dense_mask", None)
     inputs = {**packed_batch(), "use_cache": False}
     expected = make_model("llama", layers=2).eval()(**inputs).loss
     model = wide().eval()
