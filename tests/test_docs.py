@@ -7,6 +7,8 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import overcoat
 from overcoat.train.configfile import help_text
@@ -61,6 +63,20 @@ def test_no_page_has_the_marks_of_a_conflict() -> None:
     """A page renders with them, and nothing else reads it."""
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     assert not [page.name for page in pages if re.search(r"^(<{7}|>{7}) ", page.read_text(), re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+@pytest.mark.filterwarnings("error:this layer")
+def test_the_snippet_trains_in_fp8(page: str, tmp_path: Path) -> None:
+    """Word for word, but for the device: `from_pretrained` gives a model in eval() mode."""
+    LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+                                 vocab_size=64)).save_pretrained(tmp_path)  # fmt: skip
+    code = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[1].replace('"cuda"', '"cpu"')
+    ids = torch.arange(32).reshape(1, 32)
+    found = {"path": tmp_path, "loader": [{"input_ids": ids, "labels": ids}]}
+    exec(code, found)
+    running = overcoat.convert(found["model"]).running()
+    assert running["model.layers.0"] == "FP8", running
 
 
 def test_the_readme_is_short() -> None:

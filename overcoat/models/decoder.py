@@ -36,6 +36,8 @@ from overcoat.models.refusals import (
 )
 from overcoat.recipe import Recipe
 
+IN_EVAL = "this layer trains in its original precision, in eval(): call train(), or use torch.no_grad() to evaluate"
+
 # ---- what families are made of ----------------------------------------------------------------------------------
 
 
@@ -206,12 +208,10 @@ class Fp8DecoderLayer(Mixin):
     overcoat_arguments: tuple[str, ...] = ()
     # Whether this layer's kept tensors go to host memory; None where those of no layer do.
     overcoat_offload: Optional[bool] = None
-    # Whether it computes in FP8 in `eval()` too.
-    overcoat_eval: bool = False
+    overcoat_eval: bool = False  # whether it computes in FP8 in `eval()` too
     # What the last forward in eager mode ran: "FP8", or why not.
     overcoat_ran: Optional[str] = None
-    # torch.compile's mode; None: eager (compiled.py).
-    overcoat_mode: Optional[str] = None
+    overcoat_mode: Optional[str] = None  # torch.compile's; None: eager (compiled.py)
     # The processes between which rows are cut in `train()`; None: they are whole (context.py).
     overcoat_context: Any = None
 
@@ -241,7 +241,7 @@ class Fp8DecoderLayer(Mixin):
         branches, family, lengths = None, self.overcoat_family, kwargs.get("cu_seqlens")
         batch = 1 if lengths is not None and hidden_states.dim() == 2 else hidden_states.shape[0]
         if embeddings is not None or not family.rotary:
-            branches = self._fp8_branches(batch, cache_of(kwargs), bool(kwargs.get("output_attentions")))
+            branches = self._fp8_branches(batch, hidden_states, kwargs)
         context = self.overcoat_context if self.training else None
         if context is not None and (branches is None or not is_known):
             why = "its model was not given labels" if branches is not None else "it is not as it was converted"
@@ -283,21 +283,22 @@ class Fp8DecoderLayer(Mixin):
             observer.enter(None)
         return result
 
-    def _fp8_branches(self, batch: int, cache: Any, shows_scores: bool) -> Optional[tuple[Modules, ...]]:
+    def _fp8_branches(self, batch: int, x: Tensor, given: dict[str, Any]) -> Optional[tuple[Modules, ...]]:
         """The modules whose forward the FP8 block stands in for; None where each is to run its own."""
         # Not `torch.is_grad_enabled()`: a reentrant checkpoint runs its first forward without gradients, and the
         # recomputation must repeat the same numbers.
         if not self.training and not self.overcoat_eval:
             self._note("eval(): the original forward")
+            if x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                warnings.warn(IN_EVAL, stacklevel=3)
             return None
-        family = self.overcoat_family
-        branches: Optional[tuple[Modules, ...]] = None
+        family, cache, branches = self.overcoat_family, cache_of(given), None
         reason: Optional[str] = "a key/value cache was asked for (use_cache=True)"
         if cache is None:
             branches, reason = branches_of(self, family, batch)
         if branches is not None:
             reason = why_changed(self, family, branches)
-            if shows_scores or collects_attentions(branches[0].owner):
+            if given.get("output_attentions") or collects_attentions(branches[0].owner):
                 reason = "output_attentions=True, and FP8 attention keeps no probabilities to return"
             if reason is None:
                 self._note("FP8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -430,6 +431,19 @@ def test_frozen_parameters_get_no_gradient(kind: str, part: str) -> None:
     found = trained(model, make_batch())
     assert len(found) > 1
     assert_equal(found, {name: value for name, value in expected.items() if name == "loss" or part in name})
+
+
+def test_training_in_eval_mode_is_told() -> None:
+    """As `from_pretrained` gives a model: it would train in BF16 without a word."""
+    model = make_model("llama", layers=1).eval()
+    overcoat.convert(model)
+    with pytest.warns(UserWarning, match=r"in its original precision, in eval\(\): call train\(\)"):
+        trained(model, make_batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            model(**make_batch())
+        trained(model.train(), make_batch())
 
 
 @pytest.mark.parametrize(
