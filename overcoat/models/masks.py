@@ -114,7 +114,7 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     if mask is not None or cache_of(inputs) is not None or inputs.get("use_cache"):
         return mask
     model: Any = causal.get_submodule(causal.overcoat_whole.text)
-    layers = [getattr(layer, "_orig_mod", layer) for layer in getattr(model, causal.overcoat_whole.stack)]  # compiled
+    layers = getattr(model, causal.overcoat_whole.stack)
     if getattr(model.config, "use_bidirectional_attention", False):
         return mask
     tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
@@ -166,5 +166,8 @@ def _knows_its_window(layer: nn.Module) -> bool:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody else sees the module's arguments, who may read the mask: by its forward, or by a hook."""
+    """Whether somebody else sees the module's arguments, who may read the mask: by its forward, or by a hook.
+
+    So does torch.compile's wrapper (not `layer.compile()`): to `starts` it would compile anew for each number of them.
+    """
     return "forward" in vars(module) or has_hooks(module, HARMLESS_HOOKS, ("_forward_pre_hooks", "_forward_hooks"))

@@ -461,6 +461,8 @@ def test_compiles_without_graph_breaks(kind: str, recipe: Recipe, device: torch.
     model = make_model(kind, layers=1).to(device)
     overcoat.convert(model, recipe)
     inputs = {name: value.to(device) for name, value in make_batch(length=64).items()}
+    # A wrapped layer gets transformers' mask, whose kernel on a GPU is another than a window's bounds: here, too.
+    model.base_model.register_forward_pre_hook(lambda *_: None)
     expected = trained(model, inputs)
     torch.compiler.reset()
     for name, layer in decoder_layers(model).items():
