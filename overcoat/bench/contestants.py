@@ -187,11 +187,13 @@ def make_block(name: str, model: Any, inputs: dict[str, Any], compiled: bool = T
 
 
 class Trainer(NamedTuple):
-    """A contestant: how its layers run, its optimizer (one of `OPTIMIZERS`), whether gradients are released to it."""
+    """A contestant: how its layers run, its optimizer (one of `OPTIMIZERS`), whether gradients are released to it,
+    whether its weights travel in FP8 between GPUs."""
 
     engine: Engine
     optimizer: str = "overcoat 8bit, bf16+8"
     released: bool = False
+    fp8_all_gather: bool = False
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -211,6 +213,8 @@ class Trainer(NamedTuple):
         if sharded:
             for part in (*map(model.get_submodule, layers), model):
                 fully_shard(part)
+        if self.fp8_all_gather:
+            overcoat.fp8_all_gather(model)
         optimizer = OPTIMIZERS[self.optimizer].make([each for each in model.parameters() if each.requires_grad])
         if isinstance(optimizer, overcoat.AdamW):
             if self.released:
@@ -229,6 +233,7 @@ TORCH, FLASH = "torch fused BF16", "FlashAdamW 24-bit"
 TORCHAO = ENGINES["torchao tensorwise, compile"]
 TRAINERS = {
     **{name: Trainer(ENGINES[name]) for name in OUR_RECIPES},
+    "overcoat fp8 all-gather": Trainer(OURS, fp8_all_gather=True),
     "overcoat graphs": Trainer(ENGINES["overcoat compile, graphs"]),
     "overcoat paper": Trainer(ENGINES["overcoat paper"], "overcoat fp8, bf16+8"),
     "overcoat fp8 head": Trainer(overcoat_engine(Recipe(head="fp8"))),

@@ -278,8 +278,9 @@ def _measure_model(session: Session, label: str, model: Model) -> None:
     session.table(f"{label}, batch {parsed.batch}, sequence {parsed.sequence}{gpus}: {model}")
     added = [CUSTOM + " ".join(parsed.recipe)] if parsed.recipe else []
     added += [name + RELEASED for name in added]
-    # A graph would hold parameters where one gathering had put them.
-    takes_part = [name for name in [*TRAINERS, *added] if not (parsed.gpus and trainer_of(name).engine.graphs)]
+    trainers = {name: trainer_of(name) for name in [*TRAINERS, *added]}
+    # A graph would hold parameters where one gathering had put them; one GPU alone gathers nothing.
+    takes_part = [name for name, t in trainers.items() if not (t.engine.graphs if parsed.gpus else t.fp8_all_gather)]
     equal = [at(parsed.batch, name) for name in takes_part if matches(name, parsed.only)]
     session.draw(equal, group=f"{label}, batch {parsed.batch}")
     if parsed.best:

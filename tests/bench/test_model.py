@@ -119,9 +119,10 @@ def test_models_that_see_train_with_their_tower_or_without(name: str, kind: str,
         assert moved[key] is not (frozen and id(p) in tower), key
 
 
-def test_a_model_under_fsdp() -> None:
+@pytest.mark.parametrize("name", ["overcoat released", "overcoat fp8 all-gather"])
+def test_a_model_under_fsdp(name: str) -> None:
     """Ours, in a process of its own as on GPUs."""
-    figures = measure("overcoat released", Work(SMALL, 2, 32, gpus=1), 2, "cpu")
+    figures = measure(name, Work(SMALL, 2, 32, gpus=1), 2, "cpu")
     assert figures["tokens_per_second"] == pytest.approx(2 * 32 / figures["ms"] * 1e3)
     assert abs(figures["loss"] - math.log(320)) < 1
 
