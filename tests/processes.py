@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -44,6 +45,18 @@ def repeatable() -> None:
     """One result each time: else cuDNN's attention adds up dq in any order, and embeddings their gradients."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@contextmanager
+def repeating(device: str) -> Iterator[None]:
+    """The same in this process, on a GPU and for a while."""
+    repeats = torch.are_deterministic_algorithms_enabled()
+    if device == "cuda":
+        repeatable()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(repeats)
 
 
 def _process(

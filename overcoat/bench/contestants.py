@@ -216,6 +216,11 @@ class Trainer(NamedTuple):
         if self.fp8_all_gather:
             overcoat.fp8_all_gather(model)
         optimizer = OPTIMIZERS[self.optimizer].make([each for each in model.parameters() if each.requires_grad])
+        if sharded and self.engine is TORCHAO:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            # All weights' maxima in one all-reduce, instead of one each.
+            optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
         if isinstance(optimizer, overcoat.AdamW):
             if self.released:
                 overcoat.release_gradients(model, optimizer)

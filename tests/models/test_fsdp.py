@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import overcoat
 from overcoat import Recipe
 from tests.models.zoo import make_batch, make_model
-from tests.processes import on_two, repeatable, two_of
+from tests.processes import on_two, repeating, two_of
 
 RECIPES = {
     "default": Recipe(),
@@ -62,10 +62,7 @@ def _sharded_gradients(kind: str, device: str, recipe: Recipe) -> dict[str, torc
 def test_sharded_gradients_equal_those_of_one_process(kind: str, device: str, tmp_path: Path) -> None:
     """All recipes in one pair of processes, which take longer to begin than a step does."""
     on_two(_save_gradients, device, kind, device, str(tmp_path))
-    repeats = torch.are_deterministic_algorithms_enabled()
-    if device == "cuda":
-        repeatable()
-    try:
+    with repeating(device):
         for recipe_name, recipe in RECIPES.items():
             sharded = torch.load(tmp_path / recipe_name)
             model = make_model(kind, layers=3).to(device)
@@ -73,8 +70,6 @@ def test_sharded_gradients_equal_those_of_one_process(kind: str, device: str, tm
             model(**_batch(device)).loss.backward()
             for name, parameter in model.named_parameters():
                 torch.testing.assert_close(sharded[name], parameter.grad, rtol=0, atol=0, msg=f"{recipe_name}: {name}")
-    finally:
-        torch.use_deterministic_algorithms(repeats)
 
 
 def _adapted(device: str) -> Any:
@@ -103,7 +98,8 @@ def _save_adapters(rank: int, device: str, folder: str) -> None:
 def test_sharded_adapters_have_the_gradients_of_one_process(device: str, tmp_path: Path) -> None:
     on_two(_save_adapters, device, device, str(tmp_path))
     model, sharded = _adapted(device), torch.load(tmp_path / "adapters")
-    model(**_batch(device)).loss.backward()
+    with repeating(device):
+        model(**_batch(device)).loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert expected.keys() == sharded.keys()
     assert all("lora_" in name for name in expected)
