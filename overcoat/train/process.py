@@ -45,6 +45,8 @@ class _Together:
     """What the processes of this run share: a group for what the host says, one for what is written while training
     goes on, and a store; None in a run of one."""
 
+    # SIGTERM has come: where others are gone too, from the launcher, which says why.
+    is_ended = False
     group: dist.ProcessGroup | None = None
     writing: dist.ProcessGroup | None = None
     store: dist.Store | None = None
@@ -126,6 +128,8 @@ def may_report(text: str, is_cause: bool = True) -> bool:
     if not is_one_of_many():
         return True
     if not is_cause:
+        if _Together.is_ended:
+            return False
         time.sleep(SECONDS_FOR_THE_CAUSE)
     if not _is_first_to_report(is_cause):
         return False
@@ -294,3 +298,4 @@ class StopRequest:
         if signum == signal.SIGINT and self.signum is not None:
             raise KeyboardInterrupt
         self.signum = signum
+        _Together.is_ended |= signum == signal.SIGTERM

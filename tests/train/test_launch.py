@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from overcoat.train import process
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.launch import _cause, _explain
@@ -81,6 +82,19 @@ def test_a_killed_worker_is_named_and_a_restarted_run_ends_the_same(tmp_path: Pa
     wait(reference, 120)
     assert reference.returncode == 0
     assert losses(run_dir) == losses(tmp_path / "reference")
+
+
+def test_what_follows_from_another_is_not_said_once_the_launcher_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM may come while a step still waits for the process that is gone, and its error after it."""
+    monkeypatch.setattr(process._Together, "is_ended", False)
+    monkeypatch.setattr(process, "SECONDS_FOR_THE_CAUSE", 0.0)
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert process.may_report("closed by peer", is_cause=False)
+    with process.StopRequest():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not process.may_report("closed by peer", is_cause=False)
+    assert process.may_report("no such file")
 
 
 def test_what_is_wrong_with_the_configuration_is_said_once(tmp_path: Path, corpus_files: str) -> None:
