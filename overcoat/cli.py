@@ -103,9 +103,8 @@ def _status_of(parsed: argparse.Namespace) -> int:
     except FloatingPointError as error:
         return _fail(1, f"training failed: {error}")
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and parsed.command == "estimate":
-            _write_nowhere(sys.stdout)  # whoever reads an estimate may stop at its first line
-            return 0
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return 0  # `| head -1` has what it wanted
         place = f"{error.filename}: " if error.filename else ""
         return _fail(1, f"{place}{error.strerror or error}; {REMEDIES.get(error.errno, 'check that path')}")
     except MemoryError as error:
@@ -236,6 +235,16 @@ class LastingStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def _reader_left() -> bool:
+    """Whether a broken pipe is standard output's, which then goes nowhere."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        _write_nowhere(sys.stdout)
+        return True
+    return False
 
 
 def _write_nowhere(stream: TextIO) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import importlib
+import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,17 @@ def load_extra(module: str, extra: str, purpose: str) -> Any:
         ) from error
 
 
+def check_exists(name: str) -> None:
+    """ValueError: `name` can only be a path, and nothing is there. Hugging Face would be asked for it for a minute.
+
+    A folder beside runs is meant as one; beside models it may as well be the name of another model of theirs.
+    """
+    is_path = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
+    beside = os.path.join(glob.escape(os.path.dirname(name)), "*", "config.toml")
+    if not os.path.exists(name) and (is_path or ("/" in name and glob.glob(beside))):
+        raise ValueError(f"{name}: no such file or folder")
+
+
 def load_pretrained(auto: str, what: str, name: str, trust_remote_code: bool, **options: Any) -> Any:
     """`transformers.<auto>.from_pretrained(name)`, which is `what`: the one door for what comes from Hugging Face.
 
@@ -32,6 +45,7 @@ def load_pretrained(auto: str, what: str, name: str, trust_remote_code: bool, **
     """
     transformers = load_extra("transformers", "hf", f"loading {what}")
     try:
+        check_exists(name)
         return getattr(transformers, auto).from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     except RuntimeError as error:  # out of memory is for the caller
         if "out of memory" in str(error).lower():

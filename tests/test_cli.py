@@ -133,11 +133,12 @@ def test_a_missing_extra_names_it(config: str) -> None:
     assert "overcoat train needs the package 'rich': pip install 'overcoat[hf]'" in done.stderr
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+@pytest.mark.parametrize("words", ["train --keys", "paper list", "paper --help"])
+def test_a_reader_that_leaves_is_no_error(words: str) -> None:
     """`overcoat train --keys | head`: here the other end is closed before the first byte."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "overcoat", "train", "--keys"]
+    command = [sys.executable, "-m", "overcoat", *words.split()]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from overcoat.extras import load_extra
+from overcoat.extras import check_exists, load_extra, load_pretrained
+from overcoat.train.config import DataConfig
+from overcoat.train.sources import open_dataset
 
 
 @pytest.mark.parametrize("module", ["surely_not_installed", "surely_not_installed.part", "json.surely_not_there"])
@@ -35,3 +37,20 @@ def test_a_broken_package_keeps_its_own_message(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(error, match=message):
         load_extra("overcoat_test_broken", "hf", "reading")
+
+
+def test_a_path_to_nothing_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute of retries without a network; a folder of models says nothing about the next one's name."""
+    monkeypatch.chdir(tmp_path)
+    for there in ("out/done/config.toml", "Qwen/Qwen3-8B/config.json"):
+        Path(there).parent.mkdir(parents=True)
+        Path(there).touch()
+    for name in ("runs/none", "./none", "/none", "~/none", "a/b/none", "out/none"):
+        for look in (
+            lambda name: load_pretrained("AutoConfig", "the model", name, False),
+            lambda name: open_dataset(DataConfig(dataset=name)),
+        ):
+            with pytest.raises(ValueError, match=rf"{name}: no such file or folder"):
+                look(name)
+    for name in ("gpt2", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "out/done", "x" * 300 + "/y"):
+        check_exists(name)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 import overcoat
-from overcoat.extras import load_extra, load_pretrained, reason
+from overcoat.extras import check_exists, load_extra, load_pretrained, reason
 from overcoat.train.build import load_model
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import DataConfig, require
@@ -181,7 +181,9 @@ def _print_table(results: list[Result]) -> None:
                     f"  {'forward in' if key == 'ran' else key.replace('_', ' ')}",
                     *(_written(column, key) for column in columns),
                 )
-    console.print(table)
+    with console.capture() as written:  # rich has its own way with a reader that left
+        console.print(table)
+    print(written.get(), end="")
 
 
 def _written(figures: dict[str, Any], key: str) -> str:
@@ -210,8 +212,7 @@ def find_target(name: str) -> Target:
         raise ValueError("a TARGET is empty: give a run, a checkpoint, a folder or a Hugging Face name")
     folder = Path(name)
     if not folder.exists():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ValueError(f"{name}: no such folder")
+        check_exists(name)
         return Target(name, name)
     if (folder / "config.toml").exists():
         made = [folder / "export"] if (folder / "export").is_dir() else list_checkpoints(folder / "checkpoints")[-1:]

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from overcoat.extras import load_extra, reason
+from overcoat.extras import check_exists, load_extra, reason
 from overcoat.train.config import DataConfig, said_of
 
 ROWS = (".jsonl", ".json", ".parquet")
@@ -212,6 +212,7 @@ def open_dataset(config: DataConfig) -> Any:
     name = config.dataset_config or None
     files = config.files or None
     with said_of(f"data.dataset = {config.dataset!r}: ", Exception):
+        check_exists(config.dataset)
         return datasets.load_dataset(config.dataset, name, data_files=files, split=config.split, streaming=True)
 
 

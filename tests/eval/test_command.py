@@ -155,7 +155,7 @@ def test_what_generates_uses_a_cache_and_the_table_says_so(tmp_path: Path, folde
     [
         ("FOLDER", "nothing to evaluate: give --text or --tasks"),
         ("FOLDER --text nothing.txt", "--text nothing.txt: nothing found for 'nothing.txt'"),
-        ("./nothing --text TEXT", "./nothing: no such folder"),
+        ("./nothing --text TEXT", "./nothing: no such file or folder"),
         ("BLANK --text TEXT", "a TARGET is empty"),
         ("EMPTY --text TEXT", "is no run, checkpoint or model folder"),
         ("FOLDER --text TEXT --window 65", "--window 65: "),
