@@ -156,7 +156,7 @@ def _gradient_hooks(model: nn.Module, meter: Meter, setup: Setup, gpus: int) -> 
     if gpus > 1:
         # What accumulates is added to the gradients that are there, and freed.
         take = keep if setup.accumulation == 1 else lambda *_: None
-        with FullyShard(model, meter, gpus, take).installed():
+        with FullyShard(model, meter, gpus, setup.torch_reduce_dtype, take).installed():
             yield
         return
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -7,9 +7,10 @@ A block's parameters are one group, those outside the blocks (embedding, final n
                 the next block's is gathered while a block is at work.
     reshard     a block's copy goes when its forward ends, and again when its backward does. The root's stays to the end
                 of the backward.
-    reduce      when a block's backward ends, its gradients are copied into one flat buffer and freed. The buffer lives
-                until the next block's backward ends; this process' part of it is new memory, which the optimizer sees.
-                The root's gradients, the head's from the loss on, stay whole until the backward ends.
+    reduce      when a block's backward ends, its gradients are copied into one flat buffer and freed, in the dtype that
+                they are summed in. The buffer lives until the next block's backward ends; this process' part of the sum
+                is new memory, cast to the gradients' dtype, which the optimizer sees. The root's gradients, the head's
+                from the loss on, stay whole until the backward ends.
 
 Read in torch 2.13's `torch/distributed/fsdp/_fully_shard`, in which `tests/estimate/test_fsdp.py` counts every phase.
 """
@@ -56,14 +57,22 @@ class FullyShard:
     Args:
         meter: sees what is allocated.
         gpus: processes, at least 2.
+        reduce_dtype: what gradients are summed in (`MixedPrecisionPolicy`); None: their own.
         take: called with each parameter and this process' part of its gradient.
     """
 
-    def __init__(self, model: nn.Module, meter: Meter, gpus: int, take: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        meter: Meter,
+        gpus: int,
+        reduce_dtype: torch.dtype | None,
+        take: Callable[[Tensor, Tensor], None],
+    ) -> None:
         found = find_causal_model(model)
         assert found is not None  # a dry run's model is one
         self.root_module: Any = found[1]
-        self.meter, self.gpus, self.take = meter, gpus, take
+        self.meter, self.gpus, self.reduce_dtype, self.take = meter, gpus, reduce_dtype, take
         layers = decoder_layers(self.root_module).values()
         self.blocks = {layer: self._group(layer.parameters()) for layer in layers}
         inside = {id(parameter) for block in self.blocks.values() for parameter in block.parameters}
@@ -129,14 +138,20 @@ class FullyShard:
         """The end of a group's backward."""
         pairs = zip(group.parameters, group.sizes, strict=True)
         reduced = [(parameter, size) for parameter, size in pairs if parameter.grad is not None]
+        gradients = [parameter.grad for parameter, _ in reduced]
         for parameter in group.parameters:
             parameter.grad = None
         group.whole.clear()
         self.reducing = None
         if sizes := [size for _, size in reduced]:
-            self.reducing = self._empty(self.gpus * sum(sizes), GRADIENTS)
-            parts = self._empty(sum(sizes), GRADIENTS).split(sizes)  # views of one buffer
-            for (parameter, _), part in zip(reduced, parts, strict=True):
+            own, dtype = sum(sizes), reduced[0][0].dtype
+            summed = own * (self.reduce_dtype or dtype).itemsize // dtype.itemsize
+            self.reducing = self._empty(self.gpus * summed, GRADIENTS)
+            del gradients[:-1]  # FSDP2's loop variable holds the last one until all is done
+            whole = self._empty(summed, GRADIENTS)
+            if self.reduce_dtype not in (None, dtype):
+                whole = self._empty(own, GRADIENTS)
+            for (parameter, _), part in zip(reduced, whole.split(sizes), strict=True):  # views of one buffer
                 self.take(parameter, part)
 
     def _after_backward(self) -> None:

@@ -22,6 +22,7 @@ class Setup:
     Attributes:
         accumulation: forward passes in an optimizer step.
         document_mask: rows hold several documents, so attention has a mask.
+        reduce_dtype: FSDP2 sums gradients in it; None: in theirs.
         freeze_tower: a vision-language model's tower is not trained.
 
     Raises:
@@ -39,10 +40,13 @@ class Setup:
     dtype: str = "bfloat16"
     document_mask: bool = False
     freeze_tower: bool = False
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not trained; choose one of {', '.join(DTYPES)}")
+        if self.reduce_dtype not in (None, *DTYPES):
+            raise ValueError(f"reduce_dtype {self.reduce_dtype!r}: choose one of {', '.join(DTYPES)}")
         resolve_moments(self.moments)
         resolve_master(self.master, self.torch_dtype)
         if self.group_size not in GROUP_SIZES:
@@ -60,12 +64,16 @@ class Setup:
         return getattr(torch, self.dtype)
 
     @property
+    def torch_reduce_dtype(self) -> torch.dtype | None:
+        return None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype)
+
+    @property
     def group(self) -> dict[str, Any]:
         """The options of a parameter group."""
         return {"moments": resolve_moments(self.moments), "master": self.master, "group_size": self.group_size}
 
     def without_optimizer(self) -> Setup:
         """The same as far as forward and backward depend on it: from the second pass on, gradients are there."""
-        of_passes = ("recipe", "release_gradients", "dtype", "document_mask", "freeze_tower")
+        of_passes = ("recipe", "release_gradients", "dtype", "document_mask", "freeze_tower", "reduce_dtype")
         same = {name: getattr(self, name) for name in of_passes}
         return Setup(accumulation=min(self.accumulation, 2), **same)

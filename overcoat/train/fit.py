@@ -158,6 +158,7 @@ def training_setup(config: Config, fit: Fit) -> Setup:
         accumulation=rows_of_process(config) // fit.micro_batch,
         dtype=config.model.dtype,
         document_mask=config.data.masks_documents,
+        reduce_dtype=config.parallel.reduce_dtype,
     )
 
 
