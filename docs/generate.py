@@ -5,7 +5,8 @@
     {{ encoders }}         models.md: the encoders and vision-language models that the package knows
     {{ configuration }}    configuration.md: every key of overcoat/train/config.py
 
-A page with another marker of this form fails the build.
+A page with another marker of this form fails the build. A line that only links to a file of the repository (as
+GitHub shows it) becomes the file itself.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import re
 import types
 import typing
 import warnings
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 # transformers' model types that the page answers for, supported or not: `convert` is asked.
 MODEL_TYPES = (
     *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "starcoder2", "olmo", "olmo2", "olmo3", "gemma"),
@@ -164,6 +167,12 @@ def written(default: Any) -> str:
     return f'"{default}"' if isinstance(default, str) else str(default)
 
 
+def file(link: re.Match[str]) -> str:
+    """A file of the repository as a block of code."""
+    language = {"py": "python"}.get(link[2], link[2])
+    return f"```{language}\n{(ROOT / link[1]).read_text(encoding='utf-8')}```"
+
+
 MARKERS = {
     "support_matrix": support_matrix,
     "tested_versions": tested_versions,
@@ -177,5 +186,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
     Raises:
         KeyError: a marker that nothing fills.
+        FileNotFoundError: a link to no file.
     """
+    markdown = re.sub(r"^\[.*\]\((?:\.\./)+(\S+\.(py|toml))\)$", file, markdown, flags=re.MULTILINE)
     return re.sub(r"\{\{ (\w+) \}\}", lambda marker: MARKERS[marker[1]](), markdown)
