@@ -42,6 +42,7 @@ from overcoat.recipe import GROUP_SIZES
 # Options of a parameter group but the learning rate. By the first three a state is laid out and read.
 OPTIONS = ("moments", "master", "group_size", "betas", "eps", "weight_decay", "seed")
 FORMAT_OPTIONS = OPTIONS[:3]
+TORCHS_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 _options_of = operator.itemgetter(*OPTIONS)
 
 
@@ -164,8 +165,13 @@ def check_options(group: Mapping[str, Any]) -> None:
         raise ValueError(f"group_size {group['group_size']!r} must be one of {', '.join(map(str, GROUP_SIZES))}")
     if not isinstance(group["seed"], int):
         raise ValueError(f"seed {group['seed']!r} must be an integer")
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
+
+
+def check_torchs_options(group: Mapping[str, Any]) -> None:
+    """ValueError if a group asks for what torch.optim.AdamW can do and this cannot; how a step is launched (foreach,
+    fused, capturable) is no such matter."""
+    for name, default in TORCHS_OPTIONS.items():
+        if group.get(name, default) != default:
             raise ValueError(f"{name}={group[name]!r} is torch.optim.AdamW's and not supported; leave it out")
 
 
@@ -183,6 +189,7 @@ def check_groups(
     """
     for number, group in enumerate(groups):
         check_lr(group["lr"])
+        check_torchs_options(group)
         new, old = _options_of(group), known.get(number)
         if new == old:
             continue
@@ -204,6 +211,7 @@ def check_new_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     options = {**defaults, **group}
     check_lr(options["lr"])
     check_options(options)
+    check_torchs_options(options)
     group["moments"] = resolve_moments(options["moments"])
     if isinstance(group["params"], set):  # which torch refuses: it has no order
         return

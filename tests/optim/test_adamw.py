@@ -1,5 +1,6 @@
 """`overcoat.optim.adamw.AdamW` as a torch optimizer: equality with torch's, options, resume, scaling, errors."""
 
+import inspect
 import io
 import math
 
@@ -390,14 +391,30 @@ def test_parameters_that_cannot_be_stepped_are_named():
     for params, error, words in (
         ([first, second, first], ValueError, r"shape \(4, 200\) is in its group twice"),
         ([{"params": [first, second]}, {"params": [first]}], ValueError, "more than one parameter group"),
-        ([{"params": [first], "amsgrad": True}], ValueError, "amsgrad=True"),
-        ([{"params": [first], "maximize": True}], ValueError, "maximize=True"),
         ([half], ValueError, "torch.float16"),
         ([{"params": {first, second}}], TypeError, "ordered"),  # another order in every run: other random numbers
     ):
         with pytest.raises(error, match=words):
             AdamW(params)
-    AdamW([{"params": [first], "amsgrad": False}])
+
+
+def test_what_torchs_adamw_can_do_besides_is_refused_in_groups():
+    """At the start and when it is set later; how torch would launch its step is no matter of ours."""
+    (param,) = make_params(shapes=[(3,)])
+    torchs = torch.optim.AdamW([param], foreach=False, fused=False, capturable=True).defaults
+    optimizer = AdamW([{"params": [param], **torchs}])
+    group = optimizer.param_groups[0]
+    mine = inspect.signature(AdamW).parameters
+    for name in torchs.keys() - mine.keys() - {"foreach", "fused", "capturable"}:
+        odd = {name: not torchs[name]}
+        with pytest.raises(ValueError, match=f"{name}={odd[name]} is torch.optim.AdamW's"):
+            AdamW([{"params": [param], **odd}])
+        group.update(odd)
+        param.grad = torch.ones(3)
+        with pytest.raises(ValueError, match=f"{name}={odd[name]} is torch.optim.AdamW's"):
+            optimizer.step()
+        group[name] = torchs[name]
+    optimizer.step()
 
 
 def test_a_sparse_gradient_is_refused():
