@@ -28,8 +28,6 @@ from overcoat.kernels.blockwise import (
     block_quantize,
     block_quantize_both,
     block_quantize_t,
-    block_requantize_t,
-    requantize_t,
 )
 from overcoat.kernels.gemm import block_gemm, gemm
 from overcoat.kernels.groups import group_encode
@@ -272,7 +270,7 @@ class InputSaved(NamedTuple):
 
     codes: Tensor
     group_amax: Tensor
-    x_scale: Optional[Tensor]
+    scale: Optional[Tensor]
     w_amax: Optional[Tensor]
 
 
@@ -281,23 +279,5 @@ def stream_linear_forward(
 ) -> tuple[Tensor, InputSaved]:
     """x (T, H) times the stacked weights -> (T, sum N); w_amax: the weights' maximum if known."""
     codes, group_amax = group_encode(x, recipe.kept_format, recipe.group_size)
-    if recipe.linear_scaling == "block":
-        y = block_product(Quantized(*block_quantize(x, "e4m3")), into, x.dtype)
-        return y, InputSaved(codes, group_amax, None, None)
-    x8, x_scale = quantize(x, amax(x), "e4m3")
-    y, w_amax = product(x8, x_scale, into, x.dtype, w_amax)
-    return y, InputSaved(codes, group_amax, x_scale, w_amax)
-
-
-def stream_linear_backward(
-    dy: Tensor | Gradient, saved: InputSaved, into: Linear, recipe: Recipe, want_weights: bool
-) -> LinearGrads:
-    """Gradients of the residual stream by way of these layers, and of the layers."""
-    x_t = None
-    if want_weights:
-        inputs, code = (saved.codes, saved.group_amax, None, None), (recipe.kept_format, recipe.group_size)
-        if saved.x_scale is None:
-            x_t = Quantized(*block_requantize_t(*inputs, *code))
-        else:
-            x_t = Quantized(requantize_t(*inputs, saved.x_scale, *code), saved.x_scale)
-    return product_backward(dy, x_t, into, saved.w_amax, recipe)
+    y, scales = linear_forward(x, into, x.dtype, recipe, w_amax=w_amax)
+    return y, InputSaved(codes, group_amax, *scales)

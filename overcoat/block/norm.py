@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from overcoat.block.linear import Gradient, LinearGrads, block_product, product, product_backward
+from overcoat.block.linear import Gradient, InputSaved, LinearGrads, block_product, product, product_backward
 from overcoat.block.spec import Linear, Norm
 from overcoat.formats import Quantized
 from overcoat.kernels.blockwise import block_requantize_t, requantize_t
@@ -33,7 +33,7 @@ class NormLinearSaved(NamedTuple):
     codes: Tensor
     group_amax: Tensor
     rstd: Tensor
-    y_scale: Optional[Tensor]
+    scale: Optional[Tensor]
     w_amax: Optional[Tensor]
 
 
@@ -59,20 +59,25 @@ def norm_linear_forward(
     return x, z, NormLinearSaved(codes, group_amax, rstd, y_scale, w_amax)
 
 
-def norm_linear_backward(
-    dy: Tensor | Gradient, saved: NormLinearSaved, norm: Norm, into: Linear, recipe: Recipe, want_weights: bool
+def into_backward(
+    dy: Tensor | Gradient,
+    saved: NormLinearSaved | InputSaved,
+    norm: Optional[Norm],
+    into: Linear,
+    recipe: Recipe,
+    want_weights: bool,
 ) -> LinearGrads:
-    """Gradients of the norm's output and of the linear layers."""
-    x_t = _output_t(saved, norm, recipe) if want_weights else None
+    """Gradients of the norm's output, or without a norm of the residual stream, and of the linear layers that read it.
+    It is their transposed E4M3 operand again, with the forward's scale if kept."""
+    x_t = None
+    if want_weights:
+        weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+        inputs, code = (saved.codes, saved.group_amax, weight, bias), (recipe.kept_format, recipe.group_size)
+        if saved.scale is None:
+            x_t = Quantized(*block_requantize_t(*inputs, *code))
+        else:
+            x_t = Quantized(requantize_t(*inputs, saved.scale, *code), saved.scale)
     return product_backward(dy, x_t, into, saved.w_amax, recipe)
-
-
-def _output_t(saved: NormLinearSaved, norm: Norm, recipe: Recipe) -> Quantized:
-    """The norm's output as transposed E4M3 operand, with the forward's scale if kept."""
-    inputs, code = (saved.codes, saved.group_amax, norm.weight, norm.bias), (recipe.kept_format, recipe.group_size)
-    if saved.y_scale is None:
-        return Quantized(*block_requantize_t(*inputs, *code))
-    return Quantized(requantize_t(*inputs, saved.y_scale, *code), saved.y_scale)
 
 
 class NormSaved(NamedTuple):

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from overcoat.block.adapters import adapters_backward_, add_adapters_, kept_input
-from overcoat.block.linear import InputSaved, stream_linear_backward, stream_linear_forward
+from overcoat.block.linear import InputSaved, stream_linear_forward
 from overcoat.block.norm import (
     NormLinearSaved,
     NormSaved,
     input_gradient,
+    into_backward,
     norm_after_forward,
-    norm_linear_backward,
     norm_linear_forward,
 )
 from overcoat.block.offload import run_offloaded
@@ -125,10 +125,7 @@ def block_backward(
         dz, dout, dinner = branch.core.backward(d, d_amax, saved, branch, tables, recipe, any(want.out.weights))
         del d
         kept, want_into = saved.pop(), any(want.into.weights)
-        if branch.pre is None:
-            into = stream_linear_backward(dz, kept, branch.into, recipe, want_into)
-        else:
-            into = norm_linear_backward(dz, kept, branch.pre, branch.into, recipe, want_into)
+        into = into_backward(dz, kept, branch.pre, branch.into, recipe, want_into)
         assert into.dx is not None
         adapters: tuple[Adapter, ...] = ()
         if branch.into.adapters:
