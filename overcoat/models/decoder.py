@@ -239,7 +239,9 @@ class Fp8DecoderLayer(Mixin):
         if is_known:
             mask = kwargs["attention_mask"] = None
         branches, family, lengths = None, self.overcoat_family, kwargs.get("cu_seqlens")
-        batch = 1 if lengths is not None and hidden_states.dim() == 2 else hidden_states.shape[0]
+        batch = hidden_states.shape[0]
+        if lengths is not None and hidden_states.dim() == 2:
+            batch = _rows(batch, len(lengths) - 1, kwargs.get("max_seqlen"))
         if embeddings is not None or not family.rotary:
             branches = self._fp8_branches(batch, hidden_states, kwargs)
         context = self.overcoat_context if self.training else None
@@ -264,7 +266,7 @@ class Fp8DecoderLayer(Mixin):
                 mask = mask_from(mask, kwargs, hidden_states, heads.causal, window or 0)
             mask = check_mask(mask, hidden_states.shape[-2])
         else:
-            mask = lengths.int()
+            mask = None if batch == len(lengths) - 1 else lengths.int()
         called = _as_called(branches, causal=kwargs.get("is_causal"), context=context, window=window)
         block = block_of(called, family, self)
         tables = Tables(*_rotation(embeddings if family.rotary else None, hidden_states, block), mask)
@@ -314,6 +316,13 @@ class Fp8DecoderLayer(Mixin):
         # A side effect, which compiled code may not have inside of a checkpoint.
         if not torch.compiler.is_compiling():
             self.overcoat_ran = ran
+
+
+def _rows(tokens: int, images: int, longest: Any) -> int:
+    """The rows of a batch of images that lie one after the other: one each, where all are of one length, which has the
+    faster attention; else 1. Nobody reads the lengths, for which the host would wait: if none is longer than `longest`
+    (transformers' `max_seqlen`), images * longest are all tokens only where each is as long."""
+    return images if isinstance(longest, int) and images * longest == tokens else 1
 
 
 @functools.cache

@@ -29,7 +29,9 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 import overcoat
 from overcoat import Recipe
+from overcoat.block import softmax
 from overcoat.formats import FLOAT8
+from overcoat.kernels.attention import attention
 from overcoat.kernels.groups import group_decode, group_encode
 from overcoat.memory import record_kept
 from overcoat.models.family import decoder_layers, family_of
@@ -176,6 +178,34 @@ def test_clips_text_tower_is_causal() -> None:
     model(input_ids=torch.arange(2, 18)[None]).last_hidden_state[0, 11, 0].backward()
     (seen,) = model.get_submodule("embeddings.position_embedding").weight.grad[:16].any(1).nonzero(as_tuple=True)
     assert seen.tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe.leanest()], ids=["default", "leanest"])
+@pytest.mark.parametrize("kind", ["qwen3-vl-vision", "qwen2.5-vl-vision"])
+def test_images_of_one_size_are_a_batch(kind: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are equal windows: what the longest length says makes them the same as by lengths."""
+    seen: list[tuple[int, bool]] = []
+
+    def noted(qkv: Tensor, mask: Any, batch: int, *rest: Any) -> tuple[Tensor, Tensor]:
+        seen.append((batch, mask is None))
+        return attention(qkv, mask, batch, *rest)
+
+    monkeypatch.setattr(softmax, "attention_op", noted)
+    model = make_encoder(kind)
+    overcoat.convert(model, recipe)
+    patches = torch.randn(208, 96, generator=torch.Generator().manual_seed(0))
+    for sizes, batches in (([8, 8, 8], {3}), ([8, 4, 8, 6], {1})):
+        grid = torch.tensor([(1, 8, columns) for columns in sizes])
+        inputs = {"hidden_states": patches[: 8 * sum(sizes)], "grid_thw": grid}
+        found = []
+        longest = {"max_seqlen": 64, "max_window_seqlen": 16} if "2.5" in kind else {"max_seqlen": 64}
+        for given in ({}, longest):
+            seen.clear()
+            model.zero_grad(set_to_none=True)
+            found.append(run(model, {**inputs, **given}))
+        windows = {sum(sizes) // 2} if "2.5" in kind and 6 not in sizes else batches
+        assert set(seen) == {(batch, batch > 1) for batch in batches | windows}
+        assert max(relative(x, found[1][name]) for name, x in found[0].items()) < EXACT
 
 
 def test_t5_is_refused_with_its_reason() -> None:
