@@ -31,7 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from overcoat.optim.adamw import AdamW
-from overcoat.optim.release_checks import check_clipping, check_release, numbered, trainers_clipping
+from overcoat.optim.release_checks import (
+    check_clipping,
+    check_release,
+    check_replicas,
+    numbered,
+    trainers_clipping,
+)
 from overcoat.optim.sharding import shard_bytes
 from overcoat.optim.step import StepGroup, kind_of
 
@@ -205,6 +211,8 @@ class GradientRelease:
         # Not in inference, and not when checkpointing recomputes the model inside its backward pass.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
+        # Trainers wrap the model that was released, or the user does so later.
+        check_replicas(nn.parallel.DistributedDataParallel._active_ddp_module)
         if self.taken:
             raise ValueError(
                 "release_gradients: the model runs forward again before optimizer.step(). Gradient accumulation "

@@ -53,6 +53,15 @@ def check_clipping(clip_grad_norm: Optional[float]) -> None:
         )
 
 
+def check_replicas(model: Optional[nn.Module]) -> None:
+    """model: the released one, or whose forward is running around it."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "release_gradients: DistributedDataParallel averages gradients only after each would have been applied; "
+            "use torch.distributed.fsdp.fully_shard, or call handle.remove()"
+        )
+
+
 def check_release(model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
     """ValueError for what can be told before the first backward pass."""
     if isinstance(batch_bytes, bool) or not isinstance(batch_bytes, int) or batch_bytes < 1:
@@ -64,11 +73,7 @@ def check_release(model: nn.Module, optimizer: AdamW, batch_bytes: int) -> None:
     if optimizer.release is not None:
         raise ValueError("release_gradients: this optimizer's gradients are released already; remove() the old handle")
     check_clipping(optimizer.clip_grad_norm)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "release_gradients: DistributedDataParallel averages gradients only after each would have been applied; "
-            "use torch.distributed.fsdp.fully_shard"
-        )
+    check_replicas(model)
     check_sharding(model.parameters())
     owned = {id(param) for param in model.parameters()}
     for index, _, param in numbered(optimizer):

@@ -214,6 +214,10 @@ def _refused(rank):
         ZeroRedundancyOptimizer(model().parameters(), optimizer_class=AdamW, lr=1e-3)
     replicas = nn.parallel.DistributedDataParallel(model())
     optimizer = AdamW(replicas.parameters())
+    handle = release_gradients(replicas.module, optimizer)  # as where a trainer wraps the model
+    with pytest.raises(ValueError, match=r"DistributedDataParallel averages.*handle.remove\(\)"):
+        replicas(torch.ones(2, 8))
+    handle.remove()
     replicas(torch.ones(2, 8) * (rank + 1)).sum().backward()
     optimizer.step()  # every process has all gradients, each the mean of all
     norms = [torch.zeros(()) for _ in range(2)]
