@@ -40,7 +40,7 @@ PARTS = (nn.LayerNorm, nn.Identity, nn.Dropout, nn.Linear)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Hooks that expect nothing of what a module gets and returns: transformers' sleeping recorders, FSDP2's gathering,
 # the one that forbids the cache (convert.py).
-HARMLESS_HOOKS = ("transformers.utils", "torch.distributed", "overcoat.models")
+HARMLESS_HOOKS = ("transformers.utils", "torch.distributed.fsdp", "torch.distributed._composable", "overcoat.models")
 # Attention code of transformers that hands every mask to the layer, as all pairs or as flex attention's; "flash" in a
 # name, also of the hub's kernels, stands for code that reads position_ids, lengths or padding instead.
 ATTENTION = ("sdpa", "eager", "flex_attention", "flex_torchtitan")

@@ -206,6 +206,13 @@ def test_memory_of_the_logits_is_gone() -> None:
     assert original.total_bytes - lean.total_bytes > 122 * 4000 * 4 - sum(head.values())
 
 
+def parallel(*_: Any) -> None:
+    """As `parallelize_module` hooks what it cuts."""
+
+
+parallel.__module__ = "torch.distributed.tensor._api"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -214,6 +221,8 @@ def test_memory_of_the_logits_is_gone() -> None:
         (lambda model: model.half(), "FP16"),
         (lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)), "lm_head is a Sequential"),
         (lambda model: model.lm_head.register_forward_hook(lambda *args: None), "lm_head has hooks"),
+        (lambda model: model.lm_head.register_forward_hook(parallel), "lm_head has hooks"),
+        (lambda model: setattr(model.lm_head, "forward", model.lm_head.forward), "forward of lm_head was replaced"),
         (lambda model: setattr(model, "loss_function", F.cross_entropy), "the loss function is cross_entropy"),
         (lambda model: setattr(model, "forward", model.forward), "forward was replaced on the object"),
     ],
@@ -241,6 +250,11 @@ def test_what_changes_later_falls_back_with_a_warning(model: nn.Module) -> None:
     assert "convert the model again" in why_head_replaced(model)
     overcoat.convert(model, ONLY_HEAD)
     assert why_head_replaced(model) is None
+    model.lm_head.forward = model.lm_head.forward  # accelerate's calls the one that it replaces
+    model(**make_batch()).loss.backward()
+    model.lm_head.forward = original.lm_head.forward
+    with pytest.raises(ValueError, match=r"its forward was replaced.*Recipe\(head=None\)"):
+        model(**make_batch())
 
 
 def test_the_bf16_recipe_and_no_head_undo_it(model: nn.Module) -> None:
