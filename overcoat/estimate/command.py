@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setup.add_argument("--accumulation", type=positive, help="forward passes in a step (default 1)")
     setup.add_argument("--dtype", choices=DTYPES, help="of the parameters (default bfloat16)")
     setup.add_argument("--reduce-dtype", choices=DTYPES, help="in which FSDP2 sums gradients (default: in theirs)")
+    setup.add_argument("--all-gather", choices=("fp8", "bf16"), help="weights travel in FP8: overcoat.fp8_all_gather")
     setup.add_argument("--freeze-tower", action="store_true", help="do not train a vision-language model's tower")
     setup.add_argument(
         "--image-side", type=positive, metavar="PIXELS", help=f"of the image in each row, if not fixed (default {SIDE})"

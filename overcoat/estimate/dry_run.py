@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from overcoat.block import offload
-from overcoat.estimate.fsdp import FullyShard
+from overcoat.estimate.fsdp import FullyShard, travel_in_fp8, travelling
 from overcoat.estimate.meter import GATHERED, GRADIENTS, LibraryAttention, Living, Meter
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.estimate.setup import Setup
@@ -38,13 +38,14 @@ class DryRun(NamedTuple):
 
     phases: living bytes by category, without parameters, and without gradients that were there before.
     host: bytes of host memory that kept activations wait in (`Recipe.offload_blocks`).
-    work: what its ops do.
+    work: what its ops do. gathered: bytes of all parameters, as FSDP2 gathers them.
     """
 
     phases: list[Living]
     report: Report
     host: int
     work: Work
+    gathered: int
 
 
 def meta_model(config: Any, dtype: torch.dtype, frozen: bool = False) -> Any:
@@ -71,6 +72,8 @@ def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1,
     """Forward and backward of one micro-batch, the last of its step."""
     model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
     report = convert(model, setup.recipe)
+    if gpus > 1 and setup.all_gather == "fp8":
+        travel_in_fp8(model, gpus)
     meter = Meter(not setup.document_mask, work := Work())
     meter.leave_out([*model.parameters(), *model.buffers()])
     if setup.accumulation > 1 and gpus == 1:
@@ -94,8 +97,9 @@ def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1,
         meter.mark(OPTIMIZER)
         model.zero_grad()
     meter.stop()
+    gathered = sum(travelling(parameter).nbytes for parameter in model.parameters())
     phases = meter.account([_category(meter, number, number in kept) for number in range(meter.count)])
-    return DryRun(phases, report, transfers.pool.total_bytes, work)
+    return DryRun(phases, report, transfers.pool.total_bytes, work, gathered)
 
 
 def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: LossOf = own_loss) -> KeptReport:

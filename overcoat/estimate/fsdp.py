@@ -12,22 +12,32 @@ A block's parameters are one group, those outside the blocks (embedding, final n
                 is new memory, cast to the gradients' dtype, which the optimizer sees. The root's gradients, the head's
                 from the loss on, stay whole until the backward ends.
 
+With `fp8_all_gather` codes are gathered, made of this process' part before; what is gathered are then single bytes.
+
 Read in torch 2.13's `torch/distributed/fsdp/_fully_shard`, in which `tests/estimate/test_fsdp.py` counts every phase.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
+from overcoat.block.gathered import GatheredWeight
 from overcoat.estimate.meter import GATHERED, GRADIENTS, Meter
+from overcoat.formats import E4M3
+from overcoat.kernels.weights import block_stack_weights
+from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import decoder_layers
+from overcoat.models.gather import fp8_stacks
 from overcoat.models.head import find_causal_model
 
 
@@ -36,16 +46,49 @@ def part_bytes(tensor: Tensor, gpus: int) -> int:
     return -(-tensor.shape[0] // gpus) * tensor[:1].nbytes if gpus > 1 and tensor.dim() else tensor.nbytes
 
 
+def travelling(parameter: Any) -> Tensor:
+    """What is gathered of a parameter: itself, or its codes."""
+    return getattr(parameter, "held", parameter)
+
+
+def travel_in_fp8(model: nn.Module, gpus: int) -> None:
+    """Give a converted meta model the codes that `fp8_all_gather` sends, in the place of its weights."""
+    owners: Counter[int] = Counter(
+        id(parameter) for module in model.modules() for parameter in module._parameters.values()
+    )
+    plain: dict[str, Any] = {"is_dtensor": False, "offload_to_cpu": False, "post_forward_mesh_info": None}
+    plain |= {"fsdp_placement": Shard(0), "mesh_info": SimpleNamespace(shard_mesh_size=gpus)}
+    params: dict[tuple[int, str], tuple[Any, Any]] = {}  # as `fsdp_params`
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                info = SimpleNamespace(shared_modules=owners[id(parameter)] > 1)
+                params[id(module), name] = SimpleNamespace(**plain, _module_info=info, _orig_size=parameter.shape), None
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, Fp8DecoderLayer)]
+    for layer in layers:
+        stacks = [stack for stack, reason in fp8_stacks(layer, params) if reason is None]
+        for linear in (linear for stack in stacks for linear in stack):
+            weight: Any = linear.weight
+            codes, scale = torch.empty_like(weight.detach(), dtype=E4M3.dtype), torch.empty((), device="meta")
+            amax: Tensor | None = scale
+            if layer.overcoat_recipe.linear_scaling == "block":
+                (codes, scale), amax = block_stack_weights([weight.detach()], False), None
+            linear.weight = nn.Parameter(GatheredWeight(codes, scale, amax, weight.dtype), weight.requires_grad)
+
+
 @dataclass(eq=False)
 class Group:
     """Parameters that are gathered and reduced together.
 
-    sizes: bytes of this process' part of each, filled up to that of others. buffer: the all-gather's result, on its way
+    sizes: bytes of this process' part of each gradient, filled up to that of others; sent: of what is gathered of it;
+    coded: of these, what is made for it. buffer: the all-gather's result, on its way
     or waiting to be freed; whole: its copy. at_work: from the beginning of its backward to the end of the model's.
     """
 
     parameters: list[Tensor]
     sizes: list[int]
+    sent: list[int]
+    coded: int
     buffer: Tensor | None = None
     whole: list[Tensor] = field(default_factory=list)
     at_work: bool = False
@@ -83,7 +126,10 @@ class FullyShard:
 
     def _group(self, parameters: Iterable[Tensor]) -> Group:
         parameters = list(parameters)
-        return Group(parameters, [part_bytes(parameter, self.gpus) for parameter in parameters])
+        sent = [part_bytes(travelling(parameter), self.gpus) for parameter in parameters]
+        wider = [parameter.dtype.itemsize // travelling(parameter).dtype.itemsize for parameter in parameters]
+        coded = sum(size for size, times in zip(sent, wider, strict=True) if times > 1)
+        return Group(parameters, [size * times for size, times in zip(sent, wider, strict=True)], sent, coded)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -165,13 +211,15 @@ class FullyShard:
 
     def _start(self, group: Group) -> None:
         if group.buffer is None and not group.whole:
-            group.buffer = self._empty(self.gpus * sum(group.sizes), GATHERED)
+            codes = self._empty(group.coded, GATHERED)  # until the buffer has them
+            group.buffer = self._empty(self.gpus * sum(group.sent), GATHERED)
+            del codes
 
     def _finish(self, group: Group) -> Tensor | None:
         """Copy what has arrived; the buffer, which is freed unless somebody keeps it."""
         buffer, group.buffer = group.buffer, None
         if buffer is not None:
-            group.whole = [self._empty(self.gpus * size, GATHERED) for size in group.sizes]
+            group.whole = [self._empty(self.gpus * size, GATHERED) for size in group.sent]
         return buffer
 
     def _empty(self, size: int, name: str) -> Tensor:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from overcoat.block.gathered import GatheredWeight
 from overcoat.estimate.times import Work, tensors_in
 from overcoat.kernels.attention import attention, attention_backward
 from overcoat.kernels.loss import linear_cross_entropy
@@ -120,7 +121,10 @@ class LibraryAttention(TorchFunctionMode):
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """This process' part of a sharded tensor, whose own storage is none; `to_local` would be an op of its own here."""
+    """What a tensor without storage of its own lies in: this process' part of a sharded one (`to_local` would be an op
+    here), the codes of a weight."""
+    if isinstance(tensor, GatheredWeight):
+        return tensor.held
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

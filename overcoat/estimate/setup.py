@@ -23,6 +23,7 @@ class Setup:
         accumulation: forward passes in an optimizer step.
         document_mask: rows hold several documents, so attention has a mask.
         reduce_dtype: FSDP2 sums gradients in it; None: in theirs.
+        all_gather: "fp8": `overcoat.fp8_all_gather`; "bf16": FSDP2 gathers parameters as they are.
         freeze_tower: a vision-language model's tower is not trained.
 
     Raises:
@@ -41,12 +42,15 @@ class Setup:
     document_mask: bool = False
     freeze_tower: bool = False
     reduce_dtype: str | None = None
+    all_gather: str = "bf16"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not trained; choose one of {', '.join(DTYPES)}")
         if self.reduce_dtype not in (None, *DTYPES):
             raise ValueError(f"reduce_dtype {self.reduce_dtype!r}: choose one of {', '.join(DTYPES)}")
+        if self.all_gather not in ("fp8", "bf16"):
+            raise ValueError(f"all_gather {self.all_gather!r}: choose 'fp8' or 'bf16'")
         resolve_moments(self.moments)
         resolve_master(self.master, self.torch_dtype)
         if self.group_size not in GROUP_SIZES:
@@ -74,6 +78,6 @@ class Setup:
 
     def without_optimizer(self) -> Setup:
         """The same as far as forward and backward depend on it: from the second pass on, gradients are there."""
-        of_passes = ("recipe", "release_gradients", "dtype", "document_mask", "freeze_tower", "reduce_dtype")
-        same = {name: getattr(self, name) for name in of_passes}
-        return Setup(accumulation=min(self.accumulation, 2), **same)
+        of_optimizer = ("moments", "master", "group_size", "offload", "offload_buffer")
+        default = {name: getattr(Setup, name) for name in of_optimizer}
+        return dataclasses.replace(self, accumulation=min(self.accumulation, 2), **default)

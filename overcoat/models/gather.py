@@ -76,7 +76,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
             continue
         names = {module: f"{path}.{name}.weight".removeprefix(".") for name, module in layer.named_modules()}
         scaling = layer.overcoat_recipe.linear_scaling
-        for stack, reason in _stacks(layer, params):
+        for stack, reason in fp8_stacks(layer, params):
             if reason is not None:
                 report.left_alone.update({names[module]: reason for module in stack})
                 continue
@@ -187,10 +187,10 @@ def fsdp_params(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
     return found
 
 
-def _stacks(
+def fp8_stacks(
     layer: Fp8DecoderLayer, params: dict[tuple[int, str], tuple[Any, Any]]
 ) -> Iterator[tuple[Any, Optional[str]]]:
-    """Modules of a layer whose weights are stacked, and why these cannot travel in FP8."""
+    """Modules of a layer whose weights are stacked, and why these cannot travel in FP8; params: `fsdp_params`."""
     reason = why_replaced(layer, layer.overcoat_family)
     for branch in layer.overcoat_family.branches(layer, 1):
         for stack in (branch.into, (branch.out,)) if branch.core is not None else ():

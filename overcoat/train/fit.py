@@ -159,6 +159,7 @@ def training_setup(config: Config, fit: Fit) -> Setup:
         dtype=config.model.dtype,
         document_mask=config.data.masks_documents,
         reduce_dtype=config.parallel.reduce_dtype,
+        all_gather=config.parallel.all_gather,
     )
 
 

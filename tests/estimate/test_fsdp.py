@@ -29,6 +29,8 @@ STEPS = (
     ("tied", True, Setup()),
     ("leanest, accumulation", False, Setup(Recipe.leanest(), accumulation=2)),
     ("summed in FP32", False, Setup(reduce_dtype="float32")),
+    ("travel in FP8", False, Setup(all_gather="fp8")),
+    ("blocks travel in FP8", False, Setup(Recipe(linear_scaling="block"), all_gather="fp8")),
     ("released", False, Setup(release_gradients=True)),
 )
 # gloo's threads drop what they sent a moment late, in one step or another: the least of some steps is the truth.
@@ -68,6 +70,8 @@ def _phases(tied: bool, setup: Setup) -> list[Phase]:
     policy = MixedPrecisionPolicy(reduce_dtype=setup.torch_reduce_dtype)
     for part in (*model.model.layers, model):
         fully_shard(part, mp_policy=policy)
+    if setup.all_gather == "fp8":
+        overcoat.fp8_all_gather(model)
     optimizer = overcoat.AdamW(model.parameters(), **setup.group)
     if setup.release_gradients:
         overcoat.release_gradients(model, optimizer)
@@ -98,12 +102,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Phase]]
 
 @pytest.mark.parametrize(("name", "tied", "setup"), STEPS, ids=[name for name, *_ in STEPS])
 def test_every_phase_of_a_sharded_step(name: str, tied: bool, setup: Setup, measured: dict[str, list[Phase]]) -> None:
-    """Within what scalars take, and the optimizer's gathered vectors: 1.5% of a block."""
+    """Within what scalars take, and the optimizer's gathered vectors: 1.5% of a block. Scales of blocks travel besides,
+    and shards that cut blocks are filled up before."""
+    times = 2 if setup.recipe.linear_scaling == "block" else 1
     prediction = predict(_model(tied).config, BATCH, LENGTH, setup, gpus=2)
     absent = prediction.handle_bytes  # a CPU has none
     predicted = [phase._replace(peak=phase.peak - absent, end=phase.end - absent) for phase in prediction.phases]
     assert [phase.label for phase in predicted] == [phase.label for phase in measured[name]]
     for mine, real in zip(predicted, measured[name]):
-        assert mine.peak == pytest.approx(real.peak, abs=24576), mine.label
+        assert mine.peak == pytest.approx(real.peak, abs=times * 24576), mine.label
         if real is not measured[name][-1]:  # gradients are freed at its end
-            assert mine.end == pytest.approx(real.end, abs=16384), mine.label
+            assert mine.end == pytest.approx(real.end, abs=times * 16384), mine.label
