@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+import logging
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from rich.console import Console
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from overcoat import cli
 from overcoat.train import process
 from overcoat.train.checkpoint import list_checkpoints
-from overcoat.train.configfile import build_config, dump_toml
-from overcoat.train.launch import _cause, _explain
+from overcoat.train.config import Config
+from overcoat.train.configfile import build_config, dump_toml, load_config
+from overcoat.train.launch import _cause, _explain, launch
+from overcoat.train.out_of_memory import RESTART
+from overcoat.train.run import run_once
+from tests.processes import on_two
 from tests.train.conftest import TINY
 from tests.train.runs import losses
 
@@ -32,55 +42,70 @@ def write_config(folder: Path, corpus_files: str, *words: str) -> Path:
     return path
 
 
-def start(config: Path, run_dir: Path, gpus: int, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "overcoat", "train", str(config), f"train.run_dir={run_dir}", *options]
-    command += ["--gpus", str(gpus)] if gpus > 1 else []
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
+class Launcher:
+    """`overcoat train` in a process that has imported what it needs; its workers are Python's own, as a user's are."""
+
+    def __init__(self, config: Path, run_dir: Path, gpus: int, *options: str) -> None:
+        words = ["train", str(config), f"train.run_dir={run_dir}", *options]
+        self.said = run_dir.with_suffix(".txt")
+        arguments = (words + ["--gpus", str(gpus)] * (gpus > 1), self.said)
+        self.process = multiprocessing.get_context("forkserver").Process(target=_launch, args=arguments)
+        self.process.start()
+
+    def is_running(self) -> bool:
+        return self.process.exitcode is None
+
+    def wait(self, seconds: float) -> int:
+        """Its exit status; it ends with whoever waits no longer."""
+        self.process.join(seconds)
+        if self.is_running():
+            for pid in [*self.workers(), self.process.pid]:
+                os.kill(pid, signal.SIGKILL)
+        assert self.process.exitcode is not None
+        return self.process.exitcode
+
+    def workers(self) -> list[int]:
+        pid = self.process.pid
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def lines(self) -> list[str]:
+        return [line for line in self.said.read_text().splitlines() if line.startswith("overcoat:")]
 
 
-def wait(launcher: subprocess.Popen[str], seconds: float) -> str:
-    """What it said on stderr; it ends with whoever waits no longer."""
-    try:
-        return launcher.communicate(timeout=seconds)[1]
-    except BaseException:
-        for pid in [*workers_of(launcher), launcher.pid]:
-            os.kill(pid, signal.SIGKILL)
-        raise
+def _launch(words: list[str], said: Path) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    sys.exit(cli.main(words))
 
 
-def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
-
-
-def wait_for(path: Path, launcher: subprocess.Popen[str]) -> None:
-    while not path.exists() and launcher.poll() is None:
+def kill_after(step: int, launcher: Launcher, run_dir: Path, place: int) -> None:
+    """One worker, once the checkpoint of a step is there."""
+    while not (run_dir / f"checkpoints/step-{step:08d}").exists() and launcher.is_running():
         time.sleep(0.05)
+    os.kill(launcher.workers()[place], signal.SIGKILL)
+
+
+def _run(_rank: int, config: Config) -> None:
+    run_once(config, Console(quiet=True), "unbroken")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 def test_a_killed_worker_is_named_and_a_restarted_run_ends_the_same(tmp_path: Path, corpus_files: str) -> None:
     config = write_config(tmp_path, corpus_files)
     run_dir = tmp_path / "run"
-    launcher = start(config, run_dir, 2)
-    wait_for(run_dir / "checkpoints/step-00000002", launcher)
-    begun = time.monotonic()
-    os.kill(workers_of(launcher)[-1], signal.SIGKILL)
-    said = wait(launcher, 60)
-    assert launcher.returncode == 1
-    lines = [line for line in said.splitlines() if line.startswith("overcoat:")]
-    assert len(lines) == 1
-    assert lines[0].startswith("overcoat: rank 1 was killed by SIGKILL")
-    assert time.monotonic() - begun < 60
-    # Killed again, the launcher begins again by itself, and ends bit for bit as an unbroken run does.
-    launcher = start(config, run_dir, 2, "--max-restarts", "1")
-    wait_for(run_dir / "checkpoints/step-00000006", launcher)
-    os.kill(workers_of(launcher)[0], signal.SIGKILL)
-    said = wait(launcher, 120)
-    assert launcher.returncode == 0, said
-    reference = start(config, tmp_path / "reference", 2)
-    wait(reference, 120)
-    assert reference.returncode == 0
+    launcher = Launcher(config, run_dir, 2, "--max-restarts", "1")
+    kill_after(2, launcher, run_dir, 0)
+    kill_after(6, launcher, run_dir, -1)
+    assert launcher.wait(60) == 1
+    (line,) = launcher.lines()
+    assert line.startswith("overcoat: rank 1 was killed by SIGKILL")
+    # They were started anew once, from the newest checkpoint; the end is bit for bit that of an unbroken run.
+    resumed = [json.loads(row)["step"] for row in (run_dir / "metrics.jsonl").open() if "resume" in row]
+    assert len(resumed) == 1
+    assert resumed[0] in (2, 4)
+    for folder in (run_dir, tmp_path / "reference"):
+        on_two(_run, "cpu", load_config(config, [f"train.run_dir={folder}"]))
     assert losses(run_dir) == losses(tmp_path / "reference")
 
 
@@ -98,12 +123,10 @@ def test_what_follows_from_another_is_not_said_once_the_launcher_ends_all(monkey
 
 
 def test_what_is_wrong_with_the_configuration_is_said_once(tmp_path: Path, corpus_files: str) -> None:
-    launcher = start(write_config(tmp_path, corpus_files, "train.accumulation=3"), tmp_path / "run", 2)
-    said = wait(launcher, 60)
-    assert launcher.returncode == 2
-    lines = [line for line in said.splitlines() if line.startswith("overcoat:")]
-    assert len(lines) == 1
-    assert "a step of 3 rows" in lines[0]
+    launcher = Launcher(write_config(tmp_path, corpus_files, "train.accumulation=3"), tmp_path / "run", 2)
+    assert launcher.wait(60) == 2
+    (line,) = launcher.lines()
+    assert "a step of 3 rows" in line
     assert not (tmp_path / "run/checkpoints").exists()
 
 
@@ -120,24 +143,44 @@ def test_the_cause_is_the_failure_that_others_follow_from(tmp_path: Path) -> Non
     assert _explain(2, spoke) == (2, "")
 
 
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [(None, 0), (SignalException("", signal.SIGTERM), 128 + signal.SIGTERM), (RESTART, 0), (3, 3)],
+)
+def test_the_status_is_that_of_the_workers(end: Any, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that were started last: where memory ran out all are started again."""
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=end, error_file="") if isinstance(end, int) else None
+    ends = [ChildFailedError("", {1: failure}) if failure else end, None]
+
+    def run(_: object) -> None:
+        if error := ends.pop(0):
+            raise error
+
+    monkeypatch.setattr(torchrun, "run", run)
+    monkeypatch.setattr(logging, "disable", lambda _: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert launch(2, 0, "cpu", ["tiny.toml"]) == (status, "")
+    assert len(ends) == (end != RESTART)
+
+
 @pytest.mark.nightly
 def test_killed_at_random_moments_and_resumed_on_any_number(tmp_path: Path, corpus_files: str) -> None:
     # The order of sums is all that differs with their number. In FP8 it turns scales: unbroken runs of one and two are
     # 7e-3 apart at this rate. In FP32 it stays what it is.
     words = ["recipe.name=bf16", "model.dtype=float32", "optimizer.moments=fp32", "train.steps=24"]
     config = write_config(tmp_path, corpus_files, *words, "checkpoint.every=1")
-    assert start(config, tmp_path / "reference", 2).wait(timeout=300) == 0
+    assert Launcher(config, tmp_path / "reference", 2).wait(300) == 0
     generator, run_dir = random.Random(0), tmp_path / "run"
     for many in (2, 4, 3, 2):
         before = len(list_checkpoints(run_dir / "checkpoints"))
-        launcher = start(config, run_dir, many)
-        while launcher.poll() is None and len(list_checkpoints(run_dir / "checkpoints")) <= before:
+        launcher = Launcher(config, run_dir, many)
+        while launcher.is_running() and len(list_checkpoints(run_dir / "checkpoints")) <= before:
             time.sleep(0.05)
         time.sleep(generator.random())
-        if launcher.poll() is None:
-            os.kill(generator.choice(workers_of(launcher)), signal.SIGKILL)
-        wait(launcher, 60)
-    assert start(config, run_dir, 1).wait(timeout=300) == 0
+        if launcher.is_running():
+            os.kill(generator.choice(launcher.workers()), signal.SIGKILL)
+        launcher.wait(60)
+    assert Launcher(config, run_dir, 1).wait(300) == 0
     mine, theirs = losses(run_dir), losses(tmp_path / "reference")
     for kind in ("train", "eval"):
         assert mine[kind].keys() == theirs[kind].keys()
