@@ -239,9 +239,10 @@ class Fp8DecoderLayer(Mixin):
         if is_known:
             mask = kwargs["attention_mask"] = None
         branches, family, lengths = None, self.overcoat_family, kwargs.get("cu_seqlens")
-        batch = hidden_states.shape[0]
+        batch, images = hidden_states.shape[0], 0
         if lengths is not None and hidden_states.dim() == 2:
-            batch = _rows(batch, len(lengths) - 1, kwargs.get("max_seqlen"))
+            images = _of_one_length(batch, len(lengths) - 1, kwargs.get("max_seqlen"))
+            batch = images or 1
         if embeddings is not None or not family.rotary:
             branches = self._fp8_branches(batch, hidden_states, kwargs)
         context = self.overcoat_context if self.training else None
@@ -266,7 +267,7 @@ class Fp8DecoderLayer(Mixin):
                 mask = mask_from(mask, kwargs, hidden_states, heads.causal, window or 0)
             mask = check_mask(mask, hidden_states.shape[-2])
         else:
-            mask = None if batch == len(lengths) - 1 else lengths.int()
+            mask = None if images else lengths.int()
         called = _as_called(branches, causal=kwargs.get("is_causal"), context=context, window=window)
         block = block_of(called, family, self)
         tables = Tables(*_rotation(embeddings if family.rotary else None, hidden_states, block), mask)
@@ -318,11 +319,15 @@ class Fp8DecoderLayer(Mixin):
             self.overcoat_ran = ran
 
 
-def _rows(tokens: int, images: int, longest: Any) -> int:
-    """The rows of a batch of images that lie one after the other: one each, where all are of one length, which has the
-    faster attention; else 1. Nobody reads the lengths, for which the host would wait: if none is longer than `longest`
-    (transformers' `max_seqlen`), images * longest are all tokens only where each is as long."""
-    return images if isinstance(longest, int) and images * longest == tokens else 1
+def _of_one_length(tokens: int, images: int, longest: Any) -> int:
+    """How many images lie one after the other, if all are of one length: as rows of a batch they have the faster
+    attention; else 0. Nobody reads the lengths, for which the host would wait: if none is longer than `longest`
+    (transformers' `max_seqlen`), images * longest are all tokens only where each is as long. In compiled code 0 but for
+    one image: it would be compiled anew for each answer and soon hit torch.compile's limit."""
+    if images == 1:
+        return 1
+    is_known = not torch.compiler.is_compiling() and isinstance(longest, int)
+    return images if is_known and images * longest == tokens else 0
 
 
 @functools.cache
