@@ -61,7 +61,10 @@ def without_waiting(causal: Any) -> Iterator[None]:
     text = causal.get_submodule(causal.overcoat_whole.text)
     inner = causal.get_submodule(causal.overcoat_whole.text.rpartition(".")[0])
     changes: list[tuple[Any, str, Callable[..., Any]]] = []
+    hook = None
     if not _is_compiled():
+        tower = causal.get_submodule(causal.overcoat_whole.vision)
+        hook = tower.register_forward_pre_hook(tell_longest, with_kwargs=True)
         if hasattr(inner, "get_placeholder_mask"):
             changes.append((inner, "get_placeholder_mask", _placeholder_mask(causal, inner)))
         if hasattr(text, "_deepstack_process"):
@@ -71,8 +74,28 @@ def without_waiting(causal: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        if hook is not None:
+            hook.remove()
         for module, name, _ in changes:
             delattr(module, name)
+
+
+def longest(tower: Any, grid: Tensor) -> dict[str, int]:
+    """What no image of a grid (images, 3), and no window of Qwen2.5-VL's, has more patches than, by the names of the
+    tower's arguments. A grid on a GPU makes the host wait."""
+    found = {"max_seqlen": max(rows * columns for _, rows, columns in grid.tolist())}
+    if hasattr(tower, "window_size"):
+        found["max_window_seqlen"] = (tower.window_size // tower.patch_size) ** 2
+    return found
+
+
+def tell_longest(tower: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Before a tower's forward: by it layers know images of one length (`Fp8DecoderLayer`). Only where nobody waits who
+    would not anyway: for positions, transformers reads a grid on the host."""
+    grid = kwargs.get("grid_thw")
+    if grid is None or "max_seqlen" in kwargs or not (grid.is_cpu or (grid.is_cuda and "position_ids" not in kwargs)):
+        return args, kwargs
+    return args, {**longest(tower, grid), **kwargs}
 
 
 def _is_compiled() -> bool:

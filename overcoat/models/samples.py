@@ -17,6 +17,7 @@ from torch import Tensor
 
 from overcoat.extras import load_extra
 from overcoat.models.family import whole_of
+from overcoat.models.images import longest
 
 # Pixels a side of an image, where the model takes any.
 SIDE = 1024
@@ -156,7 +157,7 @@ def tower_inputs(tower: Any, grid: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {
         "position_ids": vision_utils.get_vision_position_ids(grid, merge),
         "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
-        "max_seqlen": int((grid[:, 1] * grid[:, 2]).max()),
+        **longest(tower, grid),
     }
     if hasattr(tower, "interpolation_mode"):  # Qwen3-VL
         found["interp_indices"], found["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
@@ -169,7 +170,6 @@ def tower_inputs(tower: Any, grid: Tensor) -> dict[str, Any]:
     if hasattr(tower, "window_size"):  # Qwen2.5-VL
         window, lengths = vision_utils.get_vision_window_index(grid, merge, tower.window_size, tower.patch_size)
         found |= {"window_index": window, "cu_window_seqlens": lengths}
-        found["max_window_seqlen"] = int(lengths.diff().max())
     return {f"image_{name}": value for name, value in found.items()}
 
 

@@ -29,13 +29,13 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 import overcoat
 from overcoat import Recipe
-from overcoat.block import softmax
 from overcoat.formats import FLOAT8
-from overcoat.kernels.attention import attention
 from overcoat.kernels.groups import group_decode, group_encode
 from overcoat.memory import record_kept
 from overcoat.models.family import decoder_layers, family_of
+from overcoat.models.images import longest
 from tests.emulation import emulate_fp8_gemms, rounded
+from tests.models.test_images import seen_rows
 from tests.models.zoo import ENCODERS, make_encoder, make_inputs
 
 SEEDS = 40
@@ -184,13 +184,7 @@ def test_clips_text_tower_is_causal() -> None:
 @pytest.mark.parametrize("kind", ["qwen3-vl-vision", "qwen2.5-vl-vision"])
 def test_images_of_one_size_are_a_batch(kind: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """So are equal windows: what the longest length says makes them the same as by lengths."""
-    seen: list[tuple[int, bool]] = []
-
-    def noted(qkv: Tensor, mask: Any, batch: int, *rest: Any) -> tuple[Tensor, Tensor]:
-        seen.append((batch, mask is None))
-        return attention(qkv, mask, batch, *rest)
-
-    monkeypatch.setattr(softmax, "attention_op", noted)
+    seen = seen_rows(monkeypatch)
     model = make_encoder(kind)
     overcoat.convert(model, recipe)
     patches = torch.randn(208, 96, generator=torch.Generator().manual_seed(0))
@@ -198,13 +192,12 @@ def test_images_of_one_size_are_a_batch(kind: str, recipe: Recipe, monkeypatch: 
         grid = torch.tensor([(1, 8, columns) for columns in sizes])
         inputs = {"hidden_states": patches[: 8 * sum(sizes)], "grid_thw": grid}
         found = []
-        longest = {"max_seqlen": 64, "max_window_seqlen": 16} if "2.5" in kind else {"max_seqlen": 64}
-        for given in ({}, longest):
+        for given in ({}, longest(model, grid)):
             seen.clear()
             model.zero_grad(set_to_none=True)
             found.append(run(model, {**inputs, **given}))
         windows = {sum(sizes) // 2} if "2.5" in kind and 6 not in sizes else batches
-        assert set(seen) == {(batch, batch > 1) for batch in batches | windows}
+        assert set(seen) == {(batch, batch == 1) for batch in batches | windows}
         assert max(relative(x, found[1][name]) for name, x in found[0].items()) < EXACT
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import overcoat
+from overcoat.block import softmax
 from overcoat.models.images import MISMATCH, ImageMask, add, places, put
 from overcoat.models.samples import freeze_tower, images, model_class, patches, tokens
 from tests.models.test_vision_language import MODELS, make_batch, make_model
@@ -126,12 +127,25 @@ def _cut_row() -> dict[str, Any]:
     return {"loss": MISMATCH}
 
 
+def seen_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Grows by the rows that each layer's attention gets, and whether it gets a mask."""
+    seen: list[tuple[int, bool]] = []
+
+    def attention(qkv: Tensor, mask: Any, batch: int, *rest: Any) -> Any:
+        seen.append((batch, mask is not None))
+        return original(qkv, mask, batch, *rest)
+
+    original = softmax.attention_op
+    monkeypatch.setattr(softmax, "attention_op", attention)
+    return seen
+
+
 # ---- batches -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SEEING)
-def test_a_batch_is_what_the_model_takes(name: str) -> None:
-    """With what it would find out itself, it computes the same."""
+def test_a_batch_is_what_the_model_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it would find out itself, it computes the same; converted too, images of one length as rows."""
     model = make_model(name)
     inputs = make_inputs(model)
     count = MODELS[name][3] if name == "Llava" else 4
@@ -146,6 +160,10 @@ def test_a_batch_is_what_the_model_takes(name: str) -> None:
     tower[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].numel() // args[0].shape[-1]))
     model(**inputs)
     assert seen == [patches(inputs, model.config)[0]]
+    overcoat.convert(model := make_model(name))
+    rows = seen_rows(monkeypatch)
+    assert torch.equal(model(**inputs).loss, model(**few, **kinds).loss)
+    assert rows == [(BATCH, False)] * 2 * (2 + 2)
 
 
 def test_images_that_do_not_fit() -> None:
