@@ -22,14 +22,14 @@ def is_starts(mask: Optional[Tensor]) -> TypeGuard[Tensor]:
 def given_starts(given: Any, batch: int, sequence: int, device: torch.device) -> Tensor:
     """`starts` that a caller gives, on `device`. ValueError: not a whole-numbered tensor (N + 1,) with N at least
     `batch`; or, where it lies on the CPU, numbers that are no starts. On a GPU they are not looked at, as the host
-    would wait."""
+    would wait, nor in compiled code, which cannot."""
     asked = f"cu_seq_lens_q must say where the N documents of {batch} rows of {sequence} tokens begin, and the end"
     if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64) or given.dim() != 1:
         kind = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         raise ValueError(f"{asked}, int32 (N + 1,); it is {kind}. Leave it out to have them found in position_ids")
     if len(given) <= batch:
         raise ValueError(f"{asked}; it has {len(given)} numbers, and rows end documents, so N is {batch} or more")
-    if given.device.type == "cpu":
+    if given.device.type == "cpu" and not torch.compiler.is_compiling():
         rows = torch.arange(0, batch * sequence + 1, sequence)
         rises = given[0] == 0 and given[-1] == batch * sequence and not (given.diff() < 0).any()
         if not rises or not torch.isin(rows, given).all():

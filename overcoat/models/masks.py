@@ -124,15 +124,17 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     by_lengths = reads_lengths(model.config)
     if torch.compiler.is_compiling() or not (by_lengths or model.config._attn_implementation == "sdpa"):
         return mask
+    position_ids = inputs.get("position_ids")
+    if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
+        position_ids = position_ids[0]  # in the text; the others are Qwen-VL's in time, height and width
     if _is_watched(model) or any(_is_watched(layer) for layer in layers):
+        if by_lengths and any(hasattr(layer, "_orig_mod") for layer in layers):
+            inputs.update(_told(position_ids, inputs.get("cu_seq_lens_q"), *tokens.shape[:2]))
         return mask
     if not all(hasattr(layer, "overcoat_family") for layer in layers):  # of `Fp8DecoderLayer`
         return mask
     if getattr(model.config, "sliding_window", None) and not all(map(_knows_its_window, layers)):
         return mask
-    position_ids = inputs.get("position_ids")
-    if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
-        position_ids = position_ids[0]  # in the text; the others are Qwen-VL's in time, height and width
     if position_ids is None:
         if inputs.get("cu_seq_lens_q") is not None:
             raise ValueError("cu_seq_lens_q without position_ids: give position_ids that restart where documents begin")
@@ -147,6 +149,15 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
         return nothing_hidden(tokens.device)
     is_short = num_documents * SHORTEST > batch * sequence and not by_lengths
     return mask if is_short else starts.view(1, 1, -1, 1)
+
+
+def _told(position_ids: Optional[Tensor], lengths: Any, batch: int, sequence: int) -> dict[str, Tensor]:
+    """What layers wrapped by torch.compile have to be told under flash attention: they get no mask, and cannot look
+    themselves where documents begin."""
+    if position_ids is None or position_ids.shape[1:] != (sequence,):
+        return {}
+    starts = _starts(position_ids.expand(batch, -1), lengths)
+    return {"cu_seq_lens_q": starts} if len(starts) > batch + 1 else {}
 
 
 def _starts(position_ids: Tensor, lengths: Any) -> Tensor:

@@ -74,6 +74,26 @@ def test_a_layer_that_falls_back_gets_no_mask_of_ours(monkeypatch: pytest.Monkey
     assert given == [None]
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_layers_wrapped_by_torch_compile_are_told_where_documents_begin(given: bool) -> None:
+    """They took a packed row for one document; and what the caller says could not be checked in the graph."""
+    losses, inputs = [], make_batch("packed", length=96)
+    if given:
+        inputs["cu_seq_lens_q"] = document_starts(inputs["position_ids"])
+    for wrapped in (False, True):
+        model = make_model("llama", layers=2)
+        model.config._attn_implementation = "flash_attention_2"
+        overcoat.convert(model)
+        if wrapped:
+            layers = [torch.compile(layer, backend="eager", fullgraph=True) for layer in model.model.layers]
+            model.model.layers = nn.ModuleList(layers)
+        losses.append(model(**inputs).loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0)
+    inputs["cu_seq_lens_q"] = torch.tensor([0, 5, 192])  # 96 is none of them
+    with pytest.raises(ValueError, match="every multiple of 96 among them"):
+        model(**inputs)
+
+
 def test_documents_do_not_see_each_other() -> None:
     model = make_model("llama", layers=2)
     model.config._attn_implementation = "flash_attention_2"
