@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import Modules
+from overcoat.models.lora import base_of
 from overcoat.models.refusals import why_replaced
 from overcoat.models.sharded_weight import CutBlocks, Held, Maxima, ShardedWeight, Stacks
 
@@ -78,9 +79,12 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         scaling = layer.overcoat_recipe.linear_scaling
         for stack, reason in fp8_stacks(layer, params):
             if reason is not None:
-                report.left_alone.update({names[module]: reason for module in stack})
+                report.left_alone.update({names[base_of(module)]: reason for module in stack})
                 continue
-            weights = [ShardedWeight(names[module], *params[id(module), "weight"], layer) for module in stack]
+            weights = [
+                ShardedWeight(names[base_of(module)], *params[id(base_of(module)), "weight"], layer, module)
+                for module in stack
+            ]
             report.fp8 += [weight.name for weight in weights]
             param = weights[0].param
             key = scaling, param.shard_mesh.get_group(), param.mp_policy.param_dtype or weights[0].local.dtype
@@ -193,14 +197,15 @@ def fp8_stacks(
     """Modules of a layer whose weights are stacked, and why these cannot travel in FP8; params: `fsdp_params`."""
     reason = why_replaced(layer, layer.overcoat_family)
     for branch in layer.overcoat_family.branches(layer, 1):
-        for stack in (branch.into, (branch.out,)) if branch.core is not None else ():
-            yield stack, reason or _why_not(stack, branch, layer.overcoat_recipe.linear_scaling, params)
+        for linears in (branch.into, (branch.out,)) if branch.core is not None else ():
+            scaling = layer.overcoat_recipe.linear_scaling
+            yield linears, reason or _why_not(tuple(map(base_of, linears)), branch, scaling, params)
 
 
 def _why_not(
     stack: tuple[nn.Module, ...], branch: Modules, scaling: str, params: dict[tuple[int, str], tuple[Any, Any]]
 ) -> Optional[str]:
-    if branch.layer_scale is not None and branch.out in stack:
+    if branch.layer_scale is not None and base_of(branch.out) in stack:
         return "LayerScale multiplies it before it is quantized"
     for module in stack:
         param, _ = params.get((id(module), "weight"), (None, None))

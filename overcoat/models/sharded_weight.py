@@ -146,6 +146,7 @@ class ShardedWeight(Held):
         name: the parameter's.
         param, group: as of `Held`.
         layer: whose mode says how it travels.
+        linear: whose weight it is, or its base layer's.
 
     Attributes:
         maxima: that of its stack is among them, or those of the blocks that shards cut; None without such.
@@ -157,9 +158,9 @@ class ShardedWeight(Held):
     scale: Optional[Tensor] = None
     amax: Optional[Tensor] = None
 
-    def __init__(self, name: str, param: Any, group: Any, layer: nn.Module) -> None:
+    def __init__(self, name: str, param: Any, group: Any, layer: nn.Module, linear: Any) -> None:
         super().__init__(param, group)
-        self.name, self.layer = name, layer
+        self.name, self.layer, self.linear = name, layer, linear
         self.is_fp8 = False  # how it travelled last
 
     def rows(self) -> Tensor:
@@ -167,9 +168,10 @@ class ShardedWeight(Held):
         whole: Tensor = self.param._sharded_param_data.view(self.param.padded_sharded_param_size)
         return whole if self.param.param_dtype is None else whole.to(self.param.param_dtype)
 
-    def versions(self) -> tuple[int, int]:
-        """Version counters: of the DTensor and of its local tensor."""
-        return self.param.sharded_param._version, self.local._version
+    def versions(self) -> tuple[Any, int]:
+        """Version counters: of the DTensor, with the adapters that peft has merged, unseen; and of its local tensor."""
+        merged = tuple(getattr(self.linear, "merged_adapters", ()))
+        return (self.param.sharded_param._version, merged), self.local._version
 
     # ---- FSDP2's extension points -------------------------------------------------------------------------
 
@@ -241,7 +243,7 @@ class Maxima:
     """
 
     def __init__(self, weights: Sequence[ShardedWeight]) -> None:
-        self.weights, self.is_stale, self.seen = weights, True, dict[ShardedWeight, tuple[int, int]]()
+        self.weights, self.is_stale, self.seen = weights, True, dict[ShardedWeight, tuple[Any, int]]()
         for weight in weights:
             weight.maxima = self
 

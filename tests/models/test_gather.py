@@ -456,6 +456,28 @@ def test_accelerates_fsdp2() -> None:
     on_two(_accelerated_here, "cpu")
 
 
+def _adapted(rank: int) -> None:
+    peft: Any = pytest.importorskip("peft")
+    found = []
+    for fp8 in (False, True):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(make_model("llama", layers=1), config, autocast_adapter_dtype=False).train()
+        overcoat.convert(model)
+        fully_shard(model.base_model.model.model.layers[0])
+        fully_shard(model)
+        assert not fp8 or len(overcoat.fp8_all_gather(model).fp8) == 7
+        found.append([*passes(model, [0]), *gradients(model)])
+        model.merge_adapter()  # to `weight.data`, which no counter sees
+        with torch.no_grad():
+            found[-1].append(model(**make_batch(seed=1)).loss)
+    assert_equal(*found)
+
+
+def test_base_weights_of_adapters_travel_in_fp8() -> None:
+    on_two(_adapted, "cpu")
+
+
 # ---- what cannot be --------------------------------------------------------------------------------------------------
 
 
