@@ -7,7 +7,6 @@ import copy
 import logging
 import os
 import runpy
-import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import overcoat
-import tests.processes  # noqa: F401  # what processes are forked from has it imported
 from overcoat.models.head import find_causal_model
+from tests.processes import on_two
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Libraries that keep their messages from the root logger.
@@ -134,30 +132,27 @@ def run_here(name: str) -> Run:
 
 def run_on_two(names: tuple[str, ...], folder: Path) -> dict[str, list[Run]]:
     """The scripts, one after another, in two processes of one gloo group, as torchrun starts them."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    mp.start_processes(_process, args=(names, str(folder), port), nprocs=2, start_method="forkserver")
+    on_two(_run_all, "cpu", names, folder)
     return {name: [torch.load(folder / f"{name}-{rank}", weights_only=False) for rank in range(2)] for name in names}
 
 
-def _process(rank: int, names: tuple[str, ...], folder: str, port: int) -> None:
-    torch.set_num_threads(1)
+def _run_all(rank: int, names: tuple[str, ...], folder: Path) -> None:
     os.chdir(folder)
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in ranks.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
-    dist.init_process_group("gloo")
+    as_torchrun(rank)
     dist.init_process_group = lambda *_, **__: None  # type: ignore[assignment]  # one for all scripts
-    dist.destroy_process_group = dist.barrier  # type: ignore[assignment]  # tests/processes.py says why
+    dist.destroy_process_group = dist.barrier  # type: ignore[assignment]
     for name in names:
         with sharding_on_cpus() if name == "accelerate_fsdp2" else contextlib.nullcontext():
             run = run_here(name)
         run.script = {"class": type(run.script["model"]).__name__}
         run._model = run._report = None
-        torch.save(run, f"{folder}/{name}-{rank}")
-    dist.barrier()
-    os._exit(0)
+        torch.save(run, folder / f"{name}-{rank}")
+
+
+def as_torchrun(rank: int) -> None:
+    """The environment of one of its two workers, whose process group there is already."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    os.environ |= {**place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
 
 
 @contextlib.contextmanager

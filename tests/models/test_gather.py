@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ import overcoat
 from overcoat import Recipe
 from overcoat.models import sharded_weight
 from overcoat.models.gather import GATHER, fsdp_params
-from tests.examples.runs import sharding_on_cpus
+from tests.examples.runs import as_torchrun, sharding_on_cpus
 from tests.models.zoo import make_batch, make_model
 from tests.processes import on_many, on_two, repeatable, two_of
 
@@ -446,8 +445,7 @@ def _accelerated(rank: int) -> None:
 
 
 def _accelerated_here(rank: int) -> None:
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    os.environ |= {**place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+    as_torchrun(rank)
     with sharding_on_cpus():
         _accelerated(rank)
 
