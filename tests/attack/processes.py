@@ -1,7 +1,7 @@
 """Runs of several processes (gloo), forked like all others, which stand in for torchrun's workers.
 
     killed   two processes; one is killed at an event of the file system, a step or a moment of its own, the other ends
-             by itself or by SIGTERM, as torchrun tells it; resumed in 1, 2 or 3, the end is that of the unbroken run
+             by itself or by SIGTERM, as torchrun tells it; resumed in 1, 2, 3 or 6, the end is that of the unbroken run
     a row    a token that no vocabulary has, in one process; or a line of a streamed file that is no JSON
     memory   one process runs out of it where no leaner fit is left
 
@@ -140,7 +140,7 @@ def killed(ground: Ground, random: random.Random, folder: Path) -> Finding:
         random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]),
     )
     by = random.choice(["event", "event", "moment"])
-    again = random.choice([1, 2, 2, 3])
+    again = random.choice([1, 2, 2, 3, 6])
 
     def before(rank: int) -> None:
         if rank == victim and by == "event":
