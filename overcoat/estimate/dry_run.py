@@ -72,11 +72,11 @@ def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1,
     """Forward and backward of one micro-batch, the last of its step."""
     model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
     report = convert(model, setup.recipe)
-    if gpus > 1 and setup.all_gather == "fp8":
+    if setup.is_sharded(gpus) and setup.all_gather == "fp8":
         travel_in_fp8(model, gpus)
     meter = Meter(not setup.document_mask, work := Work())
     meter.leave_out([*model.parameters(), *model.buffers()])
-    if setup.accumulation > 1 and gpus == 1:
+    if setup.accumulation > 1 and not setup.is_sharded(gpus):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
@@ -157,10 +157,10 @@ def _gradient_hooks(model: nn.Module, meter: Meter, setup: Setup, gpus: int) -> 
             parameter.grad = None
             keep(parameter, gradient)
 
-    if gpus > 1:
+    if setup.is_sharded(gpus):
         # What accumulates is added to the gradients that are there, and freed.
         take = keep if setup.accumulation == 1 else lambda *_: None
-        with FullyShard(model, meter, gpus, setup.torch_reduce_dtype, take).installed():
+        with FullyShard(model, meter, gpus, setup.replicated, setup.torch_reduce_dtype, take).installed():
             yield
         return
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -12,6 +12,9 @@ A block's parameters are one group, those outside the blocks (embedding, final n
                 is new memory, cast to the gradients' dtype, which the optimizer sees. The root's gradients, the head's
                 from the loss on, stay whole until the backward ends.
 
+    replicas    FSDP2 sums between them in the same dtype, and holds these sums, if they are cast, to the end of the
+                backward. One process that holds all rows gathers by a copy alone, and divides into another.
+
 With `fp8_all_gather` codes are gathered, made of this process' part before; what is gathered are then single bytes.
 
 Read in torch 2.13's `torch/distributed/fsdp/_fully_shard`, in which `tests/estimate/test_fsdp.py` counts every phase.
@@ -71,7 +74,9 @@ def travel_in_fp8(model: nn.Module, gpus: int) -> None:
             weight: Any = linear.weight
             codes, scale = torch.empty_like(weight.detach(), dtype=E4M3.dtype), torch.empty((), device="meta")
             amax: Tensor | None = scale
-            if layer.overcoat_recipe.linear_scaling == "block":
+            if gpus == 1:  # nothing travels
+                codes = weight.detach()
+            elif layer.overcoat_recipe.linear_scaling == "block":
                 (codes, scale), amax = block_stack_weights([weight.detach()], False), None
             linear.weight = nn.Parameter(GatheredWeight(codes, scale, amax, weight.dtype), weight.requires_grad)
 
@@ -99,7 +104,7 @@ class FullyShard:
 
     Args:
         meter: sees what is allocated.
-        gpus: processes, at least 2.
+        gpus: processes that the model is cut over. replicated: others hold the same parts; one GPU only if so.
         reduce_dtype: what gradients are summed in (`MixedPrecisionPolicy`); None: their own.
         take: called with each parameter and this process' part of its gradient.
     """
@@ -109,6 +114,7 @@ class FullyShard:
         model: nn.Module,
         meter: Meter,
         gpus: int,
+        replicated: bool,
         reduce_dtype: torch.dtype | None,
         take: Callable[[Tensor, Tensor], None],
     ) -> None:
@@ -116,6 +122,7 @@ class FullyShard:
         assert found is not None  # a dry run's model is one
         self.root_module: Any = found[1]
         self.meter, self.gpus, self.reduce_dtype, self.take = meter, gpus, reduce_dtype, take
+        self.replicated = replicated
         layers = decoder_layers(self.root_module).values()
         self.blocks = {layer: self._group(layer.parameters()) for layer in layers}
         inside = {id(parameter) for block in self.blocks.values() for parameter in block.parameters}
@@ -123,10 +130,14 @@ class FullyShard:
         self.order: list[Group] = []  # of the forward
         self.copied: Tensor | None = None  # the buffer of the group gathered last in the forward
         self.reducing: Tensor | None = None  # the copy of the gradients reduced last
+        self.summed: list[Tensor] = []  # sums over the replicas
 
     def _group(self, parameters: Iterable[Tensor]) -> Group:
         parameters = list(parameters)
         sent = [part_bytes(travelling(parameter), self.gpus) for parameter in parameters]
+        if self.gpus == 1:
+            sizes = [parameter.nbytes for parameter in parameters]
+            return Group(parameters, sizes, [0 if hasattr(each, "held") else each.nbytes for each in parameters], 0)
         wider = [parameter.dtype.itemsize // travelling(parameter).dtype.itemsize for parameter in parameters]
         coded = sum(size for size, times in zip(sent, wider, strict=True) if times > 1)
         return Group(parameters, [size * times for size, times in zip(sent, wider, strict=True)], sent, coded)
@@ -193,9 +204,14 @@ class FullyShard:
             own, dtype = sum(sizes), reduced[0][0].dtype
             summed = own * (self.reduce_dtype or dtype).itemsize // dtype.itemsize
             self.reducing = self._empty(self.gpus * summed, GRADIENTS)
-            del gradients[:-1]  # FSDP2's loop variable holds the last one until all is done
+            # Where there is something to cut FSDP2's loop variable holds the last one until all is done.
+            del gradients[: -1 if self.gpus > 1 else None]
             whole = self._empty(summed, GRADIENTS)
+            if self.gpus == 1:
+                self._empty(summed, GRADIENTS)  # the quotients, which are copied
             if self.reduce_dtype not in (None, dtype):
+                if self.replicated:
+                    self.summed.append(whole)
                 whole = self._empty(own, GRADIENTS)
             for (parameter, _), part in zip(reduced, whole.split(sizes), strict=True):  # views of one buffer
                 self.take(parameter, part)
@@ -203,6 +219,7 @@ class FullyShard:
     def _after_backward(self) -> None:
         self._reduce(self.root)
         self.reducing = None
+        self.summed.clear()
         self.order.clear()
         for group in (self.root, *self.blocks.values()):
             group.at_work = False
@@ -212,7 +229,7 @@ class FullyShard:
     def _start(self, group: Group) -> None:
         if group.buffer is None and not group.whole:
             codes = self._empty(group.coded, GATHERED)  # until the buffer has them
-            group.buffer = self._empty(self.gpus * sum(group.sent), GATHERED)
+            group.buffer = self._empty(self.gpus * sum(group.sent) if self.gpus > 1 else 0, GATHERED)
             del codes
 
     def _finish(self, group: Group) -> Tensor | None:

@@ -82,7 +82,7 @@ class Prediction:
     @property
     def context_bytes(self) -> int:
         """What lies outside of PyTorch's allocator."""
-        return CONTEXT + (NCCL if self.gpus > 1 else 0)
+        return CONTEXT + (NCCL if self.setup.is_sharded(self.gpus) else 0)
 
     @property
     def total_bytes(self) -> int:

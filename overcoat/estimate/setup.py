@@ -24,6 +24,7 @@ class Setup:
         document_mask: rows hold several documents, so attention has a mask.
         reduce_dtype: FSDP2 sums gradients in it; None: in theirs.
         all_gather: "fp8": `overcoat.fp8_all_gather`; "bf16": FSDP2 gathers parameters as they are.
+        replicated: other GPUs hold the same, or the same parts, and FSDP2 sums gradients over them.
         freeze_tower: a vision-language model's tower is not trained.
 
     Raises:
@@ -43,6 +44,7 @@ class Setup:
     freeze_tower: bool = False
     reduce_dtype: str | None = None
     all_gather: str = "bf16"
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -62,6 +64,10 @@ class Setup:
                 f"release_gradients cannot accumulate {self.accumulation} forward passes: the weights move in the "
                 "first one's backward. Use accumulation 1, or keep the gradients"
             )
+
+    def is_sharded(self, gpus: int) -> bool:
+        """Whether FSDP2 holds the model on so many GPUs; cut into one part if that is one."""
+        return gpus > 1 or self.replicated
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -31,6 +31,7 @@ from overcoat.models.shapes import load_model_config
 from overcoat.train import process
 from overcoat.train.build import inline_config, loss_for_estimates, make_recipe
 from overcoat.train.config import Config, require
+from overcoat.train.parallel import num_shards
 
 # Share of the memory that is not planned with: other processes, fragmentation, predictions that are too low.
 SAFETY = 0.05
@@ -112,7 +113,7 @@ def training(config: Config, memory: int | None = None, cluster: Cluster = ONE) 
         if memory is None:
             memory = memory_to_plan_with(config, torch.device("cuda") if torch.cuda.is_available() else None)
         memory = min(memory, limit or memory)
-        fit, no = choose_fit(config, model, memory, cluster.sharding), ""
+        fit, no = choose_fit(config, model, memory, cluster), ""
         if fit is None:
             fit, no = Fit(1), ", which does not fit either"
         note = f"train.batch_size = auto: {fit}, {rows_of_all} in a step{no}"
@@ -121,7 +122,7 @@ def training(config: Config, memory: int | None = None, cluster: Cluster = ONE) 
         if cluster.gpus > 1:
             note = f"{rows_of_all} rows in a step, of which each GPU takes {config.train.rows_per_step}, {fit}"
     predictor = Predictor(model, loss_for_estimates(config.data.masks_documents))
-    return Training(predictor, fit.micro_batch, config.data.sequence_length, training_setup(config, fit), note)
+    return Training(predictor, fit.micro_batch, config.data.sequence_length, training_setup(config, fit, cluster), note)
 
 
 def _shared(config: Config, cluster: Cluster) -> Config:
@@ -129,8 +130,8 @@ def _shared(config: Config, cluster: Cluster) -> Config:
     shard, nodes, train = config.parallel.shard, config.parallel.nodes, config.train
     require(
         shard == ("hybrid" if cluster.hybrid else "full"),
-        f"parallel.shard = {shard!r}: --gpus {cluster.gpus} estimates 'full', with --hybrid 'hybrid'; of 'none' each "
-        "GPU holds what one does alone",
+        f"parallel.shard = {shard!r}: --gpus {cluster.gpus} estimates 'full', with --hybrid 'hybrid'; 'none' is not "
+        "estimated",
     )
     require(nodes in (0, cluster.nodes) or shard == "full", f"parallel.nodes = {nodes}: add --nodes {nodes}")
     require(
@@ -145,8 +146,9 @@ def _shared(config: Config, cluster: Cluster) -> Config:
     return replace(config, train=replace(train, batch_size=size, accumulation=rows // size))
 
 
-def training_setup(config: Config, fit: Fit) -> Setup:
-    """What a training configuration says about memory, with micro-batches and recipe as `fit` has them."""
+def training_setup(config: Config, fit: Fit, cluster: Cluster = ONE) -> Setup:
+    """What a training configuration says about memory, with micro-batches and recipe as `fit` has them; cluster: where
+    it is to run, if these are not its processes."""
     optimizer = config.optimizer
     return Setup(
         recipe=recipe_of(config, fit),
@@ -160,6 +162,7 @@ def training_setup(config: Config, fit: Fit) -> Setup:
         document_mask=config.data.masks_documents,
         reduce_dtype=config.parallel.reduce_dtype,
         all_gather=config.parallel.all_gather,
+        replicated=cluster.sharding < cluster.gpus or num_shards(config.parallel) < process.count(),
     )
 
 
@@ -202,18 +205,16 @@ def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fi
     return fit
 
 
-def choose_fit(config: Config, model: Any, memory: int, gpus: int = 1) -> Fit | None:
+def choose_fit(config: Config, model: Any, memory: int, cluster: Cluster = ONE) -> Fit | None:
     """The largest micro-batch of a step's rows that fits into `memory` bytes, less SAFETY but for the leanest of all;
     with block checkpoints where not a single row fits without them and `train.on_oom` allows them; None: nothing fits.
-    gpus: that are to share the model, where this is no process of theirs.
+    cluster: that is to train the model, where this is no process of it.
     """
     predictor = Predictor(model, loss_for_estimates(config.data.masks_documents))
 
     def needed(fit: Fit) -> int:
-        setup = training_setup(config, fit)
-        many = process.count() if config.parallel.shard == "full" else 1
-        many = max(many, gpus)
-        return predictor.predict(fit.micro_batch, config.data.sequence_length, setup, many).total_bytes
+        setup, shards = training_setup(config, fit, cluster), max(num_shards(config.parallel), cluster.sharding)
+        return predictor.predict(fit.micro_batch, config.data.sequence_length, setup, shards).total_bytes
 
     fits = [Fit(rows) for rows in divisors(rows_of_process(config))]
     leaner = [] if config.train.on_oom == "error" else [lean for fit in fits for lean in _checkpointed(config, fit)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -31,6 +32,8 @@ STEPS = (
     ("summed in FP32", False, Setup(reduce_dtype="float32")),
     ("travel in FP8", False, Setup(all_gather="fp8")),
     ("blocks travel in FP8", False, Setup(Recipe(linear_scaling="block"), all_gather="fp8")),
+    ("alike in both", False, Setup(reduce_dtype="float32", replicated=True)),
+    ("alike in both, FP8", False, Setup(all_gather="fp8", reduce_dtype="float32", replicated=True)),
     ("released", False, Setup(release_gradients=True)),
 )
 # gloo's threads drop what they sent a moment late, in one step or another: the least of some steps is the truth.
@@ -65,11 +68,15 @@ def _measure(rank: int, file: str) -> None:
 
 def _phases(tied: bool, setup: Setup) -> list[Phase]:
     """Least peak and end of each phase, over some steps after the first."""
-    model = _model(tied)
+    model, names = _model(tied), ("replicate", "shard")
     overcoat.convert(model, setup.recipe)
+    mesh = init_device_mesh("cpu", (2, 1) if setup.replicated else (2,), mesh_dim_names=names[not setup.replicated :])
     policy = MixedPrecisionPolicy(reduce_dtype=setup.torch_reduce_dtype)
     for part in (*model.model.layers, model):
-        fully_shard(part, mp_policy=policy)
+        fully_shard(part, mp_policy=policy, mesh=mesh)
+        if setup.replicated:  # as `overcoat train` does
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
     if setup.all_gather == "fp8":
         overcoat.fp8_all_gather(model)
     optimizer = overcoat.AdamW(model.parameters(), **setup.group)
@@ -105,7 +112,7 @@ def test_every_phase_of_a_sharded_step(name: str, tied: bool, setup: Setup, meas
     """Within what scalars take, and the optimizer's gathered vectors: 1.5% of a block. Scales of blocks travel besides,
     and shards that cut blocks are filled up before."""
     times = 2 if setup.recipe.linear_scaling == "block" else 1
-    prediction = predict(_model(tied).config, BATCH, LENGTH, setup, gpus=2)
+    prediction = predict(_model(tied).config, BATCH, LENGTH, setup, gpus=1 if setup.replicated else 2)
     absent = prediction.handle_bytes  # a CPU has none
     predicted = [phase._replace(peak=phase.peak - absent, end=phase.end - absent) for phase in prediction.phases]
     assert [phase.label for phase in predicted] == [phase.label for phase in measured[name]]

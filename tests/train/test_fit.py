@@ -14,7 +14,9 @@ from overcoat import Recipe
 from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.dry_run import meta_model
 from overcoat.estimate.predict import CONTEXT
+from overcoat.estimate.times import Cluster
 from overcoat.models.shapes import load_model_config
+from overcoat.train import process
 from overcoat.train.build import freeze, loss_for_estimates, make_recipe
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, load_config
@@ -57,6 +59,27 @@ def test_the_largest_divisor_that_fits_is_chosen(make_config: MakeConfig) -> Non
         memory = memory_for(config, Fit(rows))
         assert choose_fit(config, model, memory) == Fit(rows)
         assert choose_fit(config, model, memory - 2) != Fit(rows)
+
+
+@pytest.mark.parametrize(("shard", "shards"), [("full", 4), ("hybrid", 2), ("none", 1)])
+def test_what_fits_is_that_of_the_parts_of_each_process(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, shard: str, shards: int
+) -> None:
+    """In four processes, and before there are any."""
+    config = make_config(*AUTO, f"parallel.shard={shard}", "parallel.nodes=2", "train.global_batch_size=4")
+    model = model_config(config)
+    setup = Setup(make_recipe(config.recipe), reduce_dtype="float32", all_gather="fp8")
+    setup = replace(setup, replicated=shard != "full")
+    needed = Predictor(model).predict(1, config.data.sequence_length, setup, shards).total_bytes
+    memory = int(needed / (1 - SAFETY)) + 1
+    cluster = Cluster(4, 2 if shard == "hybrid" else 1, shard == "hybrid")
+    if shard != "none":
+        alone = replace(config, train=replace(config.train, global_batch_size=1))
+        assert choose_fit(alone, model, memory, cluster) == Fit(1)
+        assert choose_fit(alone, model, memory - 2, cluster) != Fit(1)
+    monkeypatch.setattr(process, "count", lambda: 4)
+    assert choose_fit(config, model, memory) == Fit(1)
+    assert choose_fit(config, model, memory - 2) != Fit(1)
 
 
 def test_block_checkpoints_come_last_and_only_if_they_may(make_config: MakeConfig) -> None:
