@@ -106,6 +106,7 @@ def test_a_row_that_was_cut_is_an_error_in_every_pass(name: str) -> None:
     model(**inputs)
     text = model.get_submodule(model.overcoat_whole.text)
     assert not {"get_placeholder_mask", "_deepstack_process"} & {*vars(model.model), *vars(text)}
+    assert not model.get_submodule(model.overcoat_whole.vision)._forward_pre_hooks
 
 
 @pytest.mark.gpu
