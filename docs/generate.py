@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 MODEL_TYPES = (
     *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "starcoder2", "olmo", "olmo2", "olmo3", "gemma"),
     *("gemma2", "gemma3_text", "phi3", "glm4", "cohere", "cohere2", "granite", "gpt_neox", "gpt2", "smollm3"),
-    *("seed_oss", "mixtral", "qwen3_moe", "olmoe", "gpt_oss", "phi", "ernie4_5", "stablelm", "nemotron", "helium"),
+    *("seed_oss", "ernie4_5", "exaone4", "arcee", "mixtral", "qwen3_moe", "olmoe", "gpt_oss"),
+    *("phi", "stablelm", "nemotron", "helium", "hunyuan_v1_dense", "apertus"),
 )
 TINY = {
     "hidden_size": 64,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overcoat.models.decoder import attention, gated_mlp, rotated_columns
+from overcoat.models.decoder import attention, gated_mlp, plain_mlp, rotated_columns
 from overcoat.models.family import Family, Modules
 
 
@@ -37,6 +37,20 @@ def olmo(layer: Any, batch: int) -> tuple[Modules, ...]:
 def granite(layer: Any, batch: int) -> tuple[Modules, ...]:
     """Multipliers of scores, which are attention's scale, of the branches, of the embedding and the logits."""
     return branches(layer, batch, scale=float(layer.residual_multiplier))
+
+
+def ernie4_5(layer: Any, batch: int) -> tuple[Modules, ...]:
+    """Neighbouring columns of q and k rotate together."""
+    return branches(layer, batch, neighbours=True)
+
+
+def arcee(layer: Any, batch: int) -> tuple[Modules, ...]:
+    """An MLP without gate: down_proj(relu(up_proj(x))^2)."""
+    mlp, config = layer.mlp, layer.self_attn.config
+    return (
+        attention(layer.self_attn, batch, pre=layer.input_layernorm),
+        plain_mlp(mlp, mlp.up_proj, mlp.down_proj, config.hidden_act, pre=layer.post_attention_layernorm),
+    )
 
 
 def phi3(layer: Any, batch: int) -> tuple[Modules, ...]:
@@ -77,6 +91,8 @@ FAMILIES = (
     Family.of("seed_oss", "SeedOss", branches, {"seed_oss": {"head_dim": 64, "residual_dropout": 0.0}}),
     # Norms multiply by 1 + weight; GELU is the gate's activation.
     Family.of("gemma", "Gemma", branches, {"gemma": {"head_dim": 64}}, plus_one=True),
+    Family.of("ernie4_5", "Ernie4_5", ernie4_5, {"ernie4_5": {"use_bias": True}}),
+    Family.of("arcee", "Arcee", arcee, {"arcee": {}}),
     Family.of("smollm3", "SmolLM3", smollm3, {"smollm3": {"pad_token_id": 0}}),
     Family.of("olmo", "Olmo", olmo, {"olmo": {"clip_qkv": 0.4}}, norm="OlmoLayerNorm", centered=True),
     Family.of(

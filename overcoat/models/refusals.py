@@ -52,6 +52,8 @@ def window_of(attention: Any) -> int:
     # Llama and OLMoE take no notice of a sliding_window in their configuration.
     if not any(name.startswith("create_") and "sliding_window" in name for name in names):
         return 0
+    if not getattr(attention, "is_sliding", True):  # Exaone 4 gives every layer a sliding_window
+        return 0
     # Masks are made of what the configuration says by now, for layers that have a window.
     now = getattr(config, "sliding_window", getattr(attention, "sliding_window", None))
     return int(now or 0) if getattr(attention, "sliding_window", now) else 0
