@@ -205,15 +205,17 @@ OTHERS = [kind for kind in KINDS if kind not in {kind for kind, _, _ in THOROUGH
 def test_converted_model_is_as_good_as_fp8_gemms_alone(
     kind: str, mask: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    check_every_tensor(kind, mask, dtype, device)
+    in_ci = device == CPU and (kind, mask, dtype) in THOROUGH
+    check_every_tensor(kind, mask, dtype, device, SEEDS // 2 if in_ci and kind != "gpt_oss" else SEEDS)
 
 
-def check_every_tensor(kind: str, mask: str, dtype: torch.dtype, device: torch.device) -> None:
+def check_every_tensor(kind: str, mask: str, dtype: torch.dtype, device: torch.device, seeds: int = SEEDS) -> None:
     """One of 5,000 tensors is above the limit by chance over 16 seeds (a bias: 1.28 dB, over 48 seeds 0.48). What is
     lost in truth is lost over 48 as well, where chance is smaller by the root of three; and all tensors are held then.
+    CI begins with 8, where none of dense models has lost more than 0.7 dB.
     """
-    for seeds in (SEEDS, 3 * SEEDS):
-        (losses,) = losses_in_db(kind, mask, [Recipe()], seeds, dtype=dtype, device=device)
+    for count in (seeds, 3 * SEEDS):
+        (losses,) = losses_in_db(kind, mask, [Recipe()], count, dtype=dtype, device=device)
         if not offenders(losses):
             return
     raise AssertionError(f"dB below FP8 GEMMs alone: {offenders(losses)}")

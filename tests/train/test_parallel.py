@@ -35,6 +35,7 @@ from overcoat.train.build import build_model
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config
+from overcoat.train.corpus import open_corpus
 from overcoat.train.data import StreamedRows
 from overcoat.train.metrics import read_metrics
 from overcoat.train.out_of_memory import RestartError
@@ -151,16 +152,25 @@ def _run_noting_rows(rank: int, config: Config, folder: Path) -> None:
     np.save(folder / f"rows-{process.count()}-{rank}.npy", np.concatenate(seen))
 
 
-def test_two_processes_train_on_the_rows_of_one(config: Config, tmp_path: Path) -> None:
-    """50 steps: bit-equal tokens, losses within 1e-3."""
-    words = ["train.steps=50", "checkpoint.every=0", "eval.every=0", "optimizer.lr=1e-3", "train.batch_size=2"]
-    words += ["train.accumulation=2", "eval.rows=4"]
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [(12, ("data.max_bytes=6000",)), pytest.param(50, (), marks=pytest.mark.nightly)],
+)
+def test_two_processes_train_on_the_rows_of_one(
+    steps: int, words: tuple[str, ...], config: Config, tmp_path: Path
+) -> None:
+    """More steps than there are rows for: bit-equal tokens, losses within 1e-3."""
+    words += (f"train.steps={steps}", "checkpoint.every=0", "eval.every=0", "optimizer.lr=1e-3", "train.batch_size=2")
+    words += ("train.accumulation=2", "eval.rows=4", f"data.cache_dir={tmp_path / 'data'}")
     torch.set_num_threads(1)
-    _run_noting_rows(0, changed(config, *words, f"train.run_dir={tmp_path / 'one'}"), tmp_path)
+    alone = changed(config, *words, f"train.run_dir={tmp_path / 'one'}")
+    _run_noting_rows(0, alone, tmp_path)
+    assert open_corpus(alone, print).rows.num_rows < 4 * steps  # type: ignore[union-attr]
     on_two(_run_noting_rows, "cpu", changed(config, *words, f"train.run_dir={tmp_path / 'two'}"), tmp_path)
     assert_close(tmp_path / "two", tmp_path / "one")
     whole, *parts = (np.load(tmp_path / f"rows-{name}.npy") for name in ("1-0", "2-0", "2-1"))
-    whole, parts = whole[: 50 * 4], [part[: 50 * 2].reshape(50, 2, -1) for part in parts]  # then the evaluation's
+    # Those of the steps; then come the evaluation's.
+    whole, parts = whole[: steps * 4], [part[: steps * 2].reshape(steps, 2, -1) for part in parts]
     assert np.array_equal(np.concatenate(parts, axis=1).reshape(whole.shape), whole)
 
 
@@ -265,8 +275,9 @@ def start_from(folder: Path, source: Path, step: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("many", [1, 2, 3])
-def test_what_two_have_saved_any_number_resumes(many: int, config: Config, two: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("many", [1, 3])
+def test_what_two_have_saved_another_number_resumes(many: int, config: Config, two: Path, tmp_path: Path) -> None:
+    """Two go on with it bit for bit wherever one of them ends early, below."""
     folder = start_from(tmp_path / "run", two, 4)
     resumed = changed(config, f"train.run_dir={folder}")
     if many == 1:
@@ -274,9 +285,6 @@ def test_what_two_have_saved_any_number_resumes(many: int, config: Config, two: 
     else:
         on_many(many, _run, "cpu", resumed)
     assert_close(folder, two)
-    if many == 2:
-        assert losses(folder) == losses(two)
-        assert_same_shards(folder, two)
 
 
 @pytest.mark.nightly
@@ -513,9 +521,11 @@ def test_a_shard_that_lacks_rows_is_refused(two: Path, tmp_path: Path) -> None:
 # ---- rows that are cut between processes ---------------------------------------------------------------------------
 
 
-def test_processes_that_share_rows_learn_what_one_does(config: Config, tmp_path: Path) -> None:
-    words = ["data.document_mask=false", "data.sequence_length=256", "train.accumulation=2", "train.steps=20"]
-    words += ["checkpoint.every=10", "eval.every=10", "optimizer.lr=3e-4", "recipe.linear_scaling=block"]
+@pytest.mark.parametrize("steps", [8, pytest.param(20, marks=pytest.mark.nightly)])
+def test_processes_that_share_rows_learn_what_one_does(steps: int, config: Config, tmp_path: Path) -> None:
+    half = steps // 2
+    words = ["data.document_mask=false", "data.sequence_length=256", "train.accumulation=2", f"train.steps={steps}"]
+    words += [f"checkpoint.every={half}", f"eval.every={half}", "optimizer.lr=3e-4", "recipe.linear_scaling=block"]
     plain = changed(config, *words, f"train.run_dir={tmp_path / 'one'}")
     run_once(plain, QUIET, "one")
     shared = changed(plain, "parallel.context=2", f"train.run_dir={tmp_path / 'two'}")
@@ -523,7 +533,7 @@ def test_processes_that_share_rows_learn_what_one_does(config: Config, tmp_path:
     # Beside others with other rows; what two have saved one goes on with.
     ways = ["parallel.shard=hybrid", "parallel.nodes=2", f"train.run_dir={tmp_path / 'four'}"]
     on_many(4, _run, "cpu", changed(shared, *ways))
-    start_from(tmp_path / "resumed", tmp_path / "two", 10)
+    start_from(tmp_path / "resumed", tmp_path / "two", half)
     run_once(changed(plain, f"train.run_dir={tmp_path / 'resumed'}"), QUIET, "resumed")
     for name in ("two", "four", "resumed"):
         assert_close(tmp_path / name, tmp_path / "one")
