@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from overcoat.kernels import loss as kernels
-from overcoat.kernels.op import first_order
+from overcoat.kernels.op import check_no_transforms, first_order
 from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
 from overcoat.memory import keep
 from overcoat.recipe import GradFormat
@@ -74,6 +74,7 @@ def linear_cross_entropy(
         ValueError: shapes or dtypes do not fit together, an option has a value not listed above, or on a CPU a label
             is outside [0, V). On a GPU that is a device-side assert, as in `F.cross_entropy`: the host does not wait.
     """
+    check_no_transforms()
     # The meta device, on which overcoat.estimate runs models, has no autocast to ask for.
     if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -153,4 +154,5 @@ def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Args:
         x: (..., H); weight: (H,), of the same dtype.
     """
+    check_no_transforms()
     return _FinalNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)

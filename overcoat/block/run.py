@@ -45,7 +45,7 @@ from overcoat.block.spec import (
     without_tensors,
 )
 from overcoat.kernels.groups import group_decode, group_encode
-from overcoat.kernels.op import check_dispatcher_once, first_order
+from overcoat.kernels.op import check_dispatcher_once, check_no_transforms, first_order
 from overcoat.memory import Part, keep_parts, release_saved
 from overcoat.recipe import Recipe
 
@@ -245,6 +245,7 @@ def run_block(x: Tensor, block: Block, tables: Tables, recipe: Recipe, offload: 
     Raises:
         ValueError: no tokens, or tables that the kernels' 32-bit offsets do not reach.
     """
+    check_no_transforms()
     if not x.numel():
         raise ValueError(f"a block's input has the shape {tuple(x.shape)}: leave batches without tokens out")
     if max(tables.cos.numel(), tables.sin.numel()) >= 2**31:

@@ -68,6 +68,15 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def check_no_transforms() -> None:
+    """RuntimeError under torch.func's grad, vjp, vmap, ..., for which PyTorch's own error names no remedy."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "torch.func: converted layers and losses know backward() and torch.autograd.grad alone, no transforms; use "
+            "these, or do not convert this model"
+        )
+
+
 class _Local(threading.local):
     """dispatcher_is_idle: whether `check_dispatcher_once` has found so in this thread."""
 

@@ -433,6 +433,19 @@ def test_frozen_parameters_get_no_gradient(kind: str, part: str) -> None:
     assert_equal(found, {name: value for name, value in expected.items() if name == "loss" or part in name})
 
 
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(head=None), Recipe(fp8=False)], ids=["all", "layers", "head"])
+def test_transforms_of_functions_are_refused_with_the_remedy(recipe: Recipe) -> None:
+    model = make_model(layers=1)
+    overcoat.convert(model, recipe)
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (), make_batch()).loss
+
+    loss(dict(model.named_parameters())).backward()
+    with pytest.raises(RuntimeError, match=r"torch.func: .*or do not convert this model"):
+        torch.func.grad(loss)(dict(model.named_parameters()))
+
+
 def test_training_in_eval_mode_is_told() -> None:
     """As `from_pretrained` gives a model: it would train in BF16 without a word."""
     model = make_model("llama", layers=1).eval()
