@@ -288,6 +288,8 @@ def _forbid_cache(model: nn.Module, report: Report, eval_fp8: bool) -> None:
 def _owner(model: nn.Module, name: str) -> Optional[nn.Module]:
     """The module whose list a layer is in: in `model`, or around it where that is the list (`model.model.layers`)."""
     path = name.split(".")
+    while len(path) > 1 and path[-1].startswith("_"):  # what wraps the layer: torch.compile, checkpoints
+        path.pop()
     owner = model
     while path and type(owner := model.get_submodule(".".join(path[:-1]))) is nn.ModuleList:
         path.pop()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import overcoat
 from overcoat import Recipe
@@ -77,6 +79,20 @@ def test_another_recipe_compiles_anew() -> None:
             each.zero_grad()
         assert torch.equal(one_pass(model), one_pass(plain))
     assert_equal(gradients(model), gradients(plain))
+
+
+@pytest.mark.filterwarnings("error:this layer trains in its original precision")
+@pytest.mark.parametrize("wrap", [functools.partial(torch.compile, backend="eager"), checkpoint_wrapper])
+def test_layers_may_be_wrapped_before_they_are_converted(wrap: Any) -> None:
+    """Their model then asked for a cache, and so they trained in BF16."""
+    losses = []
+    for when in ("never", "before"):
+        model: Any = make_model("llama", layers=2)
+        if when == "before":
+            model.model.layers = nn.ModuleList(map(wrap, model.model.layers))
+        overcoat.convert(model)
+        losses.append(model(**make_batch()).loss.detach())
+    assert torch.equal(*losses)
 
 
 def test_moved_gradients_are_the_same_and_elsewhere() -> None:
