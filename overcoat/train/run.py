@@ -149,6 +149,13 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         fit = recorded[min(recorded)] if recorded else first_fit(config, device, corpus.tokenizer)
         state, report = make_state(config, corpus, device, fit)
     say(str(report))
+    if device.type == "cpu" and config.train.device == "auto":
+        count = sum(parameter.numel() for parameter in state.model.parameters())
+        tokens = config.train.steps * config.train.rows_per_step * config.data.sequence_length
+        say(
+            f"no GPU was found: the CPU trains {count:,} parameters on {tokens:,} tokens, about "
+            f"{6.0 * count * tokens:.1e} operations, slowly; overcoat estimate says what a GPU takes"
+        )
     if checkpoints:
         held_out = checkpoint.load_checkpoint(checkpoints[-1], state)
         step, steps = state.step, config.train.steps
