@@ -2,7 +2,7 @@
 
     python -m benchmarks.times
 
-Rows of `overcoat bench model` (model.jsonl, printed.jsonl) and of FSDP2 on two GPUs (sharded.jsonl), on H200s.
+Rows of `overcoat bench model` (model.jsonl, printed.jsonl) and of FSDP2 on two GPUs (sharded.jsonl).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from overcoat.bench.contestants import trainer_of
 from overcoat.bench.optimizer import OPTIMIZERS
 from overcoat.estimate.predict import Predictor
 from overcoat.estimate.setup import Setup
-from overcoat.estimate.times import Cluster, Times
+from overcoat.estimate.times import HOSTS, Cluster, Times
 from overcoat.models.shapes import MODELS
 from overcoat.recipe import Recipe
 
 RESULTS = Path(__file__).parent / "results"
 SHARDED = {
     "7b default": (MODELS["llama-2-7b"], Recipe()),
+    "7b train": (MODELS["llama-2-7b"], Recipe()),
     "7b leanest": (MODELS["llama-2-7b"], Recipe.leanest()),
     "7b accumulation": (MODELS["llama-2-7b"], Recipe()),
     "13b default": (MODELS["llama-2-13b"], Recipe()),
@@ -40,7 +41,7 @@ class Run(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        return sum(self.predicted[:4]) if self.graphs else self.predicted.step
+        return self.predicted.on_gpu if self.graphs else self.predicted.step
 
     @property
     def error(self) -> float:
@@ -48,8 +49,8 @@ class Run(NamedTuple):
 
     @property
     def bounded_by_gpu(self) -> bool:
-        """Beyond doubt: the host would need half as long at most."""
-        return self.graphs or 2 * self.predicted.host < self.seconds
+        """Beyond doubt: a slow host would need less."""
+        return self.graphs or HOSTS[1] * self.predicted.host < self.seconds
 
 
 def setup_of(name: str, frozen: bool = False) -> Setup | None:
@@ -58,7 +59,13 @@ def setup_of(name: str, frozen: bool = False) -> Setup | None:
     if trainer.engine.recipe is None:
         return None
     options = {key: value for key, value in OPTIMIZERS[trainer.optimizer].options.items() if key != "check_finite"}
-    return Setup(trainer.engine.recipe, release_gradients=trainer.released, freeze_tower=frozen, **options)
+    options |= {"release_gradients": trainer.released, "all_gather": "fp8" if trainer.fp8_all_gather else "bf16"}
+    return Setup(trainer.engine.recipe, freeze_tower=frozen, **options)
+
+
+def cluster_of(row: dict[str, Any]) -> Cluster:
+    """The GPUs of a row."""
+    return Cluster(row.get("gpus") or 1, gpu="h100" if "H100" in row["gpu"] else "h200")
 
 
 def rows(name: str) -> Iterator[dict[str, Any]]:
@@ -79,19 +86,21 @@ def measured() -> Iterator[tuple[str, Any, float, bool, tuple[Any, ...]]]:
         name = f"{row['commit'][:7]} {model} {row['batch']} x {row['sequence']}, {row['name']}{', frozen' * frozen}"
         seconds = row["batch"] * row["sequence"] / row["tokens_per_second"]
         name += f", {gpus} GPUs" * bool(gpus)
-        yield name, MODELS[model], seconds, graphs, (row["batch"], row["sequence"], setup, Cluster(gpus or 1))
+        yield name, MODELS[model], seconds, graphs, (row["batch"], row["sequence"], setup, cluster_of(row))
     for row in rows("sharded"):
         if "gpus" not in row:  # of fp8_all_gather: one GPU
             continue
         if row.get("case") in SHARDED:
             model, recipe = SHARDED[row["case"]]
-        elif row.get("travel") != "fp8" and (row["gpus"] > 1 or row.get("travel") is None) and "layers" in row:
+        elif (row["gpus"] > 1 or row.get("travel") is None) and "layers" in row:
             model, recipe = MODELS["llama-2-7b"].changed(num_hidden_layers=row["layers"]), Recipe()
-        else:  # a peer, codes that travel, FSDP2 over one GPU
+        else:  # a peer, FSDP2 over one GPU
             continue
-        setup = Setup(recipe, accumulation=row.get("accumulation", 1))
-        name = f"{row['commit']} {row.get('case', '7b, 8 layers')}, {row['gpus']} GPUs"
-        yield name, model, row["ms"] / 1e3, False, (row["batch"], row["sequence"], setup, Cluster(row["gpus"]))
+        fp8 = row.get("travel") == "fp8"
+        options: dict[str, Any] = {"all_gather": "fp8" if fp8 else "bf16", "reduce_dtype": row.get("reduce_dtype")}
+        setup = Setup(recipe, accumulation=row.get("accumulation", 1), **options)
+        name = f"{row['commit']} {row.get('case', '7b, 8 layers')}{', FP8' * fp8}, {row['gpus']} GPUs"
+        yield name, model, row["ms"] / 1e3, False, (row["batch"], row["sequence"], setup, cluster_of(row))
 
 
 def runs(words: Sequence[str] = ("",)) -> Iterator[Run]:

@@ -4,9 +4,9 @@
     overcoat estimate --model ./config.json --batch 1 --seq 4096 --recipe leanest --release-gradients
     overcoat estimate --config configs/llama-2-7b.toml train.batch_size=2 --gpu-memory 80GB
 
-Prints the components at the step's fullest moment, and tokens a second on H200s, from kernels that were measured; with
---gpu-memory also the largest batch that fits and, where the batch asked for does not, the cheapest changes that make it
-fit. Needs a model's configuration: no weights, no GPU.
+Prints the components at the step's fullest moment, and tokens a second on H200s or H100s, from kernels that were
+measured; with --gpu-memory also the largest batch that fits and, where the batch asked for does not, the cheapest
+changes that make it fit. Needs a model's configuration: no weights, no GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from overcoat.estimate.dry_run import own_loss
 from overcoat.estimate.fit import Room, advise
 from overcoat.estimate.predict import Predictor
 from overcoat.estimate.setup import DTYPES, Setup
-from overcoat.estimate.times import NETWORK, Cluster
+from overcoat.estimate.times import GPUS, NETWORK, Cluster
 from overcoat.extras import importing, load_extra
 from overcoat.formats.masters import MASTERS
 from overcoat.formats.moments import MOMENTS
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--network", type=float, metavar="GB/S", default=NETWORK / 1e9,
         help=f"between hosts, for each GPU (default {NETWORK / 1e9:.0f})",
     )  # fmt: skip
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="how fast it is (default h200)")
     parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="of one GPU: 80GB, 141GB, 24GiB")
     parser.add_argument("--json", action="store_true", help="one JSON line instead of the tables")
     parser.set_defaults(function=run)
@@ -114,7 +115,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Print the estimate. `parsed.read_config`: path, overrides, memory, cluster -> what `_what` returns."""
     with importing():
         load_extra("transformers.modeling_utils", "hf", "overcoat estimate")
-    cluster = Cluster(parsed.gpus, parsed.nodes, parsed.hybrid, parsed.network * 1e9).check()
+    cluster = Cluster(parsed.gpus, parsed.nodes, parsed.hybrid, parsed.network * 1e9, parsed.gpu).check()
     predictor, batch, sequence, setup, note = _what(parsed, cluster)
     prediction = predictor.predict(batch, sequence, setup, cluster.sharding)
     times = predictor.times(batch, sequence, setup, cluster) if setup.dtype == "bfloat16" else None

@@ -123,13 +123,15 @@ class Predictor:
         return Prediction(setup, batch, sequence, gpus, *work_done)
 
     def times(self, batch: int, sequence: int, setup: Setup, cluster: Cluster = ONE) -> Times:
-        """Seconds of a step on H200s."""
+        """Seconds of a step."""
         gpus = cluster.sharding
         parameters, run = self._run(batch, sequence, setup, gpus)
         lasting, host = _lasting(parameters, setup, gpus)
         trained = sum(part_bytes(each, gpus) for each in parameters if each.requires_grad)
         states = lasting["moments"] + lasting["remainders"]
-        sizes = Sizes(sum(each.nbytes for each in parameters), trained, states, host, run.host)
+        weights = sum(each.nbytes for each in parameters)
+        wider = (setup.torch_reduce_dtype or setup.torch_dtype).itemsize / setup.torch_dtype.itemsize
+        sizes = Sizes(weights, run.gathered, int(weights * wider), trained, states, host, run.host)
         return step_times(run.work, sizes, setup.accumulation, setup.release_gradients, cluster)
 
     def _run(self, batch: int, sequence: int, setup: Setup, gpus: int) -> tuple[list[Tensor], DryRun]:

@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from overcoat.estimate.fit import Advice, Room
 from overcoat.estimate.predict import Prediction
-from overcoat.estimate.times import ERROR, Cluster, Times
+from overcoat.estimate.times import ERROR, HOSTS, Cluster, Times
 
 GIBI = 2.0**30
 # Components below this are left out of the table.
@@ -42,9 +42,11 @@ def time_line(times: Times, tokens: int, cluster: Cluster) -> str:
     parts = ", ".join(f"{name} {seconds * 1e3:,.0f}" for name, seconds in times._asdict().items() if seconds >= 5e-4)
     all_gpus = f" ({cluster.gpus * tokens / times.step:,.0f} in all)" if cluster.gpus > 1 else ""
     where = f", {cluster.nodes} hosts, {cluster.network / 1e9:.0f} GB/s between them" if cluster.nodes > 1 else ""
+    fast, slow = (max(times.on_gpu, share * times.host) for share in HOSTS)
+    hosts = f"\nfrom {tokens / slow:,.0f} to {tokens / fast:,.0f} by the host, which queues the ops" * (slow > fast)
     return (
-        f"about {tokens / times.step:,.0f} tokens/s on each H200{all_gpus}{where}: {times.step * 1e3:,.0f} ms a step; "
-        f"{parts}\n({ERROR})"
+        f"about {tokens / times.step:,.0f} tokens/s on each {cluster.gpu.upper()}{all_gpus}{where}: "
+        f"{times.step * 1e3:,.0f} ms a step; {parts}{hosts}\n({ERROR})"
     )
 
 

@@ -1,4 +1,4 @@
-"""How long a training step takes on an H200: what a dry run's ops do, by rates that were measured kernel by kernel.
+"""How long a training step takes on an H200 or H100: what a dry run's ops do, by rates measured kernel by kernel.
 
     products     2 M N K operations, by the kind of operands      gemm.jsonl; BF16 and block scales: model.jsonl
     attention    2 S^2 operations a column, 5 backward            attention.jsonl
@@ -33,8 +33,12 @@ ATTENTION = ((700e12, 747), (620e12, 1027))
 MASKED = 3.1
 # Bytes a second of passes over memory, and of AdamW's one pass.
 MEMORY, ADAMW = 3.19e12, 4.07e12
-# Seconds that an op takes besides: on the GPU, and of a host of middling speed; others take half as long or twice.
-LAUNCH, HOST = 2e-6, 65e-6
+# Bytes a second of other GPUs' memory, for those of an H200 (data sheets: 3.35 and 4.8 TB/s); the rest is alike.
+GPUS = {"h200": 1.0, "h100": 3.35 / 4.8}
+# Seconds that an op takes besides: on the GPU, and of a host of middling speed (98e-6 in the median of 24 layers, from
+# 78e-6 to 166e-6; whole steps: 64e-6 to 111e-6).
+LAUNCH, HOST = 2e-6, 95e-6
+HOSTS = 0.7, 1.7  # times as long on others
 # Bytes a second: between two GPUs of a host; over PCIe one way, and each way if both at once.
 NVLINK, PCIE, PCIE_BOTH = 370e9, 52e9, 43e9
 # Of transfers behind products, what shows: they take memory bandwidth, NCCL's processors as well.
@@ -42,7 +46,7 @@ LINK_SHOWS, PCIE_SHOWS = 0.7, 0.5
 # From one host to another, for each GPU: 400 Gbit/s. Not measured.
 NETWORK = 50e9
 # Beside the measured runs; tests/benchmarks/test_times.py holds it.
-ERROR = "32 measured runs that the GPU bounds: median error 1.4%, largest 7% (hidden 576: 20%); hosts differ by 2x"
+ERROR = "35 measured runs that the GPU bounds: median error 1.7%, largest 7% (hidden 576: 20%); hosts differ by 2x"
 
 _FREE = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "_unsafe_view")
 
@@ -99,10 +103,10 @@ class Work(defaultdict[tuple[bool, str], float]):
         else:
             self[backward, "bytes"] += _moved(func, args, kwargs, out)
 
-    def seconds(self, backward: bool) -> float:
-        """On the GPU alone."""
+    def seconds(self, backward: bool, memory: float = 1.0) -> float:
+        """On the GPU alone; memory: bytes a second for those of an H200."""
         products = sum(self[backward, kind] / rate for kind, rate in PRODUCTS.items())
-        passes = self[backward, "bytes"] / MEMORY + self[backward, "launches"] * LAUNCH
+        passes = self[backward, "bytes"] / (memory * MEMORY) + self[backward, "launches"] * LAUNCH
         return products + passes + self[backward, "attention"]
 
 
@@ -122,10 +126,12 @@ def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 class Sizes(NamedTuple):
-    """Bytes: of all weights, and of this process' part of those that are trained, their states, states in host memory,
-    and kept activations there."""
+    """Bytes: of all weights, as FSDP2 gathers them and as it sums their gradients; of this process' part of those that
+    are trained, their states, states in host memory, and kept activations there."""
 
     weights: int
+    gathered: int
+    reduced: int
     trained: int
     states: int
     offloaded: int
@@ -134,12 +140,13 @@ class Sizes(NamedTuple):
 
 class Cluster(NamedTuple):
     """gpus: in all; nodes: hosts they stand in; hybrid: sharded within a host, alike in all; network: bytes a second
-    from host to host for each GPU."""
+    from host to host for each GPU; gpu: one of GPUS."""
 
     gpus: int = 1
     nodes: int = 1
     hybrid: bool = False
     network: float = NETWORK
+    gpu: str = "h200"
 
     def check(self) -> Cluster:
         """Itself; ValueError if there is no such cluster."""
@@ -169,23 +176,37 @@ class Times(NamedTuple):
     host: float
 
     @property
+    def on_gpu(self) -> float:
+        return sum(self[:4])
+
+    @property
     def step(self) -> float:
-        return max(sum(self[:4]), self.host)
+        return max(self.on_gpu, self.host)
 
 
 def step_times(work: Work, sizes: Sizes, accumulation: int, released: bool, cluster: Cluster) -> Times:
     """Of an optimizer step of so many micro-batches."""
-    ahead, back = accumulation * work.seconds(False), accumulation * work.seconds(True)
-    optimizer = (4 * sizes.trained + 2 * sizes.states) / ADAMW
+    memory = GPUS[cluster.gpu]
+    ahead, back = (accumulation * work.seconds(backward, memory) for backward in (False, True))
+    optimizer = (4 * sizes.trained + 2 * sizes.states) / (memory * ADAMW)
     links = 0.0
     if cluster.sharding > 1:
         share, within = 1 - 1 / cluster.sharding, cluster.gpus // cluster.nodes
         across = cluster.nodes > 1 and not cluster.hybrid
         rate = min(NVLINK, within * cluster.network) if across else NVLINK
-        links += accumulation * 6 * sizes.weights / MEMORY
-        links += _shows(ahead + back, accumulation * 3 * sizes.weights * share / rate, LINK_SHOWS)
+        # Twice out of the gathered buffer; into the one that is summed, and cast back.
+        copied = 4 * sizes.gathered + sizes.weights + sizes.reduced
+        if sizes.reduced != sizes.weights:
+            copied += (sizes.weights + sizes.reduced) // cluster.sharding
+        coded = sizes.weights - sizes.gathered  # twice from 2 bytes to 1, and their maximum
+        links += (accumulation * (copied + 6 * coded / cluster.sharding) + 2 * coded / cluster.sharding) / (
+            memory * MEMORY
+        )
+        sent = (2 * sizes.gathered + sizes.reduced) * share
+        links += _shows(ahead + back, accumulation * sent / rate, LINK_SHOWS)
     if cluster.hybrid and cluster.nodes > 1:
-        reduced = 2 * (1 - 1 / cluster.nodes) * sizes.trained / cluster.network
+        part = sizes.trained * sizes.reduced / sizes.weights
+        reduced = 2 * (1 - 1 / cluster.nodes) * part / cluster.network
         links += _shows(back, accumulation * reduced, LINK_SHOWS)
     if sizes.kept_on_host:
         links += accumulation * sum(_shows(each, sizes.kept_on_host / PCIE, PCIE_SHOWS) for each in (ahead, back))

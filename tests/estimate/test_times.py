@@ -24,7 +24,8 @@ GB = 10**9
 
 WORK = Work()
 WORK[False, "bytes"], WORK[True, "bytes"] = MEMORY, 2 * MEMORY  # a second ahead, two back
-SIZES = Sizes(weights=NVLINK // 3, trained=10 * GB, states=3 * GB, offloaded=0, kept_on_host=0)
+THIRD = NVLINK // 3
+SIZES = Sizes(weights=THIRD, gathered=THIRD, reduced=THIRD, trained=10 * GB, states=3 * GB, offloaded=0, kept_on_host=0)
 COPIES = 6 * SIZES.weights / MEMORY
 
 
@@ -46,12 +47,21 @@ def test_what_shows_of_gathering_and_reducing(cluster, links):
     assert (twice.forward, twice.links, twice.optimizer) == (2.0, pytest.approx(2 * links), times.optimizer)
 
 
+def test_what_travels_in_fp8_is_summed_in_fp32_and_read_on_another_gpu():
+    sizes = SIZES._replace(gathered=THIRD // 2, reduced=2 * THIRD)
+    times, memory = step_times(WORK, sizes, 1, False, Cluster(2, gpu="h100")), 3.35 / 4.8
+    assert times.forward + times.backward == pytest.approx(3.0 / memory)
+    # Copies of 4 halves, 3 and by half 3; codes of half the weights by half: 6 and 2.
+    copies = (4 / 2 + 3 + 3 / 2 + 8 / 4) * THIRD / (memory * MEMORY)
+    assert times.links == pytest.approx(copies + LINK_SHOWS * 0.5)
+
+
 def test_the_host_decides_where_the_gpu_is_faster():
     work = Work()
     work.update(WORK)
     work[False, "launches"] = 10**6
     times = step_times(work, SIZES, 1, False, Cluster())
-    assert times.step == times.host == pytest.approx(65.0)
+    assert times.step == times.host == pytest.approx(95.0)
 
 
 @pytest.mark.parametrize(("released", "shown"), [(False, 4.0), (True, 4.0 + 0.5 * 2 - 2)])
@@ -75,5 +85,10 @@ def test_the_command_says_how_fast(capsys):
     out = capsys.readouterr().out
     assert "tokens/s on each H200 (" in out
     assert "2 hosts, 50 GB/s between them" in out
+    assert "by the host" in out
+    assert cli.main([*words, "--batch", "64", "--gpu", "h100"]) == 0
+    out = capsys.readouterr().out
+    assert "tokens/s on each H100:" in out
+    assert "by the host" not in out
     assert cli.main([*words, "--gpus", "3", "--nodes", "2"]) == 2
     assert "--gpus 3 --nodes 2" in capsys.readouterr().err
