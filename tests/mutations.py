@@ -98,7 +98,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "return -((sinks", "return 0 * ((sinks", "models/test_numerics.py -k gpt_oss"),
     ("attention: scores are not capped", "block/softmax.py",
      "heads.causal, heads.softcap, heads.window)", "heads.causal, 0.0, heads.window)",
-     "models/test_numerics.py -k gemma2"),
+     "models/test_scores.py -k gemma2"),
     ("attention: q is not scaled", "block/softmax.py",
      "    if rotary.q_scale is not None:", "    if False:", "models/test_numerics.py -k ministral3"),
     ("branch: the residual's multiplier is ignored", "models/llama.py",
