@@ -30,6 +30,8 @@ def check_exists(name: str) -> None:
 
     A folder beside runs is meant as one; beside models it may as well be the name of another model of theirs.
     """
+    if "://" in name or name.startswith("buckets/"):  # what datasets reads from elsewhere
+        return
     is_path = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
     beside = os.path.join(glob.escape(os.path.dirname(name)), "*", "config.toml")
     if not os.path.exists(name) and (is_path or ("/" in name and glob.glob(beside))):

@@ -52,5 +52,13 @@ def test_a_path_to_nothing_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypa
         ):
             with pytest.raises(ValueError, match=rf"{name}: no such file or folder"):
                 look(name)
-    for name in ("gpt2", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "out/done", "x" * 300 + "/y"):
+    for name in (
+        "gpt2",
+        "Qwen/Qwen3-0.6B",
+        "Qwen/Qwen3-8B",
+        "out/done",
+        "x" * 300 + "/y",
+        "hf://datasets/a/b",
+        "buckets/a/b/c",
+    ):
         check_exists(name)

@@ -83,10 +83,10 @@ class Session:
         return call_alone(function, *arguments, timeout=self.parsed.timeout)
 
     def add(self, row: Row) -> Row:
-        """Print a measured row and append it to the file."""
-        say(line(row, self.columns))
+        """Append a measured row to the file and print it: the reader of a pipe may be gone."""
         if self.parsed.json:
             append_row(self.parsed.json, row, self.where)
+        say(line(row, self.columns))
         return row
 
     def draw(self, rows: Sequence[Row], group: str) -> None:

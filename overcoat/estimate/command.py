@@ -163,4 +163,5 @@ def _what(parsed: argparse.Namespace, cluster: Cluster) -> tuple[Predictor, int,
         given["recipe"] = parse_recipe(given["recipe"])
     if "," in given.get("moments", ""):
         given["moments"] = tuple(given["moments"].split(",", 1))
-    return Predictor(load_model_config(parsed.model, with_images=True), loss_of), batch, sequence, Setup(**given), ""
+    setup = Setup(**given, replicated=cluster.sharding < cluster.gpus)
+    return Predictor(load_model_config(parsed.model, with_images=True), loss_of), batch, sequence, setup, ""

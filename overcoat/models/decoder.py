@@ -23,6 +23,7 @@ from overcoat.block.run import run_block
 from overcoat.block.softmax import Heads, observers
 from overcoat.block.spec import Adapter, Block, Branch, Linear, Norm, Tables
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
+from overcoat.models.images import rows_of
 from overcoat.models.lora import active_adapters, base_of
 from overcoat.models.masks import as_starts, cache_of, check_mask, mask_from, mask_of_original
 from overcoat.models.refusals import (
@@ -233,16 +234,12 @@ class Fp8DecoderLayer(Mixin):
         own = kwargs
         if self.overcoat_family.inputs is not None:
             kwargs = self.overcoat_family.inputs(self, hidden_states, own)
-        embeddings: Any = kwargs.get("position_embeddings")
-        mask = kwargs.get("attention_mask")
+        embeddings, mask = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
         is_known = isinstance(mask, Tensor) and not mask.numel()  # models/masks.py
         if is_known:
             mask = kwargs["attention_mask"] = None
         branches, family, lengths = None, self.overcoat_family, kwargs.get("cu_seqlens")
-        batch, images = hidden_states.shape[0], 0
-        if lengths is not None and hidden_states.dim() == 2:
-            images = _of_one_length(batch, len(lengths) - 1, kwargs.get("max_seqlen"))
-            batch = images or 1
+        batch, images = rows_of(hidden_states, lengths, kwargs.get("max_seqlen"))
         if embeddings is not None or not family.rotary:
             branches = self._fp8_branches(batch, hidden_states, kwargs)
         context = self.overcoat_context if self.training else None
@@ -317,17 +314,6 @@ class Fp8DecoderLayer(Mixin):
         # A side effect, which compiled code may not have inside of a checkpoint.
         if not torch.compiler.is_compiling():
             self.overcoat_ran = ran
-
-
-def _of_one_length(tokens: int, images: int, longest: Any) -> int:
-    """How many images lie one after the other, if all are of one length: as rows of a batch they have the faster
-    attention; else 0. Nobody reads the lengths, for which the host would wait: if none is longer than `longest`
-    (transformers' `max_seqlen`), images * longest are all tokens only where each is as long. In compiled code 0 but for
-    one image: it would be compiled anew for each answer and soon hit torch.compile's limit."""
-    if images == 1:
-        return 1
-    is_known = not torch.compiler.is_compiling() and isinstance(longest, int)
-    return images if is_known and images * longest == tokens else 0
 
 
 @functools.cache

@@ -145,8 +145,7 @@ class ShardedWeight(Held):
     Args:
         name: the parameter's.
         param, group: as of `Held`.
-        layer: whose mode says how it travels.
-        linear: whose weight it is, or its base layer's.
+        layer: whose mode says how it travels. linear: whose weight it is, or its base layer's.
 
     Attributes:
         maxima: that of its stack is among them, or those of the blocks that shards cut; None without such.
@@ -170,8 +169,7 @@ class ShardedWeight(Held):
 
     def versions(self) -> tuple[Any, int]:
         """Version counters: of the DTensor, with the adapters that peft has merged, unseen; and of its local tensor."""
-        merged = tuple(getattr(self.linear, "merged_adapters", ()))
-        return (self.param.sharded_param._version, merged), self.local._version
+        return (self.param.sharded_param._version, (*getattr(self.linear, "merged_adapters", ()),)), self.local._version
 
     # ---- FSDP2's extension points -------------------------------------------------------------------------
 

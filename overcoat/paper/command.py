@@ -130,11 +130,11 @@ def run(parsed: argparse.Namespace) -> int:
         return 128 + stop.signum
     except (DoesNotFitError, UnreadableDataError) as error:
         raise FloatingPointError(str(error)) from error  # "training failed"
-    print(table(result))
     for row in result.rows if parsed.json else ():
         append_row(parsed.json, {"exhibit": parsed.exhibit, "size": parsed.size, **row})
     if parsed.plot:
         plot(result, parsed.plot)
+    print(table(result))  # last: the reader of a pipe may be gone
     return 0
 
 

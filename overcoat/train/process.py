@@ -129,6 +129,8 @@ def may_report(text: str, is_cause: bool = True) -> bool:
         return True
     if not is_cause:
         if _Together.is_ended:
+            if os.environ.get("LOCAL_RANK") == "0":  # who sent SIGTERM may not know of it
+                print(f"{text} (after SIGTERM)", file=sys.stderr)
             return False
         time.sleep(SECONDS_FOR_THE_CAUSE)
     if not _is_first_to_report(is_cause):

@@ -68,6 +68,15 @@ def test_several_gpus_share_the_rows_of_a_configuration(capsys, gpus, batch, acc
     assert (data["batch"], data["setup"]["accumulation"]) == (batch, accumulation)
 
 
+def test_copies_in_two_machines_are_known_of_a_named_model_too(capsys):
+    words = ["--model", "smollm2-135m", "--seq", "128", "--json"]
+    alone, copied = (
+        json.loads(estimate(capsys, *words, *more)) for more in ([], ["--gpus=2", "--nodes=2", "--hybrid"])
+    )
+    assert (alone["setup"]["replicated"], copied["setup"]["replicated"]) == (False, True)
+    assert copied["peak_bytes"] > 1.03 * alone["peak_bytes"]
+
+
 @pytest.mark.parametrize(("full", "status"), [(False, 0), (True, 1)])
 def test_a_reader_that_is_gone_is_no_mistake_and_a_full_disk_is_one(monkeypatch, capfd, full, status):
     """`overcoat estimate ... | head -1`; and a full disk left half an estimate that was said to be whole."""
