@@ -243,13 +243,17 @@ def run_block(x: Tensor, block: Block, tables: Tables, recipe: Recipe, offload: 
     offload: whether it keeps that in host memory; None in a model of which no block does.
 
     Raises:
-        ValueError: no tokens, or tables that the kernels' 32-bit offsets do not reach.
+        ValueError: no tokens, tables of others, or tables that the kernels' 32-bit offsets do not reach.
     """
     check_no_transforms()
     if not x.numel():
         raise ValueError(f"a block's input has the shape {tuple(x.shape)}: leave batches without tokens out")
     if max(tables.cos.numel(), tables.sin.numel()) >= 2**31:
         raise ValueError(f"cos and sin have the shape {tuple(tables.cos.shape)}: give them fewer than 2^31 elements")
+    # A token's angles are in row (token % P). Rows of x say how many there are: a row's tokens, or all, or one for all.
+    positions = len(tables.cos)
+    if x.dim() == 3 and positions != x.shape[1] and positions != x.shape[:2].numel() and positions != 1:
+        raise ValueError(f"position_ids are {positions} positions where the input is of {tuple(x.shape[:-1])} tokens")
     parameters = tensors_of(block.branches)
     run = functools.partial(_Block.apply, x, *tables, without_tensors(block), recipe, *parameters)
     # Neither the compiler nor a captured graph knows of the copies.

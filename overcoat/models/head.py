@@ -204,7 +204,7 @@ def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None
     scale = _logit_scale(model)
 
     def made_by_head(logits: Tensor, *_: Any, **__: Any) -> Tensor:
-        if logits.dim():
+        if logits.numel() > 1:
             raise ValueError(
                 f"lm_head made {tuple(logits.shape)} where its loss was to come: its forward was replaced on the "
                 "object. Replace it before overcoat.convert, or convert with Recipe(head=None)"

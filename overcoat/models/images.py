@@ -12,6 +12,7 @@ assertion on the GPU. Under torch.compile of the whole model everything stays tr
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
@@ -63,8 +64,10 @@ def without_waiting(causal: Any) -> Iterator[None]:
     changes: list[tuple[Any, str, Callable[..., Any]]] = []
     hook = None
     if not _is_compiled():
-        tower = causal.get_submodule(causal.overcoat_whole.vision)
-        hook = tower.register_forward_pre_hook(tell_longest, with_kwargs=True)
+        names = causal.overcoat_whole.vision.split(".")
+        tower = functools.reduce(lambda module, name: getattr(module, name, None), names, causal)
+        if tower is not None:  # as where it was dropped, to train the text alone
+            hook = tower.register_forward_pre_hook(tell_longest, with_kwargs=True)
         if hasattr(inner, "get_placeholder_mask"):
             changes.append((inner, "get_placeholder_mask", _placeholder_mask(causal, inner)))
         if hasattr(text, "_deepstack_process"):

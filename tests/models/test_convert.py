@@ -533,3 +533,12 @@ def test_a_wrapped_layer_keeps_its_class():
 def test_arguments_of_other_types_are_named(model, recipe, message):
     with pytest.raises(TypeError, match=message):
         overcoat.convert(model, recipe)
+
+
+def test_positions_of_another_length_are_refused() -> None:
+    """Angles are taken in turn: 8 of them would have served 16 tokens, where transformers refuses."""
+    model = make_model("llama", layers=1)
+    overcoat.convert(model)
+    ids = make_batch(batch=2, length=16)["input_ids"]
+    with pytest.raises(ValueError, match=r"position_ids are 8 positions where the input is of \(2, 16\) tokens"):
+        model(input_ids=ids, labels=ids, position_ids=torch.arange(8)[None] + 10**6)

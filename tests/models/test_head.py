@@ -149,10 +149,11 @@ def test_tied_embeddings_sum_their_gradients(device: torch.device) -> None:
     [
         {"num_items_in_batch": 50},
         {"num_items_in_batch": torch.tensor(50)},
+        {"num_items_in_batch": torch.tensor([50])},
         {"ignore_index": 7},
         {"shift_labels": torch.arange(122).view(2, 61)},
     ],
-    ids=["number", "tensor", "ignore_index", "shift_labels"],
+    ids=["number", "tensor", "tensor of one", "ignore_index", "shift_labels"],
 )
 def test_arguments_of_the_loss_function(model: nn.Module, options: dict[str, Any]) -> None:
     original = copy.deepcopy(model)

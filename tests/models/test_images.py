@@ -176,3 +176,12 @@ def test_images_that_do_not_fit() -> None:
         images(make_model("Qwen3VL"), BATCH, LENGTH, 12)
     with pytest.raises(ValueError, match=r"paligemma is no causal language model .* \(llava, qwen3_vl\)"):
         model_class(make_model("PaliGemma").config)
+
+
+def test_a_tower_that_was_dropped_is_not_missed() -> None:
+    """As after the conversion, to train the text alone."""
+    model = make_model("Llava")
+    overcoat.convert(model)
+    model.model.vision_tower = None
+    ids = torch.randint(5, 50, (2, 8))
+    assert model(input_ids=ids, labels=ids).loss.isfinite()
