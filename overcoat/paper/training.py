@@ -49,7 +49,8 @@ OLMO_7B = {
     "optimizer": {**OLMO_1B["optimizer"], "lr": 3e-4},
 }
 # Fine-tuning: arms and what they set. Adapters take a larger step than the weights themselves.
-TUNED = {BASELINE: ARMS[BASELINE], "default": [], "lora": ["lora.rank=16", "lora.merge=true", "optimizer.lr=2e-3"]}
+_LORA = ["lora.rank=16", "lora.merge=true", "optimizer.lr=2e-3"]
+TUNED = {BASELINE: ARMS[BASELINE], "default": [], "lora": _LORA, "lora-bf16": [*ARMS[BASELINE], *_LORA]}
 # Problems to train on, to ask, and the rest of the configuration.
 _TUNING: dict[str, Any] = {"optimizer": {"lr": 2e-4, "betas": [0.9, 0.99]}, "eval": {"every": 100}}
 FULL_MATH = 50_000, 2000, {
