@@ -370,6 +370,23 @@ def test_whoever_is_converted_no_cache_is_built(what: str) -> None:
     assert torch.equal(*losses)
 
 
+def test_a_layer_appended_since_is_that_of_the_original() -> None:
+    """Without a cache: in it a copied layer, of the same layer_idx, would read the other's keys as well."""
+    inputs, losses = {**make_batch(), "use_cache": False}, {}
+    for when in ("never", "before", "after"):
+        model = make_model("llama", layers=2)
+        if when == "before":
+            overcoat.convert(model)
+        model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+        model.config.num_hidden_layers = 3
+        if when == "after":
+            overcoat.convert(model)
+        losses[when] = [model(**inputs).loss, model.eval()(**inputs).loss]
+    assert losses["before"] == losses["after"]
+    assert losses["before"][1] == losses["never"][1]
+    torch.testing.assert_close(losses["before"][0], losses["never"][0], rtol=1e-3, atol=0)
+
+
 def test_the_bf16_recipe_takes_any_model() -> None:
     assert not overcoat.convert(nn.Linear(2, 2), Recipe.bf16()).layers
 
