@@ -43,13 +43,17 @@ def given_starts(given: Any, batch: int, sequence: int, device: torch.device) ->
     return starts.pin_memory().to(device, non_blocking=True)
 
 
-def document_starts(position_ids: Tensor) -> Tensor:
+def document_starts(position_ids: Tensor, skips: bool = False) -> Tensor:
     """`starts` of position ids (B, S), which count the tokens of each document.
 
-    Waits for the device: how many there are is the shape of the result.
+    A document begins where they do not rise by one, as in transformers' masks; or with `skips`, as in its flash
+    attention, where they come back to the row's smallest. Waits for the device: how many there are is the shape of the
+    result.
     """
-    begins = torch.ones_like(position_ids, dtype=torch.bool)
-    begins[:, 1:] = position_ids.diff(dim=-1) != 1
+    begins = position_ids == position_ids.amin(-1, keepdim=True)
+    if not skips:
+        begins[:, 1:] = position_ids.diff(dim=-1) != 1
+    begins[:, 0] = True
     (found,) = begins.flatten().nonzero(as_tuple=True)
     return torch.nn.functional.pad(found, (0, 1), value=position_ids.numel()).int()
 

@@ -49,7 +49,7 @@ def mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool, window
     # Compiled code does not look for packed sequences, here as little as with sdpa.
     if mask is not None or not causal or positions is None or positions.dim() != 2 or torch.compiler.is_compiling():
         return mask
-    starts = document_starts(positions.expand(batch, -1))
+    starts = document_starts(positions.expand(batch, -1), skips=True)
     return None if len(starts) == batch + 1 else starts.view(1, 1, -1, 1)
 
 
@@ -143,7 +143,7 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     # Layers in their original precision would each make the mask anew.
     if not model.training or position_ids.dim() != 2 or position_ids.shape[1] != sequence:
         return mask
-    starts = _starts(position_ids.expand(batch, -1), inputs.get("cu_seq_lens_q"))
+    starts = _starts(position_ids.expand(batch, -1), inputs.get("cu_seq_lens_q"), by_lengths)
     num_documents = len(starts) - 1
     if num_documents == batch:
         return nothing_hidden(tokens.device)
@@ -156,18 +156,18 @@ def _told(position_ids: Optional[Tensor], lengths: Any, batch: int, sequence: in
     themselves where documents begin."""
     if position_ids is None or position_ids.shape[1:] != (sequence,):
         return {}
-    starts = _starts(position_ids.expand(batch, -1), lengths)
+    starts = _starts(position_ids.expand(batch, -1), lengths, skips=True)
     return {"cu_seq_lens_q": starts} if len(starts) > batch + 1 else {}
 
 
-def _starts(position_ids: Tensor, lengths: Any) -> Tensor:
+def _starts(position_ids: Tensor, lengths: Any, skips: bool) -> Tensor:
     """Where documents begin: as the caller says, as position ids (B, S) say, or on the meta device a guess."""
     batch, sequence = position_ids.shape
     if lengths is not None:
         return given_starts(lengths, batch, sequence, position_ids.device)
     if position_ids.device.type == "meta":
         return position_ids.new_empty((batch * (1 + -(-sequence // ESTIMATED)) + 1,), dtype=torch.int32)
-    return document_starts(position_ids)
+    return document_starts(position_ids, skips)
 
 
 def _knows_its_window(layer: nn.Module) -> bool:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 from transformers import DataCollatorWithFlattening
+from transformers.masking_utils import find_packed_sequence_indices
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 import overcoat
 from overcoat import Recipe
-from overcoat.kernels.packed import document_starts
+from overcoat.kernels.packed import dense_mask, document_starts
 from overcoat.models.masks import causal_mask, check_mask
 from tests.models.zoo import KINDS as ZOO
 from tests.models.zoo import assert_equal, every_kind, make_batch, make_model, trained
@@ -188,6 +190,30 @@ def test_who_gets_starts() -> None:
     for name, value in (("cache", object()), ("past_key_values", object()), ("use_cache", True)):
         assert causal_mask(model, {**inputs, name: value}) is None
     assert causal_mask(model.eval(), inputs) is None
+
+
+def test_documents_begin_where_transformers_says() -> None:
+    """Whatever the positions: they skip, repeat, fall, or begin anywhere. Its flash attention has a rule of its own."""
+    every = torch.cartesian_prod(*[torch.arange(-1, 3)] * 5)
+    for positions in (every, *every.split(1)):
+        mask = dense_mask(document_starts(positions), *positions.shape)[:, 0]
+        indices = find_packed_sequence_indices(positions)
+        indices = torch.zeros_like(positions) if indices is None else indices
+        assert torch.equal(mask, (indices[:, :, None] == indices[:, None]).tril())
+        if len(positions) == 1 and positions[0, 0] == positions.min():  # otherwise it leaves the first tokens out
+            (starts, _), _ = prepare_fa_kwargs_from_position_ids(positions)
+            assert document_starts(positions, skips=True).tolist() == starts.tolist()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
+def test_positions_that_skip_inside_a_document(implementation: str) -> None:
+    """PoSE. The remedy where they are read as two documents is a mask of ones."""
+    model, inputs = wide(), make_batch(batch=1, length=200)
+    inputs["position_ids"] = torch.cat([torch.arange(100), torch.arange(500, 600)])[None]
+    whole = model(**inputs, attention_mask=torch.ones(1, 200)).loss
+    model.config._attn_implementation = implementation
+    assert (abs(model(**inputs).loss - whole) < 1e-4) == (implementation == "flash_attention_2")
+    torch.testing.assert_close(model(**inputs, attention_mask=torch.ones(1, 200)).loss, whole, rtol=1e-4, atol=0)
 
 
 def test_lengths_that_the_caller_knows(monkeypatch: pytest.MonkeyPatch) -> None:
