@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -68,7 +69,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         raise ValueError(f"{type(model).__name__} is not sharded: call fully_shard before overcoat.fp8_all_gather")
     modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
-        module.reshard()
+        _reshard(module)
     if (before := vars(model).pop(GATHER, None)) is not None:
         before.remove()
     report, stacks = GatherReport(), dict[tuple[str, Any, Any], list[list[ShardedWeight]]]()
@@ -155,7 +156,7 @@ class Gather:
 def _reshard_idle(module: Any, *_: Any) -> None:
     """What a forward without a backward left: the weights or the mode may have changed since. Not when recomputed."""
     if module._get_fsdp_state()._training_state is TrainingState.IDLE:
-        module.reshard()
+        _reshard(module)
 
 
 @torch._disable_dynamo  # as what FSDP2 does around it
@@ -163,6 +164,15 @@ def _reshard_without_backward(module: Any, *_: Any) -> None:
     """Without a backward nothing else gives the layer its shards back."""
     if not torch.is_grad_enabled():
         _reshard_idle(module)
+
+
+def _reshard(module: Any) -> None:
+    """FSDP2's, which forgets what was frozen or trained again while it was gathered (peft's `disable_adapter`)."""
+    for group in _groups(module):
+        for param in group.fsdp_params:
+            if param.sharded_state is ShardedState.UNSHARDED:
+                param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
+    module.reshard()
 
 
 # Of each a model is the owner: FSDP2's parameters, which it has, lead back to the model.
@@ -182,13 +192,16 @@ def fsdp_params(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
     """FSDP2's `FSDPParam`s and their groups, by the module's id and the parameter's name."""
     found = {}
     for module in model.modules():
-        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        # PyTorch 2.11 has one group of parameters for each call of `fully_shard`, or None.
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group in filter(None, groups):
+        for group in _groups(module) if isinstance(module, FSDPModule) else ():
             for param in group.fsdp_params:
                 found[id(param._module_info.module), param._module_info.param_name] = param, group
     return found
+
+
+def _groups(module: Any) -> list[Any]:
+    """FSDP2's groups of parameters of one call of `fully_shard`; PyTorch 2.11 has one, or None."""
+    state = module._get_fsdp_state()
+    return getattr(state, "_fsdp_param_groups", None) or [*filter(None, [getattr(state, "_fsdp_param_group", None)])]
 
 
 def fp8_stacks(

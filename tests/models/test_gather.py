@@ -466,14 +466,18 @@ def _adapted(rank: int) -> None:
         fully_shard(model)
         assert not fp8 or len(overcoat.fp8_all_gather(model).fp8) == 7
         found.append([*passes(model, [0]), *gradients(model)])
+        with model.disable_adapter():  # peft takes requires_grad from the adapters, and gives it back after a forward
+            model(**make_batch(seed=2))
+        found[-1] += [*passes(model, [3]), *gradients(model)]
         model.merge_adapter()  # to `weight.data`, which no counter sees
         with torch.no_grad():
             found[-1].append(model(**make_batch(seed=1)).loss)
     assert_equal(*found)
 
 
-def test_base_weights_of_adapters_travel_in_fp8() -> None:
-    on_two(_adapted, "cpu")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_base_weights_of_adapters_travel_in_fp8(processes: int) -> None:
+    on_many(processes, _adapted, "cpu")
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------
