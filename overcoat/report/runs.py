@@ -16,6 +16,7 @@ from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 from overcoat.train.fit import Fit, configured_fit, training_setup
 from overcoat.train.metrics import METRICS, Row, read_metrics
+from overcoat.train.shards import is_sharded
 
 
 @dataclass
@@ -85,6 +86,8 @@ def _predict(folder: Path, config: Config, metrics: dict[str, dict[int, Row]]) -
     model = next((path for path in made if (path / "config.json").exists()), None)
     if model is None:
         return "there is no checkpoint yet that says what the model is"
+    if is_sharded(made[-1]):
+        return "the run had several processes, whose estimate is overcoat estimate --config CONFIG.toml --gpus N"
     fits = list(metrics["fit"].values())
     if not fits and config.train.batch_size == "auto":
         return "the run has not recorded how many rows passed at once"

@@ -25,6 +25,7 @@ from rich.console import Console
 import overcoat
 from overcoat import memory
 from overcoat.models.compiled import compile_layers, eager
+from overcoat.optim.sharding import local
 from overcoat.train import checkpoint, process, saving
 from overcoat.train.build import build_model, check_config, check_vocabulary, make_optimizer
 from overcoat.train.chat import prompt_ids
@@ -57,7 +58,8 @@ class RunResult:
     tokens_per_second: float  # median over log intervals
     peak_bytes: int
     kept_bytes: int  # of one forward pass, for its backward
-    optimizer_bytes: int
+    optimizer_bytes: int  # of the first process, for so many parameters:
+    held_parameters: int
     device: str
     checkpoint: str
     export: str
@@ -253,6 +255,7 @@ def _result(config: Config, title: str, state: TrainState, sample: str, note: st
         peak_bytes=max(row["peak_bytes"] for row in rows),
         kept_bytes=state.kept_bytes,
         optimizer_bytes=memory.optimizer_bytes(state.optimizer),
+        held_parameters=sum(local(parameter).numel() for parameter in state.model.parameters()),
         device=torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "CPU",
         checkpoint=str(checkpoint.list_checkpoints(checkpoint.checkpoint_dir(config))[-1]),
         export=str(run_dir / "export"),

@@ -41,7 +41,7 @@ LINES: tuple[Line, ...] = (
     ("held-out loss", lambda r: r.held_out_loss, "{:.4f}".format, _percent),
     ("kept for the backward", lambda r: r.kept_bytes, _bytes, _times),
     ("optimizer state", lambda r: r.optimizer_bytes, _bytes, _times),
-    ("optimizer bytes / parameter", lambda r: r.optimizer_bytes / r.num_parameters, "{:.2f}".format, _times),
+    ("optimizer bytes / parameter", lambda r: r.optimizer_bytes / r.held_parameters, "{:.2f}".format, _times),
     ("tokens / s (median)", lambda r: r.tokens_per_second, "{:,.0f}".format, _times),
 )
 ON_A_CPU = "On a CPU FP8 is emulated in plain PyTorch: compare losses and bytes here, not tokens / s."

@@ -30,6 +30,7 @@ from overcoat.estimate.dry_run import meta_model
 from overcoat.models.family import decoder_layers
 from overcoat.models.gather import fsdp_params
 from overcoat.optim.sharding import local
+from overcoat.report.runs import read_runs
 from overcoat.train import loop, process, saving, state
 from overcoat.train.build import build_model
 from overcoat.train.checkpoint import list_checkpoints
@@ -40,9 +41,10 @@ from overcoat.train.data import StreamedRows
 from overcoat.train.metrics import read_metrics
 from overcoat.train.out_of_memory import RestartError
 from overcoat.train.parallel import build_sharded, check_parallel, whole_weights
-from overcoat.train.run import run_once
+from overcoat.train.run import RunResult, run_once
 from overcoat.train.shards import read_model
 from overcoat.train.state import TrainState
+from overcoat.train.summary import LINES
 from tests.emulation import sqnr
 from tests.models.test_gather import counted
 from tests.processes import on_many, on_two
@@ -66,15 +68,17 @@ def changed(config: Config, *words: str) -> Config:
     return build_config(asdict(config), list(words))
 
 
-def _run(_rank: int, config: Config) -> None:
-    run_once(config, QUIET, "many")
+def _run(rank: int, config: Config) -> None:
+    result = run_once(config, QUIET, "many")
+    if rank == 0:
+        Path(config.train.run_dir, "results.json").write_text(json.dumps({"runs": [asdict(result)]}))
 
 
 @pytest.fixture(scope="module")
 def one(config: Config) -> Path:
     """The directory of the run in one process."""
     torch.set_num_threads(1)
-    run_once(config, QUIET, "one")
+    _run(0, config)
     return Path(config.train.run_dir)
 
 
@@ -95,6 +99,16 @@ def assert_close(run_dir: Path, other: Path, most: float = 1e-3) -> None:
             assert abs(values[0] - theirs[kind][step][0]) < most, (kind, step)
             if kind == "train":  # which AdamW's step, after clipping, does not show
                 assert values[2] == pytest.approx(theirs[kind][step][2], rel=1e-2), step
+
+
+def test_what_is_said_of_several_processes(one: Path, two: Path) -> None:
+    """Bytes for a parameter were those of one process for the whole model, the estimate that of one GPU alone."""
+    (per_parameter,) = (figure for label, figure, *_ in LINES if label == "optimizer bytes / parameter")
+    found = [json.loads((folder / "results.json").read_text())["runs"][0] for folder in (one, two)]
+    expected, ratio = (per_parameter(RunResult(**result)) for result in found)
+    assert ratio == pytest.approx(expected, rel=0.02)
+    (of_two,) = read_runs([str(two)])
+    assert "the run had several processes" in str(of_two.prediction)
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------
