@@ -24,7 +24,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from overcoat.extras import reason
 from overcoat.models.recording import Ranges
 from overcoat.train import process
-from overcoat.train.checks import check
 from overcoat.train.config import Config
 from overcoat.train.loggers import Logger, open_loggers, scalars
 
@@ -97,7 +96,6 @@ class RunLog:
         self._bar.start()
         self._records: list[StepRecord] = []
         self._skipped = 0
-        self._host = HostWatch(config, device)
         self._mark = time.perf_counter()
 
     def write(self, *rows: Row) -> None:
@@ -131,10 +129,7 @@ class RunLog:
         if not self._records:
             return
         pairs = torch.stack([torch.stack((record.loss, record.gradient_norm)) for record in self._records])
-        asked = time.perf_counter()
-        values = pairs.tolist()
-        waited, seconds = time.perf_counter() - asked, time.perf_counter() - self._mark
-        advice = self._host.saw(len(self._records), seconds, waited)
+        values, seconds = pairs.tolist(), time.perf_counter() - self._mark
         common = {
             "tokens_per_second": round(sum(record.num_tokens for record in self._records) / seconds, 1),
             "peak_bytes": process.largest(peak_bytes(self._device))[0],
@@ -148,8 +143,6 @@ class RunLog:
         self._skipped = check_finite(rows, self._skipped)
         self.write(*rows, *({"kind": "fp8", "step": step, "ranges": found} for step, found in ranges if found))
         self._show(rows[-1])
-        if advice is not None:
-            self.say(advice)
         self.restart_clock()
 
     def _show(self, row: Row) -> None:
@@ -236,32 +229,3 @@ def peak_bytes(device: torch.device) -> int:
         return max(torch.cuda.max_memory_allocated(device), _earlier_peaks.get(device, 0))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-class HostWatch:
-    """Whether the GPU waits for the host, which queues the kernels of a log interval before it asks for the losses: the
-    answer takes a good part of a step, or is there. A run says so once, if nothing speaks against graphs."""
-
-    SHORT = 0.05  # waiting for less than this part of a step's time is not waiting
-    INTERVALS = 3  # in a row: the first, in which kernels are compiled, may count wrongly
-    ADVICE = (
-        "The GPU waits for the host, as with small models: train.compile=graphs, which replays the layers as CUDA "
-        "graphs, can make more tokens per second; so can more rows at once (train.batch_size)."
-    )
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self.in_a_row = 0
-        self.advises = device.type == "cuda" and config.recipe.name != "bf16" and config.train.compile != "graphs"
-        try:
-            check(replace(config, train=replace(config.train, compile="graphs")))
-        except ValueError:
-            self.advises = False
-
-    def saw(self, steps: int, seconds: float, waited: float) -> str | None:
-        """The advice, at most once, after an interval of so many steps, in the last `waited` of whose `seconds` the
-        host waited for the GPU."""
-        self.in_a_row = self.in_a_row + 1 if waited < self.SHORT * seconds / steps else 0
-        if not self.advises or self.in_a_row < self.INTERVALS:
-            return None
-        self.advises = False
-        return self.ADVICE

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,8 @@ from rich.console import Console
 
 from overcoat.train import loggers, metrics
 from overcoat.train.config import Config
-from overcoat.train.configfile import load_config
-from overcoat.train.metrics import HostWatch, RunLog, check_finite, peak_bytes, read_metrics
-from overcoat.train.run import run_once
-from tests.train.runs import CONFIGS, CPU, MakeConfig, before_steps, row, text_of
+from overcoat.train.metrics import RunLog, check_finite, peak_bytes, read_metrics
+from tests.train.runs import CPU, MakeConfig, row, text_of
 
 GPU = torch.device("cuda", 0)
 Open = Callable[..., RunLog]
@@ -134,26 +130,6 @@ def test_the_peak_of_a_run_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -
     assert peak_bytes(GPU) == 90
     metrics.forget_peak(GPU)
     assert peak_bytes(GPU) == 10
-
-
-# ---- a GPU that waits for the host ----------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("slow", "times"), [(lambda _: time.sleep(0.2), 1), (lambda _: torch.cuda._sleep(200_000_000), 0)]
-)
-def test_a_run_says_who_waits(
-    slow: Callable[[Any], None], times: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """By far, as tests beside this one slow down either: 0.2 s the host, 200 M cycles (0.1 s) the GPU."""
-    before_steps(monkeypatch, slow)
-    words = """train.device=cuda train.steps=41 train.tensorboard=false data.max_bytes=2000000 sample.tokens=0
-        tokenizer.vocab_size=2048 eval.every=0 checkpoint.every=0"""
-    places = [f"train.run_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'data'}"]
-    said = Console(file=io.StringIO(), width=500)
-    run_once(load_config(CONFIGS / "demo.toml", [*words.split(), *places]), said, "FP8")
-    assert text_of(said).count(HostWatch.ADVICE) == times
 
 
 # ---- W&B and MLflow, the real libraries without a network: the figures of a run, and one run after a resumption -----
