@@ -33,9 +33,11 @@ def check_exists(name: str) -> None:
     if "://" in name or name.startswith("buckets/"):  # what datasets reads from elsewhere
         return
     is_path = name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1
-    beside = os.path.join(glob.escape(os.path.dirname(name)), "*", "config.toml")
-    if not os.path.exists(name) and (is_path or ("/" in name and glob.glob(beside))):
-        raise ValueError(f"{name}: no such file or folder")
+    folder = os.path.dirname(name)
+    beside = [] if is_path or not folder else glob.glob(os.path.join(glob.escape(folder), "*", "config.toml"))
+    if not os.path.exists(name) and (is_path or beside):
+        elsewhere = f"; {beside[0]} is a run: for a hub name start where no folder {folder} is" if beside else ""
+        raise ValueError(f"{name}: no such file or folder{elsewhere}")
 
 
 def load_pretrained(auto: str, what: str, name: str, trust_remote_code: bool, **options: Any) -> Any:

@@ -52,6 +52,8 @@ def test_a_path_to_nothing_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypa
         ):
             with pytest.raises(ValueError, match=rf"{name}: no such file or folder"):
                 look(name)
+    with pytest.raises(ValueError, match=r"out/done/config.toml is a run: for a hub name start where no folder out is"):
+        check_exists("out/none")
     for name in (
         "gpt2",
         "Qwen/Qwen3-0.6B",
