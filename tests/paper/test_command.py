@@ -15,6 +15,7 @@ from overcoat import cli
 from overcoat.paper import arms, training
 from overcoat.paper.command import EXHIBITS, lacking
 from overcoat.train.loop import RunStoppedError, UnreadableDataError
+from tests.eval.conftest import write_task
 
 GPU = torch.cuda.is_available()
 
@@ -42,12 +43,16 @@ def test_the_list_has_every_table_and_figure(capsys: pytest.CaptureFixture[str])
 )
 def test_the_small_size_runs_on_a_cpu(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, image = tmp_path / "rows.jsonl", tmp_path / "image.png"
-    assert cli.main(["paper", name, "--json", str(rows), "--plot", str(image)]) == 0
+    examples = [{"question": "def f(", "choices": ["x", ")"], "label": label} for label in (0, 1, 1)]
+    how = "output_type: multiple_choice\ndoc_to_choice: choices"
+    asked = ["--tasks", str(write_task(tmp_path, "tiny", examples, how, "acc"))] if name == "table3" else []
+    assert cli.main(["paper", name, *asked, "--json", str(rows), "--plot", str(image)]) == 0
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     printed = capsys.readouterr().out
     assert found
     assert all(row["exhibit"] == name and row["name"] in printed for row in found)
     assert image.stat().st_size > 0
+    assert not asked or all(3 * row["tiny acc"] in (0, 1, 2, 3) and "tiny acc" in printed for row in found)
 
 
 @pytest.mark.parametrize("name", EXHIBITS)
