@@ -58,7 +58,7 @@ def test_a_training_configuration_and_changes_to_it(capsys):
         (2, 8, 1, ["train.batch_size=8", "train.accumulation=2"]),
         (8, 2, 1, ["train.batch_size=8", "train.accumulation=2"]),
         (4, 4, 1, ["train.batch_size=8", "train.accumulation=2", "--nodes=2", "--hybrid", "parallel.shard=hybrid"]),
-        (4, 8, 1, ["train.batch_size=auto", "train.global_batch_size=32", "--gpu-memory=80GB"]),
+        (4, 8, 1, ["train.batch_size=auto", "train.global_batch_size=32", "--gpu-memory=2GB"]),
     ],
 )
 def test_several_gpus_share_the_rows_of_a_configuration(capsys, gpus, batch, accumulation, words):

@@ -25,7 +25,9 @@ def _less_text() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # small products, and other work on the machine
     arms.TINY["data"] = {**arms.TINY["data"], "files": [str(Path(torch.__file__).parent / "nn" / "*.py")]}
-    arms.TINY["train"] = {**arms.TINY["train"], "steps": 12}
+    arms.TINY["train"] = {**arms.TINY["train"], "steps": 4, "batch_size": 2}
+    arms.TINY["schedule"] = {"warmup_steps": 1}
+    training.SMALL_MATH[2]["train"] |= {"steps": 2}
     yield
     torch.set_num_threads(before)
 
