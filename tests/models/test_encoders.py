@@ -154,12 +154,12 @@ def check(kind: str, recipes: Sequence[Recipe], seeds: int) -> None:
 @pytest.mark.parametrize("kind", DISTINCT)
 def test_a_converted_encoder_is_as_good_as_fp8_gemms_alone(kind: str) -> None:
     """From what it keeps, and from its kept input. One of DINOv2's biases is above the limit over 20 seeds."""
-    check(kind, [Recipe(), Recipe.leanest()], SEEDS if kind == "dinov2" else SEEDS // 2)
+    check(kind, [Recipe(), Recipe.leanest()], SEEDS if kind == "dinov2" else SEEDS // 4)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_so_is_every_encoder(kind: str) -> None:
-    check(kind, [Recipe()], SEEDS // 4)
+    check(kind, [Recipe()], SEEDS // 2 if kind == "internvl" else SEEDS // 4)
 
 
 @pytest.mark.nightly

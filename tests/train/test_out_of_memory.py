@@ -104,7 +104,7 @@ WAYS = {
 
 @pytest.mark.parametrize(
     ("way", "where"),
-    [("smaller_batch", "forward"), pytest.param("smaller_batch", "backward", marks=pytest.mark.nightly),
+    [*(pytest.param("smaller_batch", where, marks=pytest.mark.nightly) for where in ("forward", "backward")),
      ("smaller_batch", "embedding"), ("leaner_recipe", "embedding")],
 )  # fmt: skip
 def test_a_step_is_taken_again_as_if_it_had_been_configured_so(
