@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from dataclasses import asdict
@@ -22,12 +23,25 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS, append_row
 from benchmarks.report import report
-from overcoat.paper.arms import ARMS, BASELINE, lengthened, train
+from overcoat.paper.arms import ARMS, BASELINE, train
+from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "llama-124m.toml"
 USUAL_RUNS = (BASELINE, "default", "paper", "leanest", "block")
+
+
+def lengthened(usual: Config, steps: int) -> list[str]:
+    """Settings for a run of `steps` steps: the schedule stretched in proportion, about 16 evaluations."""
+    factor = steps / usual.train.steps
+    return [
+        f"train.steps={steps}",
+        f"schedule.warmup_steps={math.ceil(usual.schedule.warmup_steps * factor)}",
+        f"schedule.decay_steps={math.floor(usual.schedule.decay_steps * factor)}",
+        f"eval.every={max(1, steps // 16)}",
+        f"train.log_every={max(1, steps // 100)}",
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -61,10 +61,6 @@ class KeptReport:
         """Bytes of each (op, tensor), summed over layers, in order of appearance."""
         return _totals(((row.op, row.name), row.bytes) for row in self.rows)
 
-    def units(self, tokens: int, hidden: int) -> float:
-        """Total in U = tokens * hidden * 2 bytes."""
-        return self.total_bytes / (tokens * hidden * 2)
-
     def __str__(self) -> str:
         lines = [f"{'op':24s} {'tensor':24s} {'MiB':>10s}  share"]
         total = max(self.total_bytes, 1)

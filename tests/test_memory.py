@@ -98,7 +98,6 @@ LIMITS = {
 def test_a_block_keeps_no_more_than_the_design_says(large_case, recipe, limit):
     kept, _ = record(large_case, recipe)
     assert units(kept) <= limit
-    assert kept.units(TOKENS, HIDDEN) == pytest.approx(kept.total_bytes / UNIT)
     assert {row.op for row in kept.rows} <= OURS, "something unnamed is kept"
 
 

@@ -76,10 +76,10 @@ SQNR_COLUMNS = (
 )
 
 
-def measure(name: str, shape: BlockShape, windows: int, attention: str) -> Row:
+def measure(name: str, shape: BlockShape, windows: int) -> Row:
     """Times in ms and bytes of one contestant."""
     model, inputs = build_block(shape, torch.bfloat16, "cuda")
-    block = make_block(name, model, inputs, attention=attention)
+    block = make_block(name, model, inputs)
     size = (shape.batch, shape.sequence, model.config.hidden_size)
     x, dy = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
@@ -210,12 +210,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draws", type=positive, default=ACCURACY_DRAWS, help=f"of weights and data, for it (default {ACCURACY_DRAWS})"
     )
-    parser.add_argument(
-        "--attention",
-        choices=("cudnn", "default"),
-        default="cudnn",
-        help="the peers' order of PyTorch's attention backends: cuDNN first, or PyTorch's own",
-    )
     add_common_arguments(parser)
 
 
@@ -226,7 +220,7 @@ def run(parsed: argparse.Namespace) -> int:
     needs = {name: engine.needs for name, engine in ENGINES.items()}
     for shape, block in shapes.items():
         session.table(f"{shape}: batch {block.batch}, sequence {block.sequence}, {block.model}")
-        rows = session.everyone(needs, measure, block, parsed.repeats, parsed.attention, shape=shape)
+        rows = session.everyone(needs, measure, block, parsed.repeats, shape=shape)
         session.draw(rows, group=shape)
     session.plot(METRICS)
     if parsed.accuracy:

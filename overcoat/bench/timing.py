@@ -17,10 +17,10 @@ LEAD_CYCLES = 1_000_000
 HOST_LEAD_CYCLES = 40_000_000
 
 
-def time_ms(function: Callable[[], Any], repeats: int = 20, warmup: int = 3) -> dict[str, float]:
+def time_ms(function: Callable[[], Any], repeats: int = 20) -> dict[str, float]:
     """Median, 20th and 80th percentile of the device time of `function`, in ms, each run with cold caches."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    for _ in range(warmup):
+    for _ in range(3):
         function()
     pairs = []
     for _ in range(repeats):

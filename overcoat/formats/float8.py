@@ -97,9 +97,9 @@ def quantize_tensor(x: Tensor, fmt: Float8 = E4M3, amax: Tensor | None = None) -
     return Quantized(cast_float8(x.float() * (1.0 / scale), fmt), scale)
 
 
-def dequantize_tensor(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Decode `quantize_tensor`: data * scale, computed in FP32."""
-    return (decode_float8(q.data) * q.scale).to(dtype)
+def dequantize_tensor(q: Quantized) -> Tensor:
+    """Decode `quantize_tensor`: data * scale, FP32."""
+    return decode_float8(q.data) * q.scale
 
 
 def quantize_blocks(x: Tensor, block: tuple[int, int], fmt: Float8 = E4M3) -> Quantized:
@@ -116,10 +116,10 @@ def quantize_blocks(x: Tensor, block: tuple[int, int], fmt: Float8 = E4M3) -> Qu
     return Quantized(_from_blocks(data, x.shape), scale)
 
 
-def dequantize_blocks(q: Quantized, block: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Decode `quantize_blocks`."""
+def dequantize_blocks(q: Quantized, block: tuple[int, int]) -> Tensor:
+    """Decode `quantize_blocks`, FP32."""
     blocks = _to_blocks(decode_float8(q.data), block) * q.scale[:, None, :, None]
-    return _from_blocks(blocks, q.data.shape).to(dtype)
+    return _from_blocks(blocks, q.data.shape)
 
 
 def _to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:

@@ -22,8 +22,7 @@ AMAX_FLOOR = tl.constexpr(2.0**-100)
 ROUNDER = tl.constexpr(1.5 * 2.0**23)
 SIGN = tl.constexpr(-(2**31))
 
-# Kept-tensor codes as compile-time constants.
-SQRT8 = tl.constexpr(0)
+# Kept-tensor codes as compile-time constants; sqrt8 is what is neither.
 E4M3_CODE = tl.constexpr(1)
 INT8 = tl.constexpr(2)
 CODES = {"sqrt8": 0, "e4m3": 1, "int8": 2}

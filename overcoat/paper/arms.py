@@ -20,7 +20,6 @@ from torch import Tensor
 
 from overcoat.bench.rows import Row
 from overcoat.memory import use_expandable_segments
-from overcoat.train.config import Config
 from overcoat.train.configfile import build_config
 from overcoat.train.run import run
 from overcoat.train.summary import summarize
@@ -46,18 +45,6 @@ CURVE_POINTS = 200
 NUMBER = re.compile(r"answer is (-?\d+)")
 
 
-def lengthened(usual: Config, steps: int) -> list[str]:
-    """Settings for a run of `steps` steps: the schedule stretched in proportion, about 16 evaluations."""
-    factor = steps / usual.train.steps
-    return [
-        f"train.steps={steps}",
-        f"schedule.warmup_steps={math.ceil(usual.schedule.warmup_steps * factor)}",
-        f"schedule.decay_steps={math.floor(usual.schedule.decay_steps * factor)}",
-        f"eval.every={max(1, steps // 16)}",
-        f"train.log_every={max(1, steps // 100)}",
-    ]
-
-
 def train(values: dict[str, Any], settings: list[str], run_dir: Path) -> Row:
     """Run `overcoat train` on nested `values` with `settings` to its end, or go on with it.
 
@@ -79,10 +66,10 @@ def train(values: dict[str, Any], settings: list[str], run_dir: Path) -> Row:
     return {"data": saved["data_identity"], **kept, **curves}
 
 
-def curve(losses: Mapping[int, float], points: int = CURVE_POINTS) -> dict[int, float]:
-    """At most `points` means over neighbouring steps, each under its last step."""
+def curve(losses: Mapping[int, float]) -> dict[int, float]:
+    """At most CURVE_POINTS means over neighbouring steps, each under its last step."""
     steps = list(losses)
-    width = math.ceil(len(steps) / points)
+    width = math.ceil(len(steps) / CURVE_POINTS)
     parts = [steps[first : first + width] for first in range(0, len(steps), width)]
     return {part[-1]: round(statistics.fmean(losses[step] for step in part), 4) for part in parts}
 

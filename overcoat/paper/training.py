@@ -155,10 +155,10 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def right_answers(run_dir: Path, asked: list[Problem], rows: int = 1024) -> list[bool]:
+def right_answers(run_dir: Path, asked: list[Problem]) -> list[bool]:
     """Which problems the model of a run answers right."""
     model, tokenizer = load_target(find_target(str(run_dir)), device())
-    found = completions(model, tokenizer, [problem.prompt for problem in asked], 96, rows)
+    found = completions(model, tokenizer, [problem.prompt for problem in asked], 96, 1024)
     return [number_of(text) == problem.answer for text, problem in zip(found, asked, strict=True)]
 
 

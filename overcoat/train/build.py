@@ -284,4 +284,4 @@ def loss_for_estimates(document_mask: bool) -> LossOf:
 def _meta_loss(document_mask: bool, model: Any, batch: int, sequence: int) -> Tensor:
     ids = torch.empty((batch, sequence), dtype=torch.int64, device=META)
     places = torch.empty_like(ids) if document_mask else None
-    return summed_loss(model, Batch(ids, torch.empty_like(ids), places, ids.numel())) / ids.numel()
+    return summed_loss(model, Batch(ids, torch.empty_like(ids), places)) / ids.numel()

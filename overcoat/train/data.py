@@ -51,7 +51,6 @@ class Batch:
     input_ids: torch.Tensor  # (B, T)
     labels: torch.Tensor  # (B, T), already shifted: labels[:, t] follows input_ids[:, t]
     position_ids: torch.Tensor | None  # (B, T) under document_mask; (4, B, T) with images of Qwen-VL
-    num_labels: int  # labels that count, known without asking the device
     document_starts: torch.Tensor | None = None  # int32 (D + 1,) under document_mask (kernels/packed.py)
     images: dict[str, Any] = field(default_factory=dict)  # what the model is given beside (images.py)
 
@@ -82,10 +81,10 @@ def make_batch(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> Bat
         is_start[:, 1:] = inputs[:, :-1] == eos
         labels[inputs == eos] = IGNORED
     else:
-        return Batch(inputs, labels, None, labels.numel())
+        return Batch(inputs, labels, None)
     places = torch.arange(inputs.shape[1]).expand_as(inputs)
     position_ids = places - torch.where(is_start, places, 0).cummax(dim=1).values
-    return Batch(inputs, labels, position_ids, int((labels != IGNORED).sum()), document_starts(position_ids))
+    return Batch(inputs, labels, position_ids, document_starts(position_ids))
 
 
 def count_labels(rows_BT: np.ndarray, eos: int | None, document_mask: bool) -> int:

@@ -65,9 +65,8 @@ def perplexity(
         # What follows a causal model's tokens does not move them.
         inputs = torch.tensor([inputs + [0] * (width - len(inputs)) for inputs, _ in group], device=device)
         labels = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in group], device=device)
-        count = sum(label != IGNORED for _, labels in group for label in labels)
-        nll += float(summed_loss(model, Batch(inputs, labels, None, count)))
-        num_tokens += count
+        nll += float(summed_loss(model, Batch(inputs, labels, None)))
+        num_tokens += sum(label != IGNORED for _, trained in group for label in trained)
     return {
         "perplexity": math.exp(min(700.0, nll / num_tokens)),
         "bits_per_byte": nll / math.log(2) / num_bytes,

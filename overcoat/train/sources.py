@@ -89,7 +89,7 @@ def read_documents(path: Path, text_key: str) -> Iterator[str]:
     """The documents of one file."""
     if _kind(path) in ROWS:
         for where, row in read_rows(path, [text_key]):
-            yield text_of(row, text_key, "text_key", where)
+            yield text_of(row, text_key, where)
         return
     with reading(path):
         is_corpus = path.suffix.lower() == ".gz" or path.stat().st_size > CORPUS_BYTES
@@ -189,9 +189,9 @@ def field_of(row: Any, key: str, option: str, where: str) -> Any:
     return row[key]
 
 
-def text_of(row: Any, key: str, option: str, where: str) -> str:
-    """A field of a row that must be text."""
-    return as_text(field_of(row, key, option, where), f"{where}: {key!r}", f", or name another data.{option}")
+def text_of(row: Any, key: str, where: str) -> str:
+    """The field of a row that must be text."""
+    return as_text(field_of(row, key, "text_key", where), f"{where}: {key!r}", ", or name another data.text_key")
 
 
 def as_text(value: Any, where: str, other: str = "") -> str:
@@ -269,7 +269,7 @@ def _dataset_rows(dataset: Any, config: DataConfig, num_done: int) -> Iterator[t
 
 def _texts(dataset: Any, config: DataConfig, num_done: int) -> Iterator[str]:
     for where, row in _dataset_rows(dataset, config, num_done):
-        yield text_of(row, config.text_key, "text_key", where)
+        yield text_of(row, config.text_key, where)
 
 
 class DocumentStream:

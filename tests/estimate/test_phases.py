@@ -99,9 +99,8 @@ def test_where_the_units_go():
 def test_units_are_what_a_model_keeps_more_for_a_layer_more(kind):
     fields = sizes(HIDDEN, INTERMEDIATE, 1, HEADS, HEADS, 128, head_dim=HIDDEN // HEADS)
     totals = [
-        Predictor(Model(kind, fields).changed(num_hidden_layers=count).config())
-        .kept(4, 2048, Setup())
-        .units(8192, HIDDEN)
+        Predictor(Model(kind, fields).changed(num_hidden_layers=count).config()).kept(4, 2048, Setup()).total_bytes
+        / (8192 * HIDDEN * 2)
         for count in (1, 2)
     ]
     family, sample = KNOWN[kind.removesuffix("Config") + "DecoderLayer"]

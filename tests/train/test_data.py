@@ -60,7 +60,6 @@ def test_labels_follow_inputs() -> None:
     assert batch.input_ids.tolist() == [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10]]
     assert batch.labels.tolist() == [[1, 2, 3, 4, 5], [7, 8, 9, 10, 11]]
     assert batch.position_ids is None
-    assert batch.num_labels == 10
 
 
 def test_document_mask_restarts_positions_and_ignores_the_crossing_label() -> None:
@@ -71,7 +70,6 @@ def test_document_mask_restarts_positions_and_ignores_the_crossing_label() -> No
     assert batch.document_starts is not None
     assert batch.document_starts.tolist() == [0, 3, 5, 6, 8]
     assert batch.labels.tolist() == [[5, EOS, IGNORED, EOS, IGNORED, IGNORED, 7, 7]]
-    assert batch.num_labels == 5
     assert batch.input_ids.tolist() == row[:, :-1].tolist()
 
 
@@ -185,7 +183,7 @@ PLACES = torch.tensor([[0, 1, 0], [0, 0, 1]])
 def test_ignored_labels_add_nothing_and_documents_reach_the_model() -> None:
     model = Recording()
     ids = torch.zeros_like(LABELS)
-    loss = summed_loss(model, Batch(ids, LABELS, PLACES, 4))
+    loss = summed_loss(model, Batch(ids, LABELS, PLACES))
     counted = LABELS != IGNORED
     torch.testing.assert_close(loss, F.cross_entropy(model.logits[counted], LABELS[counted], reduction="sum"))
     assert model.asked["input_ids"] is ids

@@ -80,7 +80,7 @@ def test_export_loads_in_plain_transformers_with_equal_logits(finished: tuple) -
     batches = [make_batch(rows[start : start + size], tokenizer.eos_token_id, False) for start in range(0, 4, size)]
     with torch.no_grad():
         total = sum(float(summed_loss(model, batch)) for batch in batches)
-    assert total / sum(batch.num_labels for batch in batches) == pytest.approx(result.held_out_loss, rel=1e-6)
+    assert total / sum(batch.labels.numel() for batch in batches) == pytest.approx(result.held_out_loss, rel=1e-6)
 
 
 def test_a_run_starts_from_an_exported_model(finished: tuple, make_config: MakeConfig, console: Console) -> None:
