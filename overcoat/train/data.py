@@ -33,6 +33,7 @@ import torch
 from overcoat.kernels.packed import document_starts
 from overcoat.models.samples import tower_inputs
 from overcoat.train.chat import TRAINED, read_image
+from overcoat.train.config import require
 from overcoat.train.sources import DocumentStream, reading
 from overcoat.train.tokenizer import encode
 
@@ -232,7 +233,12 @@ class StreamedRows:
         return self._pool.pop()
 
     def _refill(self) -> None:
-        texts = [text for text in self.stream.take(ENCODED_AT_ONCE) if text.strip() and not self.is_held_out(text)]
+        texts, epoch = list[str](), self.stream.epoch
+        while not texts:
+            # After the second end of an epoch all documents have been read.
+            require(self.stream.epoch <= epoch + 1, "all documents of the stream are held out: lower data.held_out")
+            found = self.stream.take(ENCODED_AT_ONCE)
+            texts = [text for text in found if text.strip() and not self.is_held_out(text)]
         encoded = [np.asarray(ids, dtype=np.int64) for ids in encode(self.tokenizer, texts)]
         pending = np.concatenate([self._pending, *encoded])
         rows = cut(pending, self.length)

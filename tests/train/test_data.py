@@ -141,6 +141,14 @@ def test_streamed_rows_leave_out_what_is_held_out(tmp_path: Path) -> None:
     assert "held" not in text
 
 
+def test_a_stream_of_nothing_but_held_out_documents_is_an_error(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("held")
+    rows = streamed(DataConfig(files=[str(tmp_path / "*.txt")], streaming=True), pool=1)
+    with pytest.raises(ValueError, match=r"lower data\.held_out"):
+        rows.next_rows(1)
+
+
 # ---- the loss: beside the model's own and PyTorch's, and without values for the estimator --------------------------
 
 
