@@ -28,7 +28,8 @@ class TensorBoard:
 
     def __init__(self, config: Config, title: str, first_step: int) -> None:
         board = load_extra("torch.utils.tensorboard", "hf", "train.tensorboard = true")
-        self.writer = board.SummaryWriter(Path(config.train.run_dir) / "tensorboard", purge_step=first_step)
+        # TensorBoard hides what an earlier process wrote from this step on.
+        self.writer = board.SummaryWriter(Path(config.train.run_dir) / "tensorboard", purge_step=first_step + 1)
 
     def write(self, figures: dict[str, float], step: int) -> None:
         for name, value in figures.items():

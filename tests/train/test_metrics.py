@@ -132,7 +132,7 @@ def test_the_peak_of_a_run_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -
     assert peak_bytes(GPU) == 10
 
 
-# ---- W&B and MLflow, the real libraries without a network: the figures of a run, and one run after a resumption -----
+# ---- TensorBoard, W&B and MLflow without a network: the figures of a run, and one run after a resumption -----------
 
 
 def logged(config: Config, console: Console, first: int, *steps: int) -> None:
@@ -141,6 +141,18 @@ def logged(config: Config, console: Console, first: int, *steps: int) -> None:
     for step in steps:
         log.write(row(step, loss=10.0 - step), {"kind": "fp8", "step": step, "ranges": {}})
     log.close()
+
+
+def test_tensorboard_shows_every_step_once_after_a_resume(
+    make_config: MakeConfig, console: Console, tmp_path: Path
+) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = make_config("train.tensorboard=true")
+    logged(config, console, 0, 1, 2, 3)
+    logged(config, console, 2, 3, 4)
+    found = events.EventAccumulator(str(tmp_path / "run/tensorboard"))
+    found.Reload()
+    assert [(each.step, each.value) for each in found.Scalars("train/loss")] == [(1, 9), (2, 8), (3, 7), (4, 6)]
 
 
 def test_mlflow_has_the_figures_and_one_run(make_config: MakeConfig, console: Console, tmp_path: Path) -> None:
