@@ -20,7 +20,7 @@ import torch
 
 from overcoat.estimate.command import memory_size, positive
 from overcoat.models.shapes import MODELS, load_model_config
-from overcoat.train.config import require
+from overcoat.train.config import require, said_of
 from overcoat.train.configfile import all_keys, build_config, tomllib
 from overcoat.train.fit import choose_fit
 from overcoat.train.sources import NOT_TEXT, ROWS, find_files, read_documents, read_rows
@@ -59,15 +59,16 @@ def run(parsed: argparse.Namespace) -> int:
     for name, question in ASKED.items():
         if getattr(parsed, name) is None:
             require(sys.stdin.isatty(), f"--{name} is missing, and there is no terminal to ask on")
-            answer = input(f"{question}: ").strip()
+            answer = _answer(question)
             require(bool(answer), f"--{name} is missing")
             setattr(parsed, name, answer.split() if name == "data" else answer)
     memory = parsed.gpu_memory
     if memory is None and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
     elif memory is None and sys.stdin.isatty():
-        answer = input("GPU memory (80GB; empty: none is planned with): ").strip()
-        memory = memory_size(answer) if answer else None
+        answer = _answer("GPU memory (80GB; empty: none is planned with)")
+        with said_of("GPU memory: ", argparse.ArgumentTypeError):
+            memory = memory_size(answer) if answer else None
     values = {**_model(parsed), **_data(parsed.data), "data.sequence_length": parsed.seq, **_training(parsed)}
     values, chosen = _fitted(values, parsed, memory)
     text = _written(target, values, chosen)
@@ -75,6 +76,14 @@ def run(parsed: argparse.Namespace) -> int:
     target.write_text(text, encoding="utf-8")
     print(f"{target}: {chosen}\novercoat train {target}")
     return 0
+
+
+def _answer(question: str) -> str:
+    """What is typed; nothing at the end of the input (Ctrl-D)."""
+    try:
+        return input(f"{question}: ").strip()
+    except EOFError:
+        return ""
 
 
 def _model(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import LlamaConfig, MistralConfig
@@ -96,3 +98,16 @@ def test_what_is_left_out_is_asked_for(place: Path, monkeypatch: pytest.MonkeyPa
     config = load_config("overcoat.toml")
     assert (config.model.name, config.data.files) == ("shape", ["0.txt", "1.txt"])
     assert config.train.rows_per_step == 16
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [("lots", "GPU memory: 'lots' is no size"), (EOFError(), "--model is missing")]
+)
+def test_an_answer_that_is_none_is_one_line(
+    answer: Any, said: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [] if isinstance(answer, EOFError) else ["--model", "shape", "--data", "0.txt"]
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=[answer]))
+    assert cli.main(["init", *words]) == 2
+    assert said in capsys.readouterr().err
