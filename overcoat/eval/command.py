@@ -26,13 +26,13 @@ import torch
 
 import overcoat
 from overcoat.extras import check_exists, load_extra, load_pretrained, reason
-from overcoat.train.build import load_model
+from overcoat.train.build import auto_class, load_model
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import DataConfig, require
 from overcoat.train.evaluate import Tasks, perplexity, task_names
 from overcoat.train.files import MANIFEST, verify_directory
 from overcoat.train.shards import is_sharded, read_model
-from overcoat.train.sources import find_files, open_dataset, read_documents
+from overcoat.train.sources import as_text, find_files, open_dataset, read_documents
 from overcoat.train.tokenizer import load_tokenizer
 
 RECIPES = ("bf16", "default", "paper", "leanest")
@@ -113,7 +113,7 @@ def _read(text: str, key: str) -> Iterator[str]:
     name, config, split = (text.split(":") + ["", ""])[:3]
     rows = open_dataset(DataConfig(dataset=name, dataset_config=config, split=split or "test"))
     try:
-        yield from (row[key] for row in rows)
+        yield from (as_text(row[key], f"row {number}") for number, row in enumerate(rows, 1))
     except Exception as error:  # of any kind: from the network, a parser, a decompressor
         raise ValueError(f"field {key!r} (--text-key): {reason(error)}") from error
 
@@ -127,10 +127,10 @@ def _evaluate(
     report = None
     if recipe != "bf16":
         report = overcoat.convert(model, overcoat.Recipe.from_name(recipe), strict=True, eval_fp8=True)
-    most = getattr(model.config, "max_position_embeddings", None) or WINDOW
-    window = parsed.window or min(most, WINDOW)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    window = parsed.window or min(most or WINDOW, WINDOW)
     stride = parsed.stride or window
-    require(window <= most, f"--window {window}: {target.name} takes {most} tokens at most")
+    require(most is None or window <= most, f"--window {window}: {target.name} takes {most} tokens at most")
     require(stride <= window, f"--stride {stride}: must not be above --window {window}, or tokens would be left out")
     result: Result = {"target": target.name, "folder": target.place, "recipe": recipe, "text": {}, "tasks": {}}
     try:
@@ -241,6 +241,6 @@ def load_target(target: Target, device: torch.device, trust_remote_code: bool = 
         return load_model(target.place, device, settings, trust_remote_code, "the model").eval(), tokenizer
     config = load_pretrained("AutoConfig", "the model", target.place, trust_remote_code)
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="sdpa")
+        model = auto_class(type(config)).from_config(config, dtype=config.dtype, attn_implementation="sdpa")
     read_model(Path(target.place), model)
     return model.eval(), tokenizer

@@ -121,6 +121,14 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
     return {"dtype": getattr(torch, model.dtype), "attn_implementation": model.attention}
 
 
+def auto_class(kind: type) -> Any:
+    """transformers' auto class for a kind of configuration: of images and text, or of text alone."""
+    transformers = load_extra("transformers", "hf", "loading the model")
+    text, both = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    is_seeing = kind in both and kind not in text
+    return transformers.AutoModelForImageTextToText if is_seeing else transformers.AutoModelForCausalLM
+
+
 def load_model(
     name: str,
     device: torch.device,
@@ -136,10 +144,8 @@ def load_model(
     transformers = load_extra("transformers", "hf", "loading the model")
     where = {"device_map": {"": device}} if transformers.utils.is_accelerate_available() else {}
     loaded = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    text, both = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    kind = type(load_pretrained("AutoConfig", what, name, trust_remote_code))
-    auto = "AutoModelForImageTextToText" if kind in both and kind not in text else "AutoModelForCausalLM"
-    model, info = load_pretrained(auto, what, name, trust_remote_code, **settings, **where, **loaded)
+    auto = auto_class(type(load_pretrained("AutoConfig", what, name, trust_remote_code)))
+    model, info = load_pretrained(auto.__name__, what, name, trust_remote_code, **settings, **where, **loaded)
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is {tuple(found)}, not {tuple(needed)}" for key, found, needed in info["mismatched_keys"]]
     if wrong:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaConfig, LlavaForConditionalGeneration
 
 import overcoat
 from overcoat import cli
@@ -147,6 +147,17 @@ def test_what_generates_uses_a_cache_and_the_table_says_so(tmp_path: Path, folde
     assert "FP8 in" not in table
 
 
+def test_a_sharded_model_that_sees_takes_the_rows_of_its_text(tmp_path: Path, folder: Path, text: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    words = {**sizes, "model_type": "llama", "vocab_size": 300, "max_position_embeddings": 4096}
+    pictures = {**sizes, "model_type": "clip_vision_model", "image_size": 16, "patch_size": 8}
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=pictures, text_config=words, image_token_index=299))
+    model.config.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    write_shards(tmp_path, tensors_of(model, {}))
+    assert cli.main(["eval", str(tmp_path), "--text", str(text), "--window", "2049", "--device", "cpu"]) == 0
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +175,7 @@ def test_what_generates_uses_a_cache_and_the_table_says_so(tmp_path: Path, folde
         ("FOLDER --tasks nothing.yaml", "task 'nothing.yaml': no task of lm-eval, and no YAML file of one"),
         ("FOLDER --text DATA:default:test --text-key body", "field 'body' (--text-key): "),
         ("FOLDER --text DATA:default:dev", "data.dataset = "),
+        ("FOLDER --text NULLS:default:test", "row 2 holds null, not text"),
         ("FOLDER --text CHATS", "no field 'text' (--text-key)"),
         ("DAMAGED --text TEXT", "is damaged: config.json"),
         ("ADAPTERS --text TEXT", "holds adapters without their model"),
@@ -185,8 +197,11 @@ def test_one_line_says_what_is_missing(
         "EMPTY": tmp_path,
         "DAMAGED": damaged,
         "DATA": tmp_path / "data",
+        "NULLS": tmp_path / "nulls",
         "CHATS": tmp_path / "chats.jsonl",
     }
+    (tmp_path / "nulls").mkdir()
+    (tmp_path / "nulls/test.jsonl").write_text('{"text": "the cat"}\n{"text": null}\n')
     (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
     (tmp_path / "data").mkdir()
     shutil.copy(text, tmp_path / "data/test.jsonl")
