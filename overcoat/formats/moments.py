@@ -240,7 +240,7 @@ def _encode_first_sqrt8(x: Tensor, amax: Tensor, random: Optional[Tensor]) -> Te
     size = x.abs()
     is_odd = torch.arange(x.shape[-1], device=x.device) % 2 == 1
     # In 256ths a value half way between two codes is rounded up, 1/512 more than exactly: less for every second one.
-    addend = FIXED + torch.where(is_odd, 127 / 256, 0.5)
+    addend = FIXED + torch.where(is_odd, x.new_full((), 127 / 256), 0.5)
     if random is not None:
         even = ((random >> 24) & 0xFF).unsqueeze(-1).float() * 2.0**-8
         dithered = FIXED + torch.where(is_odd, 255 / 256 - even, even)

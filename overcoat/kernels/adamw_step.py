@@ -238,7 +238,7 @@ class Counters:
 def _de8_tables(signed: bool, device: torch.device) -> Tensor:
     """FP32 (768,): the 256 values of DE8, its 255 midpoints (and one unused), the byte of each rank."""
     midpoints, order = de8.encode_tables(signed)
-    return torch.cat([de8.decode_table(signed), midpoints, torch.zeros(1), order.float()]).to(device)
+    return torch.cat([de8.decode_table(signed), midpoints, midpoints.new_zeros(1), order.float()]).to(device)
 
 
 class _Launch(NamedTuple):

@@ -323,7 +323,7 @@ class AdamW(torch.optim.Optimizer):
         """(1.0, False), 0-d on the device: a factor that changes nothing and no skip."""
         if device not in self._constants:
             false = torch.zeros((), dtype=torch.bool, device=device)
-            self._constants[device] = (torch.ones((), device=device), false)
+            self._constants[device] = (torch.ones((), dtype=torch.float32, device=device), false)
         return self._constants[device]
 
     def count_skipped(self, skip: Tensor) -> None:

@@ -202,7 +202,7 @@ def scalar_on(value: Union[float, Tensor], device: torch.device) -> Tensor:
     """A 0-d FP32 tensor on `device`; a Python float travels as a kernel argument, without a copy to wait for."""
     if isinstance(value, Tensor) and value.device == device:
         return value.float()
-    return torch.full((), float(value), device=device)
+    return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
 # ---- all step groups of a parameter group -------------------------------------------------------------------

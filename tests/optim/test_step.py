@@ -360,3 +360,22 @@ def test_first_steps_are_those_of_fp32_moments_whatever_codes_shapes_and_layouts
     AdamW(params, lr=1e-2, moments=moments).step()
     AdamW(rows, lr=1e-2, moments="fp32").step()
     assert_same_bits([p.detach().reshape(-1) for p in params], [row.detach() for row in rows])
+
+
+@pytest.mark.parametrize("moments", ["8bit", "fp8"])
+def test_the_default_dtype_changes_no_bit(moments):
+    """Scripts set it to BF16 to build their models: the learning rate, for one, is no number of the model's."""
+
+    def stepped(default):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 300, dtype=torch.float32).view(3, 100))
+        torch.set_default_dtype(default)
+        try:
+            optimizer = AdamW([weight], lr=3e-4, moments=moments, clip_grad_norm=1.0)
+            for power in (1, 2, 3):
+                weight.grad = weight.detach() ** power
+                optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return weight.detach()
+
+    assert torch.equal(stepped(torch.bfloat16), stepped(torch.float32))
