@@ -300,6 +300,9 @@ class Fp8DecoderLayer(Mixin):
             reason = why_changed(self, family, branches)
             if given.get("output_attentions") or collects_attentions(branches[0].owner):
                 reason = "output_attentions=True, and FP8 attention keeps no probabilities to return"
+            tables = (given.get("attention_mask"), *(given.get("position_embeddings") or ()))
+            if any(isinstance(table, Tensor) and table.requires_grad for table in tables):
+                reason = "attention_mask or position_embeddings want a gradient, which FP8 attention does not compute"
             if reason is None:
                 self._note("FP8")
                 return branches

@@ -46,7 +46,7 @@ from overcoat.models.family import (
 from overcoat.models.images import without_waiting
 from overcoat.models.masks import causal_mask
 from overcoat.models.output import without_logits
-from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
+from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, patched
 from overcoat.recipe import Recipe
 
 
@@ -269,6 +269,8 @@ def why_head_unsupported(model: nn.Module) -> Optional[str]:
         return f"the model is wrapped already, as {type(model).__name__}: convert it before"
     if "forward" in vars(model):
         return "the model's forward was replaced on the object: convert it before"
+    if (source := patched(original)) is not None:
+        return f"the forward of all {original.__name__} was replaced, by {source}'s"
     head = model.get_submodule(whole.head)
     if type(head) is not nn.Linear and not isinstance(head, LossHead):
         return f"lm_head is a {class_name(head)}, not nn.Linear"
@@ -313,7 +315,8 @@ def install_head(model: Any, recipe: Recipe) -> None:
         head.__class__ = LossHead
     norm = _final_norm(model)
     plain = [(each.module, each.norm) for each in families() if not each.centered and not each.plus_one]
-    if (type(norm).__module__, type(norm).__name__) in plain and "forward" not in vars(norm):
+    is_own = (type(norm).__module__, type(norm).__name__) in plain and not patched(type(norm))
+    if is_own and "forward" not in vars(norm):
         norm.__class__ = mixed(FinalNorm, type(norm))
     model.overcoat_recipe, trunk = recipe, _trunk(model)
     if recipe.z_loss and not hasattr(trunk, "overcoat_z_loss"):

@@ -35,6 +35,8 @@ FUNCTIONS = {
     "relu2": ("ReLUSquaredActivation",),
 }
 
+# Attributes of attention modules and MLPs that say how much is dropped.
+RATES = ("attention_dropout", "residual_dropout", "dropout")
 # Direct parts of a layer that are not of the family's own file.
 PARTS = (nn.LayerNorm, nn.Identity, nn.Dropout, nn.Linear)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -74,14 +76,8 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
     for module in (layer, *_modules_of(branches)):
         if "forward" in vars(module):
             return f"the forward of {_path(layer, module)} was replaced on the object: convert before"
-    for name, module in layer.named_modules():
-        if ".lora_dropout." in name:  # of active adapters alone it matters: `why_not_plain`
-            continue
-        for rate in ("attention_dropout", "residual_dropout", "dropout", "drop_prob", "p"):
-            dropout = getattr(module, rate, 0.0)
-            if isinstance(dropout, float) and dropout:
-                place = rate if rate.endswith("_dropout") else f"{name}.{rate}"
-                return f"{place} is {dropout}; only 0 is supported"
+        if (source := patched(original_class(module))) is not None:
+            return f"the forward of all {original_class(module).__name__} was replaced, by {source}'s"
     config: Any = getattr(branches[0].owner, "config", None)
     for core in (modules.core for modules in branches):
         if isinstance(core, Mlp) and core.activation not in FUNCTIONS:
@@ -116,7 +112,7 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
                 if (
                     part not in into
                     and part is not out
-                    and not (isinstance(part, nn.Dropout) and part.p == 0)
+                    and not isinstance(part, nn.Dropout)
                     and type(part).__name__ not in FUNCTIONS.get(core.activation, ())
                 ):
                     return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
@@ -126,8 +122,6 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
         ):
             kind = "attention of all tokens" if core.heads.causal else "causal attention"
             return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
-        elif core is not None and getattr(owner, "attention_dropout", None):  # set after the conversion
-            return f"attention_dropout is {owner.attention_dropout}; only 0 is supported"
         for linear in (*into, out) if core is not None else ():
             if type(linear) is nn.Linear:
                 continue
@@ -140,6 +134,9 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
         for norm in (*inner, pre, post):
             if norm is not None and not _is_own_norm(norm, family):
                 return f"{_path(layer, norm)} is a {class_name(norm)}, not the model's own norm"
+    reason = _why_dropout(layer, branches)
+    if reason is not None:
+        return reason
     # Compiled code was traced with what was there.
     is_compiled = torch.compiler.is_compiling()
     # A hook on a module whose forward the FP8 block stands in for would not run.
@@ -161,6 +158,29 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
     if not family.encoder and getattr(config, "is_causal", True) is False:
         return "config.is_causal is False; only causal attention is supported"
     return None
+
+
+def _why_dropout(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[str]:
+    """A rate of dropout in modules whose forward the block stands in for, or in their parts; also if set since."""
+    owners = [part for modules in branches if modules.core is not None for part in (modules.owner, *modules.around)]
+    for module in (layer, *owners):
+        own = module.__dict__
+        if own.get("attention_dropout") or own.get("residual_dropout") or own.get("dropout"):
+            name, rate = next((name, own[name]) for name in RATES if own.get(name))
+            name = name if name in RATES[:2] else f"{_path(layer, module)}.{name}"
+            return f"{name} is {rate}; only 0 is supported"
+        for part in own["_modules"].values():
+            if part is not None and (rate := part.__dict__.get("p") or part.__dict__.get("drop_prob")):
+                name = "p" if isinstance(part, nn.Dropout) else "drop_prob"
+                return f"{_path(layer, part)}.{name} is {rate}; only 0 is supported"
+    return None
+
+
+def patched(cls: type[nn.Module]) -> Optional[str]:
+    """The module of a function that somebody put in place of a class's forward, for all its objects; or None."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    source = getattr(vars(owner)["forward"], "__module__", None)
+    return None if source == owner.__module__ else str(source)
 
 
 def collects_attentions(owner: Any) -> bool:

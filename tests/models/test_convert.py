@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, HeliumConfig, HeliumForCausalLM, 
 
 import overcoat
 from overcoat import Recipe
-from overcoat.models.family import decoder_layers, families, family_of
+from overcoat.models.family import decoder_layers, families, family_of, original_class
 from overcoat.models.refusals import ACTIVATIONS, why_replaced
 from tests.models.zoo import (
     ENCODERS,
@@ -26,6 +26,7 @@ from tests.models.zoo import (
     gradients,
     make_batch,
     make_encoder,
+    make_inputs,
     make_model,
     trained,
 )
@@ -225,6 +226,53 @@ def test_a_variant_that_cannot_be_done_right_is_left_alone(kind: str, options: d
     make = make_encoder if kind in ENCODERS else make_model
     with pytest.warns(UserWarning, match=f"no decoder layer trains in FP8: .*{reason}"):
         overcoat.convert(make(kind, layers=1, **options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("gpt2", "attn.resid_dropout.p"),
+        ("phi3", "resid_mlp_dropout.p"),
+        ("seed_oss", "mlp.residual_dropout"),
+        ("bert", "output.dropout.p"),
+        ("clip", "self_attn.dropout"),
+    ],
+)
+def test_dropout_that_is_switched_on_after_the_conversion_is_not_left_out(kind: str, place: str) -> None:
+    model = (make_encoder if kind in ENCODERS else make_model)(kind, layers=1).train()
+    overcoat.convert(model)
+    (layer,) = decoder_layers(model).values()
+    path, name = place.rsplit(".", 1)
+    setattr(layer.get_submodule(path), name, 0.5)
+    with pytest.warns(UserWarning, match=f"original precision: .*{place.removeprefix('mlp.')} is 0.5; only 0"):
+        model(**(make_inputs(kind) if kind in ENCODERS else make_batch()))
+
+
+def test_a_forward_that_was_replaced_for_all_objects_of_a_class_is_not_left_out(monkeypatch: Any) -> None:
+    """As libraries patch transformers: what they put there must run."""
+    model = make_model(layers=1)
+    original = type(model.model.layers[0].mlp).forward
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: 2 * original(self, x))
+    with pytest.warns(UserWarning, match=r"the forward of all LlamaMLP was replaced, by tests.models.test_convert's"):
+        assert overcoat.convert(model).converted == []
+    monkeypatch.setattr(original_class(model), "forward", lambda self, **inputs: "its own")
+    with pytest.warns(UserWarning, match="LlamaMLP"):
+        assert "the forward of all LlamaForCausalLM was replaced" in overcoat.convert(model).head.detail
+    assert model(input_ids=None, labels=None) == "its own"
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "position_embeddings"])
+def test_masks_and_angles_that_want_a_gradient_get_it(name: str) -> None:
+    """A bias of scores, or a rotation, that is trained: attention in FP8 has no gradient for them."""
+    layer = make_model(layers=1).model.layers[0]
+    overcoat.convert(layer)
+    tables = (torch.rand(1, 8, 64, dtype=torch.bfloat16), torch.rand(1, 8, 64, dtype=torch.bfloat16))
+    inputs: dict[str, Any] = {"position_embeddings": tables, "attention_mask": torch.zeros(1, 1, 8, 8).bfloat16()}
+    wanted = inputs[name] if isinstance(inputs[name], torch.Tensor) else inputs[name][0]
+    wanted.requires_grad_()
+    with pytest.warns(UserWarning, match=f"original precision: .*{name}.* want"):
+        layer(torch.randn(1, 8, 256, dtype=torch.bfloat16), **inputs).pow(2).sum().backward()
+    assert wanted.grad is not None
 
 
 def test_a_layer_whose_parts_have_other_names_is_left_alone() -> None:
