@@ -20,6 +20,12 @@ from overcoat.train.config import Config
 
 PROJECT = "overcoat"
 KNOWN = "loggers.json"
+# What `load_extra` is told for each: module, extra, purpose.
+LIBRARIES = {
+    "tensorboard": ("torch.utils.tensorboard", "hf", "train.tensorboard = true"),
+    "wandb": ("wandb", "loggers", "train.loggers = wandb"),
+    "mlflow": ("mlflow", "loggers", "train.loggers = mlflow"),
+}
 
 
 class TensorBoard:
@@ -27,7 +33,7 @@ class TensorBoard:
     whether the run has ended."""
 
     def __init__(self, config: Config, title: str, first_step: int) -> None:
-        board = load_extra("torch.utils.tensorboard", "hf", "train.tensorboard = true")
+        board = load_extra(*LIBRARIES["tensorboard"])
         # TensorBoard hides what an earlier process wrote from this step on.
         self.writer = board.SummaryWriter(Path(config.train.run_dir) / "tensorboard", purge_step=first_step + 1)
 
@@ -43,7 +49,7 @@ class WandB:
     """A run of Weights & Biases, whose figures have the training's step as their x."""
 
     def __init__(self, config: Config, title: str, first_step: int) -> None:
-        wandb = load_extra("wandb", "loggers", "train.loggers = wandb")
+        wandb = load_extra(*LIBRARIES["wandb"])
         known = _known(config)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -71,7 +77,7 @@ class MLflow:
     """
 
     def __init__(self, config: Config, title: str, first_step: int) -> None:
-        mlflow = load_extra("mlflow", "loggers", "train.loggers = mlflow")
+        mlflow = load_extra(*LIBRARIES["mlflow"])
         place = os.environ.get("MLFLOW_TRACKING_URI")
         if not place:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -117,11 +123,20 @@ Logger = TensorBoard | WandB | MLflow
 LOGGERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 
 
+def _names(config: Config) -> list[str]:
+    return list(dict.fromkeys([*(["tensorboard"] if config.train.tensorboard else []), *config.train.loggers]))
+
+
+def check_loggers(config: Config) -> None:
+    """ValueError: a library is not installed. Said before hours of tokenizing, not after."""
+    for name in _names(config):
+        load_extra(*LIBRARIES[name])
+
+
 def open_loggers(config: Config, title: str, first_step: int) -> dict[str, Logger]:
     """Those that the configuration names. ValueError: a library is not installed, or does not begin a run."""
-    names = [*(["tensorboard"] if config.train.tensorboard else []), *config.train.loggers]
     opened: dict[str, Logger] = {}
-    for name in dict.fromkeys(names):
+    for name in _names(config):
         try:
             opened[name] = LOGGERS[name](config, title, first_step)
         except (ValueError, OSError):

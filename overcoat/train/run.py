@@ -35,6 +35,7 @@ from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.evaluate import Tasks, task_names
 from overcoat.train.files import lock, sweep
 from overcoat.train.fit import Fit, first_fit, recipe_of
+from overcoat.train.loggers import check_loggers
 from overcoat.train.loop import RunStoppedError, evaluate_tasks, train_steps
 from overcoat.train.metrics import METRICS, PLAIN, RunLog, forget_peak, read_metrics
 from overcoat.train.out_of_memory import LostStepError, RestartError, free_memory, recorded_fits, whatever_the_batch
@@ -110,6 +111,8 @@ def run_once(config: Config, console: Console, title: str) -> RunResult:
     """Train (or go on training) one model and finish it."""
     check_before_training(config)
     run_dir = Path(config.train.run_dir)
+    if process.is_first():
+        check_loggers(config)
     if process.is_first() and not os.path.exists(run_dir / LOCK):  # unlike Path.exists no error
         checkpoint.choose_checkpoint(config)  # what is refused finds its directory as it was
         try:

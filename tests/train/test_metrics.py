@@ -17,6 +17,7 @@ from rich.console import Console
 from overcoat.train import loggers, metrics
 from overcoat.train.config import Config
 from overcoat.train.metrics import RunLog, check_finite, peak_bytes, read_metrics
+from overcoat.train.run import run
 from tests.train.runs import CPU, MakeConfig, row, text_of
 
 GPU = torch.device("cuda", 0)
@@ -219,7 +220,8 @@ def test_a_library_that_is_missing_or_fails_is_one_line(
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "wandb", None)
         with pytest.raises(ValueError, match=r"train\.loggers = wandb needs the package 'wandb': pip install"):
-            logged(config, console, 0)
+            run(config, console)
+        assert not Path(config.train.run_dir).exists()  # refused before any token was made
 
     class Away:
         def __init__(self, *_: object) -> None:
