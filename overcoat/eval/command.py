@@ -221,8 +221,8 @@ def find_target(name: str) -> Target:
         folder = made[0]
     if (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"{name} holds adapters without their model, which are not put together here: train with lora.merge=true, "
-            "or save the result of merge_and_unload()"
+            f"{name} holds adapters without their model, which are not put together here: give the training command "
+            "again with lora.merge=true, or save the result of merge_and_unload()"
         )
     if not (folder / "config.json").exists():
         raise ValueError(f"{name} is no run, checkpoint or model folder: it has no config.toml and no config.json")

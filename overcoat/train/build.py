@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,7 +96,8 @@ def add_adapters(model: Any, section: LoraConfig, seed: int, frozen: Sequence[st
         r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM",
         exclude_modules=rf"(.*\.)?({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,
     )  # fmt: skip
-    with said_of(f"lora.targets = {section.targets}: "):
+    with said_of(f"lora.targets = {section.targets}: "), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.24 by an old name
         adapted = peft.get_peft_model(model, settings)
     is_embedding = any("lora_embedding" in name for name, _ in adapted.named_parameters())
     require(

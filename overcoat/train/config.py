@@ -22,8 +22,8 @@ from overcoat.extras import reason
 FREE_KEYS = (
     "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.loggers", "train.fp8_every",
     "train.on_oom", "train.memory_limit_gib", "recipe.offload_blocks", "optimizer.offload", "data.cache_dir",
-    "checkpoint.", "eval.every", "eval.tasks", "memory.", "sample.", "compare.", "parallel.shard", "parallel.nodes",
-    "parallel.context",
+    "checkpoint.", "eval.every", "eval.tasks", "lora.merge", "memory.", "sample.", "compare.", "parallel.shard",
+    "parallel.nodes", "parallel.context",
 )  # fmt: skip
 
 
