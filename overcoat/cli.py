@@ -28,7 +28,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from overcoat.extras import importing
 from overcoat.version import VERSION
@@ -54,11 +54,17 @@ REMEDIES: dict[int | None, str] = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """After help and errors: who left, or a full disk, is met here and not as Python ends."""
+        super().exit(_status_of(argparse.Namespace(function=lambda _: status)), message)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     # Else PyTorch's CPU threads spin for one that waits for its core: beside other work a run takes 20 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    parser = argparse.ArgumentParser(prog="overcoat", description="Train large models in FP8 (COAT).")
+    parser = _Parser(prog="overcoat", description="Train large models in FP8 (COAT).")
     parser.add_argument("--version", action="version", version=f"overcoat {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train_parser(commands)
