@@ -9,6 +9,7 @@ from overcoat.kernels.adamw import Hyper
 from overcoat.kernels.adamw_step import Counters, Plan, StepTensors, reference_step
 from overcoat.kernels.multi_tensor import Gradients
 from overcoat.optim.state import init_state, state_fields
+from tests.kernels.compare import INTERPRETED
 
 # Whole groups, ragged rows (aligned to 16 and not), 0-d, 1-d with a tail, empty, one element per row.
 SHAPES = ((4, 256), (3, 144), (5, 130), (), (300,), (128,), (0, 7), (6, 1), (2, 3, 5, 7))
@@ -48,7 +49,7 @@ def gradients(params, step, dtype=None):
     return result
 
 
-def run(implementation, args, steps=3):
+def run(implementation, args, steps=2 if INTERPRETED else 3):
     """Step copies of the arguments a few times; returns every mutated tensor."""
     args = copy.deepcopy(args)
     dtype = args[1][0].dtype

@@ -18,8 +18,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("kernel"):
             if not INTERPRETED:
                 item.add_marker(pytest.mark.gpu)
+            elif item.get_closest_marker("alternate") and sum(_places(item)) % 2:
+                item.add_marker(pytest.mark.nightly)
         elif INTERPRETED and Path(__file__).parent in item.path.parents:
             left_out.append(item)
     if left_out:
         items[:] = [item for item in items if item not in set(left_out)]
         config.hook.pytest_deselected(items=left_out)
+
+
+def _places(item: pytest.Item) -> list[int]:
+    """Of its values in the list of each `parametrize`: of two lists every value stays, with half of the others."""
+    params, places = item.callspec.params, []  # type: ignore[attr-defined]
+    for mark in item.iter_markers("parametrize"):
+        names, values = mark.args
+        places.append(values.index(params[names] if isinstance(names, str) else tuple(params[name] for name in names)))
+    return places

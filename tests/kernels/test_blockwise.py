@@ -112,9 +112,10 @@ QUANTIZERS = [ops.block_quantize, ops.block_quantize_both, ops.block_quantize_t]
 
 
 @pytest.mark.kernel
+@pytest.mark.alternate
 @pytest.mark.parametrize("op", QUANTIZERS, ids=lambda op: op.reference.__name__)
 @pytest.mark.parametrize("shape", KERNEL_SHAPES)
-@pytest.mark.parametrize(("fmt", "dtype"), zip(["e4m3", "e5m2", "e4m3"], DTYPES))
+@pytest.mark.parametrize(("fmt", "dtype"), [*zip(["e4m3", "e5m2", "e4m3"], DTYPES)])
 def test_quantize_kernels(op, shape, fmt, dtype):
     x = awkward(*shape, dtype)
     assert_equal(op.kernel(x, fmt), op.reference(x, fmt))
@@ -140,6 +141,7 @@ def test_extreme_blocks_in_the_kernels(op, fmt):
 
 
 @pytest.mark.kernel
+@pytest.mark.alternate
 @pytest.mark.parametrize("shape", [*KERNEL_SHAPES, (200, 512)])
 @pytest.mark.parametrize(
     ("code", "group_size", "affine"),

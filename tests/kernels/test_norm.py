@@ -184,6 +184,7 @@ def balanced(rows, columns):
 
 
 @pytest.mark.kernel
+@pytest.mark.alternate
 @pytest.mark.parametrize("shape", BLOCK_SHAPES)
 @pytest.mark.parametrize(
     ("affine", "code", "group_size"), [("none", "sqrt8", 128), ("weight", "e4m3", 16), ("weight+bias", "int8", 64)]
@@ -209,6 +210,7 @@ def test_block_kernel_of_a_sum(shape, dtype):
 
 
 @pytest.mark.kernel
+@pytest.mark.alternate
 @awkward_shapes
 @pytest.mark.parametrize(("affine", "centered"), [("none", False), ("weight", False), ("weight+bias", True)])
 @pytest.mark.parametrize(("code", "group_size"), [("sqrt8", 128), ("e4m3", 16), ("int8", 80)])
@@ -236,6 +238,7 @@ def test_kernels_keep_what_is_not_finite():
 
 
 @pytest.mark.kernel
+@pytest.mark.alternate
 @awkward_shapes
 @affines
 @pytest.mark.parametrize(("centered", "code", "group_size"), [(True, "sqrt8", 128), (False, "e4m3", 16)])
@@ -253,6 +256,7 @@ def kept_of(x, code, group_size):
 
 
 @pytest.mark.kernel
+@pytest.mark.alternate
 @awkward_shapes
 @pytest.mark.parametrize(
     ("affine", "centered", "with_residual", "has_bias"),

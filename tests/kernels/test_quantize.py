@@ -210,6 +210,7 @@ def test_codes_of_each_weight_are_those_of_the_stack(sizes, columns, transposed)
 
 
 @pytest.mark.kernel
+@pytest.mark.alternate
 @layouts
 @pytest.mark.parametrize("columns", [16, 336, 768])
 @pytest.mark.parametrize("sizes", [[16], [256, 128, 128], [128, 128, 100], [48, 16, 16], [100, 61], [130]])

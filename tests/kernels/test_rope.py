@@ -171,6 +171,7 @@ def test_forward_kernel(case, head_norm, dtype):
 
 
 @pytest.mark.kernel
+@pytest.mark.alternate
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("head_norm", "code"), [(False, "sqrt8"), (True, "sqrt8"), (False, "e4m3"), (True, "int8")])
 def test_encode_and_decode_kernels(case, head_norm, code):
@@ -248,6 +249,7 @@ def assert_norm_gradient(ours, arguments, norms, case):
 
 
 @pytest.mark.kernel
+@pytest.mark.alternate
 @pytest.mark.parametrize("case", NORM_CASES)
 @pytest.mark.parametrize(
     ("norms", "dtype", "programs"),

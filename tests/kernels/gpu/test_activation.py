@@ -170,7 +170,7 @@ def kept(shape, activation, gated, code, group_size):
 @cases
 def test_backward(shape, code, group_size, activation, gated):
     arguments, scale = kept(shape, activation, gated, code, group_size)
-    for fmt, has_bias in OUTPUTS:
+    for fmt, has_bias in OUTPUTS[:1] + OUTPUTS[-1:] if INTERPRETED and shape[0] > 16 else OUTPUTS:
         top = torch.full((), 3e4, device=DEVICE) if fmt else None
         how = (scale, top, fmt, has_bias, activation, code, group_size)
         assert_same(activation_backward, *arguments, *how, sums=3 if fmt else None)
