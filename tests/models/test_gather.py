@@ -506,7 +506,7 @@ def _refused(rank: int) -> None:
     assert [name.split(".")[-2] for name in report.fp8] == ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
     assert (
         report.left_alone["model.layers.0.mlp.up_proj.weight"]
-        == "its 688 rows are no multiple of 128 and of 2 processes"
+        == "its 304 rows are no multiple of 128 and of 2 processes"
     )
     assert "5 weights travel in FP8" in str(report)
     passes(model, [0])

@@ -87,7 +87,7 @@ def exact_results(*which: Any) -> dict[str, Tensor]:
 @functools.lru_cache
 def floor_of(grad_format: str, in_blocks: bool, *which: Any) -> dict[str, float]:
     """By tensor: noise of FP8 GEMMs alone."""
-    model, inputs = made(*which)
+    model, inputs = _made(*which)  # emulated in a copy
     emulated = run(emulate_fp8_gemms(model, grad_format, in_blocks), inputs)
     return {name: relative_noise(exact, emulated[name]) for name, exact in exact_results(*which).items()}
 
@@ -194,6 +194,8 @@ THOROUGH = [
     ("starcoder2", "packed", FP32),
     ("gpt_oss", "packed", FP32),  # routers of two experts, sinks of four heads
 ]
+# With how many seeds CI begins where 4 are too few: by chance a tensor of Llama loses 0.9 dB there, of Starcoder2 more.
+BEGIN_WITH = {"llama": SEEDS // 2, "starcoder2": SEEDS // 2, "gpt_oss": SEEDS}
 # Their parts and masks are those of the kinds above; in CI over fewer seeds.
 LATE = [*(("llama", mask, BF16) for mask in MASKS[1:]), ("mistral", "causal", BF16), ("qwen2", "packed", BF16)]
 OTHERS = [kind for kind in KINDS if kind not in {kind for kind, _, _ in THOROUGH + LATE}] + ["mistral", "qwen2"]
@@ -206,13 +208,13 @@ def test_converted_model_is_as_good_as_fp8_gemms_alone(
     kind: str, mask: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     in_ci = device == CPU and (kind, mask, dtype) in THOROUGH
-    check_every_tensor(kind, mask, dtype, device, SEEDS // 2 if in_ci and kind != "gpt_oss" else SEEDS)
+    check_every_tensor(kind, mask, dtype, device, BEGIN_WITH.get(kind, SEEDS // 4) if in_ci else SEEDS)
 
 
 def check_every_tensor(kind: str, mask: str, dtype: torch.dtype, device: torch.device, seeds: int = SEEDS) -> None:
     """One of 5,000 tensors is above the limit by chance over 16 seeds (a bias: 1.28 dB, over 48 seeds 0.48). What is
     lost in truth is lost over 48 as well, where chance is smaller by the root of three; and all tensors are held then.
-    CI begins with 8, where none of dense models has lost more than 0.7 dB.
+    CI begins with fewer.
     """
     for count in (seeds, 3 * SEEDS):
         (losses,) = losses_in_db(kind, mask, [Recipe()], count, dtype=dtype, device=device)
@@ -276,9 +278,10 @@ RECIPES = {
 
 
 def test_recipes_stay_within_the_limit() -> None:
-    """All in one: what they are held against is the same. Over 4 seeds, and over 16 where a tensor loses more then."""
-    for seeds in (SEEDS // 4, SEEDS):
-        losses = dict(zip(RECIPES, losses_in_db("llama", "causal", list(RECIPES.values()), seeds)))
+    """All in one: what they are held against is the same. Layers together, and by itself where more is lost then."""
+    for seeds, by_layer in ((FEW_SEEDS["cpu"], False), (SEEDS, True)):
+        found = losses_in_db("llama", "causal", list(RECIPES.values()), seeds, by_layer=by_layer)
+        losses = dict(zip(RECIPES, found))
         if not any(map(offenders, losses.values())):
             return
     raise AssertionError(str({name: offenders(of_one) for name, of_one in losses.items()}))

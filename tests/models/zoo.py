@@ -47,7 +47,7 @@ def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides:
     model_class = getattr(importlib.import_module(family.module), family.causal)
     values = dict(  # noqa: C408
         hidden_size=256,
-        intermediate_size=688,
+        intermediate_size=304,  # two groups of 128 and a part of one
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
