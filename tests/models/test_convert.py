@@ -56,7 +56,7 @@ def test_parameters_names_and_state_dict_are_shared(kind: str) -> None:
     assert type(pickle.loads(pickle.dumps(layer))) is type(layer)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every_kind())
 def test_eval_and_generate_are_untouched(kind: str) -> None:
     model = make_model(kind, layers=2)
     original = copy.deepcopy(model).eval()
@@ -163,7 +163,7 @@ class _Wrapped(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every_kind())
 def test_a_module_replaced_as_a_whole_is_left_to_the_original(kind: str) -> None:
     model = make_model(kind, layers=2)
     original = copy.deepcopy(model)
@@ -530,9 +530,9 @@ def test_training_in_eval_mode_is_told() -> None:
         # In CI the cores once; wirings: tests/block/test_run.py.
         *(pytest.param(*kind.values, Recipe(), marks=kind.marks) for kind in every_kind(CORES)),
         ("starcoder2", Recipe.leanest()),
-        ("olmo2", Recipe.leanest()),
         ("llama", Recipe(linear_scaling="block")),
-        ("starcoder2", Recipe(linear_scaling="block")),
+        pytest.param("olmo2", Recipe.leanest(), marks=pytest.mark.nightly),
+        pytest.param("starcoder2", Recipe(linear_scaling="block"), marks=pytest.mark.nightly),
     ],
 )
 def test_compiles_without_graph_breaks(kind: str, recipe: Recipe, device: torch.device) -> None:
