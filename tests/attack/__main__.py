@@ -22,9 +22,9 @@ from typing import Any
 
 # Module; cases of the long attack, of a minute's and of CI's.
 KINDS = {
-    "configs": ("configs", 2000, 36, 8), "kills": ("interruptions", 1000, 10, 3), "damage": ("damage", 300, 10, 3),
-    "disk": ("interruptions", 100, 6, 2), "two": ("interruptions", 60, 3, 1), "library": ("library", 700, 40, 14),
-    "processes": ("processes", 200, 6, 4),
+    "configs": ("configs", 2000, 36, 6), "kills": ("interruptions", 1000, 10, 2), "damage": ("damage", 300, 10, 2),
+    "disk": ("interruptions", 100, 6, 1), "two": ("interruptions", 60, 3, 1), "library": ("library", 700, 40, 10),
+    "processes": ("processes", 200, 6, 3),
 }  # fmt: skip
 SIZES = ("long", "minute", "short")
 
