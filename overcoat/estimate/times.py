@@ -150,7 +150,7 @@ class Cluster(NamedTuple):
 
     def check(self) -> Cluster:
         """Itself; ValueError if there is no such cluster."""
-        if self.gpus % self.nodes or self.network <= 0:
+        if self.gpus % self.nodes or not self.network > 0:
             raise ValueError(
                 f"--gpus {self.gpus} --nodes {self.nodes} --network {self.network / 1e9:g}: as many GPUs in each host, "
                 "and a rate above 0"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from overcoat import Recipe, cli
@@ -45,6 +47,12 @@ def test_what_shows_of_gathering_and_reducing(cluster, links):
     assert times.links == pytest.approx(links)
     twice = step_times(WORK, SIZES, 2, False, cluster)
     assert (twice.forward, twice.links, twice.optimizer) == (2.0, pytest.approx(2 * links), times.optimizer)
+
+
+@pytest.mark.parametrize("cluster", [Cluster(3, 2), Cluster(network=0.0), Cluster(network=math.nan)])
+def test_a_cluster_that_cannot_be_is_refused(cluster):
+    with pytest.raises(ValueError, match="and a rate above 0"):
+        cluster.check()
 
 
 def test_what_travels_in_fp8_is_summed_in_fp32_and_read_on_another_gpu():
