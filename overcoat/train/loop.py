@@ -218,15 +218,17 @@ def evaluate_tasks(state: TrainState, config: Config, tasks: Tasks, tokenizer: A
 def _in_memory(state: TrainState, config: Config, compute: Callable[[int], T]) -> T:
     """What `compute` returns, given a number of rows that fit at once."""
     size = state.fit.micro_batch
-    while True:
+    # The passes of several processes go together: fewer rows in one would leave the others waiting.
+    while size > 1 and process.count() == 1:
         try:
             return compute(size)
         except RuntimeError as error:
-            # The passes of several processes go together: fewer rows in one would leave the others waiting.
-            if size == 1 or not is_out_of_memory(error) or process.count() > 1:
+            if not is_out_of_memory(error):
                 raise
         free_memory(state.device, config)
         size = size // 2
+    with whatever_the_batch("an evaluation"):
+        return compute(size)
 
 
 def _mean_loss(state: TrainState, config: Config, rows: np.ndarray, size: int) -> float:

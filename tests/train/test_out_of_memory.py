@@ -270,7 +270,7 @@ def test_an_evaluation_that_does_not_fit_takes_fewer_rows(
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1]
     assert (state.model.training, state.fit) == (True, Fit(4))
     monkeypatch.setattr(loop, "summed_loss", run_out_of_memory)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(DoesNotFitError, match="an evaluation ran out of memory, whatever the batch"):
         loop.evaluate(state, config, rows)
     assert state.model.training
 
