@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -157,17 +158,27 @@ def load_model(
     return model.to(device)
 
 
-def check_vocabulary(model: Any, num_ids: int, is_tokens: bool) -> None:
-    """Token ids at or above the size of the embedding would be an IndexError, or an assertion on the GPU; they come
-    from the tokenizer, or from binaries (`is_tokens`)."""
-    size = model.get_input_embeddings().num_embeddings
+def check_tables(model: Any, num_ids: int, config: Config) -> None:
+    """Token ids or positions beyond a table of embeddings would be an IndexError, or an assertion on the GPU; ids below
+    `num_ids` come from the tokenizer, or from binaries."""
+    size, length, most = model.get_input_embeddings().num_embeddings, config.data.sequence_length, num_positions(model)
     what, remedy = (
         (f"data.files hold the token id {num_ids - 1}",
          f"it must be at least {num_ids}, unless data.token_dtype is not the files' own")
-        if is_tokens
+        if config.data.is_tokens
         else (f"the tokenizer has {num_ids} tokens", "use the model's own tokenizer, or a smaller tokenizer.vocab_size")
     )  # fmt: skip
     require(num_ids <= size, f"{what}, but the model's vocabulary (model.config.vocab_size) is {size}: {remedy}")
+    require(length <= most, f"data.sequence_length = {length}: the model has {most} positions; lower it to that")
+
+
+def num_positions(model: Any) -> int:
+    """Positions that a model has embeddings of; sys.maxsize where it computes them (rotary)."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    # OPT's has two rows more.
+    sizes = {table.num_embeddings for table in tables if table is not model.get_input_embeddings()}
+    return most if most and sizes & {most, most + 2} else sys.maxsize
 
 
 def _inline(model: ModelConfig) -> tuple[str, dict[str, Any]]:
@@ -190,6 +201,12 @@ def _inline(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     return model_type, values
 
 
+def _own_name(model_type: str, key: str) -> str:
+    """What a model type calls a key: GPT-2 n_layer for num_hidden_layers."""
+    config = load_extra("transformers", "hf", "building the model").AutoConfig.for_model(model_type)
+    return str(config.attribute_map.get(key, key))
+
+
 def check_builds(model: ModelConfig, device: torch.device) -> None:
     """Refuse [model.config] whose names are right but whose values make no model, or one whose weights alone are more
     than the memory of `device`, by making it without memory."""
@@ -198,9 +215,7 @@ def check_builds(model: ModelConfig, device: torch.device) -> None:
     if "vocab_size" not in values:  # the tokenizer will say; it has the ids that are given
         ids = [value for key, value in values.items() if key.endswith("_token_id") and isinstance(value, int)]
         values["vocab_size"] = max([2, *ids]) + 1
-
-    aliases = getattr(type(transformers.AutoConfig.for_model(model_type)), "attribute_map", {})
-    key = aliases.get("num_hidden_layers", "num_hidden_layers")
+    key = _own_name(model_type, "num_hidden_layers")
     depth, known = values.get(key), memory_of(device)
     if isinstance(depth, int):
         require(depth >= 1, f"model.config.{key} = {depth}: a model has at least one layer")
@@ -235,7 +250,7 @@ def inline_config(model: ModelConfig, tokenizer: Any | None, length: int) -> Any
         for name in ("bos_token_id", "eos_token_id"):
             values.setdefault(name, getattr(tokenizer, name))
     require("vocab_size" in values, "model.config.vocab_size: needed for token binaries without a tokenizer")
-    values.setdefault("max_position_embeddings", length)
+    values.setdefault(_own_name(model_type, "max_position_embeddings"), length)
     return transformers.AutoConfig.for_model(model_type, **values)
 
 

@@ -302,7 +302,7 @@ class MemoryConfig:
 @dataclass(frozen=True)
 class SampleConfig:
     prompt: str = option("", "text that the sample at the end continues; empty begins a new document")
-    tokens: int = option(64, "tokens to generate; 0 generates none", at_least=0, at_most=2**16)
+    tokens: int = option(64, "tokens to generate, within the model's positions; 0: none", at_least=0, at_most=2**16)
     temperature: float = option(0.8, "0 is greedy", at_least=0)
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from overcoat import memory
 from overcoat.models.compiled import compile_layers, eager
 from overcoat.optim.sharding import local
 from overcoat.train import checkpoint, process, saving
-from overcoat.train.build import build_model, check_config, check_vocabulary, make_optimizer
+from overcoat.train.build import build_model, check_config, check_tables, make_optimizer, num_positions
 from overcoat.train.chat import prompt_ids
 from overcoat.train.config import Config, said_of
 from overcoat.train.configfile import build_config, dump_toml
@@ -226,11 +226,10 @@ def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -
     recipe = recipe_of(config, fit)
     if process.count() > 1:
         model, report = build_sharded(config, corpus.tokenizer, device, recipe)
-        check_vocabulary(model, corpus.num_ids, config.data.is_tokens)
     else:
         model = build_model(config, corpus.tokenizer, device)
-        check_vocabulary(model, corpus.num_ids, config.data.is_tokens)
         report = overcoat.convert(model, recipe, strict=True)
+    check_tables(model, corpus.num_ids, config)
     forget_peak(device)
     optimizer = make_optimizer(model, config.optimizer, config.train.seed)
     if config.optimizer.release_gradients:
@@ -277,6 +276,8 @@ def generate_sample(config: Config, corpus: Corpus, state: TrainState) -> str:
     if tokenizer is None or not wanted.tokens:
         return ""
     ids = prompt_ids(config.data, tokenizer, wanted.prompt) or [tokenizer.eos_token_id]
+    room = num_positions(state.model)
+    ids = ids[-room:]
     inputs = torch.tensor([ids], device=state.device)
     state.model.eval()
     choice = {"do_sample": True, "temperature": wanted.temperature, "top_k": 50} if wanted.temperature else {}
@@ -285,7 +286,7 @@ def generate_sample(config: Config, corpus: Corpus, state: TrainState) -> str:
         output = state.model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            max_new_tokens=wanted.tokens,
+            max_new_tokens=min(wanted.tokens, room + 1 - len(ids)),
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
             synced_gpus=process.count() > 1,
             **choice,

@@ -195,6 +195,15 @@ def test_a_stop_in_the_last_step_starts_no_twin(
     assert [result.steps for result in run(config, console)] == [3, 3]
 
 
+def test_rows_and_samples_stay_within_a_table_of_positions(make_config: MakeConfig, console: Console) -> None:
+    gpt = ('model.config={model_type="gpt2", n_embd=128, n_layer=1, n_head=2, n_positions=32, attn_pdrop=0.0, '
+           "resid_pdrop=0.0, embd_pdrop=0.0}")  # fmt: skip
+    words = (gpt, "train.steps=1", "schedule.warmup_steps=0", "sample.tokens=40", "sample.prompt=alpha beta")
+    with pytest.raises(ValueError, match=r"data\.sequence_length = 33: the model has 32 positions"):
+        run_once(make_config(*words, "data.sequence_length=33"), console, "long")
+    assert run_once(make_config(*words), console, "gpt").sample.startswith("alpha beta")
+
+
 def test_ids_beyond_the_vocabulary_are_found_before_training(
     finished: tuple, make_config: MakeConfig, console: Console, tmp_path: Path
 ) -> None:
