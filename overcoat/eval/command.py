@@ -96,9 +96,8 @@ def _documents(text: str, parsed: argparse.Namespace) -> list[str]:
         found = itertools.islice(_read(text, parsed.text_key), parsed.limit)
         documents = [document for document in found if document.strip()]
     except ValueError as error:  # which names the keys of training
-        # What reads them speaks of a configuration's keys.
-        reason = str(error).removeprefix("data.files: ").replace("data.text_key", "--text-key")
-        raise ValueError(f"--text {text}: {reason}") from error
+        why = str(error).removeprefix("data.files: ").replace("data.text_key", "--text-key")
+        raise ValueError(f"--text {text}: {why}") from error
     require(bool(documents), f"--text {text}: there is no text")
     return ["\n\n".join(documents)] if parsed.joined else documents
 

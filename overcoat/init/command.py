@@ -27,7 +27,7 @@ from overcoat.train.sources import NOT_TEXT, ROWS, find_files, read_documents, r
 
 GIBI = 2**30
 ASKED = {"model": "Model (a Hugging Face name, a folder, or a built-in shape)", "data": "Data (files or a dataset)"}
-# Of a model's configuration: what the tokenizer or other keys say, and what is no matter of training.
+# Keys of a model's configuration that are not written: other keys decide them, or training does not need them.
 UNTOLD = (
     "vocab_size", "architectures", "transformers_version", "dtype", "torch_dtype", "quantization_config",
     "_attn_implementation",

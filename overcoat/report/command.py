@@ -178,9 +178,7 @@ def training(runs: list[Run], by_tokens: bool) -> Iterator[str]:
     yield chart("Tokens per second", "", lines("tokens_per_second"), x_name=x_name, zero=True)
     yield chart("Gradient norm", "before clipping, running mean", norms, x_name=x_name, log=True)
     yield chart("Learning rate", "", lines("lr"), x_name=x_name, zero=True)
-    peaks = [
-        one._replace(points=[(x, y / 2**30) for x, y in one.points]) for one in lines("peak_bytes")
-    ]  # fmt: skip
+    peaks = [one._replace(points=[(x, y / 2**30) for x, y in one.points]) for one in lines("peak_bytes")]
     yield chart("Peak memory", "GiB so far", peaks, x_name=x_name, zero=True)
     yield chart("Attention", "largest log-sum-exp in a held-out row", lines("attention_score", "eval"), x_name=x_name)
     for task in dict.fromkeys(name for run in runs for name in _tasks(run)):

@@ -57,7 +57,7 @@ def examples(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def texts(data: DataConfig) -> Iterator[str]:
-    """What is said in all conversations, for a tokenizer that is trained on it."""
+    """The text of all conversations, to train a tokenizer on."""
     for _, example in examples(data):
         for said in (example[name] for name in ("messages", "prompt", "completion") if name in example):
             parts = [said] if isinstance(said, str) else [each.get("content") for each in said]

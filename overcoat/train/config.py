@@ -43,9 +43,9 @@ def require(condition: bool, message: str) -> None:
 
 @contextlib.contextmanager
 def said_of(what: str, kinds: type[Exception] = ValueError, after: str = "") -> Iterator[None]:
-    """What goes wrong inside, as a ValueError of one line that begins with `what`.
+    """Re-raise errors inside as a ValueError of one line that begins with `what`.
 
-    kinds: what is caught; Exception where a library is asked, which may say much.
+    kinds: what is caught; Exception where a library is called, whose messages may be long.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a model in memory is worth: perplexity on text, and the tasks of lm-evaluation-harness.
+"""Evaluate a model in memory: perplexity on text, and the tasks of lm-evaluation-harness.
 
 Of a text every token is predicted, the first one from the tokenizer's begin-of-text token (else end-of-text):
 

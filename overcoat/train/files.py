@@ -50,8 +50,8 @@ def lock(path: Path, busy: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What libraries raise when they cannot write, as an OSError: of PyTorch, safetensors and tokenizers none says that
-    the disk is full."""
+    """Re-raise a library's error in writing as an OSError with the bytes free on the disk: PyTorch, safetensors and
+    tokenizers do not say that it is full."""
     try:
         yield
     except (OSError, OutOfMemoryError):
@@ -63,7 +63,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(path: Path) -> Iterator[None]:
-    """What libraries raise on a file of a checkpoint that is whole and yet not what it should be, as a ValueError."""
+    """Re-raise a library's error in reading a checkpoint, undamaged but not as it should be, as a ValueError."""
     try:
         yield
     except OutOfMemoryError:

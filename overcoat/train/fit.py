@@ -83,7 +83,7 @@ def next_leaner(config: Config, fit: Fit) -> Fit | None:
 
 
 def leanest(fits: Iterable[Fit]) -> Fit:
-    """The fit that has what any of them has less."""
+    """The fewest rows of all fits, with block checkpoints if any has them."""
     rows, checkpoints = zip(*fits, strict=True)
     return Fit(min(rows), any(checkpoints))
 

@@ -141,8 +141,8 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
 
 
 def _agreeing(state: TrainState, rows: np.ndarray, loss: torch.Tensor) -> torch.Tensor:
-    """The loss of one process, whose backward has gradients of the parameters that those of all have; `rows` pass in
-    all of them together, and may have images in some."""
+    """This process' loss, whose backward gives a gradient to every parameter that any process has one for: FSDP2 sums
+    the same parameters in all. `rows`: of all processes in this forward pass; some may have images."""
     if not any(state.images.paths[number] for number in conversations(rows)):  # type: ignore[union-attr]
         return loss
     if state.with_images is None:
@@ -165,8 +165,8 @@ def _next_rows(state: TrainState, config: Config) -> np.ndarray:
 
 @contextlib.contextmanager
 def naming_config(config: Config) -> Iterator[None]:
-    """What the code of an inline model raises inside, as a ValueError: transformers checks the types of [model.config],
-    and few of its values."""
+    """Re-raise errors of an inline model's code as a ValueError that names [model.config]: transformers checks the
+    types of its values, and few of the values."""
     try:
         yield
     except Exception as error:

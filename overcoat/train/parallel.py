@@ -128,8 +128,8 @@ class _ZeroGradients(torch.autograd.Function):
 
 
 def reached(model: Any, loss: torch.Tensor) -> list[str]:
-    """Which of the parameters outside of layers that are cut, and so whole now, the backward of any process' loss will
-    have gradients of."""
+    """Names of the parameters that the backward of any process' loss reaches, without those that are cut now (of
+    decoder layers)."""
     named = base_model(model).named_parameters()
     names = {id(each): name for name, each in named if each.requires_grad and not isinstance(each, DTensor)}
     waiting, seen, found = [loss.grad_fn], set[Any]([None]), set()
@@ -143,8 +143,8 @@ def reached(model: Any, loss: torch.Tensor) -> list[str]:
 
 
 def with_gradients(model: Any, loss: torch.Tensor, names: list[str]) -> torch.Tensor:
-    """The loss, whose backward has gradients of all these parameters, be they zeros: a tower's, of rows without images.
-    All processes must sum gradients of the same parameters."""
+    """The loss, whose backward also gives zero gradients to the parameters `names`: to a tower's where no row has an
+    image. All processes must sum gradients of the same parameters."""
     named = dict(base_model(model).named_parameters())
     return _ZeroGradients.apply(loss, *(named[name] for name in names))
 

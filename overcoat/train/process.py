@@ -1,8 +1,7 @@
-"""What one process is in a run: its device, its memory, its place among the others, how it is told to stop.
+"""One process of a run: its device, its memory, its rank, what the processes agree on, how it is told to stop.
 
 torchrun starts the processes of a run and says by the environment which one each is (RANK, WORLD_SIZE, LOCAL_RANK).
-What differs between them is decided here, and asked for by the rest of the trainer. With one process every function
-below is what it is for that process, and nothing is sent.
+The rest of the trainer asks this module for whatever differs between processes. With one process nothing is sent.
 
     share       what the first process reads or chooses, on all of them
     largest     numbers on which all must agree: whether to stop, how many rows fit
@@ -122,9 +121,9 @@ def leave(status: int) -> int:
 
 
 def may_report(text: str, is_cause: bool = True) -> bool:
-    """Whether this process says why the run fails: the first one that knows. What merely follows from another's end
-    (`is_cause` False) is said if nobody else does, and nobody ends this process while it waits for that. torchrun gets
-    the text, too."""
+    """Whether this process says why the run fails: the first one with a cause does. An error that only follows from
+    another process' end (`is_cause` False) is said if after SECONDS_FOR_THE_CAUSE no process has said a cause. torchrun
+    gets the text, too."""
     if not is_one_of_many():
         return True
     if not is_cause:

@@ -72,10 +72,10 @@ class RunResult:
 
 def run(config: Config, console: Console) -> list[RunResult]:
     """The configured run, then its twin if [compare] asks for one; both resume if they were interrupted."""
-    twin = twin_config(config) if config.compare.overrides else None
-    check_before_training(config)
-    if twin is None:
+    if not config.compare.overrides:
         return [run_once(config, console, "Overcoat")]
+    twin = twin_config(config)
+    check_before_training(config)
     again = ""
     try:  # the same of the second run, before the first one has spent its hours
         check_before_training(twin)
