@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from overcoat.block.mlp import Mlp
-from overcoat.models.family import Family, Modules, class_name, original_class
+from overcoat.models.family import LIBRARIES, Family, Modules, class_name, original_class
 from overcoat.models.lora import base_of, parts_of, why_not_plain
 
 # transformers' names of the activations, and ours.
@@ -157,6 +158,19 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
             return f"attn_implementation is {kind!r}, whose layers get no mask for their window: use sdpa"
     if not family.encoder and getattr(config, "is_causal", True) is False:
         return "config.is_causal is False; only causal attention is supported"
+    return None if is_compiled else _why_other_attention(kind)
+
+
+def _why_other_attention(kind: Optional[str]) -> Optional[str]:
+    """Who put attention of their own in the place of PyTorch's or transformers', as context parallelism does."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
+        return f"F.scaled_dot_product_attention was replaced, by {F.scaled_dot_product_attention.__module__}'s"
+    if kind in ALL_ATTENTION_FUNCTIONS and "/" not in str(kind):  # not one of the hub's kernels
+        source = getattr(ALL_ATTENTION_FUNCTIONS[kind], "__module__", "")
+        if not source.startswith(LIBRARIES):
+            return f"attention of kind {kind!r} was replaced, by {source}'s"
     return None
 
 

@@ -12,7 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, HeliumConfig, HeliumForCausalLM, PhiConfig, PhiForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
 
 import overcoat
 from overcoat import Recipe
@@ -259,6 +266,23 @@ def test_a_forward_that_was_replaced_for_all_objects_of_a_class_is_not_left_out(
     with pytest.warns(UserWarning, match="LlamaMLP"):
         assert "the forward of all LlamaForCausalLM was replaced" in overcoat.convert(model).head.detail
     assert model(input_ids=None, labels=None) == "its own"
+
+
+def test_attention_that_was_replaced_for_all_models_is_not_left_out(monkeypatch: Any) -> None:
+    """As context parallelism does, PyTorch's or DeepSpeed's: a process would attend to its own tokens alone."""
+    model = make_model(layers=1)
+    overcoat.convert(model)
+    sdpa, kinds = F.scaled_dot_product_attention, AttentionInterface._global_mapping
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", lambda *args, **options: sdpa(*args, **options))
+        with pytest.warns(
+            UserWarning, match=r"original precision: F.scaled_dot_product_attention was replaced, by tes"
+        ):
+            model(**make_batch())
+    function = kinds["sdpa"]
+    monkeypatch.setitem(kinds, "sdpa", lambda *args, **options: function(*args, **options))
+    with pytest.warns(UserWarning, match=r"original precision: attention of kind 'sdpa' was replaced, by tests.models"):
+        model(**make_batch())
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "position_embeddings"])
