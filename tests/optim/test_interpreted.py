@@ -32,7 +32,7 @@ for kind, name in ((Counters, "take_step"), (Plan, "launch")):
     setattr(kind, name, counted)
 
 
-def run(batch_bytes=None, broken=False, steps=3, **options):
+def run(batch_bytes=None, broken=False, steps=2, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 40), nn.GELU(), nn.Linear(40, 16), nn.LayerNorm(16)).bfloat16()
     optimizer = AdamW(model.parameters(), lr=1e-2, **options)
@@ -41,7 +41,7 @@ def run(batch_bytes=None, broken=False, steps=3, **options):
     for name in launches:
         launches[name] = 0
     for step in range(steps):
-        if broken and step == 2:
+        if broken and step == 1:
             model[2].weight.register_hook(lambda grad: grad * torch.inf)
         x = torch.randn(5, 16, generator=torch.Generator().manual_seed(step)).bfloat16()
         model(x).float().square().mean().backward()
@@ -61,25 +61,25 @@ def check(expected, found, counted, chunks):
     assert same_bits(expected[2], found[2])
     torch.testing.assert_close(expected[1].grad_norm, found[1].grad_norm, rtol=1e-6, atol=0)
     assert launches["take_step"] == counted, launches
-    assert launches["launch"] > 9 if chunks else launches["launch"] == 6, launches
+    assert launches["launch"] > 6 if chunks else launches["launch"] == 4, launches
 
 
 ordinary = run()
-assert launches == {"take_step": 3, "launch": 3}, launches
+assert launches == {"take_step": 2, "launch": 2}, launches
 offload = {"offload": True, "offload_buffer": 3 * 1000}
-check(ordinary, run(**offload), 3, True)
-check(ordinary, run(900), 6, False)  # two batches a step
-check(ordinary, run(900, **offload), 6, True)
+check(ordinary, run(**offload), 2, True)
+check(ordinary, run(900), 4, False)  # two batches a step
+check(ordinary, run(900, **offload), 4, True)
 
 model, optimizer, _ = run(900, broken=True)
 assert optimizer.skipped_steps == 1
-assert [int(optimizer.state[p]["step"]) for p in model.parameters()] == [3, 3, 2, 3, 3, 3]
+assert [int(optimizer.state[p]["step"]) for p in model.parameters()] == [2, 2, 1, 2, 2, 2]
 moved = [not torch.equal(p, q) for p, q in zip(ordinary[0].parameters(), model.parameters())]
 assert moved == [False, False, True, False, False, False]
 
 # States that are cleared are freed at once, with all that was made of them for the kernels.
 for options in ({}, {"batch_bytes": 900}):
-    model, optimizer = run(steps=2, **options)[:2]
+    model, optimizer = run(**options)[:2]
     old = [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
     gc.disable()
     for state in optimizer.state.values():
