@@ -33,6 +33,7 @@ from overcoat.optim.state import state_fields
 SLACK_OF_LASTING, SLACK_OF_GRADIENTS, SLACK_OF_MOVING = 0.01, 0.08, 0.16
 CONTEXT = 900 * 2**20
 NCCL = 720 * 2**20
+MOST_TOKENS = 2**40  # whose tensors have sizes below 2**63 bytes
 # Components that are there during the whole step.
 LASTING = ("weights", "remainders", "moments", "offload buffers", "libraries")
 
@@ -139,6 +140,8 @@ class Predictor:
         for name, value in (("batch", batch), ("sequence", sequence), ("gpus", gpus)):
             if value < 1:
                 raise ValueError(f"{name} {value!r} must be at least 1")
+        if batch * sequence > MOST_TOKENS:
+            raise ValueError(f"batch {batch} x sequence {sequence}: must be at most {MOST_TOKENS} tokens")
         if gpus > 1 and sees(self.config):
             raise ValueError(
                 f"gpus {gpus}: a {self.config.model_type} model is estimated on one GPU only; use --gpus 1"

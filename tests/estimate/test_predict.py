@@ -305,7 +305,13 @@ def test_a_setup_that_cannot_be(change, message):
         replace(Setup(), **change)
 
 
-@pytest.mark.parametrize("name", ["batch", "sequence", "gpus"])
-def test_numbers_below_one(name):
-    with pytest.raises(ValueError, match=f"{name} 0 must be at least 1"):
-        predict(make_model("llama", layers=1).config, **{"batch": 1, "sequence": 32, name: 0})
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        *((name, 0, f"{name} 0 must be at least 1") for name in ("batch", "sequence", "gpus")),
+        ("batch", 2**36, "at most"),
+    ],
+)
+def test_numbers_that_cannot_be(name, value, said):
+    with pytest.raises(ValueError, match=said):
+        predict(make_model("llama", layers=1).config, **{"batch": 1, "sequence": 32, name: value})
