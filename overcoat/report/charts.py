@@ -81,7 +81,7 @@ def chart(
     title: str, unit: str, series: Iterable[Series], *, x_name: str = "step", log: bool = False, zero: bool = False,
     labels: list[str] | None = None, note: str = "", settles: bool = False,
 ) -> str:  # fmt: skip
-    """A chart, or nothing where no series has a point.
+    """A chart of what is finite, or nothing where no series has a point.
 
     Args:
         log: a logarithmic axis where values span a factor of five and more.
@@ -89,7 +89,8 @@ def chart(
         settles: the first twentieth of a long line does not widen the axis, and may leave it.
         labels: of a step's phases, which x = 0, 1, ... are; the axis has their kinds.
     """
-    drawn = [one._replace(look="dots") if len(one.points) == 1 else one for one in series if one.points]
+    known = [one._replace(points=[(x, y) for x, y in one.points if math.isfinite(y)]) for one in series]
+    drawn = [one._replace(look="dots") if len(one.points) == 1 else one for one in known if one.points]
     faint = [one for one in drawn if one.look != "faint"] or drawn  # what is faint may be cut off
     values = [y for one in faint for _, y in one.points[_left_out(one, settles) :] if y > 0 or not log]
     if not values:
@@ -149,9 +150,7 @@ def _left_out(one: Series, settles: bool) -> int:
 
 
 def _path(one: Series, across: Callable[[float], float], up: Callable[[float], float]) -> str:
-    places = [
-        (SIDE * across(x), SIDE * (1 - min(1.5, max(-0.5, up(y))))) for x, y in thinned(one.points) if math.isfinite(y)
-    ]
+    places = [(SIDE * across(x), SIDE * (1 - min(1.5, max(-0.5, up(y))))) for x, y in thinned(one.points)]
     wide = SIDE * (across(1.0) - across(0.0))  # of a phase: a value from its place to the next one
     if one.look == "dots":
         line = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from overcoat import cli
+from overcoat.report.charts import Series, chart
 from overcoat.report.command import memory
 from overcoat.report.runs import read_runs
 from overcoat.train.configfile import build_config
@@ -105,6 +107,13 @@ def test_memory_is_the_estimate_and_what_was_measured(folder: Path, text: str) -
     assert [y for _, y in stack[0]["p"]] == on_cpu
     for above, below in itertools.pairwise(stack):
         assert all(a[1] >= b[1] for a, b in zip(above["p"], below["p"]))
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_what_is_not_finite_is_left_out(lost: float) -> None:
+    points = [(1.0, 1.0), (2.0, 2.0)]
+    expected, found = (chart("loss", "", [Series("a", "c0", of)]) for of in (points, [*points, (3.0, lost)]))
+    assert found == expected
 
 
 def test_a_chart_of_memory_that_is_not_estimated_is_left_out(folder: Path, tmp_path: Path) -> None:
