@@ -39,12 +39,13 @@ Figures = list[tuple[str, int, int | None]]
 
 
 def reporting(train_step: Step, say: Callable[[str], None]) -> Step:
-    """`train_step`, whose second call that does not raise is measured and reported."""
+    """`train_step`, whose second call that does not raise is measured and reported; the first if no other is left."""
     num_taken = 0
 
     def step(state: TrainState, config: Config) -> Any:
         nonlocal num_taken
-        is_measured = process.is_first() and num_taken + 1 == min(MEASURED_STEP, config.train.steps)
+        is_due = num_taken + 1 == MEASURED_STEP or (not num_taken and state.step + 1 == config.train.steps)
+        is_measured = is_due and process.is_first()
         record = _measured(train_step, say, state, config) if is_measured else train_step(state, config)
         num_taken += 1
         return record

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from overcoat.train.config import Config
+from overcoat.train.loop import RunStoppedError
 from overcoat.train.run import run_once
-from tests.train.runs import MakeConfig
+from tests.train.runs import MakeConfig, stop_at
 
 # Wide enough that the scalars of a step do not matter.
 WIDE = ("model.config.hidden_size=256", "model.config.intermediate_size=512", "tokenizer.vocab_size=1024")
@@ -54,6 +55,14 @@ def test_a_real_step_is_what_was_predicted(make_config: MakeConfig, console: Con
     assert [phase["label"] for phase in data["measured"]] == [phase["label"] for phase in data["predicted"]]
     assert "peak of the step" in (Path(config.train.run_dir) / "memory.txt").read_text()
     assert (Path(config.train.run_dir) / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_resumed_for_one_step_measures_that(make_config: MakeConfig, console: Console) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(2, patch)
+        with pytest.raises(RunStoppedError):
+            run_once(make_config(*SHORT), console, "stopped")
+    assert report(make_config(*SHORT, "memory.report=true"), console)["measured"]
 
 
 @pytest.mark.gpu
