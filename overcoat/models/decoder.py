@@ -174,10 +174,10 @@ def _linear(layers: tuple[Any, ...], orders: tuple[Optional[Order], ...] = (), s
     own = [base._parameters for base in bases]  # `base.weight` would take three times as long
     if type(bases[0]) is not nn.Linear and is_conv1d(bases[0]):
         orders = (Order(transposed=True),)
-    if "weight" not in own[0]:
+    if not all("weight" in each for each in own):
         raise ValueError(
-            "nn.DataParallel's copies have no parameters: start a process for each (torchrun, accelerate launch) or "
-            "show one GPU (CUDA_VISIBLE_DEVICES=0)"
+            "the weight of a linear layer is no parameter. If these are nn.DataParallel's copies, start a process for "
+            "each GPU (torchrun, accelerate launch) or show one (CUDA_VISIBLE_DEVICES=0)"
         )
     adapters = [Adapter(*active, place) for place, layer in others for active in active_adapters(layer)]
     return Linear(

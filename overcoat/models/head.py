@@ -204,11 +204,6 @@ def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None
     scale = _logit_scale(model)
 
     def made_by_head(logits: Tensor, *_: Any, **__: Any) -> Tensor:
-        if logits.numel() > 1:
-            raise ValueError(
-                f"lm_head made {tuple(logits.shape)} where its loss was to come: its forward was replaced on the "
-                "object. Replace it before overcoat.convert, or convert with Recipe(head=None)"
-            )
         # The model multiplies what it takes for logits; `loss` has been told of that before the product.
         return logits if scale == 1.0 else logits / scale
 
@@ -274,8 +269,6 @@ def why_head_unsupported(model: nn.Module) -> Optional[str]:
     head = model.get_submodule(whole.head)
     if type(head) is not nn.Linear and not isinstance(head, LossHead):
         return f"lm_head is a {class_name(head)}, not nn.Linear"
-    if "forward" in vars(head) and not isinstance(head, LossHead):  # accelerate's devices, transformers' tp_plan
-        return "the forward of lm_head was replaced on the object: convert it before"
     return _why_not_lean(model, head)
 
 
@@ -290,6 +283,9 @@ def why_head_replaced(model: Any) -> Optional[str]:
 def _why_not_lean(model: Any, head: Any) -> Optional[str]:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
+    if "forward" in vars(head) and not (isinstance(head, LossHead) and hasattr(head, "_hf_hook")):
+        # By transformers' tp_plan, or who changes logits; accelerate's only moves what LossHead's own returns.
+        return "the forward of lm_head was replaced on the object"
     if head.bias is not None:
         return "lm_head has a bias"
     if head.weight.dtype == torch.float16:

@@ -285,6 +285,17 @@ def test_attention_that_was_replaced_for_all_models_is_not_left_out(monkeypatch:
         model(**make_batch())
 
 
+def test_a_weight_that_is_no_parameter_is_refused() -> None:
+    model = make_model(layers=1)
+    overcoat.convert(model)
+    linear = model.model.layers[0].mlp.up_proj
+    weight = linear.weight.detach()
+    del linear.weight
+    linear.weight = weight
+    with pytest.raises(ValueError, match="the weight of a linear layer is no parameter"):
+        model(**make_batch())
+
+
 @pytest.mark.parametrize("name", ["attention_mask", "position_embeddings"])
 def test_masks_and_angles_that_want_a_gradient_get_it(name: str) -> None:
     """A bias of scores, or a rotation, that is trained: attention in FP8 has no gradient for them."""
