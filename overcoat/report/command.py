@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.filesize import decimal
-
 from overcoat.report.charts import Points, Series, chart, running_mean
 from overcoat.report.runs import Run, read_runs
 from overcoat.train.configfile import all_keys
+from overcoat.train.metrics import shown_bytes
 from overcoat.version import VERSION
 
 NUM_COLORS = 8
@@ -122,10 +121,6 @@ def _tasks(run: Run) -> dict[str, Points]:
     return found
 
 
-def _size(count: float) -> str:
-    return decimal(int(count), precision=2)
-
-
 FIGURES: tuple[tuple[str, Callable[[Run], Any]], ...] = (
     ("recipe", lambda run: run.config.recipe.name),
     ("steps", lambda run: f"{_rows(run)[-1]['step']:,} of {run.config.train.steps:,}"),
@@ -137,9 +132,9 @@ FIGURES: tuple[tuple[str, Callable[[Run], Any]], ...] = (
     ),
     ("held-out loss", lambda run: f"{[*run.metrics['eval'].values()][-1]['loss']:.4f}"),
     ("tokens / s, median", lambda run: f"{statistics.median(row['tokens_per_second'] for row in _rows(run)):,.0f}"),
-    ("peak memory", lambda run: _size(max(row["peak_bytes"] for row in _rows(run)))),
-    ("kept for the backward", lambda run: _size(run.result["kept_bytes"])),
-    ("optimizer state", lambda run: _size(run.result["optimizer_bytes"])),
+    ("peak memory", lambda run: shown_bytes(max(row["peak_bytes"] for row in _rows(run)))),
+    ("kept for the backward", lambda run: shown_bytes(run.result["kept_bytes"])),
+    ("optimizer state", lambda run: shown_bytes(run.result["optimizer_bytes"])),
     ("skipped steps", lambda run: len(_skipped(run))),
     ("device", lambda run: run.result["device"]),
 )
@@ -207,7 +202,9 @@ def memory(run: Run, place: int) -> str:
         peaks = [(float(index), phase["peak"] / size) for index, phase in enumerate(measured)]
         series.append(Series("measured peak", "ink", peaks, "steps"))
         both = run.memory["figures"]["peak of the step"]
-        note += f" Peak of the step: estimated {_size(both['predicted'])}, measured {_size(both['measured'])}."
+        note += (
+            f" Peak of the step: estimated {shown_bytes(both['predicted'])}, measured {shown_bytes(both['measured'])}."
+        )
     elif not measured:
         note += " Not measured: memory.report = true measures a step."
     if on_cpu:

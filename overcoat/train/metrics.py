@@ -146,8 +146,7 @@ class RunLog:
         self.restart_clock()
 
     def _show(self, row: Row) -> None:
-        peak = decimal(row["peak_bytes"], precision=2)
-        status = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s  peak {peak}"
+        status = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s  peak {shown_bytes(row['peak_bytes'])}"
         self._last_step = row["step"]
         self._bar.update(self._task, completed=row["step"], status=status)
         if not self._console.is_terminal:
@@ -161,6 +160,11 @@ class RunLog:
         self._bar.stop()
         self._file.close()
         self._tell(lambda logger: logger.close(self._last_step == self._num_steps))
+
+
+def shown_bytes(count: float) -> str:
+    """Bytes as the reader sees them: "1.50 GB"."""
+    return decimal(int(count), precision=2)
 
 
 def check_finite(rows: list[Row], skipped: int = 0) -> int:

@@ -56,7 +56,7 @@ class RunResult:
     num_parameters: int
     train_loss: float  # mean over the last tenth of the steps
     held_out_loss: float
-    tokens_per_second: float  # median over log intervals
+    tokens_per_second: float  # median over steps; those of a log interval have its mean
     peak_bytes: int
     kept_bytes: int  # of one forward pass, for its backward
     optimizer_bytes: int  # of the first process, for so many parameters:

@@ -11,21 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from overcoat.extras import drawing
-from overcoat.train.metrics import PLAIN, read_metrics
+from overcoat.train.metrics import PLAIN, read_metrics, shown_bytes
 from overcoat.train.run import RunResult
 
 # Line of the table: label, figure, how it is written, how a second run relates to the first.
 Line = tuple[str, Callable[[RunResult], float], Callable[[float], str], Callable[[float, float], str]]
-
-
-def _bytes(count: float) -> str:
-    return decimal(int(count), precision=2)
 
 
 def _percent(mine: float, other: float) -> str:
@@ -39,13 +34,13 @@ def _times(mine: float, other: float) -> str:
 LINES: tuple[Line, ...] = (
     ("train loss, last tenth", lambda r: r.train_loss, "{:.4f}".format, _percent),
     ("held-out loss", lambda r: r.held_out_loss, "{:.4f}".format, _percent),
-    ("kept for the backward", lambda r: r.kept_bytes, _bytes, _times),
-    ("optimizer state", lambda r: r.optimizer_bytes, _bytes, _times),
+    ("kept for the backward", lambda r: r.kept_bytes, shown_bytes, _times),
+    ("optimizer state", lambda r: r.optimizer_bytes, shown_bytes, _times),
     ("optimizer bytes / parameter", lambda r: r.optimizer_bytes / r.held_parameters, "{:.2f}".format, _times),
     ("tokens / s (median)", lambda r: r.tokens_per_second, "{:,.0f}".format, _times),
 )
 ON_A_CPU = "On a CPU FP8 is emulated in plain PyTorch: compare losses and bytes here, not tokens / s."
-GPU_LINE: Line = ("peak GPU memory", lambda r: r.peak_bytes, _bytes, _times)
+GPU_LINE: Line = ("peak GPU memory", lambda r: r.peak_bytes, shown_bytes, _times)
 
 
 def summarize(results: list[RunResult], run_dir: Path, console: Console) -> dict[str, Any]:
