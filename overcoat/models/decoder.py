@@ -29,10 +29,10 @@ from overcoat.models.masks import as_starts, cache_of, check_mask, mask_from, ma
 from overcoat.models.refusals import (
     ACTIVATIONS,
     branches_of,
-    collects_attentions,
     is_conv1d,
     reads_lengths,
     why_changed,
+    why_given,
     window_of,
 )
 from overcoat.recipe import Recipe
@@ -174,11 +174,12 @@ def _linear(layers: tuple[Any, ...], orders: tuple[Optional[Order], ...] = (), s
     own = [base._parameters for base in bases]  # `base.weight` would take three times as long
     if type(bases[0]) is not nn.Linear and is_conv1d(bases[0]):
         orders = (Order(transposed=True),)
-    if not all("weight" in each for each in own):
-        raise ValueError(
-            "the weight of a linear layer is no parameter. If these are nn.DataParallel's copies, start a process for "
-            "each GPU (torchrun, accelerate launch) or show one (CUDA_VISIBLE_DEVICES=0)"
-        )
+    for parameters in own:
+        if "weight" not in parameters:
+            raise ValueError(
+                "the weight of a linear layer is no parameter. If these are nn.DataParallel's copies, start a process "
+                "for each GPU (torchrun, accelerate launch) or show one (CUDA_VISIBLE_DEVICES=0)"
+            )
     adapters = [Adapter(*active, place) for place, layer in others for active in active_adapters(layer)]
     return Linear(
         tuple([each["weight"] for each in own]), tuple([each["bias"] for each in own]), orders, scale, tuple(adapters)
@@ -297,12 +298,7 @@ class Fp8DecoderLayer(Mixin):
         if cache is None:
             branches, reason = branches_of(self, family, batch)
         if branches is not None:
-            reason = why_changed(self, family, branches)
-            if given.get("output_attentions") or collects_attentions(branches[0].owner):
-                reason = "output_attentions=True, and FP8 attention keeps no probabilities to return"
-            tables = (given.get("attention_mask"), *(given.get("position_embeddings") or ()))
-            if any(isinstance(table, Tensor) and table.requires_grad for table in tables):
-                reason = "attention_mask or position_embeddings want a gradient, which FP8 attention does not compute"
+            reason = why_changed(self, family, branches) or why_given(branches[0].owner, given)
             if reason is None:
                 self._note("FP8")
                 return branches

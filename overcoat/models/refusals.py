@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from overcoat.block.mlp import Mlp
 from overcoat.models.family import LIBRARIES, Family, Modules, class_name, original_class
@@ -197,7 +197,18 @@ def patched(cls: type[nn.Module]) -> Optional[str]:
     return None if source == owner.__module__ else str(source)
 
 
-def collects_attentions(owner: Any) -> bool:
+def why_given(owner: Any, given: Mapping[str, Any]) -> Optional[str]:
+    """What a call asks for that FP8 attention does not have."""
+    mask, tables = given.get("attention_mask"), given.get("position_embeddings")
+    for table in (mask, *tables) if isinstance(tables, (tuple, list)) else (mask, tables):
+        if isinstance(table, Tensor) and table.requires_grad:
+            return "attention_mask or position_embeddings want a gradient, which FP8 attention does not compute"
+    if given.get("output_attentions") or _collects_attentions(owner):
+        return "output_attentions=True, and FP8 attention keeps no probabilities to return"
+    return None
+
+
+def _collects_attentions(owner: Any) -> bool:
     """Whether transformers' recorders wait for attention's probabilities: they would get none, and a loss of them be
     that of an empty tuple."""
     if torch.compiler.is_compiling() or not owner._forward_hooks:

@@ -234,11 +234,9 @@ class StreamedRows:
 
     def _refill(self) -> None:
         texts, epoch = list[str](), self.stream.epoch
-        while not texts:
-            # After the second end of an epoch all documents have been read.
+        while not texts:  # after the second end of an epoch all documents have been read
             require(self.stream.epoch <= epoch + 1, "all documents of the stream are held out: lower data.held_out")
-            found = self.stream.take(ENCODED_AT_ONCE)
-            texts = [text for text in found if text.strip() and not self.is_held_out(text)]
+            texts = [text for text in self.stream.take(ENCODED_AT_ONCE) if text.strip() and not self.is_held_out(text)]
         encoded = [np.asarray(ids, dtype=np.int64) for ids in encode(self.tokenizer, texts)]
         pending = np.concatenate([self._pending, *encoded])
         rows = cut(pending, self.length)
