@@ -119,7 +119,7 @@ def as_data_parallel(module: Any) -> Any:
 
 def test_data_parallel_is_refused_in_words(model: nn.Module) -> None:
     overcoat.convert(model)
-    with pytest.raises(ValueError, match=r"nn.DataParallel's copies .* a process for each \(torchrun"):
+    with pytest.raises(ValueError, match=r"nn.DataParallel's copies, start a process for each GPU \(torchrun"):
         as_data_parallel(model)(**make_batch())
 
 
