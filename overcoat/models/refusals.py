@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overcoat.block.mlp import Mlp
-from overcoat.models.family import LIBRARIES, Family, Modules, class_name, original_class
+from overcoat.models.family import Family, Modules, class_name, original_class
 from overcoat.models.lora import base_of, parts_of, why_not_plain
 
 # transformers' names of the activations, and ours.
@@ -169,7 +169,7 @@ def _why_other_attention(kind: Optional[str]) -> Optional[str]:
         return f"F.scaled_dot_product_attention was replaced, by {F.scaled_dot_product_attention.__module__}'s"
     if kind in ALL_ATTENTION_FUNCTIONS and "/" not in str(kind):  # not one of the hub's kernels
         source = getattr(ALL_ATTENTION_FUNCTIONS[kind], "__module__", "")
-        if not source.startswith(LIBRARIES):
+        if not source.startswith(("transformers.", "torchtitan.")):
             return f"attention of kind {kind!r} was replaced, by {source}'s"
     return None
 
