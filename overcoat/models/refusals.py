@@ -176,8 +176,11 @@ def _why_other_attention(kind: Optional[str]) -> Optional[str]:
 
 def _why_dropout(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[str]:
     """A rate of dropout in modules whose forward the block stands in for, or in their parts; also if set since."""
-    owners = [part for modules in branches if modules.core is not None for part in (modules.owner, *modules.around)]
-    for module in (layer, *owners):
+    found = [layer]
+    for modules in branches:
+        if modules.core is not None:
+            found += (modules.owner, *modules.around)
+    for module in found:
         own = module.__dict__
         if own.get("attention_dropout") or own.get("residual_dropout") or own.get("dropout"):
             name, rate = next((name, own[name]) for name in RATES if own.get(name))
@@ -203,15 +206,15 @@ def why_given(owner: Any, given: Mapping[str, Any]) -> Optional[str]:
     for table in (mask, *tables) if isinstance(tables, (tuple, list)) else (mask, tables):
         if isinstance(table, Tensor) and table.requires_grad:
             return "attention_mask or position_embeddings want a gradient, which FP8 attention does not compute"
-    if given.get("output_attentions") or _collects_attentions(owner):
+    if given.get("output_attentions") or (owner._forward_hooks and _collects_attentions()):
         return "output_attentions=True, and FP8 attention keeps no probabilities to return"
     return None
 
 
-def _collects_attentions(owner: Any) -> bool:
+def _collects_attentions() -> bool:
     """Whether transformers' recorders wait for attention's probabilities: they would get none, and a loss of them be
     that of an empty tuple."""
-    if torch.compiler.is_compiling() or not owner._forward_hooks:
+    if torch.compiler.is_compiling():
         return False
     from transformers.utils import output_capturing
 
