@@ -16,6 +16,7 @@ import contextlib
 import gc
 import itertools
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -38,6 +39,13 @@ from overcoat.train.tokenizer import load_tokenizer
 RECIPES = ("bf16", "default", "paper", "leanest")
 WINDOW = 2048  # tokens, where the model takes as many
 UNJOINED = (".jsonl", ".json", ".parquet")
+# What messages of training say, and what they say here.
+OPTIONS = {
+    r"^data\.(files|dataset = '.*?'):? ": "",
+    r",( or)? (read it with|leave it out of) data\.[\w=]+": "",
+    r"data\.files": "--text",
+    r"data\.text_key": "--text-key",
+}
 Result = dict[str, Any]
 
 
@@ -96,7 +104,9 @@ def _documents(text: str, parsed: argparse.Namespace) -> list[str]:
         found = itertools.islice(_read(text, parsed.text_key), parsed.limit)
         documents = [document for document in found if document.strip()]
     except ValueError as error:  # which names the keys of training
-        why = str(error).removeprefix("data.files: ").replace("data.text_key", "--text-key")
+        why = str(error)
+        for key, option in OPTIONS.items():
+            why = re.sub(key, option, why)
         raise ValueError(f"--text {text}: {why}") from error
     require(bool(documents), f"--text {text}: there is no text")
     return ["\n\n".join(documents)] if parsed.joined else documents
@@ -110,6 +120,7 @@ def _read(text: str, key: str) -> Iterator[str]:
             yield from ["".join(found)] if is_whole else found  # a long text comes in pieces
         return
     name, config, split = (text.split(":") + ["", ""])[:3]
+    require(bool(name), "no NAME before the colon")
     rows = open_dataset(DataConfig(dataset=name, dataset_config=config, split=split or "test"))
     try:
         yield from (as_text(row[key], f"row {number}") for number, row in enumerate(rows, 1))

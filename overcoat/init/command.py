@@ -23,7 +23,7 @@ from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.train.config import require, said_of
 from overcoat.train.configfile import all_keys, build_config, tomllib
 from overcoat.train.fit import choose_fit
-from overcoat.train.sources import NOT_TEXT, ROWS, find_files, read_documents, read_rows
+from overcoat.train.sources import NOT_TEXT, ROWS, as_object, find_files, read_documents, read_rows
 
 GIBI = 2**30
 ASKED = {"model": "Model (a Hugging Face name, a folder, or a built-in shape)", "data": "Data (files or a dataset)"}
@@ -144,7 +144,7 @@ def _data(names: list[str]) -> dict[str, Any]:
         next(read_documents(first, ""), "")  # an error names a file that is not text
     if first.name.removesuffix(".gz").endswith(tuple(ROWS)):
         where, row = next(iter(read_rows(first)), (str(first), {}))
-        keys = set(row) if isinstance(row, dict) else set()
+        keys = set(as_object(row, where))
         if "messages" in keys or "conversations" in keys:
             found |= {
                 "data.format": "messages",
@@ -153,8 +153,11 @@ def _data(names: list[str]) -> dict[str, Any]:
         elif {"prompt", "completion"} <= keys:
             found["data.format"] = "prompt-completion"
         else:
-            require("text" in keys, f"{where}: its fields are {', '.join(sorted(keys))}; wanted are text, messages, or "
-                    "prompt and completion: rename one, or set data.text_key in a file of your own")  # fmt: skip
+            require(
+                "text" in keys,
+                f"{where}: its fields are {', '.join(sorted(keys)) or 'none'}; wanted are text, messages, or prompt "
+                "and completion: rename one, or set data.text_key in a file of your own",
+            )
     return found
 
 

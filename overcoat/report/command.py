@@ -50,13 +50,12 @@ def run(parsed: argparse.Namespace) -> int:
 
 def page(runs: list[Run]) -> str:
     """The whole HTML text."""
-    by_tokens = len({run.tokens_per_step for run in runs}) > 1
     title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
     today = datetime.date.today().isoformat()
     parts = [
         f"<h1>{escape(title)}</h1><p class=soft>Overcoat {VERSION}, {today}</p>",
         f'<div class="card scroll" style="margin-top:14px">{figures(runs)}</div>',
-        f"<h2>Training</h2><div class=grid>{''.join(training(runs, by_tokens))}</div>",
+        f"<h2>Training</h2><div class=grid>{''.join(training(runs))}</div>",
         f"<h2>Memory over a step</h2><div class=grid>{''.join(map(memory, runs, range(len(runs))))}</div>",
     ]
     if any(run.metrics["fp8"] for run in runs):
@@ -124,7 +123,7 @@ def _tasks(run: Run) -> dict[str, Points]:
 FIGURES: tuple[tuple[str, Callable[[Run], Any]], ...] = (
     ("recipe", lambda run: run.config.recipe.name),
     ("steps", lambda run: f"{_rows(run)[-1]['step']:,} of {run.config.train.steps:,}"),
-    ("tokens", lambda run: f"{_rows(run)[-1]['step'] * run.tokens_per_step / 1e6:,.2f} M"),
+    ("tokens", lambda run: f"{run.tokens(_rows(run)[-1]['step']) / 1e6:,.2f} M"),
     ("parameters", lambda run: f"{run.result['num_parameters'] / 1e6:,.1f} M"),
     (
         "training loss, last tenth",
@@ -142,15 +141,16 @@ FIGURES: tuple[tuple[str, Callable[[Run], Any]], ...] = (
 # ---- charts ---------------------------------------------------------------------------------------------------------
 
 
-def training(runs: list[Run], by_tokens: bool) -> Iterator[str]:
-    """Charts of what changes from step to step."""
+def training(runs: list[Run]) -> Iterator[str]:
+    """Charts of what changes from step to step: over tokens, if not all steps have as many."""
+    by_tokens = len({run.tokens(step) / step for run in runs for step in run.metrics["train"]}) > 1
     x_name = "million tokens" if by_tokens else "step"
 
-    def unit(run: Run) -> float:
-        return run.tokens_per_step / 1e6 if by_tokens else 1
+    def place_of(run: Run, step: int) -> float:
+        return run.tokens(step) / 1e6 if by_tokens else step
 
     def points(run: Run, kind: str, key: str) -> Points:
-        return [(step * unit(run), row[key]) for step, row in run.metrics[kind].items() if row.get(key) is not None]
+        return [(place_of(run, step), row[key]) for step, row in run.metrics[kind].items() if row.get(key) is not None]
 
     def lines(key: str, kind: str = "train") -> list[Series]:
         return [Series(run.name, _color(place), points(run, kind, key)) for place, run in enumerate(runs)]
@@ -168,7 +168,7 @@ def training(runs: list[Run], by_tokens: bool) -> Iterator[str]:
     norms = smoothed("gradient_norm")
     top = max((y for one in norms for _, y in one.points), default=1.0)
     losses = smoothed("loss") + extra("held out", lambda run: points(run, "eval", "loss"))
-    norms += extra("skipped", lambda run: [(step * unit(run), top) for step in _skipped(run)])
+    norms += extra("skipped", lambda run: [(place_of(run, step), top) for step in _skipped(run)])
     yield chart("Loss", "nats per token, running mean", losses, x_name=x_name, settles=True)
     yield chart("Tokens per second", "", lines("tokens_per_second"), x_name=x_name, zero=True)
     yield chart("Gradient norm", "before clipping, running mean", norms, x_name=x_name, log=True)

@@ -32,10 +32,11 @@ class Run:
     memory: dict[str, Any]
     prediction: Prediction | str
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Of all processes together."""
-        return self.config.train.rows_per_step * self.config.data.sequence_length
+    def tokens(self, step: int) -> int:
+        """Trained on by the end of a step, by all processes together. A run may resume with other rows in a step; what
+        older runs did not record is taken from the configuration."""
+        supposed = step * self.config.train.rows_per_step * self.config.data.sequence_length
+        return self.metrics["train"].get(step, {}).get("total_tokens", supposed)
 
 
 def read_runs(names: list[str]) -> list[Run]:

@@ -137,7 +137,7 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     state.drawn = None
     state.step += 1
     state.num_tokens += num_tokens
-    return StepRecord(state.step, lr, num_tokens, process.sum_of(total), norm, ranges)
+    return StepRecord(state.step, lr, num_tokens, state.num_tokens, process.sum_of(total), norm, ranges)
 
 
 def _agreeing(state: TrainState, rows: np.ndarray, loss: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 `metrics.jsonl` is only ever appended to:
 
-    {"kind": "train", "step", "loss", "lr", "gradient_norm", ...}    the norm is null where the step was skipped for it
+    {"kind": "train", "step", "loss", "lr", "gradient_norm", ...}    the norm is null where the step was skipped for it;
+                                                                     "total_tokens": of all steps so far
     {"kind": "eval", "step", "loss", "attention_score"}              the largest log-sum-exp of attention in a held-out
                                                                      row, where layers are converted
     {"kind": "tasks", "step", "sciq/acc", ...}               figures of eval.tasks
@@ -61,6 +62,7 @@ class StepRecord:
     step: int
     lr: float
     num_tokens: int
+    total_tokens: int  # of all steps so far
     loss: torch.Tensor  # () fp32
     gradient_norm: torch.Tensor  # () fp32, before clipping
     ranges: Ranges | None = None  # of the FP8 operands, where this step was sampled
@@ -135,9 +137,12 @@ class RunLog:
             "peak_bytes": process.largest(peak_bytes(self._device))[0],
         }
         rows = [
-            {"kind": "train", "step": record.step, "loss": loss, "lr": record.lr, "gradient_norm": norm, **common}
-            for record, (loss, norm) in zip(self._records, values, strict=True)
-        ]
+            {
+                "kind": "train", "step": each.step, "loss": loss, "lr": each.lr, "gradient_norm": norm,
+                "total_tokens": each.total_tokens, **common,
+            }
+            for each, (loss, norm) in zip(self._records, values, strict=True)
+        ]  # fmt: skip
         ranges = [(record.step, record.ranges.by_layer) for record in self._records if record.ranges is not None]
         self._records.clear()
         self._skipped = check_finite(rows, self._skipped)

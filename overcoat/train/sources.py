@@ -47,9 +47,9 @@ NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__"}
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 PACKED = "unpack it first"
 NOT_TEXT = {
-    ".csv": "read it with data.dataset=csv, or convert it to .jsonl",
+    ".csv": "convert it to .jsonl, read it with data.dataset=csv",
     ".tsv": "convert it to .jsonl",
-    ".arrow": "read it with data.dataset=arrow",
+    ".arrow": "convert it to .jsonl, read it with data.dataset=arrow",
     ".bin": "name token files by a pattern that ends in .bin",
     **dict.fromkeys([".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z"], PACKED),
 }
@@ -177,14 +177,22 @@ def _read_parquet(path: Path, columns: list[str] | None) -> Iterator[tuple[str, 
         raise ValueError(f"cannot read {path} ({reason(error)}): repair it, or leave it out of data.files") from error
 
 
-KINDS = {type(None): "null", dict: "an object", list: "a list", int: "a number", float: "a number", str: "text"}
+KINDS = {
+    type(None): "null", dict: "an object", list: "a list", int: "a number", float: "a number", str: "text",
+    bool: "true or false",
+}  # fmt: skip
+
+
+def as_object(row: Any, where: str) -> dict[str, Any]:
+    """`row` if it is an object."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: {KINDS.get(type(row), 'no object')}, not an object: correct or remove the row")
+    return row
 
 
 def field_of(row: Any, key: str, option: str, where: str) -> Any:
     """A field of a row, which data.`option` names `key`."""
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: {KINDS.get(type(row), 'no object')}, not an object: correct or remove the row")
-    if key not in row:
+    if key not in as_object(row, where):
         raise ValueError(f"{where}: no field {key!r} (data.{option}) among {', '.join(map(str, row)) or 'none'}")
     return row[key]
 

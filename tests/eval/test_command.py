@@ -174,7 +174,10 @@ def test_a_sharded_model_that_sees_takes_the_rows_of_its_text(tmp_path: Path, fo
         ("FOLDER --text TEXT --batch 0", "--batch 0: must be at least 1"),
         ("FOLDER --tasks nothing.yaml", "task 'nothing.yaml': no task of lm-eval, and no YAML file of one"),
         ("FOLDER --text DATA:default:test --text-key body", "field 'body' (--text-key): "),
-        ("FOLDER --text DATA:default:dev", "data.dataset = "),
+        ("FOLDER --text DATA:default:dev", ":default:dev: Bad split: dev"),
+        ("FOLDER --text :default", "--text :default: no NAME before the colon"),
+        ("FOLDER --text TABLE", "a .csv file is not read as text: convert it to .jsonl\n"),
+        ("FOLDER --text ZEROS", "holds NUL characters and is not text: leave it out of --text\n"),
         ("FOLDER --text NULLS:default:test", "row 2 holds null, not text"),
         ("FOLDER --text CHATS", "no field 'text' (--text-key)"),
         ("DAMAGED --text TEXT", "is damaged: config.json"),
@@ -199,7 +202,11 @@ def test_one_line_says_what_is_missing(
         "DATA": tmp_path / "data",
         "NULLS": tmp_path / "nulls",
         "CHATS": tmp_path / "chats.jsonl",
+        "TABLE": tmp_path / "table.csv",
+        "ZEROS": tmp_path / "zeros.txt",
     }
+    (tmp_path / "table.csv").touch()
+    (tmp_path / "zeros.txt").write_text("a\0")
     (tmp_path / "nulls").mkdir()
     (tmp_path / "nulls/test.jsonl").write_text('{"text": "the cat"}\n{"text": null}\n')
     (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
@@ -210,6 +217,7 @@ def test_one_line_says_what_is_missing(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+    assert "data." not in error  # a key of training
 
 
 def test_a_task_without_its_data_is_named(

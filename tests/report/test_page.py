@@ -17,7 +17,7 @@ from rich.console import Console
 
 from overcoat import cli
 from overcoat.report.charts import Series, chart
-from overcoat.report.command import memory
+from overcoat.report.command import figures, memory, training
 from overcoat.report.runs import read_runs
 from overcoat.train.configfile import build_config
 from overcoat.train.metrics import read_metrics
@@ -107,6 +107,22 @@ def test_memory_is_the_estimate_and_what_was_measured(folder: Path, text: str) -
     assert [y for _, y in stack[0]["p"]] == on_cpu
     for above, below in itertools.pairwise(stack):
         assert all(a[1] >= b[1] for a, b in zip(above["p"], below["p"]))
+
+
+def test_tokens_are_those_trained_on(folder: Path, tmp_path: Path) -> None:
+    """After step 6 of 12 the run went on with rows of 32 tokens twice as many in a step."""
+    run, twin = read_runs([str(folder)])
+    assert [run.tokens(step) for step in (1, 12)] == [64, 768]
+    assert charts("".join(training([run, twin])))["Loss"]["name"] == "step"
+    rows = run.metrics["train"]
+    for step in range(7, 13):
+        rows[step]["total_tokens"] += 64 * (step - 6)
+    drawn = charts("".join(training([run, twin])))["Loss"]
+    assert [x for x, _ in lines(drawn)["run"]][5:8] == [384e-6, 512e-6, 640e-6]
+    assert [x for x, _ in lines(drawn)["run, held out"]] == [384e-6, 1152e-6]
+    assert "<td>tokens</td><td>0.00 M</td>" in figures([run])
+    del rows[12]["total_tokens"]  # of a run before they were recorded
+    assert run.tokens(12) == 768
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf])

@@ -59,7 +59,7 @@ def test_the_order_of_files_is_that_of_their_names_checksums_wherever_they_lie(t
         ("cut.txt.gz", gzip.compress(b"words " * 99, mtime=0)[:-9], "cannot read .*: repair it"),
         ("not.txt.gz", b"words", "cannot read .*Not a gzipped file"),
         ("not.parquet", b"words", "cannot read .*[Pp]arquet.*: repair it"),
-        ("a.csv", b"text", r"a \.csv file is not read as text: read it with data\.dataset=csv"),
+        ("a.csv", b"text", r"a \.csv file is not read as text: convert it to \.jsonl, read it with data\.dataset=csv"),
         ("a.json", b'[{"text": "a"}, {"tex', r"a\.json: no JSON \(.*\): correct or remove it"),
         ("a.jsonl.zst", b"", r"a \.zst file is not read as text: unpack it first"),
         ("a.tar.gz", b"", r"a \.tar file is not read as text: unpack it first"),
@@ -105,7 +105,7 @@ def test_gzip_and_parquet_are_read_as_what_they_are(tmp_path: Path) -> None:
         ('{"text": {"a": 1}}', "'text' holds an object, not text"),
         ('{"text": 7}', "'text' holds a number, not text"),
         ('{"text": 0.5}', "'text' holds a number, not text"),
-        ('{"text": true}', "'text' holds a bool, not text"),
+        ('{"text": true}', "'text' holds true or false, not text"),
         ('{"text": "\\ud83d"}', "'text' holds half of a surrogate pair"),
     ],
 )
