@@ -1,10 +1,11 @@
-"""The wheel that `make dist` builds; `make nightly` tries it in an empty environment of each Python here."""
+"""The wheel and sdist of `make dist`; `make nightly` tries the wheel in an empty environment of each Python here."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -21,9 +22,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("dist")
     source = folder / "source"  # setuptools would find what an earlier build has left in the tree
     shutil.copytree(ROOT / "overcoat", source / "overcoat", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    (source / "tests").mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "tests/test_wheel.py"):
+        shutil.copy(ROOT / name, source / name)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.glob("*.whl")
@@ -42,6 +44,12 @@ def test_the_wheel_has_the_package_its_types_and_its_command(built: str) -> None
     data = {f"overcoat/{name}" for name in ("py.typed", "report/page.css", "report/page.js", "paper/problems.txt")}
     assert inside == {*modules, *data}
     assert {name.split("/")[0] for name in names} == {"overcoat", info}
+
+
+def test_the_sdist_has_no_tests_without_their_helpers(built: str) -> None:
+    with tarfile.open(next(Path(built).parent.glob("*.tar.gz"))) as archive:
+        assert {name.split("/")[1] for name in archive.getnames() if "/" in name} >= {"overcoat", "pyproject.toml"}
+        assert [name for name in archive.getnames() if "/tests" in name] == []
 
 
 @pytest.mark.nightly
