@@ -33,12 +33,11 @@ from overcoat.train.config import DataConfig, require
 from overcoat.train.evaluate import Tasks, perplexity, task_names
 from overcoat.train.files import MANIFEST, verify_directory
 from overcoat.train.shards import is_sharded, read_model
-from overcoat.train.sources import as_text, find_files, open_dataset, read_documents
+from overcoat.train.sources import as_text, find_files, has_rows, open_dataset, read_documents
 from overcoat.train.tokenizer import load_tokenizer
 
 RECIPES = ("bf16", "default", "paper", "leanest")
 WINDOW = 2048  # tokens, where the model takes as many
-UNJOINED = (".jsonl", ".json", ".parquet")
 # What messages of training say, and what they say here.
 OPTIONS = {
     r"^data\.(files|dataset = '.*?'):? ": "",
@@ -116,8 +115,7 @@ def _read(text: str, key: str) -> Iterator[str]:
     if ":" not in text and (any(character in text for character in "*?[") or Path(text).suffix or Path(text).exists()):
         for path in find_files([text]):
             found = read_documents(path, key)
-            is_whole = not path.name.removesuffix(".gz").endswith(UNJOINED)
-            yield from ["".join(found)] if is_whole else found  # a long text comes in pieces
+            yield from found if has_rows(path) else ["".join(found)]  # a long text comes in pieces
         return
     name, config, split = (text.split(":") + ["", ""])[:3]
     require(bool(name), "no NAME before the colon")

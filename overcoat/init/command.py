@@ -23,7 +23,7 @@ from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.train.config import require, said_of
 from overcoat.train.configfile import all_keys, build_config, tomllib
 from overcoat.train.fit import choose_fit
-from overcoat.train.sources import NOT_TEXT, ROWS, as_object, find_files, read_documents, read_rows
+from overcoat.train.sources import NOT_TEXT, ROWS, as_object, find_files, has_rows, read_documents, read_rows
 
 GIBI = 2**30
 ASKED = {"model": "Model (a Hugging Face name, a folder, or a built-in shape)", "data": "Data (files or a dataset)"}
@@ -129,35 +129,30 @@ def _flat(place: str, table: dict[str, Any]) -> dict[str, Any]:
 def _data(names: list[str]) -> dict[str, Any]:
     """Files, whose first row says what they hold, or a dataset."""
     is_name = len(names) == 1 and not any(sign in names[0] for sign in "*?[") and not Path(names[0]).exists()
-    if (
-        is_name
-        and names[0] not in ("stdlib", "site-packages")
-        and Path(names[0]).suffix not in (*ROWS, *NOT_TEXT, ".txt")
-    ):
+    is_file = Path(names[0]).suffix.lower() in (*ROWS, *NOT_TEXT, ".txt") or names[0] in ("stdlib", "site-packages")
+    if is_name and not is_file:
         return {"data.dataset": names[0]}
     found: dict[str, Any] = {"data.files": names}
     files = find_files(names)
     full = [path for path in files if path.stat().st_size]
     require(bool(full), f"{', '.join(map(str, files[:3]))}: empty, no data: give other files as --data")
     first = full[0]
-    if first.suffix != ".bin" and not first.name.removesuffix(".gz").endswith(tuple(ROWS)):
+    if first.suffix == ".bin":
+        return found
+    if not has_rows(first):
         next(read_documents(first, ""), "")  # an error names a file that is not text
-    if first.name.removesuffix(".gz").endswith(tuple(ROWS)):
-        where, row = next(iter(read_rows(first)), (str(first), {}))
-        keys = set(as_object(row, where))
-        if "messages" in keys or "conversations" in keys:
-            found |= {
-                "data.format": "messages",
-                "data.messages_key": "messages" if "messages" in keys else "conversations",
-            }
-        elif {"prompt", "completion"} <= keys:
-            found["data.format"] = "prompt-completion"
-        else:
-            require(
-                "text" in keys,
-                f"{where}: its fields are {', '.join(sorted(keys)) or 'none'}; wanted are text, messages, or prompt "
-                "and completion: rename one, or set data.text_key in a file of your own",
-            )
+        return found
+    where, row = next(iter(read_rows(first)), (str(first), {}))
+    keys = set(as_object(row, where))
+    if messages := [key for key in ("messages", "conversations") if key in keys]:
+        return {**found, "data.format": "messages", "data.messages_key": messages[0]}
+    if {"prompt", "completion"} <= keys:
+        return {**found, "data.format": "prompt-completion"}
+    require(
+        "text" in keys,
+        f"{where}: its fields are {', '.join(sorted(keys)) or 'none'}; wanted are text, messages, or prompt and "
+        "completion: rename one, or set data.text_key in a file of your own",
+    )
     return found
 
 

@@ -87,7 +87,7 @@ def _package_roots() -> list[Path]:
 
 def read_documents(path: Path, text_key: str) -> Iterator[str]:
     """The documents of one file."""
-    if _kind(path) in ROWS:
+    if has_rows(path):
         for where, row in read_rows(path, [text_key]):
             yield text_of(row, text_key, where)
         return
@@ -105,12 +105,17 @@ def read_rows(path: Path, columns: list[str] | None = None) -> Iterator[tuple[st
         yield from _read_parquet(path, columns) if kind == ".parquet" else _read_json(path, kind == ".json")
 
 
+def has_rows(path: Path) -> bool:
+    """Whether a file holds rows with fields, instead of text. ValueError: by its name neither."""
+    return _kind(path) in ROWS
+
+
 def _kind(path: Path) -> str:
     """What a file is by its name, without .gz."""
     packed = path.suffix.lower() == ".gz"
     kind = Path(path.stem).suffix.lower() if packed else path.suffix.lower()
     if kind in NOT_TEXT or (packed and kind == ".parquet"):
-        remedy = PACKED if packed else NOT_TEXT[kind].format(kind=kind[1:])
+        remedy = PACKED if packed else NOT_TEXT[kind]
         raise ValueError(f"{path}: a {kind} file is not read as text: {remedy}, or leave it out of data.files")
     return kind
 

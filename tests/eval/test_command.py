@@ -29,7 +29,7 @@ def evaluated(capsys: Capture, *words: object) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    path = tmp_path / "held.jsonl"
+    path = tmp_path / "held.JSONL"
     path.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in [*sentences(9, seed=5), "é ü"]))
     return path
 
