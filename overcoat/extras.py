@@ -76,11 +76,14 @@ def importing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def drawing(path: Path, extra: str, purpose: str, width: float, height: float) -> Iterator[Any]:
-    """The axes of an image (inches), which is written at the end; ValueError: matplotlib is not installed."""
+def drawing(path: Path, extra: str, purpose: str, width: float, height: float, **grid: Any) -> Iterator[Any]:
+    """The axes of an image (inches), which is written at the end; ValueError: matplotlib is not installed.
+
+    grid: of `pyplot.subplots`, for several.
+    """
     load_extra("matplotlib", extra, purpose).use("Agg")
     pyplot = load_extra("matplotlib.pyplot", extra, purpose)
-    figure, axes = pyplot.subplots(figsize=(width, height), dpi=120)
+    figure, axes = pyplot.subplots(figsize=(width, height), dpi=120, **grid)
     yield axes
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

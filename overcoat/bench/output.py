@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from overcoat.bench.rows import Row
-from overcoat.extras import load_extra
+from overcoat.extras import drawing
 
 NAME_WIDTH = 40
 BAR_INCHES = 0.28
@@ -61,8 +61,6 @@ class Metric(NamedTuple):
 def bar_chart(path: Path, title: str, rows: Sequence[Row], metrics: Sequence[Metric]) -> None:
     """Draw the rows that have figures into an image file, grouped by their "group"; ours have "overcoat" in the name.
     ValueError: matplotlib is not installed, or no row has figures."""
-    load_extra("matplotlib", "bench", "--plot").use("Agg")
-    pyplot = load_extra("matplotlib.pyplot", "bench", "--plot")
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if all(row.get(key) is not None for metric in metrics for key in metric.keys):
@@ -71,19 +69,15 @@ def bar_chart(path: Path, title: str, rows: Sequence[Row], metrics: Sequence[Met
         raise ValueError(f"--plot {path.name}: nothing was measured, so there is nothing to draw")
     counts = [len(members) for members in groups.values()]
     size = (5.5 * len(metrics), 0.9 * len(groups) + BAR_INCHES * sum(counts) + 0.5)
-    grid = {"height_ratios": counts, "squeeze": False, "dpi": 120}
-    figure, axes = pyplot.subplots(len(groups), len(metrics), figsize=size, **grid)
-    for panels, (name, members) in zip(axes, groups.items(), strict=True):
-        for panel, metric in zip(panels, metrics, strict=True):
-            _draw_panel(panel, members, metric)
-            panel.set_title(f"{name}: {metric.title}", fontsize=9)
-        for panel in panels[1:]:
-            panel.set_yticklabels([])
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+    grid: dict[str, Any] = {"nrows": len(groups), "ncols": len(metrics), "height_ratios": counts, "squeeze": False}
+    with drawing(path, "bench", "--plot", *size, **grid) as axes:
+        for panels, (name, members) in zip(axes, groups.items(), strict=True):
+            for panel, metric in zip(panels, metrics, strict=True):
+                _draw_panel(panel, members, metric)
+                panel.set_title(f"{name}: {metric.title}", fontsize=9)
+            for panel in panels[1:]:
+                panel.set_yticklabels([])
+        axes[0, 0].figure.suptitle(title, fontsize=10)
 
 
 def _draw_panel(panel: Any, rows: Sequence[Row], metric: Metric) -> None:

@@ -144,7 +144,7 @@ class LeanLossModel(Mixin):
             if labels is not None and self.training and self.overcoat_recipe.z_loss:
                 raise ValueError(
                     f"Recipe.z_loss = {self.overcoat_recipe.z_loss} is added where the loss needs no logits: leave "
-                    " output_logits and logits_to_keep out while training, lm_head and the loss function as they "
+                    "output_logits and logits_to_keep out while training, lm_head and the loss function as they "
                     "were converted, or convert the model again without z_loss"
                 )
             return self._own_forward(**inputs, labels=labels, logits_to_keep=logits_to_keep)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import math
 import re
 import statistics
@@ -20,7 +19,9 @@ from torch import Tensor
 
 from overcoat.bench.rows import Row
 from overcoat.memory import use_expandable_segments
+from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.configfile import build_config
+from overcoat.train.metrics import read_metrics
 from overcoat.train.run import run
 from overcoat.train.summary import summarize
 
@@ -55,11 +56,8 @@ def train(values: dict[str, Any], settings: list[str], run_dir: Path) -> Row:
     config = build_config(values, [*BARE, *settings, f"train.run_dir={run_dir}"])
     console = Console(file=io.StringIO())
     (figures,) = summarize(run(config, console), run_dir, console)["runs"]
-    losses: dict[str, dict[int, float]] = {"train": {}, "eval": {}}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if row["kind"] in losses:
-            losses[row["kind"]][row["step"]] = row["loss"]
+    metrics = read_metrics(Path(figures["metrics"]))
+    losses = {kind: {step: row["loss"] for step, row in metrics[kind].items()} for kind in ("train", "eval")}
     saved = torch.load(Path(figures["checkpoint"]) / "training.pt", map_location="cpu", weights_only=True, mmap=True)
     kept = {key: value for key, value in figures.items() if isinstance(value, (int, float))}
     curves = {"train_losses": curve(losses["train"]), "held_out_losses": losses["eval"]}
@@ -105,7 +103,7 @@ def tiny_run() -> Path:
 
 def newest_checkpoint(run_dir: Path) -> Path:
     """Of a run directory, or the path itself if it is a checkpoint. ValueError: there is none."""
-    found = sorted(run_dir.glob("checkpoints/step-*")) or [run_dir]
+    found = list_checkpoints(run_dir / "checkpoints") or [run_dir]
     if not (found[-1] / "training.pt").is_file():
         raise ValueError(f"--checkpoint {run_dir}: no run directory or checkpoint of `overcoat train`")
     return found[-1]

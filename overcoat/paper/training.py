@@ -21,8 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from overcoat.bench.rows import Row
 from overcoat.eval.command import find_target, load_target
 from overcoat.models.shapes import MODELS
@@ -31,6 +29,7 @@ from overcoat.paper.problems import Problem, problems, write
 from overcoat.paper.result import Options, Result
 from overcoat.train.configfile import load_config
 from overcoat.train.evaluate import Tasks, task_names
+from overcoat.train.process import choose_device
 
 # The paper's training of OLMo-1B, on this machine's text and with a shorter warm-up.
 OLMO_1B: dict[str, Any] = {
@@ -136,7 +135,7 @@ def table3(options: Options) -> Result:
         for row in rows:
             row["peak GB"] = row["peak_bytes"] / 1e9
             if tasks is not None:
-                model, tokenizer = load_target(find_target(str(row["run_dir"])), device())
+                model, tokenizer = load_target(find_target(str(row["run_dir"])), choose_device("auto"))
                 for name in tasks.loaded:
                     for task, figures in tasks.evaluate(name, model, tokenizer, 8, None).items():
                         row |= {f"{task} {key}": value for key, value in figures.items()}
@@ -151,13 +150,9 @@ def table3(options: Options) -> Result:
     return Result("Table 3: pretraining", columns, rows, notes, curves_of(rows), STEPS_AND_LOSS)
 
 
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def right_answers(run_dir: Path, asked: list[Problem]) -> list[bool]:
     """Which problems the model of a run answers right."""
-    model, tokenizer = load_target(find_target(str(run_dir)), device())
+    model, tokenizer = load_target(find_target(str(run_dir)), choose_device("auto"))
     found = completions(model, tokenizer, [problem.prompt for problem in asked], 96, 1024)
     return [number_of(text) == problem.answer for text, problem in zip(found, asked, strict=True)]
 

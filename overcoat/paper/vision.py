@@ -19,7 +19,8 @@ from overcoat.extras import load_extra
 from overcoat.paper.arms import ARMS, BASELINE, completions, share, train
 from overcoat.paper.result import Options, Result
 from overcoat.paper.scenes import COLOURS, KINDS, LETTERS, SHAPES, SIDE, Scene, render, write
-from overcoat.paper.training import STEPS_AND_LOSS, chosen, curves_of, device, folder_of, with_gaps
+from overcoat.paper.training import STEPS_AND_LOSS, chosen, curves_of, folder_of, with_gaps
+from overcoat.train.process import choose_device
 
 PATCH = 8
 IMAGE_TOKENS = (SIDE // PATCH) ** 2
@@ -78,7 +79,8 @@ def build(folder: Path, hidden: int, layers: int, heads: int) -> Path:
 def answers(export: Path, base: Path, asked: list[Scene]) -> list[bool]:
     """Which scenes' questions a trained model answers right."""
     transformers = load_extra("transformers", "hf", "overcoat paper table5")
-    model = transformers.AutoModelForImageTextToText.from_pretrained(export, dtype=torch.bfloat16).to(device()).eval()
+    model = transformers.AutoModelForImageTextToText.from_pretrained(export, dtype=torch.bfloat16).eval()
+    model.to(choose_device("auto"))
     processor = transformers.AutoProcessor.from_pretrained(base)
     pixels = processor.image_processor(images=[render(each) for each in asked], return_tensors="pt")["pixel_values"]
     prompts = [PROMPT.format(each.question) for each in asked]
