@@ -110,6 +110,7 @@ def compile_peer(model: Any, mode: str | None = None) -> None:
 
 
 compile_ours = functools.partial(compile_layers, graphs=False)
+AS_GRAPHS: dict[str, Any] = {"compile": functools.partial(compile_layers, graphs=True), "graphs": True}
 OUR_RECIPES = {
     "overcoat": Recipe(),
     "overcoat attention bf16": Recipe(kept_attention="bf16"),
@@ -123,9 +124,7 @@ ENGINES = {
     **{name: overcoat_engine(recipe) for name, recipe in OUR_RECIPES.items()},
     "overcoat torch checkpoint": overcoat_engine(Recipe(), checkpointed=True),
     "overcoat compile": overcoat_engine(Recipe(), compile=compile_ours),
-    "overcoat compile, graphs": overcoat_engine(
-        Recipe(), compile=functools.partial(compile_layers, graphs=True), graphs=True
-    ),
+    "overcoat compile, graphs": overcoat_engine(Recipe(), **AS_GRAPHS),
     "bf16 eager": BF16,
     "bf16 compile": BF16._replace(compile=compile_peer),
     "bf16 compile, graphs": BF16._replace(compile=functools.partial(compile_peer, mode="reduce-overhead"), graphs=True),
@@ -232,7 +231,7 @@ class Trainer(NamedTuple):
 
 
 # How `trainer_of` knows a recipe.
-CUSTOM, RELEASED = "overcoat recipe ", ", released"
+CUSTOM, RELEASED, GRAPHS = "overcoat recipe ", ", released", ", graphs"
 OURS, LEANEST = ENGINES["overcoat"], ENGINES["overcoat leanest"]
 TORCH, FLASH = "torch fused BF16", "FlashAdamW 24-bit"
 TORCHAO = ENGINES["torchao tensorwise, compile"]
@@ -261,12 +260,13 @@ TRAINERS = {
 
 
 def trainer_of(name: str) -> Trainer:
-    """One of `TRAINERS`, or "overcoat recipe NAME FIELD=VALUE ..." under that recipe, with ", released" at its end too.
-    ValueError: there is no such recipe."""
+    """One of `TRAINERS`, or "overcoat recipe NAME FIELD=VALUE ..." under that recipe, also with ", released" or ", graphs"
+    at its end. ValueError: there is no such recipe."""
     if name in TRAINERS or not name.startswith(CUSTOM):
         return TRAINERS[name]
-    words = name.removeprefix(CUSTOM).removesuffix(RELEASED)
-    return Trainer(overcoat_engine(parse_recipe(words.split())), released=name.endswith(RELEASED))
+    recipe = parse_recipe(name.removeprefix(CUSTOM).removesuffix(RELEASED).removesuffix(GRAPHS).split())
+    how = AS_GRAPHS if name.endswith(GRAPHS) else {}
+    return Trainer(overcoat_engine(recipe, **how), released=name.endswith(RELEASED))
 
 
 def loss_function(model: Any, context: Context) -> Callable[[dict[str, Any]], Tensor]:

@@ -79,8 +79,8 @@ def test_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = bench(tmp_path, "model", "--models", "llava-1.5-7b", "124m", "--batch", "4", "--freeze-tower", *recipe)
     added = "overcoat recipe default offload_blocks=2"
     leanest = "overcoat leanest, offload, released"
-    assert [row["name"] for row in rows] == 2 * ["overcoat", leanest, added, f"{added}, released"]
-    assert [row.get("tower") for row in rows] == 4 * ["frozen"] + 4 * [None]
+    assert [row["name"] for row in rows] == 2 * ["overcoat", leanest, added, f"{added}, released", f"{added}, graphs"]
+    assert [row.get("tower") for row in rows] == 5 * ["frozen"] + 5 * [None]
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_a_recipe_is_a_contestant() -> None:
     name = "overcoat recipe default offload_blocks=1"
     assert not trainer_of(name).released
     assert trainer_of(f"{name}, released").released
+    assert trainer_of(f"{name}, graphs").engine.graphs
     model = build_model(SMALL, torch.bfloat16, "cpu")
     trainer_of(name).prepare(model)
     assert model.model.layers[0].overcoat_recipe == Recipe(offload_blocks=1)
