@@ -260,8 +260,8 @@ TRAINERS = {
 
 
 def trainer_of(name: str) -> Trainer:
-    """One of `TRAINERS`, or "overcoat recipe NAME FIELD=VALUE ..." under that recipe, also with ", released" or ", graphs"
-    at its end. ValueError: there is no such recipe."""
+    """One of `TRAINERS`, or "overcoat recipe NAME FIELD=VALUE ..." under that recipe, with ", released" or ", graphs"
+    at its end too. ValueError: there is no such recipe."""
     if name in TRAINERS or not name.startswith(CUSTOM):
         return TRAINERS[name]
     recipe = parse_recipe(name.removeprefix(CUSTOM).removesuffix(RELEASED).removesuffix(GRAPHS).split())

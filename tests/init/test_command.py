@@ -26,13 +26,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"{number}.txt").write_text(f'document {number} " of words ' * 30)
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-<<<<<<< HEAD
-    (tmp_path / "odd.jsonl").write_text('{"body": "x"}')
+    (tmp_path / "odd.JSONL").write_text('{"body": "x"}')
     for name, first in (("none", "{}"), ("lists", "[1, 2]"), ("true", "true")):
         (tmp_path / f"{name}.jsonl").write_text(first)
-=======
-    (tmp_path / "odd.JSONL").write_text('{"body": "x"}')
->>>>>>> 96f9f06 (sources: know rows by one rule, whatever the case of a name)
     (tmp_path / "empty.md").touch()
     (tmp_path / "latin.md").write_bytes(b"caf\xe9")
     monkeypatch.chdir(tmp_path)
@@ -79,14 +75,10 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
         ("--model shape --data empty.md", "empty.md: empty, no data"),
         ("--model shape --data latin.md", "latin.md is not UTF-8 text"),
         ("--model shape --data 0.txt --rows 2000000", "2048000000 tokens: must be at most"),
-<<<<<<< HEAD
-        ("--model shape --data odd.jsonl", "its fields are body; wanted are text, messages"),
+        ("--model shape --data odd.JSONL", "its fields are body; wanted are text, messages"),
         ("--model shape --data none.jsonl", "none.jsonl:1: its fields are none; wanted are text, messages"),
         ("--model shape --data lists.jsonl", "lists.jsonl:1: a list, not an object: correct or remove the row"),
         ("--model shape --data true.jsonl", "true.jsonl:1: true or false, not an object"),
-=======
-        ("--model shape --data odd.JSONL", "its fields are body; wanted are text, messages"),
->>>>>>> 96f9f06 (sources: know rows by one rule, whatever the case of a name)
         ("--model shape --data none.txt", "nothing found for 'none.txt'"),
         ("0.txt --model shape --data 0.txt", "0.txt exists: name another file"),
     ],
