@@ -1,7 +1,7 @@
 """Decoder layers under torch.compile, one by one, and as CUDA graphs: `train.compile`.
 
     layers      torch.compile(fullgraph=True) of every layer. They share their code, so one graph serves all, and one
-                more all other batch sizes
+                more all other batch sizes; of a tower one those of images of one size, as rows of a batch, one others
     graphs      the same with mode="reduce-overhead": forward and backward of every layer are recorded once and replayed
                 after, without the host, which is what a small block waits for; of a vision-language model those of
                 the tower alone, and the others stay eager: a graph's inputs are copied and its memory stays, which
@@ -47,6 +47,8 @@ def compile_layers(model: nn.Module, graphs: bool) -> None:
     if not layers:
         raise ValueError(f"{type(model).__name__} contains no decoder layer to compile")
     device = next(model.parameters()).device
+    # Text and towers, images of one size and of several: one graph too many is an error under fullgraph.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     if graphs and device.type != "cuda":
         raise ValueError(f"CUDA graphs need a GPU, and the model lies on {device}: compile it with graphs=False")
     mode = "reduce-overhead" if graphs else "default"

@@ -7,7 +7,6 @@ hooked since or a cache is asked for, the original forward runs. LoRA adapters b
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from typing import Any, Optional
@@ -23,7 +22,7 @@ from overcoat.block.run import run_block
 from overcoat.block.softmax import Heads, observers
 from overcoat.block.spec import Adapter, Block, Branch, Linear, Norm, Tables
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
-from overcoat.models.images import rows_of
+from overcoat.models.images import rows_of, run_compiled
 from overcoat.models.lora import active_adapters, base_of
 from overcoat.models.masks import as_starts, cache_of, check_mask, mask_from, mask_of_original
 from overcoat.models.refusals import (
@@ -225,13 +224,14 @@ class Fp8DecoderLayer(Mixin):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's own signature (transformers): hidden_states (B, S, H) -> (B, S, H); or (T, H) with `cu_seqlens`,
         where images begin."""
-        if self.overcoat_mode is None:
-            return self._forward(hidden_states, *args, **kwargs)
-        cls: Any = type(self)
-        return _compiled(cls, self.overcoat_mode)(self, hidden_states, *args, **kwargs)
-
-    def _forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kwargs.update(zip(self.overcoat_arguments, args, strict=False))
+        batch, images = rows_of(hidden_states, kwargs.get("cu_seqlens"), kwargs.get("max_seqlen"))
+        if self.overcoat_mode is None:
+            return self._forward(hidden_states, batch, images, kwargs)
+        return run_compiled(self, hidden_states, batch, images, kwargs)
+
+    def _forward(self, hidden_states: Tensor, batch: int, images: int, kwargs: dict[str, Any]) -> Tensor:
+        """`forward`, after `rows_of`."""
         own = kwargs
         if self.overcoat_family.inputs is not None:
             kwargs = self.overcoat_family.inputs(self, hidden_states, own)
@@ -240,7 +240,6 @@ class Fp8DecoderLayer(Mixin):
         if is_known:
             mask = kwargs["attention_mask"] = None
         branches, family, lengths = None, self.overcoat_family, kwargs.get("cu_seqlens")
-        batch, images = rows_of(hidden_states, lengths, kwargs.get("max_seqlen"))
         if embeddings is not None or not family.rotary:
             branches = self._fp8_branches(batch, hidden_states, kwargs)
         context = self.overcoat_context if self.training else None
@@ -313,12 +312,6 @@ class Fp8DecoderLayer(Mixin):
         # A side effect, which compiled code may not have inside of a checkpoint.
         if not torch.compiler.is_compiling():
             self.overcoat_ran = ran
-
-
-@functools.cache
-def _compiled(cls: Any, mode: str) -> Any:
-    # What a graph cannot hold would run beside it, unseen and slowly: fullgraph makes it an error.
-    return torch.compile(cls._forward, fullgraph=True, mode=mode)
 
 
 def _run_as_it_is(x: Tensor, modules: Modules, family: Family, recipe: Recipe) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -15,8 +16,10 @@ import overcoat
 from overcoat import Recipe
 from overcoat.models.compiled import begin_pass, compile_layers, forget, keep_gradients_outside
 from overcoat.models.convert import decoder_layers
+from overcoat.models.images import longest
 from tests.models.graphs import recorded, skipped
-from tests.models.zoo import assert_equal, gradients, make_batch, make_model
+from tests.models.test_images import seen_rows
+from tests.models.zoo import assert_equal, gradients, make_batch, make_encoder, make_model
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +69,38 @@ def test_compiled_layers_share_a_graph_and_give_the_eager_gradients(kind: str, r
         counts.append(graphs.frame_count)
     assert counts == [1, 1, 2, 2]  # of three layers: one graph for the first number of rows, one for all others
     assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("qwen3-vl-vision", Recipe()),
+        pytest.param("qwen3-vl-vision", Recipe.leanest(), marks=pytest.mark.nightly),
+        pytest.param("qwen2.5-vl-vision", Recipe(), marks=pytest.mark.nightly),
+    ],
+)
+def test_compiled_images_of_one_size_are_a_batch(kind: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As eager ones, and so are equal windows; a graph for all further grids of one size, one for others."""
+    seen, graphs, counts = seen_rows(monkeypatch), CompileCounterWithBackend("aot_eager"), []
+    plain = make_encoder(kind)
+    overcoat.convert(plain, recipe)
+    model = copy.deepcopy(plain)
+    compile_layers(model, graphs=False)
+    for sizes in ([8, 8], [8, 4, 8, 6], [4, 4, 4], [2, 2], [6, 2], [6, 6, 6, 6], [10, 4, 8]):
+        grid = torch.tensor([(1, 8, columns) for columns in sizes])
+        x, results = torch.randn(8 * sum(sizes), 96), []
+        for each, backend in ((plain, "eager"), (model, graphs)):
+            with torch.compiler.set_stance(force_backend=backend):
+                y = each(x, grid, **longest(each, grid)).last_hidden_state
+                y.square().sum().backward()
+            results.append((y, list(seen)))
+            seen.clear()
+        assert torch.equal(results[0][0], results[1][0])
+        assert_equal(gradients(model), gradients(plain))
+        assert results[0][1] == results[1][1]
+        assert ((len(sizes), False) in results[1][1]) is (len(set(sizes)) == 1)
+        counts.append(graphs.frame_count)
+    assert counts[2:] == [counts[2]] * 5, counts
 
 
 def test_another_recipe_compiles_anew() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import overcoat
-from overcoat.block import softmax
+from overcoat.kernels import attention
 from overcoat.models.images import MISMATCH, ImageMask, add, places, put
 from overcoat.models.samples import freeze_tower, images, model_class, patches, tokens
 from tests.models.test_vision_language import MODELS, make_batch, make_model
@@ -129,15 +129,15 @@ def _cut_row() -> dict[str, Any]:
 
 
 def seen_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Grows by the rows that each layer's attention gets, and whether it gets a mask."""
+    """Grows by the rows that each layer's attention gets on a CPU, and whether it gets a mask; compiled, too."""
     seen: list[tuple[int, bool]] = []
 
-    def attention(qkv: Tensor, mask: Any, batch: int, *rest: Any) -> Any:
-        seen.append((batch, mask is not None))
-        return original(qkv, mask, batch, *rest)
+    def plain(qkv: Any, mask: Any, *rest: Any) -> Any:
+        seen.append((qkv[0].shape[0], mask is not None))
+        return original(qkv, mask, *rest)
 
-    original = softmax.attention_op
-    monkeypatch.setattr(softmax, "attention_op", attention)
+    original = attention._plain
+    monkeypatch.setattr(attention, "_plain", plain)
     return seen
 
 
