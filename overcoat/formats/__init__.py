@@ -31,27 +31,3 @@ from overcoat.formats.groups import (
     group_code,
     to_groups,
 )
-
-__all__ = [
-    "AMAX_FLOOR",
-    "E4M3",
-    "E5M2",
-    "FLOAT8",
-    "GROUP_CODES",
-    "Float8",
-    "GroupCode",
-    "Quantized",
-    "cast_float8",
-    "decode_float8",
-    "decode_groups",
-    "dequantize_blocks",
-    "dequantize_tensor",
-    "empty_groups",
-    "encode_groups",
-    "from_groups",
-    "group_code",
-    "quantize_blocks",
-    "quantize_tensor",
-    "scale_from_amax",
-    "to_groups",
-]
