@@ -168,12 +168,6 @@ def test_peak_memory_is_one_chunk_and_the_gradients():
 def test_wrong_inputs_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(*change(*make()))
-    with pytest.raises(ValueError, match="'none'"):
-        linear_cross_entropy(*make(), reduction="none")
-    with pytest.raises(ValueError, match="'e3m4'"):
-        linear_cross_entropy(*make(), fp8="e3m4")
-    with pytest.raises(ValueError, match="chunk_tokens = 0"):
-        linear_cross_entropy(*make(), chunk_tokens=0)
 
 
 def test_autocast(device):
