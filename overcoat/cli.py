@@ -56,7 +56,7 @@ REMEDIES: dict[int | None, str] = {
 
 class _Parser(argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """After help and errors: who left, or a full disk, is met here and not as Python ends."""
+        """After help and errors: flush here, where a closed pipe or a full disk is one line, not as Python ends."""
         super().exit(_status_of(argparse.Namespace(function=lambda _: status)), message)
 
 

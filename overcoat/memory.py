@@ -199,8 +199,8 @@ def keep_parts(ctx: torch.autograd.function.FunctionCtx, *parts: Part) -> None:
 
 
 def release_saved(ctx: Any) -> None:
-    """Let go of what `keep_parts` saved, in a backward that has asked for it: its memory is free when nobody there
-    needs it any more, not when the backward has ended. Does nothing if the graph is retained for another backward;
+    """Free what `keep_parts` saved early, in a backward that has read it: each tensor when its last use there is over,
+    not when the backward has ended. Does nothing if the graph is retained for another backward;
     without that, a backward that fails on the way, for want of memory say, cannot be tried again."""
     if not torch.compiler.is_compiling():  # a compiled backward frees what it has read by itself
         ctx.maybe_clear_saved_tensors()

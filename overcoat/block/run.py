@@ -228,7 +228,7 @@ class _Block(torch.autograd.Function):
             del x
         else:
             saved = _unflatten(kept, ctx.kinds)
-        del kept  # `block_backward` lets go of what it has read
+        del kept  # `block_backward` frees what it has read
         dx, gradients = block_backward(
             dy.contiguous().flatten(0, -2), saved, block, tables, recipe, with_tensors(constants, wanted)
         )

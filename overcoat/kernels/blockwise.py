@@ -11,8 +11,8 @@ makes one quantized weight (and its transpose) serve forward and dgrad:
 dgrad and wgrad contract over different axes, so the two layouts of a gradient are rounded with different scales.
 
 No op waits for the maximum of a whole tensor: each reads its input once. A scale is FP32, amax / (format's maximum), 1
-for a block of zeros, as in formats.py. Scales lie as the library's GEMM (gemm.py) reads them, L = ceil(K / 128) blocks
-along the contraction axis, R rows of the operand:
+for a block of zeros, as in formats/float8.py. Scales lie as the library's GEMM (gemm.py) reads them, L = ceil(K / 128)
+blocks along the contraction axis, R rows of the operand:
 
     1x128     (L, R)
     128x128   (ceil(R / 128), L4), L4 = L rounded up to a multiple of 4, filled up with zeros

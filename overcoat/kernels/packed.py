@@ -50,10 +50,9 @@ def document_starts(position_ids: Tensor, skips: bool = False) -> Tensor:
     attention, where they come back to the row's smallest. Waits for the device: how many there are is the shape of the
     result.
     """
-    begins = position_ids == position_ids.amin(-1, keepdim=True)
-    if not skips:
-        begins[:, 1:] = position_ids.diff(dim=-1) != 1
-    begins[:, 0] = True
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    later = position_ids[:, 1:] == position_ids.amin(-1, keepdim=True) if skips else position_ids.diff(dim=-1) != 1
+    begins[:, 1:] = later
     (found,) = begins.flatten().nonzero(as_tuple=True)
     return torch.nn.functional.pad(found, (0, 1), value=position_ids.numel()).int()
 

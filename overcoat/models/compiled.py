@@ -17,7 +17,7 @@ given it anew:
     gradients   see `keep_gradients_outside`
 
 The first pass compiles and warms up, the second records; later ones replay. All graphs share one pool of memory, which
-goes back to nobody else until `forget`.
+is given back by `forget` alone.
 """
 
 from __future__ import annotations

@@ -129,8 +129,7 @@ class LeanLossModel(Mixin):
         wants_logits = not self.training if output_logits is None else output_logits
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         is_lean = labels is not None and not wants_logits and keeps_all and self.overcoat_recipe.head is not None
-        is_lean = is_lean and not inputs.get("output_router_logits")
-        is_lean = labels is not None and is_lean and self._has_lean_head()
+        is_lean = is_lean and not inputs.get("output_router_logits") and self._has_lean_head()
         if not torch.compiler.is_compiling():
             self.overcoat_ran = "lean loss" if is_lean else "all logits"
         if self.training and self.overcoat_context is not None:

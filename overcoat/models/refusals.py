@@ -162,7 +162,7 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
 
 
 def _why_other_attention(kind: Optional[str]) -> Optional[str]:
-    """Who put attention of their own in the place of PyTorch's or transformers', as context parallelism does."""
+    """Whether somebody replaced PyTorch's or transformers' attention, as PyTorch's context parallelism does."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
@@ -175,17 +175,18 @@ def _why_other_attention(kind: Optional[str]) -> Optional[str]:
 
 
 def _why_dropout(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[str]:
-    """A rate of dropout in modules whose forward the block stands in for, or in their parts; also if set since."""
+    """The first rate of dropout above 0 in the modules whose forward the block replaces, or in their parts, as it is
+    now: rates can be set after the conversion."""
     found = [layer]
     for modules in branches:
         if modules.core is not None:
             found += (modules.owner, *modules.around)
     for module in found:
         own = module.__dict__
-        if own.get("attention_dropout") or own.get("residual_dropout") or own.get("dropout"):
-            name, rate = next((name, own[name]) for name in RATES if own.get(name))
-            name = name if name in RATES[:2] else f"{_path(layer, module)}.{name}"
-            return f"{name} is {rate}; only 0 is supported"
+        for name in RATES:
+            if rate := own.get(name):
+                place = name if name != "dropout" else f"{_path(layer, module)}.{name}"
+                return f"{place} is {rate}; only 0 is supported"
         for part in own["_modules"].values():
             if part is not None and (rate := part.__dict__.get("p") or part.__dict__.get("drop_prob")):
                 name = "p" if isinstance(part, nn.Dropout) else "drop_prob"

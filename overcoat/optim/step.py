@@ -158,7 +158,7 @@ class StepGroup:
         return squares, (squares < math.inf).logical_not()  # NaN is not below anything
 
     def step(self, group: Mapping[str, Any], factor: Tensor, skip: Tensor) -> None:
-        """One step by the gradients taken; they are let go.
+        """One step by the gradients taken, which are freed.
 
         Args:
             group: the parameter group, for its hyperparameters.

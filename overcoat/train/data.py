@@ -53,7 +53,7 @@ class Batch:
     labels: torch.Tensor  # (B, T), already shifted: labels[:, t] follows input_ids[:, t]
     position_ids: torch.Tensor | None  # (B, T) under document_mask; (4, B, T) with images of Qwen-VL
     document_starts: torch.Tensor | None = None  # int32 (D + 1,) under document_mask (kernels/packed.py)
-    images: dict[str, Any] = field(default_factory=dict)  # what the model is given beside (images.py)
+    images: dict[str, Any] = field(default_factory=dict)  # what the model is given beside (`Images`)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`; the copy to a GPU does not wait for the work queued there."""

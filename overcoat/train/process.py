@@ -8,8 +8,8 @@ The rest of the trainer asks this module for whatever differs between processes.
     sum_of      sums over all processes: of losses, on the device
     share_of    the rows of a step that are this process' own
 
-Files of a run are written by the first process. What a process finds wrong ends it (`report`, `leave`): whoever started
-the processes then ends the others, which cannot go on without it.
+Files of a run are written by the first process. A process that fails says why (`may_report`) and ends (`leave`); the
+launcher then ends the others, which cannot go on without it.
 """
 
 from __future__ import annotations
