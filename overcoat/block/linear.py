@@ -147,7 +147,7 @@ def quantize_gradient(
 ) -> Gradient:
     """dy (T, N), times `Linear.scale`, in the recipe's gradient format; dy_amax: max |dy| if known."""
     dy, factor, fmt = dy.contiguous(), linear.scale, recipe.grad_format
-    sums = dy.sum(0, dtype=torch.float32) * factor if linear.has_bias else None
+    sums = dy.sum(0, dtype=torch.float32) if linear.has_bias else None
     transposed = scale_t = None
     if recipe.linear_scaling == "block":
         if want_weights:
@@ -161,7 +161,7 @@ def quantize_gradient(
         else:
             data, scale = quantize(dy, dy_amax, fmt)
     if factor != 1.0:
-        scale, scale_t = scale * factor, None if scale_t is None else scale_t * factor
+        scale, scale_t, sums = [None if x is None else x * factor for x in (scale, scale_t, sums)]
     return Gradient(data, transposed, scale, sums, dy.dtype, scale_t)
 
 
@@ -217,8 +217,8 @@ def split_gradients(
 ) -> tuple[tuple[Optional[Tensor], ...], tuple[Optional[Tensor], ...]]:
     """Gradients of each weight and bias from those of the stack."""
     weights, biases, orders, *_ = linear
-    if len(weights) == 1 and sums is None and not orders:
-        return (dweight,), (None,)
+    if len(weights) == 1 and not orders:
+        return (dweight,), (None if sums is None or biases[0] is None else sums.to(biases[0].dtype),)
     orders = orders or (None,) * len(weights)
     sizes = [w.shape[0] if order is None else order.count(w) for w, order in zip(weights, orders, strict=True)]
 

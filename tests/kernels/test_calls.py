@@ -22,8 +22,8 @@ import overcoat
 from overcoat.kernels import attention, attention_fused, gemm, launch, op
 from tests.kernels import variants
 
-# Forward and backward. What needs more should be worth more.
-MOST = 790
+# Forward and backward, without biases and with. What needs more should be worth more.
+MOST = {False: 790, True: 809}
 
 
 def remember(kernel, grid, args, options):
@@ -72,11 +72,11 @@ def calls_of(function) -> list[str]:
     return found
 
 
-def block_step(recipe: overcoat.Recipe):
+def block_step(recipe: overcoat.Recipe, biased: bool = False):
     """Forward and backward of a small converted layer."""
     config = LlamaConfig(
         hidden_size=256, intermediate_size=768, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1,
-        vocab_size=64,
+        vocab_size=64, attention_bias=biased, mlp_bias=biased,
     )  # fmt: skip
     model = LlamaForCausalLM(config).bfloat16().train()
     overcoat.convert(model, recipe)
@@ -123,12 +123,13 @@ def test_triton_accepts_what_a_block_launches(recipe, monkeypatch):
 
 
 @pytest.mark.usefixtures("_gpu")
-def test_an_eager_block_calls_few_functions():
-    step = block_step(overcoat.Recipe())
+@pytest.mark.parametrize("biased", MOST)
+def test_an_eager_block_calls_few_functions(biased):
+    step = block_step(overcoat.Recipe(), biased)
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(2):  # launches and maxima of weights are remembered
             step()
         found = calls_of(step)
-    assert found.count("launch") == 35, "not the ops of a block"
+    assert found.count("launch") == (37 if biased else 35), "not the ops of a block"
 
-    assert len(found) <= MOST, len(found)
+    assert len(found) <= MOST[biased], len(found)
