@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from overcoat import cli
-from overcoat.paper import arms, training
+from overcoat.paper import arms, memory, training
 from overcoat.paper.command import EXHIBITS, lacking
+from overcoat.paper.result import Options
 from overcoat.train.loop import RunStoppedError, UnreadableDataError
 from tests.eval.conftest import write_task
 
@@ -55,6 +58,25 @@ def test_the_small_size_runs_on_a_cpu(name: str, tmp_path: Path, capsys: pytest.
     assert all(row["exhibit"] == name and row["name"] in printed for row in found)
     assert image.stat().st_size > 0
     assert not asked or all(3 * row["tiny acc"] in (0, 1, 2, 3) and "tiny acc" in printed for row in found)
+
+
+def test_the_full_tables_measure_what_bench_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, on a GPU: a call that does not fit would be a row's error."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory, "kept_units", lambda *_: {"total": 1.0})
+    predictor = SimpleNamespace(predict=lambda *_: SimpleNamespace(peak_bytes=1))
+    monkeypatch.setattr(memory, "Predictor", lambda _: predictor)
+    calls = []
+
+    def call(function: Any, *arguments: Any, timeout: float) -> dict[str, float]:
+        calls.append(inspect.signature(function).bind(*arguments))
+        return {"total_ms": 1.0, "tokens_per_second": 2.0}
+
+    monkeypatch.setattr(memory, "call_alone", call)
+    options = Options(size="full")
+    assert {row["ours ms"] for row in memory.table6(options).rows} == {1.0}
+    assert [row["ours tok/s"] for row in memory.table7(options).rows if "ours tok/s" in row] == [2.0]
+    assert len(calls) == len(memory.TABLE6) * len(memory.CONTESTANTS) + 1
 
 
 @pytest.mark.parametrize("name", EXHIBITS)
