@@ -119,6 +119,11 @@ def load_checkpoint(path: Path, state: TrainState) -> int | None:
             remedy = "stream the same files (names and sizes) with the same data.held_out and eval.rows"
         raise ValueError(f"{path} was trained on other tokens than these (or in another order of files); {remedy}")
     read_model(path, state.model)
+    if changed := sorted(set(saved.get("trained", state.trained())) ^ set(state.trained())):
+        raise ValueError(
+            f"{path} trained other parameters: {len(changed)} differ, the first is {changed[0]}; set model.freeze as "
+            "its run did, or start anew from its weights with model.name"
+        )
     read_states(path, state.optimizer, states)
     with files.loading(path / TRAINING):
         state.load_training_dict(saved)

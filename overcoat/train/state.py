@@ -53,10 +53,15 @@ class TrainState:
         overcoat.convert(self.model, recipe_of(config, fit))
         self.fit, self.kept_bytes, self.kept_table = fit, 0, ""
 
+    def trained(self) -> list[str]:
+        """The names of the parameters that have states in the optimizer, which knows them by their order alone."""
+        return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+
     def training_dict(self) -> dict[str, Any]:
         """All but the model's weights, as plain containers and tensors (loadable with weights_only)."""
         return {
             "optimizer": self.optimizer.state_dict(),
+            "trained": self.trained(),
             "rows": self.rows.state_dict(),
             "data_identity": self.data_identity,
             "held_out": self.held_out,

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves
 
 from overcoat.train import files, saving
+from overcoat.train.build import build_model
 from overcoat.train.checkpoint import (
     checkpoint_dir,
     choose_checkpoint,
@@ -37,6 +38,7 @@ from overcoat.train.run import run_once
 from overcoat.train.saving import Held, write_checkpoint, write_model
 from overcoat.train.shards import read_model
 from overcoat.train.state import TrainState
+from tests.train import runs
 from tests.train.runs import EXACT, MakeConfig, make_state, names
 
 
@@ -263,6 +265,26 @@ def test_weights_of_another_model_are_refused_and_none_copied(
     with pytest.raises(ValueError, match=rf"another model: {count} parameters differ, the first is {first}"):
         read_model(tmp_path, model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_states_of_other_parameters_of_the_same_shapes_are_refused(config: Config, monkeypatch: Any) -> None:
+    """An optimizer's state names none: frozen otherwise, parameters would go on with each other's moments."""
+
+    def frozen(layer: int) -> TrainState:
+        def build(config: Config, tokenizer: Any) -> torch.nn.Module:
+            model = build_model(config, tokenizer)
+            model.model.layers[layer].requires_grad_(False)
+            return model
+
+        monkeypatch.setattr(runs, "build_model", build)
+        return make_state(config)
+
+    path = save_at(frozen(0), config, 4)
+    load_checkpoint(path, frozen(0))
+    with pytest.raises(
+        ValueError, match=r"step-00000004 trained other parameters: 18 differ, .*layers\.0\..*model\.freeze as"
+    ):
+        load_checkpoint(path, frozen(1))
 
 
 @pytest.mark.parametrize("content", [b"no pickle", b"\x80\x02}q\x00.", None])
