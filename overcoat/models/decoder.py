@@ -205,6 +205,7 @@ class Fp8DecoderLayer(Mixin):
 
     overcoat_recipe: Recipe
     overcoat_family: Any
+    overcoat_own: Any  # the layer's own class
     # The names of the arguments of the layer's own forward after hidden_states.
     overcoat_arguments: tuple[str, ...] = ()
     # Whether this layer's kept tensors go to host memory; None where those of no layer do.
@@ -218,8 +219,8 @@ class Fp8DecoderLayer(Mixin):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.overcoat_family = family_of(cls)
-        cls.overcoat_arguments = tuple(inspect.signature(original_class(cls).forward).parameters)[2:]
+        cls.overcoat_family, cls.overcoat_own = family_of(cls), original_class(cls)
+        cls.overcoat_arguments = tuple(inspect.signature(cls.overcoat_own.forward).parameters)[2:]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's own signature (transformers): hidden_states (B, S, H) -> (B, S, H); or (T, H) with `cu_seqlens`,

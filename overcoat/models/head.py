@@ -46,7 +46,8 @@ from overcoat.models.family import (
 from overcoat.models.images import without_waiting
 from overcoat.models.masks import causal_mask
 from overcoat.models.output import without_logits
-from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, patched
+from overcoat.models.patches import why_all_patched, why_patched
+from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
 from overcoat.recipe import Recipe
 
 
@@ -198,6 +199,7 @@ class LeanLossModel(Mixin):
 def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
     """Inside, lm_head returns `loss` of what it gets, and the final norm is one op."""
     head, norm, own = model.get_submodule(model.overcoat_whole.head), _final_norm(model), model.loss_function
+    is_set = hasattr(model, "_loss_function")  # else transformers looks it up for each call
     trunk = _trunk(model)
     is_fusable = isinstance(norm, FinalNorm)
     scale = _logit_scale(model)
@@ -213,6 +215,8 @@ def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None
         yield
     finally:
         model.loss_function, head.overcoat_loss, trunk.overcoat_is_lean = own, None, False
+        if not is_set:
+            del model._loss_function
         if is_fusable:
             norm.overcoat_fused = False
 
@@ -263,8 +267,8 @@ def why_head_unsupported(model: nn.Module) -> Optional[str]:
         return f"the model is wrapped already, as {type(model).__name__}: convert it before"
     if "forward" in vars(model):
         return "the model's forward was replaced on the object: convert it before"
-    if (source := patched(original)) is not None:
-        return f"the forward of all {original.__name__} was replaced, by {source}'s"
+    if (reason := why_all_patched(original)) is not None:
+        return reason
     head = model.get_submodule(whole.head)
     if type(head) is not nn.Linear and not isinstance(head, LossHead):
         return f"lm_head is a {class_name(head)}, not nn.Linear"
@@ -298,7 +302,9 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
         return f"final_logit_softcapping is {softcap:g}, and the loss without logits has no cap"
     if model.loss_function is not ForCausalLMLoss:
         return f"the loss function is {getattr(model.loss_function, '__name__', model.loss_function)}"
-    return None
+    if torch.compiler.is_compiling():
+        return None
+    return why_patched(ForCausalLMLoss, "ForCausalLMLoss") or why_patched(F.cross_entropy, "F.cross_entropy")
 
 
 def install_head(model: Any, recipe: Recipe) -> None:
@@ -310,7 +316,7 @@ def install_head(model: Any, recipe: Recipe) -> None:
         head.__class__ = LossHead
     norm = _final_norm(model)
     plain = [(each.module, each.norm) for each in families() if not each.centered and not each.plus_one]
-    is_own = (type(norm).__module__, type(norm).__name__) in plain and not patched(type(norm))
+    is_own = (type(norm).__module__, type(norm).__name__) in plain and why_all_patched(type(norm)) is None
     if is_own and "forward" not in vars(norm):
         norm.__class__ = mixed(FinalNorm, type(norm))
     model.overcoat_recipe, trunk = recipe, _trunk(model)

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overcoat.block.mlp import Mlp
 from overcoat.models.family import Family, Modules, class_name, original_class
 from overcoat.models.lora import base_of, parts_of, why_not_plain
+from overcoat.models.patches import known, why_all_patched, why_other_attention
 
 # transformers' names of the activations, and ours.
 ACTIVATIONS = {
@@ -77,8 +77,6 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
     for module in (layer, *_modules_of(branches)):
         if "forward" in vars(module):
             return f"the forward of {_path(layer, module)} was replaced on the object: convert before"
-        if (source := patched(original_class(module))) is not None:
-            return f"the forward of all {original_class(module).__name__} was replaced, by {source}'s"
     config: Any = getattr(branches[0].owner, "config", None)
     for core in (modules.core for modules in branches):
         if isinstance(core, Mlp) and core.activation not in FUNCTIONS:
@@ -140,6 +138,9 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
         return reason
     # Compiled code was traced with what was there.
     is_compiled = torch.compiler.is_compiling()
+    own: Any = getattr(layer, "overcoat_own", type(layer))
+    if not is_compiled and own.forward not in known and (reason := why_all_patched(own)):
+        return reason
     # A hook on a module whose forward the FP8 block stands in for would not run.
     for module in _modules_of(branches):
         hooks = module._forward_hooks or module._forward_pre_hooks
@@ -147,6 +148,8 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
             return f"{_path(layer, module)} has hooks, which the FP8 block would not run"
         if not is_compiled and "forward" in vars(module):
             return f"the forward of {_path(layer, module)} was replaced on the object"
+        if not is_compiled and (cls := type(module)).forward not in known and (reason := why_all_patched(cls)):
+            return reason
     if family.inputs is not None:  # its attention is what `refused` accepted
         return None
     config: Any = branches[0].owner.config
@@ -158,20 +161,7 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
             return f"attn_implementation is {kind!r}, whose layers get no mask for their window: use sdpa"
     if not family.encoder and getattr(config, "is_causal", True) is False:
         return "config.is_causal is False; only causal attention is supported"
-    return None if is_compiled else _why_other_attention(kind)
-
-
-def _why_other_attention(kind: Optional[str]) -> Optional[str]:
-    """Whether somebody replaced PyTorch's or transformers' attention, as PyTorch's context parallelism does."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
-        return f"F.scaled_dot_product_attention was replaced, by {F.scaled_dot_product_attention.__module__}'s"
-    if kind in ALL_ATTENTION_FUNCTIONS and "/" not in str(kind):  # not one of the hub's kernels
-        source = getattr(ALL_ATTENTION_FUNCTIONS[kind], "__module__", "")
-        if not source.startswith(("transformers.", "torchtitan.")):
-            return f"attention of kind {kind!r} was replaced, by {source}'s"
-    return None
+    return None if is_compiled else why_other_attention(kind, type(owner).forward)
 
 
 def _why_dropout(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[str]:
@@ -192,13 +182,6 @@ def _why_dropout(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[st
                 name = "p" if isinstance(part, nn.Dropout) else "drop_prob"
                 return f"{_path(layer, part)}.{name} is {rate}; only 0 is supported"
     return None
-
-
-def patched(cls: type[nn.Module]) -> Optional[str]:
-    """The module of a function that somebody put in place of a class's forward, for all its objects; or None."""
-    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    source = getattr(vars(owner)["forward"], "__module__", None)
-    return None if source == owner.__module__ else str(source)
 
 
 def why_given(owner: Any, given: Mapping[str, Any]) -> Optional[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import re
 import warnings
@@ -20,6 +21,7 @@ from transformers import (
     PhiConfig,
     PhiForCausalLM,
 )
+from transformers.models.llama import modeling_llama
 
 import overcoat
 from overcoat import Recipe
@@ -266,6 +268,30 @@ def test_a_forward_that_was_replaced_for_all_objects_of_a_class_is_not_left_out(
     with pytest.warns(UserWarning, match="LlamaMLP"):
         assert "the forward of all LlamaForCausalLM was replaced" in overcoat.convert(model).head.detail
     assert model(input_ids=None, labels=None) == "its own"
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "options"),
+    [
+        (modeling_llama, "apply_rotary_pos_emb", {}),
+        (modeling_llama, "rotate_half", {}),
+        (modeling_llama, "eager_attention_forward", {"attn_implementation": "eager"}),
+        (modeling_llama.LlamaMLP, "forward", {}),
+        (modeling_llama.LlamaDecoderLayer, "forward", {}),
+    ],
+)
+def test_functions_that_were_replaced_for_all_models_run_also_after_the_conversion(
+    place: Any, name: str, options: dict[str, Any], monkeypatch: Any
+) -> None:
+    model = make_model(layers=1, **options)
+    overcoat.convert(model)
+    original, calls = getattr(place, name), []
+    monkeypatch.setattr(place, name, functools.wraps(original)(lambda *a, **b: calls.append(name) or original(*a, **b)))
+    with pytest.warns(UserWarning, match=rf"original precision: .*{place.__name__ if name == 'forward' else name} was"):
+        model(**make_batch())
+    assert calls
+    with pytest.warns(UserWarning, match="no decoder layer trains in FP8"):
+        assert overcoat.convert(model).converted == []
 
 
 def test_attention_that_was_replaced_for_all_models_is_not_left_out(monkeypatch: Any) -> None:

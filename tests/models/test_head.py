@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.loss import loss_utils
 
 import overcoat
 from overcoat import Recipe
@@ -264,6 +265,17 @@ def test_what_changes_later_falls_back_with_a_warning(model: nn.Module) -> None:
         each.lm_head.forward = lambda x, own=each.lm_head.forward: 2 * own(x)
     with pytest.warns(UserWarning, match="the forward of lm_head was replaced on the object"):
         assert torch.equal(model(**make_batch()).loss, original(**make_batch()).loss)
+
+
+@pytest.mark.parametrize("name", ["fixed_cross_entropy", "ForCausalLMLoss"])
+def test_a_loss_that_was_replaced_for_all_models_is_computed(model: nn.Module, name: str, monkeypatch: Any) -> None:
+    overcoat.convert(model)
+    expected, original = model(**make_batch()).loss, getattr(loss_utils, name)
+    monkeypatch.setattr(loss_utils, name, lambda *args, **options: 2 * original(*args, **options))
+    monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", loss_utils.ForCausalLMLoss)
+    with pytest.warns(UserWarning, match=f"computed from all logits: {name} was replaced, by tests.models.test_head's"):
+        torch.testing.assert_close(model(**make_batch()).loss, 2 * expected, rtol=1e-3, atol=0)
+    assert f"{name} was replaced" in overcoat.convert(model).head.detail
 
 
 def test_the_bf16_recipe_and_no_head_undo_it(model: nn.Module) -> None:
