@@ -116,7 +116,9 @@ def load_checkpoint(path: Path, state: TrainState) -> int | None:
     if identity != state.data_identity:
         remedy = "set data.cache_dir to the data/ folder of its run"
         if state.data_identity.startswith(STREAMED):
-            remedy = "stream the same files (names and sizes) with the same data.held_out and eval.rows"
+            remedy = (
+                "stream the same files (names and sizes) with the same data.held_out, sequence_length and eval.rows"
+            )
         raise ValueError(f"{path} was trained on other tokens than these (or in another order of files); {remedy}")
     read_model(path, state.model)
     if changed := sorted(set(saved.get("trained", state.trained())) ^ set(state.trained())):

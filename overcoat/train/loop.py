@@ -97,7 +97,8 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
     lr = config.optimizer.lr * multiplier(config.schedule, state.step, config.train.steps)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    if state.drawn is None:
+    # A step that did not fit is resumed with shorter or fewer rows: on others than it had drawn.
+    if state.drawn is None or state.drawn.shape != (config.train.rows_per_step, config.data.sequence_length + 1):
         state.drawn = _next_rows(state, config)
     own = process.share_of(state.drawn, config.parallel.context)
     starts = range(0, len(own), state.fit.micro_batch)

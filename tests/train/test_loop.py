@@ -199,6 +199,12 @@ def test_rows_of_an_unfinished_step_are_saved_with_it(make_config: MakeConfig, t
     other = saved_and_loaded(state, make_state(config), tmp_path / "training.pt")
     assert other.drawn is not None
     assert np.array_equal(other.drawn, state.drawn)
+    for change, size in (("data.sequence_length=16", 2 * 16), ("train.batch_size=1", 32)):  # so that the step fits
+        changed = make_config(*EXACT, change)
+        assert (
+            train_step(saved_and_loaded(state, make_state(changed), tmp_path / "training.pt"), changed).num_tokens
+            == size
+        )
     saved = state.training_dict()
     del saved["drawn"]  # as earlier versions wrote it
     other.load_training_dict(saved)
