@@ -75,6 +75,12 @@ def activation_encode(
     return *_encoded(z, gated, code, group_size), activated(z, activation, gated).abs().amax()
 
 
+@activation_encode.fake
+def _(z, activation, gated, code, group_size):
+    groups = z.shape[0], 1 + gated, cdiv(z.shape[1] // (1 + gated), group_size)
+    return *empty_codes(z, groups, code), z.new_empty((), dtype=torch.float32)
+
+
 @triton.jit
 def _encode_values(
     z_ptr, codes_ptr, amax_ptr, offsets, places, inside, known, CODE: tl.constexpr, AXIS: tl.constexpr
@@ -136,6 +142,11 @@ def activation_quantize(z: Tensor, amax: Tensor, activation: str, gated: bool) -
     """Second pass: h in E4M3 (T, I) with one scale, and its 0-d FP32 scale for `amax` = max |h|."""
     data, scale = quantize_tensor(activated(z, activation, gated), E4M3, amax)
     return data, scale
+
+
+@activation_quantize.fake
+def _(z, amax, activation, gated):
+    return z.new_empty(z.shape[0], z.shape[1] // (1 + gated), dtype=E4M3.dtype), torch.empty_like(amax)
 
 
 @kernel

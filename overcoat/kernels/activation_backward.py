@@ -54,7 +54,7 @@ from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel, registers
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
-from overcoat.kernels.quantize import padded_tokens, transpose_padded
+from overcoat.kernels.quantize import empty_both, padded_tokens, transpose_padded
 from overcoat.kernels.tiles import group_columns, listed_groups, load_kept, store_quad_rows, store_quads
 
 
@@ -147,6 +147,11 @@ def activation_gradient_bound(dh: Tensor, group_amax: Tensor, activation: str, g
     return torch.where(gate < torch.inf, bound, torch.nan).amax() * ROUNDING
 
 
+@activation_gradient_bound.fake
+def _(dh, group_amax, activation, group_size):
+    return dh.new_empty((), dtype=torch.float32)
+
+
 @kernel
 def _activation_bound_kernel(
     dh_ptr,  # (T, I)
@@ -218,6 +223,14 @@ def activation_backward(
         return [dz.to(dh.dtype), h_t]
     data, d_scale = quantize_tensor(dz, FLOAT8[fmt], amax)
     return [data, transpose_padded(data), d_scale, dz.sum(0) if has_bias else dz.new_empty(0), h_t]
+
+
+@activation_backward.fake
+def _(dh, codes, group_amax, scale, amax, fmt, has_bias, activation, code, group_size):
+    (h_t, h_scale), columns = empty_rows_t(dh, dh.shape, E4M3.dtype), codes.shape[1]
+    if fmt is None:
+        return [dh.new_empty(codes.shape), h_t] if scale is not None else [dh.new_empty(codes.shape), h_t, h_scale]
+    return [*empty_both(dh, fmt, columns), dh.new_empty(columns if has_bias else 0, dtype=torch.float32), h_t]
 
 
 @kernel

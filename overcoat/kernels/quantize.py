@@ -186,6 +186,11 @@ def quantize(x: Tensor, amax: Tensor, fmt: str) -> Tuple[Tensor, Tensor]:
     return data, scale
 
 
+@quantize.fake
+def _(x, amax, fmt):
+    return x.new_empty(x.shape, dtype=FLOAT8[fmt].dtype), torch.empty_like(amax)
+
+
 @op
 def quantize_both(x: Tensor, amax: Tensor, fmt: str) -> Tuple[Tensor, Tensor, Tensor]:
     """Per-tensor FP8 of x (T, C) in both layouts: data (T, C), data^T (C, P), scale."""
