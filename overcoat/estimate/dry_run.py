@@ -42,7 +42,6 @@ class DryRun(NamedTuple):
     """
 
     phases: list[Living]
-    report: Report
     host: int
     work: Work
     gathered: int
@@ -68,12 +67,26 @@ def own_loss(model: Any, batch: int, sequence: int, side: int = SIDE) -> Tensor:
     return model(**given, **tokens(model, batch, sequence, given), use_cache=False).loss
 
 
-def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1, loss_of: LossOf = own_loss) -> DryRun:
-    """Forward and backward of one micro-batch, the last of its step."""
+class Trained(NamedTuple):
+    """A model on the meta device as a setup trains it. parameters: as they were before their weights travelled in FP8;
+    report: what `convert` did."""
+
+    model: Any
+    parameters: tuple[Tensor, ...]
+    report: Report
+
+
+def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
+    """The model of a configuration, for any number of dry runs."""
     model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
-    report = convert(model, setup.recipe)
+    parameters, report = tuple(model.parameters()), convert(model, setup.recipe)
     if setup.is_sharded(gpus) and setup.all_gather == "fp8":
         travel_in_fp8(model, gpus)
+    return Trained(model, parameters, report)
+
+
+def dry_run(model: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1, loss_of: LossOf = own_loss) -> DryRun:
+    """Forward and backward of one micro-batch, the last of its step, of a `trained_model`."""
     meter = Meter(not setup.document_mask, work := Work())
     meter.leave_out([*model.parameters(), *model.buffers()])
     if setup.accumulation > 1 and not setup.is_sharded(gpus):
@@ -82,7 +95,7 @@ def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1,
             parameter.grad = torch.empty_like(parameter)
         meter.leave_out(parameter.grad for parameter in trained)
     with (
-        _refusing_values(config),
+        _refusing_values(model.config),
         _gradient_hooks(model, meter, setup, gpus),
         watch(model, meter.mark, lambda tensor: meter.tag(tensor, FLOWING)),
         meter,
@@ -99,14 +112,12 @@ def dry_run(config: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1,
     meter.stop()
     gathered = sum(travelling(parameter).nbytes for parameter in model.parameters())
     phases = meter.account([_category(meter, number, number in kept) for number in range(meter.count)])
-    return DryRun(phases, report, transfers.pool.total_bytes, work, gathered)
+    return DryRun(phases, transfers.pool.total_bytes, work, gathered)
 
 
 def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: LossOf = own_loss) -> KeptReport:
     """What `overcoat.memory.record_kept` will report of one forward pass, by op and tensor."""
-    model = meta_model(config, setup.torch_dtype, setup.freeze_tower)
-    convert(model, setup.recipe)
-    meter = Meter(answer=not setup.document_mask)
+    model, meter = trained_model(config, setup).model, Meter(not setup.document_mask, Work())
     with _refusing_values(config), meter, LibraryAttention(), offload.separate(META), record_kept(model) as kept:
         loss_of(model, batch, sequence)
     return kept

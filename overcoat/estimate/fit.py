@@ -37,19 +37,30 @@ class Room:
 
     def largest_batch(self, setup: Setup) -> int:
         """The most rows that fit, on each GPU; 0 if one does not."""
-        low, high, rows, runs = 0, 2 * MOST_ROWS, min(self.batch, MOST_ROWS), 0
+        rows = min(self.batch, MOST_ROWS)
         found = self.predict(setup, rows)
-        before, before_rows = without_rows(found), 0
+        if sum(found.components[name] for name in LASTING) > self.limit:
+            return 0
+        known = {rows: found}  # and what was run for other setups, whose optimizer alone differs
+        for rows in self.predictor.batches(self.sequence, setup, self.gpus):
+            known[rows] = self.predict(setup, rows)
+        runs = 1
         while True:
-            low, high, runs = (rows, high, runs + 1) if found.total_bytes <= self.limit else (low, rows, runs + 1)
-            line = functools.partial(between, (before_rows, before), (rows, found))
-            # Every phase is nearly a line in the rows: 2 or 3 runs, where doubling and halving take 13. The last run
-            # that fits is taken for the largest where half a row more is too much: experts bend the lines.
-            if high - low == 1 or (rows == low and runs > 1 and line(low + 0.5) > self.limit):
+            high = min((rows for rows in known if known[rows].total_bytes > self.limit), default=2 * MOST_ROWS)
+            low = max((rows for rows in known if rows < high), default=0)
+            if high - low == 1:
                 return low
-            guess = bisect.bisect(range(1, high), self.limit, key=line) if runs < 6 else (low + high) // 2
-            before, before_rows, rows = found, rows, min(max(guess, low + 1), high - 1)
-            found = self.predict(setup, rows)
+            points = {0: without_rows(found), **known}
+            one = low if high in points else max(rows for rows in points if rows < low)
+            other = high if high in points else low
+            line = functools.partial(between, (one, points[one]), (other, points[other]))
+            # Every phase is nearly a line in the rows: 2 or 3 runs, where doubling and halving take 13. A run that fits
+            # is taken for the largest where half a row more is too much: experts bend the lines.
+            if low and len(known) > 1 and line(low + 0.5) > self.limit:
+                return low
+            guess = low + bisect.bisect(range(low + 1, high), self.limit, key=line) if runs < 6 else (low + high) // 2
+            rows, runs = min(max(guess, low + 1), high - 1), runs + 1
+            known[rows] = self.predict(setup, rows)
 
 
 def without_rows(prediction: Prediction) -> Prediction:

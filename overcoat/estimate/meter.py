@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from overcoat.block.gathered import GatheredWeight
-from overcoat.estimate.times import Work, tensors_in
+from overcoat.estimate.times import Work, tensors_in, work_of
 from overcoat.kernels.attention import attention, attention_backward
 from overcoat.kernels.loss import linear_cross_entropy
 from overcoat.kernels.packed import ROWS_BETWEEN, is_starts
@@ -135,30 +135,45 @@ class Shape(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @staticmethod
+    def of(tensor: Tensor) -> Shape:
+        return Shape(tensor.shape, tensor.stride(), tensor.dtype)
+
     def tensor(self) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 
-# What this package's ops give, by the op and what it is given: a shape function takes 4 ms, and 32 layers are alike.
-_results: dict[Any, Any] = {}
+class Done(NamedTuple):
+    """An op that has run: its result, what it did (times.py), and the workspace that it took."""
+
+    out: Any
+    work: tuple[str, float] | None
+    workspace: int
 
 
-def result_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)`; of this package's ops on meta tensors remembered, but for results that are views."""
-    if func.namespace != "overcoat":
-        return func(*args, **kwargs)
-    given = tensors_in((args, kwargs))
-    if any(type(x) not in (Tensor, nn.Parameter) or not x.is_meta for x in given):
-        return func(*args, **kwargs)
-    key = (func, _described(args), _described(list(kwargs.items())))
-    if key not in _results:
-        out = func(*args, **kwargs)
-        made = tensors_in(out)
-        storages = {x.untyped_storage()._cdata for x in (*given, *made)} - {x.untyped_storage()._cdata for x in given}
-        if len(storages) < len(made) or any(x.nbytes != x.untyped_storage().nbytes() for x in made):
-            return out
-        _results[key] = tree_map_only(Tensor, lambda x: Shape(tuple(x.shape), x.stride(), x.dtype), out)
-    return _made(_results[key])
+# By the op and what it is given: on meta tensors only shapes count, one op takes up to 18 ms, and 32 layers are alike.
+_done: dict[Any, Done] = {}
+_SELF = object()  # the result of an op that writes to its first argument and returns it
+
+
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Done:
+    """Run an op; on meta tensors remembered, but for results that lie in the memory of other arguments."""
+    # `resize_` and the like change shapes.
+    fixed = not (func.is_view or torch.Tag.inplace_view in func.tags)
+    key = (func, _described(args), _described(list(kwargs.items()))) if fixed else None
+    known = _done.get(key)
+    if known is not None:
+        return Done(args[0] if known.out is _SELF else _made(known.out), known.work, known.workspace)
+    out = func(*args, **kwargs)
+    done = Done(out, work_of(func, args, kwargs, out), workspace(func, args))
+    given, made = tensors_in((args, kwargs)), tensors_in(out)
+    if fixed and all(type(x) in (Tensor, nn.Parameter) and x.is_meta for x in (*given, *made)):
+        own = {x.untyped_storage()._cdata for x in made if x.nbytes == x.untyped_storage().nbytes()}
+        if args and out is args[0]:
+            _done[key] = done._replace(out=_SELF)
+        elif len(own - {x.untyped_storage()._cdata for x in given}) == len(made):
+            _done[key] = done._replace(out=tree_map_only(Tensor, Shape.of, out))
+    return done
 
 
 def _made(value: Any) -> Any:
@@ -169,7 +184,7 @@ def _made(value: Any) -> Any:
 
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
+        return type(value), value.shape, value.stride(), value.dtype, value.is_meta
     return tuple(map(_described, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
@@ -249,15 +264,16 @@ class Meter(TorchDispatchMode):
         if func in EXPANDED:
             with self:
                 return EXPANDED[func](*args, **kwargs)
-        out = result_of(func, args, kwargs)
-        if self.work is not None:
-            self.work.add(func, args, kwargs, out, bool(self.marks) and "backward" in self.marks[-1][0])
-        for tensor in tensors_in(out):
+        is_dry = self.work is not None
+        done = run(func, args, kwargs) if is_dry else Done(func(*args, **kwargs), None, workspace(func, args))
+        if self.work is not None and done.work is not None:
+            self.work.add(*done.work, bool(self.marks) and "backward" in self.marks[-1][0])
+        for tensor in tensors_in(done.out):
             self._see(_own(tensor).untyped_storage())
-        if size := workspace(func, args):
-            number = self._allocate(size)
-            self._events.append((number, -size))
-        return out
+        if done.workspace:
+            number = self._allocate(done.workspace)
+            self._events.append((number, -done.workspace))
+        return done.out
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a storage anew that has been given, or has given back, its memory (`watch_resizes`)."""

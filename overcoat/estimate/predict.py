@@ -7,13 +7,14 @@ the allocator's multiples add to the sizes of lasting tensors. docs/memory.md ex
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
 
-from overcoat.estimate.dry_run import KEPT, DryRun, LossOf, dry_run, kept_tensors, meta_model, own_loss
+from overcoat.estimate.dry_run import KEPT, DryRun, LossOf, Trained, dry_run, kept_tensors, own_loss, trained_model
 from overcoat.estimate.fsdp import part_bytes
 from overcoat.estimate.meter import GATHERED, GRADIENTS, aligned
 from overcoat.estimate.phases import Phase
@@ -102,7 +103,8 @@ class Predictor:
     def __init__(self, config: Any, loss_of: LossOf = own_loss) -> None:
         self.config, self.loss_of = config, loss_of
         self._runs: dict[Any, DryRun] = {}
-        self._parameters: dict[Any, list[Tensor]] = {}
+        self._models: dict[Any, Trained] = {}
+        self._lasting = functools.cache(_lasting)
 
     def predict(self, batch: int, sequence: int, setup: Optional[Setup] = None, gpus: int = 1) -> Prediction:
         """Memory of a step.
@@ -112,22 +114,22 @@ class Predictor:
             gpus: processes of FSDP2 (`fully_shard` on every decoder layer and the model); 1 for none.
         """
         setup = setup or Setup()
-        parameters, run = self._run(batch, sequence, setup, gpus)
-        lasting, host = _lasting(parameters, setup, gpus)
+        (_, parameters, report), run = self._run(batch, sequence, setup, gpus)
+        lasting, host = self._lasting(parameters, setup, gpus)
         by_phase = [_together(lasting, fullest) for _, fullest, _ in run.phases]
         base, peaks = sum(lasting.values()), [sum(each.values()) for each in by_phase]
         phases = [Phase(of.label, peak, base + of.end) for of, peak in zip(run.phases, peaks, strict=True)]
         fullest = peaks.index(max(peaks))
         components, moment = by_phase[fullest], phases[fullest].label
         count = sum(parameter.numel() for parameter in parameters)
-        work_done = (components, moment, phases, count, host + run.host, run.report, by_phase)
+        work_done = (components, moment, phases, count, host + run.host, report, by_phase)
         return Prediction(setup, batch, sequence, gpus, *work_done)
 
     def times(self, batch: int, sequence: int, setup: Setup, cluster: Cluster = ONE) -> Times:
         """Seconds of a step."""
         gpus = cluster.sharding
-        parameters, run = self._run(batch, sequence, setup, gpus)
-        lasting, host = _lasting(parameters, setup, gpus)
+        (_, parameters, _), run = self._run(batch, sequence, setup, gpus)
+        lasting, host = self._lasting(parameters, setup, gpus)
         trained = sum(part_bytes(each, gpus) for each in parameters if each.requires_grad)
         states = lasting["moments"] + lasting["remainders"]
         weights = sum(each.nbytes for each in parameters)
@@ -135,8 +137,8 @@ class Predictor:
         sizes = Sizes(weights, run.gathered, int(weights * wider), trained, states, host, run.host)
         return step_times(run.work, sizes, setup.accumulation, setup.release_gradients, cluster)
 
-    def _run(self, batch: int, sequence: int, setup: Setup, gpus: int) -> tuple[list[Tensor], DryRun]:
-        """The model's parameters, and a dry run."""
+    def _run(self, batch: int, sequence: int, setup: Setup, gpus: int) -> tuple[Trained, DryRun]:
+        """The model, and a dry run of it."""
         for name, value in (("batch", batch), ("sequence", sequence), ("gpus", gpus)):
             if value < 1:
                 raise ValueError(f"{name} {value!r} must be at least 1")
@@ -146,12 +148,17 @@ class Predictor:
             raise ValueError(
                 f"gpus {gpus}: a {self.config.model_type} model is estimated on one GPU only; use --gpus 1"
             )
-        kind, work = (setup.torch_dtype, setup.freeze_tower), (batch, sequence, setup.without_optimizer(), gpus)
-        if kind not in self._parameters:
-            self._parameters[kind] = list(meta_model(self.config, *kind).parameters())
+        alone, work = setup.of_model(), (batch, sequence, setup.without_optimizer(), gpus)
+        if (alone, gpus) not in self._models:
+            self._models[alone, gpus] = trained_model(self.config, alone, gpus)
+        trained = self._models[alone, gpus]
         if work not in self._runs:
-            self._runs[work] = dry_run(self.config, *work, self.loss_of)
-        return self._parameters[kind], self._runs[work]
+            self._runs[work] = dry_run(trained.model, *work, self.loss_of)
+        return trained, self._runs[work]
+
+    def batches(self, sequence: int, setup: Setup, gpus: int) -> list[int]:
+        """Those for which `predict` needs no dry run any more."""
+        return [batch for batch, *work in self._runs if work == [sequence, setup.without_optimizer(), gpus]]
 
     def kept(self, batch: int, sequence: int, setup: Setup) -> KeptReport:
         """What a forward pass keeps for its backward, by op and tensor."""
@@ -170,7 +177,7 @@ def _together(lasting: dict[str, int], moving: dict[str, int]) -> dict[str, int]
     return found
 
 
-def _lasting(parameters: list[Tensor], setup: Setup, gpus: int) -> tuple[dict[str, int], int]:
+def _lasting(parameters: tuple[Tensor, ...], setup: Setup, gpus: int) -> tuple[dict[str, int], int]:
     """What is there during the whole step, and the bytes of offloaded states in host memory.
 
     Sizes are the tensors' own; what the allocator's multiples add to them is among the libraries'.

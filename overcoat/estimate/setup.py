@@ -87,3 +87,7 @@ class Setup:
         of_optimizer = ("moments", "master", "group_size", "offload", "offload_buffer")
         default = {name: getattr(Setup, name) for name in of_optimizer}
         return dataclasses.replace(self, accumulation=min(self.accumulation, 2), **default)
+
+    def of_model(self) -> Setup:
+        """The same as far as the model is concerned, and how it travels between processes."""
+        return dataclasses.replace(self.without_optimizer(), accumulation=1, release_gradients=False, reduce_dtype=None)

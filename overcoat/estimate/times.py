@@ -16,7 +16,7 @@ beside every measured run that they hold.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
@@ -68,40 +68,43 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Optional[tuple[str, float]]:
+    """What an op does, as `__torch_dispatch__` sees it: its kind, and operations, bytes or, of attention, seconds.
+    None: it launches nothing."""
+    name = func.overloadpacket.__name__
+    if func.is_view or name in _FREE or not tensors_in((args, out)):
+        return None
+    if func is gemm or func is block_gemm:
+        kind = "fp8 blocks" if func is block_gemm else "fp8" if args[6] else "fp8 exact"
+        return kind, 2 * args[0].numel() * args[1].shape[0]
+    if func is attention or func is attention_backward:
+        qkv, (mask, batch, num_q, num_kv) = (args[0], args[1:5]) if func is attention else (args[1], args[4:8])
+        columns = qkv.shape[1] * num_q // (num_q + 2 * num_kv)
+        seconds = attention_seconds(batch, qkv.shape[0] // batch, columns, func is attention_backward)
+        # Of all pairs where the last argument says that it is not causal.
+        times = MASKED if mask is not None and not is_starts(mask) else 2.0 if args[-1] is False else 1.0
+        return "attention", times * seconds
+    if name.startswith("_scaled_dot_product"):
+        is_backward = name.endswith("backward")
+        q = args[is_backward]  # (B, heads, S, D)
+        return "attention", attention_seconds(q.shape[0], q.shape[2], q.shape[1] * q.shape[3], is_backward)
+    if func.overloadpacket in flop_registry:
+        return "bf16", flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+    if name == "addmm_":
+        return "bf16", 2 * args[1].numel() * args[2].shape[1]
+    return "bytes", _moved(func, args, kwargs, out)
+
+
 class Work(defaultdict[tuple[bool, str], float]):
     """What ops do: operations, bytes and launches, by (whether in the backward, kind); attention in seconds."""
 
     def __init__(self) -> None:
         super().__init__(float)
 
-    def add(self, func: Any, args: Any, kwargs: Any, out: Any, backward: bool) -> None:
-        """Take an op into account, as `__torch_dispatch__` sees it."""
-        name = func.overloadpacket.__name__
-        if func.is_view or name in _FREE or not tensors_in((args, out)):
-            return
+    def add(self, kind: str, amount: float, backward: bool) -> None:
+        """Take an op into account (`work_of`)."""
         self[backward, "launches"] += 1
-        if func is gemm or func is block_gemm:
-            kind = "fp8 blocks" if func is block_gemm else "fp8" if args[6] else "fp8 exact"
-            self[backward, kind] += 2 * args[0].numel() * args[1].shape[0]
-        elif func is attention or func is attention_backward:
-            qkv, (mask, batch, num_q, num_kv) = (args[0], args[1:5]) if func is attention else (args[1], args[4:8])
-            columns = qkv.shape[1] * num_q // (num_q + 2 * num_kv)
-            seconds = attention_seconds(batch, qkv.shape[0] // batch, columns, func is attention_backward)
-            # Of all pairs where the last argument says that it is not causal.
-            times = MASKED if mask is not None and not is_starts(mask) else 2.0 if args[-1] is False else 1.0
-            self[backward, "attention"] += times * seconds
-        elif name.startswith("_scaled_dot_product"):
-            is_backward = name.endswith("backward")
-            q = args[is_backward]  # (B, heads, S, D)
-            self[backward, "attention"] += attention_seconds(
-                q.shape[0], q.shape[2], q.shape[1] * q.shape[3], is_backward
-            )
-        elif func.overloadpacket in flop_registry:
-            self[backward, "bf16"] += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
-        elif name == "addmm_":
-            self[backward, "bf16"] += 2 * args[1].numel() * args[2].shape[1]
-        else:
-            self[backward, "bytes"] += _moved(func, args, kwargs, out)
+        self[backward, kind] += amount
 
     def seconds(self, backward: bool, memory: float = 1.0) -> float:
         """On the GPU alone; memory: bytes a second for those of an H200."""

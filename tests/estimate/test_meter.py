@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from overcoat.estimate.meter import LibraryAttention, Meter, aligned, workspace
+from overcoat.estimate.times import Work
 from overcoat.kernels.attention import attention_backward
 
 KIB = 256  # FP32 elements
@@ -40,6 +41,29 @@ def test_allocations_and_frees_in_their_order(device):
         del scalar
     assert totals(meter) == [0, 1024, 2048, 1024, 0, 512]
     assert [aligned(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+
+
+def test_what_is_remembered_of_ops_changes_nothing():
+    """Twice the same ops: those that write, return views or change shapes run again, or as if they did."""
+
+    def step():
+        a = meta(16, 32)
+        b = a.t().contiguous().mul_(2.0).add_(a.t())
+        c = torch.zeros_like(b).unsqueeze_(0).copy_(b)
+        d, e = torch.empty(16, device="meta").resize_(8), torch.ones(3)
+        largest, _ = c.max(-1)
+        return [a, b, c, d, e * 2, largest, *b.split(16), a.expand(2, 16, 32) + 1]
+
+    counted = []
+    for work in (None, Work(), Work()):
+        with Meter(work=work) as meter:
+            found = step()
+        counted.append((totals(meter), [(x.shape, x.stride(), x.dtype, x.device) for x in found], work))
+        storages = {x.untyped_storage()._cdata for x in found}
+        assert len(storages) == len(found) - 2  # the halves are b
+        meter.stop()
+    assert counted[0][:2] == counted[1][:2]
+    assert counted[1] == counted[2]
 
 
 def test_resized_storages():

@@ -10,7 +10,7 @@ import overcoat
 from docs.kept_units import HEADS, HIDDEN, INTERMEDIATE, kept_units
 from overcoat import Recipe
 from overcoat.estimate import Predictor, Setup
-from overcoat.estimate.dry_run import dry_run
+from overcoat.estimate.dry_run import dry_run, trained_model
 from overcoat.estimate.phases import Allocator, Phase, watch
 from overcoat.models.family import families
 from overcoat.models.shapes import Model, sizes
@@ -64,7 +64,7 @@ def test_shapes_that_depend_on_data_are_refused():
         return model(input_ids=torch.empty((1, 8), dtype=torch.int64, device="meta").nonzero()).logits.sum()
 
     with pytest.raises(ValueError, match="a llama model computes shapes from its data"):
-        dry_run(SHAPE.config(), 1, 8, Setup(), loss_of=loss)
+        dry_run(trained_model(SHAPE.config(), Setup()).model, 1, 8, Setup(), loss_of=loss)
 
 
 # ---- What a layer keeps, of every family in the registry ------------------------------------------------------------

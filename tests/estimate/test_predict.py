@@ -315,3 +315,15 @@ def test_a_setup_that_cannot_be(change, message):
 def test_numbers_that_cannot_be(name, value, said):
     with pytest.raises(ValueError, match=said):
         predict(make_model("llama", layers=1).config, **{"batch": 1, "sequence": 32, name: value})
+
+
+@pytest.mark.parametrize("recipe", ["default", "leanest", "offloaded"])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_model_runs_many_times(recipe, gpus):
+    """One that was run with other rows, released and accumulating, holds what a new one does."""
+    config, setup = make_model("llama", layers=4).config, Setup(RECIPES[recipe], all_gather="fp8")
+    used = Predictor(config)
+    for rows, changes in ((3, {}), (2, {"release_gradients": True}), (2, {"accumulation": 2})):
+        used.predict(rows, LENGTH, replace(setup, **changes), gpus)
+    assert used.predict(BATCH, LENGTH, setup, gpus) == Predictor(config).predict(BATCH, LENGTH, setup, gpus)
+    assert len(used._models) == 1
