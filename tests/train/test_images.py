@@ -221,7 +221,9 @@ def vision_config(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.M
     return make
 
 
-@pytest.mark.parametrize("kind", ["Llava", pytest.param("Qwen2_5_VL", marks=pytest.mark.nightly), "Qwen3VL"])
+@pytest.mark.parametrize(
+    "kind", ["Llava", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("Qwen2_5_VL", "Qwen3VL"))]
+)
 def test_a_run_with_images_stops_and_goes_on_bit_for_bit(
     kind: str, vision_config: Any, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
