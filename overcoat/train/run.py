@@ -163,6 +163,8 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         )
     if checkpoints:
         held_out = checkpoint.load_checkpoint(checkpoints[-1], state)
+        if config.train.resume != "auto":  # another recipe or batch may keep more or less: the first step tells anew
+            state.kept_bytes = 0
         step, steps = state.step, config.train.steps
         # A run that took no step of its own is not finished from a checkpoint.
         if process.is_first() and (step > steps or (step == steps and not read_metrics(run_dir / METRICS)["train"])):
