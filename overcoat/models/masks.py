@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from overcoat.kernels.packed import causal_pairs, dense_mask, document_starts, given_starts
 from overcoat.models.family import original_class
+from overcoat.models.patches import why_all_patched, why_patched
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, reads_lengths, window_of
 
 # Documents shorter than this on average (padding whose positions do not count, say) get transformers' mask: each costs
@@ -117,6 +118,8 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     layers = getattr(model, causal.overcoat_whole.stack)
     if getattr(model.config, "use_bidirectional_attention", False):
         return mask
+    if not torch.compiler.is_compiling() and _has_other_mask(model):
+        return mask
     tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
     if tokens is None:
         return mask
@@ -149,6 +152,15 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
         return nothing_hidden(tokens.device)
     is_short = num_documents * SHORTEST > batch * sequence and not by_lengths
     return mask if is_short else starts.view(1, 1, -1, 1)
+
+
+def _has_other_mask(model: Any) -> bool:
+    """Whether somebody makes masks for all models in the place of transformers, which may show more tokens."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    kind = model.config._attn_implementation
+    makes = ALL_MASK_ATTENTION_FUNCTIONS.get(kind)
+    return bool(why_all_patched(original_class(model)) or (makes and why_patched(makes, "the mask")))
 
 
 def _told(position_ids: Optional[Tensor], lengths: Any, batch: int, sequence: int) -> dict[str, Tensor]:

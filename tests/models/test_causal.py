@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 from transformers import DataCollatorWithFlattening
-from transformers.masking_utils import find_packed_sequence_indices
+from transformers.masking_utils import AttentionMaskInterface, find_packed_sequence_indices, or_masks, sdpa_mask
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+from transformers.models.llama import modeling_llama
 
 import overcoat
 from overcoat import Recipe
-from overcoat.kernels.packed import dense_mask, document_starts
+from overcoat.kernels.packed import causal_pairs, dense_mask, document_starts
 from overcoat.models.masks import causal_mask, check_mask
 from tests.models.zoo import KINDS as ZOO
 from tests.models.zoo import assert_equal, every_kind, make_batch, make_model, trained
@@ -52,6 +53,31 @@ def test_the_same_loss_and_gradients_without_looking(kind: str, request: pytest.
     model, inputs = converted(kind), make_batch(length=LENGTH)
     expected = trained(model, {**inputs, "position_ids": positions()})
     request.getfixturevalue("packing_unseen")
+    assert_equal(trained(model, inputs), expected)
+
+
+@pytest.mark.parametrize("place", ["the model's file", "the registry"])
+def test_masks_that_others_make_for_all_models_are_read(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for prefixes that see each other."""
+
+    def ahead(*index: Any) -> Any:
+        return index[3] < 20
+
+    model, inputs = converted(), make_batch(length=LENGTH)
+    visible = causal_pairs(LENGTH, 0, torch.device("cpu")) | (torch.arange(LENGTH) < 20)
+    expected = trained(model, {**inputs, "attention_mask": visible.expand(2, 1, -1, -1)})
+    if place == "the registry":
+
+        def made(*args: Any, **options: Any) -> Any:
+            mask_function = or_masks(options["mask_function"], ahead)
+            return sdpa_mask(*args, **{**options, "mask_function": mask_function, "allow_is_causal_skip": False})
+
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", made)
+    else:
+        create = modeling_llama.create_causal_mask
+        monkeypatch.setattr(
+            modeling_llama, "create_causal_mask", lambda *a, **options: create(*a, **options, or_mask_function=ahead)
+        )
     assert_equal(trained(model, inputs), expected)
 
 
