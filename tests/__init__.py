@@ -1,0 +1,1 @@
+from tests import products as products  # in every process that runs tests
