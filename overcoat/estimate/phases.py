@@ -82,7 +82,8 @@ def watch(
             mark(f"{title} {index} forward")
 
         def after(index: int, output: Any) -> None:
-            passes(output, f"{title} {index} backward")
+            x = output[0] if isinstance(output, tuple) else output  # Falcon returns its attention weights as well
+            passes(x, f"{title} {index} backward")
             if index == len(layers):
                 mark(after_all)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import overcoat
@@ -36,6 +37,14 @@ def test_the_phases_of_a_step_in_order(converted):
         model.get_input_embeddings().weight.requires_grad_(False)
         model(**make_batch(length=8)).loss.backward()
         assert marks == FORWARD + BACKWARD[:-1]
+
+
+def test_layers_that_return_more_than_their_output():
+    config = transformers.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+    model, marks = transformers.FalconForCausalLM(config), []
+    with watch(model, marks.append):
+        model(**make_batch(length=8)).loss.backward()
+    assert marks == FORWARD + BACKWARD
 
 
 def test_what_is_no_causal_model():
