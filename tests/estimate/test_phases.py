@@ -40,7 +40,7 @@ def test_the_phases_of_a_step_in_order(converted):
 
 
 def test_layers_that_return_more_than_their_output():
-    config = transformers.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+    config = transformers.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
     model, marks = transformers.FalconForCausalLM(config), []
     with watch(model, marks.append):
         model(**make_batch(length=8)).loss.backward()
