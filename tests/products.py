@@ -28,6 +28,12 @@ def compute_in_fp32(*names: str) -> None:
         _library.impl("addmm_", _in_fp32("addmm", "_"), "CPU", with_keyset=True, allow_override=True)
 
 
+def compute_as_users_do() -> None:
+    """PyTorch's own products again: where the numbers are compared with those of a process that runs no tests."""
+    global _library
+    _library = None
+
+
 def _in_fp32(name: str, place: str) -> Any:
     plain, kernel = (torch.library.get_kernel(f"aten::{each}", "CPU") for each in (name, name + place))
 
