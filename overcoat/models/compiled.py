@@ -22,12 +22,13 @@ is given back by `forget` alone.
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import decoder_layers, whole_of
 from overcoat.models.head import find_causal_model
 
@@ -52,11 +53,31 @@ def compile_layers(model: nn.Module, graphs: bool) -> None:
     if graphs and device.type != "cuda":
         raise ValueError(f"CUDA graphs need a GPU, and the model lies on {device}: compile it with graphs=False")
     mode = "reduce-overhead" if graphs else "default"
+    layer: Any
     for layer in layers.values():
-        if isinstance(layer, Fp8DecoderLayer):
+        if hasattr(layer, "overcoat_mode"):  # of `Fp8DecoderLayer`, which then calls `run_compiled`
             layer.overcoat_mode = mode  # hooks run outside: transformers collects towers' hidden states by them
         else:
             layer.compile(fullgraph=True, mode=mode)
+
+
+def run_compiled(layer: Any, x: Tensor, batch: int, images: int, kwargs: dict[str, Any]) -> Tensor:
+    """A layer's `_forward` in compiled code, which learns from a shape what rows `rows_of` found."""
+    is_flat = x.dim() == 2
+    if is_flat:  # not a view: code is compiled anew for what a view is of
+        x = torch.ops.aten._unsafe_view(x, (batch, -1, x.shape[1]))
+    return _compiled(layer.overcoat_mode)(layer, x, is_flat, images > 0, **kwargs)
+
+
+@functools.cache
+def _compiled(mode: str) -> Any:
+    # What a graph cannot hold would run beside it, unseen and slowly: fullgraph makes it an error.
+    return torch.compile(_forward_rows, fullgraph=True, mode=mode)
+
+
+def _forward_rows(layer: Any, rows: Tensor, is_flat: bool, are_images: bool, **kwargs: Any) -> Any:
+    x, batch = rows.flatten(0, 1) if is_flat else rows, rows.shape[0]
+    return layer._forward(x, batch, batch if are_images else 0, kwargs)
 
 
 def graph_layers(model: nn.Module) -> dict[str, nn.Module]:

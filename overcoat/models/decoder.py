@@ -21,8 +21,9 @@ from overcoat.block.order import Order
 from overcoat.block.run import run_block
 from overcoat.block.softmax import Heads, observers
 from overcoat.block.spec import Adapter, Block, Branch, Linear, Norm, Tables
+from overcoat.models.compiled import run_compiled
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
-from overcoat.models.images import rows_of, run_compiled
+from overcoat.models.images import rows_of
 from overcoat.models.lora import active_adapters, base_of
 from overcoat.models.masks import as_starts, cache_of, check_mask, mask_from, mask_of_original
 from overcoat.models.refusals import (

@@ -107,7 +107,7 @@ def rows_of(x: Tensor, lengths: Optional[Tensor], longest: Any) -> tuple[int, in
     Images of one length have the faster attention as rows of a batch, others share one row. Nobody reads the lengths,
     for which the host would wait: if none is longer than `longest` (transformers' `max_seqlen`), images * longest are
     all T tokens only where each is as long. In code that is being compiled only one image has it: each answer would be
-    compiled anew and soon hit torch.compile's limit. Compiled layers (compiled.py) ask before: `run_compiled`.
+    compiled anew and soon hit torch.compile's limit. Compiled layers ask before: `compiled.run_compiled`.
     """
     if lengths is None or x.dim() != 2:
         return x.shape[0], 0
@@ -116,25 +116,6 @@ def rows_of(x: Tensor, lengths: Optional[Tensor], longest: Any) -> tuple[int, in
     if images == 1 or (is_known and images * longest == x.shape[0]):
         return images, images
     return 1, 0
-
-
-def run_compiled(layer: Any, x: Tensor, batch: int, images: int, kwargs: dict[str, Any]) -> Tensor:
-    """A layer's `_forward` in compiled code, which learns from a shape what rows `rows_of` found."""
-    is_flat = x.dim() == 2
-    if is_flat:  # not a view: code is compiled anew for what a view is of
-        x = torch.ops.aten._unsafe_view(x, (batch, -1, x.shape[1]))
-    return _compiled(layer.overcoat_mode)(layer, x, is_flat, images > 0, **kwargs)
-
-
-@functools.cache
-def _compiled(mode: str) -> Any:
-    # What a graph cannot hold would run beside it, unseen and slowly: fullgraph makes it an error.
-    return torch.compile(_forward_rows, fullgraph=True, mode=mode)
-
-
-def _forward_rows(layer: Any, rows: Tensor, is_flat: bool, are_images: bool, **kwargs: Any) -> Any:
-    x, batch = rows.flatten(0, 1) if is_flat else rows, rows.shape[0]
-    return layer._forward(x, batch, batch if are_images else 0, kwargs)
 
 
 def _is_compiled() -> bool:
