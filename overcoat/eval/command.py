@@ -16,7 +16,6 @@ import contextlib
 import gc
 import itertools
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,25 +25,18 @@ from typing import Any, NamedTuple
 import torch
 
 import overcoat
-from overcoat.extras import check_exists, load_extra, load_pretrained, reason
+from overcoat.extras import check_exists, load_extra, load_pretrained
 from overcoat.train.build import auto_class, load_model
 from overcoat.train.checkpoint import list_checkpoints
-from overcoat.train.config import DataConfig, require
+from overcoat.train.config import DataConfig, require, said_of
 from overcoat.train.evaluate import Tasks, perplexity, task_names
 from overcoat.train.files import MANIFEST, verify_directory
 from overcoat.train.shards import is_sharded, read_model
-from overcoat.train.sources import as_text, find_files, has_rows, open_dataset, read_documents
+from overcoat.train.sources import find_files, has_rows, read_documents, rows, text_of
 from overcoat.train.tokenizer import load_tokenizer
 
 RECIPES = ("bf16", "default", "paper", "leanest")
 WINDOW = 2048  # tokens, where the model takes as many
-# What messages of training say, and what they say here.
-OPTIONS = {
-    r"^data\.(files|dataset = '.*?'):? ": "",
-    r",( or)? (read it with|leave it out of) data\.[\w=]+": "",
-    r"data\.files": "--text",
-    r"data\.text_key": "--text-key",
-}
 Result = dict[str, Any]
 
 
@@ -99,14 +91,9 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _documents(text: str, parsed: argparse.Namespace) -> list[str]:
     """The documents of a --text."""
-    try:
+    with said_of(f"--text {text}: "):
         found = itertools.islice(_read(text, parsed.text_key), parsed.limit)
         documents = [document for document in found if document.strip()]
-    except ValueError as error:  # which names the keys of training
-        why = str(error)
-        for key, option in OPTIONS.items():
-            why = re.sub(key, option, why)
-        raise ValueError(f"--text {text}: {why}") from error
     require(bool(documents), f"--text {text}: there is no text")
     return ["\n\n".join(documents)] if parsed.joined else documents
 
@@ -119,11 +106,8 @@ def _read(text: str, key: str) -> Iterator[str]:
         return
     name, config, split = (text.split(":") + ["", ""])[:3]
     require(bool(name), "no NAME before the colon")
-    rows = open_dataset(DataConfig(dataset=name, dataset_config=config, split=split or "test"))
-    try:
-        yield from (as_text(row[key], f"row {number}") for number, row in enumerate(rows, 1))
-    except Exception as error:  # of any kind: from the network, a parser, a decompressor
-        raise ValueError(f"field {key!r} (--text-key): {reason(error)}") from error
+    dataset = DataConfig(dataset=name, dataset_config=config, split=split or "test")
+    yield from (text_of(row, key, where) for where, row in rows(dataset))
 
 
 def _evaluate(

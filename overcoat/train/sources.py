@@ -47,9 +47,9 @@ NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__"}
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 PACKED = "unpack it first"
 NOT_TEXT = {
-    ".csv": "convert it to .jsonl, read it with data.dataset=csv",
+    ".csv": "convert it to .jsonl, train on it as a dataset (csv)",
     ".tsv": "convert it to .jsonl",
-    ".arrow": "convert it to .jsonl, read it with data.dataset=arrow",
+    ".arrow": "convert it to .jsonl, train on it as a dataset (arrow)",
     ".bin": "name token files by a pattern that ends in .bin",
     **dict.fromkeys([".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z"], PACKED),
 }
@@ -67,7 +67,7 @@ def find_files(patterns: list[str]) -> list[Path]:
             named = [Path(name) for name in glob.glob(pattern, recursive=True)]
             matches = [(path, path.name) for path in named if path.is_file()]
         if not matches:
-            raise ValueError(f"data.files: nothing found for {pattern!r} (looked from {Path.cwd()})")
+            raise ValueError(f"nothing found for {pattern!r} (looked from {Path.cwd()})")
         found |= {path.resolve(): name for path, name in matches}
     return sorted(found, key=lambda path: (zlib.crc32(os.fsencode(found[path])), str(path)))
 
@@ -100,7 +100,7 @@ def read_rows(path: Path, columns: list[str] | None = None) -> Iterator[tuple[st
     """The rows of one file, each with where it is; of parquet these columns, or all."""
     kind = _kind(path)
     if kind not in ROWS:
-        raise ValueError(f"{path} is text, and data.format wants {', '.join(ROWS)}: leave it out of data.files")
+        raise ValueError(f"{path} is text, and conversations want {', '.join(ROWS)}: leave it out")
     with reading(path):
         yield from _read_parquet(path, columns) if kind == ".parquet" else _read_json(path, kind == ".json")
 
@@ -116,7 +116,7 @@ def _kind(path: Path) -> str:
     kind = Path(path.stem).suffix.lower() if packed else path.suffix.lower()
     if kind in NOT_TEXT or (packed and kind == ".parquet"):
         remedy = PACKED if packed else NOT_TEXT[kind]
-        raise ValueError(f"{path}: a {kind} file is not read as text: {remedy}, or leave it out of data.files")
+        raise ValueError(f"{path}: a {kind} file is not read as text: {remedy}, or leave it out")
     return kind
 
 
@@ -126,10 +126,10 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (UnicodeError, SyntaxError) as error:
-        remedy = "convert it (iconv -t UTF-8), or leave it out of data.files"
+        remedy = "convert it (iconv -t UTF-8), or leave it out"
         raise ValueError(f"{path} is not UTF-8 text: {remedy}") from error
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"cannot read {path} ({reason(error)}): repair it, or leave it out of data.files") from error
+        raise ValueError(f"cannot read {path} ({reason(error)}): repair it, or leave it out") from error
 
 
 def _open_text(path: Path) -> Any:
@@ -144,7 +144,7 @@ def _read_text(path: Path, piece: int) -> Iterator[str]:
         while lines := file.readlines(piece):
             text = "".join(lines)
             if "\0" in text:
-                raise ValueError(f"{path} holds NUL characters and is not text: leave it out of data.files")
+                raise ValueError(f"{path} holds NUL characters and is not text: leave it out")
             yield text
 
 
@@ -179,7 +179,7 @@ def _read_parquet(path: Path, columns: list[str] | None) -> Iterator[tuple[str, 
             rows = (row for batch in file.iter_batches(columns=wanted) for row in batch.to_pylist())
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
     except pyarrow.ArrowException as error:
-        raise ValueError(f"cannot read {path} ({reason(error)}): repair it, or leave it out of data.files") from error
+        raise ValueError(f"cannot read {path} ({reason(error)}): repair it, or leave it out") from error
 
 
 KINDS = {
@@ -196,15 +196,15 @@ def as_object(row: Any, where: str) -> dict[str, Any]:
 
 
 def field_of(row: Any, key: str, option: str, where: str) -> Any:
-    """A field of a row, which data.`option` names `key`."""
+    """A field of a row, which `option` names `key`."""
     if key not in as_object(row, where):
-        raise ValueError(f"{where}: no field {key!r} (data.{option}) among {', '.join(map(str, row)) or 'none'}")
+        raise ValueError(f"{where}: no field {key!r} ({option}) among {', '.join(map(str, row)) or 'none'}")
     return row[key]
 
 
 def text_of(row: Any, key: str, where: str) -> str:
     """The field of a row that must be text."""
-    return as_text(field_of(row, key, "text_key", where), f"{where}: {key!r}", ", or name another data.text_key")
+    return as_text(field_of(row, key, "text_key", where), f"{where}: {key!r}", ", or name another text_key")
 
 
 def as_text(value: Any, where: str, other: str = "") -> str:
@@ -221,10 +221,10 @@ def as_text(value: Any, where: str, other: str = "") -> str:
 
 def open_dataset(config: DataConfig) -> Any:
     """The streaming `datasets.IterableDataset` that the configuration names."""
-    datasets = load_extra("datasets", "hf", f"data.dataset = {config.dataset!r}")
+    datasets = load_extra("datasets", "hf", f"dataset {config.dataset!r}")
     name = config.dataset_config or None
     files = config.files or None
-    with said_of(f"data.dataset = {config.dataset!r}: ", Exception):
+    with said_of(f"dataset {config.dataset!r}: ", Exception):
         check_exists(config.dataset)
         return datasets.load_dataset(config.dataset, name, data_files=files, split=config.split, streaming=True)
 
@@ -275,9 +275,9 @@ def no_documents(config: DataConfig) -> ValueError:
 def _dataset_rows(dataset: Any, config: DataConfig, num_done: int) -> Iterator[tuple[str, Any]]:
     """The rows of a dataset; `num_done` came before the first."""
     # Of any kind: from the network, a parser, a decompressor.
-    with said_of(f"data.dataset = {config.dataset!r}: ", Exception):
+    with said_of(f"dataset {config.dataset!r}: ", Exception):
         for number, row in enumerate(dataset, num_done + 1):
-            yield f"data.dataset = {config.dataset!r}, row {number}", row
+            yield f"dataset {config.dataset!r}, row {number}", row
 
 
 def _texts(dataset: Any, config: DataConfig, num_done: int) -> Iterator[str]:

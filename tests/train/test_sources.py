@@ -90,7 +90,7 @@ def test_gzip_and_parquet_are_read_as_what_they_are(tmp_path: Path) -> None:
     found = sorted(documents(DataConfig(files=[f"{tmp_path}/*"])))
     others = ["array", "by line", "by line 2", "five", "four", "mark", "one\ntwo\n", "six", "three"]
     assert found == ["# -*- coding: latin-1 -*-\n# caf\xe9\n", *others]
-    with pytest.raises(ValueError, match=r"c\.parquet, row 1: no field 'body' \(data\.text_key\) among id, text"):
+    with pytest.raises(ValueError, match=r"c\.parquet, row 1: no field 'body' \(text_key\) among id, text"):
         list(read_documents(tmp_path / "c.parquet", "body"))
 
 
@@ -98,7 +98,7 @@ def test_gzip_and_parquet_are_read_as_what_they_are(tmp_path: Path) -> None:
     ("line", "why"),
     [
         ('{"text": "cut o', r"no JSON \("),
-        ('{"txt": "x", "b": 1}', r"no field 'text' \(data\.text_key\) among txt, b"),
+        ('{"txt": "x", "b": 1}', r"no field 'text' \(text_key\) among txt, b"),
         *((line, ".*, not an object") for line in ("[1, 2]", '"text"', "7", "null")),
         ('{"text": null}', "'text' holds null, not text"),
         ('{"text": [1]}', "'text' holds a list, not text"),
@@ -145,7 +145,7 @@ def test_a_dataset_is_opened_as_configured_and_a_wrong_key_names_the_fields(monk
     with pytest.raises(ValueError, match=r"data\.dataset = 'some/name', row 3: 'body' holds a number, not text"):
         next(found)
     assert calls == [(("some/name", "en"), {"data_files": None, "split": "test", "streaming": True})]
-    with pytest.raises(ValueError, match=r"row 1: no field 'text' \(data\.text_key\) among body, id"):
+    with pytest.raises(ValueError, match=r"row 1: no field 'text' \(text_key\) among body, id"):
         list(documents(DataConfig(dataset="some/name")))
     assert calls[1][0] == ("some/name", None)  # no configuration of the dataset, rather than one without a name
 
