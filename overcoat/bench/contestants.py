@@ -184,13 +184,15 @@ def make_block(name: str, model: Any, inputs: dict[str, Any], compiled: bool = T
 
 # ---- whole steps --------------------------------------------------------------------------------------------------
 
+OURS_8BIT = "overcoat 8bit, bf16+8"
+
 
 class Trainer(NamedTuple):
     """A contestant: how its layers run, its optimizer (one of `OPTIMIZERS`), whether gradients are released to it,
     whether its weights travel in FP8 between GPUs."""
 
     engine: Engine
-    optimizer: str = "overcoat 8bit, bf16+8"
+    optimizer: str = OURS_8BIT
     released: bool = False
     fp8_all_gather: bool = False
 
@@ -230,8 +232,8 @@ class Trainer(NamedTuple):
         return forward, optimizer
 
 
-# How `trainer_of` knows a recipe.
-CUSTOM, RELEASED, GRAPHS = "overcoat recipe ", ", released", ", graphs"
+# How `trainer_of` knows a recipe, and what may follow it: gradients released, CUDA graphs, weights in BF16 alone.
+CUSTOM, WAYS = "overcoat recipe ", ("", ", released", ", graphs", ", bf16 w.", ", bf16 w., graphs")
 OURS, LEANEST = ENGINES["overcoat"], ENGINES["overcoat leanest"]
 TORCH, FLASH = "torch fused BF16", "FlashAdamW 24-bit"
 TORCHAO = ENGINES["torchao tensorwise, compile"]
@@ -260,13 +262,13 @@ TRAINERS = {
 
 
 def trainer_of(name: str) -> Trainer:
-    """One of `TRAINERS`, or "overcoat recipe NAME FIELD=VALUE ..." under that recipe, with ", released" or ", graphs"
-    at its end too. ValueError: there is no such recipe."""
+    """One of `TRAINERS`, or "overcoat recipe NAME FIELD=VALUE ..." under that recipe, with one of `WAYS` at its end.
+    ValueError: there is no such recipe."""
     if name in TRAINERS or not name.startswith(CUSTOM):
         return TRAINERS[name]
-    recipe = parse_recipe(name.removeprefix(CUSTOM).removesuffix(RELEASED).removesuffix(GRAPHS).split())
-    how = AS_GRAPHS if name.endswith(GRAPHS) else {}
-    return Trainer(overcoat_engine(recipe, **how), released=name.endswith(RELEASED))
+    recipe, *ways = name.removeprefix(CUSTOM).split(", ")
+    engine = overcoat_engine(parse_recipe(recipe.split()), **(AS_GRAPHS if "graphs" in ways else {}))
+    return Trainer(engine, "overcoat 8bit, bf16" if "bf16 w." in ways else OURS_8BIT, "released" in ways)
 
 
 def loss_function(model: Any, context: Context) -> Callable[[dict[str, Any]], Tensor]:

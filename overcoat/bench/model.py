@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from overcoat.bench.contestants import CUSTOM, GRAPHS, RELEASED, TRAINERS, trainer_of
+from overcoat.bench.contestants import CUSTOM, TRAINERS, WAYS, trainer_of
 from overcoat.bench.output import Column, Metric, decimals, line
 from overcoat.bench.rows import Row
 from overcoat.bench.session import OUT_OF_MEMORY, Session, add_common_arguments, load_pytorchs_cudnn, matches, say
@@ -276,8 +276,7 @@ def _measure_model(session: Session, label: str, model: Model) -> None:
 
     gpus = f", FSDP2 over {parsed.gpus}" if parsed.gpus else ""
     session.table(f"{label}, batch {parsed.batch}, sequence {parsed.sequence}{gpus}: {model}")
-    added = [CUSTOM + " ".join(parsed.recipe)] if parsed.recipe else []
-    added += [name + how for how in (RELEASED, GRAPHS) for name in added]
+    added = [CUSTOM + " ".join(parsed.recipe) + way for way in WAYS] if parsed.recipe else []
     trainers = {name: trainer_of(name) for name in [*TRAINERS, *added]}
     # A graph would hold parameters where one gathering had put them; one GPU alone gathers nothing.
     takes_part = [name for name, t in trainers.items() if not (t.engine.graphs if parsed.gpus else t.fp8_all_gather)]

@@ -13,6 +13,7 @@ from overcoat import cli
 from overcoat.bench import kernels, layer, model, optimizer
 from overcoat.bench import session as sessions
 from overcoat.bench.command import BENCHMARKS
+from overcoat.bench.contestants import WAYS
 from overcoat.bench.session import OUT_OF_MEMORY
 from overcoat.models.shapes import MODELS
 
@@ -79,8 +80,8 @@ def test_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = bench(tmp_path, "model", "--models", "llava-1.5-7b", "124m", "--batch", "4", "--freeze-tower", *recipe)
     added = "overcoat recipe default offload_blocks=2"
     leanest = "overcoat leanest, offload, released"
-    assert [row["name"] for row in rows] == 2 * ["overcoat", leanest, added, f"{added}, released", f"{added}, graphs"]
-    assert [row.get("tower") for row in rows] == 5 * ["frozen"] + 5 * [None]
+    assert [row["name"] for row in rows] == 2 * ["overcoat", leanest, *(added + way for way in WAYS)]
+    assert [row.get("tower") for row in rows] == 7 * ["frozen"] + 7 * [None]
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,8 @@ def test_a_recipe_is_a_contestant() -> None:
     name = "overcoat recipe default offload_blocks=1"
     assert not trainer_of(name).released
     assert trainer_of(f"{name}, released").released
-    assert trainer_of(f"{name}, graphs").engine.graphs
+    graphs = trainer_of(f"{name}, bf16 w., graphs")
+    assert (graphs.engine.graphs, graphs.optimizer, graphs.released) == (True, "overcoat 8bit, bf16", False)
     model = build_model(SMALL, torch.bfloat16, "cpu")
     trainer_of(name).prepare(model)
     assert model.model.layers[0].overcoat_recipe == Recipe(offload_blocks=1)
