@@ -201,7 +201,7 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         ({"messages": [USER], "tools": "[{"}, "'tools': no JSON"),
         ({"messages": [USER], "tools": "{}"}, "'tools' holds an object, not a list"),
         ({"messages": [USER], "tools": [3]}, "'tools'[0] is no object"),
-        ({"chat": [USER]}, "no field 'messages' (data.messages_key) among chat"),
+        ({"chat": [USER]}, "no field 'messages' (messages_key) among chat"),
         ([USER], "a list, not an object"),
         ({"messages": [USER]}, "nothing in it to train on"),
     ],
@@ -217,7 +217,7 @@ def test_a_row_of_another_shape_is_named(row: Any, why: str, tmp_path: Path) -> 
     ("row", "why"),
     [
         ({"prompt": "a", "completion": 3}, "'completion' holds a number, not text"),
-        ({"prompt": "a"}, r"no field 'completion' (data.completion_key) among prompt"),
+        ({"prompt": "a"}, r"no field 'completion' (completion_key) among prompt"),
         ({"prompt": "a", "completion": [ANSWER]}, "prompt and completion are not both text"),
     ],
 )
@@ -226,7 +226,7 @@ def test_a_pair_of_another_shape_is_named(row: Any, why: str, tmp_path: Path) ->
     with pytest.raises(ValueError, match=rf"a\.jsonl:1: .*{re.escape(why)}"):
         list(examples(data))
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ValueError, match=r"a\.txt is text, and data\.format wants \.jsonl"):
+    with pytest.raises(ValueError, match=r"a\.txt is text, and conversations want \.jsonl"):
         list(examples(DataConfig(files=[str(tmp_path / "a.txt")], format="messages")))
 
 

@@ -59,7 +59,7 @@ def test_the_order_of_files_is_that_of_their_names_checksums_wherever_they_lie(t
         ("cut.txt.gz", gzip.compress(b"words " * 99, mtime=0)[:-9], "cannot read .*: repair it"),
         ("not.txt.gz", b"words", "cannot read .*Not a gzipped file"),
         ("not.parquet", b"words", "cannot read .*[Pp]arquet.*: repair it"),
-        ("a.csv", b"text", r"a \.csv file is not read as text: convert it to \.jsonl, read it with data\.dataset=csv"),
+        ("a.csv", b"text", r"a \.csv file is not read as text: convert it to \.jsonl, train on it as a dataset"),
         ("a.json", b'[{"text": "a"}, {"tex', r"a\.json: no JSON \(.*\): correct or remove it"),
         ("a.jsonl.zst", b"", r"a \.zst file is not read as text: unpack it first"),
         ("a.tar.gz", b"", r"a \.tar file is not read as text: unpack it first"),
@@ -142,7 +142,7 @@ def test_a_dataset_is_opened_as_configured_and_a_wrong_key_names_the_fields(monk
     config = DataConfig(dataset="some/name", dataset_config="en", split="test", text_key="body")
     found = documents(config)
     assert [next(found), next(found)] == ["one", "two"]
-    with pytest.raises(ValueError, match=r"data\.dataset = 'some/name', row 3: 'body' holds a number, not text"):
+    with pytest.raises(ValueError, match=r"dataset 'some/name', row 3: 'body' holds a number, not text"):
         next(found)
     assert calls == [(("some/name", "en"), {"data_files": None, "split": "test", "streaming": True})]
     with pytest.raises(ValueError, match=r"row 1: no field 'text' \(text_key\) among body, id"):
@@ -156,7 +156,7 @@ def test_a_dataset_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatc
         raise error("no way there")
 
     monkeypatch.setattr(sources, "load_extra", lambda *_: SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(ValueError, match=r"data\.dataset = 'some/name': '?no way there"):
+    with pytest.raises(ValueError, match=r"dataset 'some/name': '?no way there"):
         list(documents(DataConfig(dataset="some/name")))
 
 
