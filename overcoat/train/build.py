@@ -33,11 +33,6 @@ def check_config(config: Config) -> None:
     device = choose_device(config.train.device)
     make_recipe(config.recipe)
     require(
-        config.train.batch_size != "auto" or device.type == "cuda" or config.train.memory_limit_gib > 0,
-        "train.batch_size = 'auto' asks a GPU how much memory is free, and this run is on a CPU: set train.batch_size "
-        "to a number, or train.memory_limit_gib to what it may plan with",
-    )
-    require(
         config.train.compile != "graphs" or device.type == "cuda",
         f"train.compile = 'graphs' records CUDA graphs, and train.device = {config.train.device!r} is a CPU here: set "
         "train.compile to 'layers' or 'none'",

@@ -242,7 +242,7 @@ def memory_to_plan_with(config: Config, device: torch.device | None) -> int:
         known.append(int(torch.cuda.get_per_process_memory_fraction(index) * total) - used + CONTEXT)
     if not known:
         raise ValueError(
-            "train.batch_size = 'auto' asks a GPU how much memory is free, and there is none: set train.batch_size to "
-            "a number, or train.memory_limit_gib to what it may plan with"
+            "train.batch_size = 'auto' asks a GPU how much memory is free, and this run has none: set train.batch_size "
+            "to a number, or train.memory_limit_gib to what it may plan with"
         )
     return min(known)

@@ -30,14 +30,14 @@ from overcoat.extras import reason
 from overcoat.models.compiled import begin_pass, eager, keep_gradients_outside
 from overcoat.models.recording import record_ranges, record_scores
 from overcoat.train import process
-from overcoat.train.build import summed_loss
+from overcoat.train.build import base_model, summed_loss
 from overcoat.train.config import Config, ScheduleConfig
 from overcoat.train.data import conversations, count_labels
 from overcoat.train.evaluate import Tasks
 from overcoat.train.memory_report import reporting
 from overcoat.train.metrics import Row, RunLog, StepRecord
 from overcoat.train.out_of_memory import DoesNotFitError, Fitting, free_memory, is_out_of_memory, whatever_the_batch
-from overcoat.train.parallel import reached, reduce_gradients, with_gradients
+from overcoat.train.parallel import reached, with_gradients
 from overcoat.train.process import StopRequest
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 
@@ -114,8 +114,8 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
             if number == 1:
                 keep_gradients_outside(state.model)
             begin_pass()
-        if config.parallel.accumulate == "whole":
-            reduce_gradients(state.model, number == len(starts) - 1)
+        if config.parallel.accumulate == "whole" and process.count() > 1:
+            base_model(state.model).set_requires_gradient_sync(number == len(starts) - 1)
         with contextlib.ExitStack() as around:
             if state.kept_bytes == 0:
                 around.enter_context(naming_config(config))

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,9 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import overcoat
 from overcoat.extras import load_extra
 from overcoat.models.family import decoder_layers
-from overcoat.optim.sharding import gather
 from overcoat.train import process
-from overcoat.train.build import base_model, build_model, trained_state
+from overcoat.train.build import base_model, build_model
 from overcoat.train.config import Config, ParallelConfig, require
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -90,29 +89,6 @@ def num_shards(parallel: ParallelConfig) -> int:
     return _mesh_shape(parallel)[-1] if process.count() > 1 else 1
 
 
-def make_mesh(parallel: ParallelConfig, device: torch.device) -> DeviceMesh:
-    """The processes as FSDP2 sees them: the last dimension is cut over, one before it has replicas."""
-    shape = _mesh_shape(parallel)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
-def shard_module(module: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
-    """Cut the parameters of a layer, or what is left of a model whose layers are cut: the one place that does.
-
-    Gradients are summed, not averaged, in `parallel.reduce_dtype`.
-    """
-    policy = MixedPrecisionPolicy(reduce_dtype=getattr(torch, parallel.reduce_dtype))
-    fully_shard(module, mesh=mesh, mp_policy=policy)
-    module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
-    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-
-
-def reduce_gradients(model: Any, is_due: bool) -> None:
-    """Whether the next backward passes sum gradients over the processes, or keep them whole for one that does."""
-    if process.count() > 1:
-        base_model(model).set_requires_gradient_sync(is_due)
-
-
 class _ZeroGradients(torch.autograd.Function):
     """A loss as it is, whose backward gives the parameters beside it gradients of zeros: without a look at their
     values, which have no 16 bits where they travel in FP8."""
@@ -153,10 +129,15 @@ def build_sharded(
     config: Config, tokenizer: Any | None, device: torch.device, recipe: overcoat.Recipe
 ) -> tuple[Any, overcoat.Report]:
     """What `build_model` and `convert` make of a configuration, cut over all processes: the model, and the report."""
-    mesh = make_mesh(config.parallel, device)
+    shape = _mesh_shape(config.parallel)  # the last dimension is cut over, one before it has replicas
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    policy = MixedPrecisionPolicy(reduce_dtype=getattr(torch, config.parallel.reduce_dtype))
 
-    def cut(module: nn.Module) -> None:
-        shard_module(module, mesh, config.parallel)
+    def cut(module: Any) -> None:
+        """A layer, or what is left of a model whose layers are cut. Gradients are summed, not averaged."""
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
     if config.model.name:
         model = build_model(config, tokenizer, CPU)
@@ -287,15 +268,3 @@ def _move_in_parts(
         cut(layer)
     for module in model.modules():
         module._apply(lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device), recurse=False)
-
-
-def whole_weights(model: Any) -> dict[str, torch.Tensor] | None:
-    """The state dict of a cut model in the first process' host memory, tensor by tensor; None in the others."""
-    whole: dict[int, torch.Tensor | None] = {}
-    found = {}
-    for name, tensor in trained_state(model).items():
-        if id(tensor) not in whole:  # tied ones once, and as the same tensor under both names
-            gathered = gather(tensor.detach())
-            whole[id(tensor)] = gathered.cpu() if process.is_first() else None
-        found[name] = whole[id(tensor)]
-    return found if process.is_first() else None  # type: ignore[return-value]

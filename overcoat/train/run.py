@@ -34,7 +34,7 @@ from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.evaluate import Tasks, task_names
 from overcoat.train.files import lock, sweep
-from overcoat.train.fit import Fit, first_fit, recipe_of
+from overcoat.train.fit import Fit, first_fit, memory_to_plan_with, recipe_of
 from overcoat.train.loggers import check_loggers
 from overcoat.train.loop import RunStoppedError, evaluate_tasks, train_steps
 from overcoat.train.metrics import METRICS, PLAIN, RunLog, forget_peak, read_metrics
@@ -89,6 +89,8 @@ def run(config: Config, console: Console) -> list[RunResult]:
 def check_before_training(config: Config) -> None:
     """Every mistake in the configuration that shows without reading data, or the run directory."""
     check_config(config)
+    if config.train.batch_size == "auto":
+        memory_to_plan_with(config, choose_device(config.train.device))
     check_parallel(config)
     dump_toml(config)
 

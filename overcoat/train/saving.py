@@ -25,7 +25,6 @@ from overcoat.train.build import base_model, trained_state
 from overcoat.train.checkpoint import TRAINING, checkpoint_dir, list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.files import remove_directory, write_directory, writing
-from overcoat.train.parallel import whole_weights
 from overcoat.train.shards import copy_to_host, named_tensors, tensors_of, write_shards
 from overcoat.train.state import TrainState
 
@@ -163,7 +162,9 @@ def export(state: TrainState, tokenizer: Any | None, target: Path, merge: bool =
     if merge:
         state.model = state.model.merge_and_unload()
     model, alone = state.model, process.count() == 1 or hasattr(state.model, "peft_config")
-    weights = whole_weights(model) if alone and process.count() > 1 else None
+    weights = None
+    if alone and process.count() > 1:  # adapters
+        weights = {name: gather(tensor.detach()).cpu() for name, tensor in trained_state(model).items()}
 
     def fill(folder: Path) -> None:
         write_model(model, tokenizer, folder, weights if alone else {})

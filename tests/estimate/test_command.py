@@ -113,7 +113,7 @@ def test_an_automatic_batch_that_does_not_fit_is_advised(capsys):
 def test_an_automatic_batch_needs_to_know_the_memory(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["estimate", *AUTO]) == 2
-    assert "there is none: set train.batch_size to a number" in capsys.readouterr().err
+    assert "this run has none: set train.batch_size to a number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,9 @@ def test_where_no_memory_is_enough_or_known_the_error_says_what_to_do(
     with pytest.raises(ValueError, match=r"not even one row fits 0.50 GiB; overcoat estimate .*--gpu-memory 0.5GiB"):
         run_once(make_config(*AUTO, "train.memory_limit_gib=0.5"), console, "run")
     assert not (tmp_path / "run/config.toml").exists()  # before anything is built
-    with pytest.raises(ValueError, match=r"this run is on a CPU: set train.batch_size to a number"):
+    with pytest.raises(ValueError, match=r"this run has none: set train.batch_size to a number"):
         check_before_training(make_config(*AUTO))
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="this run has none"):
         memory_to_plan_with(make_config(*AUTO), None)
 
 

@@ -29,10 +29,10 @@ import overcoat
 from overcoat.estimate.dry_run import meta_model
 from overcoat.models.family import decoder_layers
 from overcoat.models.gather import fsdp_params
-from overcoat.optim.sharding import local
+from overcoat.optim.sharding import gather, local
 from overcoat.report.runs import read_runs
 from overcoat.train import loop, process, saving, state
-from overcoat.train.build import build_model
+from overcoat.train.build import build_model, trained_state
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.configfile import build_config
@@ -40,7 +40,7 @@ from overcoat.train.corpus import open_corpus
 from overcoat.train.data import StreamedRows
 from overcoat.train.metrics import read_metrics
 from overcoat.train.out_of_memory import RestartError
-from overcoat.train.parallel import build_sharded, check_parallel, whole_weights
+from overcoat.train.parallel import build_sharded, check_parallel
 from overcoat.train.run import RunResult, run_once
 from overcoat.train.shards import read_model
 from overcoat.train.state import TrainState
@@ -122,6 +122,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def whole_weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: gather(tensor.detach()).cpu() for name, tensor in trained_state(model).items()}
+
+
 def _same_weights(rank: int, configs: list[Config]) -> None:
     for config in configs:
         expected = build_model(config, None)
@@ -134,10 +138,8 @@ def _same_weights(rank: int, configs: list[Config]) -> None:
         weights, wanted = whole_weights(model), expected.state_dict()
         for (name, buffer), (_, other) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
             assert torch.equal(buffer, other), name
-        if rank == 0:
-            assert weights is not None
-            assert weights.keys() == wanted.keys()
-            assert [name for name in wanted if not torch.equal(weights[name], wanted[name])] == []
+        assert weights.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(weights[name], wanted[name])] == []
 
 
 def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
@@ -355,7 +357,7 @@ def _export_parts(rank: int, config: Config, folder: Path) -> None:
     total = sum(tensor.nbytes for tensor in model.state_dict().values())
     assert gathered
     assert max(gathered) < 0.7 * total, (gathered, total)  # a half, and the layer that is cut
-    if whole is not None:
+    if process.is_first():
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
         assert [name for name, tensor in whole.items() if not torch.equal(tensor, loaded[name])] == []
 
