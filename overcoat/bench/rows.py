@@ -50,7 +50,7 @@ def environment(command: str | None = None) -> Row:
         "torch": torch.__version__,
         "triton": _module_version("triton"),
         "peers": installed_versions(),
-        "command": command or _own_command(),
+        "command": command or command_line(*_own_command()),
     }
 
 
@@ -95,11 +95,10 @@ def command_line(program: str, arguments: Sequence[str]) -> str:
     return " ".join(words)
 
 
-def _own_command() -> str:
+def _own_command() -> tuple[str, list[str]]:
     script = Path(sys.argv[0])
-    package = script.parent.name
     is_module = script.suffix == ".py" and (script.parent / "__init__.py").is_file()
-    return command_line(f"python -m {package}.{script.stem}" if is_module else script.name, sys.argv[1:])
+    return f"python -m {script.parent.name}.{script.stem}" if is_module else script.name, sys.argv[1:]
 
 
 def _git(*arguments: str) -> str:

@@ -101,12 +101,6 @@ def summary(times: list[float]) -> dict[str, float]:
     }
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second of a large device-to-device copy, read and written bytes counted."""
-    moved = 2**32
-    return moved / copy_ms(moved, repeats=10) * 1e3
-
-
 def copy_ms(moved: int, repeats: int = 20) -> float:
     """Median device time in ms of a copy that reads and writes `moved` bytes in all, rounded up to a multiple of 1024.
 

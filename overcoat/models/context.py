@@ -12,7 +12,6 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_reduce
@@ -22,7 +21,8 @@ from overcoat.block.context import own_part
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import decoder_layers
 from overcoat.models.gather import fsdp_params
-from overcoat.models.head import LeanLossModel, find_causal_model, why_head_replaced
+from overcoat.models.head import LeanLossModel, find_causal_model, shifted, why_head_replaced
+from overcoat.models.masks import nothing_hidden
 from overcoat.models.refusals import branches_of
 
 TAKEN = {"input_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_batch", "ignore_index", "return_dict"}
@@ -41,9 +41,7 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     found = find_causal_model(model)
     causal: Any = model if found is None else found[1]
-    reason = _why_not(causal)
-    if reason is not None:
-        raise ValueError(f"{type(causal).__name__} cannot train on parts of rows (overcoat.context_parallel): {reason}")
+    _refuse(causal, _why_not(causal))
     group = mesh.get_group()
     causal.overcoat_context = Context(group)
     for layer in decoder_layers(causal).values():
@@ -73,20 +71,16 @@ class Context:
             raise ValueError(f"rows of {length} tokens cannot be cut between {count} processes: {wrong}")
         if not self.is_checked:
             self._check(model, labels)
-        ignore_index = inputs.get("ignore_index", -100)
-        targets = inputs.get("shift_labels")
-        if targets is None:
-            targets = F.pad(labels, (0, 1), value=ignore_index)[:, 1:]
+        targets, ignore_index = shifted(labels, inputs)
         if inputs.get("num_items_in_batch") is None:
             inputs["num_items_in_batch"] = (targets != ignore_index).sum()
         for name in ("input_ids", "inputs_embeds"):
             if inputs.get(name) is not None:
                 inputs[name] = own_part(inputs[name], self.group)
         positions = torch.arange(length, device=labels.device).unsqueeze(0)
-        # Without elements: "plainly causal" (masks.py). Layers that do not know it refuse to run.
-        mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=labels.device)
         cut = {"shift_labels": own_part(targets, self.group), "position_ids": own_part(positions, self.group)}
-        return {**inputs, **cut, "attention_mask": mask}
+        # Layers that do not know this mask refuse to run.
+        return {**inputs, **cut, "attention_mask": nothing_hidden(labels.device)}
 
     def sum(self, loss: Tensor) -> Tensor:
         """The loss of the whole rows; its gradient is summed over the processes, too."""
@@ -108,11 +102,13 @@ class Context:
             dist.all_reduce(differs, group=self.group)
         if differs.sum():
             reason = "its processes were given different rows; give the same to all that share them"
-        if reason is not None:
-            raise ValueError(
-                f"{type(model).__name__} cannot train on parts of rows (overcoat.context_parallel): {reason}"
-            )
+        _refuse(model, reason)
         self.is_checked = True
+
+
+def _refuse(model: Any, reason: Optional[str]) -> None:
+    if reason is not None:
+        raise ValueError(f"{type(model).__name__} cannot train on parts of rows (overcoat.context_parallel): {reason}")
 
 
 def _why_not(model: Any) -> Optional[str]:

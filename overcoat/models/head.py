@@ -173,13 +173,10 @@ class LeanLossModel(Mixin):
         return result.to_tuple() if as_tuple else result
 
     def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
-        ignore_index, num_items = inputs.get("ignore_index", -100), inputs.get("num_items_in_batch")
+        (targets, ignore_index), num_items = shifted(labels, inputs), inputs.get("num_items_in_batch")
         scale = _logit_scale(self)
         if scale != 1.0:
             hidden = hidden * scale
-        targets = inputs.get("shift_labels")
-        if targets is None:
-            targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         loss = linear_cross_entropy(
             hidden,
             weight,
@@ -193,6 +190,12 @@ class LeanLossModel(Mixin):
             return loss
         loss = loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
         return loss if self.overcoat_context is None or not self.training else self.overcoat_context.sum(loss)
+
+
+def shifted(labels: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, int]:
+    """What each position of labels (B, S) is to predict, as transformers' loss has it, and the index it ignores."""
+    ignore_index, targets = inputs.get("ignore_index", -100), inputs.get("shift_labels")
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if targets is None else targets, ignore_index
 
 
 @contextlib.contextmanager

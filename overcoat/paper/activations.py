@@ -10,6 +10,7 @@ from torch import Tensor
 
 from overcoat.bench.rows import Row
 from overcoat.bench.timing import time_ms
+from overcoat.eval.command import find_target, load_target
 from overcoat.extras import load_extra
 from overcoat.formats.float8 import dequantize_blocks, dequantize_tensor, quantize_blocks, quantize_tensor
 from overcoat.formats.groups import decode_groups, encode_groups
@@ -17,6 +18,7 @@ from overcoat.kernels.quantize import amax
 from overcoat.models.family import decoder_layers
 from overcoat.paper.arms import newest_checkpoint, tiny_run
 from overcoat.paper.result import Options, Result
+from overcoat.train.process import choose_device
 
 # By name: x (T, H) FP32 -> what is decoded again.
 GRANULARITIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,11 +51,9 @@ def layer_inputs(model: Any, ids: Tensor) -> dict[str, list[Tensor]]:
 
 def figure4a(options: Options) -> Result:
     """Relative error of a layer's kept inputs, mean over the layers and the worst, on text the model was made for."""
-    transformers = load_extra("transformers", "hf", "overcoat paper")
     run_dir = tiny_run() if options.size == "small" else newest_checkpoint(options.checkpoint).parents[1]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "export").to(device).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(run_dir / "export")
+    device = choose_device("auto")
+    model, tokenizer = load_target(find_target(str(run_dir)), device)
     text = "\n".join(str(module.__doc__) for module in (torch, torch.nn, torch.nn.functional, load_extra)) * 9
     ids = torch.tensor(tokenizer(text).input_ids[: ROWS * LENGTH], device=device)
     found = layer_inputs(model, ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH))

@@ -121,25 +121,15 @@ def completions(
     """
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))  # little padding
     found: dict[int, str] = {}
-    stop = tokenizer.eos_token_id
+    tokenizer.pad_token, stop = tokenizer.eos_token, tokenizer.eos_token_id
     for first in range(0, len(order), rows):
         places = order[first : first + rows]
-        ids = [tokenizer(prompts[place]).input_ids for place in places]
-        width = max(map(len, ids))
-        padded = torch.tensor([[stop] * (width - len(row)) + row for row in ids], device=model.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=model.device)
-        with torch.no_grad():
-            seen = {} if pixels is None else {"pixel_values": pixels[places]}
-            made = model.generate(
-                padded,
-                attention_mask=mask,
-                **seen,
-                max_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=stop,
-                eos_token_id=stop,
-            )
-        texts = tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
+        asked = tokenizer([prompts[place] for place in places], padding=True, padding_side="left", return_tensors="pt")
+        given = {name: asked[name].to(model.device) for name in ("input_ids", "attention_mask")}
+        if pixels is not None:
+            given["pixel_values"] = pixels[places]
+        made = model.generate(**given, max_new_tokens=tokens, do_sample=False, pad_token_id=stop, eos_token_id=stop)
+        texts = tokenizer.batch_decode(made[:, asked.input_ids.shape[1] :], skip_special_tokens=True)
         found |= dict(zip(places, texts, strict=True))
     return [found[place] for place in range(len(prompts))]
 

@@ -48,10 +48,8 @@ OURS = (("sqrt8", "log8"), ("bf16", "bf16"))
 def groups_of(checkpoint: Path, device: str) -> Iterator[tuple[Tensor, Tensor]]:
     """(m, v) of each parameter in a checkpoint of `overcoat train`, FP32 groups (1, N, 128) in chunks. ValueError: the
     moments of the checkpoint are already coded."""
-    saved = torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True, mmap=True)["optimizer"][
-        "state"
-    ]
-    for state in saved.values():
+    saved = torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True, mmap=True)
+    for state in saved["optimizer"]["state"].values():
         moments = state["exp_avg"], state["exp_avg_sq"]
         if any(moment.dtype != torch.float32 for moment in moments):
             raise ValueError(f"{checkpoint}: moments are {moments[0].dtype}; train with optimizer.moments=fp32")

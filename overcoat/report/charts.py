@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from overcoat.estimate.phases import kind_of
+from overcoat.extras import load_extra
 
 SIDE = 1000  # of the SVG's own coordinates
 MOST_POINTS = 500
@@ -49,24 +50,12 @@ def running_mean(points: Points, width: int) -> Points:
     return means
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers between two others."""
-    if not high > low:
-        return [low]
-    raw = (high - low) / count
-    unit = 10.0 ** math.floor(math.log10(raw))
-    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [place * step for place in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten, or 1, 2 and 5 of each, between two positive numbers."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if len(decades) <= 3 else (1,)
-    found = [factor * 10.0**decade for decade in decades for factor in factors]
-    found = [value for value in found if low * 0.999 <= value <= high * 1.001]
-    return found[:: math.ceil(len(found) / 6) or 1]
+def ticks(low: float, high: float, count: int = 5, log: bool = False) -> list[float]:
+    """Round numbers between two others; if `log` powers of ten, or 1, 2 and 5 of each."""
+    ticker = load_extra("matplotlib.ticker", "hf", "overcoat report")
+    factors = (1.0, 2.0, 5.0) if log and high / low < 100 else (1.0,)
+    locator = ticker.LogLocator(subs=factors, numticks=7) if log else ticker.MaxNLocator(count, steps=[1, 2, 5, 10])
+    return [float(value) for value in locator.tick_values(low, high) if low <= value <= high]
 
 
 def short(value: float, most: float) -> str:
@@ -115,7 +104,7 @@ def chart(
             return math.log(max(y, 1e-300) / low) / math.log(high / low)
         return (y - low) / (high - low)
 
-    rows = log_ticks(low, high) if log else ticks(low, high)
+    rows = ticks(low, high, log=log)
     columns = ticks(left, right, 4) if labels is None else []
     grid = "".join(f"M0 {SIDE * (1 - up(y)):.1f}H{SIDE}" for y in rows)
     paths = "".join(_path(one, across, up) for one in drawn)
