@@ -16,6 +16,7 @@ log_softmax.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import signal
 from collections.abc import Callable, Collection, Iterator
@@ -35,7 +36,7 @@ from overcoat.train.config import Config, ScheduleConfig
 from overcoat.train.data import conversations, count_labels
 from overcoat.train.evaluate import Tasks
 from overcoat.train.memory_report import reporting
-from overcoat.train.metrics import Row, RunLog, StepRecord
+from overcoat.train.metrics import RunLog, StepRecord
 from overcoat.train.out_of_memory import DoesNotFitError, Fitting, free_memory, is_out_of_memory, whatever_the_batch
 from overcoat.train.parallel import reached, with_gradients
 from overcoat.train.process import StopRequest
@@ -263,6 +264,26 @@ def largest_score(state: TrainState, config: Config, rows: np.ndarray) -> tuple[
     return max(found, key=lambda of: math.inf if math.isnan(of[1]) else of[1]) if process.is_first() else scores.largest
 
 
+def _log_loss(state: TrainState, config: Config, held_out: np.ndarray, log: RunLog) -> None:
+    log.flush()
+    loss, (layer, score) = evaluate(state, config, held_out), largest_score(state, config, held_out)
+    row = {"kind": "eval", "step": state.step, "loss": loss}
+    log.write(row if not math.isfinite(score) else {**row, "attention_score": score})
+    log.say(f"step {state.step}  held-out loss {loss:.4f}")
+    if layer and not score <= LARGE_SCORE:
+        log.say(f"step {state.step}  attention scores reach {score:.0f} in {layer}: BF16 is inexact there")
+    log.restart_clock()
+
+
+def _log_tasks(state: TrainState, tasks: Callable[[], dict[str, float]], log: RunLog) -> None:
+    log.flush()
+    figures = tasks()
+    log.write({"kind": "tasks", "step": state.step, **figures})
+    shown = (f"{name} {value:.4f}" for name, value in figures.items() if "_stderr" not in name)
+    log.say(f"step {state.step}  {'  '.join(shown)}")
+    log.restart_clock()
+
+
 def train_steps(
     state: TrainState,
     config: Config,
@@ -285,41 +306,14 @@ def train_steps(
     def due(every: int) -> bool:
         return state.step == config.train.steps or bool(every and state.step % every == 0)
 
-    def evaluate_and_log() -> None:
-        log.flush()
-        loss, (layer, score) = evaluate(state, config, held_out), largest_score(state, config, held_out)
-        row = {"kind": "eval", "step": state.step, "loss": loss}
-        log.write(row if not math.isfinite(score) else {**row, "attention_score": score})
-        log.say(f"step {state.step}  held-out loss {loss:.4f}")
-        if layer and not score <= LARGE_SCORE:
-            log.say(f"step {state.step}  attention scores reach {score:.0f} in {layer}: BF16 is inexact there")
-        log.restart_clock()
-
-    def evaluate_on_tasks() -> None:
-        assert tasks is not None
-        log.flush()
-        figures = tasks()
-        log.write({"kind": "tasks", "step": state.step, **figures})
-        shown = (f"{name} {value:.4f}" for name, value in figures.items() if "_stderr" not in name)
-        log.say(f"step {state.step}  {'  '.join(shown)}")
-        log.restart_clock()
-
     # What is due in a step whose checkpoint has been written is made up for on resuming.
-    evaluations = [("eval", config.eval.every, evaluate_and_log)]
+    evaluations = [("eval", config.eval.every, functools.partial(_log_loss, state, config, held_out, log))]
     if tasks is not None:
-        evaluations.append(("tasks", config.eval.tasks_every, evaluate_on_tasks))
-
-    def changed(text: str, row: Row | None) -> None:
-        log.flush()  # what came before stays, whatever becomes of this step
-        log.say(text)
-        if row is not None:
-            log.write(row)
-        log.restart_clock()  # the failed attempt is no part of the rate
-
+        evaluations.append(("tasks", config.eval.tasks_every, functools.partial(_log_tasks, state, tasks, log)))
     state.model.train()
     log.restart_clock()
     take_step: Any = reporting(train_step, log.say) if config.memory.report else train_step
-    fitting, first_step = Fitting(take_step, config, state, changed), state.step
+    fitting, first_step = Fitting(take_step, config, state, log.tell_change), state.step
     for kind, every, act in evaluations:
         if state.step and due(every) and kind not in evaluated:
             act()

@@ -123,6 +123,14 @@ class RunLog:
     def say(self, text: str) -> None:
         self._console.print(text, **PLAIN)
 
+    def tell_change(self, text: str, row: Row | None) -> None:
+        """Another fit from the next step on: what came before stays, the failed attempt is no part of the rate."""
+        self.flush()
+        self.say(text)
+        if row is not None:
+            self.write(row)
+        self.restart_clock()
+
     def add(self, record: StepRecord) -> None:
         self._records.append(record)
 

@@ -16,6 +16,7 @@ import functools
 import os
 import statistics
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -164,19 +165,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
             f"{6.0 * count * tokens:.1e} operations, slowly; overcoat estimate says what a GPU takes"
         )
     if checkpoints:
-        held_out = checkpoint.load_checkpoint(checkpoints[-1], state)
-        if config.train.resume != "auto":  # another recipe or batch may keep more or less: the first step tells anew
-            state.kept_bytes = 0
-        step, steps = state.step, config.train.steps
-        # A run that took no step of its own is not finished from a checkpoint.
-        if process.is_first() and (step > steps or (step == steps and not read_metrics(run_dir / METRICS)["train"])):
-            raise ValueError(
-                f"{checkpoints[-1]} is at step {step} of train.steps = {steps}: nothing is left, raise train.steps"
-            )
-        say(f"resuming from {checkpoints[-1]}")
-        if held_out != state.held_out and (held_out is not None or config.data.is_chat):
-            sure = "are others" if held_out is not None else "may be others (it does not record them)"
-            say(f"the rows held out {sure} than before this checkpoint: held-out losses do not compare with those")
+        _resume(checkpoints[-1], state, config, say)
     evaluated = process.share(  # what cannot be read is refused before anything is written
         lambda: [kind for kind, rows in read_metrics(run_dir / METRICS).items() if state.step in rows]
     )
@@ -206,6 +195,20 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
     saving.export(state, corpus.to_save, run_dir / "export", merge=bool(config.lora.rank and config.lora.merge))
     sample = generate_sample(config, corpus, state)
     return process.share(lambda: _result(config, title, state, sample, corpus.note))
+
+
+def _resume(path: Path, state: TrainState, config: Config, say: Callable[[str], None]) -> None:
+    held_out = checkpoint.load_checkpoint(path, state)
+    if config.train.resume != "auto":  # another recipe or batch may keep more or less: the first step tells anew
+        state.kept_bytes = 0
+    step, steps, metrics = state.step, config.train.steps, Path(config.train.run_dir) / METRICS
+    # A run that took no step of its own is not finished from a checkpoint.
+    if process.is_first() and (step > steps or (step == steps and not read_metrics(metrics)["train"])):
+        raise ValueError(f"{path} is at step {step} of train.steps = {steps}: nothing is left, raise train.steps")
+    say(f"resuming from {path}")
+    if held_out != state.held_out and (held_out is not None or config.data.is_chat):
+        sure = "are others" if held_out is not None else "may be others (it does not record them)"
+        say(f"the rows held out {sure} than before this checkpoint: held-out losses do not compare with those")
 
 
 def load_tasks(config: Config, corpus: Corpus) -> Tasks | None:
