@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from overcoat.extras import importing
+from overcoat.extras import importing, is_worker
 from overcoat.version import VERSION
 
 # Commands besides `train`, whose options are in overcoat/COMMAND/command.py; that imports PyTorch, which takes seconds.
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if takes_rest:
         parsed.overrides += rest
-    if not _is_worker():
+    if not is_worker():
         return _status_of(parsed)
     from overcoat.train import process
 
@@ -118,14 +118,9 @@ def _status_of(parsed: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return _fail(130, "interrupted")
     except Exception as error:
-        if not _is_worker():
+        if not is_worker():
             raise
         return _fail(1, f"{type(error).__name__}: {error}", error)
-
-
-def _is_worker() -> bool:
-    """Whether this process is one of several that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def _add_train_parser(commands: Any) -> None:
@@ -204,7 +199,7 @@ def _launch(parsed: argparse.Namespace, config: Any) -> int:
         raise ValueError(
             f"--gpus {parsed.gpus} --max-restarts {parsed.max_restarts}: a number of processes, at least 1"
         )
-    if _is_worker():
+    if is_worker():
         raise ValueError(f"--gpus {parsed.gpus}: torchrun has started this process, leave --gpus out")
     from overcoat.train.launch import launch
 
@@ -267,7 +262,7 @@ def _fail(status: int, text: str, error: Exception | None = None) -> int:
 
     error: what nobody expected; its traceback comes first.
     """
-    if _is_worker():
+    if is_worker():
         from overcoat.train import process
 
         is_cause = error is None or not process.follows_from_another(error)

@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 
+def is_worker() -> bool:
+    """Whether torchrun started this process beside others, joined or not."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
 def load_extra(module: str, extra: str, purpose: str) -> Any:
     """Import `module`, which `pip install 'overcoat[extra]'` brings, for `purpose`."""
     try:

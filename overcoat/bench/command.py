@@ -15,7 +15,6 @@ BENCHMARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A sub-command for each benchmark."""
     parser.description = "Measure this project and the peers that are installed, in one run on one NVIDIA GPU."
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, (module, summary) in BENCHMARKS.items():

@@ -198,7 +198,6 @@ class Trainer(NamedTuple):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Packages it cannot do without."""
         return self.engine.needs + OPTIMIZERS[self.optimizer].needs
 
     def prepare(self, model: Any, sharded: bool = False) -> tuple[Callable[[dict[str, Any]], Tensor], Any]:

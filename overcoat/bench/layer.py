@@ -111,7 +111,6 @@ def measure(name: str, shape: BlockShape, windows: int) -> Row:
 
 
 def _memory(block: Block, x: Tensor, dy: Tensor) -> dict[str, float]:
-    """Bytes kept and at the peak of one forward and backward."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -214,7 +213,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measure everyone wanted on every shape."""
     shapes = {name: block_shape(name) for name in (MODELS if "all" in parsed.shapes else parsed.shapes)}
     session = Session("layer", parsed, COLUMNS, ("transformers",))
     needs = {name: engine.needs for name, engine in ENGINES.items()}

@@ -247,7 +247,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measure everyone wanted on every model."""
     if parsed.gpus and parsed.gpus > (there := torch.cuda.device_count()):
         raise ValueError(f"--gpus {parsed.gpus}: PyTorch sees {there}")
     session = Session("model", parsed, COLUMNS, ("transformers",))

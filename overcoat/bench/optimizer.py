@@ -68,7 +68,6 @@ class Optimizer(NamedTuple):
 
 
 def ours(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Optimizer:
-    """`overcoat.AdamW` with these options."""
     reads = 2 if options.get("check_finite", True) else 1
     return Optimizer(lambda params: AdamW(params, lr=LR, **options), dtype, gradient_reads=reads, options=options)
 
@@ -175,7 +174,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measure every wanted optimizer at every size."""
     sizes = list(SIZES) if "all" in parsed.sizes else parsed.sizes
     session = Session("optimizer", parsed, COLUMNS)
     for size in sizes:

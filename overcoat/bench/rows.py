@@ -72,7 +72,6 @@ def commit() -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Version of each of `PACKAGES` that is installed."""
     found = {}
     for name in PACKAGES:
         try:

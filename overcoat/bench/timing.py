@@ -68,7 +68,6 @@ def _mark() -> Any:
 
 
 def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -100,7 +100,6 @@ class TransformerEngineBlock(nn.Module):
         return self.layer(hidden_states, rotary_pos_emb=self.rotary)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients under the names of the transformers layer."""
         return self._parts(lambda name: self.layer.get_parameter(name).grad)
 
     def _parts(self, of: Callable[[str], Any]) -> dict[str, Tensor]:

@@ -41,7 +41,6 @@ Result = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `overcoat eval`."""
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.add_argument("targets", nargs="+", metavar="TARGET", help="run, checkpoint, exported folder or hub name")
     parser.add_argument(
@@ -90,7 +89,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _documents(text: str, parsed: argparse.Namespace) -> list[str]:
-    """The documents of a --text."""
     with said_of(f"--text {text}: "):
         found = itertools.islice(_read(text, parsed.text_key), parsed.limit)
         documents = [document for document in found if document.strip()]
@@ -114,7 +112,6 @@ def _evaluate(
     target: Target, recipe: str, device: torch.device, texts: dict[str, list[str]], tasks: Tasks | None,
     parsed: argparse.Namespace,
 ) -> Result:  # fmt: skip
-    """The figures of one target with one recipe."""
     model, tokenizer = load_target(target, device, parsed.trust_remote_code)
     report = None
     if recipe != "bf16":

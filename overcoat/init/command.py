@@ -37,7 +37,6 @@ LEANER: tuple[dict[str, Any], ...] = ({}, {"optimizer.offload": True})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `overcoat init`."""
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.add_argument("config", nargs="?", default="overcoat.toml", metavar="CONFIG.toml", help="the file to write")
     parser.add_argument("--model", metavar="NAME", help=f"a Hugging Face name, a folder, or one of {', '.join(MODELS)}")
@@ -53,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Write the file and say what was chosen."""
     target = Path(parsed.config)
     require(not target.exists(), f"{target} exists: name another file, or remove it")
     for name, question in ASKED.items():

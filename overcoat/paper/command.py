@@ -113,7 +113,6 @@ def check_plot(path: Path | None) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print what is asked for."""
     if parsed.exhibit == "list":
         print(listing())
         return 0

@@ -32,7 +32,6 @@ class Scene(NamedTuple):
 
 
 def scene(seed: str) -> Scene:
-    """The scene of a seed."""
     draw = random.Random(seed)
     kind = draw.choice(KINDS)
     places = draw.sample([(column, row) for column in range(CELLS) for row in range(CELLS)], 5)

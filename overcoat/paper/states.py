@@ -86,7 +86,6 @@ def analyse(checkpoint: Path, eps: float, device: str) -> dict[str, float]:
 
 
 def checkpoint_of(options: Options) -> tuple[Path, str]:
-    """The checkpoint to look at, and where."""
     run_dir = tiny_run() if options.size == "small" else options.checkpoint
     return newest_checkpoint(run_dir), "cuda" if torch.cuda.is_available() else "cpu"
 

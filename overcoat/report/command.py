@@ -33,7 +33,6 @@ escape: Callable[[Any], str] = lambda value: html.escape(str(value))  # noqa: E7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `overcoat report`."""
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
     parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Write the page and say where it is."""
     text = page(read_runs(parsed.runs))
     Path(parsed.output).write_text(text, encoding="utf-8")
     print(f"{parsed.output} ({len(text.encode()) / 1000:,.0f} kB)")
@@ -49,7 +47,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def page(runs: list[Run]) -> str:
-    """The whole HTML text."""
     title = " and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
     today = datetime.date.today().isoformat()
     parts = [

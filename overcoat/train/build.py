@@ -250,7 +250,6 @@ def inline_config(model: ModelConfig, tokenizer: Any | None, length: int) -> Any
 
 
 def make_recipe(section: RecipeConfig) -> overcoat.Recipe:
-    """The named recipe with the section's replacements."""
     changes = {key: value for key, value in dataclasses.asdict(section).items() if key != "name" and value is not None}
     for key in ("checkpoint", "head"):
         if changes.get(key) == "none":

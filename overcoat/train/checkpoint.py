@@ -60,11 +60,6 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _step_of(checkpoint: Path) -> int:
-    """Of a checkpoint under whatever name."""
-    return int(files.verify_directory(checkpoint)["step"])
-
-
 def record_config(config: Config) -> None:
     """Write the run's configuration, whole or not at all, unless it says the same already."""
     path, content = _recorded(config), dump_toml(config).encode()
@@ -149,7 +144,7 @@ def choose_checkpoint(config: Config) -> Path | None:
         path = Path(config.train.resume)
         others = ", ".join(map(str, found)) or "none"
         require(os.path.isdir(path), f"train.resume = {str(path)!r}: no such checkpoint (in {folder}: {others})")
-        if process.is_restarted() and found and _step(found[-1]) > _step_of(path):
+        if process.is_restarted() and found and _step(found[-1]) > files.verify_directory(path)["step"]:
             return _verify(found[-1], "", "")  # what this run has written since, before torchrun started it again
         return _verify(path, f"train.resume = {str(path)!r}: ", "")
     if found or (run_dir / "export").exists():

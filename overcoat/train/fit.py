@@ -61,7 +61,6 @@ def divisors(count: int) -> list[int]:
 
 
 def recipe_of(config: Config, fit: Fit) -> overcoat.Recipe:
-    """The configured recipe as the fit has it."""
     recipe = make_recipe(config.recipe)
     return replace(recipe, checkpoint="block") if fit.block_checkpoints else recipe
 

@@ -20,20 +20,16 @@ from overcoat.train.config import Config
 
 PROJECT = "overcoat"
 KNOWN = "loggers.json"
-# What `load_extra` is told for each: module, extra, purpose.
-LIBRARIES = {
-    "tensorboard": ("torch.utils.tensorboard", "hf", "train.tensorboard = true"),
-    "wandb": ("wandb", "loggers", "train.loggers = wandb"),
-    "mlflow": ("mlflow", "loggers", "train.loggers = mlflow"),
-}
 
 
 class TensorBoard:
     """Events in RUN_DIR/tensorboard. `write` is given figures of one step under names such as "train/loss"; `close`,
-    whether the run has ended."""
+    whether the run has ended. library: what `load_extra` is told."""
+
+    library = ("torch.utils.tensorboard", "hf", "train.tensorboard = true")
 
     def __init__(self, config: Config, title: str, first_step: int) -> None:
-        board = load_extra(*LIBRARIES["tensorboard"])
+        board = load_extra(*self.library)
         # TensorBoard hides what an earlier process wrote from this step on.
         self.writer = board.SummaryWriter(Path(config.train.run_dir) / "tensorboard", purge_step=first_step + 1)
 
@@ -48,8 +44,10 @@ class TensorBoard:
 class WandB:
     """A run of Weights & Biases, whose figures have the training's step as their x."""
 
+    library = ("wandb", "loggers", "train.loggers = wandb")
+
     def __init__(self, config: Config, title: str, first_step: int) -> None:
-        wandb = load_extra(*LIBRARIES["wandb"])
+        wandb = load_extra(*self.library)
         known = _known(config)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -76,8 +74,10 @@ class MLflow:
     A thread sends the figures: training would wait for a slow server, and 4 minutes for one that is away.
     """
 
+    library = ("mlflow", "loggers", "train.loggers = mlflow")
+
     def __init__(self, config: Config, title: str, first_step: int) -> None:
-        mlflow = load_extra(*LIBRARIES["mlflow"])
+        mlflow = load_extra(*self.library)
         place = os.environ.get("MLFLOW_TRACKING_URI")
         if not place:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -130,7 +130,7 @@ def _names(config: Config) -> list[str]:
 def check_loggers(config: Config) -> None:
     """ValueError: a library is not installed. Said before hours of tokenizing, not after."""
     for name in _names(config):
-        load_extra(*LIBRARIES[name])
+        load_extra(*LOGGERS[name].library)
 
 
 def open_loggers(config: Config, title: str, first_step: int) -> dict[str, Logger]:

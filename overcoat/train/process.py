@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from overcoat.extras import is_worker
 from overcoat.train.config import require
 
 T = TypeVar("T")
@@ -71,11 +72,6 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def is_one_of_many() -> bool:
-    """Whether torchrun started this process beside others, joined or not."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
 def is_restarted() -> bool:
     """Whether torchrun started the processes again (`--max-restarts`) after one of them failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -88,7 +84,7 @@ def joined(device_name: str) -> Iterator[None]:
     Args:
         device_name: `train.device`.
     """
-    if not is_one_of_many():
+    if not is_worker():
         require(
             int(os.environ.get("WORLD_SIZE", "1")) == 1,
             "WORLD_SIZE is above 1, and RANK is not set: start several processes with --gpus N, or torchrun",
@@ -113,7 +109,7 @@ def joined(device_name: str) -> Iterator[None]:
 def leave(status: int) -> int:
     """The exit status, of a process that was alone; one of many ends here. Its communicators may hang: they wait for
     processes that are gone, and PyTorch 2.13 may abort while it takes gloo's threads down."""
-    if is_one_of_many():
+    if is_worker():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -124,7 +120,7 @@ def may_report(text: str, is_cause: bool = True) -> bool:
     """Whether this process says why the run fails: the first one with a cause does. An error that only follows from
     another process' end (`is_cause` False) is said if after SECONDS_FOR_THE_CAUSE no process has said a cause. torchrun
     gets the text, too."""
-    if not is_one_of_many():
+    if not is_worker():
         return True
     if not is_cause:
         if _Together.is_ended:
@@ -244,7 +240,7 @@ def choose_device(name: str) -> torch.device:
     is_gpu = device.type == "cuda"
     require(not is_gpu or torch.cuda.is_available(), f"train.device = {name!r}: PyTorch sees no CUDA GPU here")
     count = torch.cuda.device_count() if is_gpu else 1
-    if is_gpu and is_one_of_many():
+    if is_gpu and is_worker():
         many = int(os.environ["LOCAL_WORLD_SIZE"])
         require(device.index is None, f"train.device = {name!r}: {many} processes have a GPU each, set it to cuda")
         require(many <= count, f"{many} processes, and {count} GPUs here: start one for each GPU")

@@ -75,7 +75,10 @@ def read_model(folder: Path, model: Any) -> None:
     reader, found, prefix = _open(folder)
     own = {f"{prefix}{name}": tensor.detach() for name, tensor in named_tensors(model)}
     tied = {f"{prefix}{name}" for name in trained_state(model)}
-    keys = {adapter_key(key): key for key in found if key.startswith(prefix)}
+    # peft's files leave the adapter's name out of those of its tensors.
+    keys = {
+        re.sub(r"(\.lora_[AB])\.weight$", r"\1.default.weight", key): key for key in found if key.startswith(prefix)
+    }
     wrong = sorted(own.keys() - keys) + sorted(keys.keys() - tied)
     wrong += [name for name in own if name in keys and found[keys[name]].size != own[name].shape]
     if wrong:
@@ -97,11 +100,6 @@ def read_states(folder: Path, optimizer: torch.optim.Optimizer, states: dict[int
             found[key] = wrap_state(param, torch.empty(part, dtype=of.properties.dtype), shape)
             states.setdefault(int(index), {})[name] = found[key]
     _read(folder, reader, found)
-
-
-def adapter_key(name: str) -> str:
-    """The name in a model of a tensor of peft's files, which leave out that of the adapter."""
-    return re.sub(r"(\.lora_[AB])\.weight$", r"\1.default.weight", name)
 
 
 def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:

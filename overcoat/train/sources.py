@@ -62,7 +62,8 @@ def find_files(patterns: list[str]) -> list[Path]:
         if pattern == "stdlib":
             matches = list(_python_files(Path(sysconfig.get_paths()["stdlib"]), NOT_SOURCE | STDLIB_SKIPPED))
         elif pattern == "site-packages":
-            matches = [match for root in _package_roots() for match in _python_files(root, {"__pycache__"})]
+            roots = {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"], *site.getsitepackages()}
+            matches = [match for root in sorted(roots) for match in _python_files(Path(root), {"__pycache__"})]
         else:
             named = [Path(name) for name in glob.glob(pattern, recursive=True)]
             matches = [(path, path.name) for path in named if path.is_file()]
@@ -80,13 +81,7 @@ def _python_files(root: Path, excluded: set[str]) -> Iterator[tuple[Path, str]]:
             yield path, str(relative)
 
 
-def _package_roots() -> list[Path]:
-    paths = {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"], *site.getsitepackages()}
-    return sorted(Path(path) for path in paths if Path(path).is_dir())
-
-
 def read_documents(path: Path, text_key: str) -> Iterator[str]:
-    """The documents of one file."""
     if has_rows(path):
         for where, row in read_rows(path, [text_key]):
             yield text_of(row, text_key, where)
@@ -189,7 +184,6 @@ KINDS = {
 
 
 def as_object(row: Any, where: str) -> dict[str, Any]:
-    """`row` if it is an object."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {KINDS.get(type(row), 'no object')}, not an object: correct or remove the row")
     return row
@@ -203,12 +197,10 @@ def field_of(row: Any, key: str, option: str, where: str) -> Any:
 
 
 def text_of(row: Any, key: str, where: str) -> str:
-    """The field of a row that must be text."""
     return as_text(field_of(row, key, "text_key", where), f"{where}: {key!r}", ", or name another text_key")
 
 
 def as_text(value: Any, where: str, other: str = "") -> str:
-    """`value` if it is text."""
     if not isinstance(value, str):
         what = f"{KINDS.get(type(value), f'a {type(value).__name__}')}, not text"
         raise ValueError(f"{where} holds {what}: correct or remove the row{other}")
@@ -230,7 +222,6 @@ def open_dataset(config: DataConfig) -> Any:
 
 
 def encoded_size(text: str) -> int:
-    """Bytes of the text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 
@@ -266,7 +257,6 @@ def rows(config: DataConfig) -> Iterator[tuple[str, Any]]:
 
 
 def no_documents(config: DataConfig) -> ValueError:
-    """That there is nothing to train on."""
     where = "data.dataset has" if config.dataset else "data.files have"
     limit = f" within data.max_bytes = {config.max_bytes}: raise it" if config.max_bytes else ": name others"
     return ValueError(f"{where} no documents with text{limit}")
