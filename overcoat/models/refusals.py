@@ -104,7 +104,7 @@ def branches_of(layer: Any, family: Family, batch: int) -> tuple[Optional[tuple[
         return None, f"a module is not what {family.layer} has there ({error})"
 
 
-def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]) -> Optional[str]:
+def _why_other_modules(layer: nn.Module, family: Family, branches: tuple[Modules, ...]) -> Optional[str]:
     for core, owner, into, out, inner, pre, post, *_ in branches:
         if isinstance(core, Mlp):
             for part in owner._modules.values():
@@ -133,7 +133,12 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
         for norm in (*inner, pre, post):
             if norm is not None and not _is_own_norm(norm, family):
                 return f"{_path(layer, norm)} is a {class_name(norm)}, not the model's own norm"
-    reason = _why_dropout(layer, branches)
+    return None
+
+
+def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]) -> Optional[str]:
+    """What a layer's modules, hooks or attention compute beside what the FP8 block does, or None."""
+    reason = _why_other_modules(layer, family, branches) or _why_dropout(layer, branches)
     if reason is not None:
         return reason
     # Compiled code was traced with what was there.

@@ -1,11 +1,8 @@
-"""`memory.report`: one real step's memory beside what was predicted, as a table, a timeline and plain data.
+"""`memory.report`: one real step's memory beside what was predicted: memory.txt, a table; memory.png, phase by phase;
+memory.json, both.
 
 Measured is the second step of the first process, the first one in which the optimizer's states are there from the
-start:
-
-    RUN_DIR/memory.txt    the table
-            memory.png    bytes over the step: measured and predicted, phase by phase
-            memory.json   both, with every phase
+start.
 """
 
 from __future__ import annotations

@@ -2,12 +2,6 @@
 
 torchrun starts the processes of a run and says by the environment which one each is (RANK, WORLD_SIZE, LOCAL_RANK).
 The rest of the trainer asks this module for whatever differs between processes. With one process nothing is sent.
-
-    share       what the first process reads or chooses, on all of them
-    largest     numbers on which all must agree: whether to stop, how many rows fit
-    sum_of      sums over all processes: of losses, on the device
-    share_of    the rows of a step that are this process' own
-
 Files of a run are written by the first process. A process that fails says why (`may_report`) and ends (`leave`); the
 launcher then ends the others, which cannot go on without it.
 """
