@@ -10,6 +10,7 @@ Everything is measured by the project's own commands: bench, estimate, train, ev
 from __future__ import annotations
 
 import argparse
+import functools
 import signal
 import sys
 from pathlib import Path
@@ -27,32 +28,29 @@ from overcoat.train.out_of_memory import DoesNotFitError
 CHECKPOINT = "a run with optimizer.moments=fp32: --checkpoint RUN_DIR"
 HOURS = "minutes to hours; --set train.steps=N"
 SECONDS = "tiny model, seconds"
+# Of what a run has left, and of trainings.
+of_run = functools.partial(Exhibit, small=SECONDS, needs=CHECKPOINT, checkpoint=True)
+trained = functools.partial(Exhibit, needs=HOURS, gpu=True)
 EXHIBITS = {
-    "table1": Exhibit(
-        "errors of FP8 moments, with and without expansion", states.table1, SECONDS, CHECKPOINT, checkpoint=True
-    ),
+    "table1": of_run("errors of FP8 moments, with and without expansion", states.table1),
     "table2": Exhibit("bytes a block keeps, by op", memory.table2, "dry runs, seconds"),
-    "table3": Exhibit("pretraining OLMo-1B: losses and tasks", training.table3, "tiny, three arms", HOURS, gpu=True),
-    "table4": Exhibit("fine-tuning on mathematics: exact match", training.table4, "tiny, four arms", HOURS, gpu=True),
-    "table5": Exhibit(
-        "a vision-language model, by kind of question", vision.table5, "tiny, three arms", HOURS, gpu=True
-    ),
+    "table3": trained("pretraining OLMo-1B: losses and tasks", training.table3, "tiny, three arms"),
+    "table4": trained("fine-tuning on mathematics: exact match", training.table4, "tiny, four arms"),
+    "table5": trained("a vision-language model, by kind of question", vision.table5, "tiny, three arms"),
     "table6": Exhibit("a block's time and kept bytes", memory.table6, "kept bytes, dry runs", "minutes", gpu=True),
     "table7": Exhibit(
         "memory and speed of whole models", memory.table7, "7B, dry run", "a minute of dry runs; speed on a GPU"
     ),
-    "table8": Exhibit("errors of moments with dynamic exponents", states.table8, SECONDS, CHECKPOINT, checkpoint=True),
-    "figure2": Exhibit("range of groups of moments and k", states.figure2, SECONDS, CHECKPOINT, checkpoint=True),
-    "figure3": Exhibit("which FP8 codes occur (with figure 9)", states.figure3, SECONDS, CHECKPOINT, checkpoint=True),
-    "figure9": Exhibit("which FP8 codes occur, as figure 3", states.figure3, SECONDS, CHECKPOINT, checkpoint=True),
-    "figure4a": Exhibit(
-        "error of kept activations by granularity", activations.figure4a, SECONDS, CHECKPOINT, checkpoint=True
-    ),
+    "table8": of_run("errors of moments with dynamic exponents", states.table8),
+    "figure2": of_run("range of groups of moments and k", states.figure2),
+    "figure3": of_run("which FP8 codes occur (with figure 9)", states.figure3),
+    "figure9": of_run("which FP8 codes occur, as figure 3", states.figure3),
+    "figure4a": of_run("error of kept activations by granularity", activations.figure4a),
     "figure4b": Exhibit("time of a maximum, one and two stages", activations.figure4b, "", "seconds", gpu=True),
-    "figure5": Exhibit("loss curves of OLMo-1B (table3)", training.table3, "tiny, three arms", HOURS, gpu=True),
-    "figure6": Exhibit("loss curves of OLMo-7B", training.table3, "tiny, three arms", HOURS, gpu=True),
-    "figure7": Exhibit("loss curves of the VLM (table5)", vision.table5, "tiny, three arms", HOURS, gpu=True),
-    "figure8": Exhibit("loss curves of fine-tuning (table4)", training.table4, "tiny, four arms", HOURS, gpu=True),
+    "figure5": trained("loss curves of OLMo-1B (table3)", training.table3, "tiny, three arms"),
+    "figure6": trained("loss curves of OLMo-7B", training.table3, "tiny, three arms"),
+    "figure7": trained("loss curves of the VLM (table5)", vision.table5, "tiny, three arms"),
+    "figure8": trained("loss curves of fine-tuning (table4)", training.table4, "tiny, four arms"),
 }
 # What an exhibit reads of the options that not all do; and what these are when they are left out.
 READ: dict[Any, tuple[str, ...]] = {
