@@ -41,15 +41,6 @@ def thinned(points: Points) -> Points:
     return list(itertools.chain.from_iterable(kept))
 
 
-def running_mean(points: Points, width: int) -> Points:
-    """Over the last `width` points."""
-    total, means = 0.0, []
-    for place, (x, y) in enumerate(points):
-        total += y - (points[place - width][1] if place >= width else 0.0)
-        means.append((x, total / min(width, place + 1)))
-    return means
-
-
 def ticks(low: float, high: float, count: int = 5, log: bool = False) -> list[float]:
     """Round numbers between two others; if `log` powers of ten, or 1, 2 and 5 of each."""
     ticker = load_extra("matplotlib.ticker", "hf", "overcoat report")

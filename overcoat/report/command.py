@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from overcoat.report.charts import Points, Series, chart, running_mean
+from overcoat.report.charts import Points, Series, chart
 from overcoat.report.runs import Run, read_runs
 from overcoat.train.configfile import all_keys
-from overcoat.train.metrics import shown_bytes
+from overcoat.train.metrics import running_mean, shown_bytes
 from overcoat.version import VERSION
 
 NUM_COLORS = 8
@@ -156,7 +156,8 @@ def training(runs: list[Run]) -> Iterator[str]:
         found: list[Series] = []
         for one in lines(key):
             found.append(one._replace(look="faint"))
-            found.append(one._replace(points=running_mean(one.points, max(1, len(one.points) // 50))))
+            means = running_mean([y for _, y in one.points], max(1, len(one.points) // 50))
+            found.append(one._replace(points=[(x, mean) for (x, _), mean in zip(one.points, means, strict=True)]))
         return found
 
     def extra(what: str, points_of: Callable[[Run], Points]) -> list[Series]:

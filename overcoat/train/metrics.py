@@ -18,6 +18,7 @@ an error.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -178,6 +179,12 @@ class RunLog:
 def shown_bytes(count: float) -> str:
     """Bytes as the reader sees them: "1.50 GB"."""
     return decimal(int(count), precision=2)
+
+
+def running_mean(values: list[float], width: int) -> list[float]:
+    """Of each value and those before it, `width` in all."""
+    sums = list(itertools.accumulate(values, initial=0.0))
+    return [(sums[end] - sums[max(0, end - width)]) / min(width, end) for end in range(1, len(sums))]
 
 
 def check_finite(rows: list[Row], skipped: int = 0) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from overcoat.extras import drawing
-from overcoat.train.metrics import PLAIN, read_metrics, shown_bytes
+from overcoat.train.metrics import PLAIN, read_metrics, running_mean, shown_bytes
 from overcoat.train.run import RunResult
 
 # Line of the table: label, figure, how it is written, how a second run relates to the first.
@@ -96,8 +95,7 @@ def plot_losses(results: list[RunResult], path: Path) -> None:
                 ([step * unit for step in rows], [row["loss"] for row in rows.values()])
                 for rows in (metrics["train"], metrics["eval"])
             )
-            width = max(1, result.steps // 50)
-            means = [statistics.fmean(losses[max(0, end - width) : end]) for end in range(1, len(losses) + 1)]
+            means = running_mean(losses, max(1, result.steps // 50))
             axes.plot(steps, means, color=color, label=f"{result.title}, training", alpha=0.7)
             label = f"{result.title}, held out {result.held_out_loss:.4f}"
             axes.plot(*held_out, color=color, linestyle="", marker=marker, label=label)
