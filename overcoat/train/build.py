@@ -215,13 +215,11 @@ def check_builds(model: ModelConfig, device: torch.device) -> None:
     if isinstance(depth, int):
         require(depth >= 1, f"model.config.{key} = {depth}: a model has at least one layer")
         require(depth <= MOST_LAYERS, f"model.config.{key} = {depth}: at most {MOST_LAYERS} layers can be trained")
-    try:
-        with torch.device("meta"):
-            config = transformers.AutoConfig.for_model(model_type, **values)
-            made = transformers.AutoModelForCausalLM.from_config(config, **_settings(model))
-    except Exception as error:  # of any kind: from a check of transformers, or from PyTorch when layers are made
-        why = " ".join(str(error).split())
-        raise ValueError(f"[model.config] and model.attention make no {model_type} model: {why}") from error
+    # Of any kind: from a check of transformers, or from PyTorch when layers are made.
+    failing = said_of(f"[model.config] and model.attention make no {model_type} model: ", Exception)
+    with failing, torch.device("meta"):
+        config = transformers.AutoConfig.for_model(model_type, **values)
+        made = transformers.AutoModelForCausalLM.from_config(config, **_settings(model))
     needed = sum(parameter.nbytes for parameter in made.parameters())
     require(
         needed <= known,

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from overcoat.extras import load_extra
+from overcoat.extras import load_extra, reason
 from overcoat.train.config import Config
 
 PROJECT = "overcoat"
@@ -142,7 +142,7 @@ def open_loggers(config: Config, title: str, first_step: int) -> dict[str, Logge
         except (ValueError, OSError):
             raise
         except Exception as error:  # of any kind: from a server, a login, a library
-            raise ValueError(f"train.loggers: {name} does not begin: {' '.join(str(error).split())[:300]}") from error
+            raise ValueError(f"train.loggers: {name} does not begin: {reason(error)}") from error
     return opened
 
 
