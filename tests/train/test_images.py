@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 import sys
@@ -205,16 +206,16 @@ def given_processor(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 def vision_config(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`vision_config(kind, word, ...)`: a tiny run on chats with images."""
 
-    def make(kind: str, *words: str) -> Any:
+    def make(kind: str, *words: str, folder: Path = tmp_path) -> Any:
         processor = given_processor(kind, monkeypatch)
-        processor.save_pretrained(tmp_path / "base")
-        if not (tmp_path / "images").exists():
-            make_model(kind, processor).save_pretrained(tmp_path / "base")
-            write_images(tmp_path)
-            write_jsonl(tmp_path / "chats.jsonl", chats(24))
+        processor.save_pretrained(folder / "base")
+        if not (folder / "images").exists():
+            make_model(kind, processor).save_pretrained(folder / "base")
+            write_images(folder)
+            write_jsonl(folder / "chats.jsonl", chats(24))
         return make_config(
-            "model.config={}", f"model.name={tmp_path}/base", "tokenizer.vocab_size=0", "data.format=messages",
-            f"data.files={tmp_path}/chats.jsonl", f"data.images={tmp_path}/images", "data.sequence_length=128",
+            "model.config={}", f"model.name={folder}/base", "tokenizer.vocab_size=0", "data.format=messages",
+            f"data.files={folder}/chats.jsonl", f"data.images={folder}/images", "data.sequence_length=128",
             "train.steps=6", "checkpoint.every=2", "train.accumulation=2", "train.batch_size=1", "eval.rows=2", *words,
         )  # fmt: skip
 
@@ -272,36 +273,52 @@ def _run_noting(rank: int, kind: str, config: Any, folder: Path) -> None:
     (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [
-        ("Llava", "recipe.name=default model.freeze=vision_tower"),
-        ("Llava", "lora.rank=2 lora.merge=true"),
-        ("Qwen3VL", "recipe.name=bf16"),
-    ],
-)
-def test_two_processes_learn_from_images_what_one_does(kind: str, way: str, vision_config: Any, tmp_path: Path) -> None:
+WAYS = {
+    "frozen": ("Llava", "recipe.name=default model.freeze=vision_tower"),
+    "merged": ("Llava", "lora.rank=2 lora.merge=true"),
+    "bf16": ("Qwen3VL", "recipe.name=bf16"),
+}
+
+
+def _run_ways(rank: int, configs: dict[str, tuple[Any, Path]]) -> None:
+    for name, (config, folder) in configs.items():
+        _run_noting(rank, WAYS[name][0], config, folder)
+
+
+def test_two_processes_learn_from_images_what_one_does(vision_config: Any, tmp_path: Path) -> None:
     """Also in passes in which one of them has an image, and in those where nobody has."""
-    words = [*way.split(), "train.steps=12", "data.sequence_length=64", "eval.rows=3", "optimizer.lr=1e-3"]
-    vision_config(kind)
-    write_jsonl(tmp_path / "chats.jsonl", [row for row in chats(72) if len(row["images"]) < 2])
-    _run_noting(0, kind, vision_config(kind, *words, f"train.run_dir={tmp_path}/one"), tmp_path)
-    on_two(_run_noting, "cpu", kind, vision_config(kind, *words, f"train.run_dir={tmp_path}/two"), tmp_path)
-    seen = zip(*(json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in (0, 1)), strict=True)
+    configs = {}
+    for name, (kind, way) in WAYS.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        words = [*way.split(), "train.steps=8", "data.sequence_length=64", "eval.rows=3", "optimizer.lr=1e-3"]
+        make = functools.partial(vision_config, kind, *words, folder=folder)
+        make(f"train.run_dir={folder}/one")
+        write_jsonl(folder / "chats.jsonl", [row for row in chats(72) if len(row["images"]) < 2])
+        _run_noting(0, kind, make(f"train.run_dir={folder}/one"), folder)
+        configs[name] = (make(f"train.run_dir={folder}/two"), folder)
+    on_two(_run_ways, "cpu", configs)
+    for name, (_, folder) in configs.items():
+        assert_alike(folder, frozen=name == "frozen")
+
+
+def assert_alike(folder: Path, frozen: bool) -> None:
+    """The runs in one and in two processes."""
+    seen = zip(*(json.loads((folder / f"seen-{rank}.json").read_text()) for rank in (0, 1)), strict=True)
     assert {sum(each) for each in seen} == {0, 1, 2}
-    mine, theirs = (losses(tmp_path / name) for name in ("two", "one"))
+    mine, theirs = (losses(folder / name) for name in ("two", "one"))
     for key in ("train", "eval"):
         assert mine[key].keys() == theirs[key].keys()
         for step, values in mine[key].items():
             assert values == pytest.approx(theirs[key][step], rel=1e-2), (key, step)
-    if "freeze" in way:  # a frozen tower keeps nothing for a backward
-        kept = (tmp_path / "two" / "kept.txt").read_text()
+    if frozen:  # a frozen tower keeps nothing for a backward
+        kept = (folder / "two" / "kept.txt").read_text()
         assert "multi_modal_projector" in kept
         assert "vision_tower" not in kept
         return
     towers = []
-    for folder in ("base", "one/export", "two/export"):
-        model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / folder, dtype=torch.float32)
+    for place in ("base", "one/export", "two/export"):
+        model = transformers.AutoModelForImageTextToText.from_pretrained(folder / place, dtype=torch.float32)
         named = model.state_dict().items()
         towers.append(torch.cat([t.flatten() for name, t in named if "vision_tower" in name or "visual" in name]))
     base, one, two = towers

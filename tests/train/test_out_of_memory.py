@@ -36,7 +36,7 @@ from tests.train.runs import (
     text_of,
 )
 
-FOUR_ROWS = ("train.batch_size=4", "train.steps=8", "checkpoint.every=4", "checkpoint.keep=9", "eval.every=4")
+FOUR_ROWS = ("train.batch_size=4", "train.steps=4", "checkpoint.every=2", "checkpoint.keep=9", "eval.every=2")
 STREAM = ("data.streaming=true", "data.shuffle_rows=8", "data.held_out=0.3")
 RELEASED = (*FOUR_ROWS, "optimizer.release_gradients=true", "optimizer.clip=0")
 Train = Callable[..., RunResult]
@@ -112,27 +112,27 @@ def test_a_step_is_taken_again_as_if_it_had_been_configured_so(
 ) -> None:
     fit, changes = WAYS[way]
     words = (*FOUR_ROWS, "data.document_mask=true")  # then micro-batches differ in their labels
-    scarcity, run_dir = Scarcity(5, lambda tried: tried == Fit(4), where), tmp_path / "run"
+    scarcity, run_dir = Scarcity(3, lambda tried: tried == Fit(4), where), tmp_path / "run"
     result = train(*words, f"train.on_oom={way}", scarce=(scarcity,))
-    assert [step for step, _ in scarcity.tried] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    assert [step for step, _ in scarcity.tried] == [1, 2, 3, 3, 4]
     assert scarcity.tried[-1][1] == Fit(*fit)
-    assert fits_of(run_dir) == {5: fit}
-    assert text_of(console).count("step 5 ran out of memory; taking it again with") == 1
-    start = run_dir / "checkpoints/step-00000004"
+    assert fits_of(run_dir) == {3: fit}
+    assert text_of(console).count("step 3 ran out of memory; taking it again with") == 1
+    start = run_dir / "checkpoints/step-00000002"
     other = train(*words, *changes, to="other", start=str(start))
     expected, found = losses(tmp_path / "other"), losses(run_dir)
-    assert {step: found["train"][step] for step in range(5, 9)} == expected["train"]
-    assert found["eval"][8] == expected["eval"][8]
-    assert result.num_tokens == 8 * 4 * 32
+    assert {step: found["train"][step] for step in (3, 4)} == expected["train"]
+    assert found["eval"][4] == expected["eval"][4]
+    assert result.num_tokens == 4 * 4 * 32
     assert_same_end(run_dir, tmp_path / "other")
     if way == "leaner_recipe":  # what the last fit keeps, and not what the first did
         assert other.kept_bytes == result.kept_bytes < torch.load(start / "training.pt")["kept_bytes"]
 
 
 def test_gradients_of_finished_micro_batches_are_dropped(train: Train, tmp_path: Path) -> None:
-    scarcity = Scarcity(5, lambda fit: fit.micro_batch > 1, "embedding", place=1)
+    scarcity = Scarcity(3, lambda fit: fit.micro_batch > 1, "embedding", place=1)
     train(*FOUR_ROWS, "train.batch_size=2", "train.accumulation=2", scarce=(scarcity,))
-    start = tmp_path / "run/checkpoints/step-00000004"
+    start = tmp_path / "run/checkpoints/step-00000002"
     train(*FOUR_ROWS, "train.batch_size=1", "train.accumulation=4", to="other", start=str(start))
     assert_same_end(tmp_path / "run", tmp_path / "other")
 
@@ -141,17 +141,17 @@ def test_a_run_killed_after_a_fallback_repeats_it_at_its_step_and_not_before(
     train: Train, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two fallbacks, one of them in the first step; the process dies after both and before its next checkpoint."""
-    words = (*FOUR_ROWS, *STREAM, "train.log_every=1")
+    words = (*FOUR_ROWS, *STREAM, "train.log_every=1", "train.steps=5")
 
     class DeadError(Exception):
         pass
 
     def die(state: TrainState) -> None:
-        if state.step + 1 == 7:
+        if state.step + 1 == 4:
             raise DeadError
 
     def scarce() -> tuple[Scarcity, Scarcity]:
-        return Scarcity(6, lambda fit: not fit.block_checkpoints), Scarcity(1, lambda fit: fit.micro_batch > 1)
+        return Scarcity(3, lambda fit: not fit.block_checkpoints), Scarcity(1, lambda fit: fit.micro_batch > 1)
 
     train(*words, to="whole", scarce=scarce())
     with monkeypatch.context() as patch:
@@ -160,32 +160,32 @@ def test_a_run_killed_after_a_fallback_repeats_it_at_its_step_and_not_before(
             train(*words, scarce=scarce())
     again = scarce()
     train(*words, scarce=again)
-    assert again[0].tried == [(5, Fit(1)), *((step, Fit(1, True)) for step in (6, 7, 8))]  # it runs out no more
-    assert fits_of(tmp_path / "run") == fits_of(tmp_path / "whole") == {1: (1, False), 6: (1, True)}
-    assert "step 6: 1 row in a forward pass, block checkpoints, as recorded" in text_of(console)
+    assert again[0].tried == [*((step, Fit(1, True)) for step in (3, 4, 5))]  # it runs out no more
+    assert fits_of(tmp_path / "run") == fits_of(tmp_path / "whole") == {1: (1, False), 3: (1, True)}
+    assert "step 3: 1 row in a forward pass, block checkpoints, as recorded" in text_of(console)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_run_that_cannot_go_on_keeps_what_it_has(train: Train, console: Console, tmp_path: Path) -> None:
     """Every way out is tried once; then there is a checkpoint, rows already drawn included, and a way to go on."""
-    words = (*FOUR_ROWS, *STREAM, "train.steps=7", "train.log_every=5")
-    scarcity, run_dir = Scarcity(6, lambda _: True), tmp_path / "run"
-    with pytest.raises(DoesNotFitError, match=r"step 6 .* nothing leaner is left.*overcoat estimate.*offload"):
+    words = (*FOUR_ROWS, *STREAM, "train.steps=5", "train.log_every=3")
+    scarcity, run_dir = Scarcity(4, lambda _: True), tmp_path / "run"
+    with pytest.raises(DoesNotFitError, match=r"step 4 .* nothing leaner is left.*overcoat estimate.*offload"):
         train(*words, scarce=(scarcity,))
-    assert scarcity.tried[5:] == [(6, Fit(4)), (6, Fit(2)), (6, Fit(1)), (6, Fit(1, True))]
-    assert "step 6 does not fit; " in text_of(console)
-    assert names(run_dir / "checkpoints") == ["step-00000004", "step-00000005"]
-    assert list(losses(run_dir)["train"]) == [1, 2, 3, 4, 5]
+    assert scarcity.tried[3:] == [(4, Fit(4)), (4, Fit(2)), (4, Fit(1)), (4, Fit(1, True))]
+    assert "step 4 does not fit; " in text_of(console)
+    assert names(run_dir / "checkpoints") == ["step-00000002", "step-00000003"]
+    assert list(losses(run_dir)["train"]) == [1, 2, 3]
     train(*words, "optimizer.offload=true")
-    train(*words, "checkpoint.every=5", to="whole")
+    train(*words, "checkpoint.every=3", to="whole")
     leanest = (
         "train.batch_size=1",
         "train.accumulation=4",
         "recipe.checkpoint=block",
         f"data.cache_dir={run_dir}/data",
     )
-    train(*words, *leanest, to="other", start=str(tmp_path / "whole/checkpoints/step-00000005"))
-    assert {step: losses(run_dir)["train"][step] for step in (6, 7)} == losses(tmp_path / "other")["train"]
+    train(*words, *leanest, to="other", start=str(tmp_path / "whole/checkpoints/step-00000003"))
+    assert {step: losses(run_dir)["train"][step] for step in (4, 5)} == losses(tmp_path / "other")["train"]
 
 
 @pytest.mark.parametrize("word", ["train.on_oom=error", "train.on_oom=smaller_batch"])
@@ -202,19 +202,19 @@ def test_the_optimizers_own_step_is_not_repeated(train: Train, tmp_path: Path, m
 
     def step(self: overcoat.AdamW, *args: Any, **kwargs: Any) -> Any:
         steps.append(1)
-        return run_out_of_memory() if len(steps) == 5 else real(self, *args, **kwargs)
+        return run_out_of_memory() if len(steps) == 3 else real(self, *args, **kwargs)
 
     monkeypatch.setattr(overcoat.AdamW, "step", step)
     with pytest.raises(DoesNotFitError, match="the optimizer's step ran out of memory, whatever the batch"):
         train(*FOUR_ROWS)
-    assert len(steps) == 5
+    assert len(steps) == 3
     assert fits_of(tmp_path / "run") == {}
-    assert names(tmp_path / "run/checkpoints") == ["step-00000004"]
+    assert names(tmp_path / "run/checkpoints") == ["step-00000002"]
 
 
 @pytest.mark.parametrize(
     ("where", "has_moved", "step"),
-    [("backward", False, 6), pytest.param("embedding", True, 2, marks=pytest.mark.nightly), ("embedding", True, 6)],
+    [("backward", False, 4), pytest.param("embedding", True, 2, marks=pytest.mark.nightly), ("embedding", True, 4)],
 )
 def test_released_gradients_go_back_to_the_checkpoint_only_if_weights_have_moved(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, has_moved: bool, step: int
@@ -225,11 +225,11 @@ def test_released_gradients_go_back_to_the_checkpoint_only_if_weights_have_moved
     scarcity, run_dir = Scarcity(step, lambda fit: not fit.block_checkpoints, where), tmp_path / "run"
     train(*RELEASED, scarce=(scarcity,))
     before = [(number, Fit(4)) for number in range(1, step + 1)]
-    again = [(n, Fit(4)) for n in range(4 * (step // 4) + 1, step)] if has_moved else []
-    after = [(number, Fit(4, True)) for number in range(step, 9)]
+    again = [(n, Fit(4)) for n in range((step - 1) // 2 * 2 + 1, step)] if has_moved else []
+    after = [(number, Fit(4, True)) for number in range(step, 5)]
     assert scarcity.tried == before + again + after
     assert fits_of(run_dir) == {step: (4, True)}
-    assert list(losses(run_dir)["train"]) == list(range(1, 9))
+    assert list(losses(run_dir)["train"]) == [1, 2, 3, 4]
     # The reference stops before that step and is told to go on with block checkpoints.
     train(*RELEASED, f"checkpoint.every={step - 1}", to="before")
     start = tmp_path / f"before/checkpoints/step-{step - 1:08d}"
