@@ -103,7 +103,7 @@ class Held:
 
     def _watch(self, whole: Optional[Tensor]) -> None:
         """Give the gradient of what FSDP2 puts in the parameter's place to the shard, as it is."""
-        # It may have gone with `_travel_in`, and be back. Weakly: the collector does not see what a hook holds.
+        # It may have gone with the other buffers, and be back. Weakly: the collector does not see what a hook holds.
         if self.is_alone and whole is not None and whole.requires_grad and not whole._post_accumulate_grad_hooks:
             whole.register_post_accumulate_grad_hook(partial(_hand_over, proxy(self.param), proxy(self.group)))
 
@@ -177,7 +177,8 @@ class ShardedWeight(Held):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """What this process sends."""
-        self._travel_in(self.layer.training)
+        if self.layer.training != self.is_fp8:  # FSDP2 keeps a buffer and a parameter, of one dtype: those of this way
+            self.others, self.is_fp8 = self._give_buffers(*self.others), self.layer.training
         if not self.is_fp8:
             return (self._nothing() if holds_all(self.param) else self.rows(),), None
         if self.maxima is not None:
@@ -226,11 +227,6 @@ class ShardedWeight(Held):
             filled[-1] = below.repeat_interleave(BLOCK)[: rows.shape[1]]
         codes, scale = block_stack_weights([filled], False)
         return codes[top : top + count], F.pad(scale, (0, 0, 0, count // BLOCK + 2 - len(scale)))
-
-    def _travel_in(self, fp8: bool) -> None:
-        """FSDP2 keeps a buffer and an unsharded parameter, of one dtype: give it those of this way."""
-        if fp8 != self.is_fp8:
-            self.others, self.is_fp8 = self._give_buffers(*self.others), fp8
 
 
 class Maxima:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import re
 import sys
 import warnings
@@ -293,10 +292,10 @@ def summed_loss(model: Any, batch: Batch) -> Tensor:
 
 def loss_for_estimates(document_mask: bool) -> LossOf:
     """The loss of a step for `overcoat.estimate.Predictor`: mean over token ids without values."""
-    return functools.partial(_meta_loss, document_mask)
 
+    def loss(model: Any, batch: int, sequence: int) -> Tensor:
+        ids = torch.empty((batch, sequence), dtype=torch.int64, device=META)
+        places = torch.empty_like(ids) if document_mask else None
+        return summed_loss(model, Batch(ids, torch.empty_like(ids), places)) / ids.numel()
 
-def _meta_loss(document_mask: bool, model: Any, batch: int, sequence: int) -> Tensor:
-    ids = torch.empty((batch, sequence), dtype=torch.int64, device=META)
-    places = torch.empty_like(ids) if document_mask else None
-    return summed_loss(model, Batch(ids, torch.empty_like(ids), places)) / ids.numel()
+    return loss
