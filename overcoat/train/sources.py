@@ -5,7 +5,7 @@ by the checksum of the name): any prefix is a fair sample, for the tokenizer or 
 
     "stdlib"          the .py files of the running Python, without tests and tables (STDLIB_SKIPPED)
     "site-packages"   the .py files of everything installed beside it
-    *.jsonl           one JSON object per line, its `data.text_key`; *.json (an array of objects, or one a line) and
+    *.jsonl, .ndjson  one JSON object per line, its `data.text_key`; *.json (an array of objects, or one a line) and
                       *.parquet likewise
     other text        one document each; above CORPUS_BYTES cut at line ends into pieces of PIECE_BYTES
     *.gz              what is inside, text being a corpus of any size
@@ -39,7 +39,7 @@ import numpy as np
 from overcoat.extras import check_exists, load_extra, reason
 from overcoat.train.config import DataConfig, said_of
 
-ROWS = (".jsonl", ".json", ".parquet")
+ROWS = (".jsonl", ".ndjson", ".json", ".parquet")
 CORPUS_BYTES = 1 << 18
 PIECE_BYTES = 1 << 16
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__"}
@@ -65,8 +65,9 @@ def find_files(patterns: list[str]) -> list[Path]:
             roots = {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"], *site.getsitepackages()}
             matches = [match for root in sorted(roots) for match in _python_files(Path(root), {"__pycache__"})]
         else:
-            named = [Path(name) for name in glob.glob(pattern, recursive=True)]
-            matches = [(path, path.name) for path in named if path.is_file()]
+            # A name may hold a pattern's signs: "chats[1].jsonl".
+            named = filter(os.path.isfile, [pattern, *glob.glob(pattern, recursive=True)])
+            matches = [(path, path.name) for path in map(Path, named)]
         if not matches:
             raise ValueError(f"nothing found for {pattern!r} (looked from {Path.cwd()})")
         found |= {path.resolve(): name for path, name in matches}
@@ -161,7 +162,16 @@ def _read_json(path: Path, may_be_array: bool) -> Iterator[tuple[str, Any]]:
 
 def parsed(text: str, where: str) -> Any:
     with said_of(f"{where}: no JSON (", Exception, "): correct or remove it"):  # RecursionError, too
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, none of whose fields hides another."""
+    found = dict(fields)
+    if len(found) < len(fields):
+        names = [name for name, _ in fields]
+        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
 
 
 def _read_parquet(path: Path, columns: list[str] | None) -> Iterator[tuple[str, Any]]:
@@ -170,7 +180,10 @@ def _read_parquet(path: Path, columns: list[str] | None) -> Iterator[tuple[str, 
     try:
         with parquet.ParquetFile(path) as file:
             # Of a column that is lacking the first row is refused, with the names of those that are there.
-            wanted = columns if columns and set(columns) <= set(file.schema_arrow.names) else None
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise ValueError(f"{path} has a column twice among {', '.join(names)}: rename one")
+            wanted = columns if columns and set(columns) <= set(names) else None
             rows = (row for batch in file.iter_batches(columns=wanted) for row in batch.to_pylist())
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
     except pyarrow.ArrowException as error:

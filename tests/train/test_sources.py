@@ -87,17 +87,22 @@ def test_gzip_and_parquet_are_read_as_what_they_are(tmp_path: Path) -> None:
     (tmp_path / "mark.txt").write_bytes("\ufeffmark".encode())
     (tmp_path / "d.json").write_text(' [{"text": "array"}]')
     (tmp_path / "e.json.gz").write_bytes(gzip.compress(b'\n{"text": "by line"}\n{"text": "by line 2"}'))
+    (tmp_path / "f.ndjson").write_text('{"text": "x"}\n')
     found = sorted(documents(DataConfig(files=[f"{tmp_path}/*"])))
-    others = ["array", "by line", "by line 2", "five", "four", "mark", "one\ntwo\n", "six", "three"]
+    others = ["array", "by line", "by line 2", "five", "four", "mark", "one\ntwo\n", "six", "three", "x"]
     assert found == ["# -*- coding: latin-1 -*-\n# caf\xe9\n", *others]
     with pytest.raises(ValueError, match=r"c\.parquet, row 1: no field 'body' \(text_key\) among id, text"):
         list(read_documents(tmp_path / "c.parquet", "body"))
+    parquet.write_table(pyarrow.table([["seven"], ["eight"]], names=["text", "text"]), tmp_path / "g.parquet")
+    with pytest.raises(ValueError, match=r"g\.parquet has a column twice among text, text: rename one"):
+        list(read_documents(tmp_path / "g.parquet", "text"))
 
 
 @pytest.mark.parametrize(
     ("line", "why"),
     [
         ('{"text": "cut o', r"no JSON \("),
+        ('{"text": "a", "b": 1, "text": "c"}', r"no JSON \(the field 'text' twice\): correct or remove it"),
         ('{"txt": "x", "b": 1}', r"no field 'text' \(text_key\) among txt, b"),
         *((line, ".*, not an object") for line in ("[1, 2]", '"text"', "7", "null")),
         ('{"text": null}', "'text' holds null, not text"),
@@ -156,7 +161,7 @@ def test_a_dataset_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatc
         raise error("no way there")
 
     monkeypatch.setattr(sources, "load_extra", lambda *_: SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(ValueError, match=r"dataset 'some/name': '?no way there"):
+    with pytest.raises(ValueError, match=r"dataset 'some/name': (KeyError: ')?no way there"):
         list(documents(DataConfig(dataset="some/name")))
 
 
@@ -206,6 +211,8 @@ def test_a_file_named_twice_is_found_once_and_folders_are_not_files(tmp_path: Pa
     (tmp_path / "link.txt").symlink_to(tmp_path / "deep.txt/a.txt")
     patterns = [f"{tmp_path}/*.txt", f"{tmp_path}/**/a.txt"]
     assert find_files(patterns) == [(tmp_path / "deep.txt/a.txt").resolve()]
+    (tmp_path / "a[1].txt").touch()
+    assert find_files([str(tmp_path / "a[1].txt")]) == [(tmp_path / "a[1].txt").resolve()]
     with pytest.raises(ValueError, match=r"nothing found for '.*deep\.txt' \(looked from "):
         find_files([str(tmp_path / "deep.txt")])
 
