@@ -81,6 +81,8 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
     for core in (modules.core for modules in branches):
         if isinstance(core, Mlp) and core.activation not in FUNCTIONS:
             return f"hidden_act is {core.activation!r}; only {', '.join(ACTIVATIONS)} are supported"
+        if core is not None and not isinstance(core, Mlp) and core.heads.num_q % core.heads.num_kv:
+            return f"{core.heads.num_q} heads of q do not share {core.heads.num_kv} of k and v evenly"
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     if partial != 1.0 and not branches[0].core.heads.rotated:
         return f"partial_rotary_factor is {partial}; only 1.0 is supported"

@@ -210,6 +210,7 @@ def test_a_layer_that_looks_like_llamas_is_not_taken_for_one() -> None:
     [
         ("llama", {"hidden_act": "tanh"}, "hidden_act is 'tanh'; only silu, swish"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ("llama", {"num_key_value_heads": 3}, "4 heads of q do not share 3 of k and v evenly"),
         ("starcoder2", {"hidden_act": "relu"}, "hidden_act is 'relu'; only silu, "),
         ("starcoder2", {"residual_dropout": 0.1}, "residual_dropout is 0.1"),
         ("starcoder2", {"attention_dropout": 0.2}, "attention_dropout is 0.2"),
