@@ -21,6 +21,7 @@ from overcoat.estimate.meter import GATHERED, GRADIENTS, LibraryAttention, Livin
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import Work
+from overcoat.extras import reason
 from overcoat.memory import KeptReport, record_kept
 from overcoat.models.convert import Report, convert
 from overcoat.models.samples import SIDE, freeze_tower, images, model_class, tokens
@@ -53,7 +54,7 @@ def meta_model(config: Any, dtype: torch.dtype, frozen: bool = False) -> Any:
     made = model_class(config)
     # Gemma 2 and gpt-oss have no other.
     attention = "sdpa" if made._supports_sdpa else "eager"
-    with META:
+    with META, _refusing_values(config, Exception):
         model = made._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
     if frozen:
         freeze_tower(model)
@@ -124,7 +125,8 @@ def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: 
 
 
 @contextlib.contextmanager
-def _refusing_values(config: Any) -> Iterator[None]:
+def _refusing_values(config: Any, kinds: Any = (RuntimeError, ArithmeticError)) -> Iterator[None]:
+    """A ValueError in the place of what transformers, or PyTorch under it, says of a configuration's values."""
     try:
         yield
     except NotImplementedError as error:
@@ -132,6 +134,8 @@ def _refusing_values(config: Any) -> Iterator[None]:
             f"a {config.model_type} model computes shapes from its data, so what it holds cannot be told without "
             f"running it: {error}"
         ) from error
+    except kinds as error:
+        raise ValueError(f"the configuration makes no {config.model_type} model that runs: {reason(error)}") from error
 
 
 def _category(meter: Meter, number: int, kept: bool) -> str:

@@ -140,6 +140,20 @@ def test_mistakes_name_the_remedy(capsys, words, message):
 
 
 @pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"rope_parameters": {"rope_type": "zz"}}, "KeyError: 'zz'"),
+        ({"model_type": "mixtral", "num_local_experts": 1}, "k not in range"),
+    ],
+)
+def test_a_configuration_of_no_model_is_one_line(capsys, tmp_path, changes, why):
+    small = MODELS["124m"].changed(num_hidden_layers=1, vocab_size=64).config().to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**small, **changes}))
+    assert cli.main(["estimate", "--model", str(tmp_path)]) == 2
+    assert f"makes no {changes.get('model_type', 'llama')} model that runs: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("text", "size"),
     [("80GB", 80 * 10**9), ("24 GiB", 24 * 2**30), ("1.5tb", 1500 * 10**9), ("1000", 1000), ("512MiB", 2**29)],
 )
