@@ -60,6 +60,12 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     settings = _settings(config.model)
     if config.model.name:
         model = load_model(config.model.name, device, settings, config.model.trust_remote_code)
+        if getattr(model, "is_quantized", False):
+            method = model.hf_quantizer.quantization_config.quant_method
+            raise ValueError(
+                f"model.name = {config.model.name!r} has quantized weights ({method}), which are not trained, nor "
+                "adapters on them: name the checkpoint that it was made from"
+            )
         freeze(model, config.model.freeze)
         if not config.lora.rank:
             is_trained = any(parameter.requires_grad for parameter in model.parameters())

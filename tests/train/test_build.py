@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import json
@@ -10,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +76,16 @@ def test_weights_that_would_be_made_up_are_refused(change: Callable, message: st
         load_model(str(tmp_path), CPU, SETTINGS)
 
 
+def test_quantized_weights_are_refused(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes' take no gradient: norms and embeddings alone would be trained."""
+    quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="bitsandbytes"))
+    loaded = SimpleNamespace(is_quantized=True, hf_quantizer=quantizer)
+    monkeypatch.setattr(build, "load_model", lambda *_: loaded)
+    config = dataclasses.replace(make_config(), model=ModelConfig(name="small-4bit"))
+    with pytest.raises(ValueError, match=r"model\.name = 'small-4bit' has quantized weights \(bitsandbytes\)"):
+        build_model(config, None)
+
+
 @pytest.mark.parametrize("name", ["meta", "cpu:1", "mps", "cuda:-1", "cuda:3", ""])
 def test_a_device_that_is_not_there_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -129,6 +141,7 @@ def test_the_gpu_holds_nothing_twice(source: str, make_config: MakeConfig, tmp_p
         ("model.config.hidden_size=-4", "negative dimension -4"),
         ("model.config.rope_theta=x", "str"),
         ("model.attention=fast", "fast.*not supported"),
+        ("model.config.hidden_act=zz", "KeyError: 'zz'"),
     ],
 )
 def test_values_that_make_no_model_are_refused_before_anything_is_read(
