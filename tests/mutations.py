@@ -131,7 +131,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("rounding: the seed does not advance", "formats/masters.py",
      "key + step.to(torch.int32) * GOLDEN", "key + 0 * step.to(torch.int32)", "formats/test_masters.py"),
     ("estimate: products at half their operations", "estimate/times.py",
-     "+= 2 * args[0].numel() * args[1].shape[0]", "+= args[0].numel() * args[1].shape[0]",
+     "kind, 2 * args[0].numel() * args[1].shape[0]", "kind, args[0].numel() * args[1].shape[0]",
      "estimate/test_times.py"),
     ("estimate: a hybrid's hosts do not talk", "estimate/times.py",
      "if cluster.hybrid and cluster.nodes > 1:", "if False:", "estimate/test_times.py"),

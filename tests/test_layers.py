@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.mutations import MUTATIONS, ROOT
+
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "overcoat").rglob("*.py"))
@@ -79,3 +79,9 @@ def test_what_counts_as_an_import() -> None:
     assert imports("overcoat.x", code) == {"overcoat", "overcoat.memory", "overcoat.train.run"}
     assert part_of("overcoat.kernels.hardware") == "ops of the device"
     assert (part_of("overcoat.kernels.adamw"), part_of("overcoat")) == ("kernels", "")
+
+
+def test_mutations_are_of_code_that_is_there() -> None:
+    """`python -m tests.mutations` takes an hour; that a text is gone shows at once."""
+    for mutation in MUTATIONS:
+        assert (ROOT / "overcoat" / mutation.path).read_text().count(mutation.text) == 1, mutation.name
