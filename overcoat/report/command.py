@@ -21,6 +21,7 @@ from typing import Any
 
 from overcoat.report.charts import Points, Series, chart
 from overcoat.report.runs import Run, read_runs
+from overcoat.train.config import require
 from overcoat.train.configfile import all_keys
 from overcoat.train.metrics import running_mean, shown_bytes
 from overcoat.version import VERSION
@@ -40,8 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    target = Path(parsed.output)
+    require(target.suffix == ".html" or not target.exists(), f"-o {target} exists, and is no .html: name another file")
     text = page(read_runs(parsed.runs))
-    Path(parsed.output).write_text(text, encoding="utf-8")
+    target.write_text(text, encoding="utf-8")
     print(f"{parsed.output} ({len(text.encode()) / 1000:,.0f} kB)")
     return 0
 

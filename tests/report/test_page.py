@@ -172,6 +172,9 @@ def test_what_is_no_run_is_one_line(
     assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "out.html")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out.html").exists()
+    (tmp_path / "mine.toml").write_text("mine")
+    assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "mine.toml")]) == 2
+    assert "mine.toml exists, and is no .html: name another file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "3", "{}", '{"runs": 3, "measured": [1]}'])
