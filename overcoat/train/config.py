@@ -135,7 +135,7 @@ class ScheduleConfig:
 @dataclass(frozen=True)
 class DataConfig:
     files: list[str] = option(
-        [], 'paths or patterns of .txt, .jsonl, .json, .parquet, also .gz, or .bin; or "stdlib", "site-packages"'
+        [], 'paths, patterns: .txt, .jsonl, .ndjson, .json, .parquet, also .gz, or .bin; or "stdlib", "site-packages"'
     )
     dataset: str = option("", "name for datasets.load_dataset; with data.files these become its data_files")
     dataset_config: str = option("", "the configuration (second argument) of the dataset")
