@@ -20,10 +20,11 @@ from tests.kernels.compare import DEVICE, FORMATS, INTERPRETED, NEEDS_GPU, asser
 
 pytestmark = NEEDS_GPU
 
-# (tokens, intermediate width): padded tokens, more of them than a block; of 144, a multiple of 16, none are padded
-# (interpreted: `test_tokens_that_need_no_padding`).
-SHAPES = [(7, 100), (134, 200)]
-SHAPES += [] if INTERPRETED else [(144, 128), (1, 16), (144, 256), (1000, 11008), (300, 17920)]
+# (tokens, intermediate width): padded tokens, more of them than a block, or interpreted than two tiles; of 144, a
+# multiple of 16, none are padded (interpreted: `test_tokens_that_need_no_padding`).
+BLOCK_SHAPES = [(7, 100), (134, 200)]
+BLOCK_SHAPES += [] if INTERPRETED else [(144, 128), (1, 16), (144, 256), (1000, 11008), (300, 17920)]
+SHAPES = [(7, 100), (70, 200)] if INTERPRETED else BLOCK_SHAPES
 GROUPS = [("sqrt8", 128), ("e4m3", 16), ("int8", 80)]
 BLOCK_GROUPS = [("sqrt8", 128), ("e4m3", 16), ("int8", 64)]
 KINDS = [("silu", True), ("gelu", False), ("gelu_tanh", True), ("quick_gelu", False), ("relu2", False)]
@@ -42,6 +43,7 @@ def combined(groups: list[tuple[str, int]]) -> list[tuple[str, bool, str, int]]:
 
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+block_shapes = pytest.mark.parametrize("shape", BLOCK_SHAPES, ids=str)
 cases = pytest.mark.parametrize(("activation", "gated", "code", "group_size"), combined(GROUPS))
 block_cases = pytest.mark.parametrize(("activation", "gated", "code", "group_size"), combined(BLOCK_GROUPS))
 
@@ -84,7 +86,7 @@ def test_forward(shape, code, group_size, activation, gated):
         assert_same(activation_quantize, z, top, activation, gated)
 
 
-@shapes
+@block_shapes
 @block_cases
 def test_block_forward(shape, code, group_size, activation, gated):
     for dtype in dtypes(shape):
@@ -184,7 +186,7 @@ def test_decode(shape, code, group_size, activation, gated):
         assert_same(activation_decode, *arguments, activation, code, group_size, dtype)
 
 
-@shapes
+@block_shapes
 @block_cases
 def test_block_backward(shape, code, group_size, activation, gated):
     arguments, _ = kept(shape, activation, gated, code, group_size)
