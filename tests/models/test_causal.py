@@ -134,7 +134,7 @@ def test_a_sliding_window_is_kept(kind: str, mode: str) -> None:
     if mode == "in its original precision":
         model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     model.train(mode != "eval")
-    inputs = packed_batch() if mode == "packed" else make_batch(length=LENGTH)
+    inputs = packed_batch(200) if mode == "packed" else make_batch(length=LENGTH)
     given = causal_mask(model, inputs)
     assert given.numel() == (7 if mode == "packed" else 0)
     inputs["output_logits"] = False  # with logits `eval()` is transformers' own
@@ -195,8 +195,9 @@ def test_an_attention_of_others_gets_the_mask_that_holds_the_window() -> None:
 PACKED_LENGTH = 400  # documents in make_batch: 100, 103 and 197 tokens
 
 
-def packed_batch() -> dict[str, torch.Tensor]:
-    return make_batch("packed", length=PACKED_LENGTH)
+def packed_batch(length: int = PACKED_LENGTH) -> dict[str, torch.Tensor]:
+    """From 192 tokens in a row on documents are long enough to be told by where they begin."""
+    return make_batch("packed", length=length)
 
 
 def wide(kind: str = "llama", recipe: Optional[Recipe] = None, **overrides: Any) -> nn.Module:
@@ -319,7 +320,7 @@ RECIPES = {
 )
 def test_packed_sequences_give_the_same(kind: str, recipe: str, layer: str) -> None:
     """As with transformers' own mask, which it makes where somebody watches; a layer in its original precision too."""
-    model, inputs = wide(kind, RECIPES[recipe]), packed_batch()
+    model, inputs = wide(kind, RECIPES[recipe]), packed_batch(200)
     if layer == "hooked":
         model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
     elif layer == "in eval":

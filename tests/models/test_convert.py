@@ -40,7 +40,7 @@ from tests.models.zoo import (
     trained,
 )
 
-CORES = ("llama", "gemma2", "gpt_oss", "mixtral")
+CORES = ("gemma2", "gpt_oss", "mixtral")
 
 
 @pytest.fixture
@@ -589,7 +589,7 @@ def test_training_in_eval_mode_is_told() -> None:
 @pytest.mark.parametrize(
     ("kind", "recipe"),
     [
-        # In CI the cores once; wirings: tests/block/test_run.py.
+        # In CI the cores once, Llama's with blocks and in test_head.py; wirings: tests/block/test_run.py.
         *(pytest.param(*kind.values, Recipe(), marks=kind.marks) for kind in every_kind(CORES)),
         ("starcoder2", Recipe.leanest()),
         ("llama", Recipe(linear_scaling="block")),
