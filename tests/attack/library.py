@@ -92,6 +92,12 @@ CHANGES = [
     "layers[0].mlp.register_forward_hook(lambda *_: None)",
     "model.gradient_checkpointing_enable()", "model.set_attn_implementation('eager')",
     f"model.resize_token_embeddings({V + 3})", "shift_labels = labels[:, :4]",
+    *[f"nn.utils.{how}(layers[0].{part})" for part in ("self_attn.q_proj", "mlp.down_proj") for how in (
+        "parametrizations.weight_norm", "parametrizations.spectral_norm", "weight_norm")],
+    "model.load_state_dict({name: 2 * of for name, of in model.state_dict().items()}, assign=True)",
+    "layers.append(copy.deepcopy(layers[0]))", "layers[0].self_attn.scaling = 0.5",
+    "layers[0].input_layernorm.variance_epsilon = 0.5", "model.lm_head.weight = embed.weight",
+    "layers[1].self_attn.v_proj.bias = nn.Parameter(torch.ones(32, dtype=weight.dtype))",
 ]  # fmt: skip
 
 
