@@ -27,9 +27,8 @@ VOCAB, LAYERS = 2047, 3
 # (name, whether the head is the embedding, setup)
 STEPS = (
     ("default", False, Setup()),
-    ("tied", True, Setup()),
+    ("tied, summed in FP32", True, Setup(reduce_dtype="float32")),
     ("leanest, accumulation", False, Setup(Recipe.leanest(), accumulation=2)),
-    ("summed in FP32", False, Setup(reduce_dtype="float32")),
     ("travel in FP8", False, Setup(all_gather="fp8")),
     ("blocks travel in FP8", False, Setup(Recipe(linear_scaling="block"), all_gather="fp8")),
     ("alike in both", False, Setup(reduce_dtype="float32", replicated=True)),
