@@ -179,26 +179,9 @@ def _(logits, labels, ignore_index, z_loss, gradient):
     return losses
 
 
-@op(mutates=("x",))
 def scale_(x: Tensor, factor: Tensor) -> None:
     """x *= factor, the product in FP32 and rounded once; factor: 0-d FP32 on x's device, never read by the host."""
     x.mul_(factor.view(1))  # as a 0-d tensor it would be rounded to x's dtype first
-
-
-@kernel
-def _scale_kernel(x_ptr, factor_ptr, count, TILE: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    x = tl.load(x_ptr + place, mask=place < count)
-    tl.store(x_ptr + place, (x.to(tl.float32) * tl.load(factor_ptr)).to(x.dtype), mask=place < count)
-
-
-@scale_.cuda
-def _(x, factor):
-    if not x.is_contiguous() or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        scale_.reference(x, factor)
-    elif x.numel():
-        # PyTorch's product with a factor of another dtype moves an element at a time: 1.5 TB/s on an H200.
-        _scale_kernel[(-(-x.numel() // TILE),)](x, factor, x.numel(), TILE, num_warps=WARPS)
 
 
 # ---- the head --------------------------------------------------------------------------------------------------------
