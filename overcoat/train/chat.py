@@ -91,6 +91,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     require(isinstance(message, dict), f"{where} holds {what}, not a message: correct or remove the row")
     given = {key: value for key, value in message.items() if value is not None}
     if "from" in given:
+        both = [key for key in ("role", "content") if key in given]
+        require(not both, f"{where} has {' and '.join(both)} beside from and value: remove one pair")
         role, content = given.pop("from"), given.pop("value", None)
         given |= {"role": SHAREGPT.get(role, role) if isinstance(role, str) else role, "content": content}
     as_text(given.get("role"), f"{where}.role")

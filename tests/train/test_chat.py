@@ -199,6 +199,10 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "[0].text holds a number"),
         ({"messages": [{"from": "human", "value": 1}]}, "'messages'[0].content holds a number, not text"),
         ({"messages": [USER, {**ANSWER, "weight": 0}, ANSWER]}, "'messages'[1].weight is 0: every turn"),
+        (
+            {"messages": [{**USER, "from": "human", "value": "Hi"}, ANSWER]},
+            "[0] has role and content beside from and value",
+        ),
         ({"messages": [USER, {**ANSWER, "train": False}]}, "'messages'[1].train is False: every turn"),
         ({"messages": [USER], "tools": "[{"}, "'tools': no JSON"),
         ({"messages": [USER], "tools": "{}"}, "'tools' holds an object, not a list"),
