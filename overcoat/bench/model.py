@@ -241,7 +241,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--image-side", type=positive, default=SIDE, help=f"pixels a side of images, where not fixed (default {SIDE})"
     )
     parser.add_argument(
-        "--recipe", nargs="+", metavar=("NAME", "FIELD=VALUE"), help="a contestant more: default offload_blocks=8, say"
+        "--recipe", nargs="+", metavar=("NAME", "FIELD=VALUE"), help="add a recipe: default offload_blocks=8, say"
     )
     add_common_arguments(parser, timeout=400.0)
 

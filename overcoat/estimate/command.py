@@ -44,18 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--config", metavar="FILE.toml", help="a training configuration; what it says replaces the rest")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to --config")
     parser.add_argument("--gpus", type=positive, default=1, help="GPUs that share the model (FSDP2; default 1)")
-    parser.add_argument("--nodes", type=positive, default=1, help="hosts that they stand in (default 1)")
-    parser.add_argument("--hybrid", action="store_true", help="shard within a host, alike in all (default: over all)")
+    parser.add_argument("--nodes", type=positive, default=1, help="machines with these GPUs (default 1)")
+    parser.add_argument("--hybrid", action="store_true", help="shard within a machine, replicate between machines")
     parser.add_argument(
         "--network", type=float, metavar="GB/S", default=NETWORK / 1e9,
-        help=f"between hosts, for each GPU (default {NETWORK / 1e9:.0f})",
+        help=f"between machines, per GPU (default {NETWORK / 1e9:.0f})",
     )  # fmt: skip
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="how fast it is (default h200)")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="whose speed is predicted (default h200)")
     parser.add_argument("--gpu-memory", type=memory_size, metavar="SIZE", help="of one GPU: 80GB, 141GB, 24GiB")
     parser.add_argument("--json", action="store_true", help="one JSON line instead of the tables")
     parser.set_defaults(function=run)
     setup = parser.add_argument_group("how it is trained, with --model", argument_default=argparse.SUPPRESS)
-    setup.add_argument("--batch", type=positive, help="rows in a forward pass, on each GPU (default 1)")
+    setup.add_argument("--batch", type=positive, help="rows in a micro-batch, on each GPU (default 1)")
     setup.add_argument("--seq", type=positive, help="tokens in a row (default 2048)")
     setup.add_argument(
         "--recipe",
@@ -63,15 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("NAME", "FIELD=VALUE"),
         help="default, paper, leanest or bf16, and fields of overcoat.Recipe: --recipe default head=fp8",
     )
-    setup.add_argument("--moments", help=f"{', '.join(MOMENTS)}, or a pair of codes M,V (default 8bit)")
-    setup.add_argument("--master", choices=MASTERS, help="beside BF16 weights (default auto: bf16+8)")
+    setup.add_argument("--moments", help=f"{', '.join(MOMENTS)}, or a pair of formats M,V (default 8bit)")
+    setup.add_argument("--master", choices=MASTERS, help="master weights of BF16 weights (default auto: bf16+8)")
     setup.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="of the moments (default 128)")
     setup.add_argument("--release-gradients", action="store_true", help="overcoat.release_gradients")
     setup.add_argument("--offload", action="store_true", help="AdamW(offload=True): states in host memory")
-    setup.add_argument("--accumulation", type=positive, help="forward passes in a step (default 1)")
+    setup.add_argument("--accumulation", type=positive, help="micro-batches in a step (default 1)")
     setup.add_argument("--dtype", choices=DTYPES, help="of the parameters (default bfloat16)")
     setup.add_argument("--reduce-dtype", choices=DTYPES, help="in which FSDP2 sums gradients (default: in theirs)")
-    setup.add_argument("--all-gather", choices=("fp8", "bf16"), help="weights travel in FP8: overcoat.fp8_all_gather")
+    setup.add_argument("--all-gather", choices=("fp8", "bf16"), help="gathered weights: overcoat.fp8_all_gather")
     setup.add_argument("--freeze-tower", action="store_true", help="do not train a vision-language model's tower")
     setup.add_argument(
         "--image-side", type=positive, metavar="PIXELS", help=f"of the image in each row, if not fixed (default {SIDE})"

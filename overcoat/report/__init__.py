@@ -1,1 +1,1 @@
-"""`overcoat report`: one or several runs as a page to look at."""
+"""`overcoat report`: one or several runs as an HTML page."""

@@ -81,14 +81,14 @@ class LoraConfig:
 @dataclass(frozen=True)
 class RecipeConfig:
     name: Literal["default", "paper", "leanest", "bf16"] = option("default", "the named overcoat.Recipe to start from")
-    kept_format: str | None = option(None, "replaces the recipe's 8-bit code of kept tensors: sqrt8, e4m3, int8")
+    kept_format: str | None = option(None, "replaces the recipe's format of saved activations: sqrt8, e4m3, int8")
     group_size: int | None = option(None, "replaces the recipe's group size: 128, 64, 32, 16")
-    kept_attention: str | None = option(None, "replaces how Q, K, V, O are kept: 8bit, bf16")
+    kept_attention: str | None = option(None, "replaces how q, k, v, o are saved: 8bit, bf16")
     checkpoint: str | None = option(None, 'replaces the recipe\'s recomputation: "block", or "none"')
     linear_scaling: str | None = option(None, "replaces what shares an FP8 scale in linear layers: tensor, block")
     grad_format: str | None = option(None, "replaces the format of output gradients: e5m2, e4m3")
-    offload_blocks: int | str | None = option(None, 'blocks whose kept tensors wait in host memory: a number, or "all"')
-    head: str | None = option(None, 'replaces the products of the loss: "bf16", "fp8", or "none" (all logits at once)')
+    offload_blocks: int | str | None = option(None, 'blocks that save activations in host memory: a number, or "all"')
+    head: str | None = option(None, 'replaces the GEMMs of the loss: "bf16", "fp8", or "none" (all logits at once)')
     z_loss: float | None = option(None, "weight of log(sum exp)^2 in the training loss, per label (PaLM: 1e-4)")
 
 
@@ -98,8 +98,8 @@ class OptimizerConfig:
     betas: list[float] = option([0.9, 0.95], "decay of the first and the second moment", at_least=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment")
     weight_decay: float = option(0.1, "decoupled weight decay, on matrices only (not on norm weights and biases)")
-    moments: str | list[str] = option("8bit", 'code of the moments: "8bit", "fp8", "bf16", "fp32", or a pair of codes')
-    master: str = option("auto", 'what accompanies a BF16 weight: "auto", "bf16+8", "bf16+16" (exact FP32), "bf16"')
+    moments: str | list[str] = option("8bit", 'format of the moments: "8bit", "fp8", "bf16", "fp32", or a pair')
+    master: str = option("auto", 'master weights of BF16 weights: "auto", "bf16+8", "bf16+16" (exact FP32), "bf16"')
     group_size: int = option(128, "elements that share one scale in the moments")
     offload: bool = option(False, "keep the moments in host memory and stream them through the GPU: same steps, slower")
     release_gradients: bool = option(
@@ -129,7 +129,7 @@ class ScheduleConfig:
     kind: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "shape after the warm-up")
     warmup_steps: int = option(100, "steps of linear warm-up from 0 to the peak", at_least=0)
     decay_steps: int = option(0, "wsd only: length of the final linear decay; 0 means a fifth of all steps", at_least=0)
-    final_ratio: float = option(0.1, "learning rate at the end over the peak", at_least=0, at_most=1)
+    final_ratio: float = option(0.1, "final learning rate, as a share of the peak", at_least=0, at_most=1)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class DataConfig:
     )
     token_dtype: Literal["uint16", "uint32"] = option("uint16", "element type of .bin files")
     streaming: bool = option(False, "tokenize on the fly instead of once into data.cache_dir")
-    shuffle_rows: int = option(256, "streaming only: rows held back to draw the next one from", at_least=1)
+    shuffle_rows: int = option(256, "streaming only: rows in the shuffle buffer", at_least=1)
     max_bytes: int = option(0, "read at most this much text, in UTF-8; 0 reads all", at_least=0)
     sequence_length: int = option(1024, "tokens in a row", at_least=2)
     document_mask: bool = option(False, "keep attention and loss inside a document; conversations always are")
@@ -220,13 +220,13 @@ class TrainConfig:
     run_dir: str = option("", "everything the run writes goes here; default: runs/ and the config file's name")
     steps: int = option(1000, "optimizer steps", at_least=1)
     batch_size: int | Literal["auto"] = option(
-        8, 'rows in a forward pass; "auto": as many as fit, a divisor of train.global_batch_size', at_least=1
+        8, 'rows in a micro-batch; "auto": as many as fit, a divisor of train.global_batch_size', at_least=1
     )
-    accumulation: int = option(1, 'forward passes in a step; with batch_size = "auto" it follows', at_least=1)
+    accumulation: int = option(1, 'micro-batches in a step; with batch_size = "auto" it follows', at_least=1)
     global_batch_size: int = option(0, 'rows in a step: only, and needed, with batch_size = "auto"', at_least=0)
     memory_limit_gib: float = option(0.0, 'GiB of GPU that batch_size = "auto" plans with; 0: what is free', at_least=0)
     on_oom: Literal["smaller_batch", "leaner_recipe", "error"] = option(
-        "smaller_batch", "a step that runs out of memory: again with fewer rows at once, or first block checkpoints"
+        "smaller_batch", "a step out of memory is repeated: with fewer rows at once, or first with block checkpoints"
     )
     seed: int = option(0, "of initialisation, data order and stochastic rounding", at_least=0, below=2**32)
     device: str = option("auto", '"cuda", "cuda:1", "cpu", or "auto"')
@@ -234,10 +234,10 @@ class TrainConfig:
         "none", '"layers": torch.compile of decoder layers; "graphs": replayed as CUDA graphs, too (small models)'
     )
     resume: str = option("auto", '"auto" (newest checkpoint of run_dir, if any), or the path of a checkpoint')
-    log_every: int = option(10, "steps between two reads of the loss from the device", at_least=1)
+    log_every: int = option(10, "steps between logged losses", at_least=1)
     fp8_every: int = option(0, "steps between samples of how FP8 operands use their range; 0: none", at_least=0)
     tensorboard: bool = option(True, "also write TensorBoard events")
-    loggers: list[Literal["tensorboard", "wandb", "mlflow"]] = option([], "where figures go besides (docs: report)")
+    loggers: list[Literal["tensorboard", "wandb", "mlflow"]] = option([], "also log to these (docs: report)")
 
     def __post_init__(self) -> None:
         rows, is_auto = self.global_batch_size, self.batch_size == "auto"
@@ -266,9 +266,9 @@ class ParallelConfig:
     )
     nodes: int = option(0, 'groups of processes for shard = "hybrid"; 0: the machines of the run', at_least=0)
     context: int = option(
-        1, "processes that share each row, a part of it each: for rows longer than a GPU holds", at_least=1
+        1, "context parallelism: processes that split each row, for rows too long for one GPU", at_least=1
     )
-    all_gather: Literal["fp8", "bf16"] = option("fp8", 'weights of FP8 layers travel in FP8; "bf16": in model.dtype')
+    all_gather: Literal["fp8", "bf16"] = option("fp8", 'gather weights of FP8 layers in FP8; "bf16": in model.dtype')
     reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "in which gradients are summed between processes")
     accumulate: Literal["sharded", "whole"] = option(
         "sharded", '"whole": reduce once a step, not after each batch; 4 bytes a parameter on each GPU (bfloat16: 2)'
@@ -291,7 +291,7 @@ class EvalConfig:
 class CheckpointConfig:
     every: int = option(500, "steps between checkpoints; 0: at the end, and on SIGTERM or Ctrl-C", at_least=0)
     keep: int = option(2, "how many of the newest to keep", at_least=1)
-    asynchronous: bool = option(True, "train on while a copy in host memory is written, if the host has room for one")
+    asynchronous: bool = option(True, "train on while a copy in host memory is written, if the host has room for it")
 
 
 @dataclass(frozen=True)
