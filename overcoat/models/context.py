@@ -29,15 +29,15 @@ TAKEN = {"input_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_b
 
 
 def context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut rows between the processes of `mesh` while the model trains; to be called in each of them.
+    """Split each row between the processes of `mesh` while the model trains. Call it in each process.
 
     Args:
         model: a causal model of transformers, converted; sharded by `fully_shard` before or after, or not.
         mesh: of one dimension. Its processes get the same rows, of a multiple of 2 C tokens for C processes.
 
     Raises:
-        ValueError: something of the model looks at whole rows in another way than plain causal attention. Also the
-            first training pass looks again, and compares the processes' rows.
+        ValueError: a part of the model needs whole rows other than for causal attention. The first training pass checks
+            again, and compares the processes' rows.
     """
     found = find_causal_model(model)
     causal: Any = model if found is None else found[1]

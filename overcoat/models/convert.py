@@ -52,15 +52,15 @@ def convert(
     `output_logits=True`, without labels and in `eval()` it returns them as ever (`models/head.py`).
 
     Args:
-        model: any module that contains decoder layers of transformers, of a family that is a file of this folder.
+        model: any module that contains decoder layers of a supported family (docs/models.md).
             Parameters are shared, names unchanged. Converting again changes the recipe.
-        recipe: what is kept, and in which format; `Recipe()` if None.
+        recipe: all numerical choices; `Recipe()` if None.
         filter_fn: `filter_fn(module, name) -> bool`; False leaves that decoder layer, or lm_head, alone.
-        strict: an error instead of a warning where no layer at all can train in FP8.
-        eval_fp8: FP8 in `eval()` too: a reference model (DPO, GRPO) that computes what the policy does, bit for bit.
+        strict: an error instead of a warning if no layer can train in FP8.
+        eval_fp8: FP8 in `eval()` too, for the reference model of DPO or GRPO: bit for bit what the policy computes.
 
     Returns:
-        a `Report` saying for each decoder layer and the head what it got, or why it was left alone.
+        a `Report`: how each decoder layer and the head will run, or why it was left alone.
 
     Raises:
         ValueError: the model lies on a GPU without FP8 tensor cores (or without products of block scales, if the

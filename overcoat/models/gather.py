@@ -49,11 +49,11 @@ class GatherReport:
 
 
 def fp8_all_gather(model: nn.Module) -> GatherReport:
-    """Let the weights of converted layers travel in FP8; to be called in every process, after `fully_shard`.
+    """All-gather the weights of converted layers in FP8. Call it in every process, after `fully_shard`.
 
-    On CPUs the results are bit for bit those without it; on GPUs that is not shown. Called again, it looks at the model
-    anew: after other conversions, and after writes to shards that nobody can see (`weight.data`, `to_local()`).
-    Where one process trains alone a weight is its shard, and `reshard_after_forward` is taken as False.
+    On CPUs the results are bit for bit those without it; on GPUs that is not shown. Call it again after another
+    conversion, and after writes to shards that PyTorch does not count (`weight.data`, `to_local()`). With one process a
+    weight is its shard, and `reshard_after_forward` is taken as False.
 
     Args:
         model: converted, and sharded by `fully_shard`.

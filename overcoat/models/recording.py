@@ -146,8 +146,8 @@ def record_scores(model: nn.Module) -> Iterator[Scores]:
 
 @contextlib.contextmanager
 def record_ranges(model: nn.Module) -> Iterator[Ranges]:
-    """Record the FP8 operands of every converted layer that runs inside, forward and backward; of several passes the
-    last one's. Compiled layers are not seen. Costs a pass over each operand, and no wait for the device."""
+    """Record the FP8 operands of every converted layer that runs inside, forward and backward: those of the
+    last pass. Compiled layers are not seen. Costs a pass over each operand, and no host sync."""
     ranges = Ranges(model)
     observers.append(ranges)
     watchers.append(ranges)

@@ -46,7 +46,7 @@ class Report:
     def running(self) -> dict[str, str]:
         """What converted layers and the head ran at their last forward, by name: "FP8", "lean loss", or why not.
 
-        Compiled code is not seen as it runs: there, what holds now is told.
+        Compiled layers cannot be observed: for them it is what they would run now.
         """
         modules = {name: module() for name, module in self._modules.items()}
         return {name: _ran(module) for name, module in modules.items() if module is not None}

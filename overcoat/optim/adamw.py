@@ -48,14 +48,14 @@ class AdamW(torch.optim.Optimizer):
         eps: added to sqrt(v). With 0, a gradient below 1e-18 makes an infinite step on a GPU, whose roots of denormals
             are 0.
         weight_decay: decoupled, as in torch.optim.AdamW.
-        moments: "8bit" (default), "fp8" (the paper's), "bf16", "fp32", or a pair of codes: `overcoat.formats.moments`.
-        master: what is kept beside BF16 parameters: "bf16+8" ("auto"), "bf16+16" or "bf16": `overcoat.formats.masters`.
+        moments: "8bit" (default), "fp8" (the paper's), "bf16", "fp32", or a pair of formats (docs/optimizer.md).
+        master: master weights of BF16 parameters: "bf16+8" ("auto"), "bf16+16" or "bf16" (docs/optimizer.md).
         group_size: elements that share one maximum: 128, 64, 32 or 16.
         seed: of stochastic rounding; the same seed repeats a run bit for bit.
         check_finite: skip a step if any gradient is inf or NaN, or its square overflows FP32 (never below 2^60, always
             from 2^64 on). It costs one read of the gradients, which clipping needs anyway. False trusts the gradients,
             or GradScaler's own check.
-        clip_grad_norm: what `step` clips to when it is not told: for trainers that call `step()` themselves.
+        clip_grad_norm: the default of `step(clip_grad_norm=...)`, for trainers that call `step()` themselves.
         offload: keep moments and remainders in page-locked host memory and stream them through the GPU during the step;
             the same bits: `overcoat.optim.offload`.
         offload_buffer: bytes of GPU memory that they pass through, in three parts.

@@ -53,8 +53,8 @@ def release_gradients(model: nn.Module, optimizer: AdamW, *, batch_bytes: int = 
     Args:
         model: owns all parameters of the optimizer; its forward pass is watched for gradient accumulation.
         optimizer: an `overcoat.AdamW` whose parameters have no gradients yet.
-        batch_bytes: completed gradients are stepped at the end of a part of the model when they hold so many bytes; 1
-            steps every part on its own.
+        batch_bytes: step once completed gradients hold this many bytes, at the end of a part of the model; 1 steps
+            every part on its own.
 
     Raises:
         ValueError: what was passed cannot work; nothing has been changed.
