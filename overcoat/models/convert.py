@@ -210,8 +210,8 @@ def _convert_head(end: _Head, recipe: Recipe) -> LayerReport:
         remove_head(end.causal)
         return LayerReport(end.name, kind, False, end.reason)
     install_head(end.causal, recipe)
-    products = f"e4m3/{recipe.grad_format}" if recipe.head == "fp8" else "in the model's own dtype"
-    detail = f"no logits with labels in train(), products {products}"
+    gemms = f"e4m3/{recipe.grad_format}" if recipe.head == "fp8" else "in the model's dtype"
+    detail = f"no logits with labels in train(), GEMMs {gemms}"
     if recipe.z_loss:
         detail += f", z-loss {recipe.z_loss}"
     return LayerReport(end.name, kind, True, detail)
