@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Optional
 
 import torch
@@ -212,16 +212,17 @@ def _collects_attentions() -> bool:
     return "attentions" in (output_capturing._active_collector.get() or ())
 
 
-def _modules_of(branches: tuple[Modules, ...]) -> Iterator[Any]:
+def _modules_of(branches: tuple[Modules, ...]) -> list[Any]:
+    found: list[Any] = []
     for core, owner, into, out, inner, pre, post, layer_scale, _, around, *_ in branches:
         if core is None:  # its own hooks run
-            yield from (module for module in (pre, post) if module is not None)
+            found += [module for module in (pre, post) if module is not None]
             continue
         parts = owner._modules.values() if isinstance(core, Mlp) else (*into, *inner)  # an MLP's activation, too
         adapted = [part for linear in (*into, out) if type(linear) is not nn.Linear for part in parts_of(linear)]
-        for module in (owner, *parts, *adapted, out, pre, post, layer_scale, *around):
-            if isinstance(module, nn.Module):
-                yield module
+        modules = (owner, *parts, *adapted, out, pre, post, layer_scale, *around)
+        found += [module for module in modules if isinstance(module, nn.Module)]
+    return found
 
 
 def _is_of(module: Any, name: str, modules: tuple[str, ...]) -> bool:
