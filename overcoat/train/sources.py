@@ -69,7 +69,7 @@ def find_files(patterns: list[str]) -> list[Path]:
             named = filter(os.path.isfile, [pattern, *glob.glob(pattern, recursive=True)])
             matches = [(path, path.name) for path in map(Path, named)]
         if not matches:
-            raise ValueError(f"nothing found for {pattern!r} (looked from {Path.cwd()})")
+            raise ValueError(f"no files found for {pattern!r} (looked from {Path.cwd()})")
         found |= {path.resolve(): name for path, name in matches}
     return sorted(found, key=lambda path: (zlib.crc32(os.fsencode(found[path])), str(path)))
 

@@ -165,7 +165,7 @@ def test_a_sharded_model_that_sees_takes_the_rows_of_its_text(tmp_path: Path, fo
     ("words", "said"),
     [
         ("FOLDER", "nothing to evaluate: give --text or --tasks"),
-        ("FOLDER --text nothing.txt", "--text nothing.txt: nothing found for 'nothing.txt'"),
+        ("FOLDER --text nothing.txt", "--text nothing.txt: no files found for 'nothing.txt'"),
         ("./nothing --text TEXT", "./nothing: no such file or folder"),
         ("BLANK --text TEXT", "a TARGET is empty"),
         ("EMPTY --text TEXT", "is no run, checkpoint or model folder"),

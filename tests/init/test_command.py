@@ -79,7 +79,7 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
         ("--model shape --data none.jsonl", "none.jsonl:1: its fields are none; wanted are text, messages"),
         ("--model shape --data lists.jsonl", "lists.jsonl:1: a list, not an object: correct or remove the row"),
         ("--model shape --data true.jsonl", "true.jsonl:1: true or false, not an object"),
-        ("--model shape --data none.txt", "nothing found for 'none.txt'"),
+        ("--model shape --data none.txt", "no files found for 'none.txt'"),
         ("0.txt --model shape --data 0.txt", "0.txt exists: name another file"),
     ],
 )

@@ -213,7 +213,7 @@ def test_a_file_named_twice_is_found_once_and_folders_are_not_files(tmp_path: Pa
     assert find_files(patterns) == [(tmp_path / "deep.txt/a.txt").resolve()]
     (tmp_path / "a[1].txt").touch()
     assert find_files([str(tmp_path / "a[1].txt")]) == [(tmp_path / "a[1].txt").resolve()]
-    with pytest.raises(ValueError, match=r"nothing found for '.*deep\.txt' \(looked from "):
+    with pytest.raises(ValueError, match=r"no files found for '.*deep\.txt' \(looked from "):
         find_files([str(tmp_path / "deep.txt")])
 
 
