@@ -45,12 +45,8 @@ LIMIT_DB = 1.0
 EXACT = 1e-12
 # What the families have, each once: LayerNorms with biases, LayerScale, RMSNorms with rotation, lengths and gate, norms
 # of sums. CI checks the others over fewer seeds.
-DISTINCT = ("clip", "dinov2-swiglu", "qwen2.5-vl-vision", "bert")
+DISTINCT = ("clip", "dinov2", "qwen2.5-vl-vision", "bert")
 OTHERS = tuple(kind for kind in ENCODERS if kind not in DISTINCT)
-# With how many seeds CI begins where 4 are too few.
-BEGIN_WITH = dict.fromkeys(("dinov2-swiglu", "internvl-6b", "qwen3-vl-vision", "siglip2"), 10)
-# At the limit, and so only over 40 seeds, at night; LayerScale is held to it in dinov2-swiglu and internvl-6b.
-LOOSE = ("dinov2", "internvl")
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -77,11 +73,11 @@ def noise(exact: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float
     }
 
 
-def scale_limit(grad_format: str, limit_db: float) -> float:
+def scale_limit(grad_format: str) -> float:
     """What lambda's gradient may lose, in dB: the limit of all, and the ratio above."""
     x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     of_operands, of_gradients = (relative(x, rounded(x, FLOAT8[name])) for name in ("e4m3", grad_format))
-    return limit_db + 10 * math.log10((3 * of_operands + of_gradients) / (4 * of_operands))
+    return LIMIT_DB + 10 * math.log10((3 * of_operands + of_gradients) / (4 * of_operands))
 
 
 class Codes:
@@ -113,14 +109,12 @@ def reads_codes(name: str, recipe: Recipe) -> bool:
     return of_norm or recipe.checkpoint == "block" or recipe.kept_format == "e4m3"
 
 
-def offenders(
-    kind: str, recipes: Sequence[Recipe], seeds: int = SEEDS, limit_db: float = LIMIT_DB
-) -> list[dict[str, float]]:
+def offenders(kind: str, recipes: Sequence[Recipe], seeds: int = SEEDS) -> list[dict[str, float]]:
     """For each recipe, by tensor: dB that the converted model loses against FP8 GEMMs alone, where above the limit."""
     ours: list[dict[str, float]] = [defaultdict(float) for _ in recipes]
     allowed: list[dict[str, float]] = [defaultdict(float) for _ in recipes]
     floor: dict[str, float] = defaultdict(float)
-    scale = scale_limit("e5m2", limit_db)
+    scale = scale_limit("e5m2")
     for seed in range(seeds):
         model, inputs = make_encoder(kind, seed=seed), make_inputs(kind, seed)
         original = copy.deepcopy(model).double()
@@ -138,7 +132,7 @@ def offenders(
             for name, x in noise(exact, run(converted, inputs)).items():
                 total[name] += x
                 inevitable = of_gemms[name] + on_the_way * code.error * reads_codes(name, recipe)
-                limit[name] += max(EXACT, inevitable * 10 ** (0.1 * (scale if "lambda" in name else limit_db)))
+                limit[name] += max(EXACT, inevitable * 10 ** (0.1 * (scale if "lambda" in name else LIMIT_DB)))
     return [
         {
             name: round(10 * math.log10(total[name] / max(floor[name], EXACT)), 2)
@@ -149,10 +143,9 @@ def offenders(
     ]
 
 
-def check(kind: str, recipes: Sequence[Recipe]) -> None:
-    limit = LIMIT_DB + 0.5 * (kind in LOOSE)
-    for count in (BEGIN_WITH.get(kind, 4), SEEDS):
-        found = offenders(kind, recipes, count, limit)
+def check(kind: str, recipes: Sequence[Recipe], seeds: int) -> None:
+    for count in (seeds, SEEDS):
+        found = offenders(kind, recipes, count)
         if not any(found):
             return
     raise AssertionError(f"dB below FP8 GEMMs alone: {found}")
@@ -160,13 +153,13 @@ def check(kind: str, recipes: Sequence[Recipe]) -> None:
 
 @pytest.mark.parametrize("kind", DISTINCT)
 def test_a_converted_encoder_is_as_good_as_fp8_gemms_alone(kind: str) -> None:
-    """From what it keeps, and from its kept input."""
-    check(kind, [Recipe(), Recipe.leanest()])
+    """From what it keeps, and from its kept input. One of DINOv2's biases is above the limit over 20 seeds."""
+    check(kind, [Recipe(), Recipe.leanest()], SEEDS if kind == "dinov2" else SEEDS // 4)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_so_is_every_encoder(kind: str) -> None:
-    check(kind, [Recipe()])
+    check(kind, [Recipe()], SEEDS // 2 if kind == "internvl" else SEEDS // 4)
 
 
 @pytest.mark.nightly

@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from torch.distributed import TCPStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from overcoat import cli
 from overcoat.train import process
@@ -33,25 +31,24 @@ from tests.train.conftest import TINY
 from tests.train.runs import losses
 
 ROOT = Path(__file__).parents[2]
-FORKED = multiprocessing.get_context("forkserver")
 
 
 def write_config(folder: Path, corpus_files: str, *words: str) -> Path:
     places = [f"data.files={corpus_files}", f"data.cache_dir={folder / 'data'}"]
-    sizes = ["train.batch_size=1", "train.accumulation=6", "train.steps=8", "checkpoint.every=2", "checkpoint.keep=9"]
+    sizes = ["train.batch_size=1", "train.accumulation=12", "train.steps=8", "checkpoint.every=2", "checkpoint.keep=9"]
     path = folder / "tiny.toml"
     path.write_text(dump_toml(build_config(TINY, [*places, *sizes, *words])))
     return path
 
 
 class Launcher:
-    """`overcoat train` in a process that has imported what it needs; so have its workers, if they are forks of it."""
+    """`overcoat train` in a process that has imported what it needs; its workers are Python's own, as a user's are."""
 
-    def __init__(self, config: Path, run_dir: Path, gpus: int, forks: bool, *options: str) -> None:
+    def __init__(self, config: Path, run_dir: Path, gpus: int, *options: str) -> None:
         words = ["train", str(config), f"train.run_dir={run_dir}", *options]
         self.said = run_dir.with_suffix(".txt")
-        arguments = (words + ["--gpus", str(gpus)] * (gpus > 1), self.said, forks)
-        self.process = FORKED.Process(target=_launch, args=arguments)
+        arguments = (words + ["--gpus", str(gpus)] * (gpus > 1), self.said)
+        self.process = multiprocessing.get_context("forkserver").Process(target=_launch, args=arguments)
         self.process.start()
 
     def is_running(self) -> bool:
@@ -74,30 +71,11 @@ class Launcher:
         return [line for line in self.said.read_text().splitlines() if line.startswith("overcoat:")]
 
 
-def _launch(words: list[str], said: Path, forks: bool = False) -> None:
-    if forks:
-        torchrun.elastic_launch = _forking  # type: ignore[misc, assignment]
+def _launch(words: list[str], said: Path) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     sys.exit(cli.main(words))
-
-
-def _forking(config: LaunchConfig, entrypoint: Any) -> Any:
-    """In the place of `elastic_launch`: workers do what `python -m overcoat` would."""
-    config.start_method = "fork"
-
-    def start(*words: str) -> Any:
-        assert words[:3] == ("-u", "-m", "overcoat")
-        return elastic_launch(config, _forked)(list(words[3:]))
-
-    return start
-
-
-def _forked(words: list[str]) -> int:
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # whose handlers are the launcher's
-        signal.signal(number, signal.SIG_DFL)
-    return cli.main(words)
 
 
 def kill_after(step: int, launcher: Launcher, run_dir: Path, place: int) -> None:
@@ -107,20 +85,16 @@ def kill_after(step: int, launcher: Launcher, run_dir: Path, place: int) -> None
     os.kill(launcher.workers()[place], signal.SIGKILL)
 
 
-def _run(_rank: int, config: Config, forks: bool) -> None:
-    if not forks:
-        compute_as_users_do()  # as the workers did, whose numbers these go on with
+def _run(_rank: int, config: Config) -> None:
+    compute_as_users_do()  # as the workers did, whose numbers these go on with
     run_once(config, Console(quiet=True), "unbroken")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
-@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_a_killed_worker_is_named_and_a_restarted_run_ends_the_same(
-    forks: bool, tmp_path: Path, corpus_files: str
-) -> None:
+def test_a_killed_worker_is_named_and_a_restarted_run_ends_the_same(tmp_path: Path, corpus_files: str) -> None:
     config = write_config(tmp_path, corpus_files)
     run_dir = tmp_path / "run"
-    launcher = Launcher(config, run_dir, 2, forks, "--max-restarts", "1")
+    launcher = Launcher(config, run_dir, 2, "--max-restarts", "1")
     kill_after(2, launcher, run_dir, 0)
     kill_after(6, launcher, run_dir, -1)
     assert launcher.wait(60) == 1
@@ -131,7 +105,7 @@ def test_a_killed_worker_is_named_and_a_restarted_run_ends_the_same(
     assert len(resumed) == 1
     assert resumed[0] in (2, 4)
     for folder in (run_dir, tmp_path / "reference"):
-        on_two(_run, "cpu", load_config(config, [f"train.run_dir={folder}"]), forks)
+        on_two(_run, "cpu", load_config(config, [f"train.run_dir={folder}"]))
     assert losses(run_dir) == losses(tmp_path / "reference")
 
 
@@ -148,23 +122,10 @@ def test_what_follows_from_another_is_not_said_once_the_launcher_ends_all(monkey
     assert process.may_report("no such file")
 
 
-def _work(rank: int, port: int, words: list[str], said: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    _launch(words, said)
-
-
 def test_what_is_wrong_with_the_configuration_is_said_once(tmp_path: Path, corpus_files: str) -> None:
-    """By workers as torchrun starts them, with its store, but forked."""
-    config, store = write_config(tmp_path, corpus_files, "train.accumulation=3"), TCPStore("127.0.0.1", 0, None, True)
-    words, files = ["train", str(config), f"train.run_dir={tmp_path / 'run'}"], [tmp_path / "0.txt", tmp_path / "1.txt"]
-    processes = [FORKED.Process(target=_work, args=(rank, store.port, words, files[rank])) for rank in (0, 1)]
-    for each in processes:
-        each.start()
-    for each in processes:
-        each.join(60)
-    assert [each.exitcode for each in processes] == [2, 2]
-    (line,) = [line for file in files for line in file.read_text().splitlines() if line.startswith("overcoat:")]
+    launcher = Launcher(write_config(tmp_path, corpus_files, "train.accumulation=3"), tmp_path / "run", 2)
+    assert launcher.wait(60) == 2
+    (line,) = launcher.lines()
     assert "a step of 3 rows" in line
     assert not (tmp_path / "run/checkpoints").exists()
 

@@ -171,7 +171,7 @@ def _run_noting_rows(rank: int, config: Config, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("steps", "words"),
-    [(6, ("data.max_bytes=3000",)), pytest.param(50, (), marks=pytest.mark.nightly)],
+    [(12, ("data.max_bytes=6000",)), pytest.param(50, (), marks=pytest.mark.nightly)],
 )
 def test_two_processes_train_on_the_rows_of_one(
     steps: int, words: tuple[str, ...], config: Config, tmp_path: Path
@@ -538,7 +538,7 @@ def test_a_shard_that_lacks_rows_is_refused(two: Path, tmp_path: Path) -> None:
 # ---- rows that are cut between processes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("steps", [8, pytest.param(20, marks=pytest.mark.nightly)])
 def test_processes_that_share_rows_learn_what_one_does(steps: int, config: Config, tmp_path: Path) -> None:
     half = steps // 2
     words = ["data.document_mask=false", "data.sequence_length=256", "train.accumulation=2", f"train.steps={steps}"]
