@@ -17,6 +17,7 @@ one process alone, so it is an error.
 
 from __future__ import annotations
 
+import abc
 import inspect
 import math
 from collections.abc import Sequence
@@ -229,7 +230,7 @@ class ShardedWeight(Held):
         return codes[top : top + count], F.pad(scale, (0, 0, 0, count // BLOCK + 2 - len(scale)))
 
 
-class Maxima:
+class Maxima(abc.ABC):
     """Maxima of weights that one process group shares, all of one dtype; all its processes find them together.
 
     Attributes:
@@ -268,9 +269,9 @@ class Maxima:
             self.find()
             self.is_stale = False
 
+    @abc.abstractmethod
     def find(self) -> None:
         """Find them from the shards as they are."""
-        raise NotImplementedError
 
     def over_all(self, found: Tensor) -> Tensor:
         """The largest over all processes of maxima (FP32, >= 0), in place."""
