@@ -99,6 +99,6 @@ def drawing(path: Path, extra: str, purpose: str, width: float, height: float, *
 def reason(error: BaseException) -> str:
     """Why, in one line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    if isinstance(error, LookupError):  # whose text is a key alone
+    if isinstance(error, KeyError):  # whose text is a key alone
         text = f"{type(error).__name__}: {text}"
     return textwrap.shorten(text, 300, placeholder=" ...")

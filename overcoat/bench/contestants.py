@@ -267,6 +267,8 @@ def trainer_of(name: str) -> Trainer:
     if name in TRAINERS or not name.startswith(CUSTOM):
         return TRAINERS[name]
     recipe, *ways = name.removeprefix(CUSTOM).split(", ")
+    if "".join(f", {way}" for way in ways) not in WAYS:
+        raise ValueError(f"{name!r} ends in none of {', '.join(map(repr, WAYS))}")
     engine = overcoat_engine(parse_recipe(recipe.split()), **(AS_GRAPHS if "graphs" in ways else {}))
     return Trainer(engine, "overcoat 8bit, bf16" if "bf16 w." in ways else OURS_8BIT, "released" in ways)
 

@@ -135,7 +135,9 @@ def _refusing_values(config: Any, kinds: Any = (RuntimeError, ArithmeticError)) 
             f"running it: {error}"
         ) from error
     except kinds as error:
-        raise ValueError(f"the configuration makes no {config.model_type} model that runs: {reason(error)}") from error
+        raise ValueError(
+            f"the {config.model_type} model of this configuration cannot be made or run dry: {reason(error)}"
+        ) from error
 
 
 def _category(meter: Meter, number: int, kept: bool) -> str:

@@ -55,7 +55,7 @@ def compile_layers(model: nn.Module, graphs: bool) -> None:
     mode = "reduce-overhead" if graphs else "default"
     layer: Any
     for layer in layers.values():
-        if hasattr(layer, "overcoat_mode"):  # of `Fp8DecoderLayer`, which then calls `run_compiled`
+        if hasattr(type(layer), "overcoat_mode"):  # of `Fp8DecoderLayer`, which then calls `run_compiled`
             layer.overcoat_mode = mode  # hooks run outside: transformers collects towers' hidden states by them
         else:
             layer.compile(fullgraph=True, mode=mode)

@@ -3,6 +3,7 @@ many of a model's own answers are right, with the standard error."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import math
@@ -121,7 +122,8 @@ def completions(
     """
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))  # little padding
     found: dict[int, str] = {}
-    tokenizer.pad_token, stop = tokenizer.eos_token, tokenizer.eos_token_id
+    tokenizer, stop = copy.deepcopy(tokenizer), tokenizer.eos_token_id
+    tokenizer.pad_token = tokenizer.eos_token
     for first in range(0, len(order), rows):
         places = order[first : first + rows]
         asked = tokenizer([prompts[place] for place in places], padding=True, padding_side="left", return_tensors="pt")

@@ -46,7 +46,8 @@ def ticks(low: float, high: float, count: int = 5, log: bool = False) -> list[fl
     ticker = load_extra("matplotlib.ticker", "hf", "overcoat report")
     factors = (1.0, 2.0, 5.0) if log and high / low < 100 else (1.0,)
     locator = ticker.LogLocator(subs=factors, numticks=7) if log else ticker.MaxNLocator(count, steps=[1, 2, 5, 10])
-    return [float(value) for value in locator.tick_values(low, high) if low <= value <= high]
+    room = 1e-9 * (high - low)  # 3 x 0.2 is above 0.6
+    return [float(value) for value in locator.tick_values(low, high) if low - room <= value <= high + room]
 
 
 def short(value: float, most: float) -> str:

@@ -62,6 +62,7 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
         model = load_model(config.model.name, device, settings, config.model.trust_remote_code)
         if getattr(model, "is_quantized", False):
             method = model.hf_quantizer.quantization_config.quant_method
+            method = getattr(method, "value", method)  # of an enum
             raise ValueError(
                 f"model.name = {config.model.name!r} has quantized weights ({method}), which are not trained, nor "
                 "adapters on them: name the checkpoint that it was made from"

@@ -42,15 +42,16 @@ def examples(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         found: dict[str, Any] = {}
         for name in names:
             key = getattr(data, f"{name}_key")
-            value, place = field_of(row, key, f"{name}_key", where), f"{where}: {key!r}"
+            value, place = field_of(row, key, f"data.{name}_key", where), f"{where}: {key!r}"
             is_text = name != "messages" and not isinstance(value, list)
             found[name] = as_text(value, place) if is_text else _messages(value, place)
-        for number, message in enumerate(found.get("messages", [])):
+        learned = found[names[-1]]
+        for number, message in enumerate(learned if isinstance(learned, list) else []):
             for key in ("weight", "train"):  # by which other trainers leave a turn's tokens out
                 require(
                     message["role"] != "assistant" or message.get(key, 1) == 1,
-                    f"{place}[{number}].{key} is {message.get(key)}: every turn of the assistant is trained on; remove "
-                    "the turn, or the key to train on it",
+                    f"{place}[{number}].{key} is {message.get(key)!r}: every turn of the assistant is trained on; "
+                    "remove the turn, or the key to train on it",
                 )
         kinds = {type(value) for value in found.values()}
         require(len(kinds) == 1, f"{where}: {' and '.join(names)} are not both text, or both messages: correct the row")

@@ -174,8 +174,8 @@ def naming_config(config: Config) -> Iterator[None]:
     except Exception as error:
         if not config.model.config or is_out_of_memory(error):
             raise
-        kind = type(error).__name__
-        raise ValueError(f"the first step of the model of [model.config] fails ({kind}: {reason(error)})") from error
+        why = reason(error) if isinstance(error, KeyError) else f"{type(error).__name__}: {reason(error)}"
+        raise ValueError(f"the first step of the model of [model.config] fails ({why})") from error
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ an error.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -183,8 +182,8 @@ def shown_bytes(count: float) -> str:
 
 def running_mean(values: list[float], width: int) -> list[float]:
     """Of each value and those before it, `width` in all."""
-    sums = list(itertools.accumulate(values, initial=0.0))
-    return [(sums[end] - sums[max(0, end - width)]) / min(width, end) for end in range(1, len(sums))]
+    # Each sum anew: a difference of sums would carry one NaN or spike through all that follow.
+    return [sum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
 
 
 def check_finite(rows: list[Row], skipped: int = 0) -> int:

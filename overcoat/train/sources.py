@@ -47,9 +47,9 @@ NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__"}
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 PACKED = "unpack it first"
 NOT_TEXT = {
-    ".csv": "convert it to .jsonl, train on it as a dataset (csv)",
+    ".csv": "convert it to .jsonl, or read it as a dataset (csv)",
     ".tsv": "convert it to .jsonl",
-    ".arrow": "convert it to .jsonl, train on it as a dataset (arrow)",
+    ".arrow": "convert it to .jsonl, or read it as a dataset (arrow)",
     ".bin": "name token files by a pattern that ends in .bin",
     **dict.fromkeys([".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z"], PACKED),
 }
@@ -66,7 +66,8 @@ def find_files(patterns: list[str]) -> list[Path]:
             matches = [match for root in sorted(roots) for match in _python_files(Path(root), {"__pycache__"})]
         else:
             # A name may hold a pattern's signs: "chats[1].jsonl".
-            named = filter(os.path.isfile, [pattern, *glob.glob(pattern, recursive=True)])
+            named = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+            named = [name for name in named if os.path.isfile(name)]
             matches = [(path, path.name) for path in map(Path, named)]
         if not matches:
             raise ValueError(f"no files found for {pattern!r} (looked from {Path.cwd()})")

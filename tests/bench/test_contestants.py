@@ -118,8 +118,9 @@ def test_a_recipe_is_a_contestant() -> None:
     trainer_of(name).prepare(model)
     assert model.model.layers[0].overcoat_recipe == Recipe(offload_blocks=1)
     assert trainer_of("overcoat") is TRAINERS["overcoat"]
-    with pytest.raises(ValueError, match="no_such"):
-        trainer_of("overcoat recipe no_such")
+    for wrong in ("overcoat recipe no_such", "overcoat recipe default, no_such"):
+        with pytest.raises(ValueError, match="no_such"):
+            trainer_of(wrong)
 
 
 # ---- the loss of peers --------------------------------------------------------------------------------------------

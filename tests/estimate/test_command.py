@@ -150,7 +150,10 @@ def test_a_configuration_of_no_model_is_one_line(capsys, tmp_path, changes, why)
     small = MODELS["124m"].changed(num_hidden_layers=1, vocab_size=64).config().to_dict()
     (tmp_path / "config.json").write_text(json.dumps({**small, **changes}))
     assert cli.main(["estimate", "--model", str(tmp_path)]) == 2
-    assert f"makes no {changes.get('model_type', 'llama')} model that runs: {why}" in capsys.readouterr().err
+    assert (
+        f"the {changes.get('model_type', 'llama')} model of this configuration cannot be made or run dry: {why}"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,10 @@ def test_a_sharded_model_that_sees_takes_the_rows_of_its_text(tmp_path: Path, fo
         ("FOLDER --text TEXT --window 8 --stride 9", "--stride 9: must not be above --window 8"),
         ("FOLDER --text TEXT --batch 0", "--batch 0: must be at least 1"),
         ("FOLDER --tasks nothing.yaml", "task 'nothing.yaml': no task of lm-eval, and no YAML file of one"),
-        ("FOLDER --text DATA:default:test --text-key body", "no field 'body' (text_key) among text"),
+        (
+            "FOLDER --text DATA:default:test --text-key body",
+            "no field 'body' (text_key) among text",
+        ),
         ("FOLDER --text DATA:default:dev", "data': Bad split: dev"),
         ("FOLDER --text :default", "--text :default: no NAME before the colon"),
         ("FOLDER --text TABLE", "a .csv file is not read as text: convert it to .jsonl, "),

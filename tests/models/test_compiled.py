@@ -141,6 +141,14 @@ def test_moved_gradients_are_the_same_and_elsewhere() -> None:
         assert moved is (parameter in of_layers), name
 
 
+def test_a_layer_left_alone_after_all_is_compiled_as_one_of_others() -> None:
+    model = made("llama", Recipe())
+    compile_layers(model, graphs=False)
+    overcoat.convert(model, filter_fn=lambda *_: False)
+    compile_layers(model, graphs=False)
+    assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
+
+
 def test_what_cannot_be_compiled_is_said() -> None:
     with pytest.raises(ValueError, match=r"Linear contains no decoder layer to compile"):
         compile_layers(nn.Linear(2, 2), graphs=False)

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from overcoat import cli
-from overcoat.report.charts import Series, chart
+from overcoat.report.charts import Series, chart, ticks
 from overcoat.report.command import figures, memory, training
 from overcoat.report.runs import read_runs
 from overcoat.train.configfile import build_config
@@ -187,3 +187,8 @@ def test_a_damaged_file_is_named(
     (tmp_path / name).write_text(content)
     assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "out.html")]) == 2
     assert f"{tmp_path / name} is damaged" in capsys.readouterr().err
+
+
+def test_the_ends_of_an_axis_have_ticks() -> None:
+    """3 x 0.2 is above 0.6 in floating point."""
+    assert ticks(0.0, 0.6, 4) == pytest.approx([0.0, 0.2, 0.4, 0.6])

@@ -19,6 +19,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.quantization_config import QuantizationMethod
 
 from overcoat.models.shapes import load_model_config
 from overcoat.train import build
@@ -78,7 +79,7 @@ def test_weights_that_would_be_made_up_are_refused(change: Callable, message: st
 
 def test_quantized_weights_are_refused(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes' take no gradient: norms and embeddings alone would be trained."""
-    quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="bitsandbytes"))
+    quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method=QuantizationMethod.BITS_AND_BYTES))
     loaded = SimpleNamespace(is_quantized=True, hf_quantizer=quantizer)
     monkeypatch.setattr(build, "load_model", lambda *_: loaded)
     config = dataclasses.replace(make_config(), model=ModelConfig(name="small-4bit"))

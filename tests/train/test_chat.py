@@ -199,6 +199,7 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "[0].text holds a number"),
         ({"messages": [{"from": "human", "value": 1}]}, "'messages'[0].content holds a number, not text"),
         ({"messages": [USER, {**ANSWER, "weight": 0}, ANSWER]}, "'messages'[1].weight is 0: every turn"),
+        ({"messages": [USER, {**ANSWER, "weight": "1"}]}, "'messages'[1].weight is '1': every turn"),
         (
             {"messages": [{**USER, "from": "human", "value": "Hi"}, ANSWER]},
             "[0] has role and content beside from and value",
@@ -207,7 +208,7 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         ({"messages": [USER], "tools": "[{"}, "'tools': no JSON"),
         ({"messages": [USER], "tools": "{}"}, "'tools' holds an object, not a list"),
         ({"messages": [USER], "tools": [3]}, "'tools'[0] is no object"),
-        ({"chat": [USER]}, "no field 'messages' (messages_key) among chat"),
+        ({"chat": [USER]}, "no field 'messages' (data.messages_key) among chat"),
         ([USER], "a list, not an object"),
         ({"messages": [USER]}, "nothing in it to train on"),
     ],
@@ -223,7 +224,8 @@ def test_a_row_of_another_shape_is_named(row: Any, why: str, tmp_path: Path) -> 
     ("row", "why"),
     [
         ({"prompt": "a", "completion": 3}, "'completion' holds a number, not text"),
-        ({"prompt": "a"}, r"no field 'completion' (completion_key) among prompt"),
+        ({"prompt": "a"}, r"no field 'completion' (data.completion_key) among prompt"),
+        ({"prompt": [USER], "completion": [{**ANSWER, "weight": 0}]}, "'completion'[0].weight is 0: every turn"),
         ({"prompt": "a", "completion": [ANSWER]}, "prompt and completion are not both text"),
     ],
 )

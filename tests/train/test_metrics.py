@@ -16,7 +16,7 @@ from rich.console import Console
 
 from overcoat.train import loggers, metrics
 from overcoat.train.config import Config
-from overcoat.train.metrics import RunLog, check_finite, peak_bytes, read_metrics
+from overcoat.train.metrics import RunLog, check_finite, peak_bytes, read_metrics, running_mean
 from overcoat.train.run import run
 from tests.train.runs import CPU, MakeConfig, row, text_of
 
@@ -240,3 +240,8 @@ def test_a_library_that_is_missing_or_fails_is_one_line(
     said = "wandb gets no more figures of this run (no route to host); metrics.jsonl has all of them\n"
     assert text_of(console) == 2 * said
     assert len((Path(config.train.run_dir) / "metrics.jsonl").read_text().splitlines()) == 9
+
+
+def test_a_running_mean_forgets_what_has_left_it() -> None:
+    """A difference of sums would not: one spike, or NaN, would stay in all that follows."""
+    assert running_mean([1.0, 1e20, 2.0, 3.0, 5.0], 2) == [1.0, 5e19, 5e19, 2.5, 4.0]

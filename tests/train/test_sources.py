@@ -59,7 +59,7 @@ def test_the_order_of_files_is_that_of_their_names_checksums_wherever_they_lie(t
         ("cut.txt.gz", gzip.compress(b"words " * 99, mtime=0)[:-9], "cannot read .*: repair it"),
         ("not.txt.gz", b"words", "cannot read .*Not a gzipped file"),
         ("not.parquet", b"words", "cannot read .*[Pp]arquet.*: repair it"),
-        ("a.csv", b"text", r"a \.csv file is not read as text: convert it to \.jsonl, train on it as a dataset"),
+        ("a.csv", b"text", r"a \.csv file is not read as text: convert it to \.jsonl, or read it as a dataset"),
         ("a.json", b'[{"text": "a"}, {"tex', r"a\.json: no JSON \(.*\): correct or remove it"),
         ("a.jsonl.zst", b"", r"a \.zst file is not read as text: unpack it first"),
         ("a.tar.gz", b"", r"a \.tar file is not read as text: unpack it first"),
@@ -231,3 +231,9 @@ def test_site_packages_are_found() -> None:
     import torch
 
     assert Path(torch.__file__).resolve() in find_files(["site-packages"])
+
+
+def test_a_name_with_a_patterns_signs_is_that_file_alone(tmp_path: Path) -> None:
+    for name in ("c[1].txt", "c1.txt"):
+        (tmp_path / name).write_text(name)
+    assert [path.name for path in find_files([str(tmp_path / "c[1].txt")])] == ["c[1].txt"]
