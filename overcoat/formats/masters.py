@@ -116,12 +116,12 @@ def parameter_key(seed: int, index: int) -> int:
     return _wrap((x ^ (x >> 31)) >> 32)
 
 
-def group_bits(key: int, step: Tensor, group: Tensor) -> Tensor:
+def group_bits(key: int | Tensor, step: Tensor, group: Tensor) -> Tensor:
     """32 random bits for each group, int32.
 
     Args:
-        key: `parameter_key`.
-        step: 0-d, the step that is being taken.
+        key: `parameter_key`, or int32 of group's shape.
+        step: the step that is being taken, 0-d or of group's shape.
         group: int32, any shape: numbers of groups in the unsharded parameter.
     """
     return mix(mix(key + step.to(torch.int32) * GOLDEN) ^ group)

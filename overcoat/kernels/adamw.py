@@ -20,18 +20,20 @@ Legend: R rows, C columns, G group size, n = ceil(C / G) groups of a row.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from overcoat.formats import from_groups, to_groups
+from overcoat.formats import to_groups
 from overcoat.formats.masters import RANDOM_BITS, decode_master, encode_master, group_bits, random_bits
 from overcoat.formats.moments import MOMENT_CODES, Encoded, MomentCode, decay, encode_first, encode_second
 from overcoat.kernels.hardware import fma, reciprocal, sqrt
 
 # Elements that are stepped at once: temporaries stay in a CPU's cache and never grow with the model.
-CHUNK = 1 << 17
+CHUNK = 1 << 18
 
 
 class Rows(NamedTuple):
@@ -71,7 +73,7 @@ def adamw_update(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """AdamW on FP32 tensors w and grad, and moments as they are stored, of one shape: returns the new (w, m, v).
 
-    coefficients: those of `step_coefficients` for this parameter, (3,).
+    coefficients: those of `step_coefficients`, (3, ...), which broadcast to the shape of w.
 
     The correction of v's bias is moved out of the fraction: m / (sqrt(v)/s + eps) = m s / (sqrt(v) + eps s). What
     multiplies every gradient is one number each for m and for v, where it is under the square.
@@ -98,54 +100,121 @@ def step_coefficients(steps: Tensor, lr: Tensor, beta1: float, beta2: float, eps
     return torch.stack([step_size, bias * eps, keep], dim=1).float()
 
 
-def step_parameter(
-    param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: Hyper, coefficients: Tensor, grad_factor: Tensor,
-    key: int, first_group: int,
+class Piece(NamedTuple):
+    """Rows of one parameter: whose they are, the first and the end, and its layout."""
+
+    owner: int
+    start: int
+    stop: int
+    layout: Rows
+
+    @property
+    def groups(self) -> int:
+        return (self.stop - self.start) * self.layout.groups
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A view, flat, of these rows of a parameter, or of what is kept of it by element or by group."""
+        flat, rows = tensors[self.owner].view(-1), self.layout.rows
+        width = flat.numel() // rows
+        return flat if self.stop - self.start == rows else flat[self.start * width : self.stop * width]
+
+
+def _bundles(layouts: Sequence[Rows]) -> Iterator[list[Piece]]:
+    """All rows in pieces, as many together as have `CHUNK` elements, rows of one length side by side.
+
+    So a small parameter takes no operations of its own, and temporaries never grow with the model.
+    """
+    bundle: list[Piece] = []
+    size = 0
+    for owner in sorted(range(len(layouts)), key=lambda i: layouts[i].columns):
+        layout = layouts[owner]
+        rows = max(1, CHUNK // max(1, layout.columns))
+        for start in range(0, layout.rows if layout.columns else 0, rows):
+            piece = Piece(owner, start, min(start + rows, layout.rows), layout)
+            elements = (piece.stop - start) * layout.columns
+            if bundle and size + elements > CHUNK:
+                yield bundle
+                bundle, size = [], 0
+            bundle.append(piece)
+            size += elements
+    if bundle:
+        yield bundle
+
+
+class Groups:
+    """The groups of some pieces as one tensor (N, G), rows' last groups padded with zeros.
+
+    Attributes:
+        owner: whose each is, (N,). number: in the unsharded parameter, int32 (N,).
+    """
+
+    def __init__(self, pieces: list[Piece], first_groups: Sequence[int], size: int, device: torch.device) -> None:
+        self.size = size
+        self.runs = [(length, list(run)) for length, run in groupby(pieces, key=lambda piece: piece.layout.columns)]
+        counts, table, offset = [piece.groups for piece in pieces], [], 0
+        for piece, count in zip(pieces, counts, strict=True):
+            table.append((piece.owner, first_groups[piece.owner] + piece.start * piece.layout.groups - offset))
+            offset += count
+        groups = torch.tensor(table, device=device).repeat_interleave(torch.tensor(counts, device=device), 0)
+        self.owner, self.number = groups[:, 0], (groups[:, 1] + torch.arange(offset, device=device)).to(torch.int32)
+
+    def gather(self, tensors: Sequence[Tensor], per_group: bool = False) -> Tensor:
+        """(N, G) of what there is by element, or (N,) of what there is by group."""
+        found, dtype = [], tensors[0].dtype
+        as_bytes = dtype.itemsize == 1  # padding does not know the 8-bit floats
+        for length, run in self.runs:
+            parts = [piece.of(tensors) for piece in run]
+            rows = torch.cat([x.view(torch.uint8) for x in parts] if as_bytes else parts)
+            found.append(rows if per_group else to_groups(rows.view(-1, length), self.size).view(-1, self.size))
+        together = torch.cat(found) if len(found) > 1 else found[0]
+        return together.view(dtype) if as_bytes else together
+
+    def scatter(self, new: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Write the like of what `gather` has read."""
+        counts = [sum(piece.groups for piece in run) for _, run in self.runs]
+        for (length, run), rows in zip(self.runs, new.split(counts), strict=True):
+            if new.dim() > 1:
+                rows = rows.view(-1, -(-length // self.size) * self.size)[:, :length].flatten()
+            parts = [piece.of(tensors) for piece in run]
+            torch._foreach_copy_(parts, rows.split([part.numel() for part in parts]))
+
+
+def step_parameters(
+    params: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]], hyper: Hyper,
+    coefficients: Tensor, grad_factor: Tensor, keys: Sequence[int], first_groups: Sequence[int],
 ) -> None:  # fmt: skip
-    """Step one parameter and its state in place, some rows at a time; all contiguous."""
-    layout = rows_of(param.shape, hyper.group_size)
-    if not param.numel():
-        return
-    flat, grad = param.view(layout.rows, layout.columns), grad.view(layout.rows, layout.columns)
-    step, bits = state["step"], RANDOM_BITS[hyper.master]
-    by_row = {name: tensor.view(layout.rows, -1) for name, tensor in state.items() if name != "step"}
-    per_chunk = max(1, CHUNK // layout.columns)
-    for start in range(0, layout.rows, per_chunk):
-        chunk = slice(start, min(start + per_chunk, layout.rows))
-        numbers = torch.arange(chunk.start * layout.groups, chunk.stop * layout.groups, device=param.device)
-        of_group = group_bits(key, step, (numbers + first_group).to(torch.int32).view(-1, layout.groups))
+    """Step parameters of one dtype and their states in place; all contiguous. coefficients: (T, 3)."""
+    device, bits = params[0].device, RANDOM_BITS[hyper.master]
+    steps, key_of = torch.stack(list(states["step"])), torch.tensor(keys, dtype=torch.int32, device=device)
+    for pieces in _bundles([rows_of(param.shape, hyper.group_size) for param in params]):
+        groups = Groups(pieces, first_groups, hyper.group_size, device)
+        of_group = group_bits(key_of[groups.owner], steps[groups.owner], groups.number)
         random = of_group, random_bits(of_group, hyper.group_size, bits) if bits else None
-        rows = {name: tensor[chunk] for name, tensor in by_row.items()}
-        _step_rows(flat[chunk], grad[chunk], rows, hyper, coefficients, grad_factor, random)
+        of_owner = coefficients[groups.owner].T.unsqueeze(-1)
+        _step_groups(groups, params, grads, states, hyper, of_owner, grad_factor, random)
 
 
-def _step_rows(
-    param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: Hyper, coefficients: Tensor, grad_factor: Tensor,
-    random: tuple[Tensor, Tensor | None],
+def _step_groups(
+    groups: Groups, params: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]],
+    hyper: Hyper, coefficients: Tensor, grad_factor: Tensor, random: tuple[Tensor, Tensor | None],
 ) -> None:  # fmt: skip
-    """Step some rows in place: tensors are (r, C) or (r, n) views; random: of groups (r, n), of elements (r, n, G)."""
-    (m_code, v_code), group_size = hyper.codes, hyper.group_size
-    first = Encoded(_groups(state["exp_avg"], group_size), state.get("exp_avg_amax"), state.get("exp_avg_exponent"))
-    second = Encoded(_groups(state["exp_avg_sq"], group_size), state.get("exp_avg_sq_scale"))
-    remainder = _groups(state["remainder"], group_size) if "remainder" in state else None
-    w = decode_master(_groups(param, group_size), remainder)
-    w, m, v = adamw_update(w, to_groups(grad.float(), group_size), grad_factor, first, second, hyper, coefficients)
+    """Step them in place. coefficients: (3, N, 1); random: of groups (N,), of elements (N, G)."""
+    (m_code, v_code), read = hyper.codes, groups.gather
+
+    def per_group(name: str) -> Tensor | None:
+        return read(states[name], per_group=True) if name in states else None
+
+    first = Encoded(read(states["exp_avg"]), per_group("exp_avg_amax"), per_group("exp_avg_exponent"))
+    second = Encoded(read(states["exp_avg_sq"]), per_group("exp_avg_sq_scale"))
+    w = decode_master(read(params), read(states["remainder"]) if "remainder" in states else None)
+    w, m, v = adamw_update(w, read(grads).float(), grad_factor, first, second, hyper, coefficients)
 
     of_group, of_element = random
-    new_param, new_remainder = encode_master(w, hyper.master, of_element)
+    new_param, remainder = encode_master(w, hyper.master, of_element)
     first, second = encode_first(m, m_code, of_group), encode_second(v, v_code, of_group)
-    param.copy_(from_groups(new_param, param.shape))
-    for name, codes in (("exp_avg", first.codes), ("exp_avg_sq", second.codes), ("remainder", new_remainder)):
-        if codes is not None:
-            state[name].copy_(from_groups(codes, param.shape))
-    per_group = {"exp_avg_amax": first.amax, "exp_avg_exponent": first.shape, "exp_avg_sq_scale": second.amax}
-    for name, value in per_group.items():
-        if value is not None:
-            state[name].copy_(value)
-
-
-def _groups(x: Tensor, group_size: int) -> Tensor:
-    """`to_groups` for any dtype: padding does not know the 8-bit floats."""
-    if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        return to_groups(x.view(torch.uint8), group_size).view(x.dtype)
-    return to_groups(x, group_size)
+    kept = {"exp_avg": first.codes, "exp_avg_amax": first.amax, "exp_avg_exponent": first.shape}
+    kept |= {"exp_avg_sq": second.codes, "exp_avg_sq_scale": second.amax, "remainder": remainder}
+    groups.scatter(new_param, params)
+    for name, new in kept.items():
+        if new is not None:
+            groups.scatter(new, states[name])

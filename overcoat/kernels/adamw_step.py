@@ -29,7 +29,7 @@ from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import RANDOM_BITS, REMAINDER_DTYPE
 from overcoat.formats.moments import range_log2
 from overcoat.kernels import adamw_codes as codes
-from overcoat.kernels.adamw import Hyper, rows_of, step_coefficients, step_parameter
+from overcoat.kernels.adamw import Hyper, rows_of, step_coefficients, step_parameters
 from overcoat.kernels.instructions import fma, reciprocal, sqrt, to_float32
 from overcoat.kernels.language import INTERPRETED, tl, triton
 from overcoat.kernels.launch import cdiv, kernel
@@ -94,12 +94,12 @@ def reference_step(
     flags = skip.expand(len(tensors.params)).tolist()
     if not (taken := [i for i, skipped in enumerate(flags) if not skipped]):
         return
-    steps = [tensors.states["step"][i] for i in taken]
-    torch._foreach_add_(steps, 1.0)
-    for i, coefficients in zip(taken, step_coefficients(torch.stack(steps), lr, *hyper[:4]), strict=True):
-        state = {name: of[i] for name, of in tensors.states.items()}
-        where = tensors.keys[i], tensors.first_groups[i]
-        step_parameter(tensors.params[i], grads[i], state, hyper, coefficients, grad_factor, *where)
+    params, grads = [tensors.params[i] for i in taken], [grads[i] for i in taken]
+    states = {name: [of[i] for i in taken] for name, of in tensors.states.items()}
+    torch._foreach_add_(states["step"], 1.0)
+    coefficients = step_coefficients(torch.stack(states["step"]), lr, *hyper[:4])
+    keys, first_groups = [tensors.keys[i] for i in taken], [tensors.first_groups[i] for i in taken]
+    step_parameters(params, grads, states, hyper, coefficients, grad_factor, keys, first_groups)
 
 
 # ---- the kernels ----------------------------------------------------------------------------------------------
