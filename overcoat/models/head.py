@@ -174,6 +174,10 @@ class LeanLossModel(Mixin):
 
     def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
         (targets, ignore_index), num_items = shifted(labels, inputs), inputs.get("num_items_in_batch")
+        if targets.numel() != hidden.shape[:-1].numel():
+            raise ValueError(
+                f"labels of shape {tuple(targets.shape)} for hidden states {tuple(hidden.shape)}: give one per token"
+            )
         scale = _logit_scale(self)
         if scale != 1.0:
             hidden = hidden * scale
@@ -307,7 +311,8 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
         return f"the loss function is {getattr(model.loss_function, '__name__', model.loss_function)}"
     if torch.compiler.is_compiling():
         return None
-    return why_patched(ForCausalLMLoss, "ForCausalLMLoss") or why_patched(F.cross_entropy, "F.cross_entropy")
+    reason = why_patched(ForCausalLMLoss, "ForCausalLMLoss")
+    return reason or why_patched(F.cross_entropy, "F.cross_entropy") or why_patched(F.linear, "F.linear")
 
 
 def install_head(model: Any, recipe: Recipe) -> None:

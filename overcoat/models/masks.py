@@ -155,12 +155,13 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
 
 
 def _has_other_mask(model: Any) -> bool:
-    """Whether somebody makes masks for all models in the place of transformers, which may show more tokens."""
+    """Whether somebody makes masks in the place of transformers, in a subclass or for all models: they may show more
+    tokens."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     kind = model.config._attn_implementation
     makes = ALL_MASK_ATTENTION_FUNCTIONS.get(kind)
-    return bool(why_all_patched(original_class(model)) or (makes and why_patched(makes, "the mask")))
+    return bool(why_all_patched(type(model)) or (makes and why_patched(makes, "the mask")))
 
 
 def _told(position_ids: Optional[Tensor], lengths: Any, batch: int, sequence: int) -> dict[str, Tensor]:

@@ -42,8 +42,9 @@ def why_other_attention(kind: Optional[str], forward: Any) -> Optional[str]:
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
-        return f"F.scaled_dot_product_attention was replaced, by {F.scaled_dot_product_attention.__module__}'s"
+    for own in (torch._C._nn.scaled_dot_product_attention, torch._C._nn.linear):
+        if (now := getattr(F, own.__name__)) is not own:
+            return f"F.{own.__name__} was replaced, by {now.__module__}'s"
     if kind in ALL_ATTENTION_FUNCTIONS and "/" not in str(kind):  # not one of the hub's kernels
         function = ALL_ATTENTION_FUNCTIONS[kind]
         if function not in known and (reason := why_patched(function, f"attention of kind {kind!r}")) is not None:

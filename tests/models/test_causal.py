@@ -56,8 +56,8 @@ def test_the_same_loss_and_gradients_without_looking(kind: str, request: pytest.
     assert_equal(trained(model, inputs), expected)
 
 
-@pytest.mark.parametrize("place", ["the model's file", "the registry"])
-def test_masks_that_others_make_for_all_models_are_read(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["the model's file", "the registry", "a subclass"])
+def test_masks_that_others_make_are_read(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for prefixes that see each other."""
 
     def ahead(*index: Any) -> Any:
@@ -73,6 +73,14 @@ def test_masks_that_others_make_for_all_models_are_read(place: str, monkeypatch:
             return sdpa_mask(*args, **{**options, "mask_function": mask_function, "allow_is_causal_skip": False})
 
         monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", made)
+    elif place == "a subclass":
+
+        class Prefix(modeling_llama.LlamaModel):
+            def forward(self, attention_mask: Any = None, **inputs: Any) -> Any:
+                mask = visible.expand(2, 1, -1, -1) if attention_mask is None else attention_mask
+                return super().forward(attention_mask=mask, **inputs)
+
+        model.model.__class__ = Prefix
     else:
         create = modeling_llama.create_causal_mask
         monkeypatch.setattr(

@@ -295,17 +295,21 @@ def test_functions_that_were_replaced_for_all_models_run_also_after_the_conversi
         assert overcoat.convert(model).converted == []
 
 
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "linear"])
+def test_functions_of_pytorch_that_were_replaced_are_not_left_out(name: str, monkeypatch: Any) -> None:
+    """As quantizers and PyTorch's context parallelism do: a process would attend to its own tokens alone."""
+    model, original = make_model(layers=1), getattr(F, name)
+    overcoat.convert(model)
+    monkeypatch.setattr(F, name, lambda *args, **options: original(*args, **options))
+    with pytest.warns(UserWarning, match=f"original precision: F.{name} was replaced, by tests.models.test_convert's"):
+        model(**make_batch())
+
+
 def test_attention_that_was_replaced_for_all_models_is_not_left_out(monkeypatch: Any) -> None:
-    """As context parallelism does, PyTorch's or DeepSpeed's: a process would attend to its own tokens alone."""
+    """As DeepSpeed's context parallelism does."""
     model = make_model(layers=1)
     overcoat.convert(model)
-    sdpa, kinds = F.scaled_dot_product_attention, AttentionInterface._global_mapping
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", lambda *args, **options: sdpa(*args, **options))
-        with pytest.warns(
-            UserWarning, match=r"original precision: F.scaled_dot_product_attention was replaced, by tes"
-        ):
-            model(**make_batch())
+    kinds = AttentionInterface._global_mapping
     function = kinds["sdpa"]
     monkeypatch.setitem(kinds, "sdpa", lambda *args, **options: function(*args, **options))
     with pytest.warns(UserWarning, match=r"original precision: attention of kind 'sdpa' was replaced, by tests.models"):

@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import pickle
+import re
 import threading
 from typing import Any
 
@@ -276,6 +277,20 @@ def test_a_loss_that_was_replaced_for_all_models_is_computed(model: nn.Module, n
     with pytest.warns(UserWarning, match=f"computed from all logits: {name} was replaced, by tests.models.test_head's"):
         torch.testing.assert_close(model(**make_batch()).loss, 2 * expected, rtol=1e-3, atol=0)
     assert f"{name} was replaced" in overcoat.convert(model).head.detail
+
+
+def test_logits_of_a_product_that_was_replaced_are_computed(model: nn.Module, monkeypatch: Any) -> None:
+    overcoat.convert(model, ONLY_HEAD)
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None, own=F.linear: own(x, w, b) / 2)
+    with pytest.warns(UserWarning, match=r"from all logits: F.linear was replaced, by tests.models.test_head's"):
+        model(**make_batch())
+
+
+@pytest.mark.parametrize("shape", [(2, 60), (1, 61)])
+def test_labels_of_another_shape_are_refused(model: nn.Module, shape: tuple[int, int]) -> None:
+    overcoat.convert(model)
+    with pytest.raises(ValueError, match=re.escape(f"labels of shape {shape} for hidden states (2, 61, ")):
+        model(**{**make_batch(), "labels": torch.zeros(shape, dtype=torch.long)})
 
 
 def test_the_bf16_recipe_and_no_head_undo_it(model: nn.Module) -> None:
