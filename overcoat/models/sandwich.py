@@ -24,7 +24,7 @@ def branches(layer: Any, batch: int, **options: Any) -> tuple[Modules, ...]:
 
 
 def gemma2(layer: Any, batch: int) -> tuple[Modules, ...]:
-    return branches(layer, batch, softcap=float(layer.self_attn.config.attn_logit_softcapping or 0.0))
+    return branches(layer, batch, softcap=float(layer.self_attn.attn_logit_softcapping or 0.0))
 
 
 def glm4(layer: Any, batch: int) -> tuple[Modules, ...]:

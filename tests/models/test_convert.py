@@ -258,6 +258,17 @@ def test_dropout_that_is_switched_on_after_the_conversion_is_not_left_out(kind: 
         model(**(make_inputs(kind) if kind in ENCODERS else make_batch()))
 
 
+def test_scores_are_capped_as_the_layer_was_made() -> None:
+    """transformers reads the configuration's cap once."""
+    model = make_model("gemma2", layers=1)
+    overcoat.convert(model)
+    expected = model(**make_batch()).loss
+    model.config.attn_logit_softcapping = None
+    assert torch.equal(model(**make_batch()).loss, expected)
+    model.model.layers[0].self_attn.attn_logit_softcapping = None
+    assert not torch.equal(model(**make_batch()).loss, expected)
+
+
 def test_a_forward_that_was_replaced_for_all_objects_of_a_class_is_not_left_out(monkeypatch: Any) -> None:
     """As libraries patch transformers: what they put there must run."""
     model = make_model(layers=1)

@@ -54,8 +54,8 @@ def made(kind, mask, seed=0):
     if kind in ENCODERS:
         return make_encoder(kind, seed=seed).bfloat16(), make_inputs(kind, seed)
     model = make_model(kind, layers=2, seed=seed, hidden_size=128, intermediate_size=128, num_attention_heads=2)
-    if getattr(model.config, "attn_logit_softcapping", None):
-        model.config.attn_logit_softcapping = 50.0  # Gemma 2's own; at the sample's 0.5 scores have no gradient
+    for layer in model.model.layers if kind == "gemma2" else ():
+        layer.self_attn.attn_logit_softcapping = 50.0  # its own; at the sample's 0.1 scores have no gradient
     return model, make_batch(mask, length=40, seed=seed)
 
 
