@@ -7,7 +7,7 @@ import torch
 
 from overcoat.kernels import adamw
 from overcoat.kernels.adamw import rows_of, step_coefficients
-from tests.kernels.adamw_cases import arguments, differing_bytes, reference
+from tests.kernels.adamw_cases import SHAPES, SKIP, arguments, differing_bytes, reference
 
 # ---- by hand --------------------------------------------------------------------------------------------
 
@@ -54,6 +54,27 @@ def test_rows_step_like_those_of_the_whole(master):
 
     joined = map(torch.cat, zip(step(slice(0, 3)), step(slice(3, 8))))
     assert differing_bytes(step(slice(0, 8)), joined) == 0
+
+
+@pytest.mark.parametrize("moments", [("sqrt8", "log8"), ("e4m3x", "e4m3x"), ("bf16", "fp32")])
+def test_parameters_step_together_as_they_do_alone(moments):
+    """Of rows of many lengths and in steps of their own; one of them skipped."""
+
+    together, alone = arguments(moments), arguments(moments)
+    count = len(SHAPES)
+    for args in (together, alone):
+        for number, step in enumerate(args[2][:count]):
+            step.fill_(number % 3)
+    skipped = 2
+    together[SKIP] = torch.arange(count) == skipped
+    for _ in range(2):
+        reference(*together)
+        for i in set(range(count)) - {skipped}:
+            one = list(alone)
+            one[0], one[1], one[14], one[15] = ([alone[place][i]] for place in (0, 1, 14, 15))
+            one[2] = alone[2][i::count]
+            reference(*one)
+    assert differing_bytes(together[0] + together[2], alone[0] + alone[2]) == 0
 
 
 @pytest.mark.parametrize("chunk", [1, 130, 400])
