@@ -86,7 +86,16 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     if partial != 1.0 and not branches[0].core.heads.rotated:
         return f"partial_rotary_factor is {partial}; only 1.0 is supported"
-    return family.refused(layer) or why_changed(layer, family, branches)
+    return family.refused(layer) or why_changed(layer, family, branches) or _why_other_weights(layer, branches)
+
+
+def _why_other_weights(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[str]:
+    """Weights of another class stay in nn.Linear: quantized ones of torchao."""
+    for linear in (each for modules in branches if modules.core is not None for each in (*modules.into, modules.out)):
+        kind = type(base_of(linear)._parameters.get("weight"))
+        if kind.__module__.partition(".")[0] not in ("torch", "overcoat", "builtins"):
+            return f"{_path(layer, linear)}.weight is a {kind.__module__}.{kind.__name__}, not a plain tensor"
+    return None
 
 
 def why_replaced(layer: nn.Module, family: Family) -> Optional[str]:

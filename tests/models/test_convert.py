@@ -327,6 +327,18 @@ def test_attention_that_was_replaced_for_all_models_is_not_left_out(monkeypatch:
         model(**make_batch())
 
 
+def test_quantized_weights_of_plain_linear_layers_are_left_to_the_original() -> None:
+    """torchao's stay in nn.Linear, as tensors of a class that knows no op of ours."""
+
+    class Quantized(torch.Tensor): ...
+
+    model = make_model(layers=1)
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Quantized))
+    with pytest.warns(UserWarning, match=r"mlp.up_proj.weight is a tests.models.test_convert.Quantized, not a pl"):
+        overcoat.convert(model)
+
+
 def test_a_weight_that_is_no_parameter_is_refused() -> None:
     model = make_model(layers=1)
     overcoat.convert(model)
