@@ -114,11 +114,12 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     mask: Optional[Tensor] = inputs.get("attention_mask")
     if mask is not None or cache_of(inputs) is not None or inputs.get("use_cache"):
         return mask
-    model: Any = causal.get_submodule(causal.overcoat_whole.text)
+    owners = _owners(causal)
+    model = owners[-1]
     layers = getattr(model, causal.overcoat_whole.stack)
     if getattr(model.config, "use_bidirectional_attention", False):
         return mask
-    if not torch.compiler.is_compiling() and _has_other_mask(model):
+    if not torch.compiler.is_compiling() and any(map(_has_other_mask, owners)):
         return mask
     tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
     if tokens is None:
@@ -130,7 +131,7 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     position_ids = inputs.get("position_ids")
     if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]  # in the text; the others are Qwen-VL's in time, height and width
-    if _is_watched(model) or any(_is_watched(layer) for layer in layers):
+    if any(map(_is_watched, (*owners, *layers))):
         if by_lengths and any(hasattr(layer, "_orig_mod") for layer in layers):
             inputs.update(_told(position_ids, inputs.get("cu_seq_lens_q"), *tokens.shape[:2]))
         return mask
@@ -152,6 +153,12 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
         return nothing_hidden(tokens.device)
     is_short = num_documents * SHORTEST > batch * sequence and not by_lengths
     return mask if is_short else starts.view(1, 1, -1, 1)
+
+
+def _owners(causal: Any) -> list[Any]:
+    """The modules in a causal model that hand on a mask, the layers' owner last."""
+    names = causal.overcoat_whole.text.split(".")
+    return [causal.get_submodule(".".join(names[:count])) for count in range(1, len(names) + 1)]
 
 
 def _has_other_mask(model: Any) -> bool:

@@ -180,6 +180,26 @@ def test_tower_and_text_train_in_fp8(name: str) -> None:
     assert noise < 1.26 * floor, "1 dB below FP8 GEMMs alone, over all weights"
 
 
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_masks_made_on_the_way_to_the_text_are_read(by_hook: bool) -> None:
+    model, inputs, seen = make_model("Llava"), make_batch("Llava"), []
+    overcoat.convert(model)
+    del inputs["attention_mask"]
+    if by_hook:
+        look = lambda module, args, given: seen.append(given.get("attention_mask"))  # noqa: E731
+        model.model.register_forward_pre_hook(look, with_kwargs=True)
+    else:
+
+        class Watched(transformers.LlavaModel):
+            def forward(self, attention_mask: Any = None, **given: Any) -> Any:
+                seen.append(attention_mask)
+                return super().forward(attention_mask=attention_mask, **given)
+
+        model.model.__class__ = Watched
+    model(**inputs)
+    assert seen == [None]
+
+
 @pytest.mark.filterwarnings("error:this layer trains in its original precision")
 @pytest.mark.parametrize("packed", [False, True])
 def test_text_that_sees_all_tokens_is_transformers_own(packed: bool) -> None:
