@@ -22,10 +22,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 # transformers' model types that the page answers for, supported or not: `convert` is asked.
 MODEL_TYPES = (
-    *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "starcoder2", "olmo", "olmo2", "olmo3", "gemma"),
-    *("gemma2", "gemma3_text", "phi3", "glm4", "cohere", "cohere2", "granite", "gpt_neox", "gpt2", "smollm3"),
-    *("seed_oss", "ernie4_5", "exaone4", "arcee", "mixtral", "qwen3_moe", "olmoe", "gpt_oss"),
-    *("phi", "stablelm", "nemotron", "helium", "hunyuan_v1_dense", "apertus"),
+    *("llama", "mistral", "ministral", "ministral3", "cwm", "qwen2", "qwen3", "starcoder2", "olmo", "olmo2", "olmo3"),
+    *("gemma", "gemma2", "gemma3_text", "phi3", "glm", "glm4", "cohere", "cohere2", "granite", "gpt_neox", "gpt2"),
+    *("smollm3", "seed_oss", "ernie4_5", "helium", "exaone4", "arcee", "mixtral", "qwen3_moe", "olmoe", "gpt_oss"),
+    *("phi", "stablelm", "nemotron", "hunyuan_v1_dense", "apertus"),
 )
 TINY = {
     "hidden_size": 64,

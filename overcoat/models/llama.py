@@ -39,7 +39,7 @@ def granite(layer: Any, batch: int) -> tuple[Modules, ...]:
     return branches(layer, batch, scale=float(layer.residual_multiplier))
 
 
-def ernie4_5(layer: Any, batch: int) -> tuple[Modules, ...]:
+def neighbours(layer: Any, batch: int) -> tuple[Modules, ...]:
     """Neighbouring columns of q and k rotate together."""
     return branches(layer, batch, neighbours=True)
 
@@ -80,6 +80,7 @@ FAMILIES = (
     Family.of("llama", "Llama", branches, {"llama": {}, "llama-biases": BIASES}),
     Family.of("mistral", "Mistral", branches, {"mistral": WINDOW}),
     Family.of("ministral", "Ministral", branches, {"ministral": WINDOW}),
+    Family.of("cwm", "Cwm", branches, {"cwm": WINDOW}),
     Family.of(
         "ministral3", "Ministral3", branches, {"ministral3": {"head_dim": 64, "rope_parameters": GROWING}},
         q_scale=q_scale,
@@ -91,7 +92,8 @@ FAMILIES = (
     Family.of("seed_oss", "SeedOss", branches, {"seed_oss": {"head_dim": 64, "residual_dropout": 0.0}}),
     # Norms multiply by 1 + weight; GELU is the gate's activation.
     Family.of("gemma", "Gemma", branches, {"gemma": {"head_dim": 64}}, plus_one=True),
-    Family.of("ernie4_5", "Ernie4_5", ernie4_5, {"ernie4_5": {"use_bias": True}}),
+    Family.of("ernie4_5", "Ernie4_5", neighbours, {"ernie4_5": {"use_bias": True}}),
+    Family.of("helium", "Helium", neighbours, {"helium": BIASES | {"hidden_size": 256, "head_dim": 64}}),
     Family.of("arcee", "Arcee", arcee, {"arcee": {}}),
     Family.of("smollm3", "SmolLM3", smollm3, {"smollm3": {"pad_token_id": 0}}),
     Family.of("olmo", "Olmo", olmo, {"olmo": {"clip_qkv": 0.4}}, norm="OlmoLayerNorm", centered=True),

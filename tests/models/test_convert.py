@@ -16,8 +16,8 @@ from torch import nn
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
-    HeliumConfig,
-    HeliumForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     PhiConfig,
     PhiForCausalLM,
 )
@@ -197,11 +197,11 @@ def test_a_model_of_another_kind_is_refused_with_the_known_kinds() -> None:
 
 
 def test_a_layer_that_looks_like_llamas_is_not_taken_for_one() -> None:
-    """Helium's rotation of neighbouring columns is in its forward alone."""
+    """HunYuan's norms of q and k come after the rotation, in its forward alone."""
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
-    model = HeliumForCausalLM(HeliumConfig(num_hidden_layers=1, vocab_size=64, head_dim=16, **sizes))
+    model = HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(num_hidden_layers=1, vocab_size=64, head_dim=16, **sizes))
     assert model.model.layers[0]._modules.keys() == make_model(layers=1).model.layers[0]._modules.keys()
-    with pytest.raises(ValueError, match="HeliumDecoderLayer is not among the supported kinds"):
+    with pytest.raises(ValueError, match="HunYuanDenseV1DecoderLayer is not among the supported kinds"):
         overcoat.convert(model, strict=True)
 
 
