@@ -45,7 +45,7 @@ from overcoat.models.family import (
 )
 from overcoat.models.images import without_waiting
 from overcoat.models.masks import causal_mask
-from overcoat.models.output import without_logits
+from overcoat.models.output import refuse_second_call, without_logits
 from overcoat.models.patches import why_all_patched, why_patched
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
 from overcoat.recipe import Recipe
@@ -61,7 +61,8 @@ class LossHead(nn.Linear):
         """input (..., H) -> logits (..., V), or their loss."""
         if self.overcoat_loss is None:
             return super().forward(input)
-        return self.overcoat_loss(input, self.weight)
+        loss, self.overcoat_loss = self.overcoat_loss, refuse_second_call
+        return loss(input, self.weight)
 
 
 class FinalNorm(Mixin):

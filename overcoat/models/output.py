@@ -9,9 +9,13 @@ from __future__ import annotations
 import functools
 from typing import Any, NoReturn
 
-MISSING = (
-    "the loss was computed without logits: pass output_logits=True to the model, or convert it with Recipe(head=None)"
-)
+REMEDY = "pass output_logits=True to the model, or convert it with Recipe(head=None)"
+MISSING = f"the loss was computed without logits: {REMEDY}"
+
+
+def refuse_second_call(*_: Any) -> NoReturn:
+    """Of lm_head in a forward that computes its loss there: the other call, a hook's perhaps, got it for logits."""
+    raise ValueError(f"lm_head was called twice while the model computes its loss without logits: {REMEDY}")
 
 
 class NoLogits:

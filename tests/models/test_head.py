@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.loss import loss_utils
 
@@ -284,6 +284,19 @@ def test_logits_of_a_product_that_was_replaced_are_computed(model: nn.Module, mo
     monkeypatch.setattr(F, "linear", lambda x, w, b=None, own=F.linear: own(x, w, b) / 2)
     with pytest.warns(UserWarning, match=r"from all logits: F.linear was replaced, by tests.models.test_head's"):
         model(**make_batch())
+
+
+def test_a_hook_that_calls_lm_head_is_refused(model: nn.Module) -> None:
+    """For logits of an earlier layer: it would get the loss, and take it for these."""
+
+    def look(module: Any, args: Any, output: Tensor) -> None:
+        model.lm_head(output).softmax(-1)
+
+    overcoat.convert(model, ONLY_HEAD)
+    model.model.layers[0].register_forward_hook(look)
+    with pytest.raises(ValueError, match=r"lm_head was called twice .*: pass output_logits=True"):
+        model(**make_batch())
+    assert model(**make_batch(), output_logits=True).logits.dim() == 3
 
 
 @pytest.mark.parametrize("shape", [(2, 60), (1, 61)])
