@@ -43,7 +43,7 @@ def time_line(times: Times, tokens: int, cluster: Cluster) -> str:
     all_gpus = f" ({cluster.gpus * tokens / times.step:,.0f} in all)" if cluster.gpus > 1 else ""
     where = f", {cluster.nodes} hosts, {cluster.network / 1e9:.0f} GB/s between them" if cluster.nodes > 1 else ""
     fast, slow = (max(times.on_gpu, share * times.host) for share in HOSTS)
-    hosts = f"\nfrom {tokens / slow:,.0f} to {tokens / fast:,.0f} by the host, which queues the ops" * (slow > fast)
+    hosts = f"\nfrom {tokens / slow:,.0f} to {tokens / fast:,.0f} with a slow or a fast host (CPU)" * (slow > fast)
     return (
         f"about {tokens / times.step:,.0f} tokens/s on each {cluster.gpu.upper()}{all_gpus}{where}: "
         f"{times.step * 1e3:,.0f} ms a step; {parts}{hosts}\n({ERROR})"

@@ -86,7 +86,7 @@ class LeanLossModel(Mixin):
     overcoat_recipe: Recipe
     overcoat_whole: Whole
     overcoat_family: Optional[Family]
-    # What the last forward in eager mode made: "lean loss", or "all logits".
+    # What the last forward in eager mode made: "loss without logits", or "all logits".
     overcoat_ran: Optional[str] = None
     # The processes between which rows are cut in `train()` (context.py), or None.
     overcoat_context: Any = None
@@ -133,7 +133,7 @@ class LeanLossModel(Mixin):
         is_lean = labels is not None and not wants_logits and keeps_all and self.overcoat_recipe.head is not None
         is_lean = is_lean and not inputs.get("output_router_logits") and self._has_lean_head()
         if not torch.compiler.is_compiling():
-            self.overcoat_ran = "lean loss" if is_lean else "all logits"
+            self.overcoat_ran = "loss without logits" if is_lean else "all logits"
         if self.training and self.overcoat_context is not None:
             if labels is None or not is_lean:
                 raise ValueError(
@@ -317,7 +317,7 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
 
 
 def install_head(model: Any, recipe: Recipe) -> None:
-    """Give a supported model the lean loss, in place; again to change the recipe, even when wrapped by FSDP2 since."""
+    """Give a supported model this loss, in place; again to change the recipe, even when wrapped by FSDP2 since."""
     if not isinstance(model, LeanLossModel):
         model.__class__ = mixed(LeanLossModel, original_class(model))
     head = model.get_submodule(model.overcoat_whole.head)

@@ -44,9 +44,10 @@ class Report:
         self._modules[name] = weakref.ref(module)
 
     def running(self) -> dict[str, str]:
-        """What converted layers and the head ran at their last forward, by name: "FP8", "lean loss", or why not.
+        """What converted layers and the head ran at their last forward, by name.
 
-        Compiled layers cannot be observed: for them it is what they would run now.
+        "FP8", "loss without logits", or why not. Compiled layers cannot be observed: for them it is what they would run
+        now.
         """
         modules = {name: module() for name, module in self._modules.items()}
         return {name: _ran(module) for name, module in modules.items() if module is not None}
@@ -68,7 +69,7 @@ class Report:
             name = f"{first.name} .. {others[-1].name} ({1 + len(others)})" if others else first.name
             rows.append((name, first.kind, "FP8" if first.converted else "left alone", first.detail))
         if self.head is not None:
-            treatment = "lean loss" if self.head.converted else "left alone"
+            treatment = "loss without logits" if self.head.converted else "left alone"
             rows.append((self.head.name, self.head.kind, treatment, self.head.detail))
         head = ("layer", "class", "treatment", "detail")
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(3)]

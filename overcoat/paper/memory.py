@@ -74,8 +74,8 @@ def table2(options: Options) -> Result:
     names = {"bf16": "BF16, ours (Hugging Face, eager)", "paper": "paper's recipe, ours", "default": "default, ours"}
     rows += [{"name": names[key], **kept_units(model, 4, 2048, setup)} for key, setup in SETUPS.items()]
     notes = (
-        "U = tokens x hidden x 2 bytes; the paper's RoPE (2) counts with attention (3). Ours keeps a norm's output for",
-        "the norm and the product behind it, and no product of the activation; Hugging Face's norms keep FP32.",
+        "U = tokens x hidden x 2 bytes; the paper's RoPE (2) counts with attention (3). Ours saves a norm's output",
+        "once, for the norm and the GEMM behind it, and recomputes the activation's; Hugging Face's norms save FP32.",
     )
     return Result("Table 2: kept for the backward by one block, U", columns, rows, notes)
 

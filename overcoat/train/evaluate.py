@@ -88,7 +88,7 @@ class Tasks:
     task or its data are not there."""
 
     def __init__(self, names: list[str]) -> None:
-        load_extra("lm_eval", "eval", f"the tasks {', '.join(names)}")
+        load_extra("lm_eval", "eval", f"evaluating {', '.join(names)}")
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         is_own = all(name.endswith((".yaml", ".yml")) for name in names)
         # The harness has thousands, which take seconds to list.

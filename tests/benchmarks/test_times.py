@@ -11,7 +11,7 @@ from overcoat.estimate.times import ERROR
 
 
 def errors(found: list[Run]) -> list[float]:
-    """Of those that the GPU bounds; hidden 576, in CUDA graphs, apart."""
+    """Of those limited by the GPU; hidden 576, in CUDA graphs, apart."""
     return [abs(run.error) for run in found if run.bounded_by_gpu and "smollm2" not in run.name]
 
 
@@ -28,7 +28,7 @@ def test_predicted_times_of_all_runs(capsys: pytest.CaptureFixture[str]) -> None
     found = list(runs())
     few = [run for run in found if run.bounded_by_gpu]
     median, largest = statistics.median(abs(run.error) for run in few), max(errors(found))
-    stated = f"{len(few)} measured runs that the GPU bounds: median error {median:.1%}, largest {largest:.0%}"
+    stated = f"{len(few)} measured runs limited by the GPU: median error {median:.1%}, largest {largest:.0%}"
     assert ERROR.startswith(stated), stated
     assert max(abs(run.error) for run in few) < 0.2
     main()

@@ -233,4 +233,4 @@ def test_a_task_without_its_data_is_named(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert cli.main(["eval", str(folder), "--tasks", "paper", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
-    assert "the tasks copa, arc_easy, sciq, hellaswag, gsm8k needs the package 'lm_eval'" in said
+    assert "evaluating copa, arc_easy, sciq, hellaswag, gsm8k needs the package 'lm_eval'" in said

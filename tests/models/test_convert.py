@@ -461,14 +461,14 @@ def test_the_report_says_what_ran(model: nn.Module) -> None:
     assert list(report.running()) == names
     assert all("not seen to run" in ran for ran in report.running().values())
     model(**make_batch())
-    assert list(report.running().values()) == ["FP8", "FP8", "lean loss"]
+    assert list(report.running().values()) == ["FP8", "FP8", "loss without logits"]
     model(input_ids=make_batch()["input_ids"])
     assert report.running()["lm_head"] == "all logits"
     model.model.layers[1].mlp.register_forward_hook(lambda *args: None)
     with pytest.warns(UserWarning, match="mlp has hooks"):
         model(**make_batch())
     assert list(report.running().values()) == [
-        "FP8", "original precision: mlp has hooks, which the FP8 block would not run", "lean loss",
+        "FP8", "original precision: mlp has hooks, which the FP8 block would not run", "loss without logits",
     ]  # fmt: skip
     model.eval()(**make_batch())
     assert report.running()["model.layers.0"] == "eval(): the original forward"
@@ -544,7 +544,7 @@ def test_attentions_are_the_models_own(kind: str, by_config: bool) -> None:
     assert all("output_attentions" in ran for name, ran in report.running().items() if "lm_head" not in name)
     model.config.output_attentions = False
     model(**make_batch())
-    assert set(report.running().values()) == {"FP8", "lean loss"}
+    assert set(report.running().values()) == {"FP8", "loss without logits"}
 
 
 def test_hooks_on_layers_and_gradients_run(model: nn.Module) -> None:

@@ -111,7 +111,7 @@ def test_convert_before_or_after_is_the_same() -> None:
             report = overcoat.convert(model)
             assert "LoRA of rank 8" in report.layers[0].detail
         results.append(trained(model, make_batch()))
-        assert set(report.running().values()) == {"FP8", "lean loss"}
+        assert set(report.running().values()) == {"FP8", "loss without logits"}
     assert_equal(*results)
 
 
