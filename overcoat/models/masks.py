@@ -137,7 +137,8 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
         return mask
     if not all(hasattr(layer, "overcoat_family") for layer in layers):  # of `Fp8DecoderLayer`
         return mask
-    if getattr(model.config, "sliding_window", None) and not all(map(_knows_its_window, layers)):
+    kinds = getattr(model.config, "layer_types", None) or [None] * len(layers)
+    if getattr(model.config, "sliding_window", None) and not all(map(_knows_its_window, layers, kinds)):
         return mask
     if position_ids is None:
         if inputs.get("cu_seq_lens_q") is not None:
@@ -190,10 +191,12 @@ def _starts(position_ids: Tensor, lengths: Any, skips: bool) -> Tensor:
     return document_starts(position_ids, skips)
 
 
-def _knows_its_window(layer: nn.Module) -> bool:
-    """Whether the layer's attention is the model's own class, whose window `window_of` reads."""
+def _knows_its_window(layer: nn.Module, kind: Optional[str]) -> bool:
+    """Whether the layer's attention is the model's own class, whose window `window_of` reads, and has one if the
+    configuration's `kind` of layer in this place does: transformers makes masks of it."""
     own = original_class(layer).__module__
-    return any(hasattr(part, "is_causal") and original_class(part).__module__ == own for part in layer.modules())
+    parts = [part for part in layer.modules() if hasattr(part, "is_causal") and original_class(part).__module__ == own]
+    return any(kind is None or (window_of(part) > 0) == (kind == "sliding_attention") for part in parts)
 
 
 def _is_watched(module: nn.Module) -> bool:

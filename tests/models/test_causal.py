@@ -147,11 +147,11 @@ def test_a_sliding_window_is_kept(kind: str, mode: str) -> None:
     assert given.numel() == (7 if mode == "packed" else 0)
     inputs["output_logits"] = False  # with logits `eval()` is transformers' own
     got = trained(model, inputs)
-    layer = model.model.layers[0].self_attn
-    window, place = (layer, "sliding_window") if hasattr(layer, "sliding_window") else (model.config, "sliding_window")
-    setattr(window, place, None)
+    place, without = ("layer_types", ["full_attention"] * 2) if mixed else ("sliding_window", None)
+    own = getattr(model.config, place)
+    setattr(model.config, place, without)
     assert not torch.equal(got["loss"], trained(model, inputs)["loss"])
-    setattr(window, place, 24)
+    setattr(model.config, place, own)
     model.model.layers[1].register_forward_hook(lambda *_: None)
     assert causal_mask(model, inputs) is None
     assert_equal(got, trained(model, inputs))
@@ -177,6 +177,21 @@ def test_a_window_that_the_configuration_changes_later(kind: str) -> None:
     model.model.register_forward_pre_hook(lambda *_: None)  # so that it gets transformers' mask
     assert causal_mask(model, inputs) is None
     assert_equal(got, trained(model, inputs))
+
+
+@pytest.mark.parametrize("kind", ["cohere2", "cwm", "exaone4", "ministral"])
+def test_kinds_of_layers_that_change_later(kind: str) -> None:
+    """Layers keep whether they had a window; masks have it by their place and the configuration."""
+    for change in (
+        lambda model: setattr(model.config, "layer_types", ["full_attention"] * 2),
+        lambda model: setattr(model.config, "layer_types", model.config.layer_types[::-1]),
+        lambda model: model.model.layers.__delitem__(0),
+    ):
+        model, inputs = converted(kind), make_batch(length=LENGTH)
+        change(model)
+        got = trained(model, inputs)
+        model.model.register_forward_pre_hook(lambda *_: None)  # so that it gets transformers' mask
+        assert_equal(got, trained(model, inputs))
 
 
 def test_an_attention_of_others_gets_the_mask_that_holds_the_window() -> None:
