@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn.functional import all_reduce
 
 from overcoat.block.attention import Attention
 from overcoat.block.context import own_part
@@ -24,6 +23,21 @@ from overcoat.models.gather import fsdp_params
 from overcoat.models.head import LeanLossModel, find_causal_model, shifted, why_head_replaced
 from overcoat.models.masks import nothing_hidden
 from overcoat.models.refusals import branches_of
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over processes whose gradient is summed, too. PyTorch's own function for it warns since 2.13."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, group: Any) -> Tensor:
+        ctx.group, summed = group, loss.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        return _Sum.apply(dloss, ctx.group), None
+
 
 TAKEN = {"input_ids", "inputs_embeds", "labels", "shift_labels", "num_items_in_batch", "ignore_index", "return_dict"}
 
@@ -84,7 +98,7 @@ class Context:
 
     def sum(self, loss: Tensor) -> Tensor:
         """The loss of the whole rows; its gradient is summed over the processes, too."""
-        summed: Tensor = all_reduce(loss, group=self.group)
+        summed: Tensor = _Sum.apply(loss, self.group)
         return summed
 
     def _check(self, model: Any, labels: Tensor) -> None:
