@@ -46,7 +46,7 @@ LINK_SHOWS, PCIE_SHOWS = 0.7, 0.5
 # From one host to another, for each GPU: 400 Gbit/s. Not measured.
 NETWORK = 50e9
 # Beside the measured runs; tests/benchmarks/test_times.py holds it.
-ERROR = "51 measured runs limited by the GPU: median error 2.1%, largest 14% (hidden 576: 20%); hosts differ by 2x"
+ERROR = "50 measured runs limited by the GPU: median error 2.1%, largest 14% (hidden 576: 20%); hosts differ by 2x"
 
 _FREE = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "_unsafe_view")
 
