@@ -1,1 +1,3 @@
-from tests import products as products  # in every process that runs tests
+from overcoat.train.products import compute_in_fp32
+
+compute_in_fp32()  # in every process that runs tests

@@ -31,6 +31,7 @@ from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import DataConfig, require, said_of
 from overcoat.train.evaluate import Tasks, perplexity, task_names
 from overcoat.train.files import MANIFEST, verify_directory
+from overcoat.train.products import compute_in_fp32
 from overcoat.train.shards import is_sharded, read_model
 from overcoat.train.sources import find_files, has_rows, read_documents, rows, text_of
 from overcoat.train.tokenizer import load_tokenizer
@@ -75,6 +76,8 @@ def run(parsed: argparse.Namespace) -> int:
         require(value is None or value >= 1, f"--{name} {value}: must be at least 1")
     device = torch.device(parsed.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     require(device.type == "cpu" or torch.cuda.is_available(), "--device cuda: PyTorch sees no CUDA GPU here")
+    if device.type == "cpu":
+        compute_in_fp32()
     targets = [find_target(name) for name in parsed.targets]
     with contextlib.redirect_stdout(sys.stderr):  # where notices of libraries belong, DeepSpeed's say
         texts = {text: _documents(text, parsed) for text in parsed.text}

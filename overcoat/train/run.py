@@ -42,6 +42,7 @@ from overcoat.train.metrics import METRICS, PLAIN, RunLog, forget_peak, read_met
 from overcoat.train.out_of_memory import LostStepError, RestartError, free_memory, recorded_fits, whatever_the_batch
 from overcoat.train.parallel import build_sharded, check_parallel
 from overcoat.train.process import choose_device
+from overcoat.train.products import compute_in_fp32
 from overcoat.train.state import TrainState
 
 LOCK = ".lock"
@@ -157,6 +158,8 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         fit = recorded[min(recorded)] if recorded else first_fit(config, device, corpus.tokenizer)
         state, report = make_state(config, corpus, device, fit)
     say(str(report))
+    if device.type == "cpu" and compute_in_fp32() and config.model.dtype == "bfloat16":
+        say("this CPU has no AVX-512: BF16 products are computed in FP32 and rounded once")
     if device.type == "cpu" and config.train.device == "auto":
         count = sum(parameter.numel() for parameter in state.model.parameters())
         tokens = config.train.steps * config.train.rows_per_step * config.data.sequence_length

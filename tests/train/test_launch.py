@@ -26,7 +26,6 @@ from overcoat.train.launch import _cause, _explain, launch
 from overcoat.train.out_of_memory import RESTART
 from overcoat.train.run import run_once
 from tests.processes import on_two
-from tests.products import compute_as_users_do
 from tests.train.conftest import TINY
 from tests.train.runs import losses
 
@@ -86,7 +85,6 @@ def kill_after(step: int, launcher: Launcher, run_dir: Path, place: int) -> None
 
 
 def _run(_rank: int, config: Config) -> None:
-    compute_as_users_do()  # as the workers did, whose numbers these go on with
     run_once(config, Console(quiet=True), "unbroken")
 
 
