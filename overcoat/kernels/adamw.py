@@ -119,8 +119,8 @@ class Piece(NamedTuple):
         return flat if self.stop - self.start == rows else flat[self.start * width : self.stop * width]
 
 
-def _bundles(layouts: Sequence[Rows]) -> Iterator[list[Piece]]:
-    """All rows in pieces, as many together as have `CHUNK` elements, rows of one length side by side.
+def _bundles(layouts: Sequence[Rows], group_size: int) -> Iterator[list[Piece]]:
+    """All rows in pieces, as many together as have `CHUNK` elements with their padding, rows of one length together.
 
     So a small parameter takes no operations of its own, and temporaries never grow with the model.
     """
@@ -128,10 +128,10 @@ def _bundles(layouts: Sequence[Rows]) -> Iterator[list[Piece]]:
     size = 0
     for owner in sorted(range(len(layouts)), key=lambda i: layouts[i].columns):
         layout = layouts[owner]
-        rows = max(1, CHUNK // max(1, layout.columns))
+        rows = max(1, CHUNK // max(1, layout.groups * group_size))
         for start in range(0, layout.rows if layout.columns else 0, rows):
             piece = Piece(owner, start, min(start + rows, layout.rows), layout)
-            elements = (piece.stop - start) * layout.columns
+            elements = piece.groups * group_size
             if bundle and size + elements > CHUNK:
                 yield bundle
                 bundle, size = [], 0
@@ -186,7 +186,7 @@ def step_parameters(
     """Step parameters of one dtype and their states in place; all contiguous. coefficients: (T, 3)."""
     device, bits = params[0].device, RANDOM_BITS[hyper.master]
     steps, key_of = torch.stack(list(states["step"])), torch.tensor(keys, dtype=torch.int32, device=device)
-    for pieces in _bundles([rows_of(param.shape, hyper.group_size) for param in params]):
+    for pieces in _bundles([rows_of(param.shape, hyper.group_size) for param in params], hyper.group_size):
         groups = Groups(pieces, first_groups, hyper.group_size, device)
         of_group = group_bits(key_of[groups.owner], steps[groups.owner], groups.number)
         random = of_group, random_bits(of_group, hyper.group_size, bits) if bits else None

@@ -77,6 +77,14 @@ def test_parameters_step_together_as_they_do_alone(moments):
     assert differing_bytes(together[0] + together[2], alone[0] + alone[2]) == 0
 
 
+def test_padding_counts_as_elements():
+    """Rows of one element, as of depthwise convolutions, take a group each: temporaries would grow with them."""
+    layouts = [rows_of(shape, 128) for shape in ((5000, 1), (4096, 1, 4), (300,), ())]
+    bundles = list(adamw._bundles(layouts, 128))
+    assert max(sum(piece.groups for piece in pieces) for pieces in bundles) * 128 <= adamw.CHUNK
+    assert sum(piece.groups for pieces in bundles for piece in pieces) == 5000 + 4096 + 3 + 1
+
+
 @pytest.mark.parametrize("chunk", [1, 130, 400])
 def test_chunks_of_any_size_give_the_same_bits(monkeypatch, chunk):
     """Also the random numbers by which weights, maxima and small codes are rounded."""
