@@ -38,11 +38,11 @@ def _in_fp32(name: str, place: str) -> Any:
 
     def product(keys: Any, *operands: Tensor, out: Optional[Tensor] = None, **options: Any) -> Tensor:
         into = {} if out is None else {"out": out}
-        if operands[-1].dtype != torch.bfloat16:
+        if any(each.dtype != torch.bfloat16 for each in (*operands, *into.values())):
             return kernel.call_boxed(keys, *operands, **into, **options)
         found = plain.call_boxed(keys, *(each.float() for each in operands), **options)
         if place == "":
             return found.bfloat16()
-        return (operands[0] if out is None else out).copy_(found)
+        return (operands[0] if out is None else out.resize_(found.shape)).copy_(found)
 
     return product

@@ -32,6 +32,25 @@ def test_products_are_those_of_fp32_rounded_once() -> None:
 
 
 @pytest.mark.usefixtures("old_cpu")
+def test_what_pytorch_refuses_is_refused() -> None:
+    """Or tests would pass here alone."""
+    a, b = torch.randn(3, 4).bfloat16(), torch.randn(4, 5).bfloat16()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        torch.mm(a.float(), b)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        torch.addmm(torch.zeros(5), a, b)
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.mm(a, b, out=torch.empty(3, 5))
+
+
+@pytest.mark.usefixtures("old_cpu")
+def test_an_empty_out_takes_the_shape_of_the_product() -> None:
+    a, b, out = torch.randn(3, 4).bfloat16(), torch.randn(4, 5).bfloat16(), torch.empty(0, dtype=torch.bfloat16)
+    torch.mm(a, b, out=out)
+    assert torch.equal(out, a @ b)
+
+
+@pytest.mark.usefixtures("old_cpu")
 def test_gradients_flow_through() -> None:
     x, w = (torch.randn(4, 8).bfloat16().requires_grad_() for _ in range(2))
     torch.nn.functional.linear(x, w).sum().backward()
