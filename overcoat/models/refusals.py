@@ -90,10 +90,11 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
 
 
 def _why_other_weights(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[str]:
-    """Weights of another class stay in nn.Linear: quantized ones of torchao."""
+    """Weights of another class stay in nn.Linear: quantized ones of torchao. A subclass of Parameter may be a mark."""
     for linear in (each for modules in branches if modules.core is not None for each in (*modules.into, modules.out)):
-        kind = type(base_of(linear)._parameters.get("weight"))
-        if kind.__module__.partition(".")[0] not in ("torch", "overcoat", "builtins"):
+        kind: Any = type(base_of(linear)._parameters.get("weight"))
+        is_mark = issubclass(kind, nn.Parameter) and kind.__torch_function__ is nn.Parameter.__torch_function__
+        if not is_mark and kind.__module__.partition(".")[0] not in ("torch", "overcoat", "builtins"):
             return f"{_path(layer, linear)}.weight is a {kind.__module__}.{kind.__name__}, not a plain tensor"
     return None
 

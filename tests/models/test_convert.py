@@ -339,6 +339,20 @@ def test_quantized_weights_of_plain_linear_layers_are_left_to_the_original() -> 
         overcoat.convert(model)
 
 
+def test_weights_of_a_parameters_subclass_train_in_fp8() -> None:
+    """Of those who mark parameters by it; it computes as any other."""
+
+    class Marked(nn.Parameter): ...
+
+    model = make_model(layers=1)
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = Marked(linear.weight.detach())
+    report = overcoat.convert(model)
+    model(**make_batch()).loss.backward()
+    assert report.running()["model.layers.0"] == "FP8"
+    assert type(linear.weight) is Marked
+
+
 def test_a_weight_that_is_no_parameter_is_refused() -> None:
     model = make_model(layers=1)
     overcoat.convert(model)
