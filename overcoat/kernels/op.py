@@ -31,6 +31,7 @@ from typing import Any, Callable
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._device import DeviceContext
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 _library = torch.library.Library("overcoat", "DEF")
 
@@ -167,18 +168,24 @@ class Op(torch._ops.OpOverload):
 
     def cuda(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Register the kernel's launcher for CUDA tensors."""
+        self.kernel = self.counting_versions(function)
+        _library.impl(self._opname, self.kernel, "CUDA")
+        return function
+
+    def counting_versions(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """PyTorch counts what its own ops write to, unless a mode calls them, so that it sees when a saved tensor has
+        changed."""
+        if not self.written:
+            return function
 
         @functools.wraps(function)
-        def counting_versions(*args: Any, **kwargs: Any) -> Any:
-            """PyTorch counts what its own ops write to, so that autograd sees when a saved tensor has changed."""
+        def run(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
             for place, name in self.written:
                 torch.autograd.graph.increment_version(args[place] if place < len(args) else kwargs[name])
             return result
 
-        self.kernel = counting_versions if self.written else function
-        _library.impl(self._opname, self.kernel, "CUDA")
-        return function
+        return run
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:
         self._introduce_to_inductor()
@@ -226,7 +233,9 @@ def op(reference: Callable[..., Any] | None = None, *, mutates: tuple[str, ...] 
     made.__class__, made.__doc__ = Op, reference.__doc__
     made.reference, made.written = reference, [(names.index(each), each) for each in mutates]
     made.shapes = _without_autocast(reference)
-    _library.impl(name, made.shapes, "CompositeExplicitAutograd")
+    _library.impl(name, made.counting_versions(made.shapes), "CompositeExplicitAutograd")
+    if mutates:  # a recomputation that took its saved results would leave the write out
+        SAC_IGNORED_OPS.add(made)
     torch.library.register_fake(f"overcoat::{name}", made._fake, lib=_library)
     CATALOGUE[name] = made
     return made

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -578,6 +579,20 @@ def test_gradient_checkpointing_gives_the_same_gradients(model: nn.Module, reent
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert_equal(trained(model, make_batch()), expected)
+
+
+@pytest.mark.parametrize("saved", ["attention", "qk_rope_encode12_", "gemm"])
+def test_selective_checkpointing_gives_the_same_gradients_or_none(model: nn.Module, saved: str) -> None:
+    """Of all that it may save, q, k and v are written to by the op after theirs."""
+    overcoat.convert(model)
+    expected = trained(model, make_batch())
+    contexts = functools.partial(create_selective_checkpoint_contexts, [getattr(torch.ops.overcoat, saved).default])
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    if saved == "gemm":
+        with pytest.raises(RuntimeError, match="cached during selective activation checkpoint has been mutated"):
+            trained(model, make_batch())
+    else:
+        assert_equal(trained(model, make_batch()), expected)
 
 
 @pytest.mark.parametrize(
