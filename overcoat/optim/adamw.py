@@ -209,7 +209,8 @@ class AdamW(torch.optim.Optimizer):
             if self.release is not None:
                 self.release.end_step()
                 self.release.drop_states()
-            return {**saved, "state": rest}
+            groups = [{**group, "betas": group["betas"][:2]} for group in saved["param_groups"]]  # without `CODES`
+            return {**saved, "state": rest, "param_groups": groups}
 
         def put(_: Any) -> None:
             for group in self.param_groups:

@@ -43,6 +43,8 @@ from overcoat.recipe import GROUP_SIZES
 OPTIONS = ("moments", "master", "group_size", "betas", "eps", "weight_decay", "seed")
 FORMAT_OPTIONS = OPTIONS[:3]
 TORCHS_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
+# A third beta in saved groups whose moments are codes: torch's optimizers fail at their first step.
+CODES = "its moments are codes, which overcoat.AdamW alone reads"
 _options_of = operator.itemgetter(*OPTIONS)
 
 
@@ -282,7 +284,11 @@ def match_saved(
 
 
 def make_plain(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Hook of `state_dict`: states as plain dictionaries; with offload copies, since later steps write to theirs."""
+    """Hook of `state_dict`: states as plain dictionaries; with offload copies, since later steps write to theirs.
+    Groups whose states other optimizers would take for moments are marked."""
+    for group in saved["param_groups"]:
+        if any(MOMENT_CODES[name].grouped for name in group["moments"]):
+            group["betas"] = (*group["betas"], CODES)
     for index, state in saved["state"].items():
         if isinstance(state, dict):
             saved["state"][index] = {

@@ -179,6 +179,22 @@ def test_the_state_of_another_optimizer_is_refused_by_name():
         AdamW([param]).load_state_dict(other.state_dict())
 
 
+@pytest.mark.parametrize("moments", ["8bit", ("e5m2", "fp32")])
+def test_torchs_adamw_takes_no_codes_for_moments(moments):
+    params, copies = make_params(), make_params()
+    optimizer, other = AdamW(params, moments=moments), torch.optim.AdamW(copies)
+    train(params, optimizer, 1)
+    other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        train(copies, other, 1)
+    assert_same_bits(copies, make_params())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    plain = AdamW(copies, moments="fp32")
+    other.load_state_dict(plain.state_dict())
+    train(copies, other, 1)
+
+
 # ---- what a torch optimizer can do ---------------------------------------------------------------------
 
 
