@@ -4,10 +4,11 @@
     to host                         [of block 0 ...........]
     to device                                                        [of block 0 ...........]
 
-A block's tensors have the time of `AHEAD` blocks to leave, and as much to come back: after the forward of the second
-block behind it the current stream waits for the copy and their memory is free; before the backward of that same block
-the copy back begins. So at most that many blocks are under way, and memory is given back at a fixed place in the
-stream's order: `Tensor.record_stream` would give it back when the host happens to look, and a host runs far ahead.
+A block's tensors have the time of `AHEAD` offloaded blocks to leave, and as much to come back: two blocks if all are
+offloaded, four if every second one is (`Offload.ahead`). After the forward of the block so many behind it the current
+stream waits for the copy and their memory is free; before the backward of that same block the copy back begins. So
+about two blocks are under way, and memory is given back at a fixed place in the stream's order: `Tensor.record_stream`
+would give it back when the host happens to look, and a host runs far ahead.
 
 Moved is what the block made itself: no parameter, no table or mask that all blocks share, nothing below `LEAST_BYTES`.
 Autograd's hooks on the saved tensors (`SavedTensor.register_hooks`) say how long it may be asked for it; then the host
@@ -25,7 +26,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Optional
+from typing import Any, Literal, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -33,29 +34,45 @@ from torch import Tensor
 from overcoat.host import Buffer, Pool, host_buffer, packed
 from overcoat.memory import without_hooks
 
-# Blocks whose forward a copy may take, and whose backward. By calculation a block of Llama-2-7B on an H200 takes 4 ms
-# forward and 8 ms backward, the copy of what it keeps 8 ms (PCIe 5.0).
-AHEAD = 2
+# Offloaded blocks that are under way, and the most blocks, offloaded or not, that a copy may take. At 4 x 2048 tokens a
+# block of Llama-2-7B on an H200 takes 4 ms forward and 8 ms backward, the copy of what it keeps 10 ms (PCIe 5.0).
+AHEAD, MOST_AHEAD = 2, 4
 # Smaller tensors stay on the device.
 LEAST_BYTES = 64 * 2**10
 
 
-def choose_blocks(count: int | Literal["all"], blocks: int) -> set[int]:
+class Offload(NamedTuple):
+    """places: the blocks that keep their tensors in host memory. ahead: blocks whose forward a copy may take."""
+
+    places: set[int]
+    ahead: int
+
+
+def choose_blocks(count: int | Literal["all"], blocks: int, tower: int = 0) -> Offload:
     """Which of so many blocks in a row keep their tensors in host memory.
 
-    Evenly spread: then the copies overlap with the forwards in between as well. Not the last `AHEAD`, whose tensors
-    would come back before they have left.
+    Evenly spread: then the copies overlap with the forwards in between as well. Not the last ones, whose tensors would
+    come back before they have left. Of a vision tower's blocks, the first `tower`, as many as the others do not make
+    up: they keep little, and are done before a large copy is.
     """
-    able = max(blocks - AHEAD, 0)
+    others, able = blocks - tower, max(blocks - AHEAD, 0)
     wanted = able if count == "all" else min(count, able)
-    return {block for block in range(able) if -(-(block + 1) * wanted // able) > -(-block * wanted // able)}
+    large = min(wanted, max(others - AHEAD, 0))
+    ahead = max(min(AHEAD * others // max(large, 1), others - large, MOST_AHEAD), AHEAD)
+    chosen = {tower + place for place in _spread(large, others - ahead)}
+    return Offload(_spread(wanted - large, min(tower, able)) | chosen, ahead)
+
+
+def _spread(wanted: int, able: int) -> set[int]:
+    """So many of `able` places, evenly."""
+    return {place for place in range(able) if -(-(place + 1) * wanted // able) > -(-place * wanted // able)}
 
 
 class _Offloaded:
     """What one block keeps in host memory, as long as autograd may ask for it."""
 
-    def __init__(self, transfers: Transfers, tensors: list[Tensor], buffer: Buffer) -> None:
-        self.transfers, self.buffer = transfers, buffer
+    def __init__(self, transfers: Transfers, tensors: list[Tensor], buffer: Buffer, ahead: int) -> None:
+        self.transfers, self.buffer, self.ahead = transfers, buffer, ahead
         self.on_device: Optional[list[Tensor]] = tensors
         self.kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
         self.sent: Any = None  # CUDA events: after the copy to the host, and after the one back
@@ -128,7 +145,7 @@ class Transfers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool = Pool(self._make)
-        self.recent: deque[Optional[weakref.ref[_Offloaded]]] = deque([None] * AHEAD, AHEAD)
+        self.recent: deque[Optional[weakref.ref[_Offloaded]]] = deque([None] * MOST_AHEAD, MOST_AHEAD)
         self.on_fetch: Callable[[Tensor], None] = lambda _: None
         self.is_cuda = device.type == "cuda"
         if self.is_cuda:
@@ -165,19 +182,19 @@ class Transfers:
         with torch.cuda.stream(stream):
             yield stream.record_event
 
-    def store(self, tensors: list[Tensor]) -> _Offloaded:
+    def store(self, tensors: list[Tensor], ahead: int) -> _Offloaded:
         """Begin to copy a block's tensors to the host."""
         _, size = packed([tensor.nbytes for tensor in tensors])
-        return _Offloaded(self, tensors, self.pool.take(size))
+        return _Offloaded(self, tensors, self.pool.take(size), ahead)
 
     def follow(self, y: Tensor, offloaded: Optional[_Offloaded]) -> None:
-        """A block has returned y and left `offloaded`: the one `AHEAD` before it has had its time, each way."""
-        before = self.recent[0]
+        """A block has returned y and left `offloaded`: the one `ahead` before it has had its time, each way."""
+        for age, before in enumerate(reversed(self.recent), start=1):
+            earlier = None if before is None else before()
+            if earlier is not None and before is not None and earlier.ahead == age:
+                earlier.leave()
+                y.register_hook(functools.partial(_fetch, before))
         self.recent.append(None if offloaded is None else weakref.ref(offloaded))
-        earlier = None if before is None else before()
-        if earlier is not None and before is not None:
-            earlier.leave()
-            y.register_hook(functools.partial(_fetch, before))
 
 
 def _fetch(of: weakref.ref[_Offloaded], _gradient: Tensor) -> None:
@@ -208,13 +225,13 @@ def separate(device: torch.device) -> Iterator[Transfers]:
             _transfers[device] = before
 
 
-def run_offloaded(block: Callable[[], Tensor], num_inputs: int, is_chosen: bool) -> Tensor:
+def run_offloaded(block: Callable[[], Tensor], num_inputs: int, ahead: int) -> Tensor:
     """Run a block of a model of which some are offloaded.
 
     Args:
         block: returns the result of one autograd node.
         num_inputs: the first tensors that the node saves, which are not its own.
-        is_chosen: whether what it keeps goes to host memory.
+        ahead: blocks whose forward the copy of what it keeps may take; 0: it stays on the device.
     """
     with without_hooks() as note:
         y = block()
@@ -222,13 +239,13 @@ def run_offloaded(block: Callable[[], Tensor], num_inputs: int, is_chosen: bool)
             return y
         node: Any = y.grad_fn
         tensors, saved = node.saved_tensors, node._raw_saved_tensors
-        moved = [place for place, x in enumerate(tensors) if is_chosen and place >= num_inputs and _is_worth_it(x)]
+        moved = [place for place, x in enumerate(tensors) if ahead and place >= num_inputs and _is_worth_it(x)]
         for place, x in enumerate(tensors):
             if x is not None:
                 note(x, place in moved)
         offloaded = None
         if moved:
-            offloaded = transfers(y.device).store([tensors[place] for place in moved])
+            offloaded = transfers(y.device).store([tensors[place] for place in moved], ahead)
             for index, place in enumerate(moved):
                 saved[place].register_hooks(functools.partial(_index, index), offloaded.tensor)
     del tensors

@@ -235,12 +235,13 @@ class _Block(torch.autograd.Function):
         return (dx.view(dy.shape), None, None, None, None, None, *tensors_of(gradients))
 
 
-def run_block(x: Tensor, block: Block, tables: Tables, recipe: Recipe, offload: Optional[bool] = None) -> Tensor:
+def run_block(x: Tensor, block: Block, tables: Tables, recipe: Recipe, offload: Optional[int] = None) -> Tensor:
     """One decoder block on tokens x (T, H) or (B, S, H) as one autograd node; the result has x's shape.
 
     Keeps 5.8 U in Llama-2-7B, or with `Recipe.checkpoint = "block"` 0.5 U, and recomputes the rest.
 
-    offload: whether it keeps that in host memory; None in a model of which no block does.
+    offload: blocks whose forward the copy of that to host memory may take, 0: it stays on the device; None in a model
+        of which no block's goes.
 
     Raises:
         ValueError: no tokens, tables of others, or tables that the kernels' 32-bit offsets do not reach.

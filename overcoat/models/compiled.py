@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overcoat.models.family import decoder_layers, whole_of
-from overcoat.models.head import find_causal_model
+from overcoat.models.family import decoder_layers, tower_path
 
 
 def compile_layers(model: nn.Module, graphs: bool) -> None:
@@ -82,9 +81,7 @@ def _forward_rows(layer: Any, rows: Tensor, is_flat: bool, are_images: bool, **k
 
 def graph_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that become CUDA graphs, by name: a vision tower's, or all of a model without one."""
-    name, causal = find_causal_model(model) or ("", model)
-    whole = whole_of(causal)
-    tower = f"{name}.{whole.vision}.".removeprefix(".") if whole is not None and whole.vision else ""
+    tower = tower_path(model)
     return {path: layer for path, layer in decoder_layers(model).items() if path.startswith(tower)}
 
 

@@ -18,7 +18,16 @@ from overcoat.block.attention import Attention
 from overcoat.block.offload import choose_blocks
 from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
 from overcoat.models.decoder import Fp8DecoderLayer
-from overcoat.models.family import Family, decoder_layers, families, family_of, mixed, original_class, whole_of
+from overcoat.models.family import (
+    Family,
+    decoder_layers,
+    families,
+    family_of,
+    mixed,
+    original_class,
+    tower_path,
+    whole_of,
+)
 from overcoat.models.head import find_causal_model, install_head, remove_head, why_head_unsupported
 from overcoat.models.lora import active_adapters
 from overcoat.models.masks import cache_of
@@ -92,7 +101,7 @@ def convert(
     _check_converted(report, strict)
     for name in report.converted:
         report.watch(name, layers[name])
-    _choose_offloaded(layers, report)
+    _choose_offloaded(model, layers, report)
     if end is not None:
         report.head = _convert_head(end, recipe)
         if report.head.converted:
@@ -193,12 +202,15 @@ def _convert_layer(
     return LayerReport(name, kind, True, f"{detail}, in eval() too" if eval_fp8 else detail)
 
 
-def _choose_offloaded(layers: dict[str, nn.Module], report: Report) -> None:
+def _choose_offloaded(model: nn.Module, layers: dict[str, nn.Module], report: Report) -> None:
     """Tell the converted layers which of them keep their tensors in host memory, and say so in the report."""
-    count = report.recipe.offload_blocks
-    chosen = [report.converted[place] for place in choose_blocks(count, len(report.converted))]
-    for name in report.converted:
-        layers[name].overcoat_offload = name in chosen if count else None  # type: ignore[assignment]
+    count, tower = report.recipe.offload_blocks, tower_path(model)
+    of_tower = [name for name in report.converted if tower and name.startswith(tower)]
+    names = of_tower + [name for name in report.converted if name not in of_tower]  # as they run
+    places, ahead = choose_blocks(count, len(names), len(of_tower))
+    chosen = {names[place] for place in places}
+    for name in names:
+        layers[name].overcoat_offload = ahead * (name in chosen) if count else None  # type: ignore[assignment]
     for place, row in enumerate(report.layers):
         if row.name in chosen:
             report.layers[place] = row._replace(detail=f"{row.detail}, in host memory")

@@ -209,8 +209,8 @@ class Fp8DecoderLayer(Mixin):
     overcoat_own: Any  # the layer's own class
     # The names of the arguments of the layer's own forward after hidden_states.
     overcoat_arguments: tuple[str, ...] = ()
-    # Whether this layer's kept tensors go to host memory; None where those of no layer do.
-    overcoat_offload: Optional[bool] = None
+    # Layers whose forward the copy of kept tensors to host memory may take; 0: they stay; None: those of no layer go.
+    overcoat_offload: Optional[int] = None
     overcoat_eval: bool = False  # whether it computes in FP8 in `eval()` too
     # What the last forward in eager mode ran: "FP8", or why not.
     overcoat_ran: Optional[str] = None

@@ -239,3 +239,10 @@ def whole_of(model: nn.Module | type[nn.Module]) -> Optional[Whole]:
     original = original_class(model)
     found = (each for each in wholes() if (each.module, each.name) == (original.__module__, original.__name__))
     return next(found, None)
+
+
+def tower_path(model: nn.Module) -> str:
+    """What the names of all modules in a model's vision tower begin with, a dot at the end; "" without a tower."""
+    found = ((name, whole_of(module)) for name, module in model.named_modules())
+    paths = (f"{name}.{whole.vision}." for name, whole in found if whole is not None and whole.vision)
+    return next(paths, "").removeprefix(".")

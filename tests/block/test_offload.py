@@ -16,7 +16,7 @@ import overcoat
 from overcoat import Recipe, memory
 from overcoat.block import offload
 from overcoat.block import run as block
-from overcoat.block.offload import AHEAD, LEAST_BYTES, choose_blocks, transfers
+from overcoat.block.offload import AHEAD, LEAST_BYTES, MOST_AHEAD, choose_blocks, transfers
 from tests.models.zoo import make_batch, make_model
 from tests.waits import waiting_is_an_error
 
@@ -79,16 +79,30 @@ def assert_all_given_back(buffers=LAYERS - AHEAD):
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 12, 32])
-def test_as_many_blocks_as_asked_for_are_chosen(blocks):
-    able = max(blocks - AHEAD, 0)
-    for count in range(blocks + 3):
-        chosen = choose_blocks(count, blocks)
-        assert len(chosen) == min(count, able)
-        assert chosen <= set(range(able))
-        assert count == 0 or able == 0 or 0 in chosen
-    assert choose_blocks("all", blocks) == set(range(able))
-    assert sorted(choose_blocks(8, 34)) == [0, 4, 8, 12, 16, 20, 24, 28]
-    assert sorted(choose_blocks(5, 9)) == [0, 1, 2, 4, 5]
+@pytest.mark.parametrize("tower", [0, 5])
+def test_as_many_blocks_as_asked_for_are_chosen(blocks, tower):
+    """A tower's when the others are used up, and of the others none that would come back before it has left."""
+    able, others = max(tower + blocks - AHEAD, 0), max(blocks - AHEAD, 0)
+    for count in range(blocks + tower + 3):
+        places, ahead = choose_blocks(count, tower + blocks, tower)
+        assert len(places) == min(count, able)
+        assert sum(place >= tower for place in places) == min(count, others)
+        assert AHEAD <= ahead <= MOST_AHEAD
+        assert all(place < tower + blocks - ahead for place in places)
+        assert count == 0 or others == 0 or tower in places
+    assert choose_blocks("all", tower + blocks, tower) == (set(range(able)), AHEAD)
+
+
+def test_copies_have_time_and_few_are_under_way():
+    """A block's memory is given back by when the second offloaded block behind it has run."""
+    assert choose_blocks(8, 36) == (set(range(0, 32, 4)), 4)
+    assert choose_blocks(3, 10, 1) == ({1, 2, 4}, 4)
+    assert choose_blocks(5, 9) == ({0, 1, 2, 3, 4}, 3)
+    assert choose_blocks(24, 36)[1] == 3
+    for count in range(1, 31):
+        places, ahead = choose_blocks(count, 32)
+        for first in range(32):
+            assert sum(first <= place < first + ahead for place in places) <= AHEAD + 1
 
 
 # ---- the same bits --------------------------------------------------------------------------------------------------
@@ -260,7 +274,7 @@ def test_nothing_is_read_before_it_was_copied(untouched, count, forwards, monkey
                 losses.pop().backward(retain_graph=count == "all")
 
     assert_changes_nothing(untouched, run, Recipe(offload_blocks=count))
-    assert len(late.queues["to_device"]) > 2 * forwards * len(choose_blocks(count, LAYERS))
+    assert len(late.queues["to_device"]) > 2 * forwards * len(choose_blocks(count, LAYERS).places)
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
@@ -328,7 +342,7 @@ def test_memory_on_a_gpu_is_less_by_what_is_offloaded(count):
         loss = _large_loss(model)
     del loss
     (plain, plain_peak), (offloaded, offloaded_peak) = found[1], found[3]
-    blocks = len(choose_blocks(count, 12))
+    blocks = len(choose_blocks(count, 12).places)
     assert kept.host_bytes > blocks * 18 * 2**20
     assert plain - offloaded == pytest.approx(kept.host_bytes, rel=0.01)
     # In the backward two blocks are on their way back beside the one at work.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import overcoat
 from overcoat import Recipe
 from overcoat.models.compiled import begin_pass, compile_layers, graph_layers
-from overcoat.models.family import VISION_LANGUAGE
+from overcoat.models.family import VISION_LANGUAGE, tower_path
 from overcoat.models.output import NoLogits
 from tests.emulation import emulate_fp8_gemms, sqnr
 from tests.models.graphs import recorded, skipped
@@ -89,12 +89,13 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = 
 }
 
 
-def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:
+    """more: of the text's configuration."""
     torch.manual_seed(0)
     text, vision, extra, _ = MODELS[name]
     model_class = getattr(transformers, f"{name}ForConditionalGeneration")
     ids = {"image_token_id": IMAGE, "image_token_index": IMAGE, "vision_start_token_id": START, "video_token_id": 92}
-    config = model_class.config_class(text_config={**TEXT, **text}, vision_config=vision, **ids, **extra)
+    config = model_class.config_class(text_config={**TEXT, **text, **more}, vision_config=vision, **ids, **extra)
     model = model_class(config).to(dtype)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -219,6 +220,15 @@ def test_text_that_sees_all_tokens_is_transformers_own(packed: bool) -> None:
         seen.append(embeds.grad[0].abs().sum(-1) > 0)
     assert torch.equal(*seen)
     assert seen[0][20] != packed
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen3VL"])
+def test_text_layers_are_offloaded_before_a_towers(name: str) -> None:
+    model = make_model(name, num_hidden_layers=5)
+    for count, of_text, of_tower in ((2, 2, 0), (4, 3, 1), ("all", 3, 2)):
+        report = overcoat.convert(model, Recipe(offload_blocks=count))
+        moved = [row.name.startswith(tower_path(model)) for row in report.layers if "in host memory" in row.detail]
+        assert (moved.count(False), moved.count(True)) == (of_text, of_tower)
 
 
 @pytest.mark.parametrize("name", ["Llava", "Qwen2_5_VL"])
