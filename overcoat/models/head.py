@@ -46,7 +46,7 @@ from overcoat.models.family import (
 from overcoat.models.images import without_waiting
 from overcoat.models.masks import causal_mask
 from overcoat.models.output import refuse_second_call, without_logits
-from overcoat.models.patches import why_all_patched, why_patched
+from overcoat.models.patches import why_all_patched, why_mode, why_patched
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
 from overcoat.recipe import Recipe
 
@@ -313,7 +313,8 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
     if torch.compiler.is_compiling():
         return None
     reason = why_patched(ForCausalLMLoss, "ForCausalLMLoss")
-    return reason or why_patched(F.cross_entropy, "F.cross_entropy") or why_patched(F.linear, "F.linear")
+    reason = reason or why_patched(F.cross_entropy, "F.cross_entropy") or why_patched(F.linear, "F.linear")
+    return reason or why_mode()
 
 
 def install_head(model: Any, recipe: Recipe) -> None:

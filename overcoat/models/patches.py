@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 # And what they decorate their own with.
 LIBRARIES = ("transformers", "torch", "torchtitan", "spmd_types", "kernels", "peft", "overcoat")
+# What layers call of torch.nn.functional; PyTorch's own context parallelism replaces some of the first, which are C++.
+CALLED = ("scaled_dot_product_attention", "linear", "gelu", "silu", "relu", "softmax", "layer_norm")
 # Functions that have been found to be a library's own.
 known: set[Any] = set()
 
@@ -35,16 +37,33 @@ def why_all_patched(cls: Any) -> Optional[str]:
     return why_patched(cls.forward, f"the forward of all {cls.__name__}")
 
 
+def why_torch_patched() -> Optional[str]:
+    """Whether somebody replaced what layers call of PyTorch, or a mode may."""
+    for name in CALLED:
+        if (now := getattr(F, name)) not in known:
+            if name in CALLED[:3] and now is not getattr(torch._C._nn, name):
+                return f"F.{name} was replaced, by {now.__module__}'s"
+            if (reason := why_patched(now, f"F.{name}")) is not None:
+                return reason
+    return why_mode()
+
+
+def why_mode() -> Optional[str]:
+    """Whether a TorchFunctionMode of no library is on, which would see nothing of what an op of ours computes."""
+    for place in range(torch._C._len_torch_function_stack()):
+        kind = type(torch._C._get_function_stack_at(place))
+        if _foreign(kind) is not None:
+            return f"the mode {kind.__module__}.{kind.__qualname__} is on, which may change functions of PyTorch"
+    return None
+
+
 def why_other_attention(kind: Optional[str], forward: Any) -> Optional[str]:
-    """Whether somebody replaced PyTorch's or transformers' attention, as PyTorch's context parallelism does.
+    """Whether somebody replaced transformers' attention.
 
     kind: transformers' name of it. forward: the function by which a layer's attention module calls it.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    for own in (torch._C._nn.scaled_dot_product_attention, torch._C._nn.linear):
-        if (now := getattr(F, own.__name__)) is not own:
-            return f"F.{own.__name__} was replaced, by {now.__module__}'s"
     if kind in ALL_ATTENTION_FUNCTIONS and "/" not in str(kind):  # not one of the hub's kernels
         function = ALL_ATTENTION_FUNCTIONS[kind]
         if function not in known and (reason := why_patched(function, f"attention of kind {kind!r}")) is not None:

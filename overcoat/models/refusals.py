@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from overcoat.block.mlp import Mlp
 from overcoat.models.family import Family, Modules, class_name, original_class
 from overcoat.models.lora import base_of, parts_of, why_not_plain
-from overcoat.models.patches import known, why_all_patched, why_other_attention
+from overcoat.models.patches import known, why_all_patched, why_other_attention, why_torch_patched
 
 # transformers' names of the activations, and ours.
 ACTIVATIONS = {
@@ -127,6 +127,10 @@ def _why_other_modules(layer: nn.Module, family: Family, branches: tuple[Modules
                     and type(part).__name__ not in FUNCTIONS.get(core.activation, ())
                 ):
                     return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
+            # Deleted as a module, an activation can be any function.
+            for name, value in () if torch.compiler.is_compiling() else vars(owner).items():
+                if callable(value) and name[0] != "_" and name != "forward":
+                    return f"{_path(layer, owner)}.{name} is a function, not what hidden_act says"
         # PaliGemma's text is not causal, and its masks say what is hidden.
         elif core is not None and core.heads.causal is (
             family.encoder or bool(getattr(getattr(owner, "config", None), "use_bidirectional_attention", False))
@@ -156,8 +160,10 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
     # Compiled code was traced with what was there.
     is_compiled = torch.compiler.is_compiling()
     own: Any = getattr(layer, "overcoat_own", type(layer))
-    if not is_compiled and own.forward not in known and (reason := why_all_patched(own)):
-        return reason
+    if not is_compiled:
+        reason = why_torch_patched() or (None if own.forward in known else why_all_patched(own))
+        if reason is not None:
+            return reason
     # A hook on a module whose forward the FP8 block stands in for would not run.
     for module in _modules_of(branches):
         hooks = module._forward_hooks or module._forward_pre_hooks

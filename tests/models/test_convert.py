@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AttentionInterface,
@@ -307,7 +308,7 @@ def test_functions_that_were_replaced_for_all_models_run_also_after_the_conversi
         assert overcoat.convert(model).converted == []
 
 
-@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "linear"])
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "linear", "silu"])
 def test_functions_of_pytorch_that_were_replaced_are_not_left_out(name: str, monkeypatch: Any) -> None:
     """As quantizers and PyTorch's context parallelism do: a process would attend to its own tokens alone."""
     model, original = make_model(layers=1), getattr(F, name)
@@ -315,6 +316,20 @@ def test_functions_of_pytorch_that_were_replaced_are_not_left_out(name: str, mon
     monkeypatch.setattr(F, name, lambda *args, **options: original(*args, **options))
     with pytest.warns(UserWarning, match=f"original precision: F.{name} was replaced, by tests.models.test_convert's"):
         model(**make_batch())
+
+
+def test_a_mode_that_changes_functions_is_not_left_out() -> None:
+    class Halved(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            return 0.5 * result if function is F.linear else result
+
+    model = make_model(layers=1)
+    with Halved():
+        expected = trained(model, make_batch())
+    overcoat.convert(model)
+    with Halved(), pytest.warns(UserWarning, match=r"precision: the mode tests.models.test_convert.*Halved is on"):
+        assert_equal(trained(model, make_batch()), expected)
 
 
 def test_attention_that_was_replaced_for_all_models_is_not_left_out(monkeypatch: Any) -> None:
@@ -401,6 +416,7 @@ CHANGES: list[tuple[Any, str]] = [
     (lambda layer: layer.mlp.register_full_backward_hook(lambda *args: None), "mlp has hooks"),
     (lambda layer: layer.mlp.act_fn.register_forward_hook(lambda *args: None), "mlp.act_fn has hooks"),
     (lambda layer: setattr(layer.mlp, "act_fn", nn.Tanh()), "mlp.act_fn is a Tanh"),
+    (lambda layer: [delattr(layer.mlp, "act_fn"), setattr(layer.mlp, "act_fn", F.tanh)], "mlp.act_fn is a function"),
     (lambda layer: setattr(layer, "input_layernorm", nn.RMSNorm(256).bfloat16()), "input_layernorm is a RMSNorm"),
     (lambda layer: setattr(layer, "mlp", a_linear()), "mlp is a Sequential, not the model's own"),
     (lambda layer: setattr(layer.self_attn, "q_proj", a_linear()), "no attribute 'weight'"),
