@@ -11,14 +11,15 @@ kinds of gradients cannot be held to that:
   (42 to 43 dB). What reads the codes, sum_T dy xhat, has their error as well, once for each code on the way: the
   norm's input, and with `Recipe.leanest()` the block's. It may lose 1 dB against the sum.
 
-Over 40 seeds; over 12 the loss of one tensor of 128 numbers varies by 0.5 dB. CI begins with fewer, and takes 40 where
-a tensor is above the limit then: what is lost in truth is lost over these as well.
+Over 40 seeds; over 12 the loss of one tensor of 128 numbers varies by 0.5 dB. CI begins with fewer, of most kinds with
+both layers together, and takes 40 where a tensor is above the limit then: what is lost in truth is lost over these too.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -109,8 +110,11 @@ def reads_codes(name: str, recipe: Recipe) -> bool:
     return of_norm or recipe.checkpoint == "block" or recipe.kept_format == "e4m3"
 
 
-def offenders(kind: str, recipes: Sequence[Recipe], seeds: int = SEEDS) -> list[dict[str, float]]:
-    """For each recipe, by tensor: dB that the converted model loses against FP8 GEMMs alone, where above the limit."""
+def offenders(
+    kind: str, recipes: Sequence[Recipe], seeds: int = SEEDS, by_layer: bool = True
+) -> list[dict[str, float]]:
+    """For each recipe, by tensor (of each layer, or of all): dB that the converted model loses against FP8 GEMMs alone,
+    where above the limit."""
     ours: list[dict[str, float]] = [defaultdict(float) for _ in recipes]
     allowed: list[dict[str, float]] = [defaultdict(float) for _ in recipes]
     floor: dict[str, float] = defaultdict(float)
@@ -121,8 +125,9 @@ def offenders(kind: str, recipes: Sequence[Recipe], seeds: int = SEEDS) -> list[
         codes = [Codes(original, recipe) for recipe in recipes]
         exact = run(original, inputs)
         of_gemms = noise(exact, run(emulate_fp8_gemms(model, "e5m2"), inputs))
+        key = {name: name if by_layer else re.sub(r"\.\d+\.", ".*.", name) for name in exact}
         for name, x in of_gemms.items():
-            floor[name] += x
+            floor[key[name]] += x
         for recipe, code, total, limit in zip(recipes, codes, ours, allowed):
             assert recipe.grad_format == "e5m2"
             converted = copy.deepcopy(model)
@@ -130,9 +135,9 @@ def offenders(kind: str, recipes: Sequence[Recipe], seeds: int = SEEDS) -> list[
             assert len(report.converted) == len(decoder_layers(converted)) == 2, str(report)
             on_the_way = 1 + (recipe.checkpoint == "block")
             for name, x in noise(exact, run(converted, inputs)).items():
-                total[name] += x
+                total[key[name]] += x
                 inevitable = of_gemms[name] + on_the_way * code.error * reads_codes(name, recipe)
-                limit[name] += max(EXACT, inevitable * 10 ** (0.1 * (scale if "lambda" in name else LIMIT_DB)))
+                limit[key[name]] += max(EXACT, inevitable * 10 ** (0.1 * (scale if "lambda" in name else LIMIT_DB)))
     return [
         {
             name: round(10 * math.log10(total[name] / max(floor[name], EXACT)), 2)
@@ -143,9 +148,9 @@ def offenders(kind: str, recipes: Sequence[Recipe], seeds: int = SEEDS) -> list[
     ]
 
 
-def check(kind: str, recipes: Sequence[Recipe], seeds: int) -> None:
-    for count in (seeds, SEEDS):
-        found = offenders(kind, recipes, count)
+def check(kind: str, recipes: Sequence[Recipe], seeds: int, by_layer: bool = False) -> None:
+    for how in ((seeds, by_layer), (SEEDS, True)):
+        found = offenders(kind, recipes, *how)
         if not any(found):
             return
     raise AssertionError(f"dB below FP8 GEMMs alone: {found}")
@@ -154,12 +159,12 @@ def check(kind: str, recipes: Sequence[Recipe], seeds: int) -> None:
 @pytest.mark.parametrize("kind", DISTINCT)
 def test_a_converted_encoder_is_as_good_as_fp8_gemms_alone(kind: str) -> None:
     """From what it keeps, and from its kept input. One of DINOv2's biases is above the limit over 20 seeds."""
-    check(kind, [Recipe(), Recipe.leanest()], SEEDS if kind == "dinov2" else SEEDS // 4)
+    check(kind, [Recipe(), Recipe.leanest()], SEEDS // 4, by_layer=kind != "dinov2")
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_so_is_every_encoder(kind: str) -> None:
-    check(kind, [Recipe()], SEEDS // 2 if kind == "internvl" else SEEDS // 4)
+    check(kind, [Recipe()], SEEDS // 8)
 
 
 @pytest.mark.nightly

@@ -206,12 +206,20 @@ BEGIN_WITH = {"llama": SEEDS // 2, "starcoder2": SEEDS // 2}
 # Their parts and masks are those of the kinds above; in CI over fewer seeds, gpt-oss (routers of two experts, sinks of
 # four heads) on the same routes.
 LATE = [*(("llama", mask, BF16) for mask in MASKS[1:]), ("mistral", "causal", BF16), ("qwen2", "packed", BF16)]
-LATE += [("gpt_oss", "packed", FP32)]
-OTHERS = [kind for kind in KINDS if kind not in {kind for kind, _, _ in THOROUGH + LATE}] + ["mistral", "qwen2"]
+LATE_ON_CPU = ("gpt_oss", "packed", FP32)
+OTHERS = [kind for kind in KINDS if kind not in {kind for kind, _, _ in [*THOROUGH, *LATE, LATE_ON_CPU]}] + [
+    "mistral",
+    "qwen2",
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "mask", "dtype"), [*THOROUGH, *(pytest.param(*case, marks=pytest.mark.nightly) for case in LATE)]
+    ("kind", "mask", "dtype"),
+    [
+        *THOROUGH,
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in LATE),
+        pytest.param(*LATE_ON_CPU, marks=pytest.mark.nightly(on="cpu")),
+    ],
 )
 def test_converted_model_is_as_good_as_fp8_gemms_alone(
     kind: str, mask: str, dtype: torch.dtype, device: torch.device
