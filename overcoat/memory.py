@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -214,6 +215,36 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, device_type: str | None = 
     tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.nbytes for tensor in own if device_type in (None, tensor.device.type))
+
+
+_earlier_peak = 0  # of this process' GPU, before `restart_peak`
+
+
+def forget_peak(device: torch.device) -> None:
+    """A run begins: `peak_bytes` counts from here."""
+    global _earlier_peak
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        _earlier_peak = 0
+
+
+def restart_peak(device: torch.device) -> int:
+    """Most bytes allocated on a GPU since the last call; `peak_bytes` goes on from the most of all calls."""
+    global _earlier_peak
+    peak = torch.cuda.max_memory_allocated(device)
+    _earlier_peak = max(peak, _earlier_peak)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory in use so far: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return max(torch.cuda.max_memory_allocated(device), _earlier_peak)
+    import resource  # which Windows lacks
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def use_expandable_segments() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from overcoat.block.offload import transfers
 from overcoat.estimate.meter import Meter, aligned
+from overcoat.memory import restart_peak
 from overcoat.models.family import decoder_layers, whole_of
 from overcoat.models.head import find_causal_model
 from overcoat.optim.sharding import local
@@ -112,40 +113,26 @@ def watch(
 # ---- a real step --------------------------------------------------------------------------------------------------
 
 
-def restart_peak(device: torch.device) -> int:
-    """Most bytes allocated on a GPU since the last call."""
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
-
-
 class Allocator:
-    """Phases by a GPU's allocator; restart: begins a new peak and returns the old one."""
+    """Phases by a GPU's allocator."""
 
-    def __init__(self, device: torch.device, restart: Callable[[torch.device], int]) -> None:
-        self.device, self.restart = device, restart
-        self.label = ""
-        self.phases: list[Phase] = []
-        restart(device)
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.label, self.phases = device, "", list[Phase]()
+        restart_peak(device)
 
     def mark(self, label: str) -> None:
-        peak = self.restart(self.device)
+        peak = restart_peak(self.device)
         if self.label:
             self.phases.append(Phase(self.label, peak, torch.cuda.memory_allocated(self.device)))
         self.label = label
 
 
 @contextlib.contextmanager
-def measure_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    restart: Callable[[torch.device], int] = restart_peak,
-) -> Iterator[list[Phase]]:
+def measure_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[Phase]]:
     """Measure the training step taken inside: forward, backward and `optimizer.step()`.
 
     Args:
         model: a transformers causal model. optimizer: of its parameters; offloaded states are not on the device.
-        restart: begins a new peak and returns the old one, for who keeps the account of a whole run.
 
     Yields:
         the step's phases in order, filled when the block ends; of several micro-batches those of the last.
@@ -153,7 +140,7 @@ def measure_step(
     device = next(model.parameters()).device
     phases: list[Phase] = []
     if device.type == "cuda":
-        allocator = Allocator(device, restart)
+        allocator = Allocator(device)
         with _boundaries(model, optimizer, allocator.mark):
             yield phases
         allocator.mark("end")

@@ -22,7 +22,6 @@ from overcoat.train import process
 from overcoat.train.build import loss_for_estimates
 from overcoat.train.config import Config
 from overcoat.train.fit import training_setup
-from overcoat.train.metrics import restart_peak
 from overcoat.train.parallel import num_shards
 from overcoat.train.state import TrainState
 
@@ -58,7 +57,7 @@ def _measured(train_step: Step, say: Callable[[str], None], state: TrainState, c
 
     handle = state.optimizer.register_step_pre_hook(count)
     try:
-        with measure_step(state.model, state.optimizer, restart_peak) as phases:
+        with measure_step(state.model, state.optimizer) as phases:
             record = train_step(state, config)
     finally:
         handle.remove()

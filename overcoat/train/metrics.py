@@ -21,8 +21,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +33,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from overcoat.extras import reason
+from overcoat.memory import peak_bytes
 from overcoat.models.recording import Ranges
 from overcoat.train import process
 from overcoat.train.config import Config
@@ -225,30 +224,3 @@ def read_metrics(path: Path) -> dict[str, dict[int, Row]]:
         else:
             found[row["kind"]][row["step"]] = row
     return found
-
-
-# Peaks of GPUs from before `restart_peak`.
-_earlier_peaks: dict[torch.device, int] = {}
-
-
-def forget_peak(device: torch.device) -> None:
-    """A run begins: `peak_bytes` counts from here."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        _earlier_peaks.pop(device, None)
-
-
-def restart_peak(device: torch.device) -> int:
-    """Most bytes allocated on a GPU since the last call; `peak_bytes` goes on from the most of all calls."""
-    peak = torch.cuda.max_memory_allocated(device)
-    _earlier_peaks[device] = max(peak, _earlier_peaks.get(device, 0))
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Most memory in use so far: allocated on the GPU, or resident in this process."""
-    if device.type == "cuda":
-        return max(torch.cuda.max_memory_allocated(device), _earlier_peaks.get(device, 0))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

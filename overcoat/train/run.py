@@ -38,7 +38,7 @@ from overcoat.train.files import lock, sweep
 from overcoat.train.fit import Fit, first_fit, memory_to_plan_with, recipe_of
 from overcoat.train.loggers import check_loggers
 from overcoat.train.loop import RunStoppedError, evaluate_tasks, train_steps
-from overcoat.train.metrics import METRICS, PLAIN, RunLog, forget_peak, read_metrics
+from overcoat.train.metrics import METRICS, PLAIN, RunLog, read_metrics
 from overcoat.train.out_of_memory import LostStepError, RestartError, free_memory, recorded_fits, whatever_the_batch
 from overcoat.train.parallel import build_sharded, check_parallel
 from overcoat.train.process import choose_device
@@ -240,7 +240,7 @@ def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -
         model = build_model(config, corpus.tokenizer, device)
         report = overcoat.convert(model, recipe, strict=True)
     check_tables(model, corpus.num_ids, config)
-    forget_peak(device)
+    memory.forget_peak(device)
     optimizer = make_optimizer(model, config.optimizer, config.train.seed)
     if config.optimizer.release_gradients:
         overcoat.release_gradients(model, optimizer)

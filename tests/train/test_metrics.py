@@ -14,9 +14,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from overcoat.train import loggers, metrics
+from overcoat import memory
+from overcoat.memory import peak_bytes
+from overcoat.train import loggers
 from overcoat.train.config import Config
-from overcoat.train.metrics import RunLog, check_finite, peak_bytes, read_metrics, running_mean
+from overcoat.train.metrics import RunLog, check_finite, read_metrics, running_mean
 from overcoat.train.run import run
 from tests.train.runs import CPU, MakeConfig, row, text_of
 
@@ -123,14 +125,15 @@ def test_the_peak_of_a_run_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -
     counter = {"peak": 70}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: counter["peak"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: counter.update(peak=10))
-    monkeypatch.setattr(metrics, "_earlier_peaks", {})
-    assert (metrics.restart_peak(GPU), peak_bytes(GPU)) == (70, 70)
+    monkeypatch.setattr(memory, "_earlier_peak", 0)
+    own = torch.device("cuda")  # parameters made there lie on cuda:0
+    assert (memory.restart_peak(GPU), peak_bytes(own)) == (70, 70)
     counter["peak"] = 50
-    assert (metrics.restart_peak(GPU), peak_bytes(GPU)) == (50, 70)
+    assert (memory.restart_peak(GPU), peak_bytes(own)) == (50, 70)
     counter["peak"] = 90
-    assert peak_bytes(GPU) == 90
-    metrics.forget_peak(GPU)
-    assert peak_bytes(GPU) == 10
+    assert peak_bytes(own) == 90
+    memory.forget_peak(own)
+    assert peak_bytes(own) == 10
 
 
 # ---- TensorBoard, W&B and MLflow without a network: the figures of a run, and one run after a resumption -----------
