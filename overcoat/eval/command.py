@@ -130,9 +130,8 @@ def _evaluate(
             found = perplexity(model, tokenizer, documents, window, stride, parsed.batch)
             about = {"window": window, "stride": stride, "ran": _ran(model, report)}
             result["text"][text] = {**found, **about}
-        for name in tasks.loaded if tasks else ():
-            figures = tasks.evaluate(name, model, tokenizer, parsed.batch, parsed.limit)  # type: ignore[union-attr]
-            result["tasks"] |= {task: {**of, "ran": _ran(model, report)} for task, of in figures.items()}
+        for task, figures in tasks.evaluate(model, tokenizer, parsed.batch, parsed.limit) if tasks else ():
+            result["tasks"][task] = {**figures, "ran": _ran(model, report)}
     except torch.OutOfMemoryError as error:
         raise ValueError(f"{target.name}: out of memory with --batch {parsed.batch}: fewer rows at once") from error
     finally:

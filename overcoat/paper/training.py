@@ -136,10 +136,9 @@ def table3(options: Options) -> Result:
             row["peak GB"] = row["peak_bytes"] / 1e9
             if tasks is not None:
                 model, tokenizer = load_target(find_target(str(row["run_dir"])), choose_device("auto"))
-                for name in tasks.loaded:
-                    for task, figures in tasks.evaluate(name, model, tokenizer, 8, None).items():
-                        row |= {f"{task} {key}": value for key, value in figures.items()}
-                        columns += tuple(f"{task} {key}" for key in figures if f"{task} {key}" not in columns)
+                for task, figures in tasks.evaluate(model, tokenizer, 8, None):
+                    row |= {f"{task} {key}": value for key, value in figures.items()}
+                    columns += tuple(f"{task} {key}" for key in figures if f"{task} {key}" not in columns)
             del row["run_dir"]
     same = (
         "the same tokens, of one seed in the same order"

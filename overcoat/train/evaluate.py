@@ -114,10 +114,10 @@ class Tasks:
         ]
 
     def evaluate(
-        self, name: str, model: Any, tokenizer: Any, rows: int, limit: int | None = None
-    ) -> dict[str, dict[str, float]]:
-        """The figures of one task (of its sub-tasks, too): {task: {"acc": 0.5, "acc_stderr": 0.01}}. The model goes to
-        `eval()`; the global generators are set anew. Several processes compute the same, in step.
+        self, model: Any, tokenizer: Any, rows: int, limit: int | None
+    ) -> Iterator[tuple[str, dict[str, float]]]:
+        """The figures of each task (of its sub-tasks, too), once it has run: "sciq", {"acc": 0.5, "acc_stderr": 0.01}.
+        The model goes to `eval()`; the global generators are set anew. Several processes compute the same, in step.
 
         Args:
             rows: at once.
@@ -128,16 +128,17 @@ class Tasks:
         wrapped = harness.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=rows)
         for kind in ("loglikelihood", "loglikelihood_rolling", GENERATES):
             setattr(wrapped, kind, functools.partial(getattr(wrapped, kind), disable_tqdm=True))
-        found = load_extra("lm_eval.evaluator", "eval", "tasks").evaluate(
-            lm=wrapped, task_dict=self.loaded[name], limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
-        )
-        return {task: _plain(figures) for task, figures in found["results"].items()}
+        evaluator = load_extra("lm_eval.evaluator", "eval", "tasks")
+        options = {"limit": limit, "bootstrap_iters": BOOTSTRAPS, "log_samples": False}
+        for found in self.loaded.values():
+            results = evaluator.evaluate(lm=wrapped, task_dict=found, **options)["results"]
+            yield from ((task, _plain(figures)) for task, figures in results.items())
 
 
 def _plain(figures: dict[str, Any]) -> dict[str, float]:
     """Without the harness' words: "acc,none" is "acc", and "exact_match,strict-match" stays what it is."""
     return {
-        key.removesuffix(",none").replace(",none", ""): float(value)
+        key.replace(",none", ""): float(value)
         for key, value in figures.items()
         if "," in key and isinstance(value, (int, float)) and not math.isnan(value)
     }

@@ -49,9 +49,9 @@ class Fit(NamedTuple):
         return f"{rows} in a forward pass" + (", block checkpoints" if self.block_checkpoints else "")
 
 
-def rows_of_process(config: Config) -> int:
-    """Rows of a step that each process takes, or takes part of."""
-    return config.train.rows_per_step * config.parallel.context // process.count()
+def rows_of_process(config: Config, cluster: Cluster = ONE) -> int:
+    """Rows of a step that each process takes, or takes part of; cluster: that is to train, where none of it is here."""
+    return config.train.rows_per_step * config.parallel.context // max(process.count(), cluster.gpus)
 
 
 def divisors(count: int) -> list[int]:
@@ -103,9 +103,9 @@ def training(config: Config, memory: int | None = None, cluster: Cluster = ONE) 
     machine's GPU)."""
     sees_images = "; overcoat estimate --model NAME sees images" if config.data.images else ""
     require(not config.not_estimated, f"{config.not_estimated}: set it aside{sees_images}")
-    rows_of_all = config.train.rows_per_step
+    rows = config.train.rows_per_step
     if cluster.gpus > 1:
-        config = _shared(config, cluster)
+        _check_shared(config, cluster)
     model, note = model_config(config), ""
     if config.train.batch_size == "auto":
         limit = int(GIBI * config.train.memory_limit_gib)
@@ -115,18 +115,18 @@ def training(config: Config, memory: int | None = None, cluster: Cluster = ONE) 
         fit, no = choose_fit(config, model, memory, cluster), ""
         if fit is None:
             fit, no = Fit(1), ", which does not fit either"
-        note = f"train.batch_size = auto: {fit}, {rows_of_all} in a step{no}"
+        note = f"train.batch_size = auto: {fit}, {rows} in a step{no}"
     else:
-        fit = Fit(config.train.batch_size)
+        fit = configured_fit(config, cluster)
         if cluster.gpus > 1:
-            note = f"{rows_of_all} rows in a step, of which each GPU takes {config.train.rows_per_step}, {fit}"
+            note = f"{rows} rows in a step, of which each GPU takes {rows_of_process(config, cluster)}, {fit}"
     predictor = Predictor(model, loss_for_estimates(config.data.masks_documents))
     return Training(predictor, fit.micro_batch, config.data.sequence_length, training_setup(config, fit, cluster), note)
 
 
-def _shared(config: Config, cluster: Cluster) -> Config:
-    """The configuration with the rows that each GPU takes. ValueError: it does not say what `cluster` does."""
-    shard, nodes, train = config.parallel.shard, config.parallel.nodes, config.train
+def _check_shared(config: Config, cluster: Cluster) -> None:
+    """Refuse a configuration that does not say what `cluster` does."""
+    shard, nodes, rows = config.parallel.shard, config.parallel.nodes, config.train.rows_per_step
     require(
         shard == ("hybrid" if cluster.hybrid else "full"),
         f"parallel.shard = {shard!r}: --gpus {cluster.gpus} estimates 'full', with --hybrid 'hybrid'; 'none' is not "
@@ -134,20 +134,15 @@ def _shared(config: Config, cluster: Cluster) -> Config:
     )
     require(nodes in (0, cluster.nodes) or shard == "full", f"parallel.nodes = {nodes}: add --nodes {nodes}")
     require(
-        train.rows_per_step % cluster.gpus == 0,
-        f"--gpus {cluster.gpus} cannot share {train.rows_per_step} rows in a step: change train.batch_size, "
-        "train.accumulation or train.global_batch_size",
+        rows % cluster.gpus == 0,
+        f"--gpus {cluster.gpus} cannot share {rows} rows in a step: change train.batch_size, train.accumulation or "
+        "train.global_batch_size",
     )
-    rows = train.rows_per_step // cluster.gpus
-    if train.batch_size == "auto":
-        return replace(config, train=replace(train, global_batch_size=rows))
-    size = next(size for size in divisors(rows) if size <= train.batch_size)
-    return replace(config, train=replace(train, batch_size=size, accumulation=rows // size))
 
 
 def training_setup(config: Config, fit: Fit, cluster: Cluster = ONE) -> Setup:
-    """What a training configuration says about memory, with micro-batches and recipe as `fit` has them; cluster: where
-    it is to run, if these are not its processes."""
+    """What a training configuration says about memory, with micro-batches and recipe as `fit` has them; cluster: as
+    of `rows_of_process`."""
     optimizer = config.optimizer
     return Setup(
         recipe=recipe_of(config, fit),
@@ -156,7 +151,7 @@ def training_setup(config: Config, fit: Fit, cluster: Cluster = ONE) -> Setup:
         group_size=optimizer.group_size,
         release_gradients=optimizer.release_gradients,
         offload=optimizer.offload,
-        accumulation=rows_of_process(config) // fit.micro_batch,
+        accumulation=rows_of_process(config, cluster) // fit.micro_batch,
         dtype=config.model.dtype,
         document_mask=config.data.masks_documents,
         reduce_dtype=config.parallel.reduce_dtype,
@@ -180,10 +175,10 @@ def model_config(config: Config, tokenizer: Any | None = None) -> Any:
     return inline_config(model, tokenizer, config.data.sequence_length)
 
 
-def configured_fit(config: Config) -> Fit:
+def configured_fit(config: Config, cluster: Cluster = ONE) -> Fit:
     """`train.batch_size` rows in a forward pass; fewer where a process has fewer, or they do not divide its rows."""
     assert config.train.batch_size != "auto"
-    return Fit(next(size for size in divisors(rows_of_process(config)) if size <= config.train.batch_size))
+    return Fit(next(size for size in divisors(rows_of_process(config, cluster)) if size <= config.train.batch_size))
 
 
 def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fit:
@@ -207,15 +202,14 @@ def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fi
 def choose_fit(config: Config, model: Any, memory: int, cluster: Cluster = ONE) -> Fit | None:
     """The largest micro-batch of a step's rows that fits into `memory` bytes, less SAFETY but for the leanest of all;
     with block checkpoints where not a single row fits without them and `train.on_oom` allows them; None: nothing fits.
-    cluster: that is to train the model, where this is no process of it.
-    """
+    cluster: as of `rows_of_process`."""
     predictor = Predictor(model, loss_for_estimates(config.data.masks_documents))
 
     def needed(fit: Fit) -> int:
         setup, shards = training_setup(config, fit, cluster), max(num_shards(config.parallel), cluster.sharding)
         return predictor.predict(fit.micro_batch, config.data.sequence_length, setup, shards).total_bytes
 
-    fits = [Fit(rows) for rows in divisors(rows_of_process(config))]
+    fits = [Fit(rows) for rows in divisors(rows_of_process(config, cluster))]
     leaner = [] if config.train.on_oom == "error" else [lean for fit in fits for lean in _checkpointed(config, fit)]
     for known in (fits, leaner):
         # Fewer rows need less: a handful of predictions finds the place, where a large step has hundreds of divisors.

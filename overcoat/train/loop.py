@@ -200,14 +200,10 @@ def evaluate_tasks(state: TrainState, config: Config, tasks: Tasks, tokenizer: A
     """Figures of all tasks, {"sciq/acc": 0.5}, in eval mode, which is BF16; every process computes all of them, in
     step. The global generators are left as they were."""
     generators = rng_state()
-    limit = config.eval.tasks_limit or None
 
     def figures(size: int) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for name in tasks.loaded:
-            for task, values in tasks.evaluate(name, state.model, tokenizer, size, limit).items():
-                found |= {f"{task}/{key}": value for key, value in values.items()}
-        return found
+        found = tasks.evaluate(state.model, tokenizer, size, config.eval.tasks_limit or None)
+        return {f"{task}/{key}": value for task, values in found for key, value in values.items()}
 
     try:
         with eager():

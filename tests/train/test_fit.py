@@ -74,9 +74,8 @@ def test_what_fits_is_that_of_the_parts_of_each_process(
     memory = int(needed / (1 - SAFETY)) + 1
     cluster = Cluster(4, 2 if shard == "hybrid" else 1, shard == "hybrid")
     if shard != "none":
-        alone = replace(config, train=replace(config.train, global_batch_size=1))
-        assert choose_fit(alone, model, memory, cluster) == Fit(1)
-        assert choose_fit(alone, model, memory - 2, cluster) != Fit(1)
+        assert choose_fit(config, model, memory, cluster) == Fit(1)
+        assert choose_fit(config, model, memory - 2, cluster) != Fit(1)
     monkeypatch.setattr(process, "count", lambda: 4)
     assert choose_fit(config, model, memory) == Fit(1)
     assert choose_fit(config, model, memory - 2) != Fit(1)
