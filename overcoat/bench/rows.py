@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from overcoat.kernels.language import triton
 from overcoat.version import VERSION
 
 Row = dict[str, Any]
@@ -48,7 +49,7 @@ def environment(command: str | None = None) -> Row:
         "commit": commit(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
-        "triton": _module_version("triton"),
+        "triton": getattr(triton, "__version__", "none"),
         "peers": installed_versions(),
         "command": command or command_line(*_own_command()),
     }
@@ -74,10 +75,8 @@ def commit() -> str:
 def installed_versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -105,10 +104,3 @@ def _git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
-
-
-def _module_version(name: str) -> str:
-    try:
-        return str(importlib.import_module(name).__version__)
-    except ImportError:
-        return "none"

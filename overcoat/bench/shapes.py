@@ -29,10 +29,6 @@ class BlockShape(NamedTuple):
     batch: int
     sequence: int
 
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
-
 
 def block_shape(name: str) -> BlockShape:
     """The block "MODEL" or "MODEL-sTOKENS", with 2048 tokens in a row unless it says how many."""

@@ -26,10 +26,10 @@ from typing import Any, Optional
 from weakref import proxy
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overcoat.block.context import share_largest
 from overcoat.block.gathered import GatheredWeight
 from overcoat.formats import E4M3, scale_from_amax
 from overcoat.kernels.blockwise import BLOCK
@@ -276,10 +276,7 @@ class Maxima(abc.ABC):
     def over_all(self, found: Tensor) -> Tensor:
         """The largest over all processes of maxima (FP32, >= 0), in place."""
         group = self.weights[0].param.shard_mesh.get_group()
-        if group.size() > 1:
-            # As integers their bits order like the values, NaN on top.
-            dist.all_reduce(found.view(torch.int32), dist.ReduceOp.MAX, group=group)
-        return found
+        return share_largest(found, group) if group.size() > 1 else found
 
 
 class Stacks(Maxima):

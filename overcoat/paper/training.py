@@ -89,23 +89,28 @@ def pretrained(options: Options, folder: Path, files: list[str]) -> list[Row]:
     else:
         values = OLMO_7B if options.exhibit == "figure6" else OLMO_1B
     values = {**values, "data": {**values["data"], "files": [*values["data"].get("files", []), *files]}}
-    rows = []
-    for seed in options.seeds:
-        for arm in chosen(options, ARMS, (BASELINE, "default", "paper")):
-            settings = [*ARMS[arm], f"train.seed={seed}", f"data.cache_dir={folder / 'data'}", *options.set]
-            run_dir = folder / f"{arm}-{seed}"
-            row = train(values, settings, run_dir)
-            row |= {"name": f"{arm}, seed {seed}", "arm": arm, "seed": seed, "run_dir": run_dir}
-            rows.append({**row, "perplexity": math.exp(row["held_out_loss"]), "paper": PAPER_LOSS.get(arm)})
-    return rows
+    return [
+        {**row, "run_dir": run_dir, "perplexity": math.exp(row["held_out_loss"]), "paper": PAPER_LOSS.get(row["arm"])}
+        for run_dir, row in trained(options, values, folder, "")
+    ]
 
 
-def chosen(options: Options, known: Mapping[str, Any], usual: Sequence[str] = ()) -> Sequence[str]:
-    """The arms of --arms, else the usual ones, else all."""
+def trained(
+    options: Options, values: dict[str, Any], folder: Path, name: str, arms: Mapping[str, list[str]] = ARMS,
+    usual: Sequence[str] = (BASELINE, "default", "paper"), settings: Sequence[str] = (),
+) -> Iterator[tuple[Path, Row]]:  # fmt: skip
+    """The directory and the row of a run of each seed and arm, of --arms or the usual ones; directories in `folder`,
+    that of their tokens, too, begin with `name`."""
     for arm in options.arms or ():
-        if arm not in known:
-            raise ValueError(f"--arms {arm}: choose of {', '.join(known)}")
-    return options.arms or usual or [*known]
+        if arm not in arms:
+            raise ValueError(f"--arms {arm}: choose of {', '.join(arms)}")
+    for seed, arm in itertools.product(options.seeds, options.arms or usual):
+        own = [f"train.seed={seed}", f"data.cache_dir={folder / f'{name}data'}", *settings, *options.set]
+        run_dir = folder / f"{name}{arm}-{seed}"
+        yield (
+            run_dir,
+            {**train(values, [*arms[arm], *own], run_dir), "name": f"{arm}, seed {seed}", "arm": arm, "seed": seed},
+        )
 
 
 def with_gaps(rows: list[Row]) -> tuple[list[Row], tuple[str, ...]]:
@@ -170,14 +175,12 @@ def table4(options: Options) -> Result:
             model = str(pretrained(one, folder, [str(easy)])[0]["run_dir"] / "export")
         data = str(write(folder / "train.jsonl", problems("train", many)))
         values = {**rest, "model": {"name": model}, "data": {**rest["data"], "files": [data]}}
-        for arm, seed in itertools.product(chosen(options, TUNED), options.seeds):
-            run_dir, seeded = folder / f"math-{arm}-{seed}", f"train.seed={seed}"
-            row = train(values, [*TUNED[arm], seeded, f"data.cache_dir={folder / 'math'}", *options.set], run_dir)
+        for run_dir, row in trained(options, values, folder, "math-", TUNED, [*TUNED]):
             right = right_answers(run_dir, asked)
             parts = {"right %": right, "new numbers %": right[:-new], "new templates %": right[-new:]}
             for name, part in parts.items():
                 row[name], row[f"+- {name}"] = share(part)
-            rows.append({"name": f"{arm}, seed {seed}", "arm": arm, "seed": seed, **row})
+            rows.append(row)
     rows, notes = with_gaps(rows)
     columns = ("held_out_loss", "gap", "right %", "+- right %", "new numbers %", "new templates %", "tokens_per_second")
     notes = (

@@ -8,7 +8,6 @@ Asked are scenes that no model saw; an answer is right if it is the one word.
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from overcoat.extras import load_extra
 from overcoat.paper.arms import ARMS, BASELINE, completions, share, train
 from overcoat.paper.result import Options, Result
 from overcoat.paper.scenes import COLOURS, KINDS, LETTERS, SHAPES, SIDE, Scene, render, write
-from overcoat.paper.training import STEPS_AND_LOSS, chosen, curves_of, folder_of, with_gaps
+from overcoat.paper.training import STEPS_AND_LOSS, curves_of, folder_of, trained, with_gaps
 from overcoat.train.process import choose_device
 
 PATCH = 8
@@ -107,12 +106,8 @@ def table5(options: Options) -> Result:
         }  # fmt: skip
         first = {**values, "model": {"name": str(base), "freeze": ["vision_tower"]}}
         train(first, [*ARMS[BASELINE], f"data.cache_dir={folder / 'tokens'}", *options.set], folder / "stage-1")
-        for arm, seed in itertools.product(chosen(options, ARMS, (BASELINE, "default", "paper")), options.seeds):
-            run_dir = folder / f"stage-2-{arm}-{seed}"
-            whole = {**values, "model": {"name": str(folder / "stage-1" / "export")}}
-            settings = [*ARMS[arm], f"train.seed={seed}", f"data.cache_dir={folder / 'tokens-2'}", "optimizer.lr=5e-4"]
-            identity = {"name": f"{arm}, seed {seed}", "arm": arm, "seed": seed}
-            row = {**identity, **train(whole, [*settings, *options.set], run_dir)}
+        whole = {**values, "model": {"name": str(folder / "stage-1" / "export")}}
+        for run_dir, row in trained(options, whole, folder, "stage-2-", settings=["optimizer.lr=5e-4"]):
             right = answers(run_dir / "export", base, asked)
             row["all %"], row["+-"] = share(right)
             for kind in KINDS:

@@ -140,16 +140,11 @@ def load_model(
     trust_remote_code: bool = False,
     what: str = "model.name =",
 ) -> Any:
-    """The causal model of a checkpoint on `device`, complete, tensor by tensor.
-
-    transformers maps the files into memory and converts one tensor at a time. With accelerate each goes to the device
-    at once; without it, tensors whose dtype changes wait for the device in host memory.
-    """
-    transformers = load_extra("transformers", "hf", "loading the model")
-    where = {"device_map": {"": device}} if transformers.utils.is_accelerate_available() else {}
-    loaded = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    """The causal model of a checkpoint on `device`, complete: tensor after tensor is mapped into memory, converted, and
+    goes to the device at once."""
+    options = {"device_map": {"": device}, "output_loading_info": True, "ignore_mismatched_sizes": True}
     auto = auto_class(type(load_pretrained("AutoConfig", what, name, trust_remote_code)))
-    model, info = load_pretrained(auto.__name__, what, name, trust_remote_code, **settings, **where, **loaded)
+    model, info = load_pretrained(auto.__name__, what, name, trust_remote_code, **settings, **options)
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is {tuple(found)}, not {tuple(needed)}" for key, found, needed in info["mismatched_keys"]]
     if wrong:

@@ -52,7 +52,7 @@ def test_every_family_of_the_registry_has_a_block(kind: str) -> None:
 @pytest.mark.parametrize("name", ["overcoat", "overcoat leanest", "bf16 eager", "bf16 compile"])
 def test_a_tiny_run_measures_time_and_bytes(name: str) -> None:
     figures = measure(name, WIDE, 2)
-    unit = WIDE.tokens * 512 * 2
+    unit = WIDE.batch * WIDE.sequence * 512 * 2
     assert figures["total_ms"] > figures["forward_ms"] > 0
     assert 0 < figures["host_ms"] < 20.0  # it never waits for the device, which is busy that long
     assert figures["backward_ms"] == pytest.approx(figures["total_ms"] - figures["forward_ms"])
@@ -78,7 +78,8 @@ def test_blocks_by_name() -> None:
     """Every model is one, and the short names stay."""
     assert block_shape("7b-s4096") == block_shape("llama-2-7b-s4096") == (MODELS["llama-2-7b"], 4, 4096)
     assert block_shape("30b") == (MODELS["llama-30b"], 2, 2048)
-    assert {block_shape(name).tokens for name in [*MODELS, *SHORT]} == {4096, 8192, 16384}
+    shapes = map(block_shape, [*MODELS, *SHORT])
+    assert {shape.batch * shape.sequence for shape in shapes} == {4096, 8192, 16384}
     for name in ("8b", "7b-s", "7b-s0", ""):
         with pytest.raises(ValueError, match=f"unknown shape '{name}'; choose MODEL or MODEL-sTOKENS of 124m, "):
             block_shape(name)

@@ -78,11 +78,11 @@ def test_fewer_rows_where_memory_runs_out(
 ) -> None:
     sizes = []
 
-    def evaluated(_self: Any, _name: str, _model: Any, _tokenizer: Any, rows: int, _limit: Any) -> Any:
+    def evaluated(_self: Any, _model: Any, _tokenizer: Any, rows: int, _limit: Any) -> Any:
         sizes.append(rows)
         if rows > 1:
             raise evaluate.torch.OutOfMemoryError("CUDA out of memory.")
-        return {"tiny": {"acc": 0.25}}
+        return [("tiny", {"acc": 0.25})]
 
     monkeypatch.setattr(evaluate.Tasks, "evaluate", evaluated)
     task = write_task(tmp_path, "tiny", ROWS, CHOICE, "acc")
