@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from overcoat.bench.output import Column, decimals, percent
-from overcoat.bench.rows import Row
+from overcoat.bench.rows import Column, Row, decimals, percent
 from overcoat.bench.session import Session, add_common_arguments, attempt, matches
 from overcoat.bench.shapes import BlockShape, block_shape, build_model, head_dim
 from overcoat.bench.timing import copy_ms, time_ms

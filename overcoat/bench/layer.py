@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from overcoat.bench.contestants import ENGINES, Block, make_block
-from overcoat.bench.output import Column, Metric, decimals
-from overcoat.bench.rows import Row
+from overcoat.bench.rows import Column, Metric, Row, decimals
 from overcoat.bench.session import Session, add_common_arguments
 from overcoat.bench.shapes import BlockShape, block_shape, build_block
 from overcoat.bench.timing import host_ms, steady_ms

@@ -36,8 +36,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from overcoat.bench.contestants import CUSTOM, TRAINERS, WAYS, trainer_of
-from overcoat.bench.output import Column, Metric, decimals, line
-from overcoat.bench.rows import Row
+from overcoat.bench.rows import Column, Metric, Row, decimals, line
 from overcoat.bench.session import OUT_OF_MEMORY, Session, add_common_arguments, load_pytorchs_cudnn, matches, say
 from overcoat.bench.shapes import build_model, head_dim
 from overcoat.bench.timing import steady_ms, synchronize

@@ -23,8 +23,7 @@ from typing import Any, Callable, NamedTuple
 
 import torch
 
-from overcoat.bench.output import Column, Metric, decimals, percent
-from overcoat.bench.rows import Row
+from overcoat.bench.rows import Column, Metric, Row, decimals, percent
 from overcoat.bench.session import Session, add_common_arguments
 from overcoat.bench.timing import steady_ms
 from overcoat.estimate.command import positive

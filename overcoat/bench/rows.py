@@ -1,4 +1,6 @@
-"""One format for every result: a JSON line that says when, where, with what and by which command it was measured.
+"""Rows of results: as JSON lines, as aligned text, each line printed as soon as it is measured, and as bars.
+
+A JSON line says when, where, with what and by which command its figures were measured:
 
     {"date": ..., "commit": ..., "gpu": ..., "torch": ..., "triton": ..., "peers": {...}, "command": ..., figures ...}
 
@@ -17,11 +19,12 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, NamedTuple
 
 import torch
 
-from overcoat.kernels.language import triton
+from overcoat.extras import drawing
+from overcoat.kernels.launch import triton
 from overcoat.version import VERSION
 
 Row = dict[str, Any]
@@ -104,3 +107,90 @@ def _git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
+
+
+# ---- for people ------------------------------------------------------------------------------------------------------
+
+NAME_WIDTH = 40
+BAR_INCHES = 0.28
+
+
+class Column(NamedTuple):
+    """A column of numbers: its title, the key of the figure in a row, how it is written."""
+
+    title: str
+    key: str
+    write: Callable[[Any], str]
+
+    @property
+    def width(self) -> int:
+        return max(len(self.title), 8)
+
+
+def decimals(digits: int, scale: float = 1.0) -> Callable[[Any], str]:
+    """Write a number times `scale` with `digits` decimals."""
+    return lambda value: f"{value * scale:,.{digits}f}"
+
+
+def percent(value: Any) -> str:
+    return f"{value:.0%}"
+
+
+def heading(title: str, columns: Sequence[Column]) -> str:
+    """The table's title and the titles of its columns, each over its numbers."""
+    titles = "  ".join(column.title.rjust(column.width) for column in columns)
+    return f"\n{title}\n{'':{NAME_WIDTH}s}  {titles}"
+
+
+def line(row: Row, columns: Sequence[Column]) -> str:
+    """One row: its name and numbers, "-" for a figure it lacks; or its name and why there are none."""
+    name = f"{row['name']:{NAME_WIDTH}s}"
+    if reason := row.get("absent") or row.get("error"):
+        return f"{name}  {reason}"
+    cells = (column.write(row[column.key]) if row.get(column.key) is not None else "-" for column in columns)
+    return name + "  " + "  ".join(cell.rjust(column.width) for cell, column in zip(cells, columns, strict=True))
+
+
+class Metric(NamedTuple):
+    """What a panel of bars shows: its title, the keys whose figures are stacked into one bar, their scale, decimals."""
+
+    title: str
+    keys: tuple[str, ...]
+    scale: float = 1.0
+    digits: int = 1
+
+
+def bar_chart(path: Path, title: str, rows: Sequence[Row], metrics: Sequence[Metric]) -> None:
+    """Draw the rows that have figures into an image file, grouped by their "group"; ours have "overcoat" in the name.
+    ValueError: matplotlib is not installed, or no row has figures."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if all(row.get(key) is not None for metric in metrics for key in metric.keys):
+            groups.setdefault(row["group"], []).append(row)
+    if not groups:
+        raise ValueError(f"--plot {path.name}: nothing was measured, so there is nothing to draw")
+    counts = [len(members) for members in groups.values()]
+    size = (5.5 * len(metrics), 0.9 * len(groups) + BAR_INCHES * sum(counts) + 0.5)
+    grid: dict[str, Any] = {"nrows": len(groups), "ncols": len(metrics), "height_ratios": counts, "squeeze": False}
+    with drawing(path, "bench", "--plot", *size, **grid) as axes:
+        for panels, (name, members) in zip(axes, groups.items(), strict=True):
+            for panel, metric in zip(panels, metrics, strict=True):
+                _draw_panel(panel, members, metric)
+                panel.set_title(f"{name}: {metric.title}", fontsize=9)
+            for panel in panels[1:]:
+                panel.set_yticklabels([])
+        axes[0, 0].figure.suptitle(title, fontsize=10)
+
+
+def _draw_panel(panel: Any, rows: Sequence[Row], metric: Metric) -> None:
+    places, left = range(len(rows)), [0.0] * len(rows)
+    colors = ["tab:blue" if "overcoat" in row["name"] else "tab:gray" for row in rows]
+    for shade, key in enumerate(metric.keys):
+        widths = [row[key] * metric.scale for row in rows]
+        bars = panel.barh(places, widths, left=left, color=colors, alpha=1.0 - 0.4 * shade)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    panel.bar_label(bars, [f"{value:,.{metric.digits}f}" for value in left], padding=2, fontsize=7)
+    panel.set_yticks(places, [row["name"] for row in rows], fontsize=7)
+    panel.tick_params(axis="x", labelsize=7)
+    panel.set_xlim(0, max(left) * 1.15 or 1.0)
+    panel.invert_yaxis()

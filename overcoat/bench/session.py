@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from overcoat.bench.output import Column, Metric, bar_chart, heading, line
-from overcoat.bench.rows import Row, append_row, command_line, environment
+from overcoat.bench.rows import Column, Metric, Row, append_row, bar_chart, command_line, environment, heading, line
 from overcoat.bench.timing import copy_ms
 
 OUT_OF_MEMORY = "out of memory"

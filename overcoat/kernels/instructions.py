@@ -11,8 +11,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from overcoat.kernels.language import INTERPRETED, tl, triton
-from overcoat.kernels.launch import cdiv
+from overcoat.kernels.launch import INTERPRETED, cdiv, tl, triton
 
 
 @triton.jit

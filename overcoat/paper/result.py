@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from overcoat.bench.output import Column, Metric, bar_chart, heading, line
-from overcoat.bench.rows import Row
+from overcoat.bench.rows import Column, Metric, Row, bar_chart, heading, line
 from overcoat.extras import drawing
 
 Options = argparse.Namespace

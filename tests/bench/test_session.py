@@ -14,7 +14,7 @@ import torch
 
 from overcoat.bench import rows
 from overcoat.bench import session as sessions
-from overcoat.bench.output import NAME_WIDTH, Column, Metric, bar_chart, decimals, heading, line, percent
+from overcoat.bench.rows import NAME_WIDTH, Column, Metric, bar_chart, decimals, heading, line, percent
 from overcoat.bench.session import OUT_OF_MEMORY, Session, attempt, call_alone, matches
 from overcoat.version import VERSION
 
