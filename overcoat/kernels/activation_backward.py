@@ -133,11 +133,8 @@ _ROUNDING = tl.constexpr(ROUNDING)
 
 @op
 def activation_gradient_bound(dh: Tensor, group_amax: Tensor, activation: str, group_size: int) -> Tensor:
-    """What no |dz| exceeds, 0-d FP32; not finite where dh, z or a product of their maxima is not.
-
-    Args:
-        dh: (T, I), gradient of h; group_amax: (T, F, n), as kept.
-    """
+    """What no |dz| exceeds, 0-d FP32, of dh (T, I) and the kept maxima (T, F, n); not finite where dh, z or a product
+    of their maxima is not."""
     function, peak = activation_of(activation).reference, activation_of(activation).peak
     gate, *up = group_amax.float().unbind(1)
     largest = to_groups(dh, group_size).abs().amax(-1).float()  # (T, n)

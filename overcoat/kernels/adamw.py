@@ -120,10 +120,8 @@ class Piece(NamedTuple):
 
 
 def _bundles(layouts: Sequence[Rows], group_size: int) -> Iterator[list[Piece]]:
-    """All rows in pieces, as many together as have `CHUNK` elements with their padding, rows of one length together.
-
-    So a small parameter takes no operations of its own, and temporaries never grow with the model.
-    """
+    """All rows in pieces, as many together as have `CHUNK` elements with their padding, rows of one length together: so
+    a small parameter takes no operations of its own."""
     bundle: list[Piece] = []
     size = 0
     for owner in sorted(range(len(layouts)), key=lambda i: layouts[i].columns):
@@ -142,11 +140,8 @@ def _bundles(layouts: Sequence[Rows], group_size: int) -> Iterator[list[Piece]]:
 
 
 class Groups:
-    """The groups of some pieces as one tensor (N, G), rows' last groups padded with zeros.
-
-    Attributes:
-        owner: whose each is, (N,). number: in the unsharded parameter, int32 (N,).
-    """
+    """The groups of some pieces as one tensor (N, G), rows' last groups padded with zeros. owner: whose each is, (N,);
+    number: in the unsharded parameter, int32 (N,)."""
 
     def __init__(self, pieces: list[Piece], first_groups: Sequence[int], size: int, device: torch.device) -> None:
         self.size = size

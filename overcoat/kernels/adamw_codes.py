@@ -92,10 +92,8 @@ def decode_unit(codes, table, CODE: tl.constexpr):
 
 @triton.jit
 def encode_de8(y, de8):
-    """`de8.encode`: binary search for the number of midpoints <= y, then that value's byte.
-
-    de8: 256 values, 256 midpoints, 256 bytes in ascending order of value.
-    """
+    """`de8.encode`: binary search for the number of midpoints <= y, then that value's byte. de8: 256 values, 256
+    midpoints, 256 bytes in ascending order of value."""
     rank = tl.zeros(y.shape, tl.int32)
     for bit in tl.static_range(7, -1, -1):
         candidate = rank + (1 << bit)

@@ -54,14 +54,9 @@ COUNTED = 128
 
 
 class StepTensors(NamedTuple):
-    """Lists of equal length, of plain tensors on one device.
-
-    Attributes:
-        params: of one dtype.
-        states: lists by the names of `optim.state.state_fields`; contiguous.
-        keys: `masters.parameter_key` of each.
-        first_groups: number of each one's first group in its unsharded parameter.
-    """
+    """Lists of equal length, of plain tensors on one device: params of one dtype; states by the names of
+    `optim.state.state_fields`, contiguous; keys, `masters.parameter_key` of each; first_groups, number of each one's
+    first group in its unsharded parameter."""
 
     params: List[Tensor]
     states: dict[str, List[Tensor]]
@@ -84,12 +79,8 @@ def is_real(tensor: Tensor) -> bool:
 def reference_step(
     tensors: StepTensors, grads: List[Tensor], lr: Tensor, grad_factor: Tensor, skip: Tensor, hyper: Hyper
 ) -> None:
-    """Step every parameter and its state in place, in plain PyTorch, as the kernel does.
-
-    Args:
-        grads: any floating dtype. lr, grad_factor: 0-d FP32; the factor unscales and clips, it multiplies every
-            gradient. skip: bool, 0-d or one per parameter (T,).
-    """
+    """Step every parameter and its state in place, in plain PyTorch, as the kernel does. lr, grad_factor: 0-d FP32; the
+    factor unscales and clips, it multiplies every gradient. skip: bool, 0-d or one per parameter (T,)."""
     flags = skip.expand(len(tensors.params)).tolist()
     if not (taken := [i for i, skipped in enumerate(flags) if not skipped]):
         return
@@ -223,10 +214,8 @@ class Counters:
         self.steps = torch.empty(self.count, dtype=torch.float32, device=self.device)
 
     def take_step(self, lr: Tensor, skip: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
-        """Count the step of every parameter; skip bool, 0-d or (T,).
-
-        Returns: numbers of the steps, FP32 (T,), valid until the next call, and `step_coefficients`, FP32 (T, 3).
-        """
+        """Count the step of every parameter; skip bool, 0-d or (T,). Returns the numbers of the steps, FP32 (T,), valid
+        until the next call, and `step_coefficients`, FP32 (T, 3)."""
         _count_steps_kernel[(cdiv(self.count, COUNTED),)](
             self.addresses, self.steps, skip, self.count, skip.dim() > 0, COUNTED
         )
@@ -283,13 +272,8 @@ class Plan:
         self, addresses: Tensor, grad_dtype: torch.dtype, counted: tuple[Tensor, Tensor], grad_factor: Tensor,
         skip: Tensor, hyper: Hyper,
     ) -> None:  # fmt: skip
-        """Step every parameter.
-
-        Args:
-            addresses: of the gradients, int64 (T,); grad_dtype: theirs.
-            counted: as of `Counters.take_step`.
-            grad_factor, skip: as `reference_step` takes them.
-        """
+        """Step every parameter. addresses: of the gradients, int64 (T,), of `grad_dtype`; counted: as of
+        `Counters.take_step`; grad_factor, skip: as `reference_step` takes them."""
         steps, coefficients = counted
         signed, unsigned = _de8_tables(True, self.device), _de8_tables(False, self.device)
         for launch in self.launches:

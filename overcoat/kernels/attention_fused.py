@@ -96,10 +96,8 @@ def _efficient_backward(
 
 
 def _cudnn_bias(q: Tensor, mask: Optional[Tensor]) -> Optional[Tensor]:
-    """An additive mask of one head or all.
-
-    What hides a key is finite in FP32 also times log2(e): -inf would make NaN of a query that sees nothing.
-    """
+    """An additive mask of one head or all. What hides a key is finite in FP32 also times log2(e): -inf would make NaN
+    of a query that sees nothing."""
     if mask is None:
         return None
     batch, _, sequence, _ = q.shape

@@ -296,10 +296,8 @@ def _launch_transposed(
     x: Tensor, fmt: str, strip: Strip, kept: Sequence[Any] = (None, None, None), code: Optional[int] = None,
     group_size: int = BLOCK, given: Optional[Tensor] = None, plain: Optional[tuple[Tensor, Tensor]] = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x (T, C), values or codes, contiguous -> its transposed operand, and `plain` filled if given.
-
-    kept: maxima, weight and bias; given: the scale, with one for the tensor.
-    """
+    """x (T, C), values or codes, contiguous -> its transposed operand, and `plain` filled if given. kept: maxima,
+    weight and bias; given: the scale, with one for the tensor."""
     (tokens, columns), gp, is_blocks = x.shape, power_of_2(group_size), given is None
     out_t, scale_t = empty_rows_t(x, x.shape, FLOAT8[fmt].dtype)
     padded, scale_t, rows = out_t.shape[1], scale_t if given is None else given, BLOCK if is_blocks else TENSOR_TOKENS

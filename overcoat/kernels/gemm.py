@@ -90,15 +90,12 @@ def _pad(x: Tensor, rows: int) -> Tensor:
 def block_gemm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, square: bool, bias: Optional[Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """D = A @ B^T + bias of operands with block scales.
+    """D = A @ B^T + bias, (M, N) of `dtype`, of operands with block scales. Tensor cores multiply E4M3 only.
 
     Args:
         a: (M, K) FP8; scale_a: (ceil(K / 128), M) FP32.
-        b: (N, K) FP8; scale_b: (ceil(K / 128), N), or if `square` (ceil(N / 128), L4). Tensor cores multiply E4M3 only.
-        bias: (N,) or None; dtype: of the result.
-
-    Returns:
-        (M, N) of `dtype`.
+        b: (N, K) FP8; scale_b: (ceil(K / 128), N), or if `square` (ceil(N / 128), L4).
+        bias: (N,) or None.
     """
     wide_a = dequantize_blocks(Quantized(a, scale_a.t()), (1, BLOCK))
     if square:

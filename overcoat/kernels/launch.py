@@ -64,10 +64,8 @@ MAX_ENTRIES = 4096
 
 
 class Kernel(triton.runtime.JITFunction):
-    """A `triton.jit` function whose launches are remembered; used as `kernel[grid](*args, **options)`.
-
-    Arguments are passed pointers first, the rest after, as these kernels declare them.
-    """
+    """A `triton.jit` function whose launches are remembered, used as `kernel[grid](*args, **options)`: pointers first,
+    the rest after, as these kernels declare them."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         # A single token would be compiled in, and what lies outside with it, as zeros; of conversions of the same

@@ -63,15 +63,12 @@ def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
 
 @op(mutates=("logits",))
 def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool) -> Tensor:
-    """Loss of each token; its gradient takes the place of the logits.
+    """Loss of each token, (C,) FP32, not finite where its logits are not; its gradient takes the place of the logits.
 
     Args:
         logits: (C, V), rows contiguous, possibly further apart than V; overwritten if `gradient`.
         labels: (C,) int64. One that is neither `ignore_index` nor in [0, V) gives NaN, loss and gradient.
         z_loss: weight of lse^2.
-
-    Returns:
-        (C,) FP32. A row with non-finite logits has a non-finite loss.
     """
     x = logits.float().contiguous()
     vocabulary = x.shape[1]
@@ -96,11 +93,8 @@ def _(logits, labels, ignore_index, z_loss, gradient):
 
 @triton.jit
 def _add(top, total, x):
-    """Take x into each lane's maximum and its sum of 2^(x - maximum).
-
-    Of the old and the new maximum one is x or `top` itself, so one power per element serves both cases. A NaN ends up
-    in the sum; +inf makes it NaN or inf.
-    """
+    """Take x into each lane's maximum and its sum of 2^(x - maximum). Of the old and the new maximum one is x or `top`
+    itself, so one power per element serves both cases. A NaN ends up in the sum; +inf makes it NaN or inf."""
     smaller = exp2(-tl.abs(x - top))
     return tl.where(x > top, x, top), tl.where(x > top, total * smaller + 1.0, total + smaller)
 
@@ -243,18 +237,14 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, z_loss: float, fmt: Optional[str],
     chunk_tokens: Optional[int], want_hidden: bool, want_weight: bool,
 ) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sum of the tokens' losses, and its gradients, a chunk of tokens at a time.
-
-    One op, so that torch.compile leaves the chunks and their buffer as they are.
+    """Sum of the tokens' losses, 0-d FP32, and its gradients (T, H) and (V, H), a chunk of tokens at a time; one op, so
+    that torch.compile leaves the chunks and their buffer as they are.
 
     Args:
         hidden: (T, H); weight: (V, H), of the same dtype; labels: (T,) int64.
         fmt: None for products in that dtype; "e5m2" or "e4m3" for FP8 products, with dx in that format.
         chunk_tokens: C, or None for `chunk_rows`.
         want_hidden, want_weight: which gradients to compute; the others come back empty, (0,).
-
-    Returns:
-        the sum, 0-d FP32; dhidden (T, H); dweight (V, H).
     """
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
     hidden, weight = hidden.contiguous(), weight.contiguous()

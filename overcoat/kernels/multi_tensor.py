@@ -97,16 +97,8 @@ def _sum_squares_kernel(
 
 
 class Gradients:
-    """The gradients of a list of parameters as kernels find them: their addresses on the device, and their squares.
-
-    Args:
-        sizes: elements of each.
-        device: where they are.
-
-    Attributes:
-        addresses: int64 (T,) on the device, once `set` has been called.
-        dtype: of the gradients.
-    """
+    """The gradients of a list of parameters, of so many elements each (sizes), as kernels find them: their addresses,
+    int64 (T,) on the device once `set` has been called, and their squares."""
 
     def __init__(self, sizes: List[int], device: torch.device) -> None:
         self.device = device
@@ -121,10 +113,8 @@ class Gradients:
         self._copies: List[Tensor] = []
 
     def set(self, grads: List[Tensor]) -> None:
-        """Tell which gradients, contiguous, the coming launches read; those not aligned to 16 bytes are copied.
-
-        No Python call per tensor: a step does this for a thousand gradients.
-        """
+        """Tell which gradients, contiguous, the coming launches read; those not aligned to 16 bytes are copied. No
+        Python call per tensor: a step does this for a thousand gradients."""
         addresses = list(map(Tensor.data_ptr, grads))
         self._copies = []
         if reduce(operator.or_, addresses, 0) & 15:

@@ -88,11 +88,8 @@ def row_warps(width: int, elements: int) -> int:
 def norm_stats(
     x: Tensor, residual: Optional[Tensor], weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool
 ) -> List[Tensor]:
-    """Statistics of a norm of x (T, H), or of residual + x (T, H).
-
-    Returns:
-        rstd (T,) FP32; max |y|, 0-d FP32; mean (T,) FP32 if `centered` (LayerNorm); the sum if there is one.
-    """
+    """Statistics of a norm of x (T, H), or of residual + x (T, H): rstd (T,) FP32; max |y|, 0-d FP32; mean (T,) FP32 if
+    `centered` (LayerNorm); the sum if there is one."""
     x, total = _sum(x, residual)
     mean, rstd = statistics(x, eps, centered)
     amax = affine(normalize(x, mean, rstd), weight, bias).abs().amax()
@@ -119,12 +116,8 @@ def norm_block_quantize(
     x: Tensor, residual: Optional[Tensor], weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool,
     code: str, group_size: int,
 ) -> List[Tensor]:  # fmt: skip
-    """A norm of x (T, H), or of residual + x (T, H), as GEMM operand in blocks, and kept codes.
-
-    Returns:
-        y in E4M3 (T, H) and its scale (ceil(H / 128), T); codes of xhat (T, H) and their BF16 group maxima (T, n);
-        rstd (T,) FP32; the sum if there is one.
-    """
+    """A norm of x (T, H), or of residual + x (T, H), as GEMM operand in blocks, y in E4M3 (T, H) and its scale (ceil(H
+    / 128), T); codes of xhat (T, H) and their BF16 group maxima (T, n); rstd (T,) FP32; the sum if there is one."""
     x, total = _sum(x, residual)
     mean, rstd = statistics(x, eps, centered)
     return [*norm_from_statistics(x, mean, rstd, weight, bias, code, group_size), rstd, *total]
@@ -142,11 +135,8 @@ def add_norm_encode(
     y: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool,
     code: str, group_size: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """residual + norm(y), both (T, H), rounded once.
-
-    Returns:
-        the sum (T, H); codes of the normalised y (T, H); their BF16 group maxima (T, n); rstd (T,) FP32.
-    """
+    """residual + norm(y), both (T, H), rounded once; codes of the normalised y (T, H); their BF16 group maxima (T, n);
+    rstd (T,) FP32."""
     y = y.contiguous()
     mean, rstd = statistics(y, eps, centered)
     xhat = normalize(y, mean, rstd)

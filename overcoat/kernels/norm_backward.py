@@ -43,11 +43,8 @@ def norm_backward(
     """Backward of the norm, with the residual branch's gradient added in the same pass.
 
     Args:
-        dy: (T, H), gradient of y.
-        codes, group_amax: kept xhat; rstd: (T,) FP32; weight: (H,) or None.
-        dresidual: (T, H), gradient of x from its other use, or None.
-        centered: True for LayerNorm.
-        has_bias: whether the norm has a bias.
+        dy: (T, H), gradient of y; codes, group_amax: kept xhat; rstd: (T,) FP32; weight: (H,) or None.
+        dresidual: (T, H), gradient of x from its other use, or None. centered: LayerNorm.
 
     Returns:
         dx (T, H) of dy's dtype; dweight (H,), summed in FP32, of the weight's dtype; dbias (H,) FP32, empty without a

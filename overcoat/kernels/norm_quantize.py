@@ -24,15 +24,8 @@ def norm_quantize(
     x: Tensor, mean: Optional[Tensor], rstd: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], amax: Tensor,
     code: str, group_size: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The norm's output as GEMM operand, and kept codes, from the statistics of `norm_stats`.
-
-    Args:
-        x: (T, H); mean: (T,) or None (RMSNorm); rstd: (T,); weight, bias: (H,) or None.
-        amax: 0-d FP32, max |y| over the tensor.
-
-    Returns:
-        y in E4M3 (T, H); its 0-d FP32 scale; codes of xhat (T, H); their BF16 group maxima (T, n).
-    """
+    """The norm's output as GEMM operand, and kept codes, from `norm_stats` of x (T, H) and amax = max |y|: y in E4M3
+    (T, H); its 0-d FP32 scale; codes of xhat (T, H); their BF16 group maxima (T, n)."""
     xhat = normalize(x.contiguous(), mean, rstd)
     data, scale = quantize_tensor(affine(xhat, weight, bias), E4M3, amax)
     return data, scale, *encode_groups(xhat, code, group_size)

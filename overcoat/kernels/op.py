@@ -93,11 +93,9 @@ def _only_devices() -> bool:
 
 
 def _dispatcher_is_idle() -> bool:
-    """Whether the dispatcher has nobody to tell of an op but its kernel.
-
-    Autograd, fake tensors and other modes, vmap, torch.jit.trace, the profiler. Not asked, since only PyTorch's own
-    exporters do it, and with fake tensors: `make_fx(pre_dispatch=True)` of real ones.
-    """
+    """Whether the dispatcher has nobody to tell of an op but its kernel: autograd, fake tensors and other modes, vmap,
+    torch.jit.trace, the profiler. Not asked, since only PyTorch's own exporters do it, and with fake tensors:
+    `make_fx(pre_dispatch=True)` of real ones."""
     return (
         not _is_grad_enabled()
         and _dispatch_modes() == 0
@@ -136,12 +134,8 @@ def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Op(torch._ops.OpOverload):
-    """`torch.ops.overcoat.NAME.default`, which eager and compiled code call alike, with a short way to its kernel.
-
-    Attributes:
-        reference: the function in plain PyTorch.
-        kernel: the launcher for CUDA tensors, if there is one.
-    """
+    """`torch.ops.overcoat.NAME.default`, which eager and compiled code call alike, with a short way to its kernel, the
+    launcher for CUDA tensors. reference: the function in plain PyTorch."""
 
     reference: Callable[..., Any]
     kernel: Callable[..., Any] | None = None

@@ -77,10 +77,8 @@ def empty_both(x: Tensor, fmt: str, columns: Optional[int] = None) -> Tuple[Tens
 
 @triton.jit
 def promise(pointers, ALIGN: tl.constexpr):
-    """Pointers (N, C), every row contiguous and starting at a multiple of ALIGN bytes.
-
-    Triton cannot see it once a pointer was chosen among several.
-    """
+    """Pointers (N, C), every row contiguous and starting at a multiple of ALIGN bytes, which Triton cannot see once a
+    pointer was chosen among several."""
     return tl.multiple_of(tl.max_contiguous(pointers, (1, pointers.shape[1])), (ALIGN, ALIGN))
 
 

@@ -73,16 +73,8 @@ def qk_rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Optional[Tensor], k_weight: Optional[Tensor], eps: float,
     num_q: int, num_kv: int,
 ) -> Tensor:  # fmt: skip
-    """Normalise (if weights are given) and rotate q and k.
-
-    Args:
-        qkv: (T, (num_q + 2 num_kv) * D).
-        cos, sin: (P, D).
-        q_weight, k_weight: (D,) or None; eps: of their RMSNorm.
-
-    Returns:
-        the same shape and dtype as qkv.
-    """
+    """Normalise (if weights (D,) are given; eps: of their RMSNorm) and rotate, by cos and sin (P, D), q and k of qkv
+    (T, (num_q + 2 num_kv) * D); of its shape and dtype."""
     q, k, v = split_heads(qkv, num_q, num_kv)
     c, s = per_token(cos, qkv.shape[0]), per_token(sin, qkv.shape[0])
     q = rotate(_normalize_heads(q, q_weight, eps), c, s)
@@ -122,10 +114,8 @@ def qk_rope_decode12(
     codes: Tensor, lower: Tensor, group_amax: Tensor, center: Optional[Tensor], cos: Optional[Tensor],
     sin: Optional[Tensor], num_q: int, num_kv: int, code: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Decode q/k/v from `qk_rope_encode12_` and, if cos and sin are given, rotate q and k again; in `dtype`.
-
-    Without head norms: `qk_rope` applies those to what was decoded without a rotation.
-    """
+    """Decode q/k/v from `qk_rope_encode12_` and, if cos and sin are given, rotate q and k again; in `dtype`. Without
+    head norms: `qk_rope` applies those to what was decoded without a rotation."""
     values = decode_heads(codes, lower, group_amax, center, num_q, num_kv, code)
     if cos is not None and sin is not None:
         values = qk_rope.reference(values, cos, sin, None, None, 0.0, num_q, num_kv)
@@ -241,9 +231,7 @@ def _launch_rope(
     tables: tuple[Optional[Tensor], ...], eps: float, num_q: int, num_kv: int,
 ) -> None:  # fmt: skip
     """source: values, which are encoded into the four of `kept` if given; or codes, decoded with the three of `kept`.
-
-    tables: cos and sin or None; q's and k's norm weights or None.
-    """
+    tables: cos and sin or None; q's and k's norm weights or None."""
     center, cos, sin, q_weight, k_weight = dense(center, *tables)
     encodes, decodes = len(kept) == 4, len(kept) == 3
     codes, lower, amax, bound = (*kept, source, source, source, source)[:4]

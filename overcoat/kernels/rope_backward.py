@@ -48,14 +48,11 @@ def qk_rope_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Optional[Tensor], cos: Tensor, sin: Tensor, q_weight: Optional[Tensor],
     k_weight: Optional[Tensor], eps: float, num_q: int,
 ) -> Tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Backward of `qk_rope`.
+    """Gradient of qkv (T, (num_q + 2 num_kv) * D), and of the head norms' weights, (D,) FP32 or empty.
 
     Args:
         dq: (T, num_q * D); dk, dv: (T, num_kv * D): gradients of the rotated q and k, and of v.
-        qkv: its input, needed only with head norms.
-
-    Returns:
-        gradient of qkv (T, (num_q + 2 num_kv) * D); dq_weight, dk_weight (D,) FP32 (empty without head norms).
+        qkv: `qk_rope`'s input, needed only with head norms.
     """
     width, num_kv = dq.shape[1] // num_q, dk.shape[1] // (dq.shape[1] // num_q)
     gq, gk, gv = (part.contiguous().unflatten(1, (-1, width)).float() for part in (dq, dk, dv))

@@ -69,14 +69,9 @@ def buffer_columns(*parts: Tensor) -> int:
 def qk_rope_backward_amax(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int, want_sums: bool
 ) -> Tuple[Tensor, Tensor]:
-    """First of two passes that write the gradient of q/k/v straight in FP8.
-
-    Args:
-        dq: (T, num_q * D); dk, dv: (T, num_kv * D): gradients of the rotated q and k, and of v. No head norms.
-
-    Returns:
-        its max |.|, 0-d FP32; its sums over the tokens, (C,) FP32, the biases' gradients, empty unless wanted.
-    """
+    """First of two passes that write the gradient of q/k/v, without head norms, straight in FP8: its max |.|, 0-d FP32;
+    its sums over the tokens, (C,) FP32, the biases' gradients, empty unless wanted. Arguments as of
+    `qk_rope_backward`."""
     gradient = rope_gradient(dq, dk, dv, cos, sin, num_q)
     return gradient.abs().amax(), gradient.sum(0) if want_sums else gradient.new_empty(0)
 

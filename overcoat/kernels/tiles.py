@@ -26,9 +26,7 @@ def load_inside(pointer, inside):
 @triton.jit
 def raise_amax(amax_ptr, seen, top):
     """`atomic_amax` if top exceeds what was `seen` there: once the first programs have found large values, few do.
-
-    Warps of a program may have seen different values: nothing that they would wait for each other in may stand here.
-    """
+    Warps of a program may have seen different values: nothing that they would wait for each other in may stand here."""
     if top.to(tl.int32, bitcast=True) > seen.to(tl.int32, bitcast=True):
         atomic_amax(amax_ptr, top)
 
@@ -44,10 +42,8 @@ def listed_groups(groups, n, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.conste
 
 @triton.jit
 def group_columns(g0, C, G: tl.constexpr, GP: tl.constexpr, NG: tl.constexpr, MOST: tl.constexpr = 16):
-    """Numbers (NG,) and columns (NG, GP) of the groups from g0 and column g0 * G on, and which columns are real.
-
-    A thread holds at most MOST columns next to each other. The fewer, the more rows, whose sums need no other thread.
-    """
+    """Numbers (NG,) and columns (NG, GP) of the groups from g0 and column g0 * G on, and which columns are real. A
+    thread holds at most MOST columns next to each other. The fewer, the more rows, whose sums need no other thread."""
     g, i = tl.arange(0, NG), tl.arange(0, GP)
     if MOST < 16:
         i = tl.max_contiguous(i, MOST)

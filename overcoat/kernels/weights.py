@@ -90,10 +90,8 @@ def _(weights, amax, transposed):
 
 @op
 def quantize_weights(weights: List[Tensor], last: Optional[Tensor] = None) -> Tuple[Tensor, Tensor, Tensor]:
-    """`stack_weights` (sum N, K) with the maximum found first: data, scale, max |w| over all weights (0-d FP32).
-
-    last: what the maximum may be, 0-d FP32. Only the time depends on it.
-    """
+    """`stack_weights` (sum N, K) with the maximum found first: data, scale, max |w| over all weights (0-d FP32). last:
+    what the maximum may be, 0-d FP32; only the time depends on it."""
     top = torch.stack([w.abs().amax().float() for w in weights]).amax()
     return *stack_weights.reference(weights, top, False), top
 
@@ -126,10 +124,8 @@ _remembered: dict[Any, Tuple[Tensor, Any]] = {}
 
 
 def quantize_parameters(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
-    """`quantize_weights`, remembering the maximum of BF16 parameters on a GPU for the next time.
-
-    Not of what is made of parameters, which is new each time. Not in graphs, which would read it when it is gone.
-    """
+    """`quantize_weights`, remembering the maximum of BF16 parameters on a GPU for the next time. Not of what is made of
+    parameters, which is new each time. Not in graphs, which would read it when it is gone."""
     first = weights[0]
     if torch.compiler.is_compiling() or not first.is_cuda or first.dtype != bfloat16:
         return quantize_weights(weights)
