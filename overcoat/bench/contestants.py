@@ -152,10 +152,10 @@ class Block(NamedTuple):
 
 
 def make_block(name: str, model: Any, inputs: dict[str, Any], compiled: bool = True, attention: str = "cudnn") -> Block:
-    """The contestant `name`, made out of `model`, which it may change.
+    """The contestant `name`, made out of `model` of one layer, which it may change; inputs: what it gives the layer
+    beside x.
 
     Args:
-        model: a transformers model of one layer; inputs: what it gives the layer beside x.
         compiled: False leaves torch.compile out, for accuracy alone.
         attention: "cudnn" or "default": PyTorch's order of attention backends.
     """
@@ -201,10 +201,8 @@ class Trainer(NamedTuple):
         return self.engine.needs + OPTIMIZERS[self.optimizer].needs
 
     def prepare(self, model: Any, sharded: bool = False) -> tuple[Callable[[dict[str, Any]], Tensor], Any]:
-        """Change the model, on the GPU; (its inputs, labels among them -> loss), optimizer.
-
-        sharded: by FSDP2 over the process group, layer by layer.
-        """
+        """Change the model, on the GPU; (its inputs, labels among them -> loss), optimizer. sharded: by FSDP2 over the
+        process group, layer by layer."""
         layers = list(decoder_layers(model))
         context = self.engine.change(model)
         if self.engine.compile:

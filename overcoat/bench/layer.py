@@ -130,10 +130,8 @@ def _memory(block: Block, x: Tensor, dy: Tensor) -> dict[str, float]:
 def accuracy(
     name: str, shape: BlockShape, draws: int = ACCURACY_DRAWS, device: str = "cuda", planted: bool = False
 ) -> Row:
-    """SQNR in dB of one contestant's output and gradients against the same block in FP64, over `draws` draws.
-
-    "NAME_error" beside each is its standard error (the jackknife's: without one draw at a time).
-    """
+    """SQNR in dB of one contestant's output and gradients against the same block in FP64, over `draws` draws;
+    "NAME_error" beside each is its standard error (the jackknife's: without one draw at a time)."""
     drawn = [draw_powers(name, shape, draw, device, planted) for draw in range(draws)]
     found: Row = {"draws": draws}
     for key in drawn[0]:
@@ -146,10 +144,8 @@ def accuracy(
 
 
 def draw_powers(name: str, shape: BlockShape, seed: int, device: str, planted: bool = False) -> dict[str, Tensor]:
-    """Signal and noise power (2,) of every result, on weights and data drawn with `seed`.
-
-    Delayed scales are measured in the second step on the same data, which they then fit: at their best.
-    """
+    """Signal and noise power (2,) of every result, on weights and data drawn with `seed`. Delayed scales are measured
+    in the second step on the same data, which they then fit: at their best."""
     model, inputs = build_block(shape, torch.bfloat16, device, seed)
     hidden = model.config.hidden_size
     outliers = torch.ones(hidden, device=device)

@@ -104,12 +104,8 @@ def multiplied_parameters(model: Any) -> int:
 
 
 class Training:
-    """One contestant at work.
-
-    Attributes:
-        loss: of the last step, 0-d. parameters: N of the formula above; flops: of a step.
-        kept_bytes: what the last step's forward left allocated; counted while `counts` is true.
-    """
+    """One contestant at work. loss: of the last step, 0-d; parameters: N of the formula above; flops: of a step;
+    kept_bytes: what the last step's forward left allocated, counted while `counts` is true."""
 
     def __init__(self, name: str, work: Work, device: str = "cuda") -> None:
         self.trainer, self.work = trainer_of(name), work
@@ -195,12 +191,8 @@ def _measure(name: str, work: Work, steps: int, device: str) -> Row:
 
 
 def search_best_batch(run: Callable[[int], Row], first: Row) -> Row:
-    """The row with the most tokens per second, over batches from the first one's on, or below it if it did not fit.
-
-    Args:
-        run: batch -> its row; {"error": OUT_OF_MEMORY} if it does not fit. Any other error ends the search.
-        first: the row of the batch to begin with.
-    """
+    """The row with the most tokens per second, over batches from that of the first row on, or below it if it did not
+    fit. run: batch -> its row; {"error": OUT_OF_MEMORY} if it does not fit. Any other error ends the search."""
     rows = [first] if "error" not in first else []
     fits = first["batch"] if rows else 0
     too_large = first["batch"] if first.get("error") == OUT_OF_MEMORY else None

@@ -149,12 +149,8 @@ def say(text: str) -> None:
 
 
 def call_alone(function: Callable[..., Row], *arguments: Any, timeout: float) -> Row:
-    """What `function(*arguments)` returns in a new process, or {"error": reason}.
-
-    Args:
-        function: importable by name; returns a dict of plain numbers and strings.
-        timeout: seconds after which the process is killed.
-    """
+    """What `function(*arguments)`, importable by name, returns in a new process, a dict of plain numbers and strings;
+    or {"error": reason}. timeout: seconds after which the process is killed."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(theirs, function, arguments))

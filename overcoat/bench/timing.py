@@ -36,10 +36,8 @@ def time_ms(function: Callable[[], Any], repeats: int = 20) -> dict[str, float]:
 
 
 def steady_ms(step: Callable[[], Any], windows: int, steps: int = 1, warmup: int = 3) -> dict[str, float]:
-    """Median, 20th and 80th percentile of ms per step over windows of `steps` steps, one right after the other.
-
-    As in training: the host runs ahead of the device as far as it can, and where it cannot, its time is what counts.
-    """
+    """Median, 20th and 80th percentile of ms per step over windows of `steps` steps, one right after the other. As in
+    training the host runs ahead of the device as far as it can, and where it cannot, its time is what counts."""
     for _ in range(warmup):
         step()
     marks = [_mark()]
@@ -75,9 +73,8 @@ def synchronize() -> None:
 def host_ms(step: Callable[[], Any], repeats: int = 9) -> float:
     """Median ms until `step` returns while the device is busy with something else: what the host takes to queue it.
 
-    Where this comes near the device's own time for a step, the step is the host's. It depends on the core that the
-    process happens to be on: one shared with another's work is 1.7 times as slow. A step that waits for the device
-    takes as long as the device was kept busy, 20 ms and more.
+    It depends on the core that the process happens to be on: one shared with another's work is 1.7 times as slow. A
+    step that waits for the device takes as long as the device was kept busy, 20 ms and more.
     """
     times = []
     for _ in range(repeats):
@@ -101,10 +98,8 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def copy_ms(moved: int, repeats: int = 20) -> float:
-    """Median device time in ms of a copy that reads and writes `moved` bytes in all, rounded up to a multiple of 1024.
-
-    One of an odd number of elements takes up to 3 us longer than one of a few more: no measure for anything.
-    """
+    """Median device time in ms of a copy that reads and writes `moved` bytes in all, rounded up to a multiple of 1024:
+    one of an odd number of elements takes up to 3 us longer."""
     source = torch.empty(max(-(-moved // 1024), 1) * 256, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
     return time_ms(lambda: target.copy_(source), repeats)["ms"]

@@ -23,13 +23,9 @@ LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer")
 
 
 def use_transformer_engine(model: Any, recipe: str) -> Callable[[], Any]:
-    """Put a `TransformerEngineBlock` in the place of every decoder layer; returns the context to call the model in.
-
-    One context around all blocks: delayed scaling updates the scales of all modules there are at the end of each.
-
-    Raises:
-        ValueError: the layers are of a family that it does not compute.
-    """
+    """Put a `TransformerEngineBlock` in the place of every decoder layer; returns the context to call the model in, one
+    around all blocks: delayed scaling updates the scales of all modules there are at the end of each. ValueError: the
+    layers are of a family that it does not compute."""
     # Where neither cuDNN nor FlashAttention can be loaded its attention writes out all scores: an error instead of
     # the times of a peer that nobody would run.
     os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
@@ -61,11 +57,8 @@ def use_transformer_engine(model: Any, recipe: str) -> Callable[[], Any]:
 
 
 class TransformerEngineBlock(nn.Module):
-    """A `TransformerLayer` called like a transformers decoder layer; `layer` gives weights and sizes.
-
-    Attributes:
-        rotary: the rotary table, (tokens, 1, 1, head_dim), which blocks of one model share.
-    """
+    """A `TransformerLayer` called like a transformers decoder layer; `layer` gives weights and sizes. rotary: the
+    table, (tokens, 1, 1, head_dim), which blocks of one model share."""
 
     rotary: Tensor
 

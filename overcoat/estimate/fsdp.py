@@ -100,11 +100,10 @@ class Group:
 
 
 class FullyShard:
-    """The hooks of `fully_shard` on a meta model.
+    """The hooks of `fully_shard` on a meta model, cut over so many processes (gpus), whose allocations `meter` sees.
 
     Args:
-        meter: sees what is allocated.
-        gpus: processes that the model is cut over. replicated: others hold the same parts; one GPU only if so.
+        replicated: others hold the same parts; one GPU only if so.
         reduce_dtype: what gradients are summed in (`MixedPrecisionPolicy`); None: their own.
         take: called with each parameter and this process' part of its gradient.
     """

@@ -200,16 +200,11 @@ class Living(NamedTuple):
 
 
 class Meter(TorchDispatchMode):
-    """Counts what the ops inside it allocate and free.
+    """Counts what the ops inside it allocate and free; `work` is told of every op (times.py).
 
-    Args:
-        answer: what a value read from a meta tensor is taken for. transformers asks its inputs two questions, whether
-            nothing is padded and whether no row is packed.
-        work: is told of every op (times.py).
-
-    Attributes:
-        marks: (label, number of events before it).
-        tags: of allocations by their number; set by `tag`.
+    answer: what a value read from a meta tensor is taken for. transformers asks its inputs two questions, whether
+    nothing is padded and whether no row is packed. marks: (label, number of events before it). tags: of allocations by
+    their number.
     """
 
     def __init__(self, answer: bool = True, work: Work | None = None) -> None:

@@ -129,10 +129,7 @@ class Allocator:
 
 @contextlib.contextmanager
 def measure_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[Phase]]:
-    """Measure the training step taken inside: forward, backward and `optimizer.step()`.
-
-    Args:
-        model: a transformers causal model. optimizer: of its parameters; offloaded states are not on the device.
+    """Measure the training step taken inside: forward, backward and `optimizer.step()` of a transformers causal model.
 
     Yields:
         the step's phases in order, filled when the block ends; of several micro-batches those of the last.

@@ -107,12 +107,8 @@ class Predictor:
         self._lasting = functools.cache(_lasting)
 
     def predict(self, batch: int, sequence: int, setup: Optional[Setup] = None, gpus: int = 1) -> Prediction:
-        """Memory of a step.
-
-        Args:
-            batch: rows in one forward pass on each GPU; sequence: tokens in a row.
-            gpus: processes of FSDP2 (`fully_shard` on every decoder layer and the model); 1 for none.
-        """
+        """Memory of a step of `batch` rows of `sequence` tokens in one forward pass on each GPU. gpus: processes of
+        FSDP2 (`fully_shard` on every decoder layer and the model); 1 for none."""
         setup = setup or Setup()
         (_, parameters, report), run = self._run(batch, sequence, setup, gpus)
         lasting, host = self._lasting(parameters, setup, gpus)
@@ -178,10 +174,8 @@ def _together(lasting: dict[str, int], moving: dict[str, int]) -> dict[str, int]
 
 
 def _lasting(parameters: tuple[Tensor, ...], setup: Setup, gpus: int) -> tuple[dict[str, int], int]:
-    """What is there during the whole step, and the bytes of offloaded states in host memory.
-
-    Sizes are the tensors' own; what the allocator's multiples add to them is among the libraries'.
-    """
+    """What is there during the whole step, and the bytes of offloaded states in host memory. Sizes are the tensors'
+    own; what the allocator's multiples add to them is among the libraries'."""
     weights, host = [part_bytes(parameter, gpus) for parameter in parameters], 0
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     moments: list[int] = []

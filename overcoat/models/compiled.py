@@ -86,10 +86,8 @@ def graph_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def eager() -> AbstractContextManager[None]:
-    """Inside, layers run as if they were not compiled: for evaluation, samples and measurements.
-
-    Their shapes and modes would each be compiled and recorded anew.
-    """
+    """Inside, layers run as if they were not compiled: for evaluation, samples and measurements, whose shapes and modes
+    would each be compiled and recorded anew."""
     return torch.compiler.set_stance("force_eager")
 
 
@@ -106,13 +104,12 @@ def keep_gradients_outside(model: nn.Module) -> None:
     """Move the layers' gradients out of the graphs' memory: between the first and the second pass of a step.
 
     Autograd makes the first gradient of a step the parameter's `.grad` as it is, a tensor in the graphs' memory, which
-    the next replay overwrites without a word. A step of one pass may leave it there: the optimizer has read it by then,
-    it takes the place of activations that are gone, and nothing is copied. Of several passes the others add to what the
-    first one left, so that has to be elsewhere; what they add themselves dies at once.
+    the next replay overwrites without a word. A step of one pass may leave it there: the optimizer has read it by then.
+    Of several passes the others add to what the first one left, so that has to be elsewhere; what they add themselves
+    dies at once.
 
     One copy of all gradients a step (4 bytes of traffic per BF16 parameter, one launch a layer) is less than zeroed
-    `.grad`s kept for every pass to add to (8 bytes, a launch a parameter, and 2 bytes of memory also for steps of one
-    pass), or a hook on every parameter, which costs the host what the graphs save it.
+    `.grad`s kept for every pass to add to (8 bytes, a launch a parameter), or a hook on every parameter.
     """
     for layer in graph_layers(model).values():
         parameters = [parameter for parameter in layer.parameters() if parameter.grad is not None]
@@ -125,9 +122,6 @@ def keep_gradients_outside(model: nn.Module) -> None:
 
 
 def forget() -> None:
-    """Drop everything that was compiled and recorded in this process, and the graphs' memory with it.
-
-    Between a run and the next, whose layers are others, and where memory ran out. Layers that are compiled stay so, and
-    begin anew at their next forward pass.
-    """
+    """Drop everything that was compiled and recorded in this process, and the graphs' memory with it: between runs, and
+    where memory ran out. Layers that are compiled stay so, and begin anew at their next forward pass."""
     torch.compiler.reset()

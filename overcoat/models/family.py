@@ -133,11 +133,8 @@ LAYERS = (
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """All layers of a model by name, converted or not, of a known family or another.
-
-    Libraries' word for a layer is its base class, whatever the class itself is called. Of layers inside each other the
-    outer ones.
-    """
+    """All layers of a model by name, converted or not, of a known family or another: libraries' word for a layer is its
+    base class, whatever the class itself is called. Of layers inside each other the outer ones."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_layer = any((cls.__module__, cls.__name__) in LAYERS for cls in type(module).__mro__)

@@ -106,8 +106,8 @@ def rows_of(x: Tensor, lengths: Optional[Tensor], longest: Any) -> tuple[int, in
 
     Images of one length have the faster attention as rows of a batch, others share one row. Nobody reads the lengths,
     for which the host would wait: if none is longer than `longest` (transformers' `max_seqlen`), images * longest are
-    all T tokens only where each is as long. In code that is being compiled only one image has it: each answer would be
-    compiled anew and soon hit torch.compile's limit. Compiled layers ask before: `compiled.run_compiled`.
+    all T tokens only where each is as long. Code that is being compiled sees it of one image alone; compiled layers ask
+    before (`compiled.run_compiled`).
     """
     if lengths is None or x.dim() != 2:
         return x.shape[0], 0

@@ -200,8 +200,6 @@ def _knows_its_window(layer: nn.Module, kind: Optional[str]) -> bool:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody else sees the module's arguments, who may read the mask: by its forward, or by a hook.
-
-    So does torch.compile's wrapper (not `layer.compile()`): to `starts` it would compile anew for each number of them.
-    """
+    """Whether somebody else sees the module's arguments, who may read the mask: by its forward, or by a hook. So does
+    torch.compile's wrapper (not `layer.compile()`): to `starts` it would compile anew for each number of them."""
     return "forward" in vars(module) or has_hooks(module, HARMLESS_HOOKS, ("_forward_pre_hooks", "_forward_hooks"))

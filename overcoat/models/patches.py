@@ -58,10 +58,8 @@ def why_mode() -> Optional[str]:
 
 
 def why_other_attention(kind: Optional[str], forward: Any) -> Optional[str]:
-    """Whether somebody replaced transformers' attention.
-
-    kind: transformers' name of it. forward: the function by which a layer's attention module calls it.
-    """
+    """Whether somebody replaced transformers' attention. kind: transformers' name of it; forward: the function by which
+    a layer's attention module calls it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if kind in ALL_ATTENTION_FUNCTIONS and "/" not in str(kind):  # not one of the hub's kernels

@@ -44,11 +44,8 @@ class Report:
         self._modules[name] = weakref.ref(module)
 
     def running(self) -> dict[str, str]:
-        """What converted layers and the head ran at their last forward, by name.
-
-        "FP8", "loss without logits", or why not. Compiled layers cannot be observed: for them it is what they would run
-        now.
-        """
+        """What converted layers and the head ran at their last forward, by name: "FP8", "loss without logits", or why
+        not. Compiled layers cannot be observed: for them it is what they would run now."""
         modules = {name: module() for name, module in self._modules.items()}
         return {name: _ran(module) for name, module in modules.items() if module is not None}
 

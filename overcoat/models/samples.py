@@ -146,11 +146,8 @@ def _qwen3_vl(model: Any, batch: int, sequence: int, side: int) -> dict[str, Ten
 
 
 def tower_inputs(tower: Any, grid: Tensor) -> dict[str, Any]:
-    """What Qwen2-VL's, Qwen2.5-VL's and Qwen3-VL's vision towers find out from their images' sizes, on the CPU.
-
-    Args:
-        grid: int64 (images, 3): how many patches each has in time, height and width.
-    """
+    """What Qwen2-VL's, Qwen2.5-VL's and Qwen3-VL's vision towers find out, on the CPU, from a grid of their images'
+    sizes, int64 (images, 3): how many patches each has in time, height and width."""
     from transformers import vision_utils
 
     merge = tower.spatial_merge_size

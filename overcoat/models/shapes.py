@@ -18,10 +18,8 @@ from overcoat.models.samples import sees
 
 
 class Model(NamedTuple):
-    """A model's configuration: class of transformers and its arguments.
-
-    checkpoint: on the Hugging Face hub; its config.json need not be fetched. batch: rows that `bench layer` runs.
-    """
+    """A model's configuration: class of transformers and its arguments. checkpoint: on the Hugging Face hub; its
+    config.json need not be fetched. batch: rows that `bench layer` runs."""
 
     kind: str
     fields: dict[str, Any]

@@ -42,13 +42,8 @@ def holds_all(param: Any) -> bool:
 
 
 class Held:
-    """A parameter for which FSDP2 asks here: this one of a process that trains alone. FSDP2 would copy it for each use,
-    and its gradient twice.
-
-    Args:
-        param: FSDP2's `FSDPParam`.
-        group: the `FSDPParamGroup` that it is in.
-    """
+    """A parameter, FSDP2's `FSDPParam` and its `FSDPParamGroup`, for which FSDP2 asks here: this one of a process that
+    trains alone. FSDP2 would copy it for each use, and its gradient twice."""
 
     def __init__(self, param: Any, group: Any) -> None:
         self.param, self.group = param, group
@@ -232,10 +227,7 @@ class ShardedWeight(Held):
 
 class Maxima(abc.ABC):
     """Maxima of weights that one process group shares, all of one dtype; all its processes find them together.
-
-    Attributes:
-        is_stale: whether they have to be found again.
-    """
+    is_stale: whether they have to be found again."""
 
     def __init__(self, weights: Sequence[ShardedWeight]) -> None:
         self.weights, self.is_stale, self.seen = weights, True, dict[ShardedWeight, tuple[Any, int]]()

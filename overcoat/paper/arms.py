@@ -48,11 +48,8 @@ NUMBER = re.compile(r"answer is (-?\d+)")
 
 
 def train(values: dict[str, Any], settings: list[str], run_dir: Path) -> Row:
-    """Run `overcoat train` on nested `values` with `settings` to its end, or go on with it.
-
-    Returns:
-        The figures of results.json, what identifies the data, and both loss curves of metrics.jsonl by step.
-    """
+    """Run `overcoat train` on nested `values` with `settings` to its end, or go on with it: the figures of
+    results.json, what identifies the data, and both loss curves of metrics.jsonl by step."""
     use_expandable_segments()
     config = build_config(values, [*BARE, *settings, f"train.run_dir={run_dir}"])
     console = Console(file=io.StringIO())
@@ -116,10 +113,8 @@ def newest_checkpoint(run_dir: Path) -> Path:
 def completions(
     model: Any, tokenizer: Any, prompts: Sequence[str], tokens: int, rows: int, pixels: Tensor | None = None
 ) -> list[str]:
-    """What the model writes after each prompt, greedily, at most `tokens` tokens; `rows` prompts at once.
-
-    pixels: (prompts, C, height, width), the image of each.
-    """
+    """What the model writes after each prompt, greedily, at most `tokens` tokens; `rows` prompts at once. pixels:
+    (prompts, C, height, width), the image of each."""
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))  # little padding
     found: dict[int, str] = {}
     tokenizer, stop = copy.deepcopy(tokenizer), tokenizer.eos_token_id

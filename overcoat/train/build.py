@@ -277,10 +277,8 @@ def make_optimizer(model: nn.Module, section: OptimizerConfig, seed: int) -> ove
 
 
 def summed_loss(model: Any, batch: Batch) -> Tensor:
-    """Sum of the cross-entropy over the batch's labels, () fp32; without logits where the model can.
-
-    While training, a recipe's z-loss is in it.
-    """
+    """Sum of the cross-entropy over the batch's labels, () fp32, while training with a recipe's z-loss; without logits
+    where the model can."""
     inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, **batch.images}
     model = base_model(model)
     if isinstance(model, LeanLossModel):

@@ -28,7 +28,6 @@ NOT_IN_GRAPHS = {
 
 
 def check(config: Config) -> None:
-    """Refuse sections that contradict each other."""
     for is_right, message in (*_sections(config), *_compiled(config)):
         require(is_right, message)
 

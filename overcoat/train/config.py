@@ -43,10 +43,8 @@ def require(condition: bool, message: str) -> None:
 
 @contextlib.contextmanager
 def said_of(what: str, kinds: type[Exception] = ValueError, after: str = "") -> Iterator[None]:
-    """Re-raise errors inside as a ValueError of one line that begins with `what`.
-
-    kinds: what is caught; Exception where a library is called, whose messages may be long.
-    """
+    """Re-raise errors inside of these kinds (Exception where a library is called, whose messages may be long) as a
+    ValueError of one line that begins with `what`."""
     try:
         yield
     except kinds as error:

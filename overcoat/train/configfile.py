@@ -178,7 +178,6 @@ def _unknown_key(key: str) -> str:
 
 
 def help_text() -> str:
-    """All keys with default and explanation, one per line."""
     lines = []
     for key, spec in all_keys().items():
         default = spec.default if spec.default is not MISSING else spec.default_factory()

@@ -158,7 +158,6 @@ def _cached(config: Config, kind: str, say: Callable[[str], None]) -> tuple[Path
 
 
 def write_tokens(config: Config, target: Path) -> None:
-    """Tokenize every document into `target`."""
     processor = make_processor(config) if config.data.images else None
     tokenizer = make_tokenizer(config) if processor is None else processor.tokenizer
     assert tokenizer is not None

@@ -222,7 +222,6 @@ class StreamedRows:
         self._pending = np.empty(0, dtype=np.int64)
 
     def next_rows(self, count: int) -> np.ndarray:
-        """The next `count` rows, (count, T + 1) int64."""
         return np.stack([self._draw() for _ in range(count)])
 
     def _draw(self) -> np.ndarray:

@@ -116,13 +116,9 @@ class Tasks:
     def evaluate(
         self, model: Any, tokenizer: Any, rows: int, limit: int | None
     ) -> Iterator[tuple[str, dict[str, float]]]:
-        """The figures of each task (of its sub-tasks, too), once it has run: "sciq", {"acc": 0.5, "acc_stderr": 0.01}.
-        The model goes to `eval()`; the global generators are set anew. Several processes compute the same, in step.
-
-        Args:
-            rows: at once.
-            limit: of examples; None: all.
-        """
+        """The figures of each task (of its sub-tasks, too), once it has run: "sciq", {"acc": 0.5, "acc_stderr": 0.01};
+        of `limit` examples (None: all), `rows` at once. The model goes to `eval()`; the global generators are set anew.
+        Several processes compute the same, in step."""
         harness = load_extra("lm_eval.models.huggingface", "eval", "tasks")
         # It gives the tokenizer a padding token.
         wrapped = harness.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=rows)

@@ -26,11 +26,7 @@ SECONDS_TO_STOP = 45  # from SIGTERM on, for the checkpoint; then SIGKILL
 
 
 def launch(num_workers: int, max_restarts: int, device_name: str, words: Sequence[str]) -> tuple[int, str]:
-    """Run `overcoat train WORDS` in several processes.
-
-    Args:
-        max_restarts: how often a run that failed is started again, from its newest checkpoint.
-        device_name: `train.device`.
+    """Run `overcoat train WORDS` in several processes; again up to `max_restarts` times, from the newest checkpoint.
 
     Returns:
         the exit status, and what is to be said of it: nothing where a worker has said it.

@@ -69,10 +69,8 @@ class WandB:
 
 
 class MLflow:
-    """A run of MLflow, in RUN_DIR/mlruns unless MLFLOW_TRACKING_URI says otherwise.
-
-    A thread sends the figures: training would wait for a slow server, and 4 minutes for one that is away.
-    """
+    """A run of MLflow, in RUN_DIR/mlruns unless MLFLOW_TRACKING_URI says otherwise. A thread sends the figures:
+    training would wait for a slow server, and 4 minutes for one that is away."""
 
     library = ("mlflow", "loggers", "train.loggers = mlflow")
 

@@ -187,10 +187,8 @@ def running_mean(values: list[float], width: int) -> list[float]:
 
 def check_finite(rows: list[Row], skipped: int = 0) -> int:
     """Steps with an infinite gradient were skipped and are only marked; MOST_SKIPPED of them in a row, or a loss that
-    is lost, end the run before it can reach a checkpoint.
-
-    `skipped` steps in a row came before `rows`; returns how many end with them.
-    """
+    is lost, end the run before it can reach a checkpoint. `skipped` steps in a row came before `rows`; returns how many
+    end with them."""
     remedy = "lower optimizer.lr or lengthen schedule.warmup_steps"
     for row in rows:
         start = f"step {row['step']}: the"

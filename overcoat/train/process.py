@@ -73,11 +73,8 @@ def is_restarted() -> bool:
 
 @contextlib.contextmanager
 def joined(device_name: str) -> Iterator[None]:
-    """Inside, the processes that torchrun started are one run: NCCL between GPUs, gloo between CPUs.
-
-    Args:
-        device_name: `train.device`.
-    """
+    """Inside, the processes that torchrun started are one run, on `train.device`: NCCL between GPUs, gloo between
+    CPUs."""
     if not is_worker():
         require(
             int(os.environ.get("WORLD_SIZE", "1")) == 1,

@@ -139,11 +139,9 @@ def write_checkpoint(held: Held, config: Config, tokenizer: Any | None) -> Path:
 def write_model(
     model: Any, tokenizer: Any | None, folder: Path, weights: dict[str, Any] | None = None, own_names: bool = False
 ) -> None:
-    """The Hugging Face files of a model.
-
-    weights: of a model that is cut over several processes, gathered. own_names: of parameters as the model has them,
-        rather than those that its first checkpoints on the hub had (LLaVA, Mixtral); transformers reads both.
-    """
+    """The Hugging Face files of a model. weights: of a model that is cut over several processes, gathered. own_names:
+    of parameters as the model has them, rather than those that its first checkpoints on the hub had (LLaVA, Mixtral);
+    transformers reads both."""
     options: dict[str, Any] = {"max_shard_size": FILE_BYTES, "save_original_format": not own_names}
     if hasattr(model, "peft_config"):
         options = {"save_embedding_layers": False}  # else peft asks the hub for the base model's vocabulary
@@ -154,11 +152,9 @@ def write_model(
 
 
 def export(state: TrainState, tokenizer: Any | None, target: Path, merge: bool = False) -> None:
-    """The trained model as a Hugging Face folder; merge: with its adapters in its weights, from now on.
-
-    Of several processes each writes files of its own, so that none holds more than one file's weights; adapters are
-    written by the first.
-    """
+    """The trained model as a Hugging Face folder; merge: with its adapters in its weights, from now on. Of several
+    processes each writes files of its own, so that none holds more than one file's weights; adapters are written by the
+    first."""
     if merge:
         state.model = state.model.merge_and_unload()
     model, alone = state.model, process.count() == 1 or hasattr(state.model, "peft_config")

@@ -290,10 +290,8 @@ def _texts(dataset: Any, config: DataConfig, num_done: int) -> Iterator[str]:
 
 
 class DocumentStream:
-    """Documents without end, reshuffled in each epoch, with a position that can be saved and restored.
-
-    Local files are visited in an order drawn from (seed, epoch); a dataset reorders its shards by itself.
-    """
+    """Documents without end, with a position that can be saved and restored; reshuffled in each epoch, files in an
+    order drawn from (seed, epoch), a dataset by itself."""
 
     def __init__(self, config: DataConfig, seed: int):
         self.config, self.seed = config, seed

@@ -62,10 +62,8 @@ def make_processor(config: Config) -> Any:
 
 
 def load_processor(name: str | Path, trust_remote_code: bool = False) -> Any:
-    """A processor by Hugging Face name or folder.
-
-    ValueError: a transformers whose processors mark other tokens than the assistant's once an image's own are in place.
-    """
+    """A processor by Hugging Face name or folder. ValueError: a transformers whose processors mark other tokens than
+    the assistant's once an image's own are in place."""
     version = load_extra("transformers", "hf", "data.images").__version__
     if tuple(map(int, version.split(".")[:2])) < (5, 18):
         raise ValueError(
