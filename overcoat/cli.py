@@ -159,6 +159,7 @@ def train_command(parsed: argparse.Namespace) -> int:
     from overcoat.memory import use_expandable_segments
     from overcoat.train import process
     from overcoat.train.loop import RunStoppedError, UnreadableDataError
+    from overcoat.train.metrics import PLAIN
     from overcoat.train.out_of_memory import RESTART, DoesNotFitError, RestartError
     from overcoat.train.run import run
     from overcoat.train.summary import summarize
@@ -177,9 +178,7 @@ def train_command(parsed: argparse.Namespace) -> int:
         # With the path the same command would go back to that checkpoint and set aside all newer ones.
         again = "" if config.train.resume == "auto" else " without train.resume (or with train.resume=auto)"
         if process.is_first():
-            console.print(
-                f"{stop}; the same command{again} continues it", highlight=False, markup=False, soft_wrap=True
-            )
+            console.print(f"{stop}; the same command{again} continues it", **PLAIN)
         return 128 + stop.signum
     except (DoesNotFitError, UnreadableDataError) as error:
         return _fail(1, f"training failed: {error}")

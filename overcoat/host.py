@@ -6,6 +6,7 @@ since locking pages takes some tenths of a second per gigabyte.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import sys
 from dataclasses import dataclass
@@ -20,10 +21,7 @@ ALIGNMENT = 16
 
 def packed(sizes: list[int]) -> tuple[list[int], int]:
     """Offsets of byte strings one after the other, aligned, and the bytes of all."""
-    offsets, total = [], 0
-    for size in sizes:
-        offsets.append(total)
-        total += -(-size // ALIGNMENT) * ALIGNMENT
+    *offsets, total = itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
     return offsets, total
 
 

@@ -56,15 +56,9 @@ METRICS = (
 )
 # Columns of the accuracy table: title and result.
 RESULTS = {
-    "output": "output",
-    "dx": "dx",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "o": "self_attn.o_proj.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
+    **{name: name for name in ("output", "dx")},
+    **{name: f"self_attn.{name}_proj.weight" for name in "qkvo"},
+    **{name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
     "norm 1": "input_layernorm.weight",
     "norm 2": "post_attention_layernorm.weight",
 }

@@ -26,12 +26,10 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
 from overcoat.block.gathered import GatheredWeight
@@ -59,17 +57,13 @@ def travel_in_fp8(model: nn.Module, gpus: int) -> None:
     owners: Counter[int] = Counter(
         id(parameter) for module in model.modules() for parameter in module._parameters.values()
     )
-    plain: dict[str, Any] = {"is_dtensor": False, "offload_to_cpu": False, "post_forward_mesh_info": None}
-    plain |= {"fsdp_placement": Shard(0), "mesh_info": SimpleNamespace(shard_mesh_size=gpus)}
-    params: dict[tuple[int, str], tuple[Any, Any]] = {}  # as `fsdp_params`
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                info = SimpleNamespace(shared_modules=owners[id(parameter)] > 1)
-                params[id(module), name] = SimpleNamespace(**plain, _module_info=info, _orig_size=parameter.shape), None
+
+    def shards_of(module: Any) -> tuple[int, int] | str:
+        return "shared" if owners[id(module.weight)] > 1 else (len(module.weight), gpus)
+
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, Fp8DecoderLayer)]
     for layer in layers:
-        stacks = [stack for stack, reason in fp8_stacks(layer, params) if reason is None]
+        stacks = [stack for stack, reason in fp8_stacks(layer, shards_of) if reason is None]
         for linear in (linear for stack in stacks for linear in stack):
             weight: Any = linear.weight
             codes, scale = torch.empty_like(weight.detach(), dtype=E4M3.dtype), torch.empty((), device="meta")

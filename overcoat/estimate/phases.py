@@ -48,9 +48,12 @@ def kind_of(label: str) -> str:
 
 @contextlib.contextmanager
 def watch(
-    model: nn.Module, mark: Callable[[str], None], flowing: Callable[[Tensor], None] = lambda _: None
+    model: nn.Module,
+    mark: Callable[[str], None],
+    flowing: Callable[[Tensor], None] = lambda _: None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Iterator[None]:
-    """Inside, `mark(label)` is called wherever a phase of the step begins, all but the optimizer's.
+    """Inside, `mark(label)` is called wherever a phase of the step begins, that of the optimizer if it is given.
 
     Args:
         model: a transformers causal model; its blocks are numbered from 1.
@@ -101,6 +104,8 @@ def watch(
         causal.base_model.register_forward_hook(lambda *_: mark(LOSS)),
         causal.register_forward_hook(after_loss),
     ]
+    if optimizer is not None:
+        handles.append(optimizer.register_step_pre_hook(lambda *_: mark(OPTIMIZER)))
     watch_stack(towers, "tower block", PATCHES_BACKWARD, CONNECTOR)
     watch_stack(blocks, "block", EMBEDDING_BACKWARD, NORM)
     try:
@@ -138,7 +143,7 @@ def measure_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator
     phases: list[Phase] = []
     if device.type == "cuda":
         allocator = Allocator(device)
-        with _boundaries(model, optimizer, allocator.mark):
+        with watch(model, allocator.mark, optimizer=optimizer):
             yield phases
         allocator.mark("end")
         phases += allocator.phases
@@ -149,23 +154,13 @@ def measure_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator
         meter = Meter()
         on_host = [buffer.memory for buffer in transfers(device).pool.buffers if buffer.memory is not None]
         meter.leave_out([*there, *on_host])
-        with _boundaries(model, optimizer, meter.mark), meter.watch_resizes(), meter:
+        with watch(model, meter.mark, optimizer=optimizer), meter.watch_resizes(), meter:
             yield phases
         meter.mark("end")
         meter.stop()
         found = meter.account(["all"] * meter.count)[:-1]
         phases += [Phase(label, base + sum(fullest.values()), base + end) for label, fullest, end in found]
     del phases[: max((index for index, phase in enumerate(phases) if phase.label == EMBEDDING), default=0)]
-
-
-@contextlib.contextmanager
-def _boundaries(model: nn.Module, optimizer: torch.optim.Optimizer, mark: Callable[[str], None]) -> Iterator[None]:
-    handle = optimizer.register_step_pre_hook(lambda *_: mark(OPTIMIZER))
-    try:
-        with watch(model, mark):
-            yield
-    finally:
-        handle.remove()
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

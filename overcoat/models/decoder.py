@@ -20,7 +20,7 @@ from overcoat.block.norm import norm_forward
 from overcoat.block.order import Order
 from overcoat.block.run import run_block
 from overcoat.block.softmax import Heads, observers
-from overcoat.block.spec import Adapter, Block, Branch, Linear, Norm, Tables
+from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
 from overcoat.models.compiled import run_compiled
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
 from overcoat.models.images import rows_of
@@ -180,7 +180,7 @@ def _linear(layers: tuple[Any, ...], orders: tuple[Optional[Order], ...] = (), s
                 "the weight of a linear layer is no parameter. If these are nn.DataParallel's copies, start a process "
                 "for each GPU (torchrun, accelerate launch) or show one (CUDA_VISIBLE_DEVICES=0)"
             )
-    adapters = [Adapter(*active, place) for place, layer in others for active in active_adapters(layer)]
+    adapters = [adapter for place, layer in others for adapter in active_adapters(layer, place)]
     return Linear(
         tuple([each["weight"] for each in own]), tuple([each["bias"] for each in own]), orders, scale, tuple(adapters)
     )

@@ -15,8 +15,9 @@ FSDP2 asks a shard's local tensor for `fsdp_pre_all_gather` and `fsdp_post_all_g
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -78,7 +79,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
             continue
         names = {module: f"{path}.{name}.weight".removeprefix(".") for name, module in layer.named_modules()}
         scaling = layer.overcoat_recipe.linear_scaling
-        for stack, reason in fp8_stacks(layer, params):
+        for stack, reason in fp8_stacks(layer, functools.partial(_shards, params)):
             if reason is not None:
                 report.left_alone.update({names[base_of(module)]: reason for module in stack})
                 continue
@@ -205,34 +206,40 @@ def _groups(module: Any) -> list[Any]:
 
 
 def fp8_stacks(
-    layer: Fp8DecoderLayer, params: dict[tuple[int, str], tuple[Any, Any]]
+    layer: Fp8DecoderLayer, shards_of: Callable[[nn.Module], tuple[int, int] | str]
 ) -> Iterator[tuple[Any, Optional[str]]]:
-    """Modules of a layer whose weights are stacked, and why these cannot travel in FP8; params: `fsdp_params`."""
+    """Modules of a layer whose weights are stacked, and why these cannot travel in FP8; shards_of: a module -> rows of
+    its weight and processes that have them, or why these are not as they should be."""
     reason = why_replaced(layer, layer.overcoat_family)
     for branch in layer.overcoat_family.branches(layer, 1):
         for linears in (branch.into, (branch.out,)) if branch.core is not None else ():
             scaling = layer.overcoat_recipe.linear_scaling
-            yield linears, reason or _why_not(tuple(map(base_of, linears)), branch, scaling, params)
+            yield linears, reason or _why_not(tuple(map(base_of, linears)), branch, scaling, shards_of)
 
 
-def _why_not(
-    stack: tuple[nn.Module, ...], branch: Modules, scaling: str, params: dict[tuple[int, str], tuple[Any, Any]]
-) -> Optional[str]:
+def _shards(params: dict[tuple[int, str], tuple[Any, Any]], module: nn.Module) -> tuple[int, int] | str:
+    param, _ = params.get((id(module), "weight"), (None, None))
+    if param is None:
+        return "fully_shard has not sharded it"
+    if param.is_dtensor or param.fsdp_placement.dim != 0:
+        return f"its shards are {list(param.sharded_param.placements)}, not rows of the whole weight"
+    if param.offload_to_cpu:
+        return "CPUOffloadPolicy keeps its shards in host memory"
+    if param.post_forward_mesh_info not in (None, param.mesh_info):
+        return "reshard_after_forward is a number of processes: use True or False"
+    if param._module_info.shared_modules:
+        return "another module has the same weight"
+    return param._orig_size[0], param.mesh_info.shard_mesh_size
+
+
+def _why_not(stack: tuple[nn.Module, ...], branch: Modules, scaling: str, shards_of: Any) -> Optional[str]:
     if branch.layer_scale is not None and base_of(branch.out) in stack:
         return "LayerScale multiplies it before it is quantized"
     for module in stack:
-        param, _ = params.get((id(module), "weight"), (None, None))
-        if param is None:
-            return "fully_shard has not sharded it"
-        if param.is_dtensor or param.fsdp_placement.dim != 0:
-            return f"its shards are {list(param.sharded_param.placements)}, not rows of the whole weight"
-        if param.offload_to_cpu:
-            return "CPUOffloadPolicy keeps its shards in host memory"
-        if param.post_forward_mesh_info not in (None, param.mesh_info):
-            return "reshard_after_forward is a number of processes: use True or False"
-        if param._module_info.shared_modules:
-            return "another module has the same weight"
-        rows, processes = param._orig_size[0], param.mesh_info.shard_mesh_size
+        shards = shards_of(module)
+        if isinstance(shards, str):
+            return shards
+        rows, processes = shards
         if scaling == "block" and (any(branch.orders) or type(module) is not nn.Linear):
             return "its rows are taken in another order, which mixes blocks of 128x128"
         if scaling == "block" and (rows % BLOCK or rows % processes):

@@ -8,20 +8,14 @@ is named in the reason why the layer stays as it is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
-from torch import Tensor, nn
+from torch import nn
+
+from overcoat.block.spec import Adapter
 
 CLASS = ("peft.tuners.lora.layer", "Linear")
 NAMES = {"DoraLinearVariant": "DoRA"}
-
-
-class Active(NamedTuple):
-    """An adapter that is added now: a (r, K), b (N, r)."""
-
-    a: Tensor
-    b: Tensor
-    scaling: float
 
 
 def is_lora(linear: Any) -> bool:
@@ -44,14 +38,14 @@ def parts_of(linear: Any) -> Iterator[Any]:
             yield from (linear.lora_A[name], linear.lora_B[name])
 
 
-def active_adapters(linear: Any) -> list[Active]:
-    """What a linear layer's forward adds to its product, in order."""
+def active_adapters(linear: Any, place: int = 0) -> list[Adapter]:
+    """What a linear layer's forward adds to its product, in order; place: of the layer among those stacked with it."""
     if not is_lora(linear):
         return []
     if linear.disable_adapters and linear.merged:
         linear.unmerge()  # as its own forward does
     return [
-        Active(linear.lora_A[name].weight, linear.lora_B[name].weight, float(linear.scaling[name]))
+        Adapter(linear.lora_A[name].weight, linear.lora_B[name].weight, float(linear.scaling[name]), place)
         for name in _names(linear)
     ]
 

@@ -10,7 +10,7 @@ from torch import nn
 import overcoat
 from docs.kept_units import HEADS, HIDDEN, INTERMEDIATE, kept_units
 from overcoat import Recipe
-from overcoat.estimate import Predictor, Setup
+from overcoat.estimate import Predictor, Setup, phases
 from overcoat.estimate.dry_run import dry_run, trained_model
 from overcoat.estimate.phases import Allocator, Phase, watch
 from overcoat.models.family import families
@@ -56,7 +56,8 @@ def test_the_allocator_is_asked_at_each_boundary(monkeypatch):
     """Peaks before the first label belong to nobody; a phase's end is what is allocated when the next begins."""
     peaks, allocated = iter([90, 80, 50, 70]), iter([30, 40])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: next(allocated))
-    account = Allocator(torch.device("cuda"), lambda _: next(peaks))
+    monkeypatch.setattr(phases, "restart_peak", lambda _: next(peaks))
+    account = Allocator(torch.device("cuda"))
     for label in ("embedding", "loss", "end"):
         account.mark(label)
     assert account.phases == [Phase("embedding", 50, 30), Phase("loss", 70, 40)]
