@@ -82,10 +82,8 @@ def importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawing(path: Path, extra: str, purpose: str, width: float, height: float, **grid: Any) -> Iterator[Any]:
-    """The axes of an image (inches), which is written at the end; ValueError: matplotlib is not installed.
-
-    grid: of `pyplot.subplots`, for several.
-    """
+    """The axes of an image (inches), which is written at the end; grid: of `pyplot.subplots`, for several. ValueError:
+    matplotlib is not installed."""
     load_extra("matplotlib", extra, purpose).use("Agg")
     pyplot = load_extra("matplotlib.pyplot", extra, purpose)
     figure, axes = pyplot.subplots(figsize=(width, height), dpi=120, **grid)

@@ -26,10 +26,8 @@ def packed(sizes: list[int]) -> tuple[list[int], int]:
 
 
 class _PageLocked(mmap.mmap):
-    """Anonymous memory, locked for copies that the host does not wait for.
-
-    torch's own `pin_memory` rounds up to powers of two, which would cost a third more on average.
-    """
+    """Anonymous memory, locked for copies that the host does not wait for. torch's own `pin_memory` rounds up to powers
+    of two, which would cost a third more on average."""
 
     address = 0
 
@@ -52,13 +50,8 @@ class _PageLocked(mmap.mmap):
 
 
 def host_buffer(size: int, page_locked: bool, purpose: str, instead: str) -> Tensor:
-    """uint8 (size,); it is unlocked when the last tensor that lies in it goes.
-
-    purpose, instead: what the memory is for and what needs none of it, for the error.
-
-    Raises:
-        RuntimeError: the system does not let this process lock so much.
-    """
+    """uint8 (size,); it is unlocked when the last tensor that lies in it goes. RuntimeError: the system does not let
+    this process lock so much; it names the purpose, and what needs no such memory (instead)."""
     if not page_locked or not size:
         return torch.empty(size, dtype=torch.uint8)
     memory = _PageLocked(size)
@@ -69,11 +62,8 @@ def host_buffer(size: int, page_locked: bool, purpose: str, instead: str) -> Ten
 
 @dataclass(eq=False)
 class Buffer:
-    """Host memory that a `Pool` lends.
-
-    memory: uint8 (size,), or None where nothing is computed (the meta device); last_read: CUDA event after the last
-    copy out of it, for whoever writes into it next.
-    """
+    """Host memory, uint8 (size,), that a `Pool` lends; None where nothing is computed (the meta device). last_read:
+    CUDA event after the last copy out of it, for whoever writes into it next."""
 
     size: int
     memory: Optional[Tensor]

@@ -48,10 +48,8 @@ from overcoat.recipe import Recipe
 
 
 class AttentionSaved(NamedTuple):
-    """q/k/v before rotation: codes, lower bits of q and k, maxima, center of v; or in 16 bits, with o and lse.
-
-    clipped: a bit for each element that `Heads.clip` changed.
-    """
+    """q/k/v before rotation: codes, lower bits of q and k, maxima, center of v; or in 16 bits, with o and lse. clipped:
+    a bit for each element that `Heads.clip` changed."""
 
     qkv: Tensor
     lower: Optional[Tensor] = None
@@ -65,10 +63,8 @@ class AttentionSaved(NamedTuple):
 def attention_forward(
     qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe
 ) -> tuple[Tensor, Optional[Tensor], AttentionSaved]:
-    """qkv (T, (num_q + 2 num_kv) * D) as the projections leave it -> o (T, num_q * D), what |o| does not exceed.
-
-    qkv is the caller's to give: it is overwritten.
-    """
+    """qkv (T, (num_q + 2 num_kv) * D) as the projections leave it, which is overwritten -> o (T, num_q * D), what |o|
+    does not exceed."""
     cos, sin, _, q_weight, k_weight, *_ = rotary
     clipped = None
     if heads.clip:

@@ -107,10 +107,8 @@ def product(
     w_amax: Optional[Tensor] = None,
     residual: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """y = x W^T + bias + residual of the stacked weights.
-
-    Also the weights' common maximum (found unless given), for the backward.
-    """
+    """y = x W^T + bias + residual of the stacked weights; and, for the backward, the weights' common maximum, found
+    unless given."""
     w8, w_scale, w_amax = operand(linear, False, w_amax)
     _watch("input", linear, x8, x_scale)
     _watch("weight", linear, w8, w_scale)
@@ -200,12 +198,8 @@ def product_backward(
     recipe: Recipe,
     dy_amax: Optional[Tensor] = None,
 ) -> LinearGrads:
-    """dgrad and wgrad from dy (T, N), quantized already or not.
-
-    Args:
-        x_t: the input as transposed E4M3 operand (K, P), or None when no weight wants a gradient.
-        dy_amax: max |dy| if known.
-    """
+    """dgrad and wgrad from dy (T, N), quantized already or not. x_t: the input as transposed E4M3 operand (K, P), or
+    None when no weight wants a gradient; dy_amax: max |dy| if known."""
     d = dy if isinstance(dy, Gradient) else quantize_gradient(dy, linear, recipe, dy_amax, x_t is not None)
     dx = dgrad(d, linear, w_amax)
     stacked = None if x_t is None else wgrad(d, x_t, linear.weights[0].dtype)

@@ -139,12 +139,8 @@ class _FinalNorm(torch.autograd.Function):
 
 
 def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x * (mean(x^2) + eps)^(-1/2) * weight over the last dimension, rounded once.
-
-    On a GPU that is `F.rms_norm`; on the meta device, where memory is estimated, that would count copies in FP32.
-
-    Args:
-        x: (..., H); weight: (H,), of the same dtype.
-    """
+    """x * (mean(x^2) + eps)^(-1/2) * weight over the last dimension of x (..., H), of the dtype of weight (H,), rounded
+    once. On a GPU that is `F.rms_norm`; on the meta device, where memory is estimated, that would count copies in
+    FP32."""
     check_no_transforms()
     return _FinalNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)

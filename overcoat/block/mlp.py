@@ -51,10 +51,8 @@ class MlpSaved(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """The core of a branch: h = f(z) of z (T, I), or if `gated` h = f(first half of z) * second half.
-
-    activation: f, a name in kernels/activation_functions.py.
-    """
+    """The core of a branch: h = f(z) of z (T, I), or if `gated` h = f(first half of z) * second half; f: a name in
+    kernels/activation_functions.py."""
 
     activation: str
     gated: bool

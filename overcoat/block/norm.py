@@ -40,10 +40,8 @@ class NormLinearSaved(NamedTuple):
 def norm_linear_forward(
     x: Tensor, y: Optional[Tensor], norm: Norm, into: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
 ) -> tuple[Tensor, Tensor, NormLinearSaved]:
-    """x (T, H), or in the same pass x + y, and its norm times the stacked weights (T, sum N).
-
-    w_amax: the weights' maximum if known.
-    """
+    """x (T, H), or in the same pass x + y, and its norm times the stacked weights (T, sum N). w_amax: the weights'
+    maximum if known."""
     code, (first, residual) = (recipe.kept_format, recipe.group_size), (x, None) if y is None else (y, x)
     if recipe.linear_scaling == "block":
         y8, y_scale, codes, group_amax, rstd, *total = norm_block_quantize(first, residual, *norm, *code)

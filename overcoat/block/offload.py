@@ -136,11 +136,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class Transfers:
-    """What all blocks on one device share: streams, host buffers, and which blocks came last.
-
-    Attributes:
-        on_fetch: is given every tensor that memory is taken for, for who keeps account.
-    """
+    """What all blocks on one device share: streams, host buffers, and which blocks came last. on_fetch: is given every
+    tensor that memory is taken for, for who keeps account."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -167,11 +164,7 @@ class Transfers:
     @contextlib.contextmanager
     def copying(self, direction: str, after: Any) -> Iterator[Callable[[], Any]]:
         """Inside, copies run on a stream of their own, behind the current one and the event `after` (which the current
-        one has waited for already, unless blocks run on several).
-
-        Yields:
-            a function that records an event there.
-        """
+        one has waited for already, unless blocks run on several). Yields a function that records an event there."""
         if not self.is_cuda:
             yield lambda: None
             return
@@ -247,7 +240,7 @@ def run_offloaded(block: Callable[[], Tensor], num_inputs: int, ahead: int) -> T
         if moved:
             offloaded = transfers(y.device).store([tensors[place] for place in moved], ahead)
             for index, place in enumerate(moved):
-                saved[place].register_hooks(functools.partial(_index, index), offloaded.tensor)
+                saved[place].register_hooks(lambda _, index=index: index, offloaded.tensor)
     del tensors
     transfers(y.device).follow(y, offloaded)
     return y
@@ -256,7 +249,3 @@ def run_offloaded(block: Callable[[], Tensor], num_inputs: int, ahead: int) -> T
 def _is_worth_it(x: Optional[Tensor]) -> bool:
     """Whether moving a saved tensor frees its memory, and enough of it."""
     return x is not None and x.nbytes >= LEAST_BYTES and x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
-
-
-def _index(index: int, _tensor: Tensor) -> int:
-    return index

@@ -54,10 +54,8 @@ from overcoat.recipe import Recipe
 def block_forward(
     x: Tensor, block: Block, tables: Tables, recipe: Recipe, known: Optional[Sequence[Scales]] = None
 ) -> tuple[Tensor, list[Any]]:
-    """x (T, H) -> x (T, H), and what is saved.
-
-    known: a recomputation's; where nothing reads a result it is not computed, and what is returned is not the block's.
-    """
+    """x (T, H) -> x (T, H), and what is saved. known: a recomputation's; where nothing reads a result it is not
+    computed, and what is returned is not the block's."""
     saved: list[Any] = []
     source, y = x, None  # y: a branch's result that is still to be added to x
     for index, branch in enumerate(block.branches):

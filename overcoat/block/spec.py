@@ -91,10 +91,8 @@ class Tables(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What a branch's forward has found and its recomputation need not find again; None where unknown.
-
-    Maxima of the weights, and the scale of what the MLP's output layer reads, each 0-d.
-    """
+    """What a branch's forward has found and its recomputation need not find again, None where unknown: maxima of the
+    weights, and the scale of what the MLP's output layer reads, each 0-d."""
 
     into: Optional[Tensor] = None
     inner: Optional[Tensor] = None

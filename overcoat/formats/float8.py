@@ -81,16 +81,8 @@ def scale_from_amax(amax: Tensor, fmt: Float8) -> Tensor:
 
 
 def quantize_tensor(x: Tensor, fmt: Float8 = E4M3, amax: Tensor | None = None) -> Quantized:
-    """Quantize with one scale for the whole tensor.
-
-    Args:
-        x: any shape, floating point.
-        fmt: E4M3 or E5M2.
-        amax: 0-d, max |x| if already known (Group Scaling finds it in the producer); computed here otherwise.
-
-    Returns:
-        data of `fmt.dtype` in the shape of x; scale, 0-d FP32.
-    """
+    """Quantize x with one scale for the whole tensor: data of `fmt.dtype`; scale, 0-d FP32. amax: 0-d, max |x| if
+    already known (Group Scaling finds it in the producer)."""
     if amax is None:
         amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
     scale = scale_from_amax(amax, fmt)
@@ -103,11 +95,8 @@ def dequantize_tensor(q: Quantized) -> Tensor:
 
 
 def quantize_blocks(x: Tensor, block: tuple[int, int], fmt: Float8 = E4M3) -> Quantized:
-    """Quantize a matrix with one scale for each block of `block` = (rows, columns); ragged edges allowed.
-
-    Returns:
-        data, (R, C); scale, FP32 (ceil(R / rows), ceil(C / columns)).
-    """
+    """Quantize a matrix with one scale for each block of `block` = (rows, columns); ragged edges allowed: data, (R, C);
+    scale, FP32 (ceil(R / rows), ceil(C / columns))."""
     if x.dim() != 2:
         raise ValueError(f"quantize_blocks wants a matrix, got shape {tuple(x.shape)}; flatten the leading axes first")
     blocks = _to_blocks(x.float(), block)  # (R/r, r, C/c, c)

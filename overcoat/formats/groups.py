@@ -114,12 +114,8 @@ GROUP_CODES = {
 
 
 def encode_groups(x: Tensor, code: str = "sqrt8", group_size: int = 128) -> Quantized:
-    """Encode a kept tensor, one maximum for each 1xG group of the last axis; groups never span rows.
-
-    Args:
-        x: (..., C), floating point.
-        code: "sqrt8", "e4m3" or "int8".
-        group_size: G; the last group of a row may be shorter.
+    """Encode a kept tensor (..., C), one maximum for each 1xG group of the last axis; groups never span rows, the last
+    of a row may be shorter. code: "sqrt8", "e4m3" or "int8".
 
     Returns:
         data, 8-bit in the shape of x; scale = maxima, BF16 (R, n).

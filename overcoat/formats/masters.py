@@ -63,16 +63,8 @@ def decode_master(param: Tensor, remainder: Optional[Tensor]) -> Tensor:
 
 
 def encode_master(value: Tensor, master: str, random: Optional[Tensor] = None) -> tuple[Tensor, Optional[Tensor]]:
-    """Split an FP32 value into the parameter and its remainder.
-
-    Args:
-        value: FP32, the updated weight.
-        master: "fp32", "bf16+16", "bf16+8" or "bf16".
-        random: int32 in [0, 2^RANDOM_BITS), for the masters that round stochastically.
-
-    Returns:
-        (parameter, remainder or None), in the shape of value.
-    """
+    """Split an FP32 value, the updated weight, into the parameter and its remainder, or None, both in its shape.
+    random: int32 in [0, 2^RANDOM_BITS), for the masters that round stochastically."""
     if master == "fp32":
         return value, None
     # NaN as a GPU makes it, 0x7FFFFFFF, would wrap around to zero. No other NaN has low bits set here.
@@ -117,27 +109,14 @@ def parameter_key(seed: int, index: int) -> int:
 
 
 def group_bits(key: int | Tensor, step: Tensor, group: Tensor) -> Tensor:
-    """32 random bits for each group, int32.
-
-    Args:
-        key: `parameter_key`, or int32 of group's shape.
-        step: the step that is being taken, 0-d or of group's shape.
-        group: int32, any shape: numbers of groups in the unsharded parameter.
-    """
+    """32 random bits for each group, int32, by its number in the unsharded parameter, int32, any shape. key:
+    `parameter_key`; step: that is being taken, 0-d; both may be of group's shape."""
     return mix(mix(key + step.to(torch.int32) * GOLDEN) ^ group)
 
 
 def random_bits(group: Tensor, group_size: int, bits: int) -> Tensor:
-    """Uniform random integers below 2^bits, one per element: 32 / bits neighbours share a hash, the first its lowest.
-
-    Args:
-        group: int32, any shape: `group_bits`.
-        group_size: G.
-        bits: 8 or 16.
-
-    Returns:
-        int32, (*group.shape, G).
-    """
+    """Uniform random integers below 2^bits (8 or 16), int32 (*group.shape, G), one per element of the groups whose
+    `group_bits` are given: 32 / bits neighbours share a hash, the first its lowest."""
     lane = torch.arange(group_size, dtype=torch.int32, device=group.device)
     sharing = 32 // bits
     x = mix(group.unsqueeze(-1) + lane.div(sharing, rounding_mode="floor") * GOLDEN)

@@ -179,10 +179,8 @@ def decode_first(moment: Encoded, code: MomentCode) -> Tensor:
 
 
 def encode_second(groups: Tensor, code: MomentCode, random: Optional[Tensor] = None) -> Encoded:
-    """Encode v >= 0: codes (R, n, G), amax (R, n) int32 = top 24 bits of FP32 M | shape byte. v > 0 is never 0.
-
-    random: as for `encode_first`; other bits of the same numbers are used.
-    """
+    """Encode v >= 0: codes (R, n, G), amax (R, n) int32 = top 24 bits of FP32 M | shape byte. v > 0 is never 0. random:
+    as for `encode_first`; other bits of the same numbers are used."""
     if not code.grouped:
         return Encoded(_never_zero(groups.to(code.dtype), groups))
     bits = packed_maximum(_maximum(groups), None if random is None else random.unsqueeze(-1) >> 16)
@@ -217,9 +215,7 @@ def decode_second(moment: Encoded, code: MomentCode) -> Tensor:
 
 def packed_maximum(amax: Tensor, random: Optional[Tensor] = None) -> Tensor:
     """Bits (int32) of M >= 0 rounded to its top 24; a positive M stays positive and a finite range stays finite.
-
-    random: int32, whose low 8 bits decide; None rounds to nearest.
-    """
+    random: int32, whose low 8 bits decide; None rounds to nearest."""
     bits = amax.view(torch.int32)
     added = bits.clamp(max=PACKED_MAX) + (0x80 if random is None else random & 0xFF)
     return torch.where(bits > 0, added.clamp(min=0x100), 0).clamp(max=PACKED_MAX) & ~0xFF
