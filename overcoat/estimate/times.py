@@ -215,7 +215,7 @@ def step_times(work: Work, sizes: Sizes, accumulation: int, released: bool, clus
         links += accumulation * sum(_shows(each, sizes.kept_on_host / PCIE, PCIE_SHOWS) for each in (ahead, back))
     if sizes.offloaded:
         transfer = sizes.offloaded / PCIE_BOTH
-        links += _shows(back if released else 0.0, transfer, PCIE_SHOWS) if released else max(0.0, transfer - optimizer)
+        links += _shows(back, transfer, PCIE_SHOWS) if released else max(0.0, transfer - optimizer)
         links -= optimizer if released else 0.0  # hidden behind the transfers
     launches = accumulation * (work[False, "launches"] + work[True, "launches"])
     return Times(ahead, back, optimizer, links, launches * HOST)

@@ -62,14 +62,8 @@ def _scores(
     if mask is None:
         mask = causal_pairs(scores.shape[-1], window, q.device)
     else:
-        mask = _group_mask(mask, k.shape[1], scores.shape[2])
+        mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, scores.shape[1:3])
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float(), inside
-
-
-def _group_mask(mask: Tensor, num_kv: int, ratio: int) -> Tensor:
-    if mask.shape[1] == 1:
-        return mask.unsqueeze(2)
-    return mask.unflatten(1, (num_kv, ratio))
 
 
 # A query whose log-sum-exp lies below this sees no key: its mask is -inf, or the most negative BF16 or FP32 number.

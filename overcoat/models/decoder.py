@@ -280,7 +280,8 @@ class Fp8DecoderLayer(Mixin):
         result = run_block(hidden_states, block, tables, self.overcoat_recipe, self.overcoat_offload)
         for modules in branches:
             if modules.core is None:
-                result = result + _run_as_it_is(result, modules, family, self.overcoat_recipe)
+                y = modules.owner(norm_forward(result, _norm(modules.pre, family), self.overcoat_recipe))
+                result = result + (y[0] if isinstance(y, tuple) else y)  # gpt-oss returns the router's scores as well
         for observer in observers if watched else ():
             observer.enter(None)
         return result
@@ -314,11 +315,6 @@ class Fp8DecoderLayer(Mixin):
         # A side effect, which compiled code may not have inside of a checkpoint.
         if not torch.compiler.is_compiling():
             self.overcoat_ran = ran
-
-
-def _run_as_it_is(x: Tensor, modules: Modules, family: Family, recipe: Recipe) -> Tensor:
-    y = modules.owner(norm_forward(x, _norm(modules.pre, family), recipe))
-    return y[0] if isinstance(y, tuple) else y  # gpt-oss returns the router's scores as well
 
 
 def _as_called(branches: tuple[Modules, ...], **given: Any) -> tuple[Modules, ...]:

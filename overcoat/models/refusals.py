@@ -147,7 +147,9 @@ def _why_other_modules(layer: nn.Module, family: Family, branches: tuple[Modules
             if variant is not None:
                 return f"{_path(layer, linear)} is a {class_name(linear)} with {variant}"
         for norm in (*inner, pre, post):
-            if norm is not None and not _is_own_norm(norm, family):
+            if norm is None or type(norm) in (nn.LayerNorm, nn.Identity):
+                continue
+            if family.norm is None or not _is_of(norm, family.norm, (family.module, *family.parts)):
                 return f"{_path(layer, norm)} is a {class_name(norm)}, not the model's own norm"
     return None
 
@@ -251,12 +253,6 @@ def is_conv1d(linear: Any) -> bool:
 
 def _path(layer: nn.Module, module: Any) -> str:
     return next((name for name, part in layer.named_modules() if part is module and name), "the layer")
-
-
-def _is_own_norm(norm: nn.Module, family: Family) -> bool:
-    if type(norm) in (nn.LayerNorm, nn.Identity):
-        return True
-    return family.norm is not None and _is_of(norm, family.norm, (family.module, *family.parts))
 
 
 def has_hooks(module: Any, harmless: tuple[str, ...] = ("transformers.utils",), kinds: tuple[str, ...] = HOOKS) -> bool:
