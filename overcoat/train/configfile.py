@@ -74,7 +74,7 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
             built[spec.name] = _build(hint, values.get(spec.name, {}), f"{key}.")  # type: ignore[arg-type]
         elif spec.name in values:
             built[spec.name] = value = _coerce(values[spec.name], hint, key)
-            require("\\x00" not in repr(value), f"{key}: holds a NUL character, leave it out")
+            require("\\x00" not in repr(value).replace("\\\\", ""), f"{key}: holds a NUL character, leave it out")
             for number in value if isinstance(value, list) else [value]:  # NaN is outside of any limit
                 if isinstance(number, (int, float)) and not isinstance(number, bool):
                     for name, limit in {"at_most": LARGEST, **spec.metadata["limits"]}.items():

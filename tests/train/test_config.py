@@ -154,6 +154,7 @@ def test_defaults_then_file_then_arguments(tmp_path: Path) -> None:
         ("optimizer.offload=true", "optimizer", "offload", True),
         ("data.streaming=true", "data", "streaming", True),
         ("sample.prompt=a = b", "sample", "prompt", "a = b"),
+        ("sample.prompt=split('\\x00')", "sample", "prompt", "split('\\x00')"),  # four characters, no NUL
     ],
 )
 def test_argument_values(argument: str, section: str, key: str, value: object) -> None:
