@@ -23,7 +23,7 @@ from typing import Any, Callable, NamedTuple
 
 import torch
 
-from overcoat.extras import drawing
+from overcoat.extras import drawing, load_extra
 from overcoat.kernels.launch import triton
 from overcoat.version import VERSION
 
@@ -158,6 +158,16 @@ class Metric(NamedTuple):
     keys: tuple[str, ...]
     scale: float = 1.0
     digits: int = 1
+
+
+def check_plot(path: Path | None) -> None:
+    """ValueError for an image that could not be written after the hours before it."""
+    if path is not None:
+        backend = load_extra("matplotlib.figure", "bench", "--plot")
+        kinds = backend.Figure().canvas.get_supported_filetypes()
+        kind = path.suffix.removeprefix(".")
+        if kind not in kinds:
+            raise ValueError(f"--plot {path}: an image ends with one of .{', .'.join(sorted(kinds))}")
 
 
 def bar_chart(path: Path, title: str, rows: Sequence[Row], metrics: Sequence[Metric]) -> None:

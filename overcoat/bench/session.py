@@ -21,7 +21,18 @@ from typing import Any
 
 import torch
 
-from overcoat.bench.rows import Column, Metric, Row, append_row, bar_chart, command_line, environment, heading, line
+from overcoat.bench.rows import (
+    Column,
+    Metric,
+    Row,
+    append_row,
+    bar_chart,
+    check_plot,
+    command_line,
+    environment,
+    heading,
+    line,
+)
 from overcoat.bench.timing import copy_ms
 
 OUT_OF_MEMORY = "out of memory"
@@ -42,6 +53,7 @@ class Session:
                 raise ValueError(
                     f"overcoat bench {benchmark} needs the package {package!r} for this: pip install 'overcoat[bench]'"
                 )
+        check_plot(getattr(parsed, "plot", None))
         self.parsed, self.columns = parsed, columns
         self.drawn: list[Row] = []
         where = call_alone(describe, command_line("overcoat", parsed.argv), timeout=parsed.timeout)

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from overcoat.bench.rows import append_row
-from overcoat.extras import load_extra
+from overcoat.bench.rows import append_row, check_plot
 from overcoat.paper import activations, memory, states, training, vision
 from overcoat.paper.result import Exhibit, plot, table
 from overcoat.train.loop import RunStoppedError, UnreadableDataError
@@ -98,16 +97,6 @@ def check_read(exhibit: Exhibit, parsed: argparse.Namespace) -> None:
             remedy = ", or give --size full" if parsed.size == "small" and name in read else ""
             what = f"paper {parsed.exhibit} --size {parsed.size}"
             raise ValueError(f"{what} does not read --{name}: leave it out{remedy}")
-
-
-def check_plot(path: Path | None) -> None:
-    """ValueError for an image that could not be written after the hours before it."""
-    if path is not None:
-        backend = load_extra("matplotlib.figure", "bench", "--plot")
-        kinds = backend.Figure().canvas.get_supported_filetypes()
-        kind = path.suffix.removeprefix(".")
-        if kind not in kinds:
-            raise ValueError(f"--plot {path}: an image ends with one of .{', .'.join(sorted(kinds))}")
 
 
 def run(parsed: argparse.Namespace) -> int:

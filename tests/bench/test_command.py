@@ -114,6 +114,15 @@ def test_a_missing_package_is_said_before_anything_is_measured(
     assert f"needs the package '{missing}' for this: pip install 'overcoat[bench]'" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("made_up")
+def test_an_image_that_cannot_be_written_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sessions, "call_alone", None)
+    assert cli.main(["bench", "optimizer", "--plot", "x.nosuch"]) == 2
+    assert "overcoat: --plot x.nosuch: an image ends with one of " in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_a_run_on_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything for real, child process and all, on tensors small enough for seconds."""
