@@ -115,19 +115,14 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     if mask is not None or cache_of(inputs) is not None or inputs.get("use_cache"):
         return mask
     owners = _owners(causal)
-    model = owners[-1]
-    layers = getattr(model, causal.overcoat_whole.stack)
-    if getattr(model.config, "use_bidirectional_attention", False):
-        return mask
-    if not torch.compiler.is_compiling() and any(map(_has_other_mask, owners)):
-        return mask
+    model, config = owners[-1], owners[-1].config
+    layers, by_lengths = getattr(model, causal.overcoat_whole.stack), reads_lengths(config)
     tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
-    if tokens is None:
-        return mask
     # Compiled code does not look for packed sequences; "eager" attention needs a mask to be causal.
-    by_lengths = reads_lengths(model.config)
-    if torch.compiler.is_compiling() or not (by_lengths or model.config._attn_implementation == "sdpa"):
-        return mask
+    if torch.compiler.is_compiling() or not (by_lengths or config._attn_implementation == "sdpa"):
+        return None
+    if tokens is None or getattr(config, "use_bidirectional_attention", False) or any(map(_has_other_mask, owners)):
+        return None
     position_ids = inputs.get("position_ids")
     if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]  # in the text; the others are Qwen-VL's in time, height and width
@@ -137,8 +132,8 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
         return mask
     if not all(hasattr(layer, "overcoat_family") for layer in layers):  # of `Fp8DecoderLayer`
         return mask
-    kinds = getattr(model.config, "layer_types", None) or [None] * len(layers)
-    if getattr(model.config, "sliding_window", None) and not all(map(_knows_its_window, layers, kinds)):
+    kinds = getattr(config, "layer_types", None) or [None] * len(layers)
+    if getattr(config, "sliding_window", None) and not all(map(_knows_its_window, layers, kinds)):
         return mask
     if position_ids is None:
         if inputs.get("cu_seq_lens_q") is not None:

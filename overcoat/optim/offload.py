@@ -100,12 +100,7 @@ def _packed_bytes(piece: Piece, states: list[Tensor]) -> int:
 
 
 class Staging:
-    """Staging buffers on one device, and the streams of copies, for all step groups of an optimizer.
-
-    Args:
-        device: of the parameters.
-        size: bytes of one buffer.
-    """
+    """Staging buffers of `size` bytes on one device, and the streams of copies, for all step groups of an optimizer."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self.device, self.size = device, size
@@ -152,13 +147,8 @@ class Staging:
 
 
 class Chunk:
-    """Pieces of parameters whose states fit into one staging buffer together.
-
-    Args:
-        whole: the step group's parameters and states in host memory.
-        pieces: what the chunk has of them.
-        staging: holds the buffers.
-    """
+    """Pieces of parameters, of a step group (whole, with its states in host memory), whose states fit into one staging
+    buffer together."""
 
     def __init__(self, whole: StepTensors, pieces: list[Piece], staging: Staging) -> None:
         self.slot = next(staging.chunks) % SLOTS
@@ -211,10 +201,8 @@ def _merged(copies: list[tuple[Tensor, int, bool]], slot: Tensor) -> Iterator[tu
 
 
 class OffloadedStepGroup(StepGroup):
-    """A step group whose states are in host memory, step counts on the device; the other arguments are `StepGroup`'s.
-
-    staging: the way between them.
-    """
+    """A step group whose states are in host memory, step counts on the device. staging: the way between them; the other
+    arguments are `StepGroup`'s."""
 
     def __init__(self, staging: Staging, *args: Any) -> None:
         self.staging = staging

@@ -20,10 +20,8 @@ def numbered(optimizer: AdamW) -> list[tuple[int, int, Tensor]]:
 
 
 def trainers_clipping() -> str:
-    """The option, and its value, by which the Trainer that calls clips the gradients of all parameters, or nothing.
-
-    Of Hugging Face's and Lightning's: what they call to clip finds no gradients, which it cannot tell.
-    """
+    """The option, and its value, by which the Trainer that calls, Hugging Face's or Lightning's, clips the gradients of
+    all parameters, or nothing: what it calls to clip finds no gradients, which it cannot tell."""
     frame = sys._getframe(1).f_back
     while frame is not None:
         path = _CLIPPING.get(frame.f_globals.get("__name__", ""), "")

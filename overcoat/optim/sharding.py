@@ -38,10 +38,8 @@ DIVIDERS = ("torch.distributed.optim.", "deepspeed."), ("ZeroRedundancyOptimizer
 
 
 def check_sharding(params: Iterable[Tensor]) -> None:
-    """ValueError if each process has a part of these parameters, or of the optimizer's, in a way that is not FSDP2's.
-
-    To be called in the constructor and at the first step: what divides may do so in between.
-    """
+    """ValueError if each process has a part of these parameters, or of the optimizer's, in a way that is not FSDP2's;
+    asked in the constructor and at the first step: what divides may do so in between."""
     flat = any(getattr(param, "_fsdp_flattened", False) for param in params)
     divider = "FullyShardedDataParallel (FSDP1)" if flat else _divider()
     if divider is not None:
@@ -186,10 +184,8 @@ def write_back(param: Tensor, stepped: Tensor) -> None:
 
 
 def sums_over_shards(parts: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
-    """Sums over this process' shards of parameters, on one device, as those over all: one all-reduce a group.
-
-    Vectors were whole already.
-    """
+    """Sums over this process' shards of parameters, on one device, as those over all: one all-reduce a group. Vectors
+    were whole already."""
     result, places = list(parts), defaultdict[dist.ProcessGroup, list[int]](list)
     for place, param in enumerate(params):
         if is_cut(param):

@@ -185,10 +185,8 @@ def _is_within(value: Any, upper: float) -> bool:
 def check_groups(
     groups: Sequence[dict[str, Any]], states: Mapping[Any, Any], known: dict[int, tuple[Any, ...]]
 ) -> None:
-    """ValueError if options were set to what cannot work: states are read by the codes that wrote them.
-
-    known: options as they have been checked, by number of the group; brought up to date.
-    """
+    """ValueError if options were set to what cannot work: states are read by the codes that wrote them. known: options
+    as they have been checked, by number of the group; brought up to date."""
     for number, group in enumerate(groups):
         check_lr(group["lr"])
         check_torchs_options(group)

@@ -158,13 +158,8 @@ class StepGroup:
         return squares, (squares < math.inf).logical_not()  # NaN is not below anything
 
     def step(self, group: Mapping[str, Any], factor: Tensor, skip: Tensor) -> None:
-        """One step by the gradients taken, which are freed.
-
-        Args:
-            group: the parameter group, for its hyperparameters.
-            factor: 0-d FP32, multiplies every gradient.
-            skip: bool, 0-d or one per parameter (T,).
-        """
+        """One step by the gradients taken, which are freed, with the parameter group's hyperparameters. factor: 0-d
+        FP32, multiplies every gradient; skip: bool, 0-d or one per parameter (T,)."""
         grads, self.grads = self.grads, []
         factor, skip, hyper = moved(factor, self.device), moved(skip, self.device), hyper_of(group, self.dtype)
         lr = scalar_on(group["lr"], self.device)
@@ -218,14 +213,8 @@ def kind_of(param: Tensor, grad: Tensor) -> Any:
 
 
 class StepGroups:
-    """The step groups of a parameter group: of those parameters that had gradients at the step that made this.
-
-    Args:
-        group: the parameter group.
-        first: number of its first parameter in the optimizer.
-        grads: of its parameters, None where there is none.
-        make: makes a step group.
-    """
+    """The step groups of a parameter group: of those parameters that had gradients at the step that made this. first:
+    number of its first parameter in the optimizer; grads: of its parameters, None where there is none."""
 
     def __init__(self, group: dict[str, Any], first: int, grads: list[Any], make: MakeGroup) -> None:
         check_sharding(group["params"])
