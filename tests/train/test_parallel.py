@@ -232,16 +232,20 @@ def _run_ways(rank: int, configs: dict[str, Config]) -> None:
     assert sum(tokenized) == (2 * 4 if rank == 0 else 0)
 
 
-def test_ways_to_train_in_two_processes(config: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_ways_to_train_in_two_processes(compiled: bool, config: Config, tmp_path: Path) -> None:
     words = ["train.accumulation=4", "train.steps=2", "schedule.warmup_steps=1", "checkpoint.every=0", "eval.every=0"]
     configs = {name: changed(config, *words, *way, f"train.run_dir={tmp_path / name}") for name, way in WAYS.items()}
+    if not compiled:
+        del configs["compiled"]
     configs["streamed"] = changed(configs["streamed"], f"data.cache_dir={tmp_path / 'stream'}")
     on_two(_run_ways, "cpu", configs)
     torch.set_num_threads(1)
     for name in ("bf16 travel", "streamed"):
         run_once(changed(configs[name], f"train.run_dir={tmp_path / 'one' / name}"), QUIET, name)
     # FP8 travel and compiled code change no bit; sums of gradients, in another order or dtype, do.
-    assert losses(tmp_path / "bf16 travel") == losses(tmp_path / "reported") == losses(tmp_path / "compiled")
+    assert losses(tmp_path / "bf16 travel") == losses(tmp_path / "reported")
+    assert not compiled or losses(tmp_path / "bf16 travel") == losses(tmp_path / "compiled")
     assert losses(tmp_path / "released") == losses(tmp_path / "not released")
     for name, alone in (("whole", "bf16 travel"), ("reported", "bf16 travel"), ("streamed", "streamed")):
         assert_close(tmp_path / name, tmp_path / "one" / alone)
@@ -538,8 +542,10 @@ def test_a_shard_that_lacks_rows_is_refused(two: Path, tmp_path: Path) -> None:
 # ---- rows that are cut between processes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [8, pytest.param(20, marks=pytest.mark.nightly)])
-def test_processes_that_share_rows_learn_what_one_does(steps: int, config: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "hybrid"), [(8, False), pytest.param(20, True, marks=pytest.mark.nightly)])
+def test_processes_that_share_rows_learn_what_one_does(
+    steps: int, hybrid: bool, config: Config, tmp_path: Path
+) -> None:
     half = steps // 2
     words = ["data.document_mask=false", "data.sequence_length=256", "train.accumulation=2", f"train.steps={steps}"]
     words += ["model.dtype=bfloat16"]
@@ -548,10 +554,11 @@ def test_processes_that_share_rows_learn_what_one_does(steps: int, config: Confi
     run_once(plain, QUIET, "one")
     shared = changed(plain, "parallel.context=2", f"train.run_dir={tmp_path / 'two'}")
     on_two(_run, "cpu", shared)
-    # Beside others with other rows; what two have saved one goes on with.
-    ways = ["parallel.shard=hybrid", "parallel.nodes=2", f"train.run_dir={tmp_path / 'four'}"]
-    on_many(4, _run, "cpu", changed(shared, *ways))
+    if hybrid:  # beside others with other rows
+        ways = ["parallel.shard=hybrid", "parallel.nodes=2", f"train.run_dir={tmp_path / 'four'}"]
+        on_many(4, _run, "cpu", changed(shared, *ways))
+    # What two have saved one goes on with.
     start_from(tmp_path / "resumed", tmp_path / "two", half)
     run_once(changed(plain, f"train.run_dir={tmp_path / 'resumed'}"), QUIET, "resumed")
-    for name in ("two", "four", "resumed"):
+    for name in ("two", "resumed", *(["four"] if hybrid else [])):
         assert_close(tmp_path / name, tmp_path / "one")
