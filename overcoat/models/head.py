@@ -288,7 +288,7 @@ def why_head_replaced(model: Any) -> Optional[str]:
     head = model.get_submodule(model.overcoat_whole.head)
     if not isinstance(head, LossHead):
         return f"lm_head is a {class_name(head)} now; convert the model again if it is nn.Linear"
-    return _why_not_lean(model, head)
+    return _why_not_lean(model, head) or (None if torch.compiler.is_compiling() else why_mode())
 
 
 def _why_not_lean(model: Any, head: Any) -> Optional[str]:
@@ -313,8 +313,7 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
     if torch.compiler.is_compiling():
         return None
     reason = why_patched(ForCausalLMLoss, "ForCausalLMLoss")
-    reason = reason or why_patched(F.cross_entropy, "F.cross_entropy") or why_patched(F.linear, "F.linear")
-    return reason or why_mode()
+    return reason or why_patched(F.cross_entropy, "F.cross_entropy") or why_patched(F.linear, "F.linear")
 
 
 def install_head(model: Any, recipe: Recipe) -> None:

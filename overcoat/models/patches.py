@@ -38,18 +38,18 @@ def why_all_patched(cls: Any) -> Optional[str]:
 
 
 def why_torch_patched() -> Optional[str]:
-    """Whether somebody replaced what layers call of PyTorch, or a mode may."""
+    """Whether somebody replaced what layers call of PyTorch."""
     for name in CALLED:
         if (now := getattr(F, name)) not in known:
             if name in CALLED[:3] and now is not getattr(torch._C._nn, name):
                 return f"F.{name} was replaced, by {now.__module__}'s"
             if (reason := why_patched(now, f"F.{name}")) is not None:
                 return reason
-    return why_mode()
+    return None
 
 
 def why_mode() -> Optional[str]:
-    """Whether a TorchFunctionMode of no library is on, which would see nothing of what an op of ours computes."""
+    """Whether a TorchFunctionMode of no library is on at a forward, which would see nothing of what our ops compute."""
     for place in range(torch._C._len_torch_function_stack()):
         kind = type(torch._C._get_function_stack_at(place))
         if _foreign(kind) is not None:

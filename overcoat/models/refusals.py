@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from overcoat.block.mlp import Mlp
 from overcoat.models.family import Family, Modules, class_name, original_class
 from overcoat.models.lora import base_of, parts_of, why_not_plain
-from overcoat.models.patches import known, why_all_patched, why_other_attention, why_torch_patched
+from overcoat.models.patches import known, why_all_patched, why_mode, why_other_attention, why_torch_patched
 
 # transformers' names of the activations, and ours.
 ACTIVATIONS = {
@@ -210,14 +210,14 @@ def _why_dropout(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[st
 
 
 def why_given(owner: Any, given: Mapping[str, Any]) -> Optional[str]:
-    """What a call asks for that FP8 attention does not have."""
+    """What a call asks for that FP8 attention does not have, or what changes its functions."""
     mask, tables = given.get("attention_mask"), given.get("position_embeddings")
     for table in (mask, *tables) if isinstance(tables, (tuple, list)) else (mask, tables):
         if isinstance(table, Tensor) and table.requires_grad:
             return "attention_mask or position_embeddings want a gradient, which FP8 attention does not compute"
     if given.get("output_attentions") or (owner._forward_hooks and _collects_attentions()):
         return "output_attentions=True, and FP8 attention keeps no probabilities to return"
-    return None
+    return None if torch.compiler.is_compiling() else why_mode()
 
 
 def _collects_attentions() -> bool:
