@@ -178,9 +178,8 @@ def _(do, qkv, o, lse, mask, batch, num_q, num_kv, *_):
 def forward_by(
     kernel: Kernel, qkv: Three, mask: Optional[Tensor], scale: float, causal: bool = True
 ) -> Tuple[Tensor, Tensor]:
-    """`attention` by one of the library's kernels, from `heads_of` a contiguous buffer."""
-    taken = None if mask is None else _mask_for(kernel, mask, qkv[0], causal)
-    o, lse = kernel.forward(qkv, taken, scale, causal)
+    """`attention` by one of the library's kernels, from `heads_of` a contiguous buffer and a mask that it takes."""
+    o, lse = kernel.forward(qkv, mask, scale, causal)
     sequence = qkv[0].shape[2]
     return _tokens_first(o), (lse if lse.shape[2] == sequence else lse[..., :sequence]).contiguous()
 
@@ -192,15 +191,7 @@ def backward_by(
     """`attention_backward` by one of the library's kernels; do, o and lse contiguous, qkv as in `forward_by`."""
     q = qkv[0]
     do, o = (x.view(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2) for x in (do, o))
-    taken = None if mask is None else _mask_for(kernel, mask, q, causal)
-    return token_rows(q.dtype, *kernel.backward(do, qkv, o, lse, taken, scale, causal))
-
-
-def _mask_for(kernel: Kernel, mask: Tensor, q: Tensor, causal: bool) -> Tensor:
-    """The mask as the kernel takes it, which may want `starts` as a mask of all pairs."""
-    if kernel.packed or not is_starts(mask):
-        return mask
-    return dense_mask(mask, q.shape[0], q.shape[2], causal)
+    return token_rows(q.dtype, *kernel.backward(do, qkv, o, lse, mask, scale, causal))
 
 
 @attention.cuda
@@ -225,13 +216,14 @@ def _(do, qkv, o, lse, mask, batch, num_q, num_kv, scale, causal=True, cap=0.0, 
 def _kernel_and_mask(
     q: Tensor, mask: Optional[Tensor], causal: bool, cap: float, window: int
 ) -> Tuple[Optional[Kernel], Optional[Tensor]]:
-    """The kernel, None for the reference, and the mask that it gets: where it knows no window, one of all pairs."""
+    """The kernel, None for the reference, and the mask that it gets: one of all pairs where it knows neither window nor
+    `starts`."""
     batch, _, sequence, _ = q.shape
     if not causal or window >= sequence or not (mask is None or is_starts(mask)):
         window = 0
     kernel = None if cap else chosen(q, mask, window)
-    if kernel is None or kernel.packed or not window:
+    if kernel is None or kernel.packed or (mask is None and not window):
         return kernel, mask
-    if mask is not None:
-        return kernel, dense_mask(mask, batch, sequence, causal, window)
-    return kernel, causal_pairs(sequence, window, q.device)[None, None]
+    if mask is None:
+        return kernel, causal_pairs(sequence, window, q.device)[None, None]
+    return kernel, dense_mask(mask, batch, sequence, causal, window) if is_starts(mask) else mask

@@ -193,12 +193,13 @@ def test_documents_equal_the_masked_kernel(heads):
     """Log-sum-exp too, which the backward of one kernel may get from another's forward."""
     qkv, do, starts, shape = on_gpu(*heads)
     parts, scale = heads_of(qkv, *shape[:3]), shape[3]
+    mask = dense_mask(starts, *parts[0].shape[::2])
     o, lse = forward_by(PACKED, parts, starts, scale)
-    expected_o, expected_lse = forward_by(EFFICIENT, parts, starts, scale)
+    expected_o, expected_lse = forward_by(EFFICIENT, parts, mask, scale)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
     assert_close("o", expected_o, o, combined_db(*[BF16_DB] * 6))
     got = backward_by(PACKED, do, parts, expected_o, expected_lse, starts, scale)
-    expected = backward_by(EFFICIENT, do, parts, expected_o, expected_lse, starts, scale)
+    expected = backward_by(EFFICIENT, do, parts, expected_o, expected_lse, mask, scale)
     for name, truth, value in zip(("dq", "dk", "dv"), expected, got):
         assert_close(name, truth, value, combined_db(*[BF16_DB] * 8) - 6)
 
@@ -237,6 +238,10 @@ def test_only_causal_attention_has_a_window():
     assert _kernel_and_mask(q, starts, True, 0.0, 24) == (windowed(24), starts)
     assert _kernel_and_mask(q, starts, False, 0.0, 24) == (PACKED, starts)
     assert _kernel_and_mask(q, starts, True, 0.0, 61) == (PACKED, starts)
+    for causal in (True, False):  # kernels of FP32 know no `starts`
+        kernel, mask = _kernel_and_mask(torch.empty(4, 2, 61, 64), starts, causal, 0.0, 0)
+        assert kernel is EFFICIENT
+        assert torch.equal(mask, dense_mask(starts, 4, 61, causal))
 
 
 WINDOWS = [(4, 2, 64, 24), (4, 2, 128, 1), (4, 1, 256, 130), (16, 16, 72, 64), (4, 2, 128, 5000)]
