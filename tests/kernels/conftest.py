@@ -11,6 +11,14 @@ from tests.kernels import interpreter  # noqa: F401  mends Triton's interpreter 
 from tests.kernels.compare import INTERPRETED
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Files without tests of kernels need not be imported to be interpreted: half of what collecting takes."""
+    if not INTERPRETED or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text()
+    return None if "NEEDS_GPU" in text or "mark.kernel" in text else True
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests/conftest.py skips what needs a GPU
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = []
