@@ -310,8 +310,13 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
         return f"final_logit_softcapping is {softcap:g}, and the loss without logits has no cap"
     if model.loss_function is not ForCausalLMLoss:
         return f"the loss function is {getattr(model.loss_function, '__name__', model.loss_function)}"
-    if torch.compiler.is_compiling():
-        return None
+    return _why_loss_patched()
+
+
+@torch.compiler.assume_constant_result
+def _why_loss_patched() -> Optional[str]:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     reason = why_patched(ForCausalLMLoss, "ForCausalLMLoss")
     return reason or why_patched(F.cross_entropy, "F.cross_entropy") or why_patched(F.linear, "F.linear")
 

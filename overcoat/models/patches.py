@@ -37,8 +37,9 @@ def why_all_patched(cls: Any) -> Optional[str]:
     return why_patched(cls.forward, f"the forward of all {cls.__name__}")
 
 
+@torch.compiler.assume_constant_result
 def why_torch_patched() -> Optional[str]:
-    """Whether somebody replaced what layers call of PyTorch."""
+    """Whether somebody replaced what layers call of PyTorch; in compiled code, when it was traced."""
     for name in CALLED:
         if (now := getattr(F, name)) not in known:
             if name in CALLED[:3] and now is not getattr(torch._C._nn, name):

@@ -162,10 +162,10 @@ def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...])
     # Compiled code was traced with what was there.
     is_compiled = torch.compiler.is_compiling()
     own: Any = getattr(layer, "overcoat_own", type(layer))
-    if not is_compiled:
-        reason = why_torch_patched() or (None if own.forward in known else why_all_patched(own))
-        if reason is not None:
-            return reason
+    if (reason := why_torch_patched()) is not None:
+        return reason
+    if not is_compiled and own.forward not in known and (reason := why_all_patched(own)):
+        return reason
     # A hook on a module whose forward the FP8 block stands in for would not run.
     for module in _modules_of(branches):
         hooks = module._forward_hooks or module._forward_pre_hooks

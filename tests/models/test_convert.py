@@ -309,14 +309,23 @@ def test_functions_that_were_replaced_for_all_models_run_also_after_the_conversi
         assert overcoat.convert(model).converted == []
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "linear", "silu"])
-def test_functions_of_pytorch_that_were_replaced_are_not_left_out(name: str, monkeypatch: Any) -> None:
+def test_functions_of_pytorch_that_were_replaced_are_not_left_out(name: str, compiled: bool, monkeypatch: Any) -> None:
     """As quantizers and PyTorch's context parallelism do: a process would attend to its own tokens alone."""
     model, original = make_model(layers=1), getattr(F, name)
     overcoat.convert(model)
     monkeypatch.setattr(F, name, lambda *args, **options: original(*args, **options))
-    with pytest.warns(UserWarning, match=f"original precision: F.{name} was replaced, by tests.models.test_convert's"):
+    if compiled:
+        torch.compiler.reset()
+        model.compile(backend="eager")
+    with pytest.warns(UserWarning, match="original precision") as told:
         model(**make_batch())
+    reason = f"F.{name} was replaced, by tests.models.test_convert's"
+    expected = {f"this layer trains in its original precision: {reason}"}
+    if name == "linear":
+        expected.add(f"the loss is computed from all logits: {reason}")
+    assert expected <= {str(each.message) for each in told}
 
 
 def test_a_mode_that_changes_functions_is_not_left_out() -> None:
