@@ -14,7 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import overcoat
 from overcoat import Recipe
-from overcoat.models.compiled import begin_pass, compile_layers, forget, keep_gradients_outside
+from overcoat.models import family
+from overcoat.models.compiled import begin_pass, compile_layers, forget, graph_layers, keep_gradients_outside
 from overcoat.models.convert import decoder_layers
 from overcoat.models.images import longest
 from tests.models.graphs import recorded, skipped
@@ -44,6 +45,14 @@ def one_pass(model: Any, **batch: Any) -> torch.Tensor:
 
 
 # ---- on a CPU -------------------------------------------------------------------------------------------------------
+
+
+def test_the_layers_of_graphs_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each step: which model this is, its first module says."""
+    model, asked, real = made("llama", Recipe()), [], family.whole_of
+    monkeypatch.setattr(family, "whole_of", lambda module: asked.append(module) or real(module))
+    assert list(graph_layers(model)) == [f"model.layers.{place}" for place in range(3)]
+    assert asked == [model]
 
 
 @pytest.mark.parametrize(
