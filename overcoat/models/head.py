@@ -46,7 +46,7 @@ from overcoat.models.family import (
 from overcoat.models.images import without_waiting
 from overcoat.models.masks import causal_mask
 from overcoat.models.output import refuse_second_call, without_logits
-from overcoat.models.patches import why_all_patched, why_mode, why_patched
+from overcoat.models.patches import why_all_patched, why_loss_patched, why_mode
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
 from overcoat.recipe import Recipe
 
@@ -310,15 +310,7 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
         return f"final_logit_softcapping is {softcap:g}, and the loss without logits has no cap"
     if model.loss_function is not ForCausalLMLoss:
         return f"the loss function is {getattr(model.loss_function, '__name__', model.loss_function)}"
-    return _why_loss_patched()
-
-
-@torch.compiler.assume_constant_result
-def _why_loss_patched() -> Optional[str]:
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    reason = why_patched(ForCausalLMLoss, "ForCausalLMLoss")
-    return reason or why_patched(F.cross_entropy, "F.cross_entropy") or why_patched(F.linear, "F.linear")
+    return why_loss_patched()
 
 
 def install_head(model: Any, recipe: Recipe) -> None:

@@ -49,6 +49,15 @@ def why_torch_patched() -> Optional[str]:
     return None
 
 
+@torch.compiler.assume_constant_result
+def why_loss_patched() -> Optional[str]:
+    """Whether somebody replaced the loss of causal models, or what it calls; in compiled code as above."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    reason = why_patched(ForCausalLMLoss, "ForCausalLMLoss")
+    return reason or why_patched(F.cross_entropy, "F.cross_entropy") or why_patched(F.linear, "F.linear")
+
+
 def why_mode() -> Optional[str]:
     """Whether a TorchFunctionMode of no library is on at a forward, which would see nothing of what our ops compute."""
     for place in range(torch._C._len_torch_function_stack()):

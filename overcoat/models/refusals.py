@@ -128,8 +128,8 @@ def _why_other_modules(layer: nn.Module, family: Family, branches: tuple[Modules
                 ):
                     return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
             # Deleted as a module, an activation can be any function.
-            for name, value in () if torch.compiler.is_compiling() else vars(owner).items():
-                if callable(value) and name[0] != "_" and name != "forward":
+            for name, value in owner.__dict__.items():
+                if name[0] != "_" and name != "forward" and callable(value):
                     return f"{_path(layer, owner)}.{name} is a function, not what hidden_act says"
         # PaliGemma's text is not causal, and its masks say what is hidden.
         elif core is not None and core.heads.causal is (

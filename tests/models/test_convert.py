@@ -328,6 +328,18 @@ def test_functions_of_pytorch_that_were_replaced_are_not_left_out(name: str, com
     assert expected <= {str(each.message) for each in told}
 
 
+def test_an_activation_that_became_a_function_is_not_left_out_of_compiled_code() -> None:
+    model: Any = make_model(layers=1)
+    overcoat.convert(model)
+    mlp = model.model.layers[0].mlp
+    del mlp.act_fn
+    mlp.act_fn = F.tanh
+    torch.compiler.reset()
+    model.compile(backend="eager")
+    with pytest.warns(UserWarning, match="original precision: mlp.act_fn is a function"):
+        model(**make_batch())
+
+
 def test_a_mode_that_changes_functions_is_not_left_out() -> None:
     class Halved(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
