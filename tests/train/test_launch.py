@@ -153,12 +153,13 @@ def test_the_status_is_that_of_the_workers(end: Any, status: int, monkeypatch: p
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=end, error_file="") if isinstance(end, int) else None
     ends = [ChildFailedError("", {1: failure}) if failure else end, None]
 
-    def run(_: object) -> None:
+    def run(options: Any) -> None:
+        assert (options.nproc_per_node, options.max_restarts) == ("2", 3)
         if error := ends.pop(0):
             raise error
 
     monkeypatch.setattr(torchrun, "run", run)
     monkeypatch.setattr(logging, "disable", lambda _: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert launch(2, 0, "cpu", ["tiny.toml"]) == (status, "")
+    assert launch(2, 3, "cpu", ["tiny.toml"]) == (status, "")
     assert len(ends) == (end != RESTART)
