@@ -42,8 +42,8 @@ class Recipe:
             logits near zero (arXiv 2204.02311: 1e-4). 0 adds nothing.
         offload_blocks: how many converted blocks keep their tensors in page-locked host memory between forward and
             backward, or "all" (block/offload.py). Evenly spread over text layers, then a vision tower's; not the last
-            two, which would come back at once. Changes no bit; without effect under torch.compile and inside other
-            saved-tensor hooks.
+            two to four, which would come back at once. Changes no bit; without effect under torch.compile and
+            inside other saved-tensor hooks.
 
     Raises:
         ValueError: a field has a value that is not listed above, or two do not go together.
