@@ -35,6 +35,8 @@ FUNCTIONS = {
     "quick_gelu": ("QuickGELUActivation",),
     "relu2": ("ReLUSquaredActivation",),
 }
+# What MLPs of all families call theirs.
+ACTIVATION_NAMES = ("act_fn", "act", "activation_fn", "intermediate_act_fn")
 
 # Attributes of attention modules and MLPs that say how much is dropped.
 RATES = ("attention_dropout", "residual_dropout", "dropout")
@@ -127,9 +129,13 @@ def _why_other_modules(layer: nn.Module, family: Family, branches: tuple[Modules
                     and type(part).__name__ not in FUNCTIONS.get(core.activation, ())
                 ):
                     return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
-            # Deleted as a module, an activation can be any function.
-            for name, value in owner.__dict__.items():
-                if name[0] != "_" and name != "forward" and callable(value):
+            # Deleted as a module, an activation can be any function. PyTorch 2.11 traces no `__dict__`.
+            if torch.compiler.is_compiling():
+                named: Any = [(name, getattr(owner, name, None)) for name in ACTIVATION_NAMES]
+            else:
+                named = owner.__dict__.items()
+            for name, value in named:
+                if name[0] != "_" and name != "forward" and not isinstance(value, nn.Module) and callable(value):
                     return f"{_path(layer, owner)}.{name} is a function, not what hidden_act says"
         # PaliGemma's text is not causal, and its masks say what is hidden.
         elif core is not None and core.heads.causal is (

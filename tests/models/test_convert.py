@@ -27,8 +27,9 @@ from transformers.models.llama import modeling_llama
 
 import overcoat
 from overcoat import Recipe
+from overcoat.block.mlp import Mlp
 from overcoat.models.family import decoder_layers, families, family_of, original_class
-from overcoat.models.refusals import ACTIVATIONS, why_replaced
+from overcoat.models.refusals import ACTIVATION_NAMES, ACTIVATIONS, FUNCTIONS, why_replaced
 from tests.models.zoo import (
     ENCODERS,
     KINDS,
@@ -326,6 +327,19 @@ def test_functions_of_pytorch_that_were_replaced_are_not_left_out(name: str, com
     if name == "linear":
         expected.add(f"the loss is computed from all logits: {reason}")
     assert expected <= {str(each.message) for each in told}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *ENCODERS])
+def test_what_mlps_call_their_activation_is_known(kind: str) -> None:
+    """Compiled code asks for these names alone."""
+    model = make_encoder(kind) if kind in ENCODERS else make_model(kind, layers=1)
+    for layer in decoder_layers(model).values():
+        family: Any = family_of(layer)
+        for branch in family.branches(layer, 1):
+            if isinstance(branch.core, Mlp):
+                kinds = {name: type(part).__name__ for name, part in branch.owner._modules.items()}
+                found = {name for name, each in kinds.items() if each in FUNCTIONS[branch.core.activation]}
+                assert found <= {*ACTIVATION_NAMES}
 
 
 def test_an_activation_that_became_a_function_is_not_left_out_of_compiled_code() -> None:
