@@ -64,19 +64,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave `nightly` tests out unless -m names them. Skip `gpu` tests, with the reason, where no GPU has FP8 tensor
     cores."""
     if "nightly" not in config.getoption("markexpr"):
-        late = [item for item in items if _is_late(item)]
-        items[:] = [item for item in items if not _is_late(item)]
+        late = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=late)
     reason = _why_no_gpu()
     if reason:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _is_late(item: pytest.Item) -> bool:
-    mark = item.get_closest_marker("nightly")
-    return mark is not None and not (mark.kwargs.get("on") == "cpu" and item.get_closest_marker("gpu"))
 
 
 def _why_no_gpu() -> str:

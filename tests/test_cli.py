@@ -133,9 +133,7 @@ def test_a_missing_extra_names_it(config: str) -> None:
     assert "overcoat train needs the package 'rich': pip install 'overcoat[hf]'" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "words", ["train --keys", "paper list", pytest.param("paper --help", marks=pytest.mark.nightly), "--version"]
-)
+@pytest.mark.parametrize("words", ["train --keys", "paper list", "paper --help", "--version"])
 def test_a_reader_that_leaves_is_no_error(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`overcoat train --keys | head`: here the other end is closed before the first byte."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # with it argparse itself passes over the error

@@ -119,8 +119,9 @@ def test_models_that_see_train_with_their_tower_or_without(name: str, kind: str,
         assert moved[key] is not (frozen and id(p) in tower), key
 
 
-@pytest.mark.nightly  # CI has peers in two processes
-@pytest.mark.parametrize("name", ["overcoat fp8 all-gather", "overcoat released"])
+@pytest.mark.parametrize(
+    "name", ["overcoat fp8 all-gather", pytest.param("overcoat released", marks=pytest.mark.nightly)]
+)
 def test_a_model_under_fsdp(name: str) -> None:
     """Ours, in a process of its own as on GPUs."""
     figures = measure(name, Work(SMALL, 2, 32, gpus=1), 2, "cpu")

@@ -110,12 +110,7 @@ def test_copies_have_time_and_few_are_under_way():
 
 @pytest.mark.parametrize(
     ("recipe", "count"),
-    [
-        *((name, "all") for name in RECIPES if name != "paper"),
-        pytest.param("paper", "all", marks=pytest.mark.nightly),  # the default's, in other formats
-        ("default", 1),
-        ("leanest", 3),
-    ],
+    [*((name, "all") for name in RECIPES), ("default", 1), ("leanest", 3)],
 )
 def test_gradients_are_equal_bit_for_bit(untouched, recipe, count, monkeypatch):
     """Two micro-batches; the second one's buffers are those of the first."""

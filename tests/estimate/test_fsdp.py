@@ -25,7 +25,7 @@ BATCH, LENGTH = 2, 64
 # Embedding and head are nearly as large as a block, so that what becomes of theirs shows. 2047 words: a row is added.
 VOCAB, LAYERS = 2047, 3
 # (name, whether the head is the embedding, setup)
-STEPS: tuple[tuple[str, bool, Setup], ...] = (
+STEPS = (
     ("default", False, Setup()),
     ("tied, summed in FP32", True, Setup(reduce_dtype="float32")),
     ("leanest, accumulation", False, Setup(Recipe.leanest(), accumulation=2)),
@@ -35,8 +35,6 @@ STEPS: tuple[tuple[str, bool, Setup], ...] = (
     ("alike in both, FP8", False, Setup(all_gather="fp8", reduce_dtype="float32", replicated=True)),
     ("released", False, Setup(release_gradients=True)),
 )
-# What the others have, in other company.
-LATE = ("blocks travel in FP8", "alike in both")
 # gloo's threads drop what they sent a moment late, in one step or another: the least of some steps is the truth.
 REPEATS = 3
 
@@ -60,9 +58,9 @@ def _without_copies_of_cpus() -> None:
         setattr(owner, name, unseen(getattr(owner, name)))
 
 
-def _measure(rank: int, file: str, names: set[str]) -> None:
+def _measure(rank: int, file: str) -> None:
     _without_copies_of_cpus()
-    found = {name: _phases(tied, setup) for name, tied, setup in STEPS if name in names}
+    found = {name: _phases(tied, setup) for name, tied, setup in STEPS}
     if rank == 0:
         Path(file).write_text(json.dumps(found))
 
@@ -101,18 +99,14 @@ def _phases(tied: bool, setup: Setup) -> list[Phase]:
 
 
 @pytest.fixture(scope="module")
-def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Phase]]:
-    """All steps asked for in one pair of processes, which take longer to begin than the steps."""
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Phase]]:
+    """All steps in one pair of processes, which take longer to begin than the steps."""
     file = tmp_path_factory.mktemp("sharded") / "phases.json"
-    names = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
-    on_two(_measure, "cpu", str(file), names)
+    on_two(_measure, "cpu", str(file))
     return {name: [Phase(*values) for values in phases] for name, phases in json.loads(file.read_text()).items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "tied", "setup"),
-    [pytest.param(*each, id=each[0], marks=pytest.mark.nightly if each[0] in LATE else []) for each in STEPS],
-)
+@pytest.mark.parametrize(("name", "tied", "setup"), STEPS, ids=[name for name, *_ in STEPS])
 def test_every_phase_of_a_sharded_step(name: str, tied: bool, setup: Setup, measured: dict[str, list[Phase]]) -> None:
     """Within what scalars take, and the optimizer's gathered vectors: 1.5% of a block. Scales of blocks travel besides,
     and shards that cut blocks are filled up before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -175,13 +175,6 @@ PLAIN: dict[str, tuple[Any, Any, Any, float]] = {
     "trl_dpo": (dpo_loss, clip_and_step, linear_decay(5), 4 * 2**-23),
     "trl_grpo": (grpo_loss, clip_and_step, linear_decay(3), 4 * 2**-23),
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_compiling() -> Iterator[None]:
-    """torchtitan compiles what makes its masks; no script compiles a layer."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 # ---- the tests -----------------------------------------------------------------------------------------------------

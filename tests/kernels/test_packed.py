@@ -147,15 +147,8 @@ def held(truth, got, noise, width):
             assert_close(name, x, got[name], combined_db(*[noise] * 5) - (0 if name in ("o", "dv") else 6), 0, width)
 
 
-@pytest.mark.parametrize(
-    ("packing", "heads"),
-    [
-        pytest.param(packing, each, marks=pytest.mark.nightly(on="cpu") if packing == "tiles" and i % 3 != 1 else [])
-        for packing in PACKINGS
-        for i, each in enumerate(HEADS)
-    ],
-    ids=str,
-)
+@packings
+@heads
 def test_documents_equal_fp64_autograd(packing, heads, device):
     held(*compare(packing, heads, torch.bfloat16, device), BF16_DB, heads[2])
 

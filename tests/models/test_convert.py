@@ -43,8 +43,7 @@ from tests.models.zoo import (
     trained,
 )
 
-# On a CPU in CI gpt-oss alone: its attention is computed by its scores, as Gemma 2's, and it has experts.
-CORES = {"gpt_oss": [], **dict.fromkeys(("gemma2", "mixtral"), pytest.mark.nightly(on="cpu"))}
+CORES = ("gemma2", "gpt_oss", "mixtral")
 
 
 @pytest.fixture
@@ -698,7 +697,7 @@ def test_training_in_eval_mode_is_told() -> None:
     ("kind", "recipe"),
     [
         # In CI the cores once, Llama's with blocks and in test_head.py; wirings: tests/block/test_run.py.
-        *(pytest.param(kind, Recipe(), marks=CORES.get(kind, pytest.mark.nightly)) for kind in KINDS),
+        *(pytest.param(*kind.values, Recipe(), marks=kind.marks) for kind in every_kind(CORES)),
         ("starcoder2", Recipe.leanest()),
         ("llama", Recipe(linear_scaling="block")),
         pytest.param("olmo2", Recipe.leanest(), marks=pytest.mark.nightly),

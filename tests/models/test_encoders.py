@@ -11,15 +11,14 @@ kinds of gradients cannot be held to that:
   (42 to 43 dB). What reads the codes, sum_T dy xhat, has their error as well, once for each code on the way: the
   norm's input, and with `Recipe.leanest()` the block's. It may lose 1 dB against the sum.
 
-Over 40 seeds; over 12 the loss of one tensor of 128 numbers varies by 0.5 dB. CI begins with five and
-both layers together, and takes 40 where a tensor is above the limit then: what is lost in truth is lost over these too.
+Over 40 seeds; over 12 the loss of one tensor of 128 numbers varies by 0.5 dB. CI begins with fewer, and takes 40 where
+a tensor is above the limit then: what is lost in truth is lost over these as well.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +44,7 @@ LIMIT_DB = 1.0
 # What FP8 products do not reach is right but for FP32's rounding.
 EXACT = 1e-12
 # What the families have, each once: LayerNorms with biases, LayerScale, RMSNorms with rotation, lengths and gate, norms
-# of sums.
+# of sums. CI checks the others over fewer seeds.
 DISTINCT = ("clip", "dinov2", "qwen2.5-vl-vision", "bert")
 OTHERS = tuple(kind for kind in ENCODERS if kind not in DISTINCT)
 
@@ -110,11 +109,8 @@ def reads_codes(name: str, recipe: Recipe) -> bool:
     return of_norm or recipe.checkpoint == "block" or recipe.kept_format == "e4m3"
 
 
-def offenders(
-    kind: str, recipes: Sequence[Recipe], seeds: int = SEEDS, by_layer: bool = True
-) -> list[dict[str, float]]:
-    """For each recipe, by tensor (of each layer, or of all): dB that the converted model loses against FP8 GEMMs alone,
-    where above the limit."""
+def offenders(kind: str, recipes: Sequence[Recipe], seeds: int = SEEDS) -> list[dict[str, float]]:
+    """For each recipe, by tensor: dB that the converted model loses against FP8 GEMMs alone, where above the limit."""
     ours: list[dict[str, float]] = [defaultdict(float) for _ in recipes]
     allowed: list[dict[str, float]] = [defaultdict(float) for _ in recipes]
     floor: dict[str, float] = defaultdict(float)
@@ -125,9 +121,8 @@ def offenders(
         codes = [Codes(original, recipe) for recipe in recipes]
         exact = run(original, inputs)
         of_gemms = noise(exact, run(emulate_fp8_gemms(model, "e5m2"), inputs))
-        key = {name: name if by_layer else re.sub(r"\.\d+\.", ".*.", name) for name in exact}
         for name, x in of_gemms.items():
-            floor[key[name]] += x
+            floor[name] += x
         for recipe, code, total, limit in zip(recipes, codes, ours, allowed):
             assert recipe.grad_format == "e5m2"
             converted = copy.deepcopy(model)
@@ -135,9 +130,9 @@ def offenders(
             assert len(report.converted) == len(decoder_layers(converted)) == 2, str(report)
             on_the_way = 1 + (recipe.checkpoint == "block")
             for name, x in noise(exact, run(converted, inputs)).items():
-                total[key[name]] += x
+                total[name] += x
                 inevitable = of_gemms[name] + on_the_way * code.error * reads_codes(name, recipe)
-                limit[key[name]] += max(EXACT, inevitable * 10 ** (0.1 * (scale if "lambda" in name else LIMIT_DB)))
+                limit[name] += max(EXACT, inevitable * 10 ** (0.1 * (scale if "lambda" in name else LIMIT_DB)))
     return [
         {
             name: round(10 * math.log10(total[name] / max(floor[name], EXACT)), 2)
@@ -148,9 +143,9 @@ def offenders(
     ]
 
 
-def check(kind: str, recipes: Sequence[Recipe]) -> None:
-    for how in ((SEEDS // 8, False), (SEEDS, True)):
-        found = offenders(kind, recipes, *how)
+def check(kind: str, recipes: Sequence[Recipe], seeds: int) -> None:
+    for count in (seeds, SEEDS):
+        found = offenders(kind, recipes, count)
         if not any(found):
             return
     raise AssertionError(f"dB below FP8 GEMMs alone: {found}")
@@ -158,13 +153,13 @@ def check(kind: str, recipes: Sequence[Recipe]) -> None:
 
 @pytest.mark.parametrize("kind", DISTINCT)
 def test_a_converted_encoder_is_as_good_as_fp8_gemms_alone(kind: str) -> None:
-    """From what it keeps, and from its kept input."""
-    check(kind, [Recipe(), Recipe.leanest()])
+    """From what it keeps, and from its kept input. One of DINOv2's biases is above the limit over 20 seeds."""
+    check(kind, [Recipe(), Recipe.leanest()], SEEDS if kind == "dinov2" else SEEDS // 4)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_so_is_every_encoder(kind: str) -> None:
-    check(kind, [Recipe()])
+    check(kind, [Recipe()], SEEDS // 2 if kind == "internvl" else SEEDS // 4)
 
 
 @pytest.mark.nightly

@@ -27,14 +27,8 @@ RECIPES = {
 KINDS = ["qwen2", "starcoder2"]
 
 
-def _recipes_of(kind: str, device: str) -> dict[str, Recipe]:
-    """All on a GPU; on a CPU the kinds take turns."""
-    names = list(RECIPES) if device == "cuda" else list(RECIPES)[KINDS.index(kind) :: len(KINDS)]
-    return {name: RECIPES[name] for name in names}
-
-
 def _save_gradients(rank: int, kind: str, device: str, folder: str) -> None:
-    for name, recipe in _recipes_of(kind, device).items():
+    for name, recipe in RECIPES.items():
         grads = _sharded_gradients(kind, device, recipe)
         if rank == 0:
             torch.save(grads, Path(folder) / name)
@@ -69,7 +63,7 @@ def test_sharded_gradients_equal_those_of_one_process(kind: str, device: str, tm
     """All recipes in one pair of processes, which take longer to begin than a step does."""
     on_two(_save_gradients, device, kind, device, str(tmp_path))
     with repeating(device):
-        for recipe_name, recipe in _recipes_of(kind, device).items():
+        for recipe_name, recipe in RECIPES.items():
             sharded = torch.load(tmp_path / recipe_name)
             model = make_model(kind, layers=3).to(device)
             overcoat.convert(model, recipe)

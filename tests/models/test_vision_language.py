@@ -269,8 +269,7 @@ def steps(name: str, graphs: bool, device: str) -> list[dict[str, Tensor]]:
 TOWERS = {"Llava": "vision_tower", "Qwen3VL": "visual"}
 
 
-# On a CPU in CI one: a tower of images of any size is compiled in tests/models/test_compiled.py.
-@pytest.mark.parametrize("name", ["Llava", pytest.param("Qwen3VL", marks=pytest.mark.nightly(on="cpu"))])
+@pytest.mark.parametrize("name", TOWERS)
 def test_a_tower_as_graphs_gives_the_eager_gradients(name: str, device: torch.device) -> None:
     """Text layers stay eager; two towers, of a fixed size and of any, by lengths. On a CPU compiled, not recorded.
 

@@ -57,7 +57,7 @@ def test_every_code_follows_fp32_moments(moments):
     assert (ours[0] - exact[0]).norm() / way <= limit
 
 
-@pytest.mark.parametrize("moments", ["8bit", pytest.param("fp8", marks=pytest.mark.nightly(on="cpu"))])
+@pytest.mark.parametrize("moments", ["8bit", "fp8"])
 def test_a_thousand_tiny_constant_updates(moments):
     """Each is below a BF16 spacing by 2^10 or, of weights of 1/32, 2^5; they must accumulate.
 

@@ -316,7 +316,7 @@ def _load_on_two(rank, kind, folder):
     assert_same_bits(torch.load(f"{folder}/end.pt"), everything(*sharded))
 
 
-@pytest.mark.parametrize("kind", ["8bit", pytest.param("fp8", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["8bit", "fp8"])
 def test_save_on_two_load_on_one_and_back(kind, tmp_path):
     """Exactly the state of a run on one process, which goes on as if nothing had happened."""
     on_two(_save_on_two, "cpu", kind, str(tmp_path))

@@ -285,14 +285,10 @@ def _run_ways(rank: int, configs: dict[str, tuple[Any, Path]]) -> None:
         _run_noting(rank, WAYS[name][0], config, folder)
 
 
-@pytest.mark.parametrize("names", [("frozen", "merged"), pytest.param(("bf16",), marks=pytest.mark.nightly)], ids=str)
-def test_two_processes_learn_from_images_what_one_does(
-    names: tuple[str, ...], vision_config: Any, tmp_path: Path
-) -> None:
+def test_two_processes_learn_from_images_what_one_does(vision_config: Any, tmp_path: Path) -> None:
     """Also in passes in which one of them has an image, and in those where nobody has."""
     configs = {}
-    for name in names:
-        kind, way = WAYS[name]
+    for name, (kind, way) in WAYS.items():
         folder = tmp_path / name
         folder.mkdir()
         words = [*way.split(), "train.steps=8", "data.sequence_length=64", "eval.rows=3", "optimizer.lr=1e-3"]

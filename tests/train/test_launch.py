@@ -88,9 +88,6 @@ def _run(_rank: int, config: Config) -> None:
     run_once(config, Console(quiet=True), "unbroken")
 
 
-# Four starts of Python, a minute of CPU time. CI has a launch whose workers refuse and what is said of a killed one,
-# below, kills of several processes in tests/attack, and how they resume in test_parallel.py.
-@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 def test_a_killed_worker_is_named_and_a_restarted_run_ends_the_same(tmp_path: Path, corpus_files: str) -> None:
     config = write_config(tmp_path, corpus_files)

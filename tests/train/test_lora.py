@@ -112,7 +112,7 @@ def test_two_processes_train_the_same_adapters(lora_config: Any, console: Consol
     assert sum(path.stat().st_size for path in newest(tmp_path / "two").glob("*.safetensors")) < 200_000
 
 
-@pytest.mark.parametrize("many", [1, pytest.param(2, marks=pytest.mark.nightly)])  # in CI two do in test_images.py
+@pytest.mark.parametrize("many", [1, 2])
 def test_merged_it_is_a_model_of_its_own(many: int, lora_config: Any, tmp_path: Path) -> None:
     """Asked for from the beginning, or (one process) of a run that has ended."""
     merging = lora_config("lora.merge=true", f"train.run_dir={tmp_path}/merged", "sample.tokens=4")

@@ -64,13 +64,12 @@ def both(make_config: MakeConfig, tmp_path: Path, graphs: CompileCounterWithBack
     return train
 
 
-@pytest.mark.nightly  # CI has a step out of memory: the default recipe, compiled twice
 @pytest.mark.parametrize(
     "words",
     [
         ("recipe.name=leanest", "optimizer.release_gradients=true", "optimizer.clip=0"),
-        ("optimizer.offload=true", "data.document_mask=true"),
-        ("recipe.name=bf16",),
+        pytest.param(("optimizer.offload=true", "data.document_mask=true"), marks=pytest.mark.nightly),
+        pytest.param(("recipe.name=bf16",), marks=pytest.mark.nightly),
     ],
     ids=["leanest, released", "offload, documents", "bf16"],
 )
