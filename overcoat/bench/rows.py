@@ -24,7 +24,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 
 from overcoat.extras import drawing, load_extra
-from overcoat.kernels.launch import triton
+from overcoat.kernels.language import triton
 from overcoat.version import VERSION
 
 Row = dict[str, Any]

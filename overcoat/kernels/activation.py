@@ -43,7 +43,8 @@ from overcoat.kernels.device import (
     to_float8,
 )
 from overcoat.kernels.groups import GROUP_TILE
-from overcoat.kernels.launch import cdiv, dense, kernel, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.tiles import listed_groups, load_kept
 

@@ -50,7 +50,8 @@ from overcoat.kernels.device import (
     scale_of,
 )
 from overcoat.kernels.instructions import arrived
-from overcoat.kernels.launch import cdiv, dense, kernel, registers, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense, kernel, registers
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import empty_both, padded_tokens, transpose_padded

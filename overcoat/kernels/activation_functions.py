@@ -15,7 +15,7 @@ from torch import Tensor
 from overcoat.kernels import hardware
 from overcoat.kernels.device import larger
 from overcoat.kernels.instructions import exp2, fma, reciprocal
-from overcoat.kernels.launch import tl, triton
+from overcoat.kernels.language import tl, triton
 
 LOG2E = math.log2(math.e)
 _LOG2E = tl.constexpr(LOG2E)

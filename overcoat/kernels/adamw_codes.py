@@ -23,7 +23,7 @@ from overcoat.kernels.instructions import (
     to_float8,
     to_float32,
 )
-from overcoat.kernels.launch import tl, triton
+from overcoat.kernels.language import tl, triton
 
 _ROUND = tl.constexpr(log8.ROUND)
 _FIXED = tl.constexpr(moments.FIXED)

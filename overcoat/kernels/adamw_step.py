@@ -31,7 +31,8 @@ from overcoat.formats.moments import range_log2
 from overcoat.kernels import adamw_codes as codes
 from overcoat.kernels.adamw import Hyper, rows_of, step_coefficients, step_parameters
 from overcoat.kernels.instructions import fma, reciprocal, sqrt, to_float32
-from overcoat.kernels.launch import INTERPRETED, cdiv, kernel, tl, triton
+from overcoat.kernels.language import INTERPRETED, tl, triton
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.multi_tensor import TRITON_TYPE, tile_table
 
 FIELDS = (

@@ -19,7 +19,8 @@ from typing import NamedTuple, Optional
 
 from overcoat.kernels.device import larger, max_magnitude, power_of_2, scale_of, to_float8
 from overcoat.kernels.instructions import reciprocal
-from overcoat.kernels.launch import cdiv, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv
 from overcoat.kernels.tiles import group_columns
 
 BLOCK = 128

@@ -47,7 +47,8 @@ from overcoat.kernels.block_tiles import (
 )
 from overcoat.kernels.codes import CODES
 from overcoat.kernels.device import EXACT, TRITON_FLOAT8, as_words, inverse_max, inverse_of, max_magnitude, power_of_2
-from overcoat.kernels.launch import cdiv, dense, kernel, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import padded_tokens, transpose_padded
 from overcoat.kernels.tiles import decode_rows, group_columns, store_quads

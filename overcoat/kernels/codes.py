@@ -15,7 +15,7 @@ from torch import Tensor
 from overcoat.formats import group_code
 from overcoat.kernels.device import max_magnitude, to_float8
 from overcoat.kernels.instructions import reciprocal, sqrt, to_float32
-from overcoat.kernels.launch import tl, triton
+from overcoat.kernels.language import tl, triton
 
 AMAX_FLOOR = tl.constexpr(2.0**-100)
 # Adding 1.5 * 2^23 to |x| < 2^22 rounds x to an integer (half to even), which is then the low bits of the sum.

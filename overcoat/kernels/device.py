@@ -18,7 +18,7 @@ import functools
 from typing import Any
 
 from overcoat.formats import FLOAT8
-from overcoat.kernels.launch import INTERPRETED, tl, triton
+from overcoat.kernels.language import INTERPRETED, tl, triton
 
 SCALE_FLOOR = tl.constexpr(2.0**-126)
 LOG2E = tl.constexpr(1.4426950408889634)

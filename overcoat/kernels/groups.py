@@ -16,7 +16,8 @@ from torch import Tensor
 from overcoat.formats import Quantized, decode_groups, empty_groups, encode_groups, group_code
 from overcoat.kernels.codes import CODES, decode, store_codes
 from overcoat.kernels.device import EXACT, power_of_2
-from overcoat.kernels.launch import cdiv, dense, kernel, tl
+from overcoat.kernels.language import tl
+from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.tiles import group_columns, listed_groups, load_kept
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from overcoat.kernels import instructions
-from overcoat.kernels.launch import triton
+from overcoat.kernels.language import triton
 from overcoat.kernels.op import Op, op
 
 

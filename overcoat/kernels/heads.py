@@ -21,7 +21,7 @@ from overcoat.formats.bf12 import decode_bf12, encode_bf12
 from overcoat.kernels.codes import E4M3_CODE, decode, encode, load_bf12, pack_bf12
 from overcoat.kernels.device import larger, max_magnitude
 from overcoat.kernels.instructions import to_float32
-from overcoat.kernels.launch import tl, triton
+from overcoat.kernels.language import tl, triton
 from overcoat.kernels.tiles import load_inside
 
 

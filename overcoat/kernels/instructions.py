@@ -11,7 +11,8 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from overcoat.kernels.launch import INTERPRETED, cdiv, tl, triton
+from overcoat.kernels.language import INTERPRETED, tl, triton
+from overcoat.kernels.launch import cdiv
 
 
 @triton.jit

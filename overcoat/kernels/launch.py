@@ -1,8 +1,4 @@
-"""Triton, for files that hold a reference, its launcher and its kernel together; and `kernel`, the decorator of entry
-kernels, which launches them again for a third of the host time.
-
-Where Triton is not installed (Windows, macOS) its names are stand-ins: such a file still imports there, and its
-references run; a kernel that is launched says what is missing.
+"""Launching a kernel again for a third of the host time: the `kernel` decorator of all entry kernels.
 
 A decoder block is some 75 launches of 5 to 500 us, and Triton's own launch path takes 16 us on a slow host, most of it
 to find out which compiled kernel the arguments ask for. Kernels here are launched again and again with the same
@@ -22,42 +18,7 @@ from typing import Any, Callable, Optional
 import torch
 from torch import Tensor
 
-
-class _Absent:
-    """In place of `triton` and all that is in it: false, each attribute and each call gives it again."""
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> _Absent:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _Absent:
-        return self
-
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        return (object,)
-
-    def __getitem__(self, grid: Any) -> Any:
-        raise ModuleNotFoundError("a kernel was launched, but Triton is not installed: pip install triton")
-
-    def jit(self, function: Any) -> Any:
-        """The function as it is."""
-        return function
-
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError as error:
-    if error.name != "triton":
-        raise
-    triton = tl = _Absent()
-
-# True under TRITON_INTERPRET=1, where kernels run on the CPU and inline assembly does not exist.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from overcoat.kernels.language import triton
 
 # Launches remembered per kernel. Integers are part of the key (a new number of tokens is a new entry), hence a bound.
 MAX_ENTRIES = 4096

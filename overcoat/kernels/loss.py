@@ -30,7 +30,8 @@ from torch import Tensor
 from overcoat.kernels.device import LOG2E, power_of_2
 from overcoat.kernels.gemm import gemm
 from overcoat.kernels.instructions import exp2
-from overcoat.kernels.launch import kernel, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import amax, quantize_both
 from overcoat.kernels.weights import quantize_weights, stack_weights

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overcoat.kernels.launch import kernel, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import kernel
 
 # Elements that a program reads at once, how often, how many of those before it waits, and its warps.
 TILE = 4096

@@ -36,7 +36,8 @@ from overcoat.kernels.blockwise import BLOCK, blocks, empty_rows, row_blocks
 from overcoat.kernels.codes import CODES, empty_codes, store_codes
 from overcoat.kernels.device import EXACT, inverse_max, max_magnitude, power_of_2, scale_of, to_float8
 from overcoat.kernels.instructions import reciprocal, to_float32
-from overcoat.kernels.launch import cdiv, dense, kernel, registers, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense, kernel, registers
 from overcoat.kernels.op import op
 from overcoat.kernels.tiles import load_inside, raise_amax
 

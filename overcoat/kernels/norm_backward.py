@@ -21,7 +21,8 @@ from torch import Tensor
 from overcoat.formats import Quantized, decode_groups
 from overcoat.kernels.codes import CODES, decode
 from overcoat.kernels.device import EXACT, larger, max_magnitude, power_of_2
-from overcoat.kernels.launch import dense, kernel, tl
+from overcoat.kernels.language import tl
+from overcoat.kernels.launch import dense, kernel
 from overcoat.kernels.norm import row_warps
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials_into

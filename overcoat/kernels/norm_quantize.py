@@ -13,7 +13,8 @@ from torch import Tensor
 from overcoat.formats import E4M3, encode_groups, quantize_tensor
 from overcoat.kernels.codes import CODES, empty_codes, store_codes
 from overcoat.kernels.device import EXACT, inverse_max, inverse_of, power_of_2, scale_of, to_float8
-from overcoat.kernels.launch import cdiv, dense, kernel, tl
+from overcoat.kernels.language import tl
+from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.norm import affine, affine_of, normalize
 from overcoat.kernels.op import op
 from overcoat.kernels.tiles import listed_groups

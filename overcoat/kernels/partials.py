@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from overcoat.kernels.device import max_magnitude, power_of_2
-from overcoat.kernels.launch import cdiv, kernel, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, kernel
 
 # A tile: at most so many rows of so many columns. A thread holds ELEMENTS of it, unless that leaves less than 4 warps.
 ROWS, COLUMNS = 512, 16

@@ -39,7 +39,8 @@ from overcoat.kernels.device import (
     scale_of,
     to_float8,
 )
-from overcoat.kernels.launch import cdiv, kernel, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 
 TOKEN_MULTIPLE, PER_LAUNCH = 16, 3

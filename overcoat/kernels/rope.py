@@ -48,7 +48,8 @@ from overcoat.kernels.heads import (
     store_codes,
     store_halves,
 )
-from overcoat.kernels.launch import cdiv, dense, kernel, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.tiles import raise_amax
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from overcoat.kernels.device import EXACT, power_of_2
 from overcoat.kernels.heads import load_halves, load_tables, rotate_back, split_heads, store_halves
-from overcoat.kernels.launch import cdiv, kernel, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.rope_quantize import buffer_columns, gradient_arguments, load_rotated_back

@@ -43,7 +43,8 @@ from overcoat.kernels.device import (
     to_float8,
 )
 from overcoat.kernels.heads import load_tables, rotate_back, store_halves
-from overcoat.kernels.launch import cdiv, dense_rows, kernel, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, dense_rows, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import empty_both, transpose_padded

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from overcoat.kernels.codes import decode
 from overcoat.kernels.device import atomic_amax, pack_quads, to_float8
-from overcoat.kernels.launch import tl, triton
+from overcoat.kernels.language import tl, triton
 
 
 @triton.jit

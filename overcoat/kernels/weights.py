@@ -33,7 +33,8 @@ from overcoat.kernels.device import (
     to_float8,
 )
 from overcoat.kernels.instructions import reciprocal
-from overcoat.kernels.launch import cdiv, kernel, tl, triton
+from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import (
     PLAIN_TILE,

@@ -58,7 +58,7 @@ for module in pkgutil.iter_modules(overcoat.kernels.__path__, "overcoat.kernels.
     if not module.ispkg:
         importlib.import_module(module.name)
 from overcoat.kernels import activation, activation_backward, launch
-from overcoat.kernels.launch import INTERPRETED, triton
+from overcoat.kernels.language import INTERPRETED, triton
 assert not triton and not INTERPRETED
 
 @launch.kernel
