@@ -117,8 +117,12 @@ def norm_block_quantize(
     x: Tensor, residual: Optional[Tensor], weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool,
     code: str, group_size: int,
 ) -> List[Tensor]:  # fmt: skip
-    """A norm of x (T, H), or of residual + x (T, H), as GEMM operand in blocks, y in E4M3 (T, H) and its scale (ceil(H
-    / 128), T); codes of xhat (T, H) and their BF16 group maxima (T, n); rstd (T,) FP32; the sum if there is one."""
+    """A norm of x (T, H), or of residual + x (T, H), as GEMM operand in blocks, and kept codes.
+
+    Returns:
+        y in E4M3 (T, H) and its scale (ceil(H / 128), T); codes of xhat (T, H) and their BF16 group maxima (T, n);
+        rstd (T,) FP32; the sum if there is one.
+    """
     x, total = _sum(x, residual)
     mean, rstd = statistics(x, eps, centered)
     return [*norm_from_statistics(x, mean, rstd, weight, bias, code, group_size), rstd, *total]

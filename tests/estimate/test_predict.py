@@ -168,7 +168,7 @@ def test_every_phase_of_a_real_step_with_images(kind, side, setup):
 
 
 def test_a_tower_in_bf16_that_asks_for_lengths_is_refused():
-    with pytest.raises(ValueError, match="a qwen3_vl model computes shapes from its data"):
+    with pytest.raises(ValueError, match="a qwen3_vl model does what PyTorch cannot do without data"):
         Predictor(SEEING["qwen3_vl"].config(), functools.partial(own_loss, side=24)).kept(1, 32, Setup(Recipe.bf16()))
 
 
