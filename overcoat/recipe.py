@@ -41,9 +41,9 @@ class Recipe:
         z_loss: weight of log(sum exp(logits))^2, added to every label's loss in `train()` mode; it holds the
             logits near zero (arXiv 2204.02311: 1e-4). 0 adds nothing.
         offload_blocks: how many converted blocks keep their tensors in page-locked host memory between forward and
-            backward, or "all" (block/offload.py). Evenly spread over text layers, then a vision tower's; not the last
-            two to four, which would come back at once. Changes no bit; without effect under torch.compile and
-            inside other saved-tensor hooks.
+            backward, or "all" (block/offload.py), of those that keep some: freeze weights before `convert`. Evenly
+            spread over text layers, then a vision tower's; not the last two to four, which would come back at once.
+            Changes no bit; without effect under torch.compile and inside other saved-tensor hooks.
 
     Raises:
         ValueError: a field has a value that is not listed above, or two do not go together.

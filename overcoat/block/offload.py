@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -39,6 +40,10 @@ from overcoat.memory import without_hooks
 AHEAD, MOST_AHEAD = 2, 4
 # Smaller tensors stay on the device.
 LEAST_BYTES = 64 * 2**10
+KEEPS_NONE = (
+    "this layer was chosen to keep its tensors in host memory (Recipe.offload_blocks), and keeps none: nothing in or "
+    "before it is trained. Call overcoat.convert(model, recipe) again, which chooses from the layers that keep some"
+)
 
 
 class Offload(NamedTuple):
@@ -228,6 +233,8 @@ def run_offloaded(block: Callable[[], Tensor], num_inputs: int, ahead: int) -> T
     """
     with without_hooks() as note:
         y = block()
+        if y.grad_fn is None and ahead and torch.is_grad_enabled():
+            warnings.warn(KEEPS_NONE, stacklevel=2)
         if note is None or y.grad_fn is None:
             return y
         node: Any = y.grad_fn

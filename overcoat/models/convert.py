@@ -205,15 +205,37 @@ def _convert_layer(
 def _choose_offloaded(model: nn.Module, layers: dict[str, nn.Module], report: Report) -> None:
     """Tell the converted layers which of them keep their tensors in host memory, and say so in the report."""
     count, tower = report.recipe.offload_blocks, tower_path(model)
-    of_tower = [name for name in report.converted if tower and name.startswith(tower)]
-    names = of_tower + [name for name in report.converted if name not in of_tower]  # as they run
+    for name in report.converted:
+        layers[name].overcoat_offload = 0 if count else None  # type: ignore[assignment]
+    if not count:
+        return
+    keeping = _keeping(model, report.converted, tower)
+    names = keeping or report.converted  # a frozen model's, whose input may want gradients: of a prompt, say
+    of_tower = [name for name in names if tower and name.startswith(tower)]
     places, ahead = choose_blocks(count, len(names), len(of_tower))
-    chosen = {names[place] for place in places}
-    for name in names:
-        layers[name].overcoat_offload = ahead * (name in chosen) if count else None  # type: ignore[assignment]
+    as_they_run = of_tower + [name for name in names if name not in of_tower]
+    for name in [as_they_run[place] for place in places]:
+        layers[name].overcoat_offload = ahead  # type: ignore[assignment]
+    where = "in host memory" if keeping else "in host memory where its input wants gradients"
     for place, row in enumerate(report.layers):
-        if row.name in chosen:
-            report.layers[place] = row._replace(detail=f"{row.detail}, in host memory")
+        if row.converted and layers[row.name].overcoat_offload:
+            report.layers[place] = row._replace(detail=f"{row.detail}, {where}")
+
+
+def _keeping(model: nn.Module, names: list[str], tower: str) -> list[str]:
+    """Those of the layers that keep tensors for the backward: something in or before them is trained."""
+    if any(getattr(module, "_require_grads_hooks", None) for module in model.modules()):
+        return names  # `enable_input_require_grads`
+    named = model.named_parameters(remove_duplicate=False)
+    parameters = sorted(named, key=lambda each: not each[0].startswith(tower))  # as they are used
+    found = []
+    for name in names:
+        # Of the parameters around the layers' owner: those of a text tower are not before a vision tower's.
+        around, own = ".".join(name.split(".")[:-3]), f"{name}.".removeprefix(".")
+        last = max(place for place, (path, _) in enumerate(parameters) if path.startswith(own))
+        if any(each.requires_grad and path.startswith(around) for path, each in parameters[: last + 1]):
+            found.append(name)
+    return found
 
 
 def _convert_head(end: _Head, recipe: Recipe) -> LayerReport:

@@ -211,6 +211,67 @@ def test_a_step_that_fails_midway_loses_nothing(untouched, hook):
     assert_all_given_back()
 
 
+# ---- what is said is what happens -----------------------------------------------------------------------------------
+
+
+def said(report):
+    return [row.name for row in report.layers if "in host memory" in row.detail]
+
+
+def left(model, monkeypatch, **inputs):
+    """The layers whose tensors have left the device by the end of a forward."""
+    stored, names = [], []
+    store = offload.Transfers.store
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1024)
+    monkeypatch.setattr(offload.Transfers, "store", lambda *args: stored.append(store(*args)) or stored[-1])
+    for name, layer in overcoat.models.family.decoder_layers(model).items():
+        layer.register_forward_hook(lambda *_, name=name: names.extend([name] * (len(stored) - len(names))))
+    model.train()(**(inputs or make_batch(length=32)))
+    return [name for name, one in zip(names, stored, strict=True) if one.on_device is None]
+
+
+def _freeze(model, layers):
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:layers].requires_grad_(False)
+
+
+FROZEN = {
+    "no layer": (lambda model: _freeze(model, 0), 6),
+    "first layers": (lambda model: _freeze(model, 4), 2),
+    "layers alone": (lambda model: model.model.layers[:4].requires_grad_(False), 6),
+    "layers between": (lambda model: model.model.layers[1:6].requires_grad_(False), 6),
+    "input wants gradients": (lambda model: [_freeze(model, 4), model.enable_input_require_grads()], 6),
+    "all but the last": (lambda model: _freeze(model, 7), 0),
+    "all layers": (lambda model: model.requires_grad_(False), 6),
+}
+
+
+@pytest.mark.filterwarnings("error:this layer was chosen")
+@pytest.mark.parametrize("count", [1, 2, 5, "all"])
+@pytest.mark.parametrize(("freeze", "able"), FROZEN.values(), ids=FROZEN)
+def test_blocks_that_keep_nothing_are_not_chosen(freeze, able, count, monkeypatch):
+    model = make_model("llama", layers=8)
+    freeze(model)
+    report = overcoat.convert(model, Recipe(offload_blocks=count))
+    inputs = {}
+    if not any(parameter.requires_grad for parameter in model.parameters()):  # a prompt is trained
+        batch = make_batch(length=32)
+        embeds = model.model.embed_tokens(batch["input_ids"]).requires_grad_()
+        inputs = {"inputs_embeds": embeds, "labels": batch["labels"]}
+        assert "in host memory where its input wants gradients" in str(report)
+    found = left(model, monkeypatch, **inputs)
+    assert found == said(report)
+    assert len(found) == (able if count == "all" else min(able, count))
+
+
+def test_a_chosen_block_that_is_frozen_later_says_so(monkeypatch):
+    model = make_model("llama", layers=8)
+    report = overcoat.convert(model, Recipe(offload_blocks=2))
+    _freeze(model, 4)
+    with pytest.warns(UserWarning, match=r"keeps none.*Call overcoat.convert\(model, recipe\) again"):
+        assert left(model, monkeypatch) != said(report)
+
+
 # ---- copies that are late -------------------------------------------------------------------------------------------
 
 

@@ -224,8 +224,12 @@ def test_text_that_sees_all_tokens_is_transformers_own(packed: bool) -> None:
 
 @pytest.mark.parametrize("name", ["Llava", "Qwen3VL"])
 def test_text_layers_are_offloaded_before_a_towers(name: str) -> None:
+    """A frozen tower's layers keep nothing."""
     model = make_model(name, num_hidden_layers=5)
-    for count, of_text, of_tower in ((2, 2, 0), (4, 3, 1), ("all", 3, 2)):
+    for frozen, count, of_text, of_tower in (
+        (False, 2, 2, 0), (False, 4, 3, 1), (False, "all", 3, 2), (True, 4, 3, 0), (True, "all", 3, 0)
+    ):  # fmt: skip
+        model.get_submodule(tower_path(model)[:-1]).requires_grad_(not frozen)
         report = overcoat.convert(model, Recipe(offload_blocks=count))
         moved = [row.name.startswith(tower_path(model)) for row in report.layers if "in host memory" in row.detail]
         assert (moved.count(False), moved.count(True)) == (of_text, of_tower)
