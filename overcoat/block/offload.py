@@ -27,7 +27,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, Optional
+from typing import Any, Literal, NamedTuple, Optional, TypeGuard
 
 import torch
 from torch import Tensor
@@ -223,6 +223,13 @@ def separate(device: torch.device) -> Iterator[Transfers]:
             _transfers[device] = before
 
 
+def takes_part(ahead: Optional[int], x: Tensor) -> TypeGuard[int]:
+    """Whether a layer with this input and `Fp8DecoderLayer.overcoat_offload` gives others' copies their time."""
+    # Neither the compiler nor a captured graph knows of the copies.
+    is_recorded = torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return ahead is not None and not is_recorded
+
+
 def run_offloaded(block: Callable[[], Tensor], num_inputs: int, ahead: int) -> Tensor:
     """Run a block of a model of which some are offloaded.
 
@@ -231,26 +238,31 @@ def run_offloaded(block: Callable[[], Tensor], num_inputs: int, ahead: int) -> T
         num_inputs: the first tensors that the node saves, which are not its own.
         ahead: blocks whose forward the copy of what it keeps may take; 0: it stays on the device.
     """
+    offloaded = None
     with without_hooks() as note:
         y = block()
         if y.grad_fn is None and ahead and torch.is_grad_enabled():
             warnings.warn(KEEPS_NONE, stacklevel=2)
-        if note is None or y.grad_fn is None:
-            return y
-        node: Any = y.grad_fn
-        tensors, saved = node.saved_tensors, node._raw_saved_tensors
-        moved = [place for place, x in enumerate(tensors) if ahead and place >= num_inputs and _is_worth_it(x)]
-        for place, x in enumerate(tensors):
-            if x is not None:
-                note(x, place in moved)
-        offloaded = None
-        if moved:
-            offloaded = transfers(y.device).store([tensors[place] for place in moved], ahead)
-            for index, place in enumerate(moved):
-                saved[place].register_hooks(lambda _, index=index: index, offloaded.tensor)
-    del tensors
-    transfers(y.device).follow(y, offloaded)
+        if note is not None and y.grad_fn is not None:
+            node: Any = y.grad_fn
+            tensors, saved = node.saved_tensors, node._raw_saved_tensors
+            moved = [place for place, x in enumerate(tensors) if ahead and place >= num_inputs and _is_worth_it(x)]
+            for place, x in enumerate(tensors):
+                if x is not None:
+                    note(x, place in moved)
+            if moved:
+                offloaded = transfers(y.device).store([tensors[place] for place in moved], ahead)
+                for index, place in enumerate(moved):
+                    saved[place].register_hooks(lambda _, index=index: index, offloaded.tensor)
+            del tensors
+    pass_by(y, offloaded)
     return y
+
+
+def pass_by(y: Any, offloaded: Optional[_Offloaded] = None) -> None:
+    """A layer has returned y, in FP8 or not: `Transfers.follow`, if there will be a backward."""
+    if isinstance(y, Tensor) and y.requires_grad:
+        transfers(y.device).follow(y, offloaded)
 
 
 def _is_worth_it(x: Optional[Tensor]) -> bool:

@@ -32,7 +32,7 @@ from overcoat.block.norm import (
     norm_after_forward,
     norm_linear_forward,
 )
-from overcoat.block.offload import run_offloaded
+from overcoat.block.offload import run_offloaded, takes_part
 from overcoat.block.spec import (
     Adapter,
     Block,
@@ -255,7 +255,4 @@ def run_block(x: Tensor, block: Block, tables: Tables, recipe: Recipe, offload: 
         raise ValueError(f"position_ids are {positions} positions where the input is of {tuple(x.shape[:-1])} tokens")
     parameters = tensors_of(block.branches)
     run = functools.partial(_Block.apply, x, *tables, without_tensors(block), recipe, *parameters)
-    # Neither the compiler nor a captured graph knows of the copies.
-    if offload is None or torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return run()
-    return run_offloaded(run, 3 + len(parameters), offload)
+    return run_offloaded(run, 3 + len(parameters), offload) if takes_part(offload, x) else run()

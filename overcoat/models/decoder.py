@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from overcoat.block.attention import Attention
 from overcoat.block.mlp import Mlp
 from overcoat.block.norm import norm_forward
+from overcoat.block.offload import pass_by, takes_part
 from overcoat.block.order import Order
 from overcoat.block.run import run_block
 from overcoat.block.softmax import Heads, observers
@@ -248,12 +249,13 @@ class Fp8DecoderLayer(Mixin):
         if context is not None and (branches is None or not is_known):
             why = "its model was not given labels" if branches is not None else "it is not as it was converted"
             raise ValueError(f"rows are cut between processes, which this layer cannot know (context_parallel): {why}")
-        if branches is None and own is not kwargs:
-            return super().forward(hidden_states, **own)
         if branches is None:
-            if is_known or as_starts(mask) is not None:
-                kwargs["attention_mask"] = mask_of_original(self, as_starts(mask), hidden_states)
-            return super().forward(hidden_states, **kwargs)
+            if own is kwargs and (is_known or as_starts(mask) is not None):
+                own["attention_mask"] = mask_of_original(self, as_starts(mask), hidden_states)
+            result = super().forward(hidden_states, **own)
+            if takes_part(self.overcoat_offload, hidden_states):
+                pass_by(result)
+            return result
         if hidden_states.dim() != 3 and lengths is None:
             raise ValueError(
                 f"hidden_states has the shape {tuple(hidden_states.shape)}: a decoder layer takes (batch, sequence, "

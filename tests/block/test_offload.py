@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import overcoat
 from overcoat import Recipe, memory
@@ -270,6 +271,39 @@ def test_a_chosen_block_that_is_frozen_later_says_so(monkeypatch):
     _freeze(model, 4)
     with pytest.warns(UserWarning, match=r"keeps none.*Call overcoat.convert\(model, recipe\) again"):
         assert left(model, monkeypatch) != said(report)
+
+
+@contextlib.contextmanager
+def _hooks_inside(model):
+    """Without conversion: the last layers run their original forward."""
+    for layer in model.model.layers[-3:]:
+        layer.mlp.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="original precision"):
+        yield
+
+
+@contextlib.contextmanager
+def _checkpoints(model):
+    for layer in model.model.layers[-3:]:
+        forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = forward
+    yield
+
+
+@pytest.mark.parametrize("change", [_hooks_inside, _checkpoints])
+@pytest.mark.parametrize("count", [2, "all"])
+def test_blocks_before_layers_that_keep_their_own_leave(untouched, change, count, monkeypatch):
+    """Hooks and checkpoints on the last three of six layers, behind the conversion."""
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1024)
+    one, other = converted(untouched, Recipe(offload_blocks=count)), converted(untouched, Recipe())
+    found = []
+    for model in (one, other):
+        with change(model):
+            found += [left(model, monkeypatch)] if model is one else []
+            backward(model)
+    assert found[0] == [f"model.layers.{place}" for place in sorted(choose_blocks(count, LAYERS).places) if place < 3]
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
 
 
 # ---- copies that are late -------------------------------------------------------------------------------------------
