@@ -96,7 +96,7 @@ class _Recorder:
 
     def pack(self, tensor: Tensor) -> Tensor:
         self.record(tensor, False)
-        return tensor
+        return tensor.detach()  # an op's result itself would hold the op, and that this: a graph that is never freed
 
     def record(self, tensor: Tensor, on_host: bool) -> None:
         storage = _storage(tensor)

@@ -171,6 +171,25 @@ def test_other_modules_appear_under_their_path():
     assert twice.total_bytes == 2 * kept.total_bytes - 3 * 8 * 4
 
 
+@pytest.mark.parametrize("op", [torch.exp, torch.rsqrt, torch.relu_, lambda x: x.softmax(-1)])
+def test_a_graph_that_is_dropped_is_freed(op):
+    """Of ops that save their result; its gradients, and theirs, stay as they are."""
+
+    w = nn.Parameter(torch.tensor([0.5, 2.0]))
+
+    def gradients(y):
+        (first,) = torch.autograd.grad(y.sum(), w, create_graph=True)
+        return first, *torch.autograd.grad(first[0], w)
+
+    with record_kept():
+        y, other = op(w * w), op(w * w)
+    assert all(map(torch.equal, gradients(other), gradients(op(w * w))))
+    alive = weakref.ref(y)
+    del y
+    gc.collect()
+    assert alive() is None
+
+
 def test_hooks_are_removed_after_an_error():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), record_kept(nn.Linear(2, 2)):
         nn.Linear(2, 2)(torch.ones(1, 3))
