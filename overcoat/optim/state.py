@@ -207,8 +207,11 @@ def check_groups(
 
 
 def check_new_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """ValueError if an option or a parameter of a new group cannot work; its moments become a pair, params a list."""
+    """ValueError if an option or a parameter of a new group cannot work; its moments become a pair, params a list, and
+    `CODES` goes, if it is of a state dict."""
     options = {**defaults, **group}
+    if isinstance(options["betas"], Sequence) and list(options["betas"][2:]) == [CODES]:
+        group["betas"] = options["betas"] = tuple(options["betas"][:2])
     check_lr(options["lr"])
     check_options(options)
     check_torchs_options(options)

@@ -195,6 +195,23 @@ def test_torchs_adamw_takes_no_codes_for_moments(moments):
     train(copies, other, 1)
 
 
+@pytest.mark.parametrize("as_saved", [tuple, list])  # through JSON, say
+def test_a_group_of_a_state_dict_can_be_added(as_saved):
+    optimizer = AdamW([{"params": make_params(), "betas": (0.8, 0.95)}], lr=1e-3, weight_decay=0.1, group_size=64)
+    (saved,) = optimizer.state_dict()["param_groups"]
+    assert len(saved["betas"]) == 3
+    saved.update(betas=as_saved(saved["betas"]), moments=as_saved(saved["moments"]))
+    params, expected = make_params(), make_params()
+    other = AdamW([{**saved, "params": params[:1]}])
+    other.add_param_group({**saved, "params": params[1:]})
+    assert {**other.param_groups[1], "params": 0} == {**optimizer.param_groups[0], "params": 0}
+    train(params, other, 2)
+    train(expected, AdamW(expected, lr=1e-3, betas=(0.8, 0.95), weight_decay=0.1, group_size=64), 2)
+    assert_same_bits(params, expected)
+    with pytest.raises(TypeError, match="can only optimize Tensors, but one of the params is int"):
+        AdamW([saved])
+
+
 # ---- what a torch optimizer can do ---------------------------------------------------------------------
 
 
