@@ -352,6 +352,21 @@ def test_an_explicit_checkpoint_is_taken_whatever_else_differs(make_config: Make
         assert choose_checkpoint(make_config(word, f"train.resume={older}")) == older
 
 
+def test_a_run_that_torchrun_starts_again_keeps_what_it_has_done_since(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From train.resume=PATH: as by `--max-restarts`, where the command is repeated without anybody's wish."""
+    older = fake_run(make_config(), 3, 6) / "checkpoints/step-00000003"
+    new = tmp_path / "new"
+    config = make_config(f"train.run_dir={new}", f"train.resume={older}")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert choose_checkpoint(config) == older
+    fake_run(config, 5)
+    assert choose_checkpoint(config) == new / "checkpoints/step-00000005"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert choose_checkpoint(config) == older
+
+
 def test_an_explicit_checkpoint_that_is_none_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     older = fake_run(make_config(), 3) / "checkpoints/step-00000003"
 
