@@ -13,12 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Imported once, in the process that all those on the CPU are forked from: it takes longer than what most of them do.
-multiprocessing.get_context("forkserver").set_forkserver_preload([
-    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch._dynamo", "pytest", "overcoat",
-    "tests.models.zoo", "overcoat.train.run", "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama", "transformers.generation.utils",
-])  # fmt: skip
+multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"])
 
 # Parametrizes tests by the device that the two processes compute on.
 two_of = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
