@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -56,6 +57,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays: garbage collections, which each training asks for, need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _later_imports() -> Iterator[None]:
+    """So does what a file's tests have imported."""
+    yield
     gc.collect()
     gc.freeze()
 
