@@ -16,7 +16,7 @@ from overcoat.block.norm import norm_forward
 from overcoat.block.run import run_block
 from overcoat.block.spec import Norm, Tables
 from overcoat.estimate.dry_run import META
-from overcoat.estimate.meter import LibraryAttention
+from overcoat.estimate.workspaces import LibraryAttention
 from overcoat.memory import record_kept
 from overcoat.models.decoder import block_of, norm_eps
 from overcoat.models.family import Family, decoder_layers

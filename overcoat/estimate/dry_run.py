@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from overcoat.block import offload
 from overcoat.estimate.fsdp import FullyShard, travel_in_fp8, travelling
-from overcoat.estimate.meter import GATHERED, GRADIENTS, LibraryAttention, Living, Meter
+from overcoat.estimate.meter import GATHERED, GRADIENTS, Living, Meter
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import Work
+from overcoat.estimate.workspaces import LibraryAttention
 from overcoat.extras import reason
 from overcoat.memory import KeptReport, record_kept
 from overcoat.models.convert import Report, convert
@@ -37,12 +39,13 @@ LossOf = Callable[[Any, int, int], Tensor]
 class DryRun(NamedTuple):
     """What the run saw.
 
-    phases: living bytes by category, without parameters, and without gradients that were there before.
+    phases: living bytes by category, without parameters, and without gradients that were there before; by whether
+    gradients are released: the same step, but for when they are freed.
     host: bytes of host memory that kept activations wait in (`Recipe.offload_blocks`).
     work: what its ops do. gathered: bytes of all parameters, as FSDP2 gathers them.
     """
 
-    phases: list[Living]
+    phases: dict[bool, list[Living]]
     host: int
     work: Work
     gathered: int
@@ -70,11 +73,12 @@ def own_loss(model: Any, batch: int, sequence: int, side: int = SIDE) -> Tensor:
 
 class Trained(NamedTuple):
     """A model on the meta device as a setup trains it. parameters: as they were before their weights travelled in FP8;
-    report: what `convert` did."""
+    report: what `convert` did; parts: in which gradients are released."""
 
     model: Any
     parameters: tuple[Tensor, ...]
     report: Report
+    parts: Parts
 
 
 def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
@@ -83,36 +87,43 @@ def trained_model(config: Any, setup: Setup, gpus: int = 1) -> Trained:
     parameters, report = tuple(model.parameters()), convert(model, setup.recipe)
     if setup.is_sharded(gpus) and setup.all_gather == "fp8":
         travel_in_fp8(model, gpus)
-    return Trained(model, parameters, report)
+    return Trained(model, parameters, report, Parts(model, gpus))
 
 
-def dry_run(model: Any, batch: int, sequence: int, setup: Setup, gpus: int = 1, loss_of: LossOf = own_loss) -> DryRun:
-    """Forward and backward of one micro-batch, the last of its step, of a `trained_model`."""
+def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1, loss_of: LossOf = own_loss) -> DryRun:
+    """Forward and backward of one micro-batch, the last of its step."""
     meter = Meter(not setup.document_mask, work := Work())
-    meter.leave_out([*model.parameters(), *model.buffers()])
+    parameters = list(of.model.parameters())
+    meter.leave_out([*parameters, *of.model.buffers()])
     if setup.accumulation > 1 and not setup.is_sharded(gpus):
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
         meter.leave_out(parameter.grad for parameter in trained)
     with (
-        _refusing_values(model.config),
-        _gradient_hooks(model, meter, setup, gpus),
-        watch(model, meter.mark, lambda tensor: meter.tag(tensor, FLOWING)),
+        _refusing_values(of.model.config),
+        _gradient_hooks(of, parameters, meter, setup, gpus) as held,
+        watch(of.model, meter.mark, lambda tensor: meter.tag(tensor, FLOWING)),
         meter,
-        LibraryAttention(),
+        meter.shortcut(),
         offload.separate(META) as transfers,
     ):
         transfers.on_fetch = lambda tensor: meter.tag(tensor, KEPT)
-        loss = loss_of(model, batch, sequence)
+        with LibraryAttention():
+            loss = loss_of(of.model, batch, sequence)
         kept = meter.alive()
         loss.backward()
         del loss
         meter.mark(OPTIMIZER)
-        model.zero_grad()
+        for parameter in parameters:
+            parameter.grad = None
     meter.stop()
-    gathered = sum(travelling(parameter).nbytes for parameter in model.parameters())
-    phases = meter.account([_category(meter, number, number in kept) for number in range(meter.count)])
+    gathered = sum(travelling(parameter).nbytes for parameter in parameters)
+    categories = [
+        _category(meter.tags.get(number, WORKSPACE), place, number in kept)
+        for number, place in enumerate(meter.places())
+    ]
+    phases = {False: meter.account(categories, held), True: meter.account(categories)}
     return DryRun(phases, transfers.pool.total_bytes, work, gathered)
 
 
@@ -140,50 +151,53 @@ def _refusing_values(config: Any, kinds: Any = (RuntimeError, ArithmeticError)) 
         ) from error
 
 
-def _category(meter: Meter, number: int, kept: bool) -> str:
-    """The name of an allocation; kept: it waited for the backward."""
-    tag = meter.tags.get(number, WORKSPACE)
+def _category(tag: str, place: str, kept: bool) -> str:
+    """The name of an allocation made in the phase `place`; kept: it waited for the backward."""
     if tag in (GRADIENTS, GATHERED):
         return tag
-    if meter.place(number) == LOSS:
+    if place == LOSS:
         return LOSS_PART
     return KEPT if kept else tag
 
 
 @contextlib.contextmanager
-def _gradient_hooks(model: nn.Module, meter: Meter, setup: Setup, gpus: int) -> Iterator[None]:
-    """Inside, gradients wait for `optimizer.step()`, or, released, as `overcoat.optim.release` collects them; of
-    several processes, parts of them."""
+def _gradient_hooks(
+    of: Trained, parameters: list[Tensor], meter: Meter, setup: Setup, gpus: int
+) -> Iterator[AbstractSet[int]]:
+    """Inside, gradients are collected and released as by `overcoat.optim.release`, of several processes parts of them,
+    unless they accumulate. Yields the allocations that would wait for `optimizer.step()` otherwise."""
     waiting: list[Tensor] = []
-    parts = Parts(model, gpus)
+    held: set[int] = set()
+    of.parts.restart()
 
     def keep(parameter: Tensor, gradient: Tensor) -> None:
         """Of a gradient that is no parameter's `grad`."""
-        if setup.release_gradients and not waiting:
+        if not waiting:
             torch.autograd.Variable._execution_engine.queue_callback(waiting.clear)
         waiting.append(gradient)
-        size, is_complete = sum(each.nbytes for each in waiting), parts.complete(parameter)
-        if setup.release_gradients and size >= (BATCH_BYTES if is_complete else PART_BYTES):
+        held.add(meter.number(gradient))
+        size, is_complete = sum(each.nbytes for each in waiting), of.parts.complete(parameter)
+        if size >= (BATCH_BYTES if is_complete else PART_BYTES):
             waiting.clear()
 
     def accumulated(parameter: Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
         meter.tag(gradient, GRADIENTS)
-        if setup.release_gradients:
+        if setup.accumulation == 1:
             parameter.grad = None
             keep(parameter, gradient)
 
     if setup.is_sharded(gpus):
         # What accumulates is added to the gradients that are there, and freed.
         take = keep if setup.accumulation == 1 else lambda *_: None
-        with FullyShard(model, meter, gpus, setup.replicated, setup.torch_reduce_dtype, take).installed():
-            yield
+        with FullyShard(of.model, meter, gpus, setup.replicated, setup.torch_reduce_dtype, take).installed():
+            yield held
         return
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     handles = [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in trained]
     try:
-        yield
+        yield held
     finally:
         for handle in handles:
             handle.remove()

@@ -9,115 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from overcoat.block.gathered import GatheredWeight
 from overcoat.estimate.times import Work, tensors_in, work_of
-from overcoat.kernels.attention import attention, attention_backward
+from overcoat.estimate.workspaces import aligned, workspace
 from overcoat.kernels.loss import linear_cross_entropy
-from overcoat.kernels.packed import ROWS_BETWEEN, is_starts
+from overcoat.kernels.op import Op
 
 # Names of allocations that several modules give.
 GRADIENTS, GATHERED = "gradients", "gathered"
-# CUDA's caching allocator hands out multiples of this many bytes.
-ALIGNMENT = 512
 # Ops that are plain PyTorch on a GPU too: what they do inside is seen by running their reference.
 EXPANDED: dict[Any, Callable[..., Any]] = {linear_cross_entropy: linear_cross_entropy.reference}
 
-_aten = torch.ops.aten
-_READ_VALUE = _aten._local_scalar_dense.default
-
-
-def aligned(size: int) -> int:
-    """Bytes that an allocation of `size` bytes takes."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-# ---- the library's workspaces -------------------------------------------------------------------------------------
-
-
-def workspace(func: Any, args: Sequence[Any]) -> int:
-    """Bytes that attention allocates inside on a GPU and frees before it returns.
-
-    The fused backward (cuDNN's and FlashAttention's) adds up dq in FP32 and keeps sum(do * o) per query. With
-    grouped-query heads it holds dk and dv of every query head before it adds them up. Both as measured on an H200 with
-    cuDNN, to 1 MiB (results/attention-workspaces.jsonl). With a mask there is an additive copy of it; the
-    memory-efficient kernel, which runs where cuDNN takes none, repeats k and v. Packed sequences leave rows of dq
-    between documents.
-    """
-    if func is attention_backward:
-        do, _, _, _, mask, batch, num_q, num_kv, *last = args
-        mask, made = _all_pairs(mask, do, batch)
-        grouped = 2 * aligned(do.nbytes) if _is_grouped(mask) and num_q != num_kv else 0
-        documents = len(mask) - 1 if is_starts(mask) else batch if mask is None and any(last[3:]) else 0  # a window
-        rows = do.shape[0] + ROWS_BETWEEN * documents
-        return _accumulators(rows * do.shape[1], rows * num_q) + grouped + _masked(do, mask, num_q, num_kv) + made
-    if func is attention:
-        qkv, mask, batch, num_q, num_kv, *_ = args
-        q_columns = qkv.shape[1] * num_q // (num_q + 2 * num_kv)
-        mask, made = _all_pairs(mask, qkv, batch)
-        return _masked(qkv[:, :q_columns], mask, num_q, num_kv) + made
-    if func is _aten._scaled_dot_product_flash_attention_backward.default:
-        q, k = args[1], args[2]  # (B, heads, S, D)
-        repeated = 2 * q.nbytes if k.shape[1] != q.shape[1] else 0
-        return _accumulators(q.numel(), math.prod(q.shape[:3])) + repeated
-    return 0
-
-
-def _accumulators(elements: int, queries: int) -> int:
-    return aligned(4 * elements) + aligned(4 * queries)
-
-
-def _all_pairs(mask: Tensor | None, x: Tensor, batch: int) -> tuple[Tensor | None, int]:
-    """The mask that a kernel gets for x (T, columns), and its bytes where it is made for it: of `starts`, in FP32."""
-    if not is_starts(mask) or x.dtype != torch.float32:
-        return mask, 0
-    sequence = x.shape[0] // batch
-    dense = torch.empty((batch, 1, sequence, sequence), dtype=torch.bool, device="meta")
-    return dense, aligned(dense.nbytes)
-
-
-def _is_grouped(mask: Tensor | None) -> bool:
-    """Whether the kernel takes k and v as they are: cuDNN's (`kernels.attention.chosen`)."""
-    return mask is None or is_starts(mask) or mask.shape[-1] % 128 == 0
-
-
-def _masked(x: Tensor, mask: Tensor | None, num_q: int, num_kv: int) -> int:
-    """For `x` (T, num_q * D), one of q, o and their gradients."""
-    if mask is None or is_starts(mask):
-        return 0
-    repeated = 2 * aligned(x.nbytes) if num_q != num_kv and not _is_grouped(mask) else 0
-    sequence = mask.shape[-1]
-    rows = mask.numel() // sequence * (sequence + -sequence % 16)
-    return aligned(rows * x.element_size()) + repeated
-
-
-class LibraryAttention(TorchFunctionMode):
-    """On the meta device `F.scaled_dot_product_attention` would take the path that holds all scores; on a GPU the fused
-    kernels run, and this runs their shapes."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention or args[0].device.type != "meta":
-            return func(*args, **kwargs)
-        mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
-        if mask is None:
-            causal = kwargs.get("is_causal", False)
-            return _aten._scaled_dot_product_flash_attention(*args[:3], 0.0, causal, scale=scale)[0]
-        q = args[0]
-        bias = mask if mask.dtype == q.dtype else torch.empty_like(mask, dtype=q.dtype)
-        bias = bias.expand(q.shape[0], q.shape[1], *mask.shape[-2:])
-        return _aten._scaled_dot_product_efficient_attention(*args[:3], bias, True, scale=scale)[0]
+_READ_VALUE = torch.ops.aten._local_scalar_dense.default
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -128,64 +43,72 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-class Shape(NamedTuple):
-    """A tensor of its own on the meta device."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: Tensor) -> Shape:
-        return Shape(tensor.shape, tensor.stride(), tensor.dtype)
-
-    def tensor(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
-
-
 class Done(NamedTuple):
-    """An op that has run: its result, what it did (times.py), and the workspace that it took."""
+    """An op that has run: how to make its result again, what it did (times.py), and the workspace that it took."""
 
-    out: Any
+    recipe: Any
     work: tuple[str, float] | None
     workspace: int
+
+    def result(self, args: Any) -> Any:
+        return args[0] if self.recipe is _SELF else _made(self.recipe)
 
 
 # By the op and what it is given: on meta tensors only shapes count, one op takes up to 18 ms, and 32 layers are alike.
 _done: dict[Any, Done] = {}
-_SELF = object()  # the result of an op that writes to its first argument and returns it
+_META = torch.device("meta")
+_SELF = object()  # the recipe of an op that writes to its first argument and returns it
+_NONE = object()  # of an op that must run again
+_called: dict[Any, Done] = {}  # the same, by what Python gave the op
 
 
-def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Done:
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Done]:
     """Run an op; on meta tensors remembered, but for results that lie in the memory of other arguments."""
-    # `resize_` and the like change shapes.
-    fixed = not (func.is_view or torch.Tag.inplace_view in func.tags)
-    key = (func, _described(args), _described(list(kwargs.items()))) if fixed else None
+    if func.is_view:
+        return func(*args, **kwargs), Done(_NONE, None, 0)
+    key = _key(func, args, kwargs)
     known = _done.get(key)
     if known is not None:
-        return Done(args[0] if known.out is _SELF else _made(known.out), known.work, known.workspace)
+        return known.result(args), known
     out = func(*args, **kwargs)
-    done = Done(out, work_of(func, args, kwargs, out), workspace(func, args))
+    done = Done(_NONE, work_of(func, args, kwargs, out), workspace(func, args))
     given, made = tensors_in((args, kwargs)), tensors_in(out)
+    # `resize_` and the like change shapes.
+    fixed = torch.Tag.inplace_view not in func.tags
     if fixed and all(type(x) in (Tensor, nn.Parameter) and x.is_meta for x in (*given, *made)):
         own = {x.untyped_storage()._cdata for x in made if x.nbytes == x.untyped_storage().nbytes()}
         if args and out is args[0]:
-            _done[key] = done._replace(out=_SELF)
+            done = _done[key] = done._replace(recipe=_SELF)
         elif len(own - {x.untyped_storage()._cdata for x in given}) == len(made):
-            _done[key] = done._replace(out=tree_map_only(Tensor, Shape.of, out))
-    return done
+            done = _done[key] = done._replace(recipe=tree_map_only(Tensor, _maker, out))
+    return out, done
+
+
+def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return func, _described(args), _described(kwargs.items()) if kwargs else None
+
+
+def _maker(x: Tensor) -> Callable[[], Tensor]:
+    """What makes tensors of the same shape on the meta device."""
+    return functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=_META)
 
 
 def _made(value: Any) -> Any:
-    if isinstance(value, Shape):
-        return value.tensor()
-    return type(value)(map(_made, value)) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)([_made(part) for part in value])
+    return value() if type(value) is functools.partial else value
 
 
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return type(value), value.shape, value.stride(), value.dtype, value.is_meta
-    return tuple(map(_described, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+def _described(values: Any) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found += (type(value), value.shape, value.stride(), value.dtype, value.is_meta)
+        elif isinstance(value, (list, tuple)):
+            found.append(_described(value))
+        else:
+            found += (type(value), value)
+    return tuple(found)
 
 
 class Living(NamedTuple):
@@ -209,7 +132,7 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, answer: bool = True, work: Work | None = None) -> None:
         super().__init__()
-        self.answer, self.work = answer, work
+        self.answer, self.work, self.label, self.last = answer, work, "", Done(_NONE, None, 0)
         self.marks: list[tuple[str, int]] = []
         self.tags: dict[int, str] = {}
         self._events: list[tuple[int, int]] = []  # (number of the allocation, bytes that it adds)
@@ -232,25 +155,34 @@ class Meter(TorchDispatchMode):
 
     def mark(self, label: str) -> None:
         """Here begins the phase `label`."""
+        self.label = label
         self.marks.append((label, len(self._events)))
 
     def tag(self, tensor: Tensor, name: str) -> None:
         """Remember what a living tensor is; the last name wins."""
-        number = self._numbers.get(tensor.untyped_storage()._cdata, -1)
-        if number >= 0:
+        if (number := self.number(tensor)) >= 0:
             self.tags[number] = name
+
+    def number(self, tensor: Tensor) -> int:
+        """That of the allocation that a tensor lies in; -1 if it is not counted."""
+        return self._numbers.get(tensor.untyped_storage()._cdata, -1)
 
     def alive(self) -> set[int]:
         """Numbers of the allocations that live now."""
         return {number for number in self._numbers.values() if number >= 0}
 
-    def place(self, number: int) -> str:
-        """The phase in which an allocation was made."""
-        return self._allocations[number][1]
+    def places(self) -> list[str]:
+        """The phase in which each allocation was made."""
+        return [label for _, label in self._allocations]
 
     def stop(self) -> None:
         """Look no more at what is freed."""
         self._references.clear()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would wrap `__torch_dispatch__` to be left out of compiled code, at 10 us a call."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -259,16 +191,43 @@ class Meter(TorchDispatchMode):
         if func in EXPANDED:
             with self:
                 return EXPANDED[func](*args, **kwargs)
-        is_dry = self.work is not None
-        done = run(func, args, kwargs) if is_dry else Done(func(*args, **kwargs), None, workspace(func, args))
+        if self.work is None:
+            out, done = func(*args, **kwargs), Done(_NONE, None, workspace(func, args))
+        else:
+            out, done = run(func, args, kwargs)
+        self._count(out, done)
+        return out
+
+    def _count(self, out: Any, done: Done) -> None:
+        self.last = done
         if self.work is not None and done.work is not None:
-            self.work.add(*done.work, bool(self.marks) and "backward" in self.marks[-1][0])
-        for tensor in tensors_in(done.out):
-            self._see(_own(tensor).untyped_storage())
+            self.work.add(*done.work, "backward" in self.label)
+        for tensor in (out,) if type(out) is Tensor else tensors_in(out):
+            self._see((tensor if type(tensor) is Tensor else _own(tensor)).untyped_storage())
         if done.workspace:
-            number = self._allocate(done.workspace)
-            self._events.append((number, -done.workspace))
-        return done.out
+            self._events.append((self._allocate(done.workspace), -done.workspace))
+
+    @contextlib.contextmanager
+    def shortcut(self) -> Iterator[None]:
+        """Inside, the library's ops do not go through PyTorch's dispatcher again, which takes most of the time."""
+        dispatched = Op.__call__
+
+        def call(op: Op, /, *args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                key = _key(op, args, kwargs)  # PyTorch gives `run` other arguments: all by place, without defaults
+                if (known := _called.get(key)) is not None:
+                    self._count(out := known.result(args), known)
+                    return out
+            out = dispatched(op, *args, **kwargs)
+            if op not in EXPANDED and self.last.recipe is not _NONE:
+                _called[key] = self.last
+            return out
+
+        Op.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Op.__call__ = dispatched  # type: ignore[method-assign]
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a storage anew that has been given, or has given back, its memory (`watch_resizes`)."""
@@ -287,9 +246,10 @@ class Meter(TorchDispatchMode):
             self._references[number] = weakref.ref(storage, functools.partial(self._free, key, number))
 
     def _allocate(self, size: int) -> int:
-        self._allocations.append((size, self.marks[-1][0] if self.marks else ""))
-        self._events.append((self.count - 1, size))
-        return self.count - 1
+        number = len(self._allocations)
+        self._allocations.append((size, self.label))
+        self._events.append((number, size))
+        return number
 
     def _free(self, key: int, number: int, _reference: Any) -> None:
         self._references.pop(number, None)
@@ -313,19 +273,21 @@ class Meter(TorchDispatchMode):
         finally:
             del torch.UntypedStorage.resize_
 
-    def account(self, categories: Sequence[str]) -> list[Living]:
-        """Living bytes of each phase, in order; categories: one for each allocation in the order of their numbers."""
-        found, total, sizes = [], 0, dict.fromkeys(sorted(set(categories)), 0)
-        begins = [*(begin for _, begin in self.marks), len(self._events)]
-        for number, size in self._events[: begins[0]]:
-            sizes[categories[number]] += size
-            total += size
+    def account(self, categories: Sequence[str], held: AbstractSet[int] = frozenset()) -> list[Living]:
+        """Living bytes of each phase, in order. categories: one for each allocation in the order of their numbers;
+        held: those that are counted to the end, whenever they were freed."""
+        events = self._events
+        if held:
+            events = [(number, 0 if size < 0 and number in held else size) for number, size in events]
+            events += [(number, -self._allocations[number][0]) for number in held]
+        totals = [0, *itertools.accumulate(size for _, size in events)]
+        found, sizes, place = list[Living](), dict.fromkeys(sorted(set(categories)), 0), 0
+        begins = [*(begin for _, begin in self.marks), len(events)]
         for (label, begin), end in zip(self.marks, begins[1:], strict=True):
-            most, fullest = total, dict(sizes)
-            for number, size in self._events[begin:end]:
-                sizes[categories[number]] += size
-                total += size
-                if total > most:
-                    most, fullest = total, dict(sizes)
-            found.append(Living(label, fullest, total))
+            fullest: dict[str, int] = {}
+            for stop in (max(range(begin, end + 1), key=totals.__getitem__), end):
+                for number, size in events[place:stop]:
+                    sizes[categories[number]] += size
+                fullest, place = fullest or dict(sizes), stop
+            found.append(Living(label, fullest, totals[end]))
         return found

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from overcoat.block.offload import transfers
-from overcoat.estimate.meter import Meter, aligned
+from overcoat.estimate.meter import Meter
+from overcoat.estimate.workspaces import aligned
 from overcoat.memory import restart_peak
 from overcoat.models.family import decoder_layers, whole_of
 from overcoat.models.head import find_causal_model

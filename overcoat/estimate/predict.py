@@ -16,10 +16,11 @@ from torch import Tensor
 
 from overcoat.estimate.dry_run import KEPT, DryRun, LossOf, Trained, dry_run, kept_tensors, own_loss, trained_model
 from overcoat.estimate.fsdp import part_bytes
-from overcoat.estimate.meter import GATHERED, GRADIENTS, aligned
+from overcoat.estimate.meter import GATHERED, GRADIENTS
 from overcoat.estimate.phases import Phase
 from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import ONE, Cluster, Sizes, Times, step_times
+from overcoat.estimate.workspaces import aligned
 from overcoat.host import packed
 from overcoat.memory import KeptReport
 from overcoat.models.convert import Report
@@ -110,11 +111,12 @@ class Predictor:
         """Memory of a step of `batch` rows of `sequence` tokens in one forward pass on each GPU. gpus: processes of
         FSDP2 (`fully_shard` on every decoder layer and the model); 1 for none."""
         setup = setup or Setup()
-        (_, parameters, report), run = self._run(batch, sequence, setup, gpus)
+        (_, parameters, report, _), run = self._run(batch, sequence, setup, gpus)
         lasting, host = self._lasting(parameters, setup, gpus)
-        by_phase = [_together(lasting, fullest) for _, fullest, _ in run.phases]
+        living = run.phases[setup.release_gradients]
+        by_phase = [_together(lasting, fullest) for _, fullest, _ in living]
         base, peaks = sum(lasting.values()), [sum(each.values()) for each in by_phase]
-        phases = [Phase(of.label, peak, base + of.end) for of, peak in zip(run.phases, peaks, strict=True)]
+        phases = [Phase(of.label, peak, base + of.end) for of, peak in zip(living, peaks, strict=True)]
         fullest = peaks.index(max(peaks))
         components, moment = by_phase[fullest], phases[fullest].label
         count = sum(parameter.numel() for parameter in parameters)
@@ -124,7 +126,7 @@ class Predictor:
     def times(self, batch: int, sequence: int, setup: Setup, cluster: Cluster = ONE) -> Times:
         """Seconds of a step."""
         gpus = cluster.sharding
-        (_, parameters, _), run = self._run(batch, sequence, setup, gpus)
+        (_, parameters, *_), run = self._run(batch, sequence, setup, gpus)
         lasting, host = self._lasting(parameters, setup, gpus)
         trained = sum(part_bytes(each, gpus) for each in parameters if each.requires_grad)
         states = lasting["moments"] + lasting["remainders"]
@@ -149,7 +151,7 @@ class Predictor:
             self._models[alone, gpus] = trained_model(self.config, alone, gpus)
         trained = self._models[alone, gpus]
         if work not in self._runs:
-            self._runs[work] = dry_run(trained.model, *work, self.loss_of)
+            self._runs[work] = dry_run(trained, *work, self.loss_of)
         return trained, self._runs[work]
 
     def batches(self, sequence: int, setup: Setup, gpus: int) -> list[int]:

@@ -83,11 +83,11 @@ class Setup:
         return {"moments": resolve_moments(self.moments), "master": self.master, "group_size": self.group_size}
 
     def without_optimizer(self) -> Setup:
-        """The same as far as forward and backward depend on it: from the second pass on, gradients are there."""
-        of_optimizer = ("moments", "master", "group_size", "offload", "offload_buffer")
+        """The same as far as a dry run depends on it: from the second pass on, gradients are there."""
+        of_optimizer = ("moments", "master", "group_size", "offload", "offload_buffer", "release_gradients")
         default = {name: getattr(Setup, name) for name in of_optimizer}
         return dataclasses.replace(self, accumulation=min(self.accumulation, 2), **default)
 
     def of_model(self) -> Setup:
         """The same as far as the model is concerned, and how it travels between processes."""
-        return dataclasses.replace(self.without_optimizer(), accumulation=1, release_gradients=False, reduce_dtype=None)
+        return dataclasses.replace(self.without_optimizer(), accumulation=1, reduce_dtype=None)

@@ -16,7 +16,8 @@ from overcoat.block import attention as attention_ops
 from overcoat.block import mlp as mlp_ops
 from overcoat.block.spec import Tables
 from overcoat.estimate.dry_run import meta_model
-from overcoat.estimate.meter import LibraryAttention, Meter
+from overcoat.estimate.meter import Meter
+from overcoat.estimate.workspaces import LibraryAttention
 from tests.block.harness import KINDS, RECIPES, block_case, check, evaluate, leaves_of, run
 from tests.block.test_attention import SEQUENCE, masks
 from tests.exact import BF16_DB, assert_close, combined_db

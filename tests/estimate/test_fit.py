@@ -47,7 +47,8 @@ def test_the_largest_batch_is_found_in_few_runs_of_the_model():
         assert len(counted._runs) - before <= 3
     before = len(counted._runs)
     assert room(counted, 333).largest_batch(Setup(master="bf16")) > room(counted, 333).largest_batch(Setup())
-    assert len(counted._runs) - before <= 1  # only the optimizer differs
+    assert room(counted, 333).fits(Setup(release_gradients=True))
+    assert len(counted._runs) - before <= 1  # only the optimizer differs, or when gradients are freed
     assert room(counted, 20, 5).largest_batch(Setup()) == 0
     assert len(counted._runs) - before <= 2  # of the batch asked for: the weights alone are too large
 

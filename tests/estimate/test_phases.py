@@ -74,7 +74,7 @@ def test_shapes_that_depend_on_data_are_refused():
         return model(input_ids=torch.empty((1, 8), dtype=torch.int64, device="meta").nonzero()).logits.sum()
 
     with pytest.raises(ValueError, match="a llama model does what PyTorch cannot do without data"):
-        dry_run(trained_model(SHAPE.config(), Setup()).model, 1, 8, Setup(), loss_of=loss)
+        dry_run(trained_model(SHAPE.config(), Setup()), 1, 8, Setup(), loss_of=loss)
 
 
 # ---- What a layer keeps, of every family in the registry ------------------------------------------------------------

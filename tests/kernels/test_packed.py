@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overcoat.estimate.meter import workspace
+from overcoat.estimate.workspaces import workspace
 from overcoat.kernels.attention import (
     _kernel_and_mask,
     attention,
