@@ -213,6 +213,8 @@ class Meter(TorchDispatchMode):
         dispatched = Op.__call__
 
         def call(op: Op, /, *args: Any, **kwargs: Any) -> Any:
+            if torch._C._len_torch_dispatch_stack() == 0:  # inside another op, whose result alone counts
+                return dispatched(op, *args, **kwargs)
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 key = _key(op, args, kwargs)  # PyTorch gives `run` other arguments: all by place, without defaults
                 if (known := _called.get(key)) is not None:

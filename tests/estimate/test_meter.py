@@ -9,12 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from overcoat import Recipe
+from overcoat.estimate import Predictor, Setup
 from overcoat.estimate.meter import Meter
 from overcoat.estimate.times import Work, tensors_in
 from overcoat.estimate.workspaces import LibraryAttention, aligned, workspace
 from overcoat.kernels.attention import attention_backward
 from overcoat.kernels.loss import linear_cross_entropy
 from overcoat.kernels.quantize import amax, quantize
+from overcoat.models.shapes import Model, sizes
 
 KIB = 256  # FP32 elements
 
@@ -87,6 +90,17 @@ def test_ops_of_the_library_are_counted_without_the_dispatcher_as_with_it():
             found = step()
         counted.append((totals(meter), work, [(x.shape, x.stride(), x.dtype) for x in tensors_in(found)]))
     assert counted[0] == counted[1] == counted[2]
+
+
+def test_ops_inside_ops_are_not_counted():
+    """One calls another in its reference, the first time it runs; what is remembered of others changes nothing."""
+    config = Model("LlamaConfig", sizes(128, 256, 2, 4, 2, 512)).config()
+    setup = Setup(Recipe(head="fp8"))
+
+    def predictions():
+        return [Predictor(config).predict(batch, length, setup).phases for batch in (1, 2) for length in (100, 512)]
+
+    assert predictions() == predictions()
 
 
 def test_resized_storages():
