@@ -55,8 +55,8 @@ class Room:
             other = high if high in points else low
             line = functools.partial(between, (one, points[one]), (other, points[other]))
             # Every phase is nearly a line in the rows: 2 or 3 runs, where doubling and halving take 13. A run that fits
-            # is taken for the largest where 3/4 of a row more is too much: experts bend the lines, by 0.16 rows.
-            if low and len(known) > 1 and line(low + 0.75) > self.limit:
+            # is taken for the largest where half a row more is too much: experts bend the lines.
+            if low and len(known) > 1 and line(low + 0.5) > self.limit:
                 return low
             guess = low + bisect.bisect(range(low + 1, high), self.limit, key=line) if runs < 6 else (low + high) // 2
             rows, runs = min(max(guess, low + 1), high - 1), runs + 1
