@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from overcoat.block.gathered import gathered_blocks, gathered_operand, is_gathered
+from overcoat.block.operands import block_operand, operand
 from overcoat.block.spec import Linear
 from overcoat.formats import Quantized
 from overcoat.kernels.blockwise import (
@@ -32,7 +32,6 @@ from overcoat.kernels.blockwise import (
 from overcoat.kernels.gemm import block_gemm, gemm
 from overcoat.kernels.groups import group_encode
 from overcoat.kernels.quantize import amax, quantize, quantize_both, quantize_t
-from overcoat.kernels.weights import block_stack_weights, quantize_parameters, stack_weights
 from overcoat.recipe import Recipe
 
 # Fast accumulation in a block's backward: wgrad 4 to 7% faster on a hot H200 (gemm.jsonl). FP8 leaves 17 to 27 dB, and
@@ -51,16 +50,9 @@ def _watch(kind: str, linear: Linear, codes: Tensor, scale: Tensor) -> None:
             watcher.saw(kind, linear.weights, codes, scale)
 
 
-def stack_weights_of(linear: Linear) -> list[Tensor]:
-    """The weights (N_i, K), rows in the operand's order."""
-    if not linear.orders:
-        return list(linear.weights)
-    return [w if order is None else order.take(w) for w, order in zip(linear.weights, linear.orders, strict=True)]
-
-
 def stack_biases(linear: Linear) -> Optional[Tensor]:
     """One bias for the stacked weights, zeros where a layer has none; None if no layer has one."""
-    weights, biases, orders, scale, _ = linear
+    weights, biases, orders, scale, *_ = linear
     if not linear.has_bias:
         return None
     orders = orders or (None,) * len(weights)
@@ -70,23 +62,6 @@ def stack_biases(linear: Linear) -> Optional[Tensor]:
     ]
     bias = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
     return bias if scale == 1.0 else bias * scale
-
-
-def operand(linear: Linear, transposed: bool, amax: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (N_i, K) as one E4M3 operand, (sum N, K) or (K, sum N); its 0-d scale; their 0-d maximum."""
-    if is_gathered(linear):
-        return gathered_operand(linear, transposed)
-    weights = stack_weights_of(linear)
-    if amax is None:
-        return quantize_parameters(weights)
-    return *stack_weights(weights, amax, transposed), amax
-
-
-def block_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Weights (N_i, K) as one E4M3 operand in 128x128 blocks, (sum N, K) or (K, sum N), and the blocks' scales."""
-    if is_gathered(linear):
-        return gathered_blocks(linear, transposed)
-    return block_stack_weights(stack_weights_of(linear), transposed)
 
 
 def block_product(x: Quantized, linear: Linear, dtype: torch.dtype, residual: Optional[Tensor] = None) -> Tensor:

@@ -44,6 +44,7 @@ class Linear(NamedTuple):
 
     orders: for each layer how its rows become those of the operand (order.py), or None as they are; () for all.
     scale: what the result is multiplied by, that of adapters too.
+    operand: inside a small block, the weights as FP8 operand, their scale and maximum (operands.py).
     """
 
     weights: tuple[Any, ...]
@@ -51,6 +52,7 @@ class Linear(NamedTuple):
     orders: tuple[Optional[Order], ...] = ()
     scale: float = 1.0
     adapters: tuple[Adapter, ...] = ()
+    operand: Optional[Sequence[Any]] = None
 
     @property
     def has_bias(self) -> bool:

@@ -33,8 +33,9 @@ from overcoat.kernels.instructions import exp2
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import kernel
 from overcoat.kernels.op import op
+from overcoat.kernels.operands import numbers_of, quantize_operands
 from overcoat.kernels.quantize import amax, quantize_both
-from overcoat.kernels.weights import quantize_weights, stack_weights
+from overcoat.kernels.weights import stack_weights
 
 # What the logits of one chunk may take, unless even MIN_CHUNK tokens take more. The products are efficient from some
 # thousand tokens on; below, dW += dx^T hidden reads and writes dW for too little arithmetic.
@@ -216,7 +217,8 @@ class _Float8Head:
         self.hidden, self.fmt, self.dtype = hidden, fmt, hidden.dtype
         self.dweight: Optional[Tensor] = None
         self.amax = amax(hidden)
-        self.w8, self.w_scale, w_amax = quantize_weights([weight])
+        self.w8, scales, amaxes = quantize_operands([weight], [1], [])
+        (self.w_scale,), (w_amax,) = numbers_of(scales), numbers_of(amaxes)
         self.w8_t, _ = stack_weights([weight], w_amax, True)
 
     def logits(self, rows: slice) -> Tensor:

@@ -1,31 +1,25 @@
 """Weights that share one FP8 operand (q, k, v; gate, up): with one scale, or one for each 128x128 block (blockwise.py).
 
-Bytes moved, with N elements of 2 bytes in all: maximum 2N, stacked copy 3N, less what of the first pass is in the L2
-cache still; with block scales 3N. A parameter's maximum is mostly what it was the last time: the copy is made with that
-one, and the true one found on the way, 3N; where they differ it is made again, 6N. So no result depends on what is
-remembered. Up to `PER_LAUNCH` weights are taken by one launch: the kernels take some 10 us each,
-a launch of its own as much. They equal the references bit for bit.
+Bytes moved, with N elements of 2 bytes in all: stacked copy 3N, with block scales too. Up to `PER_LAUNCH` weights are
+taken by one launch: the kernels take some 10 us each, a launch of its own as much. They equal the references bit for
+bit. operands.py finds the maxima, and makes several operands at once.
 
 Legend: N rows of a weight, K its columns, L4 blocks of 128 rounded up to a multiple of 4.
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, List, Optional, Tuple
+from typing import List, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, bfloat16
-from torch.nn import Parameter
+from torch import Tensor
 
 from overcoat.formats import E4M3, cast_float8, quantize_blocks, scale_from_amax
 from overcoat.kernels.blockwise import BLOCK, blocks
 from overcoat.kernels.device import (
     EXACT,
-    atomic_amax,
     inverse_max,
-    inverse_of,
     larger,
     max_magnitude,
     pack_rows,
@@ -34,24 +28,19 @@ from overcoat.kernels.device import (
 )
 from overcoat.kernels.instructions import reciprocal
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, kernel
+from overcoat.kernels.launch import kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import (
-    PLAIN_TILE,
     alignment,
     choose,
-    launch_amax,
     launch_quantize,
     launches,
     promise,
-    quantize_tile,
     three,
 )
 
 # Warps of a tile of 128 x 128.
 SQUARE_WARPS = 8
-# Programs for each weight that look whether its copy is right: enough to fill the GPU, few enough to end within 3 us.
-CHECKS = 132 * 4
 
 
 @op
@@ -66,7 +55,7 @@ def _transposed(data: Tensor) -> Tensor:
     return data.view(torch.uint8).t().contiguous().view(data.dtype)
 
 
-def _empty(weights: List[Tensor], transposed: bool = False) -> Tuple[Tensor, Tensor]:
+def empty(weights: List[Tensor], transposed: bool = False) -> Tuple[Tensor, Tensor]:
     """Uninitialised stacked operand and scale."""
     shape = (sum([w.shape[0] for w in weights]), weights[0].shape[1])
     data = weights[0].new_empty(*(shape[::-1] if transposed else shape), dtype=E4M3.dtype)
@@ -75,7 +64,7 @@ def _empty(weights: List[Tensor], transposed: bool = False) -> Tuple[Tensor, Ten
 
 @stack_weights.fake
 def _(weights, amax, transposed):
-    return _empty(weights, transposed)
+    return empty(weights, transposed)
 
 
 @stack_weights.cuda
@@ -83,95 +72,10 @@ def _(weights, amax, transposed):
     if transposed and any(w.shape[0] % 2 for w in weights):
         data, scale = stack_weights.kernel(weights, amax, False)
         return _transposed(data), scale
-    out, scale = _empty(weights, transposed)
+    out, scale = empty(weights, transposed)
     plain, turned = (None, out) if transposed else (out, None)
     launch_quantize(weights, amax, plain, turned, scale, "e4m3")
     return out, scale
-
-
-@op
-def quantize_weights(weights: List[Tensor], last: Optional[Tensor] = None) -> Tuple[Tensor, Tensor, Tensor]:
-    """`stack_weights` (sum N, K) with the maximum found first: data, scale, max |w| over all weights (0-d FP32). last:
-    what the maximum may be, 0-d FP32; only the time depends on it."""
-    top = torch.stack([w.abs().amax().float() for w in weights]).amax()
-    return *stack_weights.reference(weights, top, False), top
-
-
-@quantize_weights.fake
-def _(weights, last=None):
-    return *_empty(weights), weights[0].new_empty((), dtype=torch.float32)
-
-
-@quantize_weights.cuda
-def _(weights, last=None):
-    parts = [] if last is None else launches(weights)
-    if len(parts) != 1:
-        top = launch_amax(weights)
-        return *stack_weights.kernel(weights, top, False), top
-    (part,), (out, scale), top = parts, _empty(weights), torch.zeros_like(last)
-    sizes, columns = [w.shape[0] for w in part], out.shape[1]
-    tiles = cdiv(max(sizes), PLAIN_TILE[0]) * cdiv(columns, PLAIN_TILE[1])
-    pointers, numbers = (*three(part), last, top, out, scale), (*three(sizes), columns, inverse_max("e4m3"))
-    align = alignment(part, columns)
-    for checks, programs in ((False, tiles), (True, min(tiles, CHECKS))):
-        _predicted_kernel[(programs, 1, len(part))](
-            *pointers, *numbers, align, len(part), checks, *PLAIN_TILE, num_warps=4, **EXACT
-        )
-    return out, scale, top
-
-
-# The maximum that parameters had, by device, stream and their ids; and what forgets it when the first of them is gone.
-_remembered: dict[Any, Tuple[Tensor, Any]] = {}
-
-
-def quantize_parameters(weights: List[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
-    """`quantize_weights`, remembering the maximum of BF16 parameters on a GPU for the next time. Not of what is made of
-    parameters, which is new each time. Not in graphs, which would read it when it is gone."""
-    first = weights[0]
-    if torch.compiler.is_compiling() or not first.is_cuda or first.dtype != bfloat16:
-        return quantize_weights(weights)
-    if {*map(type, weights)} != {Parameter} or torch.cuda.is_current_stream_capturing():
-        return quantize_weights(weights)
-    # By stream: its memory is not given away while a kernel reads it. By device: parameters may move.
-    device = first.get_device()
-    key = (device, torch._C._cuda_getCurrentRawStream(device), *map(id, weights))
-    last, forget = _remembered.get(key) or (None, weakref.ref(first, lambda _: _remembered.pop(key, None)))
-    results = quantize_weights(weights, last)
-    _remembered[key] = results[2], forget
-    return results
-
-
-@kernel
-def _predicted_kernel(
-    a_ptr,  # (NA, K)
-    b_ptr,  # (NB, K)
-    c_ptr,  # (NC, K)
-    last_ptr,  # 0-d FP32
-    top_ptr,  # 0-d FP32: the maximum; found, or known if CHECKS
-    out_ptr,  # (rows, K) E4M3
-    scale_ptr,  # 0-d FP32
-    NA, NB, NC, K, INVERSE_MAX: tl.constexpr, ALIGN: tl.constexpr, COUNT: tl.constexpr, CHECKS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    w_ptr, N, row0 = choose(a_ptr, b_ptr, c_ptr, COUNT), choose(NA, NB, NC, COUNT), choose(0, NA, NA + NB, COUNT)
-    across, amax = tl.cdiv(K, BK), tl.load(last_ptr)
-    tiles = tl.cdiv(N, BN) * across
-    if CHECKS:
-        top = tl.load(top_ptr)
-        if top.to(tl.int32, bitcast=True) == amax.to(tl.int32, bitcast=True):  # NaN, too, is what it is
-            tiles = 0
-        amax = top
-    scale = scale_of(amax, INVERSE_MAX)
-    if CHECKS:
-        tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(2) == 0)
-    inverse = inverse_of(scale)
-    n, k = tl.arange(0, BN), tl.arange(0, BK)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        n0, k0 = tile // across * BN, tile % across * BK
-        w_tile, out_tile = w_ptr + (n0.to(tl.int64) * K + k0), out_ptr + ((row0 + n0).to(tl.int64) * K + k0)
-        w, _ = quantize_tile(w_tile, out_tile, n, k, N - n0, K - k0, K, inverse, True, ALIGN)
-        if not CHECKS:
-            atomic_amax(top_ptr, max_magnitude(max_magnitude(w, 1), 0))
 
 
 @op
@@ -183,14 +87,14 @@ def stack_codes(codes: List[Tensor], transposed: bool) -> Tensor:
 
 @stack_codes.fake
 def _(codes, transposed):
-    return _empty(codes, transposed)[0]
+    return empty(codes, transposed)[0]
 
 
 @stack_codes.cuda
 def _(codes, transposed):
     if not transposed or any(each.shape[0] % 2 for each in codes):
         return stack_codes.reference(codes, transposed)
-    out, one = _empty(codes, True)
+    out, one = empty(codes, True)
     launch_quantize(codes, one.fill_(1.0), None, out, None, "e4m3")  # times 1: the same codes
     return out
 

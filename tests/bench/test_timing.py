@@ -39,7 +39,7 @@ BYTES = {
     "": {
         "amax": 2 * T * H,
         "norm_quantize": (2 + 1 + 1) * T * H,
-        "quantize_weights": (2 + 1) * 2 * H * H,
+        "quantize_operands": (2 + 1) * 3 * H * (H + I),
         "quantize_both": (2 + 2) * T * H,
         "rms_norm": (2 + 2) * T * H,
         "activation_encode": (2 + 1) * T * 2 * I,

@@ -62,9 +62,12 @@ def _quantize() -> None:
             add("quantize_both", x, amax(x), fmt)
             add("quantize_t", x, amax(x) / 448, fmt)
         add("amax", x)
-        add("quantize_weights", weights)
-        add("quantize_weights", weights, amax(weights[0]))
+        counts, maxima = [len(weights), 2], [amax(weights[0]), amax(x)]
+        add("quantize_operands", weights, counts[:1], [])
+        add("quantize_operands", [*weights, x, x], counts, [])
+        add("quantize_operands", [*weights, x, x], counts, maxima)
         for transposed in (False, True):
+            add("stack_operands", [*weights, x, x], counts, maxima, transposed)
             add("stack_weights", weights, torch.stack([amax(w) for w in weights]).amax(), transposed)
             add("stack_codes", [w.to(torch.float8_e4m3fn) for w in weights], transposed)
         code, group_size = codes[i], (16, 128, 64)[i]

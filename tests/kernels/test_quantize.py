@@ -10,14 +10,8 @@ import torch
 from overcoat.formats import E4M3, FLOAT8, quantize_blocks, quantize_tensor
 from overcoat.kernels import quantize as ops
 from overcoat.kernels.blockwise import blocks
-from overcoat.kernels.weights import (
-    _remembered,
-    block_stack_weights,
-    quantize_parameters,
-    quantize_weights,
-    stack_codes,
-    stack_weights,
-)
+from overcoat.kernels.operands import numbers_of, quantize_operands
+from overcoat.kernels.weights import block_stack_weights, stack_codes, stack_weights
 from tests.kernels.compare import AWKWARD_SHAPES, DEVICE, DTYPES, assert_equal, awkward
 from tests.kernels.samples import amax, normal
 
@@ -120,7 +114,8 @@ layouts = pytest.mark.parametrize("transposed", [False, True], ids=["", "transpo
 @layouts
 def test_stacked_weights_share_one_scale(transposed, device):
     weights = [normal(n, 40, dtype=torch.bfloat16, seed=n).to(device) * n for n in (8, 3, 5)]
-    data, scale, largest = quantize_weights(weights)
+    data, *numbers = quantize_operands(weights, [3], [])
+    scale, largest = [each for number in numbers for each in numbers_of(number)]
     assert largest == torch.cat(weights).abs().max()
     if transposed:
         data, scale = stack_weights(weights, largest, True)
@@ -166,34 +161,11 @@ stacks = pytest.mark.parametrize(
 @stacks
 def test_stack_kernels(sizes, columns, transposed):
     weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
-    *_, largest = found = quantize_weights.kernel(weights)
-    assert_equal(found, quantize_weights.reference(weights))
+    found = quantize_operands.kernel(weights, [len(weights)], [])
+    assert_equal(found, quantize_operands.reference(weights, [len(weights)], []))
+    (largest,) = numbers_of(found[-1])
     ours = stack_weights.kernel(weights, largest, transposed)
     assert_equal(ours, stack_weights.reference(weights, largest, transposed))
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("factor", [1.0, 0.5, 2.0, float("nan")])
-@stacks
-def test_remembered_maximum_changes_nothing(sizes, columns, factor):
-    weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
-    expected = quantize_weights.reference(weights)
-    assert_equal(quantize_weights.kernel(weights, expected[2] * factor), expected)
-
-
-@pytest.mark.gpu
-def test_parameters_are_quantized_as_they_are_now():
-    parameters = [torch.nn.Parameter(normal(n, 256, seed=n).to("cuda", torch.bfloat16)) for n in (48, 16)]
-    before = len(_remembered)
-    for factor in (1.0, 1.0, 2.0, 0.25):
-        with torch.no_grad():
-            parameters[0].mul_(factor)
-            assert_equal(quantize_parameters(parameters), quantize_weights.reference(parameters))
-    assert len(_remembered) == before + 1
-    quantize_parameters([parameters[0], parameters[1] * 1])  # made anew in part: nothing is remembered of it
-    assert len(_remembered) == before + 1
-    del parameters
-    assert len(_remembered) == before
 
 
 @pytest.mark.kernel
@@ -202,7 +174,7 @@ def test_parameters_are_quantized_as_they_are_now():
 def test_codes_of_each_weight_are_those_of_the_stack(sizes, columns, transposed):
     """Quantized one by one with the common maximum, as shards are; on a GPU the kernel moves them as they are."""
     weights = [awkward(rows, columns, seed=i) for i, rows in enumerate(sizes)]
-    *_, largest = quantize_weights.reference(weights)
+    (largest,) = numbers_of(quantize_operands.reference(weights, [len(weights)], [])[-1])
     codes = [stack_weights.reference([w], largest, False)[0] for w in weights]
     expected, _ = stack_weights.reference(weights, largest, transposed)
     assert_equal(stack_codes.reference(codes, transposed), expected)

@@ -1,0 +1,70 @@
+"""The weights of linear layers as FP8 operands of their products: of a layer when it is read, of a small block at once.
+
+A small block's operands are made together, as launches take longer than what they do (kernels/operands.py). They are
+there for the whole of its forward, and transposed for the whole of its backward: a byte for each of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from torch import Tensor
+
+from overcoat.block.gathered import gathered_blocks, gathered_operand, is_gathered
+from overcoat.block.spec import Block, Linear, Scales
+from overcoat.kernels.operands import OPERANDS, numbers_of, quantize_parameters, stack_operands
+from overcoat.kernels.weights import block_stack_weights, stack_weights
+from overcoat.recipe import Recipe
+
+# Elements of a small block's weights, at most: hidden 2048 has some 60 million.
+SMALL = 2**26
+
+
+def stack_weights_of(linear: Linear) -> list[Tensor]:
+    """The weights (N_i, K), rows in the operand's order."""
+    if not linear.orders:
+        return list(linear.weights)
+    return [w if order is None else order.take(w) for w, order in zip(linear.weights, linear.orders, strict=True)]
+
+
+def operand(linear: Linear, transposed: bool, amax: Optional[Tensor]) -> Sequence[Tensor]:
+    """Weights (N_i, K) as one E4M3 operand, (sum N, K) or (K, sum N); its 0-d scale; their 0-d maximum."""
+    if linear.operand is not None:
+        return linear.operand
+    if is_gathered(linear):
+        return gathered_operand(linear, transposed)
+    weights = stack_weights_of(linear)
+    if amax is None:
+        data, scales, amaxes = quantize_parameters(weights, [len(weights)])
+        return data, *numbers_of(scales), *numbers_of(amaxes)
+    return *stack_weights(weights, amax, transposed), amax
+
+
+def block_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Weights (N_i, K) as one E4M3 operand in 128x128 blocks, (sum N, K) or (K, sum N), and the blocks' scales."""
+    if is_gathered(linear):
+        return gathered_blocks(linear, transposed)
+    return block_stack_weights(stack_weights_of(linear), transposed)
+
+
+def with_operands(block: Block, recipe: Recipe, known: Optional[Sequence[Scales]] = None) -> Block:
+    """The block with the operands of its forward, if it is small; known: what that has found, for those of the
+    backward, which are transposed."""
+    linears = [linear for branch in block.branches for linear in (branch.into, branch.out)]
+    if recipe.linear_scaling != "tensor" or len(linears) > OPERANDS or any(map(is_gathered, linears)):
+        return block
+    if sum([w.numel() for linear in linears for w in linear.weights]) > SMALL:
+        return block
+    stacks = [stack_weights_of(linear) for linear in linears]
+    weights, counts = [w for stack in stacks for w in stack], [len(stack) for stack in stacks]
+    if known is None:
+        *data, scales, found = quantize_parameters(weights, counts)
+        amaxes: list[Any] = numbers_of(found)
+    else:
+        amaxes = [each for branch in known for each in (branch.into, branch.out)]
+        *data, scales = stack_operands(weights, counts, amaxes, True)
+    made = zip(linears, data, numbers_of(scales), amaxes, strict=True)
+    ready = iter([linear._replace(operand=operand) for linear, *operand in made])
+    branches = [branch._replace(into=next(ready), out=next(ready)) for branch in block.branches]
+    return block._replace(branches=tuple(branches))
