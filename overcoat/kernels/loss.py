@@ -31,7 +31,7 @@ from overcoat.kernels.device import LOG2E, power_of_2
 from overcoat.kernels.gemm import gemm
 from overcoat.kernels.instructions import exp2
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import kernel
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.operands import numbers_of, quantize_operands
 from overcoat.kernels.quantize import amax, quantize_both
@@ -175,8 +175,37 @@ def _(logits, labels, ignore_index, z_loss, gradient):
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
+    """`multiply_`; compiled, what the compiler knows, which would copy x for an op of ours."""
+    if torch.compiler.is_compiling():
+        x.mul_(factor.view(1))
+    else:
+        multiply_(x, factor)
+
+
+@op(mutates=("x",))
+def multiply_(x: Tensor, factor: Tensor) -> None:
     """x *= factor, the product in FP32 and rounded once; factor: 0-d FP32 on x's device, never read by the host."""
     x.mul_(factor.view(1))  # as a 0-d tensor it would be rounded to x's dtype first
+
+
+@kernel
+def _multiply_kernel(
+    x_ptr,  # N elements
+    factor_ptr,  # 0-d FP32
+    N, TILE: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * TILE
+    place, x_ptr = tl.arange(0, TILE), x_ptr + start
+    x = tl.load(x_ptr + place, mask=place < N - start)
+    tl.store(x_ptr + place, (x.to(tl.float32) * tl.load(factor_ptr)).to(x.dtype), mask=place < N - start)
+
+
+@multiply_.cuda
+def _(x, factor):
+    if not x.is_contiguous():
+        multiply_.reference(x, factor)
+    elif x.numel():
+        _multiply_kernel[(cdiv(x.numel(), TILE),)](x, factor, x.numel(), TILE, num_warps=8)
 
 
 # ---- the head --------------------------------------------------------------------------------------------------------

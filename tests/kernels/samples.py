@@ -220,6 +220,7 @@ def _loss() -> None:
         padded = torch.empty(tokens, vocabulary + 31, dtype=dtype)[:, :vocabulary].copy_(logits)
         for x, gradient in ((logits, True), (logits, False), (padded, True), (strided(logits), True)):
             add("cross_entropy_", x, labels, -100, 1e-3, gradient)
+            add("multiply_", x, torch.tensor(1 / 3))
         hidden, weight = normal(tokens, columns, dtype=dtype), normal(vocabulary, columns, dtype=dtype, seed=1)
         for fmt, chunk in ((None, None), (None, 16), ("e5m2", 16), ("e4m3", None)):
             add("linear_cross_entropy", hidden, weight, labels, -100, 0.0, fmt, chunk, True, True)

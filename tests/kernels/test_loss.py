@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from overcoat.kernels import loss as ops
 from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db
-from tests.kernels.compare import DEVICE, INTERPRETED
+from tests.kernels.compare import DEVICE, DTYPES, INTERPRETED, assert_equal, awkward
 from tests.kernels.samples import normal
 
 HIDDEN = 96
@@ -82,6 +82,18 @@ def test_scale_is_rounded_once(device):
     ops.scale_(x, factor)
     assert torch.equal(x, expected)
     assert not torch.equal(expected, normal(50, 40, dtype=torch.bfloat16).to(device) * factor.bfloat16())
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("shape", [(1, 2), (61, 77), (3, 4096)])
+@pytest.mark.parametrize("factor", [1 / 3, 1e30, float("nan")])
+def test_multiply_kernel(shape, factor):
+    for dtype in DTYPES:
+        x, scale = awkward(*shape, dtype), torch.tensor(factor)
+        expected, scale = x.clone(), scale.to(x.device)
+        ops.multiply_.reference(expected, scale)
+        ops.multiply_.kernel(x, scale)
+        assert_equal(x, expected)
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
