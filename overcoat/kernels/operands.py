@@ -110,21 +110,25 @@ def _(weights, counts, last):
 _remembered: dict[Any, Tuple[List[Tensor], Any]] = {}
 
 
-def quantize_parameters(weights: List[Tensor], counts: List[int]) -> List[Tensor]:
-    """`quantize_operands`, remembering the maxima of BF16 parameters on a GPU for the next time. Not of what is made of
-    parameters, which is new each time. Not in graphs, which would read them when they are gone."""
+def quantize_parameters(weights: List[Tensor], counts: List[int]) -> Tuple[List[Tensor], List[Tensor], List[Tensor]]:
+    """Data, scales and maxima of `quantize_operands`, remembering the maxima of BF16 parameters on a GPU for the next
+    time. Not of what is made of parameters, which is new each time. Not in graphs, which would read them when they are
+    gone."""
     first = weights[0]
-    if torch.compiler.is_compiling() or not first.is_cuda or first.dtype != bfloat16:
-        return quantize_operands(weights, counts, [])
-    if {*map(type, weights)} != {Parameter} or torch.cuda.is_current_stream_capturing():
-        return quantize_operands(weights, counts, [])
+    if (
+        torch.compiler.is_compiling() or not first.is_cuda or first.dtype != bfloat16
+        or {*map(type, weights)} != {Parameter} or torch.cuda.is_current_stream_capturing()
+    ):  # fmt: skip
+        *data, scales, tops = quantize_operands(weights, counts, [])
+        return data, numbers_of(scales), numbers_of(tops)
     # By stream: its memory is not given away while a kernel reads it. By device: parameters may move.
     device = first.get_device()
     key = (device, torch._C._cuda_getCurrentRawStream(device), *counts, *map(id, weights))
     last, forget = _remembered.get(key) or ([], weakref.ref(first, lambda _: _remembered.pop(key, None)))
-    results = quantize_operands(weights, counts, last)
-    _remembered[key] = numbers_of(results[-1]), forget
-    return results
+    *data, scales, tops = quantize_operands(weights, counts, last)
+    found = numbers_of(tops)
+    _remembered[key] = found, forget
+    return data, numbers_of(scales), found
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
@@ -160,10 +164,11 @@ def _operands_kernel(
     out0_ptr, out1_ptr, out2_ptr, out3_ptr,  # E4M3 (rows, K) each; (K, rows) if TRANSPOSED
     tops_ptr,  # (operands, APART) FP32: maxima, found if FIND; compared with the others if CHECKS
     scales_ptr,  # (operands, APART) FP32; unless FIND
-    N0, N1, N2, N3, N4, N5, N6, N7,
-    first0, first1, first2, first3, first4, first5, first6, first7,  # rows of the operand above the weight's
-    K0, K1, K2, K3,
-    rows0, rows1, rows2, rows3,
+    N0, N1, N2, N3, N4, N5, N6, N7,  # rows, in UNIT_N
+    first0, first1, first2, first3, first4, first5, first6, first7,  # rows of the operand above the weight's, in UNIT_N
+    K0, K1, K2, K3,  # in UNIT_K
+    rows0, rows1, rows2, rows3,  # in UNIT_N
+    UNIT_N: tl.constexpr, UNIT_K: tl.constexpr,
     SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr,  # the first weights of these operands
     COUNT: tl.constexpr, FIND: tl.constexpr, CODES: tl.constexpr, CHECKS: tl.constexpr, TRANSPOSED: tl.constexpr,
     INVERSE_MAX: tl.constexpr, ALIGN: tl.constexpr, APART: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -171,10 +176,11 @@ def _operands_kernel(
     i = tl.program_id(1)
     j = (i >= SECOND).to(tl.int32) + (i >= THIRD).to(tl.int32) + (i >= FOURTH).to(tl.int32)
     w_ptr = _of_eight(i, w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, w6_ptr, w7_ptr, COUNT)
-    N = _of_eight(i, N0, N1, N2, N3, N4, N5, N6, N7, COUNT)
-    first = _of_eight(i, first0, first1, first2, first3, first4, first5, first6, first7, COUNT)
+    # Of what was chosen Triton knows no more whether it is a multiple of 16; of a product with 16 it does.
+    N = _of_eight(i, N0, N1, N2, N3, N4, N5, N6, N7, COUNT) * UNIT_N
+    first = _of_eight(i, first0, first1, first2, first3, first4, first5, first6, first7, COUNT) * UNIT_N
     out_ptr = _of_four(j, out0_ptr, out1_ptr, out2_ptr, out3_ptr, COUNT)
-    K, rows = _of_four(j, K0, K1, K2, K3, COUNT), _of_four(j, rows0, rows1, rows2, rows3, COUNT)
+    K, rows = _of_four(j, K0, K1, K2, K3, COUNT) * UNIT_K, _of_four(j, rows0, rows1, rows2, rows3, COUNT) * UNIT_N
     across = tl.cdiv(K, BK)
     tiles, amax = tl.cdiv(N, BN) * across, tl.load(_of_four(j, amax0_ptr, amax1_ptr, amax2_ptr, amax3_ptr, COUNT))
     if CHECKS:
@@ -223,9 +229,16 @@ def _numbers(shapes: Tuple[Any, ...], counts: Tuple[int, ...], transposed: bool)
     firsts = [sum(n for n, _ in each[:i]) for each in groups for i in range(len(each))]
     rows = [sum(n for n, _ in each) for each in groups]
     begins = [sum(counts[:j]) if j < len(counts) else WEIGHTS for j in range(1, OPERANDS)]
-    numbers = (*_filled(sizes), *_filled(firsts), *_filled(columns, OPERANDS), *_filled(rows, OPERANDS), *begins)
+    unit_n, unit_k = _unit(sizes), _unit(columns)
+    numbers = [n // unit_n for n in (*_filled(sizes), *_filled(firsts))]
+    numbers += [k // unit_k for k in _filled(columns, OPERANDS)] + [n // unit_n for n in _filled(rows, OPERANDS)]
     tiles = max(cdiv(n, tile[0]) * cdiv(k, tile[1]) for n, k in shapes)
-    return numbers, functools.reduce(operator.or_, columns), tiles
+    return (*numbers, unit_n, unit_k, *begins), functools.reduce(operator.or_, columns), tiles
+
+
+def _unit(sizes: Sequence[int]) -> int:
+    """16 if all are multiples of it; not of 16 itself, as Triton compiles a 1 in."""
+    return 16 if min(sizes) > 16 and all(size % 16 == 0 for size in sizes) else 1
 
 
 def _filled(items: Sequence[Any], size: int = WEIGHTS) -> list[Any]:

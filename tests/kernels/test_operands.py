@@ -25,6 +25,7 @@ blocks_of = pytest.mark.parametrize(
         ([16, 48, 16, 18], [1040, 77], [1, 3]),
         ([64, 64, 64, 16, 64, 64, 64, 64], [64, 128, 16, 48], [3, 2, 2, 1]),
         ([61, 16, 16], [96, 1024], [2, 1]),
+        ([80, 32, 96, 64], [96, 1040], [3, 1]),
         ([16, 1, 16], [96, 1024], [2, 1]),
         ([16, 16, 16, 16, 2], [16, 32, 48, 64, 80], [1] * 5),
         ([16] * 9, [48, 32], [4, 5]),
@@ -69,7 +70,9 @@ def test_parameters_are_quantized_as_they_are_now():
     for factor in (1.0, 1.0, 2.0, 0.25):
         with torch.no_grad():
             parameters[0].mul_(factor)
-            assert_equal(quantize_parameters(parameters, [2]), quantize_operands.reference(parameters, [2], []))
+            (data,), scales, tops = quantize_parameters(parameters, [2])
+            expected = quantize_operands.reference(parameters, [2], [])
+            assert_equal([data, *scales, *tops], [expected[0], *[numbers_of(each)[0] for each in expected[1:]]])
     assert len(_remembered) == before + 1
     quantize_parameters([parameters[0], parameters[1] * 1], [2])  # made anew in part: nothing is remembered of it
     assert len(_remembered) == before + 1
