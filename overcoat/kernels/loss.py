@@ -22,7 +22,7 @@ Legend: T tokens, H hidden, V vocabulary, C tokens of a chunk.
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -228,7 +228,8 @@ class _Head:
         x = self.hidden[rows]
         return torch.mm(x, self.weight.t(), out=self.buffer[: x.shape[0]])
 
-    def add_gradients(self, dx: Tensor, rows: slice, dhidden: Optional[Tensor], want_weight: bool) -> None:
+    def add_gradients(self, logits: List[Tensor], rows: slice, dhidden: Optional[Tensor], want_weight: bool) -> None:
+        dx = logits.pop()
         if dhidden is not None:
             torch.mm(dx, self.weight, out=dhidden[rows])
         if want_weight:
@@ -254,10 +255,12 @@ class _Float8Head:
         x8, self.x8_t, self.x_scale = quantize_both(self.hidden[rows], self.amax, "e4m3")
         return gemm(x8, self.w8, self.x_scale, self.w_scale, None, self.dtype, True)
 
-    def add_gradients(self, dx: Tensor, rows: slice, dhidden: Optional[Tensor], want_weight: bool) -> None:
+    def add_gradients(self, logits: List[Tensor], rows: slice, dhidden: Optional[Tensor], want_weight: bool) -> None:
+        dx = logits.pop()
         if dhidden is None and not want_weight:
             return
         d8, d8_t, d_scale = quantize_both(dx, amax(dx), self.fmt)
+        del dx  # as large as both copies, and the products want room for dW twice
         if dhidden is not None:
             dhidden[rows] = gemm(d8, self.w8_t, d_scale, self.w_scale, None, self.dtype, True)
         if want_weight:
@@ -286,8 +289,8 @@ def linear_cross_entropy(
     head = _Head(hidden, weight, size) if fmt is None else _Float8Head(hidden, weight, fmt)
     for start in range(0, tokens, size):
         rows = slice(start, min(start + size, tokens))
-        logits = head.logits(rows)
-        losses[rows] = cross_entropy_(logits, labels[rows], ignore_index, z_loss, want_hidden or want_weight)
+        logits = [head.logits(rows)]  # in a list, from which it is taken to be freed
+        losses[rows] = cross_entropy_(logits[0], labels[rows], ignore_index, z_loss, want_hidden or want_weight)
         head.add_gradients(logits, rows, dhidden, want_weight)
     dweight = torch.zeros_like(weight) if want_weight and not tokens else head.dweight
     gradients = (hidden.new_empty(0) if grad is None else grad for grad in (dhidden, dweight))
