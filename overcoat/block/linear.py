@@ -7,7 +7,7 @@ With T tokens, K in, N out (kernels/quantize.py has the layouts):
     dW = dy^T x         x rebuilt from its 8-bit kept form, with the forward's scale
 
 Weights that read the same input (q, k, v; gate, up) are one stacked operand of one GEMM. Autograd keeps the parameters
-themselves, never their FP8 copies: those are made where they are used and freed after.
+themselves, never their FP8 copies: those are made where they are used, or for a small block at its start, and freed.
 
 With `Recipe.linear_scaling="block"` operands have a scale per block instead: 1x128 along the summed axis for x and dy,
 128x128 for W. Nothing of an operand is kept for the backward then, not even its scale: the transposed layouts have

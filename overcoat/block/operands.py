@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from overcoat.block.gathered import gathered_blocks, gathered_operand, is_gathered
 from overcoat.block.spec import Block, Linear, Scales
@@ -54,15 +55,19 @@ def with_operands(block: Block, recipe: Recipe, known: Optional[Sequence[Scales]
     linears = [linear for branch in block.branches for linear in (branch.into, branch.out)]
     if recipe.linear_scaling != "tensor" or len(linears) > OPERANDS or any(map(is_gathered, linears)):
         return block
-    if sum([w.numel() for linear in linears for w in linear.weights]) >= SMALL:
+    weights: list[Any] = []
+    for linear in linears:
+        weights += linear.weights
+    # Of other kinds (DTensor) the dispatcher says what is wrong: an op asks the first alone.
+    if sum([w.numel() for w in weights]) >= SMALL or not {*map(type, weights)} <= {Tensor, Parameter}:
         return block
     stacks = [stack_weights_of(linear) for linear in linears]
-    weights, counts = [w for stack in stacks for w in stack], [len(stack) for stack in stacks]
+    ordered, counts = [w for stack in stacks for w in stack], [len(stack) for stack in stacks]
     if known is None:
-        data, scales, amaxes = quantize_parameters(weights, counts)
+        data, scales, amaxes = quantize_parameters(ordered, counts)
     else:
         maxima: list[Any] = [each for branch in known for each in (branch.into, branch.out)]
-        *data, numbers = stack_operands(weights, counts, maxima, True)
+        *data, numbers = stack_operands(ordered, counts, maxima, True)
         scales, amaxes = numbers_of(numbers), maxima
     made = zip(linears, data, scales, amaxes, strict=True)
     ready = iter([linear._replace(operand=operand) for linear, *operand in made])

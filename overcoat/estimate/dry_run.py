@@ -175,7 +175,8 @@ def _gradient_hooks(
         if not waiting:
             torch.autograd.Variable._execution_engine.queue_callback(waiting.clear)
         waiting.append(gradient)
-        held.add(meter.number(gradient))
+        if (number := meter.number(gradient)) >= 0:
+            held.add(number)
         size, is_complete = sum(each.nbytes for each in waiting), of.parts.complete(parameter)
         if size >= (BATCH_BYTES if is_complete else PART_BYTES):
             waiting.clear()

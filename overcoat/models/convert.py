@@ -226,8 +226,11 @@ def _keeping(model: nn.Module, names: list[str], tower: str) -> list[str]:
     """Those of the layers that keep tensors for the backward: something in or before them is trained."""
     if any(getattr(module, "_require_grads_hooks", None) for module in model.modules()):
         return names  # `enable_input_require_grads`
-    named = model.named_parameters(remove_duplicate=False)
-    parameters = sorted(named, key=lambda each: not each[0].startswith(tower))  # as they are used
+    # Not `named_parameters`, which wrappers override: the layers' names are those of modules.
+    modules = model.named_modules(remove_duplicate=False)
+    named = [(f"{path}.{name}".removeprefix("."), each) for path, m in modules for name, each in m._parameters.items()]
+    # As they are used.
+    parameters = sorted([each for each in named if each[1] is not None], key=lambda each: not each[0].startswith(tower))
     found = []
     for name in names:
         # Of the parameters around the layers' owner: those of a text tower are not before a vision tower's.

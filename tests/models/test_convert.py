@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
@@ -776,3 +777,10 @@ def test_positions_of_another_length_are_refused() -> None:
     ids = make_batch(batch=2, length=16)["input_ids"]
     with pytest.raises(ValueError, match=r"position_ids are 8 positions where the input is of \(2, 16\) tokens"):
         model(input_ids=ids, labels=ids, position_ids=torch.arange(8)[None] + 10**6)
+
+
+def test_blocks_of_a_wrapped_model_are_offloaded():
+    """PyTorch's wrapper leaves its own name out of those of parameters."""
+    wrapped = checkpoint_wrapper(make_model(layers=4))
+    report = overcoat.convert(wrapped, Recipe(offload_blocks="all"))
+    assert sum("in host memory" in row.detail for row in report.layers) == 2  # but the last two
