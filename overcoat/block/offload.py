@@ -42,7 +42,8 @@ AHEAD, MOST_AHEAD = 2, 4
 LEAST_BYTES = 64 * 2**10
 KEEPS_NONE = (
     "this layer was chosen to keep its tensors in host memory (Recipe.offload_blocks), and keeps none: nothing in or "
-    "before it is trained. Call overcoat.convert(model, recipe) again, which chooses from the layers that keep some"
+    "before it is trained. Call overcoat.convert(model, recipe) again, which chooses from the layers that keep some; "
+    "run a model that is frozen as a whole under torch.no_grad()"
 )
 
 

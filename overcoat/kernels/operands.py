@@ -106,7 +106,7 @@ def _(weights, counts, last):
     return [*results, torch.empty_like(results[-1])]
 
 
-# The maxima that parameters had, by device, stream and their ids; and what forgets them when the first of them is gone.
+# The maxima that parameters had, by device, stream and their ids; and what forgets them when one of them is gone.
 _remembered: dict[Any, Tuple[List[Tensor], Any]] = {}
 
 
@@ -124,7 +124,7 @@ def quantize_parameters(weights: List[Tensor], counts: List[int]) -> Tuple[List[
     # By stream: its memory is not given away while a kernel reads it. By device: parameters may move.
     device = first.get_device()
     key = (device, torch._C._cuda_getCurrentRawStream(device), *counts, *map(id, weights))
-    last, forget = _remembered.get(key) or ([], weakref.ref(first, lambda _: _remembered.pop(key, None)))
+    last, forget = _remembered.get(key) or ([], [weakref.ref(w, lambda _: _remembered.pop(key, None)) for w in weights])
     *data, scales, tops = quantize_operands(weights, counts, last)
     found = numbers_of(tops)
     _remembered[key] = found, forget

@@ -8,6 +8,7 @@ import torch
 import overcoat
 from overcoat import Recipe
 from overcoat.block import operands
+from overcoat.block.spec import Block, Branch, Linear
 from tests.models.zoo import make_batch, make_model
 
 
@@ -41,3 +42,19 @@ def test_a_block_is_the_same_to_the_bit(kind, recipe, device, monkeypatch):
     assert made[-1].branches[0].into.operand is None
     for mine, other in zip(ours, expected, strict=True):
         assert torch.equal(mine, other)
+
+
+class Other(torch.Tensor):
+    """Stands for DTensor and the like, which are not their memory."""
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_weights_of_other_kinds_are_left_to_the_dispatcher(place):
+    """A kernel that takes all of a block's weights would be asked for because of the first."""
+    weights = [torch.randn(16, 16, dtype=torch.bfloat16) for _ in range(4)]
+    for is_other in (False, True):
+        if is_other:
+            weights[place] = weights[place].as_subclass(Other)
+        into, out, up, down = (Linear((weight,), (None,)) for weight in weights)
+        block = Block((Branch(None, into, out), Branch(None, up, down)))
+        assert (operands.with_operands(block, Recipe()) is block) == is_other
