@@ -22,6 +22,7 @@ from overcoat.kernels.codes import E4M3_CODE, decode, encode, load_bf12, pack_bf
 from overcoat.kernels.device import larger, max_magnitude
 from overcoat.kernels.instructions import to_float32
 from overcoat.kernels.language import tl, triton
+from overcoat.kernels.launch import dense_rows
 from overcoat.kernels.tiles import load_inside
 
 
@@ -51,6 +52,28 @@ def rotate_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return dy * cos + torch.cat((s2, -s1), -1)
 
 
+def rope_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
+    """Gradient of the fused buffer in FP32."""
+    width = dq.shape[1] // num_q
+    gq, gk, gv = (part.contiguous().unflatten(1, (-1, width)).float() for part in (dq, dk, dv))
+    return torch.cat((rotate_back(gq, cos, sin), rotate_back(gk, cos, sin), gv), 1).flatten(1)
+
+
+def buffer_columns(*parts: Tensor) -> int:
+    """C, of dq, dk and dv."""
+    return sum(part.shape[1] for part in parts)
+
+
+def gradient_arguments(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """What every kernel of the backward is given: dq, dk, dv, cos, sin; T, positions, num_q, num_kv, D, row strides."""
+    parts, (positions, width) = [dense_rows(part) for part in (dq, dk, dv)], cos.shape
+    strides = [part.stride(0) for part in parts]
+    sizes = (dq.shape[0], positions, num_q, dk.shape[1] // width, width, *strides)
+    return (*parts, cos.contiguous(), sin.contiguous()), sizes
+
+
 @triton.jit
 def load_halves(pointer, E, inside):
     """The two halves of rows of a table or of heads, in FP32; `pointer` to elements of the first, E apart."""
@@ -71,6 +94,16 @@ def load_tables(cos_ptr, sin_ptr, position, e, inside, D, E):
     cos1, cos2 = load_halves(cos_ptr + place, E, inside)
     sin1, sin2 = load_halves(sin_ptr + place, E, inside)
     return cos1, cos2, sin1, sin2
+
+
+@triton.jit
+def load_rotated_back(dy_ptr, offsets, E, inside, cos1, cos2, sin1, sin2, ROTATE: tl.constexpr):
+    """The halves (rows, EP) of heads' gradients in FP32; zero outside."""
+    d1 = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    d2 = tl.load(dy_ptr + offsets + E, mask=inside, other=0.0).to(tl.float32)
+    if ROTATE:
+        d1, d2 = d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1
+    return d1, d2
 
 
 def encode_heads(

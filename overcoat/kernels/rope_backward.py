@@ -20,12 +20,20 @@ import torch
 from torch import Tensor
 
 from overcoat.kernels.device import EXACT, power_of_2
-from overcoat.kernels.heads import load_halves, load_tables, rotate_back, split_heads, store_halves
+from overcoat.kernels.heads import (
+    buffer_columns,
+    gradient_arguments,
+    load_halves,
+    load_rotated_back,
+    load_tables,
+    rotate_back,
+    split_heads,
+    store_halves,
+)
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
-from overcoat.kernels.rope_quantize import buffer_columns, gradient_arguments, load_rotated_back
 
 # Elements of a tile, each half of a head in EP of them, and the most heads of one token in it: few, so that 28 or 8
 # heads leave no rows empty, yet enough to read whole 1 KiB stretches at D = 128.
@@ -86,7 +94,7 @@ def _norm_backward(d1, d2, x1, x2, w1, w2, known, D, eps):
 @triton.jit
 def _part_backward(
     dy_ptr, x_ptr, weight_ptr, dx_ptr, partial_ptr, heads, stride_dy, ROTATE: tl.constexpr, NORM: tl.constexpr,
-    cos_ptr, sin_ptr, T, positions, D, width, eps,
+    cos_ptr, sin_ptr, T, positions, D: tl.constexpr, width, eps,
     EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
     """One program's share of q, k or v; x and dx are columns of the fused buffer, `width` wide."""
@@ -133,8 +141,8 @@ def _rope_backward_kernel(
     out_ptr,  # (T, (num_q + 2 num_kv) * D)
     q_partial_ptr,  # (Q, D) FP32: each program's sums, if Q_NORM
     k_partial_ptr,  # (Q, D) FP32, if K_NORM
-    T, positions, num_q, num_kv, D, stride_q, stride_k, stride_v, eps, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    EP: tl.constexpr, R: tl.constexpr,
+    T, positions, num_q, num_kv, D: tl.constexpr, stride_q, stride_k, stride_v, eps, Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr, EP: tl.constexpr, R: tl.constexpr,
     NHQ: tl.constexpr,  # NH of q
     NHK: tl.constexpr,  # NH of k and v
 ):  # fmt: skip

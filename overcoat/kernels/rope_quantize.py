@@ -5,23 +5,24 @@ It is the transposed map, not the inverse: scaled RoPE variants fold a factor in
     (d1, d2) -> (d1 * cos1 + d2 * sin2,  d2 * cos2 - d1 * sin1)
 
 Attention's backward leaves dq, dk and dv apart; one launch takes all three, told apart by the third axis of its grid.
-Each writes its columns of the fused buffer, and a tile takes several heads, which share the tile's cos and sin. The
-first pass finds max |gradient| (and the sums over the tokens, where q, k and v have biases), the second writes both
-layouts. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for multi-head attention):
+The first pass finds max |gradient| (and the sums over the tokens, where q, k and v have biases): its programs walk
+along the tokens with the same NH heads. The second writes each part's columns of the fused buffer in both layouts; a
+tile's NH heads share its cos and sin. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for
+multi-head attention):
 
-    qk_rope_backward_amax       1 V read; with sums programs' own, 1/16 V, written and read again
+    qk_rope_backward_amax       1 V read
     qk_rope_backward_quantize   1 V read, 1/2 V + 1/2 V written
 
-Everything equals the reference bit for bit, but for the sums over the tokens: a tile's own first, then the tiles'
+Everything equals the reference bit for bit, but for the sums over the tokens: a program's own first, then the programs'
 (partials.py), always in the same order.
 
 Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, P = T rounded up to a multiple of 16, C
-columns of the buffer, NH heads of a tile.
+columns of the buffer, NH heads of a tile, Q programs that share the tokens.
 """
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import Tuple
 
 import torch
 from torch import Tensor
@@ -42,28 +43,26 @@ from overcoat.kernels.device import (
     scale_of,
     to_float8,
 )
-from overcoat.kernels.heads import load_tables, rotate_back, store_halves
+from overcoat.kernels.heads import (
+    buffer_columns,
+    gradient_arguments,
+    load_rotated_back,
+    load_tables,
+    rope_gradient,
+    store_halves,
+)
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import cdiv, dense_rows, kernel
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.partials import sum_partials
 from overcoat.kernels.quantize import empty_both, transpose_padded
 from overcoat.kernels.tiles import store_quads
 
-# Tokens of a tile, and heads that share the tables.
+# Of the first pass, without and with sums: elements of a tile, each half of a head in EP of them, and its most heads;
+# programs in all, as many as an H200's 132 multiprocessors hold at once.
+AMAX_TILES = {False: (2048, 2, 132 * 8), True: (4096, 4, 132 * 4)}
+# Of the second: tokens of a tile, and heads that share the tables.
 TILE_TOKENS, TILE_HEADS = 32, 8
-
-
-def rope_gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int) -> Tensor:
-    """Gradient of the fused buffer in FP32."""
-    width = dq.shape[1] // num_q
-    gq, gk, gv = (part.contiguous().unflatten(1, (-1, width)).float() for part in (dq, dk, dv))
-    return torch.cat((rotate_back(gq, cos, sin), rotate_back(gk, cos, sin), gv), 1).flatten(1)
-
-
-def buffer_columns(*parts: Tensor) -> int:
-    """C, of dq, dk and dv."""
-    return sum(part.shape[1] for part in parts)
 
 
 @op
@@ -85,10 +84,19 @@ def _(dq, dk, dv, cos, sin, num_q, want_sums):
 
 @qk_rope_backward_amax.cuda
 def _(dq, dk, dv, cos, sin, num_q, want_sums):
+    pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
+    (tokens, _, _, num_kv, width, *_), columns = sizes, buffer_columns(dq, dk, dv)
+    half, (tile, most_heads, resident) = power_of_2(width // 2), AMAX_TILES[want_sums]
+    rows = max(tile // (2 * half), 1)
+    heads = min(power_of_2(num_q), most_heads, rows)
+    groups = cdiv(num_q, heads) + 2 * cdiv(num_kv, heads)
+    programs = min(cdiv(tokens, rows // heads), cdiv(resident, groups))
     top = dq.new_zeros((), dtype=torch.float32)
-    rows = cdiv(dq.shape[0], TILE_TOKENS) if want_sums else 0
-    partial = torch.empty((rows, buffer_columns(dq, dk, dv)), dtype=torch.float32, device=dq.device)
-    _launch_gradient(dq, dk, dv, cos, sin, num_q, top, partial, sums=want_sums)
+    partial = top.new_empty(programs if want_sums else 0, columns)
+    _rope_amax_kernel[(programs, cdiv(num_q, heads), 3)](
+        *pointers, top, partial if want_sums else top, *sizes, want_sums, half, rows // heads, heads,
+        num_warps=4, **EXACT,
+    )  # fmt: skip
     return top, sum_partials(partial)[0] if want_sums else partial.view(0)
 
 
@@ -109,18 +117,65 @@ def _(dq, dk, dv, cos, sin, amax, fmt, num_q):
 @qk_rope_backward_quantize.cuda
 def _(dq, dk, dv, cos, sin, amax, fmt, num_q):
     out, out_t, scale = empty_both(dq, fmt, buffer_columns(dq, dk, dv))
-    _launch_gradient(dq, dk, dv, cos, sin, num_q, amax, out, out_t, scale, inverse_max(fmt))
+    pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
+    padded = out_t.shape[1]
+    _rope_gradient_kernel[(cdiv(padded, TILE_TOKENS), cdiv(num_q, TILE_HEADS), 3)](
+        *pointers, amax, out, out_t, scale, padded, *sizes, inverse_max(fmt),
+        power_of_2(cos.shape[1] // 2), TILE_TOKENS, TILE_HEADS, num_warps=4, **EXACT,
+    )  # fmt: skip
     return out, out_t, scale
 
 
 @triton.jit
-def load_rotated_back(dy_ptr, offsets, E, inside, cos1, cos2, sin1, sin2, ROTATE: tl.constexpr):
-    """The halves (rows, EP) of heads' gradients in FP32; zero outside."""
-    d1 = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    d2 = tl.load(dy_ptr + offsets + E, mask=inside, other=0.0).to(tl.float32)
-    if ROTATE:
-        d1, d2 = d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1
-    return d1, d2
+def _walk(
+    dy_ptr, first, heads, stride_dy, ROTATE: tl.constexpr,
+    cos_ptr, sin_ptr, amax_ptr, partial_ptr, T, positions, D: tl.constexpr, C, SUMS: tl.constexpr, EP: tl.constexpr,
+    BT: tl.constexpr, NH: tl.constexpr,
+):  # fmt: skip
+    """One program of `_rope_amax_kernel` on one of its parts; `first`: its first column of the fused buffer."""
+    E = D // 2
+    row, e, head0 = tl.arange(0, BT * NH), tl.arange(0, EP), tl.program_id(1) * NH
+    t, head = row // NH, head0 + row % NH
+    top = tl.zeros((BT * NH, EP), tl.float32)
+    sum1, sum2 = tl.zeros((BT * NH, EP), tl.float32), tl.zeros((BT * NH, EP), tl.float32)
+    for t0 in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
+        inside = ((t < T - t0) & (head < heads))[:, None] & (e < E)[None, :]
+        tables = load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, inside, D, E)
+        source = (t * stride_dy + head * D)[:, None] + e[None, :]
+        d1, d2 = load_rotated_back(dy_ptr + tl.cast(t0, tl.int64) * stride_dy, source, E, inside, *tables, ROTATE)
+        top = larger(top, larger(tl.abs(d1), tl.abs(d2)))
+        if SUMS:
+            sum1 += d1
+            sum2 += d2
+    atomic_amax(amax_ptr, max_magnitude(max_magnitude(top, 1), 0))
+    if SUMS:
+        own = head0 + tl.arange(0, NH)
+        place = partial_ptr + tl.program_id(0) * C + first + own[:, None] * D + e[None, :]
+        sum1, sum2 = tl.sum(tl.reshape(sum1, (BT, NH, EP)), 0), tl.sum(tl.reshape(sum2, (BT, NH, EP)), 0)
+        store_halves(place, E, sum1, sum2, (own < heads)[:, None] & (e < E)[None, :])
+
+
+@kernel
+def _rope_amax_kernel(
+    dq_ptr,  # (T, num_q * D), row stride `stride_q`: gradient of the rotated q
+    dk_ptr,  # (T, num_kv * D), row stride `stride_k`: of the rotated k
+    dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
+    cos_ptr,  # (positions, D)
+    sin_ptr,  # (positions, D)
+    amax_ptr,  # 0-d FP32, 0: max |gradient|
+    partial_ptr,  # (Q, C) FP32: each program's sums over its tokens, if SUMS
+    T, positions, num_q, num_kv, D: tl.constexpr, stride_q, stride_k, stride_v, SUMS: tl.constexpr, EP: tl.constexpr,
+    BT: tl.constexpr, NH: tl.constexpr,
+):  # fmt: skip
+    C = (num_q + 2 * num_kv) * D
+    shared = (cos_ptr, sin_ptr, amax_ptr, partial_ptr, T, positions, D, C)
+    if tl.program_id(2) == 0:
+        _walk(dq_ptr, 0, num_q, stride_q, True, *shared, SUMS, EP, BT, NH)
+    elif tl.program_id(1) * NH < num_kv:
+        if tl.program_id(2) == 1:
+            _walk(dk_ptr, num_q * D, num_kv, stride_k, True, *shared, SUMS, EP, BT, NH)
+        else:
+            _walk(dv_ptr, (num_q + num_kv) * D, num_kv, stride_v, False, *shared, SUMS, EP, BT, NH)
 
 
 @triton.jit
@@ -132,44 +187,36 @@ def _scaled(d1, d2, inverse, inside):
 @triton.jit
 def _tile(
     dy_ptr, first, heads, stride_dy, ROTATE: tl.constexpr,
-    cos_ptr, sin_ptr, amax_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, stride_out,
-    FP8: tl.constexpr, SUMS: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+    cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D: tl.constexpr, stride_out, EP: tl.constexpr,
+    BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
     """One program of `_rope_gradient_kernel` on one of its parts; `first`: its first column of the fused buffer."""
-    t0, E = tl.program_id(0) * BT, D // 2
-    pair, e = tl.arange(0, BT // 2), tl.arange(0, EP)
+    E = D // 2
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    t0, pair, e = tl.program_id(0) * BT, tl.arange(0, BT // 2), tl.arange(0, EP)
     t = 2 * pair
     even, odd = (t < T - t0)[:, None] & (e < E)[None, :], (t + 1 < T - t0)[:, None] & (e < E)[None, :]
     tables0 = load_tables(cos_ptr, sin_ptr, (t0 + t) % positions, e, even, D, E)
     tables1 = load_tables(cos_ptr, sin_ptr, (t0 + t + 1) % positions, e, odd, D, E)
     dy_ptr += t0.to(tl.int64) * stride_dy
-    out_ptr += (t0 if FP8 else tl.program_id(0)).to(tl.int64) * stride_out + first
+    out_ptr += t0.to(tl.int64) * stride_out + first
     out_t_ptr = as_words(out_t_ptr, 16) + tl.cast(first, tl.int64) * (P // 2)
-    top = tl.zeros((BT // 2, EP), tl.float32)
     for head in range(tl.program_id(1) * NH, tl.minimum(tl.program_id(1) * NH + NH, heads)):
         column = (head * D + e)[None, :]
         source = t[:, None] * stride_dy + column
         a1, a2 = load_rotated_back(dy_ptr, source, E, even, *tables0, ROTATE)
         b1, b2 = load_rotated_back(dy_ptr + stride_dy, source, E, odd, *tables1, ROTATE)
-        if FP8:
-            TYPE: tl.constexpr = out_ptr.dtype.element_ty
-            a1, a2 = _scaled(a1, a2, inverse, even)
-            b1, b2 = _scaled(b1, b2, inverse, odd)
-            place = out_ptr + (t[:, None] * stride_out + column)
-            store_halves(place, E, to_float8(a1, TYPE), to_float8(a2, TYPE), even)
-            store_halves(place + stride_out, E, to_float8(b1, TYPE), to_float8(b2, TYPE), odd)
-            inside_t = (e < E)[:, None] & (pair < (P - t0) // 2)[None, :]
-            target = out_t_ptr + tl.cast(head * D, tl.int64) * (P // 2) + t0 // 2
-            target += e[:, None] * (P // 2) + pair[None, :]
-            store_halves(
-                target, E * (P // 2), tl.trans(pack_rows(a1, b1, TYPE)), tl.trans(pack_rows(a2, b2, TYPE)), inside_t
-            )
-        else:
-            top = larger(top, larger(larger(tl.abs(a1), tl.abs(a2)), larger(tl.abs(b1), tl.abs(b2))))
-            if SUMS:
-                store_halves(out_ptr + head * D + e, E, tl.sum(a1 + b1, 0), tl.sum(a2 + b2, 0), e < E)
-    if not FP8:
-        atomic_amax(amax_ptr, max_magnitude(max_magnitude(top, 1), 0))
+        a1, a2 = _scaled(a1, a2, inverse, even)
+        b1, b2 = _scaled(b1, b2, inverse, odd)
+        place = out_ptr + (t[:, None] * stride_out + column)
+        store_halves(place, E, to_float8(a1, TYPE), to_float8(a2, TYPE), even)
+        store_halves(place + stride_out, E, to_float8(b1, TYPE), to_float8(b2, TYPE), odd)
+        inside_t = (e < E)[:, None] & (pair < (P - t0) // 2)[None, :]
+        target = out_t_ptr + tl.cast(head * D, tl.int64) * (P // 2) + t0 // 2
+        target += e[:, None] * (P // 2) + pair[None, :]
+        store_halves(
+            target, E * (P // 2), tl.trans(pack_rows(a1, b1, TYPE)), tl.trans(pack_rows(a2, b2, TYPE)), inside_t
+        )
 
 
 @kernel
@@ -179,53 +226,25 @@ def _rope_gradient_kernel(
     dv_ptr,  # (T, num_kv * D), row stride `stride_v`: of v
     cos_ptr,  # (positions, D)
     sin_ptr,  # (positions, D)
-    amax_ptr,  # 0-d FP32: given if FP8, else max |gradient|
-    out_ptr,  # (T, C) FP8; or (tiles of tokens, C) FP32: their sums, if SUMS
-    out_t_ptr,  # (C, P) FP8, of which two are stored together, if FP8
-    scale_ptr,  # 0-d FP32, if FP8
+    amax_ptr,  # 0-d FP32: max |gradient|
+    out_ptr,  # (T, C) FP8
+    out_t_ptr,  # (C, P) FP8, of which two are stored together
+    scale_ptr,  # 0-d FP32
     P,  # here: after the strides ptxas takes 166 registers at D = 128 instead of 128
-    T, positions, num_q, num_kv, D, stride_q, stride_k, stride_v, FP8: tl.constexpr, SUMS: tl.constexpr,
-    INVERSE_MAX: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
+    T, positions, num_q, num_kv, D: tl.constexpr, stride_q, stride_k, stride_v, INVERSE_MAX: tl.constexpr,
+    EP: tl.constexpr, BT: tl.constexpr, NH: tl.constexpr,
 ):  # fmt: skip
-    inverse = 1.0
-    if FP8:
-        scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
-        tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
-        inverse = inverse_of(scale)
-    shared = (cos_ptr, sin_ptr, amax_ptr, out_ptr, out_t_ptr, inverse, T, P, positions, D, (num_q + 2 * num_kv) * D)
-    k = num_q * D
-    v = k + num_kv * D
+    scale = scale_of(tl.load(amax_ptr), INVERSE_MAX)
+    tl.store(scale_ptr, scale, mask=tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
+    stride_out = (num_q + 2 * num_kv) * D
+    shared = (cos_ptr, sin_ptr, out_ptr, out_t_ptr, inverse_of(scale), T, P, positions, D, stride_out)
     if tl.program_id(2) == 0:
-        _tile(dq_ptr, 0, num_q, stride_q, True, *shared, FP8, SUMS, EP, BT, NH)
+        _tile(dq_ptr, 0, num_q, stride_q, True, *shared, EP, BT, NH)
     elif tl.program_id(1) * NH < num_kv:
         if tl.program_id(2) == 1:
-            _tile(dk_ptr, k, num_kv, stride_k, True, *shared, FP8, SUMS, EP, BT, NH)
+            _tile(dk_ptr, num_q * D, num_kv, stride_k, True, *shared, EP, BT, NH)
         else:
-            _tile(dv_ptr, v, num_kv, stride_v, False, *shared, FP8, SUMS, EP, BT, NH)
-
-
-def gradient_arguments(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """What every kernel of the backward is given: dq, dk, dv, cos, sin; T, positions, num_q, num_kv, D, row strides."""
-    parts, (positions, width) = [dense_rows(part) for part in (dq, dk, dv)], cos.shape
-    strides = [part.stride(0) for part in parts]
-    sizes = (dq.shape[0], positions, num_q, dk.shape[1] // width, width, *strides)
-    return (*parts, cos.contiguous(), sin.contiguous()), sizes
-
-
-def _launch_gradient(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int, amax: Tensor, out: Tensor,
-    out_t: Optional[Tensor] = None, scale: Optional[Tensor] = None, inverse: float = 0.0, sums: bool = False,
-) -> None:  # fmt: skip
-    """Run the kernel for FP8 if out_t is given, else for the maximum, with or without `sums`."""
-    pointers, sizes = gradient_arguments(dq, dk, dv, cos, sin, num_q)
-    padded = dq.shape[0] if out_t is None else out_t.shape[1]
-    _rope_gradient_kernel[(cdiv(padded, TILE_TOKENS), cdiv(num_q, TILE_HEADS), 3)](
-        *pointers, amax, out, amax if out_t is None else out_t, amax if scale is None else scale,
-        padded, *sizes, out_t is not None, sums, inverse,
-        power_of_2(cos.shape[1] // 2), TILE_TOKENS, TILE_HEADS, num_warps=4, **EXACT,
-    )  # fmt: skip
+            _tile(dv_ptr, (num_q + num_kv) * D, num_kv, stride_v, False, *shared, EP, BT, NH)
 
 
 # ---- in blocks of 128 ------------------------------------------------------------------------------------------------

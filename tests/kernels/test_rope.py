@@ -13,6 +13,7 @@ import torch
 from overcoat.formats import FLOAT8, Quantized, decode_groups, encode_groups
 from overcoat.kernels import rope as ops
 from overcoat.kernels import rope_backward, rope_quantize
+from overcoat.kernels.heads import rope_gradient
 from tests import exact
 from tests.exact import BF16_DB, E5M2_DB, assert_close, assert_close_float32, leaf
 from tests.kernels.compare import DEVICE, FORMATS, INTERPRETED, assert_equal, awkward
@@ -210,7 +211,7 @@ def test_backward_kernels(case):
     quantized = {
         fmt: rope_quantize.qk_rope_backward_quantize.reference(*parts, cos, sin, top, fmt, num_q) for fmt in FORMATS
     }
-    values = rope_quantize.rope_gradient(*parts, cos, sin, num_q).double()
+    values = rope_gradient(*parts, cos, sin, num_q).double()
     for i, inputs in enumerate(laid_out(parts) if case in CASES[:2] else [parts]):
         assert_equal(rope_backward.qk_rope_backward.kernel(*inputs, *arguments), theirs)
         (largest, sums), (without, nothing) = (
@@ -218,14 +219,34 @@ def test_backward_kernels(case):
         )
         assert_equal((largest, without), (top, top))
         assert nothing.numel() == 0
-        # At most 5 additions one after another in a tile, then 9 and one for every 512 tiles: each may round.
-        assert ((sums - values.sum(0)).abs() <= 16 * 2.0**-24 * values.abs().sum(0)).all()
+        assert_sums(sums, values)
         for fmt in FORMATS if i == 0 else FORMATS[:1]:
             ours = rope_quantize.qk_rope_backward_quantize.kernel(*inputs, cos, sin, top, fmt, num_q)
             assert_equal(ours, quantized[fmt])
             blocks = (*inputs, cos, sin, fmt, num_q)
             ours = rope_quantize.qk_rope_backward_blocks.kernel(*blocks)
             assert_equal(ours, rope_quantize.qk_rope_backward_blocks.reference(*blocks))
+
+
+def assert_sums(sums, values):
+    """A program's steps, fewer than 32 here, then 5 additions of its tokens, 9 and one for every 512 programs: each may
+    round."""
+    assert ((sums - values.sum(0)).abs() <= 48 * 2.0**-24 * values.abs().sum(0)).all()
+
+
+@pytest.mark.kernel
+def test_programs_walk_along_the_tokens(monkeypatch):
+    """Few programs, of which the last have a step less, and tokens that fit no tile."""
+    tokens, num_q, num_kv, width = 205, 5, 3, 72
+    monkeypatch.setattr(rope_quantize, "AMAX_TILES", {False: (2048, 2, 40), True: (4096, 4, 40)})
+    parts = split(awkward(tokens, (num_q + 2 * num_kv) * width), num_q, num_kv, width)
+    cos, sin = tables(tokens, width)
+    values = rope_gradient(*parts, cos, sin, num_q).double()
+    for want_sums in (False, True):
+        top, sums = rope_quantize.qk_rope_backward_amax.kernel(*parts, cos, sin, num_q, want_sums)
+        assert top == values.abs().max()
+        if want_sums:
+            assert_sums(sums, values)
 
 
 def norm_backward_arguments(case, norms, dtype=torch.bfloat16, eps=1e-6):
