@@ -27,7 +27,7 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from overcoat.kernels.device import LOG2E, power_of_2
+from overcoat.kernels.device import LOG2E, larger, max_magnitude, power_of_2
 from overcoat.kernels.gemm import gemm
 from overcoat.kernels.instructions import exp2
 from overcoat.kernels.language import tl, triton
@@ -64,8 +64,11 @@ def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
 
 
 @op(mutates=("logits",))
-def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool) -> Tensor:
-    """Loss of each token, (C,) FP32, not finite where its logits are not; its gradient takes the place of the logits.
+def cross_entropy_(
+    logits: Tensor, labels: Tensor, ignore_index: int, z_loss: float, gradient: bool
+) -> Tuple[Tensor, Tensor]:
+    """Loss of each token, (C,) FP32, not finite where its logits are not; its gradient takes the place of the logits,
+    and each token's max |gradient|, (C,) FP32, is returned too, empty without a gradient.
 
     Args:
         logits: (C, V), rows contiguous, possibly further apart than V; overwritten if `gradient`.
@@ -79,18 +82,19 @@ def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int, z_loss: fl
     column = torch.where(known, labels, 0)[:, None]
     lse = torch.logsumexp(x, 1)
     losses = lse - x.gather(1, column)[:, 0] + z_loss * lse.square()
-    losses = torch.where(known, losses, torch.nan)
+    losses, largest = torch.where(known, losses, torch.nan), losses.new_empty(0)
     if gradient:
         slope = torch.where(known, 1.0 + 2.0 * z_loss * lse, torch.nan)
         dx = torch.exp(x - lse[:, None]) * slope[:, None]
         dx.scatter_add_(1, column, torch.full_like(dx[:, :1], -1.0))
         logits.copy_(torch.where(real[:, None], dx, 0.0))
-    return torch.where(real, losses, 0.0)
+        largest = logits.abs().amax(1).float()
+    return torch.where(real, losses, 0.0), largest
 
 
 @cross_entropy_.fake
 def _(logits, labels, ignore_index, z_loss, gradient):
-    return logits.new_empty(labels.shape, dtype=torch.float32)
+    return tuple(logits.new_empty(n, dtype=torch.float32) for n in (len(labels), len(labels) if gradient else 0))
 
 
 @triton.jit
@@ -127,6 +131,7 @@ def _cross_entropy_kernel(
     logits_ptr,  # (C, V), rows `stride` apart; becomes the gradient if GRADIENT
     labels_ptr,  # (C,) int64
     losses_ptr,  # (C,) FP32
+    largest_ptr,  # (C,) FP32: max |gradient|, if GRADIENT
     stride, V, ignore_index, z_loss, GRADIENT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -139,6 +144,7 @@ def _cross_entropy_kernel(
     if label == ignore_index:
         tl.store(losses_ptr + row, 0.0)
         if GRADIENT:
+            tl.store(largest_ptr + row, 0.0)
             zero = tl.zeros((TILE,), logits_ptr.dtype.element_ty)
             for start in range(0, full, TILE):
                 tl.store(logits_ptr + start + lane, zero)
@@ -152,26 +158,32 @@ def _cross_entropy_kernel(
         tl.store(losses_ptr + row, lse - target + z_loss * lse * lse)
         if GRADIENT:
             slope = tl.where(known, 1.0 + 2.0 * z_loss * lse, float("nan"))
+            top = tl.zeros((TILE,), tl.float32)
             for start in range(0, full, TILE):
-                x = tl.load(logits_ptr + start + lane)
-                tl.store(logits_ptr + start + lane, _gradient(x, start + lane, label, lse2, slope))
+                dx = _gradient(tl.load(logits_ptr + start + lane), start + lane, label, lse2, slope)
+                tl.store(logits_ptr + start + lane, dx)
+                top = larger(top, tl.abs(dx.to(tl.float32)))
             x = tl.load(logits_ptr + full + lane, mask=tail, other=0.0)
-            tl.store(logits_ptr + full + lane, _gradient(x, full + lane, label, lse2, slope), mask=tail)
+            dx = _gradient(x, full + lane, label, lse2, slope)
+            tl.store(logits_ptr + full + lane, dx, mask=tail)
+            top = larger(top, tl.where(tail, tl.abs(dx.to(tl.float32)), 0.0))
+            tl.store(largest_ptr + row, max_magnitude(top, 0))
 
 
 @cross_entropy_.cuda
 def _(logits, labels, ignore_index, z_loss, gradient):
     tokens, vocabulary = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
+    largest = losses.new_empty(tokens if gradient else 0)
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
     if tokens:
         _cross_entropy_kernel[(tokens,)](
-            rows, labels.contiguous(), losses, rows.stride(0), vocabulary, ignore_index, float(z_loss),
-            gradient, min(TILE, max(power_of_2(vocabulary), 128)), num_warps=WARPS,
+            rows, labels.contiguous(), losses, largest if gradient else losses, rows.stride(0), vocabulary,
+            ignore_index, float(z_loss), gradient, min(TILE, max(power_of_2(vocabulary), 128)), num_warps=WARPS,
         )  # fmt: skip
     if gradient and rows is not logits:
         logits.copy_(rows)
-    return losses
+    return losses, largest
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
@@ -228,7 +240,9 @@ class _Head:
         x = self.hidden[rows]
         return torch.mm(x, self.weight.t(), out=self.buffer[: x.shape[0]])
 
-    def add_gradients(self, logits: List[Tensor], rows: slice, dhidden: Optional[Tensor], want_weight: bool) -> None:
+    def add_gradients(
+        self, logits: List[Tensor], _largest: Tensor, rows: slice, dhidden: Optional[Tensor], want_weight: bool
+    ) -> None:
         dx = logits.pop()
         if dhidden is not None:
             torch.mm(dx, self.weight, out=dhidden[rows])
@@ -255,11 +269,13 @@ class _Float8Head:
         x8, self.x8_t, self.x_scale = quantize_both(self.hidden[rows], self.amax, "e4m3")
         return gemm(x8, self.w8, self.x_scale, self.w_scale, None, self.dtype, True)
 
-    def add_gradients(self, logits: List[Tensor], rows: slice, dhidden: Optional[Tensor], want_weight: bool) -> None:
+    def add_gradients(
+        self, logits: List[Tensor], largest: Tensor, rows: slice, dhidden: Optional[Tensor], want_weight: bool
+    ) -> None:
         dx = logits.pop()
         if dhidden is None and not want_weight:
             return
-        d8, d8_t, d_scale = quantize_both(dx, amax(dx), self.fmt)
+        d8, d8_t, d_scale = quantize_both(dx, amax(largest), self.fmt)
         del dx  # as large as both copies, and the products want room for dW twice
         if dhidden is not None:
             dhidden[rows] = gemm(d8, self.w8_t, d_scale, self.w_scale, None, self.dtype, True)
@@ -290,8 +306,10 @@ def linear_cross_entropy(
     for start in range(0, tokens, size):
         rows = slice(start, min(start + size, tokens))
         logits = [head.logits(rows)]  # in a list, from which it is taken to be freed
-        losses[rows] = cross_entropy_(logits[0], labels[rows], ignore_index, z_loss, want_hidden or want_weight)
-        head.add_gradients(logits, rows, dhidden, want_weight)
+        losses[rows], largest = cross_entropy_(
+            logits[0], labels[rows], ignore_index, z_loss, want_hidden or want_weight
+        )
+        head.add_gradients(logits, largest, rows, dhidden, want_weight)
     dweight = torch.zeros_like(weight) if want_weight and not tokens else head.dweight
     gradients = (hidden.new_empty(0) if grad is None else grad for grad in (dhidden, dweight))
     return losses.sum(), *gradients  # type: ignore[return-value]

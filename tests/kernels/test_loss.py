@@ -56,9 +56,11 @@ def test_loss_and_gradient_in_place(tokens, vocabulary, z_loss, device):
     hidden, weight, labels = make(tokens, vocabulary, torch.float32, device)
     x = hidden @ weight.t()
     expected, dx = truth(x, labels, z_loss)
-    alone = ops.cross_entropy_(x, labels, -100, z_loss, False)
-    losses = ops.cross_entropy_(x, labels, -100, z_loss, True)
+    alone, nothing = ops.cross_entropy_(x, labels, -100, z_loss, False)
+    losses, largest = ops.cross_entropy_(x, labels, -100, z_loss, True)
     assert torch.equal(alone, losses)
+    assert nothing.numel() == 0
+    assert torch.equal(largest, x.abs().amax(1))
     assert_close_float32("losses", expected, losses, 32)
     assert_close_float32("dx", dx, x, 64)
     assert x[labels == -100].count_nonzero() == 0
@@ -192,11 +194,13 @@ def assert_same(ours, theirs, y):
 def test_loss_and_gradient_kernel(shape, dtype, z_loss, extra):
     y = row_labels(*shape)
     ours, theirs = row_logits(*shape, dtype, extra), row_logits(*shape, dtype)
-    alone = ops.cross_entropy_.kernel(ours, y, -100, z_loss, False)
+    alone, nothing = ops.cross_entropy_.kernel(ours, y, -100, z_loss, False)
+    assert nothing.numel() == 0
     assert torch.equal(ours, theirs), "without a gradient the logits stay"
-    losses = ops.cross_entropy_.kernel(ours, y, -100, z_loss, True)
-    expected = ops.cross_entropy_.reference(theirs, y, -100, z_loss, True)
+    losses, largest = ops.cross_entropy_.kernel(ours, y, -100, z_loss, True)
+    expected, _ = ops.cross_entropy_.reference(theirs, y, -100, z_loss, True)
     assert torch.equal(alone, losses)
+    assert torch.equal(largest, ours.abs().amax(1).float())
     assert_same((losses, ours), (expected, theirs), y)
     assert ours[y == -100].count_nonzero() == 0
 
@@ -208,7 +212,7 @@ def test_small_losses_keep_their_digits():
     x[:, 7] = torch.tensor([0.0, 5.0, 20.0, 60.0])
     y = torch.full((4,), 7, device=DEVICE)
     expected = torch.log1p(4999 * torch.exp(-20.0 - x[:, 7].double()))
-    losses = ops.cross_entropy_.kernel(x, y, -100, 0.0, False)
+    losses, _ = ops.cross_entropy_.kernel(x, y, -100, 0.0, False)
     assert ((losses.double() - expected).abs() <= 2.0**-21 * x[:, 7].double().clamp(min=1.0)).all()
 
 
@@ -219,10 +223,11 @@ def test_not_finite_reaches_loss_and_gradient(bad, place):
     x = row_logits(4, 5000, torch.bfloat16)
     x[2, place] = bad
     y = torch.tensor([0, 1, 3, 2], device=DEVICE)
-    losses = ops.cross_entropy_.kernel(x, y, -100, 0.0, True)
+    losses, largest = ops.cross_entropy_.kernel(x, y, -100, 0.0, True)
     assert not losses[2].isfinite()
     assert not x[2].isfinite().all()
     assert losses[3].isfinite()
+    assert largest.isfinite().tolist() == [True, True, False, True]
 
 
 @pytest.mark.kernel
@@ -230,9 +235,10 @@ def test_not_finite_reaches_loss_and_gradient(bad, place):
 def test_a_label_outside_the_vocabulary_is_nan_and_reads_nothing(label):
     x = row_logits(4, 5000, torch.bfloat16)
     y = torch.tensor([0, 1, label, 2], device=DEVICE)
-    losses = ops.cross_entropy_.kernel(x, y, -100, 0.0, True)
+    losses, largest = ops.cross_entropy_.kernel(x, y, -100, 0.0, True)
     assert losses.isnan().tolist() == [False, False, True, False]
     assert x[2].isnan().all()
+    assert largest.isnan().tolist() == [False, False, True, False]
 
 
 @pytest.mark.kernel
@@ -245,7 +251,9 @@ def test_more_than_two_to_the_31_logits():
     y = torch.full((tokens,), -100, device=DEVICE)
     y[-1] = 3
     expected = x[-1:].clone()
-    losses = ops.cross_entropy_.kernel(x, y, -100, 0.0, True)
-    theirs = ops.cross_entropy_.reference(expected, y[-1:], -100, 0.0, True)
+    losses, largest = ops.cross_entropy_.kernel(x, y, -100, 0.0, True)
+    theirs, _ = ops.cross_entropy_.reference(expected, y[-1:], -100, 0.0, True)
     assert_same((losses[-1:], x[-1:]), (theirs, expected), y[-1:])
     assert losses[:-1].count_nonzero() == 0
+    assert largest[:-1].count_nonzero() == 0
+    assert largest[-1] == x[-1].abs().max()
