@@ -94,7 +94,8 @@ def cross_entropy_(
 
 @cross_entropy_.fake
 def _(logits, labels, ignore_index, z_loss, gradient):
-    return tuple(logits.new_empty(n, dtype=torch.float32) for n in (len(labels), len(labels) if gradient else 0))
+    losses = logits.new_empty(labels.shape, dtype=torch.float32)
+    return losses, losses.new_empty(labels.shape if gradient else 0)
 
 
 @triton.jit

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
+import re
 import warnings
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -85,6 +87,21 @@ def test_opcheck(name, device):
             if all(x.dtype not in FLOAT8 for x in tensors(arguments)):
                 checks.append("test_schema")  # compares inputs by allclose, which FP8 lacks; below bytes are compared
         torch.library.opcheck(CATALOGUE[name], arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("name", list(SAMPLES))
+def test_compiled_code_depends_on_no_size(name):
+    """A shape function that makes a Python number of one, as len() does, has code compiled again for every other."""
+    leaves, spec = tree_flatten(SAMPLES[name][-1])
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def call(*given):
+        filled = dict(enumerate(leaves)) | dict(zip(places, given))
+        return CATALOGUE[name](*tree_unflatten(list(filled.values()), spec))
+
+    graph = make_fx(call, tracing_mode="symbolic")(*[leaves[place] for place in places])
+    guards = [str(guard.expr) for guard in graph.shape_env.guards]
+    assert not [guard for guard in guards if re.fullmatch(r"Eq\(s\d+, \d+\)", guard)]
 
 
 @pytest.mark.parametrize("name", list(SAMPLES))
