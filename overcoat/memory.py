@@ -191,12 +191,17 @@ def keep_parts(ctx: torch.autograd.function.FunctionCtx, *parts: Part) -> None:
     ctx.save_for_backward(*saved)
     # Where nothing is trained autograd keeps nothing, and the addresses soon are other tensors'.
     if _active and any(ctx.needs_input_grad) and not torch.compiler.is_compiling():  # type: ignore[attr-defined]
+        labels: dict[int, list[tuple[str, str]]] = defaultdict(list)
         for op, names, tensors in parts:
             for name, tensor in zip(names, tensors, strict=False):
                 if tensor is not None:
-                    for recorder in _active:
-                        # The newest name wins: an address named earlier may have been freed and given to this tensor.
-                        recorder.names[_storage(tensor)] = (op, name)
+                    labels[_storage(tensor)].append((op, name))
+        for storage, found in labels.items():
+            # One row for a storage of several tensors, as all weight maxima of a small block: the whole Function's.
+            ops, together = ([*dict.fromkeys(each)] for each in zip(*found, strict=True))
+            for recorder in _active:
+                # The newest name wins: an address named earlier may have been freed and given to this tensor.
+                recorder.names[storage] = (ops[0] if len(ops) == 1 else parts[0][0], ", ".join(together))
 
 
 def release_saved(ctx: Any) -> None:

@@ -101,6 +101,16 @@ def test_a_block_keeps_no_more_than_the_design_says(large_case, recipe, limit):
     assert {row.op for row in kept.rows} <= OURS, "something unnamed is kept"
 
 
+@pytest.mark.parametrize(
+    ("recipe", "name"), [(Recipe(), "w_amax"), (Recipe.leanest(), "into, out")], ids=["default", "leanest"]
+)
+def test_what_shares_a_storage_is_one_row_of_the_whole(recipe, name):
+    """The four weight maxima of a small block."""
+    by_tensor = record(block_case(), recipe)[0].by_tensor()
+    assert by_tensor["block", name] == 4 * 4 * 4
+    assert len([row for row in by_tensor if row[1] in ("w_amax", "into", "out", name)]) == 1
+
+
 @pytest.mark.parametrize("recipe", [recipe for recipe, _ in LIMITS.values()], ids=LIMITS)
 def test_the_report_is_what_autograd_holds(recipe):
     """Walk the graph and add up every node's saved tensors: the same bytes as reported, no more and no less."""
