@@ -62,7 +62,8 @@ def kept_units(model: Model, batch: int, sequence: int, setup: Setup) -> dict[st
         part = next((part for part, ends in PARTS.items() if op.endswith(ends)), None)
         if part is not None and (not op.startswith("model.") or ".layers." in op):
             units[part] += size / unit
-    return {**units, "total": sum(units.values())}
+    units["total"] = sum(units.values())
+    return {part: round(size, 4) for part, size in units.items()}  # scales alone, a few bytes, are 0
 
 
 def table2(options: Options) -> Result:

@@ -62,6 +62,7 @@ def test_the_small_size_runs_on_a_cpu(name: str, tmp_path: Path, capsys: pytest.
     assert found
     assert all(row["exhibit"] == name and row["name"] in printed for row in found)
     assert image.stat().st_size > 0
+    assert name != "table2" or [row["linear"] for row in found[-2:]] == [0, 0]  # scales alone
     assert not tasks or all(3 * row["tiny acc"] in (0, 1, 2, 3) and "tiny acc" in printed for row in found)
 
 
