@@ -45,6 +45,7 @@ _is_cuda = attrgetter("is_cuda")
 _is_grad_enabled = torch.is_grad_enabled
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_is_batched, _is_mapped = torch._C._functorch.is_legacy_batchedtensor, torch._C._functorch.is_batchedtensor
 _is_profiled = torch.autograd._profiler_enabled
 
 
@@ -64,17 +65,30 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(
                 "create_graph=True: converted layers and losses have no second derivative; do not convert this model"
             )
+        if _is_batched(dy[0]) or _is_mapped(dy[0]):
+            raise RuntimeError(
+                "is_grads_batched=True or vmap: converted layers and losses take one gradient at a time; call "
+                "torch.autograd.grad(..., retain_graph=True) for each, or do not convert this model"
+            )
         return backward(ctx, *dy)
 
     return wrapper
 
 
 def check_no_transforms() -> None:
-    """RuntimeError under torch.func's grad, vjp, vmap, ..., for which PyTorch's own error names no remedy."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    """RuntimeError under torch.func's grad, vjp, vmap, ... and torch.jit.trace, for which PyTorch's own errors name no
+    remedy."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "torch.func: converted layers and losses know backward() and torch.autograd.grad alone, no transforms; use "
             "these, or do not convert this model"
+        )
+    if _tracing() is not None:
+        raise RuntimeError(
+            "torch.jit.trace: converted layers and losses cannot be traced; trace in eval() without eval_fp8, or do "
+            "not convert this model"
         )
 
 

@@ -668,6 +668,7 @@ def test_frozen_parameters_get_no_gradient(kind: str, part: str) -> None:
     assert_equal(found, {name: value for name, value in expected.items() if name == "loss" or part in name})
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(head=None), Recipe(fp8=False)], ids=["all", "layers", "head"])
 def test_transforms_of_functions_are_refused_with_the_remedy(recipe: Recipe) -> None:
     model = make_model(layers=1)
@@ -679,6 +680,16 @@ def test_transforms_of_functions_are_refused_with_the_remedy(recipe: Recipe) -> 
     loss(dict(model.named_parameters())).backward()
     with pytest.raises(RuntimeError, match=r"torch.func: .*or do not convert this model"):
         torch.func.grad(loss)(dict(model.named_parameters()))
+    with pytest.raises(RuntimeError, match=r"torch.jit.trace: .* trace in eval\(\) .*or do not convert this model"):
+        torch.jit.trace(model, example_kwarg_inputs=make_batch())
+    result, weight = model(**make_batch()).loss, model.get_input_embeddings().weight
+
+    def gradient(factors: torch.Tensor, batched: bool) -> Any:
+        return torch.autograd.grad(result, weight, factors, retain_graph=True, is_grads_batched=batched)
+
+    for run in (lambda x: gradient(x, True), torch.func.vmap(lambda x: gradient(x, False))):
+        with pytest.raises(RuntimeError, match=r"is_grads_batched=True or vmap: .*or do not convert this model"):
+            run(torch.ones(3))
 
 
 def test_training_in_eval_mode_is_told() -> None:
