@@ -8,6 +8,7 @@ the allocator's multiples add to the sizes of lasting tensors. docs/memory.md ex
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar, Optional
 
@@ -38,6 +39,8 @@ NCCL = 720 * 2**20
 MOST_TOKENS = 2**40  # whose tensors have sizes below 2**63 bytes
 # Components that are there during the whole step.
 LASTING = ("weights", "remainders", "moments", "offload buffers", "libraries")
+# One dry run at a time: it patches ops and PyTorch for all threads (`Meter.shortcut`, `Meter.watch_resizes`).
+_ALONE = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -147,11 +150,12 @@ class Predictor:
                 f"gpus {gpus}: a {self.config.model_type} model is estimated on one GPU only; use --gpus 1"
             )
         alone, work = setup.of_model(), (batch, sequence, setup.without_optimizer(), gpus)
-        if (alone, gpus) not in self._models:
-            self._models[alone, gpus] = trained_model(self.config, alone, gpus)
-        trained = self._models[alone, gpus]
-        if work not in self._runs:
-            self._runs[work] = dry_run(trained, *work, self.loss_of)
+        with _ALONE:
+            if (alone, gpus) not in self._models:
+                self._models[alone, gpus] = trained_model(self.config, alone, gpus)
+            trained = self._models[alone, gpus]
+            if work not in self._runs:
+                self._runs[work] = dry_run(trained, *work, self.loss_of)
         return trained, self._runs[work]
 
     def batches(self, sequence: int, setup: Setup, gpus: int) -> list[int]:
@@ -160,7 +164,8 @@ class Predictor:
 
     def kept(self, batch: int, sequence: int, setup: Setup) -> KeptReport:
         """What a forward pass keeps for its backward, by op and tensor."""
-        return kept_tensors(self.config, batch, sequence, setup, self.loss_of)
+        with _ALONE:
+            return kept_tensors(self.config, batch, sequence, setup, self.loss_of)
 
 
 def predict(config: Any, batch: int, sequence: int, setup: Optional[Setup] = None, gpus: int = 1) -> Prediction:

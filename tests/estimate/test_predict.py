@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -328,3 +330,17 @@ def test_a_model_runs_many_times(recipe, gpus):
         used.predict(rows, LENGTH, replace(setup, **changes), gpus)
     assert used.predict(BATCH, LENGTH, setup, gpus) == Predictor(config).predict(BATCH, LENGTH, setup, gpus)
     assert len(used._models) == 1
+
+
+def test_two_threads_run_dry_in_turn():
+    """A dry run patches ops for all threads."""
+    config, meeting = make_model("llama", layers=1).config, threading.Barrier(2)
+
+    def loss_of(model, batch, sequence):
+        with pytest.raises(threading.BrokenBarrierError):  # nobody comes
+            meeting.wait(0.3)
+        return own_loss(model, batch, sequence)
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda batch: Predictor(config, loss_of).predict(batch, LENGTH).phases, (1, 2)))
+    assert found == [predict(config, batch, LENGTH).phases for batch in (1, 2)]
