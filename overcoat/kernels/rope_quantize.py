@@ -90,7 +90,7 @@ def _(dq, dk, dv, cos, sin, num_q, want_sums):
     rows = max(tile // (2 * half), 1)
     heads = min(power_of_2(num_q), most_heads, rows)
     groups = cdiv(num_q, heads) + 2 * cdiv(num_kv, heads)
-    programs = min(cdiv(tokens, rows // heads), cdiv(resident, groups))
+    programs = min(cdiv(tokens, rows // heads), max(resident // groups, 1))
     top = dq.new_zeros((), dtype=torch.float32)
     partial = top.new_empty(programs if want_sums else 0, columns)
     _rope_amax_kernel[(programs, cdiv(num_q, heads), 3)](
