@@ -1,4 +1,4 @@
-"""cuBLASLt by its C interface, for another of its kernels than the one that PyTorch takes, and for the residual.
+"""cuBLASLt by its C interface, for another of its kernels than the one that PyTorch takes, and for bias and residual.
 
 cuBLASLt recommends, of some eight kernels, the one that is fastest on a cool GPU, and `torch._scaled_mm` takes it. In
 training an H200 draws its 700 W and lowers its clock: there 192 x 192 tiles, the first choice for wide results, take 6%
@@ -83,7 +83,8 @@ ALIGNMENT = 256
 # cudaDataType_t
 _TYPES = {torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 # cublasLtMatmulDescAttributes_t; cublasLtMatmulAlgoConfigAttributes_t
-_TRANSA, _A_SCALE_POINTER, _B_SCALE_POINTER, _FAST_ACCUM = 3, 17, 18, 25
+_TRANSA, _EPILOGUE, _BIAS_POINTER, _A_SCALE_POINTER, _B_SCALE_POINTER, _FAST_ACCUM = 3, 7, 8, 17, 18, 25
+_EPILOGUE_BIAS = 4  # cublasLtEpilogue_t
 _TILE_ID, _SPLITK_NUM, _CLUSTER_SHAPE_ID = 1, 2, 8
 _ONE, _ZERO = byref(c_float(1.0)), byref(c_float(0.0))
 
@@ -139,16 +140,18 @@ class Plan:
     """A product's descriptor, layouts and offered kernels. place: of the chosen one, 0: PyTorch takes the same."""
 
     def __init__(
-        self, device: int, rows: int, columns: int, inner: int, a: torch.dtype, b: torch.dtype, fast: bool
+        self, device: int, rows: int, columns: int, inner: int, a: torch.dtype, b: torch.dtype, fast: bool, biased: bool
     ) -> None:
         lib = library()
         assert lib is not None
         self.lib = lib
         self.handle, self.descriptor, self.lock = _handle(device), c_void_p(), threading.Lock()
         self.columns, self.layouts = columns, [c_void_p() for _ in range(3)]
-        self.addresses = (c_uint64 * 2)()  # of the scales, on their way into the descriptor
+        self.addresses = (c_uint64 * 3)()  # of scales and bias, on their way into the descriptor
+        self.pointers = [_A_SCALE_POINTER, _B_SCALE_POINTER, _BIAS_POINTER][: 2 + biased]
         _call("cublasLtMatmulDescCreate", byref(self.descriptor), 68, 0)  # CUBLAS_COMPUTE_32F, CUDA_R_32F
-        for attribute, value in ((_TRANSA, c_int(1)), (_FAST_ACCUM, c_int8(fast))):
+        settings = [(_TRANSA, c_int(1)), (_FAST_ACCUM, c_int8(fast)), (_EPILOGUE, c_int(_EPILOGUE_BIAS))]
+        for attribute, value in settings[: 2 + biased]:
             size = ctypes.sizeof(value)
             _call("cublasLtMatmulDescSetAttribute", self.descriptor, attribute, byref(value), size)
         shapes = ((b, inner, columns), (a, inner, rows), (torch.bfloat16, columns, rows))
@@ -181,9 +184,10 @@ class Plan:
         self.algorithm, self.workspace = byref(offer.algorithm), offer.workspace
 
     def run(
-        self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, device: int, residual: Optional[Tensor] = None
-    ) -> Tensor:
-        """(a @ b^T) * scale_a * scale_b in BF16, plus the residual if given."""
+        self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, device: int, bias: Optional[Tensor] = None,
+        residual: Optional[Tensor] = None,
+    ) -> Tensor:  # fmt: skip
+        """(a @ b^T) * scale_a * scale_b in BF16, plus bias, if the plan is of one, and residual, if given."""
         lib, descriptor, (first, second, result) = self.lib, self.descriptor, self.layouts
         out = a.new_empty(a.shape[0], self.columns, dtype=torch.bfloat16)
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -195,8 +199,11 @@ class Plan:
         # The call copies the descriptor; until then no other thread may write its own addresses into it.
         with self.lock:
             self.addresses[0], self.addresses[1] = scale_b.data_ptr(), scale_a.data_ptr()
-            status = describe(descriptor, _A_SCALE_POINTER, self.addresses, 8)
-            status = status or describe(descriptor, _B_SCALE_POINTER, byref(self.addresses, 8), 8)
+            if bias is not None:
+                self.addresses[2] = bias.data_ptr()
+            status = 0
+            for number, attribute in enumerate(self.pointers):
+                status = status or describe(descriptor, attribute, byref(self.addresses, 8 * number), 8)
             status = status or lib.cublasLtMatmul(
                 self.handle, descriptor, _ONE, b.data_ptr(), first, a.data_ptr(), second, beta, added, result, place,
                 result, self.algorithm, workspace.data_ptr(), self.workspace, stream,
@@ -214,12 +221,12 @@ class Plan:
 # A new number of tokens is a new plan, hence a bound.
 @functools.lru_cache(maxsize=4096)
 def plan(
-    device: int, rows: int, columns: int, inner: int, a: torch.dtype, b: torch.dtype, fast: bool
+    device: int, rows: int, columns: int, inner: int, a: torch.dtype, b: torch.dtype, fast: bool, biased: bool
 ) -> Optional[Plan]:
     """Of a product into BF16 on Hopper, where the kernels were measured, with operands and scales as `gemm` has them;
     None where there is none."""
     is_small = rows * columns * inner == 0 or (columns | inner) % 16
     if is_small or not fast or torch.cuda.get_device_capability(device)[0] != 9 or library() is None:
         return None
-    made = Plan(device, rows, columns, inner, a, b, fast)
+    made = Plan(device, rows, columns, inner, a, b, fast, biased)
     return made if made.offers else None

@@ -57,17 +57,17 @@ def _(a, b, scale_a, scale_b, bias, dtype, fast, residual=None):
     if not has_float8_tensor_cores(a.device):
         return gemm.reference(a, b, scale_a, scale_b, bias, dtype, fast, residual)
     columns, device, added = b.shape[0], a.get_device(), a if residual is None else residual
-    addresses = a.data_ptr() | b.data_ptr() | added.data_ptr()
-    if bias is None and dtype == torch.bfloat16 and addresses % cublaslt.ALIGNMENT == 0:
-        plan = cublaslt.plan(device, a.shape[0], columns, a.shape[1], a.dtype, b.dtype, fast)
+    inside = None if bias is None else _inside(bias, dtype, columns % 16 == 0)
+    addresses = a.data_ptr() | b.data_ptr() | added.data_ptr() | (0 if inside is None else inside.data_ptr())
+    if dtype == torch.bfloat16 and addresses % cublaslt.ALIGNMENT == 0:
+        plan = cublaslt.plan(device, a.shape[0], columns, a.shape[1], a.dtype, b.dtype, fast, bias is not None)
         # PyTorch knows where multiprocessors are to be left free.
         is_free = device == torch._C._cuda_getDevice() and torch._C._get_sm_carveout_experimental() is None
         is_dense = a.is_contiguous() and b.is_contiguous() and added.is_contiguous()
         if plan is not None and is_free and is_dense:
-            return plan.run(a, b, scale_a, scale_b, device, residual)
+            return plan.run(a, b, scale_a, scale_b, device, inside, residual)
     if (columns | a.shape[1]) % 16:
         a, b = _pad(a, 0), _pad(b, -columns % 16)
-    inside = None if bias is None else _inside(bias, dtype, b.shape[0] == columns)
     out = torch._scaled_mm(
         a.contiguous(), b.contiguous().t(), scale_a, scale_b, inside, out_dtype=dtype, use_fast_accum=fast
     )

@@ -193,7 +193,7 @@ def test_every_kernel_that_is_offered_gives_the_same_bits(size):
         torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=torch.bfloat16, use_fast_accum=True)
         for a in inputs
     ]
-    plan = cublaslt.Plan(0, rows, columns, inner, E4M3.dtype, E4M3.dtype, True)
+    plan = cublaslt.Plan(0, rows, columns, inner, E4M3.dtype, E4M3.dtype, True, False)
     assert len(plan.offers) > 1
     for place in range(len(plan.offers)):
         plan.take(place)
@@ -202,6 +202,10 @@ def test_every_kernel_that_is_offered_gives_the_same_bits(size):
     arguments = (inputs[0].data, b.data, inputs[0].scale, b.scale)
     exact = torch._scaled_mm(arguments[0], arguments[1].t(), *arguments[2:], out_dtype=torch.float32) + residual.float()
     assert sqnr(exact, gemm(*arguments, None, torch.bfloat16, True, residual)) > 45  # fast accumulation: 50 and more
+    bias = torch.randn(columns, device="cuda", dtype=torch.bfloat16) * 1000
+    for added in (None, residual):
+        whole = exact + bias.float() - (residual.float() if added is None else 0.0)
+        assert sqnr(whole, gemm(*arguments, bias, torch.bfloat16, True, added)) > 45
 
     def mistakes(place: int) -> int:
         a = inputs[place]
