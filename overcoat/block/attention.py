@@ -37,7 +37,7 @@ from overcoat.kernels.attention import attention_backward as attention_backward_
 from overcoat.kernels.block_tiles import BLOCK
 from overcoat.kernels.groups import token_center
 from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
-from overcoat.kernels.rope import MARGIN, qk_rope, qk_rope_decode12, qk_rope_encode12_
+from overcoat.kernels.rope import qk_rope, qk_rope_decode12, qk_rope_encode12_
 from overcoat.kernels.rope_backward import qk_rope_backward
 from overcoat.kernels.rope_quantize import (
     qk_rope_backward_amax,
@@ -62,7 +62,7 @@ class AttentionSaved(NamedTuple):
 
 def attention_forward(
     qkv: Tensor, rotary: Rotary, heads: Heads, recipe: Recipe
-) -> tuple[Tensor, Optional[Tensor], AttentionSaved]:
+) -> tuple[Tensor, Tensor, AttentionSaved]:
     """qkv (T, (num_q + 2 num_kv) * D) as the projections leave it, which is overwritten -> o (T, num_q * D), what |o|
     does not exceed."""
     cos, sin, _, q_weight, k_weight, *_ = rotary
@@ -72,16 +72,13 @@ def attention_forward(
         qkv = qkv.clamp_(-heads.clip, heads.clip)
     tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
     if recipe.kept_attention == "bf16":
-        o, lse = attend(_rotated(qkv, rotary, heads), rotary, heads, observed=True)
-        # Not amax(o): both ways to keep attention have one forward, bit for bit.
-        bound = None
-        if recipe.linear_scaling == "tensor":  # v lies apart, which our maximum would copy
-            v = _split(qkv, heads)[2]  # of FP64, too, on CPUs, which vector_norm does not narrow
-            bound = torch.linalg.vector_norm(v, torch.inf, dtype=torch.promote_types(v.dtype, torch.float32)) * MARGIN
+        # The bound and not amax(o): both ways to keep attention have one forward, bit for bit.
+        rotated, bound = _rotated(qkv, rotary, heads)
+        o, lse = attend(rotated, rotary, heads, observed=True)
         return o, bound, AttentionSaved(qkv, o=o, lse=lse, clipped=clipped)
     center = token_center(qkv[:, -heads.num_kv * heads.width :])
     # Rotates q and k where they lie, after their norm if it is of single heads.
-    rotated = _rotated(qkv, rotary, heads) if heads.full_norm else qkv
+    rotated = _rotated(qkv, rotary, heads)[0] if heads.full_norm else qkv
     if heads.full_norm:
         tables = (cos, sin, None, None, heads.eps, heads.num_q, heads.num_kv)
     codes, lower, group_amax, bound = qk_rope_encode12_(qkv, center, *tables, recipe.kept_format)
@@ -100,8 +97,8 @@ def _from_bits(bits: Tensor) -> Tensor:
     return ((bits.unsqueeze(2) >> places) & 1).bool().flatten(1)
 
 
-def _rotated(qkv: Tensor, rotary: Rotary, heads: Heads) -> Tensor:
-    """q and k normalised and rotated, and v."""
+def _rotated(qkv: Tensor, rotary: Rotary, heads: Heads) -> tuple[Tensor, Tensor]:
+    """q and k normalised and rotated, and v; what |o| does not exceed."""
     cos, sin, _, q_weight, k_weight, *_ = rotary
     if heads.full_norm:
         q, k, v = _split(qkv, heads)
@@ -133,7 +130,7 @@ def attention_decode(kept: AttentionSaved, rotary: Rotary, heads: Heads, recipe:
     if kept.lower is None:
         assert kept.o is not None
         assert kept.lse is not None
-        rotated = _rotated(qkv, rotary, heads)
+        rotated, _ = _rotated(qkv, rotary, heads)
         if rotary.q_scale is not None:
             scale_q(rotated[:, : heads.num_q * heads.width], rotary.q_scale)
         keys = None if heads.context is None else gathered(rotated, heads)
@@ -141,7 +138,7 @@ def attention_decode(kept: AttentionSaved, rotary: Rotary, heads: Heads, recipe:
     codes, last = kept[:4], (heads.num_q, heads.num_kv, recipe.kept_format, dtype)
     if has_norms:
         qkv = qk_rope_decode12(*codes, None, None, *last)
-        rotated = _rotated(qkv, rotary, heads)
+        rotated, _ = _rotated(qkv, rotary, heads)
     else:
         rotated = qk_rope_decode12(*codes, cos, sin, *last)
     keys = None if heads.context is None else gathered(rotated, heads)
@@ -220,10 +217,10 @@ class Attention(NamedTuple):
 
     def inside(
         self, z: Tensor, branch: Branch, tables: Tables, recipe: Recipe, saved: list[Any]
-    ) -> tuple[Tensor, Optional[Tensor]]:
-        """o, and what |o| does not exceed, if known."""
+    ) -> tuple[Tensor, Tensor]:
+        """o, and what |o| does not exceed."""
         o, o_amax, kept = attention_forward(z, rotary_of(tables, branch.inner, self.heads), self.heads, recipe)
-        if self.heads.context is not None and o_amax is not None:
+        if self.heads.context is not None:
             share_largest(o_amax, self.heads.context)
         saved.append(kept)
         return o, o_amax

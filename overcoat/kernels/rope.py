@@ -73,19 +73,19 @@ def _normalize_heads(x: Tensor, weight: Optional[Tensor], eps: float) -> Tensor:
 def qk_rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Optional[Tensor], k_weight: Optional[Tensor], eps: float,
     num_q: int, num_kv: int,
-) -> Tensor:  # fmt: skip
+) -> Tuple[Tensor, Tensor]:  # fmt: skip
     """Normalise (if weights (D,) are given; eps: of their RMSNorm) and rotate, by cos and sin (P, D), q and k of qkv
-    (T, (num_q + 2 num_kv) * D); of its shape and dtype."""
+    (T, (num_q + 2 num_kv) * D); of its shape and dtype, and 0-d FP32, what |o| of attention does not exceed."""
     q, k, v = split_heads(qkv, num_q, num_kv)
     c, s = per_token(cos, qkv.shape[0]), per_token(sin, qkv.shape[0])
     q = rotate(_normalize_heads(q, q_weight, eps), c, s)
     k = rotate(_normalize_heads(k, k_weight, eps), c, s)
-    return torch.cat((q, k, v), 1).flatten(1).to(qkv.dtype)
+    return torch.cat((q, k, v), 1).flatten(1).to(qkv.dtype), quantize.amax.reference(v) * MARGIN
 
 
 @qk_rope.fake
 def _(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
-    return qkv.new_empty(*qkv.shape)
+    return qkv.new_empty(*qkv.shape), qkv.new_empty((), dtype=torch.float32)
 
 
 @op(mutates=("qkv",))
@@ -97,11 +97,11 @@ def qk_rope_encode12_(
 
     Returns:
         codes int8 (T, (num_q + 2 num_kv) * D), the upper bits of q and k, then v's bytes; lower bits of q and k, uint8
-        (T, (num_q + num_kv) * D/2); BF16 maxima (T, num_q + 2 num_kv); 0-d FP32, what |o| of attention does not exceed.
+        (T, (num_q + num_kv) * D/2); BF16 maxima (T, num_q + 2 num_kv); `qk_rope`'s bound.
     """
     kept = encode_heads(qkv, center, num_q, num_kv, code)
-    bound = quantize.amax.reference(qkv[:, qkv.shape[1] // (num_q + 2 * num_kv) * (num_q + num_kv) :]) * MARGIN
-    qkv.copy_(qk_rope.reference(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv))
+    rotated, bound = qk_rope.reference(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv)
+    qkv.copy_(rotated)
     return *kept, bound
 
 
@@ -119,7 +119,7 @@ def qk_rope_decode12(
     head norms: `qk_rope` applies those to what was decoded without a rotation."""
     values = decode_heads(codes, lower, group_amax, center, num_q, num_kv, code)
     if cos is not None and sin is not None:
-        values = qk_rope.reference(values, cos, sin, None, None, 0.0, num_q, num_kv)
+        values, _ = qk_rope.reference(values, cos, sin, None, None, 0.0, num_q, num_kv)
     return values.to(dtype)
 
 
@@ -168,7 +168,7 @@ def _rope_kernel(
     lower_ptr,  # (T, (num_q + num_kv) * E) uint8: lower bits of q and k; written if ENCODE, read if DECODE
     out_ptr,  # (T, heads * D); source_ptr if IN_PLACE
     center_ptr,  # (num_kv * D,) FP32: taken out of v before its codes, added after, if HAS_CENTER
-    bound_ptr,  # 0-d FP32: MARGIN * max |v|, if ENCODE
+    bound_ptr,  # 0-d FP32, 0: MARGIN * max |v|, unless DECODE
     cos_ptr,  # (P, D)
     sin_ptr,  # (P, D)
     q_weight_ptr,  # (D,), if HEAD_NORM
@@ -218,10 +218,10 @@ def _rope_kernel(
             y1, y2 = y1 * cos1 - y2 * sin1, y2 * cos2 + y1 * sin2
         store_halves(out_ptr + offsets, E, y1, y2, inside)
     else:
-        if ENCODE:
+        if not DECODE:
             seen = tl.load(bound_ptr, cache_modifier=".cg")
         x1, x2 = _take_heads(*places, known, inside, E, HAS_CENTER, ENCODE, DECODE, CODE, False)
-        if ENCODE:
+        if not DECODE:
             raise_amax(bound_ptr, seen, max_magnitude(max_magnitude(larger(tl.abs(x1), tl.abs(x2)), 1), 0) * _MARGIN)
         if not IN_PLACE:
             store_halves(out_ptr + offsets, E, x1, x2, inside)
@@ -230,12 +230,14 @@ def _rope_kernel(
 def _launch_rope(
     source: Tensor, out: Tensor, kept: Sequence[Tensor], center: Optional[Tensor], code: str,
     tables: tuple[Optional[Tensor], ...], eps: float, num_q: int, num_kv: int,
-) -> None:  # fmt: skip
-    """source: values, which are encoded into the four of `kept` if given; or codes, decoded with the three of `kept`.
-    tables: cos and sin or None; q's and k's norm weights or None."""
+) -> Tensor:  # fmt: skip
+    """source: values, encoded into the three of `kept` if given; or, as int8, codes, which are decoded with them.
+    tables: cos and sin or None; q's and k's norm weights or None. Returns the bound, of values."""
     center, cos, sin, q_weight, k_weight = dense(center, *tables)
-    encodes, decodes = len(kept) == 4, len(kept) == 3
-    codes, lower, amax, bound = (*kept, source, source, source, source)[:4]
+    decodes = source.dtype == torch.int8
+    encodes = bool(kept) and not decodes
+    codes, lower, amax = kept or (source, source, source)
+    bound = source if decodes else source.new_zeros((), dtype=torch.float32)
     tokens, heads = source.shape[0], num_q + 2 * num_kv
     width = source.shape[1] // heads
     half, common = power_of_2(width // 2), math.gcd(num_q, num_kv)
@@ -253,6 +255,7 @@ def _launch_rope(
         maxnreg=ENCODE_REGISTERS if encodes and source.dtype == torch.bfloat16 and steps == 1 else None,
         **EXACT,
     )  # fmt: skip
+    return bound
 
 
 @qk_rope.cuda
@@ -261,8 +264,7 @@ def _(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv):
         return qk_rope.reference(qkv, cos, sin, q_weight, k_weight, eps, num_q, num_kv)
     qkv = qkv.contiguous()
     out = torch.empty_like(qkv)
-    _launch_rope(qkv, out, (), None, "sqrt8", (cos, sin, q_weight, k_weight), eps, num_q, num_kv)
-    return out
+    return out, _launch_rope(qkv, out, (), None, "sqrt8", (cos, sin, q_weight, k_weight), eps, num_q, num_kv)
 
 
 @qk_rope_encode12_.cuda
@@ -270,8 +272,7 @@ def _(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code):
     if (q_weight is None) != (k_weight is None):
         return qk_rope_encode12_.reference(qkv, center, cos, sin, q_weight, k_weight, eps, num_q, num_kv, code)
     rotated, kept = qkv.contiguous(), empty_heads(qkv, num_q, num_kv, code)
-    bound = qkv.new_zeros((), dtype=torch.float32)
-    _launch_rope(rotated, rotated, (*kept, bound), center, code, (cos, sin, q_weight, k_weight), eps, num_q, num_kv)
+    bound = _launch_rope(rotated, rotated, kept, center, code, (cos, sin, q_weight, k_weight), eps, num_q, num_kv)
     if rotated is not qkv:
         qkv.copy_(rotated)
     return *kept, bound

@@ -57,8 +57,8 @@ def terms(shape):
 def test_forward(shape, norms, device):
     arguments = inputs(shape, norms, device)
     expected = exact.rope(*doubles(arguments))
-    assert_close_float32("rotated", expected, ops.qk_rope(*arguments), terms(shape))
-    got = ops.qk_rope(arguments[0].bfloat16(), *arguments[1:])
+    assert_close_float32("rotated", expected, ops.qk_rope(*arguments)[0], terms(shape))
+    got, _ = ops.qk_rope(arguments[0].bfloat16(), *arguments[1:])
     assert got.dtype == torch.bfloat16
     if shape[0] > 1:
         assert_close("rotated", exact.rope(arguments[0].bfloat16().double(), *doubles(arguments[1:])), got, BF16_DB)
@@ -90,12 +90,12 @@ def test_encode_and_decode(shape, norms, centered, code, device):
     """In place it is `qk_rope`; what is kept decodes to what was there, q and k bit for bit, v to 8 bits."""
     qkv, *rest = inputs(shape, norms, device)
     qkv = qkv.bfloat16()
-    before, expected = qkv.float(), ops.qk_rope(qkv, *rest)
+    before, (expected, same) = qkv.float(), ops.qk_rope(qkv, *rest)
     cos, sin, _, _, _, num_q, num_kv = rest
     cut = (num_q + num_kv) * shape[4]
     center = before[:, cut:].mean(0) if centered else None
     codes, lower, amax, bound = ops.qk_rope_encode12_(qkv, center, *rest, code)
-    assert bound == before[:, cut:].abs().amax() * ops.MARGIN
+    assert bound == same == before[:, cut:].abs().amax() * ops.MARGIN
     torch.testing.assert_close(qkv, expected, rtol=2.0**-8, atol=0)  # CPU: equal; a kernel may differ in the last bit
     kept = (codes, lower, amax, center)
     decoded = ops.qk_rope_decode12(*kept, None, None, num_q, num_kv, code, torch.float32)
@@ -168,7 +168,9 @@ def test_forward_kernel(case, head_norm, dtype):
     tokens, positions, num_q, num_kv, width = case
     qkv = awkward(tokens, (num_q + 2 * num_kv) * width, dtype)
     arguments = (qkv, *tables(positions, width, dtype), *head_weights(width, head_norm), 1e-6, num_q, num_kv)
-    assert_equal(ops.qk_rope.kernel(*arguments), ops.qk_rope.reference(*arguments), exact=not head_norm)
+    (got, bound), (expected, same) = ops.qk_rope.kernel(*arguments), ops.qk_rope.reference(*arguments)
+    assert_equal(got, expected, exact=not head_norm)
+    assert_equal(bound, same)
 
 
 @pytest.mark.kernel
