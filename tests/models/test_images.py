@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import overcoat
 from overcoat.kernels import attention
-from overcoat.models.images import MISMATCH, ImageMask, add, places, put
+from overcoat.models.images import MISMATCH, ImageMask, add, places, product, put
 from overcoat.models.samples import freeze_tower, images, model_class, patches, tokens
 from tests.models.test_vision_language import MODELS, make_batch, make_model
 from tests.models.zoo import make_model as make_text_model
@@ -139,6 +140,41 @@ def seen_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     original = attention._plain
     monkeypatch.setattr(attention, "_plain", plain)
     return seen
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("settings", [{}, {"padding": 1}, {"groups": 3}, {"dilation": (1, 1, 2)}, {"kernel_size": 1}])
+def test_a_convolution_of_single_patches_is_a_product(settings: dict[str, Any], bias: bool) -> None:
+    """Values and gradients; whatever is not one patch at one place is left to the convolution, bit for bit."""
+    torch.manual_seed(0)
+    size = settings.get("kernel_size", (2, 4, 4))
+    convolution = nn.Conv3d(3, 6, **{"kernel_size": size, **settings}, stride=size, bias=bias).double()
+    x = torch.randn(5, 3, 2, 4, 7 if "dilation" in settings else 4, dtype=torch.float64)
+    results = []
+    for forward in (convolution, lambda x: product(convolution, x)):
+        leaf, weights = x.clone().requires_grad_(), list(convolution.parameters())
+        y = forward(leaf)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [leaf, *weights])])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.shape == theirs.shape
+        assert torch.equal(ours, theirs) or (not settings and torch.allclose(ours, theirs, rtol=1e-12))
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL"])
+def test_a_tower_multiplies_its_patches(name: str) -> None:
+    """And is as it was afterwards; what somebody put in the convolution's place runs."""
+    model, batch = make_model(name), make_batch(name)
+    overcoat.convert(model.train())
+    embed = model.model.visual.patch_embed.proj
+    with Ops() as ops:
+        model(**batch).loss.backward()
+    assert "convolution" not in ops.seen
+    assert "forward" not in vars(embed)
+    embed.forward = own = functools.partial(nn.Conv3d.forward, embed)
+    with Ops() as ops:
+        model(**batch).loss.backward()
+    assert "convolution" in ops.seen
+    assert embed.forward is own
 
 
 # ---- batches -------------------------------------------------------------------------------------------------------
