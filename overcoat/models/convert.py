@@ -29,6 +29,7 @@ from overcoat.models.family import (
     whole_of,
 )
 from overcoat.models.head import find_causal_model, install_head, remove_head, why_head_unsupported
+from overcoat.models.images import multiply_patches
 from overcoat.models.lora import active_adapters
 from overcoat.models.masks import cache_of
 from overcoat.models.refusals import why_unsupported
@@ -102,6 +103,7 @@ def convert(
     for name in report.converted:
         report.watch(name, layers[name])
     _choose_offloaded(model, layers, report)
+    multiply_patches(model, bool(report.converted), eval_fp8)
     if end is not None:
         report.head = _convert_head(end, recipe)
         if report.head.converted:

@@ -72,9 +72,6 @@ def without_waiting(causal: Any) -> Iterator[None]:
         tower = functools.reduce(lambda module, name: getattr(module, name, None), names, causal)
         if tower is not None:  # as where it was dropped, to train the text alone
             hook = tower.register_forward_pre_hook(tell_longest, with_kwargs=True)
-            embed = getattr(getattr(tower, "patch_embed", None), "proj", None)
-            if type(embed) is nn.Conv3d and "forward" not in vars(embed):
-                changes.append((embed, "forward", functools.partial(product, embed)))
         if hasattr(inner, "get_placeholder_mask"):
             changes.append((inner, "get_placeholder_mask", _placeholder_mask(causal, inner)))
         if hasattr(text, "_deepstack_process"):
@@ -90,12 +87,24 @@ def without_waiting(causal: Any) -> Iterator[None]:
             delattr(module, name)
 
 
-def product(convolution: nn.Conv3d, x: Tensor) -> Tensor:
-    """`convolution(x)`, as a product where its kernel covers all of x (patches, channels, *kernel) at one place."""
-    has_one_place = x.shape[2:] == convolution.kernel_size and convolution.padding == (0, 0, 0)
-    if not has_one_place or convolution.dilation != (1, 1, 1) or convolution.groups != 1:
-        return nn.Conv3d.forward(convolution, x)
-    return F.linear(x.flatten(1), convolution.weight.flatten(1), convolution.bias)[..., None, None, None]
+class PatchProduct(nn.Conv3d):
+    """A convolution that is a product where its kernel covers all of x (patches, channels, *kernel) at one place."""
+
+    overcoat_eval = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        has_one_place = x.shape[2:] == self.kernel_size and self.padding == (0, 0, 0)
+        is_dense = self.dilation == (1, 1, 1) and self.groups == 1
+        if not (has_one_place and is_dense and (self.training or self.overcoat_eval)):
+            return super().forward(x)
+        return F.linear(x.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
+
+
+def multiply_patches(model: nn.Module, wanted: bool, in_eval: bool) -> None:
+    """Make a model's Conv3d products, in `train()` or always; or what they were, if not wanted."""
+    for module in model.modules():
+        if type(module) in (nn.Conv3d, PatchProduct):
+            module.__class__, module.overcoat_eval = PatchProduct if wanted else nn.Conv3d, in_eval  # type: ignore[assignment]
 
 
 def longest(tower: Any, grid: Tensor) -> dict[str, int]:

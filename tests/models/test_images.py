@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import overcoat
 from overcoat.kernels import attention
-from overcoat.models.images import MISMATCH, ImageMask, add, places, product, put
+from overcoat.models.images import MISMATCH, ImageMask, add, multiply_patches, places, put
 from overcoat.models.samples import freeze_tower, images, model_class, patches, tokens
 from tests.models.test_vision_language import MODELS, make_batch, make_model
 from tests.models.zoo import make_model as make_text_model
@@ -151,33 +152,41 @@ def test_a_convolution_of_single_patches_is_a_product(settings: dict[str, Any], 
     convolution = nn.Conv3d(3, 6, **{"kernel_size": size, **settings}, stride=size, bias=bias).double()
     x = torch.randn(5, 3, 2, 4, 7 if "dilation" in settings else 4, dtype=torch.float64)
     results = []
-    for forward in (convolution, lambda x: product(convolution, x)):
-        leaf, weights = x.clone().requires_grad_(), list(convolution.parameters())
-        y = forward(leaf)
-        results.append([y, *torch.autograd.grad(y.square().sum(), [leaf, *weights])])
+    for wanted in (False, True):
+        multiply_patches(convolution, wanted, False)
+        leaf = x.clone().requires_grad_()
+        y = convolution(leaf)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [leaf, *convolution.parameters()])])
     for ours, theirs in zip(*results, strict=True):
         assert ours.shape == theirs.shape
         assert torch.equal(ours, theirs) or (not settings and torch.allclose(ours, theirs, rtol=1e-12))
 
 
 @pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL"])
-def test_a_tower_multiplies_its_patches(name: str) -> None:
-    """And is as it was afterwards; what somebody put in the convolution's place runs."""
+def test_a_tower_multiplies_its_patches_while_it_trains(name: str) -> None:
+    """Recomputed in the backward, too; with `eval_fp8` in `eval()`; and not after another recipe."""
     model, batch = make_model(name), make_batch(name)
-    overcoat.convert(model.train())
-    embed = model.model.visual.patch_embed.proj
-    with Ops() as ops:
-        model(**batch).loss.backward()
-    assert "convolution" not in ops.seen
-    assert "forward" not in vars(embed)
-    embed.forward = own = functools.partial(nn.Conv3d.forward, embed)
-    with Ops() as ops:
-        model(**batch).loss.backward()
-    assert "convolution" in ops.seen
-    assert embed.forward is own
+    embed = model.model.visual.patch_embed
 
+    def convolves() -> bool:
+        with Ops() as ops:
+            loss = model(**batch).loss
+            if model.training:
+                loss.backward()
+        return "convolution" in ops.seen
 
-# ---- batches -------------------------------------------------------------------------------------------------------
+    overcoat.convert(model)
+    assert not convolves()
+    own, embed.forward = embed.forward, functools.partial(checkpoint, embed.forward, use_reentrant=False)
+    assert not convolves()
+    embed.forward = own
+    model.eval()
+    assert convolves()
+    overcoat.convert(model, eval_fp8=True)
+    assert not convolves()
+    overcoat.convert(model.train(), overcoat.Recipe.bf16())
+    assert convolves()
+    assert type(embed.proj) is nn.Conv3d
 
 
 @pytest.mark.parametrize("name", SEEING)
