@@ -203,9 +203,11 @@ def test_every_kernel_that_is_offered_gives_the_same_bits(size):
     exact = torch._scaled_mm(arguments[0], arguments[1].t(), *arguments[2:], out_dtype=torch.float32) + residual.float()
     assert sqnr(exact, gemm(*arguments, None, torch.bfloat16, True, residual)) > 45  # fast accumulation: 50 and more
     bias = torch.randn(columns, device="cuda", dtype=torch.bfloat16) * 1000
-    for added in (None, residual):
-        whole = exact + bias.float() - (residual.float() if added is None else 0.0)
-        assert sqnr(whole, gemm(*arguments, bias, torch.bfloat16, True, added)) > 45
+    biased = cublaslt.Plan(0, rows, columns, inner, E4M3.dtype, E4M3.dtype, True, True)
+    for place in range(len(biased.offers)):
+        biased.take(place)
+        assert sqnr(exact + bias.float(), biased.run(*arguments, 0, bias, residual)) > 45
+    assert sqnr(exact - residual.float() + bias.float(), gemm(*arguments, bias, torch.bfloat16, True)) > 45
 
     def mistakes(place: int) -> int:
         a = inputs[place]
