@@ -103,7 +103,7 @@ def convert(
     for name in report.converted:
         report.watch(name, layers[name])
     _choose_offloaded(model, layers, report)
-    multiply_patches(model, bool(report.converted), eval_fp8)
+    multiply_patches(model, report.converted, eval_fp8)
     if end is not None:
         report.head = _convert_head(end, recipe)
         if report.head.converted:

@@ -90,21 +90,27 @@ def without_waiting(causal: Any) -> Iterator[None]:
 class PatchProduct(nn.Conv3d):
     """A convolution that is a product where its kernel covers all of x (patches, channels, *kernel) at one place."""
 
-    overcoat_eval = False
+    overcoat_train = overcoat_eval = False
 
     def forward(self, x: Tensor) -> Tensor:
         has_one_place = x.shape[2:] == self.kernel_size and self.padding == (0, 0, 0)
         is_dense = self.dilation == (1, 1, 1) and self.groups == 1
-        if not (has_one_place and is_dense and (self.training or self.overcoat_eval)):
-            return super().forward(x)
+        wanted = self.overcoat_train if self.training else self.overcoat_eval
+        if not (wanted and has_one_place and is_dense):
+            return nn.Conv3d.forward(self, x)
         return F.linear(x.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
-def multiply_patches(model: nn.Module, wanted: bool, in_eval: bool) -> None:
-    """Make a model's Conv3d products, in `train()` or always; or what they were, if not wanted."""
-    for module in model.modules():
-        if type(module) in (nn.Conv3d, PatchProduct):
-            module.__class__, module.overcoat_eval = PatchProduct if wanted else nn.Conv3d, in_eval  # type: ignore[assignment]
+def multiply_patches(model: nn.Module, converted: list[str], in_eval: bool) -> None:
+    """Make the Conv3d beside converted layers (their names) products, in `train()` or always; others what they were."""
+    module: Any
+    for name, module in model.named_modules():
+        around = ".".join(name.split(".")[:-2])  # of tower.patch_embed.proj the tower
+        wanted = any(layer.startswith(f"{around}.".removeprefix(".")) for layer in converted)
+        if type(module) is (nn.Conv3d if wanted else PatchProduct):
+            module.__class__ = PatchProduct if wanted else nn.Conv3d
+        if isinstance(module, PatchProduct):  # also one that has been wrapped since
+            module.overcoat_train, module.overcoat_eval = wanted, wanted and in_eval
 
 
 def longest(tower: Any, grid: Tensor) -> dict[str, int]:
