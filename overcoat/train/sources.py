@@ -66,7 +66,10 @@ def find_files(patterns: list[str]) -> list[Path]:
             matches = [match for root in sorted(roots) for match in _python_files(Path(root), {"__pycache__"})]
         else:
             # A name may hold a pattern's signs: "chats[1].jsonl".
-            named = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+            is_name = os.path.isfile(pattern)
+            if is_name and not os.path.getsize(pattern):  # of a pattern's files some may be
+                raise ValueError(f"{pattern} is empty: leave it out")
+            named = [pattern] if is_name else glob.glob(pattern, recursive=True)
             named = [name for name in named if os.path.isfile(name)]
             matches = [(path, path.name) for path in map(Path, named)]
         if not matches:

@@ -211,7 +211,7 @@ def test_one_line_says_what_is_missing(
         "TABLE": tmp_path / "table.csv",
         "ZEROS": tmp_path / "zeros.txt",
     }
-    (tmp_path / "table.csv").touch()
+    (tmp_path / "table.csv").write_text("a,b")
     (tmp_path / "zeros.txt").write_text("a\0")
     (tmp_path / "nulls").mkdir()
     (tmp_path / "nulls/test.jsonl").write_text('{"text": "the cat"}\n{"text": null}\n')

@@ -54,7 +54,7 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
     LlamaConfig(**sizes, vocab_size=32000, max_position_embeddings=2048).save_pretrained(place / "wide")
     found, rows = [], []
     for size in ("12GB", "8GB", "6.5GB", "6GB"):
-        words = f"init {size}.toml --model ./wide --data chats.jsonl empty.md --seq 2048 --rows 16 --gpu-memory {size}"
+        words = f"init {size}.toml --model ./wide --data chats.jsonl --seq 2048 --rows 16 --gpu-memory {size}"
         assert cli.main(words.split()) == 0
         config = load_config(f"{size}.toml")
         assert (config.model.name, config.data.format, config.train.rows_per_step) == ("./wide", "messages", 16)
@@ -72,7 +72,8 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
         ("--model coat-1b --data 0.txt", "--model coat-1b has no weights to start from: --from-scratch"),
         ("--model shape --data 0.txt --gpu-memory 1GB", "not one row of 1024 tokens of shape fits 0.931 GiB"),
         ("--model shape --data 0.txt --gpu-memory 1MB", "fits 0.000931 GiB"),
-        ("--model shape --data empty.md", "empty.md: empty, no data"),
+        ("--model shape --data empty.md", "empty.md is empty: leave it out"),
+        ("--model shape --data *ty.md", "empty.md: empty, no data: give other files as --data"),
         ("--model shape --data latin.md", "latin.md is not UTF-8 text"),
         ("--model shape --data 0.txt --rows 2000000", "2048000000 tokens: must be at most"),
         ("--model shape --data odd.JSONL", "its fields are body; wanted are text, messages"),

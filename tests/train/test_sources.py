@@ -196,7 +196,7 @@ def test_a_stream_goes_on_where_it_stood(tmp_path: Path, taken: int) -> None:
 
 
 def test_a_stream_without_documents_or_with_fewer_than_before_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"data\.files have no documents with text: name others"):
         DocumentStream(DataConfig(files=[f"{tmp_path}/empty.jsonl"]), seed=1).take(1)
     stream = DocumentStream(numbered(tmp_path, 3), seed=1)
@@ -211,10 +211,18 @@ def test_a_file_named_twice_is_found_once_and_folders_are_not_files(tmp_path: Pa
     (tmp_path / "link.txt").symlink_to(tmp_path / "deep.txt/a.txt")
     patterns = [f"{tmp_path}/*.txt", f"{tmp_path}/**/a.txt"]
     assert find_files(patterns) == [(tmp_path / "deep.txt/a.txt").resolve()]
-    (tmp_path / "a[1].txt").touch()
+    (tmp_path / "a[1].txt").write_text("some text")
     assert find_files([str(tmp_path / "a[1].txt")]) == [(tmp_path / "a[1].txt").resolve()]
     with pytest.raises(ValueError, match=r"no files found for '.*deep\.txt' \(looked from "):
         find_files([str(tmp_path / "deep.txt")])
+
+
+def test_an_empty_file_is_refused_where_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "empty.txt").touch()
+    assert len(find_files([f"{tmp_path}/*.txt"])) == 2
+    with pytest.raises(ValueError, match=r"empty\.txt is empty: leave it out"):
+        find_files([f"{tmp_path}/text.txt", f"{tmp_path}/empty.txt"])
 
 
 def test_stdlib_is_found_without_tests_and_packages() -> None:
