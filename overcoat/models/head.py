@@ -47,7 +47,7 @@ from overcoat.models.images import without_waiting
 from overcoat.models.masks import causal_mask
 from overcoat.models.output import refuse_second_call, without_logits
 from overcoat.models.patches import why_all_patched, why_loss_patched, why_mode
-from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks
+from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, why_partitioned
 from overcoat.recipe import Recipe
 
 
@@ -303,6 +303,8 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
         return "lm_head is FP16, in which the gradient of a summed loss may overflow: use BF16"
     if getattr(model.config, "output_router_logits", False):
         return "output_router_logits is True, and the loss without logits has no term for the router"
+    if (reason := why_partitioned(head)) is not None:
+        return f"lm_head.{reason}"
     if has_hooks(head, HARMLESS_HOOKS):
         return "lm_head has hooks, which would not see logits"
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)

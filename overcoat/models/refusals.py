@@ -72,6 +72,8 @@ def reads_lengths(config: Any) -> bool:
 
 def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
     """The reason why a layer of a family cannot run in FP8, or None if it can."""
+    if (reason := why_partitioned(layer)) is not None:  # its weights have no sizes that heads could be counted by
+        return reason
     branches, reason = branches_of(layer, family, 1)
     if branches is None:
         return reason
@@ -89,6 +91,13 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
     if partial != 1.0 and not branches[0].core.heads.rotated:
         return f"partial_rotary_factor is {partial}; only 1.0 is supported"
     return family.refused(layer) or why_changed(layer, family, branches) or _why_other_weights(layer, branches)
+
+
+def why_partitioned(module: nn.Module) -> Optional[str]:
+    """Weights that ZeRO-3 has taken away, as `deepspeed.zero.Init` does before its engine hooks the modules."""
+    taken = (name for name, parameter in module.named_parameters() if hasattr(parameter, "ds_id"))
+    name = next(taken, None)
+    return name and f"{name} is partitioned by ZeRO-3: only the model's own code gathers it"
 
 
 def _why_other_weights(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[str]:

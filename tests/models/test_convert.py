@@ -771,6 +771,19 @@ def test_a_wrapped_layer_keeps_its_class():
     assert type(second).__name__ == "FSDPLayer"
 
 
+def test_parameters_that_zero_3_partitioned_are_left_alone():
+    """As `deepspeed.zero.Init` leaves them before its engine hooks the modules: without data."""
+    model = make_model(layers=2)
+    for parameter in model.parameters():
+        parameter.ds_id, parameter.data = 0, parameter.new_empty(0)
+    with pytest.warns(UserWarning, match="no decoder layer trains in FP8: self_attn.q_proj.weight is partitioned by Ze"):
+        report = overcoat.convert(model)
+    assert report.head is not None
+    assert (report.head.converted, report.head.detail[:30]) == (False, "lm_head.weight is partitioned ")
+    with pytest.raises(ValueError, match="is partitioned by ZeRO-3: only the model's own code gathers it"):
+        overcoat.convert(model, strict=True)
+
+
 @pytest.mark.parametrize(
     ("model", "recipe", "message"),
     [(None, None, "takes a model"), ("gpt2", None, "not 'gpt2'"), (nn.Linear(1, 1), "paper", "from_name")],
