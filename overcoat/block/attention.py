@@ -6,8 +6,8 @@ one group per token and head (2 U for multi-head attention, less with grouped qu
 q and k come back from 12 bits as they were (bf12.py), so the backward takes exp of the forward's own scores. An error
 there grows with the scores: with 8 bits gradients explode once they pass about 100. v is off by its code's error, so
 the backward also runs attention's forward again: dP - sum(do * o) cancels only if o is made of the same v. Then o need
-not be kept. The vector that all tokens' v have in common is taken out before v is encoded: a bias or an outlier channel
-cancels in attention's gradients, its quantization error would not.
+not be kept. The vector that all tokens' v have in common is taken out of each v that it makes smaller before that is
+encoded: a bias or an outlier channel cancels in attention's gradients, its quantization error would not.
 
 With "bf16" the 16-bit q, k, v and o are kept, and the log-sum-exp (4 U).
 

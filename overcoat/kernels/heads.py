@@ -6,6 +6,10 @@ q and k are kept in 12 bits (formats/bf12.py), v in an 8-bit code, a group per t
     lower       uint8 (T, (num_q + num_kv) * D/2): the lower bits of q and k, two in a byte
     group_amax  BF16 (T, num_q + 2 num_kv): the maximum of each head, of v less its center
 
+A head of v that is smaller with its center than without is kept as it is, and its maximum negative: else an error in
+proportion to the center would be all that is left of a v near 0. Where a row begins with the padding token, v and o are
+0 and the next norm's gradient 1 / sqrt(eps) times too large for any error of o.
+
 Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, P positions in cos and sin.
 """
 
@@ -24,6 +28,10 @@ from overcoat.kernels.instructions import to_float32
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import dense_rows
 from overcoat.kernels.tiles import load_inside
+
+# The least maximum that is stored negative: -0 is not below 0.
+TINY = 2.0**-126
+_TINY = tl.constexpr(TINY)
 
 
 def split_heads(qkv: Tensor, num_q: int, num_kv: int) -> Tuple[Tensor, Tensor, Tensor]:
@@ -113,9 +121,13 @@ def encode_heads(
     heads = num_q + num_kv
     qk, v = qkv.contiguous().float().unflatten(1, (heads + num_kv, -1)).split((heads, num_kv), 1)
     upper, lower, qk_amax = encode_bf12(qk)
-    v, v_amax = encode_groups(v if center is None else v - center.view(num_kv, -1), code, v.shape[2])
+    moved = v if center is None else v - center.view(num_kv, -1)
+    stays = v.abs().amax(-1) < moved.abs().amax(-1)
+    v, amax = encode_groups(torch.where(stays.unsqueeze(-1), v, moved), code, v.shape[2])
+    v_amax = amax.view(-1, num_kv)
+    v_amax = torch.where(stays, -v_amax.clamp(min=TINY), v_amax)
     codes = torch.cat((upper, v.view(torch.int8)), 1).flatten(1)
-    return codes, lower.flatten(1), torch.cat((qk_amax, v_amax.view(-1, num_kv)), 1)
+    return codes, lower.flatten(1), torch.cat((qk_amax, v_amax), 1)
 
 
 def decode_heads(
@@ -126,8 +138,11 @@ def decode_heads(
     qk, v = codes.unflatten(1, (heads + num_kv, -1)).split((heads, num_kv), 1)
     qk = decode_bf12(qk, lower.view(tokens, heads, -1), group_amax[:, :heads])
     v = v.contiguous().view(group_code(code).dtype)
-    v = decode_groups(Quantized(v, group_amax[:, heads:].reshape(-1, 1)), code, v.shape[2])
-    return torch.cat((qk, v if center is None else v + center.view(num_kv, -1)), 1).flatten(1)
+    amax = group_amax[:, heads:]
+    v = decode_groups(Quantized(v, amax.abs().reshape(-1, 1)), code, v.shape[2])
+    if center is not None:
+        v = v + torch.where(amax.unsqueeze(-1) < 0, 0.0, center.view(num_kv, -1))
+    return torch.cat((qk, v), 1).flatten(1)
 
 
 def empty_heads(qkv: Tensor, num_q: int, num_kv: int, code: str) -> Tuple[Tensor, Tensor, Tensor]:
@@ -151,17 +166,27 @@ def load_codes(pointer, lower_ptr, amax_ptr, known, inside, E: tl.constexpr, COD
         return load_bf12(upper1, nibbles & 15, amax), load_bf12(upper2, nibbles >> 4, amax)
     elif CODE == E4M3_CODE:
         upper1, upper2 = upper1.to(tl.float8e4nv, bitcast=True), upper2.to(tl.float8e4nv, bitcast=True)
+    amax = tl.abs(amax)
     return decode(upper1, amax, CODE), decode(upper2, amax, CODE)
 
 
 @triton.jit
+def head_magnitude(x1, x2):
+    """The largest |x| of each head (rows,), of its halves."""
+    return max_magnitude(larger(tl.abs(x1), tl.abs(x2)), 1)
+
+
+@triton.jit
 def store_codes(
-    pointer, lower_ptr, amax_ptr, x1, x2, known, inside, E: tl.constexpr, CODE: tl.constexpr, FINE: tl.constexpr
+    pointer, lower_ptr, amax_ptr, x1, x2, stays, known, inside, E: tl.constexpr, CODE: tl.constexpr, FINE: tl.constexpr
 ):
-    """Undone by `load_codes`."""
-    amax = max_magnitude(larger(tl.abs(x1), tl.abs(x2)), 1).to(tl.bfloat16)
-    tl.store(amax_ptr, amax, mask=known)
-    amax = amax.to(tl.float32)[:, None]
+    """Undone by `load_codes`. stays: which heads (rows,) get a negative maximum, or None."""
+    amax = head_magnitude(x1, x2).to(tl.bfloat16).to(tl.float32)
+    stored = amax
+    if stays is not None:
+        stored = tl.where(stays, -tl.maximum(amax, _TINY), amax)
+    tl.store(amax_ptr, stored.to(tl.bfloat16), mask=known)
+    amax = amax[:, None]
     if FINE:
         code1, code2 = pack_bf12(x1, amax), pack_bf12(x2, amax)
         store_halves(pointer, E, (code1 >> 4).to(tl.int8), (code2 >> 4).to(tl.int8), inside)

@@ -35,11 +35,12 @@ from torch import Tensor
 
 from overcoat.kernels import quantize
 from overcoat.kernels.codes import CODES
-from overcoat.kernels.device import EXACT, larger, max_magnitude, power_of_2
+from overcoat.kernels.device import EXACT, max_magnitude, power_of_2
 from overcoat.kernels.heads import (
     decode_heads,
     empty_heads,
     encode_heads,
+    head_magnitude,
     load_codes,
     load_halves,
     per_token,
@@ -51,7 +52,7 @@ from overcoat.kernels.heads import (
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, dense, kernel
 from overcoat.kernels.op import op
-from overcoat.kernels.tiles import raise_amax
+from overcoat.kernels.tiles import load_inside, raise_amax
 
 # A row of o is a mean of rows of v, so max |o| <= max |v|: this much more, as fused kernels round the mean's weights to
 # 16 bits, by 2^-9, and then o, to the next BF16 number at most.
@@ -93,7 +94,8 @@ def qk_rope_encode12_(
     qkv: Tensor, center: Optional[Tensor], cos: Tensor, sin: Tensor, q_weight: Optional[Tensor],
     k_weight: Optional[Tensor], eps: float, num_q: int, num_kv: int, code: str,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`qk_rope` in place; returns what was there before: q and k as bf12, v - center (num_kv * D,) in the 8-bit `code`.
+    """`qk_rope` in place; returns what was there before: q and k as bf12, v - center (num_kv * D,) in the 8-bit `code`,
+    or v where that is smaller (heads.py).
 
     Returns:
         codes int8 (T, (num_q + 2 num_kv) * D), the upper bits of q and k, then v's bytes; lower bits of q and k, uint8
@@ -149,14 +151,17 @@ def _take_heads(
     if DECODE:
         x1, x2 = load_codes(source_ptr + offsets, lower_ptr, amax_ptr, known, inside, E, CODE, FINE)
         if HAS_CENTER and not FINE:
-            x1, x2 = x1 + center1, x2 + center2
+            stays = (load_inside(amax_ptr, known).to(tl.float32) < 0.0)[:, None]
+            x1, x2 = x1 + tl.where(stays, 0.0, center1), x2 + tl.where(stays, 0.0, center2)
     else:
         x1, x2 = load_halves(source_ptr + offsets, E, inside)
     if ENCODE:
-        c1, c2 = x1, x2
+        c1, c2, stays = x1, x2, None
         if HAS_CENTER and not FINE:
             c1, c2 = x1 - center1, x2 - center2
-        store_codes(codes_ptr + offsets, lower_ptr, amax_ptr, c1, c2, known, inside, E, CODE, FINE)
+            stays = head_magnitude(x1, x2) < head_magnitude(c1, c2)
+            c1, c2 = tl.where(stays[:, None], x1, c1), tl.where(stays[:, None], x2, c2)
+        store_codes(codes_ptr + offsets, lower_ptr, amax_ptr, c1, c2, stays, known, inside, E, CODE, FINE)
     return x1, x2
 
 
@@ -222,7 +227,7 @@ def _rope_kernel(
             seen = tl.load(bound_ptr, cache_modifier=".cg")
         x1, x2 = _take_heads(*places, known, inside, E, HAS_CENTER, ENCODE, DECODE, CODE, False)
         if not DECODE:
-            raise_amax(bound_ptr, seen, max_magnitude(max_magnitude(larger(tl.abs(x1), tl.abs(x2)), 1), 0) * _MARGIN)
+            raise_amax(bound_ptr, seen, max_magnitude(head_magnitude(x1, x2), 0) * _MARGIN)
         if not IN_PLACE:
             store_halves(out_ptr + offsets, E, x1, x2, inside)
 

@@ -41,7 +41,9 @@ def dead_norms(model: nn.Module) -> None:
 
 
 class Case(NamedTuple):
-    """A kind of model, configuration fields, a batch, a recipe, and what is done to the parameters."""
+    """A kind of model, configuration fields, a batch, a recipe, what is done to the parameters, and whether documents
+    begin with the padding token: its embedding is 0, it sees itself alone, so its v and o are 0, and the next norm's
+    gradient is 1 / sqrt(eps) times as large as others."""
 
     kind: str
     fields: dict[str, Any] = {}  # noqa: RUF012
@@ -49,6 +51,7 @@ class Case(NamedTuple):
     shape: tuple[int, int] = (2, 61)
     recipe: Recipe = Recipe()
     change: Optional[Callable[[nn.Module], None]] = None
+    padding_first: bool = False
 
 
 LEANEST, BLOCKS, WHOLE_ATTENTION = Recipe.leanest(), Recipe(linear_scaling="block"), Recipe(kept_attention="bf16")
@@ -72,6 +75,9 @@ CASES = {
     "nearly all of q, k and v clipped": Case("olmo", {"clip_qkv": 0.1}),
     "clipped, recomputed": Case("olmo", {"clip_qkv": 0.2}, "packed", recipe=LEANEST),
     "sinks, attention whole": Case("gpt_oss", mask="packed", recipe=WHOLE_ATTENTION),
+    "padding first": Case("llama", {"pad_token_id": 0}, padding_first=True),
+    "padding first, recomputed": Case("llama", {"pad_token_id": 0}, "packed", recipe=LEANEST, padding_first=True),
+    "padding first, norms after": Case("olmo2", {"pad_token_id": 0}, "packed", padding_first=True),
     "sinks, recomputed": Case("gpt_oss", mask="packed", recipe=LEANEST),
 }
 
@@ -88,7 +94,12 @@ def made(case: Case, seed: int) -> tuple[Any, dict[str, Tensor]]:
     if case.change is not None:
         with torch.no_grad():
             case.change(model)
-    return model, make_batch(case.mask, *case.shape, seed=seed)
+    inputs = make_batch(case.mask, *case.shape, seed=seed)
+    if case.padding_first:
+        first = inputs["position_ids"] == 0 if case.mask == "packed" else torch.arange(case.shape[1]) == 0
+        inputs["input_ids"] = inputs["labels"] = inputs["input_ids"].masked_fill(first, 0)
+        assert not model.get_input_embeddings()(torch.tensor(0)).any()
+    return model, inputs
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
