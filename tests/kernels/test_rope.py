@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overcoat.formats import FLOAT8, Quantized, decode_groups, encode_groups
+from overcoat.formats import FLOAT8, encode_groups
 from overcoat.kernels import rope as ops
 from overcoat.kernels import rope_backward, rope_quantize
 from overcoat.kernels.heads import rope_gradient
