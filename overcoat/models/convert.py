@@ -261,10 +261,12 @@ def _parts(model: nn.Module, report: Report) -> list[str]:
     whole = whole_of(causal)
     if whole is None or not whole.vision:
         return []
-    lines = []
+    lines, modules = [], dict(causal.named_modules())
     for title, place in (("vision", whole.vision), ("connector", whole.connector), ("text", whole.text)):
+        if place not in modules:  # dropped, to train the text alone
+            continue
         inside = f"{path}.{place}.".removeprefix(".")
-        layers, weights = [row for row in report.layers if row.name.startswith(inside)], causal.get_submodule(place)
+        layers, weights = [row for row in report.layers if row.name.startswith(inside)], modules[place]
         state = ", ".join({str(weight.dtype).removeprefix("torch.") for weight in weights.parameters()})
         if layers:
             state = f"{sum(row.converted for row in layers)} of {len(layers)} layers in FP8"

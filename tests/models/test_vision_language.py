@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -250,6 +251,16 @@ def test_a_frozen_tower_keeps_nothing(name: str) -> None:
     of_blocks = sum(size for op, size in kept.by_op().items() if op.split(" ")[0] in ("attention", "mlp"))
     model.get_submodule(whole.text).requires_grad_(False)
     assert of_blocks > 0
+
+
+@pytest.mark.parametrize("drop", [lambda inner: delattr(inner, "visual"), lambda inner: setattr(inner, "visual", None)])
+def test_a_model_whose_tower_was_dropped_trains_its_text(drop: Callable[[Any], None]) -> None:
+    model, inputs = make_model("Qwen3VL"), make_batch("Qwen3VL")
+    drop(model.model)
+    report = overcoat.convert(model)
+    assert report.parts == ["text (model.language_model): 2 of 2 layers in FP8"]
+    model(input_ids=inputs["input_ids"].clamp(max=79), labels=inputs["labels"]).loss.backward()
+    assert set(report.running().values()) == {"FP8", "loss without logits"}
 
 
 def steps(name: str, graphs: bool, device: str) -> list[dict[str, Tensor]]:
