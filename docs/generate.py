@@ -26,6 +26,7 @@ MODEL_TYPES = (
     *("gemma", "gemma2", "gemma3_text", "phi3", "glm", "glm4", "cohere", "cohere2", "granite", "gpt_neox", "gpt2"),
     *("smollm3", "seed_oss", "ernie4_5", "helium", "exaone4", "arcee", "mixtral", "qwen3_moe", "olmoe", "gpt_oss"),
     *("phi", "stablelm", "nemotron", "hunyuan_v1_dense", "apertus"),
+    *("qwen2_5_vl", "qwen3_vl"),  # whose text layers are classes of their own
 )
 TINY = {
     "hidden_size": 64,
@@ -60,10 +61,10 @@ def support_matrix() -> str:
             others.append(title)
             continue
         head = "yes" if report.head is not None and report.head.converted else "no"
-        kind = report.layers[0].kind
+        kind = report.layers[-1].kind  # the text's, which comes after a tower's
         seen.add(kind)
         family = family_of_layer(kind)
-        parts = "all but router and experts" if "router" in report.layers[0].detail else "all"
+        parts = "all but router and experts" if "router" in report.layers[-1].detail else "all"
         lines.append(f"| {title} | `{model_type}` | `{kind}` | {parts} | {kept(family)} | {head} |")
     if missing := supported_layers() - seen:
         raise ValueError(f"docs/generate.py: add the model types of {', '.join(sorted(missing))} to MODEL_TYPES")
@@ -113,13 +114,17 @@ def encoders() -> str:
 def conversion(model_type: str) -> tuple[str, Any | None]:
     """The model's name, and the report of `convert` on one without data; None if there is nothing to convert."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     import overcoat
 
+    config_class = CONFIG_MAPPING[model_type]
+    sees = "vision_config" in config_class.sub_configs
+    config = config_class(text_config=TINY) if sees else config_class(**TINY)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TINY), dtype=torch.bfloat16)
-    title = type(model).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        model_class = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = model_class.from_config(config, dtype=torch.bfloat16)
+    title = re.sub("ForCausalLM|LMHeadModel|ForConditionalGeneration", "", type(model).__name__)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layers left alone: the page says it
         try:

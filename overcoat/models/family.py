@@ -51,7 +51,8 @@ class Family(NamedTuple):
 
     Attributes:
         module: its modeling module. layer, causal, norm: names of the layer's class in it, of the model's (a causal
-            one, or an encoder), and of the norm's; norm is None where norms are PyTorch's LayerNorm.
+            one, an encoder, or with trunk="" the text of a vision-language model), and of the norm's; norm is None
+            where norms are PyTorch's LayerNorm.
         centered: the norm subtracts the mean. plus_one: it multiplies by 1 + weight instead of weight.
         branches: the decoder layer and the batch size -> its branches, in the order in which they are computed.
         samples: small configurations for the tests, by name: fields beside those that all families share.
@@ -226,7 +227,9 @@ VISION_LANGUAGE = (
 def wholes() -> tuple[Whole, ...]:
     """All models whose loss can do without logits."""
     causal = [
-        Whole(f.module, f.causal, f.trunk, "lm_head", stack=f.stack) for f in families() if not f.encoder and f.causal
+        Whole(f.module, f.causal, f.trunk, "lm_head", stack=f.stack)
+        for f in families()
+        if f.causal and f.trunk and not f.encoder
     ]
     return (*causal, *VISION_LANGUAGE)
 

@@ -73,6 +73,7 @@ def q_scale(layer: Any, position_ids: Tensor) -> Tensor:
 WINDOW = {"sliding_window": 24, "head_dim": 64}
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 GROWING = ROPE | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}
+BY_PLACE = ROPE | {"mrope_section": [8, 12, 12]}
 RESIDUAL = {"residual_multiplier": 0.3}
 MULTIPLIERS = RESIDUAL | {"attention_multiplier": 0.2, "embedding_multiplier": 6.0, "logits_scaling": 0.7}
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -87,8 +88,14 @@ FAMILIES = (
     ),
     Family.of("qwen2", "Qwen2", branches, {"qwen2": {}}),
     Family.of("qwen3", "Qwen3", branches, {"qwen3": {"head_dim": 64}}),
-    Family.of("qwen2_5_vl", "Qwen2_5_VL", branches, {}, causal=""),
-    Family.of("qwen3_vl", "Qwen3VLText", branches, {}, causal=""),
+    Family.of(
+        "qwen2_5_vl", "Qwen2_5_VL", branches, {"qwen2.5-vl": {"rope_parameters": BY_PLACE}},
+        causal="Qwen2_5_VLTextModel", trunk="",
+    ),
+    Family.of(
+        "qwen3_vl", "Qwen3VLText", branches, {"qwen3-vl": {"head_dim": 64, "rope_parameters": BY_PLACE}},
+        causal="Qwen3VLTextModel", trunk="",
+    ),
     Family.of("seed_oss", "SeedOss", branches, {"seed_oss": {"head_dim": 64, "residual_dropout": 0.0}}),
     # Norms multiply by 1 + weight; GELU is the gate's activation.
     Family.of("gemma", "Gemma", branches, {"gemma": {"head_dim": 64}}, plus_one=True),

@@ -56,7 +56,8 @@ def kept_by(model, recipe, kind="causal", length=LENGTH):
     ("kind", "recipe"),
     [
         *(("llama", recipe) for recipe in RECIPES),
-        *((kind, "default") for kind in KINDS if kind != "llama"),
+        # Estimates of a vision-language model have images: below.
+        *((kind, "default") for kind, (family, _) in KINDS.items() if family.trunk and kind != "llama"),
         *((kind, "leanest") for kind in ("gemma2", "gpt_neox", "mixtral", "olmo2", "starcoder2")),  # each wiring once
     ],
 )

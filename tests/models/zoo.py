@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overcoat.models.family import Family, families
+from overcoat.models.family import VISION_LANGUAGE, Family, families
 
 VOCAB = 512
 # By name: the family, and what the configuration has beside the fields below; encoders apart.
@@ -44,7 +44,6 @@ def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides:
     """A BF16 model with grouped-query heads, uneven norm weights and non-zero biases."""
     torch.manual_seed(seed)
     family, extra = KINDS[kind]
-    model_class = getattr(importlib.import_module(family.module), family.causal)
     values = dict(  # noqa: C408
         hidden_size=256,
         intermediate_size=304,  # two groups of 128 and a part of one
@@ -56,8 +55,23 @@ def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides:
         attn_implementation="sdpa",
         attention_dropout=0.0,
     )
-    model = model_class(model_class.config_class(**{**values, **extra, **overrides})).to(torch.bfloat16)
+    model = _with_loss(family, {**values, **extra, **overrides}).to(torch.bfloat16)
     return _unevenly(model, family.plus_one)
+
+
+def _with_loss(family: Family, fields: dict[str, Any]) -> nn.Module:
+    """The text of a vision-language model as this one without its tower."""
+    module = importlib.import_module(family.module)
+    if family.trunk:
+        model_class = getattr(module, family.causal)
+        return model_class(model_class.config_class(**fields))
+    whole = next(whole for whole in VISION_LANGUAGE if whole.module == family.module)
+    model_class = getattr(module, whole.name)
+    tower = {"depth": 0, "hidden_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    model = model_class(model_class.config_class(text_config=fields, vision_config=tower))
+    owner, _, name = whole.vision.rpartition(".")
+    delattr(model.get_submodule(owner), name)
+    return model
 
 
 def _unevenly(model: nn.Module, plus_one: bool = False) -> nn.Module:
