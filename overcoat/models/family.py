@@ -219,6 +219,7 @@ VISION_LANGUAGE = (
     _of("idefics3", "Idefics3", "model.vision_model", "model.connector", "model.text_model"),
     _of("smolvlm", "SmolVLM", "model.vision_model", "model.connector", "model.text_model"),
     _of("paligemma", "PaliGemma"),
+    _of("gemma3", "Gemma3"),
     _of("internvl", "InternVL", reads_mask=False),
     _of("mistral3", "Mistral3", reads_mask=False),
 )

@@ -75,6 +75,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = 
         {"projection_dim": 64, "hidden_size": 64},
         16,
     ),
+    "Gemma3": (
+        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32},
+        {**VISION, "vision_use_head": False},
+        {"mm_tokens_per_image": 16},
+        16,
+    ),
     "InternVL": (
         {"model_type": "qwen2"},
         {**VISION, "image_size": [16, 16], "patch_size": [4, 4]},
@@ -104,6 +110,8 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> nn
                 parameter.copy_(0.1 * torch.randn_like(parameter))
             elif "norm" in key or "lambda" in key:
                 parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+            elif key.endswith("projection_weight"):  # Gemma 3's is zero
+                parameter.copy_(0.1 * torch.randn_like(parameter))
     return model.train()
 
 
@@ -133,6 +141,8 @@ def make_batch(name: str) -> dict[str, Any]:
         inputs["pixel_values"] = pixels
     if name == "PaliGemma":
         inputs["token_type_ids"] = torch.zeros_like(ids)
+    elif name == "Gemma3":
+        inputs["token_type_ids"] = (ids == IMAGE).int()
     return inputs
 
 
@@ -221,6 +231,30 @@ def test_text_that_sees_all_tokens_is_transformers_own(packed: bool) -> None:
         seen.append(embeds.grad[0].abs().sum(-1) > 0)
     assert torch.equal(*seen)
     assert seen[0][20] != packed
+
+
+@pytest.mark.filterwarnings("error:this layer trains in its original precision")
+@pytest.mark.parametrize("padded", [False, True])
+def test_tokens_of_one_image_see_each_other(padded: bool) -> None:
+    """Gemma 3's, in both directions, also beyond a window's first token; no image sees a later one."""
+    original = make_model("Gemma3")
+    model = copy.deepcopy(original)
+    report = overcoat.convert(model)
+    kinds = torch.zeros(1, 64, dtype=torch.int32)
+    kinds[0, 4:24], kinds[0, 30:50] = 1, 1
+    mask = (torch.arange(64) > 1).long()[None] if padded else None
+    for first, token, last in ((4, 8, 23), (30, 33, 49), (50, 55, 55)):
+        seen = []
+        for each in (original, model):
+            embeds = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+            hidden = each.model(inputs_embeds=embeds, token_type_ids=kinds, attention_mask=mask).last_hidden_state
+            hidden[0, token].sum().backward()
+            seen.append(embeds.grad[0].abs().sum(-1) > 0)
+        assert torch.equal(*seen)
+        assert seen[0][first : last + 1].all()
+        assert seen[0].nonzero().max() == last
+        assert bool(seen[0][0]) != padded
+    assert [report.running()[f"model.language_model.layers.{place}"] for place in (0, 1)] == ["FP8"] * 2
 
 
 @pytest.mark.parametrize("name", ["Llava", "Qwen3VL"])
