@@ -7,7 +7,8 @@
                   + 6 L T S d        attention; L layers, d = heads x head width: 4 S^2 d forward per sequence, twice
                                      that backward, halved because causal
                  + of a vision tower the same of its own, not halved; of a frozen one the forward alone
-    kept        allocated between forward and backward; not of CUDA graphs, whose memory stays
+    kept        allocated between forward and backward; of CUDA graphs in the first pass, before their memory stays, and
+                with what the first pass of any model leaves, as workspaces
     peak        the most allocated during the timed steps: weights, gradients, optimizer, activations. With CUDA graphs
                 the most ever: theirs is allocated when they are recorded, before, and stays
 
@@ -168,7 +169,7 @@ def _measure_rank(rank: int, folder: str, name: str, work: Work, steps: int, dev
 def _measure(name: str, work: Work, steps: int, device: str) -> Row:
     training, graphs = Training(name, work, device), trainer_of(name).engine.graphs
     for index in range(WARMUP):
-        training.counts = index == WARMUP - 1 and not graphs
+        training.counts = index == (0 if graphs else WARMUP - 1)
         training.step()
     training.counts = False
     synchronize()
@@ -183,7 +184,7 @@ def _measure(name: str, work: Work, steps: int, device: str) -> Row:
         "tokens_per_second": work.batch * work.sequence / timing["ms"] * 1e3,
         "TFLOP_per_s": training.flops / timing["ms"] / 1e9,
         "parameters": training.parameters,
-        **({} if graphs else {"kept_bytes": training.kept_bytes}),
+        "kept_bytes": training.kept_bytes,
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "loss": loss,

@@ -161,6 +161,7 @@ def test_the_peak_of_graphs_counts_what_recording_them_allocates() -> None:
     kept = 4 * 5.5 * rows * tokens * 512 * 2
     states = (2 + 2 + 3) * figures["parameters"]  # weight, gradient, moments and remainder
     assert figures["peak_bytes"] > kept + states
+    assert kept < figures["kept_bytes"] < 1.3 * kept + 2**27  # with cuBLAS's workspaces and the like
 
 
 @pytest.mark.gpu
@@ -169,7 +170,7 @@ def test_the_peak_of_graphs_counts_what_recording_them_allocates() -> None:
 )
 def test_a_tiny_run_measures_speed_and_memory(name: str) -> None:
     figures = measure(name, Work(Model("LlamaConfig", sizes(512, 1024, 2, 4, 4, 1024)), 2, 256), 2)
-    assert ("kept_bytes" in figures) is ("graphs" not in name)
+    assert figures["kept_bytes"] > 0
     assert figures["tokens_per_second"] == pytest.approx(2 * 256 / figures["ms"] * 1e3)
     assert figures["reserved_bytes"] >= figures["peak_bytes"] > 2 * figures["parameters"]
     assert 0 < figures["loss"] < 20
