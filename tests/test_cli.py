@@ -221,7 +221,7 @@ def test_help_needs_no_pytorch_and_answers_at_once() -> None:
     seconds = time.perf_counter() - started
     assert "predict the memory of training" in done.stdout
     assert done.stdout.endswith("loaded: []\n"), done.stderr
-    assert seconds < 2.0  # 0.1 on an idle machine
+    assert seconds < 0.5  # 0.05 on an idle machine
 
 
 @pytest.mark.nightly
@@ -230,4 +230,4 @@ def test_an_estimate_is_there_within_seconds() -> None:
     command = [sys.executable, "-m", "overcoat", "estimate", "--model", "llama-2-7b", "--batch", "4"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.startswith("6.738 B parameters, batch 4 x 2048 tokens\n"), done.stderr
-    assert time.perf_counter() - started < 20.0  # 4 on an idle machine
+    assert time.perf_counter() - started < 10.0  # 3.5 on an idle machine

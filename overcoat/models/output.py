@@ -1,7 +1,7 @@
 """What a model returns that computed its loss without logits: in their place something that says so when it is used.
 
 It is an attribute of the result and no item, as None was: accelerate, DataParallel and FSDP go through the items, and
-make a result of the same class of them, which has the attribute again.
+make a result of the same class of them, which has the attribute again. Who asks for the item gets the same answer.
 """
 
 from __future__ import annotations
@@ -54,6 +54,15 @@ class WithoutLogits:
         super().__post_init__()  # type: ignore[misc]
         if self.logits is None:
             object.__setattr__(self, "logits", NO_LOGITS)
+
+    def __getitem__(self, key: Any) -> Any:
+        # Of a tuple the logits would be the second, and others come after them.
+        if self.logits is NO_LOGITS and (key == "logits" or (isinstance(key, int) and key > 0)):
+            raise ValueError(MISSING)
+        return super().__getitem__(key)  # type: ignore[misc]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.logits if key == "logits" else super().get(key, default)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         fields: Any = type(self).__dataclass_fields__  # type: ignore[attr-defined]

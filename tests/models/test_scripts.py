@@ -102,6 +102,20 @@ def test_the_first_use_of_missing_logits_names_the_remedy(use: str) -> None:
         USES[use](model(**make_batch()).logits)
 
 
+def test_missing_logits_are_missed_as_items_too() -> None:
+    model = make_model("llama", layers=1)
+    overcoat.convert(model)
+    result = model(**make_batch())
+    for key in ("logits", 1):
+        with pytest.raises(ValueError, match=REMEDY):
+            result[key]
+    assert result.get("logits") is NO_LOGITS
+    assert result["loss"] is result[0] is result.get("loss") is result[:1][0]
+    assert result.get("hidden_states") is None
+    whole = model(**make_batch(), output_logits=True)
+    assert whole["logits"] is whole[1] is whole.get("logits") is whole.logits
+
+
 def test_missing_logits_outlive_what_libraries_do_with_results() -> None:
     """They are no item of the result, and whoever makes a result of its items makes them again."""
     from torch.utils._pytree import tree_map
