@@ -1,4 +1,4 @@
-"""Accelerate with FSDP2: accelerate launch --num_processes 2 examples/accelerate_fsdp2.py"""
+"""Accelerate with FSDP2, on GPUs: accelerate launch --num_processes 2 examples/accelerate_fsdp2.py"""
 
 import torch
 from accelerate import Accelerator

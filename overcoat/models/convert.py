@@ -1,8 +1,9 @@
 """`convert`: turn a model's decoder layers to FP8 and its loss to one without logits, in place.
 
 A layer keeps its parameters, submodules, hooks and names; only its class changes, to a subclass of its own class, of
-the same name, whose forward computes in FP8 while training (models/decoder.py); the model and its lm_head likewise
-(models/head.py). So checkpoints, `save_pretrained`, `from_pretrained`, FSDP2 and `generate` see the model they know.
+the same name, whose forward computes in FP8 while training (models/decoder.py); the model likewise, and its lm_head to
+`LossHead` (models/head.py). So checkpoints, `save_pretrained`, `from_pretrained`, FSDP2 and `generate` see the model
+they know.
 """
 
 from __future__ import annotations
