@@ -59,6 +59,13 @@ def examples(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
             found["prompt"] = data.prompt_template.replace("{prompt}", found["prompt"])
         if data.images:
             found["images"] = place_images(found["messages"], row, where)
+        else:
+            named = _named_images(found, row)
+            require(
+                not named,
+                f"{where}: {named} names images, which would be left out: set data.images to their folder, with "
+                "data.format = 'messages' and a vision-language model.name, or remove them from the rows",
+            )
         if str not in kinds and row.get("tools"):
             found["tools"] = _tools(row["tools"], f"{where}: 'tools'")
         yield where, found
@@ -108,6 +115,17 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         if as_text(part.get("type"), f"{place}.type") == "text":
             as_text(part.get("text"), f"{place}.text")
     return given
+
+
+def _named_images(found: dict[str, Any], row: Any) -> str:
+    """What of a row names images: a field that is not empty, or a part of its messages; "" if nothing does."""
+    for key in ("images", "image"):
+        value = row.get(key)
+        if any(value) if isinstance(value, list) else value:
+            return repr(key)
+    contents = [message.get("content") for said in found.values() if isinstance(said, list) for message in said]
+    parts = (part["type"] for content in contents if isinstance(content, list) for part in content)
+    return next((f"a part of type {each!r}" for each in parts if "image" in each), "")
 
 
 def place_images(messages: list[dict[str, Any]], row: Any, where: str) -> list[str]:

@@ -238,6 +238,42 @@ def test_a_pair_of_another_shape_is_named(row: Any, why: str, tmp_path: Path) ->
         list(examples(DataConfig(files=[str(tmp_path / "a.txt")], format="messages")))
 
 
+ANSWER = {"role": "assistant", "content": "b"}
+WITH_IMAGE = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}
+WITH_PATH = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "path": "0.png"}]}
+WITH_MARK = {"from": "human", "value": "<image>\na"}
+WITHOUT = {"role": "user", "content": "an <image>?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"images": ["0.png"], "messages": [WITH_IMAGE, ANSWER]}, "'images'"),
+        ({"image": "0.png", "messages": [WITH_MARK, ANSWER]}, "'image'"),
+        ({"images": ["0.png"], "messages": [WITHOUT, ANSWER]}, "'images'"),
+        ({"messages": [WITH_PATH, ANSWER]}, "a part of type 'image'"),
+        ({"messages": [WITHOUT, ANSWER, WITH_IMAGE, ANSWER], "images": []}, "a part of type 'image'"),
+        ({"prompt": [WITH_PATH], "completion": [ANSWER]}, "a part of type 'image'"),
+        ({"prompt": "a", "completion": "b", "images": ["0.png"]}, "'images'"),
+    ],
+)
+def test_images_are_never_left_out_in_silence(
+    row: dict[str, Any], named: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    kind = "messages" if "messages" in row else "prompt-completion"
+    plain = {"messages": [WITHOUT, ANSWER]} if kind == "messages" else {"prompt": "a", "completion": "b"}
+    before = [{**plain, "images": [], "image": ""}, {**plain, "images": None}, {**plain, "images": [None]}]
+    file = write_jsonl(tmp_path / "a.jsonl", [*before, row])
+    config = chat_config(make_config, tmp_path, f"data.files={file}", f"data.format={kind}")
+    why = rf"a\.jsonl:4: {re.escape(named)} names images, .*: set data\.images to their folder, .*, or remove them"
+    with pytest.raises(ValueError, match=why) as caught:
+        open_corpus(config, lambda _: None)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.rglob("tokens.bin"))
+    write_jsonl(file, before * 30)
+    open_corpus(config, lambda _: None)
+
+
 def test_a_template_whose_mask_cannot_be_known_is_refused() -> None:
     data = DataConfig(files=["a"], format="messages")
     plain = tokenizer_of("qwen3")
