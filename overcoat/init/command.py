@@ -32,6 +32,7 @@ UNTOLD = (
     "vocab_size", "architectures", "transformers_version", "dtype", "torch_dtype", "quantization_config",
     "_attn_implementation",
 )  # fmt: skip
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # files of a model's, whole or in parts
 # Ways to less memory, where not one row fits without.
 LEANER: tuple[dict[str, Any], ...] = ({}, {"optimizer.offload": True})
 
@@ -87,10 +88,8 @@ def _answer(question: str) -> str:
 def _model(parsed: argparse.Namespace) -> dict[str, Any]:
     shape = MODELS.get(parsed.model) if not Path(parsed.model).exists() else None
     if not parsed.from_scratch:
-        require(
-            shape is None or bool(shape.checkpoint),
-            f"--model {parsed.model} has no weights to start from: --from-scratch",
-        )
+        has_weights = shape.checkpoint if shape else _may_have_weights(Path(parsed.model))
+        require(bool(has_weights), f"--model {parsed.model} has no weights to start from: --from-scratch")
         return {"model.name": shape.checkpoint if shape else parsed.model}
     config = load_model_config(parsed.model)
     fields = {
@@ -113,6 +112,11 @@ def _model(parsed: argparse.Namespace) -> dict[str, Any]:
         **_flat("model.config", {"model_type": config.model_type, **kept}),
         "tokenizer.vocab_size": config.vocab_size,
     }
+
+
+def _may_have_weights(path: Path) -> bool:
+    """Not of a file, nor of a folder without those that transformers reads; what is not here may be a hub name."""
+    return not path.exists() or any(any(path.glob(name)) for name in WEIGHTS)
 
 
 def _flat(place: str, table: dict[str, Any]) -> dict[str, Any]:

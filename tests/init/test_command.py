@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,6 +23,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     LlamaConfig(**SIZES, vocab_size=300, max_position_embeddings=64, rope_parameters=rope).save_pretrained(
         tmp_path / "shape"
     )
+    shutil.copytree(tmp_path / "shape", tmp_path / "bare")
+    (tmp_path / "bare/training_args.bin").touch()
+    (tmp_path / "shape/model.safetensors").touch()
     for number in range(8):
         (tmp_path / f"{number}.txt").write_text(f'document {number} " of words ' * 30)
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
@@ -52,6 +56,7 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
     """Of two layers of Llama-2-7B."""
     sizes = dict(zip(SIZES, (4096, 11008, 2, 32)))
     LlamaConfig(**sizes, vocab_size=32000, max_position_embeddings=2048).save_pretrained(place / "wide")
+    (place / "wide/pytorch_model-00001-of-00002.bin").touch()
     found, rows = [], []
     for size in ("12GB", "8GB", "6.5GB", "6GB"):
         words = f"init {size}.toml --model ./wide --data chats.jsonl --seq 2048 --rows 16 --gpu-memory {size}"
@@ -70,6 +75,8 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
         ("--data 0.txt", "--model is missing, and there is no terminal to ask on"),
         ("--model shape", "--data is missing, and there is no terminal to ask on"),
         ("--model coat-1b --data 0.txt", "--model coat-1b has no weights to start from: --from-scratch"),
+        ("--model bare --data 0.txt", "--model bare has no weights to start from: --from-scratch"),
+        ("--model shape/config.json --data 0.txt", "config.json has no weights to start from: --from-scratch"),
         ("--model shape --data 0.txt --gpu-memory 1GB", "not one row of 1024 tokens of shape fits 0.931 GiB"),
         ("--model shape --data 0.txt --gpu-memory 1MB", "fits 0.000931 GiB"),
         ("--model shape --data empty.md", "empty.md is empty: leave it out"),
