@@ -89,7 +89,7 @@ FAMILIES = (
     Family.of("qwen2", "Qwen2", branches, {"qwen2": {}}),
     Family.of("qwen3", "Qwen3", branches, {"qwen3": {"head_dim": 64}}),
     Family.of(
-        "qwen2_5_vl", "Qwen2_5_VL", branches, {"qwen2.5-vl": {"rope_parameters": BY_PLACE}},
+        "qwen2_5_vl", "Qwen2_5_VL", branches, {"qwen2.5-vl": {"hidden_size": 256, "rope_parameters": BY_PLACE}},
         causal="Qwen2_5_VLTextModel", trunk="",
     ),
     Family.of(
