@@ -4,12 +4,15 @@
     overcoat init small.toml --model smollm2-135m --from-scratch --data 'texts/*.txt'
 
 Asks for what is left out, on a terminal. The estimate chooses how many rows pass at once and, where not one fits, block
-checkpoints (recipe "leanest"), then moments in host memory. No weights are read.
+checkpoints (recipe "leanest"), then moments in host memory. No weights are read. Where conversations name images, it
+looks for these beside the data and in the folders there.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import sys
 import warnings
@@ -19,13 +22,18 @@ from typing import Any
 import torch
 
 from overcoat.estimate.command import memory_size, positive
+from overcoat.estimate.dry_run import own_loss
+from overcoat.models.samples import sees
 from overcoat.models.shapes import MODELS, load_model_config
+from overcoat.train.chat import image_paths
 from overcoat.train.config import require, said_of
 from overcoat.train.configfile import all_keys, build_config, tomllib
 from overcoat.train.fit import choose_fit
 from overcoat.train.sources import NOT_TEXT, ROWS, as_object, find_files, has_rows, read_documents, read_rows
 
 GIBI = 2**30
+FIRST_ROWS = 100  # among which those that name images are looked for
+IMAGE_SIDE = 512  # pixels, of the image in each row that is planned with, if the model takes any
 ASKED = {"model": "Model (a Hugging Face name, a folder, or a built-in shape)", "data": "Data (files or a dataset)"}
 # Keys of a model's configuration that are not written: other keys decide them, or training does not need them.
 UNTOLD = (
@@ -91,7 +99,8 @@ def _model(parsed: argparse.Namespace) -> dict[str, Any]:
         has_weights = shape.checkpoint if shape else _may_have_weights(Path(parsed.model))
         require(bool(has_weights), f"--model {parsed.model} has no weights to start from: --from-scratch")
         return {"model.name": shape.checkpoint if shape else parsed.model}
-    config = load_model_config(parsed.model)
+    config = load_model_config(parsed.model, with_images=True)
+    require(not sees(config), f"--model {parsed.model} sees images, and starts from weights: leave --from-scratch out")
     fields = {
         key: value
         for key, value in config.to_diff_dict().items()
@@ -147,7 +156,7 @@ def _data(names: list[str]) -> dict[str, Any]:
     where, row = next(iter(read_rows(first)), (str(first), {}))
     keys = set(as_object(row, where))
     if messages := [key for key in ("messages", "conversations") if key in keys]:
-        return {**found, "data.format": "messages", "data.messages_key": messages[0]}
+        return {**found, "data.format": "messages", "data.messages_key": messages[0], **_images(first, messages[0])}
     if {"prompt", "completion"} <= keys:
         return {**found, "data.format": "prompt-completion"}
     require(
@@ -156,6 +165,23 @@ def _data(names: list[str]) -> dict[str, Any]:
         "completion: rename one, or set data.text_key in a file of your own",
     )
     return found
+
+
+def _images(file: Path, key: str) -> dict[str, Any]:
+    """The folder of the images that the first rows name, if they do: the file's own, or one in it."""
+    named = (image_paths(row, key, where) for where, row in itertools.islice(read_rows(file), FIRST_ROWS))
+    path = next((paths[0] for paths in named if paths), None)
+    if path is None:
+        return {}
+    folders = [file.parent, *sorted(each for each in file.parent.iterdir() if each.is_dir())]
+    folder = next((each for each in folders if (each / path).is_file()), None)
+    if folder is None:
+        raise ValueError(
+            f"{file} names the image {path}, which is neither beside it nor in a folder there: move the images, or set "
+            "data.images in a file of your own, like configs/llava-1.5-7b.toml"
+        )
+    here = Path.cwd()
+    return {"data.images": str(folder.relative_to(here) if folder.is_relative_to(here) else folder)}
 
 
 def _training(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -174,15 +200,25 @@ def _fitted(values: dict[str, Any], parsed: argparse.Namespace, memory: int | No
         rows = next(size for size in (4, 3, 2, 1) if parsed.rows % size == 0)
         chosen = f"{rows} rows in a forward pass; no GPU's memory was planned with (--gpu-memory)"
         return {**values, "recipe.name": "default", **_rows(parsed.rows, rows)}, chosen
-    model = load_model_config(values.get("model.name", parsed.model))
+    has_images = "data.images" in values
+    with said_of("", after="; configs/llava-1.5-7b.toml is an example of a file of your own" if has_images else ""):
+        model = load_model_config(values.get("model.name", parsed.model), with_images=True)
+    require(
+        sees(model) or not has_images,
+        f"the rows of --data name images, which --model {parsed.model} does not see: name a vision-language model, or "
+        "remove them from the rows",
+    )
+    with_image = functools.partial(own_loss, side=IMAGE_SIDE)
     for way in LEANER:
         auto = {"train.batch_size": "auto", "train.global_batch_size": parsed.rows}
-        text = _written(Path(parsed.config), {**values, **way, **auto}, "")
-        fit = choose_fit(build_config(tomllib.loads(text), []), model, memory)
+        planned = {key: value for key, value in {**values, **way, **auto}.items() if key != "data.images"}
+        config = build_config(tomllib.loads(_written(Path(parsed.config), planned, "")), [])
+        fit = choose_fit(config, model, memory, loss_of=with_image if has_images else None)
         if fit is not None:
             recipe = "leanest" if fit.block_checkpoints else "default"
             chosen = f"{fit.micro_batch} of {parsed.rows} rows fit {memory / GIBI:.3g} GiB at once, recipe {recipe}"
             chosen += ", moments in host memory" if way else ""
+            chosen += f", with one image in each (of {IMAGE_SIDE} pixels a side, if not fixed)" if has_images else ""
             return {**values, **way, "recipe.name": recipe, **_rows(parsed.rows, fit.micro_batch)}, chosen
     raise ValueError(
         f"not one row of {parsed.seq} tokens of {parsed.model} fits {memory / GIBI:.3g} GiB, with block checkpoints or "

@@ -157,6 +157,12 @@ def place_images(messages: list[dict[str, Any]], row: Any, where: str) -> list[s
     return paths
 
 
+def image_paths(row: Any, key: str, where: str) -> list[str]:
+    """The images that a row with messages names."""
+    found = {"messages": _messages(field_of(row, key, "data.messages_key", where), f"{where}: {key!r}")}
+    return place_images(found["messages"], row, where) if _named_images(found, row) else []
+
+
 def read_image(path: Path) -> Any:
     """An RGB image (PIL)."""
     pillow = load_extra("PIL.Image", "hf", "data.images")

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 import overcoat
+from overcoat.estimate.dry_run import LossOf
 from overcoat.estimate.predict import CONTEXT, Predictor
 from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import ONE, Cluster
@@ -199,11 +200,13 @@ def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fi
     return fit
 
 
-def choose_fit(config: Config, model: Any, memory: int, cluster: Cluster = ONE) -> Fit | None:
+def choose_fit(
+    config: Config, model: Any, memory: int, cluster: Cluster = ONE, loss_of: LossOf | None = None
+) -> Fit | None:
     """The largest micro-batch of a step's rows that fits into `memory` bytes, less SAFETY but for the leanest of all;
     with block checkpoints where not a single row fits without them and `train.on_oom` allows them; None: nothing fits.
-    cluster: as of `rows_of_process`."""
-    predictor = Predictor(model, loss_for_estimates(config.data.masks_documents))
+    cluster: as of `rows_of_process`; loss_of: a step's loss, if not that of text."""
+    predictor = Predictor(model, loss_of or loss_for_estimates(config.data.masks_documents))
 
     def needed(fit: Fit) -> int:
         setup, shards = training_setup(config, fit, cluster), max(num_shards(config.parallel), cluster.sharding)

@@ -9,9 +9,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig, MistralConfig, Qwen2_5_VLConfig
 
 from overcoat import cli
+from overcoat.models.shapes import MODELS
 from overcoat.train.configfile import load_config
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -30,6 +31,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"{number}.txt").write_text(f'document {number} " of words ' * 30)
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/0.png").touch()
+    seen = [
+        chats[0],
+        {"image": "0.png", "messages": [{"role": "user", "content": "<image>a"}, chats[0]["messages"][1]]},
+    ]
+    (tmp_path / "seen.jsonl").write_text("\n".join(map(json.dumps, seen)))
+    (tmp_path / "lost.jsonl").write_text(json.dumps({**seen[1], "image": "1.png"}))
+    Qwen2_5_VLConfig().save_pretrained(tmp_path / "unknown")
+    (tmp_path / "unknown/model.safetensors").touch()
     (tmp_path / "odd.JSONL").write_text('{"body": "x"}')
     for name, first in (("none", "{}"), ("lists", "[1, 2]"), ("true", "true")):
         (tmp_path / f"{name}.jsonl").write_text(first)
@@ -69,6 +80,20 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
     assert rows[0] > rows[1] > rows[2]
 
 
+@pytest.mark.parametrize("name", ["llava-1.5-7b", "qwen3-vl-8b"])
+def test_images_that_rows_name_are_planned_with(name: str, place: Path) -> None:
+    """The built-in shapes that see; text alone takes more rows."""
+    rows = {}
+    for data in ("seen", "chats"):
+        words = f"init {data}.toml --model {name} --data {data}.jsonl --rows 840 --gpu-memory 80GB"
+        assert cli.main(words.split()) == 0
+        config = load_config(f"{data}.toml")
+        assert config.model.name == MODELS[name].checkpoint
+        assert config.data.images == ("pictures" if data == "seen" else "")
+        rows[data] = config.train.batch_size
+    assert rows["chats"] > rows["seen"] > 0
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -82,6 +107,14 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
         ("--model shape --data empty.md", "empty.md is empty: leave it out"),
         ("--model shape --data *ty.md", "empty.md: empty, no data: give other files as --data"),
         ("--model shape --data latin.md", "latin.md is not UTF-8 text"),
+        ("--model llava-1.5-7b --data lost.jsonl", "names the image 1.png, which is neither beside it nor in a folder"),
+        ("--model shape --data seen.jsonl --gpu-memory 8GB", "--data name images, which --model shape does not see"),
+        ("--model unknown --data seen.jsonl --gpu-memory 8GB", "a qwen2_5_vl model, no causal language model of"),
+        ("--model unknown --data seen.jsonl --gpu-memory 8GB", "; configs/llava-1.5-7b.toml is an example of a file"),
+        (
+            "--model qwen3-vl-8b --data 0.txt --from-scratch",
+            "sees images, and starts from weights: leave --from-scratch",
+        ),
         ("--model shape --data 0.txt --rows 2000000", "2048000000 tokens: must be at most"),
         ("--model shape --data odd.JSONL", "its fields are body; wanted are text, messages"),
         ("--model shape --data none.jsonl", "none.jsonl:1: its fields are none; wanted are text, messages"),

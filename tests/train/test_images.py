@@ -18,6 +18,7 @@ from PIL import Image
 from rich.console import Console
 
 import overcoat
+from overcoat import cli
 from overcoat.models import masks
 from overcoat.models.head import LeanLossModel
 from overcoat.train import corpus as corpora
@@ -25,6 +26,7 @@ from overcoat.train import tokenizer as tokenizers
 from overcoat.train.build import build_model, freeze, summed_loss
 from overcoat.train.chat import Encoder, examples
 from overcoat.train.config import DataConfig
+from overcoat.train.configfile import load_config
 from overcoat.train.corpus import open_corpus
 from overcoat.train.data import IGNORED, TRAINED, ChatRows, Images, make_batch
 from overcoat.train.loop import RunStoppedError
@@ -366,6 +368,24 @@ def test_what_does_not_go_with_images_is_refused(vision_config: Any, make_config
     tokenizer_of("qwen3").save_pretrained(tmp_path / "text")
     with pytest.raises(ValueError, match="has no processor of images"):
         open_corpus(vision_config("Llava", f"tokenizer.name={tmp_path}/text"), lambda _: None)
+
+
+def test_what_init_writes_of_chats_with_images_trains(
+    vision_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the folder in which the images are that its rows name."""
+    vision_config("Llava")
+    monkeypatch.chdir(tmp_path)
+    rewrite(tmp_path, {"images": ["0.png"], "messages": TURNS})
+    words = "--model base --data chats.jsonl --seq 128 --rows 4 --steps 2 --gpu-memory 8GB"
+    assert cli.main(["init", "new.toml", *words.split()]) == 0
+    assert "4 of 4 rows fit 7.45 GiB at once, recipe default, with one image in each" in capsys.readouterr().out
+    config = load_config("new.toml")
+    assert (config.model.name, config.data.format, config.data.images) == ("base", "messages", "images")
+    assert cli.main(["train", "new.toml", "train.device=cpu", "train.tensorboard=false"]) == 0
+    (images,) = Path("runs/new/data/tokens").glob("[!.]*/images.json")
+    assert sorted(json.loads(images.read_text())) == [[], ["0.png"], ["0.png"]]
+    assert Path("runs/new/export/processor_config.json").exists()
 
 
 def test_a_transformers_that_marks_wrong_tokens_is_refused(
