@@ -57,7 +57,8 @@ class WithoutLogits:
 
     def __getitem__(self, key: Any) -> Any:
         # Of a tuple the logits would be the second, and others come after them.
-        if self.logits is NO_LOGITS and (key == "logits" or (isinstance(key, int) and key > 0)):
+        is_theirs = isinstance(key, int) and (key > 0 or key == -len(self))  # type: ignore[arg-type]
+        if self.logits is NO_LOGITS and (key == "logits" or is_theirs):
             raise ValueError(MISSING)
         return super().__getitem__(key)  # type: ignore[misc]
 

@@ -106,14 +106,18 @@ def test_missing_logits_are_missed_as_items_too() -> None:
     model = make_model("llama", layers=1)
     overcoat.convert(model)
     result = model(**make_batch())
-    for key in ("logits", 1):
+    for key in ("logits", 1, -1):
         with pytest.raises(ValueError, match=REMEDY):
             result[key]
     assert result.get("logits") is NO_LOGITS
     assert result["loss"] is result[0] is result.get("loss") is result[:1][0]
     assert result.get("hidden_states") is None
+    more = model(**make_batch(), output_hidden_states=True)
+    assert more[-1] is more.hidden_states
+    with pytest.raises(ValueError, match=REMEDY):
+        more[-2]
     whole = model(**make_batch(), output_logits=True)
-    assert whole["logits"] is whole[1] is whole.get("logits") is whole.logits
+    assert whole["logits"] is whole[1] is whole[-1] is whole.get("logits") is whole.logits
 
 
 def test_missing_logits_outlive_what_libraries_do_with_results() -> None:
