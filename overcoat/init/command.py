@@ -203,6 +203,10 @@ def _fitted(values: dict[str, Any], parsed: argparse.Namespace, memory: int | No
     has_images = "data.images" in values
     with said_of("", after="; configs/llava-1.5-7b.toml is an example of a file of your own" if has_images else ""):
         model = load_model_config(values.get("model.name", parsed.model), with_images=True)
+        require(
+            sees(model) or not has_images or not hasattr(model, "vision_config"),
+            f"--model {parsed.model} is a {model.model_type} model, whose images cannot be planned with",
+        )
     require(
         sees(model) or not has_images,
         f"the rows of --data name images, which --model {parsed.model} does not see: name a vision-language model, or "

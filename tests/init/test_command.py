@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, Qwen2_5_VLConfig
+from transformers import Gemma3Config, LlamaConfig, MistralConfig, Qwen2_5_VLConfig
 
 from overcoat import cli
 from overcoat.models.shapes import MODELS
@@ -41,6 +41,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "lost.jsonl").write_text(json.dumps({**seen[1], "image": "1.png"}))
     Qwen2_5_VLConfig().save_pretrained(tmp_path / "unknown")
     (tmp_path / "unknown/model.safetensors").touch()
+    Gemma3Config().save_pretrained(tmp_path / "gemma")
+    (tmp_path / "gemma/model.safetensors").touch()
     (tmp_path / "odd.JSONL").write_text('{"body": "x"}')
     for name, first in (("none", "{}"), ("lists", "[1, 2]"), ("true", "true")):
         (tmp_path / f"{name}.jsonl").write_text(first)
@@ -111,6 +113,7 @@ def test_images_that_rows_name_are_planned_with(name: str, place: Path) -> None:
         ("--model shape --data seen.jsonl --gpu-memory 8GB", "--data name images, which --model shape does not see"),
         ("--model unknown --data seen.jsonl --gpu-memory 8GB", "a qwen2_5_vl model, no causal language model of"),
         ("--model unknown --data seen.jsonl --gpu-memory 8GB", "; configs/llava-1.5-7b.toml is an example of a file"),
+        ("--model gemma --data seen.jsonl --gpu-memory 8GB", "a gemma3 model, whose images cannot be planned with;"),
         (
             "--model qwen3-vl-8b --data 0.txt --from-scratch",
             "sees images, and starts from weights: leave --from-scratch",
