@@ -66,6 +66,8 @@ def examples(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
                 f"{where}: {named} names images, which would be left out: set data.images to their folder, with "
                 "data.format = 'messages' and a vision-language model.name, or remove them from the rows",
             )
+            heard = next((kind for kind in _part_types(found) if "video" in kind or "audio" in kind), None)
+            require(heard is None, f"{where}: a part of type {heard!r}: text and images are supported")
         if str not in kinds and row.get("tools"):
             found["tools"] = _tools(row["tools"], f"{where}: 'tools'")
         yield where, found
@@ -123,9 +125,13 @@ def _named_images(found: dict[str, Any], row: Any) -> str:
         value = row.get(key)
         if any(value) if isinstance(value, list) else value:
             return repr(key)
+    return next((f"a part of type {kind!r}" for kind in _part_types(found) if "image" in kind), "")
+
+
+def _part_types(found: dict[str, Any]) -> Iterator[str]:
+    """Of the messages' parts."""
     contents = [message.get("content") for said in found.values() if isinstance(said, list) for message in said]
-    parts = (part["type"] for content in contents if isinstance(content, list) for part in content)
-    return next((f"a part of type {each!r}" for each in parts if "image" in each), "")
+    yield from (part["type"] for content in contents if isinstance(content, list) for part in content)
 
 
 def place_images(messages: list[dict[str, Any]], row: Any, where: str) -> list[str]:

@@ -274,6 +274,14 @@ def test_images_are_never_left_out_in_silence(
     open_corpus(config, lambda _: None)
 
 
+@pytest.mark.parametrize("kind", ["video", "input_audio"])
+def test_neither_are_videos_and_sounds(kind: str, tmp_path: Path) -> None:
+    asked = {"role": "user", "content": [{"type": kind, kind: "0"}, {"type": "text", "text": "a"}]}
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": [WITHOUT, ANSWER]}, {"messages": [asked, ANSWER]}])
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2: a part of type '{kind}': text and images are supported"):
+        list(examples(DataConfig(files=[str(tmp_path / "a.jsonl")], format="messages")))
+
+
 def test_a_template_whose_mask_cannot_be_known_is_refused() -> None:
     data = DataConfig(files=["a"], format="messages")
     plain = tokenizer_of("qwen3")
