@@ -91,13 +91,13 @@ def two(config: Config, one: Path) -> Path:
     return folder
 
 
-def assert_close(run_dir: Path, other: Path) -> None:
+def assert_close(run_dir: Path, other: Path, limit: float = 1e-3) -> None:
     """Sums of gradients in another order are what differs."""
     mine, theirs = losses(run_dir), losses(other)
     for kind in ("train", "eval"):
         assert mine[kind].keys() == theirs[kind].keys()
         for step, values in mine[kind].items():
-            assert abs(values[0] - theirs[kind][step][0]) < 1e-3, (kind, step)
+            assert abs(values[0] - theirs[kind][step][0]) < limit, (kind, step)
             if kind == "train":  # which AdamW's step, after clipping, does not show
                 assert values[2] == pytest.approx(theirs[kind][step][2], rel=1e-2), step
 
@@ -553,5 +553,7 @@ def test_processes_that_share_rows_learn_what_one_does(steps: int, config: Confi
     on_many(4, _run, "cpu", changed(shared, *ways))
     start_from(tmp_path / "resumed", tmp_path / "two", half)
     run_once(changed(plain, f"train.run_dir={tmp_path / 'resumed'}"), QUIET, "resumed")
+    # Each process takes the mean of its own tokens' v out of them, so that their codes are others. In 60 losses of
+    # three seeds the differences have a standard deviation of 4e-4 and reach 1.0e-3.
     for name in ("two", "four", "resumed"):
-        assert_close(tmp_path / name, tmp_path / "one")
+        assert_close(tmp_path / name, tmp_path / "one", limit=2e-3)
