@@ -91,7 +91,11 @@ def test_training_runs_in_fp8_and_fills_every_gradient(kind: str, device: torch.
     assert {*report.running().values()} == {"FP8", "loss without logits"}
     assert abs(loss.item() - exact.item()) < 0.05
     loss.backward()
-    assert gradients(model).keys() == dict(model.named_parameters()).keys()
+    exact.backward()
+    found, expected = gradients(model), gradients(original)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    # Losses agree to the last bit by chance; a whole matrix that does was not computed in FP8.
+    assert [name for name, x in expected.items() if x.dim() > 1 and torch.equal(found[name], x)] == []
 
 
 def test_saved_model_loads_in_plain_transformers(model: nn.Module, tmp_path) -> None:
