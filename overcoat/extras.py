@@ -71,7 +71,8 @@ def load_pretrained(auto: str, what: str, name: str, trust_remote_code: bool, **
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Around large imports: their objects stay, and looking for garbage among them takes a third of the time."""
+    """Around large imports: their objects stay, and looking for garbage among them takes a third of the time. A
+    decorator, too, of a short command, whose objects the end of the process need not look at either."""
     gc.disable()
     try:
         yield

@@ -111,10 +111,10 @@ def parse_recipe(words: list[str]) -> Recipe:
     return Recipe.from_name(words[0], **changes)
 
 
+@importing()
 def run(parsed: argparse.Namespace) -> int:
     """Print the estimate. `parsed.read_config`: path, overrides, memory, cluster -> what `_what` returns."""
-    with importing():
-        load_extra("transformers.modeling_utils", "hf", "overcoat estimate")
+    load_extra("transformers.modeling_utils", "hf", "overcoat estimate")
     cluster = Cluster(parsed.gpus, parsed.nodes, parsed.hybrid, parsed.network * 1e9, parsed.gpu).check()
     predictor, batch, sequence, setup, note = _what(parsed, cluster)
     prediction = predictor.predict(batch, sequence, setup, cluster.sharding)
