@@ -25,8 +25,8 @@ from overcoat.estimate.command import memory_size, positive
 from overcoat.estimate.dry_run import own_loss
 from overcoat.models.samples import sees
 from overcoat.models.shapes import MODELS, load_model_config
-from overcoat.train.chat import image_paths
-from overcoat.train.config import require, said_of
+from overcoat.train.chat import examples, image_paths
+from overcoat.train.config import DataConfig, require, said_of
 from overcoat.train.configfile import all_keys, build_config, tomllib
 from overcoat.train.fit import choose_fit
 from overcoat.train.sources import NOT_TEXT, ROWS, as_object, find_files, has_rows, read_documents, read_rows
@@ -158,6 +158,8 @@ def _data(names: list[str]) -> dict[str, Any]:
     if messages := [key for key in ("messages", "conversations") if key in keys]:
         return {**found, "data.format": "messages", "data.messages_key": messages[0], **_images(first, messages[0])}
     if {"prompt", "completion"} <= keys:
+        for _ in itertools.islice(examples(DataConfig(files=[str(first)], format="prompt-completion")), FIRST_ROWS):
+            pass  # an error says what training would
         return {**found, "data.format": "prompt-completion"}
     require(
         "text" in keys,
