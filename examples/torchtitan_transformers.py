@@ -17,10 +17,11 @@ class Optimizers(OptimizersContainer):
 
 
 tiny = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-LlamaConfig(**tiny, num_attention_heads=2, architectures=["LlamaForCausalLM"]).save_pretrained("tiny")
+LlamaConfig(**tiny, num_attention_heads=2, architectures=["LlamaForCausalLM"]).save_pretrained("runs/tiny")
 spec = model_registry("sft_full")
 training = TrainingConfig(seq_len=64)
-job = TransformersBackendConfig(hf_model="tiny", model_spec=spec, loss=CrossEntropyLoss.Config(), training=training)
+loss = CrossEntropyLoss.Config()
+job = TransformersBackendConfig(hf_model="runs/tiny", model_spec=spec, loss=loss, training=training)
 model = spec.model.update_from_config(config=job).build()
 torch.manual_seed(0)
 model.init_states()
@@ -34,3 +35,4 @@ for ids in torch.randint(256, (5, 2, 64)):
     losses[-1].backward()
     optimizers.step()
     optimizers.zero_grad()
+print([loss.item() for loss in losses])
