@@ -36,6 +36,7 @@ from overcoat.block.spec import Branch, Linear, Scales, Tables
 from overcoat.kernels.attention import attention_backward as attention_backward_op
 from overcoat.kernels.block_tiles import BLOCK
 from overcoat.kernels.groups import token_center
+from overcoat.kernels.quantize import amax
 from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
 from overcoat.kernels.rope import qk_rope, qk_rope_decode12, qk_rope_encode12_
 from overcoat.kernels.rope_backward import qk_rope_backward
@@ -75,7 +76,7 @@ def attention_forward(
         # The bound and not amax(o): both ways to keep attention have one forward, bit for bit.
         rotated, bound = _rotated(qkv, rotary, heads)
         o, lse = attend(rotated, rotary, heads, observed=True)
-        return o, bound, AttentionSaved(qkv, o=o, lse=lse, clipped=clipped)
+        return o, _output_bound(o, bound, rotary), AttentionSaved(qkv, o=o, lse=lse, clipped=clipped)
     center = token_center(qkv[:, -heads.num_kv * heads.width :])
     # Rotates q and k where they lie, after their norm if it is of single heads.
     rotated = _rotated(qkv, rotary, heads)[0] if heads.full_norm else qkv
@@ -83,7 +84,12 @@ def attention_forward(
         tables = (cos, sin, None, None, heads.eps, heads.num_q, heads.num_kv)
     codes, lower, group_amax, bound = qk_rope_encode12_(qkv, center, *tables, recipe.kept_format)
     o, _ = attend(rotated, rotary, heads, observed=True)
-    return o, bound, AttentionSaved(codes, lower, group_amax, center, clipped=clipped)
+    return o, _output_bound(o, bound, rotary), AttentionSaved(codes, lower, group_amax, center, clipped=clipped)
+
+
+def _output_bound(o: Tensor, bound: Tensor, rotary: Rotary) -> Tensor:
+    """What |o| does not exceed. Where sinks take part, no token has to see itself: max |v| is no good bound then."""
+    return bound if rotary.sinks is None else amax(o)
 
 
 def _to_bits(flags: Tensor) -> Tensor:

@@ -155,12 +155,15 @@ def _data(names: list[str]) -> dict[str, Any]:
         return found
     where, row = next(iter(read_rows(first)), (str(first), {}))
     keys = set(as_object(row, where))
+    chosen: dict[str, Any] = {}
     if messages := [key for key in ("messages", "conversations") if key in keys]:
-        return {**found, "data.format": "messages", "data.messages_key": messages[0], **_images(first, messages[0])}
-    if {"prompt", "completion"} <= keys:
-        for _ in itertools.islice(examples(DataConfig(files=[str(first)], format="prompt-completion")), FIRST_ROWS):
+        chosen = {"format": "messages", "messages_key": messages[0], **_images(first, messages[0])}
+    elif {"prompt", "completion"} <= keys:
+        chosen = {"format": "prompt-completion"}
+    if chosen:
+        for _ in itertools.islice(examples(DataConfig(files=[str(first)], **chosen)), FIRST_ROWS):
             pass  # an error says what training would
-        return {**found, "data.format": "prompt-completion"}
+        return {**found, **{f"data.{key}": value for key, value in chosen.items()}}
     require(
         "text" in keys,
         f"{where}: its fields are {', '.join(sorted(keys)) or 'none'}; wanted are text, messages, or prompt and "
@@ -183,7 +186,7 @@ def _images(file: Path, key: str) -> dict[str, Any]:
             "data.images in a file of your own, like configs/llava-1.5-7b.toml"
         )
     here = Path.cwd()
-    return {"data.images": str(folder.relative_to(here) if folder.is_relative_to(here) else folder)}
+    return {"images": str(folder.relative_to(here) if folder.is_relative_to(here) else folder)}
 
 
 def _training(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -146,15 +146,19 @@ def test_exact_where_nothing_is_rounded(settings, device):
 
 @pytest.mark.parametrize("kind", ["causal", "starts", *masks()])
 @pytest.mark.parametrize("bias", [0.0, 30.0], ids=["", "bias"])
-def test_the_output_is_quantized_as_well_as_with_its_own_maximum(kind, bias, device):
-    """By a bound that the first token of a row or document, which attends to itself alone, makes nearly tight."""
+@pytest.mark.parametrize("sink", [None, 13.0], ids=["", "sinks"])
+def test_the_output_is_quantized_as_well_as_with_its_own_maximum(kind, bias, sink, device):
+    """By a bound that the first token of a row or document, which attends to itself alone, makes nearly tight; where
+    sinks take nearly all of the attention, by that maximum."""
     starts = torch.tensor([0, 20, 31, 40, 62], dtype=torch.int32)
     mask = ({"causal": None, "starts": starts} | masks())[kind]
     inputs = attention_case(device=device).inputs
     qkv, cos, sin = torch.cat([inputs[name] for name in "qkv"], 1), inputs["cos"], inputs["sin"]
     mask = mask if mask is None else mask.to(device)
     qkv[:, -2 * 64 :] += bias * normal(2 * 64, seed=9).to(qkv)
-    o, bound, _ = attention_forward(qkv, Rotary(cos, sin, mask), Heads(2, 4, 2, 64, 0.125), Recipe())
+    sinks = None if sink is None else qkv.new_full((4,), sink)
+    heads = Heads(2, 4, 2, 64, 0.125)
+    o, bound, _ = attention_forward(qkv, Rotary(cos, sin, mask, sinks=sinks), heads, Recipe())
     top = amax(o)
     assert top <= bound <= 1.5 * top
     quantized = [quantize(o, each, "e4m3") for each in (bound, top)]

@@ -62,6 +62,16 @@ def test_the_largest_batch_where_lines_bend():
     assert replace(here, limit=limit).largest_batch(Setup(recipe=Recipe(head="fp8"))) == 2
 
 
+@pytest.mark.parametrize(("mebibytes", "rows"), [(195, 5), (199, 6)])
+def test_the_largest_batch_where_rows_take_less_than_lines_are_off(mebibytes, rows):
+    """A block's backward is fullest at another moment from some batch on: lines through two runs found a row more."""
+    here = room(Predictor(SHAPE.config()), mebibytes, 1)
+    setup = Setup(Recipe(checkpoint="block"), release_gradients=True)
+    assert here.largest_batch(setup) == rows
+    assert here.fits(setup, rows)
+    assert not here.fits(setup, rows + 1)
+
+
 def test_rungs_are_the_changes_on_top_of_each_other(predictor):
     advice = advise(room(predictor, 40), BASELINE)
     assert [rung.change.name for rung in advice.rungs[1:]] == [

@@ -38,6 +38,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         {"image": "0.png", "messages": [{"role": "user", "content": "<image>a"}, chats[0]["messages"][1]]},
     ]
     (tmp_path / "seen.jsonl").write_text("\n".join(map(json.dumps, seen)))
+    heard = [{"type": "audio", "audio": "a.wav"}]
+    (tmp_path / "heard.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": heard}]}))
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "0.png", "prompt": "a", "completion": "b"}))
     (tmp_path / "lost.jsonl").write_text(json.dumps({**seen[1], "image": "1.png"}))
     Qwen2_5_VLConfig().save_pretrained(tmp_path / "unknown")
@@ -111,6 +113,7 @@ def test_images_that_rows_name_are_planned_with(name: str, place: Path) -> None:
         ("--model shape --data *ty.md", "empty.md: empty, no data: give other files as --data"),
         ("--model shape --data latin.md", "latin.md is not UTF-8 text"),
         ("--model llava-1.5-7b --data lost.jsonl", "names the image 1.png, which is neither beside it nor in a folder"),
+        ("--model shape --data heard.jsonl", "heard.jsonl:1: a part of type 'audio': text and images are supported"),
         ("--model llava-1.5-7b --data pairs.jsonl", "pairs.jsonl:1: 'image' names images, which would be left out"),
         ("--model shape --data seen.jsonl --gpu-memory 8GB", "--data name images, which --model shape does not see"),
         ("--model unknown --data seen.jsonl --gpu-memory 8GB", "a qwen2_5_vl model, no causal language model of"),

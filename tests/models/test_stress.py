@@ -40,6 +40,13 @@ def dead_norms(model: nn.Module) -> None:
             parameter[::3], parameter[1::3] = 0.0, parameter[1::3] * 1e-4
 
 
+def strong_sinks(model: nn.Module) -> None:
+    """All but some 1e-4 of the attention goes to the sinks."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter += 14.0
+
+
 class Case(NamedTuple):
     """A kind of model, configuration fields, a batch, a recipe, what is done to the parameters, and whether documents
     begin with the padding token: its embedding is 0, it sees itself alone, so its v and o are 0, and the next norm's
@@ -79,6 +86,7 @@ CASES = {
     "padding first, recomputed": Case("llama", {"pad_token_id": 0}, "packed", recipe=LEANEST, padding_first=True),
     "padding first, norms after": Case("olmo2", {"pad_token_id": 0}, "packed", padding_first=True),
     "sinks, recomputed": Case("gpt_oss", mask="packed", recipe=LEANEST),
+    "sinks take nearly all": Case("gpt_oss", change=strong_sinks),
 }
 
 
