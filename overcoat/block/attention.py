@@ -73,10 +73,12 @@ def attention_forward(
         qkv = qkv.clamp_(-heads.clip, heads.clip)
     tables = (cos, sin, q_weight, k_weight, heads.eps, heads.num_q, heads.num_kv)
     if recipe.kept_attention == "bf16":
-        # The bound and not amax(o): both ways to keep attention have one forward, bit for bit.
+        # The bound and not amax(o): both ways to keep attention have one forward, bit for bit. But where sinks take
+        # part, no token has to see itself, and max |v| is no good bound of |o|.
         rotated, bound = _rotated(qkv, rotary, heads)
         o, lse = attend(rotated, rotary, heads, observed=True)
-        return o, _output_bound(o, bound, rotary), AttentionSaved(qkv, o=o, lse=lse, clipped=clipped)
+        bound = bound if rotary.sinks is None else amax(o)
+        return o, bound, AttentionSaved(qkv, o=o, lse=lse, clipped=clipped)
     center = token_center(qkv[:, -heads.num_kv * heads.width :])
     # Rotates q and k where they lie, after their norm if it is of single heads.
     rotated = _rotated(qkv, rotary, heads)[0] if heads.full_norm else qkv
@@ -84,12 +86,8 @@ def attention_forward(
         tables = (cos, sin, None, None, heads.eps, heads.num_q, heads.num_kv)
     codes, lower, group_amax, bound = qk_rope_encode12_(qkv, center, *tables, recipe.kept_format)
     o, _ = attend(rotated, rotary, heads, observed=True)
-    return o, _output_bound(o, bound, rotary), AttentionSaved(codes, lower, group_amax, center, clipped=clipped)
-
-
-def _output_bound(o: Tensor, bound: Tensor, rotary: Rotary) -> Tensor:
-    """What |o| does not exceed. Where sinks take part, no token has to see itself: max |v| is no good bound then."""
-    return bound if rotary.sinks is None else amax(o)
+    bound = bound if rotary.sinks is None else amax(o)
+    return o, bound, AttentionSaved(codes, lower, group_amax, center, clipped=clipped)
 
 
 def _to_bits(flags: Tensor) -> Tensor:
