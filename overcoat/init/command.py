@@ -78,10 +78,13 @@ def run(parsed: argparse.Namespace) -> int:
             memory = memory_size(answer) if answer else None
     values = {**_model(parsed), **_data(parsed.data), "data.sequence_length": parsed.seq, **_training(parsed)}
     values, chosen = _fitted(values, parsed, memory)
-    text = _written(target, values, chosen)
+    # A new tokenizer has no chat template.
+    needs_template = parsed.from_scratch and values.get("data.format") == "messages"
+    command = f"overcoat train {target}" + " tokenizer.chat_template=FILE" * needs_template
+    text = _written(command, values, chosen)
     build_config(tomllib.loads(text), [])  # before it is written
     target.write_text(text, encoding="utf-8")
-    print(f"{target}: {chosen}\novercoat train {target}")
+    print(f"{target}: {chosen}\n{command}")
     return 0
 
 
@@ -221,7 +224,7 @@ def _fitted(values: dict[str, Any], parsed: argparse.Namespace, memory: int | No
     for way in LEANER:
         auto = {"train.batch_size": "auto", "train.global_batch_size": parsed.rows}
         planned = {key: value for key, value in {**values, **way, **auto}.items() if key != "data.images"}
-        config = build_config(tomllib.loads(_written(Path(parsed.config), planned, "")), [])
+        config = build_config(tomllib.loads(_written("", planned, "")), [])
         fit = choose_fit(config, model, memory, loss_of=with_image if has_images else None)
         if fit is not None:
             recipe = "leanest" if fit.block_checkpoints else "default"
@@ -239,10 +242,10 @@ def _rows(many: int, at_once: int) -> dict[str, Any]:
     return {"train.batch_size": at_once, "train.accumulation": many // at_once}
 
 
-def _written(target: Path, values: dict[str, Any], chosen: str) -> str:
-    """TOML with what each key means."""
+def _written(command: str, values: dict[str, Any], chosen: str) -> str:
+    """TOML with what each key means. command: which reads it."""
     known = all_keys()
-    lines = [f"# overcoat train {target}", f"# {chosen}", "# All keys: overcoat train --keys"]
+    lines = [f"# {command}", f"# {chosen}", "# All keys: overcoat train --keys"]
     sections = dict.fromkeys(key.rpartition(".")[0] for key in values)
     for section in sections:
         lines += ["", f"[{section}]"]

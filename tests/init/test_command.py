@@ -68,6 +68,14 @@ def test_what_it_writes_trains_as_it_stands(place: Path, capsys: pytest.CaptureF
     assert made["rope_parameters"] == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
 
 
+def test_a_tokenizer_of_its_own_wants_a_chat_template(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "init chat.toml --model shape --from-scratch --data chats.jsonl --gpu-memory 8GB"
+    assert cli.main(words.split()) == 0
+    command = "overcoat train chat.toml tokenizer.chat_template=FILE"
+    assert capsys.readouterr().out.endswith(f"\n{command}\n")
+    assert (place / "chat.toml").read_text().startswith(f"# {command}\n")
+
+
 def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
     """Of two layers of Llama-2-7B."""
     sizes = dict(zip(SIZES, (4096, 11008, 2, 32)))
