@@ -149,6 +149,9 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         if process.is_first():
             console.print(text, **PLAIN)
 
+    if device.type == "cpu" and config.train.device == "auto":  # before texts are read, which may take minutes
+        tokens = config.train.steps * config.train.rows_per_step * config.data.sequence_length
+        say(f"no GPU was found: the CPU trains on {tokens:,} tokens, slowly; overcoat estimate says what a GPU takes")
     with process.first_before_others():
         corpus = open_corpus(config, say)
     tasks = load_tasks(config, corpus)
@@ -160,13 +163,6 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
     say(str(report))
     if device.type == "cpu" and compute_in_fp32() and config.model.dtype == "bfloat16":
         say("this CPU has no AVX-512: BF16 products are computed in FP32 and rounded once")
-    if device.type == "cpu" and config.train.device == "auto":
-        count = sum(parameter.numel() for parameter in state.model.parameters())
-        tokens = config.train.steps * config.train.rows_per_step * config.data.sequence_length
-        say(
-            f"no GPU was found: the CPU trains {count:,} parameters on {tokens:,} tokens, about "
-            f"{6.0 * count * tokens:.1e} operations, slowly; overcoat estimate says what a GPU takes"
-        )
     if checkpoints:
         _resume(checkpoints[-1], state, config, say)
     evaluated = process.share(  # what cannot be read is refused before anything is written

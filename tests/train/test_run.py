@@ -57,7 +57,7 @@ def test_a_model_of_which_nothing_trains_in_fp8_is_refused(make_config: MakeConf
     with pytest.raises(ValueError, match=r"no decoder layer trains in FP8: hidden_act is 'tanh'.*recipe\.name=bf16"):
         run_once(make_config(*words), console, "test")
     assert run_once(make_config(*words, "recipe.name=bf16"), console, "test").steps == 1
-    assert ("no GPU was found: the CPU trains " in text_of(console)) != torch.cuda.is_available()
+    assert ("no GPU was found: the CPU trains on " in text_of(console)) != torch.cuda.is_available()
 
 
 def test_export_loads_in_plain_transformers_with_equal_logits(finished: tuple) -> None:
