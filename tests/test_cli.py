@@ -224,6 +224,22 @@ def test_help_needs_no_pytorch_and_answers_at_once() -> None:
     assert seconds < 0.5  # 0.05 on an idle machine
 
 
+@pytest.mark.parametrize("asked", [None, "info"])
+def test_the_hub_does_not_say_that_it_tries_again(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is asked to."""
+    monkeypatch.delenv("HF_HUB_VERBOSITY", raising=False)
+    if asked:
+        monkeypatch.setenv("HF_HUB_VERBOSITY", asked)
+    code = (
+        "import contextlib, logging; from overcoat.cli import main\n"
+        "with contextlib.suppress(SystemExit): main(['--version'])\n"
+        "import huggingface_hub.utils._http\n"
+        "print(logging.getLogger('huggingface_hub.utils._http').isEnabledFor(logging.WARNING))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split()[-1] == str(asked is not None), done.stderr
+
+
 @pytest.mark.nightly
 def test_an_estimate_is_there_within_seconds() -> None:
     started = time.perf_counter()

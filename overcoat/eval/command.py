@@ -16,7 +16,6 @@ import contextlib
 import gc
 import itertools
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -71,9 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Evaluate every target with every recipe; what is missing is found before a model is loaded."""
     load_extra("rich", "hf", "overcoat eval")
-    # Without a network it says six times that it tries again, before the one line that names what is missing.
-    if "HF_HUB_VERBOSITY" not in os.environ:
-        load_extra("huggingface_hub.utils.logging", "hf", "overcoat eval").set_verbosity_error()
     require(bool(parsed.text or parsed.tasks), "nothing to evaluate: give --text or --tasks")
     for name in ("window", "stride", "limit", "batch"):
         value = getattr(parsed, name)
