@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from overcoat.block import offload
+from overcoat.estimate.alike import alike_blocks
 from overcoat.estimate.fsdp import FullyShard, travel_in_fp8, travelling
 from overcoat.estimate.meter import GATHERED, GRADIENTS, Living, Meter
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
@@ -105,7 +106,7 @@ def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1,
         _gradient_hooks(of, parameters, meter, setup, gpus) as held,
         watch(of.model, meter.mark, lambda tensor: meter.tag(tensor, FLOWING)),
         meter,
-        meter.shortcut(),
+        alike_blocks(meter, work),
         offload.separate(META) as transfers,
     ):
         transfers.on_fetch = lambda tensor: meter.tag(tensor, KEPT)

@@ -25,7 +25,6 @@ from overcoat.block.gathered import GatheredWeight
 from overcoat.estimate.times import Work, tensors_in, work_of
 from overcoat.estimate.workspaces import aligned, workspace
 from overcoat.kernels.loss import linear_cross_entropy
-from overcoat.kernels.op import Op
 
 # Names of allocations that several modules give.
 GRADIENTS, GATHERED = "gradients", "gathered"
@@ -35,7 +34,7 @@ EXPANDED: dict[Any, Callable[..., Any]] = {linear_cross_entropy: linear_cross_en
 _READ_VALUE = torch.ops.aten._local_scalar_dense.default
 
 
-def _own(tensor: Tensor) -> Tensor:
+def own(tensor: Tensor) -> Tensor:
     """What a tensor without storage of its own lies in: this process' part of a sharded one (`to_local` would be an op
     here), the codes of a weight."""
     if isinstance(tensor, GatheredWeight):
@@ -56,10 +55,9 @@ class Done(NamedTuple):
 
 # By the op and what it is given: on meta tensors only shapes count, one op takes up to 18 ms, and 32 layers are alike.
 _done: dict[Any, Done] = {}
-_META = torch.device("meta")
+META = torch.device("meta")
 _SELF = object()  # the recipe of an op that writes to its first argument and returns it
 _NONE = object()  # of an op that must run again
-_called: dict[Any, Done] = {}  # the same, by what Python gave the op
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Done]:
@@ -85,12 +83,12 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Done]:
 
 
 def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return func, _described(args), _described(kwargs.items()) if kwargs else None
+    return func, described(args), described(kwargs.items()) if kwargs else None
 
 
 def _maker(x: Tensor) -> Callable[[], Tensor]:
     """What makes tensors of the same shape on the meta device."""
-    return functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=_META)
+    return functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=META)
 
 
 def _made(value: Any) -> Any:
@@ -99,13 +97,14 @@ def _made(value: Any) -> Any:
     return value() if type(value) is functools.partial else value
 
 
-def _described(values: Any) -> tuple[Any, ...]:
+def described(values: Any) -> tuple[Any, ...]:
+    """What results depend on: of tensors kind, shape and dtype."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
             found += (type(value), value.shape, value.stride(), value.dtype, value.is_meta)
         elif isinstance(value, (list, tuple)):
-            found.append(_described(value))
+            found.append(described(value))
         else:
             found += (type(value), value)
     return tuple(found)
@@ -132,31 +131,31 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, answer: bool = True, work: Work | None = None) -> None:
         super().__init__()
-        self.answer, self.work, self.label, self.last = answer, work, "", Done(_NONE, None, 0)
+        self.answer, self.work, self.label = answer, work, ""
         self.marks: list[tuple[str, int]] = []
         self.tags: dict[int, str] = {}
-        self._events: list[tuple[int, int]] = []  # (number of the allocation, bytes that it adds)
-        self._allocations: list[tuple[int, str]] = []  # bytes, the phase it was made in
-        self._numbers: dict[int, int] = {}  # of living allocations, by their storage
+        self.events: list[tuple[int, int]] = []  # (number of the allocation, bytes that it adds)
+        self.allocations: list[tuple[int, str]] = []  # bytes, the phase it was made in
+        self.numbers: dict[int, int] = {}  # of living allocations, by their storage
         self._references: dict[int, Any] = {}
         self._outside: list[Any] = []
 
     @property
     def count(self) -> int:
         """Number of allocations so far."""
-        return len(self._allocations)
+        return len(self.allocations)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Do not count these tensors, which were there before."""
         for tensor in tensors:
-            storage = _own(tensor).untyped_storage()
+            storage = own(tensor).untyped_storage()
             self._outside.append(storage)  # kept, so that no other storage gets its address
-            self._numbers[storage._cdata] = -1
+            self.numbers[storage._cdata] = -1
 
     def mark(self, label: str) -> None:
         """Here begins the phase `label`."""
         self.label = label
-        self.marks.append((label, len(self._events)))
+        self.marks.append((label, len(self.events)))
 
     def tag(self, tensor: Tensor, name: str) -> None:
         """Remember what a living tensor is; the last name wins."""
@@ -165,15 +164,15 @@ class Meter(TorchDispatchMode):
 
     def number(self, tensor: Tensor) -> int:
         """That of the allocation that a tensor lies in; -1 if it is not counted."""
-        return self._numbers.get(tensor.untyped_storage()._cdata, -1)
+        return self.numbers.get(tensor.untyped_storage()._cdata, -1)
 
     def alive(self) -> set[int]:
         """Numbers of the allocations that live now."""
-        return {number for number in self._numbers.values() if number >= 0}
+        return {number for number in self.numbers.values() if number >= 0}
 
     def places(self) -> list[str]:
         """The phase in which each allocation was made."""
-        return [label for _, label in self._allocations]
+        return [label for _, label in self.allocations]
 
     def stop(self) -> None:
         """Look no more at what is freed."""
@@ -199,65 +198,48 @@ class Meter(TorchDispatchMode):
         return out
 
     def _count(self, out: Any, done: Done) -> None:
-        self.last = done
         if self.work is not None and done.work is not None:
             self.work.add(*done.work, "backward" in self.label)
         for tensor in (out,) if type(out) is Tensor else tensors_in(out):
-            self._see((tensor if type(tensor) is Tensor else _own(tensor)).untyped_storage())
+            self._see((tensor if type(tensor) is Tensor else own(tensor)).untyped_storage())
         if done.workspace:
-            self._events.append((self._allocate(done.workspace), -done.workspace))
-
-    @contextlib.contextmanager
-    def shortcut(self) -> Iterator[None]:
-        """Inside, the library's ops do not go through PyTorch's dispatcher again, which takes most of the time."""
-        dispatched = Op.__call__
-
-        def call(op: Op, /, *args: Any, **kwargs: Any) -> Any:
-            if torch._C._len_torch_dispatch_stack() == 0:  # inside another op, whose result alone counts
-                return dispatched(op, *args, **kwargs)
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                key = _key(op, args, kwargs)  # PyTorch gives `run` other arguments: all by place, without defaults
-                if (known := _called.get(key)) is not None:
-                    self._count(out := known.result(args), known)
-                    return out
-            out = dispatched(op, *args, **kwargs)
-            if op not in EXPANDED and self.last.recipe is not _NONE:
-                _called[key] = self.last
-            return out
-
-        Op.__call__ = call  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            Op.__call__ = dispatched  # type: ignore[method-assign]
+            self.events.append((self._allocate(done.workspace), -done.workspace))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a storage anew that has been given, or has given back, its memory (`watch_resizes`)."""
-        number = self._numbers.get(storage._cdata)
+        number = self.numbers.get(storage._cdata)
         if number == -1:
             return
         if number is not None:
-            self._free(storage._cdata, number, None)
+            self.free(storage)
         if storage.nbytes():
             self._see(storage)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._numbers:
-            number = self._numbers[key] = self._allocate(aligned(storage.nbytes()))
-            self._references[number] = weakref.ref(storage, functools.partial(self._free, key, number))
+        if storage._cdata not in self.numbers:
+            self.adopt(storage, self._allocate(aligned(storage.nbytes())))
 
     def _allocate(self, size: int) -> int:
-        number = len(self._allocations)
-        self._allocations.append((size, self.label))
-        self._events.append((number, size))
+        number = len(self.allocations)
+        self.allocations.append((size, self.label))
+        self.events.append((number, size))
         return number
+
+    def adopt(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Look when a storage is freed that an allocation has got."""
+        key = storage._cdata
+        self.numbers[key] = number
+        self._references[number] = weakref.ref(storage, functools.partial(self._free, key, number))
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage as freed."""
+        self._free(storage._cdata, self.numbers[storage._cdata], None)
 
     def _free(self, key: int, number: int, _reference: Any) -> None:
         self._references.pop(number, None)
-        if self._numbers.get(key) == number:
-            del self._numbers[key]
-            self._events.append((number, -self._allocations[number][0]))
+        if self.numbers.get(key) == number:
+            del self.numbers[key]
+            self.events.append((number, -self.allocations[number][0]))
 
     @contextlib.contextmanager
     def watch_resizes(self) -> Iterator[None]:
@@ -278,10 +260,10 @@ class Meter(TorchDispatchMode):
     def account(self, categories: Sequence[str], held: AbstractSet[int] = frozenset()) -> list[Living]:
         """Living bytes of each phase, in order. categories: one for each allocation in the order of their numbers;
         held: those that are counted to the end, whenever they were freed."""
-        events = self._events
+        events = self.events
         if held:
             events = [(number, 0 if size < 0 and number in held else size) for number, size in events]
-            events += [(number, -self._allocations[number][0]) for number in held]
+            events += [(number, -self.allocations[number][0]) for number in held]
         totals = [0, *itertools.accumulate(size for _, size in events)]
         found, sizes, place = list[Living](), dict.fromkeys(sorted(set(categories)), 0), 0
         begins = [*(begin for _, begin in self.marks), len(events)]

@@ -107,6 +107,11 @@ class Work(defaultdict[tuple[bool, str], float]):
         self[backward, "launches"] += 1
         self[backward, kind] += amount
 
+    def include(self, other: Work) -> None:
+        """Take all of another's ops into account."""
+        for key, amount in other.items():
+            self[key] += amount
+
     def seconds(self, backward: bool, memory: float = 1.0) -> float:
         """On the GPU alone; memory: bytes a second for those of an H200."""
         products = sum(self[backward, kind] / rate for kind, rate in PRODUCTS.items())
