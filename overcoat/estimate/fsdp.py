@@ -68,10 +68,10 @@ def travel_in_fp8(model: nn.Module, gpus: int) -> None:
             weight: Any = linear.weight
             codes, scale = torch.empty_like(weight.detach(), dtype=E4M3.dtype), torch.empty((), device="meta")
             amax: Tensor | None = scale
+            if layer.overcoat_recipe.linear_scaling == "block":
+                (codes, scale), amax = block_stack_weights([weight.detach()], False), None
             if gpus == 1:  # nothing travels
                 codes = weight.detach()
-            elif layer.overcoat_recipe.linear_scaling == "block":
-                (codes, scale), amax = block_stack_weights([weight.detach()], False), None
             linear.weight = nn.Parameter(GatheredWeight(codes, scale, amax, weight.dtype), weight.requires_grad)
 
 

@@ -39,7 +39,7 @@ NCCL = 720 * 2**20
 MOST_TOKENS = 2**40  # whose tensors have sizes below 2**63 bytes
 # Components that are there during the whole step.
 LASTING = ("weights", "remainders", "moments", "offload buffers", "libraries")
-# One dry run at a time: it patches ops and PyTorch for all threads (`Meter.shortcut`, `Meter.watch_resizes`).
+# One dry run at a time: it patches ops and PyTorch for all threads (`alike_blocks`, `Meter.watch_resizes`).
 _ALONE = threading.RLock()
 
 
@@ -145,10 +145,9 @@ class Predictor:
                 raise ValueError(f"{name} {value!r} must be at least 1")
         if batch * sequence > MOST_TOKENS:
             raise ValueError(f"batch {batch} x sequence {sequence}: must be at most {MOST_TOKENS} tokens")
-        if gpus > 1 and sees(self.config):
-            raise ValueError(
-                f"gpus {gpus}: a {self.config.model_type} model is estimated on one GPU only; use --gpus 1"
-            )
+        if setup.is_sharded(gpus) and sees(self.config):
+            many = f"gpus {gpus}" if gpus > 1 else "replicated"
+            raise ValueError(f"{many}: a {self.config.model_type} model is estimated on one GPU only; use --gpus 1")
         alone, work = setup.of_model(), (batch, sequence, setup.without_optimizer(), gpus)
         with _ALONE:
             if (alone, gpus) not in self._models:

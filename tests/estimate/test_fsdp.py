@@ -33,6 +33,7 @@ STEPS = (
     ("blocks travel in FP8", False, Setup(Recipe(linear_scaling="block"), all_gather="fp8")),
     ("alike in both", False, Setup(reduce_dtype="float32", replicated=True)),
     ("alike in both, FP8", False, Setup(all_gather="fp8", reduce_dtype="float32", replicated=True)),
+    ("alike in both, blocks in FP8", False, Setup(Recipe(linear_scaling="block"), all_gather="fp8", replicated=True)),
     ("released", False, Setup(release_gradients=True)),
 )
 # gloo's threads drop what they sent a moment late, in one step or another: the least of some steps is the truth.

@@ -178,6 +178,8 @@ def test_a_tower_in_bf16_that_asks_for_lengths_is_refused():
 def test_a_model_that_sees_is_estimated_on_one_gpu():
     with pytest.raises(ValueError, match="gpus 2: a llava model is estimated on one GPU only; use --gpus 1"):
         predict(SEEING["llava"].config(), 1, 32, gpus=2)
+    with pytest.raises(ValueError, match="replicated: a llava model is estimated on one GPU only; use --gpus 1"):
+        predict(SEEING["llava"].config(), 1, 32, Setup(replicated=True))
 
 
 # ---- optimizer states -----------------------------------------------------------------------------------------------
