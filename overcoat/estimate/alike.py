@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from overcoat.block import run
 from overcoat.estimate.meter import META, Meter, described, own
@@ -20,7 +21,7 @@ from overcoat.estimate.times import Work, tensors_in
 
 
 class Place(NamedTuple):
-    """Where a tensor of a result lies."""
+    """Where a tensor of a result lies. Bytes do not depend on the offsets of arguments, which are not looked at."""
 
     allocation: int
     dtype: torch.dtype
@@ -53,11 +54,11 @@ _played: dict[Any, Played] = {}
 
 
 @contextlib.contextmanager
-def alike_blocks(meter: Meter, work: Work) -> Iterator[None]:
-    """Inside, the forward and the backward of blocks run once for all that are alike. work: the meter's."""
+def alike_blocks(meter: Meter) -> Iterator[None]:
+    """Inside, the forward and the backward of blocks run once for all that are alike."""
     functions = {name: getattr(run, name) for name in ("block_forward", "block_backward")}
     for name, function in functions.items():
-        setattr(run, name, functools.partial(_once, meter, work, function))
+        setattr(run, name, functools.partial(_once, meter, function))
     try:
         yield
     finally:
@@ -72,8 +73,8 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-def _once(meter: Meter, whole: Work, function: Callable[..., Any], *args: Any) -> Any:
-    if torch._C._len_torch_dispatch_stack() == 0:  # in another thread
+def _once(meter: Meter, function: Callable[..., Any], *args: Any) -> Any:
+    if _get_current_dispatch_mode() is not meter:  # in another thread
         return function(*args)
     with _unseen():
         storages = [own(tensor).untyped_storage() for tensor in tensors_in(args)]
@@ -81,25 +82,25 @@ def _once(meter: Meter, whole: Work, function: Callable[..., Any], *args: Any) -
         shared = tuple([number if number < 0 else given.index(number) for number in given])
         key = function, "backward" in meter.label, described(args), shared
         if (known := _played.get(key)) is not None:
-            whole.include(known.work)
             return _again(meter, known, storages, args)
     del storages  # a backward frees what it was given
-    first, begin = meter.count, len(meter.events)
-    meter.work = work = Work()
+    first, begin, whole, done = meter.count, len(meter.events), meter.work, Work()
+    assert whole is not None
+    meter.work = done
     result = function(*args)
     meter.work = whole
-    whole.include(work)
+    whole.include(done)
     with _unseen():
-        known = _seen(meter, given, first, begin, result)
-    if known is not None:
-        emptied = [place for place, value in enumerate(args) if value == []]
-        _played[key] = known._replace(emptied=emptied, work=work)
+        if (known := _seen(meter, given, first, begin, args, result, done)) is not None:
+            _played[key] = known
     return result
 
 
-def _seen(meter: Meter, given: Sequence[int], first: int, begin: int, result: Any) -> Optional[Played]:
-    """What has happened since allocation `first` and event `begin`. None where something else came or went than the
-    tensors given and returned: there are tables that a model's first step makes."""
+def _seen(
+    meter: Meter, given: Sequence[int], first: int, begin: int, args: Sequence[Any], result: Any, work: Work
+) -> Optional[Played]:
+    """What has happened since allocation `first` and event `begin`. None where something came or went besides the
+    tensors given and returned, as tables that a model's first step makes and keeps."""
     names = {number: ~place for place, number in reversed([*enumerate(given)]) if number >= 0}
     names |= {number: number - first for number in range(first, meter.count)}
     events, living = meter.events[begin:], {number for number in meter.alive() if number >= first}
@@ -115,8 +116,8 @@ def _seen(meter: Meter, given: Sequence[int], first: int, begin: int, result: An
         events=[(names[number], size) for number, size in events],
         storages={names[number]: tensors[number].untyped_storage().nbytes() for number in living},
         result=_with(result, Tensor, place),
-        emptied=[],
-        work=Work(),
+        emptied=[place for place, value in enumerate(args) if value == []],
+        work=work,
     )
 
 
@@ -134,6 +135,8 @@ def _again(meter: Meter, known: Played, storages: list[torch.UntypedStorage], ar
             meter.events.append((first + name, size))
     for name, storage in made.items():
         meter.adopt(storage, first + name)
+    assert meter.work is not None
+    meter.work.include(known.work)
     for place in known.emptied:
         args[place].clear()
     return result

@@ -19,7 +19,7 @@ from torch import Tensor
 from overcoat.block import offload
 from overcoat.estimate.alike import alike_blocks
 from overcoat.estimate.fsdp import FullyShard, travel_in_fp8, travelling
-from overcoat.estimate.meter import GATHERED, GRADIENTS, Living, Meter
+from overcoat.estimate.meter import GATHERED, GRADIENTS, META, Living, Meter
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
 from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import Work
@@ -32,7 +32,6 @@ from overcoat.optim.release import BATCH_BYTES, PART_BYTES, Parts
 
 KEPT, FLOWING, LOSS_PART, WORKSPACE = "kept activations", "residual stream", "loss", "workspace"
 
-META = torch.device("meta")
 # model, batch, sequence -> scalar loss
 LossOf = Callable[[Any, int, int], Tensor]
 
@@ -106,7 +105,7 @@ def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1,
         _gradient_hooks(of, parameters, meter, setup, gpus) as held,
         watch(of.model, meter.mark, lambda tensor: meter.tag(tensor, FLOWING)),
         meter,
-        alike_blocks(meter, work),
+        alike_blocks(meter),
         offload.separate(META) as transfers,
     ):
         transfers.on_fetch = lambda tensor: meter.tag(tensor, KEPT)

@@ -103,8 +103,10 @@ def described(values: Any) -> tuple[Any, ...]:
     for value in values:
         if isinstance(value, Tensor):
             found += (type(value), value.shape, value.stride(), value.dtype, value.is_meta)
+            if isinstance(value, GatheredWeight):  # codes, or the weight itself
+                found.append(described((value.held, value.scale, value.w_amax)))
         elif isinstance(value, (list, tuple)):
-            found.append(described(value))
+            found += (type(value), described(value))
         else:
             found += (type(value), value)
     return tuple(found)

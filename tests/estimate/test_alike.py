@@ -57,7 +57,7 @@ def test_nothing_changes(kind, setup, monkeypatch):
 def twice(monkeypatch, function, *shape):
     """What a block's forward is given, returns and allocates in two calls."""
     monkeypatch.setattr(run, "block_forward", function)
-    with Meter(work=(work := Work())) as meter, alike_blocks(meter, work):
+    with Meter(work=Work()) as meter, alike_blocks(meter):
         x = torch.empty(shape, device="meta")
         results = [run.block_forward(x) for _ in range(2)]
         sizes = [size for size, _ in meter.allocations[1:]]
@@ -101,8 +101,30 @@ def test_results_lie_where_they_did(monkeypatch):
     assert first[0].untyped_storage()._cdata != again[0].untyped_storage()._cdata
 
 
-def test_without_the_meter_blocks_run(monkeypatch):
-    """In another thread."""
-    monkeypatch.setattr(run, "block_forward", lambda x: x)
-    with alike_blocks(Meter(work=(work := Work())), work):
-        assert run.block_forward(7) == 7
+def test_what_others_ask_for_is_not_played(monkeypatch):
+    """Another thread's blocks, with a mode or without."""
+    calls = []
+    monkeypatch.setattr(run, "block_forward", calls.append)
+    with alike_blocks(Meter(work=Work())):
+        for mode in (contextlib.nullcontext(), Meter(work=Work())):
+            with mode:
+                run.block_forward(7)
+                run.block_forward(7)
+    assert calls == [7] * 4
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_weights_in_8_and_in_16_bits_are_not_alike(order, monkeypatch):
+    """What is gathered in FP8, and the only shard, which a process holds as it is."""
+    config = make_model("llama", layers=3).config
+    ways = {4: Setup(all_gather="fp8"), 1: Setup(all_gather="fp8", replicated=True)}
+
+    def works(gpus):
+        return {each: dry_run(trained_model(config, ways[each], each), 2, 60, ways[each], each).work for each in gpus}
+
+    with monkeypatch.context() as without:
+        module = importlib.import_module("overcoat.estimate.dry_run")
+        without.setattr(module, "alike_blocks", lambda *_: contextlib.nullcontext())
+        expected = works(ways)
+    for gpus, work in works([*ways][::order]).items():
+        assert work == pytest.approx(expected[gpus], rel=1e-12)
