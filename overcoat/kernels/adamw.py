@@ -89,15 +89,19 @@ def adamw_update(
 def step_coefficients(steps: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float) -> Tensor:
     """What depends on the step t, FP32 (T, 3) from step counts (T,), computed in FP64:
 
-        step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t)     eps sqrt(1 - beta2^t)     keep = 1 - lr weight_decay
-
-    Shared by the reference and the kernel, so that they cannot differ.
+    step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t)     eps sqrt(1 - beta2^t)     keep = 1 - lr weight_decay
     """
+    log1, log2, eps, weight_decay = step_numbers(beta1, beta2, eps, weight_decay)
     t, rate = steps.double(), lr.double()
-    bias = torch.sqrt(1.0 - beta2**t)
-    step_size = rate * bias / (1.0 - beta1**t)
+    bias = torch.sqrt(1.0 - torch.exp2(t * log2))
+    step_size = rate * bias / (1.0 - torch.exp2(t * log1))
     keep = (1.0 - rate * weight_decay).expand_as(t)
     return torch.stack([step_size, bias * eps, keep], dim=1).float()
+
+
+def step_numbers(beta1: float, beta2: float, eps: float, weight_decay: float) -> list[float]:
+    """What `step_coefficients` reads, the betas as binary logarithms."""
+    return [*(math.log2(beta) if beta else -math.inf for beta in (beta1, beta2)), eps, weight_decay]
 
 
 class Piece(NamedTuple):

@@ -29,11 +29,11 @@ from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import RANDOM_BITS, REMAINDER_DTYPE
 from overcoat.formats.moments import range_log2
 from overcoat.kernels import adamw_codes as codes
-from overcoat.kernels.adamw import Hyper, rows_of, step_coefficients, step_parameters
+from overcoat.kernels.adamw import Hyper, rows_of, step_coefficients, step_numbers, step_parameters
 from overcoat.kernels.instructions import fma, reciprocal, sqrt, to_float32
 from overcoat.kernels.language import INTERPRETED, tl, triton
 from overcoat.kernels.launch import cdiv, kernel
-from overcoat.kernels.multi_tensor import TRITON_TYPE, tile_table
+from overcoat.kernels.multi_tensor import TRITON_TYPE, is_captured, sent, tile_table
 
 FIELDS = (
     "param", "exp_avg", "exp_avg_sq", "remainder", "exp_avg_amax", "exp_avg_exponent", "exp_avg_sq_scale",
@@ -192,8 +192,12 @@ def adamw_kernel(
 
 
 @kernel
-def _count_steps_kernel(counters, steps, skip, tensors, PER_TENSOR: tl.constexpr, BLOCK: tl.constexpr):
-    """Increment every parameter's own step counter, unless skipped, and gather them: counters int64, steps (T,)."""
+def _count_steps_kernel(
+    counters, steps, coefficients, skip, lr, numbers, tensors, PER_TENSOR: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Increment every parameter's own step counter, unless skipped, gather them, and compute `step_coefficients`.
+
+    counters int64, steps (T,), coefficients (T, 3), numbers FP64 (`step_numbers`)."""
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tensor < tensors
     counter = tl.load(counters + tensor, mask, 0).to(tl.pointer_type(tl.float32))
@@ -201,6 +205,13 @@ def _count_steps_kernel(counters, steps, skip, tensors, PER_TENSOR: tl.constexpr
     step = tl.load(counter, mask, 0.0) + tl.where(skipped, 0.0, 1.0)
     tl.store(counter, step, mask)
     tl.store(steps + tensor, step, mask)
+    t, rate = step.to(tl.float64), tl.load(lr).to(tl.float64)
+    bias = tl.sqrt(1.0 - tl.exp2(t * tl.load(numbers + 1)))
+    step_size = rate * bias / (1.0 - tl.exp2(t * tl.load(numbers)))
+    keep = 1.0 - rate * tl.load(numbers + 3) + tl.zeros((BLOCK,), tl.float64)
+    tl.store(coefficients + tensor * 3, step_size.to(tl.float32), mask)
+    tl.store(coefficients + tensor * 3 + 1, (bias * tl.load(numbers + 2)).to(tl.float32), mask)
+    tl.store(coefficients + tensor * 3 + 2, keep.to(tl.float32), mask)
 
 
 # ---- the launch -----------------------------------------------------------------------------------------------
@@ -213,14 +224,22 @@ class Counters:
         self.device, self.count = counters[0].device, len(counters)
         self.addresses = torch.tensor(list(map(Tensor.data_ptr, counters)), dtype=torch.int64).to(self.device)
         self.steps = torch.empty(self.count, dtype=torch.float32, device=self.device)
+        self.coefficients = torch.empty((self.count, 3), dtype=torch.float32, device=self.device)
+        self._known: List[float] = []
 
     def take_step(self, lr: Tensor, skip: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
-        """Count the step of every parameter; skip bool, 0-d or (T,). Returns the numbers of the steps, FP32 (T,), valid
-        until the next call, and `step_coefficients`, FP32 (T, 3)."""
+        """Count the step of every parameter; skip bool, 0-d or (T,). Returns the numbers of the steps, FP32 (T,), and
+        `step_coefficients`, FP32 (T, 3), valid until the next call."""
+        numbers = step_numbers(*hyper[:4])
+        if numbers != self._known:
+            self._known, self.numbers = numbers, sent(numbers, torch.float64, self.device)
+            if is_captured(self.device):
+                self._known = []  # they get there at a replay only
         _count_steps_kernel[(cdiv(self.count, COUNTED),)](
-            self.addresses, self.steps, skip, self.count, skip.dim() > 0, COUNTED
-        )
-        return self.steps, step_coefficients(self.steps, lr, *hyper[:4])
+            self.addresses, self.steps, self.coefficients, skip, lr, self.numbers, self.count, skip.dim() > 0, COUNTED,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        return self.steps, self.coefficients
 
 
 @lru_cache(maxsize=16)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from functools import reduce
 from itertools import accumulate
-from typing import List
+from typing import List, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ UNROLL = 4
 WARPS = 8
 # Neighbours whose sums are added in FP32: a thread has them, and turning numbers into FP64 is slow.
 LANE = 8
+
+# Partial sums that a program adds up at once.
+PARTIALS = 256
 
 TRITON_TYPE = {
     torch.float32: tl.float32,
@@ -97,6 +100,31 @@ def _sum_squares_kernel(
     tl.store(partials + program, tl.sum(few.to(tl.float64)))
 
 
+@kernel
+def _sum_partials_kernel(partials, first, squares, flags, BLOCK: tl.constexpr):
+    """The sum of each tensor's partials, FP64 (T,), and whether it is not finite, bool (T,)."""
+    tensor, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    begin, end = tl.load(first + tensor), tl.load(first + tensor + 1)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for block in tl.range(tl.cdiv(end - begin, BLOCK).to(tl.int32)):
+        place = begin + block * BLOCK + lane
+        total += tl.load(partials + place, place < end, 0.0)
+    value = tl.sum(total)
+    tl.store(squares + tensor, value)
+    tl.store(flags + tensor, (value < float("inf")) == 0)  # NaN is not below anything
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether a graph is recorded of what is launched."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers on a device, without waiting: the allocator keeps pinned memory until it has been copied."""
+    host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
 class Gradients:
     """The gradients of a list of parameters, of so many elements each (sizes), as kernels find them: their addresses,
     int64 (T,) on the device once `set` has been called, and their squares."""
@@ -123,11 +151,8 @@ class Gradients:
             addresses = list(map(Tensor.data_ptr, self._copies))
         self.dtype = grads[0].dtype
         if addresses != self._known:
-            is_cuda = self.device.type == "cuda"
-            # The allocator keeps pinned memory until it has been copied.
-            host = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
-            self._known, self.addresses = addresses, host.to(self.device, non_blocking=True)
-            if is_cuda and torch.cuda.is_current_stream_capturing():
+            self._known, self.addresses = addresses, sent(addresses, torch.int64, self.device)
+            if is_captured(self.device):
                 self._known = []  # they get there at a replay only
 
     def forget_copies(self) -> None:
@@ -138,9 +163,13 @@ class Gradients:
         """Of all elements of all gradients, 0-d FP64."""
         return self._partial_sums().sum()
 
-    def sums_of_squares(self) -> Tensor:
-        """Of each gradient, FP64 (T,)."""
-        return torch.segment_reduce(self._partial_sums(), "sum", offsets=self.first, unsafe=True)
+    def sums_of_squares(self) -> tuple[Tensor, Tensor]:
+        """Of each gradient, FP64 (T,), and which of them are not finite, bool (T,)."""
+        count, partials = len(self.sizes), self._partial_sums()
+        squares = torch.empty(count, dtype=torch.float64, device=self.device)
+        flags = torch.empty(count, dtype=torch.bool, device=self.device)
+        _sum_partials_kernel[(count,)](partials, self.first, squares, flags, PARTIALS)
+        return squares, flags
 
     def _partial_sums(self) -> Tensor:
         """One FP64 sum of squares per program, valid until the next call."""

@@ -19,6 +19,7 @@ from typing import Any, Callable, Iterable, Mapping, Optional, Union
 import torch
 from torch import Tensor
 
+from overcoat.kernels.multi_tensor import is_captured
 from overcoat.optim.offload import SLOTS, OffloadedStepGroup, Staging, check_offload_options
 from overcoat.optim.state import (
     bytes_to_offload,
@@ -121,7 +122,7 @@ class AdamW(torch.optim.Optimizer):
         self._owners: list[Any] = []  # of all states, in their order, when step groups were made last
         self._staging: dict[torch.device, Staging] = {}
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._captured: dict[int, tuple[Any, ...]] = {}  # what CUDA graphs read at every replay
+        self._captured: dict[tuple[int, ...], tuple[Any, ...]] = {}  # what CUDA graphs read at every replay
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy; torch's own keeps only defaults, state and groups."""
@@ -316,9 +317,9 @@ class AdamW(torch.optim.Optimizer):
     def keep_if_captured(self, step_groups: list[StepGroup]) -> None:
         """A graph reads tables by their addresses: keep them, whatever becomes of the step groups."""
         for step_group in step_groups:
-            if step_group.device.type == "cuda" and step_group.on_kernel and torch.cuda.is_current_stream_capturing():
-                addresses = step_group.gradients.addresses
-                self._captured[id(addresses)] = (step_group, addresses, step_group.state_tensors())
+            if step_group.on_kernel and is_captured(step_group.device):
+                tables = step_group.gradients.addresses, step_group.counters.numbers
+                self._captured[tuple(map(id, tables))] = (step_group, tables, step_group.state_tensors())
 
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(1.0, False), 0-d on the device: a factor that changes nothing and no skip."""

@@ -150,7 +150,9 @@ class StepGroup:
     def sums_of_squares(self) -> tuple[Tensor, Tensor]:
         """Of each gradient, over all processes, FP64 (T,), and which of them are not finite, bool (T,)."""
         if self.on_kernel:
-            squares = self.gradients.sums_of_squares()
+            squares, flags = self.gradients.sums_of_squares()
+            if not self.sharded:
+                return squares, flags
         else:
             squares = torch.stack([sum_squares([grad]) for grad in self.grads])
         if self.sharded:

@@ -56,16 +56,18 @@ def test_sums_of_squares_of_each_tensor(dtype):
     grads = [torch.randn(size, device=DEVICE, dtype=dtype) for size in sizes]
     gradients = Gradients(list(sizes), DEVICE)
     gradients.set(grads)
-    first = gradients.sums_of_squares()
+    first, flags = gradients.sums_of_squares()
     expected = torch.stack([g.double().square().sum() for g in grads])
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(gradients.sum_squares(), expected.sum(), rtol=1e-5, atol=0)
     assert first.isfinite().all()
+    assert not flags.any()
     grads[4][-1000], grads[0][1] = torch.nan, -torch.inf
-    second = gradients.sums_of_squares()
+    second, flags = gradients.sums_of_squares()
     assert second.isfinite().tolist() == [False, True, True, True, False, True]
+    assert torch.equal(flags, ~second.isfinite())
     large = [torch.full_like(g, 1e18) for g in grads]  # 1e41 in all, which FP32 does not hold
     gradients.set(large)
     expected = sum(g.double().square().sum() for g in large)
     torch.testing.assert_close(gradients.sum_squares(), expected, rtol=1e-5, atol=0)
-    assert gradients.sums_of_squares().isfinite().all()
+    assert gradients.sums_of_squares()[0].isfinite().all()
