@@ -231,7 +231,7 @@ class Trainer(NamedTuple):
 
 # How `trainer_of` knows a recipe, and what may follow it: gradients released, CUDA graphs, weights in BF16 alone.
 CUSTOM = "overcoat recipe "
-WAYS = ("", ", released", ", graphs", ", bf16 w.", ", bf16 w., graphs")
+WAYS = ("", ", released", ", graphs", ", graphs, released", ", bf16 w.", ", bf16 w., graphs")
 OURS, LEANEST = ENGINES["overcoat"], ENGINES["overcoat leanest"]
 TORCH, FLASH = "torch fused BF16", "FlashAdamW 24-bit"
 TORCHAO = ENGINES["torchao tensorwise, compile"]

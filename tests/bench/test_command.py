@@ -81,7 +81,7 @@ def test_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     added = "overcoat recipe default offload_blocks=2"
     leanest = "overcoat leanest, offload, released"
     assert [row["name"] for row in rows] == 2 * ["overcoat", leanest, *(added + way for way in WAYS)]
-    assert [row.get("tower") for row in rows] == 7 * ["frozen"] + 7 * [None]
+    assert [row.get("tower") for row in rows] == 8 * ["frozen"] + 8 * [None]
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,33 @@ def test_cuda_graphs_read_what_adamw_writes() -> None:
 
 
 @pytest.mark.gpu
+def test_released_gradients_leave_the_graphs_memory() -> None:
+    """The steps of eager passes, recorded once; a layer's gradients make room for those of the next."""
+    plain, model = made("llama", Recipe(), "cuda"), made("llama", Recipe(), "cuda")
+    optimizers = [overcoat.AdamW(each.parameters(), lr=0.02) for each in (plain, model)]
+    handles = [
+        overcoat.release_gradients(each, optimizer, batch_bytes=1)
+        for each, optimizer in zip((plain, model), optimizers, strict=True)
+    ]
+    compile_layers(model, graphs=True)
+    before, counts = skipped(), []
+    for step in range(6):
+        expected = one_pass(plain, length=64, seed=step)
+        begin_pass()
+        assert torch.equal(one_pass(model, length=64, seed=step), expected), step
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            assert all(parameter.grad is None for parameter in each.parameters())
+            optimizer.step()
+        assert torch.equal(optimizers[1].grad_norm, optimizers[0].grad_norm), step
+        counts.append(recorded())
+    assert skipped() == before
+    assert counts[2:] == [6] * 4, counts
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+    assert len(handles) == 2
+
+
+@pytest.mark.gpu
 def test_forgotten_cuda_graphs_give_their_memory_back() -> None:
     model = made("llama", Recipe(), "cuda")
     compile_layers(model, graphs=True)
