@@ -100,8 +100,9 @@ def step_coefficients(steps: Tensor, lr: Tensor, beta1: float, beta2: float, eps
 
 
 def step_numbers(beta1: float, beta2: float, eps: float, weight_decay: float) -> list[float]:
-    """What `step_coefficients` reads, the betas as binary logarithms."""
-    return [*(math.log2(beta) if beta else -math.inf for beta in (beta1, beta2)), eps, weight_decay]
+    """What `step_coefficients` reads, the betas as binary logarithms. Python numbers, also of tensors, which may change
+    in place."""
+    return [*(math.log2(beta) if beta else -math.inf for beta in (beta1, beta2)), float(eps), float(weight_decay)]
 
 
 class Piece(NamedTuple):

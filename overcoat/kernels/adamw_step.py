@@ -33,7 +33,7 @@ from overcoat.kernels.adamw import Hyper, rows_of, step_coefficients, step_numbe
 from overcoat.kernels.instructions import fma, reciprocal, sqrt, to_float32
 from overcoat.kernels.language import INTERPRETED, tl, triton
 from overcoat.kernels.launch import cdiv, kernel
-from overcoat.kernels.multi_tensor import TRITON_TYPE, is_captured, sent, tile_table
+from overcoat.kernels.multi_tensor import TRITON_TYPE, is_capturing, send, tile_table
 
 FIELDS = (
     "param", "exp_avg", "exp_avg_sq", "remainder", "exp_avg_amax", "exp_avg_exponent", "exp_avg_sq_scale",
@@ -232,9 +232,9 @@ class Counters:
         `step_coefficients`, FP32 (T, 3), valid until the next call."""
         numbers = step_numbers(*hyper[:4])
         if numbers != self._known:
-            self._known, self.numbers = numbers, sent(numbers, torch.float64, self.device)
-            if is_captured(self.device):
-                self._known = []  # they get there at a replay only
+            self._known, self.numbers = numbers, send(numbers, torch.float64, self.device)
+            if is_capturing(self.device):
+                self._known = []  # not on the device before a replay: send them again
         _count_steps_kernel[(cdiv(self.count, COUNTED),)](
             self.addresses, self.steps, self.coefficients, skip, lr, self.numbers, self.count, skip.dim() > 0, COUNTED,
             enable_fp_fusion=False,

@@ -114,13 +114,13 @@ def _sum_partials_kernel(partials, first, squares, flags, BLOCK: tl.constexpr):
     tl.store(flags + tensor, (value < float("inf")) == 0)  # NaN is not below anything
 
 
-def is_captured(device: torch.device) -> bool:
-    """Whether a graph is recorded of what is launched."""
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph records what is launched."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers on a device, without waiting: the allocator keeps pinned memory until it has been copied."""
+def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy numbers to a device without a host sync: the allocator keeps pinned memory until it has been copied."""
     host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
@@ -151,9 +151,9 @@ class Gradients:
             addresses = list(map(Tensor.data_ptr, self._copies))
         self.dtype = grads[0].dtype
         if addresses != self._known:
-            self._known, self.addresses = addresses, sent(addresses, torch.int64, self.device)
-            if is_captured(self.device):
-                self._known = []  # they get there at a replay only
+            self._known, self.addresses = addresses, send(addresses, torch.int64, self.device)
+            if is_capturing(self.device):
+                self._known = []  # not on the device before a replay: send them again
 
     def forget_copies(self) -> None:
         """All that reads the gradients has been launched."""

@@ -38,8 +38,8 @@ def compile_layers(model: nn.Module, graphs: bool) -> None:
     Args:
         model: converted or not; on a GPU if `graphs`.
         graphs: replay the layers as CUDA graphs. Every pass of a training then takes `begin_pass`, and a step of
-            several passes `keep_gradients_outside`. Gradients that are released (`overcoat.release_gradients`) make
-            room in the graphs' memory for those of the next layer.
+            several passes `keep_gradients_outside`. Gradients that are released (`overcoat.release_gradients`) free
+            graph memory that the next layer's reuse.
 
     Raises:
         ValueError: there is no decoder layer, or nothing to record on the model's device.

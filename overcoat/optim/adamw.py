@@ -19,7 +19,7 @@ from typing import Any, Callable, Iterable, Mapping, Optional, Union
 import torch
 from torch import Tensor
 
-from overcoat.kernels.multi_tensor import is_captured
+from overcoat.kernels.multi_tensor import is_capturing
 from overcoat.optim.offload import SLOTS, OffloadedStepGroup, Staging, check_offload_options
 from overcoat.optim.state import (
     bytes_to_offload,
@@ -315,9 +315,9 @@ class AdamW(torch.optim.Optimizer):
         return OffloadedStepGroup(self._staging[device], weakref.proxy(self), group, params, indices)
 
     def keep_if_captured(self, step_groups: list[StepGroup]) -> None:
-        """A graph reads tables by their addresses: keep them, whatever becomes of the step groups."""
+        """A graph reads tables by their addresses: keep them, even after the step groups are replaced."""
         for step_group in step_groups:
-            if step_group.on_kernel and is_captured(step_group.device):
+            if step_group.on_kernel and is_capturing(step_group.device):
                 tables = step_group.gradients.addresses, step_group.counters.numbers
                 self._captured[tuple(map(id, tables))] = (step_group, tables, step_group.state_tensors())
 

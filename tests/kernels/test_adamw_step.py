@@ -7,7 +7,8 @@ FP32 may differ, and then a code by one in a near tie.
 import pytest
 import torch
 
-from overcoat.kernels.adamw_step import adamw_kernel
+from overcoat.kernels.adamw import Hyper, step_coefficients
+from overcoat.kernels.adamw_step import Counters, adamw_kernel
 from overcoat.optim.adamw import AdamW
 from overcoat.optim.state import init_state
 from tests.kernels.adamw_cases import (
@@ -51,6 +52,23 @@ def test_kernel_equals_the_reference_bit_for_bit(moments, master, options):
     assert share <= (0.01 if INTERPRETED else 0.0)
     for a, b in zip(expected[: len(shapes)], actual):
         torch.testing.assert_close(a, b, rtol=2**-7 if a.dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+
+
+@pytest.mark.kernel
+def test_coefficients_follow_the_options():
+    """New ones each step, a tensor that changes in place, and one parameter that is skipped."""
+    counters = [torch.tensor(float(t), device=DEVICE) for t in (0, 1, 9, 1000, 10**6)]
+    counted, lr, decay = Counters(counters), torch.tensor(1e-3, device=DEVICE), torch.tensor(0.1)
+    skip = torch.tensor([False, False, True, False, False], device=DEVICE)
+    for number, options in enumerate(
+        [(0.9, 0.95, 1e-8, 0.0), *2 * [(0.0, 0.999, 1e-6, decay)], (0.99, 1 - 1e-7, 0, 0)]
+    ):
+        decay.fill_(0.1 * number)
+        steps, found = counted.take_step(lr, skip, Hyper(*options, "sqrt8", "log8", "bf16+8", 128))
+        assert steps.tolist() == [number + 1, number + 2, 9, number + 1001, number + 10**6 + 1]
+        # NumPy's last bit of exp2 in FP64 is not PyTorch's.
+        torch.testing.assert_close(found, step_coefficients(steps, lr, *options), rtol=2**-23, atol=0)
+    assert torch.stack(counters).tolist() == steps.tolist()
 
 
 def by_tensor(tensors):
