@@ -17,10 +17,9 @@ from overcoat.estimate.meter import Meter
 from overcoat.estimate.times import Work
 from tests.models.zoo import every_kind, make_model
 
+IN_CI = ("llama", "gemma2", "gpt_oss", "mixtral", "olmo2")
 # Of the text of a vision-language model alone nothing is estimated.
-KINDS = [
-    kind for kind in every_kind(("llama", "gemma2", "gpt_oss", "mixtral", "olmo2")) if not kind.values[0].endswith("-vl")
-]
+KINDS = [kind for kind in every_kind(IN_CI) if not kind.values[0].endswith("-vl")]
 BLOCK = Recipe(checkpoint="block")
 SETUPS = {
     "default": (Setup(), 1),
