@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,3 +170,29 @@ def test_sizes(text, size):
 def test_what_is_no_size(text):
     with pytest.raises(argparse.ArgumentTypeError):
         memory_size(text)
+
+
+SCRIPT = """
+import builtins, contextlib, sys
+from overcoat.estimate.command import _scanned_once
+read, plain = [], builtins.open
+def counting(path, *args, **options):
+    read.append(str(path).endswith("llama/modeling_llama.py"))
+    return plain(path, *args, **options)
+builtins.open = counting
+with _scanned_once() if sys.argv[1] == "once" else contextlib.nullcontext():
+    import transformers.modeling_utils
+builtins.open = plain
+import transformers.models
+print(sum(read), *sorted(transformers.models.__all__), transformers.LlamaForCausalLM)
+"""
+
+
+def test_transformers_looks_through_its_models_once():
+    """And finds what it finds looking twice."""
+    found = [
+        subprocess.run([sys.executable, "-c", SCRIPT, way], capture_output=True, text=True, check=True).stdout.split()
+        for way in ("once", "twice")
+    ]
+    assert int(found[0][0]) == int(found[1][0]) - 1
+    assert found[0][1:] == found[1][1:]
