@@ -20,7 +20,6 @@ NOT_COMPILED = {
 }
 NOT_IN_GRAPHS = {
     **NOT_COMPILED,
-    "optimizer.release_gradients": "not tested in overcoat train yet; use a script (docs/optimizer.md)",
     "optimizer.offload": "states would be copied while the next pass is recorded",
     "data.document_mask": "each batch has its own number of documents, a graph has one shape",
     "train.batch_size": "the estimate does not know what memory graphs keep to themselves",

@@ -102,7 +102,6 @@ def test_mistakes_name_the_remedy(argument: str, message: str) -> None:
         ("recipe.offload_blocks=all", "'all'", "layers"),
         ("memory.report=true", "True", "layers"),
         ("train.fp8_every=50", "50", "layers"),
-        (RELEASED, "True", "graphs"),
         ("optimizer.offload=true", "True", "graphs"),
         ("data.document_mask=true", "True", "graphs"),
         (AUTO, "'auto'", "graphs"),

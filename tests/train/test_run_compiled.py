@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,16 +13,20 @@ import torch
 from rich.console import Console
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import overcoat
 from overcoat.models.compiled import forget
+from overcoat.optim.release import BATCH_BYTES
 from overcoat.train import loop
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 from overcoat.train.run import check_before_training, run
 from tests.models.graphs import recorded, skipped
-from tests.train.runs import CONFIGS, MakeConfig, before_steps, losses, run_out_of_memory
+from tests.train.runs import CONFIGS, MakeConfig, before_steps, fits_of, losses, run_out_of_memory
+from tests.train.test_out_of_memory import Scarcity
 
 Losses = dict[str, dict[int, tuple[float, ...]]]
+RELEASED = ("optimizer.release_gradients=true", "optimizer.clip=0")
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +72,7 @@ def both(make_config: MakeConfig, tmp_path: Path, graphs: CompileCounterWithBack
 @pytest.mark.parametrize(
     "words",
     [
-        ("recipe.name=leanest", "optimizer.release_gradients=true", "optimizer.clip=0"),
+        ("recipe.name=leanest", *RELEASED),
         pytest.param(("optimizer.offload=true", "data.document_mask=true"), marks=pytest.mark.nightly),
         pytest.param(("recipe.name=bf16",), marks=pytest.mark.nightly),
     ],
@@ -90,11 +95,12 @@ def test_a_step_out_of_memory_is_taken_again_with_layers_compiled_anew(
     assert graphs.frame_count == 2  # two rows, then one, as constants
 
 
-def test_graphs_need_a_gpu(make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("words", [(), RELEASED], ids=["", "released"])
+def test_graphs_need_a_gpu(make_config: MakeConfig, words: tuple[str, ...]) -> None:
     with pytest.raises(
         ValueError, match=r"'graphs' records CUDA graphs, and train.device = 'cpu' .* 'layers' or 'none'"
     ):
-        check_before_training(make_config("train.compile=graphs"))
+        check_before_training(make_config("train.compile=graphs", *words))
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
@@ -172,9 +178,50 @@ def test_graphs_are_recorded_anew_with_fewer_rows(
 
 
 @pytest.mark.gpu
-def test_a_resumed_run_of_graphs_goes_on_as_the_whole_one(tmp_path: Path) -> None:
-    whole = train(tmp_path, "whole", "train.compile=graphs")
+@pytest.mark.parametrize("words", [(), RELEASED], ids=["", "released"])
+def test_a_resumed_run_of_graphs_goes_on_as_the_whole_one(words: tuple[str, ...], tmp_path: Path) -> None:
+    whole = train(tmp_path, "whole", *words, "train.compile=graphs")
     resume = f"train.resume={list_checkpoints(tmp_path / 'whole' / 'checkpoints')[0]}"
-    rest = train(tmp_path, "rest", "train.compile=graphs", resume)
+    rest = train(tmp_path, "rest", *words, "train.compile=graphs", resume)
     later = {kind: {step: row for step, row in rows.items() if step > 3} for kind, rows in whole.items()}
     assert_close(rest, later)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch_bytes", [1, BATCH_BYTES])
+@pytest.mark.parametrize("recipe", ["default", "leanest"])
+def test_graphs_of_released_gradients_train_to_the_same_losses(
+    recipe: str, batch_bytes: int, tmp_path: Path, counts: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stepped layer by layer, and at the end of the backward: between evaluations and checkpoints, all replayed."""
+    each = functools.partial(overcoat.release_gradients, batch_bytes=batch_bytes)
+    monkeypatch.setattr(overcoat, "release_gradients", each)
+    words = (f"recipe.name={recipe}", *RELEASED)
+    none = train(tmp_path, "none", *words)
+    counts.clear()
+    assert_close(train(tmp_path, "graphs", *words, "train.compile=graphs"), none)
+    assert counts[-1][0] > 0
+    assert counts[3:] == [counts[-1]] * (STEPS - 3), counts
+    assert {skips for _, skips in counts} == {0}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("where", "again"), [("backward", []), ("embedding", [4])])
+def test_released_graphs_out_of_memory_go_on_as_eager_ones(
+    where: str, again: list[int], tmp_path: Path, counts: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the fifth step, before a weight has moved, and once weights have: then from the checkpoint of the third."""
+    each_alone = functools.partial(overcoat.release_gradients, batch_bytes=1)
+    monkeypatch.setattr(overcoat, "release_gradients", each_alone)
+    scarcity = Scarcity(5, lambda fit: not fit.block_checkpoints, where).install(monkeypatch)
+    found, words = [], (*RELEASED, "train.steps=9")
+    for mode in ("none", "graphs"):
+        counts.clear()
+        scarcity.tried.clear()
+        found.append(train(tmp_path, mode, *words, f"train.compile={mode}"))
+        assert [step for step, _ in scarcity.tried] == [1, 2, 3, 4, 5, *again, 5, 6, 7, 8, 9]
+        assert fits_of(tmp_path / mode) == {5: (4, True)}
+    assert_close(found[1], found[0])
+    assert counts[-1] > (0, 0)
+    assert counts[-2:] == [counts[-1]] * 2, counts
+    assert {skips for _, skips in counts} == {0}
