@@ -243,6 +243,7 @@ TRAINERS = {
     "overcoat fp8 head": Trainer(overcoat_engine(Recipe(head="fp8"))),
     "overcoat bf16 weights": Trainer(OURS, "overcoat 8bit, bf16"),
     "overcoat released": Trainer(OURS, released=True),
+    "overcoat compile, released": Trainer(ENGINES["overcoat compile"], released=True),
     "overcoat leanest, released": Trainer(LEANEST, released=True),
     "overcoat leanest, bf16 w., released": Trainer(LEANEST, "overcoat 8bit, bf16", released=True),
     "overcoat leanest, offload, released": Trainer(LEANEST, "overcoat 8bit, bf16+8, offload", released=True),
