@@ -18,9 +18,10 @@ from overcoat.kernels.operands import OPERANDS, numbers_of, quantize_parameters,
 from overcoat.kernels.weights import block_stack_weights, stack_weights
 from overcoat.recipe import Recipe
 
-# A small block has fewer weights: one of hidden 2048 some 50 million. Of OLMo-1B's, 67 million, launches are a small
-# part of the time, and a byte for each weight would add 50 MB to the peak.
-SMALL = 2**26
+# A small block has less work, weights times tokens, of which no more than `MANY` count: there the host, which launches,
+# is slower than the GPU. Hidden 2048, some 50 million weights, is small with any number of tokens, a 7B's block, 202
+# million, with one row of 2,048. Elsewhere a byte for each weight would add to the peak, and launches take little.
+SMALL, MANY = 2**39, 2**13
 
 
 def stack_weights_of(linear: Linear) -> list[Tensor]:
@@ -49,7 +50,7 @@ def block_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
     return block_stack_weights(stack_weights_of(linear), transposed)
 
 
-def with_operands(block: Block, recipe: Recipe, known: Optional[Sequence[Scales]] = None) -> Block:
+def with_operands(block: Block, tokens: int, recipe: Recipe, known: Optional[Sequence[Scales]] = None) -> Block:
     """The block with the operands of its forward, if it is small; known: what that has found, for those of the
     backward, which are transposed."""
     linears = [linear for branch in block.branches for linear in (branch.into, branch.out)]
@@ -59,7 +60,9 @@ def with_operands(block: Block, recipe: Recipe, known: Optional[Sequence[Scales]
     for linear in linears:
         weights += linear.weights
     # Of other kinds (DTensor) the dispatcher says what is wrong: an op asks the first alone.
-    if sum([w.numel() for w in weights]) >= SMALL or not {*map(type, weights)} <= {Tensor, Parameter}:
+    size = sum([w.numel() for w in weights])  # compiled code of a small model need not ask how many tokens there are
+    is_large = size * MANY >= SMALL and size * tokens >= SMALL
+    if is_large or not {*map(type, weights)} <= {Tensor, Parameter}:
         return block
     stacks = [stack_weights_of(linear) for linear in linears]
     ordered, counts = [w for stack in stacks for w in stack], [len(stack) for stack in stacks]

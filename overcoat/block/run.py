@@ -58,7 +58,7 @@ def block_forward(
     """x (T, H) -> x (T, H), and what is saved. known: a recomputation's; where nothing reads a result it is not
     computed, and what is returned is not the block's."""
     saved: list[Any] = []
-    block = with_operands(block, recipe) if known is None else block
+    block = with_operands(block, len(x), recipe) if known is None else block
     source, y = x, None  # y: a branch's result that is still to be added to x
     for index, branch in enumerate(block.branches):
         scales = Scales() if known is None else known[index]
@@ -113,7 +113,7 @@ def block_backward(
     gradients of its weights among them); if all lived to the end, it would be 29.
     wanted: in the place of each parameter whether it wants a gradient (frozen weights have none).
     """
-    block = with_operands(block, recipe, _scales(saved, block))
+    block = with_operands(block, len(dy), recipe, _scales(saved, block))
     dx, dx_amax, gradients = dy, None, []
     for branch, want in zip(reversed(block.branches), reversed(wanted.branches), strict=True):
         d, d_amax, dpost = dx, dx_amax, None

@@ -57,4 +57,24 @@ def test_weights_of_other_kinds_are_left_to_the_dispatcher(place):
             weights[place] = weights[place].as_subclass(Other)
         into, out, up, down = (Linear((weight,), (None,)) for weight in weights)
         block = Block((Branch(None, into, out), Branch(None, up, down)))
-        assert (operands.with_operands(block, Recipe()) is block) == is_other
+        assert (operands.with_operands(block, 1, Recipe()) is block) == is_other
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "tokens", "small"),
+    [
+        (2048, 5504, 2**20, True),
+        (2048, 8192, 4096, True),
+        (2048, 8192, 8192, False),
+        (4096, 11008, 2048, True),
+        (4096, 11008, 4096, False),
+        (8192, 28672, 512, True),
+    ],
+)
+def test_a_block_is_small_by_its_weights_or_by_its_tokens(hidden, inner, tokens, small, monkeypatch):
+    """Hidden 2048 with any number of tokens, OLMo-1B with two rows of 2,048, a 7B with one, a 70B with a quarter."""
+    monkeypatch.setattr(operands, "quantize_parameters", lambda weights, counts: [[None] * len(counts)] * 3)
+    shapes = ((3 * hidden, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner))
+    linears = [Linear((torch.empty(shape, device="meta"),), (None,)) for shape in shapes]
+    block = Block((Branch(None, *linears[:2]), Branch(None, *linears[2:])))
+    assert (operands.with_operands(block, tokens, Recipe()) is not block) == small
