@@ -229,7 +229,7 @@ class TrainConfig:
     seed: int = option(0, "of initialisation, data order and stochastic rounding", at_least=0, below=2**32)
     device: str = option("auto", '"cuda", "cuda:1", "cpu", or "auto"')
     compile: Literal["none", "layers", "graphs"] = option(
-        "none", '"layers": torch.compile of decoder layers; "graphs": replayed as CUDA graphs, too (small models)'
+        "none", '"layers": torch.compile of decoder layers; "graphs": and CUDA graphs (small models or batches)'
     )
     resume: str = option("auto", '"auto" (newest checkpoint of run_dir, if any), or the path of a checkpoint')
     log_every: int = option(10, "steps between logged losses", at_least=1)
