@@ -108,6 +108,15 @@ def test_steps_move_every_weight_and_release_where_the_name_says(name: str, kind
         assert key.endswith("k_proj.bias") or not torch.equal(p, before[key]), key  # softmax does not see k's bias
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_names_say_how_contestants_train(name: str) -> None:
+    trainer = TRAINERS[name]
+    assert trainer.released is name.endswith(("released", " rel."))
+    if name.startswith(("overcoat", "bf16")):
+        assert trainer.engine.graphs is ("graphs" in name)
+        assert (trainer.engine.compile is not None) is ("compile" in name or "graphs" in name)
+
+
 def test_a_recipe_is_a_contestant() -> None:
     name = "overcoat recipe default offload_blocks=1"
     for way in WAYS:
