@@ -27,7 +27,7 @@ import torch
 from overcoat.models.compiled import forget
 from overcoat.train import process
 from overcoat.train.config import Config
-from overcoat.train.fit import Fit, leanest, next_leaner
+from overcoat.train.fit import Fit, leanest, next_leaner, rows_of_process
 from overcoat.train.metrics import METRICS, Row, read_metrics
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 
@@ -157,9 +157,11 @@ def fit_row(step: int, fit: Fit, out_of_memory: bool) -> Row:
 
 
 def recorded_fits(config: Config) -> dict[int, Fit]:
-    """The fits of a run by the first step they are for; none where the configured one has served so far."""
+    """The fits of a run by the first step they are for; none where the configured one has served so far. Released
+    gradients cannot accumulate: where the run before has taken fewer rows at once, they take all."""
     rows = read_metrics(Path(config.train.run_dir) / METRICS)["fit"]
-    return {step: Fit(row["micro_batch"], row["block_checkpoints"]) for step, row in rows.items()}
+    whole = rows_of_process(config) if config.optimizer.release_gradients else None
+    return {step: Fit(whole or row["micro_batch"], row["block_checkpoints"]) for step, row in rows.items()}
 
 
 def fit_at(fits: dict[int, Fit], step: int) -> Fit | None:

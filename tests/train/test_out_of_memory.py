@@ -237,6 +237,17 @@ def test_released_gradients_go_back_to_the_checkpoint_only_if_weights_have_moved
     assert_same_end(run_dir, tmp_path / "after")
 
 
+def test_released_gradients_take_all_rows_where_a_run_had_taken_fewer(train: Train, tmp_path: Path) -> None:
+    """They cannot accumulate; block checkpoints they take over."""
+    too_much = lambda fit: fit.micro_batch > 2 or not fit.block_checkpoints  # noqa: E731
+    train(*FOUR_ROWS, scarce=(Scarcity(3, too_much),))
+    assert fits_of(tmp_path / "run")[3] != (4, False)
+    last = Scarcity(0, lambda _: False)
+    train(*RELEASED, "train.steps=5", scarce=(last,), start=str(tmp_path / "run/checkpoints/step-00000002"))
+    assert [(step, fit.micro_batch) for step, fit in last.tried] == [(3, 4), (4, 4), (5, 4)]
+    assert last.tried[-1][1].block_checkpoints
+
+
 def test_released_gradients_end_with_an_error_where_no_leaner_recipe_is_left(train: Train) -> None:
     with pytest.raises(DoesNotFitError, match="step 3 ran out of memory with 4 rows in a forward pass, block checkp"):
         train(*RELEASED, scarce=(Scarcity(3, lambda _: True),))
