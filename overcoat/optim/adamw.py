@@ -31,6 +31,7 @@ from overcoat.optim.state import (
     make_plain,
     match_saved,
     restore_state,
+    warn_if_frozen,
 )
 from overcoat.optim.step import StepGroup, StepGroups, moved, norm_of
 
@@ -251,6 +252,8 @@ class AdamW(torch.optim.Optimizer):
             for group, step_group in pairs:
                 step_group.step(group, factor, skip)
             self.keep_if_captured(step_groups)
+        else:
+            warn_if_frozen(self.param_groups)
 
     def _take_gradients(self) -> list[tuple[dict[str, Any], StepGroup]]:
         """The step groups of all parameters that have gradients, with these."""

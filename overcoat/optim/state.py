@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -233,6 +234,17 @@ def check_new_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
                 resolve_master(options["master"], param.dtype)
             check_placements(param)
     check_sharding([entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]])
+
+
+def warn_if_frozen(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Tell of an optimizer that can step nothing."""
+    params = [param for group in groups for param in group["params"]]
+    if params and not any(param.requires_grad for param in params):
+        warnings.warn(
+            f"step() does nothing: all {len(params)} parameters of this optimizer are frozen. PEFT freezes those that "
+            "its model was made of: make the optimizer after get_peft_model",
+            stacklevel=2,
+        )
 
 
 def check_state(state: Mapping[str, Any], param: Tensor, group: Mapping[str, Any], index: Any, remedy: str) -> None:

@@ -136,6 +136,22 @@ def test_without_adapters_the_base_is_computed() -> None:
     torch.testing.assert_close(whole(**inputs).loss, own, rtol=1e-3, atol=0)
 
 
+def test_an_optimizer_made_before_the_adapters_says_that_it_steps_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    """TRL's `peft_config` makes them after the script has made the optimizer."""
+    model = make_model("llama", layers=1)
+    overcoat.convert(model)
+    early = overcoat.AdamW(model.parameters())
+    early.step()
+    model = adapted(model)
+    late = overcoat.AdamW(model.parameters())
+    late.step()  # without gradients, but not for ever
+    model(**make_batch()).loss.backward()
+    late.step()
+    assert not [warning for warning in recwarn if "step()" in str(warning.message)]
+    with pytest.warns(UserWarning, match="all 12 parameters of this optimizer are frozen.*after get_peft_model"):
+        early.step()
+
+
 def test_several_adapters() -> None:
     """One at a time, and both at once (with different ranks of scaling)."""
     original, inputs = adapted(adapted(make_model("llama", layers=2)), seed=1, name="second"), make_batch()
