@@ -167,12 +167,19 @@ def _mixed(mixin: Any, original: Any) -> Any:
 class Mixin(nn.Module):
     """What is mixed into a transformers class; objects of the result are pickled as mixin and original."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        # `type(model).from_pretrained(...)`, `type(layer)(config, index)`: made anew, it has not been converted.
+        super().__init__(*args, **options)
+        if _is_mixed(type(self)):
+            self.__class__ = original_class(self)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = super().__reduce_ex__(protocol)
-        bases: Any = type(self).__bases__
-        if len(bases) == 2 and type(self) is mixed(*bases):
-            return (_new, bases, *made[2:])
-        return made
+        return (_new, type(self).__bases__, *made[2:]) if _is_mixed(type(self)) else made
+
+
+def _is_mixed(cls: Any) -> bool:
+    return len(cls.__bases__) == 2 and cls is mixed(*cls.__bases__)
 
 
 def _new(mixin: Any, original: Any) -> Any:

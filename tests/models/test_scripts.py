@@ -82,6 +82,22 @@ def test_any_wrapper_is_the_inner_model(wrap: Any, run: Any) -> None:
     assert torch.equal(losses(True, wrap, run), losses(False, wrap, run))
 
 
+def test_what_the_class_of_a_converted_module_makes_is_not_converted(tmp_path: Any) -> None:
+    """Reference models, EMA copies and new layers are made by `type(model)`."""
+    model, plain = make_model("llama", layers=2), make_model("llama", layers=2)
+    overcoat.convert(model)
+    model.save_pretrained(tmp_path)
+    inputs = make_batch()
+    loaded, expected = (type(each).from_pretrained(tmp_path, dtype=torch.bfloat16).train() for each in (model, plain))
+    assert type(loaded) is type(plain)
+    assert torch.equal(loaded(**inputs).logits, expected(**inputs).logits)
+    made = type(model)(model.config)
+    assert [type(module) for module in made.modules()] == [type(module) for module in plain.modules()]
+    layer = type(model.model.layers[0])(model.config, 2)
+    assert type(layer) is type(plain.model.layers[0])
+    assert type(copy.deepcopy(model)) is type(pickle.loads(pickle.dumps(model))) is type(model)
+
+
 # ---- logits that are not there --------------------------------------------------------------------------------------
 
 USES: dict[str, Any] = {
