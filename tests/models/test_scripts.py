@@ -136,6 +136,20 @@ def test_missing_logits_are_missed_as_items_too() -> None:
     assert whole["logits"] is whole[1] is whole[-1] is whole.get("logits") is whole.logits
 
 
+def test_missing_logits_keep_their_place_in_a_tuple() -> None:
+    model = make_model("llama", layers=1)
+    overcoat.convert(model)
+    loss, logits = model(**make_batch(), return_dict=False)
+    assert torch.equal(loss, model(**make_batch()).loss)
+    with pytest.raises(ValueError, match=REMEDY):
+        logits[..., :-1, :]
+    more = model(**make_batch(), return_dict=False, output_hidden_states=True)
+    whole = model(**make_batch(), return_dict=False, output_hidden_states=True, output_logits=True)
+    assert len(more) == len(whole) == 3
+    assert len(more[2]) == len(whole[2]) == 2
+    assert len(model(**make_batch(), return_dict=False, output_logits=False)) == 1  # as transformers leaves out None
+
+
 def test_missing_logits_outlive_what_libraries_do_with_results() -> None:
     """They are no item of the result, and whoever makes a result of its items makes them again."""
     from torch.utils._pytree import tree_map
