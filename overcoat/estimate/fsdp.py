@@ -37,9 +37,8 @@ from overcoat.estimate.meter import GATHERED, GRADIENTS, Meter
 from overcoat.formats import E4M3
 from overcoat.kernels.weights import block_stack_weights
 from overcoat.models.decoder import Fp8DecoderLayer
-from overcoat.models.family import decoder_layers
+from overcoat.models.family import decoder_layers, find_causal_model
 from overcoat.models.gather import fp8_stacks
-from overcoat.models.head import find_causal_model
 
 
 def part_bytes(tensor: Tensor, gpus: int) -> int:

@@ -20,8 +20,7 @@ from overcoat.block.offload import transfers
 from overcoat.estimate.meter import Meter
 from overcoat.estimate.workspaces import aligned
 from overcoat.memory import restart_peak
-from overcoat.models.family import decoder_layers, whole_of
-from overcoat.models.head import find_causal_model
+from overcoat.models.family import decoder_layers, find_causal_model, whole_of
 from overcoat.optim.sharding import local
 
 EMBEDDING, NORM, LOSS = "embedding", "final norm", "loss"

@@ -21,20 +21,22 @@ from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import (
     Family,
+    causal_models,
     decoder_layers,
     families,
     family_of,
+    find_causal_model,
     mixed,
     original_class,
     tower_path,
     whole_of,
 )
-from overcoat.models.head import find_causal_model, install_head, remove_head, why_head_unsupported
+from overcoat.models.head import install_head, remove_head, why_head_unsupported
 from overcoat.models.images import multiply_patches
 from overcoat.models.lora import active_adapters
 from overcoat.models.masks import cache_of
 from overcoat.models.refusals import why_unsupported
-from overcoat.models.report import LayerReport, Report
+from overcoat.models.report import LayerReport, Report, parts_of
 from overcoat.recipe import Recipe
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -96,6 +98,8 @@ def convert(
         _check_device(model, recipe)
     end = _find_head(model, recipe, filter_fn)
     reason = "there is no lm_head" if end is None else end.reason
+    if recipe.z_loss and reason is None and (others := list(causal_models(model))[1:]):
+        reason = f"{others[0][0]} is a second model, with a loss of its own: convert each by itself"
     if recipe.z_loss and reason is not None:
         raise ValueError(f"Recipe.z_loss = {recipe.z_loss} needs the converted loss, and {reason}; use z_loss=0")
     for name, layer in layers.items():
@@ -109,7 +113,7 @@ def convert(
         report.head = _convert_head(end, recipe)
         if report.head.converted:
             report.watch(end.name, end.causal)
-    report.parts = _parts(model, report)
+    report.parts = parts_of(model, report)
     _forbid_cache(model, report, eval_fp8)
     return report
 
@@ -255,25 +259,6 @@ def _convert_head(end: _Head, recipe: Recipe) -> LayerReport:
     if recipe.z_loss:
         detail += f", z-loss {recipe.z_loss}"
     return LayerReport(end.name, kind, True, detail)
-
-
-def _parts(model: nn.Module, report: Report) -> list[str]:
-    path, causal = find_causal_model(model) or ("", model)
-    whole = whole_of(causal)
-    if whole is None or not whole.vision:
-        return []
-    lines, modules = [], dict(causal.named_modules())
-    for title, place in (("vision", whole.vision), ("connector", whole.connector), ("text", whole.text)):
-        if place not in modules:  # dropped, to train the text alone
-            continue
-        inside = f"{path}.{place}.".removeprefix(".")
-        layers, weights = [row for row in report.layers if row.name.startswith(inside)], modules[place]
-        state = ", ".join({str(weight.dtype).removeprefix("torch.") for weight in weights.parameters()})
-        if layers:
-            state = f"{sum(row.converted for row in layers)} of {len(layers)} layers in FP8"
-        frozen = "" if any(weight.requires_grad for weight in weights.parameters()) else ", frozen"
-        lines.append(f"{title} ({inside[:-1]}): {state}{frozen}")
-    return lines
 
 
 def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -247,6 +247,25 @@ def whole_of(model: nn.Module | type[nn.Module]) -> Optional[Whole]:
     original = original_class(model)
     found = (each for each in wholes() if (each.module, each.name) == (original.__module__, original.__name__))
     return next(found, None)
+
+
+def causal_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of transformers' causal and vision-language models in `model`: itself, one inside a PEFT model,
+    or several side by side; of models inside each other the outer ones."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        original = original_class(module)
+        is_known = whole_of(module) is not None  # GPT2LMHeadModel
+        is_causal = is_known or original.__name__.endswith(("ForCausalLM", "ForConditionalGeneration"))
+        is_inside = any(name.startswith(f"{outer}.") or not outer for outer in found)
+        if is_causal and original.__module__.startswith("transformers.") and not is_inside:
+            found.append(name)
+            yield name, module
+
+
+def find_causal_model(model: nn.Module) -> Optional[tuple[str, nn.Module]]:
+    """Name and module of the first of `causal_models`, or None."""
+    return next(causal_models(model), None)
 
 
 def tower_path(model: nn.Module) -> str:

@@ -254,19 +254,6 @@ def _logit_scale(model: Any) -> float:
     return 1.0 if model.overcoat_family is None else model.overcoat_family.logit_scale(model)
 
 
-def find_causal_model(model: nn.Module) -> Optional[tuple[str, nn.Module]]:
-    """Name and module of transformers' causal or vision-language model in `model` (itself, or inside a PEFT model), or
-    None."""
-    for name, module in model.named_modules():
-        original = original_class(module)
-        is_known = whole_of(module) is not None  # GPT2LMHeadModel
-        if original.__module__.startswith("transformers.") and (
-            is_known or original.__name__.endswith(("ForCausalLM", "ForConditionalGeneration"))
-        ):
-            return name, module
-    return None
-
-
 def why_head_unsupported(model: nn.Module) -> Optional[str]:
     """The reason why a causal model's loss cannot be computed without logits, or None if it can."""
     original: Any = original_class(model)

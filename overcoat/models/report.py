@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Optional
 
 from torch import nn
 
+from overcoat.models.family import causal_models, whole_of
 from overcoat.models.refusals import why_replaced
 from overcoat.recipe import Recipe
 
@@ -27,7 +28,8 @@ class Report:
     """The result of `convert`; prints as a table, equal neighbours folded into one line.
 
     head: what became of lm_head and the loss; None if the model has none (a bare `LlamaModel`, say).
-    parts: of a vision-language model, how its tower, connector and text train, a line each.
+    parts: of a vision-language model, how its tower, connector and text train, a line each; and other models beside
+        the head's.
     """
 
     recipe: Recipe
@@ -83,3 +85,25 @@ def _ran(module: Any) -> str:
     if ran is None and hasattr(module, "overcoat_arguments"):  # a layer
         ran = why_replaced(module, module.overcoat_family)
     return ran or "not seen to run: no forward yet, or compiled code alone"
+
+
+def parts_of(model: nn.Module, report: Report) -> list[str]:
+    """`Report.parts`."""
+    (path, causal), *others = list(causal_models(model)) or [("", model)]
+    whole, modules, lines = whole_of(causal), dict(causal.named_modules()), []
+    places: tuple[tuple[str, str], ...] = ()
+    if whole is not None and whole.vision:
+        places = (("vision", whole.vision), ("connector", whole.connector), ("text", whole.text))
+    for title, place in places:
+        if place not in modules:  # dropped, to train the text alone
+            continue
+        inside = f"{path}.{place}.".removeprefix(".")
+        layers, weights = [row for row in report.layers if row.name.startswith(inside)], modules[place]
+        state = ", ".join({str(weight.dtype).removeprefix("torch.") for weight in weights.parameters()})
+        if layers:
+            state = f"{sum(row.converted for row in layers)} of {len(layers)} layers in FP8"
+        frozen = "" if any(weight.requires_grad for weight in weights.parameters()) else ", frozen"
+        lines.append(f"{title} ({inside[:-1]}): {state}{frozen}")
+    if report.head is not None and report.head.converted:
+        lines += [f"{name}: its loss is computed from all logits; convert it by itself, too" for name, _ in others]
+    return lines

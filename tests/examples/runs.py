@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import overcoat
-from overcoat.models.head import find_causal_model
+from overcoat.models.family import find_causal_model
 from tests.processes import on_two
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

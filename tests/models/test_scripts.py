@@ -82,6 +82,19 @@ def test_any_wrapper_is_the_inner_model(wrap: Any, run: Any) -> None:
     assert torch.equal(losses(True, wrap, run), losses(False, wrap, run))
 
 
+def test_a_second_model_beside_the_first_is_told_of() -> None:
+    models = nn.ModuleDict({"policy": make_model("llama", layers=1), "critic": make_model("qwen3", layers=1)})
+    report = overcoat.convert(models)
+    told = "critic: its loss is computed from all logits; convert it by itself, too"
+    assert (report.head.name, report.parts) == ("policy.lm_head", [told])
+    assert told in str(report)
+    with pytest.raises(ValueError, match="critic is a second model, with a loss of its own: convert each by itself"):
+        overcoat.convert(models, Recipe(z_loss=1e-4))
+    overcoat.convert(models["critic"])
+    for model in models.values():
+        assert model(**make_batch()).logits is NO_LOGITS
+
+
 def test_what_the_class_of_a_converted_module_makes_is_not_converted(tmp_path: Any) -> None:
     """Reference models, EMA copies and new layers are made by `type(model)`."""
     model, plain = make_model("llama", layers=2), make_model("llama", layers=2)
