@@ -111,6 +111,17 @@ def test_what_the_class_of_a_converted_module_makes_is_not_converted(tmp_path: A
     assert type(copy.deepcopy(model)) is type(pickle.loads(pickle.dumps(model))) is type(model)
 
 
+def test_layers_owner_that_was_replaced_since_is_told_of() -> None:
+    model, plain = make_model("llama", layers=1), make_model("llama", layers=1)
+    overcoat.convert(model)
+    model.model = copy.deepcopy(plain.model)
+    with pytest.warns(UserWarning, match="all logits: model was replaced since: its layers are as they came; convert"):
+        result = model(**make_batch())
+    assert torch.equal(result.logits, plain(**make_batch()).logits)
+    overcoat.convert(model)
+    assert model(**make_batch()).logits is NO_LOGITS
+
+
 # ---- logits that are not there --------------------------------------------------------------------------------------
 
 USES: dict[str, Any] = {
