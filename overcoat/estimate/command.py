@@ -36,6 +36,7 @@ from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.recipe import GROUP_SIZES, Recipe
 
 UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+SMALLEST = 10**6  # bytes of a GPU; below it a unit was forgotten
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,8 +97,8 @@ def memory_size(text: str) -> int:
     if match is None or match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 80GB (10^9 bytes) or 80GiB (2^30)")
     size = int(float(match[1]) * UNITS[match[2].upper()])
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
+    if size < SMALLEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes, less than any GPU has; write 80GB or 80GiB")
     return size
 
 

@@ -160,13 +160,19 @@ def test_a_configuration_of_no_model_is_one_line(capsys, tmp_path, changes, why)
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80GB", 80 * 10**9), ("24 GiB", 24 * 2**30), ("1.5tb", 1500 * 10**9), ("1000", 1000), ("512MiB", 2**29)],
+    [
+        ("80GB", 80 * 10**9),
+        ("24 GiB", 24 * 2**30),
+        ("1.5tb", 1500 * 10**9),
+        ("8000000000", 8 * 10**9),
+        ("512MiB", 2**29),
+    ],
 )
 def test_sizes(text, size):
     assert memory_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "80 G B", "80GBs", "1e3"])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "80", "81559", "80 G B", "80GBs", "1e3"])
 def test_what_is_no_size(text):
     with pytest.raises(argparse.ArgumentTypeError):
         memory_size(text)
