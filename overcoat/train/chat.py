@@ -105,6 +105,11 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         require(not both, f"{where} has {' and '.join(both)} beside from and value: remove one pair")
         role, content = given.pop("from"), given.pop("value", None)
         given |= {"role": SHAREGPT.get(role, role) if isinstance(role, str) else role, "content": content}
+    names = " among " + ", ".join(map(str, message)) if message else ""
+    for key in ("role", "content"):
+        needed = key == "role" or not given.get("tool_calls")
+        missing = needed and key not in given and key not in message
+        require(not missing, f"{where} has no field {key!r}{names}: rename one, or correct the row")
     as_text(given.get("role"), f"{where}.role")
     content = given.get("content")
     if not isinstance(content, list):
