@@ -166,7 +166,7 @@ def _read_json(path: Path, may_be_array: bool) -> Iterator[tuple[str, Any]]:
 
 def parsed(text: str, where: str) -> Any:
     with said_of(f"{where}: no JSON (", Exception, "): correct or remove it"):  # RecursionError, too
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text.rstrip(), object_pairs_hook=_object)  # its newline is no second line for errors
 
 
 def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
