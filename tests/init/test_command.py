@@ -82,7 +82,7 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
     LlamaConfig(**sizes, vocab_size=32000, max_position_embeddings=2048).save_pretrained(place / "wide")
     (place / "wide/pytorch_model-00001-of-00002.bin").touch()
     found, rows = [], []
-    for size in ("12GB", "8GB", "6.5GB", "6GB"):
+    for size in ("12GB", "8GB", "6.8GB", "6GB"):
         words = f"init {size}.toml --model ./wide --data chats.jsonl --seq 2048 --rows 16 --gpu-memory {size}"
         assert cli.main(words.split()) == 0
         config = load_config(f"{size}.toml")
