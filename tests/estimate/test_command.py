@@ -194,6 +194,7 @@ print(sum(read), *sorted(transformers.models.__all__), transformers.LlamaForCaus
 """
 
 
+@pytest.mark.nightly
 def test_transformers_looks_through_its_models_once():
     """And finds what it finds looking twice."""
     found = [

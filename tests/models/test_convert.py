@@ -323,7 +323,7 @@ def test_functions_of_pytorch_that_were_replaced_are_not_left_out(name: str, com
     monkeypatch.setattr(F, name, lambda *args, **options: original(*args, **options))
     if compiled:
         torch.compiler.reset()
-        model.compile(backend="eager")
+        (model if name == "linear" else model.model.layers[0]).compile(backend="eager")  # the loss, or a layer alone
     with pytest.warns(UserWarning, match="original precision") as told:
         model(**make_batch())
     reason = f"F.{name} was replaced, by tests.models.test_convert's"
@@ -349,11 +349,11 @@ def test_what_mlps_call_their_activation_is_known(kind: str) -> None:
 def test_an_activation_that_became_a_function_is_not_left_out_of_compiled_code() -> None:
     model: Any = make_model(layers=1)
     overcoat.convert(model)
-    mlp = model.model.layers[0].mlp
-    del mlp.act_fn
-    mlp.act_fn = F.tanh
+    layer = model.model.layers[0]
+    del layer.mlp.act_fn
+    layer.mlp.act_fn = F.tanh
     torch.compiler.reset()
-    model.compile(backend="eager")
+    layer.compile(backend="eager")
     with pytest.warns(UserWarning, match="original precision: mlp.act_fn is a function"):
         model(**make_batch())
 
