@@ -89,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.argv, parsed.read_config = words, read_config
     takes_rest = hasattr(parsed, "overrides")
     if unknown := [argument for argument in rest if argument.startswith("-") or not takes_rest]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        hint = "; keys are set as train.steps=10 (overcoat train --keys lists all)" * (parsed.command == "train")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if takes_rest:
         parsed.overrides += rest
     if is_worker():

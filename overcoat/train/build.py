@@ -20,7 +20,7 @@ from overcoat.extras import load_extra, load_pretrained
 from overcoat.models.head import LeanLossModel
 from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, require, said_of
 from overcoat.train.data import Batch
-from overcoat.train.process import choose_device, memory_of
+from overcoat.train.process import choose_device, memory_of, rank
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
@@ -166,6 +166,13 @@ def check_tables(model: Any, num_ids: int, config: Config) -> None:
     )  # fmt: skip
     require(num_ids <= size, f"{what}, but the model's vocabulary (model.config.vocab_size) is {size}: {remedy}")
     require(length <= most, f"data.sequence_length = {length}: the model has {most} positions; lower it to that")
+    made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
+    if made_for < length and rank() == 0:
+        warnings.warn(
+            f"data.sequence_length = {length}: the model was made for {made_for} positions (max_position_embeddings); "
+            "lower it, or set rope_parameters in the model's configuration",
+            stacklevel=2,
+        )
 
 
 def num_positions(model: Any) -> int:

@@ -239,7 +239,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         rows, is_auto = self.global_batch_size, self.batch_size == "auto"
-        require(rows >= 1 or not is_auto, "train.global_batch_size = 0: must be at least 1, the rows of a step")
+        require(
+            rows >= 1 or not is_auto,
+            "train.batch_size = 'auto': say how many rows a step has with train.global_batch_size",
+        )
         require(
             rows == 0 or is_auto,
             f"train.global_batch_size = {rows}: goes with train.batch_size = 'auto'; a step has batch_size x "

@@ -30,6 +30,16 @@ else:
 
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 LARGEST = 10**15  # of numbers without an `at_most` of their own: so none is infinite, or too large for 64 bits
+# Names of transformers' and TRL's Trainer for what has another one here.
+OF_TRAINER = {
+    "model_name_or_path": "model.name", "dataset_name": "data.dataset", "output_dir": "train.run_dir",
+    "max_length": "data.sequence_length", "max_seq_length": "data.sequence_length",
+    "max_steps": "train.steps", "num_train_epochs": "train.steps", "per_device_train_batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "train.accumulation", "gradient_checkpointing": "recipe.checkpoint",
+    "learning_rate": "optimizer.lr", "max_grad_norm": "optimizer.clip", "lr_scheduler_type": "schedule.kind",
+    "warmup_ratio": "schedule.warmup_steps", "logging_steps": "train.log_every", "report_to": "train.loggers",
+    "eval_steps": "eval.every", "save_steps": "checkpoint.every", "save_total_limit": "checkpoint.keep",
+}  # fmt: skip
 
 
 def load_config(path: str | Path, arguments: list[str] | None = None, is_recorded: bool = False) -> Config:
@@ -167,9 +177,12 @@ def all_keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _unknown_key(key: str) -> str:
-    """Nearest first by the last part alone (train.lr -> optimizer.lr), then by the whole key (optimiser.lr)."""
+    """What transformers' Trainer calls so; else nearest by the last part alone (train.lr -> optimizer.lr), then by the
+    whole key (optimiser.lr)."""
     leaves = {name.rpartition(".")[2]: name for name in all_keys()}
     leaf = key.rpartition(".")[2]
+    if leaf in OF_TRAINER:
+        return f"unknown key {key}: it is {OF_TRAINER[leaf]} here (overcoat train --keys lists all)"
     nearest = difflib.get_close_matches(key, [*all_keys(), *(spec.name for spec in fields(Config))], n=1, cutoff=0.7)
     if leaf in leaves or not nearest:
         nearest = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1)] or nearest

@@ -21,6 +21,11 @@ RELEASED = "optimizer.release_gradients=true optimizer.clip=0"
 AUTO = "train.batch_size=auto train.global_batch_size=8"
 
 
+def test_names_of_trainers_have_another_name_here() -> None:
+    assert {*configfile.OF_TRAINER.values()} <= all_keys().keys()
+    assert not {*configfile.OF_TRAINER} & {name.rpartition(".")[2] for name in all_keys()}
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -29,6 +34,7 @@ AUTO = "train.batch_size=auto train.global_batch_size=8"
         ("train.lr=1", "did you mean optimizer.lr?"),
         ("trian.steps=1", "did you mean train.steps?"),
         ("lr=1", "did you mean optimizer.lr?"),
+        ("train.max_grad_norm=1", "unknown key train.max_grad_norm: it is optimizer.clip here"),
         ("train.steps=many", "train.steps = 'many': expected a whole number"),
         ("train.steps=1.5", "expected a whole number"),
         ("train.steps=true", "expected a whole number"),
@@ -57,7 +63,7 @@ AUTO = "train.batch_size=auto train.global_batch_size=8"
         ),
         (f"{AUTO} train.accumulation=2", "train.accumulation = 2: follows from train.batch_size = 'auto'"),
         ("train.batch_size=0", "train.batch_size = 0: must be at least 1"),
-        ("train.batch_size=auto", "train.global_batch_size = 0: must be at least 1"),
+        ("train.batch_size=auto", "'auto': say how many rows a step has with train.global_batch_size"),
         ("train.global_batch_size=32", "goes with train.batch_size = 'auto'; a step has .* 8 rows"),
         ("train.memory_limit_gib=-1", "train.memory_limit_gib = -1.0: must be at least 0"),
         ("train.on_oom=retry", "expected one of 'smaller_batch', 'leaner_recipe', 'error'"),

@@ -204,6 +204,12 @@ def test_rows_and_samples_stay_within_a_table_of_positions(make_config: MakeConf
     assert run_once(make_config(*words), console, "gpt").sample.startswith("alpha beta")
 
 
+def test_rows_beyond_what_rotary_positions_were_made_for_are_told_of(make_config: MakeConfig, console: Console) -> None:
+    words = ("train.steps=1", "schedule.warmup_steps=0", "model.config.max_position_embeddings=31")
+    with pytest.warns(UserWarning, match=r"data\.sequence_length = 32: the model was made for 31 positions"):
+        run_once(make_config(*words), console, "long")
+
+
 def test_ids_beyond_the_vocabulary_are_found_before_training(
     finished: tuple, make_config: MakeConfig, console: Console, tmp_path: Path
 ) -> None:
