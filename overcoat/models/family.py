@@ -254,11 +254,12 @@ def causal_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     or several side by side; of models inside each other the outer ones."""
     found: list[str] = []
     for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") or not outer for outer in found):
+            continue
         original = original_class(module)
         is_known = whole_of(module) is not None  # GPT2LMHeadModel
         is_causal = is_known or original.__name__.endswith(("ForCausalLM", "ForConditionalGeneration"))
-        is_inside = any(name.startswith(f"{outer}.") or not outer for outer in found)
-        if is_causal and original.__module__.startswith("transformers.") and not is_inside:
+        if is_causal and original.__module__.startswith("transformers."):
             found.append(name)
             yield name, module
 

@@ -123,7 +123,7 @@ class LeanLossModel(Mixin):
                 `cu_seq_lens_q`, int32 (N + 1,), beside packed position_ids: where documents begin among the B * S
                 tokens, and the end (every multiple of S among them). Without it the host waits to find out.
         """
-        if vars(_trunk(self)).get("overcoat_is_lean"):  # lm_head would make the other call's loss
+        if getattr(_trunk(self), "overcoat_is_lean", False):  # lm_head would make the other call's loss
             raise ValueError(
                 "this model computes a loss in another thread: copy it for each thread (copy.deepcopy), or convert it "
                 "with Recipe(head=None)"
@@ -233,7 +233,11 @@ def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None
 
 
 def _trunk(model: Any) -> Any:
-    return model.get_submodule(model.overcoat_whole.text)
+    """The layers' owner; what it was wrapped in since (torch.compile, checkpoints) has no attributes of ours."""
+    trunk = model.get_submodule(model.overcoat_whole.text)
+    if "overcoat_is_lean" in vars(trunk):
+        return trunk
+    return next((each for each in trunk.modules() if "overcoat_is_lean" in vars(each)), trunk)
 
 
 def _final_norm(model: Any) -> Any:
@@ -278,7 +282,7 @@ def why_head_replaced(model: Any) -> Optional[str]:
     head = model.get_submodule(model.overcoat_whole.head)
     if not isinstance(head, LossHead):
         return f"lm_head is a {class_name(head)} now; convert the model again if it is nn.Linear"
-    if "overcoat_is_lean" not in vars(_trunk(model)):
+    if not hasattr(_trunk(model), "overcoat_is_lean"):
         return f"{model.overcoat_whole.text} was replaced since: its layers are as they came; convert the model again"
     return _why_not_lean(model, head) or (None if torch.compiler.is_compiling() else why_mode())
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 
 from torch import nn
 
-from overcoat.models.family import causal_models, whole_of
+from overcoat.models.family import causal_models, original_class, whole_of
 from overcoat.models.refusals import why_replaced
 from overcoat.recipe import Recipe
 
@@ -105,5 +105,6 @@ def parts_of(model: nn.Module, report: Report) -> list[str]:
         frozen = "" if any(weight.requires_grad for weight in weights.parameters()) else ", frozen"
         lines.append(f"{title} ({inside[:-1]}): {state}{frozen}")
     if report.head is not None and report.head.converted:
-        lines += [f"{name}: its loss is computed from all logits; convert it by itself, too" for name, _ in others]
+        own = [name for name, each in others if whole_of(each) is not None and type(each) is original_class(each)]
+        lines += [f"{name}: its loss is computed from all logits; convert it by itself, too" for name in own]
     return lines

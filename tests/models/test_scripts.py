@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import re
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import overcoat
 from overcoat import Recipe
@@ -91,6 +94,7 @@ def test_a_second_model_beside_the_first_is_told_of() -> None:
     with pytest.raises(ValueError, match="critic is a second model, with a loss of its own: convert each by itself"):
         overcoat.convert(models, Recipe(z_loss=1e-4))
     overcoat.convert(models["critic"])
+    assert overcoat.convert(models).parts == []
     for model in models.values():
         assert model(**make_batch()).logits is NO_LOGITS
 
@@ -109,6 +113,26 @@ def test_what_the_class_of_a_converted_module_makes_is_not_converted(tmp_path: A
     layer = type(model.model.layers[0])(model.config, 2)
     assert type(layer) is type(plain.model.layers[0])
     assert type(copy.deepcopy(model)) is type(pickle.loads(pickle.dumps(model))) is type(model)
+
+
+@pytest.mark.parametrize(
+    "wrap", [checkpoint_wrapper, functools.partial(torch.compile, backend="eager")], ids=["checkpoint", "compile"]
+)
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4])
+def test_layers_owner_that_was_wrapped_since_is_known(wrap: Any, z_loss: float) -> None:
+    """Its attributes are the wrapped one's."""
+    model = make_model("llama", layers=1)
+    overcoat.convert(model, Recipe(z_loss=z_loss))
+    expected = model(**make_batch()).loss
+    torch.compiler.reset()
+    model.model = wrap(model.model)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            result = model(**make_batch())
+        assert torch.equal(result.loss, expected)
+        assert result.logits is NO_LOGITS
+        overcoat.convert(model, Recipe(z_loss=z_loss))
 
 
 def test_layers_owner_that_was_replaced_since_is_told_of() -> None:
