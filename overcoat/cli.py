@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.argv, parsed.read_config = words, read_config
     takes_rest = hasattr(parsed, "overrides")
     if unknown := [argument for argument in rest if argument.startswith("-") or not takes_rest]:
-        hint = "; keys are set as train.steps=10 (overcoat train --keys lists all)" * (parsed.command == "train")
+        hint = "; keys are set as train.steps=10 (overcoat train --keys lists all)" if takes_rest else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if takes_rest:
         parsed.overrides += rest

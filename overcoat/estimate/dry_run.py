@@ -142,8 +142,8 @@ def _refusing_values(config: Any, kinds: Any = (RuntimeError, ArithmeticError)) 
         yield
     except NotImplementedError as error:
         raise ValueError(
-            f"a {config.model_type} model does what PyTorch cannot do without data, as shapes that depend on it, so "
-            f"what it holds cannot be told without running it: {error}"
+            f"a {config.model_type} model does what PyTorch cannot do without data, as shapes that depend on it, or "
+            f"has not implemented, so what it holds cannot be told without running it: {error}"
         ) from error
     except kinds as error:
         raise ValueError(

@@ -20,7 +20,7 @@ from overcoat.extras import load_extra, load_pretrained
 from overcoat.models.head import LeanLossModel
 from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, require, said_of
 from overcoat.train.data import Batch
-from overcoat.train.process import choose_device, memory_of, rank
+from overcoat.train.process import choose_device, is_first, memory_of
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
@@ -155,8 +155,8 @@ def load_model(
 
 
 def check_tables(model: Any, num_ids: int, config: Config) -> None:
-    """Token ids or positions beyond a table of embeddings would be an IndexError, or an assertion on the GPU; ids below
-    `num_ids` come from the tokenizer, or from binaries."""
+    """Token ids or positions beyond a table of embeddings would be an IndexError, or an assertion on the GPU; positions
+    that rotary angles were not made for are told of. Ids below `num_ids` come from the tokenizer, or from binaries."""
     size, length, most = model.get_input_embeddings().num_embeddings, config.data.sequence_length, num_positions(model)
     what, remedy = (
         (f"data.files hold the token id {num_ids - 1}",
@@ -166,22 +166,30 @@ def check_tables(model: Any, num_ids: int, config: Config) -> None:
     )  # fmt: skip
     require(num_ids <= size, f"{what}, but the model's vocabulary (model.config.vocab_size) is {size}: {remedy}")
     require(length <= most, f"data.sequence_length = {length}: the model has {most} positions; lower it to that")
-    made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
-    if made_for < length and rank() == 0:
+    if made_for(model) < length and is_first():
+        unless = ", unless all documents are shorter" if config.data.masks_documents else ""
         warnings.warn(
-            f"data.sequence_length = {length}: the model was made for {made_for} positions (max_position_embeddings); "
-            "lower it, or set rope_parameters in the model's configuration",
+            f"data.sequence_length = {length}: the model was made for {made_for(model)} positions; lower it{unless}, "
+            "or raise max_position_embeddings in its configuration if it takes more",
             stacklevel=2,
         )
 
 
+def made_for(model: Any) -> int:
+    """Positions that a model was made for; sys.maxsize where it does not say, or scales its rotary angles for more."""
+    text = model.config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {each.get("rope_type", "default") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    return sys.maxsize if kinds - {"default"} else getattr(text, "max_position_embeddings", None) or sys.maxsize
+
+
 def num_positions(model: Any) -> int:
     """Positions that a model has embeddings of; sys.maxsize where it computes them (rotary)."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+    most = made_for(model)
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
     # OPT's has two rows more.
     sizes = {table.num_embeddings for table in tables if table is not model.get_input_embeddings()}
-    return most if most and sizes & {most, most + 2} else sys.maxsize
+    return most if sizes & {most, most + 2} else sys.maxsize
 
 
 def _inline(model: ModelConfig) -> tuple[str, dict[str, Any]]:

@@ -100,24 +100,24 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     what = KINDS.get(type(message), f"a {type(message).__name__}")
     require(isinstance(message, dict), f"{where} holds {what}, not a message: correct or remove the row")
     given = {key: value for key, value in message.items() if value is not None}
-    if "from" in given:
+    is_sharegpt = "from" in given or ("from" in message and "role" not in message)
+    names = ("from", "value") if is_sharegpt else ("role", "content")
+    needed = names[:1] if given.get("tool_calls") else names
+    if missing := [name for name in needed if name not in message]:
+        among = " among " + ", ".join(map(str, message)) if message else ""
+        raise ValueError(f"{where} has no field {missing[0]!r}{among}: rename one, or correct the row")
+    role, content = as_text(given.get(names[0]), f"{where}.{names[0]}"), given.get(names[1])
+    if is_sharegpt:
         both = [key for key in ("role", "content") if key in given]
         require(not both, f"{where} has {' and '.join(both)} beside from and value: remove one pair")
-        role, content = given.pop("from"), given.pop("value", None)
-        given |= {"role": SHAREGPT.get(role, role) if isinstance(role, str) else role, "content": content}
-    names = " among " + ", ".join(map(str, message)) if message else ""
-    for key in ("role", "content"):
-        needed = key == "role" or not given.get("tool_calls")
-        missing = needed and key not in given and key not in message
-        require(not missing, f"{where} has no field {key!r}{names}: rename one, or correct the row")
-    as_text(given.get("role"), f"{where}.role")
-    content = given.get("content")
+        given = {key: value for key, value in given.items() if key not in names}
+        given |= {"role": SHAREGPT.get(role, role), "content": content}
     if not isinstance(content, list):
         if content is not None or not given.get("tool_calls"):
-            as_text(content, f"{where}.content")
+            as_text(content, f"{where}.{names[1]}")
         return given
     for number, part in enumerate(content):
-        place = f"{where}.content[{number}]"
+        place = f"{where}.{names[1]}[{number}]"
         require(isinstance(part, dict), f"{place} holds no object with a type: correct or remove the row")
         if as_text(part.get("type"), f"{place}.type") == "text":
             as_text(part.get("text"), f"{place}.text")

@@ -30,14 +30,16 @@ else:
 
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 LARGEST = 10**15  # of numbers without an `at_most` of their own: so none is infinite, or too large for 64 bits
-# Names of transformers' and TRL's Trainer for what has another one here.
+# What scripts of transformers and TRL call otherwise.
 OF_TRAINER = {
     "model_name_or_path": "model.name", "dataset_name": "data.dataset", "output_dir": "train.run_dir",
     "max_length": "data.sequence_length", "max_seq_length": "data.sequence_length",
-    "max_steps": "train.steps", "num_train_epochs": "train.steps", "per_device_train_batch_size": "train.batch_size",
+    "max_steps": "train.steps", "num_train_epochs": "train.steps, a number of steps,",
+    "per_device_train_batch_size": "train.batch_size, of all GPUs together,",
     "gradient_accumulation_steps": "train.accumulation", "gradient_checkpointing": "recipe.checkpoint",
     "learning_rate": "optimizer.lr", "max_grad_norm": "optimizer.clip", "lr_scheduler_type": "schedule.kind",
-    "warmup_ratio": "schedule.warmup_steps", "logging_steps": "train.log_every", "report_to": "train.loggers",
+    "warmup_ratio": "schedule.warmup_steps, a number of steps,", "logging_steps": "train.log_every",
+    "report_to": "train.loggers",
     "eval_steps": "eval.every", "save_steps": "checkpoint.every", "save_total_limit": "checkpoint.keep",
 }  # fmt: skip
 

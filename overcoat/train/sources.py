@@ -161,12 +161,12 @@ def _read_json(path: Path, may_be_array: bool) -> Iterator[tuple[str, Any]]:
             file.seek(0)
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield f"{path}:{number}", parsed(line, f"{path}:{number}")
+                yield f"{path}:{number}", parsed(line.rstrip("\n"), f"{path}:{number}")  # no second line for errors
 
 
 def parsed(text: str, where: str) -> Any:
     with said_of(f"{where}: no JSON (", Exception, "): correct or remove it"):  # RecursionError, too
-        return json.loads(text.rstrip(), object_pairs_hook=_object)  # its newline is no second line for errors
+        return json.loads(text, object_pairs_hook=_object)
 
 
 def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:

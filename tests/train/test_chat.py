@@ -201,9 +201,11 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         ),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "'messages'[1].content holds null, not text"),
         ({"messages": [{}]}, "'messages'[0] has no field 'role': rename"),
+        ({"messages": [{"from": "gpt", "text": "b"}]}, "'messages'[0] has no field 'value' among from, text: rename"),
+        ({"messages": [{"from": None, "value": "a"}]}, "'messages'[0].from holds null, not text"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "'messages'[0].content[0] holds no object with a type"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "[0].text holds a number"),
-        ({"messages": [{"from": "human", "value": 1}]}, "'messages'[0].content holds a number, not text"),
+        ({"messages": [{"from": "human", "value": 1}]}, "'messages'[0].value holds a number, not text"),
         ({"messages": [USER, {**ANSWER, "weight": 0}, ANSWER]}, "'messages'[1].weight is 0: every turn"),
         ({"messages": [USER, {**ANSWER, "weight": "1"}]}, "'messages'[1].weight is '1': every turn"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,10 +205,21 @@ def test_rows_and_samples_stay_within_a_table_of_positions(make_config: MakeConf
     assert run_once(make_config(*words), console, "gpt").sample.startswith("alpha beta")
 
 
-def test_rows_beyond_what_rotary_positions_were_made_for_are_told_of(make_config: MakeConfig, console: Console) -> None:
-    words = ("train.steps=1", "schedule.warmup_steps=0", "model.config.max_position_embeddings=31")
-    with pytest.warns(UserWarning, match=r"data\.sequence_length = 32: the model was made for 31 positions"):
+def test_rows_beyond_what_rotary_positions_were_made_for_are_told_of(
+    make_config: MakeConfig, console: Console, tmp_path: Path
+) -> None:
+    words = ("train.steps=1", "schedule.warmup_steps=0", "eval.every=0", "model.config.max_position_embeddings=31")
+    told = r"data\.sequence_length = 32: the model was made for 31 positions; lower it, or raise"
+    with pytest.warns(UserWarning, match=told):
         run_once(make_config(*words), console, "long")
+    packed = ("data.document_mask=true", f"train.run_dir={tmp_path / 'packed'}")
+    with pytest.warns(UserWarning, match="lower it, unless all documents are shorter, or raise"):
+        run_once(make_config(*words, *packed), console, "packed")
+    scaled = ('model.config.rope_parameters={rope_type="linear", rope_theta=1e4, factor=2.0}',
+              f"train.run_dir={tmp_path / 'scaled'}")  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="data.sequence_length")
+        run_once(make_config(*words, *scaled), console, "scaled")
 
 
 def test_ids_beyond_the_vocabulary_are_found_before_training(

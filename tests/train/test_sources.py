@@ -102,7 +102,7 @@ def test_gzip_and_parquet_are_read_as_what_they_are(tmp_path: Path) -> None:
     ("line", "why"),
     [
         ('{"text": "cut o', r"no JSON \("),
-        ('{"text": ', r"no JSON \(.*: line 1 column 9 "),
+        ('{"text": ', r"no JSON \(.*: line 1 column 10 "),
         ('{"text": "a", "b": 1, "text": "c"}', r"no JSON \(the field 'text' twice\): correct or remove it"),
         ('{"txt": "x", "b": 1}', r"no field 'text' \(text_key\) among txt, b"),
         *((line, ".*, not an object") for line in ("[1, 2]", '"text"', "7", "null")),
