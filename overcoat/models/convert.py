@@ -25,7 +25,6 @@ from overcoat.models.family import (
     decoder_layers,
     families,
     family_of,
-    find_causal_model,
     mixed,
     original_class,
     tower_path,
@@ -96,23 +95,28 @@ def convert(
         )
     if recipe.fp8 or recipe.head == "fp8":
         _check_device(model, recipe)
-    end = _find_head(model, recipe, filter_fn)
+    causals = list(causal_models(model))
+    ends = [_head_of(path, causal, recipe, filter_fn) for path, causal in causals]
+    end, others = (ends[0], ends[1:]) if ends else (None, [])
     reason = "there is no lm_head" if end is None else end.reason
-    if recipe.z_loss and reason is None and (others := list(causal_models(model))[1:]):
-        reason = f"{others[0][0]} is a second model, with a loss of its own: convert each by itself"
+    if recipe.z_loss and reason is None and others:
+        reason = f"{causals[1][0]} is a second model, with a loss of its own: convert each by itself"
     if recipe.z_loss and reason is not None:
         raise ValueError(f"Recipe.z_loss = {recipe.z_loss} needs the converted loss, and {reason}; use z_loss=0")
     for name, layer in layers.items():
         report.layers.append(_convert_layer(layer, name, recipe, filter_fn, eval_fp8))
     _check_converted(report, strict)
     for name in report.converted:
-        report.watch(name, layers[name])
+        report.watch(name, layers[name], model)
     _choose_offloaded(model, layers, report)
     multiply_patches(model, report.converted, eval_fp8)
     if end is not None:
         report.head = _convert_head(end, recipe)
         if report.head.converted:
-            report.watch(end.name, end.causal)
+            report.watch(end.name, end.causal, model)
+    for other in others:
+        if type(other.causal) is not original_class(other.causal):  # converted by itself: its recipe changes, too
+            _convert_head(other, recipe)
     report.parts = parts_of(model, report)
     _forbid_cache(model, report, eval_fp8)
     return report
@@ -158,11 +162,7 @@ class _Head(NamedTuple):
     reason: Optional[str]
 
 
-def _find_head(model: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> Optional[_Head]:
-    found = find_causal_model(model)
-    if found is None:
-        return None
-    path, causal = found
+def _head_of(path: str, causal: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> _Head:
     whole, reason = whole_of(causal), why_head_unsupported(causal)
     name = f"{path}.{whole.head if whole is not None else 'lm_head'}".removeprefix(".")
     if recipe.head is None:
@@ -301,9 +301,10 @@ def _forbid_cache(model: nn.Module, report: Report, eval_fp8: bool) -> None:
     decoders = [row for row in report.layers if not ((family := known[row.name]) and family.encoder)]
     owners = {_owner(model, row.name): False for row in decoders}
     owners.update({_owner(model, row.name): True for row in decoders if row.converted})
-    found = find_causal_model(model)
-    if any(owners.values()) and found is not None and (whole := whole_of(found[1])) is not None and whole.vision:
-        owners[found[1]] = True  # SmolVLM makes a cache before it calls the text's owner
+    for path, causal in causal_models(model):
+        inside, whole = f"{path}.".removeprefix("."), whole_of(causal)
+        if whole and whole.vision and any(row.converted and row.name.startswith(inside) for row in decoders):
+            owners[causal] = True  # SmolVLM makes a cache before it calls the text's owner
     for owner, has_converted in owners.items():
         if owner is None:
             continue

@@ -45,7 +45,7 @@ from overcoat.models.family import (
 )
 from overcoat.models.images import without_waiting
 from overcoat.models.masks import causal_mask
-from overcoat.models.output import NO_LOGITS, refuse_second_call, without_logits
+from overcoat.models.output import refuse_second_call, without_logits
 from overcoat.models.patches import why_all_patched, why_loss_patched, why_mode
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, why_partitioned
 from overcoat.recipe import Recipe
@@ -174,7 +174,8 @@ class LeanLossModel(Mixin):
         if not as_tuple:
             return result
         loss, *others = result.to_tuple()
-        return (loss, NO_LOGITS, *others) if getattr(result, "logits", None) is NO_LOGITS else (loss, *others)
+        place = [getattr(result, "logits", None)] if says_so else []  # whether compiled or not, others keep theirs
+        return (loss, *place, *others)
 
     def _loss(self, hidden: Tensor, weight: Tensor, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
         (targets, ignore_index), num_items = shifted(labels, inputs), inputs.get("num_items_in_batch")

@@ -13,6 +13,8 @@ from overcoat.models.family import causal_models, original_class, whole_of
 from overcoat.models.refusals import why_replaced
 from overcoat.recipe import Recipe
 
+GONE = "gone: whatever has its place since is not converted; convert the model again"
+
 
 class LayerReport(NamedTuple):
     """What happened to one decoder layer, or to the head: `converted`, and the treatment or the reason why not."""
@@ -36,20 +38,23 @@ class Report:
     layers: list[LayerReport] = field(default_factory=list)
     head: Optional[LayerReport] = None
     parts: list[str] = field(default_factory=list)
-    _modules: dict[str, weakref.ref[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _modules: dict[str, tuple[weakref.ref[Any], weakref.ref[Any]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_modules": {}}
 
-    def watch(self, name: str, module: nn.Module) -> None:
-        """`running` is to tell of this converted module, without keeping it alive."""
-        self._modules[name] = weakref.ref(module)
+    def watch(self, name: str, module: nn.Module, model: nn.Module) -> None:
+        """`running` is to tell of this converted module of a model, without keeping it alive."""
+        self._modules[name] = weakref.ref(module), weakref.ref(model)
 
     def running(self) -> dict[str, str]:
         """What converted layers and the head ran at their last forward, by name: "FP8", "loss without logits", or why
         not. Compiled layers cannot be observed: for them it is what they would run now."""
-        modules = {name: module() for name, module in self._modules.items()}
-        return {name: _ran(module) for name, module in modules.items() if module is not None}
+        modules = {name: (module(), model()) for name, (module, model) in self._modules.items()}
+        known = {name: module for name, (module, model) in modules.items() if module is not None or model is not None}
+        return {name: GONE if module is None else _ran(module) for name, module in known.items()}
 
     @property
     def converted(self) -> list[str]:

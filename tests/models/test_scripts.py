@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import re
 import warnings
@@ -18,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import overcoat
 from overcoat import Recipe
 from overcoat.models.output import NO_LOGITS
+from tests.models.test_vision_language import make_model as make_seeing
 from tests.models.zoo import VOCAB, make_batch, make_model
 
 NO_HEAD = Recipe(head=None)
@@ -95,6 +97,9 @@ def test_a_second_model_beside_the_first_is_told_of() -> None:
         overcoat.convert(models, Recipe(z_loss=1e-4))
     overcoat.convert(models["critic"])
     assert overcoat.convert(models).parts == []
+    overcoat.convert(models["critic"], Recipe(z_loss=0.1))
+    overcoat.convert(models)
+    assert models["critic"].overcoat_recipe == Recipe()
     for model in models.values():
         assert model(**make_batch()).logits is NO_LOGITS
 
@@ -133,6 +138,29 @@ def test_layers_owner_that_was_wrapped_since_is_known(wrap: Any, z_loss: float) 
         assert torch.equal(result.loss, expected)
         assert result.logits is NO_LOGITS
         overcoat.convert(model, Recipe(z_loss=z_loss))
+
+
+def test_layers_that_were_replaced_since_are_told_of() -> None:
+    model = make_model("llama", layers=2)
+    report = overcoat.convert(model)
+    model.model.layers[1] = make_model("llama", layers=1).model.layers[0]
+    model(**make_batch())
+    running = report.running()
+    assert (running["model.layers.0"], running["model.layers.1"][:5]) == ("FP8", "gone:")
+    del model
+    gc.collect()
+    assert report.running() == {}
+
+
+def test_no_vision_language_model_beside_another_builds_a_cache() -> None:
+    """SmolVLM makes one before it calls the text's owner."""
+    models = nn.ModuleDict({"text": make_model("llama", layers=1), "sees": make_seeing("SmolVLM", torch.bfloat16)})
+    report = overcoat.convert(models)
+    ids = make_batch()["input_ids"] % 80
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        models["sees"](input_ids=ids, labels=ids)
+    assert report.running()["sees.model.text_model.layers.0"] == "FP8"
 
 
 def test_layers_owner_that_was_replaced_since_is_told_of() -> None:
@@ -195,6 +223,9 @@ def test_missing_logits_keep_their_place_in_a_tuple() -> None:
     whole = model(**make_batch(), return_dict=False, output_hidden_states=True, output_logits=True)
     assert len(more) == len(whole) == 3
     assert len(more[2]) == len(whole[2]) == 2
+    compiled = torch.compile(model, backend="eager")(**make_batch(), return_dict=False, output_hidden_states=True)
+    assert compiled[1] is None
+    assert len(compiled) == 3
     assert len(model(**make_batch(), return_dict=False, output_logits=False)) == 1  # as transformers leaves out None
 
 
