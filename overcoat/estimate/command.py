@@ -93,7 +93,7 @@ def positive(text: str) -> int:
 
 def memory_size(text: str) -> int:
     """Bytes from "80GB", "24 GiB" or a plain number; argparse prints what it raises."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 80GB (10^9 bytes) or 80GiB (2^30)")
     size = int(float(match[1]) * UNITS[match[2].upper()])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import overcoat
 from overcoat.estimate.dry_run import META, LossOf
 from overcoat.extras import load_extra, load_pretrained
+from overcoat.models.family import tower_path
 from overcoat.models.head import LeanLossModel
 from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, require, said_of
 from overcoat.train.data import Batch
@@ -184,11 +185,15 @@ def made_for(model: Any) -> int:
 
 
 def num_positions(model: Any) -> int:
-    """Positions that a model has embeddings of; sys.maxsize where it computes them (rotary)."""
-    most = made_for(model)
-    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    """Positions that a model has embeddings or a table (GPT-J) of; sys.maxsize where it computes them (rotary)."""
+    most, tower = made_for(model), tower_path(model)
+    named = [(f"{path}.", module) for path, module in model.named_modules()]
+    parts = [part for path, part in named if not (tower and path.startswith(tower))]  # what sees has its own
+    embeddings = [part.weight for part in parts if isinstance(part, nn.Embedding)]
+    tables = [*embeddings, *(table for part in parts for table in part._buffers.values() if table is not None)]
+    words = model.get_input_embeddings().weight
     # OPT's has two rows more.
-    sizes = {table.num_embeddings for table in tables if table is not model.get_input_embeddings()}
+    sizes = {table.shape[0] for table in tables if table.dim() == 2 and table is not words}
     return most if sizes & {most, most + 2} else sys.maxsize
 
 

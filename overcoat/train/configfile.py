@@ -32,7 +32,9 @@ LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le,
 LARGEST = 10**15  # of numbers without an `at_most` of their own: so none is infinite, or too large for 64 bits
 # What scripts of transformers and TRL call otherwise.
 OF_TRAINER = {
-    "model_name_or_path": "model.name", "dataset_name": "data.dataset", "output_dir": "train.run_dir",
+    "model_name_or_path": "model.name", "torch_dtype": "model.dtype", "lora_r": "lora.rank",
+    "dataset_name": "data.dataset", "dataset_text_field": "data.text_key",
+    "output_dir": "train.run_dir", "resume_from_checkpoint": "train.resume",
     "max_length": "data.sequence_length", "max_seq_length": "data.sequence_length",
     "max_steps": "train.steps", "num_train_epochs": "train.steps, a number of steps,",
     "per_device_train_batch_size": "train.batch_size, of all GPUs together,",

@@ -172,7 +172,7 @@ def test_sizes(text, size):
     assert memory_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "80", "81559", "80 G B", "80GBs", "1e3"])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "80", "81559", "80 G B", "80GBs", "1e3", "9" * 400])
 def test_what_is_no_size(text):
     with pytest.raises(argparse.ArgumentTypeError):
         memory_size(text)

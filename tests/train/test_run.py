@@ -205,6 +205,12 @@ def test_rows_and_samples_stay_within_a_table_of_positions(make_config: MakeConf
     assert run_once(make_config(*words), console, "gpt").sample.startswith("alpha beta")
 
 
+def test_a_table_that_is_no_embedding_is_known(make_config: MakeConfig, console: Console) -> None:
+    gptj = 'model.config={model_type="gptj", n_embd=128, n_layer=1, n_head=2, n_positions=31, rotary_dim=64}'
+    with pytest.raises(ValueError, match=r"data\.sequence_length = 32: the model has 31 positions"):
+        run_once(make_config(gptj, "recipe.name=bf16"), console, "table")
+
+
 def test_rows_beyond_what_rotary_positions_were_made_for_are_told_of(
     make_config: MakeConfig, console: Console, tmp_path: Path
 ) -> None:
