@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 
-class KeptTensor(NamedTuple):
+class SavedTensor(NamedTuple):
     """One tensor that waits for the backward; on_host: in host memory, until shortly before."""
 
     op: str
@@ -39,10 +39,10 @@ class KeptTensor(NamedTuple):
 
 
 @dataclass
-class KeptReport:
+class SavedReport:
     """What `record_kept` saw; printable. Sizes in bytes."""
 
-    rows: list[KeptTensor] = field(default_factory=list)
+    rows: list[SavedTensor] = field(default_factory=list)
 
     @property
     def total_bytes(self) -> int:
@@ -84,7 +84,7 @@ class _Recorder:
     """Saved-tensor hooks that fill a report, and module hooks that know which module is running."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        self.report = KeptReport()
+        self.report = SavedReport()
         self.names: dict[int, tuple[str, str]] = {}
         self.seen: dict[int, int] = {}
         self.holders: list[Tensor] = []
@@ -112,7 +112,7 @@ class _Recorder:
         op, name = self.names.get(storage, (place, f"{str(tensor.dtype).removeprefix('torch.')}"))
         if on_host:
             self.names.pop(storage, None)
-        self.report.rows.append(KeptTensor(op, name, tuple(tensor.shape), tensor.dtype, size, on_host))
+        self.report.rows.append(SavedTensor(op, name, tuple(tensor.shape), tensor.dtype, size, on_host))
 
     def enter(self, module: nn.Module, _args: object) -> None:
         self.modules.append(self.paths.get(id(module)) or type(module).__name__)
@@ -132,7 +132,7 @@ Part = tuple[str, tuple[str, ...], tuple[Tensor | None, ...]]
 
 
 @contextlib.contextmanager
-def record_kept(model: nn.Module | None = None) -> Iterator[KeptReport]:
+def record_kept(model: nn.Module | None = None) -> Iterator[SavedReport]:
     """Record what autograd keeps for the backward inside the block.
 
     Args:
@@ -140,7 +140,7 @@ def record_kept(model: nn.Module | None = None) -> Iterator[KeptReport]:
             out of the count; without it only `nn.Parameter`s themselves are left out.
 
     Yields:
-        a `KeptReport`, filled as the forward runs. The tensors stay alive until the block ends.
+        a `SavedReport`, filled as the forward runs. The tensors stay alive until the block ends.
     """
     recorder = _Recorder(model)
     handles: list[RemovableHandle] = [
@@ -182,10 +182,10 @@ def without_hooks() -> Iterator[Callable[[Tensor, bool], None] | None]:
 
 def keep(ctx: torch.autograd.function.FunctionCtx, op: str, **tensors: Tensor | None) -> None:
     """`ctx.save_for_backward` with names: `ctx.saved_tensors` gives the values back in the order of the keywords."""
-    keep_parts(ctx, (op, tuple(tensors), tuple(tensors.values())))
+    save_parts(ctx, (op, tuple(tensors), tuple(tensors.values())))
 
 
-def keep_parts(ctx: torch.autograd.function.FunctionCtx, *parts: Part) -> None:
+def save_parts(ctx: torch.autograd.function.FunctionCtx, *parts: Part) -> None:
     """`keep` for a Function that runs several ops, saved one after the other."""
     saved: list[Any] = [tensor for _, _, tensors in parts for tensor in tensors]
     ctx.save_for_backward(*saved)
@@ -205,7 +205,7 @@ def keep_parts(ctx: torch.autograd.function.FunctionCtx, *parts: Part) -> None:
 
 
 def release_saved(ctx: Any) -> None:
-    """Free what `keep_parts` saved early, in a backward that has read it: each tensor when its last use there is over,
+    """Free what `save_parts` saved early, in a backward that has read it: each tensor when its last use there is over,
     not when the backward has ended. Does nothing if the graph is retained for another backward;
     without that, a backward that fails on the way, for want of memory say, cannot be tried again."""
     if not torch.compiler.is_compiling():  # a compiled backward frees what it has read by itself

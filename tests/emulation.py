@@ -94,8 +94,8 @@ def emulate_fp8_gemms(model: nn.Module, grad_format: str = "e5m2", in_blocks: bo
         family = family_of(layer)
         if family is None:  # `convert` leaves it alone
             continue
-        own = [branch for branch in family.branches(layer, 1) if branch.core is not None]  # experts run as they are
-        for layers in (part for branch in own for part in (branch.into, (branch.out,))):
+        own = [branch for branch in family.branches(layer, 1) if branch.mixer is not None]  # experts run as they are
+        for layers in (part for branch in own for part in (branch.in_proj, (branch.out,))):
             members = [_Member.of(base_of(linear)) for linear in layers]
             stack = _Stack(members, grad_format, in_blocks)
             for index, member in enumerate(members):

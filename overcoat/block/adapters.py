@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from overcoat.block.order import Order
+from overcoat.block.order import RowPermutation
 from overcoat.block.spec import Adapter, Linear, Norm
 from overcoat.kernels.groups import group_decode
 from overcoat.recipe import Recipe
@@ -120,7 +120,7 @@ def _places(linear: Linear) -> list[tuple[Adapter, slice, slice]]:
     return places
 
 
-def _order(linear: Linear, adapter: Adapter) -> Optional[Order]:
+def _order(linear: Linear, adapter: Adapter) -> Optional[RowPermutation]:
     """How b's rows are taken; b is (N, r) where the weight is (K, N), too."""
     order = linear.orders[adapter.layer] if linear.orders else None
     return None if order is None else order._replace(transposed=False)

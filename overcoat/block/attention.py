@@ -26,13 +26,13 @@ from overcoat.block.context import context_attention_backward, gathered, share_l
 from overcoat.block.linear import (
     Gradient,
     OutputSaved,
+    linear_backward,
     linear_forward,
-    product_backward,
     quantize_blocks_of,
     rebuild_input_t,
 )
 from overcoat.block.softmax import Heads, Rotary, attend, rotary_of, scale_q, sink_gradient
-from overcoat.block.spec import Branch, Linear, Scales, Tables
+from overcoat.block.spec import Branch, ForwardScales, Linear, Tables
 from overcoat.kernels.attention import attention_backward as attention_backward_op
 from overcoat.kernels.block_tiles import BLOCK
 from overcoat.kernels.groups import token_center
@@ -192,20 +192,20 @@ def _full_norm_gradient(gradients: Any, inputs: Any, rotary: Rotary, heads: Head
 
 
 def qkv_gradient_quantized(
-    gradients: tuple[Tensor, Tensor, Tensor], rotary: Rotary, heads: Heads, into: Linear, recipe: Recipe
+    gradients: tuple[Tensor, Tensor, Tensor], rotary: Rotary, heads: Heads, in_proj: Linear, recipe: Recipe
 ) -> Gradient:
     """Gradient of qkv straight in both FP8 layouts, without q/k norms; with one scale also its sums, for biases."""
     arguments = (*gradients, rotary.cos, rotary.sin)
     if recipe.linear_scaling == "block":
         data, scale, data_t, scale_t = qk_rope_backward_blocks(*arguments, recipe.grad_format, heads.num_q)
         return Gradient(data, data_t, scale, None, gradients[0].dtype, scale_t)
-    top, sums = qk_rope_backward_amax(*arguments, heads.num_q, into.has_bias)
+    top, sums = qk_rope_backward_amax(*arguments, heads.num_q, in_proj.has_bias)
     data, data_t, scale = qk_rope_backward_quantize(*arguments, top, recipe.grad_format, heads.num_q)
-    return Gradient(data, data_t, scale, sums if into.has_bias else None, gradients[0].dtype)
+    return Gradient(data, data_t, scale, sums if in_proj.has_bias else None, gradients[0].dtype)
 
 
 class Attention(NamedTuple):
-    """The core of a branch whose stacked linear layers make q, k and v; `Branch.inner`: `Rotary` from q_weight on."""
+    """The core of a branch whose stacked linear layers make q, k and v; `Branch.qk_norm`: `Rotary` from q_weight on."""
 
     heads: Heads
 
@@ -223,26 +223,32 @@ class Attention(NamedTuple):
         self, z: Tensor, branch: Branch, tables: Tables, recipe: Recipe, saved: list[Any]
     ) -> tuple[Tensor, Tensor]:
         """o, and what |o| does not exceed."""
-        o, o_amax, kept = attention_forward(z, rotary_of(tables, branch.inner, self.heads), self.heads, recipe)
+        o, o_amax, kept = attention_forward(z, rotary_of(tables, branch.qk_norm, self.heads), self.heads, recipe)
         if self.heads.context is not None:
             share_largest(o_amax, self.heads.context)
         saved.append(kept)
         return o, o_amax
 
     def output(
-        self, inside: Any, branch: Branch, recipe: Recipe, saved: list[Any], known: Scales, residual: Optional[Tensor]
+        self,
+        inside: Any,
+        branch: Branch,
+        recipe: Recipe,
+        saved: list[Any],
+        cached: ForwardScales,
+        residual: Optional[Tensor],
     ) -> Tensor:
         """The output layer's result, plus the residual if given."""
         o, o_amax = inside
-        y, kept = linear_forward(o, branch.out, o.dtype, recipe, o_amax, known.out, residual)
-        if branch.out.adapters:
-            add_adapters_(y, branch.out, Input(o))
+        y, kept = linear_forward(o, branch.out_proj, o.dtype, recipe, o_amax, cached.out_proj, residual)
+        if branch.out_proj.adapters:
+            add_adapters_(y, branch.out_proj, Input(o))
         saved.append(kept)
         return y
 
-    def recompute(self, inside: Any, branch: Branch, recipe: Recipe, saved: list[Any], known: Scales) -> None:
+    def recompute(self, inside: Any, branch: Branch, recipe: Recipe, saved: list[Any], cached: ForwardScales) -> None:
         """What `output` keeps, without its result."""
-        self.output(inside, branch, recipe, saved, known, None)
+        self.output(inside, branch, recipe, saved, cached, None)
 
     def backward(
         self,
@@ -252,40 +258,44 @@ class Attention(NamedTuple):
         branch: Branch,
         tables: Tables,
         recipe: Recipe,
-        want_out: bool,
+        out_proj_needs_grad: bool,
     ) -> tuple[Tensor | Gradient, Linear, tuple[Optional[Tensor], ...]]:
         """Gradients of q, k and v, of the output layer and of the q/k norm weights. Takes what it reads from `saved`.
 
         With one scale per tensor they go straight into FP8, except where a norm of q and k or adapters read them too.
         """
-        scales, rotary = saved.pop(), rotary_of(tables, branch.inner, self.heads)
+        scales, rotary = saved.pop(), rotary_of(tables, branch.qk_norm, self.heads)
         kept = saved.pop()
         decoded, clipped = attention_decode(kept, rotary, self.heads, recipe, dy.dtype), kept.clipped
         del kept
-        x_t = rebuild_input_t(decoded.o, scales.x_scale) if want_out else None
-        out = product_backward(dy, x_t, branch.out, scales.w_amax, recipe, dy_amax)
+        x_t = rebuild_input_t(decoded.o, scales.x_scale) if out_proj_needs_grad else None
+        out_proj = linear_backward(dy, x_t, branch.out_proj, scales.w_amax, recipe, dy_amax)
         del x_t
-        assert out.dx is not None
-        adapters = adapters_backward_(dy, out.dx, branch.out, Input(decoded.o)) if branch.out.adapters else ()
-        gradients, inputs = rotated_gradients(out.dx, decoded, rotary, self.heads), decoded.inputs
+        assert out_proj.dx is not None
+        adapters = (
+            adapters_backward_(dy, out_proj.dx, branch.out_proj, Input(decoded.o)) if branch.out_proj.adapters else ()
+        )
+        gradients, inputs = rotated_gradients(out_proj.dx, decoded, rotary, self.heads), decoded.inputs
         dsinks = (
-            None if rotary.sinks is None else sink_gradient(out.dx, decoded.o, decoded.lse, rotary.sinks, self.heads)
+            None
+            if rotary.sinks is None
+            else sink_gradient(out_proj.dx, decoded.o, decoded.lse, rotary.sinks, self.heads)
         )
         del decoded
-        dout = Linear(out.dweights, out.dbiases, adapters=adapters)
-        del out
+        d_out_proj = Linear(out_proj.dweights, out_proj.dbiases, adapters=adapters)
+        del out_proj
         is_plain = rotary.q_weight is None and rotary.k_weight is None and clipped is None
-        in_fp8 = recipe.linear_scaling == "tensor" or (self.heads.width == BLOCK and not branch.into.has_bias)
-        if is_plain and in_fp8 and not branch.into.adapters:
-            dz: Tensor | Gradient = qkv_gradient_quantized(gradients, rotary, self.heads, branch.into, recipe)
-            return dz, dout, (None, None, dsinks, None)[: len(branch.inner)]
+        in_fp8 = recipe.linear_scaling == "tensor" or (self.heads.width == BLOCK and not branch.in_proj.has_bias)
+        if is_plain and in_fp8 and not branch.in_proj.adapters:
+            dz: Tensor | Gradient = qkv_gradient_quantized(gradients, rotary, self.heads, branch.in_proj, recipe)
+            return dz, d_out_proj, (None, None, dsinks, None)[: len(branch.qk_norm)]
         dz, *dnorms = qkv_gradient(gradients, inputs, rotary, self.heads)
         if clipped is not None:
             dz = dz.masked_fill(_from_bits(clipped), 0.0)
         del gradients, inputs
-        dz = quantize_blocks_of(dz, branch.into, recipe)
-        return dz, dout, (*dnorms, dsinks, None)[: len(branch.inner)]
+        dz = quantize_blocks_of(dz, branch.in_proj, recipe)
+        return dz, d_out_proj, (*dnorms, dsinks, None)[: len(branch.qk_norm)]
 
     def scales(self, saved: list[Any]) -> tuple[Optional[Tensor], Optional[Tensor]]:
-        """Of the last things saved, by `output`: `Scales.inner` and `Scales.out`."""
+        """Of the last things saved, by `output`: `ForwardScales.qk_norm` and `ForwardScales.out_proj`."""
         return None, saved[-1].w_amax

@@ -64,7 +64,7 @@ def stack_biases(linear: Linear) -> Optional[Tensor]:
     return bias if scale == 1.0 else bias * scale
 
 
-def block_product(x: Quantized, linear: Linear, dtype: torch.dtype, residual: Optional[Tensor] = None) -> Tensor:
+def linear_block_gemm(x: Quantized, linear: Linear, dtype: torch.dtype, residual: Optional[Tensor] = None) -> Tensor:
     """y = x W^T + bias + residual (T, N) of x (T, K) in 1x128 blocks and the stacked weights."""
     weight, scale = block_operand(linear, False)
     _watch("input", linear, x.data, x.scale)
@@ -74,7 +74,7 @@ def block_product(x: Quantized, linear: Linear, dtype: torch.dtype, residual: Op
     return y if residual is None else y.add_(residual)
 
 
-def product(
+def linear_gemm(
     x8: Tensor,
     x_scale: Tensor,
     linear: Linear,
@@ -165,7 +165,7 @@ def wgrad(d: Gradient, x_t: Quantized, dtype: torch.dtype) -> Tensor:
     return gemm(d.transposed, x_t.data, d.scale, x_t.scale, None, dtype, fast)
 
 
-def product_backward(
+def linear_backward(
     dy: Tensor | Gradient,
     x_t: Optional[Quantized],
     linear: Linear,
@@ -220,10 +220,10 @@ def linear_forward(
 ) -> tuple[Tensor, OutputSaved]:
     """x W^T + bias + residual in `dtype`, x (T, K); x_amax, w_amax: max |x| and max |weight| if known."""
     if recipe.linear_scaling == "block":
-        y = block_product(Quantized(*block_quantize(x, "e4m3")), linear, dtype, residual)
+        y = linear_block_gemm(Quantized(*block_quantize(x, "e4m3")), linear, dtype, residual)
         return y, OutputSaved(None, None)
     x8, x_scale = quantize(x, amax(x) if x_amax is None else x_amax, "e4m3")
-    y, w_amax = product(x8, x_scale, linear, dtype, w_amax, residual)
+    y, w_amax = linear_gemm(x8, x_scale, linear, dtype, w_amax, residual)
     return y, OutputSaved(x_scale, w_amax)
 
 
@@ -244,9 +244,9 @@ class InputSaved(NamedTuple):
 
 
 def stream_linear_forward(
-    x: Tensor, into: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
+    x: Tensor, in_proj: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
 ) -> tuple[Tensor, InputSaved]:
     """x (T, H) times the stacked weights -> (T, sum N); w_amax: the weights' maximum if known."""
     codes, group_amax = group_encode(x, recipe.kept_format, recipe.group_size)
-    y, scales = linear_forward(x, into, x.dtype, recipe, w_amax=w_amax)
+    y, scales = linear_forward(x, in_proj, x.dtype, recipe, w_amax=w_amax)
     return y, InputSaved(codes, group_amax, *scales)

@@ -20,15 +20,15 @@ from overcoat.block.adapters import (
 )
 from overcoat.block.linear import (
     Gradient,
-    block_product,
     dgrad,
-    product,
+    linear_block_gemm,
+    linear_gemm,
     quantize_blocks_of,
     quantize_gradient,
     split_gradients,
     wgrad,
 )
-from overcoat.block.spec import Adapter, Branch, Linear, Scales, Tables
+from overcoat.block.spec import Adapter, Branch, ForwardScales, Linear, Tables
 from overcoat.formats import Quantized
 from overcoat.kernels.activation import (
     activation_block_quantize,
@@ -72,31 +72,39 @@ class Mlp(NamedTuple):
         return z
 
     def output(
-        self, z: Tensor, branch: Branch, recipe: Recipe, saved: list[Any], _known: Scales, residual: Optional[Tensor]
+        self,
+        z: Tensor,
+        branch: Branch,
+        recipe: Recipe,
+        saved: list[Any],
+        _cached: ForwardScales,
+        residual: Optional[Tensor],
     ) -> Tensor:
         """h W^T + bias + residual (T, N); z has its first projection's bias."""
-        out = branch.out
+        out_proj = branch.out_proj
         how = (self.activation, self.gated, recipe.kept_format, recipe.group_size)
         if recipe.linear_scaling == "block":
             h8, h_scale, codes, group_amax = activation_block_quantize(z, *how)
-            y = block_product(Quantized(h8, h_scale), out, z.dtype, residual)
+            y = linear_block_gemm(Quantized(h8, h_scale), out_proj, z.dtype, residual)
             kept = MlpSaved(codes, group_amax, None, None)
         else:
             codes, group_amax, h_amax = activation_encode(z, *how)
             h8, h_scale = activation_quantize(z, h_amax, self.activation, self.gated)
-            y, w_amax = product(h8, h_scale, out, z.dtype, None, residual)
+            y, w_amax = linear_gemm(h8, h_scale, out_proj, z.dtype, None, residual)
             kept = MlpSaved(codes, group_amax, h_scale, w_amax)
-        if out.adapters:
-            add_adapters_(y, out, self._decoded(kept, recipe, z.dtype))
+        if out_proj.adapters:
+            add_adapters_(y, out_proj, self._decoded(kept, recipe, z.dtype))
         saved.append(kept)
         return y
 
-    def recompute(self, z: Tensor, _branch: Branch, recipe: Recipe, saved: list[Any], known: Scales) -> None:
+    def recompute(self, z: Tensor, _branch: Branch, recipe: Recipe, saved: list[Any], cached: ForwardScales) -> None:
         """What `output` keeps, without its result: the product would be 5% of a block."""
         tokens, parts = z.shape[0], 1 + self.gated
         halves = z.reshape(tokens * parts, z.shape[1] // parts)  # no group spans gate and up
         codes, group_amax = group_encode(halves, recipe.kept_format, recipe.group_size)
-        saved.append(MlpSaved(codes.view(tokens, -1), group_amax.view(tokens, parts, -1), known.inner, known.out))
+        saved.append(
+            MlpSaved(codes.view(tokens, -1), group_amax.view(tokens, parts, -1), cached.activation, cached.out_proj)
+        )
 
     def backward(
         self,
@@ -106,32 +114,32 @@ class Mlp(NamedTuple):
         branch: Branch,
         _tables: Tables,
         recipe: Recipe,
-        want_out: bool,
+        out_proj_needs_grad: bool,
     ) -> tuple[Tensor | Gradient, Linear, tuple[()]]:
         """Gradients of z and of the output layer; the residual's is dy itself. Takes what it reads from `saved`."""
-        kept, out = saved.pop(), branch.out
+        kept, out_proj = saved.pop(), branch.out_proj
         assert kept.group_amax.shape[1] == 1 + self.gated
-        d = quantize_gradient(dy, out, recipe, dy_amax, want_out)
-        dh = dgrad(d, out, kept.w_amax)
+        d = quantize_gradient(dy, out_proj, recipe, dy_amax, out_proj_needs_grad)
+        dh = dgrad(d, out_proj, kept.w_amax)
         d = d._replace(data=None)
-        if out.adapters:
-            stacked = stack_adapters(out, dy.dtype)
+        if out_proj.adapters:
+            stacked = stack_adapters(out_proj, dy.dtype)
             g = add_input_gradient_(dy, dh, stacked)
-        dz, h_t = self._gradient(dh, kept, recipe, branch.into)
+        dz, h_t = self._gradient(dh, kept, recipe, branch.in_proj)
         del dh  # I / H U, which the weight's gradient can use
-        dweight = wgrad(d, h_t, out.weights[0].dtype) if want_out else None
+        dweight = wgrad(d, h_t, out_proj.weights[0].dtype) if out_proj_needs_grad else None
         adapters: tuple[Adapter, ...] = ()
-        if out.adapters:
-            adapters = adapter_gradients(dy, g, out, stacked, self._decoded(kept, recipe, dy.dtype))
+        if out_proj.adapters:
+            adapters = adapter_gradients(dy, g, out_proj, stacked, self._decoded(kept, recipe, dy.dtype))
         del kept, h_t
         return (
-            quantize_blocks_of(dz, branch.into, recipe),
-            Linear(*split_gradients(dweight, d.sums, out), adapters=adapters),
+            quantize_blocks_of(dz, branch.in_proj, recipe),
+            Linear(*split_gradients(dweight, d.sums, out_proj), adapters=adapters),
             (),
         )
 
     def _gradient(
-        self, dh: Tensor, kept: MlpSaved, recipe: Recipe, into: Linear
+        self, dh: Tensor, kept: MlpSaved, recipe: Recipe, in_proj: Linear
     ) -> tuple[Tensor | Gradient, Quantized]:
         """Gradient of z, and h as transposed operand.
 
@@ -140,7 +148,7 @@ class Mlp(NamedTuple):
         """
         codes, group_amax, scale, _ = kept
         fmt, how = recipe.grad_format, (self.activation, recipe.kept_format, recipe.group_size)
-        in_fp8, has_bias = len(into.adapters) == 0, into.has_bias
+        in_fp8, has_bias = len(in_proj.adapters) == 0, in_proj.has_bias
         if scale is None:
             dz, h_t, h_scale = activation_backward(dh, codes, group_amax, None, None, None, False, *how)
             return dz, Quantized(h_t, h_scale)
@@ -157,5 +165,5 @@ class Mlp(NamedTuple):
         return Input(activation_decode(kept.codes, kept.group_amax, *how, dtype))
 
     def scales(self, saved: list[Any]) -> tuple[Optional[Tensor], Optional[Tensor]]:
-        """Of the last things saved, by `output`: `Scales.inner` and `Scales.out`."""
+        """Of the last things saved, by `output`: `ForwardScales.activation` and `ForwardScales.out_proj`."""
         return saved[-1].h_scale, saved[-1].w_amax

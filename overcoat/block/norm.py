@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from overcoat.block.linear import Gradient, InputSaved, LinearGrads, block_product, product, product_backward
+from overcoat.block.linear import Gradient, InputSaved, LinearGrads, linear_backward, linear_block_gemm, linear_gemm
 from overcoat.block.spec import Linear, Norm
 from overcoat.formats import Quantized
 from overcoat.kernels.blockwise import block_requantize_t, requantize_t
@@ -38,7 +38,7 @@ class NormLinearSaved(NamedTuple):
 
 
 def norm_linear_forward(
-    x: Tensor, y: Optional[Tensor], norm: Norm, into: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
+    x: Tensor, y: Optional[Tensor], norm: Norm, in_proj: Linear, recipe: Recipe, w_amax: Optional[Tensor] = None
 ) -> tuple[Tensor, Tensor, NormLinearSaved]:
     """x (T, H), or in the same pass x + y, and its norm times the stacked weights (T, sum N). w_amax: the weights'
     maximum if known."""
@@ -46,22 +46,22 @@ def norm_linear_forward(
     if recipe.linear_scaling == "block":
         y8, y_scale, codes, group_amax, rstd, *total = norm_block_quantize(first, residual, *norm, *code)
         x = x if y is None else total[0]
-        z = block_product(Quantized(y8, y_scale), into, x.dtype)
+        z = linear_block_gemm(Quantized(y8, y_scale), in_proj, x.dtype)
         return x, z, NormLinearSaved(codes, group_amax, rstd, None, None)
     rstd, amax, *rest = norm_stats(first, residual, *norm)
     rest, x = (rest, x) if y is None else (rest[:-1], rest[-1])
     y8, y_scale, codes, group_amax = norm_quantize(
         x, rest[0] if rest else None, rstd, norm.weight, norm.bias, amax, *code
     )
-    z, w_amax = product(y8, y_scale, into, x.dtype, w_amax)
+    z, w_amax = linear_gemm(y8, y_scale, in_proj, x.dtype, w_amax)
     return x, z, NormLinearSaved(codes, group_amax, rstd, y_scale, w_amax)
 
 
-def into_backward(
+def in_proj_backward(
     dy: Tensor | Gradient,
     saved: NormLinearSaved | InputSaved,
     norm: Optional[Norm],
-    into: Linear,
+    in_proj: Linear,
     recipe: Recipe,
     want_weights: bool,
 ) -> LinearGrads:
@@ -75,7 +75,7 @@ def into_backward(
             x_t = Quantized(*block_requantize_t(*inputs, *code))
         else:
             x_t = Quantized(requantize_t(*inputs, saved.scale, *code), saved.scale)
-    return product_backward(dy, x_t, into, saved.w_amax, recipe)
+    return linear_backward(dy, x_t, in_proj, saved.w_amax, recipe)
 
 
 class NormSaved(NamedTuple):

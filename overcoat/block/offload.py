@@ -62,16 +62,16 @@ def choose_blocks(count: int | Literal["all"], blocks: int, tower: int = 0) -> O
     up: they keep little, and are done before a large copy is.
     """
     others, able = blocks - tower, max(blocks - AHEAD, 0)
-    wanted = able if count == "all" else min(count, able)
-    large = min(wanted, max(others - AHEAD, 0))
+    needs_grad = able if count == "all" else min(count, able)
+    large = min(needs_grad, max(others - AHEAD, 0))
     ahead = max(min(AHEAD * others // max(large, 1), others - large, MOST_AHEAD), AHEAD)
     chosen = {tower + place for place in _spread(large, others - ahead)}
-    return Offload(_spread(wanted - large, min(tower, able)) | chosen, ahead)
+    return Offload(_spread(needs_grad - large, min(tower, able)) | chosen, ahead)
 
 
-def _spread(wanted: int, able: int) -> set[int]:
+def _spread(needs_grad: int, able: int) -> set[int]:
     """So many of `able` places, evenly."""
-    return {place for place in range(able) if -(-(place + 1) * wanted // able) > -(-place * wanted // able)}
+    return {place for place in range(able) if -(-(place + 1) * needs_grad // able) > -(-place * needs_grad // able)}
 
 
 class _Offloaded:
@@ -224,7 +224,7 @@ def separate(device: torch.device) -> Iterator[Transfers]:
             _transfers[device] = before
 
 
-def takes_part(ahead: Optional[int], x: Tensor) -> TypeGuard[int]:
+def offload_active(ahead: Optional[int], x: Tensor) -> TypeGuard[int]:
     """Whether a layer with this input and `Fp8DecoderLayer.overcoat_offload` gives others' copies their time."""
     # Neither the compiler nor a captured graph knows of the copies.
     is_recorded = torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -256,11 +256,11 @@ def run_offloaded(block: Callable[[], Tensor], num_inputs: int, ahead: int) -> T
                 for index, place in enumerate(moved):
                     saved[place].register_hooks(lambda _, index=index: index, offloaded.tensor)
             del tensors
-    pass_by(y, offloaded)
+    advance_offload(y, offloaded)
     return y
 
 
-def pass_by(y: Any, offloaded: Optional[_Offloaded] = None) -> None:
+def advance_offload(y: Any, offloaded: Optional[_Offloaded] = None) -> None:
     """A layer has returned y, in FP8 or not: `Transfers.follow`, if there will be a backward."""
     if isinstance(y, Tensor) and y.requires_grad:
         transfers(y.device).follow(y, offloaded)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from overcoat.block.gathered import gathered_blocks, gathered_operand, is_gathered
-from overcoat.block.spec import Block, Linear, Scales
+from overcoat.block.spec import Block, ForwardScales, Linear
 from overcoat.kernels.operands import OPERANDS, numbers_of, quantize_parameters, stack_operands
 from overcoat.kernels.weights import block_stack_weights, stack_weights
 from overcoat.recipe import Recipe
@@ -50,10 +50,10 @@ def block_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
     return block_stack_weights(stack_weights_of(linear), transposed)
 
 
-def with_operands(block: Block, tokens: int, recipe: Recipe, known: Optional[Sequence[Scales]] = None) -> Block:
+def with_operands(block: Block, tokens: int, recipe: Recipe, cached: Optional[Sequence[ForwardScales]] = None) -> Block:
     """The block with the operands of its forward, if it is small; known: what that has found, for those of the
     backward, which are transposed."""
-    linears = [linear for branch in block.branches for linear in (branch.into, branch.out)]
+    linears = [linear for branch in block.branches for linear in (branch.in_proj, branch.out_proj)]
     if recipe.linear_scaling != "tensor" or len(linears) > OPERANDS or any(map(is_gathered, linears)):
         return block
     weights: list[Any] = []
@@ -66,13 +66,13 @@ def with_operands(block: Block, tokens: int, recipe: Recipe, known: Optional[Seq
         return block
     stacks = [stack_weights_of(linear) for linear in linears]
     ordered, counts = [w for stack in stacks for w in stack], [len(stack) for stack in stacks]
-    if known is None:
+    if cached is None:
         data, scales, amaxes = quantize_parameters(ordered, counts)
     else:
-        maxima: list[Any] = [each for branch in known for each in (branch.into, branch.out)]
+        maxima: list[Any] = [each for branch in cached for each in (branch.in_proj, branch.out_proj)]
         *data, numbers = stack_operands(ordered, counts, maxima, True)
         scales, amaxes = numbers_of(numbers), maxima
     made = zip(linears, data, scales, amaxes, strict=True)
     ready = iter([linear._replace(operand=operand) for linear, *operand in made])
-    branches = [branch._replace(into=next(ready), out=next(ready)) for branch in block.branches]
+    branches = [branch._replace(in_proj=next(ready), out_proj=next(ready)) for branch in block.branches]
     return block._replace(branches=tuple(branches))

@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 
-class Order(NamedTuple):
+class RowPermutation(NamedTuple):
     """How the rows of a weight are taken.
 
     width: D. rotated: R. heads: how many heads are rotated, the first ones of q, k, v.
-    neighbours: columns 2 i and 2 i + 1 rotate together instead of i and i + R / 2.
-    by_head: the rows are this many heads of q, one of k and one of v, then the next ones (GPT-NeoX: 1); 0: all of q.
+    rope_interleaved: columns 2 i and 2 i + 1 rotate together instead of i and i + R / 2.
+    qkv_interleaved: rows are this many heads of q, one of k, one of v, and so on (GPT-NeoX: 1); 0: all of q first.
     transposed: the weight is (K, N) (GPT-2).
     """
 
     width: int = 0
     rotated: int = 0
     heads: int = 0
-    neighbours: bool = False
-    by_head: int = 0
+    rope_interleaved: bool = False
+    qkv_interleaved: int = 0
     transposed: bool = False
 
     def take(self, x: Tensor) -> Tensor:
@@ -61,18 +61,18 @@ class Order(NamedTuple):
 
     def _made(self, count: int, device: torch.device) -> Tensor:
         rows = torch.arange(count, device=device)
-        if self.by_head:
-            heads = rows.view(-1, self.by_head + 2, self.width)
-            rows = torch.cat([part.flatten() for part in heads.split((self.by_head, 1, 1), 1)])
+        if self.qkv_interleaved:
+            heads = rows.view(-1, self.qkv_interleaved + 2, self.width)
+            rows = torch.cat([part.flatten() for part in heads.split((self.qkv_interleaved, 1, 1), 1)])
         moving, rest = rows.split((self.heads * self.width, count - self.heads * self.width))
         turned, still = moving.view(-1, self.width).split((self.rotated, self.width - self.rotated), 1)
-        pairs = turned.unflatten(1, (-1, 2) if self.neighbours else (2, -1))
-        first, second = pairs.unbind(2 if self.neighbours else 1)
+        pairs = turned.unflatten(1, (-1, 2) if self.rope_interleaved else (2, -1))
+        first, second = pairs.unbind(2 if self.rope_interleaved else 1)
         kept = still.chunk(2, 1) if still.shape[1] else (still, still)
         return torch.cat((torch.cat((first, kept[0], second, kept[1]), 1).flatten(), rest))
 
 
-_made_rows: dict[tuple[Order, int, torch.device], Tensor] = {}
+_made_rows: dict[tuple[RowPermutation, int, torch.device], Tensor] = {}
 
 
 def padded(angles: Tensor, width: int, fill: float) -> Tensor:

@@ -4,7 +4,7 @@ Neighbours in a block save passes over memory that separate autograd nodes canno
 q, k and v, are written straight into the two FP8 layouts that the products read, and never exist in 16 bits; q and k
 are rotated in place; a branch's result is added to the residual inside the next norm.
 
-With `Recipe.checkpoint = "block"` the forward keeps the block's input in 8-bit groups (0.5 U) and `Scales`. The
+With `Recipe.checkpoint = "block"` the forward keeps the block's input in 8-bit groups (0.5 U) and `ForwardScales`. The
 backward decodes the input, runs the forward again, and then the branches' backwards in reverse. Cheaper than
 `torch.utils.checkpoint`, which keeps 1 U, finds all maxima again, and computes the block's result a second time only to
 throw it away.
@@ -27,19 +27,19 @@ from overcoat.block.linear import InputSaved, stream_linear_forward
 from overcoat.block.norm import (
     NormLinearSaved,
     NormSaved,
+    in_proj_backward,
     input_gradient,
-    into_backward,
     norm_after_forward,
     norm_linear_forward,
 )
-from overcoat.block.offload import run_offloaded, takes_part
+from overcoat.block.offload import offload_active, run_offloaded
 from overcoat.block.operands import with_operands
 from overcoat.block.spec import (
     Adapter,
     Block,
     Branch,
+    ForwardScales,
     Linear,
-    Scales,
     Tables,
     tensors_of,
     with_tensors,
@@ -47,38 +47,40 @@ from overcoat.block.spec import (
 )
 from overcoat.kernels.groups import group_decode, group_encode
 from overcoat.kernels.op import check_dispatcher_once, check_no_transforms, first_order
-from overcoat.memory import Part, keep_parts, release_saved
+from overcoat.memory import Part, release_saved, save_parts
 from overcoat.recipe import Recipe
 
 
 @check_dispatcher_once
 def block_forward(
-    x: Tensor, block: Block, tables: Tables, recipe: Recipe, known: Optional[Sequence[Scales]] = None
+    x: Tensor, block: Block, tables: Tables, recipe: Recipe, cached: Optional[Sequence[ForwardScales]] = None
 ) -> tuple[Tensor, list[Any]]:
     """x (T, H) -> x (T, H), and what is saved. known: a recomputation's; where nothing reads a result it is not
     computed, and what is returned is not the block's."""
     saved: list[Any] = []
-    block = with_operands(block, len(x), recipe) if known is None else block
+    block = with_operands(block, len(x), recipe) if cached is None else block
     source, y = x, None  # y: a branch's result that is still to be added to x
     for index, branch in enumerate(block.branches):
-        scales = Scales() if known is None else known[index]
+        scales = ForwardScales() if cached is None else cached[index]
         if block.parallel:
             _, z = _enter(source, None, branch, recipe, saved, scales)
         else:
             x, z = _enter(x, y, branch, recipe, saved, scales)
             y = None
-        inside = branch.core.inside(z, branch, tables, recipe, saved)
+        inside = branch.mixer.inside(z, branch, tables, recipe, saved)
         del z  # 3 U of q, k and v in 16 bits, as long as somebody knows them
         is_last = block.parallel or index == len(block.branches) - 1
         # The product adds x, or the next norm in its own pass.
-        adds = branch.outer or (branch.post is None and (is_last or recipe.linear_scaling == "tensor"))
-        if known is not None and is_last and branch.post is None:
-            branch.core.recompute(inside, branch, recipe, saved, scales)
+        adds = branch.norm_after_residual or (branch.post is None and (is_last or recipe.linear_scaling == "tensor"))
+        if cached is not None and is_last and branch.post is None:
+            branch.mixer.recompute(inside, branch, recipe, saved, scales)
             continue
-        y = branch.core.output(inside, branch, recipe, saved, scales, x if adds else None)
+        y = branch.mixer.output(inside, branch, recipe, saved, scales, x if adds else None)
         del inside
         if branch.post is not None:
-            x, kept = norm_after_forward(y, torch.zeros_like(x) if branch.outer else x, branch.post, recipe)
+            x, kept = norm_after_forward(
+                y, torch.zeros_like(x) if branch.norm_after_residual else x, branch.post, recipe
+            )
             saved.append(kept)
             y = None
         elif adds:
@@ -87,24 +89,24 @@ def block_forward(
 
 
 def _enter(
-    x: Tensor, y: Optional[Tensor], branch: Branch, recipe: Recipe, saved: list[Any], known: Scales
+    x: Tensor, y: Optional[Tensor], branch: Branch, recipe: Recipe, saved: list[Any], cached: ForwardScales
 ) -> tuple[Tensor, Tensor]:
     """x plus y, if given, and the stacked linear layers of its norm."""
     kept: Any
     if branch.pre is None:
         x = x if y is None else x + y
-        z, kept = stream_linear_forward(x, branch.into, recipe, known.into)
+        z, kept = stream_linear_forward(x, branch.in_proj, recipe, cached.in_proj)
     else:
-        x, z, kept = norm_linear_forward(x, y, branch.pre, branch.into, recipe, known.into)
+        x, z, kept = norm_linear_forward(x, y, branch.pre, branch.in_proj, recipe, cached.in_proj)
     saved.append(kept)
-    if branch.into.adapters:
-        add_adapters_(z, branch.into, kept_input(kept, branch.pre, recipe, z.dtype))
+    if branch.in_proj.adapters:
+        add_adapters_(z, branch.in_proj, kept_input(kept, branch.pre, recipe, z.dtype))
     return x, z
 
 
 @check_dispatcher_once
 def block_backward(
-    dy: Tensor, saved: list[Any], block: Block, tables: Tables, recipe: Recipe, wanted: Block
+    dy: Tensor, saved: list[Any], block: Block, tables: Tables, recipe: Recipe, needs_grad: Block
 ) -> tuple[Tensor, list[Branch]]:
     """Gradients of the block's input and of its branches' parameters.
 
@@ -115,32 +117,34 @@ def block_backward(
     """
     block = with_operands(block, len(dy), recipe, _scales(saved, block))
     dx, dx_amax, gradients = dy, None, []
-    for branch, want in zip(reversed(block.branches), reversed(wanted.branches), strict=True):
+    for branch, needs in zip(reversed(block.branches), reversed(needs_grad.branches), strict=True):
         d, d_amax, dpost = dx, dx_amax, None
         if block.parallel:
             d, d_amax = dy, None
         if branch.post is not None:
             d, dpost, d_amax = input_gradient(d, None, saved.pop(), branch.post, recipe)
-            if branch.outer:
+            if branch.norm_after_residual:
                 dx = d
-        dz, dout, dinner = branch.core.backward(d, d_amax, saved, branch, tables, recipe, any(want.out.weights))
+        dz, d_out_proj, d_qk_norm = branch.mixer.backward(
+            d, d_amax, saved, branch, tables, recipe, any(needs.out_proj.weights)
+        )
         del d
-        kept, want_into = saved.pop(), any(want.into.weights)
-        into = into_backward(dz, kept, branch.pre, branch.into, recipe, want_into)
-        assert into.dx is not None
+        kept, in_proj_needs_grad = saved.pop(), any(needs.in_proj.weights)
+        in_proj = in_proj_backward(dz, kept, branch.pre, branch.in_proj, recipe, in_proj_needs_grad)
+        assert in_proj.dx is not None
         adapters: tuple[Adapter, ...] = ()
-        if branch.into.adapters:
-            inputs = kept_input(kept, branch.pre, recipe, into.dx.dtype)
-            adapters = adapters_backward_(dz, into.dx, branch.into, inputs)
+        if branch.in_proj.adapters:
+            inputs = kept_input(kept, branch.pre, recipe, in_proj.dx.dtype)
+            adapters = adapters_backward_(dz, in_proj.dx, branch.in_proj, inputs)
             del inputs
         del dz
         if branch.pre is None:
-            dx, dpre, dx_amax = dx + into.dx, None, None
+            dx, dpre, dx_amax = dx + in_proj.dx, None, None
         else:
-            dx, dpre, dx_amax = input_gradient(into.dx, dx, kept, branch.pre, recipe)
-        dinto = Linear(into.dweights, into.dbiases, adapters=adapters)
-        del into, kept
-        gradients.append(Branch(branch.core, dinto, dout, dinner, dpre, dpost))
+            dx, dpre, dx_amax = input_gradient(in_proj.dx, dx, kept, branch.pre, recipe)
+        d_in_proj = Linear(in_proj.dweights, in_proj.dbiases, adapters=adapters)
+        del in_proj, kept
+        gradients.append(Branch(branch.mixer, d_in_proj, d_out_proj, d_qk_norm, dpre, dpost))
     return dx, gradients[::-1]
 
 
@@ -149,8 +153,8 @@ def _kinds(block: Block) -> tuple[list[type[Any]], list[str]]:
     kinds: list[type[Any]] = []
     names: list[str] = []
     for branch in block.branches:
-        *before, after = branch.core.names
-        kinds += (InputSaved if branch.pre is None else NormLinearSaved, *branch.core.saved)
+        *before, after = branch.mixer.names
+        kinds += (InputSaved if branch.pre is None else NormLinearSaved, *branch.mixer.saved)
         names += before
         if branch.post is not None:
             kinds.append(NormSaved)
@@ -169,15 +173,15 @@ def _unflatten(tensors: Sequence[Any], kinds: Sequence[type[Any]]) -> list[Any]:
     return parts
 
 
-def _scales(saved: Sequence[Any], block: Block) -> list[Scales]:
+def _scales(saved: Sequence[Any], block: Block) -> list[ForwardScales]:
     """What a recomputation need not find again."""
     found, rest = [], list(saved)
     for branch in reversed(block.branches):
         if branch.post is not None:
             rest.pop()
-        inner, out = branch.core.scales(rest)
-        del rest[-len(branch.core.saved) :]
-        found.append(Scales(rest.pop().w_amax, inner, out))
+        qk_norm, out_proj = branch.mixer.scales(rest)
+        del rest[-len(branch.mixer.saved) :]
+        found.append(ForwardScales(rest.pop().w_amax, qk_norm, out_proj))
     return found[::-1]
 
 
@@ -204,12 +208,12 @@ class _Block(torch.autograd.Function):
         if recipe.checkpoint == "block":
             codes, group_amax = group_encode(x, recipe.kept_format, recipe.group_size)
             parts = [("block", ("codes", "group_amax"), (codes, group_amax))]
-            parts += [("block", Scales._fields, scales) for scales in _scales(saved, block)]
+            parts += [("block", ForwardScales._fields, scales) for scales in _scales(saved, block)]
         else:
             ctx.kinds, names = _kinds(constants)
             named = zip(names, ctx.kinds, saved, strict=True)
             parts = [(name, kind._fields, kept) for name, kind, kept in named]
-        keep_parts(ctx, inputs, *parts)
+        save_parts(ctx, inputs, *parts)
         # Not a view, whose hooks are lost when somebody changes it in place: FSDP2 warns of such results.
         return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape)
 
@@ -218,20 +222,20 @@ class _Block(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Optional[Tensor], ...]:
         tensors, constants, recipe = ctx.saved_tensors, ctx.constants, ctx.recipe
         release_saved(ctx)
-        wanted = ctx.needs_input_grad[6:]
-        count = 3 + len(wanted)
+        needs_grad = ctx.needs_input_grad[6:]
+        count = 3 + len(needs_grad)
         tables, block, kept = Tables(*tensors[:3]), with_tensors(constants, tensors[3:count]), tensors[count:]
         del tensors
         if recipe.checkpoint == "block":
             x = group_decode(*kept[:2], recipe.kept_format, recipe.group_size, ctx.dtype)
-            known = _unflatten(kept[2:], [Scales] * len(block.branches))
-            saved = block_forward(x, block, tables, recipe, known)[1]
+            cached = _unflatten(kept[2:], [ForwardScales] * len(block.branches))
+            saved = block_forward(x, block, tables, recipe, cached)[1]
             del x
         else:
             saved = _unflatten(kept, ctx.kinds)
         del kept  # `block_backward` frees what it has read
         dx, gradients = block_backward(
-            dy.contiguous().flatten(0, -2), saved, block, tables, recipe, with_tensors(constants, wanted)
+            dy.contiguous().flatten(0, -2), saved, block, tables, recipe, with_tensors(constants, needs_grad)
         )
         return (dx.view(dy.shape), None, None, None, None, None, *tensors_of(gradients))
 
@@ -258,4 +262,4 @@ def run_block(x: Tensor, block: Block, tables: Tables, recipe: Recipe, offload: 
         raise ValueError(f"position_ids are {positions} positions where the input is of {tuple(x.shape[:-1])} tokens")
     parameters = tensors_of(block.branches)
     run = functools.partial(_Block.apply, x, *tables, without_tensors(block), recipe, *parameters)
-    return run_offloaded(run, 3 + len(parameters), offload) if takes_part(offload, x) else run()
+    return run_offloaded(run, 3 + len(parameters), offload) if offload_active(offload, x) else run()

@@ -22,7 +22,7 @@ class Heads(NamedTuple):
     rotates: False: q and k stay as they are (SmolLM3's every fourth layer).
     rotated: how many of a head's columns rotate, the first ones (Phi); 0: all.
     neighbours: columns 2 i and 2 i + 1 rotate together, not i and i + rotated / 2 (GLM-4); a column of the tables
-        stands twice in a row if also `twice` (Cohere).
+        stands twice in a row if also `rope_repeated` (Cohere).
     clip: q, k and v are limited to +- this before all else (OLMo); 0: not.
     softcap: scores are softcap * tanh(score / softcap) (Gemma 2); 0: not.
     window: a token sees the last `window` tokens up to its own alone, if causal (Mistral, Gemma 3); 0: all, or those of
@@ -40,8 +40,8 @@ class Heads(NamedTuple):
     causal: bool = True
     rotates: bool = True
     rotated: int = 0
-    neighbours: bool = False
-    twice: bool = False
+    rope_interleaved: bool = False
+    rope_repeated: bool = False
     clip: float = 0.0
     softcap: float = 0.0
     window: int = 0
@@ -66,17 +66,17 @@ class Rotary(NamedTuple):
 observers: list[Any] = []
 
 
-def rotary_of(tables: Tables, inner: Sequence[Any], heads: Heads) -> Rotary:
+def rotary_of(tables: Tables, qk_norm: Sequence[Any], heads: Heads) -> Rotary:
     """What the kernels rotate by: columns i and i + D / 2 together, those that do not rotate by cos 1 and sin 0."""
     cos, sin, mask = tables
     if not heads.rotates:
         cos = cos.new_ones((1, heads.width))
-        return Rotary(cos, torch.zeros_like(cos), mask, *inner)
+        return Rotary(cos, torch.zeros_like(cos), mask, *qk_norm)
     pairs = (heads.rotated or heads.width) // 2
-    if heads.neighbours or 2 * pairs < heads.width or cos.shape[1] == pairs:
-        cos, sin = (x[:, ::2] if heads.twice else x[:, :pairs] for x in (cos, sin))
+    if heads.rope_interleaved or 2 * pairs < heads.width or cos.shape[1] == pairs:
+        cos, sin = (x[:, ::2] if heads.rope_repeated else x[:, :pairs] for x in (cos, sin))
         cos, sin = padded(cos, heads.width, 1.0), padded(sin, heads.width, 0.0)
-    return Rotary(cos, sin, mask, *inner)
+    return Rotary(cos, sin, mask, *qk_norm)
 
 
 def attend(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
 
-from overcoat.block.order import Order
+from overcoat.block.order import RowPermutation
 
 
 class Norm(NamedTuple):
@@ -49,7 +49,7 @@ class Linear(NamedTuple):
 
     weights: tuple[Any, ...]
     biases: tuple[Any, ...]
-    orders: tuple[Optional[Order], ...] = ()
+    orders: tuple[Optional[RowPermutation], ...] = ()
     scale: float = 1.0
     adapters: tuple[Adapter, ...] = ()
     operand: Optional[Sequence[Any]] = None
@@ -68,13 +68,13 @@ class Branch(NamedTuple):
     pre, post: the norms before and after, or None; outer: `post` is of the sum.
     """
 
-    core: Any
-    into: Linear
-    out: Linear
-    inner: tuple[Any, ...] = ()
+    mixer: Any
+    in_proj: Linear
+    out_proj: Linear
+    qk_norm: tuple[Any, ...] = ()
     pre: Optional[Norm] = None
     post: Optional[Norm] = None
-    outer: bool = False
+    norm_after_residual: bool = False
 
 
 class Block(NamedTuple):
@@ -92,22 +92,22 @@ class Tables(NamedTuple):
     mask: Optional[Tensor] = None
 
 
-class Scales(NamedTuple):
+class ForwardScales(NamedTuple):
     """What a branch's forward has found and its recomputation need not find again, None where unknown: maxima of the
     weights, and the scale of what the MLP's output layer reads, each 0-d."""
 
-    into: Optional[Tensor] = None
-    inner: Optional[Tensor] = None
-    out: Optional[Tensor] = None
+    in_proj: Optional[Tensor] = None
+    activation: Optional[Tensor] = None
+    out_proj: Optional[Tensor] = None
 
 
 def tensors_of(branches: Sequence[Branch]) -> list[Any]:
     """All parameters (or gradients, ...) as one flat list."""
     flat: list[Any] = []
-    for _, into, out, inner, pre, post, _ in branches:
+    for _, in_proj, out_proj, qk_norm, pre, post, _ in branches:
         if pre is not None:
             flat += pre[:2]
-        flat += (*_tensors(into), *inner, *_tensors(out))
+        flat += (*_tensors(in_proj), *qk_norm, *_tensors(out_proj))
         if post is not None:
             flat += post[:2]
     return flat
@@ -116,17 +116,17 @@ def tensors_of(branches: Sequence[Branch]) -> list[Any]:
 def with_tensors(block: Block, flat: tuple[Any, ...]) -> Block:
     """The block with other tensors, in the order of `tensors_of`."""
     branches, i = [], 0
-    for core, into, out, inner, pre, post, outer in block.branches:
+    for mixer, in_proj, out_proj, qk_norm, pre, post, norm_after_residual in block.branches:
         if pre is not None:
             pre = Norm(flat[i], flat[i + 1], pre.eps, pre.centered)
             i += 2
-        into, i = _linear_at(flat, i, into)
-        inner, i = flat[i : i + len(inner)], i + len(inner)
-        out, i = _linear_at(flat, i, out)
+        in_proj, i = _linear_at(flat, i, in_proj)
+        qk_norm, i = flat[i : i + len(qk_norm)], i + len(qk_norm)
+        out_proj, i = _linear_at(flat, i, out_proj)
         if post is not None:
             post = Norm(flat[i], flat[i + 1], post.eps, post.centered)
             i += 2
-        branches.append(Branch(core, into, out, inner, pre, post, outer))
+        branches.append(Branch(mixer, in_proj, out_proj, qk_norm, pre, post, norm_after_residual))
     return Block(tuple(branches), block.parallel)
 
 

@@ -25,7 +25,7 @@ from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import Work
 from overcoat.estimate.workspaces import LibraryAttention
 from overcoat.extras import reason
-from overcoat.memory import KeptReport, record_kept
+from overcoat.memory import SavedReport, record_kept
 from overcoat.models.convert import Report, convert
 from overcoat.models.samples import SIDE, freeze_tower, images, model_class, tokens
 from overcoat.optim.release import BATCH_BYTES, PART_BYTES, Parts
@@ -127,7 +127,7 @@ def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1,
     return DryRun(phases, transfers.pool.total_bytes, work, gathered)
 
 
-def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: LossOf = own_loss) -> KeptReport:
+def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: LossOf = own_loss) -> SavedReport:
     """What `overcoat.memory.record_kept` will report of one forward pass, by op and tensor."""
     model, meter = trained_model(config, setup).model, Meter(not setup.document_mask, Work())
     with _refusing_values(config), meter, LibraryAttention(), offload.separate(META), record_kept(model) as kept:

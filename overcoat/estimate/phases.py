@@ -20,7 +20,7 @@ from overcoat.block.offload import transfers
 from overcoat.estimate.meter import Meter
 from overcoat.estimate.workspaces import aligned
 from overcoat.memory import restart_peak
-from overcoat.models.family import decoder_layers, find_causal_model, whole_of
+from overcoat.models.family import decoder_layers, find_causal_model, model_spec_of
 from overcoat.optim.sharding import local
 
 EMBEDDING, NORM, LOSS = "embedding", "final norm", "loss"
@@ -63,7 +63,7 @@ def watch(
     if found is None:
         raise ValueError(f"{type(model).__name__} is not a causal language model of transformers (a *ForCausalLM)")
     causal: Any = found[1]
-    whole = whole_of(causal)
+    whole = model_spec_of(causal)
     vision = f"{whole.vision}." if whole is not None and whole.vision else None
     towers: list[Any] = []
     blocks: list[Any] = []

@@ -23,7 +23,7 @@ from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import ONE, Cluster, Sizes, Times, step_times
 from overcoat.estimate.workspaces import aligned
 from overcoat.host import packed
-from overcoat.memory import KeptReport
+from overcoat.memory import SavedReport
 from overcoat.models.convert import Report
 from overcoat.models.samples import sees
 from overcoat.optim.offload import SLOTS
@@ -161,7 +161,7 @@ class Predictor:
         """Those for which `predict` needs no dry run any more."""
         return [batch for batch, *work in self._runs if work == [sequence, setup.without_optimizer(), gpus]]
 
-    def kept(self, batch: int, sequence: int, setup: Setup) -> KeptReport:
+    def kept(self, batch: int, sequence: int, setup: Setup) -> SavedReport:
         """What a forward pass keeps for its backward, by op and tensor."""
         with _ALONE:
             return kept_tensors(self.config, batch, sequence, setup, self.loss_of)

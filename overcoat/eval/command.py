@@ -28,7 +28,7 @@ import overcoat
 from overcoat.extras import check_exists, load_extra, load_pretrained
 from overcoat.train.build import auto_class, load_model
 from overcoat.train.checkpoint import list_checkpoints
-from overcoat.train.config import DataConfig, require, said_of
+from overcoat.train.config import DataConfig, error_context, require
 from overcoat.train.evaluate import Tasks, perplexity, task_names
 from overcoat.train.files import MANIFEST, verify_directory
 from overcoat.train.products import compute_in_fp32
@@ -92,7 +92,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _documents(text: str, parsed: argparse.Namespace) -> list[str]:
-    with said_of(f"--text {text}: "):
+    with error_context(f"--text {text}: "):
         found = itertools.islice(_read(text, parsed.text_key), parsed.limit)
         documents = [document for document in found if document.strip()]
     require(bool(documents), f"--text {text}: there is no text")

@@ -26,7 +26,7 @@ from overcoat.estimate.dry_run import own_loss
 from overcoat.models.samples import sees
 from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.train.chat import examples, image_paths
-from overcoat.train.config import DataConfig, require, said_of
+from overcoat.train.config import DataConfig, error_context, require
 from overcoat.train.configfile import all_keys, build_config, tomllib
 from overcoat.train.fit import choose_fit
 from overcoat.train.sources import NOT_TEXT, ROWS, as_object, find_files, has_rows, read_documents, read_rows
@@ -74,7 +74,7 @@ def run(parsed: argparse.Namespace) -> int:
         memory = torch.cuda.get_device_properties(0).total_memory
     elif memory is None and sys.stdin.isatty():
         answer = _answer("GPU memory (80GB; empty: none is planned with)")
-        with said_of("GPU memory: ", argparse.ArgumentTypeError):
+        with error_context("GPU memory: ", argparse.ArgumentTypeError):
             memory = memory_size(answer) if answer else None
     values = {**_model(parsed), **_data(parsed.data), "data.sequence_length": parsed.seq, **_training(parsed)}
     values, chosen = _fitted(values, parsed, memory)
@@ -209,7 +209,9 @@ def _fitted(values: dict[str, Any], parsed: argparse.Namespace, memory: int | No
         chosen = f"{rows} rows in a forward pass; no GPU's memory was planned with (--gpu-memory)"
         return {**values, "recipe.name": "default", **_rows(parsed.rows, rows)}, chosen
     has_images = "data.images" in values
-    with said_of("", after="; configs/llava-1.5-7b.toml is an example of a file of your own" if has_images else ""):
+    with error_context(
+        "", after="; configs/llava-1.5-7b.toml is an example of a file of your own" if has_images else ""
+    ):
         model = load_model_config(values.get("model.name", parsed.model), with_images=True)
         require(
             sees(model) or not has_images or not hasattr(model, "vision_config"),

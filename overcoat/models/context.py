@@ -128,7 +128,7 @@ def _refuse(model: Any, reason: Optional[str]) -> None:
 def _why_not(model: Any) -> Optional[str]:
     if not isinstance(model, LeanLossModel):
         return "overcoat.convert has not given it a loss without logits"
-    if model.overcoat_whole.vision:
+    if model.overcoat_spec.vision:
         return "images lie in its rows"
     if (reason := why_head_replaced(model)) is not None:
         return reason
@@ -143,7 +143,7 @@ def _why_not(model: Any) -> Optional[str]:
         branches, why = branches_of(layer, layer.overcoat_family, 1)
         if branches is None:
             return f"{name}: {why}"
-        for heads in [branch.core.heads for branch in branches if isinstance(branch.core, Attention)]:
+        for heads in [branch.mixer.heads for branch in branches if isinstance(branch.mixer, Attention)]:
             if heads.softcap or not heads.causal:
                 return f"{name}: its attention is " + ("capped" if heads.softcap else "not causal")
     return None

@@ -26,9 +26,9 @@ from overcoat.models.family import (
     families,
     family_of,
     mixed,
+    model_spec_of,
     original_class,
     tower_path,
-    whole_of,
 )
 from overcoat.models.head import install_head, remove_head, why_head_unsupported
 from overcoat.models.images import multiply_patches
@@ -163,7 +163,7 @@ class _Head(NamedTuple):
 
 
 def _head_of(path: str, causal: nn.Module, recipe: Recipe, filter_fn: Optional[FilterFn]) -> _Head:
-    whole, reason = whole_of(causal), why_head_unsupported(causal)
+    whole, reason = model_spec_of(causal), why_head_unsupported(causal)
     name = f"{path}.{whole.head if whole is not None else 'lm_head'}".removeprefix(".")
     if recipe.head is None:
         reason = "Recipe.head is None"
@@ -268,8 +268,8 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
     else:
         kept += ", attention " + (recipe.kept_format if recipe.kept_attention == "8bit" else "bf16")
     extras = []
-    for core, _, into, out, inner, pre, post, layer_scale, *_ in family.branches(layer, 1):
-        ranks = {active.a.shape[0] for linear in (*into, out) for active in active_adapters(linear)}
+    for mixer, _, in_proj, out_proj, qk_norm, pre, post, layer_scale, *_ in family.branches(layer, 1):
+        ranks = {active.a.shape[0] for linear in (*in_proj, out_proj) for active in active_adapters(linear)}
         extras += [f"LoRA of rank {rank} in the model's dtype" for rank in sorted(ranks)]
         if layer_scale is not None:
             extras.append("LayerScale")
@@ -277,20 +277,20 @@ def _describe(layer: nn.Module, family: Family, recipe: Recipe) -> str:
             extras.append("LayerNorm")
         if post is not None:
             extras.append("norms after" if pre is None else "norms before and after")
-        if core is None:
+        if mixer is None:
             extras.append("router and experts as they are, in the model's dtype")
             continue
-        if not isinstance(core, Attention):
-            extras += [] if (core.activation, core.gated) == ("silu", True) else [core.activation]
+        if not isinstance(mixer, Attention):
+            extras += [] if (mixer.activation, mixer.gated) == ("silu", True) else [mixer.activation]
             continue
-        if not core.heads.causal:
+        if not mixer.heads.causal:
             extras.append("not causal")
-        if any(linear.bias is not None for linear in into):
+        if any(linear.bias is not None for linear in in_proj):
             extras.append("biases")
-        if any(norm is not None for norm in inner):
-            extras.append("q/k norm" + (" over all heads (unfused)" if core.heads.full_norm else ""))
-        if core.heads.softcap:
-            extras.append(f"scores capped at {core.heads.softcap:g} (attention in plain PyTorch, slow)")
+        if any(norm is not None for norm in qk_norm):
+            extras.append("q/k norm" + (" over all heads (unfused)" if mixer.heads.full_norm else ""))
+        if mixer.heads.softcap:
+            extras.append(f"scores capped at {mixer.heads.softcap:g} (attention in plain PyTorch, slow)")
     scales = " in 1x128 and 128x128 blocks" if recipe.linear_scaling == "block" else ""
     return ", ".join([f"GEMMs e4m3/{recipe.grad_format}{scales}", kept, *dict.fromkeys(extras)])
 
@@ -302,7 +302,7 @@ def _forbid_cache(model: nn.Module, report: Report, eval_fp8: bool) -> None:
     owners = {_owner(model, row.name): False for row in decoders}
     owners.update({_owner(model, row.name): True for row in decoders if row.converted})
     for path, causal in causal_models(model):
-        inside, whole = f"{path}.".removeprefix("."), whole_of(causal)
+        inside, whole = f"{path}.".removeprefix("."), model_spec_of(causal)
         if whole and whole.vision and any(row.converted and row.name.startswith(inside) for row in decoders):
             owners[causal] = True  # SmolVLM makes a cache before it calls the text's owner
     for owner, has_converted in owners.items():

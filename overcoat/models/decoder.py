@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from overcoat.block.attention import Attention
 from overcoat.block.mlp import Mlp
 from overcoat.block.norm import norm_forward
-from overcoat.block.offload import pass_by, takes_part
-from overcoat.block.order import Order
+from overcoat.block.offload import advance_offload, offload_active
+from overcoat.block.order import RowPermutation
 from overcoat.block.run import run_block
 from overcoat.block.softmax import Heads, observers
 from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
@@ -49,9 +49,9 @@ def attention(
     *,
     pre: Any = None,
     post: Any = None,
-    into: Optional[tuple[Any, ...]] = None,
-    by_head: bool = False,
-    out: Any = None,
+    in_proj: Optional[tuple[Any, ...]] = None,
+    qkv_interleaved: bool = False,
+    out_proj: Any = None,
     width: Optional[int] = None,
     scaling: Optional[float] = None,
     layer_scale: Any = None,
@@ -61,36 +61,49 @@ def attention(
 ) -> Modules:
     """The branch of an attention module with q_proj, k_proj, v_proj and o_proj, and perhaps norms of q and k.
 
-    into: instead of q_proj, k_proj and v_proj; one layer makes all three, with rows of all q, then k, then v; or if
-        `by_head` q, k, v of each head. out: instead of o_proj. width: of a head, instead of head_dim; scaling: of
-        scores. layer_scale, scale: `Modules`. sinks: (num_q,). options: fields of `Heads`.
+    in_proj: instead of q_proj, k_proj and v_proj; one layer makes all three, with rows of all q, then k, then v; or if
+        `qkv_interleaved` q, k, v of each head. out_proj: instead of o_proj. width: of a head, instead of head_dim;
+        scaling: of scores. layer_scale, scale: `Modules`. sinks: (num_q,). options: fields of `Heads`.
     """
     q_norm, k_norm = (
         None if isinstance(norm := module._modules.get(name), nn.Identity) else norm for name in ("q_norm", "k_norm")
     )
-    into = (module.q_proj, module.k_proj, module.v_proj) if into is None else into
+    in_proj = (module.q_proj, module.k_proj, module.v_proj) if in_proj is None else in_proj
     width = module.head_dim if width is None else width
-    if len(into) == 1:
-        total = max(into[0].weight.shape) // width
+    if len(in_proj) == 1:
+        total = max(in_proj[0].weight.shape) // width
         num_q = getattr(module.config, "num_attention_heads", total // 3)
         num_kv = (total - num_q) // 2
     else:
-        num_q, num_kv = (linear.weight.shape[0] // width for linear in into[:2])
+        num_q, num_kv = (linear.weight.shape[0] // width for linear in in_proj[:2])
     if scaling is None:
         scaling = module.scaling if hasattr(module, "scaling") else module.scale
     if q_norm is None:
         options["full_norm"] = False
     eps, causal = 0.0 if q_norm is None else norm_eps(q_norm), bool(getattr(module, "is_causal", True))
     heads = Heads(batch, num_q, num_kv, width, scaling, eps, causal=causal, **options)
-    orders: tuple[Optional[Order], ...] = ()
-    if by_head or heads.neighbours or heads.rotated:
-        counts = (num_q, num_kv) if len(into) > 1 else (num_q + num_kv,)
-        turned = [Order(width, heads.rotated or width, count, heads.neighbours, int(by_head)) for count in counts]
-        orders = (*turned, None) if len(into) > 1 else tuple(turned)
-    out = module.o_proj if out is None else out
+    orders: tuple[Optional[RowPermutation], ...] = ()
+    if qkv_interleaved or heads.rope_interleaved or heads.rotated:
+        counts = (num_q, num_kv) if len(in_proj) > 1 else (num_q + num_kv,)
+        turned = [
+            RowPermutation(width, heads.rotated or width, count, heads.rope_interleaved, int(qkv_interleaved))
+            for count in counts
+        ]
+        orders = (*turned, None) if len(in_proj) > 1 else tuple(turned)
+    out_proj = module.o_proj if out_proj is None else out_proj
     norms = (q_norm, k_norm)
     return Modules(
-        Attention(heads), module, into, out, norms, pre, post, layer_scale, orders=orders, scale=scale, sinks=sinks
+        Attention(heads),
+        module,
+        in_proj,
+        out_proj,
+        norms,
+        pre,
+        post,
+        layer_scale,
+        orders=orders,
+        scale=scale,
+        sinks=sinks,
     )
 
 
@@ -104,7 +117,7 @@ def gated_mlp(
     module: Any,
     activation: str = "",
     *,
-    into: Optional[tuple[Any, ...]] = None,
+    in_proj: Optional[tuple[Any, ...]] = None,
     pre: Any = None,
     post: Any = None,
     layer_scale: Any = None,
@@ -115,16 +128,23 @@ def gated_mlp(
     activation: transformers' name; else the configuration's hidden_act. into: instead of gate_proj and up_proj; one
     layer makes both, with rows of gate, then up. layer_scale, scale: `Modules`.
     """
-    into = (module.gate_proj, module.up_proj) if into is None else into
-    core = Mlp(activation_of(activation or module.config.hidden_act), True)
-    return Modules(core, module, into, module.down_proj, (), pre, post, layer_scale, scale=scale)
+    in_proj = (module.gate_proj, module.up_proj) if in_proj is None else in_proj
+    mixer = Mlp(activation_of(activation or module.config.hidden_act), True)
+    return Modules(mixer, module, in_proj, module.down_proj, (), pre, post, layer_scale, scale=scale)
 
 
 def plain_mlp(
-    module: Any, into: Any, out: Any, activation: str, *, pre: Any = None, post: Any = None, layer_scale: Any = None
+    module: Any,
+    in_proj: Any,
+    out_proj: Any,
+    activation: str,
+    *,
+    pre: Any = None,
+    post: Any = None,
+    layer_scale: Any = None,
 ) -> Modules:
     """The branch of an MLP out(act(into(x)))."""
-    return Modules(Mlp(activation_of(activation), False), module, (into,), out, (), pre, post, layer_scale)
+    return Modules(Mlp(activation_of(activation), False), module, (in_proj,), out_proj, (), pre, post, layer_scale)
 
 
 def as_it_is(module: Any, *, pre: Any) -> Modules:
@@ -143,7 +163,7 @@ def norm_eps(norm: Any) -> float:
 
 def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block:
     """A layer's parameters, as `run_block` takes them, of the branches that have a core."""
-    made = [_branch(modules, family) for modules in branches if modules.core is not None]
+    made = [_branch(modules, family) for modules in branches if modules.mixer is not None]
     for place, (_, _, _, _, pre, *_) in enumerate(made[1:], 1):
         if pre is not None and pre.weight is not None and branches[place].pre is branches[0].pre:
             # torch.compile takes no tensor twice.
@@ -152,11 +172,11 @@ def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block
 
 
 def _branch(modules: Modules, family: Family) -> Branch:
-    core, _, into, out, inner, pre, post, layer_scale, outer, _, orders, scale, sinks = modules
-    weights = tuple([None if norm is None else _norm(norm, family).weight for norm in inner])
+    mixer, _, in_proj, out_proj, qk_norm, pre, post, layer_scale, norm_after_residual, _, orders, scale, sinks = modules
+    weights = tuple([None if norm is None else _norm(norm, family).weight for norm in qk_norm])
     if sinks is not None:
         weights = (*weights, sinks)
-    result = _linear((out,), (), scale)
+    result = _linear((out_proj,), (), scale)
     if layer_scale is not None:
         # Into the weight, whose gradient autograd takes apart again. FP8 has exponents enough for columns' sizes.
         factor = getattr(layer_scale, "lambda1", layer_scale)
@@ -166,15 +186,17 @@ def _branch(modules: Modules, family: Family) -> Branch:
             biases=(None if bias is None else factor * bias,),
             adapters=tuple([each._replace(b=factor[:, None] * each.b) for each in result.adapters]),
         )
-    return Branch(core, _linear(into, orders), result, weights, _norm(pre, family), _norm(post, family), outer)
+    return Branch(
+        mixer, _linear(in_proj, orders), result, weights, _norm(pre, family), _norm(post, family), norm_after_residual
+    )
 
 
-def _linear(layers: tuple[Any, ...], orders: tuple[Optional[Order], ...] = (), scale: float = 1.0) -> Linear:
+def _linear(layers: tuple[Any, ...], orders: tuple[Optional[RowPermutation], ...] = (), scale: float = 1.0) -> Linear:
     others = [(place, layer) for place, layer in enumerate(layers) if type(layer) is not nn.Linear]
     bases = [base_of(layer) for layer in layers] if others else layers
     own = [base._parameters for base in bases]  # `base.weight` would take three times as long
     if type(bases[0]) is not nn.Linear and is_conv1d(bases[0]):
-        orders = (Order(transposed=True),)
+        orders = (RowPermutation(transposed=True),)
     for parameters in own:
         if "weight" not in parameters:
             raise ValueError(
@@ -253,15 +275,15 @@ class Fp8DecoderLayer(Mixin):
             if own is kwargs and (is_known or as_starts(mask) is not None):
                 own["attention_mask"] = mask_of_original(self, as_starts(mask), hidden_states)
             result = super().forward(hidden_states, **own)
-            if takes_part(self.overcoat_offload, hidden_states):
-                pass_by(result)
+            if offload_active(self.overcoat_offload, hidden_states):
+                advance_offload(result)
             return result
         if hidden_states.dim() != 3 and lengths is None:
             raise ValueError(
                 f"hidden_states has the shape {tuple(hidden_states.shape)}: a decoder layer takes (batch, sequence, "
                 "hidden), the model input_ids of (batch, sequence)"
             )
-        heads, by_lengths = branches[0].core.heads, own is kwargs and reads_lengths(branches[0].owner.config)
+        heads, by_lengths = branches[0].mixer.heads, own is kwargs and reads_lengths(branches[0].owner.config)
         window = window_of(branches[0].owner) if is_known or by_lengths or as_starts(mask) is not None else None
         if lengths is None:
             if not is_known and (type(mask).__name__ == "BlockMask" or by_lengths):
@@ -274,14 +296,14 @@ class Fp8DecoderLayer(Mixin):
         tables = Tables(*_rotation(embeddings if family.rotary else None, hidden_states, block), mask)
         if family.q_scale is not None:
             first = block.branches[0]
-            inner = (*first.inner, None, family.q_scale(self, kwargs["position_ids"]).view(-1, 1))
-            block = block._replace(branches=(first._replace(inner=inner), *block.branches[1:]))
+            qk_norm = (*first.qk_norm, None, family.q_scale(self, kwargs["position_ids"]).view(-1, 1))
+            block = block._replace(branches=(first._replace(qk_norm=qk_norm), *block.branches[1:]))
         watched = not torch.compiler.is_compiling() and bool(observers)
         for observer in observers if watched else ():
             observer.enter(self)
         result = run_block(hidden_states, block, tables, self.overcoat_recipe, self.overcoat_offload)
         for modules in branches:
-            if modules.core is None:
+            if modules.mixer is None:
                 y = modules.owner(norm_forward(result, _norm(modules.pre, family), self.overcoat_recipe))
                 result = result + (y[0] if isinstance(y, tuple) else y)  # gpt-oss returns the router's scores as well
         for observer in observers if watched else ():
@@ -326,8 +348,8 @@ def _as_called(branches: tuple[Modules, ...], **given: Any) -> tuple[Modules, ..
     if not given:
         return branches
     return tuple(
-        modules._replace(core=Attention(modules.core.heads._replace(**given)))
-        if isinstance(modules.core, Attention)
+        modules._replace(mixer=Attention(modules.mixer.heads._replace(**given)))
+        if isinstance(modules.mixer, Attention)
         else modules
         for modules in branches
     )
@@ -338,5 +360,5 @@ def _rotation(embeddings: Any, x: Tensor, block: Block) -> tuple[Tensor, Tensor]
     if embeddings is not None:
         cos, sin = embeddings
         return cos.flatten(0, -2), sin.flatten(0, -2)
-    width = next(branch.core.heads.width for branch in block.branches if isinstance(branch.core, Attention))
+    width = next(branch.mixer.heads.width for branch in block.branches if isinstance(branch.mixer, Attention))
     return x.new_ones(1, width), x.new_zeros(1, width)

@@ -26,7 +26,7 @@ def clip(layer: Any, batch: int) -> tuple[Modules, ...]:
     """The text tower's layers are of the same class, and the model asks them for causal attention in the call."""
     module, mlp = layer.self_attn, layer.mlp
     return (
-        attention(module, batch, out=module.out_proj, pre=layer.layer_norm1),
+        attention(module, batch, out_proj=module.out_proj, pre=layer.layer_norm1),
         plain_mlp(mlp, mlp.fc1, mlp.fc2, module.config.hidden_act, pre=layer.layer_norm2),
     )
 
@@ -47,7 +47,7 @@ def internvl(layer: Any, batch: int) -> tuple[Modules, ...]:
     module, mlp, norms = layer.attention, layer.mlp, {"pre": layer.layernorm_before, "full_norm": True}
     after = {"pre": layer.layernorm_after, "layer_scale": layer.lambda_2}
     return (
-        attention(module, batch, out=module.projection_layer, layer_scale=layer.lambda_1, **norms),
+        attention(module, batch, out_proj=module.projection_layer, layer_scale=layer.lambda_1, **norms),
         plain_mlp(mlp, mlp.fc1, mlp.fc2, mlp.config.hidden_act, **after),
     )
 
@@ -56,7 +56,7 @@ def qwen3_vl(layer: Any, batch: int) -> tuple[Modules, ...]:
     """q, k and v in one layer."""
     module, mlp = layer.attn, layer.mlp
     return (
-        attention(module, batch, into=(module.qkv,), out=module.proj, pre=layer.norm1),
+        attention(module, batch, in_proj=(module.qkv,), out_proj=module.proj, pre=layer.norm1),
         plain_mlp(mlp, mlp.linear_fc1, mlp.linear_fc2, module.config.hidden_act, pre=layer.norm2),
     )
 
@@ -65,7 +65,7 @@ def qwen2_5_vl(layer: Any, batch: int) -> tuple[Modules, ...]:
     """RMSNorm, SwiGLU with biases; in most layers `cu_seqlens` says where each window of 8 x 8 patches begins."""
     module = layer.attn
     return (
-        attention(module, batch, into=(module.qkv,), out=module.proj, pre=layer.norm1),
+        attention(module, batch, in_proj=(module.qkv,), out_proj=module.proj, pre=layer.norm1),
         gated_mlp(layer.mlp, module.config.hidden_act, pre=layer.norm2),
     )
 
@@ -81,22 +81,22 @@ def pixtral(layer: Any, batch: int) -> tuple[Modules, ...]:
 def modernbert(layer: Any, batch: int) -> tuple[Modules, ...]:
     """No norm before the first attention; rotation; gated GELU from one layer; windows, which arrive as the mask."""
     module, mlp, scaling = layer.attn, layer.mlp, layer.attn.head_dim**-0.5
-    core = Mlp(activation_of(mlp.config.hidden_activation), True)
+    mixer = Mlp(activation_of(mlp.config.hidden_activation), True)
     return (
-        attention(module, batch, into=(module.Wqkv,), out=module.Wo, scaling=scaling, pre=layer.attn_norm),
-        Modules(core, mlp, (mlp.Wi,), mlp.Wo, pre=layer.mlp_norm),
+        attention(module, batch, in_proj=(module.Wqkv,), out_proj=module.Wo, scaling=scaling, pre=layer.attn_norm),
+        Modules(mixer, mlp, (mlp.Wi,), mlp.Wo, pre=layer.mlp_norm),
     )
 
 
 def bert(layer: Any, batch: int) -> tuple[Modules, ...]:
     """x = norm(x + attention(x)); x = norm(x + dense(gelu(dense(x)))): norms of the sums."""
     module, after, mlp, last = layer.attention.self, layer.attention.output, layer.intermediate, layer.output
-    into, width = (module.query, module.key, module.value), module.attention_head_size
-    first = attention(module, batch, into=into, out=after.dense, width=width, post=after.LayerNorm)
+    in_proj, width = (module.query, module.key, module.value), module.attention_head_size
+    first = attention(module, batch, in_proj=in_proj, out_proj=after.dense, width=width, post=after.LayerNorm)
     second = plain_mlp(mlp, mlp.dense, last.dense, module.config.hidden_act, post=last.LayerNorm)
     return (
-        first._replace(outer=True, around=(layer.attention, after)),
-        second._replace(outer=True, around=(last,)),
+        first._replace(norm_after_residual=True, around=(layer.attention, after)),
+        second._replace(norm_after_residual=True, around=(last,)),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional
 
 from torch import nn
 
-from overcoat.block.order import Order
+from overcoat.block.order import RowPermutation
 
 
 class Modules(NamedTuple):
@@ -28,20 +28,20 @@ class Modules(NamedTuple):
     layer_scale: what the result is multiplied with before it is added, by column: a parameter, or the module that has
         it as `lambda1`, or None.
     outer: whether `post` is of the sum. around: further modules whose forward this stands in for.
-    orders: of `into`, and scale of `out`: as `block.spec.Linear` has them. sinks: attention's (num_q,), or None.
+    orders: of `in_proj`, and scale of `out`: as `block.spec.Linear` has them. sinks: attention's (num_q,), or None.
     """
 
-    core: Any
+    mixer: Any
     owner: Any
-    into: tuple[Any, ...]
-    out: Any
-    inner: tuple[Any, ...] = ()
+    in_proj: tuple[Any, ...]
+    out_proj: Any
+    qk_norm: tuple[Any, ...] = ()
     pre: Any = None
     post: Any = None
     layer_scale: Any = None
-    outer: bool = False
+    norm_after_residual: bool = False
     around: tuple[Any, ...] = ()
-    orders: tuple[Optional[Order], ...] = ()
+    orders: tuple[Optional[RowPermutation], ...] = ()
     scale: float = 1.0
     sinks: Any = None
 
@@ -80,7 +80,7 @@ class Family(NamedTuple):
     refused: Callable[[Any], Optional[str]] = lambda layer: None
     q_scale: Optional[Callable[[Any, Any], Any]] = None
     logit_scale: Callable[[Any], float] = lambda model: 1.0
-    trunk: str = "model"
+    backbone: str = "model"
     stack: str = "layers"
     parts: tuple[str, ...] = ()
     inputs: Optional[Callable[[Any, Any, dict[str, Any]], dict[str, Any]]] = None
@@ -139,7 +139,9 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_layer = any((cls.__module__, cls.__name__) in LAYERS for cls in type(module).__mro__)
-        if is_layer and not any(name.startswith(f"{outer}.") or not outer for outer in found):
+        if is_layer and not any(
+            name.startswith(f"{norm_after_residual}.") or not norm_after_residual for norm_after_residual in found
+        ):
             found[name] = module
     return found
 
@@ -190,7 +192,7 @@ def _new(mixin: Any, original: Any) -> Any:
 # ---- whole models ---------------------------------------------------------------------------------------------------
 
 
-class Whole(NamedTuple):
+class ModelSpec(NamedTuple):
     """A model's class, and the paths of its parts: the text layers' owner (with the final norm `norm`), the last linear
     layer, the vision tower and what leads from there to the text ("" where there is none); what the owner calls its
     layers; and whether the model looks into its attention_mask before the text's owner gets it."""
@@ -212,10 +214,10 @@ def _of(
     connector: str = "model.multi_modal_projector",
     text: str = "model.language_model",
     reads_mask: bool = True,
-) -> Whole:
+) -> ModelSpec:
     module = f"transformers.models.{model_type}.modeling_{model_type}"
     name = f"{name}ForConditionalGeneration"
-    return Whole(module, name, text, "lm_head", vision, connector, reads_mask=reads_mask)
+    return ModelSpec(module, name, text, "lm_head", vision, connector, reads_mask=reads_mask)
 
 
 VISION_LANGUAGE = (
@@ -232,20 +234,20 @@ VISION_LANGUAGE = (
 )
 
 
-def wholes() -> tuple[Whole, ...]:
+def model_specs() -> tuple[ModelSpec, ...]:
     """All models whose loss can do without logits."""
     causal = [
-        Whole(f.module, f.causal, f.trunk, "lm_head", stack=f.stack)
+        ModelSpec(f.module, f.causal, f.backbone, "lm_head", stack=f.stack)
         for f in families()
-        if f.causal and f.trunk and not f.encoder
+        if f.causal and f.backbone and not f.encoder
     ]
     return (*causal, *VISION_LANGUAGE)
 
 
-def whole_of(model: nn.Module | type[nn.Module]) -> Optional[Whole]:
+def model_spec_of(model: nn.Module | type[nn.Module]) -> Optional[ModelSpec]:
     """What is known of a model's class, whatever was mixed in, or None."""
     original = original_class(model)
-    found = (each for each in wholes() if (each.module, each.name) == (original.__module__, original.__name__))
+    found = (each for each in model_specs() if (each.module, each.name) == (original.__module__, original.__name__))
     return next(found, None)
 
 
@@ -254,10 +256,10 @@ def causal_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     or several side by side; of models inside each other the outer ones."""
     found: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(f"{outer}.") or not outer for outer in found):
+        if any(name.startswith(f"{norm_after_residual}.") or not norm_after_residual for norm_after_residual in found):
             continue
         original = original_class(module)
-        is_known = whole_of(module) is not None  # GPT2LMHeadModel
+        is_known = model_spec_of(module) is not None  # GPT2LMHeadModel
         is_causal = is_known or original.__name__.endswith(("ForCausalLM", "ForConditionalGeneration"))
         if is_causal and original.__module__.startswith("transformers."):
             found.append(name)
@@ -272,6 +274,6 @@ def find_causal_model(model: nn.Module) -> Optional[tuple[str, nn.Module]]:
 def tower_path(model: nn.Module) -> str:
     """What the names of all modules in a model's vision tower begin with, a dot at the end; "" without a tower."""
     # Up to the first that is known: a step of CUDA graphs asks, and to look at all 423 modules of a Llama takes 60 ms.
-    known = ((name, whole) for name, module in model.named_modules() if (whole := whole_of(module)) is not None)
+    known = ((name, whole) for name, module in model.named_modules() if (whole := model_spec_of(module)) is not None)
     name, whole = next(known, ("", None))
     return f"{name}.{whole.vision}.".removeprefix(".") if whole is not None and whole.vision else ""

@@ -34,7 +34,7 @@ from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import Modules
 from overcoat.models.lora import base_of
 from overcoat.models.refusals import why_replaced
-from overcoat.models.sharded_weight import CutBlocks, Held, Maxima, ShardedWeight, Stacks
+from overcoat.models.sharded_weight import CutBlocks, Maxima, ShardedWeight, Stacks, UnshardedParam
 
 
 @dataclass
@@ -96,7 +96,9 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         raise ValueError(f"no weight of {type(model).__name__} can travel in FP8: {reasons}")
     in_fp8 = {id(weight.param) for of in stacks.values() for stack in of for weight in stack}
     others = [
-        held for param, group in params.values() if id(param) not in in_fp8 and (held := Held(param, group)).is_alone
+        held
+        for param, group in params.values()
+        if id(param) not in in_fp8 and (held := UnshardedParam(param, group)).is_alone
     ]
     vars(model)[GATHER] = gather = Gather(stacks, others, modules)
     _gathers.add(gather)
@@ -109,7 +111,10 @@ class Gather:
     are those that do not travel at all."""
 
     def __init__(
-        self, stacks: dict[tuple[str, Any, Any], list[list[ShardedWeight]]], others: list[Held], modules: list[Any]
+        self,
+        stacks: dict[tuple[str, Any, Any], list[list[ShardedWeight]]],
+        others: list[UnshardedParam],
+        modules: list[Any],
     ) -> None:
         self.maxima, self.weights = list[Maxima](), list[ShardedWeight]()
         for (scaling, *_), of in stacks.items():
@@ -212,7 +217,7 @@ def fp8_stacks(
     its weight and processes that have them, or why these are not as they should be."""
     reason = why_replaced(layer, layer.overcoat_family)
     for branch in layer.overcoat_family.branches(layer, 1):
-        for linears in (branch.into, (branch.out,)) if branch.core is not None else ():
+        for linears in (branch.in_proj, (branch.out_proj,)) if branch.mixer is not None else ():
             scaling = layer.overcoat_recipe.linear_scaling
             yield linears, reason or _why_not(tuple(map(base_of, linears)), branch, scaling, shards_of)
 
@@ -233,7 +238,7 @@ def _shards(params: dict[tuple[int, str], tuple[Any, Any]], module: nn.Module) -
 
 
 def _why_not(stack: tuple[nn.Module, ...], branch: Modules, scaling: str, shards_of: Any) -> Optional[str]:
-    if branch.layer_scale is not None and base_of(branch.out) in stack:
+    if branch.layer_scale is not None and base_of(branch.out_proj) in stack:
         return "LayerScale multiplies it before it is quantized"
     for module in stack:
         shards = shards_of(module)

@@ -34,14 +34,14 @@ from overcoat.block.loss import final_norm, linear_cross_entropy
 from overcoat.models.family import (
     Family,
     Mixin,
-    Whole,
+    ModelSpec,
     class_name,
     families,
     family_of,
     mixed,
+    model_spec_of,
+    model_specs,
     original_class,
-    whole_of,
-    wholes,
 )
 from overcoat.models.images import without_waiting
 from overcoat.models.masks import causal_mask
@@ -84,7 +84,7 @@ class LeanLossModel(Mixin):
     """Mixin before a model's own class: the loss without logits while training."""
 
     overcoat_recipe: Recipe
-    overcoat_whole: Whole
+    overcoat_spec: ModelSpec
     overcoat_family: Optional[Family]
     # What the last forward in eager mode made: "loss without logits", or "all logits".
     overcoat_ran: Optional[str] = None
@@ -93,9 +93,9 @@ class LeanLossModel(Mixin):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        whole = whole_of(cls)
+        whole = model_spec_of(cls)
         assert whole is not None
-        cls.overcoat_whole, cls.overcoat_family = whole, family_of(cls)
+        cls.overcoat_spec, cls.overcoat_family = whole, family_of(cls)
         original = original_class(cls).forward
         names = tuple(inspect.signature(original).parameters)[1:]
 
@@ -123,7 +123,7 @@ class LeanLossModel(Mixin):
                 `cu_seq_lens_q`, int32 (N + 1,), beside packed position_ids: where documents begin among the B * S
                 tokens, and the end (every multiple of S among them). Without it the host waits to find out.
         """
-        if getattr(_trunk(self), "overcoat_is_lean", False):  # lm_head would make the other call's loss
+        if getattr(_backbone(self), "overcoat_is_lean", False):  # lm_head would make the other call's loss
             raise ValueError(
                 "this model computes a loss in another thread: copy it for each thread (copy.deepcopy), or convert it "
                 "with Recipe(head=None)"
@@ -162,9 +162,9 @@ class LeanLossModel(Mixin):
 
     def _loss_only(self, labels: Tensor, inputs: dict[str, Any], says_so: bool) -> Any:
         as_tuple = inputs.pop("return_dict", None) is False
-        if not self.overcoat_whole.reads_mask:
+        if not self.overcoat_spec.reads_mask:
             inputs["attention_mask"] = causal_mask(self, inputs)
-        images = without_waiting(self) if self.overcoat_whole.vision else contextlib.nullcontext()
+        images = without_waiting(self) if self.overcoat_spec.vision else contextlib.nullcontext()
         with images, _lean(self, functools.partial(self._loss, labels=labels, inputs=inputs)):
             outputs = self._own_forward(**inputs, labels=labels, return_dict=True)
         kind: Any = type(outputs)
@@ -210,9 +210,9 @@ def shifted(labels: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, int]:
 @contextlib.contextmanager
 def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
     """Inside, lm_head returns `loss` of what it gets, and the final norm is one op."""
-    head, norm, own = model.get_submodule(model.overcoat_whole.head), _final_norm(model), model.loss_function
+    head, norm, own = model.get_submodule(model.overcoat_spec.head), _final_norm(model), model.loss_function
     is_set = hasattr(model, "_loss_function")  # else transformers looks it up for each call
-    trunk = _trunk(model)
+    backbone = _backbone(model)
     is_fusable = isinstance(norm, FinalNorm)
     scale = _logit_scale(model)
 
@@ -220,36 +220,36 @@ def _lean(model: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None
         # The model multiplies what it takes for logits; `loss` has been told of that before the product.
         return logits if scale == 1.0 else logits / scale
 
-    model.loss_function, head.overcoat_loss, trunk.overcoat_is_lean = made_by_head, loss, True
+    model.loss_function, head.overcoat_loss, backbone.overcoat_is_lean = made_by_head, loss, True
     if is_fusable:
         norm.overcoat_fused = True
     try:
         yield
     finally:
-        model.loss_function, head.overcoat_loss, trunk.overcoat_is_lean = own, None, False
+        model.loss_function, head.overcoat_loss, backbone.overcoat_is_lean = own, None, False
         if not is_set:
             del model._loss_function
         if is_fusable:
             norm.overcoat_fused = False
 
 
-def _trunk(model: Any) -> Any:
+def _backbone(model: Any) -> Any:
     """The layers' owner; what it was wrapped in since (torch.compile, checkpoints) has no attributes of ours."""
-    trunk = model.get_submodule(model.overcoat_whole.text)
-    if "overcoat_is_lean" in vars(trunk):
-        return trunk
-    return next((each for each in trunk.modules() if "overcoat_is_lean" in vars(each)), trunk)
+    backbone = model.get_submodule(model.overcoat_spec.text)
+    if "overcoat_is_lean" in vars(backbone):
+        return backbone
+    return next((each for each in backbone.modules() if "overcoat_is_lean" in vars(each)), backbone)
 
 
 def _final_norm(model: Any) -> Any:
-    return getattr(_trunk(model), "norm", None)
+    return getattr(_backbone(model), "norm", None)
 
 
-def _warn_without_z_loss(trunk: Any, _inputs: Any) -> None:
+def _warn_without_z_loss(backbone: Any, _inputs: Any) -> None:
     """A trainer with a loss of its own runs the layers without the model's `forward`, or asks that for logits."""
-    if trunk.training and trunk.overcoat_z_loss and not trunk.overcoat_is_lean and torch.is_grad_enabled():
+    if backbone.training and backbone.overcoat_z_loss and not backbone.overcoat_is_lean and torch.is_grad_enabled():
         warnings.warn(
-            f"Recipe.z_loss = {trunk.overcoat_z_loss} is not in this loss, which is not the converted model's own "
+            f"Recipe.z_loss = {backbone.overcoat_z_loss} is not in this loss, which is not the converted model's own "
             "(labels=...): add it there, or convert with z_loss=0",
             stacklevel=2,
         )
@@ -262,9 +262,9 @@ def _logit_scale(model: Any) -> float:
 def why_head_unsupported(model: nn.Module) -> Optional[str]:
     """The reason why a causal model's loss cannot be computed without logits, or None if it can."""
     original: Any = original_class(model)
-    whole = whole_of(model)
+    whole = model_spec_of(model)
     if whole is None:
-        kinds = ", ".join(each.name for each in wholes())
+        kinds = ", ".join(each.name for each in model_specs())
         return f"{original.__name__} is not among the supported kinds ({kinds})"
     if type(model) is not original and not isinstance(model, LeanLossModel):
         return f"the model is wrapped already, as {type(model).__name__}: convert it before"
@@ -280,11 +280,11 @@ def why_head_unsupported(model: nn.Module) -> Optional[str]:
 
 def why_head_replaced(model: Any) -> Optional[str]:
     """The reason why a converted model's head is not what it was any more; checked at each forward with labels."""
-    head = model.get_submodule(model.overcoat_whole.head)
+    head = model.get_submodule(model.overcoat_spec.head)
     if not isinstance(head, LossHead):
         return f"lm_head is a {class_name(head)} now; convert the model again if it is nn.Linear"
-    if not hasattr(_trunk(model), "overcoat_is_lean"):
-        return f"{model.overcoat_whole.text} was replaced since: its layers are as they came; convert the model again"
+    if not hasattr(_backbone(model), "overcoat_is_lean"):
+        return f"{model.overcoat_spec.text} was replaced since: its layers are as they came; convert the model again"
     return _why_not_lean(model, head) or (None if torch.compiler.is_compiling() else why_mode())
 
 
@@ -316,7 +316,7 @@ def install_head(model: Any, recipe: Recipe) -> None:
     """Give a supported model this loss, in place; again to change the recipe, even when wrapped by FSDP2 since."""
     if not isinstance(model, LeanLossModel):
         model.__class__ = mixed(LeanLossModel, original_class(model))
-    head = model.get_submodule(model.overcoat_whole.head)
+    head = model.get_submodule(model.overcoat_spec.head)
     if not isinstance(head, LossHead):
         head.__class__ = LossHead
     norm = _final_norm(model)
@@ -324,18 +324,18 @@ def install_head(model: Any, recipe: Recipe) -> None:
     is_own = (type(norm).__module__, type(norm).__name__) in plain and why_all_patched(type(norm)) is None
     if is_own and "forward" not in vars(norm):
         norm.__class__ = mixed(FinalNorm, type(norm))
-    model.overcoat_recipe, trunk = recipe, _trunk(model)
-    if recipe.z_loss and not hasattr(trunk, "overcoat_z_loss"):
-        trunk.register_forward_pre_hook(_warn_without_z_loss)
-    trunk.overcoat_z_loss, trunk.overcoat_is_lean = recipe.z_loss, False
+    model.overcoat_recipe, backbone = recipe, _backbone(model)
+    if recipe.z_loss and not hasattr(backbone, "overcoat_z_loss"):
+        backbone.register_forward_pre_hook(_warn_without_z_loss)
+    backbone.overcoat_z_loss, backbone.overcoat_is_lean = recipe.z_loss, False
 
 
 def remove_head(model: Any) -> None:
     """Undo `install_head`; a model that was wrapped since keeps its class and computes its original forward."""
     if not isinstance(model, LeanLossModel):
         return
-    norm, head = _final_norm(model), cast(Any, model).get_submodule(model.overcoat_whole.head)
-    _trunk(model).overcoat_z_loss = 0.0
+    norm, head = _final_norm(model), cast(Any, model).get_submodule(model.overcoat_spec.head)
+    _backbone(model).overcoat_z_loss = 0.0
     if norm is not None and type(norm) is mixed(FinalNorm, original_class(norm)):
         norm.__class__ = original_class(norm)
     if type(model) is not mixed(LeanLossModel, original_class(model)):

@@ -62,13 +62,13 @@ def add(hidden: Tensor, mask: Tensor, features: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def without_waiting(causal: Any) -> Iterator[None]:
-    """Inside, a vision-language model (`overcoat_whole` says where its parts are) finds its images' places as above."""
-    text = causal.get_submodule(causal.overcoat_whole.text)
-    inner = causal.get_submodule(causal.overcoat_whole.text.rpartition(".")[0])
+    """Inside, a vision-language model (`overcoat_spec` says where its parts are) finds its images' places as above."""
+    text = causal.get_submodule(causal.overcoat_spec.text)
+    inner = causal.get_submodule(causal.overcoat_spec.text.rpartition(".")[0])
     changes: list[tuple[Any, str, Callable[..., Any]]] = []
     hook = None
     if not _is_compiled():
-        names = causal.overcoat_whole.vision.split(".")
+        names = causal.overcoat_spec.vision.split(".")
         tower = functools.reduce(lambda module, name: getattr(module, name, None), names, causal)
         if tower is not None:  # as where it was dropped, to train the text alone
             hook = tower.register_forward_pre_hook(tell_longest, with_kwargs=True)

@@ -39,9 +39,9 @@ def granite(layer: Any, batch: int) -> tuple[Modules, ...]:
     return branches(layer, batch, scale=float(layer.residual_multiplier))
 
 
-def neighbours(layer: Any, batch: int) -> tuple[Modules, ...]:
+def rope_interleaved(layer: Any, batch: int) -> tuple[Modules, ...]:
     """Neighbouring columns of q and k rotate together."""
-    return branches(layer, batch, neighbours=True)
+    return branches(layer, batch, rope_interleaved=True)
 
 
 def arcee(layer: Any, batch: int) -> tuple[Modules, ...]:
@@ -58,8 +58,8 @@ def phi3(layer: Any, batch: int) -> tuple[Modules, ...]:
     module, mlp = layer.self_attn, layer.mlp
     rotated = rotated_columns(module, module.head_dim)
     return (
-        attention(module, batch, pre=layer.input_layernorm, into=(module.qkv_proj,), rotated=rotated),
-        gated_mlp(mlp, layer.config.hidden_act, pre=layer.post_attention_layernorm, into=(mlp.gate_up_proj,)),
+        attention(module, batch, pre=layer.input_layernorm, in_proj=(module.qkv_proj,), rotated=rotated),
+        gated_mlp(mlp, layer.config.hidden_act, pre=layer.post_attention_layernorm, in_proj=(mlp.gate_up_proj,)),
     )
 
 
@@ -90,17 +90,17 @@ FAMILIES = (
     Family.of("qwen3", "Qwen3", branches, {"qwen3": {"head_dim": 64}}),
     Family.of(
         "qwen2_5_vl", "Qwen2_5_VL", branches, {"qwen2.5-vl": {"hidden_size": 256, "rope_parameters": BY_PLACE}},
-        causal="Qwen2_5_VLTextModel", trunk="",
+        causal="Qwen2_5_VLTextModel", backbone="",
     ),
     Family.of(
         "qwen3_vl", "Qwen3VLText", branches, {"qwen3-vl": {"head_dim": 64, "rope_parameters": BY_PLACE}},
-        causal="Qwen3VLTextModel", trunk="",
+        causal="Qwen3VLTextModel", backbone="",
     ),
     Family.of("seed_oss", "SeedOss", branches, {"seed_oss": {"head_dim": 64, "residual_dropout": 0.0}}),
     # Norms multiply by 1 + weight; GELU is the gate's activation.
     Family.of("gemma", "Gemma", branches, {"gemma": {"head_dim": 64}}, plus_one=True),
-    Family.of("ernie4_5", "Ernie4_5", neighbours, {"ernie4_5": {"use_bias": True}}),
-    Family.of("helium", "Helium", neighbours, {"helium": BIASES | {"hidden_size": 256, "head_dim": 64}}),
+    Family.of("ernie4_5", "Ernie4_5", rope_interleaved, {"ernie4_5": {"use_bias": True}}),
+    Family.of("helium", "Helium", rope_interleaved, {"helium": BIASES | {"hidden_size": 256, "head_dim": 64}}),
     Family.of("arcee", "Arcee", arcee, {"arcee": {}}),
     Family.of("smollm3", "SmolLM3", smollm3, {"smollm3": {"pad_token_id": 0}}),
     Family.of("olmo", "Olmo", olmo, {"olmo": {"clip_qkv": 0.4}}, norm="OlmoLayerNorm", centered=True),

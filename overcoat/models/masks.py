@@ -116,7 +116,7 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
         return mask
     owners = _owners(causal)
     model, config = owners[-1], owners[-1].config
-    layers, by_lengths = getattr(model, causal.overcoat_whole.stack), reads_lengths(config)
+    layers, by_lengths = getattr(model, causal.overcoat_spec.stack), reads_lengths(config)
     tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
     # Compiled code does not look for packed sequences; "eager" attention needs a mask to be causal.
     if torch.compiler.is_compiling() or not (by_lengths or config._attn_implementation == "sdpa"):
@@ -153,7 +153,7 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
 
 def _owners(causal: Any) -> list[Any]:
     """The modules in a causal model that hand on a mask, the layers' owner last."""
-    names = causal.overcoat_whole.text.split(".")
+    names = causal.overcoat_spec.text.split(".")
     return [causal.get_submodule(".".join(names[:count])) for count in range(1, len(names) + 1)]
 
 

@@ -12,7 +12,7 @@ def cohere(layer: Any, batch: int, **options: Any) -> tuple[Modules, ...]:
     """x = x + attention(norm(x)) + mlp(norm(x)), one LayerNorm; neighbouring columns rotate. options: of attention."""
     norm = layer.input_layernorm
     return (
-        attention(layer.self_attn, batch, pre=norm, neighbours=True, twice=True, **options),
+        attention(layer.self_attn, batch, pre=norm, rope_interleaved=True, rope_repeated=True, **options),
         gated_mlp(layer.mlp, pre=norm),
     )
 
@@ -31,13 +31,18 @@ def gpt_neox(layer: Any, batch: int) -> tuple[Modules, ...]:
     """x = x + attention(norm(x)) + mlp(norm(x)), or with use_parallel_residual = False one after the other; q, k, v of
     each head in one layer."""
     module, mlp, width = layer.attention, layer.mlp, layer.attention.head_size
-    options = {"by_head": True, "width": width, "rotated": module.rotary_ndims % width}
-    into, out, activation = mlp.dense_h_to_4h, mlp.dense_4h_to_h, module.config.hidden_act
+    options = {"qkv_interleaved": True, "width": width, "rotated": module.rotary_ndims % width}
+    in_proj, out_proj, activation = mlp.dense_h_to_4h, mlp.dense_4h_to_h, module.config.hidden_act
     return (
         attention(
-            module, batch, pre=layer.input_layernorm, into=(module.query_key_value,), out=module.dense, **options
+            module,
+            batch,
+            pre=layer.input_layernorm,
+            in_proj=(module.query_key_value,),
+            out_proj=module.dense,
+            **options,
         ),
-        plain_mlp(mlp, into, out, activation, pre=layer.post_attention_layernorm),
+        plain_mlp(mlp, in_proj, out_proj, activation, pre=layer.post_attention_layernorm),
     )
 
 
@@ -55,6 +60,6 @@ FAMILIES = (
     ),
     Family.of(
         "gpt_neox", "GPTNeoX", gpt_neox, {"gpt_neox": {}, "gpt_neox-sequential": {"use_parallel_residual": False}},
-        layer="GPTNeoXLayer", norm=None, trunk="gpt_neox", parallel=lambda layer: bool(layer.use_parallel_residual),
+        layer="GPTNeoXLayer", norm=None, backbone="gpt_neox", parallel=lambda layer: bool(layer.use_parallel_residual),
     ),
 )  # fmt: skip

@@ -21,7 +21,7 @@ def gpt2(layer: Any, batch: int) -> tuple[Modules, ...]:
     """The same with learned positions instead of a rotation, and weights stored transposed."""
     module, mlp = layer.attn, layer.mlp
     return (
-        attention(module, batch, pre=layer.ln_1, into=(module.c_attn,), out=module.c_proj),
+        attention(module, batch, pre=layer.ln_1, in_proj=(module.c_attn,), out_proj=module.c_proj),
         plain_mlp(mlp, mlp.c_fc, mlp.c_proj, module.config.activation_function, pre=layer.ln_2),
     )
 
@@ -36,6 +36,6 @@ FAMILIES = (
     Family.of("starcoder2", "Starcoder2", starcoder2, {"starcoder2": {"sliding_window": 24}}, norm=None),
     Family.of(
         "gpt2", "GPT2", gpt2, {"gpt2": NO_DROPOUT}, layer="GPT2Block", causal="GPT2LMHeadModel", norm=None,
-        refused=why_not_gpt2, rotary=False, trunk="transformer", stack="h",
+        refused=why_not_gpt2, rotary=False, backbone="transformer", stack="h",
     ),
 )  # fmt: skip

@@ -82,13 +82,13 @@ def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
         if "forward" in vars(module):
             return f"the forward of {_path(layer, module)} was replaced on the object: convert before"
     config: Any = getattr(branches[0].owner, "config", None)
-    for core in (modules.core for modules in branches):
-        if isinstance(core, Mlp) and core.activation not in FUNCTIONS:
-            return f"hidden_act is {core.activation!r}; only {', '.join(ACTIVATIONS)} are supported"
-        if core is not None and not isinstance(core, Mlp) and core.heads.num_q % core.heads.num_kv:
-            return f"{core.heads.num_q} heads of q do not share {core.heads.num_kv} of k and v evenly"
+    for mixer in (modules.mixer for modules in branches):
+        if isinstance(mixer, Mlp) and mixer.activation not in FUNCTIONS:
+            return f"hidden_act is {mixer.activation!r}; only {', '.join(ACTIVATIONS)} are supported"
+        if mixer is not None and not isinstance(mixer, Mlp) and mixer.heads.num_q % mixer.heads.num_kv:
+            return f"{mixer.heads.num_q} heads of q do not share {mixer.heads.num_kv} of k and v evenly"
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-    if partial != 1.0 and not branches[0].core.heads.rotated:
+    if partial != 1.0 and not branches[0].mixer.heads.rotated:
         return f"partial_rotary_factor is {partial}; only 1.0 is supported"
     return family.refused(layer) or why_changed(layer, family, branches) or _why_other_weights(layer, branches)
 
@@ -102,7 +102,9 @@ def why_partitioned(module: nn.Module) -> Optional[str]:
 
 def _why_other_weights(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[str]:
     """Weights of another class stay in nn.Linear: quantized ones of torchao. A subclass of Parameter may be a mark."""
-    for linear in (each for modules in branches if modules.core is not None for each in (*modules.into, modules.out)):
+    for linear in (
+        each for modules in branches if modules.mixer is not None for each in (*modules.in_proj, modules.out_proj)
+    ):
         kind: Any = type(base_of(linear)._parameters.get("weight"))
         is_mark = issubclass(kind, nn.Parameter) and kind.__torch_function__ is nn.Parameter.__torch_function__
         if not is_mark and kind.__module__.partition(".")[0] not in ("torch", "overcoat", "builtins"):
@@ -128,14 +130,14 @@ def branches_of(layer: Any, family: Family, batch: int) -> tuple[Optional[tuple[
 
 
 def _why_other_modules(layer: nn.Module, family: Family, branches: tuple[Modules, ...]) -> Optional[str]:
-    for core, owner, into, out, inner, pre, post, *_ in branches:
-        if isinstance(core, Mlp):
+    for mixer, owner, in_proj, out_proj, qk_norm, pre, post, *_ in branches:
+        if isinstance(mixer, Mlp):
             for part in owner._modules.values():
                 if (
-                    part not in into
-                    and part is not out
+                    part not in in_proj
+                    and part is not out_proj
                     and not isinstance(part, nn.Dropout)
-                    and type(part).__name__ not in FUNCTIONS.get(core.activation, ())
+                    and type(part).__name__ not in FUNCTIONS.get(mixer.activation, ())
                 ):
                     return f"{_path(layer, part)} is a {class_name(part)}, not what hidden_act says"
             # Deleted as a module, an activation can be any function. PyTorch 2.11 traces no `__dict__`.
@@ -147,12 +149,12 @@ def _why_other_modules(layer: nn.Module, family: Family, branches: tuple[Modules
                 if name[0] != "_" and name != "forward" and not isinstance(value, nn.Module) and callable(value):
                     return f"{_path(layer, owner)}.{name} is a function, not what hidden_act says"
         # PaliGemma's text is not causal, and its masks say what is hidden.
-        elif core is not None and core.heads.causal is (
+        elif mixer is not None and mixer.heads.causal is (
             family.encoder or bool(getattr(getattr(owner, "config", None), "use_bidirectional_attention", False))
         ):
-            kind = "attention of all tokens" if core.heads.causal else "causal attention"
+            kind = "attention of all tokens" if mixer.heads.causal else "causal attention"
             return f"{_path(layer, owner)}.is_causal is {owner.is_causal}; only {kind} is supported"
-        for linear in (*into, out) if core is not None else ():
+        for linear in (*in_proj, out_proj) if mixer is not None else ():
             if type(linear) is nn.Linear:
                 continue
             base = base_of(linear)
@@ -161,7 +163,7 @@ def _why_other_modules(layer: nn.Module, family: Family, branches: tuple[Modules
             variant = why_not_plain(linear) if base is not linear else None
             if variant is not None:
                 return f"{_path(layer, linear)} is a {class_name(linear)} with {variant}"
-        for norm in (*inner, pre, post):
+        for norm in (*qk_norm, pre, post):
             if norm is None or type(norm) in (nn.LayerNorm, nn.Identity):
                 continue
             if family.norm is None or not _is_of(norm, family.norm, (family.module, *family.parts)):
@@ -209,7 +211,7 @@ def _why_dropout(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[st
     now: rates can be set after the conversion."""
     found = [layer]
     for modules in branches:
-        if modules.core is not None:
+        if modules.mixer is not None:
             found += (modules.owner, *modules.around)
     for module in found:
         own = module.__dict__
@@ -247,13 +249,15 @@ def _collects_attentions() -> bool:
 
 def _modules_of(branches: tuple[Modules, ...]) -> list[Any]:
     found: list[Any] = []
-    for core, owner, into, out, inner, pre, post, layer_scale, _, around, *_ in branches:
-        if core is None:  # its own hooks run
+    for mixer, owner, in_proj, out_proj, qk_norm, pre, post, layer_scale, _, around, *_ in branches:
+        if mixer is None:  # its own hooks run
             found += [module for module in (pre, post) if module is not None]
             continue
-        parts = owner._modules.values() if isinstance(core, Mlp) else (*into, *inner)  # an MLP's activation, too
-        adapted = [part for linear in (*into, out) if type(linear) is not nn.Linear for part in parts_of(linear)]
-        modules = (owner, *parts, *adapted, out, pre, post, layer_scale, *around)
+        parts = owner._modules.values() if isinstance(mixer, Mlp) else (*in_proj, *qk_norm)  # an MLP's activation, too
+        adapted = [
+            part for linear in (*in_proj, out_proj) if type(linear) is not nn.Linear for part in parts_of(linear)
+        ]
+        modules = (owner, *parts, *adapted, out_proj, pre, post, layer_scale, *around)
         found += [module for module in modules if isinstance(module, nn.Module)]
     return found
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 
 from torch import nn
 
-from overcoat.models.family import causal_models, original_class, whole_of
+from overcoat.models.family import causal_models, model_spec_of, original_class
 from overcoat.models.refusals import why_replaced
 from overcoat.recipe import Recipe
 
@@ -95,7 +95,7 @@ def _ran(module: Any) -> str:
 def parts_of(model: nn.Module, report: Report) -> list[str]:
     """`Report.parts`."""
     (path, causal), *others = list(causal_models(model)) or [("", model)]
-    whole, modules, lines = whole_of(causal), dict(causal.named_modules()), []
+    whole, modules, lines = model_spec_of(causal), dict(causal.named_modules()), []
     places: tuple[tuple[str, str], ...] = ()
     if whole is not None and whole.vision:
         places = (("vision", whole.vision), ("connector", whole.connector), ("text", whole.text))
@@ -110,6 +110,6 @@ def parts_of(model: nn.Module, report: Report) -> list[str]:
         frozen = "" if any(weight.requires_grad for weight in weights.parameters()) else ", frozen"
         lines.append(f"{title} ({inside[:-1]}): {state}{frozen}")
     if report.head is not None and report.head.converted:
-        own = [name for name, each in others if whole_of(each) is not None and type(each) is original_class(each)]
+        own = [name for name, each in others if model_spec_of(each) is not None and type(each) is original_class(each)]
         lines += [f"{name}: its loss is computed from all logits; convert it by itself, too" for name in own]
     return lines

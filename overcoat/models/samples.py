@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from overcoat.extras import load_extra
-from overcoat.models.family import whole_of
+from overcoat.models.family import model_spec_of
 from overcoat.models.images import longest
 
 # Pixels a side of an image, where the model takes any.
@@ -44,7 +44,7 @@ def sees(config: Any) -> bool:
 
 def tower_parameters(model: Any) -> list[Tensor]:
     """Of a vision-language model's tower, without the connector; of another none."""
-    whole = whole_of(model)
+    whole = model_spec_of(model)
     if whole is None or not whole.vision:
         return []
     kept = {id(parameter) for parameter in model.get_submodule(whole.connector).parameters()}

@@ -30,11 +30,11 @@ def gemma2(layer: Any, batch: int) -> tuple[Modules, ...]:
 def glm(layer: Any, batch: int) -> tuple[Modules, ...]:
     """A part of each head rotates, neighbouring columns together. Only GLM-4 has norms after."""
     module, mlp = layer.self_attn, layer.mlp
-    rotated, into = rotated_columns(module, module.head_dim), (mlp.gate_up_proj,)
+    rotated, in_proj = rotated_columns(module, module.head_dim), (mlp.gate_up_proj,)
     after, last = (layer._modules.get(name) for name in ("post_self_attn_layernorm", "post_mlp_layernorm"))
     return (
-        attention(module, batch, pre=layer.input_layernorm, post=after, rotated=rotated, neighbours=True),
-        gated_mlp(mlp, into=into, pre=layer.post_attention_layernorm, post=last),
+        attention(module, batch, pre=layer.input_layernorm, post=after, rotated=rotated, rope_interleaved=True),
+        gated_mlp(mlp, in_proj=in_proj, pre=layer.post_attention_layernorm, post=last),
     )
 
 

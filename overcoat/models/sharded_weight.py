@@ -8,7 +8,7 @@
     gathered   into the buffer that FSDP2 frees and restores: `GatheredWeight`, the operand of the products
 
 A process that holds all rows sends nothing: its products read the shard as they would read a plain weight. If it trains
-alone, FSDP2 copies no other parameter either, and no gradient (`Held`).
+alone, FSDP2 copies no other parameter either, and no gradient (`UnshardedParam`).
 
 All processes must find the maxima again at the same time. They do when an optimizer that holds one of the weights has
 stepped, or a DTensor was written to, which all processes do together. A shard that was written to by itself is seen in
@@ -41,7 +41,7 @@ def holds_all(param: Any) -> bool:
     return param.mesh_info.shard_mesh_size == 1 and param.param_dtype is None
 
 
-class Held:
+class UnshardedParam:
     """A parameter, FSDP2's `FSDPParam` and its `FSDPParamGroup`, for which FSDP2 asks here: this one of a process that
     trains alone. FSDP2 would copy it for each use, and its gradient twice."""
 
@@ -132,15 +132,15 @@ def _hand_over(param: Any, group: Any, unsharded: Tensor) -> None:
 
 
 # Which FSDP2 looks up for each parameter each time, and which takes the host longer to make than all else here.
-SIGNATURE = inspect.signature(Held.fsdp_pre_all_gather.__get__(Held))
+SIGNATURE = inspect.signature(UnshardedParam.fsdp_pre_all_gather.__get__(UnshardedParam))
 
 
-class ShardedWeight(Held):
+class ShardedWeight(UnshardedParam):
     """A sharded weight that travels in FP8; FSDP2 calls its two methods for every all-gather.
 
     Args:
         name: the parameter's.
-        param, group: as of `Held`.
+        param, group: as of `UnshardedParam`.
         layer: whose mode says how it travels. linear: whose weight it is, or its base layer's.
 
     Attributes:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from overcoat.block.attention import Attention
 from overcoat.block.mlp import Mlp
-from overcoat.block.order import Order
+from overcoat.block.order import RowPermutation
 from overcoat.block.softmax import Heads
 from overcoat.kernels.packed import given_starts
 from overcoat.models.family import Family, Modules
@@ -34,18 +34,18 @@ def branches(layer: Any, batch: int) -> tuple[Modules, ...]:
     """x = x + attention(norm(x)); x = x + feed_forward(norm(x))."""
     attention, mlp = layer.attention, layer.feed_forward
     qkv, width, num_q, num_kv = attention.qkv_linear, attention.head_dim, attention.n_heads, attention.n_kv_heads
-    heads = Heads(batch, num_q, num_kv, width, attention.scaling or width**-0.5, neighbours=True)
-    into: tuple[Any, ...]
-    orders: tuple[Optional[Order], ...]
+    heads = Heads(batch, num_q, num_kv, width, attention.scaling or width**-0.5, rope_interleaved=True)
+    in_proj: tuple[Any, ...]
+    orders: tuple[Optional[RowPermutation], ...]
     if hasattr(qkv, "wqkv"):
-        into, orders = (qkv.wqkv,), (Order(width, width, num_q + num_kv, True, num_q // num_kv),)
+        in_proj, orders = (qkv.wqkv,), (RowPermutation(width, width, num_q + num_kv, True, num_q // num_kv),)
     else:
-        into = (qkv.wq, qkv.wk, qkv.wv)
-        orders = (Order(width, width, num_q, True), Order(width, width, num_kv, True), None)
+        in_proj = (qkv.wq, qkv.wk, qkv.wv)
+        orders = (RowPermutation(width, width, num_q, True), RowPermutation(width, width, num_kv, True), None)
     around = (qkv, attention.rope, attention.inner_attention)
     return (
         Modules(
-            Attention(heads), attention, into, attention.wo, pre=layer.attention_norm, around=around, orders=orders
+            Attention(heads), attention, in_proj, attention.wo, pre=layer.attention_norm, around=around, orders=orders
         ),
         Modules(Mlp("silu", True), mlp, (mlp.w1, mlp.w3), mlp.w2, pre=layer.ffn_norm),
     )

@@ -14,7 +14,7 @@ from overcoat.train.build import loss_for_estimates
 from overcoat.train.checkpoint import checkpoint_dir, list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
-from overcoat.train.fit import Fit, configured_fit, training_setup
+from overcoat.train.fit import BatchPlan, configured_fit, training_setup
 from overcoat.train.metrics import METRICS, Row, read_metrics
 from overcoat.train.shards import is_sharded
 
@@ -92,7 +92,7 @@ def _predict(folder: Path, config: Config, metrics: dict[str, dict[int, Row]]) -
     fits = list(metrics["fit"].values())
     if not fits and config.train.batch_size == "auto":
         return "the run has not recorded how many rows passed at once"
-    fit = Fit(fits[-1]["micro_batch"], bool(fits[-1]["block_checkpoints"])) if fits else configured_fit(config)
+    fit = BatchPlan(fits[-1]["micro_batch"], bool(fits[-1]["block_checkpoints"])) if fits else configured_fit(config)
     try:
         predictor = Predictor(
             load_pretrained("AutoConfig", "the model", str(model), False),

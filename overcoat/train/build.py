@@ -19,7 +19,7 @@ from overcoat.estimate.dry_run import META, LossOf
 from overcoat.extras import load_extra, load_pretrained
 from overcoat.models.family import tower_path
 from overcoat.models.head import LeanLossModel
-from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, require, said_of
+from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, error_context, require
 from overcoat.train.data import Batch
 from overcoat.train.process import choose_device, is_first, memory_of
 
@@ -42,7 +42,7 @@ def check_config(config: Config) -> None:
         decay <= 1,
         f"optimizer.lr * optimizer.weight_decay = {decay:g}: above 1 a step turns the sign of every weight; lower one",
     )
-    with said_of("[optimizer]: "):
+    with error_context("[optimizer]: "):
         make_optimizer(nn.Linear(1, 1, dtype=getattr(torch, config.model.dtype)), config.optimizer, config.train.seed)
     if config.model.name:
         load_pretrained("AutoConfig", "model.name =", config.model.name, config.model.trust_remote_code)
@@ -99,7 +99,7 @@ def add_adapters(model: Any, section: LoraConfig, seed: int, frozen: Sequence[st
         r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM",
         exclude_modules=rf"(.*\.)?({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,
     )  # fmt: skip
-    with said_of(f"lora.targets = {section.targets}: "), warnings.catch_warnings():
+    with error_context(f"lora.targets = {section.targets}: "), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.24 by an old name
         adapted = peft.get_peft_model(model, settings)
     is_embedding = any("lora_embedding" in name for name, _ in adapted.named_parameters())
@@ -237,7 +237,7 @@ def check_builds(model: ModelConfig, device: torch.device) -> None:
         require(depth >= 1, f"model.config.{key} = {depth}: a model has at least one layer")
         require(depth <= MOST_LAYERS, f"model.config.{key} = {depth}: at most {MOST_LAYERS} layers can be trained")
     # Of any kind: from a check of transformers, or from PyTorch when layers are made.
-    failing = said_of(f"[model.config] and model.attention make no {model_type} model: ", Exception)
+    failing = error_context(f"[model.config] and model.attention make no {model_type} model: ", Exception)
     with failing, torch.device("meta"):
         config = transformers.AutoConfig.for_model(model_type, **values)
         made = transformers.AutoModelForCausalLM.from_config(config, **_settings(model))

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from overcoat.extras import load_extra
-from overcoat.train.config import DataConfig, require, said_of
+from overcoat.train.config import DataConfig, error_context, require
 from overcoat.train.sources import KINDS, as_text, field_of, parsed, rows
 
 TRAINED = 1 << 31
@@ -177,7 +177,7 @@ def image_paths(row: Any, key: str, where: str) -> list[str]:
 def read_image(path: Path) -> Any:
     """An RGB image (PIL)."""
     pillow = load_extra("PIL.Image", "hf", "data.images")
-    failing = said_of(f"cannot read the image {path} (", Exception, "): repair it, or remove its row")
+    failing = error_context(f"cannot read the image {path} (", Exception, "): repair it, or remove its row")
     with failing, pillow.open(path) as image:
         return image.convert("RGB")
 
@@ -265,7 +265,7 @@ class Encoder:
 
     def _apply(self, messages: list[dict[str, Any]], example: dict[str, Any], where: str, **options: Any) -> Any:
         given = {"tools": example.get("tools"), "chat_template": self.template, **options}
-        with said_of(f"{where}: the chat template cannot render it: ", Exception):  # a template is a program
+        with error_context(f"{where}: the chat template cannot render it: ", Exception):  # a template is a program
             return apply_template(self.processor or self.tokenizer, messages, **given)
 
 

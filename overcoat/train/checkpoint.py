@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from overcoat.train import files, process
-from overcoat.train.config import Config, require, said_of
+from overcoat.train.config import Config, error_context, require
 from overcoat.train.configfile import differences, dump_toml, load_config
 from overcoat.train.corpus import STREAMED, cache_dir
 from overcoat.train.files import DamagedError
@@ -180,7 +180,7 @@ def _recorded(config: Config) -> Path:
 
 def _changes(config: Config) -> list[str]:
     """In what the configuration differs from the one that its run directory has recorded."""
-    with said_of("", after="; train.resume=CHECKPOINT continues, and records it anew"):
+    with error_context("", after="; train.resume=CHECKPOINT continues, and records it anew"):
         return differences(load_config(_recorded(config), is_recorded=True), config)
 
 

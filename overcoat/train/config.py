@@ -42,7 +42,7 @@ def require(condition: bool, message: str) -> None:
 
 
 @contextlib.contextmanager
-def said_of(what: str, kinds: type[Exception] = ValueError, after: str = "") -> Iterator[None]:
+def error_context(what: str, kinds: type[Exception] = ValueError, after: str = "") -> Iterator[None]:
     """Re-raise errors inside of these kinds (Exception where a library is called, whose messages may be long) as a
     ValueError of one line that begins with `what`."""
     try:

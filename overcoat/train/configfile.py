@@ -20,7 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from overcoat.extras import load_extra
 from overcoat.train.checks import check, check_read, unread
-from overcoat.train.config import FREE_KEYS, Config, require, said_of
+from overcoat.train.config import FREE_KEYS, Config, error_context, require
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,7 +59,7 @@ def load_config(path: str | Path, arguments: list[str] | None = None, is_recorde
     train = values.setdefault("train", {})
     if isinstance(train, dict):
         train.setdefault("run_dir", f"runs/{path.stem}")
-    with said_of(f"{path}: ") if is_recorded else contextlib.nullcontext():
+    with error_context(f"{path}: ") if is_recorded else contextlib.nullcontext():
         return build_config(values, arguments or [], is_recorded)
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from overcoat.train.chat import Encoder, examples
-from overcoat.train.config import Config, DataConfig, require, said_of
+from overcoat.train.config import Config, DataConfig, error_context, require
 from overcoat.train.data import (
     ChatRows,
     Images,
@@ -136,7 +136,7 @@ def _cached(config: Config, kind: str, say: Callable[[str], None]) -> tuple[Path
     key = hashlib.sha256(json.dumps([LAYOUT, made_from], sort_keys=True).encode()).hexdigest()[:12]
     folder = cache_dir(config) / kind / key
     fill = {TOKENS: write_tokens, TOKENIZER: write_tokenizer}[kind]
-    with said_of(f"data.cache_dir: cannot write {folder}: ", OSError, "; make room there, or choose another"):
+    with error_context(f"data.cache_dir: cannot write {folder}: ", OSError, "; make room there, or choose another"):
         if not folder.exists():
             waiting = functools.partial(say, f"another run is tokenizing into {folder}: waiting for its tokens")
             with lock(folder.with_name(f".{folder.name}.lock"), waiting):

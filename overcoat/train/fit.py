@@ -39,7 +39,7 @@ SAFETY = 0.05
 GIBI = 2**30
 
 
-class Fit(NamedTuple):
+class BatchPlan(NamedTuple):
     """micro_batch: rows in one forward pass. block_checkpoints: `checkpoint="block"`, whatever the recipe says."""
 
     micro_batch: int
@@ -61,18 +61,18 @@ def divisors(count: int) -> list[int]:
     return sorted({*small, *(count // size for size in small)}, reverse=True)
 
 
-def recipe_of(config: Config, fit: Fit) -> overcoat.Recipe:
+def recipe_of(config: Config, fit: BatchPlan) -> overcoat.Recipe:
     recipe = make_recipe(config.recipe)
     return replace(recipe, checkpoint="block") if fit.block_checkpoints else recipe
 
 
-def _checkpointed(config: Config, fit: Fit) -> list[Fit]:
+def _checkpointed(config: Config, fit: BatchPlan) -> list[BatchPlan]:
     """The same batch with block checkpoints; none if it has them, or has no FP8 blocks."""
     recipe = recipe_of(config, fit)
     return [fit._replace(block_checkpoints=True)] if recipe.fp8 and recipe.checkpoint is None else []
 
 
-def next_leaner(config: Config, fit: Fit) -> Fit | None:
+def next_leaner(config: Config, fit: BatchPlan) -> BatchPlan | None:
     """What to try when a step with `fit` ran out of memory, as `train.on_oom` says; None if nothing is left."""
     fewer = [fit._replace(micro_batch=size) for size in divisors(rows_of_process(config)) if size < fit.micro_batch]
     if config.optimizer.release_gradients:
@@ -82,10 +82,10 @@ def next_leaner(config: Config, fit: Fit) -> Fit | None:
     return ways[0] if ways else None
 
 
-def leanest(fits: Iterable[Fit]) -> Fit:
+def leanest(fits: Iterable[BatchPlan]) -> BatchPlan:
     """The fewest rows of all fits, with block checkpoints if any has them."""
     rows, checkpoints = zip(*fits, strict=True)
-    return Fit(min(rows), any(checkpoints))
+    return BatchPlan(min(rows), any(checkpoints))
 
 
 class Training(NamedTuple):
@@ -115,7 +115,7 @@ def training(config: Config, memory: int | None = None, cluster: Cluster = ONE) 
         memory = min(memory, limit or memory)
         fit, no = choose_fit(config, model, memory, cluster), ""
         if fit is None:
-            fit, no = Fit(1), ", which does not fit either"
+            fit, no = BatchPlan(1), ", which does not fit either"
         note = f"train.batch_size = auto: {fit}, {rows} in a step{no}"
     else:
         fit = configured_fit(config, cluster)
@@ -141,7 +141,7 @@ def _check_shared(config: Config, cluster: Cluster) -> None:
     )
 
 
-def training_setup(config: Config, fit: Fit, cluster: Cluster = ONE) -> Setup:
+def training_setup(config: Config, fit: BatchPlan, cluster: Cluster = ONE) -> Setup:
     """What a training configuration says about memory, with micro-batches and recipe as `fit` has them; cluster: as
     of `rows_of_process`."""
     optimizer = config.optimizer
@@ -176,13 +176,15 @@ def model_config(config: Config, tokenizer: Any | None = None) -> Any:
     return inline_config(model, tokenizer, config.data.sequence_length)
 
 
-def configured_fit(config: Config, cluster: Cluster = ONE) -> Fit:
+def configured_fit(config: Config, cluster: Cluster = ONE) -> BatchPlan:
     """`train.batch_size` rows in a forward pass; fewer where a process has fewer, or they do not divide its rows."""
     assert config.train.batch_size != "auto"
-    return Fit(next(size for size in divisors(rows_of_process(config, cluster)) if size <= config.train.batch_size))
+    return BatchPlan(
+        next(size for size in divisors(rows_of_process(config, cluster)) if size <= config.train.batch_size)
+    )
 
 
-def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fit:
+def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> BatchPlan:
     """The fit a run on `device` begins with, before its model is there. ValueError: `train.batch_size = "auto"`, and
     not a single row fits, or the memory is not known."""
     if config.train.batch_size != "auto":
@@ -202,17 +204,17 @@ def first_fit(config: Config, device: torch.device, tokenizer: Any | None) -> Fi
 
 def choose_fit(
     config: Config, model: Any, memory: int, cluster: Cluster = ONE, loss_of: LossOf | None = None
-) -> Fit | None:
+) -> BatchPlan | None:
     """The largest micro-batch of a step's rows that fits into `memory` bytes, less SAFETY but for the leanest of all;
     with block checkpoints where not a single row fits without them and `train.on_oom` allows them; None: nothing fits.
     cluster: as of `rows_of_process`; loss_of: a step's loss, if not that of text."""
     predictor = Predictor(model, loss_of or loss_for_estimates(config.data.masks_documents))
 
-    def needed(fit: Fit) -> int:
+    def needed(fit: BatchPlan) -> int:
         setup, shards = training_setup(config, fit, cluster), max(num_shards(config.parallel), cluster.sharding)
         return predictor.predict(fit.micro_batch, config.data.sequence_length, setup, shards).total_bytes
 
-    fits = [Fit(rows) for rows in divisors(rows_of_process(config, cluster))]
+    fits = [BatchPlan(rows) for rows in divisors(rows_of_process(config, cluster))]
     leaner = [] if config.train.on_oom == "error" else [lean for fit in fits for lean in _checkpointed(config, fit)]
     for known in (fits, leaner):
         # Fewer rows need less: a handful of predictions finds the place, where a large step has hundreds of divisors.

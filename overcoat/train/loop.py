@@ -37,7 +37,7 @@ from overcoat.train.data import conversations, count_labels
 from overcoat.train.evaluate import Tasks
 from overcoat.train.memory_report import reporting
 from overcoat.train.metrics import RunLog, StepRecord
-from overcoat.train.out_of_memory import DoesNotFitError, Fitting, free_memory, is_out_of_memory, whatever_the_batch
+from overcoat.train.out_of_memory import DoesNotFitError, OomRetry, fatal_oom, free_memory, is_out_of_memory
 from overcoat.train.parallel import reached, with_gradients
 from overcoat.train.process import StopRequest
 from overcoat.train.state import TrainState, rng_state, set_rng_state
@@ -130,7 +130,7 @@ def train_step(state: TrainState, config: Config) -> StepRecord:
                 loss = _agreeing(state, rows, loss)
             loss.backward()
         total += loss.detach()
-    with whatever_the_batch("the optimizer's step"):
+    with fatal_oom("the optimizer's step"):
         state.optimizer.step(clip_grad_norm=config.optimizer.clip or None)
     norm = state.optimizer.grad_norm
     assert norm is not None
@@ -225,7 +225,7 @@ def _in_memory(state: TrainState, config: Config, compute: Callable[[int], T]) -
                 raise
         free_memory(state.device, config)
         size = size // 2
-    with whatever_the_batch("an evaluation"):
+    with fatal_oom("an evaluation"):
         return compute(size)
 
 
@@ -309,7 +309,7 @@ def train_steps(
     state.model.train()
     log.restart_clock()
     take_step: Any = reporting(train_step, log.say) if config.memory.report else train_step
-    fitting, first_step = Fitting(take_step, config, state, log.tell_change), state.step
+    fitting, first_step = OomRetry(take_step, config, state, log.tell_change), state.step
     for kind, every, act in evaluations:
         if state.step and due(every) and kind not in evaluated:
             act()

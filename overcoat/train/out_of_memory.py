@@ -27,7 +27,7 @@ import torch
 from overcoat.models.compiled import forget
 from overcoat.train import process
 from overcoat.train.config import Config
-from overcoat.train.fit import Fit, leanest, next_leaner, rows_of_process
+from overcoat.train.fit import BatchPlan, leanest, next_leaner, rows_of_process
 from overcoat.train.metrics import METRICS, Row, read_metrics
 from overcoat.train.state import TrainState, rng_state, set_rng_state
 
@@ -67,7 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def whatever_the_batch(what: str) -> Iterator[None]:
+def fatal_oom(what: str) -> Iterator[None]:
     """Inside, `what` needs memory that does not depend on the batch. DoesNotFitError: it ran out."""
     try:
         yield
@@ -87,7 +87,7 @@ def free_memory(device: torch.device, config: Config) -> None:
         torch.cuda.empty_cache()
 
 
-class Fitting:
+class OomRetry:
     """Takes steps, with what fits: `take_step` takes one, or raises and leaves `TrainState.drawn` to be taken again.
     Fits recorded in the run directory are followed; `changed` is told of another one: a line for the reader, and a row
     for the metrics if it is new."""
@@ -151,20 +151,20 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def fit_row(step: int, fit: Fit, out_of_memory: bool) -> Row:
+def fit_row(step: int, fit: BatchPlan, out_of_memory: bool) -> Row:
     """The row of metrics.jsonl that says: from this step on."""
     return {"kind": "fit", "step": step, **fit._asdict(), "out_of_memory": out_of_memory}
 
 
-def recorded_fits(config: Config) -> dict[int, Fit]:
+def recorded_fits(config: Config) -> dict[int, BatchPlan]:
     """The fits of a run by the first step they are for; none where the configured one has served so far. Released
     gradients cannot accumulate: where the run before has taken fewer rows at once, they take all."""
     rows = read_metrics(Path(config.train.run_dir) / METRICS)["fit"]
     whole = rows_of_process(config) if config.optimizer.release_gradients else None
-    return {step: Fit(whole or row["micro_batch"], row["block_checkpoints"]) for step, row in rows.items()}
+    return {step: BatchPlan(whole or row["micro_batch"], row["block_checkpoints"]) for step, row in rows.items()}
 
 
-def fit_at(fits: dict[int, Fit], step: int) -> Fit | None:
+def fit_at(fits: dict[int, BatchPlan], step: int) -> BatchPlan | None:
     """The recorded fit of a step, or None if no record reaches back to it."""
     before = [fit for first, fit in fits.items() if first <= step]
     return leanest(before) if before else None

@@ -30,16 +30,16 @@ from overcoat.optim.sharding import local
 from overcoat.train import checkpoint, process, saving
 from overcoat.train.build import build_model, check_config, check_tables, make_optimizer, num_positions
 from overcoat.train.chat import prompt_ids
-from overcoat.train.config import Config, said_of
+from overcoat.train.config import Config, error_context
 from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
 from overcoat.train.evaluate import Tasks, task_names
 from overcoat.train.files import lock, sweep
-from overcoat.train.fit import Fit, first_fit, memory_to_plan_with, recipe_of
+from overcoat.train.fit import BatchPlan, first_fit, memory_to_plan_with, recipe_of
 from overcoat.train.loggers import check_loggers
 from overcoat.train.loop import RunStoppedError, evaluate_tasks, train_steps
 from overcoat.train.metrics import METRICS, PLAIN, RunLog, read_metrics
-from overcoat.train.out_of_memory import LostStepError, RestartError, free_memory, recorded_fits, whatever_the_batch
+from overcoat.train.out_of_memory import LostStepError, RestartError, fatal_oom, free_memory, recorded_fits
 from overcoat.train.parallel import build_sharded, check_parallel
 from overcoat.train.process import choose_device
 from overcoat.train.products import compute_in_fp32
@@ -107,7 +107,7 @@ def twin_config(config: Config) -> Config:
         data=replace(config.data, cache_dir=str(cache_dir(config))),
         sample=replace(config.sample, tokens=0),
     )
-    with said_of("compare.overrides: "):
+    with error_context("compare.overrides: "):
         return build_config(asdict(mine), config.compare.overrides)
 
 
@@ -155,7 +155,7 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
     with process.first_before_others():
         corpus = open_corpus(config, say)
     tasks = load_tasks(config, corpus)
-    with whatever_the_batch("the model"):
+    with fatal_oom("the model"):
         is_auto = config.train.batch_size == "auto"
         recorded = process.share(lambda: recorded_fits(config)) if is_auto else {}  # chosen once
         fit = recorded[min(recorded)] if recorded else first_fit(config, device, corpus.tokenizer)
@@ -217,7 +217,7 @@ def load_tasks(config: Config, corpus: Corpus) -> Tasks | None:
         return None
     if corpus.tokenizer is None:
         raise ValueError("eval.tasks are text, and the token binaries come without a tokenizer: set tokenizer.name")
-    with process.first_before_others(), said_of("eval.tasks: "):
+    with process.first_before_others(), error_context("eval.tasks: "):
         tasks = Tasks(names)
     if tasks.generating and process.count() > 1:
         raise ValueError(
@@ -227,7 +227,9 @@ def load_tasks(config: Config, corpus: Corpus) -> Tasks | None:
     return tasks
 
 
-def make_state(config: Config, corpus: Corpus, device: torch.device, fit: Fit) -> tuple[TrainState, overcoat.Report]:
+def make_state(
+    config: Config, corpus: Corpus, device: torch.device, fit: BatchPlan
+) -> tuple[TrainState, overcoat.Report]:
     """Model, optimizer and data at step 0, and what `convert` did."""
     recipe = recipe_of(config, fit)
     if process.count() > 1:

@@ -71,7 +71,7 @@ class Saver:
     def save(self) -> Path:
         """The checkpoint of the state as it is, once it is complete; copied, if the host has memory for that."""
         self.wait()
-        held = Held(self.state)
+        held = CheckpointSnapshot(self.state)
         if self.config.checkpoint.asynchronous and not process.largest(held.bytes > process.host_bytes_free())[0]:
             held.copy()
             self._pending = self._thread.submit(write_checkpoint, held, self.config, self.tokenizer)
@@ -80,7 +80,7 @@ class Saver:
         return checkpoint_dir(self.config) / held.name
 
 
-class Held:
+class CheckpointSnapshot:
     """What a checkpoint will hold, of this process."""
 
     def __init__(self, state: TrainState) -> None:
@@ -106,7 +106,7 @@ class Held:
         self.weights, self.training = tree_map(lambda value: copies[id(value)], (self.weights, self.training))
 
 
-def write_checkpoint(held: Held, config: Config, tokenizer: Any | None) -> Path:
+def write_checkpoint(held: CheckpointSnapshot, config: Config, tokenizer: Any | None) -> Path:
     """The complete checkpoint; the oldest beyond `checkpoint.keep` are removed. Of several processes each writes its
     files into the first one's unfinished directory, which takes its name once all have."""
     folder = checkpoint_dir(config)

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from overcoat.extras import check_exists, load_extra, reason
-from overcoat.train.config import DataConfig, said_of
+from overcoat.train.config import DataConfig, error_context
 
 ROWS = (".jsonl", ".ndjson", ".json", ".parquet")
 CORPUS_BYTES = 1 << 18
@@ -165,7 +165,7 @@ def _read_json(path: Path, may_be_array: bool) -> Iterator[tuple[str, Any]]:
 
 
 def parsed(text: str, where: str) -> Any:
-    with said_of(f"{where}: no JSON (", Exception, "): correct or remove it"):  # RecursionError, too
+    with error_context(f"{where}: no JSON (", Exception, "): correct or remove it"):  # RecursionError, too
         return json.loads(text, object_pairs_hook=_object)
 
 
@@ -233,7 +233,7 @@ def open_dataset(config: DataConfig) -> Any:
     datasets = load_extra("datasets", "hf", f"dataset {config.dataset!r}")
     name = config.dataset_config or None
     files = config.files or None
-    with said_of(f"dataset {config.dataset!r}: ", Exception):
+    with error_context(f"dataset {config.dataset!r}: ", Exception):
         check_exists(config.dataset)
         return datasets.load_dataset(config.dataset, name, data_files=files, split=config.split, streaming=True)
 
@@ -282,7 +282,7 @@ def no_documents(config: DataConfig) -> ValueError:
 def _dataset_rows(dataset: Any, config: DataConfig, num_done: int) -> Iterator[tuple[str, Any]]:
     """The rows of a dataset; `num_done` came before the first."""
     # Of any kind: from the network, a parser, a decompressor.
-    with said_of(f"dataset {config.dataset!r}: ", Exception):
+    with error_context(f"dataset {config.dataset!r}: ", Exception):
         for number, row in enumerate(dataset, num_done + 1):
             yield f"dataset {config.dataset!r}, row {number}", row
 

@@ -19,7 +19,7 @@ from overcoat.train import process
 from overcoat.train.build import base_model
 from overcoat.train.config import Config
 from overcoat.train.data import Batch, Images, RowSource, make_batch
-from overcoat.train.fit import Fit, recipe_of
+from overcoat.train.fit import BatchPlan, recipe_of
 
 # What load_state_dict takes from the checkpoint although the configuration says it, and may say it anew.
 RECONFIGURABLE = ("betas", "eps", "weight_decay")
@@ -33,7 +33,7 @@ class TrainState:
     data_identity: str
     eos: int | None
     device: torch.device
-    fit: Fit
+    fit: BatchPlan
     images: Images | None = None
     held_out: int = 0  # checksum of the rows to evaluate on
     step: int = 0
@@ -48,7 +48,7 @@ class TrainState:
         batch = make_batch(rows_BT, self.eos, document_mask)
         return batch if self.images is None else self.images.add_to(batch, rows_BT, base_model(self.model))
 
-    def change_fit(self, config: Config, fit: Fit) -> None:
+    def change_fit(self, config: Config, fit: BatchPlan) -> None:
         """Go on with another micro-batch or recipe; the next forward pass is measured anew."""
         overcoat.convert(self.model, recipe_of(config, fit))
         self.fit, self.kept_bytes, self.kept_table = fit, 0, ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from overcoat.extras import load_extra, load_pretrained
 from overcoat.train import chat
-from overcoat.train.config import Config, said_of
+from overcoat.train.config import Config, error_context
 from overcoat.train.sources import documents, encoded_size
 
 END_OF_TEXT = "<|endoftext|>"
@@ -42,7 +42,7 @@ def set_chat_template(tokenizer: Any, template: str) -> None:
     """That of `tokenizer.chat_template`, if it is given; of a tokenizer or processor."""
     if template:
         text = read_chat_template(template)
-        with said_of("tokenizer.chat_template: no file, and "):
+        with error_context("tokenizer.chat_template: no file, and "):
             tokenizer.chat_template = load_tokenizer(template).chat_template if text is None else text
 
 
@@ -50,7 +50,7 @@ def read_chat_template(template: str) -> str | None:
     """The text of the file that `tokenizer.chat_template` names; None if it names none."""
     if not os.path.isfile(template):  # unlike Path.is_file, also of what can be no path
         return None
-    with said_of(f"tokenizer.chat_template = {template!r}: not UTF-8: ", UnicodeDecodeError):
+    with error_context(f"tokenizer.chat_template = {template!r}: not UTF-8: ", UnicodeDecodeError):
         return Path(template).read_text(encoding="utf-8")
 
 

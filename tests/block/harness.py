@@ -77,24 +77,24 @@ def double(inputs: Inputs) -> Inputs:
     return {name: x.detach().double() if x is not None and x.is_floating_point() else x for name, x in inputs.items()}
 
 
-def leaves_of(inputs: Inputs, wanted: list[str]) -> Inputs:
+def leaves_of(inputs: Inputs, needs_grad: list[str]) -> Inputs:
     """Copies, of which those in `wanted` take gradients."""
     return {
-        name: x if x is None else x.detach().clone().requires_grad_(name in wanted and x.is_floating_point())
+        name: x if x is None else x.detach().clone().requires_grad_(name in needs_grad and x.is_floating_point())
         for name, x in inputs.items()
     }
 
 
 def evaluate(
-    function: Callable[[Inputs], Tensor], inputs: Inputs, wanted: list[str], grad: Tensor
+    function: Callable[[Inputs], Tensor], inputs: Inputs, needs_grad: list[str], grad: Tensor
 ) -> tuple[Tensor, dict[str, Optional[Tensor]]]:
     """The output, and the gradients of the inputs in `wanted`, for its gradient."""
-    leaves = leaves_of(inputs, wanted)
+    leaves = leaves_of(inputs, needs_grad)
     out = function(leaves)
     out.backward(grad.to(out.dtype))
     for name, x in leaves.items():
-        assert x is None or name in wanted or x.grad is None, f"{name} takes no gradient but got one"
-    return out.detach(), {name: leaves[name].grad for name in wanted}
+        assert x is None or name in needs_grad or x.grad is None, f"{name} takes no gradient but got one"
+    return out.detach(), {name: leaves[name].grad for name in needs_grad}
 
 
 def run(case: Case, recipe: Recipe) -> tuple[Tensor, dict[str, Optional[Tensor]]]:
@@ -168,7 +168,7 @@ def block_case(
     if not gated:
         del shapes["gate"]
     places = {"pre": ("pre",), "post": ("post",), "sandwich": ("pre", "post"), "parallel": ("pre",)}[wiring]
-    norms = [f"{place}_{core}" for place in places for core in ("attention", "mlp")]
+    norms = [f"{place}_{mixer}" for place in places for mixer in ("attention", "mlp")]
     inputs: Inputs = {"x": normal(batch * sequence, hidden, seed=30)}
     for i, name in enumerate(norms):
         inputs[name] = 1 + 0.3 * normal(hidden, seed=40 + i)
@@ -191,9 +191,9 @@ def block_case(
         def norm(name: str) -> Optional[Norm]:
             return Norm(inputs[name], inputs[f"{name}_bias"], EPS, not gated) if name in inputs else None
 
-        inner, gate = (inputs["q_weight"], inputs["k_weight"]), ("gate", "up") if gated else ("up",)
+        qk_norm, gate = (inputs["q_weight"], inputs["k_weight"]), ("gate", "up") if gated else ("up",)
         attention = Branch(
-            Attention(heads), linear("q", "k", "v"), linear("o"), inner, norm("pre_attention"), norm("post_attention")
+            Attention(heads), linear("q", "k", "v"), linear("o"), qk_norm, norm("pre_attention"), norm("post_attention")
         )
         mlp = Branch(Mlp(activation, gated), linear(*gate), linear("down"), (), norm("pre_mlp"), norm("post_mlp"))
         return Block((attention, mlp), wiring == "parallel")
@@ -225,8 +225,8 @@ def block_case(
             return linear("down", F.gelu(linear("up", y), approximate=form))
 
         def branch(name: str, x: Tensor) -> Tensor:
-            core = {"attention": attention, "mlp": mlp}[name]
-            return norm(f"post_{name}", core(norm(f"pre_{name}", x)))
+            mixer = {"attention": attention, "mlp": mlp}[name]
+            return norm(f"post_{name}", mixer(norm(f"pre_{name}", x)))
 
         x = inputs["x"]
         if wiring == "parallel":

@@ -11,7 +11,7 @@ import torch
 
 from overcoat import Recipe
 from overcoat.block import linear as products
-from overcoat.block.linear import dgrad, product, product_backward, quantize_gradient, wgrad
+from overcoat.block.linear import dgrad, linear_backward, linear_gemm, quantize_gradient, wgrad
 from overcoat.block.spec import Linear
 from overcoat.formats import E4M3, Quantized
 from overcoat.kernels.blockwise import block_quantize_t
@@ -49,10 +49,10 @@ def linear(weights, biases=None):
 def test_product_of_stacked_weights_with_bias(tokens):
     x, weights, _, x8, _ = layer(tokens, torch.float32)
     bias = integers(sum(ROWS), seed=5)
-    y, w_amax = product(*x8, linear(weights, bias.split(ROWS)), torch.float32, TOP["e4m3"])
+    y, w_amax = linear_gemm(*x8, linear(weights, bias.split(ROWS)), torch.float32, TOP["e4m3"])
     assert torch.equal(y, x @ torch.cat(weights).t() + bias.float())
     assert w_amax == 448
-    plain, _ = product(*x8, linear(weights), torch.bfloat16, TOP["e4m3"])
+    plain, _ = linear_gemm(*x8, linear(weights), torch.bfloat16, TOP["e4m3"])
     assert torch.equal(plain, (x @ torch.cat(weights).t()).bfloat16())
 
 
@@ -76,7 +76,7 @@ def test_sums_are_of_the_gradient_itself_in_fp32():
 def test_gradients_of_each_weight_and_of_the_biases_there_are(tokens, which):
     x, weights, dy, _, x_t = layer(tokens)
     biases = [integers(rows, dtype=torch.float32) if place in which else None for place, rows in enumerate(ROWS)]
-    dx, dweights, dbiases = product_backward(dy, x_t, linear(weights, biases), TOP["e4m3"], Recipe(), TOP["e5m2"])
+    dx, dweights, dbiases = linear_backward(dy, x_t, linear(weights, biases), TOP["e4m3"], Recipe(), TOP["e5m2"])
     assert torch.equal(dx, (dy.float() @ torch.cat(weights).float()).bfloat16())
     for part, weight, dweight, bias, dbias in zip(dy.split(ROWS, 1), weights, dweights, biases, dbiases, strict=True):
         assert dweight.dtype == weight.dtype
@@ -90,7 +90,7 @@ def test_gradients_of_each_weight_and_of_the_biases_there_are(tokens, which):
 def test_frozen_weights_have_no_gradient_but_pass_it_on():
     _, weights, dy, _, _ = layer(7)
     biases = [None, torch.zeros(ROWS[1]), None]
-    dx, dweights, dbiases = product_backward(dy, None, linear(weights, biases), TOP["e4m3"], Recipe(), TOP["e5m2"])
+    dx, dweights, dbiases = linear_backward(dy, None, linear(weights, biases), TOP["e4m3"], Recipe(), TOP["e5m2"])
     assert dweights == (None, None, None)
     assert torch.equal(dx, (dy.float() @ torch.cat(weights).float()).bfloat16())
     assert torch.equal(dbiases[1], dy.split(ROWS, 1)[1].float().sum(0))
@@ -103,7 +103,7 @@ def test_block_scales_are_those_of_their_product(tokens):
     recipe = Recipe(linear_scaling="block")
     x = normal(tokens, 130, seed=2)
     x_t = Quantized(*block_quantize_t(x, "e4m3"))
-    found = product_backward(dy, x_t, linear([weight]), None, recipe)
+    found = linear_backward(dy, x_t, linear([weight]), None, recipe)
     by_rows, by_columns = rounded(dy, E4M3, (1, 128)), rounded(dy, E4M3, (128, 1))
     factors = (by_rows, rounded(weight, E4M3, (128, 128))), (by_columns.t(), rounded(x, E4M3, (128, 1)))
     for ours, (a, b) in zip((found.dx, found.dweights[0]), factors):

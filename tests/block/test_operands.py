@@ -36,10 +36,10 @@ def test_a_block_is_the_same_to_the_bit(kind, recipe, device, monkeypatch):
     together = operands.with_operands
     monkeypatch.setattr("overcoat.block.run.with_operands", lambda *args: made.append(together(*args)) or made[-1])
     ours = gradients(kind, recipe, device)
-    assert all(branch.into.operand is not None for block in made for branch in block.branches)
+    assert all(branch.in_proj.operand is not None for block in made for branch in block.branches)
     monkeypatch.setattr(operands, "SMALL", 0)
     expected = gradients(kind, recipe, device)
-    assert made[-1].branches[0].into.operand is None
+    assert made[-1].branches[0].in_proj.operand is None
     for mine, other in zip(ours, expected, strict=True):
         assert torch.equal(mine, other)
 
@@ -55,8 +55,8 @@ def test_weights_of_other_kinds_are_left_to_the_dispatcher(place):
     for is_other in (False, True):
         if is_other:
             weights[place] = weights[place].as_subclass(Other)
-        into, out, up, down = (Linear((weight,), (None,)) for weight in weights)
-        block = Block((Branch(None, into, out), Branch(None, up, down)))
+        in_proj, out_proj, up, down = (Linear((weight,), (None,)) for weight in weights)
+        block = Block((Branch(None, in_proj, out_proj), Branch(None, up, down)))
         assert (operands.with_operands(block, 1, Recipe()) is block) == is_other
 
 

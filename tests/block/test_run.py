@@ -120,8 +120,8 @@ def test_a_parallel_branch_does_not_use_the_largest_gradient_of_another(monkeypa
     seen = []
     quantize = mlp_ops.quantize_gradient
     monkeypatch.setattr(mlp_ops, "quantize_gradient", lambda *args: seen.append(args[3]) or quantize(*args))
-    product = attention_ops.product_backward
-    monkeypatch.setattr(attention_ops, "product_backward", lambda *args: seen.append(args[-1]) or product(*args))
+    linear_gemm = attention_ops.linear_backward
+    monkeypatch.setattr(attention_ops, "linear_backward", lambda *args: seen.append(args[-1]) or linear_gemm(*args))
     run(block_case(wiring="parallel"), Recipe())
     assert seen == [None, None]
     run(block_case(), Recipe())
@@ -255,8 +255,8 @@ def test_strided_inputs_and_gradients(name, device):
 
 def test_frozen_weights_cost_no_wgrad():
     case = block_case()
-    wanted = {"x": 0, "q": 1, "o": 1, "up": 1, "down": 1}
-    for name, products in wanted.items():
+    needs_grad = {"x": 0, "q": 1, "o": 1, "up": 1, "down": 1}
+    for name, products in needs_grad.items():
         leaf = case.inputs[name].clone().requires_grad_()
         y = case.op({**case.inputs, name: leaf}, Recipe())
         with _Calls() as calls:

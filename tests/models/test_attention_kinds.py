@@ -226,7 +226,7 @@ def test_an_eps_that_is_an_integer_is_taken_as_a_number() -> None:
     for norm in (layer.input_layernorm, layer.self_attn.q_norm):
         norm.variance_epsilon = 0
     attention, mlp = block_of(family_of(layer).branches(layer, 1), family_of(layer), layer).branches
-    assert [type(eps) for eps in (attention.core.heads.eps, attention.pre.eps, mlp.pre.eps)] == [float] * 3
+    assert [type(eps) for eps in (attention.mixer.heads.eps, attention.pre.eps, mlp.pre.eps)] == [float] * 3
 
 
 def test_a_batch_of_another_shape_is_refused() -> None:

@@ -163,7 +163,7 @@ def test_a_window_that_only_the_configuration_names(kind: str) -> None:
     model, inputs = make_model(kind, layers=2, sliding_window=8), make_batch(length=LENGTH)
     overcoat.convert(model)
     got = trained(model, inputs)
-    model.get_submodule(model.overcoat_whole.text).register_forward_pre_hook(lambda *_: None)
+    model.get_submodule(model.overcoat_spec.text).register_forward_pre_hook(lambda *_: None)
     assert causal_mask(model, inputs) is None
     assert_equal(got, trained(model, inputs))
 

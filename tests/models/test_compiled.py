@@ -50,8 +50,8 @@ def one_pass(model: Any, **batch: Any) -> torch.Tensor:
 
 def test_the_layers_of_graphs_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """At each step: which model this is, its first module says."""
-    model, asked, real = made("llama", Recipe()), [], family.whole_of
-    monkeypatch.setattr(family, "whole_of", lambda module: asked.append(module) or real(module))
+    model, asked, real = made("llama", Recipe()), [], family.model_spec_of
+    monkeypatch.setattr(family, "model_spec_of", lambda module: asked.append(module) or real(module))
     assert list(graph_layers(model)) == [f"model.layers.{place}" for place in range(3)]
     assert asked == [model]
 

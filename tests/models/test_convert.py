@@ -340,9 +340,9 @@ def test_what_mlps_call_their_activation_is_known(kind: str) -> None:
     for layer in decoder_layers(model).values():
         family: Any = family_of(layer)
         for branch in family.branches(layer, 1):
-            if isinstance(branch.core, Mlp):
+            if isinstance(branch.mixer, Mlp):
                 kinds = {name: type(part).__name__ for name, part in branch.owner._modules.items()}
-                found = {name for name, each in kinds.items() if each in FUNCTIONS[branch.core.activation]}
+                found = {name for name, each in kinds.items() if each in FUNCTIONS[branch.mixer.activation]}
                 assert found <= {*ACTIVATION_NAMES}
 
 

@@ -88,7 +88,7 @@ class Codes:
         self.code = (recipe.kept_format, recipe.group_size)
         for layer in decoder_layers(model).values():
             for branch in family_of(layer).branches(layer, 1):
-                if branch.outer:
+                if branch.norm_after_residual:
                     branch.post.register_forward_hook(self._seen)
 
     def _seen(self, norm: nn.LayerNorm, _: Any, y: Tensor) -> None:

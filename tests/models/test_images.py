@@ -106,9 +106,9 @@ def test_a_row_that_was_cut_is_an_error_in_every_pass(name: str) -> None:
     with pytest.raises(ValueError, match=r"[Ii]mage features and image tokens do not match"):
         model(**cut)
     model(**inputs)
-    text = model.get_submodule(model.overcoat_whole.text)
+    text = model.get_submodule(model.overcoat_spec.text)
     assert not {"get_placeholder_mask", "_deepstack_process"} & {*vars(model.model), *vars(text)}
-    assert not model.get_submodule(model.overcoat_whole.vision)._forward_pre_hooks
+    assert not model.get_submodule(model.overcoat_spec.vision)._forward_pre_hooks
 
 
 @pytest.mark.gpu

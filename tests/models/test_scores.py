@@ -105,20 +105,20 @@ def multiply_scores(layer, factor):
     family = family_of(layer)
     one = float(family.plus_one)
     for modules in family.branches(layer, 1):
-        if not isinstance(modules.core, Attention):
+        if not isinstance(modules.mixer, Attention):
             continue
-        norms, heads = [norm for norm in modules.inner if norm is not None], modules.core.heads
+        norms, heads = [norm for norm in modules.qk_norm if norm is not None], modules.mixer.heads
         for norm in norms:
             norm.weight.copy_((norm.weight + one) * factor**0.5 - one)
         if not norms:
-            into, rows = (
-                block_of((modules,), family, layer).branches[0].into,
+            in_proj, rows = (
+                block_of((modules,), family, layer).branches[0].in_proj,
                 (heads.num_q + heads.num_kv) * heads.width,
             )
-            parameters = [x for x in (*into.weights, *into.biases) if x is not None]
+            parameters = [x for x in (*in_proj.weights, *in_proj.biases) if x is not None]
             with torch.enable_grad():
-                total = torch.cat(stack_weights_of(into))[:rows].sum()
-                total = total + (stack_biases(into)[:rows].sum() if into.has_bias else 0)
+                total = torch.cat(stack_weights_of(in_proj))[:rows].sum()
+                total = total + (stack_biases(in_proj)[:rows].sum() if in_proj.has_bias else 0)
             is_row = torch.autograd.grad(total, parameters, allow_unused=True)  # 1 in rows of q and k
             for parameter, of_scores in zip(parameters, is_row):
                 if of_scores is not None:

@@ -62,7 +62,7 @@ def make_model(kind: str = "llama", layers: int = 4, seed: int = 0, **overrides:
 def _with_loss(family: Family, fields: dict[str, Any]) -> nn.Module:
     """The text of a vision-language model as this one without its tower."""
     module = importlib.import_module(family.module)
-    if family.trunk:
+    if family.backbone:
         model_class = getattr(module, family.causal)
         return model_class(model_class.config_class(**fields))
     whole = next(whole for whole in VISION_LANGUAGE if whole.module == family.module)

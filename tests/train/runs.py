@@ -19,7 +19,7 @@ from overcoat.train.build import build_model, make_optimizer
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.data import PackedRows
-from overcoat.train.fit import Fit
+from overcoat.train.fit import BatchPlan
 from overcoat.train.metrics import read_metrics
 from overcoat.train.state import TrainState
 
@@ -38,7 +38,7 @@ def make_state(config: Config, eos: int | None = 0) -> TrainState:
     tokens[ends - 1] = 0
     rows = PackedRows(tokens, np.stack([ends - lengths, ends], axis=1), config.data.sequence_length, seed=0)
     optimizer = make_optimizer(model, config.optimizer, 0)
-    return TrainState(model, optimizer, rows, "test", eos, CPU, Fit(config.train.batch_size))
+    return TrainState(model, optimizer, rows, "test", eos, CPU, BatchPlan(config.train.batch_size))
 
 
 def row(step: int, loss: float = 1.0, norm: float = 1.0) -> dict[str, Any]:

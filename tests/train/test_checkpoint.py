@@ -35,7 +35,7 @@ from overcoat.train.corpus import STREAMED
 from overcoat.train.files import DamagedError, verify_directory, write_directory
 from overcoat.train.loop import train_step
 from overcoat.train.run import run_once
-from overcoat.train.saving import Held, write_checkpoint, write_model
+from overcoat.train.saving import CheckpointSnapshot, write_checkpoint, write_model
 from overcoat.train.shards import read_model
 from overcoat.train.state import TrainState
 from tests.train import runs
@@ -54,7 +54,7 @@ def state(config: Config) -> TrainState:
 
 def save_at(state: TrainState, config: Config, *steps: int) -> Path:
     for state.step in steps:
-        path = write_checkpoint(Held(state), config, None)
+        path = write_checkpoint(CheckpointSnapshot(state), config, None)
     return path
 
 

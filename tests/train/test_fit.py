@@ -22,7 +22,7 @@ from overcoat.train.config import Config
 from overcoat.train.configfile import build_config, load_config
 from overcoat.train.fit import (
     SAFETY,
-    Fit,
+    BatchPlan,
     choose_fit,
     divisors,
     memory_to_plan_with,
@@ -39,12 +39,12 @@ AUTO = ("train.batch_size=auto", "train.global_batch_size=12", "model.config.voc
 LLAMA = {"model": {"config": {"model_type": "llama", "hidden_size": 256}}, "data": {"files": ["a.txt"]}}
 
 
-def needed(config: Config, fit: Fit) -> int:
+def needed(config: Config, fit: BatchPlan) -> int:
     predictor = Predictor(model_config(config), loss_for_estimates(config.data.document_mask))
     return predictor.predict(fit.micro_batch, config.data.sequence_length, training_setup(config, fit)).total_bytes
 
 
-def memory_for(config: Config, fit: Fit) -> int:
+def memory_for(config: Config, fit: BatchPlan) -> int:
     """The least memory in which `fit` is safe."""
     return int(needed(config, fit) / (1 - SAFETY)) + 1
 
@@ -56,9 +56,9 @@ def test_the_largest_divisor_that_fits_is_chosen(make_config: MakeConfig) -> Non
     config = make_config(*AUTO)
     model = model_config(config)
     for rows in (12, 4, 1):
-        memory = memory_for(config, Fit(rows))
-        assert choose_fit(config, model, memory) == Fit(rows)
-        assert choose_fit(config, model, memory - 2) != Fit(rows)
+        memory = memory_for(config, BatchPlan(rows))
+        assert choose_fit(config, model, memory) == BatchPlan(rows)
+        assert choose_fit(config, model, memory - 2) != BatchPlan(rows)
 
 
 @pytest.mark.parametrize(("shard", "shards"), [("full", 4), ("hybrid", 2), ("none", 1)])
@@ -74,26 +74,30 @@ def test_what_fits_is_that_of_the_parts_of_each_process(
     memory = int(needed / (1 - SAFETY)) + 1
     cluster = Cluster(4, 2 if shard == "hybrid" else 1, shard == "hybrid")
     if shard != "none":
-        assert choose_fit(config, model, memory, cluster) == Fit(1)
-        assert choose_fit(config, model, memory - 2, cluster) != Fit(1)
+        assert choose_fit(config, model, memory, cluster) == BatchPlan(1)
+        assert choose_fit(config, model, memory - 2, cluster) != BatchPlan(1)
     monkeypatch.setattr(process, "count", lambda: 4)
-    assert choose_fit(config, model, memory) == Fit(1)
-    assert choose_fit(config, model, memory - 2) != Fit(1)
+    assert choose_fit(config, model, memory) == BatchPlan(1)
+    assert choose_fit(config, model, memory - 2) != BatchPlan(1)
 
 
 def test_block_checkpoints_come_last_and_only_if_they_may(make_config: MakeConfig) -> None:
     config = make_config(*AUTO, "data.sequence_length=256")
-    leaner = next(Fit(rows, True) for rows in divisors(12) if needed(config, Fit(rows, True)) < needed(config, Fit(1)))
+    leaner = next(
+        BatchPlan(rows, True)
+        for rows in divisors(12)
+        if needed(config, BatchPlan(rows, True)) < needed(config, BatchPlan(1))
+    )
     memory = memory_for(config, leaner)
     assert choose_fit(config, model_config(config), memory) == leaner
     refusing = make_config(*AUTO, "data.sequence_length=256", "train.on_oom=error")
-    assert choose_fit(refusing, model_config(config), min(memory, needed(config, Fit(1)) - 1)) is None
+    assert choose_fit(refusing, model_config(config), min(memory, needed(config, BatchPlan(1)) - 1)) is None
 
 
 def test_the_leanest_may_use_what_is_kept_free_for_safety(make_config: MakeConfig) -> None:
     config = make_config(*AUTO)
-    least = needed(config, Fit(1, True))
-    assert choose_fit(config, model_config(config), least) == Fit(1, True)
+    least = needed(config, BatchPlan(1, True))
+    assert choose_fit(config, model_config(config), least) == BatchPlan(1, True)
     asked = training(config, least - 1)
     assert (asked.batch, asked.setup.accumulation) == (1, 12)
     assert asked.note.endswith("1 row in a forward pass, 12 in a step, which does not fit either")
@@ -130,7 +134,7 @@ def test_the_least_of_what_is_free_allowed_and_wanted(make_config: MakeConfig, m
 def test_a_run_is_that_of_the_batch_it_chose_also_when_resumed_with_other_memory(
     make_config: MakeConfig, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = memory_for(make_config(*AUTO), Fit(4)) / 2**30
+    limit = memory_for(make_config(*AUTO), BatchPlan(4)) / 2**30
     words = ("model.config.vocab_size=400", "train.steps=6", f"data.cache_dir={tmp_path / 'data'}")
     number = (*words, "train.batch_size=4", "train.accumulation=3", f"train.run_dir={tmp_path / 'number'}")
     expected = run_once(make_config(*number), console, "number")
@@ -165,7 +169,7 @@ def test_a_run_is_that_of_the_batch_it_chose_also_when_resumed_with_other_memory
 def test_what_is_tried(make_config: MakeConfig, words: str, expected: list[tuple[int, bool]]) -> None:
     accumulation = 1 if "release" in words else 2
     config = make_config("train.batch_size=6", f"train.accumulation={accumulation}", *words.split())
-    fit, found = Fit(6), []
+    fit, found = BatchPlan(6), []
     while (leaner := next_leaner(config, fit)) is not None:
         found.append(tuple(fit := leaner))
     assert found == expected

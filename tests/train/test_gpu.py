@@ -17,7 +17,7 @@ from overcoat.estimate.predict import Prediction
 from overcoat.train.build import loss_for_estimates
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
-from overcoat.train.fit import Fit, model_config, training_setup
+from overcoat.train.fit import BatchPlan, model_config, training_setup
 from overcoat.train.metrics import Row, read_metrics
 from overcoat.train.run import run_once, twin_config
 from tests.train.runs import CONFIGS, text_of
@@ -62,7 +62,7 @@ def whole_gpu() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def predicted(config: Config, fit: Fit) -> Prediction:
+def predicted(config: Config, fit: BatchPlan) -> Prediction:
     predictor = Predictor(model_config(config), loss_for_estimates(config.data.document_mask))
     return predictor.predict(fit.micro_batch, config.data.sequence_length, training_setup(config, fit))
 
@@ -90,8 +90,8 @@ def finished(config: Config) -> tuple[list[Row], str]:
 def test_a_step_that_does_not_fit_is_taken_with_less(way: str, tmp_path: Path, whole_gpu: None) -> None:
     """Room for all rows with block checkpoints and for half of them without, but not for all without."""
     config = demo(tmp_path, *WIDE.split(), f"train.batch_size={MANY}", f"train.on_oom={way}")
-    too_much = predicted(config, Fit(MANY)).peak_bytes
-    enough = [predicted(config, fit) for fit in (Fit(MANY, True), Fit(MANY // 2))]
+    too_much = predicted(config, BatchPlan(MANY)).peak_bytes
+    enough = [predicted(config, fit) for fit in (BatchPlan(MANY, True), BatchPlan(MANY // 2))]
     least = max(prediction.peak_bytes + prediction.slack_bytes for prediction in enough)
     assert least < 0.85 * too_much
     leave((least + too_much) / 2)
@@ -109,7 +109,7 @@ def test_a_step_that_does_not_fit_is_taken_with_less(way: str, tmp_path: Path, w
 def test_an_automatic_batch_fits_at_once(tmp_path: Path, whole_gpu: None) -> None:
     """In memory that would not take all rows: fewer are chosen, and the choice lasts."""
     config = demo(tmp_path, *WIDE.split(), "train.batch_size=auto", f"train.global_batch_size={MANY}")
-    leave(0.8 * predicted(config, Fit(MANY)).peak_bytes)
+    leave(0.8 * predicted(config, BatchPlan(MANY)).peak_bytes)
     fits, text = finished(config)
     assert f"train.batch_size = auto: {fits[0]['micro_batch']} rows in a forward pass, {MANY} in a step" in text
     assert len(fits) == 1
@@ -121,7 +121,7 @@ def test_an_automatic_batch_fits_at_once(tmp_path: Path, whole_gpu: None) -> Non
 def test_released_gradients_survive_with_block_checkpoints(tmp_path: Path, whole_gpu: None) -> None:
     released = ("optimizer.release_gradients=true", "optimizer.clip=0")
     config = demo(tmp_path, *WIDE.split(), f"train.batch_size={MANY}", *released)
-    lean, too_much = predicted(config, Fit(MANY, True)), predicted(config, Fit(MANY)).peak_bytes
+    lean, too_much = predicted(config, BatchPlan(MANY, True)), predicted(config, BatchPlan(MANY)).peak_bytes
     least = lean.peak_bytes + lean.slack_bytes
     assert least < 0.85 * too_much
     leave((least + too_much) / 2)

@@ -19,8 +19,8 @@ from rich.console import Console
 import overcoat
 from overcoat.train import loop
 from overcoat.train.config import Config
-from overcoat.train.fit import Fit
-from overcoat.train.out_of_memory import DoesNotFitError, Fitting, is_out_of_memory
+from overcoat.train.fit import BatchPlan
+from overcoat.train.out_of_memory import DoesNotFitError, OomRetry, is_out_of_memory
 from overcoat.train.run import RunResult, run_once
 from overcoat.train.state import TrainState
 from tests.train.runs import (
@@ -50,10 +50,10 @@ class Scarcity:
     """
 
     step: int
-    too_much: Callable[[Fit], bool]
+    too_much: Callable[[BatchPlan], bool]
     where: str = "forward"
     place: int = 0
-    tried: list[tuple[int, Fit]] = field(default_factory=list)
+    tried: list[tuple[int, BatchPlan]] = field(default_factory=list)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Scarcity:
         real_loss = loop.summed_loss
@@ -112,10 +112,10 @@ def test_a_step_is_taken_again_as_if_it_had_been_configured_so(
 ) -> None:
     fit, changes = WAYS[way]
     words = (*FOUR_ROWS, "data.document_mask=true")  # then micro-batches differ in their labels
-    scarcity, run_dir = Scarcity(3, lambda tried: tried == Fit(4), where), tmp_path / "run"
+    scarcity, run_dir = Scarcity(3, lambda tried: tried == BatchPlan(4), where), tmp_path / "run"
     result = train(*words, f"train.on_oom={way}", scarce=(scarcity,))
     assert [step for step, _ in scarcity.tried] == [1, 2, 3, 3, 4]
-    assert scarcity.tried[-1][1] == Fit(*fit)
+    assert scarcity.tried[-1][1] == BatchPlan(*fit)
     assert fits_of(run_dir) == {3: fit}
     assert text_of(console).count("step 3 ran out of memory; taking it again with") == 1
     start = run_dir / "checkpoints/step-00000002"
@@ -160,7 +160,7 @@ def test_a_run_killed_after_a_fallback_repeats_it_at_its_step_and_not_before(
             train(*words, scarce=scarce())
     again = scarce()
     train(*words, scarce=again)
-    assert again[0].tried == [*((step, Fit(1, True)) for step in (3, 4, 5))]  # it runs out no more
+    assert again[0].tried == [*((step, BatchPlan(1, True)) for step in (3, 4, 5))]  # it runs out no more
     assert fits_of(tmp_path / "run") == fits_of(tmp_path / "whole") == {1: (1, False), 3: (1, True)}
     assert "step 3: 1 row in a forward pass, block checkpoints, as recorded" in text_of(console)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
@@ -172,7 +172,7 @@ def test_a_run_that_cannot_go_on_keeps_what_it_has(train: Train, console: Consol
     scarcity, run_dir = Scarcity(4, lambda _: True), tmp_path / "run"
     with pytest.raises(DoesNotFitError, match=r"step 4 .* nothing leaner is left.*overcoat estimate.*offload"):
         train(*words, scarce=(scarcity,))
-    assert scarcity.tried[3:] == [(4, Fit(4)), (4, Fit(2)), (4, Fit(1)), (4, Fit(1, True))]
+    assert scarcity.tried[3:] == [(4, BatchPlan(4)), (4, BatchPlan(2)), (4, BatchPlan(1)), (4, BatchPlan(1, True))]
     assert "step 4 does not fit; " in text_of(console)
     assert names(run_dir / "checkpoints") == ["step-00000002", "step-00000003"]
     assert list(losses(run_dir)["train"]) == [1, 2, 3]
@@ -193,7 +193,7 @@ def test_nothing_is_tried_where_nothing_may_change(train: Train, tmp_path: Path,
     scarcity = Scarcity(1, lambda _: True)
     with pytest.raises(DoesNotFitError, match="step 1 ran out of memory with 1 row in a forward pass"):
         train("train.batch_size=1", "recipe.name=leanest", word, scarce=(scarcity,))
-    assert scarcity.tried == [(1, Fit(1))]
+    assert scarcity.tried == [(1, BatchPlan(1))]
     assert not (tmp_path / "run/checkpoints").exists()  # nothing was reached that could be kept
 
 
@@ -224,9 +224,9 @@ def test_released_gradients_go_back_to_the_checkpoint_only_if_weights_have_moved
     monkeypatch.setattr(overcoat, "release_gradients", each_alone)
     scarcity, run_dir = Scarcity(step, lambda fit: not fit.block_checkpoints, where), tmp_path / "run"
     train(*RELEASED, scarce=(scarcity,))
-    before = [(number, Fit(4)) for number in range(1, step + 1)]
-    again = [(n, Fit(4)) for n in range((step - 1) // 2 * 2 + 1, step)] if has_moved else []
-    after = [(number, Fit(4, True)) for number in range(step, 5)]
+    before = [(number, BatchPlan(4)) for number in range(1, step + 1)]
+    again = [(n, BatchPlan(4)) for n in range((step - 1) // 2 * 2 + 1, step)] if has_moved else []
+    after = [(number, BatchPlan(4, True)) for number in range(step, 5)]
     assert scarcity.tried == before + again + after
     assert fits_of(run_dir) == {step: (4, True)}
     assert list(losses(run_dir)["train"]) == [1, 2, 3, 4]
@@ -279,7 +279,7 @@ def test_an_evaluation_that_does_not_fit_takes_fewer_rows(
     monkeypatch.setattr(loop, "summed_loss", loss)
     assert loop.evaluate(state, config, rows) == pytest.approx(expected, rel=1e-3)  # BF16 products of other shapes
     assert sizes == [4, 2, 1, 1, 1, 1, 1, 1]
-    assert (state.model.training, state.fit) == (True, Fit(4))
+    assert (state.model.training, state.fit) == (True, BatchPlan(4))
     monkeypatch.setattr(loop, "summed_loss", run_out_of_memory)
     with pytest.raises(DoesNotFitError, match="an evaluation ran out of memory, whatever the batch"):
         loop.evaluate(state, config, rows)
@@ -300,12 +300,12 @@ def test_generators_are_put_back_and_nothing_of_the_failed_step_is_alive(config:
         return "taken" if len(drawn) == 3 else run_out_of_memory()
 
     lines: list[tuple[str, Any]] = []
-    fitting = Fitting(take_step, config, state, lambda text, row: lines.append((text, row)))
+    fitting = OomRetry(take_step, config, state, lambda text, row: lines.append((text, row)))
     assert fitting(state, config) == "taken"
     assert drawn[0] == drawn[1] == drawn[2]
     assert [row["micro_batch"] for _, row in lines] == [2, 1]
     assert "CUDA out of memory. Tried to allocate 1.00 GiB.)" in lines[0][0]  # the first line of the reason
-    assert state.fit == Fit(1)
+    assert state.fit == BatchPlan(1)
 
 
 @pytest.mark.parametrize(
@@ -327,4 +327,4 @@ def test_what_counts_as_running_out_of_memory(
         raise error
 
     with pytest.raises(DoesNotFitError if expected else RuntimeError):
-        Fitting(take_step, config, state, lambda *_: None)(state, config)
+        OomRetry(take_step, config, state, lambda *_: None)(state, config)
