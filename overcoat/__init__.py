@@ -13,9 +13,9 @@ from overcoat.version import VERSION
 
 if TYPE_CHECKING:
     from overcoat import memory
-    from overcoat.models.context import context_parallel
+    from overcoat.distributed.context import context_parallel
+    from overcoat.distributed.fp8_all_gather import fp8_all_gather
     from overcoat.models.convert import Report, convert
-    from overcoat.models.gather import fp8_all_gather
     from overcoat.models.recording import record_ranges, record_scores
     from overcoat.optim.adamw import AdamW
     from overcoat.optim.release import release_gradients
@@ -41,9 +41,9 @@ _PLACES = {
     "AdamW": "optim.adamw",
     "Recipe": "recipe",
     "Report": "models.convert",
-    "context_parallel": "models.context",
+    "context_parallel": "distributed.context",
     "convert": "models.convert",
-    "fp8_all_gather": "models.gather",
+    "fp8_all_gather": "distributed.fp8_all_gather",
     "record_ranges": "models.recording",
     "record_scores": "models.recording",
     "release_gradients": "optim.release",

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from overcoat import Recipe, memory
-from overcoat.host import Pool, host_buffer, packed
 from overcoat.memory import record_kept
+from overcoat.pinned_memory import Pool, host_buffer, packed
 from tests.block.harness import block_case
 
 TOKENS, HIDDEN, INTERMEDIATE = 256, 1024, 2752

@@ -38,10 +38,10 @@ from overcoat.bench.session import is_installed
 from overcoat.bench.transformer_engine import use_transformer_engine
 from overcoat.estimate.command import parse_recipe
 from overcoat.models.compiled import compile_layers
+from overcoat.models.dummy_batch import sees
 from overcoat.models.family import decoder_layers
 from overcoat.models.head import why_head_unsupported
 from overcoat.models.masks import nothing_hidden
-from overcoat.models.samples import sees
 
 Context = Callable[[], AbstractContextManager[Any]]
 # In the order in which they are tried; a shape that a backend cannot do goes to the next.

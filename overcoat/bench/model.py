@@ -43,7 +43,7 @@ from overcoat.bench.shapes import build_model, head_dim
 from overcoat.bench.timing import steady_ms, synchronize
 from overcoat.estimate.command import positive
 from overcoat.models.compiled import begin_pass
-from overcoat.models.samples import SIDE, freeze_tower, images, patches, sees, tokens, tower_parameters
+from overcoat.models.dummy_batch import SIDE, freeze_tower, images, patches, sees, tokens, tower_parameters
 from overcoat.models.shapes import MODELS, Model
 
 WARMUP = 3

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from overcoat.extras import load_extra
+from overcoat.models.dummy_batch import model_class
 from overcoat.models.family import decoder_layers
-from overcoat.models.samples import model_class
 from overcoat.models.shapes import MODELS, Model
 
 # Short names of models in `--shapes`.

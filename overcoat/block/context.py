@@ -24,9 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overcoat.kernels.attention import PLAIN, heads_of, token_rows
-from overcoat.kernels.attention_fused import Kernel, chosen
-from overcoat.kernels.packed import Three
+from overcoat.kernels.attention import PLAIN, Kernel, Three, chosen, heads_of, token_rows
 
 # PyTorch 2.13's names, and 2.11's.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

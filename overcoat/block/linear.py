@@ -12,27 +12,238 @@ themselves, never their FP8 copies: those are made where they are used, or for a
 With `Recipe.linear_scaling="block"` operands have a scale per block instead: 1x128 along the summed axis for x and dy,
 128x128 for W. Nothing of an operand is kept for the backward then, not even its scale: the transposed layouts have
 scales of their own (kernels/blockwise.py).
+
+A weight that was gathered in FP8 (distributed/fp8_all_gather.py), and how the GEMMs of a linear layer read it.
+
+Under FSDP2 it stands in the parameter's place between the all-gather and the end of its use. To autograd it has the
+parameter's shape and dtype, so its gradient has them too. Its numbers are E4M3 codes, made from the shards with the
+scale of the stack; whatever would read it as a weight in 16 bits is refused. Where one process holds all rows, nothing
+travels, and it holds the weight itself.
+
+Legend: N rows of a weight, K its columns.
+
+The weights of linear layers as FP8 operands of their products: of a layer when it is read, of a small block at once.
+
+A small block's operands are made together, as launches take longer than what they do (kernels/weights.py). They are
+there for the whole of its forward, and transposed for the whole of its backward: a byte for each of its weights.
+
+Low-rank adapters (LoRA) beside the FP8 products of stacked linear layers: y += scaling * (x A^T) B^T, in 16 bits.
+
+All adapters that read one input are one: A's rows one below the other, B block-diagonal, times the scaling. With the
+layers' output gradient dy:
+
+    h  = x A^T        (T, R)       y  += h B^T
+    g  = dy B         (T, R)       dx += g A
+    dA = g^T x        (R, K)       dB  = dy^T h, its blocks
+
+Nothing is kept for them. The backward decodes x from what the block keeps for its norm, or computes it again for its
+core, and makes h anew: a product of R columns. dy is needed in 16 bits; its rounding to FP8 would be the largest error
+of dA and dB.
+
+Legend: T tokens, K in, N out of all stacked layers, R rank of all adapters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
-from overcoat.block.operands import block_operand, operand
-from overcoat.block.spec import Linear
-from overcoat.formats import Quantized
+from overcoat.block.spec import Adapter, Block, ForwardScales, Linear, Norm, RowPermutation
+from overcoat.formats import E4M3, Quantized
 from overcoat.kernels.blockwise import (
     block_quantize,
     block_quantize_both,
     block_quantize_t,
+    blocks,
 )
 from overcoat.kernels.gemm import block_gemm, gemm
-from overcoat.kernels.groups import group_encode
+from overcoat.kernels.groups import group_decode, group_encode
 from overcoat.kernels.quantize import amax, quantize, quantize_both, quantize_t
+from overcoat.kernels.weights import (
+    OPERANDS,
+    block_stack_weights,
+    numbers_of,
+    padded_blocks,
+    quantize_parameters,
+    stack_codes,
+    stack_operands,
+    stack_weights,
+)
 from overcoat.recipe import Recipe
+
+_aten = torch.ops.aten
+_ALIASES = (_aten.detach.default, _aten.alias.default, _aten.as_strided.default)
+CHANGED = "Recipe.linear_scaling has changed since overcoat.fp8_all_gather: call it again after overcoat.convert"
+_ZEROS = (_aten.zeros_like.default, _aten.new_zeros.default)
+
+
+class GatheredWeight(Tensor):
+    """A weight (N, K) of which E4M3 codes are all there is.
+
+    Attributes:
+        held: (N, K) E4M3, in the memory that FSDP2 gathered into; or in 16 bits, the only shard.
+        scale: 0-d FP32, of the weights that are stacked with it; or of each block, (N / 128, L4) as
+            `block_stack_weights` has them, None if those of the only shard are not made yet.
+        w_amax: their maximum, 0-d FP32; None with block scales.
+    """
+
+    held: Tensor
+    scale: Optional[Tensor]
+    w_amax: Optional[Tensor]
+    # The plain functions of `Tensor`: all that happens to it happens in `__torch_dispatch__`.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, held: Tensor, scale: Optional[Tensor], w_amax: Optional[Tensor], dtype: torch.dtype
+    ) -> GatheredWeight:
+        """dtype: what the weight would have travelled in, and its gradient's."""
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), dtype=dtype, device=held.device
+        )
+        return made
+
+    def __init__(self, held: Tensor, scale: Optional[Tensor], w_amax: Optional[Tensor], dtype: torch.dtype) -> None:
+        self.held, self.scale, self.w_amax = held, scale, w_amax
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        """For torch.compile, which passes the tensors inside."""
+        return [name for name in ("held", "scale", "w_amax") if getattr(self, name) is not None], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> GatheredWeight:
+        return GatheredWeight(inner["held"], inner.get("scale"), inner.get("w_amax"), dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        weight = args[0] if args and isinstance(args[0], cls) else None
+        is_whole = func is not _aten.as_strided.default or tuple(args[1]) == tuple(args[0].shape)
+        if weight is not None and func in _ALIASES and is_whole:
+            return cls(weight.held, weight.scale, weight.w_amax, weight.dtype)
+        if weight is not None and func in _ZEROS:
+            size = weight.shape if func is _ZEROS[0] else args[1]
+            return torch.zeros(size, dtype=weight.dtype, device=weight.device)
+        raise RuntimeError(
+            f"{func} cannot read a weight that was gathered in FP8 (overcoat.fp8_all_gather): it has no 16-bit numbers "
+            "while its layer trains. Call model.eval() to run the original forward, FSDPModule.reshard() to "
+            "read or change the shards, or leave fp8_all_gather out"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GatheredWeight({tuple(self.shape)}, {self.dtype})"
+
+
+def is_gathered(linear: Linear) -> bool:
+    """Whether these weights came in FP8: all of a stack do, or none."""
+    return isinstance(linear.weights[0], GatheredWeight)
+
+
+def gathered_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`operand` (linear.py) of weights that came in FP8: (sum N, K) or (K, sum N) E4M3, their scale, their maximum."""
+    first, rows = linear.weights[0], _rows(linear)
+    if first.w_amax is None:
+        raise ValueError(CHANGED)
+    if rows[0].dtype != E4M3.dtype:
+        return *stack_weights(rows, first.w_amax, transposed), first.w_amax
+    return _stacked(rows, transposed), first.scale, first.w_amax
+
+
+def _rows(linear: Linear) -> list[Tensor]:
+    """What each weight holds, rows in the operand's order."""
+    rows = [weight.held for weight in linear.weights]
+    if not linear.orders:
+        return rows
+    as_bytes = torch.uint8 if rows[0].dtype == E4M3.dtype else rows[0].dtype  # 8-bit floats cannot be indexed
+    return [
+        each if order is None else order.take(each.view(as_bytes)).view(each.dtype)
+        for each, order in zip(rows, linear.orders, strict=True)
+    ]
+
+
+def _stacked(rows: list[Tensor], transposed: bool) -> Tensor:
+    return rows[0] if len(rows) == 1 and not transposed else stack_codes(rows, transposed)
+
+
+def gathered_blocks(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
+    """`block_stack_weights` of weights that came in FP8, whose rows are multiples of 128."""
+    if linear.weights[0].w_amax is not None:
+        raise ValueError(CHANGED)
+    rows = _rows(linear)
+    if rows[0].dtype != E4M3.dtype:
+        return block_stack_weights(rows, transposed)
+    data = _stacked(rows, transposed)
+    scales = [weight.scale for weight in linear.weights]
+    scale = scales[0] if len(scales) == 1 else torch.cat(scales)
+    if not transposed:
+        return data, scale
+    scale = scale[:, : blocks(data.shape[0])].t()
+    return data, F.pad(scale, (0, padded_blocks(data.shape[1]) - scale.shape[1])).contiguous()
+
+
+# A small block has less work, weights times tokens, of which no more than `MANY` count: there the host, which launches,
+# is slower than the GPU. Hidden 2048, some 50 million weights, is small with any number of tokens, a 7B's block, 202
+# million, with one row of 2,048. Elsewhere a byte for each weight would add to the peak, and launches take little.
+SMALL, MANY = 2**39, 2**13
+
+
+def stack_weights_of(linear: Linear) -> list[Tensor]:
+    """The weights (N_i, K), rows in the operand's order."""
+    if not linear.orders:
+        return list(linear.weights)
+    return [w if order is None else order.take(w) for w, order in zip(linear.weights, linear.orders, strict=True)]
+
+
+def operand(linear: Linear, transposed: bool, amax: Optional[Tensor]) -> Sequence[Tensor]:
+    """Weights (N_i, K) as one E4M3 operand, (sum N, K) or (K, sum N); its 0-d scale; their 0-d maximum."""
+    if linear.operand is not None:
+        return linear.operand
+    if is_gathered(linear):
+        return gathered_operand(linear, transposed)
+    weights = stack_weights_of(linear)
+    if amax is None:
+        return [each for (each,) in quantize_parameters(weights, [len(weights)])]
+    return *stack_weights(weights, amax, transposed), amax
+
+
+def block_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Weights (N_i, K) as one E4M3 operand in 128x128 blocks, (sum N, K) or (K, sum N), and the blocks' scales."""
+    if is_gathered(linear):
+        return gathered_blocks(linear, transposed)
+    return block_stack_weights(stack_weights_of(linear), transposed)
+
+
+def with_operands(block: Block, tokens: int, recipe: Recipe, cached: Optional[Sequence[ForwardScales]] = None) -> Block:
+    """The block with the operands of its forward, if it is small; known: what that has found, for those of the
+    backward, which are transposed."""
+    linears = [linear for branch in block.branches for linear in (branch.in_proj, branch.out_proj)]
+    if recipe.linear_scaling != "tensor" or len(linears) > OPERANDS or any(map(is_gathered, linears)):
+        return block
+    weights: list[Any] = []
+    for linear in linears:
+        weights += linear.weights
+    # Of other kinds (DTensor) the dispatcher says what is wrong: an op asks the first alone.
+    size = sum([w.numel() for w in weights])  # compiled code of a small model need not ask how many tokens there are
+    is_large = size * MANY >= SMALL and size * tokens >= SMALL
+    if is_large or not {*map(type, weights)} <= {Tensor, Parameter}:
+        return block
+    stacks = [stack_weights_of(linear) for linear in linears]
+    ordered, counts = [w for stack in stacks for w in stack], [len(stack) for stack in stacks]
+    if cached is None:
+        data, scales, amaxes = quantize_parameters(ordered, counts)
+    else:
+        maxima: list[Any] = [each for branch in cached for each in (branch.in_proj, branch.out_proj)]
+        *data, numbers = stack_operands(ordered, counts, maxima, True)
+        scales, amaxes = numbers_of(numbers), maxima
+    made = zip(linears, data, scales, amaxes, strict=True)
+    ready = iter([linear._replace(operand=operand) for linear, *operand in made])
+    branches = [branch._replace(in_proj=next(ready), out_proj=next(ready)) for branch in block.branches]
+    return block._replace(branches=tuple(branches))
+
 
 # Fast accumulation in a block's backward: wgrad 4 to 7% faster on a hot H200 (gemm.jsonl). FP8 leaves 17 to 27 dB, and
 # its own error is 55 dB and more below a trained model's dgrad, and 48 (worst 41) below its wgrad over 8,192 tokens
@@ -250,3 +461,102 @@ def stream_linear_forward(
     codes, group_amax = group_encode(x, recipe.kept_format, recipe.group_size)
     y, scales = linear_forward(x, in_proj, x.dtype, recipe, w_amax=w_amax)
     return y, InputSaved(codes, group_amax, *scales)
+
+
+class Input(NamedTuple):
+    """What adapters read: x (T, K) * scale + shift, (K,) each or None. They are multiplied into A, which is small."""
+
+    x: Tensor
+    scale: Optional[Tensor] = None
+    shift: Optional[Tensor] = None
+
+
+def kept_input(kept: Any, norm: Optional[Norm], recipe: Recipe, dtype: torch.dtype) -> Input:
+    """The input of a branch's first layers, from the codes that it keeps: its norm's output, or the stream itself."""
+    x = group_decode(kept.codes, kept.group_amax, recipe.kept_format, recipe.group_size, dtype)
+    return Input(x) if norm is None else Input(x, norm.weight, norm.bias)
+
+
+class Stacked(NamedTuple):
+    """All adapters of a `Linear` as one: a (R, K), b (N, R)."""
+
+    a: Tensor
+    b: Tensor
+
+
+def stack_adapters(linear: Linear, dtype: torch.dtype) -> Stacked:
+    """In `dtype`, with the rows of b in the operand's order, times the scalings."""
+    a = torch.cat([adapter.a for adapter in linear.adapters]).to(dtype)
+    b = a.new_zeros(sum(_sizes(linear)), a.shape[0])
+    for adapter, rows, columns in _places(linear):
+        own, order = adapter.b, _order(linear, adapter)
+        b[rows, columns] = (own if order is None else order.take(own)) * (adapter.scaling * linear.scale)
+    return Stacked(a, b)
+
+
+def add_adapters_(y: Tensor, linear: Linear, inputs: Input) -> Tensor:
+    """Adds what adapters make of their input to y (T, N)."""
+    a, b = stack_adapters(linear, y.dtype)
+    return y.addmm_(_down(a, inputs, y.dtype), b.t())
+
+
+def _down(a: Tensor, inputs: Input, dtype: torch.dtype) -> Tensor:
+    """h (T, R)."""
+    x, scale, shift = inputs
+    h = torch.mm(x, (a if scale is None else (a * scale).to(a.dtype)).t())
+    # `to`: under autocast PyTorch's products return another dtype than FP32 tensors'.
+    return (h if shift is None else h + torch.mv(a.float(), shift.float())).to(dtype)
+
+
+def adapters_backward_(dy: Tensor, dx: Tensor, linear: Linear, inputs: Input) -> tuple[Adapter, ...]:
+    """Adds the adapters' part to dx (T, K), and returns their gradients, from dy (T, N)."""
+    stacked = stack_adapters(linear, dy.dtype)
+    g = add_input_gradient_(dy, dx, stacked)
+    return adapter_gradients(dy, g, linear, stacked, inputs)
+
+
+def add_input_gradient_(dy: Tensor, dx: Tensor, stacked: Stacked) -> Tensor:
+    """Adds the adapters' part to dx (T, K); returns g (T, R)."""
+    g = torch.mm(dy, stacked.b)
+    dx.addmm_(g, stacked.a)
+    return g
+
+
+def adapter_gradients(dy: Tensor, g: Tensor, linear: Linear, stacked: Stacked, inputs: Input) -> tuple[Adapter, ...]:
+    """dA and dB of each adapter, from dy (T, N) and g (T, R)."""
+    x, scale, shift = inputs
+    da = torch.mm(g.t(), x)
+    if scale is not None:
+        da = da * scale
+    if shift is not None:
+        da = da + torch.outer(g.sum(0, dtype=torch.float32), shift.float())
+    db = torch.mm(dy.t(), _down(stacked.a, inputs, dy.dtype))
+    gradients = []
+    for adapter, rows, columns in _places(linear):
+        own, order = db[rows, columns] * (adapter.scaling * linear.scale), _order(linear, adapter)
+        own = own if order is None else order.put_back(own)
+        gradients.append(Adapter(da[columns].to(adapter.a.dtype), own.to(adapter.b.dtype), adapter.scaling))
+    return tuple(gradients)
+
+
+def _sizes(linear: Linear) -> list[int]:
+    orders = linear.orders or (None,) * len(linear.weights)
+    return [w.shape[0] if order is None else order.count(w) for w, order in zip(linear.weights, orders, strict=True)]
+
+
+def _places(linear: Linear) -> list[tuple[Adapter, slice, slice]]:
+    """Each adapter, its layer's rows among N, its own columns among R."""
+    ends, places, rank = [0], [], 0
+    for size in _sizes(linear):
+        ends.append(ends[-1] + size)
+    for adapter in linear.adapters:
+        rows, columns = slice(ends[adapter.layer], ends[adapter.layer + 1]), slice(rank, rank + adapter.a.shape[0])
+        places.append((adapter, rows, columns))
+        rank += adapter.a.shape[0]
+    return places
+
+
+def _order(linear: Linear, adapter: Adapter) -> Optional[RowPermutation]:
+    """How b's rows are taken; b is (N, r) where the weight is (K, N), too."""
+    order = linear.orders[adapter.layer] if linear.orders else None
+    return None if order is None else order._replace(transposed=False)

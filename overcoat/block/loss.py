@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from overcoat.kernels import loss as kernels
+from overcoat.kernels.norm import rms_norm, rms_norm_backward
 from overcoat.kernels.op import check_no_transforms, first_order
-from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
 from overcoat.memory import keep
 from overcoat.recipe import GradFormat
 

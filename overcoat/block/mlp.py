@@ -1,7 +1,7 @@
 """The second half of an MLP: its activation (gated or not), the second projection, and the residual.
 
 Keeps z, the first projection, in 8-bit groups (I / 2H U, twice that with a gate), and not h = f(z): the backward
-rebuilds h from the codes in the pass that computes the gradient of z (kernels/activation_backward.py).
+rebuilds h from the codes in the pass that computes the gradient of z (kernels/activation.py).
 """
 
 from __future__ import annotations
@@ -11,32 +11,31 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from overcoat.block.adapters import (
+from overcoat.block.linear import (
+    Gradient,
     Input,
     adapter_gradients,
     add_adapters_,
     add_input_gradient_,
-    stack_adapters,
-)
-from overcoat.block.linear import (
-    Gradient,
     dgrad,
     linear_block_gemm,
     linear_gemm,
     quantize_blocks_of,
     quantize_gradient,
     split_gradients,
+    stack_adapters,
     wgrad,
 )
 from overcoat.block.spec import Adapter, Branch, ForwardScales, Linear, Tables
 from overcoat.formats import Quantized
 from overcoat.kernels.activation import (
+    activation_backward,
     activation_block_quantize,
     activation_decode,
     activation_encode,
+    activation_gradient_bound,
     activation_quantize,
 )
-from overcoat.kernels.activation_backward import activation_backward, activation_gradient_bound
 from overcoat.kernels.groups import group_encode
 from overcoat.recipe import Recipe
 
@@ -52,7 +51,7 @@ class MlpSaved(NamedTuple):
 
 class Mlp(NamedTuple):
     """The core of a branch: h = f(z) of z (T, I), or if `gated` h = f(first half of z) * second half; f: a name in
-    kernels/activation_functions.py."""
+    kernels/activation.py."""
 
     activation: str
     gated: bool

@@ -17,11 +17,15 @@ from overcoat.block.spec import Linear, Norm
 from overcoat.formats import Quantized
 from overcoat.kernels.blockwise import block_requantize_t, requantize_t
 from overcoat.kernels.groups import group_encode
-from overcoat.kernels.norm import add_norm_encode, norm_block_quantize, norm_stats
-from overcoat.kernels.norm_backward import norm_backward
-from overcoat.kernels.norm_quantize import norm_quantize
+from overcoat.kernels.norm import (
+    add_norm_encode,
+    norm_backward,
+    norm_block_quantize,
+    norm_quantize,
+    norm_stats,
+    rms_norm,
+)
 from overcoat.kernels.op import first_order
-from overcoat.kernels.rms_norm import rms_norm
 from overcoat.memory import keep
 from overcoat.recipe import Recipe
 

@@ -32,8 +32,8 @@ from typing import Any, Literal, NamedTuple, Optional, TypeGuard
 import torch
 from torch import Tensor
 
-from overcoat.host import Buffer, Pool, host_buffer, packed
 from overcoat.memory import without_hooks
+from overcoat.pinned_memory import Buffer, Pool, host_buffer, packed
 
 # Offloaded blocks that are under way, and the most blocks, offloaded or not, that a copy may take. At 4 x 2048 tokens a
 # block of Llama-2-7B on an H200 takes 4 ms forward and 8 ms backward, the copy of what it keeps 10 ms (PCIe 5.0).

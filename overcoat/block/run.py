@@ -22,8 +22,14 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from overcoat.block.adapters import adapters_backward_, add_adapters_, kept_input
-from overcoat.block.linear import InputSaved, stream_linear_forward
+from overcoat.block.linear import (
+    InputSaved,
+    adapters_backward_,
+    add_adapters_,
+    kept_input,
+    stream_linear_forward,
+    with_operands,
+)
 from overcoat.block.norm import (
     NormLinearSaved,
     NormSaved,
@@ -33,7 +39,6 @@ from overcoat.block.norm import (
     norm_linear_forward,
 )
 from overcoat.block.offload import offload_active, run_offloaded
-from overcoat.block.operands import with_operands
 from overcoat.block.spec import (
     Adapter,
     Block,

@@ -31,7 +31,7 @@ from overcoat.estimate.times import GPUS, NETWORK, Cluster
 from overcoat.extras import importing, load_extra
 from overcoat.formats.masters import MASTERS
 from overcoat.formats.moments import MOMENTS
-from overcoat.models.samples import SIDE
+from overcoat.models.dummy_batch import SIDE
 from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.recipe import GROUP_SIZES, Recipe
 

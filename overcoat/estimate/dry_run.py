@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from overcoat.block import offload
-from overcoat.estimate.alike import alike_blocks
 from overcoat.estimate.fsdp import FullyShard, travel_in_fp8, travelling
 from overcoat.estimate.meter import GATHERED, GRADIENTS, META, Living, Meter
 from overcoat.estimate.phases import LOSS, OPTIMIZER, watch
+from overcoat.estimate.replay import alike_blocks
 from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import Work
 from overcoat.estimate.workspaces import LibraryAttention
 from overcoat.extras import reason
 from overcoat.memory import SavedReport, record_kept
 from overcoat.models.convert import Report, convert
-from overcoat.models.samples import SIDE, freeze_tower, images, model_class, tokens
+from overcoat.models.dummy_batch import SIDE, freeze_tower, images, model_class, tokens
 from overcoat.optim.release import BATCH_BYTES, PART_BYTES, Parts
 
 KEPT, FLOWING, LOSS_PART, WORKSPACE = "kept activations", "residual stream", "loss", "workspace"

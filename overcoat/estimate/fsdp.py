@@ -32,13 +32,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from overcoat.block.gathered import GatheredWeight
+from overcoat.block.linear import GatheredWeight
+from overcoat.distributed.fp8_all_gather import fp8_stacks
 from overcoat.estimate.meter import GATHERED, GRADIENTS, Meter
 from overcoat.formats import E4M3
 from overcoat.kernels.weights import block_stack_weights
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import decoder_layers, find_causal_model
-from overcoat.models.gather import fp8_stacks
 
 
 def part_bytes(tensor: Tensor, gpus: int) -> int:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from overcoat.block.gathered import GatheredWeight
+from overcoat.block.linear import GatheredWeight
 from overcoat.estimate.times import Work, tensors_in, work_of
 from overcoat.estimate.workspaces import aligned, workspace
 from overcoat.kernels.loss import linear_cross_entropy

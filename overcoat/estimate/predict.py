@@ -22,12 +22,12 @@ from overcoat.estimate.phases import Phase
 from overcoat.estimate.setup import Setup
 from overcoat.estimate.times import ONE, Cluster, Sizes, Times, step_times
 from overcoat.estimate.workspaces import aligned
-from overcoat.host import packed
 from overcoat.memory import SavedReport
 from overcoat.models.convert import Report
-from overcoat.models.samples import sees
+from overcoat.models.dummy_batch import sees
 from overcoat.optim.offload import SLOTS
 from overcoat.optim.state import state_fields
+from overcoat.pinned_memory import packed
 
 # Margins for what is not a tensor; benchmarks/memory.py records what they stand for. The allocator's: shares of what
 # lasts, which lies packed; of gradients that come and go with each step; and of what else comes and goes. They hold for

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, Optional
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from overcoat.kernels.attention import attention, attention_backward
+from overcoat.kernels.attention import attention, attention_backward, is_starts
 from overcoat.kernels.gemm import block_gemm, gemm
-from overcoat.kernels.packed import is_starts
 
 # Operations a second, hot.
 PRODUCTS = {"fp8": 1330e12, "fp8 exact": 1240e12, "fp8 blocks": 960e12, "bf16": 680e12}

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from overcoat.kernels.attention import attention, attention_backward
-from overcoat.kernels.packed import ROWS_BETWEEN, is_starts
+from overcoat.kernels.attention import ROWS_BETWEEN, attention, attention_backward, is_starts
 
 # CUDA's caching allocator hands out multiples of this many bytes.
 ALIGNMENT = 512

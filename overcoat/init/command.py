@@ -23,7 +23,7 @@ import torch
 
 from overcoat.estimate.command import memory_size, positive
 from overcoat.estimate.dry_run import own_loss
-from overcoat.models.samples import sees
+from overcoat.models.dummy_batch import sees
 from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.train.chat import examples, image_paths
 from overcoat.train.config import DataConfig, error_context, require

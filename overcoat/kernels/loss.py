@@ -33,9 +33,8 @@ from overcoat.kernels.instructions import exp2
 from overcoat.kernels.language import tl, triton
 from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
-from overcoat.kernels.operands import numbers_of, quantize_operands
 from overcoat.kernels.quantize import amax, quantize_both
-from overcoat.kernels.weights import stack_weights
+from overcoat.kernels.weights import numbers_of, quantize_operands, stack_weights
 
 # What the logits of one chunk may take, unless even MIN_CHUNK tokens take more. The products are efficient from some
 # thousand tokens on; below, dW += dx^T hidden reads and writes dW for too little arithmetic.

@@ -28,8 +28,17 @@ import torch
 from torch import Tensor
 
 from overcoat.formats import FLOAT8, quantize_tensor
-from overcoat.kernels.block_tiles import BLOCK, quad_magnitude, store_rows, store_scales, token_blocks
-from overcoat.kernels.blockwise import empty_rows, empty_rows_t, row_blocks, row_blocks_t
+from overcoat.kernels.blockwise import (
+    BLOCK,
+    empty_rows,
+    empty_rows_t,
+    quad_magnitude,
+    row_blocks,
+    row_blocks_t,
+    store_rows,
+    store_scales,
+    token_blocks,
+)
 from overcoat.kernels.device import (
     EXACT,
     as_words,

@@ -5,21 +5,40 @@ taken by one launch: the kernels take some 10 us each, a launch of its own as mu
 bit. operands.py finds the maxima, and makes several operands at once.
 
 Legend: N rows of a weight, K its columns, L4 blocks of 128 rounded up to a multiple of 4.
+
+Weights as E4M3 operands with their maxima found, those of several operands in the same launches.
+
+A launch takes the GPU 4 us and the host 12, however small the weights. A block has four operands of its weights (q, k,
+v; the output layer; gate, up; down), each a maximum and a copy in the forward and a transposed copy in the backward: 12
+launches, and 4 that set maxima to zero, become 4.
+
+A parameter's maximum is mostly what it was the last time. The copy is made with that one, and the true one found on the
+way (3 bytes moved for an element of 2, where a maximum first takes 5, less what the L2 cache still has); where they
+differ the copy is made again. So no result depends on what is remembered. All equal the references bit for bit.
+
+Legend: N rows of a weight, K its columns.
 """
 
 from __future__ import annotations
 
-from typing import List, Tuple
+import functools
+import operator
+import weakref
+from typing import Any, List, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, bfloat16
+from torch.nn import Parameter
 
 from overcoat.formats import E4M3, cast_float8, quantize_blocks, scale_from_amax
 from overcoat.kernels.blockwise import BLOCK, blocks
 from overcoat.kernels.device import (
     EXACT,
+    as_words,
+    atomic_amax,
     inverse_max,
+    inverse_of,
     larger,
     max_magnitude,
     pack_rows,
@@ -28,14 +47,19 @@ from overcoat.kernels.device import (
 )
 from overcoat.kernels.instructions import reciprocal
 from overcoat.kernels.language import tl, triton
-from overcoat.kernels.launch import kernel
+from overcoat.kernels.launch import cdiv, kernel
 from overcoat.kernels.op import op
 from overcoat.kernels.quantize import (
+    AMAX_PROGRAMS,
+    PLAIN_TILE,
+    TRANSPOSED_TILE,
     alignment,
     choose,
+    launch_amax,
     launch_quantize,
     launches,
     promise,
+    quantize_tile,
     three,
 )
 
@@ -192,3 +216,257 @@ def _(weights, transposed):
         )  # fmt: skip
         first += sum(sizes)
     return out, scale
+
+
+# Weights and operands that one launch takes.
+WEIGHTS, OPERANDS = 8, 4
+# Programs for each weight that look whether its copy is right: enough to fill the GPU, few enough to end within 3 us.
+CHECKS = 132 * 4
+# FP32 numbers for each operand, of which the first is it: pointers of remembered launches are multiples of 16 bytes.
+APART = 4
+
+
+def grouped(weights: Any, counts: Sequence[int]) -> list[Any]:
+    """The weights of each operand."""
+    groups: list[Any] = []
+    first = 0
+    for count in counts:
+        groups.append(weights[first : first + count])
+        first += count
+    return groups
+
+
+def numbers_of(numbers: Tensor) -> list[Tensor]:
+    """The scale or maximum of each operand, 0-d, of (operands, APART)."""
+    return list(numbers.select(1, 0).unbind())
+
+
+def _apart(numbers: Sequence[Tensor]) -> Tensor:
+    return F.pad(torch.stack(list(numbers))[:, None], (0, APART - 1))
+
+
+@op
+def stack_operands(weights: List[Tensor], counts: List[int], amaxes: List[Tensor], transposed: bool) -> List[Tensor]:
+    """Operands, the j-th of counts[j] weights (N_i, K_j), with the maxima `amaxes` (0-d FP32 each).
+
+    Returns:
+        E4M3 data of each, (sum N_i, K_j), or (K_j, sum N_i) if `transposed`; their scales (`numbers_of`).
+    """
+    pairs = zip(grouped(weights, counts), amaxes, strict=True)
+    data, scales = zip(*[stack_weights.reference(each, amax, transposed) for each, amax in pairs], strict=True)
+    return [*data, _apart(scales)]
+
+
+@stack_operands.fake
+def _(weights, counts, amaxes, transposed):
+    data = [empty(each, transposed)[0] for each in grouped(weights, counts)]
+    return [*data, weights[0].new_empty(len(counts), APART, dtype=torch.float32)]
+
+
+@op
+def quantize_operands(weights: List[Tensor], counts: List[int], last: List[Tensor]) -> List[Tensor]:
+    """`stack_operands` with the maxima found first, and these as well (`numbers_of`). last: what they may be, 0-d FP32
+    each, or []; only the time depends on it."""
+    tops = [torch.stack([w.abs().amax().float() for w in each]).amax() for each in grouped(weights, counts)]
+    return [*stack_operands.reference(weights, counts, tops, False), _apart(tops)]
+
+
+@quantize_operands.fake
+def _(weights, counts, last):
+    results = stack_operands.shapes(weights, counts, last, False)
+    return [*results, torch.empty_like(results[-1])]
+
+
+# The maxima that parameters had, by device, stream and their ids; and what forgets them when one of them is gone.
+_remembered: dict[Any, Tuple[List[Tensor], Any]] = {}
+
+
+def quantize_parameters(weights: List[Tensor], counts: List[int]) -> Tuple[List[Tensor], List[Tensor], List[Tensor]]:
+    """Data, scales and maxima of `quantize_operands`, remembering the maxima of BF16 parameters on a GPU for the next
+    time. Not of what is made of parameters, which is new each time. Not in graphs, which would read them when they are
+    gone."""
+    first = weights[0]
+    if (
+        torch.compiler.is_compiling() or not first.is_cuda or first.dtype != bfloat16
+        or {*map(type, weights)} != {Parameter} or torch.cuda.is_current_stream_capturing()
+    ):  # fmt: skip
+        *data, scales, tops = quantize_operands(weights, counts, [])
+        return data, numbers_of(scales), numbers_of(tops)
+    # By stream: its memory is not given away while a kernel reads it. By device: parameters may move.
+    device = first.get_device()
+    key = (device, torch._C._cuda_getCurrentRawStream(device), *counts, *map(id, weights))
+    last, forget = _remembered.get(key) or ([], [weakref.ref(w, lambda _: _remembered.pop(key, None)) for w in weights])
+    *data, scales, tops = quantize_operands(weights, counts, last)
+    found = numbers_of(tops)
+    _remembered[key] = found, forget
+    return data, numbers_of(scales), found
+
+
+# ---- kernel ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _of_four(i, a, b, c, d, COUNT: tl.constexpr):
+    """The i-th, of which the first COUNT are there."""
+    chosen = a
+    if COUNT > 1:
+        if i == 1:
+            chosen = b
+        if i == 2:
+            chosen = c
+        if i == 3:
+            chosen = d
+    return chosen
+
+
+@triton.jit
+def _of_eight(i, a, b, c, d, e, f, g, h, COUNT: tl.constexpr):
+    chosen = _of_four(i, a, b, c, d, COUNT)
+    if COUNT > 4:  # noqa: SIM102
+        if i > 3:
+            chosen = _of_four(i - 4, e, f, g, h, 4)
+    return chosen
+
+
+@kernel
+def _operands_kernel(
+    w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, w6_ptr, w7_ptr,  # (N, K) each
+    amax0_ptr, amax1_ptr, amax2_ptr, amax3_ptr,  # 0-d FP32 of each operand: its maximum, or what that may be
+    out0_ptr, out1_ptr, out2_ptr, out3_ptr,  # E4M3 (rows, K) each; (K, rows) if TRANSPOSED
+    tops_ptr,  # (operands, APART) FP32: maxima, found if FIND; compared with the others if CHECKS
+    scales_ptr,  # (operands, APART) FP32; unless FIND
+    N0, N1, N2, N3, N4, N5, N6, N7,  # rows, in UNIT_N
+    first0, first1, first2, first3, first4, first5, first6, first7,  # rows of the operand above the weight's, in UNIT_N
+    K0, K1, K2, K3,  # in UNIT_K
+    rows0, rows1, rows2, rows3,  # in UNIT_N
+    UNIT_N: tl.constexpr, UNIT_K: tl.constexpr,
+    SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr,  # the first weights of these operands
+    COUNT: tl.constexpr, FIND: tl.constexpr, CODES: tl.constexpr, CHECKS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    INVERSE_MAX: tl.constexpr, ALIGN: tl.constexpr, APART: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(1)
+    j = (i >= SECOND).to(tl.int32) + (i >= THIRD).to(tl.int32) + (i >= FOURTH).to(tl.int32)
+    w_ptr = _of_eight(i, w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, w6_ptr, w7_ptr, COUNT)
+    # Of what was chosen Triton knows no more whether it is a multiple of 16; of a product with 16 it does.
+    N = _of_eight(i, N0, N1, N2, N3, N4, N5, N6, N7, COUNT) * UNIT_N
+    first = _of_eight(i, first0, first1, first2, first3, first4, first5, first6, first7, COUNT) * UNIT_N
+    out_ptr = _of_four(j, out0_ptr, out1_ptr, out2_ptr, out3_ptr, COUNT)
+    K, rows = _of_four(j, K0, K1, K2, K3, COUNT) * UNIT_K, _of_four(j, rows0, rows1, rows2, rows3, COUNT) * UNIT_N
+    across = tl.cdiv(K, BK)
+    tiles, amax = tl.cdiv(N, BN) * across, tl.load(_of_four(j, amax0_ptr, amax1_ptr, amax2_ptr, amax3_ptr, COUNT))
+    if CHECKS:
+        top = tl.load(tops_ptr + j * APART)
+        if top.to(tl.int32, bitcast=True) == amax.to(tl.int32, bitcast=True):  # NaN, too, is what it is
+            tiles = 0
+        amax = top
+    scale = scale_of(amax, INVERSE_MAX)
+    if not FIND:
+        lane = tl.arange(0, APART)
+        tl.store(scales_ptr + j * APART + lane, tl.where(lane == 0, scale, 0.0), mask=tl.program_id(0) + lane * 0 == 0)
+    inverse = inverse_of(scale)
+    n, k, pair = tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BN // 2)
+    found = 0.0
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        n0, k0 = tile // across * BN, tile % across * BK
+        w_tile, row = w_ptr + (n0.to(tl.int64) * K + k0), (first + n0).to(tl.int64)
+        if TRANSPOSED:
+            _, even = quantize_tile(w_tile, w_tile, 2 * pair, k, N - n0, K - k0, K, inverse, False, ALIGN)
+            _, odd = quantize_tile(w_tile, w_tile, 2 * pair + 1, k, N - n0, K - k0, K, inverse, False, ALIGN)
+            words = tl.trans(pack_rows(even, odd, out_ptr.dtype.element_ty))
+            inside = (k < K - k0)[:, None] & (pair < (N - n0) // 2)[None, :]
+            target = as_words(out_ptr, 16) + (k0.to(tl.int64) * (rows // 2) + row // 2)
+            tl.store(target + (k[:, None] * (rows // 2) + pair[None, :]), words, mask=inside)
+        else:
+            out_tile = out_ptr + (row * K + k0)
+            w, _ = quantize_tile(w_tile, out_tile, n, k, N - n0, K - k0, K, inverse, CODES, ALIGN)
+            if FIND:
+                found = larger(found, max_magnitude(max_magnitude(w, 1), 0))
+    if FIND:
+        atomic_amax(tops_ptr + j * APART, found)
+
+
+def _fits(weights: Sequence[Tensor], counts: Sequence[int], transposed: bool) -> bool:
+    """Whether the kernel takes them. Transposed, two rows are a word; a size of 1 Triton would compile in."""
+    if len(weights) > WEIGHTS or len(counts) > OPERANDS or len({w.dtype for w in weights}) > 1:
+        return False
+    return all(min(w.shape) > 1 and not (transposed and w.shape[0] % 2) for w in weights)
+
+
+@functools.lru_cache(1024)
+def _numbers(shapes: Tuple[Any, ...], counts: Tuple[int, ...], transposed: bool) -> Tuple[Tuple[int, ...], int, int]:
+    """What the kernel is told of the weights, bits of all column counts together, tiles of the largest weight."""
+    groups, tile = grouped(shapes, counts), TRANSPOSED_TILE if transposed else PLAIN_TILE
+    sizes, columns = [n for n, _ in shapes], [each[0][1] for each in groups]
+    firsts = [sum(n for n, _ in each[:i]) for each in groups for i in range(len(each))]
+    rows = [sum(n for n, _ in each) for each in groups]
+    begins = [sum(counts[:j]) if j < len(counts) else WEIGHTS for j in range(1, OPERANDS)]
+    unit_n, unit_k = _unit(sizes), _unit(columns)
+    numbers = [n // unit_n for n in (*_filled(sizes), *_filled(firsts))]
+    numbers += [k // unit_k for k in _filled(columns, OPERANDS)] + [n // unit_n for n in _filled(rows, OPERANDS)]
+    tiles = max(cdiv(n, tile[0]) * cdiv(k, tile[1]) for n, k in shapes)
+    return (*numbers, unit_n, unit_k, *begins), functools.reduce(operator.or_, columns), tiles
+
+
+def _unit(sizes: Sequence[int]) -> int:
+    """16 if all are multiples of it; not of 16 itself, as Triton compiles a 1 in."""
+    return 16 if min(sizes) > 16 and all(size % 16 == 0 for size in sizes) else 1
+
+
+def _filled(items: Sequence[Any], size: int = WEIGHTS) -> list[Any]:
+    """The items, and the first again in the places of those that are not there."""
+    return [*items, *[items[0]] * (size - len(items))]
+
+
+class _Launches:
+    """The kernel on some weights: data and scales of their operands."""
+
+    def __init__(self, weights: Sequence[Tensor], counts: Sequence[int], transposed: bool) -> None:
+        shapes = tuple([tuple(w.shape) for w in weights])
+        self.numbers, columns, self.tiles = _numbers(shapes, tuple(counts), transposed)
+        self.weights, self.transposed = [w.contiguous() for w in weights], transposed
+        self.align = alignment(self.weights, columns)
+        self.data = [empty(each, transposed)[0] for each in grouped(weights, counts)]
+        self.scales = weights[0].new_empty(len(counts), APART, dtype=torch.float32)
+
+    def run(self, amaxes: Sequence[Tensor], tops: Tensor, programs: int, find: bool, codes: bool, checks: bool) -> None:
+        """In as many programs for each weight, at most."""
+        _operands_kernel[(min(self.tiles, programs), len(self.weights))](
+            *_filled(self.weights), *_filled(amaxes, OPERANDS), *_filled(self.data, OPERANDS), tops, self.scales,
+            *self.numbers, len(self.weights), find, codes, checks, self.transposed, inverse_max("e4m3"), self.align,
+            APART, *(TRANSPOSED_TILE if self.transposed else PLAIN_TILE), num_warps=4, **EXACT,
+        )  # fmt: skip
+
+    @property
+    def results(self) -> list[Tensor]:
+        return [*self.data, self.scales]
+
+
+@stack_operands.cuda
+def _(weights, counts, amaxes, transposed):
+    if len(counts) == 1 or not _fits(weights, counts, transposed):
+        return _one_by_one(weights, counts, amaxes, transposed)
+    launches = _Launches(weights, counts, transposed)
+    launches.run(amaxes, launches.scales, launches.tiles, False, True, False)
+    return launches.results
+
+
+def _one_by_one(weights, counts, amaxes, transposed):
+    pairs = zip(grouped(weights, counts), amaxes, strict=True)
+    data, scales = zip(*[stack_weights.kernel(each, amax, transposed) for each, amax in pairs], strict=True)
+    return [*data, _apart(scales)]
+
+
+@quantize_operands.cuda
+def _(weights, counts, last):
+    if not _fits(weights, counts, False):
+        tops = [launch_amax(each) for each in grouped(weights, counts)]
+        return [*_one_by_one(weights, counts, tops, False), _apart(tops)]
+    launches, tops = _Launches(weights, counts, False), weights[0].new_zeros(len(counts), APART, dtype=torch.float32)
+    if last:
+        launches.run(last, tops, launches.tiles, True, True, False)
+        launches.run(last, tops, CHECKS, False, True, True)
+    else:
+        found = numbers_of(tops)
+        launches.run(found, tops, AMAX_PROGRAMS, True, False, False)
+        launches.run(found, tops, launches.tiles, False, True, False)
+    return [*launches.results, tops]

@@ -14,14 +14,12 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from overcoat.block.attention import Attention
+from overcoat.block.attention import Attention, Heads, observers
 from overcoat.block.mlp import Mlp
 from overcoat.block.norm import norm_forward
 from overcoat.block.offload import advance_offload, offload_active
-from overcoat.block.order import RowPermutation
 from overcoat.block.run import run_block
-from overcoat.block.softmax import Heads, observers
-from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
+from overcoat.block.spec import Block, Branch, Linear, Norm, RowPermutation, Tables
 from overcoat.models.compiled import run_compiled
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
 from overcoat.models.images import rows_of

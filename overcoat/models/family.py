@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from torch import nn
 
-from overcoat.block.order import RowPermutation
+from overcoat.block.spec import RowPermutation
 
 
 class Modules(NamedTuple):
@@ -99,12 +97,15 @@ class Family(NamedTuple):
 LIBRARIES = ("transformers.", "torchtitan.models.")
 
 
+# Files of families/, imported when the first model is looked at.
+MODULES = ("encoders", "experts", "gemma", "gpt2", "llama", "neox", "olmo2", "torchtitan_llama3")
+
+
 @functools.cache
 def families() -> tuple[Family, ...]:
     """All families, in the order of transformers' modules."""
-    files = pkgutil.iter_modules([str(Path(__file__).parent)])
-    modules = [importlib.import_module(f"{__package__}.{file.name}") for file in files]
-    found = [family for module in modules for family in getattr(module, "FAMILIES", ())]
+    modules = [importlib.import_module(f"{__package__}.families.{name}") for name in MODULES]
+    found = [family for module in modules for family in module.FAMILIES]
     return tuple(sorted(found, key=lambda family: (family.module, family.layer)))
 
 

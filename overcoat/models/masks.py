@@ -9,7 +9,7 @@ where the model has made these ids itself a moment before. It is the one wait in
 off all that was queued, and afterwards it idles while the host queues the first layers, 2 ms of a 7B's 400. A mask of
 four dimensions passes transformers' mask code as it is; so one without elements goes in, and converted layers take it
 for none. Where position ids are given, layers that train get where documents begin instead of a mask of S x S: the
-`starts` of `kernels/packed.py`, as int32 (1, 1, N + 1, 1), which no other mask looks like. To find them is one wait,
+`starts` of `kernels/attention.py`, as int32 (1, 1, N + 1, 1), which no other mask looks like. To find them is one wait,
 since how many there are is a shape, and one more in transformers where they are too many; there is none where the
 caller knows them, and says so by transformers' name for them, `cu_seq_lens_q`. With either a layer adds its own sliding
 window, by FlashAttention: 2048 x 2048 pairs of 4 rows with heads 256 wide cost the masked kernels 4.7 to 18 ms a layer.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
-from overcoat.kernels.packed import causal_pairs, dense_mask, document_starts, given_starts
+from overcoat.kernels.attention import causal_pairs, dense_mask, document_starts, given_starts
 from overcoat.models.family import original_class
 from overcoat.models.patches import why_all_patched, why_patched
 from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, reads_lengths, window_of

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
+from overcoat.block.attention import observers
 from overcoat.block.linear import watchers
-from overcoat.block.softmax import observers
 from overcoat.models.decoder import Fp8DecoderLayer
 
 # Magnitude bits of the largest finite number.

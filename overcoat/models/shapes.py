@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from overcoat.extras import load_extra, load_pretrained
-from overcoat.models.samples import sees
+from overcoat.models.dummy_batch import sees
 
 
 class Model(NamedTuple):

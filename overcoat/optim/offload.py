@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from overcoat.host import ALIGNMENT, packed
 from overcoat.kernels.adamw import Hyper, rows_of
 from overcoat.kernels.adamw_step import Plan, StepTensors, reference_step
 from overcoat.optim.step import StepGroup
+from overcoat.pinned_memory import ALIGNMENT, packed
 
 # Staging buffers: one is filled, one is stepped, one is emptied.
 SLOTS = 3

@@ -27,7 +27,6 @@ from torch import Tensor
 from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import REMAINDER_DTYPE, resolve_master
 from overcoat.formats.moments import MOMENT_CODES, resolve_moments
-from overcoat.host import host_buffer, packed
 from overcoat.kernels.adamw import rows_of
 from overcoat.optim.sharding import (
     check_placements,
@@ -38,6 +37,7 @@ from overcoat.optim.sharding import (
     state_shape,
     wrap_state,
 )
+from overcoat.pinned_memory import host_buffer, packed
 from overcoat.recipe import GROUP_SIZES
 
 # Options of a parameter group but the learning rate. By the first three a state is laid out and read.

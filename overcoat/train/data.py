@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from overcoat.kernels.packed import document_starts
-from overcoat.models.samples import tower_inputs
+from overcoat.kernels.attention import document_starts
+from overcoat.models.dummy_batch import tower_inputs
 from overcoat.train.chat import TRAINED, read_image
 from overcoat.train.config import require
 from overcoat.train.sources import DocumentStream, reading
@@ -52,7 +52,7 @@ class Batch:
     input_ids: torch.Tensor  # (B, T)
     labels: torch.Tensor  # (B, T), already shifted: labels[:, t] follows input_ids[:, t]
     position_ids: torch.Tensor | None  # (B, T) under document_mask; (4, B, T) with images of Qwen-VL
-    document_starts: torch.Tensor | None = None  # int32 (D + 1,) under document_mask (kernels/packed.py)
+    document_starts: torch.Tensor | None = None  # int32 (D + 1,) under document_mask (kernels/attention.py)
     images: dict[str, Any] = field(default_factory=dict)  # what the model is given beside (`Images`)
 
     def to(self, device: torch.device) -> Batch:

@@ -24,7 +24,7 @@ from overcoat.bench.model import (
 from overcoat.bench.optimizer import OPTIMIZERS
 from overcoat.bench.session import OUT_OF_MEMORY
 from overcoat.bench.shapes import build_model
-from overcoat.models.samples import tower_parameters
+from overcoat.models.dummy_batch import tower_parameters
 from overcoat.models.shapes import Model, sizes
 from tests.bench.peers import SEEING, SMALL, module
 from tests.bench.test_contestants import FakeFusedLoss

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overcoat import Recipe
-from overcoat.block.attention import Attention
+from overcoat.block.attention import Attention, Heads
 from overcoat.block.mlp import Mlp
 from overcoat.block.run import run_block
-from overcoat.block.softmax import Heads
 from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
 from tests import exact
 from tests.exact import E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db

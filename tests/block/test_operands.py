@@ -7,7 +7,7 @@ import torch
 
 import overcoat
 from overcoat import Recipe
-from overcoat.block import operands
+from overcoat.block import linear
 from overcoat.block.spec import Block, Branch, Linear
 from tests.models.zoo import make_batch, make_model
 
@@ -33,11 +33,11 @@ def gradients(kind: str, recipe: Recipe, device: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(checkpoint="block")], ids=["", "checkpoint"])
 def test_a_block_is_the_same_to_the_bit(kind, recipe, device, monkeypatch):
     made = []
-    together = operands.with_operands
+    together = linear.with_operands
     monkeypatch.setattr("overcoat.block.run.with_operands", lambda *args: made.append(together(*args)) or made[-1])
     ours = gradients(kind, recipe, device)
     assert all(branch.in_proj.operand is not None for block in made for branch in block.branches)
-    monkeypatch.setattr(operands, "SMALL", 0)
+    monkeypatch.setattr(linear, "SMALL", 0)
     expected = gradients(kind, recipe, device)
     assert made[-1].branches[0].in_proj.operand is None
     for mine, other in zip(ours, expected, strict=True):
@@ -57,7 +57,7 @@ def test_weights_of_other_kinds_are_left_to_the_dispatcher(place):
             weights[place] = weights[place].as_subclass(Other)
         in_proj, out_proj, up, down = (Linear((weight,), (None,)) for weight in weights)
         block = Block((Branch(None, in_proj, out_proj), Branch(None, up, down)))
-        assert (operands.with_operands(block, 1, Recipe()) is block) == is_other
+        assert (linear.with_operands(block, 1, Recipe()) is block) == is_other
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_weights_of_other_kinds_are_left_to_the_dispatcher(place):
 )
 def test_a_block_is_small_by_its_weights_or_by_its_tokens(hidden, inner, tokens, small, monkeypatch):
     """Hidden 2048 with any number of tokens, OLMo-1B with two rows of 2,048, a 7B with one, a 70B with a quarter."""
-    monkeypatch.setattr(operands, "quantize_parameters", lambda weights, counts: [[None] * len(counts)] * 3)
+    monkeypatch.setattr(linear, "quantize_parameters", lambda weights, counts: [[None] * len(counts)] * 3)
     shapes = ((3 * hidden, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner))
     linears = [Linear((torch.empty(shape, device="meta"),), (None,)) for shape in shapes]
     block = Block((Branch(None, *linears[:2]), Branch(None, *linears[2:])))
-    assert (operands.with_operands(block, tokens, Recipe()) is not block) == small
+    assert (linear.with_operands(block, tokens, Recipe()) is not block) == small

@@ -20,7 +20,7 @@ from overcoat.estimate.dry_run import own_loss
 from overcoat.estimate.phases import measure_step
 from overcoat.estimate.predict import CONTEXT, LASTING
 from overcoat.memory import optimizer_bytes, record_kept
-from overcoat.models.samples import freeze_tower, images, tokens
+from overcoat.models.dummy_batch import freeze_tower, images, tokens
 from overcoat.models.shapes import MODELS
 from overcoat.train.build import loss_for_estimates
 from tests.bench.peers import SEEING

@@ -11,8 +11,7 @@ import torch
 
 from overcoat.formats import FLOAT8, decode_groups, encode_groups
 from overcoat.kernels import activation as ops
-from overcoat.kernels.activation_backward import activation_backward, activation_gradient_bound
-from overcoat.kernels.activation_functions import ACTIVATIONS
+from overcoat.kernels.activation import ACTIVATIONS, activation_backward, activation_gradient_bound
 from tests import exact as exact_values
 from tests.exact import E4M3_DB, E5M2_DB, KEPT_DB, assert_close, assert_close_float32, leaf
 from tests.kernels.samples import normal

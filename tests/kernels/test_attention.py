@@ -10,9 +10,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overcoat.kernels import attention_fused
-from overcoat.kernels.attention import attention, attention_backward, backward_by, forward_by, heads_of
-from overcoat.kernels.attention_fused import CUDNN, EFFICIENT, FLASH
+from overcoat.kernels import attention as fused
+from overcoat.kernels.attention import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    attention,
+    attention_backward,
+    backward_by,
+    forward_by,
+    heads_of,
+)
 from tests import exact
 from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db, leaf
 from tests.kernels.samples import normal
@@ -158,7 +166,7 @@ def test_additive_mask(kind, sequence, dtype):
     batch, num_q = 2, 4
     mask = make_mask("per head" if kind == "transposed" else kind, (batch, sequence, num_q, 2, 8), "cpu")
     mask = mask.transpose(-1, -2) if kind == "transposed" else mask
-    rows = attention_fused.additive(mask, dtype, batch, num_q, sequence)
+    rows = fused.additive(mask, dtype, batch, num_q, sequence)
     if mask.dtype == torch.bool:
         expected = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
     else:
@@ -178,9 +186,9 @@ def test_additive_mask(kind, sequence, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_hides_a_key_from_cudnn_is_finite(kind, dtype):
     mask = make_mask(kind, (2, 16, 4, 2, 8), "cpu", dtype)
-    rows = attention_fused.additive(mask, torch.bfloat16, 2, 1, 16, hidden=attention_fused.CUDNN_HIDDEN)
-    visible = mask if mask.dtype == torch.bool else mask > attention_fused.CUDNN_HIDDEN
-    assert (rows[~visible.expand_as(rows)] == torch.tensor(attention_fused.CUDNN_HIDDEN).bfloat16()).all()
+    rows = fused.additive(mask, torch.bfloat16, 2, 1, 16, hidden=fused.CUDNN_HIDDEN)
+    visible = mask if mask.dtype == torch.bool else mask > fused.CUDNN_HIDDEN
+    assert (rows[~visible.expand_as(rows)] == torch.tensor(fused.CUDNN_HIDDEN).bfloat16()).all()
     values = torch.zeros(()) if mask.dtype == torch.bool else mask
     assert torch.equal(rows[visible.expand_as(rows)], values.bfloat16().expand_as(rows)[visible.expand_as(rows)])
     assert (rows.float() * 1.4427).isfinite().all()
@@ -215,22 +223,22 @@ HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
 def test_the_rule(expected, dtype, sequence, width, masked, capability, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
-    monkeypatch.setattr(attention_fused, "_cudnn_width", attention_fused._cudnn_width.__wrapped__)
+    monkeypatch.setattr(fused, "_cudnn_width", fused._cudnn_width.__wrapped__)
     q = torch.empty(4, 32, sequence, width, dtype=dtype, device="meta")
     mask = torch.empty(4, 1, sequence, sequence, dtype=torch.bool, device="meta") if masked else None
-    assert attention_fused.chosen(q, mask) is expected
+    assert fused.chosen(q, mask) is expected
 
 
 def test_the_rule_where_one_result_each_time_is_asked_for(monkeypatch):
-    monkeypatch.setattr(attention_fused, "_cudnn_width", lambda device: 256)
+    monkeypatch.setattr(fused, "_cudnn_width", lambda device: 256)
     q = torch.empty(4, 32, 2048, 128, dtype=torch.bfloat16, device="meta")
     torch.use_deterministic_algorithms(True)
     try:
-        assert attention_fused.chosen(q, None) is FLASH
+        assert fused.chosen(q, None) is FLASH
     finally:
         torch.use_deterministic_algorithms(False)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        assert attention_fused.chosen(q, None) is FLASH
+        assert fused.chosen(q, None) is FLASH
 
 
 @pytest.mark.gpu
@@ -280,7 +288,7 @@ def test_a_query_that_sees_nothing_leaves_the_others_alone(kind):
     heads = (make_mask(kind, shape, "cuda", torch.bfloat16), batch, num_q, num_kv, width**-0.5)
     o, lse = attention(qkv, *heads)
     if torch.cuda.get_device_capability() >= HOPPER:
-        assert attention_fused.chosen(qkv.view(batch, sequence, -1, width).transpose(1, 2), heads[0]) is CUDNN
+        assert fused.chosen(qkv.view(batch, sequence, -1, width).transpose(1, 2), heads[0]) is CUDNN
     expected_o, expected_lse = attention.reference(qkv, *heads)
     assert o.isfinite().all()
     assert_close("o", expected_o[~unseen], o[~unseen], combined_db(*[BF16_DB] * 5))

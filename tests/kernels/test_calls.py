@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import overcoat
-from overcoat.kernels import attention, attention_fused, gemm, launch, op
+from overcoat.kernels import attention, gemm, launch, op
 from tests.kernels import variants
 
 # Forward and backward, without biases and with. What needs more should be worth more.
@@ -33,7 +33,7 @@ def remember(kernel, grid, args, options):
     kernel.entries[(-1, args[kernel.pointers :], tuple(options.values()), *types)] = (None, "".format, 0, None, ())
 
 
-NO_ATTENTION = attention_fused.Kernel(
+NO_ATTENTION = attention.Kernel(
     lambda qkv, *_: (torch.empty_like(qkv[0]), qkv[0].new_empty(qkv[0].shape[:3], dtype=torch.float32)),
     lambda do, qkv, *_: tuple(torch.empty_like(x) for x in qkv),
 )

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from overcoat.formats import log8, masters
-from overcoat.kernels import activation, block_tiles, blockwise, partials
+from overcoat.kernels import activation, blockwise, partials
 from overcoat.kernels import adamw_codes as codes
-from overcoat.kernels.block_tiles import MOST_BLOCKS, ROW_TILE, row_tile, token_blocks
+from overcoat.kernels.blockwise import MOST_BLOCKS, ROW_TILE, row_tile, token_blocks
 from tests.kernels.compare import DEVICE, INTERPRETED, NEEDS_GPU
 
 pytest.importorskip("triton")
@@ -44,7 +44,7 @@ def _by_rows():
 def test_taller_tiles_write_the_same(rows, monkeypatch):
     """Tiles as tall as more than a million tokens want them."""
     expected = _by_rows()
-    monkeypatch.setattr(block_tiles, "ROW_TILE", rows)
+    monkeypatch.setattr(blockwise, "ROW_TILE", rows)
     for ours, theirs in zip(_by_rows(), expected, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 

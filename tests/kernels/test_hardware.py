@@ -57,7 +57,7 @@ import overcoat.kernels
 for module in pkgutil.iter_modules(overcoat.kernels.__path__, "overcoat.kernels."):
     if not module.ispkg:
         importlib.import_module(module.name)
-from overcoat.kernels import activation, activation_backward, launch
+from overcoat.kernels import activation, activation, launch
 from overcoat.kernels.language import INTERPRETED, triton
 assert not triton and not INTERPRETED
 
@@ -70,9 +70,9 @@ assert hardware.fma.kernel is None  # on a GPU the reference runs
 z = torch.ones(2, 32)
 codes, group_amax, top = activation.activation_encode(z, "relu2", False, "int8", 16)
 assert top == 1
-assert activation_backward.activation_gradient_bound(z, group_amax, "relu2", 16) >= 2
+assert activation.activation_gradient_bound(z, group_amax, "relu2", 16) >= 2
 kept = (z, codes, group_amax, None, None, None, False, "relu2", "int8", 16)
-assert activation_backward.activation_backward(*kept)[0].shape == z.shape
+assert activation.activation_backward(*kept)[0].shape == z.shape
 try:
     double_kernel[(1,)](torch.ones(2))
 except ModuleNotFoundError as error:

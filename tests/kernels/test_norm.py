@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from overcoat.formats import Quantized, decode_groups, encode_groups
-from overcoat.kernels.norm import add_norm_encode, norm_block_quantize, norm_from_statistics, norm_stats, statistics
-from overcoat.kernels.norm_backward import norm_backward
-from overcoat.kernels.norm_quantize import norm_quantize
+from overcoat.kernels.norm import (
+    add_norm_encode,
+    norm_backward,
+    norm_block_quantize,
+    norm_from_statistics,
+    norm_quantize,
+    norm_stats,
+    statistics,
+)
 from tests import exact
 from tests.exact import E4M3_DB, KEPT_DB, assert_close, assert_close_float32, leaf
 from tests.kernels.compare import AWKWARD_SHAPES, DEVICE, INTERPRETED, assert_equal, awkward

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overcoat.kernels.operands import (
+from overcoat.kernels.weights import (
     _remembered,
     grouped,
     numbers_of,
     quantize_operands,
     quantize_parameters,
     stack_operands,
+    stack_weights,
 )
-from overcoat.kernels.weights import stack_weights
 from tests.kernels.compare import assert_equal, awkward
 from tests.kernels.samples import normal
 

@@ -7,15 +7,20 @@ import torch
 
 from overcoat.estimate.workspaces import workspace
 from overcoat.kernels.attention import (
+    EFFICIENT,
+    PACKED,
     _kernel_and_mask,
     attention,
     attention_backward,
     backward_by,
+    chosen,
+    dense_mask,
+    document_starts,
     forward_by,
     heads_of,
+    is_starts,
+    windowed,
 )
-from overcoat.kernels.attention_fused import EFFICIENT, PACKED, chosen, windowed
-from overcoat.kernels.packed import dense_mask, document_starts, is_starts
 from tests import exact
 from tests.exact import BF16_DB, assert_close, assert_close_float32, combined_db
 from tests.kernels.samples import normal

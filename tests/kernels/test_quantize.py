@@ -10,8 +10,7 @@ import torch
 from overcoat.formats import E4M3, FLOAT8, quantize_blocks, quantize_tensor
 from overcoat.kernels import quantize as ops
 from overcoat.kernels.blockwise import blocks
-from overcoat.kernels.operands import numbers_of, quantize_operands
-from overcoat.kernels.weights import block_stack_weights, stack_codes, stack_weights
+from overcoat.kernels.weights import block_stack_weights, numbers_of, quantize_operands, stack_codes, stack_weights
 from tests.kernels.compare import AWKWARD_SHAPES, DEVICE, DTYPES, assert_equal, awkward
 from tests.kernels.samples import amax, normal
 

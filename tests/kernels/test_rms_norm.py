@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overcoat.kernels.rms_norm import rms_norm, rms_norm_backward
+from overcoat.kernels.norm import rms_norm, rms_norm_backward
 from tests import exact
 from tests.emulation import sqnr
 from tests.kernels.samples import normal

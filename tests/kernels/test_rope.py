@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from overcoat.formats import FLOAT8, encode_groups
+from overcoat.kernels import rope, rope_quantize
 from overcoat.kernels import rope as ops
-from overcoat.kernels import rope_backward, rope_quantize
 from overcoat.kernels.heads import rope_gradient
 from tests import exact
 from tests.exact import BF16_DB, E5M2_DB, assert_close, assert_close_float32, leaf
@@ -72,7 +72,7 @@ def test_backward(shape, norms, device):
     dy = normal(*arguments[0].shape, seed=7).to(device)
     exact.rope(*truth).backward(dy.double())
     qkv = arguments[0] if norms else None
-    dqkv, dq_weight, dk_weight = rope_backward.qk_rope_backward(*split(dy, *shape[2:]), qkv, *arguments[1:-1])
+    dqkv, dq_weight, dk_weight = rope.qk_rope_backward(*split(dy, *shape[2:]), qkv, *arguments[1:-1])
     assert_close_float32("dqkv", truth[0].grad, dqkv, 3 * terms(shape))
     tokens, _, num_q, num_kv, _ = shape
     for name, weight, got, heads in (("q", truth[3], dq_weight, num_q), ("k", truth[4], dk_weight, num_kv)):
@@ -217,14 +217,14 @@ def test_backward_kernels(case):
     parts = split(awkward(tokens, (num_q + 2 * num_kv) * width), num_q, num_kv, width)
     cos, sin = tables(positions, width)
     arguments = (None, cos, sin, None, None, 0.0, num_q)
-    theirs = rope_backward.qk_rope_backward.reference(*parts, *arguments)
+    theirs = rope.qk_rope_backward.reference(*parts, *arguments)
     top, _ = rope_quantize.qk_rope_backward_amax.reference(*parts, cos, sin, num_q, True)
     quantized = {
         fmt: rope_quantize.qk_rope_backward_quantize.reference(*parts, cos, sin, top, fmt, num_q) for fmt in FORMATS
     }
     values = rope_gradient(*parts, cos, sin, num_q).double()
     for i, inputs in enumerate(laid_out(parts) if case in CASES[:2] else [parts]):
-        assert_equal(rope_backward.qk_rope_backward.kernel(*inputs, *arguments), theirs)
+        assert_equal(rope.qk_rope_backward.kernel(*inputs, *arguments), theirs)
         (largest, sums), (without, nothing) = (
             rope_quantize.qk_rope_backward_amax.kernel(*inputs, cos, sin, num_q, want) for want in (True, False)
         )
@@ -289,7 +289,7 @@ def norm_backward_arguments(case, norms, dtype=torch.bfloat16, eps=1e-6):
 
 def assert_norm_gradient(ours, arguments, norms, case):
     """Heads with a norm are as near as another order of summation allows, all others equal bit for bit."""
-    theirs = rope_backward.qk_rope_backward.reference(*arguments)
+    theirs = rope.qk_rope_backward.reference(*arguments)
     assert not any(part.isnan().any() for part in theirs)
     for name, a, b in zip("qkv", split(ours[0], *case[2:]), split(theirs[0], *case[2:])):
         assert_equal(a.contiguous(), b.contiguous(), exact=name not in norms)
@@ -310,10 +310,10 @@ def test_backward_kernel_with_head_norms(case, norms, dtype, programs, monkeypat
     In few programs, which walk along many tiles, with eps = 0: the rows past the end must not divide by zero.
     """
     if programs:
-        monkeypatch.setattr(rope_backward, "RESIDENT", programs)
+        monkeypatch.setattr(rope, "RESIDENT", programs)
     dq, dk, dv, *rest = arguments = norm_backward_arguments(case, norms, dtype, 0.0 if programs else 1e-6)
     layouts = laid_out((dq, dk, dv)) if case in CASES[1:3] and norms == "qk" and not programs else [(dq, dk, dv)]
-    first, *others = [rope_backward.qk_rope_backward.kernel(*inputs, *rest) for inputs in layouts]
+    first, *others = [rope.qk_rope_backward.kernel(*inputs, *rest) for inputs in layouts]
     assert_norm_gradient(first, arguments, norms, case)
     assert all(torch.equal(a, b) for ours in others for a, b in zip(ours, first))
 
@@ -323,7 +323,7 @@ def test_backward_kernel_with_head_norms(case, norms, dtype, programs, monkeypat
 def test_head_norm_gradients_are_deterministic():
     case = (5000, 5000, 32, 8, 128)
     arguments = norm_backward_arguments(case, "qk")
-    runs = [rope_backward.qk_rope_backward.kernel(*arguments) for _ in range(3)]
+    runs = [rope.qk_rope_backward.kernel(*arguments) for _ in range(3)]
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))
     assert_norm_gradient(runs[0], arguments, "qk", case)

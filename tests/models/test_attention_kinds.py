@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import overcoat
 from overcoat import Recipe
+from overcoat.kernels.attention import document_starts
 from overcoat.kernels.gemm import why_no_block_gemm
-from overcoat.kernels.packed import document_starts
 from overcoat.models.decoder import block_of
 from overcoat.models.family import family_of, original_class
 from tests.models.zoo import make_batch, make_encoder, make_inputs, make_model

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 
 import overcoat
 from overcoat import Recipe
-from overcoat.kernels.packed import causal_pairs, dense_mask, document_starts
+from overcoat.kernels.attention import causal_pairs, dense_mask, document_starts
 from overcoat.models.masks import causal_mask, check_mask
 from tests.models.zoo import KINDS as ZOO
 from tests.models.zoo import assert_equal, every_kind, make_batch, make_model, trained

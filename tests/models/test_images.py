@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import overcoat
 from overcoat.kernels import attention
+from overcoat.models.dummy_batch import freeze_tower, images, model_class, patches, tokens
 from overcoat.models.images import MISMATCH, ImageMask, add, multiply_patches, places, put
-from overcoat.models.samples import freeze_tower, images, model_class, patches, tokens
 from tests.models.test_vision_language import MODELS, make_batch, make_model
 from tests.models.zoo import make_model as make_text_model
 

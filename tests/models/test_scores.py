@@ -24,10 +24,8 @@ import torch.nn.functional as F
 
 import overcoat
 from overcoat import Recipe
-from overcoat.block.attention import Attention
-from overcoat.block.linear import stack_biases
-from overcoat.block.operands import stack_weights_of
-from overcoat.block.softmax import observers
+from overcoat.block.attention import Attention, observers
+from overcoat.block.linear import stack_biases, stack_weights_of
 from overcoat.models.decoder import block_of
 from overcoat.models.family import decoder_layers, family_of
 from overcoat.models.recording import Scores

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, T5Config
 
-from overcoat.models.samples import model_class
+from overcoat.models.dummy_batch import model_class
 from overcoat.models.shapes import MODELS, load_model_config
 
 # Millions of parameters, from the models' cards; of gemma-3-12b its text's; COAT's 1B is no model of a card.

@@ -26,9 +26,9 @@ from torch.multiprocessing import ProcessExitedException
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import overcoat
+from overcoat.distributed.fp8_all_gather import fsdp_params
 from overcoat.estimate.dry_run import meta_model
 from overcoat.models.family import decoder_layers
-from overcoat.models.gather import fsdp_params
 from overcoat.optim.sharding import gather, local
 from overcoat.report.runs import read_runs
 from overcoat.train import loop, process, saving, state
@@ -45,8 +45,8 @@ from overcoat.train.run import RunResult, run_once
 from overcoat.train.shards import read_model
 from overcoat.train.state import TrainState
 from overcoat.train.summary import LINES
+from tests.distributed.test_fp8_all_gather import counted
 from tests.emulation import sqnr
-from tests.models.test_gather import counted
 from tests.processes import on_many, on_two
 from tests.train.conftest import TINY
 from tests.train.runs import CPU, fits_of, losses, run_out_of_memory

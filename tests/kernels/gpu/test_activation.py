@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from overcoat.kernels.activation import (
+    ACTIVATIONS,
+    activation_backward,
     activation_block_quantize,
     activation_decode,
     activation_encode,
+    activation_gradient_bound,
     activation_quantize,
 )
-from overcoat.kernels.activation_backward import activation_backward, activation_gradient_bound
-from overcoat.kernels.activation_functions import ACTIVATIONS
 from overcoat.kernels.op import Op
 from tests.kernels.compare import DEVICE, FORMATS, INTERPRETED, NEEDS_GPU, assert_equal, awkward
 

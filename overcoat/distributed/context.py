@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overcoat.block.attention import Attention
 from overcoat.block.context import own_part
+from overcoat.distributed.fp8_all_gather import fsdp_params
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import decoder_layers, find_causal_model
-from overcoat.models.gather import fsdp_params
 from overcoat.models.head import LeanLossModel, shifted, why_head_replaced
 from overcoat.models.masks import nothing_hidden
 from overcoat.models.refusals import branches_of

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 import overcoat
 from overcoat import Recipe
+from overcoat.block.attention import Heads
 from overcoat.block.context import context_attention, context_attention_backward, gathered, own_part
-from overcoat.block.softmax import Heads
 from overcoat.kernels.attention import attention, attention_backward
 from tests.emulation import sqnr
 from tests.models.zoo import VOCAB, make_model

@@ -29,12 +29,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from overcoat.distributed.sharded_weight import CutBlocks, Maxima, ShardedWeight, Stacks, UnshardedParam
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.models.decoder import Fp8DecoderLayer
 from overcoat.models.family import Modules
 from overcoat.models.lora import base_of
 from overcoat.models.refusals import why_replaced
-from overcoat.models.sharded_weight import CutBlocks, Maxima, ShardedWeight, Stacks, UnshardedParam
 
 
 @dataclass

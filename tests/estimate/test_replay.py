@@ -11,9 +11,9 @@ import torch
 from overcoat import Recipe
 from overcoat.block import run
 from overcoat.estimate import Setup
-from overcoat.estimate.alike import alike_blocks
 from overcoat.estimate.dry_run import dry_run, trained_model
 from overcoat.estimate.meter import Meter
+from overcoat.estimate.replay import alike_blocks
 from overcoat.estimate.times import Work
 from tests.models.zoo import every_kind, make_model
 

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 import overcoat
 from overcoat import Recipe
-from overcoat.models import sharded_weight
-from overcoat.models.gather import GATHER, fsdp_params
+from overcoat.distributed import sharded_weight
+from overcoat.distributed.fp8_all_gather import GATHER, fsdp_params
 from tests.examples.runs import as_torchrun, sharding_on_cpus
 from tests.models.zoo import make_batch, make_model
 from tests.processes import on_many, on_two, repeatable, two_of

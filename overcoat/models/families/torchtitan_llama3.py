@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from overcoat.block.attention import Attention
+from overcoat.block.attention import Attention, Heads
 from overcoat.block.mlp import Mlp
-from overcoat.block.order import RowPermutation
-from overcoat.block.softmax import Heads
-from overcoat.kernels.packed import given_starts
+from overcoat.block.spec import RowPermutation
+from overcoat.kernels.attention import given_starts
 from overcoat.models.family import Family, Modules
 
 COMMON = "torchtitan.models.common."

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overcoat.block.context import share_largest
-from overcoat.block.gathered import GatheredWeight
+from overcoat.block.linear import GatheredWeight
 from overcoat.formats import E4M3, scale_from_amax
 from overcoat.kernels.blockwise import BLOCK
 from overcoat.kernels.weights import block_stack_weights, stack_weights

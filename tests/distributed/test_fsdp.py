@@ -1,4 +1,4 @@
-"""A converted model under FSDP2 (`fully_shard`), in two processes: `pytest tests/models/test_fsdp.py`."""
+"""A converted model under FSDP2 (`fully_shard`), in two processes: `pytest tests/distributed/test_fsdp.py`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Families of models: how the modules of a layer become the branches of a block."""
