@@ -140,9 +140,7 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_layer = any((cls.__module__, cls.__name__) in LAYERS for cls in type(module).__mro__)
-        if is_layer and not any(
-            name.startswith(f"{norm_after_residual}.") or not norm_after_residual for norm_after_residual in found
-        ):
+        if is_layer and not any(name.startswith(f"{outer}.") or not outer for outer in found):
             found[name] = module
     return found
 
@@ -257,7 +255,7 @@ def causal_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     or several side by side; of models inside each other the outer ones."""
     found: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(f"{norm_after_residual}.") or not norm_after_residual for norm_after_residual in found):
+        if any(name.startswith(f"{outer}.") or not outer for outer in found):
             continue
         original = original_class(module)
         is_known = model_spec_of(module) is not None  # GPT2LMHeadModel
