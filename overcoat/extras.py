@@ -14,7 +14,7 @@ from typing import Any
 
 
 def is_worker() -> bool:
-    """Whether torchrun started this process beside others, joined or not."""
+    """True if torchrun started this process beside others, joined or not."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 

@@ -1,4 +1,4 @@
-"""Where the memory goes: every byte a forward pass keeps for the backward, by op and tensor.
+"""Memory saved for the backward: every byte that a forward pass keeps, by op and tensor.
 
 `record_kept` sees each tensor as autograd packs it (torch's saved-tensor hooks), counts every storage once, and leaves
 parameters out. Overcoat's ops name what they keep (`keep`); whatever other modules save appears under the module's
@@ -40,7 +40,7 @@ class SavedTensor(NamedTuple):
 
 @dataclass
 class SavedReport:
-    """What `record_kept` saw; printable. Sizes in bytes."""
+    """Tensors that `record_kept` saw; printable. Sizes in bytes."""
 
     rows: list[SavedTensor] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ class SavedReport:
 
     @property
     def host_bytes(self) -> int:
-        """Of them, what waits in host memory (`Recipe.offload_blocks`)."""
+        """Return the bytes that are in host memory (`Recipe.offload_blocks`)."""
         return sum(row.bytes for row in self.rows if row.on_host)
 
     def by_op(self) -> dict[str, int]:

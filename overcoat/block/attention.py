@@ -1,19 +1,15 @@
-"""Rotary embedding (and q/k norm), softmax attention, and what they keep for the backward.
+"""Attention as the mixer of a branch: rotary embedding (and q/k norm), softmax attention, and what they save.
 
-With `Recipe.kept_attention="8bit"` the fused q/k/v buffer *before* the rotation is kept, q and k in 12 bits, v in 8,
+With `Recipe.kept_attention="8bit"` the fused q/k/v buffer *before* the rotation is saved, q and k in 12 bits, v in 8,
 one group per token and head (2 U for multi-head attention, less with grouped queries).
 
-q and k come back from 12 bits as they were (bf12.py), so the backward takes exp of the forward's own scores. An error
-there grows with the scores: with 8 bits gradients explode once they pass about 100. v is off by its code's error, so
-the backward also runs attention's forward again: dP - sum(do * o) cancels only if o is made of the same v. Then o need
-not be kept. The vector that all tokens' v have in common is taken out of each v that it makes smaller before that is
-encoded: a bias or an outlier channel cancels in attention's gradients, its quantization error would not.
+q and k decode exactly (bf12.py), so the backward takes exp of the forward's own scores. An error there would grow with
+the scores: with 8 bits gradients explode above scores of about 100. v has its code's error, so the backward runs
+attention's forward again: dP - sum(do * o) cancels only if o is made of the same v. So o is not saved. Before v is
+encoded, its token mean is subtracted per head where that lowers max |v|: a bias or an outlier channel cancels in
+attention's gradients, its quantization error would not.
 
-With "bf16" the 16-bit q, k, v and o are kept, and the log-sum-exp (4 U).
-
-`Attention`, at the end, is the core of a branch.
-
-Softmax attention of rotated q, k and v, with what a model may do to its scores: caps, sinks, scales.
+With "bf16" q, k, v and o are saved in 16 bits, with the log-sum-exp (4 U).
 """
 
 from __future__ import annotations
@@ -105,7 +101,7 @@ observers: list[Any] = []
 
 
 def rotary_of(tables: Tables, qk_norm: Sequence[Any], heads: Heads) -> Rotary:
-    """What the kernels rotate by: columns i and i + D / 2 together, those that do not rotate by cos 1 and sin 0."""
+    """Return the kernels' rotation: columns i and i + D / 2 together; columns that do not rotate get cos 1, sin 0."""
     cos, sin, mask = tables
     if not heads.rotates:
         cos = cos.new_ones((1, heads.width))
@@ -226,7 +222,7 @@ def _split(qkv: Tensor, heads: Heads) -> tuple[Tensor, ...]:
 
 
 class Decoded(NamedTuple):
-    """What attention's backward reads: rotated q/k/v, o and lse; with head norms also q/k/v before, else None; k and v
+    """Inputs of attention's backward: rotated q/k/v, o and lse; with head norms also q/k/v before, else None; k and v
     of all processes of `Heads.context`."""
 
     rotated: Tensor
@@ -237,7 +233,7 @@ class Decoded(NamedTuple):
 
 
 def attention_decode(kept: AttentionSaved, rotary: Rotary, heads: Heads, recipe: Recipe, dtype: torch.dtype) -> Decoded:
-    """What is kept as tensors of `dtype`, q and k rotated again; o and lse kept, or of these q, k and v."""
+    """Decode the saved tensors to `dtype` and rotate q and k again; o and lse are saved or recomputed."""
     cos, sin, _, q_weight, k_weight, *_ = rotary
     has_norms = q_weight is not None or k_weight is not None
     qkv = kept.qkv
@@ -321,7 +317,7 @@ class Attention(NamedTuple):
 
     @property
     def saved(self) -> tuple[type[Any], ...]:
-        """What `inside` and `output` leave behind, in order."""
+        """Types of the tensors that `inside` and `output` save, in order."""
         return (AttentionSaved, OutputSaved)
 
     @property
@@ -357,7 +353,7 @@ class Attention(NamedTuple):
         return y
 
     def recompute(self, inside: Any, branch: Branch, recipe: Recipe, saved: list[Any], cached: ForwardScales) -> None:
-        """What `output` keeps, without its result."""
+        """Save what `output` saves, without computing its result."""
         self.output(inside, branch, recipe, saved, cached, None)
 
     def backward(
@@ -407,5 +403,5 @@ class Attention(NamedTuple):
         return dz, d_out_proj, (*dnorms, dsinks, None)[: len(branch.qk_norm)]
 
     def scales(self, saved: list[Any]) -> tuple[Optional[Tensor], Optional[Tensor]]:
-        """Of the last things saved, by `output`: `ForwardScales.qk_norm` and `ForwardScales.out_proj`."""
+        """Return `ForwardScales.activation` and `ForwardScales.out_proj` from the last entry of `saved`."""
         return None, saved[-1].w_amax

@@ -87,8 +87,8 @@ def _kernel(q: Tensor) -> Kernel:
 
 
 def _chunks(qkv: Tensor, keys: Tensor, heads: Any, *others: Tensor) -> Any:
-    """Of each own chunk q and `others` (T, num_q * D), all as (B, num_q, c, D); and what it sees, its own chunk and all
-    before that: ((k, v), causal, where in a row)."""
+    """Yield for each own chunk: q and `others` (T, num_q * D) as (B, num_q, c, D); and the keys that it attends to, its
+    own chunk and all before it: ((k, v), causal, slice of the row)."""
     group, batch = heads.context, heads.batch
     q, (k, v) = (
         heads_of(qkv, batch, heads.num_q, heads.num_kv)[0],

@@ -1,44 +1,35 @@
-"""The three products of a linear layer in FP8, and a linear layer that reads no norm.
+"""The three GEMMs of a linear layer in FP8.
 
 With T tokens, K in, N out (kernels/quantize.py has the layouts):
 
     y  = x W^T          x, W in E4M3, one scale each, found just in time
     dx = dy W           dy in the recipe's gradient format (E5M2)
-    dW = dy^T x         x rebuilt from its 8-bit kept form, with the forward's scale
+    dW = dy^T x         x rebuilt from its saved 8-bit form, with the forward's scale
 
-Weights that read the same input (q, k, v; gate, up) are one stacked operand of one GEMM. Autograd keeps the parameters
-themselves, never their FP8 copies: those are made where they are used, or for a small block at its start, and freed.
+Weights that read the same input (q, k, v; gate, up) are one stacked operand of one GEMM. Autograd saves the parameters
+themselves, never their FP8 copies: those are made where they are used and freed. A small block makes all its operands
+at once, since launches take longer than their work (kernels/weights.py); they live for the whole of its forward, and
+transposed for the whole of its backward: one byte for each of its weights.
 
 With `Recipe.linear_scaling="block"` operands have a scale per block instead: 1x128 along the summed axis for x and dy,
-128x128 for W. Nothing of an operand is kept for the backward then, not even its scale: the transposed layouts have
+128x128 for W. Then nothing of an operand is saved for the backward, not even its scale: the transposed layouts have
 scales of their own (kernels/blockwise.py).
 
-A weight that was gathered in FP8 (distributed/fp8_all_gather.py), and how the GEMMs of a linear layer read it.
+Gathered weights. Under FSDP2 with `fp8_all_gather` (distributed/fp8_all_gather.py) a `GatheredWeight` stands in the
+parameter's place between the all-gather and its last use. To autograd it has the parameter's shape and dtype. It holds
+E4M3 codes, made from the shards with the scale of the stack; an op that would read it as a 16-bit weight is refused.
+Where one process holds all rows, nothing is sent, and it holds the weight itself.
 
-Under FSDP2 it stands in the parameter's place between the all-gather and the end of its use. To autograd it has the
-parameter's shape and dtype, so its gradient has them too. Its numbers are E4M3 codes, made from the shards with the
-scale of the stack; whatever would read it as a weight in 16 bits is refused. Where one process holds all rows, nothing
-travels, and it holds the weight itself.
-
-Legend: N rows of a weight, K its columns.
-
-The weights of linear layers as FP8 operands of their products: of a layer when it is read, of a small block at once.
-
-A small block's operands are made together, as launches take longer than what they do (kernels/weights.py). They are
-there for the whole of its forward, and transposed for the whole of its backward: a byte for each of its weights.
-
-Low-rank adapters (LoRA) beside the FP8 products of stacked linear layers: y += scaling * (x A^T) B^T, in 16 bits.
-
-All adapters that read one input are one: A's rows one below the other, B block-diagonal, times the scaling. With the
-layers' output gradient dy:
+Adapters (LoRA) compute beside the GEMMs in 16 bits, y += scaling * (x A^T) B^T. All adapters that read one input are
+stacked: A's rows one below the other, B block-diagonal, times the scaling. With the layers' output gradient dy:
 
     h  = x A^T        (T, R)       y  += h B^T
     g  = dy B         (T, R)       dx += g A
     dA = g^T x        (R, K)       dB  = dy^T h, its blocks
 
-Nothing is kept for them. The backward decodes x from what the block keeps for its norm, or computes it again for its
-core, and makes h anew: a product of R columns. dy is needed in 16 bits; its rounding to FP8 would be the largest error
-of dA and dB.
+They save nothing: the backward decodes x from what the block saves for its norm, or recomputes it for its mixer, and
+computes h again, a GEMM of R columns. dy is needed in 16 bits; its rounding to FP8 would be the largest error of dA
+and dB.
 
 Legend: T tokens, K in, N out of all stacked layers, R rank of all adapters.
 """
@@ -83,12 +74,12 @@ _ZEROS = (_aten.zeros_like.default, _aten.new_zeros.default)
 
 
 class GatheredWeight(Tensor):
-    """A weight (N, K) of which E4M3 codes are all there is.
+    """A weight (N, K) held as E4M3 codes alone.
 
     Attributes:
         held: (N, K) E4M3, in the memory that FSDP2 gathered into; or in 16 bits, the only shard.
-        scale: 0-d FP32, of the weights that are stacked with it; or of each block, (N / 128, L4) as
-            `block_stack_weights` has them, None if those of the only shard are not made yet.
+        scale: 0-d FP32, shared by all weights of the stack; or one per block, (N / 128, L4) as in
+            `block_stack_weights`; None if the only shard's block scales are not made yet.
         w_amax: their maximum, 0-d FP32; None with block scales.
     """
 
@@ -139,7 +130,7 @@ class GatheredWeight(Tensor):
 
 
 def is_gathered(linear: Linear) -> bool:
-    """Whether these weights came in FP8: all of a stack do, or none."""
+    """True if these weights were gathered in FP8: all of a stack are, or none."""
     return isinstance(linear.weights[0], GatheredWeight)
 
 
@@ -154,7 +145,7 @@ def gathered_operand(linear: Linear, transposed: bool) -> tuple[Tensor, Tensor, 
 
 
 def _rows(linear: Linear) -> list[Tensor]:
-    """What each weight holds, rows in the operand's order."""
+    """Return the data of each weight, rows in the operand's order."""
     rows = [weight.held for weight in linear.weights]
     if not linear.orders:
         return rows
@@ -414,7 +405,7 @@ def split_gradients(
 
 
 class OutputSaved(NamedTuple):
-    """What an output layer keeps: scales (none per block). Its input is kept, or computed again, by the core."""
+    """Tensors that an output layer saves: scales (None with block scales). The mixer saves or recomputes its input."""
 
     x_scale: Optional[Tensor]
     w_amax: Optional[Tensor]
@@ -446,7 +437,7 @@ def rebuild_input_t(x: Tensor, scale: Optional[Tensor]) -> Quantized:
 
 
 class InputSaved(NamedTuple):
-    """What linear layers keep that read the residual stream itself: their input in 8-bit groups, scales."""
+    """Tensors saved by linear layers that read the residual stream itself: their input in 8-bit groups, scales."""
 
     codes: Tensor
     group_amax: Tensor
@@ -464,7 +455,7 @@ def stream_linear_forward(
 
 
 class Input(NamedTuple):
-    """What adapters read: x (T, K) * scale + shift, (K,) each or None. They are multiplied into A, which is small."""
+    """Input of adapters: x (T, K) * scale + shift, (K,) each or None. Both are multiplied into A, which is small."""
 
     x: Tensor
     scale: Optional[Tensor] = None

@@ -1,4 +1,4 @@
-"""What comes after the last block: the final norm, and a causal model's loss without the logits.
+"""The end of a model: the final norm, and a causal model's loss without logits.
 
 Tokens pass in chunks (kernels/loss.py): logits, loss, gradient of the logits in their place, and the two products that
 turn it into the gradients of hidden and weight. Those are ready when the forward ends; the backward only multiplies

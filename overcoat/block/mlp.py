@@ -41,7 +41,7 @@ from overcoat.recipe import Recipe
 
 
 class MlpSaved(NamedTuple):
-    """What the MLP's second half keeps: z in 8-bit groups, maxima (T, 2 or 1, n), and two scales (none per block)."""
+    """Tensors saved by the MLP's second half: z in 8-bit groups, maxima (T, 2 or 1, n), two scales (none per block)."""
 
     codes: Tensor
     group_amax: Tensor
@@ -58,7 +58,7 @@ class Mlp(NamedTuple):
 
     @property
     def saved(self) -> tuple[type[Any], ...]:
-        """What `output` leaves behind, in order."""
+        """Types of the tensors that `output` saves, in order."""
         return (MlpSaved,)
 
     @property
@@ -97,7 +97,7 @@ class Mlp(NamedTuple):
         return y
 
     def recompute(self, z: Tensor, _branch: Branch, recipe: Recipe, saved: list[Any], cached: ForwardScales) -> None:
-        """What `output` keeps, without its result: the product would be 5% of a block."""
+        """Save what `output` saves, without computing its result: its GEMM would be 5% of a block."""
         tokens, parts = z.shape[0], 1 + self.gated
         halves = z.reshape(tokens * parts, z.shape[1] // parts)  # no group spans gate and up
         codes, group_amax = group_encode(halves, recipe.kept_format, recipe.group_size)
@@ -164,5 +164,5 @@ class Mlp(NamedTuple):
         return Input(activation_decode(kept.codes, kept.group_amax, *how, dtype))
 
     def scales(self, saved: list[Any]) -> tuple[Optional[Tensor], Optional[Tensor]]:
-        """Of the last things saved, by `output`: `ForwardScales.activation` and `ForwardScales.out_proj`."""
+        """Return `ForwardScales.activation` and `ForwardScales.out_proj` from the last entry of `saved`."""
         return saved[-1].h_scale, saved[-1].w_amax

@@ -31,8 +31,8 @@ from overcoat.recipe import Recipe
 
 
 class NormLinearSaved(NamedTuple):
-    """What a norm and its linear layers keep: the normalised input in 8-bit groups (0.5 U), rstd, two scales (none per
-    block)."""
+    """Tensors saved by a norm and its linear layers: the normalized input in 8-bit groups (0.5 U), rstd, two scales
+    (None with block scales)."""
 
     codes: Tensor
     group_amax: Tensor
@@ -83,7 +83,7 @@ def in_proj_backward(
 
 
 class NormSaved(NamedTuple):
-    """What a norm after the output layer keeps: its normalised input in 8-bit groups (0.5 U), rstd."""
+    """Tensors saved by a norm after the output layer: its normalized input in 8-bit groups (0.5 U), rstd."""
 
     codes: Tensor
     group_amax: Tensor

@@ -55,7 +55,7 @@ class Offload(NamedTuple):
 
 
 def choose_blocks(count: int | Literal["all"], blocks: int, tower: int = 0) -> Offload:
-    """Which of so many blocks in a row keep their tensors in host memory.
+    """Choose which of `count` blocks save their tensors in host memory.
 
     Evenly spread: then the copies overlap with the forwards in between as well. Not the last ones, whose tensors would
     come back before they have left. Of a vision tower's blocks, the first `tower`, as many as the others do not make
@@ -75,7 +75,7 @@ def _spread(needs_grad: int, able: int) -> set[int]:
 
 
 class _Offloaded:
-    """What one block keeps in host memory, as long as autograd may ask for it."""
+    """Tensors of one block in host memory, alive as long as autograd may read them."""
 
     def __init__(self, transfers: Transfers, tensors: list[Tensor], buffer: Buffer, ahead: int) -> None:
         self.transfers, self.buffer, self.ahead = transfers, buffer, ahead
@@ -142,8 +142,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class Transfers:
-    """What all blocks on one device share: streams, host buffers, and which blocks came last. on_fetch: is given every
-    tensor that memory is taken for, for who keeps account."""
+    """State that all blocks of one device share: streams, host buffers, the blocks that ran last. on_fetch: called with
+    every tensor that is allocated, for memory accounting."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -206,7 +206,7 @@ _transfers: dict[torch.device, Transfers] = {}
 
 
 def transfers(device: torch.device) -> Transfers:
-    """Those of a device."""
+    """Return the `Transfers` of a device."""
     if device not in _transfers:
         _transfers[device] = Transfers(device)
     return _transfers[device]
@@ -225,7 +225,7 @@ def separate(device: torch.device) -> Iterator[Transfers]:
 
 
 def offload_active(ahead: Optional[int], x: Tensor) -> TypeGuard[int]:
-    """Whether a layer with this input and `Fp8DecoderLayer.overcoat_offload` gives others' copies their time."""
+    """True if a layer with this input takes part in offloading, by `Fp8DecoderLayer.overcoat_offload`."""
     # Neither the compiler nor a captured graph knows of the copies.
     is_recorded = torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     return ahead is not None and not is_recorded
@@ -267,5 +267,5 @@ def advance_offload(y: Any, offloaded: Optional[_Offloaded] = None) -> None:
 
 
 def _is_worth_it(x: Optional[Tensor]) -> bool:
-    """Whether moving a saved tensor frees its memory, and enough of it."""
+    """True if moving a saved tensor frees its memory, and enough of it."""
     return x is not None and x.nbytes >= LEAST_BYTES and x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes

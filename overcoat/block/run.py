@@ -154,7 +154,7 @@ def block_backward(
 
 
 def _kinds(block: Block) -> tuple[list[type[Any]], list[str]]:
-    """What `block_forward` saves: the NamedTuples, in order, and their names in the memory report."""
+    """Return the NamedTuples that `block_forward` saves, in order, and their names in the memory report."""
     kinds: list[type[Any]] = []
     names: list[str] = []
     for branch in block.branches:
@@ -179,7 +179,7 @@ def _unflatten(tensors: Sequence[Any], kinds: Sequence[type[Any]]) -> list[Any]:
 
 
 def _scales(saved: Sequence[Any], block: Block) -> list[ForwardScales]:
-    """What a recomputation need not find again."""
+    """Return the scales that a recomputation reuses."""
     found, rest = [], list(saved)
     for branch in reversed(block.branches):
         if branch.post is not None:

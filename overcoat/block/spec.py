@@ -1,24 +1,22 @@
-"""A block as data: branches of (norm, stacked linear layers, core, output layer, norm), in a row or side by side.
+"""A block as data: branches of (norm, stacked linear layers, mixer, output layer, norm), in a row or side by side.
 
-    pre-norm (Llama)        x = x + out(core(into(norm(x))))
-    post-norm (OLMo 2)      x = x + norm(out(core(into(x))))
+    pre-norm (Llama)        x = x + out_proj(mixer(in_proj(norm(x))))
+    post-norm (OLMo 2)      x = x + norm(out_proj(mixer(in_proj(x))))
     sandwich (Gemma 2)      both norms
-    norm of the sum (BERT)  x = norm(x + out(core(into(x))))
+    norm of the sum (BERT)  x = norm(x + out_proj(mixer(in_proj(x))))
     parallel (GPT-NeoX)     x = x + sum of all branches of the same x
 
-`Block` holds the parameters themselves. An `autograd.Function` knows tensors among its own arguments alone, so the
-parameters go in as one flat list (`tensors_of`) beside the same block without them (`without_tensors`), and are put
-together again inside (`with_tensors`). Gradients go the same way back: a `Branch` of gradients, by the same names.
+`Block` holds the parameters themselves. An `autograd.Function` sees only tensors among its own arguments, so the
+parameters are passed as one flat list (`tensors_of`) beside the same block without them (`without_tensors`), and are
+put together again inside (`with_tensors`). Gradients return the same way: a `Branch` of gradients, by the same names.
 
-Rows of a parameter in another order than the block's: (q heads | k heads | v heads), pairs that rotate D / 2 apart.
+`RowPermutation` reorders the rows of a weight. Kernels have one layout: (q heads | k heads | v heads), columns i and i
++ D / 2 of a head rotating together. Where a model rotates pairs of neighbouring columns (GLM, Cohere), or only the first
+R columns of a head (Phi, GPT-NeoX), the rows of q's and k's weights are taken in the kernels' order: scores are sums
+over the columns of a head, so they are the same in any order. The parameter stays as it is: its rows are gathered as it
+is quantized, and the rows of its gradient put back. Columns that do not rotate get cos 1 and sin 0 (`tables`).
 
-Kernels know one layout of a head: columns i and i + D / 2 rotate together. Where a model rotates neighbours (GLM,
-Cohere), or the first R columns of a head alone (Phi, GPT-NeoX), the rows of q's and k's weights are taken in the order
-that makes it so: scores are sums over the columns of a head, so they are the same in any order. The parameter stays as
-it is; its rows are gathered as it is quantized, and its gradient's rows put back. Columns that do not rotate get cos 1
-and sin 0 (`tables`).
-
-Legend: D head width, R how many of a head's columns rotate, K the layer's input width.
+Legend: D head width, R rotated columns of a head, K the layer's input width.
 """
 
 from __future__ import annotations
@@ -104,7 +102,7 @@ class Norm(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A low-rank addition to one of stacked layers (adapters.py): a (r, K), b (N_i, r); layer: which, from 0."""
+    """A low-rank addition to one of stacked layers (linear.py): a (r, K), b (N_i, r); layer: which, from 0."""
 
     a: Any
     b: Any
@@ -115,9 +113,9 @@ class Adapter(NamedTuple):
 class Linear(NamedTuple):
     """Linear layers that read one input, one GEMM: weights (N_i, K), biases (N_i,) or None.
 
-    orders: for each layer how its rows become those of the operand (order.py), or None as they are; () for all.
-    scale: what the result is multiplied by, that of adapters too.
-    operand: inside a small block, the weights as FP8 operand, their scale and maximum (operands.py).
+    orders: for each layer how its rows become those of the operand, or None as they are; () for all.
+    scale: factor of the result, adapters included.
+    operand: inside a small block, the weights as FP8 operand, their scale and maximum (linear.py).
     """
 
     weights: tuple[Any, ...]
@@ -129,7 +127,7 @@ class Linear(NamedTuple):
 
     @property
     def has_bias(self) -> bool:
-        """Whether any of the layers has one."""
+        """True if any of the layers has a bias."""
         return any(bias is not None for bias in self.biases)
 
 
@@ -158,7 +156,7 @@ class Block(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What all layers share: cos and sin (P, D); the mask, or None (kernels/attention.py, kernels/attention.py)."""
+    """Tensors that all layers share: cos and sin (P, D); the mask, or None (kernels/attention.py)."""
 
     cos: Tensor
     sin: Tensor
@@ -166,8 +164,8 @@ class Tables(NamedTuple):
 
 
 class ForwardScales(NamedTuple):
-    """What a branch's forward has found and its recomputation need not find again, None where unknown: maxima of the
-    weights, and the scale of what the MLP's output layer reads, each 0-d."""
+    """Scales that a branch's forward found and its recomputation reuses, each 0-d, None where unknown: maxima of the
+    weights, and the scale of the MLP's activation."""
 
     in_proj: Optional[Tensor] = None
     activation: Optional[Tensor] = None

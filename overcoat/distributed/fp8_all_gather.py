@@ -160,7 +160,8 @@ class Gather:
 
 @torch._disable_dynamo  # as what FSDP2 does around it
 def _reshard_idle(module: Any, *_: Any) -> None:
-    """What a forward without a backward left: the weights or the mode may have changed since. Not when recomputed."""
+    """Reshard weights that a forward without a backward left gathered: weights or mode may have changed since. Not in a
+    recomputation."""
     if module._get_fsdp_state()._training_state is TrainingState.IDLE:
         _reshard(module)
 

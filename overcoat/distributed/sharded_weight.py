@@ -1,4 +1,4 @@
-"""A sharded weight that travels in FP8, and the maxima that those of a model share: used by `fp8_all_gather`.
+"""Sharded weights that are gathered in FP8, and the maxima that a model's weights share: used by `fp8_all_gather`.
 
     maxima     once a step: one pass over the shards, one small all-reduce that makes them those of the stacks (q, k,
                v; gate, up), on the device
@@ -37,7 +37,7 @@ from overcoat.kernels.weights import block_stack_weights, stack_weights
 
 
 def holds_all(param: Any) -> bool:
-    """Whether a process has all rows of FSDP2's `FSDPParam`, as the products read them."""
+    """True if a process has all rows of FSDP2's `FSDPParam`, as the GEMMs read them."""
     return param.mesh_info.shard_mesh_size == 1 and param.param_dtype is None
 
 
@@ -78,13 +78,13 @@ class UnshardedParam:
             del self.local.fsdp_pre_all_gather, self.local.fsdp_post_all_gather  # type: ignore[attr-defined]
 
     def is_attached(self) -> bool:
-        """Whether the shard is still the tensor that it was: `to_empty` and loading with `assign` make another."""
+        """True if the shard is still the same tensor: `to_empty` and loading with `assign` make another."""
         return hasattr(self.local, "fsdp_pre_all_gather")
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What this process sends: nothing."""
+        """Return what this process sends: nothing."""
         return (self._nothing(),), None
 
     def fsdp_post_all_gather(
@@ -172,7 +172,7 @@ class ShardedWeight(UnshardedParam):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What this process sends."""
+        """Return what this process sends."""
         if self.layer.training != self.is_fp8:  # FSDP2 keeps a buffer and a parameter, of one dtype: those of this way
             self.others, self.is_fp8 = self._give_buffers(*self.others), self.layer.training
         if not self.is_fp8:
@@ -240,8 +240,8 @@ class Maxima(abc.ABC):
         self.is_stale = self.is_stale or any(id(weight.param.sharded_param) in held for weight in self.weights)
 
     def check(self, weights: Sequence[ShardedWeight]) -> None:
-        """Whether weights have changed: then the maxima are stale, in all processes or in none. RuntimeError: a shard
-        was written to by itself."""
+        """Return True if weights have changed: then the maxima are stale, in all processes or in none. RuntimeError: a
+        shard was written to by itself."""
         for weight in weights:
             if self.is_stale or (versions := weight.versions()) == self.seen[weight]:
                 continue
@@ -323,7 +323,7 @@ class CutBlocks(Maxima):
         self.tops = dict(zip(keys, found.split([len(top) for top in own]), strict=True))
 
     def found(self, weight: ShardedWeight, row: int) -> Optional[Tensor]:
-        """Of the blocks that an edge between two shards cuts, (K / 128,); None if it cuts none."""
+        """Return the maxima of the blocks that an edge between two shards cuts, (K / 128,); None if it cuts none."""
         return self.tops[weight, row // BLOCK] if row % BLOCK else None
 
     def whole_scale(self, weight: ShardedWeight, scale: Tensor) -> Tensor:

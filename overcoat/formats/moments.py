@@ -85,7 +85,7 @@ class MomentCode:
 
     @property
     def grouped(self) -> bool:
-        """Whether groups and their maxima are needed: not for "bf16" and "fp32"."""
+        """True if groups and their maxima are needed: not for "bf16" and "fp32"."""
         return self.base not in ("bf16", "fp32")
 
 
@@ -166,7 +166,7 @@ def encode_first(groups: Tensor, code: MomentCode, random: Optional[Tensor] = No
 
 
 def _maximum(groups: Tensor) -> Tensor:
-    """Of values >= 0, (R, n, 1). NaN is none, as in the kernel: it does not take its group with it."""
+    """Return the maximum of values >= 0, (R, n, 1); NaN is ignored, as in the kernel."""
     return torch.where(groups.isnan(), 0.0, groups).amax(-1, keepdim=True)
 
 

@@ -1,52 +1,41 @@
-"""The MLP's activation, fused with the quantization of its input (kept) and of its output (the next GEMM's operand).
+"""The MLP's activation, fused with the quantization of its input (saved) and of its output (the next GEMM's operand).
 
     h = f(z)                          z (T, I)
     h = f(gate) * up                  z (T, 2I) = gate, up        gated
 
-f is an entry of activation_functions.py; here is one family of kernels for all of them, gated or not.
+One family of kernels serves all activations, gated or not. To add one, write f and its derivative in PyTorch and in
+Triton, and add an entry to `ACTIVATIONS`. The two agree bit for bit on a GPU: exp2 and reciprocal are its own
+instructions (hardware.py), and each product that feeds a sum is one fma.
 
-One scale per tensor: one pass over z writes its 8-bit groups and finds max |h|, a second writes h in FP8. Block scales:
-one pass does both. h is not kept: the backward (activation_backward.py) rebuilds it from the codes, and
-`activation_decode` in 16 bits for adapters of an output layer. Bytes moved, with V = T * I * 2 and F = 2 if gated,
-else 1:
+Forward. One scale per tensor: one pass over z writes its 8-bit groups and finds max |h|, a second writes h in FP8.
+Block scales: one pass does both. h is not saved: the backward rebuilds it from the codes, and `activation_decode` does
+so in 16 bits for adapters of an output layer.
 
-    activation_encode           F V read, F V / 2 of codes written
-    activation_quantize         F V read, V / 2 written
-    activation_block_quantize   F V read, F V / 2 + V / 2 written
-    activation_decode           F V / 2 read, V written
-
-Kernels equal their references bit for bit.
-
-Legend: T tokens, I intermediate width, G group size, GP = G rounded up to a power of 2, n = ceil(I / G) groups.
-
-The activations that an MLP may have: each a function and its derivative, in PyTorch and in Triton.
-
-To add one, write both and add an entry to `ACTIVATIONS`: all kernels of activation.py and activation_backward.py then
-take it. The two agree bit for bit on a GPU: one exp2 and one reciprocal by its own instructions (hardware.py), each
-product that feeds a sum as one fma.
-
-The backward of activation.py: gradient of z from the kept codes, and h rebuilt as transposed GEMM operand.
+Backward, from the saved codes:
 
     dz = dh f'(z)                             h = f(z)
     dz = (dh up f'(gate), dh f(gate))         h = f(gate) up        gated
 
 With one scale per tensor dz goes straight into FP8 in both layouts, or stays in 16 bits, and h has the forward's scale.
-With block scales dz stays in 16 bits, and h has a scale for each 128 tokens of a column: a tile holds all of them.
-
-The scale of dz is that of a bound, found before:
+With block scales dz stays in 16 bits, and h has a scale for each 128 tokens of a column: a tile holds all of them. The
+scale of dz is that of a bound, found before:
 
     |dz| <= max |dh| * max |f'|
     |dz| <= max |dh| * max(max |up| max |f'|, max |f|)      gated
 
-Each maximum is a group's: of dh as read, of f and f' as the kept maxima of gate allow. The largest of all groups is up
-to 7 times max |dz| on what was tried: in a floating-point format that costs range, not precision. Bytes moved, with
-V = T * I * 2 and F = 2 if gated, else 1:
+Each maximum is a group's: of dh as read, of f and f' from the saved maxima of gate. The largest of all groups was up to
+7 times max |dz| in our trials: in a floating-point format that costs range, not precision.
 
+Bytes moved, with V = T * I * 2 and F = 2 if gated, else 1:
+
+    activation_encode            F V read, F V / 2 of codes written
+    activation_quantize          F V read, V / 2 written
+    activation_block_quantize    F V read, F V / 2 + V / 2 written
+    activation_decode            F V / 2 read, V written
     activation_gradient_bound    V read
-    activation_backward          V + F V / 2 read, F V + V / 2 written
+    activation_backward          V + F V / 2 read, F V + V / 2 written; for a bias F V / 16 more
 
-and, for a bias, each tile's sums over its tokens, F V / 16. Kernels equal their references bit for bit, but for these
-sums, which add in another order.
+Kernels equal their references bit for bit, except a bias's partial sums, which are added in another order.
 
 Legend: T tokens, I intermediate width, P = T padded to a multiple of 16, G group size, GP = G rounded up to a power of
 2, n = ceil(I / G) groups.
@@ -581,8 +570,8 @@ _ROUNDING = tl.constexpr(ROUNDING)
 
 @op
 def activation_gradient_bound(dh: Tensor, group_amax: Tensor, activation: str, group_size: int) -> Tensor:
-    """What no |dz| exceeds, 0-d FP32, of dh (T, I) and the kept maxima (T, F, n); not finite where dh, z or a product
-    of their maxima is not."""
+    """Return an upper bound of |dz|, 0-d FP32, from dh (T, I) and the saved maxima (T, F, n); not finite where dh, z or
+    a product of their maxima is not."""
     function, peak = activation_of(activation).reference, activation_of(activation).peak
     gate, *up = group_amax.float().unbind(1)
     largest = to_groups(dh, group_size).abs().amax(-1).float()  # (T, n)

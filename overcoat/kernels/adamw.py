@@ -52,7 +52,7 @@ def rows_of(shape: torch.Size | tuple[int, ...], group_size: int) -> Rows:
 
 
 class Hyper(NamedTuple):
-    """What all parameters of a step share besides tensors; equal ones share kernels. master: not "auto"."""
+    """Options that all parameters of a step share; equal options share kernels. master: not "auto"."""
 
     beta1: float
     beta2: float
@@ -87,7 +87,7 @@ def adamw_update(
 
 
 def step_coefficients(steps: Tensor, lr: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float) -> Tensor:
-    """What depends on the step t, FP32 (T, 3) from step counts (T,), computed in FP64:
+    """Return the coefficients that depend on the step t, FP32 (T, 3) from step counts (T,), computed in FP64:
 
     step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t)     eps sqrt(1 - beta2^t)     keep = 1 - lr weight_decay
     """
@@ -100,8 +100,8 @@ def step_coefficients(steps: Tensor, lr: Tensor, beta1: float, beta2: float, eps
 
 
 def step_numbers(beta1: float, beta2: float, eps: float, weight_decay: float) -> list[float]:
-    """What `step_coefficients` reads, the betas as binary logarithms. Python numbers, also of tensors, which may change
-    in place."""
+    """Return the inputs of `step_coefficients` as Python numbers, the betas as binary logarithms. Tensors are read now:
+    they may change in place."""
     return [*(math.log2(beta) if beta else -math.inf for beta in (beta1, beta2)), float(eps), float(weight_decay)]
 
 

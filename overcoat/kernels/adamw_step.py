@@ -66,13 +66,13 @@ class StepTensors(NamedTuple):
     group_size: int
 
     def kernel_runs(self) -> bool:
-        """Whether the kernel can be launched on these very tensors: on a GPU, and in Triton's interpreter."""
+        """True if the kernel can be launched on these tensors: on a GPU, and in Triton's interpreter."""
         is_there = self.params[0].is_cuda or INTERPRETED
         return bool(triton and is_there) and is_real(self.params[0]) and all(map(Tensor.is_contiguous, self.params))
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Whether it has memory: a meta or fake tensor, by which memory is estimated, has nothing to read or write."""
+    """True if the tensor has memory; meta and fake tensors, used to estimate memory, have none."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
@@ -259,7 +259,7 @@ class _Launch(NamedTuple):
 
 
 class Plan:
-    """What stays the same from step to step for one list of parameters, contiguous, not empty: the device's tables."""
+    """Device tables of one list of parameters (contiguous, not empty) that stay the same from step to step."""
 
     def __init__(self, tensors: StepTensors) -> None:
         params, states, _, _, group_size = tensors

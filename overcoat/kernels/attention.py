@@ -6,34 +6,28 @@ The backward needs neither S nor P: with D = sum_d(do * o) per query,
 
     P = exp(S - lse),  dv = P^T do,  dS = P * (do v^T - D),  dq = scale * dS k,  dk = scale * dS^T q
 
-so what attention keeps is q, k, v, o and lse, and the caller may hand them back decoded from 8 bits. Grouped-query
-heads: query head i reads key/value head i // (num_q / num_kv).
+so attention saves q, k, v, o and lse, and the caller may pass them decoded from 8 bits. Grouped-query heads: query
+head i reads key/value head i // (num_q / num_kv).
 
-The reference forms S in FP32. On CUDA the library's fused kernels run (attention_fused.py); but none of them has a cap
-with a backward, so capped scores are the reference's everywhere, one row of the batch at a time:
+Packed sequences. Several documents in a row, each attending to itself alone, need no S x S mask: a mask may be
+`starts`, int32 (N + 1,): the positions among the B * S tokens at which documents begin, and the end. Rows end
+documents: every multiple of S is among them. FlashAttention calls the same tensor `cu_seqlens`.
+
+The reference forms S in FP32. On CUDA one of the library's fused kernels runs (`chosen`): cuDNN's on Hopper and newer
+where it takes the shape, heads up to 256 wide on Hopper and 128 on newer (1.7 times as fast as FlashAttention there: B4
+S2048 32 x 128 heads, forward 0.27 ms against 0.48, backward 0.83 against 1.39; with a mask 0.82 + 2.45 against the
+memory-efficient kernel's 2.20 + 5.68; 16 x 256 heads 1.07 + 3.59 against 2.02 + 16.4); else FlashAttention; with a mask
+the memory-efficient kernel; packed sequences FlashAttention's variable-length kernel (0.27 + 0.63). cuDNN is never used
+under `torch.use_deterministic_algorithms`, since it sums dq in any order. Measured on an H200
+(docs/research/measurements.md). PyTorch's own bindings of the forward kernels take less host time than `torch.ops`.
+
+No fused kernel has a cap of scores with a backward, so capped scores use the reference everywhere, one row of the
+batch at a time:
 
     S = cap * tanh(scale * q k^T / cap) + mask,  dS is times (1 - tanh^2)
 
-Legend: B batch, S sequence length, D head width, T = B * S. Column layout of a fused buffer: [q heads | k | v].
-
-Packed sequences: several documents in a row, each attending to itself alone, without a mask of S x S.
-
-A mask may be given as `starts`, int32 (N + 1,): the numbers, among the B * S tokens, at which documents begin, and the
-end. Rows end documents: every multiple of S is among them. FlashAttention calls the same `cu_seqlens`.
-
-The library's fused kernels for attention behind one signature, and the rule that chooses among them (`chosen`).
-
-cuDNN's on Hopper and newer where it takes the shape, heads up to 256 wide on Hopper and 128 on newer (1.7 times as fast
-as FlashAttention there: B4 S2048 32 x 128 heads, forward 0.27 ms against 0.48, backward 0.83 against 1.39; with a mask
-0.82 + 2.45 against the memory-efficient kernel's 2.20 + 5.68, of 16 x 256 heads 1.07 + 3.59 against 2.02 + 16.4); else
-FlashAttention, with a mask the memory-efficient one; packed sequences FlashAttention's for lengths (0.27 + 0.63); and
-cuDNN never when `torch.use_deterministic_algorithms` asks for one result each time (it adds up dq in any order).
-Measured on an H200 (docs/research/measurements.md).
-
-PyTorch has bindings of its own for the forward kernels, which take less of the host's time than `torch.ops`.
-
-Legend: B batch, S sequence length, D head width; q (B, num_q, S, D), k and v (B, num_kv, S, D), which may be of another
-length where nothing hides a key.
+Legend: B batch, S sequence length, D head width, T = B * S; q (B, num_q, S, D), k and v (B, num_kv, S, D), which may
+have another length where nothing hides a key. Columns of a fused buffer: [q heads | k | v].
 """
 
 from __future__ import annotations
@@ -50,7 +44,7 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 def is_starts(mask: Optional[Tensor]) -> TypeGuard[Tensor]:
-    """Whether a mask is `starts`."""
+    """True if a mask is `starts`."""
     return mask is not None and mask.dtype == torch.int32 and mask.dim() == 1
 
 
@@ -168,7 +162,7 @@ class Kernel(NamedTuple):
 
     forward   ((q, k, v), mask, scale, causal) -> o (B, num_q, S, D), lse FP32 (B, num_q, S or more)
     backward  (do, (q, k, v), o, lse, mask, scale, causal) -> dq, dk, dv, with lse (B, num_q, S)
-    packed    whether it takes `starts` (packed.py) as they are
+    packed    True if it takes `starts` as they are
     """
 
     forward: Callable[[Three, Optional[Tensor], float, bool], tuple[Tensor, Tensor]]
@@ -298,7 +292,7 @@ def _cudnn_width(device: torch.device) -> int:
 
 
 def _cudnn_takes(device: torch.device, sequence: int, width: int) -> bool:
-    """Where cuDNN's attention runs, and runs faster than FlashAttention."""
+    """True if cuDNN's attention takes these inputs and is faster than FlashAttention."""
     if torch.are_deterministic_algorithms_enabled() or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     return sequence > 1 and width <= _cudnn_width(device)
@@ -426,7 +420,7 @@ def attention(
     Args:
         qkv: (T, (num_q + 2 num_kv) * D).
         mask: None; or (B or 1, 1 or num_q, S, S), bool (True = visible) or additive; or where documents begin, int32
-            (N + 1,) (packed.py).
+            (N + 1,).
         causal: whether a token sees only those before it, where the mask is not of all pairs.
         cap: scores are cap * tanh(score / cap) (Gemma 2); 0: as they are.
         window: causal attention among the last `window` tokens up to a query's own; 0: all. A mask of all pairs holds

@@ -19,13 +19,11 @@ blocks along the contraction axis, R rows of the operand:
 
 The kernels are bound by memory. With N elements of 2 bytes the bytes moved are: block_quantize and block_quantize_t 3N;
 block_quantize_both 4N; requantize_t and block_requantize_t 2N. Each input is read once, and everything equals the
-references bit for bit. One kernel transposes, values and kept codes, also those with one scale per tensor. What a
-program's tile looks like and how it is written: block_tiles.py. Weights: weights.py.
+references bit for bit. One kernel transposes, values and saved codes, also those with one scale per
+tensor. Weights: weights.py.
 
 Legend: T tokens, C columns, P = T rounded up to a multiple of 16, G group size of kept codes, GP = G rounded up to a
 power of 2, n = ceil(C / G).
-
-Tiles whose blocks of 128 are scaled, written: what the kernels with 1x128 scales have in common.
 
 A tile's 128 columns and / or 128 tokens are whole blocks, so a program finds its blocks' maxima in registers. A tile is
 (tokens, NG, GP): its columns are NG groups of kept codes, or one group of 128. What is written transposed goes as words
@@ -33,11 +31,9 @@ of four neighbouring tokens (tiles.py), in tiles that are four.
 
 To put maxima (or sums) along the tokens together, threads exchange a number for each column that they hold, and warps
 do the same through shared memory, where a column's numbers lie side by side: columns that are apart by 32 or more
-such numbers are in one bank. With 16 bytes of a row a thread, as Triton has it by itself, and 8 warps shared memory was
+such numbers share a bank. With 16 bytes of a row a thread, as Triton has it by itself, and 8 warps shared memory was
 62 to 92% busy (Nsight Compute), with that for a good part. So a strip says how many columns a thread holds, has few
 warps, and finds the maxima of its results in one reduction.
-
-Legend: that of blockwise.py.
 """
 
 from __future__ import annotations

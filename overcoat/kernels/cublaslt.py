@@ -223,8 +223,7 @@ class Plan:
 def plan(
     device: int, rows: int, columns: int, inner: int, a: torch.dtype, b: torch.dtype, fast: bool, biased: bool
 ) -> Optional[Plan]:
-    """Of a product into BF16 on Hopper, where the kernels were measured, with operands and scales as `gemm` has them;
-    None where there is none."""
+    """Return the measured kernel of a GEMM into BF16 on Hopper, arguments as of `gemm`; None if there is none."""
     is_small = rows * columns * inner == 0 or (columns | inner) % 16
     if is_small or not fast or torch.cuda.get_device_capability(device)[0] != 9 or library() is None:
         return None

@@ -1,4 +1,4 @@
-"""What device functions share: scales of FP8 operands, the casts to FP8, and maxima that keep NaN.
+"""Device functions that all kernels share: scales of FP8 operands, the casts to FP8, and maxima that keep NaN.
 
 To equal plain PyTorch bit for bit, a kernel does the same FP32 operations in the same order. Three things need care:
 

@@ -48,7 +48,7 @@ def gemm(
 
 @functools.cache
 def has_float8_tensor_cores(device: torch.device) -> bool:
-    """Whether FP8 GEMMs run in hardware: NVIDIA Ada (sm_89), Hopper (sm_90) and newer."""
+    """True if FP8 GEMMs run in hardware: NVIDIA Ada (sm_89), Hopper (sm_90) and newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -28,7 +28,7 @@ GROUP_TILE, STRIP = 4096, 256
 
 @op
 def token_center(x: Tensor) -> Tensor:
-    """What all tokens have in common: the mean over at most 256 evenly spaced rows of x (T, C), FP32 (C,).
+    """Return the mean over at most 256 evenly spaced rows of x (T, C), FP32 (C,).
 
     Biases and outlier channels add the same vector to every token's v. It cancels in attention's gradients
     (softmax does not see it), its quantization error would not. Any vector decodes exactly, so a sample will do.

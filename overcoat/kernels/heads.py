@@ -75,7 +75,7 @@ def buffer_columns(*parts: Tensor) -> int:
 def gradient_arguments(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, num_q: int
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """What every kernel of the backward is given: dq, dk, dv, cos, sin; T, positions, num_q, num_kv, D, row strides."""
+    """Return every backward kernel's arguments: dq, dk, dv, cos, sin; T, positions, num_q, num_kv, D, row strides."""
     parts, (positions, width) = [dense_rows(part) for part in (dq, dk, dv)], cos.shape
     strides = [part.stride(0) for part in parts]
     sizes = (dq.shape[0], positions, num_q, dk.shape[1] // width, width, *strides)
@@ -146,8 +146,8 @@ def decode_heads(
 
 
 def empty_heads(qkv: Tensor, num_q: int, num_kv: int, code: str) -> Tuple[Tensor, Tensor, Tensor]:
-    """What `encode_heads` returns, uninitialised. ValueError: a code that is not of 8 bits: v's are the bytes after q's
-    and k's, as many as v has elements."""
+    """Allocate the results of `encode_heads`. ValueError: a code that is not of 8 bits: v's codes are the bytes after
+    q's and k's, as many as v has elements."""
     if group_code(code).bits != 8:
         raise ValueError(f"{code} has {group_code(code).bits} bits; attention keeps v in a code of 8")
     (tokens, columns), heads = qkv.shape, num_q + 2 * num_kv

@@ -115,7 +115,7 @@ def _sum_partials_kernel(partials, first, squares, flags, BLOCK: tl.constexpr):
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph records what is launched."""
+    """True if a CUDA graph is recording."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -160,11 +160,11 @@ class Gradients:
         self._copies = []
 
     def sum_squares(self) -> Tensor:
-        """Of all elements of all gradients, 0-d FP64."""
+        """Return the sum of squares over all gradients, 0-d FP64."""
         return self._partial_sums().sum()
 
     def sums_of_squares(self) -> tuple[Tensor, Tensor]:
-        """Of each gradient, FP64 (T,), and which of them are not finite, bool (T,)."""
+        """Return each gradient's sum of squares, FP64 (T,), and flags of gradients that are not finite, bool (T,)."""
         count, partials = len(self.sizes), self._partial_sums()
         squares = torch.empty(count, dtype=torch.float64, device=self.device)
         flags = torch.empty(count, dtype=torch.bool, device=self.device)

@@ -4,51 +4,36 @@
     LayerNorm   xhat = (x - mean) * rstd,   rstd = (mean((x - mean)^2) + eps)^(-1/2)
     y = xhat * weight + bias                (weight and bias may be absent: OLMo 1)
 
-For the backward (norm_backward.py) xhat is kept in 8-bit groups. Keeping xhat, not y, costs the same bytes and no
-division by a weight that may be tiny or zero: y^T is rebuilt as xhat * weight + bias.
+Forward. xhat is saved in 8-bit groups for the backward. Saving xhat instead of y costs the same bytes and needs no
+division by a weight that may be tiny or zero: y^T is rebuilt as xhat * weight + bias. A norm before linear layers
+writes y as their FP8 operand; x may be a residual plus a branch's output. With one scale per tensor, max |y| must be
+known before the first element is written: one pass computes the statistics and max |y|, a second pass writes. With
+block scales one pass does both. A norm after a branch (OLMo 2, Gemma 2) adds its output to the residual in one pass.
 
-A norm before linear layers writes y as the FP8 operand of their product; x may be a residual plus a branch's output.
-With one scale per tensor that takes max |y| before the first element can be written: one pass computes the statistics
-and max |y|, a second (norm_quantize.py) writes. A block's maximum is at hand where its values are: one pass.
-A norm after a branch (OLMo 2, Gemma 2) adds its output to the residual, in one pass. Bytes moved, with U = T * H * 2:
-
-    norm_stats             1 U, 3 U with a residual
-    norm_quantize          2 U
-    norm_block_quantize    2 U, 4 U with a residual
-    add_norm_encode        3.5 U
-
-A kernel sums a row in another order than PyTorch, so rstd may differ from the reference's in its last bits, and with it
-what follows. Given the statistics, codes and FP8 equal the reference's bit for bit.
-
-Legend: T tokens, H hidden, G group size, GP = G rounded up to a power of 2, n = ceil(H / G). Layouts of operands in
-blocks: blockwise.py.
-
-RMSNorm in the model's own dtype, read by no FP8 product: the norm at a model's end, and OLMo 2's of q and k.
-
-    y  = x * rstd * weight,                  rstd = (mean(x^2) + eps)^(-1/2)
-    dx = rstd * (g - xhat * mean(g * xhat)),   g = dy * weight, xhat = x * rstd
-    dweight = sum_T dy * xhat
-
-On a GPU these are the kernels of `F.rms_norm`. That function itself would keep x in FP32, three times, on the meta
-device, where memory is estimated, and on a CPU.
-
-Legend: T tokens, H hidden.
-
-The second pass of a norm with one scale per tensor (norm.py): its output in FP8 and its kept codes, from statistics.
-
-Legend: T tokens, H hidden, G group size, GP = G rounded up to a power of 2, n = ceil(H / G).
-
-Backward of the norms of norm.py, with the residual branch's gradient added in the same pass.
+Backward, with the gradient of the residual branch added in the same pass:
 
     g = dy * weight
     dx = rstd * (g - xhat * mean(g * xhat) [- mean(g), LayerNorm]) + dresidual
     dweight = sum_T dy * xhat,   dbias = sum_T dy
 
-Bytes moved, with U = T * H * 2: 3.5 U (reads dy, codes and dresidual, writes dx). Means over a row are taken in another
-order than PyTorch's, so dx may differ from the reference's by one BF16 step. The parameter gradients are deterministic:
-each program adds up its own rows, and partials.py adds the programs' sums in order.
+Bytes moved, with U = T * H * 2:
 
-Legend: T tokens, H hidden, G group size, GP = G rounded up to a power of 2, n = ceil(H / G), Q programs.
+    norm_stats             1 U, 3 U with a residual
+    norm_quantize          2 U
+    norm_block_quantize    2 U, 4 U with a residual
+    add_norm_encode        3.5 U
+    norm_backward          3.5 U (reads dy, codes and dresidual, writes dx)
+
+`rms_norm` is RMSNorm in the model's own dtype, read by no FP8 GEMM: a model's last norm, and OLMo 2's norms of q and
+k. On a GPU these are the kernels of `F.rms_norm`; that function itself would save x in FP32 on a CPU and on the meta
+device, where memory is estimated.
+
+A kernel sums a row in another order than PyTorch, so rstd and dx may differ from the reference's in their last bits.
+Given the statistics, codes and FP8 equal the reference's bit for bit. Parameter gradients are deterministic: each
+program sums its own rows, and partials.py adds the programs' sums in order.
+
+Legend: T tokens, H hidden, G group size, GP = G rounded up to a power of 2, n = ceil(H / G), Q programs. Layouts of
+operands in blocks: blockwise.py.
 """
 
 from __future__ import annotations
@@ -136,7 +121,7 @@ def affine(xhat: Tensor, weight: Optional[Tensor], bias: Optional[Tensor]) -> Te
 
 
 def _sum(x: Tensor, residual: Optional[Tensor]) -> Tuple[Tensor, List[Tensor]]:
-    """What is normalised, and a list of it if it is a sum."""
+    """Return the normalized tensor, and a list of it if it is a sum."""
     if residual is None:
         return x.contiguous(), []
     total = (residual + x).contiguous()

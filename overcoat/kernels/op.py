@@ -102,14 +102,14 @@ _local = _Local()
 
 
 def _only_devices() -> bool:
-    """Whether all modes of functions are `torch.set_default_device`'s, which no op of ours asks."""
+    """True if every active function mode is `torch.set_default_device`'s, which these ops ignore."""
     return all(type(torch._C._get_function_stack_at(i)) is DeviceContext for i in range(_function_modes()))
 
 
 def _dispatcher_is_idle() -> bool:
-    """Whether the dispatcher has nobody to tell of an op but its kernel: autograd, fake tensors and other modes, vmap,
-    torch.jit.trace, the profiler. Not asked, since only PyTorch's own exporters do it, and with fake tensors:
-    `make_fx(pre_dispatch=True)` of real ones."""
+    """True if no autograd, fake tensor or other mode, vmap, trace or profiler is active.
+
+    `make_fx(pre_dispatch=True)` of real tensors is not checked: only PyTorch's exporters use it, with fake tensors."""
     return (
         not _is_grad_enabled()
         and _dispatch_modes() == 0

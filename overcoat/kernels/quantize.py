@@ -113,7 +113,7 @@ def three(items: list, rest: Optional[int] = None) -> list:
 
 
 def alignment(weights: list[Tensor], columns: int = 16) -> int:
-    """Of which number of bytes each row's address is a multiple, as far as it matters."""
+    """Return the alignment of each row's address in bytes, up to the largest that matters."""
     for w in weights:
         columns |= w.data_ptr()
     return 1 if columns & 15 else 16

@@ -4,38 +4,31 @@ The buffer's columns are [q heads | k heads | v heads], each head D wide. With (
 
     rotate((x1, x2)) = (x1 * cos1 - x2 * sin1,  x2 * cos2 + x1 * sin2)
 
-and, where the model normalises q and k, each head passes RMSNorm first: x <- x * rstd * weight. v passes unchanged.
+and, where the model normalizes q and k, each head passes RMSNorm first: x <- x * rstd * weight. v passes unchanged. The
+backward rotates the gradient back, and passes it through the head norms.
 
-The op is cheap to run again, so attention keeps its *input*, q and k in 12 bits (formats/bf12.py), v in 8, one group
-per token and head, and rebuilds the rotated q and k in the backward. Bytes moved, with V = T * (num_q + 2 num_kv) * D
-* 2, the fused buffer (3 U for multi-head attention):
+The op is cheap to run again, so attention saves its *input*, q and k in 12 bits (formats/bf12.py), v in 8, one group
+per token and head, and rebuilds the rotated q and k in the backward. The gradient straight in FP8, without head norms:
+rope_quantize.py. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused buffer (3 U for multi-head attention):
 
     qk_rope             1 V read, 1 V written
     qk_rope_encode12_   1 V read, 2/3 V written in place, 2/3 V of codes written
     qk_rope_decode12    2/3 V read, 1 V written
+    qk_rope_backward    1 V read, 1 V written; with head norms 2/3 V more read
 
-Everything equals the reference bit for bit, except with head norms: their mean is summed in another order.
+Everything equals the reference bit for bit, except with head norms: their means are summed in another order, so the
+gradient may differ by one BF16 step. Weight gradients are deterministic: each program sums its own heads, partials.py
+adds the programs' sums in a fixed order.
 
-A program takes one tile, NH heads of q, k or v of one token, and ends: so the next one's loads do not wait for its
-stores, and there is nothing to mask. NH is a power of 2 that divides the heads of q as well as of k and v; where that
-leaves little (one key head), a tile is of BT tokens. Tiles of a token follow each other, so all but the first find its
-cos and sin in a cache.
+Forward tiles: a program takes one tile, NH heads of q, k or v of one token, and ends, so the next program's loads do
+not wait for its stores, and nothing is masked. NH is a power of 2 that divides the heads of q as well as of k and v;
+where that is small (one key head), a tile has BT tokens. Tiles of a token follow each other, so all but the first find
+its cos and sin in a cache. Backward tiles: programs walk along the tokens; each takes every Q-th tile of tokens with
+all of its heads, so that grouped queries balance.
 
 Legend: T tokens = batch * sequence, D head width, E = D / 2, EP = E rounded up to a power of 2, P positions in cos and
-sin (P = T, or the sequence length when all batch rows share them: token t uses row t mod P).
-
-Backward of `qk_rope`: the gradient of the fused q/k/v buffer rotated back, and through the head norms if there are.
-
-Straight in FP8, without head norms: rope_quantize.py. Bytes moved, with V = T * (num_q + 2 num_kv) * D * 2, the fused
-buffer (3 U for multi-head attention): 1 V read, 1 V written, and q and k of the norm's input read (2/3 V).
-
-Programs walk along the tokens: each takes every Q-th tile of tokens with all of its heads, so that
-grouped queries leave none with less to do. The norm's sums are taken in another order than PyTorch's, so the gradient
-may differ from the reference's by one BF16 step; v, and a q or k without norm, equal it bit for bit. The weights'
-gradients are deterministic: each program adds up its own heads, partials.py adds the programs' sums in a fixed order.
-
-Legend: T tokens, D head width, E = D / 2, EP = E rounded up to a power of 2, Q programs. A tile with head norms has R
-rows, a row is one head of one token: NH heads (a power of 2) of BT = R / NH tokens.
+sin (P = T, or the sequence length when all batch rows share them: token t uses row t mod P), Q programs. A tile with
+head norms has R rows, a row is one head of one token: NH heads of BT = R / NH tokens.
 """
 
 from __future__ import annotations
@@ -356,7 +349,7 @@ def _(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, eps, num_q):
 
 @triton.jit
 def _norm_backward(d1, d2, x1, x2, w1, w2, known, D, eps):
-    """Of rows' RMSNorm (R, EP) + (R, EP): gradients of input and of weight, apart per row; 0 where not `known` (R,)."""
+    """Return gradients of input and weight of rows' RMSNorm, (R, EP) + (R, EP), per row; 0 where not `known` (R,)."""
     share = 1.0 / D
     rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) * share + eps)
     rstd = tl.where(known, rstd, 0.0)[:, None]  # eps may be 0, rstd of a row of zeros infinite

@@ -1,4 +1,4 @@
-"""Where the elements of a program's tile lie: two shapes of tile that kernels over groups share, read and written.
+"""Tiles of kernels over groups: how two shapes of tile are addressed, read and written.
 
     a list of groups        the tensor's T * n groups in a row, NG of them a program (group_decode, ...)
     tokens by groups        BT tokens and NG groups: in pairs or quads of neighbouring rows that end up transposed, the
@@ -16,7 +16,7 @@ from overcoat.kernels.language import tl, triton
 
 @triton.jit
 def load_inside(pointer, inside):
-    """What lies there, 0 where not `inside`; that may be None: no mask is then taken along, no register set to zero."""
+    """Load elements, 0 where not `inside`; inside None: no mask."""
     if inside is None:
         return tl.load(pointer)
     else:

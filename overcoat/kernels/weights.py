@@ -1,22 +1,18 @@
-"""Weights that share one FP8 operand (q, k, v; gate, up): with one scale, or one for each 128x128 block (blockwise.py).
+"""Weights as E4M3 operands: stacked (q, k, v; gate, up), with one scale, or one for each 128x128 block (blockwise.py).
 
-Bytes moved, with N elements of 2 bytes in all: stacked copy 3N, with block scales too. Up to `PER_LAUNCH` weights are
-taken by one launch: the kernels take some 10 us each, a launch of its own as much. They equal the references bit for
-bit. operands.py finds the maxima, and makes several operands at once.
+    stack_weights, block_stack_weights    maxima known: a copy, also transposed; 3N bytes moved for N elements
+    quantize_parameters                   maxima found, of several operands in the same launches
+    stack_operands                        transposed operands of several stacks, maxima known
+
+A launch takes the GPU 4 us and the host 12, however small the weights. A block has four operands (q, k, v; the output
+layer; gate, up; down), each a maximum and a copy in the forward and a transposed copy in the backward: 12 launches, and
+4 that set maxima to zero, become 4. Up to `PER_LAUNCH` weights share a launch.
+
+A parameter's maximum is mostly that of the last time. The copy is made with the remembered maximum while the true one
+is found (3 bytes moved for an element of 2; a maximum first would take 5, less L2 hits); where they differ the copy is
+made again. So no result depends on the remembered value. All equal the references bit for bit.
 
 Legend: N rows of a weight, K its columns, L4 blocks of 128 rounded up to a multiple of 4.
-
-Weights as E4M3 operands with their maxima found, those of several operands in the same launches.
-
-A launch takes the GPU 4 us and the host 12, however small the weights. A block has four operands of its weights (q, k,
-v; the output layer; gate, up; down), each a maximum and a copy in the forward and a transposed copy in the backward: 12
-launches, and 4 that set maxima to zero, become 4.
-
-A parameter's maximum is mostly what it was the last time. The copy is made with that one, and the true one found on the
-way (3 bytes moved for an element of 2, where a maximum first takes 5, less what the L2 cache still has); where they
-differ the copy is made again. So no result depends on what is remembered. All equal the references bit for bit.
-
-Legend: N rows of a weight, K its columns.
 """
 
 from __future__ import annotations
@@ -386,7 +382,7 @@ def _operands_kernel(
 
 
 def _fits(weights: Sequence[Tensor], counts: Sequence[int], transposed: bool) -> bool:
-    """Whether the kernel takes them. Transposed, two rows are a word; a size of 1 Triton would compile in."""
+    """True if the kernel takes these weights. Transposed, two rows are one word; Triton specializes on a size of 1."""
     if len(weights) > WEIGHTS or len(counts) > OPERANDS or len({w.dtype for w in weights}) > 1:
         return False
     return all(min(w.shape) > 1 and not (transposed and w.shape[0] % 2) for w in weights)
@@ -394,7 +390,7 @@ def _fits(weights: Sequence[Tensor], counts: Sequence[int], transposed: bool) ->
 
 @functools.lru_cache(1024)
 def _numbers(shapes: Tuple[Any, ...], counts: Tuple[int, ...], transposed: bool) -> Tuple[Tuple[int, ...], int, int]:
-    """What the kernel is told of the weights, bits of all column counts together, tiles of the largest weight."""
+    """Return the kernel's table of weights, all column counts or'ed together, and the tiles of the largest weight."""
     groups, tile = grouped(shapes, counts), TRANSPOSED_TILE if transposed else PLAIN_TILE
     sizes, columns = [n for n, _ in shapes], [each[0][1] for each in groups]
     firsts = [sum(n for n, _ in each[:i]) for each in groups for i in range(len(each))]

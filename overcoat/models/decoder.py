@@ -236,7 +236,7 @@ class Fp8DecoderLayer(Mixin):
     # What the last forward in eager mode ran: "FP8", or why not.
     overcoat_ran: Optional[str] = None
     overcoat_mode: Optional[str] = None  # torch.compile's; None: eager (compiled.py)
-    # The processes between which rows are cut in `train()`; None: they are whole (context.py).
+    # The processes between which rows are cut in `train()`; None: they are whole (distributed/context.py).
     overcoat_context: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -88,7 +88,7 @@ class LeanLossModel(Mixin):
     overcoat_family: Optional[Family]
     # What the last forward in eager mode made: "loss without logits", or "all logits".
     overcoat_ran: Optional[str] = None
-    # The processes between which rows are cut in `train()` (context.py), or None.
+    # The processes between which rows are cut in `train()` (distributed/context.py), or None.
     overcoat_context: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
