@@ -214,7 +214,7 @@ def _launch(parsed: argparse.Namespace, config: Any) -> int:
 
 
 def read_config(path: str, overrides: list[str], memory: int | None, cluster: Any) -> Any:
-    """What `overcoat estimate --config` asks for."""
+    """Return the arguments of `overcoat estimate --config`."""
     from overcoat.train.configfile import load_config
     from overcoat.train.fit import training
 
@@ -244,7 +244,7 @@ class LastingStream:
 
 
 def _reader_left() -> bool:
-    """Whether a broken pipe is standard output's, which then goes nowhere."""
+    """True if a broken pipe is standard output's, which is then closed."""
     try:
         print(flush=True)
     except BrokenPipeError:

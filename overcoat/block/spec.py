@@ -13,8 +13,8 @@ put together again inside (`with_tensors`). Gradients return the same way: a `Br
 `RowPermutation` reorders the rows of a weight. Kernels have one layout: (q heads | k heads | v heads), columns i and i
 + D / 2 of a head rotating together. Where a model rotates pairs of neighbouring columns (GLM, Cohere), or only the
 first R columns of a head (Phi, GPT-NeoX), the rows of q's and k's weights are taken in the kernels' order: scores are
-sums over the columns of a head, so they are the same in any order. The parameter stays as it is: its rows are gathered as it
-is quantized, and the rows of its gradient put back. Columns that do not rotate get cos 1 and sin 0 (`tables`).
+sums over the columns of a head, so they are the same in any order. The parameter stays as it is: its rows are gathered
+as it is quantized, and the rows of its gradient put back. Columns that do not rotate get cos 1 and sin 0 (`tables`).
 
 Legend: D head width, R rotated columns of a head, K the layer's input width.
 """

@@ -1,9 +1,9 @@
-"""What a training step will hold, before renting the GPU: `overcoat estimate`, and `predict` behind it.
+"""Predict the memory and time of a training step before renting the GPU: `overcoat estimate`, and `predict` behind it.
 
-setup.py says how a model is trained, meter.py counts living tensors, workspaces.py what fused attention takes,
-phases.py says where a step's parts begin and measures real ones, dry_run.py runs a step on the meta device, fsdp.py
-takes FSDP2's part in it, predict.py adds what is counted from shapes, times.py says how long a step takes, fit.py finds
-what fits, command.py and table.py are the command line.
+setup.py says how a model is trained, meter.py counts live tensors, workspaces.py the workspaces of fused
+attention, phases.py marks the parts of a step and measures real steps, dry_run.py runs a step on the meta device,
+fsdp.py models FSDP2, predict.py adds what is computed from shapes, times.py predicts time, fit.py finds the largest
+batch, command.py and table.py are the command line.
 """
 
 from overcoat.estimate.phases import Phase

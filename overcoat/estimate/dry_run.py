@@ -37,7 +37,7 @@ LossOf = Callable[[Any, int, int], Tensor]
 
 
 class DryRun(NamedTuple):
-    """What the run saw.
+    """Results of a dry run.
 
     phases: living bytes by category, without parameters, and without gradients that were there before; by whether
     gradients are released: the same step, but for when they are freed.
@@ -128,7 +128,7 @@ def dry_run(of: Trained, batch: int, sequence: int, setup: Setup, gpus: int = 1,
 
 
 def kept_tensors(config: Any, batch: int, sequence: int, setup: Setup, loss_of: LossOf = own_loss) -> SavedReport:
-    """What `overcoat.memory.record_kept` will report of one forward pass, by op and tensor."""
+    """Predict `overcoat.memory.record_kept`'s report of one forward pass, by op and tensor."""
     model, meter = trained_model(config, setup).model, Meter(not setup.document_mask, Work())
     with _refusing_values(config), meter, LibraryAttention(), offload.separate(META), record_kept(model) as kept:
         loss_of(model, batch, sequence)
@@ -171,7 +171,7 @@ def _gradient_hooks(
     of.parts.restart()
 
     def keep(parameter: Tensor, gradient: Tensor) -> None:
-        """Of a gradient that is no parameter's `grad`."""
+        """Keep a gradient that is no parameter's `grad`."""
         if not waiting:
             torch.autograd.Variable._execution_engine.queue_callback(waiting.clear)
         waiting.append(gradient)

@@ -1,4 +1,4 @@
-"""What fits: the largest batch, and the cheapest change that makes a batch fit."""
+"""Find what fits: the largest batch, and the cheapest change that makes a batch fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OFF, BEND = 0.1, 128 * 2**20
 
 @dataclass(frozen=True)
 class Room:
-    """What is asked for: a batch of rows of `sequence` tokens on `gpus` GPUs with `limit` bytes each."""
+    """Request: a batch of rows of `sequence` tokens on `gpus` GPUs with `limit` bytes each."""
 
     predictor: Predictor
     batch: int
@@ -35,7 +35,7 @@ class Room:
         return self.predictor.predict(batch or self.batch, self.sequence, setup, self.gpus)
 
     def fits(self, setup: Setup, batch: Optional[int] = None) -> bool:
-        """Whether a step finds room on the GPU."""
+        """True if a step fits on the GPU."""
         return self.predict(setup, batch).total_bytes <= self.limit
 
     def largest_batch(self, setup: Setup) -> int:
@@ -71,7 +71,7 @@ class Room:
 
 
 def without_rows(prediction: Prediction) -> Prediction:
-    """What is there whatever the batch."""
+    """Return the bytes that do not depend on the batch."""
     there = {*LASTING, GRADIENTS}
     phases = [{name: size * (name in there) for name, size in each.items()} for each in prediction.by_phase]
     return replace(prediction, by_phase=phases)

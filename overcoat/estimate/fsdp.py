@@ -47,7 +47,7 @@ def part_bytes(tensor: Tensor, gpus: int) -> int:
 
 
 def travelling(parameter: Any) -> Tensor:
-    """What is gathered of a parameter: itself, or its codes."""
+    """Return the tensor that is gathered for a parameter: itself, or its codes."""
     return getattr(parameter, "held", parameter)
 
 

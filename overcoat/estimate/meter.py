@@ -1,4 +1,4 @@
-"""What lives on the device, op by op: a dispatch mode that counts storages as they come and go.
+"""Count live storages on a device, op by op, in a dispatch mode.
 
 A storage not seen before is an allocation, a weak reference tells when it is freed. That is what a GPU's caching
 allocator sees, if two things are added which no op returns: what the ops of `EXPANDED` do inside, and the library's
@@ -35,8 +35,8 @@ _READ_VALUE = torch.ops.aten._local_scalar_dense.default
 
 
 def own(tensor: Tensor) -> Tensor:
-    """What a tensor without storage of its own lies in: this process' part of a sharded one (`to_local` would be an op
-    here), the codes of a weight."""
+    """Return the tensor that holds the storage: this process' part of a sharded one (`to_local` would be an op here),
+    the codes of a gathered weight."""
     if isinstance(tensor, GatheredWeight):
         return tensor.held
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -87,7 +87,7 @@ def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _maker(x: Tensor) -> Callable[[], Tensor]:
-    """What makes tensors of the same shape on the meta device."""
+    """Return a function that makes tensors of the same shape on the meta device."""
     return functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=META)
 
 
@@ -98,7 +98,7 @@ def _made(value: Any) -> Any:
 
 
 def described(values: Any) -> tuple[Any, ...]:
-    """What results depend on: of tensors kind, shape and dtype."""
+    """Return the cache key of an argument: of tensors kind, shape and dtype."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -165,7 +165,7 @@ class Meter(TorchDispatchMode):
             self.tags[number] = name
 
     def number(self, tensor: Tensor) -> int:
-        """That of the allocation that a tensor lies in; -1 if it is not counted."""
+        """Return the number of a tensor's allocation; -1 if it is not counted."""
         return self.numbers.get(tensor.untyped_storage()._cdata, -1)
 
     def alive(self) -> set[int]:

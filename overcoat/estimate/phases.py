@@ -164,7 +164,7 @@ def measure_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What is there before a step, this process' part of each."""
+    """Return the tensors that exist before a step, this process' part of each."""
     there: list[Any] = [*model.parameters(), *model.buffers()]
     there += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     there += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

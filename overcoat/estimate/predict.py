@@ -73,12 +73,12 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        """What `torch.cuda.max_memory_allocated()` will say."""
+        """Return the predicted `torch.cuda.max_memory_allocated()`."""
         return sum(self.components.values())
 
     @property
     def slack_bytes(self) -> int:
-        """What the caching allocator, with segments that grow, may hold besides between tensors."""
+        """Return the bytes that the caching allocator may hold between tensors, with expandable segments."""
         lasting, gradients = sum(self.components[name] for name in LASTING), self.components["gradients"]
         # Accumulated, they are there before the activations of later passes come and go.
         of_gradients = SLACK_OF_LASTING if self.setup.accumulation > 1 else SLACK_OF_GRADIENTS
@@ -87,12 +87,12 @@ class Prediction:
 
     @property
     def context_bytes(self) -> int:
-        """What lies outside of PyTorch's allocator."""
+        """Return the bytes outside of PyTorch's allocator."""
         return CONTEXT + (NCCL if self.setup.is_sharded(self.gpus) else 0)
 
     @property
     def total_bytes(self) -> int:
-        """What the GPU must have free before the process starts."""
+        """Return the bytes that must be free on the GPU before the process starts."""
         return self.peak_bytes + self.slack_bytes + self.context_bytes
 
 
@@ -158,11 +158,11 @@ class Predictor:
         return trained, self._runs[work]
 
     def batches(self, sequence: int, setup: Setup, gpus: int) -> list[int]:
-        """Those for which `predict` needs no dry run any more."""
+        """Return the batches that `predict` has already run."""
         return [batch for batch, *work in self._runs if work == [sequence, setup.without_optimizer(), gpus]]
 
     def kept(self, batch: int, sequence: int, setup: Setup) -> SavedReport:
-        """What a forward pass keeps for its backward, by op and tensor."""
+        """Return the tensors that a forward pass saves for its backward, by op and tensor."""
         with _ALONE:
             return kept_tensors(self.config, batch, sequence, setup, self.loss_of)
 
@@ -180,8 +180,8 @@ def _together(lasting: dict[str, int], moving: dict[str, int]) -> dict[str, int]
 
 
 def _lasting(parameters: tuple[Tensor, ...], setup: Setup, gpus: int) -> tuple[dict[str, int], int]:
-    """What is there during the whole step, and the bytes of offloaded states in host memory. Sizes are the tensors'
-    own; what the allocator's multiples add to them is among the libraries'."""
+    """Return the bytes that last for the whole step, and the bytes of offloaded states in host memory. Sizes are the
+    tensors' own; what the allocator's multiples add to them is among the libraries'."""
     weights, host = [part_bytes(parameter, gpus) for parameter in parameters], 0
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     moments: list[int] = []

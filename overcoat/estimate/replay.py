@@ -21,7 +21,7 @@ from overcoat.estimate.times import Work, tensors_in
 
 
 class Place(NamedTuple):
-    """Where a tensor of a result lies. Bytes do not depend on the offsets of arguments, which are not looked at."""
+    """Place of a result's tensor in an allocation. Offsets of arguments do not change bytes and are ignored."""
 
     allocation: int
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Played(NamedTuple):
-    """What a function did. Its own allocations are 0, 1, ...; those of the tensors it was given ~0, ~1, ...
+    """Recorded effects of a function. Its own allocations are 0, 1, ...; those of the tensors it was given ~0, ~1, ...
 
     sizes: of its own. events: as the Meter's. storages: bytes of its own that live on. result: with a `Place` for each
     tensor. emptied: which arguments are lists that it emptied.
@@ -99,7 +99,7 @@ def _once(meter: Meter, function: Callable[..., Any], *args: Any) -> Any:
 def _seen(
     meter: Meter, given: Sequence[int], first: int, begin: int, args: Sequence[Any], result: Any, work: Work
 ) -> Optional[Played]:
-    """What has happened since allocation `first` and event `begin`. None where something came or went besides the
+    """Return the effects since allocation `first` and event `begin`. None where something came or went besides the
     tensors given and returned, as tables that a model's first step makes and keeps."""
     names = {number: ~place for place, number in reversed([*enumerate(given)]) if number >= 0}
     names |= {number: number - first for number in range(first, meter.count)}

@@ -66,7 +66,7 @@ class Setup:
             )
 
     def is_sharded(self, gpus: int) -> bool:
-        """Whether FSDP2 holds the model on so many GPUs; cut into one part if that is one."""
+        """True if FSDP2 shards the model, on one GPU too."""
         return gpus > 1 or self.replicated
 
     @property

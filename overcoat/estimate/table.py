@@ -20,7 +20,7 @@ def gib(size: float) -> str:
 
 
 def component_table(prediction: Prediction) -> str:
-    """What the GPU holds at the step's fullest moment."""
+    """Format the GPU's memory at the peak of a step."""
     peak = prediction.peak_bytes
     lines = [f"{'at the peak, ' + prediction.moment:38s} {'GiB':>8s}   share"]
     for name, size in prediction.components.items():
@@ -38,7 +38,7 @@ def component_table(prediction: Prediction) -> str:
 
 
 def time_line(times: Times, tokens: int, cluster: Cluster) -> str:
-    """What a step of so many tokens on each GPU takes, and how far such predictions were off."""
+    """Format the time of a step, tokens per GPU, and the measured error of such predictions."""
     parts = ", ".join(f"{name} {seconds * 1e3:,.0f}" for name, seconds in times._asdict().items() if seconds >= 5e-4)
     all_gpus = f" ({cluster.gpus * tokens / times.step:,.0f} in all)" if cluster.gpus > 1 else ""
     where = f", {cluster.nodes} hosts, {cluster.network / 1e9:.0f} GB/s between them" if cluster.nodes > 1 else ""
@@ -73,7 +73,7 @@ def rung_table(room: Room, advice: Advice) -> str:
 
 
 def recommendation(room: Room, advice: Advice) -> str:
-    """What to do, in a sentence or two."""
+    """Format the recommendation, in one or two sentences."""
     where = f"{gib(room.limit)} GiB" + (f" on each of {room.gpus} GPUs" if room.gpus > 1 else "")
     if advice.changes is None:
         least = advice.rungs[-1].prediction.total_bytes

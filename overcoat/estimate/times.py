@@ -69,7 +69,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Optional[tuple[str, float]]:
-    """What an op does, as `__torch_dispatch__` sees it: its kind, and operations, bytes or, of attention, seconds.
+    """Return an op's kind and its operations, bytes or, for attention, seconds, as `__torch_dispatch__` sees it.
     None: it launches nothing."""
     name = func.overloadpacket.__name__
     if func.is_view or name in _FREE or not tensors_in((args, out)):
@@ -96,7 +96,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Optional[tuple[str, 
 
 
 class Work(defaultdict[tuple[bool, str], float]):
-    """What ops do: operations, bytes and launches, by (whether in the backward, kind); attention in seconds."""
+    """Work of ops: operations, bytes and launches, by (whether in the backward, kind); attention in seconds."""
 
     def __init__(self) -> None:
         super().__init__(float)
@@ -119,7 +119,7 @@ class Work(defaultdict[tuple[bool, str], float]):
 
 
 def attention_seconds(batch: int, sequence: int, columns: int, backward: bool) -> float:
-    """Of one layer's causal attention over heads of `columns` columns in all."""
+    """Return the seconds of one layer's causal attention over heads of `columns` columns in all."""
     rate, half = ATTENTION[backward]
     return (5 if backward else 2) * batch * sequence**2 * columns * (1 + half / sequence) / rate
 
@@ -193,7 +193,7 @@ class Times(NamedTuple):
 
 
 def step_times(work: Work, sizes: Sizes, accumulation: int, released: bool, cluster: Cluster) -> Times:
-    """Of an optimizer step of so many micro-batches."""
+    """Return the predicted times of an optimizer step of several micro-batches."""
     memory = GPUS[cluster.gpu]
     ahead, back = (accumulation * work.seconds(backward, memory) for backward in (False, True))
     optimizer = (4 * sizes.trained + 2 * sizes.states) / (memory * ADAMW)

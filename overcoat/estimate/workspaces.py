@@ -1,4 +1,4 @@
-"""What fused attention takes on a GPU, for devices that run none: its workspaces, and its shapes."""
+"""Workspaces and shapes of fused attention on a GPU, for devices that run none."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _all_pairs(mask: Tensor | None, x: Tensor, batch: int) -> tuple[Tensor | Non
 
 
 def _is_grouped(mask: Tensor | None) -> bool:
-    """Whether the kernel takes k and v as they are: cuDNN's (`kernels.attention.chosen`)."""
+    """True if the kernel takes grouped k and v as they are: cuDNN's (`kernels.attention.chosen`)."""
     return mask is None or is_starts(mask) or mask.shape[-1] % 128 == 0
 
 

@@ -198,7 +198,7 @@ class Target(NamedTuple):
 
 
 def find_target(name: str) -> Target:
-    """Where the weights are. ValueError: it is a folder without a model, or damaged."""
+    """Return the folder of the weights. ValueError: it is a folder without a model, or damaged."""
     if not name.strip():
         raise ValueError("a TARGET is empty: give a run, a checkpoint, a folder or a Hugging Face name")
     folder = Path(name)

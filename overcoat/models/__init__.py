@@ -1,1 +1,1 @@
-"""Which layers of which models run in FP8, and how they are swapped in."""
+"""Conversion of Hugging Face models: which layers run in FP8, and how they are swapped in."""

@@ -1,11 +1,10 @@
 """Decoder layers under torch.compile, one by one, and as CUDA graphs: `train.compile`.
 
     layers      torch.compile(fullgraph=True) of every layer. They share their code, so one graph serves all, and one
-                more all other batch sizes; of a tower one those of images of one size, as rows of a batch, one others
-    graphs      the same with mode="reduce-overhead": forward and backward of every layer are recorded once and replayed
-                after, without the host, which is what a small block waits for; of a vision-language model those of
-                the tower alone, and the others stay eager: a graph's inputs are copied and its memory stays, which
-                large text layers would pay for and not gain by
+                more serves other batch sizes; a tower has one for images of one size and one for mixed sizes
+    graphs      the same with mode="reduce-overhead": forward and backward of every layer are recorded once and then
+                replayed without the host, which limits small blocks. In a vision-language model only the tower is
+                recorded: a graph copies its inputs and keeps its memory, which does not pay for large text layers
 
 A replay runs the same kernels on the same addresses. So a graph must hold whatever changes from step to step, or be
 given it anew:

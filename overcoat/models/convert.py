@@ -230,7 +230,7 @@ def _choose_offloaded(model: nn.Module, layers: dict[str, nn.Module], report: Re
 
 
 def _keeping(model: nn.Module, names: list[str], tower: str) -> list[str]:
-    """Those of the layers that keep tensors for the backward: something in or before them is trained."""
+    """Return the layers that save tensors for the backward: something in or before them is trained."""
     if any(getattr(module, "_require_grads_hooks", None) for module in model.modules()):
         return names  # `enable_input_require_grads`
     # Not `named_parameters`, which wrappers override: the layers' names are those of modules.

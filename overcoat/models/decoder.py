@@ -1,4 +1,4 @@
-"""What all families share: a layer that trains in FP8, and how its modules become the branches of a block.
+"""A decoder layer that trains in FP8, and how its modules become the branches of a block.
 
 `Fp8DecoderLayer` is mixed into the layer's own class (convert.py), so parameters, names, hooks and the original forward
 stay. It computes in FP8 in `train()` mode (`eval_fp8`: always); otherwise, and whenever a module of it was replaced or

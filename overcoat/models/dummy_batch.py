@@ -38,12 +38,12 @@ def model_class(config: Any) -> Any:
 
 
 def sees(config: Any) -> bool:
-    """Whether the model of a configuration is given images."""
+    """True if the model of a configuration takes images."""
     return config.model_type in SEEING
 
 
 def tower_parameters(model: Any) -> list[Tensor]:
-    """Of a vision-language model's tower, without the connector; of another none."""
+    """Return the parameters of a vision-language model's tower, without the connector; [] for other models."""
     whole = model_spec_of(model)
     if whole is None or not whole.vision:
         return []
@@ -61,7 +61,7 @@ def freeze_tower(model: Any) -> None:
 
 
 def images(model: Any, batch: int, sequence: int, side: int = SIDE) -> dict[str, Tensor]:
-    """What a model's forward gets for one random image in each of `batch` rows, on its device; {} if it sees none.
+    """Return the forward's arguments for one random image in each of `batch` rows, on its device; {} if it takes none.
     ValueError: an image's tokens do not fit into a row."""
     return SEEING[model.config.model_type](model, batch, sequence, side) if sees(model.config) else {}
 
@@ -99,7 +99,7 @@ def _random_ids(vocabulary: int, batch: int, sequence: int, device: torch.device
 
 
 def _image_tokens(config: Any, given: dict[str, Tensor], batch: int) -> int:
-    """Of one image."""
+    """Return the number of tokens of one image."""
     if "image_grid_thw" in given:
         return int(given["image_grid_thw"][0].prod()) // config.vision_config.spatial_merge_size**2
     return (config.vision_config.image_size // config.vision_config.patch_size) ** 2
@@ -146,8 +146,8 @@ def _qwen3_vl(model: Any, batch: int, sequence: int, side: int) -> dict[str, Ten
 
 
 def tower_inputs(tower: Any, grid: Tensor) -> dict[str, Any]:
-    """What Qwen2-VL's, Qwen2.5-VL's and Qwen3-VL's vision towers find out, on the CPU, from a grid of their images'
-    sizes, int64 (images, 3): how many patches each has in time, height and width."""
+    """Return what the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL compute on the CPU from a grid of image sizes,
+    int64 (images, 3): patches in time, height and width."""
     from transformers import vision_utils
 
     merge = tower.spatial_merge_size

@@ -45,7 +45,7 @@ class Modules(NamedTuple):
 
 
 class Family(NamedTuple):
-    """What has been read and tested of a family of transformers.
+    """Description of a family of transformers models: a proposal that the conversion verifies.
 
     Attributes:
         module: its modeling module. layer, causal, norm: names of the layer's class in it, of the model's (a causal
@@ -59,7 +59,7 @@ class Family(NamedTuple):
         refused: a layer -> the reason why it cannot be converted all the same, or None.
         q_scale: a layer, position ids -> what q is multiplied by after the rotation, in their shape.
         logit_scale: a causal model -> what its logits are multiplied by.
-        trunk, stack: where the causal model keeps its layers' owner, and that one the layers.
+        backbone, stack: where the causal model keeps its layers' owner, and that one the layers.
         parts: of a layer that is not transformers': the modules that its parts' classes are in.
         inputs: of such a layer: itself, its input and its other arguments -> the arguments of transformers' layers.
     """
@@ -166,7 +166,7 @@ def _mixed(mixin: Any, original: Any) -> Any:
 
 
 class Mixin(nn.Module):
-    """What is mixed into a transformers class; objects of the result are pickled as mixin and original."""
+    """Base of the mixins of transformers classes; objects are pickled as mixin and original."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         # `type(model).from_pretrained(...)`, `type(layer)(config, index)`: made anew, it has not been converted.
@@ -244,7 +244,7 @@ def model_specs() -> tuple[ModelSpec, ...]:
 
 
 def model_spec_of(model: nn.Module | type[nn.Module]) -> Optional[ModelSpec]:
-    """What is known of a model's class, whatever was mixed in, or None."""
+    """Return the `ModelSpec` of a model's class, whatever was mixed in, or None."""
     original = original_class(model)
     found = (each for each in model_specs() if (each.module, each.name) == (original.__module__, original.__name__))
     return next(found, None)
@@ -271,7 +271,7 @@ def find_causal_model(model: nn.Module) -> Optional[tuple[str, nn.Module]]:
 
 
 def tower_path(model: nn.Module) -> str:
-    """What the names of all modules in a model's vision tower begin with, a dot at the end; "" without a tower."""
+    """Return the prefix of the names of a vision tower's modules, with its dot; "" without a tower."""
     # Up to the first that is known: a step of CUDA graphs asks, and to look at all 423 modules of a Llama takes 60 ms.
     known = ((name, whole) for name, module in model.named_modules() if (whole := model_spec_of(module)) is not None)
     name, whole = next(known, ("", None))

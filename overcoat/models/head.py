@@ -202,7 +202,7 @@ class LeanLossModel(Mixin):
 
 
 def shifted(labels: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, int]:
-    """What each position of labels (B, S) is to predict, as transformers' loss has it, and the index it ignores."""
+    """Return the target of each position of labels (B, S), as transformers' loss has it, and the ignored index."""
     ignore_index, targets = inputs.get("ignore_index", -100), inputs.get("shift_labels")
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if targets is None else targets, ignore_index
 

@@ -40,7 +40,7 @@ class ImageMask(Tensor):
 
 
 def places(mask: Tensor, count: int) -> Tensor:
-    """Where the first `count` true elements of a mask are, int64 (count,); 0 for those that it lacks."""
+    """Return the positions of the first `count` true elements of a mask, int64 (count,); 0 for missing ones."""
     flat = mask.flatten()
     order = torch.where(flat, flat.cumsum(0) - 1, count).clamp(max=count)
     found = torch.zeros(count + 1, dtype=torch.int64, device=mask.device)
@@ -114,8 +114,8 @@ def multiply_patches(model: nn.Module, converted: list[str], in_eval: bool) -> N
 
 
 def longest(tower: Any, grid: Tensor) -> dict[str, int]:
-    """What no image of a grid (images, 3), and no window of Qwen2.5-VL's, has more patches than, by the names of the
-    tower's arguments. A grid on a GPU makes the host wait."""
+    """Return the longest image of a grid (images, 3) and the longest window (Qwen2.5-VL), in patches, by the names of
+    the tower's arguments. A grid on a GPU costs a host sync."""
     found = {"max_seqlen": max(rows * columns for _, rows, columns in grid.tolist())}
     if hasattr(tower, "window_size"):
         found["max_window_seqlen"] = (tower.window_size // tower.patch_size) ** 2
@@ -149,8 +149,8 @@ def rows_of(x: Tensor, lengths: Optional[Tensor], longest: Any) -> tuple[int, in
 
 
 def _is_compiled() -> bool:
-    """Whether torch.compile takes the model's own code: its graphs, or what runs between two of them, which would hand
-    an `ImageMask` to the next. Layers that are compiled one by one never see one."""
+    """True if torch.compile compiles the model's own code: an `ImageMask` would pass from one graph to the next. Layers
+    that are compiled one by one never see one."""
     return torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False)
 
 

@@ -19,7 +19,7 @@ NAMES = {"DoraLinearVariant": "DoRA"}
 
 
 def is_lora(linear: Any) -> bool:
-    """Whether this is peft's own LoRA layer, not a subclass."""
+    """True if this is peft's own LoRA layer, not a subclass."""
     cls = type(linear)
     return cls is not nn.Linear and (cls.__module__, cls.__name__) == CLASS
 
@@ -39,7 +39,7 @@ def parts_of(linear: Any) -> Iterator[Any]:
 
 
 def active_adapters(linear: Any, place: int = 0) -> list[Adapter]:
-    """What a linear layer's forward adds to its product, in order; place: of the layer among those stacked with it."""
+    """Return the adapters that a linear layer's forward adds, in order; place: index of the layer in its stack."""
     if not is_lora(linear):
         return []
     if linear.disable_adapters and linear.merged:
@@ -51,7 +51,7 @@ def active_adapters(linear: Any, place: int = 0) -> list[Adapter]:
 
 
 def why_not_plain(linear: Any) -> Optional[str]:
-    """What an active adapter computes beside (x A^T) B^T, or None."""
+    """Return what an active adapter computes beside (x A^T) B^T, or None."""
     for name in _names(linear):
         variant, dropout = linear.lora_variant.get(name), linear.lora_dropout[name]
         rate = getattr(dropout, "p", 0.0)
@@ -66,7 +66,7 @@ def why_not_plain(linear: Any) -> Optional[str]:
 
 
 def _names(linear: Any) -> list[str]:
-    """Of the adapters that its forward adds."""
+    """Return the names of the adapters that its forward adds."""
     if linear.disable_adapters or linear.merged:
         return []
     return [name for name in linear.active_adapters if name in linear.lora_A]

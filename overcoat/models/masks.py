@@ -36,7 +36,8 @@ ESTIMATED = 256
 
 
 def mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool, window: int) -> Any:
-    """What flash and flex attention read, as `check_mask` takes it: lengths, padding (B, S), positions, a BlockMask."""
+    """Return the mask that flash and flex attention read, as `check_mask` takes it: lengths, padding (B, S), positions,
+    a BlockMask."""
     batch, sequence = x.shape[:2]
     if type(mask).__name__ == "BlockMask":
         return create_mask(mask.mask_mod, mask.shape[0], mask.shape[1], sequence, sequence, x.device)
@@ -66,7 +67,7 @@ def mask_of_original(layer: nn.Module, starts: Optional[Tensor], x: Tensor) -> O
 
 
 def as_starts(mask: Any) -> Optional[Tensor]:
-    """What `causal_mask` gives where documents are packed, as attention takes it; None for other masks."""
+    """Return the document starts in a mask made by `causal_mask`, as attention takes them; None for other masks."""
     given = isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2] > 1
     return mask.flatten() if given and mask.numel() == mask.shape[2] else None
 
@@ -158,8 +159,7 @@ def _owners(causal: Any) -> list[Any]:
 
 
 def _has_other_mask(model: Any) -> bool:
-    """Whether somebody makes masks in the place of transformers, in a subclass or for all models: they may show more
-    tokens."""
+    """True if a subclass or a patch makes masks instead of transformers: they may show more tokens."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     kind = model.config._attn_implementation
@@ -168,8 +168,8 @@ def _has_other_mask(model: Any) -> bool:
 
 
 def _told(position_ids: Optional[Tensor], lengths: Any, batch: int, sequence: int) -> dict[str, Tensor]:
-    """What layers wrapped by torch.compile have to be told under flash attention: they get no mask, and cannot look
-    themselves where documents begin."""
+    """Return the arguments that layers wrapped by torch.compile need under flash attention: they get no mask, and
+    cannot find the document starts."""
     if position_ids is None or position_ids.shape[1:] != (sequence,):
         return {}
     starts = _starts(position_ids.expand(batch, -1), lengths, skips=True)
@@ -177,7 +177,7 @@ def _told(position_ids: Optional[Tensor], lengths: Any, batch: int, sequence: in
 
 
 def _starts(position_ids: Tensor, lengths: Any, skips: bool) -> Tensor:
-    """Where documents begin: as the caller says, as position ids (B, S) say, or on the meta device a guess."""
+    """Return the document starts: the caller's, those of position ids (B, S), or a guess on the meta device."""
     batch, sequence = position_ids.shape
     if lengths is not None:
         return given_starts(lengths, batch, sequence, position_ids.device)
@@ -187,14 +187,14 @@ def _starts(position_ids: Tensor, lengths: Any, skips: bool) -> Tensor:
 
 
 def _knows_its_window(layer: nn.Module, kind: Optional[str]) -> bool:
-    """Whether the layer's attention is the model's own class, whose window `window_of` reads, and has one if the
-    configuration's `kind` of layer in this place does: transformers makes masks of it."""
+    """True if the layer's attention is the model's own class, whose window `window_of` reads, and has a window where
+    the configuration's layer type has one, from which transformers makes masks."""
     own = original_class(layer).__module__
     parts = [part for part in layer.modules() if hasattr(part, "is_causal") and original_class(part).__module__ == own]
     return any(kind is None or (window_of(part) > 0) == (kind == "sliding_attention") for part in parts)
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody else sees the module's arguments, who may read the mask: by its forward, or by a hook. So does
-    torch.compile's wrapper (not `layer.compile()`): to `starts` it would compile anew for each number of them."""
+    """True if a replaced forward or a hook sees the module's arguments and may read the mask. So does torch.compile's
+    wrapper (not `layer.compile()`), which would recompile for each number of `starts`."""
     return "forward" in vars(module) or has_hooks(module, HARMLESS_HOOKS, ("_forward_pre_hooks", "_forward_hooks"))

@@ -1,4 +1,4 @@
-"""What a model returns that computed its loss without logits: in their place something that says so when it is used.
+"""Results of a model that computed its loss without logits: in their place an object that raises when it is used.
 
 It is an attribute of the result and no item, as None was: accelerate, DataParallel and FSDP go through the items, and
 make a result of the same class of them, which has the attribute again. Who asks for the item gets the same answer.
@@ -14,7 +14,7 @@ MISSING = f"the loss was computed without logits: {REMEDY}"
 
 
 def refuse_second_call(*_: Any) -> NoReturn:
-    """Of lm_head in a forward that computes its loss there: the other call, a hook's perhaps, got it for logits."""
+    """Refuse a second call of lm_head in a forward that computes its loss there: the first got the loss as logits."""
     raise ValueError(f"lm_head was called twice while the model computes its loss without logits: {REMEDY}")
 
 

@@ -23,7 +23,8 @@ known: set[Any] = set()
 
 
 def why_patched(function: Any, title: str) -> Optional[str]:
-    """Which function is not its library's: this one, called `title`, or one that it calls by name; None if all are."""
+    """Return the function that is not its library's: this one, called `title`, or one that it calls by name; None if
+    all are."""
     called = [(names, name) for names, name in called_by_name(function) if names.get(name) not in known]
     for name, each in ((title, function), *((name, names.get(name)) for names, name in called)):
         if (source := _foreign(each)) is not None:
@@ -39,7 +40,7 @@ def why_all_patched(cls: Any) -> Optional[str]:
 
 @torch.compiler.assume_constant_result
 def why_torch_patched() -> Optional[str]:
-    """Whether somebody replaced what layers call of PyTorch; in compiled code, when it was traced."""
+    """Return a message if somebody replaced what layers call of PyTorch; in compiled code, when it was traced."""
     for name in CALLED:
         if (now := getattr(F, name)) not in known:
             if name in CALLED[:3] and now is not getattr(torch._C._nn, name):
@@ -51,7 +52,7 @@ def why_torch_patched() -> Optional[str]:
 
 @torch.compiler.assume_constant_result
 def why_loss_patched() -> Optional[str]:
-    """Whether somebody replaced the loss of causal models, or what it calls; in compiled code as above."""
+    """Return a message if somebody replaced the loss of causal models, or what it calls; in compiled code as above."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     reason = why_patched(ForCausalLMLoss, "ForCausalLMLoss")
@@ -59,7 +60,8 @@ def why_loss_patched() -> Optional[str]:
 
 
 def why_mode() -> Optional[str]:
-    """Whether a TorchFunctionMode of no library is on at a forward, which would see nothing of what our ops compute."""
+    """Return a message if a TorchFunctionMode of no library is on at a forward, which would see nothing of what our ops
+    compute."""
     for place in range(torch._C._len_torch_function_stack()):
         kind = type(torch._C._get_function_stack_at(place))
         if _foreign(kind) is not None:
@@ -68,8 +70,8 @@ def why_mode() -> Optional[str]:
 
 
 def why_other_attention(kind: Optional[str], forward: Any) -> Optional[str]:
-    """Whether somebody replaced transformers' attention. kind: transformers' name of it; forward: the function by which
-    a layer's attention module calls it."""
+    """Return a message if somebody replaced transformers' attention. kind: transformers' name of it; forward: the
+    function by which a layer's attention module calls it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if kind in ALL_ATTENTION_FUNCTIONS and "/" not in str(kind):  # not one of the hub's kernels

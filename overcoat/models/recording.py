@@ -1,4 +1,4 @@
-"""What layers show of themselves while they run: attention's scores, and how FP8 operands use their range.
+"""Record attention's scores and the use of FP8 operands' range while layers run.
 
     with overcoat.record_scores(model) as scores:
         model(**batch)
@@ -15,8 +15,8 @@ than one, whatever the recipe. A figure that grows from evaluation to evaluation
 or a clip of the logits.
 
 Ranges: the operands as the products read them, each (stacked) linear layer's input, weight and output gradient. A scale
-is found just in time, so a few codes always are the largest one; many of them mean values that were cut off. Zeros are
-what underflowed, and what was zero before: rows without labels, the negative half of a ReLU.
+is found just in time: a few saturated codes are normal; many mean clipping. Zeros are values that underflowed, and
+values that were zero before: rows without labels, the negative half of a ReLU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHUNK = 1 << 24  # codes counted at once: what is looked at is as large as a ste
 
 
 class Recorded:
-    """What a model's converted layers showed; reading it waits for the device. `names`: theirs, by `id`."""
+    """Records of a model's converted layers; reading syncs with the device. `names`: of the layers, by `id`."""
 
     def __init__(self, model: Optional[nn.Module] = None) -> None:
         layers = model.named_modules() if model is not None else ()

@@ -1,4 +1,4 @@
-"""What cannot run in FP8: why a layer of a known family is left alone, at conversion or later, in one line each."""
+"""Reasons why a layer cannot run in FP8, at conversion or later, in one line each."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def window_of(attention: Any) -> int:
 
 
 def reads_lengths(config: Any) -> bool:
-    """Whether transformers would compute attention by a kernel that is given lengths instead of a mask."""
+    """True if transformers would compute attention by a kernel that takes lengths instead of a mask."""
     kind = config._attn_implementation
     return kind is not None and "flash" in kind and not kind.startswith("paged|")
 
@@ -172,7 +172,7 @@ def _why_other_modules(layer: nn.Module, family: Family, branches: tuple[Modules
 
 
 def why_changed(layer: nn.Module, family: Family, branches: tuple[Modules, ...]) -> Optional[str]:
-    """What a layer's modules, hooks or attention compute beside what the FP8 block does, or None."""
+    """Return what a layer's modules, hooks or attention compute beside the FP8 block, or None."""
     reason = _why_other_modules(layer, family, branches) or _why_dropout(layer, branches)
     if reason is not None:
         return reason
@@ -227,7 +227,7 @@ def _why_dropout(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[st
 
 
 def why_given(owner: Any, given: Mapping[str, Any]) -> Optional[str]:
-    """What a call asks for that FP8 attention does not have, or what changes its functions."""
+    """Return what a call asks for that FP8 attention does not have, or None."""
     mask, tables = given.get("attention_mask"), given.get("position_embeddings")
     for table in (mask, *tables) if isinstance(tables, (tuple, list)) else (mask, tables):
         if isinstance(table, Tensor) and table.requires_grad:
@@ -238,8 +238,7 @@ def why_given(owner: Any, given: Mapping[str, Any]) -> Optional[str]:
 
 
 def _collects_attentions() -> bool:
-    """Whether transformers' recorders wait for attention's probabilities: they would get none, and a loss of them be
-    that of an empty tuple."""
+    """True if transformers' recorders wait for attention's probabilities, which FP8 attention does not compute."""
     if torch.compiler.is_compiling():
         return False
     from transformers.utils import output_capturing
@@ -275,8 +274,8 @@ def _path(layer: nn.Module, module: Any) -> str:
 
 
 def has_hooks(module: Any, harmless: tuple[str, ...] = ("transformers.utils",), kinds: tuple[str, ...] = HOOKS) -> bool:
-    """Whether somebody hooked the module, but for functions of modules whose names begin so; transformers' recording
-    hooks stay on it and sleep."""
+    """True if the module has hooks other than functions of modules whose names begin with `harmless`; transformers'
+    idle recording hooks stay on it."""
     return any(
         not (getattr(hook, "__module__", None) or "").startswith(harmless)
         for hooks in kinds

@@ -1,4 +1,4 @@
-"""What `convert` did to each layer and the head, and what they ran at their last forward."""
+"""Report of `convert`: the treatment of each layer and the head, and what they ran at their last forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GONE = "gone: whatever has its place since is not converted; convert the model a
 
 
 class LayerReport(NamedTuple):
-    """What happened to one decoder layer, or to the head: `converted`, and the treatment or the reason why not."""
+    """Treatment of one decoder layer or the head; `detail`: the treatment, or the reason why it was left alone."""
 
     name: str
     kind: str
@@ -50,8 +50,8 @@ class Report:
         self._modules[name] = weakref.ref(module), weakref.ref(model)
 
     def running(self) -> dict[str, str]:
-        """What converted layers and the head ran at their last forward, by name: "FP8", "loss without logits", or why
-        not. Compiled layers cannot be observed: for them it is what they would run now."""
+        """Return what converted layers and the head ran at their last forward, by name: "FP8", "loss without logits",
+        or why not. Compiled layers cannot be observed: for them it is what they would run now."""
         modules = {name: (module(), model()) for name, (module, model) in self._modules.items()}
         known = {name: module for name, (module, model) in modules.items() if module is not None or model is not None}
         return {name: GONE if module is None else _ran(module) for name, module in known.items()}

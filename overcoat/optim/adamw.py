@@ -109,11 +109,12 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `step` unscales: True for GradScaler alone.
+        """True for GradScaler alone: `step` unscales.
 
         It then hands over `grad_scale` and `found_inf` instead of waiting for the check, and a released gradient meets
         an error instead of none to check. Lightning reads the same name as "cannot be clipped" and refuses
-        `gradient_clip_val`, although no scaler is there. PyTorch has no other way to ask, so the asker decides.
+        `gradient_clip_val`, although no scaler is there. PyTorch has no other way to ask, so the caller's identity
+        decides.
         """
         return sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler"
 

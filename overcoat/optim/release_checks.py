@@ -1,4 +1,4 @@
-"""What released gradients cannot do, told before anything moves; and who would have clipped them."""
+"""Checks of released gradients before a backward: what cannot be done with them, and who would have clipped them."""
 
 from __future__ import annotations
 

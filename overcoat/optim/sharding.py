@@ -93,12 +93,12 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
 
 
 def is_whole(param: Tensor) -> bool:
-    """Whether every process does the whole step of this sharded parameter: it is a vector."""
+    """True if every process does the whole step of this sharded parameter: it is a vector."""
     return isinstance(param, DTensor) and param.dim() < 2
 
 
 def is_cut(param: Tensor) -> TypeGuard[DTensor]:
-    """Whether every process steps its own rows, and holds the state of these."""
+    """True if every process steps its own rows, and holds their state."""
     return isinstance(param, DTensor) and param.dim() > 1
 
 
@@ -148,8 +148,8 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def stepped_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this process steps of tensors of one layout and dtype: all of sharded vectors, which are gathered at once;
-    of anything else its own part."""
+    """Return the tensors that this process steps, of one layout and dtype: sharded vectors whole, gathered at once; its
+    own part of all others."""
     if not tensors or not is_whole(tensors[0]):
         return [local(tensor) for tensor in tensors]
     own, first = [local(tensor) for tensor in tensors], tensors[0]

@@ -1,4 +1,4 @@
-"""What AdamW keeps for a parameter: plain tensors, their shapes and dtypes, and checks.
+"""AdamW's state of a parameter: plain tensors, their shapes and dtypes, and checks.
 
     step               0-d FP32, on the parameter's device, as torch's fused AdamW; the rest may be offloaded
     exp_avg            codes of m in the parameter's shape
@@ -105,7 +105,7 @@ def restore_state(saved: Mapping[str, Tensor], param: Tensor, offload: bool = Fa
 
 
 def is_elsewhere(state: Mapping[str, Tensor], param: Tensor, offload: bool = False) -> bool:
-    """Whether a state is not beside its parameter, or with offload not in page-locked host memory."""
+    """True if a state is not beside its parameter, or with offload not in page-locked host memory."""
     if any(local(value).device != _home(name, param, offload) for name, value in state.items()):
         return True
     value = local(state["exp_avg"])
@@ -179,7 +179,7 @@ def check_torchs_options(group: Mapping[str, Any]) -> None:
 
 
 def _is_within(value: Any, upper: float) -> bool:
-    """Whether it is a number in [0, upper)."""
+    """True if the value is a number in [0, upper)."""
     return hasattr(value, "__float__") and bool(0.0 <= value < upper)
 
 

@@ -56,7 +56,7 @@ def rows_of_process(config: Config, cluster: Cluster = ONE) -> int:
 
 
 def divisors(count: int) -> list[int]:
-    """Of a number of rows, the largest first."""
+    """Return the divisors of a number of rows, the largest first."""
     small = [size for size in range(1, math.isqrt(count) + 1) if count % size == 0]
     return sorted({*small, *(count // size for size in small)}, reverse=True)
 
@@ -73,7 +73,7 @@ def _checkpointed(config: Config, fit: BatchPlan) -> list[BatchPlan]:
 
 
 def next_leaner(config: Config, fit: BatchPlan) -> BatchPlan | None:
-    """What to try when a step with `fit` ran out of memory, as `train.on_oom` says; None if nothing is left."""
+    """Return the plan to try after `fit` ran out of memory, as `train.on_oom` says; None if nothing is left."""
     fewer = [fit._replace(micro_batch=size) for size in divisors(rows_of_process(config)) if size < fit.micro_batch]
     if config.optimizer.release_gradients:
         fewer = []  # they cannot accumulate
@@ -142,8 +142,8 @@ def _check_shared(config: Config, cluster: Cluster) -> None:
 
 
 def training_setup(config: Config, fit: BatchPlan, cluster: Cluster = ONE) -> Setup:
-    """What a training configuration says about memory, with micro-batches and recipe as `fit` has them; cluster: as
-    of `rows_of_process`."""
+    """Return the memory setup of a training configuration with the micro-batches and recipe of `fit`; cluster: as in
+    `rows_of_process`."""
     optimizer = config.optimizer
     return Setup(
         recipe=recipe_of(config, fit),

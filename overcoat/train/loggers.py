@@ -1,4 +1,4 @@
-"""Where a run's figures go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, by `train.loggers`.
+"""Loggers of a run's figures besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, by `train.loggers`.
 
 Each is its own library, which reads its own environment: WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI and so on. What
 a run is called there is kept in RUN_DIR/loggers.json, so a resumed run goes on in the same place.
@@ -132,7 +132,8 @@ def check_loggers(config: Config) -> None:
 
 
 def open_loggers(config: Config, title: str, first_step: int) -> dict[str, Logger]:
-    """Those that the configuration names. ValueError: a library is not installed, or does not begin a run."""
+    """Open the loggers that the configuration names. ValueError: a library is not installed, or does not begin a
+    run."""
     opened: dict[str, Logger] = {}
     for name in _names(config):
         try:

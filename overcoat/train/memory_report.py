@@ -92,7 +92,7 @@ def write_report(state: TrainState, config: Config, phases: list[Phase], gradien
 
 
 def _component_figures(state: TrainState, prediction: Prediction, gradients: int) -> Figures:
-    """What lasts, and the gradients when backward has ended."""
+    """Return the lasting components, and the gradients after the backward."""
     components = prediction.components
     weights = sum(map(shard_bytes, state.model.parameters()))
     states = optimizer_bytes(state.optimizer, state.device.type if prediction.setup.offload else None)

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: one JSON line per step, TensorBoard events, a progress bar or lines.
+"""Metrics of a run: one JSON line per step, TensorBoard events, a progress bar or lines.
 
 `metrics.jsonl` is only ever appended to:
 
@@ -56,7 +56,7 @@ MOST_SKIPPED = 10  # steps in a row: one odd batch is survived, a model that is 
 
 @dataclass
 class StepRecord:
-    """What one step leaves behind; the tensors are on the device, unread."""
+    """Record of one step; the tensors are on the device, unread."""
 
     step: int
     lr: float
@@ -68,7 +68,7 @@ class StepRecord:
 
 
 class RunLog:
-    """Where a run's rows and lines go.
+    """Log of a run: rows and lines.
 
     Step records are collected unread; `flush` reads them from the device together, at each log interval. Of several
     processes each has one, and the first one's alone writes and says anything.
@@ -180,7 +180,7 @@ def shown_bytes(count: float) -> str:
 
 
 def running_mean(values: list[float], width: int) -> list[float]:
-    """Of each value and those before it, `width` in all."""
+    """Return the mean of each value and those before it, `width` in all."""
     # Each sum anew: a difference of sums would carry one NaN or spike through all that follow.
     return [sum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
 

@@ -62,7 +62,7 @@ class RestartError(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the GPU's memory ran out."""
+    """True if the error says that the GPU's memory ran out."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OF_LIBRARIES)
 
 

@@ -1,7 +1,7 @@
 """A model over several processes: FSDP2 (`torch.distributed.fsdp.fully_shard`), never whole on any device.
 
-    mesh      "full" (N,): parameters cut between all processes. "hybrid" (nodes, N / nodes): cut within a node, alike
-              in all. "none" (N, 1): alike in all. Gradients are summed over all N in each.
+    mesh      "full" (N,): parameters sharded over all processes. "hybrid" (nodes, N / nodes): sharded within a node,
+              replicated between nodes. "none" (N, 1): replicated. Gradients are summed over all N.
     context   `parallel.context` processes beside each other have the same rows, of which each computes a part
     rows      a step has `train.rows_per_step` rows, whatever N; each process takes its part of them, in micro-batches
               of `train.batch_size` rows at most
@@ -128,7 +128,7 @@ def with_gradients(model: Any, loss: torch.Tensor, names: list[str]) -> torch.Te
 def build_sharded(
     config: Config, tokenizer: Any | None, device: torch.device, recipe: overcoat.Recipe
 ) -> tuple[Any, overcoat.Report]:
-    """What `build_model` and `convert` make of a configuration, cut over all processes: the model, and the report."""
+    """Build and convert the model of a configuration, sharded over all processes; return the model and the report."""
     shape = _mesh_shape(config.parallel)  # the last dimension is cut over, one before it has replicas
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     policy = MixedPrecisionPolicy(reduce_dtype=getattr(torch, config.parallel.reduce_dtype))

@@ -34,12 +34,12 @@ FILE_BYTES = 2 << 30  # of a file at most, but for larger tensors: DCP makes a f
 
 
 def is_sharded(checkpoint: Path) -> bool:
-    """Whether several processes have written a checkpoint."""
+    """True if several processes wrote the checkpoint."""
     return any(checkpoint.glob("shard-*.safetensors"))
 
 
 def tensors_of(model: Any, optimizer_states: dict[int, dict[str, Any]]) -> dict[str, Tensor]:
-    """What goes into the files, by name; states are taken out of `optimizer_states`."""
+    """Return the tensors of the files, by name; states are taken out of `optimizer_states`."""
     found = {f"model/{name}": tensor for name, tensor in named_tensors(model)}
     for index, state in optimizer_states.items():
         for name in [name for name, value in state.items() if isinstance(value, DTensor)]:

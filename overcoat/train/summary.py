@@ -1,4 +1,4 @@
-"""What a run leaves for its reader: a table, a loss plot, a JSON file."""
+"""Summary of a finished run: a table, a loss plot, a JSON file."""
 
 from __future__ import annotations
 
