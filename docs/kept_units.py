@@ -52,12 +52,12 @@ def kept_units(family: Family, sample: str, recipe: Optional[Recipe] = None) -> 
     they are."""
     layer, recipe = layer_of(family, sample), recipe or Recipe()
     branches = family.branches(layer, 1)
-    heads = next(modules.core.heads for modules in branches if isinstance(modules.core, Attention))
+    heads = next(modules.mixer.heads for modules in branches if isinstance(modules.mixer, Attention))
     table = torch.empty((TOKENS, heads.rotated or heads.width), dtype=torch.bfloat16, device=META)
     x = torch.empty((1, TOKENS, HIDDEN), dtype=torch.bfloat16, device=META, requires_grad=True)
     with LibraryAttention(), record_kept(layer) as kept:
         y = run_block(x, block_of(branches, family, layer), Tables(table, table), recipe)
-        norms = [modules.pre for modules in branches if modules.core is None]
+        norms = [modules.pre for modules in branches if modules.mixer is None]
         after = [norm_forward(y, Norm(norm.weight, None, norm_eps(norm)), recipe) for norm in norms]
     del after
     return sum(row.bytes for row in kept.rows if row.op != "block") / (2 * TOKENS * HIDDEN)

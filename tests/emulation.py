@@ -95,7 +95,7 @@ def emulate_fp8_gemms(model: nn.Module, grad_format: str = "e5m2", in_blocks: bo
         if family is None:  # `convert` leaves it alone
             continue
         own = [branch for branch in family.branches(layer, 1) if branch.mixer is not None]  # experts run as they are
-        for layers in (part for branch in own for part in (branch.in_proj, (branch.out,))):
+        for layers in (part for branch in own for part in (branch.in_proj, (branch.out_proj,))):
             members = [_Member.of(base_of(linear)) for linear in layers]
             stack = _Stack(members, grad_format, in_blocks)
             for index, member in enumerate(members):
