@@ -101,8 +101,10 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         if id(param) not in in_fp8 and (held := UnshardedParam(param, group)).is_alone
     ]
     vars(model)[GATHER] = gather = Gather(stacks, others, modules)
-    _gathers.add(gather)
-    gather.handles.append(model.register_forward_pre_hook(gather.before_forward, prepend=True))
+    gather.handles += [
+        model.register_forward_pre_hook(gather.before_forward, prepend=True),
+        _watch_steps(gather),
+    ]
     return report
 
 
@@ -182,17 +184,21 @@ def _reshard(module: Any) -> None:
     module.reshard()
 
 
-# Of each a model is the owner: FSDP2's parameters, which it has, lead back to the model.
-_gathers: weakref.WeakSet[Gather] = weakref.WeakSet()
+# The model's attribute that owns its `Gather`: FSDP2's parameters lead back to the model.
 GATHER = "_overcoat_gather"
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for maxima in [maxima for gather in list(_gathers) for maxima in gather.maxima]:
-        maxima.after_step(optimizer)
+def _watch_steps(gather: Gather) -> RemovableHandle:
+    """Mark maxima as stale after each step of an optimizer that holds their weights, as long as `gather` lives."""
+    watched = weakref.ref(gather, lambda _: handle.remove())
 
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found = watched()
+        for maxima in found.maxima if found is not None else ():
+            maxima.after_step(optimizer)
 
-register_optimizer_step_post_hook(_after_step)
+    handle = register_optimizer_step_post_hook(after_step)
+    return handle
 
 
 def fsdp_params(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
