@@ -16,11 +16,12 @@ MODULES = {
 }
 # From the bottom up. "" is the package itself: what `import overcoat` gives.
 LAYERS = (
-    ("version", "recipe", "extras", "memory", "host", "ops of the device"),
+    ("version", "recipe", "extras", "memory", "pinned_memory", "ops of the device"),
     ("formats",),
     ("kernels",),
     ("block", "optim"),
     ("models",),
+    ("distributed",),
     ("",),
     ("estimate",),
     ("train", "bench"),

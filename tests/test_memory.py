@@ -102,13 +102,13 @@ def test_a_block_keeps_no_more_than_the_design_says(large_case, recipe, limit):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "name"), [(Recipe(), "w_amax"), (Recipe.leanest(), "into, out")], ids=["default", "leanest"]
+    ("recipe", "name"), [(Recipe(), "w_amax"), (Recipe.leanest(), "in_proj, out_proj")], ids=["default", "leanest"]
 )
 def test_what_shares_a_storage_is_one_row_of_the_whole(recipe, name):
     """The four weight maxima of a small block."""
     by_tensor = record(block_case(), recipe)[0].by_tensor()
     assert by_tensor["block", name] == 4 * 4 * 4
-    assert len([row for row in by_tensor if row[1] in ("w_amax", "into", "out", name)]) == 1
+    assert len([row for row in by_tensor if row[1] in ("w_amax", "in_proj", "out_proj", name)]) == 1
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe, _ in LIMITS.values()], ids=LIMITS)

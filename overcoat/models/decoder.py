@@ -22,6 +22,7 @@ from overcoat.block.run import run_block
 from overcoat.block.spec import Block, Branch, Linear, Norm, RowPermutation, Tables
 from overcoat.models.compiled import run_compiled
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
+from overcoat.models.fingerprint import Fingerprint
 from overcoat.models.images import rows_of
 from overcoat.models.lora import active_adapters, base_of
 from overcoat.models.masks import as_starts, cache_of, check_mask, mask_from, mask_of_original
@@ -222,6 +223,24 @@ def _norm(norm: Any, family: Family) -> Any:
 # ---- the layer -------------------------------------------------------------------------------------------------------
 
 
+class Checked:
+    """Answer of `Fp8DecoderLayer._checked`, for as long as the fingerprint holds; empty in a copy."""
+
+    def __init__(
+        self,
+        fingerprint: Optional[Fingerprint] = None,
+        branches: Optional[tuple[Modules, ...]] = None,
+        reason: Optional[str] = None,
+    ) -> None:
+        self.fingerprint, self.branches, self.reason = fingerprint or Fingerprint(), branches, reason
+
+    def __deepcopy__(self, memo: Any) -> Checked:
+        return Checked()
+
+    def __reduce__(self) -> Any:
+        return Checked, ()
+
+
 class Fp8DecoderLayer(Mixin):
     """Mixin before the layer's own class: FP8 while training, the original forward otherwise."""
 
@@ -235,6 +254,7 @@ class Fp8DecoderLayer(Mixin):
     overcoat_eval: bool = False  # whether it computes in FP8 in `eval()` too
     # What the last forward in eager mode ran: "FP8", or why not.
     overcoat_ran: Optional[str] = None
+    overcoat_checked: Optional[Checked] = None
     overcoat_mode: Optional[str] = None  # torch.compile's; None: eager (compiled.py)
     # The processes between which rows are cut in `train()`; None: they are whole (distributed/context.py).
     overcoat_context: Any = None
@@ -317,21 +337,32 @@ class Fp8DecoderLayer(Mixin):
             if x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 warnings.warn(IN_EVAL, stacklevel=3)
             return None
-        family, cache, branches = self.overcoat_family, cache_of(given), None
+        cache, branches = cache_of(given), None
         reason: Optional[str] = "a key/value cache was asked for (use_cache=True)"
         if cache is None:
-            branches, reason = branches_of(self, family, batch)
-        if branches is not None:
-            reason = why_changed(self, family, branches) or why_given(branches[0].owner, given)
-            if reason is None:
-                self._note("FP8")
-                return branches
+            branches, reason = self._checked()
+        if branches is not None and (reason := why_given(branches[0].owner, given)) is None:
+            self._note("FP8")
+            return _as_called(branches, batch=batch)
         self._note(f"original precision: {reason}")
         # Without a word only where a model in `train()` mode generates text (GRPO); in `eval()` FP8 was asked for.
         if cache is None or torch.is_grad_enabled() or not self.training:
             does = "trains" if self.training else "computes"
             warnings.warn(f"this layer {does} in its original precision: {reason}", stacklevel=3)
         return None
+
+    def _checked(self) -> tuple[Optional[tuple[Modules, ...]], Optional[str]]:
+        """Return the layer's branches (batch 1), or the reason why its own forward must run. Asked again only where the
+        layer's fingerprint has changed; in compiled code when it is traced."""
+        checked = self.overcoat_checked
+        if not torch.compiler.is_compiling() and checked is not None and checked.fingerprint.holds():
+            return checked.branches, checked.reason
+        branches, reason = branches_of(self, self.overcoat_family, 1)
+        if branches is not None and (reason := why_changed(self, self.overcoat_family, branches)) is not None:
+            branches = None
+        if not torch.compiler.is_compiling():
+            self.overcoat_checked = Checked(Fingerprint(self), branches, reason)
+        return branches, reason
 
     def _note(self, ran: str) -> None:
         # A side effect, which compiled code may not have inside of a checkpoint.
