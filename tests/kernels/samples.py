@@ -14,10 +14,20 @@ from torch import Tensor
 
 import overcoat.models.convert  # noqa: F401, registers all ops of a block
 from overcoat.formats import encode_groups, quantize_blocks, quantize_tensor
+from overcoat.kernels.op import Op
 from overcoat.kernels.rope import qk_rope_encode12_
 
-# Files whose ops call PyTorch's own kernels on a GPU, or single instructions on FP32: nothing of ours is launched.
-LIBRARY = ("attention", "gemm", "hardware", "rms_norm")
+# Files whose ops call PyTorch's own kernels on a GPU, or single instructions on FP32, and such ops of other files:
+# nothing of ours is launched.
+LIBRARY = ("attention", "gemm", "hardware")
+LIBRARY_OPS = ("rms_norm", "rms_norm_backward")
+
+
+def is_ours(op: Op) -> bool:
+    """True if the op launches a Triton kernel of ours on a GPU."""
+    name = op.reference.__name__
+    return op.kernel is not None and name not in LIBRARY_OPS and op.reference.__module__.split(".")[-1] not in LIBRARY
+
 
 # (tokens, columns, dtype)
 SIZES = [(1, 24, torch.bfloat16), (7, 130, torch.float32), (61, 200, torch.bfloat16)]

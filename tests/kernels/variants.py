@@ -23,7 +23,7 @@ from overcoat.kernels.launch import Kernel
 from overcoat.kernels.multi_tensor import Gradients
 from overcoat.kernels.op import CATALOGUE
 from tests.kernels.adamw_cases import arguments, step_one_by_one
-from tests.kernels.samples import LIBRARY, SAMPLES
+from tests.kernels.samples import SAMPLES, is_ours
 
 TARGET = GPUTarget("cuda", 90, 32)
 # TTIR that makes FP8 of something: Triton's cast, and inline assembly.
@@ -135,7 +135,7 @@ def _calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Launchers and their arguments."""
     for name, samples in SAMPLES.items():
         op = CATALOGUE[name]
-        if op.kernel is not None and op.reference.__module__.rpartition(".")[2] not in LIBRARY:
+        if is_ours(op):
             yield from ((op.kernel, args) for args in samples)
     for moments in (("e4m3", "e5m2"), ("e5m2x", "e4m3x")):
         step = arguments(moments, "bf16+8", shapes=((4, 256), (5, 130)))
