@@ -8,7 +8,6 @@ they know.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -88,6 +87,11 @@ def convert(
     recipe = recipe or Recipe()
     report = Report(recipe)
     layers = decoder_layers(model)
+    if type(model) is nn.ModuleList and any(child is layer for child in model for layer in layers.values()):
+        raise ValueError(
+            "overcoat.convert got a list of layers: give it the model that calls them, which must build no key/value "
+            "cache while they compute in FP8"
+        )
     if not layers and recipe.fp8:
         raise ValueError(
             f"{type(model).__name__} contains no decoder layer; overcoat.convert takes transformers models with layers "
@@ -314,17 +318,14 @@ def _forbid_cache(model: nn.Module, report: Report, eval_fp8: bool) -> None:
 
 
 def _owner(model: nn.Module, name: str) -> Optional[nn.Module]:
-    """The module whose list a layer is in: in `model`, or around it where that is the list (`model.model.layers`)."""
+    """Return the module that owns the list of a layer and calls it; None for a layer that is the model itself."""
     path = name.split(".")
     while len(path) > 1 and path[-1].startswith("_"):  # what wraps the layer: torch.compile, checkpoints
         path.pop()
     owner = model
     while path and type(owner := model.get_submodule(".".join(path[:-1]))) is nn.ModuleList:
         path.pop()
-    if not name or type(owner) is not nn.ModuleList:
-        return owner if name else None
-    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
-    return next((x for x in modules if any(child is model for child in x._modules.values())), None)
+    return owner if name else None
 
 
 def _no_cache_in_fp8(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -562,7 +562,7 @@ class _Script(nn.Module):
         return self.model(**batch).loss
 
 
-@pytest.mark.parametrize("what", ["wrapper", "sequential", "whole", "inner", "layers"])
+@pytest.mark.parametrize("what", ["wrapper", "sequential", "whole", "inner"])
 @pytest.mark.filterwarnings("error")
 def test_whoever_is_converted_no_cache_is_built(what: str) -> None:
     """The hook that forbids it is on the module that owns the layers: equal losses, of packed sequences too."""
@@ -570,12 +570,18 @@ def test_whoever_is_converted_no_cache_is_built(what: str) -> None:
     for convert_all in (True, False):
         model = make_model("llama", layers=2)
         script = _Script(model) if what == "wrapper" else nn.Sequential(_Script(model))
-        chosen = {"whole": model, "inner": model.model, "layers": model.model.layers}.get(what, script)
+        chosen = {"whole": model, "inner": model.model}.get(what, script)
         overcoat.convert(model if convert_all else chosen, Recipe(head=None))
         assert len(model.model._forward_pre_hooks) == 1
         losses.append(script(inputs))
         assert model(**inputs).past_key_values is None
     assert torch.equal(*losses)
+
+
+def test_a_list_of_layers_is_refused() -> None:
+    """The module that calls them could not be told to build no cache."""
+    with pytest.raises(ValueError, match="give it the model that calls them"):
+        overcoat.convert(make_model("llama", layers=2).model.layers)
 
 
 def test_a_layer_appended_since_is_that_of_the_original() -> None:
