@@ -229,7 +229,8 @@ class _Block(torch.autograd.Function):
         release_saved(ctx)
         needs_grad = ctx.needs_input_grad[6:]
         count = 3 + len(needs_grad)
-        tables, block, kept = Tables(*tensors[:3]), with_tensors(constants, tensors[3:count]), tensors[count:]
+        block, needs = with_tensors(constants, tensors[3:count]), with_tensors(constants, needs_grad)
+        tables, kept = Tables(*tensors[:3]), tensors[count:]
         del tensors
         if recipe.checkpoint == "block":
             x = group_decode(*kept[:2], recipe.kept_format, recipe.group_size, ctx.dtype)
@@ -239,9 +240,7 @@ class _Block(torch.autograd.Function):
         else:
             saved = _unflatten(kept, ctx.kinds)
         del kept  # `block_backward` frees what it has read
-        dx, gradients = block_backward(
-            dy.contiguous().flatten(0, -2), saved, block, tables, recipe, with_tensors(constants, needs_grad)
-        )
+        dx, gradients = block_backward(dy.contiguous().flatten(0, -2), saved, block, tables, recipe, needs)
         return (dx.view(dy.shape), None, None, None, None, None, *tensors_of(gradients))
 
 
@@ -267,4 +266,6 @@ def run_block(x: Tensor, block: Block, tables: Tables, recipe: Recipe, offload: 
         raise ValueError(f"position_ids are {positions} positions where the input is of {tuple(x.shape[:-1])} tokens")
     parameters = tensors_of(block.branches)
     run = functools.partial(_Block.apply, x, *tables, without_tensors(block), recipe, *parameters)
-    return run_offloaded(run, 3 + len(parameters), offload) if offload_active(offload, x) else run()
+    if offload is None or not offload_active(offload, x):
+        return run()
+    return run_offloaded(run, 3 + len(parameters), offload)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Mapping
 from typing import Any, Optional
 
 import torch
@@ -22,19 +23,19 @@ from overcoat.block.run import run_block
 from overcoat.block.spec import Block, Branch, Linear, Norm, RowPermutation, Tables
 from overcoat.models.compiled import run_compiled
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
-from overcoat.models.fingerprint import Fingerprint
-from overcoat.models.images import rows_of
+from overcoat.models.fingerprint import Fingerprint, why_mode
 from overcoat.models.lora import active_adapters, base_of
-from overcoat.models.masks import as_starts, cache_of, check_mask, mask_from, mask_of_original
-from overcoat.models.refusals import (
-    ACTIVATIONS,
-    branches_of,
-    is_conv1d,
+from overcoat.models.masks import (
+    as_starts,
+    cache_of,
+    check_mask,
+    mask_from,
+    mask_of_original,
     reads_lengths,
-    why_changed,
-    why_given,
+    rows_of,
     window_of,
 )
+from overcoat.models.refusals import ACTIVATIONS, branches_of, is_conv1d, why_changed
 from overcoat.recipe import Recipe
 
 IN_EVAL = "this layer trains in its original precision, in eval(): call train(), or use torch.no_grad() to evaluate"
@@ -368,6 +369,26 @@ class Fp8DecoderLayer(Mixin):
         # A side effect, which compiled code may not have inside of a checkpoint.
         if not torch.compiler.is_compiling():
             self.overcoat_ran = ran
+
+
+def why_given(owner: Any, given: Mapping[str, Any]) -> Optional[str]:
+    """Return what a call asks for that FP8 attention does not have, or None."""
+    mask, tables = given.get("attention_mask"), given.get("position_embeddings")
+    for table in (mask, *tables) if isinstance(tables, (tuple, list)) else (mask, tables):
+        if isinstance(table, Tensor) and table.requires_grad:
+            return "attention_mask or position_embeddings want a gradient, which FP8 attention does not compute"
+    if given.get("output_attentions") or (owner._forward_hooks and _collects_attentions()):
+        return "output_attentions=True, and FP8 attention keeps no probabilities to return"
+    return None if torch.compiler.is_compiling() else why_mode()
+
+
+def _collects_attentions() -> bool:
+    """True if transformers' recorders wait for attention's probabilities, which FP8 attention does not compute."""
+    if torch.compiler.is_compiling():
+        return False
+    from transformers.utils import output_capturing
+
+    return "attentions" in (output_capturing._active_collector.get() or ())
 
 
 def _as_called(branches: tuple[Modules, ...], **given: Any) -> tuple[Modules, ...]:

@@ -43,11 +43,11 @@ from overcoat.models.family import (
     model_specs,
     original_class,
 )
+from overcoat.models.fingerprint import HARMLESS_HOOKS, has_hooks, why_all_patched, why_loss_patched, why_mode
 from overcoat.models.images import without_waiting
 from overcoat.models.masks import causal_mask
 from overcoat.models.output import refuse_second_call, without_logits
-from overcoat.models.patches import why_all_patched, why_loss_patched, why_mode
-from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, why_partitioned
+from overcoat.models.refusals import why_partitioned
 from overcoat.recipe import Recipe
 
 

@@ -131,23 +131,6 @@ def tell_longest(tower: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
     return args, {**longest(tower, grid), **kwargs}
 
 
-def rows_of(x: Tensor, lengths: Optional[Tensor], longest: Any) -> tuple[int, int]:
-    """(rows of the batch, images that are rows of it) of a layer's input x: (B, S, H), or (T, H) with `cu_seqlens`.
-
-    Images of one length have the faster attention as rows of a batch, others share one row. Nobody reads the lengths,
-    for which the host would wait: if none is longer than `longest` (transformers' `max_seqlen`), images * longest are
-    all T tokens only where each is as long. Code that is being compiled sees it of one image alone; compiled layers ask
-    before (`compiled.run_compiled`).
-    """
-    if lengths is None or x.dim() != 2:
-        return x.shape[0], 0
-    images = len(lengths) - 1
-    is_known = not torch.compiler.is_compiling() and isinstance(longest, int)
-    if images == 1 or (is_known and images * longest == x.shape[0]):
-        return images, images
-    return 1, 0
-
-
 def _is_compiled() -> bool:
     """True if torch.compile compiles the model's own code: an `ImageMask` would pass from one graph to the next. Layers
     that are compiled one by one never see one."""

@@ -17,6 +17,8 @@ window, by FlashAttention: 2048 x 2048 pairs of 4 rows with heads 256 wide cost 
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any, Optional
 
 import torch
@@ -25,14 +27,57 @@ from torch.nn.attention.flex_attention import create_mask
 
 from overcoat.kernels.attention import causal_pairs, dense_mask, document_starts, given_starts
 from overcoat.models.family import original_class
-from overcoat.models.patches import why_all_patched, why_patched
-from overcoat.models.refusals import HARMLESS_HOOKS, has_hooks, reads_lengths, window_of
+from overcoat.models.fingerprint import HARMLESS_HOOKS, has_hooks, why_all_patched, why_patched
 
 # Documents shorter than this on average (padding whose positions do not count, say) get transformers' mask: each costs
 # FlashAttention's backward 128 more rows of dq in FP32, and a block of its grid for every 128 tokens of a row.
 SHORTEST = 64
 # What an estimate takes for a document's length, on the short side for text; it has no tokens to look at.
 ESTIMATED = 256
+
+
+def rows_of(x: Tensor, lengths: Optional[Tensor], longest: Any) -> tuple[int, int]:
+    """(rows of the batch, images that are rows of it) of a layer's input x: (B, S, H), or (T, H) with `cu_seqlens`.
+
+    Images of one length have the faster attention as rows of a batch, others share one row. Nobody reads the lengths,
+    for which the host would wait: if none is longer than `longest` (transformers' `max_seqlen`), images * longest are
+    all T tokens only where each is as long. Code that is being compiled sees it of one image alone; compiled layers ask
+    before (`compiled.run_compiled`).
+    """
+    if lengths is None or x.dim() != 2:
+        return x.shape[0], 0
+    images = len(lengths) - 1
+    is_known = not torch.compiler.is_compiling() and isinstance(longest, int)
+    if images == 1 or (is_known and images * longest == x.shape[0]):
+        return images, images
+    return 1, 0
+
+
+def window_of(attention: Any) -> int:
+    """How many tokens up to its own a token sees in a transformers attention module; 0: all."""
+    config = getattr(attention, "config", None)
+    cls: Any = type(attention)
+    if not _has_windows(cls):
+        return 0
+    if not getattr(attention, "is_sliding", True):  # Exaone 4 gives every layer a sliding_window
+        return 0
+    # Masks are made of what the configuration says by now, for layers that have a window.
+    now = getattr(config, "sliding_window", getattr(attention, "sliding_window", None))
+    return int(now or 0) if getattr(attention, "sliding_window", now) else 0
+
+
+def reads_lengths(config: Any) -> bool:
+    """True if transformers would compute attention by a kernel that takes lengths instead of a mask."""
+    kind = config._attn_implementation
+    return kind is not None and "flash" in kind and not kind.startswith("paged|")
+
+
+@functools.cache
+def _has_windows(cls: Any) -> bool:
+    """True if the model of an attention's class makes masks of windows: Llama and OLMoE ignore a sliding_window in
+    their configuration."""
+    names = vars(sys.modules[original_class(cls).__module__])
+    return any(name.startswith("create_") and "sliding_window" in name for name in names)
 
 
 def mask_from(mask: Any, inputs: dict[str, Any], x: Tensor, causal: bool, window: int) -> Any:

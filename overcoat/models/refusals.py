@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from typing import Any, Optional
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from overcoat.block.mlp import Mlp
-from overcoat.models.family import Family, Modules, class_name, original_class
+from overcoat.models.family import Family, Modules, class_name
+from overcoat.models.fingerprint import has_hooks, known, why_all_patched, why_other_attention, why_torch_patched
 from overcoat.models.lora import base_of, parts_of, why_not_plain
-from overcoat.models.patches import known, why_all_patched, why_mode, why_other_attention, why_torch_patched
+from overcoat.models.masks import reads_lengths, window_of
 
 # transformers' names of the activations, and ours.
 ACTIVATIONS = {
@@ -42,32 +41,9 @@ ACTIVATION_NAMES = ("act_fn", "act", "activation_fn", "intermediate_act_fn")
 RATES = ("attention_dropout", "residual_dropout", "dropout")
 # Direct parts of a layer that are not of the family's own file.
 PARTS = (nn.LayerNorm, nn.Identity, nn.Dropout, nn.Linear)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Hooks that expect nothing of what a module gets and returns: transformers' sleeping recorders, FSDP2's gathering,
-# the one that forbids the cache (convert.py).
-HARMLESS_HOOKS = ("transformers.utils", "torch.distributed.fsdp", "torch.distributed._composable", "overcoat.models")
 # Attention code of transformers that hands every mask to the layer, as all pairs or as flex attention's; "flash" in a
 # name, also of the hub's kernels, stands for code that reads position_ids, lengths or padding instead.
 ATTENTION = ("sdpa", "eager", "flex_attention", "flex_torchtitan")
-
-
-def window_of(attention: Any) -> int:
-    """How many tokens up to its own a token sees in a transformers attention module; 0: all."""
-    config, names = getattr(attention, "config", None), vars(sys.modules[original_class(attention).__module__])
-    # Llama and OLMoE take no notice of a sliding_window in their configuration.
-    if not any(name.startswith("create_") and "sliding_window" in name for name in names):
-        return 0
-    if not getattr(attention, "is_sliding", True):  # Exaone 4 gives every layer a sliding_window
-        return 0
-    # Masks are made of what the configuration says by now, for layers that have a window.
-    now = getattr(config, "sliding_window", getattr(attention, "sliding_window", None))
-    return int(now or 0) if getattr(attention, "sliding_window", now) else 0
-
-
-def reads_lengths(config: Any) -> bool:
-    """True if transformers would compute attention by a kernel that takes lengths instead of a mask."""
-    kind = config._attn_implementation
-    return kind is not None and "flash" in kind and not kind.startswith("paged|")
 
 
 def why_unsupported(layer: nn.Module, family: Family) -> Optional[str]:
@@ -226,26 +202,6 @@ def _why_dropout(layer: nn.Module, branches: tuple[Modules, ...]) -> Optional[st
     return None
 
 
-def why_given(owner: Any, given: Mapping[str, Any]) -> Optional[str]:
-    """Return what a call asks for that FP8 attention does not have, or None."""
-    mask, tables = given.get("attention_mask"), given.get("position_embeddings")
-    for table in (mask, *tables) if isinstance(tables, (tuple, list)) else (mask, tables):
-        if isinstance(table, Tensor) and table.requires_grad:
-            return "attention_mask or position_embeddings want a gradient, which FP8 attention does not compute"
-    if given.get("output_attentions") or (owner._forward_hooks and _collects_attentions()):
-        return "output_attentions=True, and FP8 attention keeps no probabilities to return"
-    return None if torch.compiler.is_compiling() else why_mode()
-
-
-def _collects_attentions() -> bool:
-    """True if transformers' recorders wait for attention's probabilities, which FP8 attention does not compute."""
-    if torch.compiler.is_compiling():
-        return False
-    from transformers.utils import output_capturing
-
-    return "attentions" in (output_capturing._active_collector.get() or ())
-
-
 def _modules_of(branches: tuple[Modules, ...]) -> list[Any]:
     found: list[Any] = []
     for mixer, owner, in_proj, out_proj, qk_norm, pre, post, layer_scale, _, around, *_ in branches:
@@ -271,13 +227,3 @@ def is_conv1d(linear: Any) -> bool:
 
 def _path(layer: nn.Module, module: Any) -> str:
     return next((name for name, part in layer.named_modules() if part is module and name), "the layer")
-
-
-def has_hooks(module: Any, harmless: tuple[str, ...] = ("transformers.utils",), kinds: tuple[str, ...] = HOOKS) -> bool:
-    """True if the module has hooks other than functions of modules whose names begin with `harmless`; transformers'
-    idle recording hooks stay on it."""
-    return any(
-        not (getattr(hook, "__module__", None) or "").startswith(harmless)
-        for hooks in kinds
-        for hook in getattr(module, hooks).values()
-    )
