@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, bfloat16
 from torch.nn import Parameter
 
-from overcoat.formats import E4M3, cast_float8, quantize_blocks, scale_from_amax
+from overcoat.formats import E4M3, quantize_blocks, quantize_tensor
 from overcoat.kernels.blockwise import BLOCK, blocks
 from overcoat.kernels.device import (
     EXACT,
@@ -66,8 +66,7 @@ SQUARE_WARPS = 8
 @op
 def stack_weights(weights: List[Tensor], amax: Tensor, transposed: bool) -> Tuple[Tensor, Tensor]:
     """Weights (N_i, K) as one E4M3 operand: (sum N, K), or (K, sum N) if `transposed`, and their common scale."""
-    scale = scale_from_amax(amax, E4M3)
-    data = cast_float8(torch.cat([w.float() for w in weights]) * (1.0 / scale), E4M3)
+    data, scale = quantize_tensor(torch.cat(weights), E4M3, amax)
     return _transposed(data) if transposed else data, scale
 
 

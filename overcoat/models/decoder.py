@@ -168,7 +168,7 @@ def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block
         if pre is not None and pre.weight is not None and branches[place].pre is branches[0].pre:
             # torch.compile takes no tensor twice.
             made[place] = made[place]._replace(pre=pre._replace(weight=pre.weight.view_as(pre.weight)))
-    return Block(tuple(made), family.parallel(layer))
+    return Block(tuple(made), family.parallel is not None and family.parallel(layer))
 
 
 def _branch(modules: Modules, family: Family) -> Branch:

@@ -72,7 +72,7 @@ class Family(NamedTuple):
     samples: dict[str, dict[str, Any]]
     centered: bool = False
     plus_one: bool = False
-    parallel: Callable[[Any], bool] = lambda layer: False
+    parallel: Optional[Callable[[Any], bool]] = None
     encoder: bool = False
     rotary: bool = True
     refused: Callable[[Any], Optional[str]] = lambda layer: None
