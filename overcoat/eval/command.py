@@ -29,6 +29,7 @@ from overcoat.extras import check_exists, load_extra, load_pretrained
 from overcoat.train.build import auto_class, load_model
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.config import DataConfig, error_context, require
+from overcoat.train.configfile import load_config
 from overcoat.train.evaluate import Tasks, perplexity, task_names
 from overcoat.train.files import MANIFEST, verify_directory
 from overcoat.train.products import compute_in_fp32
@@ -191,10 +192,12 @@ def _written(figures: dict[str, Any], key: str) -> str:
 
 
 class Target(NamedTuple):
-    """name: as it was asked for. place: the folder with the weights, or a name on the Hugging Face hub."""
+    """name: as it was asked for. place: the folder with the weights, or a name on the Hugging Face hub. special_tokens:
+    how the run read those that a text spells out."""
 
     name: str
     place: str
+    special_tokens: str = "tokens"
 
 
 def find_target(name: str) -> Target:
@@ -219,14 +222,22 @@ def find_target(name: str) -> Target:
         raise ValueError(f"{name} is no run, checkpoint or model folder: it has no config.toml and no config.json")
     if (folder / MANIFEST).exists():
         verify_directory(folder)
-    return Target(name, str(folder))
+    return Target(name, str(folder), _special_tokens(folder))
+
+
+def _special_tokens(folder: Path) -> str:
+    """Return `data.special_tokens` of the run that a folder belongs to; the default of another."""
+    run = folder.absolute().parents[0 if folder.name == "export" else 1]
+    with contextlib.suppress(ValueError):  # none, or another program's
+        return load_config(run / "config.toml", is_recorded=True).data.special_tokens
+    return DataConfig.special_tokens
 
 
 def load_target(target: Target, device: torch.device, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """The model, in the dtype it was saved in, and its tokenizer."""
     transformers = load_extra("transformers", "hf", "overcoat eval")
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = load_tokenizer(target.place, trust_remote_code)
+    tokenizer = load_tokenizer(target.place, trust_remote_code, target.special_tokens)
     settings = {"dtype": "auto", "attn_implementation": "sdpa"}
     if not is_sharded(Path(target.place)):
         return load_model(target.place, device, settings, trust_remote_code, "the model").eval(), tokenizer

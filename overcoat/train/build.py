@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +21,10 @@ from overcoat.estimate.dry_run import META, LossOf
 from overcoat.extras import load_extra, load_pretrained
 from overcoat.models.family import tower_path
 from overcoat.models.head import LeanLossModel
+from overcoat.optim.sharding import local
 from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, error_context, require
 from overcoat.train.data import Batch
-from overcoat.train.process import choose_device, is_first, memory_of
+from overcoat.train.process import choose_device, gather, is_first, memory_of
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
@@ -45,6 +48,7 @@ def check_config(config: Config) -> None:
     with error_context("[optimizer]: "):
         make_optimizer(nn.Linear(1, 1, dtype=getattr(torch, config.model.dtype)), config.optimizer, config.train.seed)
     if config.model.name:
+        check_is_model(config.model.name)
         load_pretrained("AutoConfig", "model.name =", config.model.name, config.model.trust_remote_code)
     else:
         check_builds(config.model, device)
@@ -78,6 +82,38 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     torch.manual_seed(config.train.seed)
     with device:
         return transformers.AutoModelForCausalLM.from_config(model_config, **settings)
+
+
+def check_is_model(name: str) -> None:
+    """Refuse folders of adapters, and of runs, for the model itself."""
+    folder = Path(name)
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"model.name = {name!r} holds adapters without their model: merge them into it first (the training command "
+            "again with lora.merge=true, or the result of peft's merge_and_unload() saved), and name that folder"
+        )
+    if (folder / "config.toml").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(f"model.name = {name!r} is the folder of a run: name its model, {str(folder / 'export')!r}")
+
+
+@torch.no_grad()
+def check_weights(model: nn.Module, where: str) -> None:
+    """Refuse weights that are NaN or infinite, of which no training is possible, by the name of the first; of several
+    processes in all of them. `where`: where they come from."""
+    named = [(name, local(each)) for name, each in model.named_parameters()]
+    named = [(name, each) for name, each in named if each.is_floating_point() and each.itemsize > 1 and each.numel()]
+    if named:
+        # One tensor is read at once, and the host waits once.
+        largest = [torch.linalg.vector_norm(each.detach(), ord=math.inf).float() for _, each in named]
+        finite = torch.isfinite(torch.stack(largest)).tolist()
+    wrong = [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite] if named else []
+    wrong = list(dict.fromkeys(name for names in gather(wrong) for name in names))
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    require(
+        not wrong,
+        f"{where} holds weights that are NaN or infinite, in {' '.join(wrong[:1])}{more}: they cannot be trained; load "
+        "a sound copy",
+    )
 
 
 def freeze(model: nn.Module, names: list[str]) -> None:

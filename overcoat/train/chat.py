@@ -27,6 +27,7 @@ import numpy as np
 
 from overcoat.extras import load_extra
 from overcoat.train.config import DataConfig, error_context, require
+from overcoat.train.encoding import begin, encode
 from overcoat.train.sources import KINDS, as_text, field_of, parsed, rows
 
 TRAINED = 1 << 31
@@ -259,9 +260,7 @@ class Encoder:
         if isinstance(prompt, list):
             begun = self._apply(prompt, example, where, add_generation_prompt=True)
             return begun["input_ids"], self._apply(prompt + completion, example, where)["input_ids"]
-        end = self.tokenizer.eos_token_id
-        ids = self.tokenizer((prompt + completion).removesuffix(self.tokenizer.eos_token))["input_ids"]
-        return self.tokenizer(prompt)["input_ids"], ids if ids[-1:] == [end] else [*ids, end]
+        return begin(self.tokenizer, prompt), encode(self.tokenizer, [prompt + completion])[0]
 
     def _apply(self, messages: list[dict[str, Any]], example: dict[str, Any], where: str, **options: Any) -> Any:
         given = {"tools": example.get("tools"), "chat_template": self.template, **options}
@@ -271,12 +270,12 @@ class Encoder:
 
 def apply_template(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
     """The tokens of messages, in which special tokens are read as such: templates are made of them."""
-    backend = getattr(tokenizer, "tokenizer", tokenizer).backend_tokenizer
-    before, backend.encode_special_tokens = backend.encode_special_tokens, False
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    before, inner.split_special_tokens = inner.split_special_tokens, False
     try:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     finally:
-        backend.encode_special_tokens = before
+        inner.split_special_tokens = before
 
 
 def prompt_ids(data: DataConfig, tokenizer: Any, prompt: str) -> list[int]:
@@ -285,4 +284,4 @@ def prompt_ids(data: DataConfig, tokenizer: Any, prompt: str) -> list[int]:
         parts: Any = [{"type": "text", "text": prompt}]
         asked = [{"role": "user", "content": parts if data.images else prompt}]
         return list(apply_template(tokenizer, asked, add_generation_prompt=True)["input_ids"])
-    return list(tokenizer(data.prompt_template.replace("{prompt}", prompt)).input_ids)
+    return begin(tokenizer, data.prompt_template.replace("{prompt}", prompt))

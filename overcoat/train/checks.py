@@ -51,6 +51,10 @@ def unread(data: DataConfig) -> dict[str, str]:
         "messages_key": (data.format == "messages", "data.format = 'messages'"),
         **dict.fromkeys(("prompt_key", "completion_key", "prompt_template"), pair),
         "text_key": (not data.is_chat, "data.format = 'text'"),
+        "special_tokens": (
+            data.format != "messages" and not data.is_tokens,
+            "text; a chat template's text is always read as tokens",
+        ),
         "shuffle_rows": (data.streaming, "data.streaming"),
         "token_dtype": (data.is_tokens, ".bin files"),
         **dict.fromkeys(("dataset_config", "split"), (bool(data.dataset), "data.dataset")),

@@ -150,6 +150,9 @@ class DataConfig:
     too_long: Literal["truncate", "drop"] = option(
         "truncate", "conversations above data.sequence_length: keep their beginning, or leave them out"
     )
+    special_tokens: Literal["tokens", "text"] = option(
+        "tokens", 'special tokens that a text spells out, such as "<|im_end|>": read as tokens, or as plain text'
+    )
     token_dtype: Literal["uint16", "uint32"] = option("uint16", "element type of .bin files")
     streaming: bool = option(False, "tokenize on the fly instead of once into data.cache_dir")
     shuffle_rows: int = option(256, "streaming only: rows in the shuffle buffer", at_least=1)

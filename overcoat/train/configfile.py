@@ -51,7 +51,7 @@ def load_config(path: str | Path, arguments: list[str] | None = None, is_recorde
     values that nothing reads, and its errors name the file."""
     path = Path(path)
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"cannot read the config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # of TOML or of UTF-8; brackets in brackets

@@ -23,7 +23,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,16 @@ from overcoat.train.data import (
     RowSource,
     Shards,
     StreamedRows,
+    count_labels,
     cut,
     document_ends,
     read_binary,
 )
+from overcoat.train.encoding import Spelled, edges, encode
 from overcoat.train.files import DamagedError, lock, verify_directory, write_directory, writing
 from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, no_documents
+from overcoat.train.stopping import ending_with, turn_ends
 from overcoat.train.tokenizer import (
-    encode,
     load_processor,
     load_tokenizer,
     make_processor,
@@ -59,12 +61,19 @@ ENCODED_BYTES = 16 << 20
 STREAMED = "streamed"  # how the identity of a stream begins
 TOKENS, TOKENIZER = "tokens", "tokenizer"  # folders of the cache directory
 # What decides the tokens; the rest of [data] (packing, masks, streaming) does not.
-TOKEN_KEYS = ("files", "dataset", "dataset_config", "split", "text_key", "max_bytes")
+TOKEN_KEYS = ("files", "dataset", "dataset_config", "split", "text_key", "max_bytes", "special_tokens")
 CHAT_KEYS = ("format", "messages_key", "prompt_key", "completion_key", "prompt_template", "images")  # of conversations
-LAYOUT = 2  # of the tokens and how text is cut; another one is another KEY
+# Of the tokens and how text is cut; another one is another KEY. A tokenizer trained on a stream does not depend on it.
+LAYOUT, TOKENIZER_LAYOUT = 3, 2
 IMAGE_LAYOUT = 1  # of conversations with images; before it a transformers below 5.18 may have marked wrong tokens
 NEEDED = {
-    TOKENS: ["tokens.bin", "documents.npy", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"],
+    TOKENS: [
+        "tokens.bin",
+        "documents.npy",
+        "special.json",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+    ],
     TOKENIZER: ["tokenizer.json", "tokenizer_config.json"],
 }
 
@@ -81,11 +90,13 @@ class Corpus:
     identity: str  # a checkpoint refuses to continue on other tokens
     note: str = ""  # what was left out of the data
     images: Images | None = None
+    stops: list[int] = field(default_factory=list)  # ids that end what is trained on, the most frequent first
 
     @property
     def to_save(self) -> Any | None:
         """What a model's folder needs beside the model."""
-        return self.tokenizer if self.images is None else self.images.processor
+        found = self.tokenizer if self.images is None else self.images.processor
+        return found if found is None else ending_with(found, self.stops)
 
 
 def cache_dir(config: Config) -> Path:
@@ -97,23 +108,26 @@ def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
     """Tokenize, or find the tokens of an earlier run, and set up the rows; `say` reports what takes time."""
     if config.data.is_tokens:
         return _open_binaries(config)
+    check_sources(config.data)
     if config.data.streaming:
         return _open_stream(config, say)
     folder, manifest = _cached(config, TOKENS, say)
-    tokenizer = load_tokenizer(folder / "tokenizer", config.model.trust_remote_code)
+    tokenizer = load_tokenizer(folder / "tokenizer", config.model.trust_remote_code, config.data.special_tokens)
     is_chat = config.data.is_chat
     tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32 if is_chat else _token_type(tokenizer), mode="r")
     table = np.load(folder / "documents.npy")
     table, note = _fitting(config.data, table) if is_chat else (table, "")
-    if note:
-        say(note)
+    stops = turn_ends(tokens, table[:, :2], tokenizer) if is_chat else [tokenizer.eos_token_id]
+    for line in (note, json.loads((folder / "special.json").read_text(encoding="utf-8"))):
+        if line:
+            say(line)
     rows, held_out = _packed(config, tokens, table, tokenizer.eos_token_id)
     images = None
     if config.data.images:
         processor = load_processor(folder / "tokenizer", config.model.trust_remote_code)
         images = Images(processor, config.data.images, json.loads((folder / "images.json").read_text(encoding="utf-8")))
     identity = manifest["files"]["tokens.bin"]["sha256"]
-    return Corpus(tokenizer, tokenizer.eos_token_id, rows, held_out, num_ids(tokenizer), identity, note, images)
+    return Corpus(tokenizer, tokenizer.eos_token_id, rows, held_out, num_ids(tokenizer), identity, note, images, stops)
 
 
 def _fitting(data: DataConfig, table: np.ndarray) -> tuple[np.ndarray, str]:
@@ -132,8 +146,11 @@ def _fitting(data: DataConfig, table: np.ndarray) -> tuple[np.ndarray, str]:
 
 def _cached(config: Config, kind: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
     """The folder of this configuration's tokens, or tokenizer, with its manifest; whoever comes first writes it."""
-    made_from = _made_from(config)
-    key = hashlib.sha256(json.dumps([LAYOUT, made_from], sort_keys=True).encode()).hexdigest()[:12]
+    made_from, layout = _made_from(config), LAYOUT
+    if kind == TOKENIZER:
+        layout = TOKENIZER_LAYOUT
+        del made_from["special_tokens"]
+    key = hashlib.sha256(json.dumps([layout, made_from], sort_keys=True).encode()).hexdigest()[:12]
     folder = cache_dir(config) / kind / key
     fill = {TOKENS: write_tokens, TOKENIZER: write_tokenizer}[kind]
     with error_context(f"data.cache_dir: cannot write {folder}: ", OSError, "; make room there, or choose another"):
@@ -162,11 +179,12 @@ def write_tokens(config: Config, target: Path) -> None:
     tokenizer = make_tokenizer(config) if processor is None else processor.tokenizer
     assert tokenizer is not None
     images: list[list[str]] = []
+    spelled = Spelled(tokenizer)
     about: list[tuple[int, ...]] = []
     encoded: Iterator[tuple[Any, ...]] = (
-        _encoded_chats(config, Encoder(config.data, tokenizer, processor), images)
+        _encoded_chats(config, Encoder(config.data, tokenizer, processor), images, spelled)
         if config.data.is_chat
-        else _encoded_texts(config, tokenizer)
+        else _encoded_texts(config, tokenizer, spelled)
     )
     with (target / "tokens.bin").open("wb") as file:
         for tokens, *rest in encoded:
@@ -178,13 +196,16 @@ def write_tokens(config: Config, target: Path) -> None:
     np.save(target / "documents.npy", table)
     kept = _fitting(config.data, table)[0] if config.data.is_chat else table
     _split(config, kept)  # tokens that are too few would be in the way of more
+    what = "conversations" if config.data.is_chat else "documents"
+    note = spelled.note(f"of {len(about):,} {what}", config.data.format == "messages")
+    (target / "special.json").write_text(json.dumps(note), encoding="utf-8")
     if processor is not None:
         (target / "images.json").write_text(json.dumps(images), encoding="utf-8")
     with writing(target / "tokenizer"):
         (processor or tokenizer).save_pretrained(target / "tokenizer")
 
 
-def _encoded_texts(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray, int]]:
+def _encoded_texts(config: Config, tokenizer: Any, spelled: Spelled) -> Iterator[tuple[np.ndarray, int]]:
     """The tokens of each document, and the checksum of its content; about ENCODED_BYTES at once: enough to keep every
     core busy, little enough to hold in memory."""
     dtype, group, size = _token_type(tokenizer), list[str](), 0
@@ -194,11 +215,14 @@ def _encoded_texts(config: Config, tokenizer: Any) -> Iterator[tuple[np.ndarray,
             size += encoded_size(text)
         if group and (text is None or size >= ENCODED_BYTES):
             for each, ids in zip(group, encode(tokenizer, group), strict=True):
+                spelled.see(each)
                 yield np.asarray(ids, dtype=dtype), content_key(each)
             group, size = [], 0
 
 
-def _encoded_chats(config: Config, encoder: Encoder, images: list[list[str]]) -> Iterator[tuple[np.ndarray, int, int]]:
+def _encoded_chats(
+    config: Config, encoder: Encoder, images: list[list[str]], spelled: Spelled
+) -> Iterator[tuple[np.ndarray, int, int]]:
     """The tokens of each conversation, the checksum of its content, and how many it takes to have a label; its images
     go into `images`."""
     num_bytes, is_empty = 0, True
@@ -208,6 +232,8 @@ def _encoded_chats(config: Config, encoder: Encoder, images: list[list[str]]) ->
         if config.data.max_bytes and num_bytes > config.data.max_bytes:
             break
         is_empty = False
+        if not config.data.images:  # whose marks are special tokens, and are checked
+            spelled.see(content)
         tokens, needed = encoder(example, where)
         images.append(example.get("images", []))
         yield tokens, content_key(content), needed
@@ -290,8 +316,9 @@ def _open_binaries(config: Config) -> Corpus:
     keys = np.asarray([zlib.crc32(tokens[begin:end].tobytes()) for begin, end in zip(begins, ends, strict=True)])
     identity = f"{len(tokens)} tokens, {zlib.crc32(keys.tobytes()):08x}"
     largest = max(int(part.max()) for part in tokens.parts)
-    rows, held_rows = _packed(config, tokens, np.stack([begins, ends, keys], axis=1))
-    return Corpus(tokenizer, eos, rows, held_rows, 1 + largest, identity)
+    rows, held_rows = _packed(config, tokens, np.stack([begins, ends, keys], axis=1), eos)
+    stops = [] if tokenizer is None else [tokenizer.eos_token_id]
+    return Corpus(tokenizer, eos, rows, held_rows, 1 + largest, identity, stops=stops)
 
 
 def _packed(
@@ -300,15 +327,40 @@ def _packed(
     """Training rows, and the held-out rows to evaluate on, of documents in `tokens`."""
     length = config.data.sequence_length
     training, held_out = _split(config, table)
-    kind = functools.partial(ChatRows, pad=eos or 0) if config.data.is_chat else PackedRows
+    kind: Any = functools.partial(ChatRows, pad=eos or 0) if config.data.is_chat else PackedRows
     held_rows = kind(tokens, held_out, length, 0, shuffle=False)
     rows = kind(tokens, training, length, config.train.seed)
-    return rows, held_rows.next_rows(min(config.eval.rows, held_rows.num_rows))
+    found = held_rows.next_rows(min(config.eval.rows, held_rows.num_rows))
+    _check_labels(config, found, eos)
+    return rows, found
+
+
+def _check_labels(config: Config, held_out: np.ndarray, eos: int | None) -> None:
+    require(
+        count_labels(held_out, eos, config.data.document_mask) > 0,
+        f"the {len(held_out)} held-out rows hold end-of-text tokens alone, of which data.document_mask leaves no "
+        "label: remove these from the data, or raise eval.rows",
+    )
+
+
+def check_sources(data: DataConfig) -> None:
+    """Refuse what `datasets.save_to_disk` wrote: its tables are no files to read, and may be cut or reordered by the
+    indices beside them."""
+    for name in [data.dataset, *data.files]:
+        for folder in [Path(name), *([Path(name).parent] if name.endswith(("*", ".arrow")) else [])]:
+            of_one = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+            if name and (of_one or (folder / "dataset_dict.json").is_file()):
+                split = "" if of_one else f"[{data.split!r}]"
+                raise ValueError(
+                    f"{str(folder)!r} was written by datasets.save_to_disk, whose tables are not read: write it as "
+                    f"parquet (datasets.load_from_disk({str(folder)!r}){split}.to_parquet('data.parquet')), and set "
+                    "data.files to that"
+                )
 
 
 def _open_stream(config: Config, say: Callable[[str], None]) -> Corpus:
     folder, _ = _cached(config, TOKENIZER, say)
-    tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.special_tokens)
     threshold = int(config.data.held_out * 2**32)
 
     def is_held_out(text: str) -> bool:
@@ -323,14 +375,19 @@ def _open_stream(config: Config, say: Callable[[str], None]) -> Corpus:
     found = cut(np.asarray(held), length)[: config.eval.rows]
     require(bool(found), f"no row of held-out text within data.held_out = {config.data.held_out}: raise it")
     rows = np.stack(found)
+    _check_labels(config, rows, tokenizer.eos_token_id)
     stream = DocumentStream(config.data, config.train.seed)
     streamed = StreamedRows(stream, tokenizer, length, config.data.shuffle_rows, is_held_out)
     # What can be known of it without reading it: what it is made of, and the held-out rows.
     data = config.data
-    made_of = [data.dataset, data.dataset_config, data.split, data.files] if data.dataset else _sources(data)
+    made_of: list[Any] = [data.dataset, data.dataset_config, data.split, data.files] if data.dataset else _sources(data)
+    before = edges(tokenizer)[0]
+    if before or data.special_tokens != "text":  # as a stream was before it had either
+        made_of += [before, data.special_tokens]
     digest = hashlib.sha256(json.dumps(made_of).encode() + rows.astype(np.int64).tobytes())
     identity = f"{STREAMED} {digest.hexdigest()}"
-    return Corpus(tokenizer, tokenizer.eos_token_id, streamed, rows, num_ids(tokenizer), identity)
+    eos = tokenizer.eos_token_id
+    return Corpus(tokenizer, eos, streamed, rows, num_ids(tokenizer), identity, stops=[eos])
 
 
 def _sources(data: DataConfig) -> list[list[Any]]:

@@ -34,8 +34,8 @@ from overcoat.kernels.attention import document_starts
 from overcoat.models.dummy_batch import tower_inputs
 from overcoat.train.chat import TRAINED, read_image
 from overcoat.train.config import require
+from overcoat.train.encoding import Spelled, encode
 from overcoat.train.sources import DocumentStream, reading
-from overcoat.train.tokenizer import encode
 
 IGNORED = -100
 ENCODED_AT_ONCE = 64
@@ -217,6 +217,7 @@ class StreamedRows:
     def __init__(self, stream: DocumentStream, tokenizer: Any, length: int, pool_rows: int, is_held_out: Any):
         self.stream, self.tokenizer, self.length = stream, tokenizer, length
         self.pool_rows, self.is_held_out = pool_rows, is_held_out
+        self._spelled = Spelled(tokenizer)
         self._generator = torch.Generator().manual_seed(stream.seed)
         self._pool: list[np.ndarray] = []
         self._pending = np.empty(0, dtype=np.int64)
@@ -236,6 +237,7 @@ class StreamedRows:
         while not texts:  # after the second end of an epoch all documents have been read
             require(self.stream.epoch <= epoch + 1, "all documents of the stream are held out: lower data.held_out")
             texts = [text for text in self.stream.take(ENCODED_AT_ONCE) if text.strip() and not self.is_held_out(text)]
+        self._spelled.warn_of(texts)
         encoded = [np.asarray(ids, dtype=np.int64) for ids in encode(self.tokenizer, texts)]
         pending = np.concatenate([self._pending, *encoded])
         rows = cut(pending, self.length)

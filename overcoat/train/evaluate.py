@@ -1,6 +1,7 @@
 """Evaluate a model in memory: perplexity on text, and the tasks of lm-evaluation-harness.
 
-Of a text every token is predicted, the first one from the tokenizer's begin-of-text token (else end-of-text):
+Of a text every token is predicted, the first one from what the tokenizer begins a text with (else end-of-text), as in
+training:
 
     token perplexity = exp(nll / tokens)        bits per byte = nll / (ln 2 * bytes of UTF-8)
 
@@ -21,6 +22,7 @@ import torch
 from overcoat.extras import load_extra, reason
 from overcoat.train.build import summed_loss
 from overcoat.train.data import IGNORED, Batch
+from overcoat.train.encoding import begin, edges
 
 # What the paper evaluates without further training, and its mathematics.
 SETS = {"paper": ("copa", "arc_easy", "sciq", "hellaswag", "gsm8k")}
@@ -50,11 +52,14 @@ def perplexity(
     """The model in `eval()`, on windows of `length` tokens, `rows` of them at once. ValueError: there is no text."""
     device, num_bytes = next(model.parameters()).device, 0
     pieces: list[tuple[list[int], list[int]]] = []
-    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    before = edges(tokenizer)[0]
     for text in texts:
         num_bytes += len(text.encode())
-        ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        pieces += windows([first, *ids], length, stride)
+        ids = begin(tokenizer, text)
+        found = list(windows(ids if before else [tokenizer.eos_token_id, *ids], length, stride))
+        for _, first in found[:1]:  # of several tokens before the text, all but the first would be predicted
+            first[: len(before[1:])] = [IGNORED] * len(before[1 : 1 + len(first)])
+        pieces += found
     if not pieces:
         raise ValueError("there is no text to evaluate on")
     pieces.sort(key=lambda piece: len(piece[0]))  # little padding, and whatever does not fit fails last

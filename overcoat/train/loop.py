@@ -45,6 +45,7 @@ from overcoat.train.state import TrainState, rng_state, set_rng_state
 T = TypeVar("T")
 # A log-sum-exp from which on the log names the layer: BF16's rounding of q and k moves such scores by more than one.
 LARGE_SCORE = 500.0
+MOST_DRAWS = 1000  # of a step's rows until one has a label
 
 
 class RunStoppedError(Exception):
@@ -153,10 +154,22 @@ def _agreeing(state: TrainState, rows: np.ndarray, loss: torch.Tensor) -> torch.
 
 
 def _next_rows(state: TrainState, config: Config) -> np.ndarray:
-    try:
+    """Return the rows of a step, (rows, T + 1); those without any label are passed over."""
+
+    def draw() -> np.ndarray:
         if config.data.streaming:  # tokenized by the first process
             return process.share(lambda: state.rows.next_rows(config.train.rows_per_step))
         return state.rows.next_rows(config.train.rows_per_step)
+
+    try:
+        for _ in range(MOST_DRAWS):
+            rows = draw()
+            if count_labels(rows, state.eos, config.data.document_mask):
+                return rows
+        raise ValueError(
+            f"{MOST_DRAWS} steps' rows held end-of-text tokens alone, of which data.document_mask leaves no label: "
+            "remove these from the data"
+        )
     except ValueError as error:
         if state.step == 0:
             raise

@@ -28,11 +28,20 @@ from overcoat import memory
 from overcoat.models.compiled import compile_layers, eager
 from overcoat.optim.sharding import local
 from overcoat.train import checkpoint, process, saving
-from overcoat.train.build import build_model, check_config, check_tables, make_optimizer, num_positions
+from overcoat.train.build import (
+    base_model,
+    build_model,
+    check_config,
+    check_tables,
+    check_weights,
+    make_optimizer,
+    num_positions,
+)
 from overcoat.train.chat import prompt_ids
 from overcoat.train.config import Config, error_context
 from overcoat.train.configfile import build_config, dump_toml
 from overcoat.train.corpus import Corpus, cache_dir, open_corpus
+from overcoat.train.data import PackedRows
 from overcoat.train.evaluate import Tasks, task_names
 from overcoat.train.files import lock, sweep
 from overcoat.train.fit import BatchPlan, first_fit, memory_to_plan_with, recipe_of
@@ -44,6 +53,7 @@ from overcoat.train.parallel import build_sharded, check_parallel
 from overcoat.train.process import choose_device
 from overcoat.train.products import compute_in_fp32
 from overcoat.train.state import TrainState
+from overcoat.train.stopping import stop_at
 
 LOCK = ".lock"
 
@@ -161,10 +171,16 @@ def _train_from(checkpoints: list[Path], config: Config, console: Console, title
         fit = recorded[min(recorded)] if recorded else first_fit(config, device, corpus.tokenizer)
         state, report = make_state(config, corpus, device, fit)
     say(str(report))
+    if isinstance(corpus.rows, PackedRows):
+        count, length, steps = corpus.rows.num_rows, config.data.sequence_length, config.train.steps
+        passes = steps * config.train.rows_per_step / count
+        say(f"{count:,} rows of {length:,} tokens an epoch: {steps:,} steps are {passes:,.1f} passes over the data")
     if device.type == "cpu" and compute_in_fp32() and config.model.dtype == "bfloat16":
         say("this CPU has no AVX-512: BF16 products are computed in FP32 and rounded once")
     if checkpoints:
         _resume(checkpoints[-1], state, config, say)
+    where = str(checkpoints[-1]) if checkpoints else f"model.name = {config.model.name!r}"
+    check_weights(state.model, where)
     evaluated = process.share(  # what cannot be read is refused before anything is written
         lambda: [kind for kind, rows in read_metrics(run_dir / METRICS).items() if state.step in rows]
     )
@@ -238,6 +254,7 @@ def make_state(
         model = build_model(config, corpus.tokenizer, device)
         report = overcoat.convert(model, recipe, strict=True)
     check_tables(model, corpus.num_ids, config)
+    stop_at(base_model(model), corpus.stops)
     memory.forget_peak(device)
     optimizer = make_optimizer(model, config.optimizer, config.train.seed)
     if config.optimizer.release_gradients:

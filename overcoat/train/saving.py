@@ -120,6 +120,7 @@ def write_checkpoint(held: CheckpointSnapshot, config: Config, tokenizer: Any | 
             write_shards(partial, held.weights)
             with writing(partial):
                 held.model.config.save_pretrained(partial)
+                save_stops(held.model, partial)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(partial)
         with writing(partial / TRAINING):
@@ -147,8 +148,16 @@ def write_model(
         options = {"save_embedding_layers": False}  # else peft asks the hub for the base model's vocabulary
     with writing(folder):
         model.save_pretrained(folder, state_dict=weights, **options)
+        save_stops(model, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+
+def save_stops(model: Any, folder: Path) -> None:
+    """generation_config.json, where generation stops; adapters and pieces of a model are saved without it."""
+    found = base_model(model).generation_config
+    if found is not None and not (folder / "generation_config.json").exists():
+        found.to_json_file(folder / "generation_config.json")
 
 
 def export(state: TrainState, tokenizer: Any | None, target: Path, merge: bool = False) -> None:

@@ -55,6 +55,12 @@ NOT_TEXT = {
 }
 
 
+class Continuation(str):
+    """A piece of a long document after its first one."""
+
+    __slots__ = ()
+
+
 def find_files(patterns: list[str]) -> list[Path]:
     """The files behind `data.files`, each once, ordered by the checksum of the name."""
     found: dict[Path, str] = {}
@@ -140,12 +146,14 @@ def _open_text(path: Path) -> Any:
 
 def _read_text(path: Path, piece: int) -> Iterator[str]:
     """Pieces of about `piece` characters that end where lines do; -1: all at once."""
+    is_begun = False
     with _open_text(path) as file:
         while lines := file.readlines(piece):
             text = "".join(lines)
             if "\0" in text:
                 raise ValueError(f"{path} holds NUL characters and is not text: leave it out")
-            yield text
+            yield Continuation(text) if is_begun else text
+            is_begun = True
 
 
 def _read_json(path: Path, may_be_array: bool) -> Iterator[tuple[str, Any]]:

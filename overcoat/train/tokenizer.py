@@ -2,8 +2,7 @@
 
 A byte-level BPE has no unknown token: its alphabet is the 256 bytes, merged by frequency until
 `tokenizer.vocab_size`. One special token, `<|endoftext|>`, ends every document in a packed row, begins
-generation, and pads. Text that happens to contain those characters (source code about tokenizers does) is
-encoded as ordinary text, never as the special token.
+generation, and pads. How text is encoded is in encoding.py.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ def make_tokenizer(config: Config) -> Any | None:
     if not name and not config.tokenizer.vocab_size:
         raise ValueError("no tokenizer: set tokenizer.vocab_size (train one on the data) or tokenizer.name")
     tokenizer = load_tokenizer(name, config.model.trust_remote_code) if name else train_tokenizer(config)
+    tokenizer.split_special_tokens = config.data.special_tokens == "text"
     set_chat_template(tokenizer, config.tokenizer.chat_template)
     return tokenizer
 
@@ -44,6 +44,8 @@ def set_chat_template(tokenizer: Any, template: str) -> None:
         text = read_chat_template(template)
         with error_context("tokenizer.chat_template: no file, and "):
             tokenizer.chat_template = load_tokenizer(template).chat_template if text is None else text
+    if isinstance(tokenizer.chat_template, str):  # of a folder too
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
 
 
 def read_chat_template(template: str) -> str | None:
@@ -51,12 +53,13 @@ def read_chat_template(template: str) -> str | None:
     if not os.path.isfile(template):  # unlike Path.is_file, also of what can be no path
         return None
     with error_context(f"tokenizer.chat_template = {template!r}: not UTF-8: ", UnicodeDecodeError):
-        return Path(template).read_text(encoding="utf-8")
+        return Path(template).read_text(encoding="utf-8-sig")
 
 
 def make_processor(config: Config) -> Any:
     """The processor of this run's images, which has its tokenizer."""
     processor = load_processor(tokenizer_name(config), config.model.trust_remote_code)
+    processor.tokenizer.split_special_tokens = config.data.special_tokens == "text"
     set_chat_template(processor, config.tokenizer.chat_template)
     return processor
 
@@ -76,12 +79,13 @@ def load_processor(name: str | Path, trust_remote_code: bool = False) -> Any:
     return processor
 
 
-def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
-    """A tokenizer by Hugging Face name or folder, set to read special tokens in plain text as plain text."""
+def load_tokenizer(name: str | Path, trust_remote_code: bool = False, special_tokens: str = "tokens") -> Any:
+    """A tokenizer by Hugging Face name or folder, which reads special tokens that a text spells out as "tokens" or
+    "text"."""
     tokenizer = load_pretrained("AutoTokenizer", "the tokenizer", str(name), trust_remote_code)
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {str(name)!r} must be a fast one with an end-of-text token to pack documents")
-    tokenizer.backend_tokenizer.encode_special_tokens = True
+    tokenizer.split_special_tokens = special_tokens == "text"
     return tokenizer
 
 
@@ -101,11 +105,9 @@ def train_tokenizer(config: Config) -> Any:
         show_progress=False,
     )
     backend.train_from_iterator(_sample(config), trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
-    tokenizer.backend_tokenizer.encode_special_tokens = True  # a copy of the backend, which loses this
-    return tokenizer
 
 
 def num_ids(tokenizer: Any) -> int:
@@ -120,9 +122,3 @@ def _sample(config: Config) -> Iterator[str]:
         num_bytes += encoded_size(text)
         if num_bytes >= config.tokenizer.train_bytes:
             return
-
-
-def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text followed by the end-of-text token, on all CPU cores."""
-    end = tokenizer.eos_token_id
-    return [[*item.ids, end] for item in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

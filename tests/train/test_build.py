@@ -288,3 +288,23 @@ def test_a_broken_folder_is_one_line(
     with pytest.raises(ValueError, match=rf"cannot load .*{folder}") as caught:
         loaders(folder, make_config)[what]()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).bfloat16()
+    check_weights(model, "model.name = 'x'")
+    with torch.no_grad():
+        model[1].weight[2, 3] = value
+    with pytest.raises(ValueError, match=r"^model\.name = 'x' holds weights that are NaN or infinite, in 1\.weight:"):
+        check_weights(model, "model.name = 'x'")
+
+
+def test_folders_that_hold_no_model_say_what_they_are(tmp_path: Path) -> None:
+    check_is_model(str(tmp_path))
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(ValueError, match=r"is the folder of a run: name its model, '.*export'"):
+        check_is_model(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds adapters without their model: .*lora\.merge=true"):
+        check_is_model(str(tmp_path))

@@ -16,11 +16,11 @@ from overcoat.train import corpus, files
 from overcoat.train import tokenizer as module
 from overcoat.train.config import Config
 from overcoat.train.corpus import open_corpus
+from overcoat.train.encoding import encode
 from overcoat.train.files import DamagedError
 from overcoat.train.sources import documents
 from overcoat.train.tokenizer import (
     END_OF_TEXT,
-    encode,
     load_tokenizer,
     make_tokenizer,
     set_chat_template,
@@ -220,7 +220,8 @@ NAMED = ("model.config={}", "model.name=some/model")
 def test_trained_tokenizer_round_trips_any_text_and_ends_documents(make_config: MakeConfig, tmp_path: Path) -> None:
     trained = train_tokenizer(make_config())
     trained.save_pretrained(tmp_path / "tok")
-    for tokenizer in (trained, load_tokenizer(tmp_path / "tok")):
+    trained.split_special_tokens = True
+    for tokenizer in (trained, load_tokenizer(tmp_path / "tok", special_tokens="text")):
         assert len(tokenizer) <= 320
         for text in ("x = 1\n\treturn  alpha", "\u00e9\u4e2d\U0001f600", f"source that says {END_OF_TEXT} in it"):
             (ids,) = encode(tokenizer, [text])
@@ -274,3 +275,20 @@ def test_a_chat_template_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "template.jinja").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"^tokenizer\.chat_template = .*template\.jinja': not UTF-8"):
         set_chat_template(None, str(tmp_path / "template.jinja"))
+
+
+@pytest.mark.parametrize("given", ["saved", "saved/*", "saved/data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("key", ["files", "dataset"])
+def test_what_save_to_disk_wrote_is_told_apart(make_config: MakeConfig, tmp_path: Path, given: str, key: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "saved")
+    config = make_config(f"data.{key}={tmp_path / given}", *(["data.files=[]"] if key == "dataset" else []))
+    with pytest.raises(ValueError, match=r"saved' was written by datasets\.save_to_disk, .*to_parquet"):
+        open_corpus(config, silent)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text("\ufeff{{ messages }}", encoding="utf-8")
+    tokenizer = SimpleNamespace(chat_template="")
+    set_chat_template(tokenizer, str(tmp_path / "template.jinja"))
+    assert tokenizer.chat_template == "{{ messages }}"

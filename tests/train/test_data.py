@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,15 +99,31 @@ def test_held_out_is_decided_by_content_alone() -> None:
     assert choose_held_out(keys[order], lengths[order], 18).tolist() == [1, 0]
 
 
-def streamed(config: DataConfig, pool: int) -> StreamedRows:
-    """Each character is a token."""
+class Characters:
+    """A tokenizer, and its backend."""
 
-    def encode(texts: list[str], add_special_tokens: bool) -> list[SimpleNamespace]:
+    eos_token_id, split_special_tokens, added_tokens_decoder = EOS, False, dict[int, Any]()
+
+    @property
+    def backend_tokenizer(self) -> Characters:
+        return self
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=list(map(ord, text)))
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[SimpleNamespace]:
         assert not add_special_tokens
         return [SimpleNamespace(ids=list(map(ord, text))) for text in texts]
 
-    tokenizer = SimpleNamespace(eos_token_id=EOS, backend_tokenizer=SimpleNamespace(encode_batch_fast=encode))
-    return StreamedRows(DocumentStream(config, seed=7), tokenizer, 8, pool, lambda text: text.startswith("held"))
+    def no_truncation(self) -> None: ...
+
+    def no_padding(self) -> None: ...
+
+
+def streamed(config: DataConfig, pool: int) -> StreamedRows:
+    """Each character is a token."""
+
+    return StreamedRows(DocumentStream(config, seed=7), Characters(), 8, pool, lambda text: text.startswith("held"))
 
 
 def stream_config(kind: str, folder: Path) -> DataConfig:

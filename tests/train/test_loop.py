@@ -209,3 +209,26 @@ def test_rows_of_an_unfinished_step_are_saved_with_it(make_config: MakeConfig, t
     del saved["drawn"]  # as earlier versions wrote it
     other.load_training_dict(saved)
     assert other.drawn is None
+
+
+@pytest.mark.parametrize("empty", [2, 10**9])
+def test_rows_without_labels_are_passed_over(make_config: MakeConfig, monkeypatch: Any, empty: int) -> None:
+    """Rows that hold end-of-text tokens alone have no label under data.document_mask."""
+    config = make_config(*EXACT, "data.document_mask=true")
+    state, other = make_state(config), make_state(config)
+    draw, drawn = state.rows.next_rows, []
+
+    def next_rows(count: int) -> np.ndarray:
+        drawn.append(count)
+        return np.zeros((count, 33), dtype=np.int64) if len(drawn) <= empty else draw(count)
+
+    monkeypatch.setattr(state.rows, "next_rows", next_rows)
+    monkeypatch.setattr(loop, "MOST_DRAWS", 5)
+    if empty > 5:
+        with pytest.raises(
+            ValueError, match=r"end-of-text tokens alone, .*data\.document_mask leaves no label: remove"
+        ):
+            train_step(state, config)
+        return
+    assert float(train_step(state, config).loss) == float(train_step(other, config).loss)
+    assert len(drawn) == 3

@@ -1,0 +1,66 @@
+"""Where a trained model stops writing: the tokens that end what it was trained to say.
+
+Of text it is EOS. Of conversations the tokens are found among those trained on, as the template rendered them: the last
+one of each conversation, white space aside. A base model's own EOS is another token than the one that ends a turn, so
+`generation_config.eos_token_id` holds both, and an exported tokenizer's EOS is the turn's end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from overcoat.train.chat import TRAINED
+
+LOOKED_AT = 1000  # conversations, spread over all
+
+
+def turn_ends(tokens: np.ndarray, ranges: np.ndarray, tokenizer: Any) -> list[int]:
+    """Return the ids that end what is trained on, the most frequent first; of conversations `ranges` (N, 2) of `tokens`
+    (uint32 with flags). Empty: what is trained on ends in plain text, as where a template leaves the end out."""
+    added = {*tokenizer.get_added_vocab().values(), tokenizer.eos_token_id}
+    special = {token for token, content in tokenizer.added_tokens_decoder.items() if content.special}
+    last, tails = Counter[int](), list[set[int]]()
+    for begin, end in ranges[:: max(1, len(ranges) // LOOKED_AT)]:
+        held = tokens[begin:end]
+        trained = (held[(held & TRAINED) != 0] & (TRAINED - 1)).tolist()
+        tail = list[int]()
+        for token in reversed(trained):
+            if token in special or (token in added and not tail):
+                tail.append(token)
+            elif tokenizer.decode([token]).strip():
+                break
+        if tail:
+            last[tail[0]] += 1
+        tails.append(set(tail))
+    always = set.intersection(*tails) if tails else set()  # Phi-3's <|end|> before its end-of-text
+    return [token for token, _ in last.most_common()] + sorted(always - last.keys())
+
+
+def stop_at(model: Any, stops: list[int]) -> None:
+    """Make `generate` stop at these ids, and at the model's own."""
+    found = model.generation_config
+    if found is None:
+        from transformers import GenerationConfig
+
+        found = model.generation_config = GenerationConfig.from_model_config(model.config)
+    own = found.eos_token_id if found.eos_token_id is not None else model.config.get_text_config().eos_token_id
+    own = [own] if isinstance(own, int) else list(own or [])
+    if new := [token for token in stops if token not in own]:
+        all_stops = own + new
+        found.eos_token_id = all_stops if len(all_stops) > 1 else all_stops[0]
+
+
+def ending_with(tokenizer: Any, stops: list[int]) -> Any:
+    """Return the tokenizer or processor to export: its EOS is the most frequent of `stops`, unless its chat template
+    writes EOS, and would then write another token."""
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    if not stops or stops[0] == inner.eos_token_id or "eos_token" in str(tokenizer.chat_template):
+        return tokenizer
+    changed = copy.deepcopy(tokenizer)
+    inner = getattr(changed, "tokenizer", changed)
+    inner.eos_token = inner.convert_ids_to_tokens(stops[0])
+    return changed
