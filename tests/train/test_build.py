@@ -23,7 +23,15 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from overcoat.models.shapes import load_model_config
 from overcoat.train import build
-from overcoat.train.build import build_model, check_builds, check_config, load_model, make_recipe
+from overcoat.train.build import (
+    build_model,
+    check_builds,
+    check_config,
+    check_is_model,
+    check_weights,
+    load_model,
+    make_recipe,
+)
 from overcoat.train.config import ModelConfig, RecipeConfig
 from overcoat.train.process import choose_device
 from overcoat.train.tokenizer import load_tokenizer, train_tokenizer

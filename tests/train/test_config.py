@@ -264,3 +264,9 @@ def test_arguments_reach_into_free_tables_and_nowhere_else() -> None:
         build_config(INLINE, ["model.config.model_type.x=1"])
     with pytest.raises(ValueError, match=r"unknown key train\.steps\.x"):
         build_config(INLINE, ["train.steps.x=1"])
+
+
+def test_a_byte_order_mark_before_a_configuration_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('\ufeff[model]\nname = "m"\n[data]\nfiles = ["x.txt"]\n', encoding="utf-8")
+    assert load_config(path).model.name == "m"
