@@ -22,7 +22,6 @@ from overcoat.models.family import (
     Family,
     causal_models,
     decoder_layers,
-    families,
     family_of,
     mixed,
     model_spec_of,
@@ -94,8 +93,8 @@ def convert(
         )
     if not layers and recipe.fp8:
         raise ValueError(
-            f"{type(model).__name__} contains no decoder layer; overcoat.convert takes transformers models with layers "
-            f"of the kinds {_known()}"
+            f"{type(model).__name__} contains no decoder layer of transformers or torchtitan: give convert a model of "
+            "theirs (docs/models.md)"
         )
     if recipe.fp8 or recipe.head == "fp8":
         _check_device(model, recipe)
@@ -109,7 +108,7 @@ def convert(
         raise ValueError(f"Recipe.z_loss = {recipe.z_loss} needs the converted loss, and {reason}; use z_loss=0")
     for name, layer in layers.items():
         report.layers.append(_convert_layer(layer, name, recipe, filter_fn, eval_fp8))
-    _check_converted(report, strict)
+    check_converted(report, strict)
     for name in report.converted:
         report.watch(name, layers[name], model)
     _choose_offloaded(model, layers, report)
@@ -126,11 +125,8 @@ def convert(
     return report
 
 
-def _known() -> str:
-    return ", ".join(family.layer for family in families())
-
-
-def _check_converted(report: Report, strict: bool) -> None:
+def check_converted(report: Report, strict: bool = True) -> None:
+    """Raise (strict) or warn if the recipe is FP8 and no decoder layer trains in it."""
     reasons = dict.fromkeys(reason for reason in report.left_alone.values() if reason != FILTERED)
     if not report.recipe.fp8 or report.converted or not reasons:
         return
@@ -200,7 +196,7 @@ def _convert_layer(
     if family is None:
         if kind in REFUSED:
             return left_alone(f"{kind}: {REFUSED[kind]}")
-        return left_alone(f"{kind} is not among the supported kinds ({_known()})")
+        return left_alone(f"{kind} is not supported (docs/models.md lists what is)")
     reason = why_unsupported(layer, family)
     if reason is not None:
         return left_alone(reason)

@@ -113,8 +113,8 @@ def original_class(module: nn.Module | type[nn.Module]) -> Any:
     """A module's transformers class, whatever was mixed in (by this package or by FSDP2); else its own."""
     cls = module if isinstance(module, type) else type(module)
     for base in cls.__mro__:
-        # A mixed class has the original's name (`mixed`), and that one's module only the original itself.
-        if base.__module__.startswith(LIBRARIES):
+        # A mixed class has the original's name and module (`mixed`).
+        if base.__module__.startswith(LIBRARIES) and not _is_mixed(base):
             return base
     return cls
 
@@ -154,14 +154,18 @@ def class_name(module: nn.Module) -> str:
 
 
 def mixed(mixin: Any, original: Any) -> Any:
-    """`original` with `mixin` before it, under the original's name: Accelerate finds layers by it, and config.json
-    has it."""
+    """`original` with `mixin` before it, under the original's name and module: Accelerate finds layers by the name, and
+    config.json and peft's adapter_config.json record them, for others to import."""
     return _mixed(mixin, original)
 
 
 @functools.cache
 def _mixed(mixin: Any, original: Any) -> Any:
-    names = {"__module__": mixin.__module__, "__qualname__": f"{mixin.__name__}[{original.__name__}]"}
+    names = {
+        "__module__": original.__module__,
+        "overcoat_mixin": mixin,
+        "__qualname__": f"{mixin.__name__}[{original.__name__}]",
+    }
     return type(original.__name__, (mixin, original), names)
 
 
@@ -180,7 +184,7 @@ class Mixin(nn.Module):
 
 
 def _is_mixed(cls: Any) -> bool:
-    return len(cls.__bases__) == 2 and cls is mixed(*cls.__bases__)
+    return "overcoat_mixin" in vars(cls)
 
 
 def _new(mixin: Any, original: Any) -> Any:

@@ -40,7 +40,6 @@ from overcoat.models.family import (
     family_of,
     mixed,
     model_spec_of,
-    model_specs,
     original_class,
 )
 from overcoat.models.fingerprint import HARMLESS_HOOKS, has_hooks, why_all_patched, why_loss_patched, why_mode
@@ -264,8 +263,7 @@ def why_head_unsupported(model: nn.Module) -> Optional[str]:
     original: Any = original_class(model)
     whole = model_spec_of(model)
     if whole is None:
-        kinds = ", ".join(each.name for each in model_specs())
-        return f"{original.__name__} is not among the supported kinds ({kinds})"
+        return f"{original.__name__} is not supported (docs/models.md lists what is)"
     if type(model) is not original and not isinstance(model, LeanLossModel):
         return f"the model is wrapped already, as {type(model).__name__}: convert it before"
     if "forward" in vars(model):
@@ -322,7 +320,7 @@ def install_head(model: Any, recipe: Recipe) -> None:
     norm = _final_norm(model)
     plain = [(each.module, each.norm) for each in families() if not each.centered and not each.plus_one]
     is_own = (type(norm).__module__, type(norm).__name__) in plain and why_all_patched(type(norm)) is None
-    if is_own and "forward" not in vars(norm):
+    if is_own and "forward" not in vars(norm) and not isinstance(norm, FinalNorm):
         norm.__class__ = mixed(FinalNorm, type(norm))
     model.overcoat_recipe, backbone = recipe, _backbone(model)
     if recipe.z_loss and not hasattr(backbone, "overcoat_z_loss"):

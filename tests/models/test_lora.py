@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import collections
 import copy
+import json
 import math
+import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import overcoat
@@ -246,3 +250,25 @@ def test_compiles_without_graph_breaks(device: torch.device) -> None:
     compiled = trained(model, inputs)
     assert compiled.keys() == expected.keys()
     assert min(sqnr(expected[name], compiled[name]) for name in expected) > 30
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_saved_adapters_name_transformers_alone(is_first: bool, tmp_path: Path) -> None:
+    """Without task_type peft records the model's class and module."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=64)).save_pretrained(tmp_path / "base")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    if is_first:
+        overcoat.convert(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    if not is_first:
+        overcoat.convert(adapted)
+    adapted.save_pretrained(tmp_path / "adapters")
+    model.save_pretrained(tmp_path / "whole")
+    saved = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert saved["auto_mapping"]["parent_library"] == "transformers.models.llama.modeling_llama"
+    assert "overcoat." not in (tmp_path / "whole/config.json").read_text()
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters").get_base_model()
+    assert type(loaded) is transformers.LlamaForCausalLM
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again) is type(model) is not transformers.LlamaForCausalLM
