@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from overcoat.extras import importing, is_worker
+from overcoat.extras import importing, is_worker, printable
 from overcoat.version import VERSION
 
 # Commands besides `train`, whose options are in overcoat/COMMAND/command.py; that imports PyTorch, which takes seconds.
@@ -276,7 +276,7 @@ def _fail(status: int, text: str, error: Exception | None = None) -> int:
             return status
         if error is not None and is_cause:
             traceback.print_exception(error)
-    LastingStream(sys.stderr).write(f"overcoat: {' '.join(text.splitlines())}\n")
+    LastingStream(sys.stderr).write(f"overcoat: {printable(text)}\n")
     return status
 
 

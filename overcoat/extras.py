@@ -95,6 +95,14 @@ def drawing(path: Path, extra: str, purpose: str, width: float, height: float, *
     pyplot.close(figure)
 
 
+def printable(text: str) -> str:
+    """Return a text as one line without control characters, which files of strangers may hold: they are escaped, line
+    breaks become spaces."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in " ".join(text.splitlines())
+    )
+
+
 def reason(error: BaseException) -> str:
     """Why, in one line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__

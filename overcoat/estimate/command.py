@@ -31,6 +31,7 @@ from overcoat.estimate.times import GPUS, NETWORK, Cluster
 from overcoat.extras import importing, load_extra
 from overcoat.formats.masters import MASTERS
 from overcoat.formats.moments import MOMENTS
+from overcoat.models.convert import check_converted
 from overcoat.models.dummy_batch import SIDE
 from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.recipe import GROUP_SIZES, Recipe
@@ -139,6 +140,7 @@ def run(parsed: argparse.Namespace) -> int:
     cluster = Cluster(parsed.gpus, parsed.nodes, parsed.hybrid, parsed.network * 1e9, parsed.gpu).check()
     predictor, batch, sequence, setup, note = _what(parsed, cluster)
     prediction = predictor.predict(batch, sequence, setup, cluster.sharding)
+    check_converted(prediction.report)  # as the training does
     times = predictor.times(batch, sequence, setup, cluster) if setup.dtype == "bfloat16" else None
     room = advice = None
     if parsed.gpu_memory is not None:

@@ -5,7 +5,8 @@
 
 Asks for what is left out, on a terminal. The estimate chooses how many rows pass at once and, where not one fits, block
 checkpoints (recipe "leanest"), then moments in host memory. No weights are read. Where conversations name images, it
-looks for these beside the data and in the folders there.
+looks for these beside the data and in the folders there. The chat template and the first rows are tried as the training
+does; where it would refuse them, the file is written all the same, the line says why, and the exit status is 2.
 """
 
 from __future__ import annotations
@@ -14,32 +15,40 @@ import argparse
 import functools
 import itertools
 import json
+import os
+import shlex
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
+from transformers import PreTrainedConfig
 
 from overcoat.estimate.command import memory_size, positive
 from overcoat.estimate.dry_run import own_loss
+from overcoat.extras import printable
 from overcoat.models.dummy_batch import sees
 from overcoat.models.shapes import MODELS, load_model_config
-from overcoat.train.chat import examples, image_paths
-from overcoat.train.config import DataConfig, error_context, require
+from overcoat.train.build import check_is_model, check_tables
+from overcoat.train.chat import Encoder, examples, image_paths
+from overcoat.train.config import Config, DataConfig, error_context, require
 from overcoat.train.configfile import all_keys, build_config, tomllib
-from overcoat.train.fit import choose_fit
-from overcoat.train.sources import NOT_TEXT, ROWS, as_object, find_files, has_rows, read_documents, read_rows
+from overcoat.train.corpus import check_sources
+from overcoat.train.fit import choose_fit, model_config
+from overcoat.train.preflight import trial_model
+from overcoat.train.sources import NOT_TEXT, ROWS, as_object, documents, find_files, has_rows, read_documents, read_rows
+from overcoat.train.tokenizer import make_processor, make_tokenizer, num_ids, tokenizer_name
 
 GIBI = 2**30
 FIRST_ROWS = 100  # among which those that name images are looked for
+COUNTED = 2**20  # bytes of the data whose tokens are counted
 IMAGE_SIDE = 512  # pixels, of the image in each row that is planned with, if the model takes any
 ASKED = {"model": "Model (a Hugging Face name, a folder, or a built-in shape)", "data": "Data (files or a dataset)"}
-# Keys of a model's configuration that are not written: other keys decide them, or training does not need them.
-UNTOLD = (
-    "vocab_size", "architectures", "transformers_version", "dtype", "torch_dtype", "quantization_config",
-    "_attn_implementation",
-)  # fmt: skip
+# Keys of a model's configuration that are not written: the tokenizer decides them, or training does not need them.
+UNTOLD = {"vocab_size", "quantization_config"}
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # files of a model's, whole or in parts
 # Ways to less memory, where not one row fits without.
 LEANER: tuple[dict[str, Any], ...] = ({}, {"optimizer.offload": True})
@@ -80,12 +89,91 @@ def run(parsed: argparse.Namespace) -> int:
     values, chosen = _fitted(values, parsed, memory)
     # A new tokenizer has no chat template.
     needs_template = parsed.from_scratch and values.get("data.format") == "messages"
-    command = f"overcoat train {target}" + " tokenizer.chat_template=FILE" * needs_template
-    text = _written(command, values, chosen)
-    build_config(tomllib.loads(text), [])  # before it is written
-    target.write_text(text, encoding="utf-8")
-    print(f"{target}: {chosen}\n{command}")
+    command = f"overcoat train {shlex.quote(str(target))}" + " tokenizer.chat_template=FILE" * needs_template
+    config = build_config(tomllib.loads(_written(command, values)), [])
+    kind = model_config(config) if config.model.config else load_model_config(config.model.name, with_images=True)
+    model = trial_model(config, kind)
+    try:
+        tokenizer = _tokenizer(config, parsed.model)
+        check_tables(model, num_ids(tokenizer) if tokenizer is not None else 0, config)
+        said = [chosen, *_passes(config, tokenizer)]
+    except ValueError as error:  # which a line of the file's can mend
+        refused = f"overcoat train refuses this as it is: {error}"
+        target.write_text(_written(command, values, chosen, refused), encoding="utf-8")
+        raise ValueError(f"{target} is written, but overcoat train refuses it as it is: {error}") from error
+    target.write_text(_written(command, values, *said), encoding="utf-8")
+    print(printable(f"{target}: {said[0]}"), *map(printable, said[1:]), printable(command), sep="\n")
     return 0
+
+
+def _tokenizer(config: Config, name: str) -> Any | None:
+    """Return the tokenizer with which the first rows have been tried; None if it is trained on the data or cannot be
+    fetched here. ValueError: the training would refuse it, its chat template or one of the rows."""
+    if not tokenizer_name(config) or config.data.is_tokens:
+        return None
+    try:
+        tokenizer = make_tokenizer(config)
+        processor = make_processor(config) if config.data.images else None
+    except ValueError as error:
+        if os.path.exists(config.model.name) or not str(error).startswith("cannot load"):
+            raise
+        warnings.warn(
+            f"the tokenizer of {name} cannot be fetched here: whether its chat template and the data go together is "
+            "seen when training starts",
+            stacklevel=2,
+        )
+        return None
+    if config.data.is_chat:
+        encoder = Encoder(config.data, tokenizer, processor)
+        rows = examples(config.data) if config.data.files else iter(())  # a hub's data are not fetched
+        for where, example in itertools.islice(rows, FIRST_ROWS):
+            encoder(example, where)
+    return tokenizer
+
+
+def _passes(config: Config, tokenizer: Any | None) -> list[str]:
+    """Return a sentence on how often the training reads the data, if these are files of a known length."""
+    tokens, train = _data_tokens(config, tokenizer), config.train
+    if not tokens:
+        return []
+    passes = train.steps * train.rows_per_step * config.data.sequence_length / tokens
+    shown, one = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}", max(1, round(train.steps / passes))
+    trained_on = f"{train.steps:,} steps are about {shown} passes (epochs) over the data's {tokens:,} tokens"
+    return [f"{trained_on}; --steps {one} is one pass"]
+
+
+def _data_tokens(config: Config, tokenizer: Any | None) -> int:
+    """Return about how many tokens the files hold: counted in the first COUNTED bytes, by the files' sizes beyond. 0:
+    not known (a hub's data, compressed files). Without a tokenizer 4 bytes are one token."""
+    data = config.data
+    if data.dataset:
+        return 0
+    files = find_files(data.files)
+    size = sum(path.stat().st_size for path in files)
+    if data.is_tokens:
+        return size // (2 if data.token_dtype == "uint16" else 4)
+    encoder = Encoder(data, tokenizer) if tokenizer is not None and data.is_chat and not data.images else None
+    tokens = seen = 0
+    for text, example, where in _documents(data):
+        seen += len(text.encode(errors="replace"))
+        if encoder is not None:
+            tokens += len(encoder(example, where)[0])
+        elif tokenizer is not None:
+            tokens += len(tokenizer(text, verbose=False).input_ids) + 1
+        else:
+            tokens += -(-len(text.encode(errors="replace")) // 4) + 1
+        if seen >= COUNTED:
+            is_plain = not any(path.suffix.lower() in (".gz", ".parquet", ".arrow") for path in files)
+            return int(tokens * max(1, size / seen)) if is_plain else 0
+    return tokens
+
+
+def _documents(data: DataConfig) -> Iterator[tuple[str, Any, str]]:
+    """Yield the text of each row as it is in a file, the row, and where it is."""
+    if data.is_chat:
+        yield from ((json.dumps(row, default=str), row, where) for where, row in examples(data))
+    else:
+        yield from ((text, None, "") for text in documents(data))
 
 
 def _answer(question: str) -> str:
@@ -97,6 +185,7 @@ def _answer(question: str) -> str:
 
 
 def _model(parsed: argparse.Namespace) -> dict[str, Any]:
+    check_is_model(parsed.model)
     shape = MODELS.get(parsed.model) if not Path(parsed.model).exists() else None
     if not parsed.from_scratch:
         has_weights = shape.checkpoint if shape else _may_have_weights(Path(parsed.model))
@@ -104,40 +193,40 @@ def _model(parsed: argparse.Namespace) -> dict[str, Any]:
         return {"model.name": shape.checkpoint if shape else parsed.model}
     config = load_model_config(parsed.model, with_images=True)
     require(not sees(config), f"--model {parsed.model} sees images, and starts from weights: leave --from-scratch out")
-    fields = {
-        key: value
-        for key, value in config.to_diff_dict().items()
-        if value is not None and key not in UNTOLD and not key.endswith("token_id")
-    }
+    return {"model.config": _fields(config, parsed.model), "tokenizer.vocab_size": config.vocab_size}
+
+
+def _fields(config: Any, name: str) -> dict[str, Any]:
+    """Return the values of a model's configuration that its class has and that differ from what transformers makes.
+    Anything else that a config.json says is left out: it comes from a stranger."""
+    kind = type(config)
+    known = kind().to_dict().keys() - PreTrainedConfig().to_dict().keys() - UNTOLD
+    found = {key: config.to_dict()[key] for key in sorted(known) if not key.endswith("token_id")}
+    usual = kind().to_dict()
+    fields = {key: _without_null(value) for key, value in found.items() if value is not None and value != usual[key]}
     plain = {key: value for key, value in fields.items() if isinstance(value, (bool, int, float, str))}
     # Tables and lists are long, and as a rule what transformers makes of the rest.
-    made = type(config)(**plain).to_dict()
-    kept = {key: value for key, value in fields.items() if key in plain or made.get(key) != value}
-    for key, value in config.to_dict().items():
-        if value is None and made.get(key) is not None and not key.endswith("token_id"):
-            warnings.warn(
-                f"{parsed.model} has no {key}, which TOML cannot say: here it is {made[key]!r}, transformers' default; "
-                f"set model.config.{key}",
-                stacklevel=2,
-            )
-    return {
-        **_flat("model.config", {"model_type": config.model_type, **kept}),
-        "tokenizer.vocab_size": config.vocab_size,
-    }
+    made = kind(**plain).to_dict()
+    kept = {key: value for key, value in fields.items() if key in plain or _without_null(made.get(key)) != value}
+    for key in [key for key, value in found.items() if value is None and made.get(key) is not None]:
+        warnings.warn(
+            f"{name} has no {key}, which TOML cannot say: here it is {made[key]!r}, transformers' default; "
+            f"set model.config.{key}",
+            stacklevel=2,
+        )
+    return {"model_type": kind.model_type, **kept}
+
+
+def _without_null(value: Any) -> Any:
+    """Return a value without keys that are null, which TOML does not have."""
+    if isinstance(value, dict):
+        return {str(key): _without_null(each) for key, each in value.items() if each is not None}
+    return [_without_null(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _may_have_weights(path: Path) -> bool:
     """Not of a file, nor of a folder without those that transformers reads; what is not here may be a hub name."""
     return not path.exists() or any(any(path.glob(name)) for name in WEIGHTS)
-
-
-def _flat(place: str, table: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys of a table and those in it, its own ones first; null is left out."""
-    found = {f"{place}.{key}": value for key, value in table.items() if value is not None}
-    inner = [key for key, value in found.items() if isinstance(value, dict)]
-    for key in inner:
-        found |= _flat(key, found.pop(key))
-    return found
 
 
 def _data(names: list[str]) -> dict[str, Any]:
@@ -147,6 +236,7 @@ def _data(names: list[str]) -> dict[str, Any]:
     if is_name and not is_file:
         return {"data.dataset": names[0]}
     found: dict[str, Any] = {"data.files": names}
+    check_sources(DataConfig(files=names))
     files = find_files(names)
     full = [path for path in files if path.stat().st_size]
     require(bool(full), f"{', '.join(map(str, files[:3]))}: empty, no data: give other files as --data")
@@ -226,7 +316,7 @@ def _fitted(values: dict[str, Any], parsed: argparse.Namespace, memory: int | No
     for way in LEANER:
         auto = {"train.batch_size": "auto", "train.global_batch_size": parsed.rows}
         planned = {key: value for key, value in {**values, **way, **auto}.items() if key != "data.images"}
-        config = build_config(tomllib.loads(_written("", planned, "")), [])
+        config = build_config(tomllib.loads(_written("", planned)), [])
         fit = choose_fit(config, model, memory, loss_of=with_image if has_images else None)
         if fit is not None:
             recipe = "leanest" if fit.block_checkpoints else "default"
@@ -244,15 +334,26 @@ def _rows(many: int, at_once: int) -> dict[str, Any]:
     return {"train.batch_size": at_once, "train.accumulation": many // at_once}
 
 
-def _written(command: str, values: dict[str, Any], chosen: str) -> str:
-    """TOML with what each key means. command: which reads it."""
+def _written(command: str, values: dict[str, Any], *said: str) -> str:
+    """Return TOML with what each key means; each value by the library's writer, and read back. command: which reads it.
+    ValueError: TOML cannot hold a value, or a name that is not Unicode."""
     known = all_keys()
-    lines = [f"# {command}", f"# {chosen}", "# All keys: overcoat train --keys"]
-    sections = dict.fromkeys(key.rpartition(".")[0] for key in values)
-    for section in sections:
-        lines += ["", f"[{section}]"]
-        for key, value in values.items():
-            if key.rpartition(".")[0] == section:
-                text = f"{key.rpartition('.')[2]} = {json.dumps(value, ensure_ascii=False)}"
-                lines.append(f"{text}  # {known[key].metadata['help']}" if key in known else text)
-    return "\n".join(lines) + "\n"
+    lines = [f"# {printable(line)}" for line in (command, *said, "All keys: overcoat train --keys")]
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        tables.setdefault(section, {})[name] = value
+    with error_context("a TOML file cannot hold what it must: ", Exception):
+        for section, table in tables.items():
+            own = {name: value for name, value in table.items() if not isinstance(value, dict)}
+            lines += ["", f"[{section}]"] if own else []
+            lines += [
+                f"{tomli_w.dumps({name: value}).rstrip()}  # {known[f'{section}.{name}'].metadata['help']}"
+                for name, value in own.items()
+            ]
+            inner = {name: value for name, value in table.items() if isinstance(value, dict)}
+            lines += ["", tomli_w.dumps({section: inner}).rstrip()] if inner else []
+        text = "\n".join(lines) + "\n"
+        text.encode()
+        require(tomllib.loads(text) == tables, "it reads back as something else")
+    return text

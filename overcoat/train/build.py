@@ -51,7 +51,7 @@ def check_config(config: Config) -> None:
         check_is_model(config.model.name)
         load_pretrained("AutoConfig", "model.name =", config.model.name, config.model.trust_remote_code)
     else:
-        check_builds(config.model, device)
+        check_builds(config.model, device, make_recipe(config.recipe))
 
 
 def build_model(config: Config, tokenizer: Any | None, device: torch.device = CPU) -> Any:
@@ -62,7 +62,7 @@ def build_model(config: Config, tokenizer: Any | None, device: torch.device = CP
     """
     transformers = load_extra("transformers", "hf", "building the model")
     transformers.utils.logging.disable_progress_bar()  # it would cut through ours at every checkpoint
-    settings = _settings(config.model)
+    settings = model_settings(config.model)
     if config.model.name:
         model = load_model(config.model.name, device, settings, config.model.trust_remote_code)
         if getattr(model, "is_quantized", False):
@@ -158,7 +158,8 @@ def trained_state(model: Any) -> dict[str, torch.Tensor]:
     return dict(found)
 
 
-def _settings(model: ModelConfig) -> dict[str, Any]:
+def model_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return the options that transformers makes and loads the model with."""
     return {"dtype": getattr(torch, model.dtype), "attn_implementation": model.attention}
 
 
@@ -259,9 +260,9 @@ def _own_name(model_type: str, key: str) -> str:
     return str(config.attribute_map.get(key, key))
 
 
-def check_builds(model: ModelConfig, device: torch.device) -> None:
+def check_builds(model: ModelConfig, device: torch.device, recipe: overcoat.Recipe) -> None:
     """Refuse [model.config] whose names are right but whose values make no model, or one whose weights alone are more
-    than the memory of `device`, by making it without memory."""
+    than the memory of `device`, by making it without memory; or one that `recipe` does not train."""
     transformers = load_extra("transformers", "hf", "building the model")
     model_type, values = _inline(model)
     if "vocab_size" not in values:  # the tokenizer will say; it has the ids that are given
@@ -276,7 +277,8 @@ def check_builds(model: ModelConfig, device: torch.device) -> None:
     failing = error_context(f"[model.config] and model.attention make no {model_type} model: ", Exception)
     with failing, torch.device("meta"):
         config = transformers.AutoConfig.for_model(model_type, **values)
-        made = transformers.AutoModelForCausalLM.from_config(config, **_settings(model))
+        made = transformers.AutoModelForCausalLM.from_config(config, **model_settings(model))
+    overcoat.convert(made, recipe, strict=True)
     needed = sum(parameter.nbytes for parameter in made.parameters())
     require(
         needed <= known,

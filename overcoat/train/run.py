@@ -50,6 +50,7 @@ from overcoat.train.loop import RunStoppedError, evaluate_tasks, train_steps
 from overcoat.train.metrics import METRICS, PLAIN, RunLog, read_metrics
 from overcoat.train.out_of_memory import LostStepError, RestartError, fatal_oom, free_memory, recorded_fits
 from overcoat.train.parallel import build_sharded, check_parallel
+from overcoat.train.preflight import check_named_model
 from overcoat.train.process import choose_device
 from overcoat.train.products import compute_in_fp32
 from overcoat.train.state import TrainState
@@ -101,6 +102,8 @@ def run(config: Config, console: Console) -> list[RunResult]:
 def check_before_training(config: Config) -> None:
     """Every mistake in the configuration that shows without reading data, or the run directory."""
     check_config(config)
+    if config.model.name:
+        check_named_model(config)
     if config.train.batch_size == "auto":
         memory_to_plan_with(config, choose_device(config.train.device))
     check_parallel(config)

@@ -9,13 +9,34 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from transformers import Gemma3Config, LlamaConfig, MistralConfig, Qwen2_5_VLConfig
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import Gemma3Config, LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2_5_VLConfig
 
 from overcoat import cli
 from overcoat.models.shapes import MODELS
-from overcoat.train.configfile import load_config
+from overcoat.train.configfile import load_config, tomllib
 
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|endoftext|>' }}"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def save_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
+    back = Tokenizer(models.BPE())
+    back.pre_tokenizer, back.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    back.train_from_iterator(
+        ["a"],
+        trainers.BpeTrainer(
+            vocab_size=260, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=back, eos_token="<|endoftext|>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture
@@ -27,6 +48,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(tmp_path / "shape", tmp_path / "bare")
     (tmp_path / "bare/training_args.bin").touch()
     (tmp_path / "shape/model.safetensors").touch()
+    save_tokenizer(tmp_path / "shape")
     for number in range(8):
         (tmp_path / f"{number}.txt").write_text(f'document {number} " of words ' * 30)
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
@@ -81,6 +103,7 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
     sizes = dict(zip(SIZES, (4096, 11008, 2, 32)))
     LlamaConfig(**sizes, vocab_size=32000, max_position_embeddings=2048).save_pretrained(place / "wide")
     (place / "wide/pytorch_model-00001-of-00002.bin").touch()
+    save_tokenizer(place / "wide")
     found, rows = [], []
     for size in ("12GB", "8GB", "6.8GB", "6GB"):
         words = f"init {size}.toml --model ./wide --data chats.jsonl --seq 2048 --rows 16 --gpu-memory {size}"
@@ -173,3 +196,70 @@ def test_an_answer_that_is_none_is_one_line(
     monkeypatch.setattr("builtins.input", Mock(side_effect=[answer]))
     assert cli.main(["init", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+HOSTILE = "bos_token_id = 1\n[model]\ntrust_remote_code = true\nname = 'theirs'\n[model.config]\nx"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {HOSTILE: 1},
+        {HOSTILE: {"a": 1}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, HOSTILE: 1}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, 'x"]\n[model': {"trust_remote_code": True}}},
+        {"auto_map": {"AutoConfig": "theirs.Config"}},
+        {"trust_remote_code": True, "_attn_implementation": "theirs/kernel", "attn_implementation": "theirs/kernel"},
+        {"hidden_act": "silu", 'a.b"\x1b[31m': "\n[model]\ntrust_remote_code = true"},
+    ],
+)
+def test_a_strangers_config_json_sets_only_its_own_keys(said: dict[str, Any], place: Path) -> None:
+    file = place / "shape/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **said}))
+    words = "init new.toml --model shape --from-scratch --data 0.txt --seq 16 --gpu-memory 8GB"
+    if cli.main(words.split()) != 0:
+        assert not (place / "new.toml").exists()
+        return
+    found, config = tomllib.loads((place / "new.toml").read_text()), load_config("new.toml")
+    assert (config.model.trust_remote_code, config.model.name, config.model.attention) == (False, "", None)
+    assert found["model"].keys() == {"config"}
+    assert found["model"]["config"].keys() <= LlamaConfig().to_dict().keys()
+    assert found["model"]["config"]["hidden_size"] == 128
+
+
+@pytest.mark.parametrize("name", ["new\nline.txt", "quo'te\".txt", "\x1b[31mred.txt", "back\\slash.txt"])
+def test_names_of_files_are_written_as_they_are(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / name).write_text("some text")
+    target = f"{name}.toml"
+    assert cli.main(["init", target, "--model", "shape", "--data", name, "--gpu-memory", "8GB"]) == 0
+    assert load_config(target).data.files == [name]
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_template_that_training_refuses_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tokenizer(place / "shape", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    assert cli.main(["init", "--model", "shape", "--data", "chats.jsonl", "--gpu-memory", "8GB"]) == 2
+    error = capsys.readouterr().err
+    assert "overcoat.toml is written, but overcoat train refuses it as it is: the tokenizer's chat template" in error
+    assert load_config("overcoat.toml").data.format == "messages"
+
+
+def test_passes_over_the_data_are_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "one.txt").write_text("x" * 999)
+    words = "init --model shape --data one.txt --seq 100 --rows 2 --steps 50 --gpu-memory 8GB"
+    assert cli.main(words.split()) == 0
+    said = "50 steps are about 10 passes (epochs) over the data's 1,000 tokens; --steps 5 is one pass"
+    assert said in capsys.readouterr().out
+    assert f"# {said}\n" in (place / "overcoat.toml").read_text()
+
+
+def test_folders_of_other_kinds_are_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Dataset.from_dict({"text": ["a"]}).save_to_disk(place / "saved")
+    (place / "adapters").mkdir()
+    (place / "adapters/adapter_config.json").write_text("{}")
+    for words, said in (
+        ("--model shape --data saved", "was written by datasets.save_to_disk"),
+        ("--model adapters --data 0.txt", "holds adapters without their model"),
+    ):
+        assert cli.main(["init", *words.split()]) == 2
+        assert said in capsys.readouterr().err

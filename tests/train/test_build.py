@@ -191,7 +191,7 @@ def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(
     assert build.memory_of(CPU) == 1024 * int(line)
     monkeypatch.setattr(build, "memory_of", lambda _: 2**30)
     with pytest.raises(ValueError, match=message):
-        check_builds(ModelConfig(config={"model_type": "llama"} | model), CPU)
+        check_builds(ModelConfig(config={"model_type": "llama"} | model), CPU, make_recipe(RecipeConfig()))
 
 
 @pytest.mark.parametrize(
