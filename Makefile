@@ -20,6 +20,7 @@ DEMO ?= configs/$$($(BIN)/python -c 'import torch; \
 .PHONY: demo test nightly lint docs gpu-test attack dist install install-dev clean
 
 demo: install
+	@echo "Training begins; after its first steps it says how long it takes on this machine."
 	$(BIN)/overcoat train $(DEMO)
 
 test: install-dev lint docs

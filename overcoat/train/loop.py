@@ -19,6 +19,7 @@ import contextlib
 import functools
 import math
 import signal
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -293,6 +294,14 @@ def _log_tasks(state: TrainState, tasks: Callable[[], dict[str, float]], log: Ru
     log.restart_clock()
 
 
+def _tell_time(log: RunLog, config: Config, step: int, seconds: float) -> None:
+    """Say how long the steps after `step` take at `seconds` each, if that is long enough to wonder."""
+    minutes = seconds * (config.train.steps - step) / 60
+    if minutes >= 0.5:
+        twin = "; then follows the run of [compare]" if config.compare.overrides else ""
+        log.say(f"at this speed the last step is done in about {math.ceil(minutes):,} min{twin}")
+
+
 def train_steps(
     state: TrainState,
     config: Config,
@@ -326,6 +335,9 @@ def train_steps(
     for kind, every, act in evaluations:
         if state.step and due(every) and kind not in evaluated:
             act()
+    if state.device.type == "cpu" and state.step < config.train.steps:
+        log.say(f"step {state.step + 1} begins")  # it may take minutes
+    began, since, is_told = time.perf_counter(), state.step, False
     with StopRequest() as stop:
         while state.step < config.train.steps:
             try:
@@ -338,6 +350,11 @@ def train_steps(
             if due(config.train.log_every) or state.step == 1:
                 log.flush()
                 check_saved()
+                if state.step == first_step + 1:  # which compiles kernels
+                    began, since = time.perf_counter(), state.step
+                elif not is_told:
+                    is_told = True
+                    _tell_time(log, config, state.step, (time.perf_counter() - began) / (state.step - since))
             signum = stop.agreed()
             for _, every, act in evaluations:
                 if due(every) and signum is None:

@@ -158,7 +158,9 @@ class RunLog:
         self.restart_clock()
 
     def _show(self, row: Row) -> None:
-        status = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s  peak {shown_bytes(row['peak_bytes'])}"
+        status = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tok/s"
+        if self._device.type != "cpu":  # there it is the whole process's
+            status += f"  peak {shown_bytes(row['peak_bytes'])}"
         self._last_step = row["step"]
         self._bar.update(self._task, completed=row["step"], status=status)
         if not self._console.is_terminal:

@@ -286,4 +286,7 @@ class StopRequest:
         if signum == signal.SIGINT and self.signum is not None:
             raise KeyboardInterrupt
         self.signum = signum
+        if signum == signal.SIGINT and rank() == 0:  # at once, though the step may take a minute
+            with contextlib.suppress(OSError):
+                os.write(2, b"\novercoat: stopping after this step and a checkpoint; Ctrl-C again ends it at once\n")
         _Together.is_ended |= signum == signal.SIGTERM

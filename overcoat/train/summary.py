@@ -69,16 +69,16 @@ def summarize(results: list[RunResult], run_dir: Path, console: Console) -> dict
 
 def _table(results: list[RunResult]) -> Table:
     first = results[0]
-    table = Table(caption=ON_A_CPU if first.device == "CPU" else None, caption_justify="left")
-    table.add_column(f"{first.num_parameters / 1e6:.1f} M parameters, {first.num_tokens / 1e6:.2f} M tokens")
-    for result in results:
-        table.add_column(result.title, justify="right")
-    if len(results) == 2:
-        table.add_column("", justify="right")
+    size = f"{first.num_parameters / 1e6:.1f} M parameters, {first.num_tokens / 1e6:.2f} M tokens"
+    note = ON_A_CPU if first.device == "CPU" else None
+    table = Table(title=size, caption=note, title_justify="left", caption_justify="left")
+    table.add_column("")
+    for title in [result.title for result in results] + [""][: len(results) - 1]:
+        table.add_column(title, justify="right", min_width=9)  # of 80 columns; numbers are not split
     for label, figure, write, relate in (*LINES, *((GPU_LINE,) if first.device != "CPU" else ())):
         values = [figure(result) for result in results]
         relation = [relate(*values)] if len(results) == 2 else []
-        table.add_row(label, *map(write, values), *relation)
+        table.add_row(label, *(Text(text, no_wrap=True) for text in [*map(write, values), *relation]))
     for name in (name for name in first.tasks if "_stderr" not in name):
         values = [result.tasks.get(name, math.nan) for result in results]
         table.add_row(name, *map("{:.4f}".format, values), *[""][: len(results) - 1])
