@@ -11,8 +11,9 @@
     overcoat paper list                                   the tables and figures of the paper, measured here
 
 Exit status: 0 done; 2 a mistake in what was asked for, nothing done; 1 training failed, or the system refused
-(disk full, permissions); 130 and 143 stopped by Ctrl-C and SIGTERM after writing a checkpoint (as shells number
-signals, so a script can tell a stopped run from a finished one). All of them say why in one line on stderr.
+(disk full, permissions); 130, 143, 129 and 138 stopped by Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 after writing a
+checkpoint (as shells number signals, so a script can tell a stopped run from a finished one). All of them say why in
+one line on stderr.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from overcoat.extras import importing, is_worker, printable
+from overcoat.extras import importing, is_worker, one_line, printable
 from overcoat.version import VERSION
 
 # Commands besides `train`, whose options are in overcoat/COMMAND/command.py; that imports PyTorch, which takes seconds.
@@ -54,7 +55,14 @@ REMEDIES: dict[int | None, str] = {
 }
 
 
+# What PyTorch and Python say where an allocation or a thread is refused, in errors of other kinds.
+NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new thread")
+
+
 class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """After help and errors: flush here, where a closed pipe or a full disk is one line, not as Python ends."""
         super().exit(_status_of(argparse.Namespace(function=lambda _: status)), message)
@@ -111,6 +119,8 @@ def _status_of(parsed: argparse.Namespace) -> int:
             sys.stdout.flush()  # else Python finds a full disk as it ends
         return status
     except ValueError as error:
+        if is_worker() and _follows(error):
+            return _fail(1, str(error), error)
         return _fail(2, str(error))
     except FloatingPointError as error:
         return _fail(1, f"training failed: {error}")
@@ -120,13 +130,28 @@ def _status_of(parsed: argparse.Namespace) -> int:
         place = f"{error.filename}: " if error.filename else ""
         return _fail(1, f"{place}{error.strerror or error}; {REMEDIES.get(error.errno, 'check that path')}")
     except MemoryError as error:
-        return _fail(1, f"the host's memory ran out: {error}")
+        return _fail(1, _memory(error))
+    except RecursionError:
+        return _fail(2, "what was read is nested too deeply: a row of data, or a template that calls itself")
     except KeyboardInterrupt:
         return _fail(130, "interrupted")
     except Exception as error:
+        if any(text in str(error) for text in NO_MEMORY):
+            return _fail(1, _memory(error))
         if not is_worker():
             raise
         return _fail(1, f"{type(error).__name__}: {error}", error)
+
+
+def _memory(error: BaseException) -> str:
+    return f"the host's memory ran out: {str(error) or 'Python could not allocate more'}"
+
+
+def _follows(error: BaseException) -> bool:
+    """True if an error says that another process is gone."""
+    from overcoat.train import process
+
+    return process.follows_from_another(error)
 
 
 def _add_train_parser(commands: Any) -> None:
@@ -160,10 +185,9 @@ def train_command(parsed: argparse.Namespace) -> int:
         return _launch(parsed, config)
 
     # Importing PyTorch and transformers takes seconds; a mistake in the configuration is found before.
-    from rich.console import Console
-
     from overcoat.memory import use_expandable_segments
     from overcoat.train import process
+    from overcoat.train.console import PrintableConsole
     from overcoat.train.loop import RunStoppedError, UnreadableDataError
     from overcoat.train.metrics import PLAIN
     from overcoat.train.out_of_memory import RESTART, DoesNotFitError, RestartError
@@ -172,7 +196,7 @@ def train_command(parsed: argparse.Namespace) -> int:
 
     use_expandable_segments()
     # A sample may hold characters that the terminal does not have.
-    console = Console(file=LastingStream(sys.stderr if parsed.json else sys.stdout))  # type: ignore[arg-type]
+    console = PrintableConsole(file=LastingStream(sys.stderr if parsed.json else sys.stdout))  # type: ignore[arg-type]
     # Libraries print, too: DeepSpeed, where it is installed.
     aside = contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext()
     try:
@@ -270,13 +294,13 @@ def _fail(status: int, text: str, error: Exception | None = None) -> int:
     if is_worker():
         from overcoat.train import process
 
-        is_cause = error is None or not process.follows_from_another(error)
+        is_cause = error is None or not _follows(error)
         text = f"rank {os.environ['RANK']}: {text}"
         if not process.may_report(text, is_cause):
             return status
         if error is not None and is_cause:
             traceback.print_exception(error)
-    LastingStream(sys.stderr).write(f"overcoat: {printable(text)}\n")
+    LastingStream(sys.stderr).write(f"overcoat: {one_line(text)}\n")
     return status
 
 

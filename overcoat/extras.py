@@ -7,6 +7,7 @@ import gc
 import glob
 import importlib
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,42 @@ from typing import Any
 
 
 def is_worker() -> bool:
-    """True if torchrun started this process beside others, joined or not."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    """True if torchrun started this process beside others, joined or not; False if WORLD_SIZE is no number."""
+    size = os.environ.get("WORLD_SIZE", "1").strip()
+    return size.isdecimal() and int(size[:9]) > 1 and "RANK" in os.environ
+
+
+def number_in_environment(name: str, default: int | None, least: int = 0) -> int:
+    """A whole number that a launcher has set. ValueError: it is none, is below `least`, or is missing and has no
+    default."""
+    text = os.environ.get(name, "" if default is None else str(default)).strip()
+    if not (text.isdecimal() and least <= int(text[:9]) and len(text) < 10):
+        raise ValueError(
+            f"{name} = {text!r} in the environment: expected a number from {least} on, as torchrun sets it"
+        )
+    return int(text)
+
+
+def check_environment() -> None:
+    """ValueError unless the environment of a process among several says which one it is, as torchrun's does."""
+    size, rank = number_in_environment("WORLD_SIZE", None, 1), number_in_environment("RANK", None)
+    local_size, local_rank = (
+        number_in_environment("LOCAL_WORLD_SIZE", size, 1),
+        number_in_environment("LOCAL_RANK", rank),
+    )
+    number_in_environment("MASTER_PORT", None)
+    for name, place, many in (("RANK", rank, size), ("LOCAL_RANK", local_rank, local_size)):
+        if place >= many:
+            raise ValueError(f"{name} = {place} in the environment, of {many} processes: they are counted from 0")
+
+
+# A terminal obeys them, or shows text in another order than it is in.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Text of a user or a file with its control characters escaped, but for tabs and ends of lines."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def load_extra(module: str, extra: str, purpose: str) -> Any:
@@ -95,12 +130,9 @@ def drawing(path: Path, extra: str, purpose: str, width: float, height: float, *
     pyplot.close(figure)
 
 
-def printable(text: str) -> str:
-    """Return a text as one line without control characters, which files of strangers may hold: they are escaped, line
-    breaks become spaces."""
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in " ".join(text.splitlines())
-    )
+def one_line(text: str) -> str:
+    """Return a text as one line without control characters: line breaks become spaces."""
+    return printable(" ".join(text.splitlines()))
 
 
 def reason(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig
 
 from overcoat.estimate.command import memory_size, positive
 from overcoat.estimate.dry_run import own_loss
-from overcoat.extras import printable
+from overcoat.extras import one_line
 from overcoat.models.dummy_batch import sees
 from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.train.build import check_is_model, check_tables
@@ -102,7 +102,7 @@ def run(parsed: argparse.Namespace) -> int:
         target.write_text(_written(command, values, chosen, refused), encoding="utf-8")
         raise ValueError(f"{target} is written, but overcoat train refuses it as it is: {error}") from error
     target.write_text(_written(command, values, *said), encoding="utf-8")
-    print(printable(f"{target}: {said[0]}"), *map(printable, said[1:]), printable(command), sep="\n")
+    print(one_line(f"{target}: {said[0]}"), *map(one_line, said[1:]), one_line(command), sep="\n")
     return 0
 
 
@@ -338,7 +338,7 @@ def _written(command: str, values: dict[str, Any], *said: str) -> str:
     """Return TOML with what each key means; each value by the library's writer, and read back. command: which reads it.
     ValueError: TOML cannot hold a value, or a name that is not Unicode."""
     known = all_keys()
-    lines = [f"# {printable(line)}" for line in (command, *said, "All keys: overcoat train --keys")]
+    lines = [f"# {one_line(line)}" for line in (command, *said, "All keys: overcoat train --keys")]
     tables: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")

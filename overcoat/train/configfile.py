@@ -29,6 +29,7 @@ else:
 
 
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+DEEPEST = 32  # tables and lists within each other
 LARGEST = 10**15  # of numbers without an `at_most` of their own: so none is infinite, or too large for 64 bits
 # What scripts of transformers and TRL call otherwise.
 OF_TRAINER = {
@@ -65,14 +66,29 @@ def load_config(path: str | Path, arguments: list[str] | None = None, is_recorde
 
 def build_config(values: dict[str, Any], arguments: list[str], is_recorded: bool = False) -> Config:
     """A Config from nested `values` and dotted `arguments`, which win."""
+    _check_depth(values)
     values = copy.deepcopy(values)
     for argument in arguments:
         _apply_argument(values, argument)
+    _check_depth(values)
     config: Config = _build(Config, values, "")
     check(config)
     if not is_recorded:
         check_read(config)
     return config
+
+
+def _check_depth(values: dict[str, Any]) -> None:
+    """ValueError: tables or lists are nested more deeply than Python's and the writer's recursion follow."""
+    level: list[Any] = list(values.items())
+    for _ in range(DEEPEST):
+        level = [
+            (key, inner)
+            for key, value in level
+            if isinstance(value, (dict, list))
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+    require(not level, f"{level[0][0] if level else ''}: holds tables or lists more than {DEEPEST} deep; flatten it")
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:

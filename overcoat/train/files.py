@@ -14,9 +14,12 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
+import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,19 @@ from typing import Any
 from torch import OutOfMemoryError
 
 from overcoat.extras import reason
+from overcoat.train.process import follows_from_another
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial-"
 DISCARDED = ".discarded-"
+AGAIN = "~"  # after a number: another discarded directory of the same name is still there
+STAYS = "cannot be deleted now, and will be tried again"
+
+
+# Errors of a call that a file system does not have.
+UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY)
+OF_DIRECTORIES = (*UNSUPPORTED, errno.EBADF, errno.EISDIR, errno.EACCES, errno.EPERM)
+_warned: set[str] = set()
 
 
 class DamagedError(ValueError):
@@ -45,6 +57,10 @@ def lock(path: Path, busy: Callable[[], None]) -> Iterator[None]:
         except BlockingIOError:
             busy()
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (*UNSUPPORTED, errno.ENOLCK):
+                raise
+            _warn_once("this file system has no locks: start no second run there", path.parent, error)
         yield
 
 
@@ -57,6 +73,8 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, OutOfMemoryError):
         raise
     except Exception as error:
+        if follows_from_another(error):
+            raise
         free = shutil.disk_usage(path.parent).free
         raise OSError(errno.EIO, f"{_short(error)}, with {free} bytes free on that disk", str(path)) from error
 
@@ -69,6 +87,8 @@ def loading(path: Path) -> Iterator[None]:
     except OutOfMemoryError:
         raise
     except Exception as error:  # of pickle, zip, safetensors, or a key that is not there
+        if follows_from_another(error):
+            raise
         raise ValueError(f"{path} cannot be loaded ({_short(error)}): choose another with train.resume=PATH") from error
 
 
@@ -98,7 +118,7 @@ def write_directory(target: Path, fill: Callable[[Path], None], about: dict[str,
         shutil.rmtree(partial, ignore_errors=True)  # on a full disk it would be in the way
         raise
     if target.exists():
-        target.rename(target.with_name(DISCARDED + target.name))
+        target.rename(_discarded(target))
     partial.rename(target)
     sync(target.parent)
     sweep(target.parent, target.name)
@@ -110,23 +130,51 @@ def partial_of(target: Path) -> Path:
 
 
 def remove_directory(target: Path) -> None:
-    """Delete `target`, renamed first: an interrupted deletion must not look like a damaged directory."""
-    discarded = target.with_name(DISCARDED + target.name)
-    target.rename(discarded)
-    shutil.rmtree(discarded)
+    """Delete `target`, renamed first: an interrupted deletion must not look like a damaged directory. One that cannot
+    be deleted now, as some process has it open, is left to a later call or `sweep`."""
+    discarded = _discarded(target)
+    try:
+        target.rename(discarded)
+    except OSError as error:
+        _warn_once(STAYS, target, error)
+        return
+    _delete(discarded)
+
+
+def _discarded(target: Path) -> Path:
+    """A free name for `target` until it is deleted."""
+    names = itertools.chain([DISCARDED], (f"{DISCARDED}{number}{AGAIN}" for number in itertools.count(1)))
+    return next(path for path in (target.with_name(name + target.name) for name in names) if not os.path.lexists(path))
+
+
+def _delete(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        _warn_once(STAYS, path, error)
+
+
+def _warn_once(what: str, place: Path, error: OSError) -> None:
+    text = f"{place}: {what} ({reason(error)})"
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=3)
 
 
 def sweep(parent: Path, names: str = "*") -> None:
     """Remove the directories that interrupted writers and deletions of `names`, a pattern, left in `parent`, and undo a
     replacement cut in its middle."""
-    for path in _directories(parent, DISCARDED + names):
+    for path in _directories(parent, DISCARDED + names) + _directories(parent, f"{DISCARDED}[0-9]*{AGAIN}{names}"):
         name = path.name.removeprefix(DISCARDED)
+        name = re.sub(rf"^\d+{AGAIN}", "", name)
         if (parent / (PARTIAL + name)).exists() and not (parent / name).exists():
             path.rename(parent / name)
-        else:
-            shutil.rmtree(path)
+        elif path.exists():
+            _delete(path)
     for path in _directories(parent, PARTIAL + names):
-        shutil.rmtree(path)
+        _delete(path)
+        if path.exists():  # out of the way of the next writer
+            path.rename(_discarded(path.with_name(path.name.removeprefix(PARTIAL))))
 
 
 def _directories(parent: Path, pattern: str) -> list[Path]:
@@ -164,12 +212,25 @@ def verify_directory(target: Path, needed: Iterable[str] = ()) -> dict[str, Any]
 
 
 def sync(path: Path) -> None:
-    """Force a file's or directory's contents to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Force a file's or directory's contents to the disk; warn once if the file system cannot."""
+    is_directory = path.is_dir()
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in (OF_DIRECTORIES if is_directory else UNSUPPORTED):
+            raise
+        kind = "directories" if is_directory else "files"
+        if kind not in _warned:
+            _warned.add(kind)
+            _warn_once(
+                f"this file system does not sync {kind}: a power cut may lose the newest checkpoints",
+                path.parent,
+                error,
+            )
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

@@ -39,6 +39,8 @@ def launch(num_workers: int, max_restarts: int, device_name: str, words: Sequenc
     options = ["--standalone", f"--nproc-per-node={num_workers}", f"--max-restarts={max_restarts}"]
     if "--shutdown-timeout" in torchrun.get_args_parser().format_help():  # not in every release; without it 30 s
         options.append(f"--shutdown-timeout={SECONDS_TO_STOP}")
+    if "--signals-to-handle" in torchrun.get_args_parser().format_help():  # else SIGUSR1 ends the launcher alone
+        options.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     options += ["-m", "overcoat", "train", *words]
     logging.disable(logging.CRITICAL)  # torchrun's report of what a worker has said in one line
     for _ in range(MOST_RESTARTS):

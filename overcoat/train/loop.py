@@ -50,7 +50,7 @@ MOST_DRAWS = 1000  # of a step's rows until one has a label
 
 
 class RunStoppedError(Exception):
-    """SIGTERM or Ctrl-C ended the run after a complete step; the checkpoint continues it."""
+    """A signal or Ctrl-C ended the run after a complete step; the checkpoint continues it."""
 
     def __init__(self, signum: int, checkpoint: Path):
         super().__init__(f"{signal.Signals(signum).name}: stopped after writing {checkpoint}")
@@ -186,7 +186,7 @@ def naming_config(config: Config) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not config.model.config or is_out_of_memory(error):
+        if not config.model.config or is_out_of_memory(error) or process.follows_from_another(error):
             raise
         why = reason(error) if isinstance(error, KeyError) else f"{type(error).__name__}: {reason(error)}"
         raise ValueError(f"the first step of the model of [model.config] fails ({why})") from error

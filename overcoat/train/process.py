@@ -25,12 +25,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from overcoat.extras import is_worker
+from overcoat.extras import check_environment, is_worker, number_in_environment
 from overcoat.train.config import require
 
 T = TypeVar("T")
-# Of what is agreed on outside of training: one process tokenizes, verifies or writes while the others wait.
+# One process tokenizes, verifies or writes while the others wait; a process that ends is noticed at once all the same.
 PATIENCE = datetime.timedelta(days=2)
+SECONDS_TO_MEET = 600.0  # until all processes have connected
+SECONDS_TO_ANSWER = 300.0  # to a signal, for a process that waits for another; then it ends without a checkpoint
+# What ends a run after a checkpoint. Slurm sends SIGUSR1 before a time limit or pre-emption (--signal=USR1@300).
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+CPU = torch.device("cpu")
 CGROUP = Path("/sys/fs/cgroup")
 SECONDS_FOR_THE_CAUSE = 3.0  # to whoever failed first, and to the launcher that ends everybody else
 
@@ -39,7 +44,7 @@ class _Together:
     """What the processes of this run share: a group for what the host says, one for what is written while training
     goes on, and a store; None in a run of one."""
 
-    # SIGTERM has come: where others are gone too, from the launcher, which says why.
+    # A signal has come: where others are gone too, from the launcher, which says why.
     is_ended = False
     group: dist.ProcessGroup | None = None
     writing: dist.ProcessGroup | None = None
@@ -58,7 +63,7 @@ def rank() -> int:
 
 def machines() -> int:
     """Machines that the processes of this run are on, as torchrun says."""
-    return count() // int(os.environ.get("LOCAL_WORLD_SIZE", str(count())))
+    return count() // number_in_environment("LOCAL_WORLD_SIZE", count(), 1)
 
 
 def is_first() -> bool:
@@ -68,7 +73,7 @@ def is_first() -> bool:
 
 def is_restarted() -> bool:
     """Whether torchrun started the processes again (`--max-restarts`) after one of them failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return number_in_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
 
 
 @contextlib.contextmanager
@@ -77,22 +82,29 @@ def joined(device_name: str) -> Iterator[None]:
     CPUs."""
     if not is_worker():
         require(
-            int(os.environ.get("WORLD_SIZE", "1")) == 1,
+            number_in_environment("WORLD_SIZE", 1) == 1,
             "WORLD_SIZE is above 1, and RANK is not set: start several processes with --gpus N, or torchrun",
         )
         yield
         return
+    check_environment()
     device = choose_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, place, size = next(iter(dist.rendezvous("env://")))
+    store, place, size = next(iter(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=SECONDS_TO_MEET))))
     # torchrun's store outlives an attempt, with the addresses of its processes.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     _Together.store = dist.PrefixStore(f"overcoat/{attempt}", store)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", store=_Together.store, rank=place, world_size=size
     )
-    _Together.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    # All groups are made here: a process that dies later cannot leave the others waiting for its address.
+    _Together.group, _Together.writing = (
+        dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=SECONDS_TO_MEET)) for _ in range(2)
+    )
+    for group in (_Together.group, _Together.writing):
+        dist.barrier(group=group)  # gloo connects at the first use
+        group._get_backend(CPU)._set_default_timeout(PATIENCE)
     yield
     wait_for_all()  # one that leaves early takes its connections from the others
 
@@ -115,8 +127,8 @@ def may_report(text: str, is_cause: bool = True) -> bool:
         return True
     if not is_cause:
         if _Together.is_ended:
-            if os.environ.get("LOCAL_RANK") == "0":  # who sent SIGTERM may not know of it
-                print(f"{text} (after SIGTERM)", file=sys.stderr)
+            if os.environ.get("LOCAL_RANK") == "0":  # who sent the signal may not know of it
+                print(f"{text} (after a signal to stop)", file=sys.stderr)
             return False
         time.sleep(SECONDS_FOR_THE_CAUSE)
     if not _is_first_to_report(is_cause):
@@ -136,15 +148,23 @@ def _is_first_to_report(is_cause: bool) -> bool:
 
 
 def follows_from_another(error: BaseException) -> bool:
-    """Whether an error says that another process is gone."""
+    """True if an error, or one that it was raised from, says that another process is gone."""
+    if count() == 1 and not is_worker():
+        return False
     words = ("gloo", "NCCL", "Connection", "Socket", "Broken pipe")
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, dist.DistError) or (
+            isinstance(found, RuntimeError) and any(word in str(found) for word in words)
+        ):
+            return True
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    return False
 
 
 def writing_group() -> dist.ProcessGroup | None:
-    """The group of a thread that writes checkpoints; made when all processes ask for it first. None in a run of one."""
+    """The group of a thread that writes checkpoints; outside of `joined` made when all processes ask for it first. None
+    in a run of one."""
     if count() > 1 and _Together.writing is None:
         _Together.writing = dist.new_group(backend="gloo", timeout=PATIENCE)
     return _Together.writing
@@ -152,8 +172,21 @@ def writing_group() -> dist.ProcessGroup | None:
 
 def wait_for_writers() -> None:
     """Return when all processes are here, in the threads that write."""
+    _meet(_Together.writing)
+
+
+def _meet(group: dist.ProcessGroup | None) -> None:
     if count() > 1:
-        dist.barrier(group=_Together.writing)
+        _finish(dist.barrier(group=group, async_op=True))
+
+
+def _finish(work: Any) -> None:
+    """Wait for a collective in Python, so that signals are handled meanwhile. RuntimeError: a process is gone."""
+    pause = 1e-5
+    while not work.is_completed():
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    work.wait()
 
 
 # ---- agreement ------------------------------------------------------------------------------------------------------
@@ -161,8 +194,7 @@ def wait_for_writers() -> None:
 
 def wait_for_all() -> None:
     """Return when all processes are here."""
-    if count() > 1:
-        dist.barrier(group=_Together.group)
+    _meet(_Together.group)
 
 
 @contextlib.contextmanager
@@ -181,6 +213,7 @@ def share(make: Callable[[], T]) -> T:
     if count() == 1:
         return make()
     held: list[Any] = [make() if is_first() else None]
+    wait_for_all()
     dist.broadcast_object_list(held, src=0, group=_Together.group)
     return held[0]
 
@@ -190,6 +223,7 @@ def gather(value: Any) -> list[Any]:
     if count() == 1:
         return [value]
     found: list[Any] = [None] * count()
+    wait_for_all()
     dist.gather_object(value, found if is_first() else None, group=_Together.group)
     return found
 
@@ -199,7 +233,7 @@ def largest(*values: int) -> list[int]:
     if count() == 1:
         return list(values)
     found = torch.tensor(values)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=_Together.group)
+    _finish(dist.all_reduce(found, dist.ReduceOp.MAX, group=_Together.group, async_op=True))
     return found.tolist()
 
 
@@ -232,10 +266,10 @@ def choose_device(name: str) -> torch.device:
     require(not is_gpu or torch.cuda.is_available(), f"train.device = {name!r}: PyTorch sees no CUDA GPU here")
     count = torch.cuda.device_count() if is_gpu else 1
     if is_gpu and is_worker():
-        many = int(os.environ["LOCAL_WORLD_SIZE"])
+        many = number_in_environment("LOCAL_WORLD_SIZE", None, 1)
         require(device.index is None, f"train.device = {name!r}: {many} processes have a GPU each, set it to cuda")
         require(many <= count, f"{many} processes, and {count} GPUs here: start one for each GPU")
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        return torch.device("cuda", number_in_environment("LOCAL_RANK", None))
     require((device.index or 0) < count, f"train.device = {name!r}: there are {count}, counted from 0")
     return device
 
@@ -258,25 +292,54 @@ def host_bytes_free() -> int:
             free = min(free, most - now + int(cached))
     except (OSError, ValueError, KeyError):
         return 0
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return free // number_in_environment("LOCAL_WORLD_SIZE", 1, 1)
 
 
 class StopRequest:
-    """Turns SIGTERM and the first Ctrl-C into a request the loop honours between two steps; a second Ctrl-C insists."""
+    """Turns STOPPING and the first Ctrl-C into a request the loop honours between two steps; a second Ctrl-C insists.
+
+    A handler waits until native code returns, which one that waits for another process may never do: of several
+    processes, one that has not answered SECONDS_TO_ANSWER after the signal ends.
+    """
 
     def __init__(self) -> None:
         self.signum: int | None = None
         self._previous: dict[int, Any] = {}
+        self._pipe: tuple[int, int] | None = None
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGTERM, signal.SIGINT):
-                self._previous[signum] = signal.signal(signum, self._handle)
+            for signum in (*STOPPING, signal.SIGINT):
+                # nohup has a run ignore SIGHUP.
+                if signal.getsignal(signum) != signal.SIG_IGN or signum == signal.SIGINT:
+                    self._previous[signum] = signal.signal(signum, self._handle)
+            if is_worker():
+                self._pipe = os.pipe()
+                os.set_blocking(self._pipe[1], False)
+                signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+                threading.Thread(target=self._watch, args=(self._pipe[0],), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._pipe[1])  # which ends the thread
+
+    def _watch(self, pipe: int) -> None:
+        """End the process if the main thread does not come to handle a signal, whose number arrives in the pipe."""
+        with open(pipe, "rb", buffering=0) as signals:
+            while number := signals.read(1):
+                if number[0] not in self._previous:
+                    continue
+                deadline = time.monotonic() + SECONDS_TO_ANSWER
+                while self.signum is None and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                if self.signum is None:
+                    name = signal.Signals(number[0]).name
+                    print(f"overcoat: rank {rank()}: {name}: no checkpoint, it waits for a process", file=sys.stderr)
+                    leave(128 + number[0])
 
     def agreed(self) -> int | None:
         """The signal that some process was sent, the same on all of them."""
@@ -289,4 +352,4 @@ class StopRequest:
         if signum == signal.SIGINT and rank() == 0:  # at once, though the step may take a minute
             with contextlib.suppress(OSError):
                 os.write(2, b"\novercoat: stopping after this step and a checkpoint; Ctrl-C again ends it at once\n")
-        _Together.is_ended |= signum == signal.SIGTERM
+        _Together.is_ended |= signum in STOPPING

@@ -130,6 +130,7 @@ def write_checkpoint(held: CheckpointSnapshot, config: Config, tokenizer: Any | 
         write_directory(target, fill, {"step": held.step, "processes": process.count()})
         for path in list_checkpoints(folder)[: -config.checkpoint.keep]:
             remove_directory(path)
+        files.sweep(folder)  # what could not be deleted before
     else:
         process.wait_for_writers()
         write_shards(files.partial_of(target), held.weights)

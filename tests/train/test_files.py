@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import warnings
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,60 @@ def test_damage_is_found(tmp_path: Path, damage: object, message: str) -> None:
     damage(tmp_path / "x")  # type: ignore[operator]
     with pytest.raises(DamagedError, match=message):
         verify_directory(tmp_path / "x", ["a.bin"])
+
+
+@pytest.mark.parametrize("call", ["rename", "rmtree"])
+def test_what_cannot_be_deleted_is_said_once_and_deleted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    for name in ("x", "y"):
+        write_directory(tmp_path / name, fill, {})
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(*((Path, call, busy) if call == "rename" else (files.shutil, call, busy)))
+    with pytest.warns(UserWarning, match="cannot be deleted now, and will be tried again .*busy"):
+        remove_directory(tmp_path / "x")
+    if call == "rmtree":  # the name is free, for another that cannot be deleted either
+        monkeypatch.undo()
+        write_directory(tmp_path / "x.", fill, {})
+        (tmp_path / "x.").rename(tmp_path / "x")
+        monkeypatch.setattr(files.shutil, call, busy)
+        remove_directory(tmp_path / "x")
+        assert visible(tmp_path) == [".discarded-1~x", ".discarded-x", "y"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sweep(tmp_path)
+    monkeypatch.undo()
+    if (tmp_path / "x").exists():
+        remove_directory(tmp_path / "x")
+    sweep(tmp_path)
+    assert visible(tmp_path) == ["y"]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks_or_directory_sync_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(code, "not supported")
+
+    monkeypatch.setattr(files, "_warned", set())
+    monkeypatch.setattr(files.fcntl, "flock", unsupported)
+    monkeypatch.setattr(files.os, "fsync", unsupported)
+    with pytest.warns(UserWarning) as said:  # noqa: PT030, PT031
+        for _ in range(2):
+            with files.lock(tmp_path / "lock", lambda: None):
+                write_directory(tmp_path / "x", fill, {"step": 1})
+    assert [str(each.message).count("file system") for each in said] == [1, 1, 1]
+    assert verify_directory(tmp_path / "x")["step"] == 1
+
+
+def test_an_error_of_the_disk_is_no_lack_of_support(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files.os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        write_directory(tmp_path / "x", fill, {})
