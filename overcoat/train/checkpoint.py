@@ -36,9 +36,10 @@ from overcoat.train.corpus import STREAMED, cache_dir
 from overcoat.train.files import DamagedError
 from overcoat.train.metrics import METRICS
 from overcoat.train.shards import read_model, read_states
-from overcoat.train.state import TrainState
+from overcoat.train.state import TrainState, check_counts
 
 TRAINING = "training.pt"
+ANOTHER = ": choose another checkpoint with train.resume=PATH"
 WRITTEN_LAST = ("loss.png", "kept.txt", "results.json")  # files of a finished run
 NAME = re.compile(r"step-(\d{8,})")
 
@@ -108,6 +109,8 @@ def load_checkpoint(path: Path, state: TrainState) -> int | None:
         # Mapped where a process takes but its part.
         saved = torch.load(path / TRAINING, map_location="cpu", weights_only=True, mmap=process.count() > 1)
         identity, states = saved["data_identity"], saved["optimizer"]["state"]
+    with error_context(f"{path / TRAINING}: ", Exception, ANOTHER):
+        check_counts(saved)
     if identity != state.data_identity:
         remedy = "set data.cache_dir to the data/ folder of its run"
         if state.data_identity.startswith(STREAMED):
@@ -122,6 +125,8 @@ def load_checkpoint(path: Path, state: TrainState) -> int | None:
             "its run did, or start anew from its weights with model.name"
         )
     read_states(path, state.optimizer, states)
+    with error_context(f"{path / TRAINING}: ", Exception, ANOTHER):
+        state.check_states(saved)
     with files.loading(path / TRAINING):
         state.load_training_dict(saved)
     return saved.get("held_out")

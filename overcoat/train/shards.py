@@ -30,6 +30,7 @@ from overcoat.train import process
 from overcoat.train.build import trained_state
 from overcoat.train.files import loading
 
+WEIGHT_DTYPES = {torch.float32, torch.bfloat16, torch.float16}  # converted into each other
 FILE_BYTES = 2 << 30  # of a file at most, but for larger tensors: DCP makes a file in memory before it writes it
 
 
@@ -66,6 +67,8 @@ def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
         dcp.save(tensors, storage_writer=writer, process_group=process.writing_group())
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
+        if process.follows_from_another(cause):
+            raise cause from error
         raise OSError(f"rank {rank} cannot write its part of {folder}: {reason(cause)}") from error
 
 
@@ -84,6 +87,13 @@ def read_model(folder: Path, model: Any) -> None:
     if wrong:
         name = wrong[0].removeprefix(prefix)
         raise ValueError(f"{folder} holds another model: {len(wrong)} parameters differ, the first is {name}")
+    for name, tensor in own.items():
+        dtype = found[keys[name]].properties.dtype
+        if dtype != tensor.dtype and not {dtype, tensor.dtype} <= WEIGHT_DTYPES:
+            raise ValueError(
+                f"{folder}: {name.removeprefix(prefix)} is {dtype}, expected {tensor.dtype}: choose another checkpoint "
+                "with train.resume=PATH"
+            )
     _read(folder, reader, {keys[name]: tensor for name, tensor in own.items()})
 
 
@@ -94,7 +104,9 @@ def read_states(folder: Path, optimizer: torch.optim.Optimizer, states: dict[int
     found = {}
     for key, of in stored.items():
         if key.startswith("optimizer/"):
-            _, index, name = key.split("/")
+            _, index, name = key.split("/") if key.count("/") == 2 else ("", "", "")
+            if not index.isdecimal() or int(index) >= len(params):
+                raise ValueError(f"{folder}: {key} is no state of this model's {len(params)} parameters")
             param, shape = params[int(index)], tuple(of.size)
             part = state_shape(param, shape) if is_cut(param) else shape
             found[key] = wrap_state(param, torch.empty(part, dtype=of.properties.dtype), shape)
@@ -134,4 +146,6 @@ def _read(folder: Path, reader: Any, into: dict[str, Tensor]) -> None:
             dcp.load(into, storage_reader=reader, process_group=process.writing_group())
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
+        if process.follows_from_another(cause):
+            raise cause from error
         raise ValueError(f"{folder} cannot be loaded by rank {rank}: {reason(cause)}") from error

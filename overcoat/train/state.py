@@ -15,9 +15,12 @@ import numpy as np
 import torch
 
 import overcoat
+from overcoat.optim.sharding import local
+from overcoat.optim.state import check_state
 from overcoat.train import process
 from overcoat.train.build import base_model
 from overcoat.train.config import Config
+from overcoat.train.configfile import LARGEST
 from overcoat.train.data import Batch, Images, RowSource, make_batch
 from overcoat.train.fit import BatchPlan, recipe_of
 
@@ -57,11 +60,37 @@ class TrainState:
         """The names of the parameters that have states in the optimizer, which knows them by their order alone."""
         return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
+    def _with_state(self) -> list[int]:
+        """Numbers of the parameters that have a state: those that have had a gradient."""
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return [number for number, param in enumerate(params) if self.optimizer.state.get(param)]
+
+    def check_states(self, saved: dict[str, Any]) -> None:
+        """ValueError: states of the optimizer are not those that were saved, or hold what no step leaves."""
+        states, names = saved["optimizer"]["state"], self.trained()
+        expected = set(saved.get("with_state", states))  # not recorded by earlier versions
+        if differing := sorted(expected ^ set(states), key=str):
+            name = names[differing[0]] if differing[0] in range(len(names)) else differing[0]
+            raise ValueError(f"{len(differing)} states of the optimizer are missing or too many, the first of {name}")
+        # In the order of the optimizer's groups, which is not that of the names.
+        of_id = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        params = [(group, param) for group in self.optimizer.param_groups for param in group["params"]]
+        for number, state in states.items():
+            if number not in range(len(params)):
+                raise ValueError(f"there is a state of parameter {number}, and {len(params)} parameters")
+            group, param = params[number]
+            name = of_id.get(id(param), str(number))
+            check_state(state, param, group, name, "of another model, or damaged")
+            for field, value in state.items():
+                if why := _impossible(field, local(value), saved["step"]):
+                    raise ValueError(f"{field!r} of {name} {why}")
+
     def training_dict(self) -> dict[str, Any]:
         """All but the model's weights, as plain containers and tensors (loadable with weights_only)."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "trained": self.trained(),
+            "with_state": self._with_state(),
             "rows": self.rows.state_dict(),
             "data_identity": self.data_identity,
             "held_out": self.held_out,
@@ -86,6 +115,30 @@ class TrainState:
             set_rng_state(rngs[process.rank()])
         else:
             torch.manual_seed(self.step * process.count() + process.rank())
+
+
+def check_counts(saved: dict[str, Any]) -> None:
+    """ValueError: a count of a training state is no whole number from 0 on."""
+    rows = saved.get("rows", {})
+    stream = rows.get("stream", {})
+    counts = {key: saved.get(key) for key in ("step", "num_tokens", "kept_bytes")}
+    counts |= {key: value for of in (rows, stream) for key, value in of.items() if key in ("epoch", "num_done")}
+    for key, value in counts.items():
+        if type(value) is not int or not 0 <= value <= LARGEST:
+            raise ValueError(f"{key} is {value!r:.40}, expected a whole number from 0 on")
+
+
+def _impossible(field: str, value: torch.Tensor, steps: int) -> str:
+    """Say what no step leaves in a state's tensor; "" if there is nothing."""
+    if not value.is_floating_point():
+        return ""
+    value = value.float() if value.element_size() == 1 else value
+    if field == "step":
+        count = float(value)
+        return "" if 0 <= count <= steps and count == int(count) else f"is {count}, expected a count of up to {steps}"
+    if not bool(value.isfinite().all()):
+        return "is not finite"
+    return "is negative" if field in ("exp_avg_sq", "exp_avg_amax") and bool((value < 0).any()) else ""
 
 
 def rng_state() -> dict[str, Any]:

@@ -306,6 +306,49 @@ def test_files_that_are_whole_and_of_no_use_are_one_line(
     assert "weights_only" not in str(raised.value)  # PyTorch's advice to run what is in the file
 
 
+def _states(saved: dict[str, Any]) -> dict[int, Any]:
+    return saved["optimizer"]["state"]
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (
+            lambda saved: _states(saved).pop(1),
+            r"1 states of the optimizer are missing or too many, .*",
+        ),
+        (lambda saved: _states(saved)[0].pop("exp_avg"), r"optimizer state of parameter \S+\.weight has"),
+        (lambda saved: _states(saved)[0]["step"].neg_(), r"'step' of \S+\.weight is -1\.0"),
+        (lambda saved: _states(saved)[0]["exp_avg_sq"].sub_(1), r"'exp_avg_sq' of \S+\.weight is negative"),
+        (lambda saved: _states(saved)[0]["exp_avg"].fill_(torch.nan), r"'exp_avg' of \S+\.weight is not finite"),
+        (lambda saved: saved.update(step=-1), "step is -1, expected a whole number"),
+        (lambda saved: saved.update(num_tokens=1.5), r"num_tokens is 1\.5, expected"),
+        (lambda saved: saved.pop("kept_bytes"), "kept_bytes is None, expected"),
+        (lambda saved: saved["rows"].update(num_done=-7), "num_done is -7, expected"),
+    ],
+)
+def test_a_training_state_that_no_run_leaves_is_refused(
+    config: Config, state: TrainState, harm: Any, said: str
+) -> None:
+    train_step(state, config)
+    path = save_at(state, config, 1)
+    saved = torch.load(path / "training.pt")
+    harm(saved)
+    torch.save(saved, path / "training.pt")
+    with pytest.raises(ValueError, match=rf"training\.pt: {said}.*: choose another"):
+        load_checkpoint(path, make_state(config))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_weights_of_a_type_that_is_none_are_refused(config: Config, state: TrainState, dtype: torch.dtype) -> None:
+    path = save_at(state, config, 1)
+    weights = load_file(path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    save_file({**weights, name: weights[name].to(dtype)}, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{path.name}: {name} is {dtype}, expected torch\.float32"):
+        load_checkpoint(path, state)
+
+
 # ---- choosing -------------------------------------------------------------------------------------------------------
 
 
