@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from overcoat.extras import printable
 from overcoat.report.charts import Points, Series, chart
 from overcoat.report.runs import Run, read_runs
 from overcoat.train.config import require
@@ -44,8 +45,9 @@ def run(parsed: argparse.Namespace) -> int:
     target = Path(parsed.output)
     require(target.suffix == ".html" or not target.exists(), f"-o {target} exists, and is no .html: name another file")
     text = page(read_runs(parsed.runs))
-    target.write_text(text, encoding="utf-8")
-    print(f"{parsed.output} ({len(text.encode()) / 1000:,.0f} kB)")
+    content = text.encode("utf-8", "replace")  # a file may hold half of a surrogate pair
+    target.write_bytes(content)
+    print(f"{printable(parsed.output)} ({len(content) / 1000:,.0f} kB)")
     return 0
 
 

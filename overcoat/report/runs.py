@@ -15,7 +15,7 @@ from overcoat.train.checkpoint import checkpoint_dir, list_checkpoints
 from overcoat.train.config import Config
 from overcoat.train.configfile import load_config
 from overcoat.train.fit import BatchPlan, configured_fit, training_setup
-from overcoat.train.metrics import METRICS, Row, read_metrics
+from overcoat.train.metrics import METRICS, Row, is_count, read_metrics
 from overcoat.train.shards import is_sharded
 
 
@@ -71,12 +71,29 @@ def _json(path: Path, key: str) -> dict[str, Any]:
     """The object in a file, with a list of objects under `key`, empty where there is no file. ValueError: the file
     holds something else."""
     try:
-        found = json.loads(path.read_text()) if path.exists() else {key: []}
-        if not all(isinstance(each, dict) for each in found[key]):
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {key: []}
+        if not isinstance(found[key], list) or not all(isinstance(each, dict) for each in found[key]):
             raise TypeError(f"{key} are no objects")
-    except (ValueError, KeyError, TypeError) as error:
+        _check_shown(found, key)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({reason(error)}): remove it, and ask again") from error
     return found
+
+
+def _check_shown(found: dict[str, Any], key: str) -> None:
+    """TypeError: what the page shows of a file is missing or of another type."""
+    figures = []
+    for each in found[key]:
+        named = ("peak",) if key == "measured" else each.keys() & {"num_parameters", "kept_bytes", "optimizer_bytes"}
+        figures += [(name, each.get(name)) for name in named]
+        texts = ("label",) if key == "measured" else each.keys() & {"device", "sample"}
+        if wrong := [name for name in texts if not isinstance(each.get(name), str)]:
+            raise TypeError(f"{wrong[0]} is no text")
+    if key == "measured" and found[key]:
+        peak = found["figures"]["peak of the step"]
+        figures += [(name, peak[name]) for name in ("predicted", "measured")]
+    if wrong := [name for name, value in figures if not is_count(value)]:
+        raise TypeError(f"{wrong[0]} is no number from 0 on")
 
 
 def _predict(folder: Path, config: Config, metrics: dict[str, dict[int, Row]]) -> Prediction | str:
@@ -99,5 +116,5 @@ def _predict(folder: Path, config: Config, metrics: dict[str, dict[int, Row]]) -
             loss_for_estimates(config.data.masks_documents),
         )
         return predictor.predict(fit.micro_batch, config.data.sequence_length, training_setup(config, fit))
-    except ValueError as error:
-        return str(error)
+    except Exception as error:  # of any kind: the files of a model are read by transformers
+        return reason(error)

@@ -37,20 +37,24 @@ from overcoat.memory import peak_bytes
 from overcoat.models.recording import Ranges
 from overcoat.train import process
 from overcoat.train.config import Config
+from overcoat.train.configfile import LARGEST
 from overcoat.train.loggers import Logger, open_loggers, scalars
 
 Row = dict[str, Any]
 METRICS = "metrics.jsonl"
 PLAIN: Any = {"highlight": False, "markup": False, "soft_wrap": True}  # for Console.print: a line as it is
-# What is read of a row beside its step.
+# What is read of a row beside its step: figures, which may be missing, and what must be there.
+FIGURES = ("loss", "lr", "gradient_norm", "attention_score")
+COUNTS = ("tokens_per_second", "peak_bytes", "total_tokens", "micro_batch")
 KINDS = {
     "train": ("loss", "tokens_per_second", "peak_bytes"),
     "eval": ("loss",),
     "tasks": (),
-    "fp8": (),
+    "fp8": ("ranges",),
     "fit": ("micro_batch", "block_checkpoints"),
     "resume": (),
 }
+LARGEST_FIGURE = 1e100
 MOST_SKIPPED = 10  # steps in a row: one odd batch is survived, a model that is lost is not trained on
 
 
@@ -205,6 +209,46 @@ def check_finite(rows: list[Row], skipped: int = 0) -> int:
     return skipped
 
 
+def is_row(row: Any) -> bool:
+    """True if `row` is one that a run writes: of a known kind, with all that is read of it, of the right types."""
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or row["kind"] not in KINDS:
+        return False
+    kind, step = row["kind"], row.get("step")
+    if type(step) is not int or not (kind == "train") <= step <= LARGEST or not all(key in row for key in KINDS[kind]):
+        return False
+    figures = row.keys() - {"kind", "step"} if kind == "tasks" else row.keys() & set(FIGURES)
+    may_lack = {"gradient_norm"}  # of a step that was skipped
+    if not all(is_figure(row[key]) or (row[key] is None and key in may_lack) for key in figures):
+        return False
+    if not all(is_count(row[key]) for key in row.keys() & set(COUNTS)):
+        return False
+    if kind == "fit":
+        return type(row["micro_batch"]) is int and row["micro_batch"] > 0 and type(row["block_checkpoints"]) is bool
+    return kind != "fp8" or _are_ranges(row["ranges"])
+
+
+def is_figure(value: Any) -> bool:
+    """True if it is a number, which may be infinite or NaN, as a loss may be."""
+    return type(value) in (int, float) and not LARGEST_FIGURE < abs(value) < math.inf
+
+
+def is_count(value: Any) -> bool:
+    """True if it is a finite number from 0 on."""
+    return type(value) in (int, float) and 0 <= value <= LARGEST_FIGURE
+
+
+def _are_ranges(ranges: Any) -> bool:
+    """True for {layer: {product: {operand: [saturated, zero, limit]}}}, the first two shares."""
+    layers = ranges.values() if isinstance(ranges, dict) else [None]
+    products = [product for layer in layers for product in (layer.values() if isinstance(layer, dict) else [None])]
+    found = [triple for each in products for triple in (each.values() if isinstance(each, dict) else [None])]
+    return all(
+        isinstance(triple, list) and len(triple) == 3 and all(map(is_figure, triple)) and min(triple[:2]) >= 0
+        and max(triple[:2]) <= 1
+        for triple in found
+    )  # fmt: skip
+
+
 def read_metrics(path: Path) -> dict[str, dict[int, Row]]:
     """{"train": {step: row}, "eval": {step: row}, ...}, of each of KINDS, in the order of steps, as if the run had
     never been interrupted; of a file that is not there, none."""
@@ -215,8 +259,9 @@ def read_metrics(path: Path) -> dict[str, dict[int, Row]]:
             row = json.loads(line)
         except ValueError:
             continue
-        keys = KINDS.get(str(row.get("kind"))) if isinstance(row, dict) else None
-        if keys is None or not all(isinstance(row.get(key), (int, float)) for key in ("step", *keys)):
+        except RecursionError:
+            row = None
+        if not is_row(row):
             raise ValueError(f"{path}, line {number}: not a row that overcoat wrote: {line[:60]!r}; remove that line")
         if row["kind"] == "resume":
             for kind in found.keys() - {"fit"}:

@@ -189,6 +189,51 @@ def test_a_damaged_file_is_named(
     assert f"{tmp_path / name} is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"kind": "train", "step": 0, "loss": 1, "tokens_per_second": 1, "peak_bytes": 1}',
+        '{"kind": "train", "step": 1.5, "loss": 1, "tokens_per_second": 1, "peak_bytes": 1}',
+        '{"kind": "train", "step": 1, "loss": 1, "tokens_per_second": NaN, "peak_bytes": 1}',
+        '{"kind": "train", "step": 1, "loss": 1, "tokens_per_second": 1, "peak_bytes": Infinity}',
+        '{"kind": "train", "step": 1, "loss": true, "tokens_per_second": 1, "peak_bytes": 1}',
+        '{"kind": "train", "step": 1, "loss": 1, "lr": "x", "tokens_per_second": 1, "peak_bytes": 1}',
+        '{"kind": "train", "step": 1, "loss": 1, "tokens_per_second": 1, "peak_bytes": 1, "total_tokens": null}',
+        '{"kind": "eval", "step": 1, "loss": 1, "attention_score": []}',
+        '{"kind": "tasks", "step": 1, "a/acc": "x"}',
+        '{"kind": "fit", "step": 1, "micro_batch": 0, "block_checkpoints": false}',
+        '{"kind": "fp8", "step": 1}',
+        '{"kind": "fp8", "step": 1, "ranges": {"a": {"b": {"input": [0, -1, 1]}}}}',
+        '{"kind": "fp8", "step": 1, "ranges": {"a": {"b": [0, 1, 1]}}}',
+        '{"kind": ["train"], "step": 1}',
+        "[" * 100000,
+    ],
+)
+def test_a_damaged_row_is_named(row: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kept in ("config.toml", "metrics.jsonl"):
+        (tmp_path / kept).write_bytes((folder / kept).read_bytes())
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(row + "\n")
+    assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "out.html")]) == 2
+    assert "not a row that overcoat wrote" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("results.json", '{"runs": [{"num_parameters": "x"}]}'),
+        ("results.json", '{"runs": [{"kept_bytes": NaN}]}'),
+        ("results.json", '{"runs": [{"sample": 3}]}'),
+        ("memory.json", '{"measured": [{"label": "a"}], "figures": {"peak of the step": {}}}'),
+        ("memory.json", '{"measured": [{"label": "a", "peak": 1}]}'),
+    ],
+)
+def test_figures_of_another_type_are_named(
+    name: str, content: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test_a_damaged_file_is_named(name, content, folder, tmp_path, capsys)
+
+
 def test_the_ends_of_an_axis_have_ticks() -> None:
     """3 x 0.2 is above 0.6 in floating point."""
     assert ticks(0.0, 0.6, 4) == pytest.approx([0.0, 0.2, 0.4, 0.6])
