@@ -358,21 +358,6 @@ def check_sources(data: DataConfig) -> None:
                 )
 
 
-def check_sources(data: DataConfig) -> None:
-    """Refuse what `datasets.save_to_disk` wrote: its tables are no files to read, and may be cut or reordered by the
-    indices beside them."""
-    for name in [data.dataset, *data.files]:
-        for folder in [Path(name), *([Path(name).parent] if name.endswith(("*", ".arrow")) else [])]:
-            of_one = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
-            if name and (of_one or (folder / "dataset_dict.json").is_file()):
-                split = "" if of_one else f"[{data.split!r}]"
-                raise ValueError(
-                    f"{str(folder)!r} was written by datasets.save_to_disk, whose tables are not read: write it as "
-                    f"parquet (datasets.load_from_disk({str(folder)!r}){split}.to_parquet('data.parquet')), and set "
-                    "data.files to that"
-                )
-
-
 def _open_stream(config: Config, say: Callable[[str], None]) -> Corpus:
     folder, _ = _cached(config, TOKENIZER, say)
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.special_tokens)
