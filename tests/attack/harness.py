@@ -94,12 +94,12 @@ class Child:
     def ended_within(self, seconds: float) -> bool:
         return bool(select.select([self._pidfd], [], [], seconds)[0])
 
-    def wait(self) -> Ended:
+    def wait(self, seconds: float = SECONDS) -> Ended:
         """Its end; after the time limit SIGTERM must end it, as it would a run with many steps."""
-        is_late = not self.ended_within(SECONDS)
+        is_late = not self.ended_within(seconds)
         if is_late:
             os.kill(self.pid, signal.SIGTERM)
-            if not self.ended_within(SECONDS):
+            if not self.ended_within(seconds):
                 os.kill(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
         os.close(self._pidfd)

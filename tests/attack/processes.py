@@ -4,6 +4,7 @@
              by itself or by SIGTERM, as torchrun tells it; resumed in 1, 2, 3 or 6, the end is that of the unbroken run
     a row    a token that no vocabulary has, in one process; or a line of a streamed file that is no JSON
     memory   one process runs out of it where no leaner fit is left
+    early    one process dies after its first step, before anything is shared for the first checkpoint
 
 What goes wrong is said once, with its rank and reason.
 """
@@ -29,7 +30,7 @@ from overcoat.train import loop, process
 from overcoat.train.checkpoint import list_checkpoints
 from overcoat.train.metrics import read_metrics
 from tests.attack.events import Events, receive
-from tests.attack.harness import Child, Ended, Finding, Ground
+from tests.attack.harness import SECONDS, Child, Ended, Finding, Ground
 
 # One row in a forward pass: FP8 scales are those of that row, in however many processes.
 SIZES = ["train.batch_size=1", "train.accumulation=6", "checkpoint.every=1", "eval.every=4", "data.document_mask=true"]
@@ -37,7 +38,14 @@ CLOSE = 1e-3  # losses in another number of processes
 Before = Callable[[int], None]  # gets the rank, in its process
 
 
-def launch(many: int, arguments: list[str], folder: Path, before: Before = bool, patience: float = 6.0) -> list[Ended]:
+def launch(
+    many: int,
+    arguments: list[str],
+    folder: Path,
+    before: Before = bool,
+    patience: float = 6.0,
+    seconds: float = SECONDS,
+) -> list[Ended]:
     """The workers' ends, by rank. Once one has failed the others have `patience` seconds before SIGTERM: they may say
     why first (`process.may_report`)."""
     with socket.socket() as sock:
@@ -69,7 +77,7 @@ def launch(many: int, arguments: list[str], folder: Path, before: Before = bool,
                 if not worker.ended_within(0.0):
                     os.kill(worker.pid, signal.SIGTERM)
             break
-    ends = [worker.wait() for worker in workers]
+    ends = [worker.wait(seconds) for worker in workers]
     os.kill(server.pid, signal.SIGKILL)
     server.wait()
     return ends
@@ -129,7 +137,7 @@ def said_once(ends: list[Ended], *needed: str) -> str:
 
 
 def processes(ground: Ground, index: int, random: random.Random, folder: Path) -> Finding:
-    return [killed, bad_row, out_of_memory, killed][index % 4](ground, random, folder)
+    return [killed, bad_row, out_of_memory, dies_early, killed][index % 5](ground, random, folder)
 
 
 def killed(ground: Ground, random: random.Random, folder: Path) -> Finding:
@@ -192,6 +200,29 @@ def bad_row(ground: Ground, random: random.Random, folder: Path) -> Finding:
 
     case = "a streamed line that is no JSON" if is_streamed else f"rank {victim} has an unknown token in step {step}"
     return case, said_once(launch(2, command(ground, folder, *words), folder, before), *needed)
+
+
+def dies_early(ground: Ground, random: random.Random, folder: Path) -> Finding:
+    """What is left ends by itself or by SIGTERM, within a minute, whatever it waits for."""
+    victim, signum = random.randrange(2), random.choice([signal.SIGKILL, signal.SIGSEGV])
+    patience = random.choice([0.0, 6.0])
+
+    def before(rank: int) -> None:
+        if rank == victim:
+            forward = random.random() < 0.5
+            die = functools.partial(os.kill, os.getpid(), signum)
+            if forward:
+                loop.summed_loss = lambda *_: die()
+            else:
+                Events(folder, 1, lambda event: die() if event == "step" else None).install()
+
+    begun = time.monotonic()
+    ends = launch(2, command(ground, folder), folder, before, patience, seconds=30.0)
+    case = f"rank {victim} of 2 gets {signum.name} in the first step, SIGTERM after {patience} s"
+    if any(ended.is_late for ended in ends):
+        return case, f"the other does not end in {time.monotonic() - begun:.0f} s: {[ended.status for ended in ends]}"
+    said = [line for ended in ends for line in ended.error.split("\n") if line.startswith("overcoat")]
+    return case, f"blames something else: {said}" if "[model.config]" in str(said) else ""
 
 
 def out_of_memory(ground: Ground, random: random.Random, folder: Path) -> Finding:

@@ -283,6 +283,14 @@ def test_clipping_equals_torch_clipping_before_the_step(limit):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_clipping_equals_the_formula_where_the_norm_is_small():
+    """|g| = 0.05 at a limit of 0.01: a fifth of it, in a step where eps is large enough to feel the size of g."""
+    weight = torch.nn.Parameter(torch.zeros(25))
+    weight.grad = torch.full((25,), 0.01)
+    AdamW([weight], lr=1.0, eps=1.0, weight_decay=0.0, moments="fp32").step(clip_grad_norm=0.01)
+    torch.testing.assert_close(weight.detach(), torch.full((25,), -0.002 / 1.002), rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("unscale", [False, True])
 def test_grad_scaler(unscale):
     """Scaled gradients through torch.amp.GradScaler give the unscaled run's weights; an overflow is skipped."""

@@ -109,6 +109,11 @@ def test_memory_is_the_estimate_and_what_was_measured(folder: Path, text: str) -
         assert all(a[1] >= b[1] for a, b in zip(above["p"], below["p"]))
 
 
+def test_text_of_a_run_is_escaped(folder: Path, text: str) -> None:
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in text
+
+
 def test_tokens_are_those_trained_on(folder: Path, tmp_path: Path) -> None:
     """After step 6 of 12 the run went on with rows of 32 tokens twice as many in a step."""
     run, twin = read_runs([str(folder)])

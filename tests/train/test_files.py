@@ -45,6 +45,20 @@ def test_failing_at_any_sync_leaves_old_or_new(tmp_path: Path, monkeypatch: pyte
     assert visible(tmp_path) == ["x"]
 
 
+def test_a_renamed_directory_is_synced_after_its_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that a power cut may undo the rename; what it replaced must not be gone by then."""
+    write_directory(tmp_path / "x", fill, {"step": 1})
+    real, seen = files.sync, []
+
+    def noting(path: Path) -> None:
+        seen.append((path, visible(tmp_path)))
+        real(path)
+
+    monkeypatch.setattr(files, "sync", noting)
+    write_directory(tmp_path / "x", fill, {"step": 2})
+    assert seen[-1] == (tmp_path, [".discarded-x", "x"])
+
+
 def test_a_failed_writer_leaves_nothing_and_touches_nobody_elses(tmp_path: Path) -> None:
     (tmp_path / ".partial-y").mkdir()  # of a writer that may be at work
 
