@@ -1,7 +1,7 @@
 """The numbers of runs beside answers that do not come from the project's code.
 
-    recorded    runs whose numbers are in recorded.json: bit for bit on the PyTorch and CPU that made them, and close
-                to them elsewhere (recorded.py)
+    recorded    runs whose numbers are in recorded.json: bit for bit on the PyTorch and CPU that made them, close to them
+                elsewhere (recorded.py)
     exact       a run in FP32 with the plain recipe, its options drawn anew, beside `reference.train` in FP64
     fp8         the same with FP8 layers and 8-bit moments, as close as FP8's rounding lets it be
     family      a converted model of some family beside transformers' own in FP64
