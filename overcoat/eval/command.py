@@ -33,8 +33,9 @@ from overcoat.train.configfile import load_config
 from overcoat.train.evaluate import Tasks, perplexity, task_names
 from overcoat.train.files import MANIFEST, verify_directory
 from overcoat.train.products import compute_in_fp32
+from overcoat.train.rows import has_rows, text_of
 from overcoat.train.shards import is_sharded, read_model
-from overcoat.train.sources import find_files, has_rows, read_documents, rows, text_of
+from overcoat.train.sources import find_files, read_documents, rows
 from overcoat.train.tokenizer import load_tokenizer
 
 RECIPES = ("bf16", "default", "paper", "leanest")

@@ -33,13 +33,15 @@ from overcoat.extras import one_line
 from overcoat.models.dummy_batch import sees
 from overcoat.models.shapes import MODELS, load_model_config
 from overcoat.train.build import check_is_model, check_tables
-from overcoat.train.chat import Encoder, examples, image_paths
+from overcoat.train.chat import Encoder
 from overcoat.train.config import Config, DataConfig, error_context, require
 from overcoat.train.configfile import all_keys, build_config, tomllib
+from overcoat.train.conversations import examples, image_paths
 from overcoat.train.corpus import check_sources
 from overcoat.train.fit import choose_fit, model_config
 from overcoat.train.preflight import trial_model
-from overcoat.train.sources import NOT_TEXT, ROWS, as_object, documents, find_files, has_rows, read_documents, read_rows
+from overcoat.train.rows import NOT_TEXT, ROWS, as_object, has_rows, read_rows
+from overcoat.train.sources import documents, find_files, read_documents
 from overcoat.train.tokenizer import make_processor, make_tokenizer, num_ids, tokenizer_name
 
 GIBI = 2**30

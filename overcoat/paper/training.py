@@ -35,7 +35,7 @@ from overcoat.train.process import choose_device
 OLMO_1B: dict[str, Any] = {
     "model": {"config": {"model_type": "olmo", **MODELS["olmo-1b"].fields}},
     "tokenizer": {"vocab_size": 50304},
-    "data": {"files": ["site-packages", "stdlib"], "sequence_length": 2048},
+    "data": {"files": ["site-packages", "stdlib"], "dedupe": True, "sequence_length": 2048},
     "optimizer": {"lr": 4e-4, "betas": [0.9, 0.95], "eps": 1e-5, "weight_decay": 0.1},
     "schedule": {"warmup_steps": 100},
     "train": {"steps": 1000, "batch_size": 32},

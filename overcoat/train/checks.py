@@ -47,7 +47,7 @@ def unread(data: DataConfig) -> dict[str, str]:
     """The keys of [data] that nothing reads, beside the others there, and what would."""
     pair = (data.format == "prompt-completion", "data.format = 'prompt-completion'")
     applies = {
-        "too_long": (data.is_chat, "conversations"),
+        **dict.fromkeys(("too_long", "on_lost"), (data.is_chat, "conversations")),
         "messages_key": (data.format == "messages", "data.format = 'messages'"),
         **dict.fromkeys(("prompt_key", "completion_key", "prompt_template"), pair),
         "text_key": (not data.is_chat, "data.format = 'text'"),

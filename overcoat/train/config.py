@@ -22,6 +22,7 @@ from overcoat.extras import reason
 FREE_KEYS = (
     "train.run_dir", "train.resume", "train.log_every", "train.tensorboard", "train.loggers", "train.fp8_every",
     "train.on_oom", "train.memory_limit_gib", "recipe.offload_blocks", "optimizer.offload", "data.cache_dir",
+    "data.on_lost",
     "checkpoint.", "eval.every", "eval.tasks", "lora.merge", "memory.", "sample.", "compare.", "parallel.shard",
     "parallel.nodes", "parallel.context",
 )  # fmt: skip
@@ -145,7 +146,7 @@ class DataConfig:
     messages_key: str = option("messages", "field with a conversation: a list of {role, content} or {from, value}")
     prompt_key: str = option("prompt", "field with a prompt: text, or messages")
     completion_key: str = option("completion", "field with its completion, which alone is trained on")
-    prompt_template: str = option("{prompt}", "what a prompt of text is put into")
+    prompt_template: str = option("{prompt}", "what a prompt of text is put into; {...} is any field")
     images: str = option("", 'the folder of the images that "messages" name, for a vision-language model.name')
     too_long: Literal["truncate", "drop"] = option(
         "truncate", "conversations above data.sequence_length: keep their beginning, or leave them out"
@@ -154,6 +155,10 @@ class DataConfig:
         "tokens", 'special tokens that a text spells out, such as "<|im_end|>": read as tokens, or as plain text'
     )
     token_dtype: Literal["uint16", "uint32"] = option("uint16", "element type of .bin files")
+    on_lost: Literal["refuse", "warn"] = option(
+        "refuse", "turns, calls, tools that the chat template leaves out: refuse the row, or count it and train on"
+    )
+    dedupe: bool = option(False, "leave out documents and conversations that are copies of an earlier one")
     streaming: bool = option(False, "tokenize on the fly instead of once into data.cache_dir")
     shuffle_rows: int = option(256, "streaming only: rows in the shuffle buffer", at_least=1)
     max_bytes: int = option(0, "read at most this much text, in UTF-8; 0 reads all", at_least=0)
@@ -164,10 +169,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.files or self.dataset), "no data: set data.files or data.dataset")
-        require(not (self.streaming and self.max_bytes), "data.max_bytes does not apply to data.streaming: drop one")
+        for name in ("max_bytes", "dedupe"):
+            both = self.streaming and getattr(self, name)
+            require(not both, f"data.{name} does not apply to data.streaming: drop one")
         binaries = [name for name in self.files if name.endswith(".bin")]
         require(len(binaries) in (0, len(self.files)), "data.files mixes .bin with text: tokenize the text first")
-        for name in ("streaming", "max_bytes"):
+        for name in ("streaming", "max_bytes", "dedupe"):
             require(
                 not (self.is_tokens and getattr(self, name)),
                 f"data.{name} = {getattr(self, name)}: does not apply to .bin files, which are used whole: drop it",

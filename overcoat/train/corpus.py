@@ -29,8 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from overcoat.train.chat import Encoder, examples
+from overcoat.train.chat import Encoder
 from overcoat.train.config import Config, DataConfig, error_context, require
+from overcoat.train.conversations import examples
 from overcoat.train.data import (
     ChatRows,
     Images,
@@ -45,7 +46,8 @@ from overcoat.train.data import (
 )
 from overcoat.train.encoding import Spelled, edges, encode
 from overcoat.train.files import DamagedError, lock, verify_directory, write_directory, writing
-from overcoat.train.sources import DocumentStream, documents, encoded_size, find_files, no_documents
+from overcoat.train.rows import encoded_size
+from overcoat.train.sources import DocumentStream, documents, find_files, no_documents
 from overcoat.train.stopping import ending_with, turn_ends
 from overcoat.train.tokenizer import (
     load_processor,
@@ -61,8 +63,12 @@ ENCODED_BYTES = 16 << 20
 STREAMED = "streamed"  # how the identity of a stream begins
 TOKENS, TOKENIZER = "tokens", "tokenizer"  # folders of the cache directory
 # What decides the tokens; the rest of [data] (packing, masks, streaming) does not.
-TOKEN_KEYS = ("files", "dataset", "dataset_config", "split", "text_key", "max_bytes", "special_tokens")
-CHAT_KEYS = ("format", "messages_key", "prompt_key", "completion_key", "prompt_template", "images")  # of conversations
+TOKEN_KEYS = (
+    "files", "dataset", "dataset_config", "split", "text_key", "max_bytes", "dedupe", "special_tokens",
+)  # fmt: skip
+CHAT_KEYS = (  # of conversations
+    "format", "messages_key", "prompt_key", "completion_key", "prompt_template", "images", "on_lost",
+)  # fmt: skip
 # Of the tokens and how text is cut; another one is another KEY. A tokenizer trained on a stream does not depend on it.
 LAYOUT, TOKENIZER_LAYOUT = 3, 2
 IMAGE_LAYOUT = 1  # of conversations with images; before it a transformers below 5.18 may have marked wrong tokens
@@ -116,18 +122,20 @@ def open_corpus(config: Config, say: Callable[[str], None]) -> Corpus:
     is_chat = config.data.is_chat
     tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32 if is_chat else _token_type(tokenizer), mode="r")
     table = np.load(folder / "documents.npy")
+    notes = json.loads((folder / "left_out.json").read_text(encoding="utf-8")) if is_chat else []
     table, note = _fitting(config.data, table) if is_chat else (table, "")
     stops = turn_ends(tokens, table[:, :2], tokenizer) if is_chat else [tokenizer.eos_token_id]
-    for line in (note, json.loads((folder / "special.json").read_text(encoding="utf-8"))):
-        if line:
-            say(line)
+    notes += [line for line in (note, json.loads((folder / "special.json").read_text(encoding="utf-8"))) if line]
+    for line in notes:
+        say(line)
     rows, held_out = _packed(config, tokens, table, tokenizer.eos_token_id)
     images = None
     if config.data.images:
         processor = load_processor(folder / "tokenizer", config.model.trust_remote_code)
         images = Images(processor, config.data.images, json.loads((folder / "images.json").read_text(encoding="utf-8")))
     identity = manifest["files"]["tokens.bin"]["sha256"]
-    return Corpus(tokenizer, tokenizer.eos_token_id, rows, held_out, num_ids(tokenizer), identity, note, images, stops)
+    note, end = "; ".join(notes), tokenizer.eos_token_id
+    return Corpus(tokenizer, end, rows, held_out, num_ids(tokenizer), identity, note, images, stops)
 
 
 def _fitting(data: DataConfig, table: np.ndarray) -> tuple[np.ndarray, str]:
@@ -180,11 +188,12 @@ def write_tokens(config: Config, target: Path) -> None:
     assert tokenizer is not None
     images: list[list[str]] = []
     spelled = Spelled(tokenizer)
+    encoder = Encoder(config.data, tokenizer, processor) if config.data.is_chat else None
     about: list[tuple[int, ...]] = []
     encoded: Iterator[tuple[Any, ...]] = (
-        _encoded_chats(config, Encoder(config.data, tokenizer, processor), images, spelled)
-        if config.data.is_chat
-        else _encoded_texts(config, tokenizer, spelled)
+        _encoded_texts(config, tokenizer, spelled)
+        if encoder is None
+        else _encoded_chats(config, encoder, images, spelled)
     )
     with (target / "tokens.bin").open("wb") as file:
         for tokens, *rest in encoded:
@@ -199,6 +208,9 @@ def write_tokens(config: Config, target: Path) -> None:
     what = "conversations" if config.data.is_chat else "documents"
     note = spelled.note(f"of {len(about):,} {what}", config.data.format == "messages")
     (target / "special.json").write_text(json.dumps(note), encoding="utf-8")
+    if encoder is not None:
+        left_out = json.dumps(encoder.losses.notes(len(about)))
+        (target / "left_out.json").write_text(left_out, encoding="utf-8")
     if processor is not None:
         (target / "images.json").write_text(json.dumps(images), encoding="utf-8")
     with writing(target / "tokenizer"):
@@ -225,10 +237,15 @@ def _encoded_chats(
 ) -> Iterator[tuple[np.ndarray, int, int]]:
     """The tokens of each conversation, the checksum of its content, and how many it takes to have a label; its images
     go into `images`."""
-    num_bytes, is_empty = 0, True
+    num_bytes, is_empty, seen = 0, True, set[int]()
     for where, example in examples(config.data):
-        content = json.dumps(example, sort_keys=True, ensure_ascii=False, default=str)
-        num_bytes += encoded_size(content)
+        said = {name: value for name, value in example.items() if name != "unread"}
+        content = json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
+        with error_context(f"{where}: half of a surrogate pair (", UnicodeEncodeError, "): correct or remove the row"):
+            num_bytes += encoded_size(content)
+        if config.data.dedupe and hash(content) in seen:
+            continue
+        seen |= {hash(content)} if config.data.dedupe else set()
         if config.data.max_bytes and num_bytes > config.data.max_bytes:
             break
         is_empty = False
@@ -259,10 +276,13 @@ def content_key(text: str) -> int:
 
 
 def choose_held_out(keys: np.ndarray, lengths: np.ndarray, wanted: float) -> np.ndarray:
-    """The documents with the smallest keys, in that order: as many as it takes for `wanted` tokens, at least one."""
+    """Return the documents with the smallest keys, in that order: as many as it takes for `wanted` tokens, at least
+    one, and copies of the last one unless they would be more than that again."""
     order = np.argsort(keys, kind="stable")
     before = np.cumsum(lengths[order]) - lengths[order]
-    return order[before < wanted]
+    chosen, rest = np.split(order, [int((before < wanted).sum())])
+    copies = np.append(chosen, rest[keys[rest] == keys[chosen[-1]]])
+    return copies if lengths[copies].sum() <= 2 * wanted else chosen
 
 
 def _split(config: Config, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

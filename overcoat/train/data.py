@@ -32,10 +32,12 @@ import torch
 
 from overcoat.kernels.attention import document_starts
 from overcoat.models.dummy_batch import tower_inputs
-from overcoat.train.chat import TRAINED, read_image
+from overcoat.train.chat import TRAINED
 from overcoat.train.config import require
 from overcoat.train.encoding import Spelled, encode
-from overcoat.train.sources import DocumentStream, reading
+from overcoat.train.images import read_image
+from overcoat.train.rows import reading
+from overcoat.train.sources import DocumentStream
 
 IGNORED = -100
 ENCODED_AT_ONCE = 64

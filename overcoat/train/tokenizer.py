@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from overcoat.extras import load_extra, load_pretrained
-from overcoat.train import chat
+from overcoat.train import conversations
 from overcoat.train.config import Config, error_context
-from overcoat.train.sources import documents, encoded_size
+from overcoat.train.rows import encoded_size
+from overcoat.train.sources import documents
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -117,7 +118,7 @@ def num_ids(tokenizer: Any) -> int:
 
 def _sample(config: Config) -> Iterator[str]:
     num_bytes = 0
-    for text in chat.texts(config.data) if config.data.is_chat else documents(config.data):
+    for text in conversations.texts(config.data) if config.data.is_chat else documents(config.data):
         yield text
         num_bytes += encoded_size(text)
         if num_bytes >= config.tokenizer.train_bytes:

@@ -15,8 +15,9 @@ import tokenizers
 import transformers
 from datasets import Dataset
 
-from overcoat.train.chat import Encoder, examples
+from overcoat.train.chat import Encoder
 from overcoat.train.config import DataConfig
+from overcoat.train.conversations import examples
 from overcoat.train.corpus import Corpus, open_corpus
 from overcoat.train.data import IGNORED, START, TRAINED, ChatRows, conversations, count_labels, make_batch
 from overcoat.train.loop import RunStoppedError

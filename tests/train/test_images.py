@@ -24,9 +24,10 @@ from overcoat.models.head import LeanLossModel
 from overcoat.train import corpus as corpora
 from overcoat.train import tokenizer as tokenizers
 from overcoat.train.build import build_model, freeze, summed_loss
-from overcoat.train.chat import Encoder, examples
+from overcoat.train.chat import Encoder
 from overcoat.train.config import DataConfig
 from overcoat.train.configfile import load_config
+from overcoat.train.conversations import examples
 from overcoat.train.corpus import open_corpus
 from overcoat.train.data import IGNORED, TRAINED, ChatRows, Images, make_batch
 from overcoat.train.loop import RunStoppedError

@@ -27,8 +27,9 @@ def test_documents_of_text_and_jsonl(tmp_path: Path) -> None:
     (tmp_path / "e.txt").touch()
     (tmp_path / "c.txt").write_text("one\ntwo\n")  # a duplicate
     (tmp_path / "d.jsonl").write_text('{"body": "three"}\n\n{"body": "four"}\n')
-    found = list(documents(DataConfig(files=[str(tmp_path / "*")], text_key="body")))
-    assert sorted(found) == ["four", "one\ntwo\n", "three"]
+    config = DataConfig(files=[str(tmp_path / "*")], text_key="body")
+    assert sorted(documents(config)) == ["four", "one\ntwo\n", "one\ntwo\n", "three"]
+    assert sorted(documents(dataclasses.replace(config, dedupe=True))) == ["four", "one\ntwo\n", "three"]
 
 
 def test_a_missing_extra_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +61,7 @@ def test_the_order_of_files_is_that_of_their_names_checksums_wherever_they_lie(t
         ("not.txt.gz", b"words", "cannot read .*Not a gzipped file"),
         ("not.parquet", b"words", "cannot read .*[Pp]arquet.*: repair it"),
         ("a.csv", b"text", r"a \.csv file is not read as text: convert it to \.jsonl, or read it as a dataset"),
-        ("a.json", b'[{"text": "a"}, {"tex', r"a\.json: no JSON \(.*\): correct or remove it"),
+        ("a.json", b'[{"text": "a"}, {"tex', r"a\.json, row 2: no JSON \(.*\): correct or remove it"),
         ("a.jsonl.zst", b"", r"a \.zst file is not read as text: unpack it first"),
         ("a.tar.gz", b"", r"a \.tar file is not read as text: unpack it first"),
         ("a.bin", b"", r"pattern that ends in \.bin"),
