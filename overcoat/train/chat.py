@@ -1,14 +1,10 @@
-"""Conversations as tokens, and which of them are trained on.
-
-    "messages"            the assistant's tokens
-    "prompt-completion"   the completion's tokens
+"""Conversations as tokens, and which of them are trained on: the assistant's of "messages", the completion's of
+"prompt-completion".
 
 The tokenizer's chat template says what the assistant's tokens are ({% generation %}); for templates that do not, TRL
 has versions that do. Tokens and labels are those of TRL's SFTTrainer, with `assistant_only_loss` for messages. What the
-template leaves out is refused or counted (rendering.py). With `data.images` the model's processor puts each image's
-tokens in.
-
-A token is kept as uint32: its id, with the flag TRAINED where it is a label.
+template leaves out is refused or counted (rendering.py). A token is kept as uint32: its id, with the flag TRAINED where
+it is a label.
 """
 
 from __future__ import annotations
@@ -93,8 +89,7 @@ class Encoder:
             found = self._apply(example["messages"], example, return_assistant_tokens_mask=True)
             return found["input_ids"], found["assistant_masks"]
         prompt, ids = self._prompt_and_all(example)
-        ends = (at for at, both in enumerate(zip(prompt, ids, strict=False)) if both[0] != both[1])
-        shared = next(ends, min(len(prompt), len(ids)))
+        shared = load_extra("trl.data_utils", "hf", "data.format").common_prefix_length(prompt, ids)
         return ids, [0] * shared + [1] * (len(ids) - shared)
 
     def _with_images(self, example: dict[str, Any]) -> tuple[list[int], list[int]]:

@@ -242,10 +242,11 @@ def _encoded_chats(
         said = {name: value for name, value in example.items() if name != "unread"}
         content = json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
         with error_context(f"{where}: half of a surrogate pair (", UnicodeEncodeError, "): correct or remove the row"):
-            num_bytes += encoded_size(content)
+            size = encoded_size(content)
         if config.data.dedupe and hash(content) in seen:
             continue
         seen |= {hash(content)} if config.data.dedupe else set()
+        num_bytes += size
         if config.data.max_bytes and num_bytes > config.data.max_bytes:
             break
         is_empty = False

@@ -12,6 +12,7 @@ which templates drop by design (Qwen 3), is counted in both cases.
 from __future__ import annotations
 
 import functools
+import html
 import json
 import re
 import textwrap
@@ -101,9 +102,8 @@ class Marker:
         return "".join(parts)
 
     def _call(self, call: dict[str, Any], turn: int) -> dict[str, Any]:
+        arguments, name = function_of(call).get("arguments"), function_of(call).get("name")
         call = self._named(call, "tool calls", turn)
-        function = function_of(call)
-        arguments = function.get("arguments")
         if not isinstance(arguments, dict) or not arguments:
             return call
         mark, count = self._mark(), 0
@@ -120,8 +120,8 @@ class Marker:
         arguments = marked(arguments)
         if not count:
             arguments, count = {**arguments, mark: 1}, 1
-        self.pieces.append(Piece("tool calls", f"{function.get('name')}: arguments", mark, mark, count, turn))
-        return with_function(call, {**function, "arguments": arguments})
+        self.pieces.append(Piece("tool calls", f"arguments of {name}", mark, mark, count, turn))
+        return with_function(call, {**function_of(call), "arguments": arguments})
 
     def _named(self, call: dict[str, Any], what: str, turn: int) -> dict[str, Any]:
         function = function_of(call)
@@ -277,7 +277,7 @@ def _with_tale(messages: Messages) -> Messages:
 
 
 def _lost(pieces: list[Piece], rendered: str) -> Iterator[Piece]:
-    squashed = functools.cache(lambda: _squash(rendered))
+    squashed = functools.cache(lambda: f"{_squash(rendered)} {_squash(html.unescape(rendered))}")
     is_dumped = TALE in rendered  # parts as Python or JSON writes them
     for piece in pieces:
         if (is_dumped and piece.what.startswith("text of")) or not piece.is_in(rendered, squashed):

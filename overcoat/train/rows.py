@@ -98,10 +98,10 @@ def _read_array(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
     while not (text := text.lstrip(" \t\r\n,")).startswith("]"):
         where = f"{path}, row {number}"
         try:
-            with error_context(f"{where}: ", RecursionError):
-                row, end = decoder.raw_decode(text)
-        except json.JSONDecodeError:
-            more = file.read(PIECE_BYTES + len(text))  # as much again: a large row is not parsed often
+            row, end = decoder.raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            # It may go on. As much again: a large row is not parsed often.
+            more = file.read(PIECE_BYTES + len(text)) if isinstance(error, json.JSONDecodeError) else ""
             if not more:
                 parsed(text, where)  # raises
             text += more

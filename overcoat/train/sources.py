@@ -1,17 +1,14 @@
 """Where text comes from: files, Python's own source, JSONL, parquet, or a `datasets` name, all seen as documents.
 
-`documents(config)` yields them in an order that depends on names only and is not alphabetical (sorted by the checksum
-of the name): any prefix is a fair sample, for the tokenizer or under `data.max_bytes`. `rows(config)`: the rows
-themselves, for conversations.
+`documents(config)` yields them sorted by the checksum of the file's name, so that any prefix is a fair sample;
+`rows(config)` the rows themselves, for conversations.
 
     "stdlib"          the .py files of the running Python, without tests and tables (STDLIB_SKIPPED)
     "site-packages"   the .py files of everything installed beside it
-    *.jsonl, .parquet ... (rows.py)   the field `data.text_key` of each row
+    *.jsonl ...       (rows.py) the field `data.text_key` of each row
     other text        one document each; above CORPUS_BYTES cut at line ends into pieces of PIECE_BYTES
     *.gz              what is inside, text being a corpus of any size
     data.dataset      datasets.load_dataset(..., streaming=True): nothing is downloaded ahead or copied
-
-Text is UTF-8 (Python source: what it declares).
 """
 
 from __future__ import annotations
@@ -53,9 +50,7 @@ def find_files(patterns: list[str]) -> list[Path]:
             roots = {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"], *site.getsitepackages()}
             matches = [match for root in sorted(roots) for match in _python_files(Path(root), {"__pycache__"})]
         else:
-            # A name may hold a pattern's signs: "chats[1].jsonl".
-            is_name = os.path.isfile(pattern)
-            # Of a pattern's files some may be empty.
+            is_name = os.path.isfile(pattern)  # a name may hold a pattern's signs, and a pattern match an empty file
             require(not is_name or os.path.getsize(pattern) > 0, f"{pattern} is empty: leave it out")
             named = [pattern] if is_name else glob.glob(pattern, recursive=True)
             matches = [(Path(name), Path(name).name) for name in named if os.path.isfile(name)]
@@ -114,8 +109,7 @@ def dataset_rows(dataset: Any, config: DataConfig, num_done: int = 0) -> Iterato
 
 
 def documents(config: DataConfig) -> Iterator[str]:
-    """Yield every document that is not blank, at most `data.max_bytes` of text; with `data.dedupe` each text once.
-    ValueError: there is none."""
+    """Yield documents that are not blank, up to `data.max_bytes`, with `data.dedupe` each once. ValueError: none."""
     seen, num_bytes, is_empty = set[int](), 0, True
     dataset = open_dataset(config) if config.dataset else None
     for text in _texts(config, dataset, [] if config.dataset else find_files(config.files)):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from overcoat.train.chat import Encoder
 from overcoat.train.config import DataConfig
@@ -84,7 +84,7 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def of_trl(rows: list[Any], tokenizer: Any, folder: Path, **options: Any) -> Any:
+def of_trl(rows: Any, tokenizer: Any, folder: Path, **options: Any) -> Any:
     """What TRL's SFTTrainer trains on."""
     config = transformers.LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=len(tokenizer)
@@ -93,7 +93,7 @@ def of_trl(rows: list[Any], tokenizer: Any, folder: Path, **options: Any) -> Any
     return trl.SFTTrainer(
         transformers.LlamaForCausalLM(config),
         arguments,
-        train_dataset=Dataset.from_list(json.loads(json.dumps(rows))),
+        train_dataset=Dataset.from_list(json.loads(json.dumps(rows))) if isinstance(rows, list) else rows,
         processing_class=tokenizer,
     ).train_dataset
 
@@ -139,6 +139,123 @@ def test_tokens_and_labels_are_those_of_trl(kind: str, template: str, bos: bool,
     rows_BT = packed.next_rows(packed.num_rows)
     assert count_labels(rows_BT, None, False) == int((batch["labels"][:, 1:] != IGNORED).sum())
     assert int((make_batch(rows_BT, None, False).labels != IGNORED).sum()) == count_labels(rows_BT, None, False)
+
+
+# ---- odd rows: what a user may write, and what of it TRL is given ----------------------------------------------------
+
+ODD = [
+    "ünïcødé 漢字 🙂",
+    '{"a": "b"}',
+    "  spaces  ",
+    "two\n\nlines\n",
+    "a",
+    "<b>&amp;</b>",
+    "back\\slash",
+    "'quotes\"",
+    "a",
+]
+FUNCTIONS = {
+    "weather": {"city": "Paris", "days": 3},
+    "search": {"query": 'a "b"\n', "filter": {"tags": ["x", 1.5, None]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "does it", "parameters": {
+        "type": "object", "properties": {key: {"type": "string"} for key in arguments}, "required": []}}}
+    for name, arguments in FUNCTIONS.items()
+]  # fmt: skip
+
+
+def odd_rows(generator: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A row of one of many shapes, and the same as TRL takes it: objects, text, roles and all in messages."""
+    odd = lambda: generator.choice(ODD) + said(generator, 5)  # noqa: E731
+    chance = lambda: generator.random() < 0.3  # noqa: E731
+    written: list[dict[str, Any]] = []
+    meant: list[dict[str, Any]] = []
+
+    def add(role: str, content: str, **more: Any) -> None:
+        meant.append({"role": role, "content": content, **more})
+        own = {**more, "name": None} if chance() else dict(more)
+        if calls := own.get("tool_calls"):
+            as_text = generator.choice([json.dumps, lambda each: each])
+            functions = [{**c["function"], "arguments": as_text(c["function"]["arguments"])} for c in calls]
+            own["tool_calls"] = [{**c, "function": function} for c, function in zip(calls, functions, strict=True)]
+        names = {"user": ["User", "user ", "user"], "assistant": ["assistant", "Assistant"]}.get(role, [role])
+        whole = [{"type": "text", "text": content, "image": None}] if chance() and role != "tool" else content
+        written.append({"role": generator.choice(names), "content": whole, **own})
+
+    system, has_calls = odd() if chance() else None, chance()
+    for turn in range(generator.randint(1, 3)):
+        add("user", odd())
+        if has_calls and turn == 0:
+            name = generator.choice(list(FUNCTIONS))
+            add(
+                "assistant",
+                "",
+                tool_calls=[{"type": "function", "function": {"name": name, "arguments": FUNCTIONS[name]}}],
+            )
+            add("tool", odd())
+        add("assistant", odd(), **({"reasoning_content": odd()} if chance() else {}))
+    if not (has_calls or any("reasoning_content" in m or isinstance(m["content"], list) for m in written)) and chance():
+        sides = {"user": "human", "assistant": "gpt"}
+        written = [{"from": sides[m["role"]], "value": m["content"]} for m in meant]
+    row: dict[str, Any] = {"messages": written, "id": 7}
+    if system is not None:
+        if chance():
+            written.insert(0, {"role": "system", "content": system})
+        row["system"] = system
+        meant.insert(0, {"role": "system", "content": system})
+    expected: dict[str, Any] = {"messages": meant}
+    if has_calls or chance():
+        forms = [TOOLS, json.dumps(TOOLS), list(map(json.dumps, TOOLS))]
+        row["tools"], expected["tools"] = generator.choice(forms), TOOLS
+    else:
+        row["tools"] = generator.choice([None, [], "", "null", "[]"])
+    if chance():
+        row["chat_template_kwargs"] = generator.choice([{"enable_thinking": False}, '{"enable_thinking": false}'])
+        expected["chat_template_kwargs"] = {"enable_thinking": False}
+    return row, expected
+
+
+def split(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of messages as prompt and completion."""
+    messages = row["messages"]
+    return {**{k: v for k, v in row.items() if k != "messages"}, "prompt": messages[:-1], "completion": messages[-1:]}
+
+
+@pytest.mark.parametrize(
+    ("template", "kind", "least"),
+    [
+        *((name, "messages", 24) for name in ("qwen3", "qwen3_5_think", "glm4moe", "gptoss", "nemotron_3_nano")),
+        *(
+            (name, "messages", 5)
+            for name in ("qwen2_5", "llama3", "gemma", "gemma3", "phi3_5", "deepseekv3", "cohere2")
+        ),
+        *((name, "prompt-completion", least) for name, least in {"qwen3": 24, "gptoss": 24, "deepseekv3": 5}.items()),
+    ],
+)
+def test_odd_rows_are_what_trl_is_given(template: str, kind: str, least: int, tmp_path: Path) -> None:
+    """Each in many shapes; those of which the template leaves something out are refused."""
+    generator, tokenizer = random.Random(template), tokenizer_of(template)
+    both = [odd_rows(generator) for _ in range(30)]
+    if kind != "messages":
+        both = [(split(row), split(expected)) for row, expected in both]
+    data = DataConfig(files=[str(write_jsonl(tmp_path / "a.jsonl", [row for row, _ in both]))], format=kind)  # type: ignore[arg-type]
+    encoder, mine, theirs, refused = Encoder(data, tokenizer), [], [], []
+    for (where, example), (_, expected) in zip(examples(data), both, strict=True):
+        try:
+            mine.append(encoder(example, where)[0])
+        except ValueError as error:
+            refused.append(str(error))
+        else:
+            theirs.append(expected)
+    assert len(mine) >= least
+    assert all(re.search("leaves out|cannot render", error) for error in refused)
+    options = {"assistant_only_loss": True} if kind == "messages" else {}
+    given = IterableDataset.from_generator(lambda: iter(theirs))
+    expected_rows = of_trl(given, tokenizer, tmp_path, max_steps=1, max_length=None, **options)
+    for tokens, row in zip(mine, expected_rows, strict=True):
+        assert (tokens & (TRAINED - 1)).tolist() == row["input_ids"]
+        assert (tokens & TRAINED != 0).tolist() == [label != IGNORED for label in row["labels"]]
 
 
 def test_the_first_held_out_rows_are_like_the_others() -> None:
@@ -346,6 +463,15 @@ def test_conversations_that_are_too_long_are_counted(make_config: MakeConfig, tm
 def test_a_dataset_gives_the_conversations_of_its_file(tmp_path: Path) -> None:
     data = DataConfig(dataset="json", files=[str(write_jsonl(tmp_path / "a.jsonl", chats(9)))], format="messages")
     assert [example["messages"] for _, example in examples(data)] == [chat["messages"] for chat in chats(9)]
+
+
+def test_copies_stay_unless_they_are_not_wanted(make_config: MakeConfig, tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "copies.jsonl", chats(20) * 3)
+    words = [f"data.files={file}", "data.sequence_length=1000"]
+    for more, count in (([], 60), (["data.dedupe=true"], 20)):
+        opened(chat_config(make_config, tmp_path, *words, *more, f"data.cache_dir={tmp_path}/{count}"))
+        (table,) = (tmp_path / f"{count}/tokens").glob("[!.]*/documents.npy")
+        assert len(np.load(table)) == count
 
 
 def test_a_limit_below_the_first_conversation_is_named(make_config: MakeConfig, tmp_path: Path) -> None:

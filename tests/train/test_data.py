@@ -95,6 +95,9 @@ def test_held_out_is_decided_by_content_alone() -> None:
     keys, lengths = np.array([50, 10, 40, 20, 30]), np.array([10, 10, 10, 10, 60])
     assert choose_held_out(keys, lengths, 18).tolist() == [1, 3]
     assert choose_held_out(keys, lengths, 1).tolist() == [1]  # at least one document
+    copies = np.array([1, 2, 2, 2, 3])  # fall on the same side, unless they are many beside what is wanted
+    assert choose_held_out(copies, np.full(5, 10), 20).tolist() == [0, 1, 2, 3]
+    assert choose_held_out(copies, np.full(5, 10), 12).tolist() == [0, 1]
     order = np.array([3, 1, 4, 0, 2])
     assert choose_held_out(keys[order], lengths[order], 18).tolist() == [1, 0]
 

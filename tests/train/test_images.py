@@ -30,6 +30,7 @@ from overcoat.train.configfile import load_config
 from overcoat.train.conversations import examples
 from overcoat.train.corpus import open_corpus
 from overcoat.train.data import IGNORED, TRAINED, ChatRows, Images, make_batch
+from overcoat.train.images import read_image
 from overcoat.train.loop import RunStoppedError
 from overcoat.train.run import run
 from tests.processes import on_two
@@ -326,6 +327,20 @@ def assert_alike(folder: Path, frozen: bool) -> None:
         towers.append(torch.cat([t.flatten() for name, t in named if "vision_tower" in name or "visual" in name]))
     base, one, two = towers
     assert (two - one).norm() < 0.1 * (one - base.bfloat16().float()).norm()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_upright(orientation: int, tmp_path: Path) -> None:
+    """As transformers and `datasets` turn them, and a viewer does."""
+    pixels = np.zeros((4, 8, 3), np.uint8)
+    pixels[:, :4, 0] = pixels[2:, :, 2] = 255
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for mode in ("RGB", "RGBA", "P"):
+        Image.fromarray(pixels).convert(mode).save(tmp_path / "a.png", exif=exif)
+        expected = transformers.image_utils.load_image(str(tmp_path / "a.png"))
+        assert np.array_equal(read_image(tmp_path / "a.png"), expected)
+    assert read_image(tmp_path / "a.png").size == ((8, 4) if orientation < 5 else (4, 8))
 
 
 def rewrite(tmp_path: Path, row: Any) -> None:
