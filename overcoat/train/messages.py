@@ -50,7 +50,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 def _part(part: Any, where: str) -> dict[str, Any]:
     require(isinstance(part, dict), f"{where} holds no object with a type: correct or remove the row")
-    if as_text(part.get("type"), f"{where}.type") == "text":
+    if as_text(part.get("type"), f"{where}.type") == "text" or part.get("text") is not None:
         as_text(part.get("text"), f"{where}.text")
     return {key: value for key, value in part.items() if value is not None}
 

@@ -26,7 +26,16 @@ from overcoat.train.messages import CALLS, function_of, text_of_message, with_fu
 Messages = list[dict[str, Any]]
 THINKING = re.compile(r"(</?think>)")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-UNREAD = ("role", "content", "tool_call_id", "id", "type", *REASONING, *CALLS)  # of a message, not looked for as text
+UNREAD = (
+    "role",
+    "content",
+    "tools",
+    "tool_call_id",
+    "id",
+    "type",
+    *REASONING,
+    *CALLS,
+)  # of a message, not looked for as text
 TALE = "ovcpart"  # a field of marked parts, shown only by templates that write a list as it is
 THOUGHT = "reasoning in <think>"
 EARLIER = "reasoning of earlier turns"
@@ -81,9 +90,13 @@ class Marker:
                 {**part, "text": self._content(part["text"], role, turn)} if "text" in part else part
                 for part in content
             ]
-        thought = {message[key] for key in REASONING if isinstance(message.get(key), str)}
-        marked = {text: self._put("reasoning", text, turn) for text in thought}  # one may have two names
-        made |= {key: marked[message[key]] for key in REASONING if message.get(key) in thought}
+        if tools := message.get("tools"):  # which some data have in the system's message, and few templates read there
+            is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+            each = [self._named(tool, "tools", turn) for tool in tools] if is_list else None
+            made["tools"] = each or self._put("tools", tools if isinstance(tools, str) else json.dumps(tools), turn)
+        thoughts = {key: message[key] for key in REASONING if isinstance(message.get(key), str)}
+        marked = {text: self._put("reasoning", text, turn) for text in set(thoughts.values())}  # one may have two names
+        made |= {key: marked[text] for key, text in thoughts.items()}
         for key in CALLS:
             if isinstance(calls := message.get(key), list):
                 made[key] = [self._call(call, turn) for call in calls]
@@ -125,7 +138,7 @@ class Marker:
 
     def _named(self, call: dict[str, Any], what: str, turn: int) -> dict[str, Any]:
         function = function_of(call)
-        if not isinstance(function.get("name"), str):
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return call
         return with_function(call, {**function, "name": self._put(what, function["name"], turn)})
 

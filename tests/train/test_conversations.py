@@ -90,6 +90,10 @@ def test_options_of_the_template_are_an_object(kwargs: Any, tmp_path: Path) -> N
             {"messages": [USER, ANSWER], "chat_template_kwargs": "style"},
             "'chat_template_kwargs' holds text, not an obj",
         ),
+        (
+            {"messages": [{**USER, "content": [{"type": "input_text", "text": 3}]}, ANSWER]},
+            ".content[0].text holds a num",
+        ),
         ({"messages": [USER, ANSWER], "tools": "weather"}, "'tools' holds text, not a list"),
         ({"messages": [USER, ANSWER], "tools": ["{"]}, "'tools'[0]: no JSON"),
     ],

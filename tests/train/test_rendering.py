@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,10 @@ def test_ordinary_rows_are_shown_by_every_template(template: str, tmp_path: Path
             "qwen3",
             {"messages": [ASK, {**ANSWER, "function_call": CALL["function"]}]},
             "tool calls, such as 'search'",
+        ),
+        *(
+            ("qwen3", {"messages": [{"role": "system", "content": "s", "tools": tools}, ASK, ANSWER]}, "tools, such as")
+            for tools in (TOOLS, json.dumps(TOOLS), [json.dumps(tool) for tool in TOOLS])
         ),
         # One call of two, and the text beside them.
         ("gptoss", {"messages": [ASK, {**ANSWER, "tool_calls": [CALL, CALL]}, *CALLS[2:]]}, "'assistant' turns"),
