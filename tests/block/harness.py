@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from typing import Callable, Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from overcoat import Recipe
+from overcoat.block import reference
 from overcoat.block.attention import Attention, Heads
 from overcoat.block.mlp import Mlp
 from overcoat.block.run import run_block
 from overcoat.block.spec import Block, Branch, Linear, Norm, Tables
-from tests import exact
 from tests.exact import E4M3_DB, FLOAT8_DB, KEPT_DB, assert_close, combined_db
 from tests.kernels.samples import normal
 
@@ -202,36 +201,7 @@ def block_case(
         return run_block(inputs["x"], block_of(inputs), tables, recipe)
 
     def truth(inputs: Inputs) -> Tensor:
-        def linear(name: str, y: Tensor) -> Tensor:
-            return F.linear(y, inputs[name], inputs[f"{name}_bias"])
-
-        def norm(name: str, x: Tensor) -> Tensor:
-            return exact.norm(x, inputs[name], inputs[f"{name}_bias"], EPS, not gated) if name in inputs else x
-
-        def attention(y: Tensor) -> Tensor:
-            q, k, v = (linear(name, y) for name in ("q", "k", "v"))
-            weights = inputs["q_weight"], inputs["k_weight"]
-            if qk_norm == "full":
-                q, k = (exact.norm(x, weight, None, EPS, False) for x, weight in zip((q, k), weights, strict=True))
-                weights = None, None
-            rotated = exact.rope(torch.cat((q, k, v), 1), inputs["cos"], inputs["sin"], *weights, EPS, num_q, num_kv)
-            return linear("o", exact.attention(rotated, inputs["mask"], batch, num_q, num_kv, heads.scale))
-
-        def mlp(y: Tensor) -> Tensor:
-            if gated:
-                return linear("down", exact.swiglu(torch.cat((linear("gate", y), linear("up", y)), 1)))
-            form = "tanh" if activation == "gelu_tanh" else "none"
-            return linear("down", F.gelu(linear("up", y), approximate=form))
-
-        def branch(name: str, x: Tensor) -> Tensor:
-            mixer = {"attention": attention, "mlp": mlp}[name]
-            return norm(f"post_{name}", mixer(norm(f"pre_{name}", x)))
-
-        x = inputs["x"]
-        if wiring == "parallel":
-            return x + branch("attention", x) + branch("mlp", x)
-        x = x + branch("attention", x)
-        return x + branch("mlp", x)
+        return reference.block(inputs["x"], block_of(inputs), Tables(inputs["cos"], inputs["sin"], inputs["mask"]))
 
     def limits(recipe: Recipe) -> dict[str, float]:
         # A gradient passes at most four dgrads and wgrads (down, gate/up, o, qkv) of values that four forward products
