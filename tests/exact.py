@@ -1,7 +1,7 @@
 """The layers of a decoder block in plain differentiable PyTorch, and how close FP8 must come to them.
 
-Written with torch's own functions, not with the project's, so that a mistake in a reference is not repeated here. Run
-in FP64 they are the truth that every op and its backward is measured against.
+The layers are block/reference.py's, which calls no kernel's reference and is held against transformers' own layers
+(models/test_verify.py). In FP64 they are the truth that every op and its backward is measured against.
 
 Limits in dB come from the formats. An operand rounded to a format carries relative noise of a known power; noises of
 independent operands add, and a product or a sum over many terms passes relative noise on unchanged:
@@ -18,14 +18,15 @@ percent shows there, however small its share of the noise.
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Callable, Optional
+from typing import Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from overcoat.block import reference
+from overcoat.block.attention import Heads, Rotary
+from overcoat.block.spec import Norm
 from tests.emulation import sqnr
 
 E4M3_DB = 31.5
@@ -33,7 +34,6 @@ E5M2_DB = 25.5
 BF16_DB = 53.0  # 8 bits: 6 dB a bit above E4M3's 4, less 2.5 for the values' distribution
 FLOAT8_DB = {"e4m3": E4M3_DB, "e5m2": E5M2_DB}
 KEPT_DB = {"sqrt8": 43.4, "int8": 43.8, "e4m3": 31.8}
-HIDDEN = -1e30
 
 
 # ---- the layers --------------------------------------------------------------------------------------------------
@@ -41,9 +41,7 @@ HIDDEN = -1e30
 
 def norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, centered: bool) -> Tensor:
     """RMSNorm or LayerNorm over the last axis."""
-    if centered:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return reference.norm(x, Norm(weight, bias, eps, centered))
 
 
 def rope(
@@ -56,56 +54,17 @@ def rope(
     num_q: int,
     num_kv: int,
 ) -> Tensor:
-    """Per-head RMSNorm of q and k where weights are given, then x * cos + rotate_half(x) * sin (as transformers)."""
-    tokens, width = qkv.shape[0], qkv.shape[1] // (num_q + 2 * num_kv)
-    heads = qkv.reshape(tokens, -1, width)
-    positions = torch.arange(tokens, device=qkv.device) % cos.shape[0]
-    c, s = cos[positions][:, None, :], sin[positions][:, None, :]
-    out = []
-    for head in range(heads.shape[1]):
-        x = heads[:, head : head + 1]
-        if head < num_q + num_kv:
-            weight = q_weight if head < num_q else k_weight
-            x = x if weight is None else F.rms_norm(x, (width,), weight, eps)
-            half = width // 2
-            x = x * c + torch.cat((-x[..., half:], x[..., :half]), -1) * s
-        out.append(x)
-    return torch.cat(out, 1).reshape(tokens, -1)
+    """Per-head RMSNorm of q and k where weights are given, and their rotation, of the fused buffer."""
+    heads = Heads(1, num_q, num_kv, qkv.shape[1] // (num_q + 2 * num_kv), 1.0, eps)
+    parts = reference.split(qkv, Rotary(cos, sin, None, q_weight, k_weight), heads)
+    return torch.cat(parts, 1)[0].transpose(0, 1).flatten(1)
 
 
 def attention(qkv: Tensor, mask: Optional[Tensor], batch: int, num_q: int, num_kv: int, scale: float) -> Tensor:
-    """Softmax attention on the fused buffer; a query that sees no key gets zeros.
-
-    An additive mask hides a key with -inf or with a number so negative (HIDDEN) that it can only mean the same.
-    """
-    tokens = qkv.shape[0]
-    heads = qkv.reshape(batch, tokens // batch, num_q + 2 * num_kv, -1).transpose(1, 2)
-    q, k, v = heads[:, :num_q], heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :]
-    k, v = (x.repeat_interleave(num_q // num_kv, 1) for x in (k, v))
-    scores = scale * (q @ k.transpose(-1, -2))
-    if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=qkv.device).tril()
-    visible = mask if mask.dtype == torch.bool else mask > HIDDEN
-    if mask.dtype != torch.bool:
-        scores = scores + mask.to(scores.dtype).masked_fill(~visible, 0)
-    sees_nothing = ~visible.any(-1, keepdim=True)
-    p = torch.softmax(scores.masked_fill(~visible & ~sees_nothing, -torch.inf), -1) * ~sees_nothing
-    return (p @ v).transpose(1, 2).reshape(tokens, -1)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu2": lambda x: F.relu(x).square(),
-}
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    """Softmax attention on the fused buffer, rotated; a query that sees no key gets zeros."""
+    width = qkv.shape[1] // (num_q + 2 * num_kv)
+    no_angle = Rotary(qkv.new_ones(1, width), qkv.new_zeros(1, width), mask)
+    return reference.attention(qkv, no_angle, Heads(batch, num_q, num_kv, width, scale))
 
 
 # ---- how close ---------------------------------------------------------------------------------------------------

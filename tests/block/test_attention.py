@@ -10,6 +10,7 @@ from torch import Tensor
 
 import overcoat.block.attention as attention_ops
 from overcoat import Recipe
+from overcoat.block import reference
 from overcoat.block.attention import (
     AttentionSaved,
     Heads,
@@ -22,7 +23,6 @@ from overcoat.block.attention import (
 from overcoat.block.spec import Linear
 from overcoat.kernels.quantize import amax, quantize
 from overcoat.models.masks import check_mask
-from tests import exact
 from tests.block.harness import EPS, FP32_DB, Case, Inputs, check, double, evaluate, run, tables_of
 from tests.emulation import sqnr
 from tests.exact import BF16_DB, KEPT_DB, combined_db
@@ -107,13 +107,9 @@ def attention_case(
         return _Attention.apply(qkv, *rotary, heads, recipe)
 
     def truth(inputs: Inputs) -> Tensor:
-        q, k, weights = inputs["q"], inputs["k"], (inputs["q_weight"], inputs["k_weight"])
-        if full_norm:
-            q, k = (exact.norm(x, weight, None, EPS, False) for x, weight in zip((q, k), weights, strict=True))
-            weights = None, None
-        qkv = torch.cat((q, k, inputs["v"]), 1)
-        rotated = exact.rope(qkv, inputs["cos"], inputs["sin"], *weights, EPS, num_q, num_kv)
-        return exact.attention(rotated, inputs["mask"], batch, num_q, num_kv, heads.scale)
+        qkv = torch.cat((inputs["q"], inputs["k"], inputs["v"]), 1)
+        rotary = Rotary(*[inputs[name] for name in ("cos", "sin", "mask", "q_weight", "k_weight")])
+        return reference.attention(qkv, rotary, heads)
 
     def limits(recipe: Recipe) -> dict[str, float]:
         # q, k, v, o and the probabilities made of q and k each bring a kept tensor's noise; in dS = P (dP - D) the

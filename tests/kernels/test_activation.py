@@ -1,4 +1,4 @@
-"""Activation ops against PyTorch's own functions in FP64: `pytest tests/kernels/test_activation.py`.
+"""Activation ops against block/reference.py in FP64: `pytest tests/kernels/test_activation.py`.
 
 The backward's arithmetic is compared with the truth at the decoded z, where nothing but FP32 rounding is left; the
 code's own noise has its place in a second test. Products of Gaussians have heavy tails: 1 dB extra.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from overcoat.block import reference
 from overcoat.formats import FLOAT8, decode_groups, encode_groups
 from overcoat.kernels import activation as ops
 from overcoat.kernels.activation import ACTIVATIONS, activation_backward, activation_gradient_bound
-from tests import exact as exact_values
 from tests.exact import E4M3_DB, E5M2_DB, KEPT_DB, assert_close, assert_close_float32, leaf
 from tests.kernels.samples import normal
 from tests.kernels.test_blockwise import decoded
@@ -30,7 +30,7 @@ def exact(z, activation, gated, dh=None):
     """h and, if dh is given, dz, FP64."""
     z = leaf(z)
     gate, *up = z.chunk(1 + gated, -1)
-    h = exact_values.ACTIVATIONS[activation](gate)
+    h = reference.ACTIVATIONS[activation](gate)
     h = h * up[0] if gated else h
     if dh is None:
         return h.detach()
