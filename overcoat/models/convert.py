@@ -34,6 +34,7 @@ from overcoat.models.lora import active_adapters
 from overcoat.models.masks import cache_of
 from overcoat.models.refusals import why_unsupported
 from overcoat.models.report import LayerReport, Report, parts_of
+from overcoat.models.verify import DIFFERS, verify
 from overcoat.recipe import Recipe
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -106,8 +107,8 @@ def convert(
         reason = f"{causals[1][0]} is a second model, with a loss of its own: convert each by itself"
     if recipe.z_loss and reason is not None:
         raise ValueError(f"Recipe.z_loss = {recipe.z_loss} needs the converted loss, and {reason}; use z_loss=0")
-    for name, layer in layers.items():
-        report.layers.append(_convert_layer(layer, name, recipe, filter_fn, eval_fp8))
+    for name in layers:
+        report.layers.append(_convert_layer(model, name, report, filter_fn, eval_fp8))
     check_converted(report, strict)
     for name in report.converted:
         report.watch(name, layers[name], model)
@@ -128,6 +129,9 @@ def convert(
 def check_converted(report: Report, strict: bool = True) -> None:
     """Raise (strict) or warn if the recipe is FP8 and no decoder layer trains in it."""
     reasons = dict.fromkeys(reason for reason in report.left_alone.values() if reason != FILTERED)
+    wrong = [reason for reason in reasons if DIFFERS in reason]
+    if report.converted and wrong:
+        warnings.warn(f"{len(report.left_alone)} layers train in their original precision: {wrong[0]}", stacklevel=3)
     if not report.recipe.fp8 or report.converted or not reasons:
         return
     message = f"no decoder layer trains in FP8: {'; '.join(reasons)}"
@@ -173,8 +177,9 @@ def _head_of(path: str, causal: nn.Module, recipe: Recipe, filter_fn: Optional[F
 
 
 def _convert_layer(
-    layer: nn.Module, name: str, recipe: Recipe, filter_fn: Optional[FilterFn], eval_fp8: bool
+    model: nn.Module, name: str, report: Report, filter_fn: Optional[FilterFn], eval_fp8: bool
 ) -> LayerReport:
+    layer, recipe = model.get_submodule(name), report.recipe
     original = original_class(layer)
     kind = original.__name__
 
@@ -200,11 +205,15 @@ def _convert_layer(
     reason = why_unsupported(layer, family)
     if reason is not None:
         return left_alone(reason)
+    if not isinstance(layer, Fp8DecoderLayer) and type(layer) is not original:
+        return left_alone(f"the layer is wrapped already, as {type(layer).__name__}: convert it before")
+    verified = verify(model, name, family)
+    if verified.difference is not None:
+        return left_alone(f"{kind}: {verified.difference}")
     if not isinstance(layer, Fp8DecoderLayer):
-        if type(layer) is not original:
-            return left_alone(f"the layer is wrapped already, as {type(layer).__name__}: convert it before")
         layer.__class__ = mixed(Fp8DecoderLayer, original)
     layer.overcoat_recipe, layer.overcoat_eval = recipe, eval_fp8  # type: ignore[assignment]
+    report.verified[name] = verified
     detail = _describe(layer, family, recipe)
     return LayerReport(name, kind, True, f"{detail}, in eval() too" if eval_fp8 else detail)
 

@@ -173,7 +173,7 @@ def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block
 
 def _branch(modules: Modules, family: Family) -> Branch:
     mixer, _, in_proj, out_proj, qk_norm, pre, post, layer_scale, norm_after_residual, _, orders, scale, sinks = modules
-    weights = tuple([None if norm is None else _norm(norm, family).weight for norm in qk_norm])
+    weights = tuple([None if norm is None else norm_of(norm, family).weight for norm in qk_norm])
     if sinks is not None:
         weights = (*weights, sinks)
     result = _linear((out_proj,), (), scale)
@@ -187,7 +187,13 @@ def _branch(modules: Modules, family: Family) -> Branch:
             adapters=tuple([each._replace(b=factor[:, None] * each.b) for each in result.adapters]),
         )
     return Branch(
-        mixer, _linear(in_proj, orders), result, weights, _norm(pre, family), _norm(post, family), norm_after_residual
+        mixer,
+        _linear(in_proj, orders),
+        result,
+        weights,
+        norm_of(pre, family),
+        norm_of(post, family),
+        norm_after_residual,
     )
 
 
@@ -209,7 +215,7 @@ def _linear(layers: tuple[Any, ...], orders: tuple[Optional[RowPermutation], ...
     )
 
 
-def _norm(norm: Any, family: Family) -> Any:
+def norm_of(norm: Any, family: Family) -> Any:
     if norm is None or isinstance(norm, nn.Identity):
         return None
     if isinstance(norm, nn.LayerNorm):
@@ -310,9 +316,9 @@ class Fp8DecoderLayer(Mixin):
             mask = check_mask(mask, hidden_states.shape[-2])
         else:
             mask = None if images else lengths.int()
-        called = _as_called(branches, causal=kwargs.get("is_causal"), context=context, window=window)
+        called = as_called(branches, causal=kwargs.get("is_causal"), context=context, window=window)
         block = block_of(called, family, self)
-        tables = Tables(*_rotation(embeddings if family.rotary else None, hidden_states, block), mask)
+        tables = Tables(*rotation_of(embeddings if family.rotary else None, hidden_states, block), mask)
         if family.q_scale is not None:
             first = block.branches[0]
             qk_norm = (*first.qk_norm, None, family.q_scale(self, kwargs["position_ids"]).view(-1, 1))
@@ -323,7 +329,7 @@ class Fp8DecoderLayer(Mixin):
         result = run_block(hidden_states, block, tables, self.overcoat_recipe, self.overcoat_offload)
         for modules in branches:
             if modules.mixer is None:
-                y = modules.owner(norm_forward(result, _norm(modules.pre, family), self.overcoat_recipe))
+                y = modules.owner(norm_forward(result, norm_of(modules.pre, family), self.overcoat_recipe))
                 result = result + (y[0] if isinstance(y, tuple) else y)  # gpt-oss returns the router's scores as well
         for observer in observers if watched else ():
             observer.enter(None)
@@ -344,7 +350,7 @@ class Fp8DecoderLayer(Mixin):
             branches, reason = self._checked()
         if branches is not None and (reason := why_given(branches[0].owner, given)) is None:
             self._note("FP8")
-            return _as_called(branches, batch=batch)
+            return as_called(branches, batch=batch)
         self._note(f"original precision: {reason}")
         # Without a word only where a model in `train()` mode generates text (GRPO); in `eval()` FP8 was asked for.
         if cache is None or torch.is_grad_enabled() or not self.training:
@@ -391,7 +397,7 @@ def _collects_attentions() -> bool:
     return "attentions" in (output_capturing._active_collector.get() or ())
 
 
-def _as_called(branches: tuple[Modules, ...], **given: Any) -> tuple[Modules, ...]:
+def as_called(branches: tuple[Modules, ...], **given: Any) -> tuple[Modules, ...]:
     """Branches with those fields of `Heads` that are given: causal as the model asks for in the call (CLIP's text
     tower), context, window."""
     given = {name: value for name, value in given.items() if value is not None}
@@ -405,7 +411,7 @@ def _as_called(branches: tuple[Modules, ...], **given: Any) -> tuple[Modules, ..
     )
 
 
-def _rotation(embeddings: Any, x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def rotation_of(embeddings: Any, x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """cos and sin (P, D); of no angle where the layer gets none, which the kernels multiply with exactly."""
     if embeddings is not None:
         cos, sin = embeddings

@@ -11,6 +11,7 @@ from torch import nn
 
 from overcoat.models.family import causal_models, model_spec_of, original_class
 from overcoat.models.refusals import why_replaced
+from overcoat.models.verify import Verified
 from overcoat.recipe import Recipe
 
 GONE = "gone: whatever has its place since is not converted; convert the model again"
@@ -32,12 +33,14 @@ class Report:
     head: what became of lm_head and the loss; None if the model has none (a bare `LlamaModel`, say).
     parts: of a vision-language model, how its tower, connector and text train, a line each; and other models beside
         the head's.
+    verified: by name of a converted layer how closely its own forward agrees with its block (models/verify.py).
     """
 
     recipe: Recipe
     layers: list[LayerReport] = field(default_factory=list)
     head: Optional[LayerReport] = None
     parts: list[str] = field(default_factory=list)
+    verified: dict[str, Verified] = field(default_factory=dict)
     _modules: dict[str, tuple[weakref.ref[Any], weakref.ref[Any]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -82,7 +85,16 @@ class Report:
             for row in [head, *rows]
         ]
         total = f"{len(self.converted)} of {len(self.layers)} decoder layers train in FP8"
-        return "\n".join([*lines, *self.parts, total])
+        return "\n".join([*lines, *self.parts, *_verified(self.verified), total])
+
+
+def _verified(found: dict[str, Verified]) -> list[str]:
+    """Return a line for the worst of the layers that were verified, and one for each reason why others were not."""
+    decibels = [each.decibels for each in found.values() if each.decibels is not None]
+    twin = " on a small twin" if any(each.twin for each in found.values()) else ""
+    lines = [f"{len(decibels)} layers verified to {min(decibels):.0f} dB{twin}"] if decibels else []
+    reasons = [each.reason for each in found.values() if each.decibels is None]
+    return [*lines, *(f"{reasons.count(reason)} layers not verified: {reason}" for reason in dict.fromkeys(reasons))]
 
 
 def _ran(module: Any) -> str:
