@@ -448,7 +448,7 @@ def _hidden(clone: Any, family: Family) -> int:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keep autocast, a default device and TF32 out of the comparison, and leave random states as they were."""
+    """Keep autocast, function modes and TF32 out of the comparison, and leave random states as they were."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -458,7 +458,7 @@ def _undisturbed() -> Iterator[None]:
             torch.autocast("cuda", enabled=False),
             torch.autocast("cpu", enabled=False),
             torch.inference_mode(False),
-            torch.device("cpu"),
+            torch._C.DisableTorchFunction(),  # modes: a default device, or what is on for the moment (refusals.py)
         ):
             yield
     finally:
@@ -470,8 +470,6 @@ def _kind(layer: nn.Module, family: Family) -> Any:
     called by name, plain attributes, the configuration. None if it has hooks or forwards of its own."""
     found: list[Any] = [value for name, value in family._asdict().items() if name != "samples"]
     found += (original_class(layer).forward, *(getattr(torch.nn.functional, name) for name in CALLED))
-    modes = range(torch._C._len_torch_function_stack())
-    found.append(tuple(type(torch._C._get_function_stack_at(place)) for place in modes))
     configs: dict[int, Any] = {}
     for module in layer.modules():
         cls, own = original_class(module), vars(module)
