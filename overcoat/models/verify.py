@@ -32,9 +32,8 @@ from overcoat.block import reference
 from overcoat.block.spec import Block, Tables
 from overcoat.models.decoder import as_called, block_of, norm_of, rotation_of
 from overcoat.models.family import Family, original_class
-from overcoat.models.masks import check_mask
-from overcoat.models.patches import CALLED, called_by_name
-from overcoat.models.refusals import HARMLESS_HOOKS, HOOKS, has_hooks, window_of
+from overcoat.models.fingerprint import CALLED, HARMLESS_HOOKS, HOOKS, called_by_name, has_hooks
+from overcoat.models.masks import check_mask, window_of
 
 LIMIT_DB = 100.0
 ROWS, LENGTH, WINDOW = 3, 26, 9  # tokens of a row: more than any window of the clone
