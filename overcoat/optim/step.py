@@ -116,10 +116,10 @@ class StepGroup:
         except (TypeError, IndexError):  # a state has something in it that is no tensor, or has gone
             return False
 
-    def _addresses(self) -> list[int]:
+    def _addresses(self) -> list[Any]:
         params = list(map(local, self.params)) if self.sharded else self.params
-        # A parameter may be cut or transposed where it lies.
-        where = (map(of, params) for of in (Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous))
+        # A parameter may be cut, transposed or seen in another shape where it lies.
+        where = (map(of, params) for of in (Tensor.data_ptr, Tensor.size, Tensor.is_contiguous))
         return [*chain.from_iterable(where), *map(Tensor.data_ptr, self.state_tensors())]
 
     def state_tensors(self) -> list[Tensor]:
