@@ -34,6 +34,8 @@ RANDOM_BITS = {"bf16+8": 8, "bf16+16": 0, "bf16": 16, "fp32": 0}
 
 # 2^32 / golden ratio, 0x9E3779B9, as int32: consecutive multiples are spread evenly.
 GOLDEN = -1640531527
+# The same of sqrt(2) - 1, 0x6A09E667.
+SILVER = 1779033703
 _NAN = 0x7FC00000
 
 
@@ -112,6 +114,12 @@ def group_bits(key: int | Tensor, step: Tensor, group: Tensor) -> Tensor:
     """32 random bits for each group, int32, by its number in the unsharded parameter, int32, any shape. key:
     `parameter_key`; step: that is being taken, 0-d; both may be of group's shape."""
     return mix(mix(key + step.to(torch.int32) * GOLDEN) ^ group)
+
+
+def phase_bits(key: int | Tensor, step: Tensor, group: Tensor) -> Tensor:
+    """32 bits for each group, int32, that step by the golden ratio: the upper ones of consecutive steps are spread
+    evenly, so that errors of a slow average cancel out within a few steps. Arguments: as of `group_bits`."""
+    return key + step.to(torch.int32) * GOLDEN + group * SILVER
 
 
 def random_bits(group: Tensor, group_size: int, bits: int) -> Tensor:

@@ -12,12 +12,19 @@ A constant gradient's m in BF16 stops up to 2^-8 / (1 - beta1) = 4% short of it,
     de8         c = nearest value of the 8-bit tree     y' = table[c]                     (COAT, Table 8)
     ...x        the same on sign(y) |y|^k               y' = sign |.|^(1/k)               `expansion`
     sqrt8       c = floor(sign(x) sqrt(|x|) 127/sqrt(M) + r)   x' = M c |c| / 127^2
+    ratio8      m only: sqrt8 of u = m / sqrt(v)               m' = u' sqrt(v)
     log8        v only: 255 levels, equal steps of "bit distance" to M, and one code for exact zero: `log8`
     bf16 fp32   the plain tensor, no groups
 
-The pair ("sqrt8", "log8") is named "8bit" and is the default: on the states of a trained model its error of m
-/ sqrt(v) is 2.5 to 3.5 times below the paper's pair, "fp8" = ("e4m3x", "e4m3x"), at the same bytes
-(docs/research/optimizer-states.md).
+The pair ("ratio8", "log8") is named "8bit" and is the default: on the states of a trained model its error of m
+/ sqrt(v) is 3.5 to 5.4 times below the paper's pair, "fp8" = ("e4m3x", "e4m3x"), at the same bytes
+(docs/research/optimizer-states.md). It was ("sqrt8", "log8") before.
+
+**ratio8.** M is the maximum of |u|, and v the one that log8 has stored, in both directions. However much larger than
+its own gradients those of a weight's neighbours are, its |u| is at most (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 /
+beta2)), 7.3 with the usual betas, and 1 if they are steady: an outlier leaves room for all. sqrt8 has none below M /
+16129 for weights whose gradients are smaller by that: their m is zero after every step. r is as in sqrt8, its limit
+`dithered_code`; nothing is cut to zero, for the first code is a step of lr M / 16129.
 
 **sqrt8.** r is 1/2, to round to nearest, but for m's small codes. A mean that decays by beta1 = 0.9 decays by 0.95 in
 the root, which a code up to 9 rounds back to itself: the m of a weight whose gradient stops, or seldom comes, would
@@ -53,7 +60,7 @@ from overcoat.formats.expansion import (
     smallest_positive,
 )
 from overcoat.formats.float8 import FLOAT8, cast_float8, decode_float8
-from overcoat.kernels.hardware import fma, reciprocal, sqrt
+from overcoat.kernels.hardware import fma, reciprocal, rsqrt, sqrt
 
 # The largest BF16 as FP32 bits.
 BFLOAT16_MAX = 0x7F7F0000
@@ -65,6 +72,7 @@ PACKED_MAX = 0x7F7FFF00
 FIXED = 49152.0
 SQRT8_SMALLEST = (1 / 127) ** 2  # of M: what is below is zero
 SQRT8_DITHERED = (16 / 127) ** 2  # of M: what is below is rounded stochastically
+LARGEST_INVERSE = 2.0**63  # of sqrt(v): that of the smallest normal v
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class MomentCode:
 
     Attributes:
         name: as the user writes it, for example "e4m3x".
-        base: the code without expansion: "e4m3", "e5m2", "de8", "sqrt8", "log8", "bf16" or "fp32".
+        base: the code without expansion: "e4m3", "e5m2", "de8", "sqrt8", "ratio8", "log8", "bf16" or "fp32".
         expanded: apply dynamic range expansion before the base code.
         dtype: of the stored codes.
     """
@@ -96,6 +104,7 @@ MOMENT_CODES = {
         MomentCode("e5m2", "e5m2", False, torch.float8_e5m2),
         MomentCode("de8", "de8", False, torch.uint8),
         MomentCode("sqrt8", "sqrt8", False, torch.int8),
+        MomentCode("ratio8", "ratio8", False, torch.int8),
         MomentCode("log8", "log8", False, torch.uint8),
         MomentCode("bf16", "bf16", False, torch.bfloat16),
         MomentCode("fp32", "fp32", False, torch.float32),
@@ -106,7 +115,9 @@ MOMENT_CODES = {
 }
 
 # Names of pairs (code of m, code of v).
-MOMENTS = {"8bit": ("sqrt8", "log8"), "fp8": ("e4m3x", "e4m3x"), "bf16": ("bf16", "bf16"), "fp32": ("fp32", "fp32")}
+MOMENTS = {"8bit": ("ratio8", "log8"), "fp8": ("e4m3x", "e4m3x"), "bf16": ("bf16", "bf16"), "fp32": ("fp32", "fp32")}
+# What "8bit" named until ratio8 was there: states that were saved so are gone on with.
+EARLIER_8BIT = ("sqrt8", "log8")
 
 
 def resolve_moments(moments: str | tuple[str, str]) -> tuple[str, str]:
@@ -122,7 +133,11 @@ def resolve_moments(moments: str | tuple[str, str]) -> tuple[str, str]:
     if len(pair) != 2 or any(code not in MOMENT_CODES for code in pair):
         raise ValueError(f"moments {moments!r} must be a pair of codes (m, v) from {', '.join(MOMENT_CODES)}")
     if pair[0] == "log8":
-        raise ValueError('moments: "log8" has no sign, so it can store v but not m; use "sqrt8" for m')
+        raise ValueError('moments: "log8" has no sign, so it can store v but not m; use "ratio8" for m')
+    if "ratio8" in pair and pair != ("ratio8", "log8"):
+        raise ValueError(
+            f'moments {pair!r}: "ratio8" stores m in units of sqrt(v) as "log8" has it; use ("ratio8", "log8")'
+        )
     return pair[0], pair[1]
 
 
@@ -140,21 +155,34 @@ class Encoded(NamedTuple):
 # ---- the first moment ----------------------------------------------------------------------------------
 
 
-def encode_first(groups: Tensor, code: MomentCode, random: Optional[Tensor] = None) -> Encoded:
+def encode_first(
+    groups: Tensor,
+    code: MomentCode,
+    random: Optional[Tensor] = None,
+    second: Optional[Encoded] = None,
+    beta: float = 0.9,
+) -> Encoded:
     """Encode m: codes (R, n, G), amax (R, n) BF16, shape (R, n) uint8 or None.
 
-    random: `masters.group_bits`, int32 (R, n), to round the maximum and small codes of sqrt8 stochastically; None
-        rounds them to nearest.
+    random: `masters.group_bits`, int32 (R, n), to round the maximum and small codes of sqrt8 and ratio8 stochastically;
+        None rounds them to nearest.
+    second: v as it has been encoded, for ratio8; beta: beta1, for ratio8.
     """
     if not code.grouped:
         return Encoded(groups.to(code.dtype))
+    if code.base == "ratio8":
+        # Where v is denormal, 1 / sqrt(v) may be inf.
+        groups = groups * rsqrt(_level_values(second)).clamp(max=LARGEST_INVERSE)
     # The maximum of each group, finite, exact and as it is stored.
     bits = _maximum(groups.abs()).view(torch.int32).clamp(max=BFLOAT16_MAX)
     rounded = bits + (0x8000 if random is None else random.unsqueeze(-1) & 0xFFFF)
     exact, stored = bits.view(torch.float32), (rounded & ~0xFFFF).view(torch.float32)
     amax = stored.bfloat16()
     if code.base == "sqrt8":
-        return Encoded(_encode_first_sqrt8(groups, stored, random), amax.squeeze(-1))
+        groups = torch.where(groups.abs() < stored * SQRT8_SMALLEST, 0.0, groups)
+        return Encoded(_encode_first_sqrt8(groups, stored, random, SQRT8_DITHERED), amax.squeeze(-1))
+    if code.base == "ratio8":
+        return Encoded(_encode_first_sqrt8(groups, stored, random, dithered_below(beta)), amax.squeeze(-1))
     shape = None
     if code.expanded:
         shape = exponent_of_range(exact, smallest_positive(groups), range_log2(code.base, signed=True))
@@ -170,24 +198,52 @@ def _maximum(groups: Tensor) -> Tensor:
     return torch.where(groups.isnan(), 0.0, groups).amax(-1, keepdim=True)
 
 
-def decode_first(moment: Encoded, code: MomentCode) -> Tensor:
-    """Decode m to FP32 groups (R, n, G)."""
-    return _decode(moment, code, signed=True)
+def decode_first(moment: Encoded, code: MomentCode, second: Optional[Encoded] = None) -> Tensor:
+    """Decode m to FP32 groups (R, n, G). second: v as it is stored, for ratio8."""
+    return _decode(moment, code, True, second)
+
+
+def _level_values(second: Optional[Encoded]) -> Tensor:
+    """v as log8 stores it, FP32 (R, n, G)."""
+    assert second is not None
+    assert second.amax is not None, "ratio8 needs v in log8"
+    packed = second.amax.unsqueeze(-1)
+    return log8.level_value(second.codes, packed & ~0xFF, packed & 0xFF)
+
+
+def dithered_code(beta: float) -> float:
+    """ratio8's codes below this are rounded stochastically: 31 for beta = 0.9, 63 for 0.95, 125 for 0.99.
+
+    c decays to sqrt(beta) c, and to nearest all below 0.5 / (1 - sqrt(beta)) would stay. It is three times that: u of a
+    gradient that alternates is 0.05, code 29 beside a steady one, and to nearest would circle about something else than
+    zero. The largest code is never rounded up.
+    """
+    return min(125.0, 1.6 / (1.0 - math.sqrt(beta)))
+
+
+def dithered_below(beta: float) -> float:
+    """The same as a share of M."""
+    return (dithered_code(beta) / 127) ** 2
 
 
 # ---- the second moment ---------------------------------------------------------------------------------
 
 
-def encode_second(groups: Tensor, code: MomentCode, random: Optional[Tensor] = None) -> Encoded:
-    """Encode v >= 0: codes (R, n, G), amax (R, n) int32 = top 24 bits of FP32 M | shape byte. v > 0 is never 0. random:
-    as for `encode_first`; other bits of the same numbers are used."""
+def encode_second(
+    groups: Tensor, code: MomentCode, random: Optional[Tensor] = None, phase: Optional[Tensor] = None
+) -> Encoded:
+    """Encode v >= 0: codes (R, n, G), amax (R, n) int32 = top 24 bits of FP32 M | shape byte. v > 0 is never 0.
+
+    random: as for `encode_first`; other bits of the same numbers are used.
+    phase: `masters.phase_bits`, int32 (R, n), to round log8's codes stochastically; None rounds them to nearest.
+    """
     if not code.grouped:
         return Encoded(_never_zero(groups.to(code.dtype), groups))
     bits = packed_maximum(_maximum(groups), None if random is None else random.unsqueeze(-1) >> 16)
     smallest = smallest_positive(groups)
     if code.base == "log8":
         bits = torch.where(bits < log8.FLOOR, 0, bits)
-        codes, shape = log8.encode(groups, bits, smallest)
+        codes, shape = log8.encode(groups, bits, smallest, None if phase is None else phase.unsqueeze(-1))
         return Encoded(codes, (bits | shape).squeeze(-1))
     stored = bits.view(torch.float32)
     if code.base == "sqrt8":
@@ -210,7 +266,7 @@ def decode_second(moment: Encoded, code: MomentCode) -> Tensor:
     if code.base == "log8" and moment.amax is not None:
         packed = moment.amax.unsqueeze(-1)
         return log8.decode(moment.codes, packed & ~0xFF, packed & 0xFF)
-    return _decode(moment, code, signed=False)
+    return _decode(moment, code, False, None)
 
 
 def packed_maximum(amax: Tensor, random: Optional[Tensor] = None) -> Tensor:
@@ -231,17 +287,16 @@ def _encode_sqrt8(x: Tensor, amax: Tensor, addend: Tensor) -> Tensor:
     return fixed.view(torch.int8)[..., 1::4].contiguous()
 
 
-def _encode_first_sqrt8(x: Tensor, amax: Tensor, random: Optional[Tensor]) -> Tensor:
-    """random: as for `encode_first`; r is its highest byte."""
-    size = x.abs()
+def _encode_first_sqrt8(x: Tensor, amax: Tensor, random: Optional[Tensor], dithered_below: float) -> Tensor:
+    """random: as for `encode_first`; r is its highest byte where |x| < M dithered_below."""
     is_odd = torch.arange(x.shape[-1], device=x.device) % 2 == 1
     # In 256ths a value half way between two codes is rounded up, 1/512 more than exactly: less for every second one.
     addend = FIXED + torch.where(is_odd, x.new_full((), 127 / 256), 0.5)
     if random is not None:
         even = ((random >> 24) & 0xFF).unsqueeze(-1).float() * 2.0**-8
         dithered = FIXED + torch.where(is_odd, 255 / 256 - even, even)
-        addend = torch.where(size < amax * SQRT8_DITHERED, dithered, addend)
-    return _encode_sqrt8(torch.where(size < amax * SQRT8_SMALLEST, 0.0, x), amax, addend)
+        addend = torch.where(x.abs() < amax * dithered_below, dithered, addend)
+    return _encode_sqrt8(x, amax, addend)
 
 
 # ---- codes of the unit interval ------------------------------------------------------------------------
@@ -252,8 +307,11 @@ def range_log2(base: str, signed: bool) -> float:
     return FORMAT_RANGE_LOG2[base] if base in FORMAT_RANGE_LOG2 else -math.log2(de8.smallest_magnitude(signed))
 
 
-def decay(moment: Encoded, code: MomentCode, beta: float, addend: Tensor, signed: bool) -> Tensor:
-    """beta x + addend, FP32 (R, n, G), rounded once, of a moment x as it is stored; signed: it is m.
+def decay(
+    moment: Encoded, code: MomentCode, beta: float, addend: Tensor, signed: bool, second: Optional[Encoded] = None
+) -> Tensor:
+    """beta x + addend, FP32 (R, n, G), rounded once, of a moment x as it is stored; signed: it is m. second: v as it is
+    stored, for ratio8.
 
     Where a code multiplies its group's maximum, beta does before. In sqrt8 that product is over 127^2, so for maxima
     below 2e-34, where it is denormal, the result is less exact than FP32: by up to a thousandth at 1e-38.
@@ -261,23 +319,26 @@ def decay(moment: Encoded, code: MomentCode, beta: float, addend: Tensor, signed
     factor = addend.new_full((), beta)
     if moment.amax is None or code.base == "log8":
         return fma(decode_second(moment, code), factor, addend)
-    z, unit, amax = _normalized(moment, moment.amax, code, signed)
+    z, unit, amax = _normalized(moment, moment.amax, code, signed, second)
     return fma(z, (amax * factor) * unit, addend)
 
 
-def _decode(moment: Encoded, code: MomentCode, signed: bool) -> Tensor:
+def _decode(moment: Encoded, code: MomentCode, signed: bool, second: Optional[Encoded]) -> Tensor:
     if moment.amax is None:
         return moment.codes.float()
-    z, unit, amax = _normalized(moment, moment.amax, code, signed)
+    z, unit, amax = _normalized(moment, moment.amax, code, signed, second)
     return (z * unit) * amax
 
 
-def _normalized(moment: Encoded, packed: Tensor, code: MomentCode, signed: bool) -> tuple[Tensor, float, Tensor]:
+def _normalized(
+    moment: Encoded, packed: Tensor, code: MomentCode, signed: bool, second: Optional[Encoded]
+) -> tuple[Tensor, float, Tensor]:
     """(z, unit, M): x / M as z times unit, FP32 (R, n, G) and a number; M FP32 (R, n, 1)."""
     amax = packed.float() if signed else (packed & ~0xFF).view(torch.float32)
-    if code.base == "sqrt8":
+    if code.base in ("sqrt8", "ratio8"):
         root = moment.codes.float()
-        return root * root.abs(), 1 / 127**2, amax.unsqueeze(-1)
+        z = root * root.abs()
+        return z if code.base == "sqrt8" else z * sqrt(_level_values(second)), 1 / 127**2, amax.unsqueeze(-1)
     z = _decode_unit(moment.codes, code.base, signed)
     if code.expanded:
         shape = moment.shape if moment.shape is not None else packed & 0xFF

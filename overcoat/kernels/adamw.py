@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from overcoat.formats import to_groups
-from overcoat.formats.masters import RANDOM_BITS, decode_master, encode_master, group_bits, random_bits
+from overcoat.formats.masters import RANDOM_BITS, decode_master, encode_master, group_bits, phase_bits, random_bits
 from overcoat.formats.moments import MOMENT_CODES, Encoded, MomentCode, decay, encode_first, encode_second
 from overcoat.kernels.hardware import fma, reciprocal, sqrt
 
@@ -79,7 +79,8 @@ def adamw_update(
     multiplies every gradient is one number each for m and for v, where it is under the square.
     """
     step_size, eps, keep = coefficients
-    m = decay(first, hyper.codes[0], hyper.beta1, grad * (grad_factor * (1.0 - hyper.beta1)), signed=True)
+    addend = grad * (grad_factor * (1.0 - hyper.beta1))
+    m = decay(first, hyper.codes[0], hyper.beta1, addend, signed=True, second=second)
     root = grad * (grad_factor * math.sqrt(1.0 - hyper.beta2))
     v = decay(second, hyper.codes[1], hyper.beta2, root * root, signed=False)
     w = fma(m * reciprocal(sqrt(v) + eps), -step_size, w * keep)
@@ -189,16 +190,17 @@ def step_parameters(
     for pieces in _bundles([rows_of(param.shape, hyper.group_size) for param in params], hyper.group_size):
         groups = Groups(pieces, first_groups, hyper.group_size, device)
         of_group = group_bits(key_of[groups.owner], steps[groups.owner], groups.number)
-        random = of_group, random_bits(of_group, hyper.group_size, bits) if bits else None
+        phase = phase_bits(key_of[groups.owner], steps[groups.owner], groups.number)
+        random = of_group, phase, random_bits(of_group, hyper.group_size, bits) if bits else None
         of_owner = coefficients[groups.owner].T.unsqueeze(-1)
         _step_groups(groups, params, grads, states, hyper, of_owner, grad_factor, random)
 
 
 def _step_groups(
     groups: Groups, params: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]],
-    hyper: Hyper, coefficients: Tensor, grad_factor: Tensor, random: tuple[Tensor, Tensor | None],
+    hyper: Hyper, coefficients: Tensor, grad_factor: Tensor, random: tuple[Tensor, Tensor, Tensor | None],
 ) -> None:  # fmt: skip
-    """Step them in place. coefficients: (3, N, 1); random: of groups (N,), of elements (N, G)."""
+    """Step them in place. coefficients: (3, N, 1); random: of groups (N,), their phases (N,), of elements (N, G)."""
     (m_code, v_code), read = hyper.codes, groups.gather
 
     def per_group(name: str) -> Tensor | None:
@@ -209,9 +211,10 @@ def _step_groups(
     w = decode_master(read(params), read(states["remainder"]) if "remainder" in states else None)
     w, m, v = adamw_update(w, read(grads).float(), grad_factor, first, second, hyper, coefficients)
 
-    of_group, of_element = random
+    of_group, phase, of_element = random
     new_param, remainder = encode_master(w, hyper.master, of_element)
-    first, second = encode_first(m, m_code, of_group), encode_second(v, v_code, of_group)
+    second = encode_second(v, v_code, of_group, phase)
+    first = encode_first(m, m_code, of_group, second, hyper.beta1)
     kept = {"exp_avg": first.codes, "exp_avg_amax": first.amax, "exp_avg_exponent": first.shape}
     kept |= {"exp_avg_sq": second.codes, "exp_avg_sq_scale": second.amax, "remainder": remainder}
     groups.scatter(new_param, params)

@@ -15,6 +15,8 @@ from overcoat.kernels.instructions import (
     log2,
     log2_magnitude,
     reciprocal,
+    root_with_sign,
+    rsqrt,
     second_byte,
     second_byte_flipped,
     signed_root,
@@ -30,7 +32,10 @@ _FIXED = tl.constexpr(moments.FIXED)
 _SMALLEST = tl.constexpr(moments.SQRT8_SMALLEST)
 _DITHERED = tl.constexpr(moments.SQRT8_DITHERED)
 _GOLDEN = tl.constexpr(masters.GOLDEN)
+_SILVER = tl.constexpr(masters.SILVER)
 _TINY = tl.constexpr(moments.FLOAT32_TINY)
+_LARGEST_INVERSE = tl.constexpr(moments.LARGEST_INVERSE)
+_ROUND_BITS = tl.constexpr(0x4B400000)  # of ROUND
 
 
 @triton.jit
@@ -102,8 +107,15 @@ def encode_de8(y, de8):
 
 
 @triton.jit
+def decay_ratio8(codes, amax, value, beta, addend):
+    """`moments.decay` of ratio8; value: `log8_value`."""
+    root = to_float32(codes)
+    return fma(root * tl.abs(root) * sqrt(value), ((amax * beta) * (1.0 / 16129.0))[:, None], addend)
+
+
+@triton.jit
 def decay(codes, amax, k16, beta, addend, table, CODE: tl.constexpr, EXPANDED: tl.constexpr, SIGNED: tl.constexpr):
-    """`moments.decay`, but for log8; amax FP32, k16 int32 per group."""
+    """`moments.decay`, but for ratio8 and log8; amax FP32, k16 int32 per group."""
     if CODE == "fp32" or CODE == "bf16":
         return fma(to_float32(codes), beta, addend)
     elif CODE == "sqrt8":
@@ -124,36 +136,40 @@ def log8_step(bits, shape):
 
 
 @triton.jit
+def log8_value(codes, packed):
+    """`log8.level_value`; packed int32 per group."""
+    bits = packed & -256
+    step = log8_step(bits, packed & 255)
+    value = (bits - 255 * step)[:, None] + codes.to(tl.int32) * step[:, None]
+    return value.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def decay_second(codes, packed, beta, addend, table, CODE: tl.constexpr, EXPANDED: tl.constexpr):
     """`moments.decay` of v; packed int32 per group."""
     bits = packed & -256
     shape = packed & 255
     if CODE == "log8":
-        level = codes.to(tl.int32)
-        step = log8_step(bits, shape)
-        value = (bits - 255 * step)[:, None] + level * step[:, None]
-        return fma(tl.where(level > 0, value.to(tl.float32, bitcast=True), 0.0), beta, addend)
+        return fma(tl.where(codes.to(tl.int32) > 0, log8_value(codes, packed), 0.0), beta, addend)
     else:
         return decay(codes, bits.to(tl.float32, bitcast=True), shape, beta, addend, table, CODE, EXPANDED, False)
 
 
 @triton.jit
-def encode_sqrt8(x, amax, smallest, addend):
-    """`moments._encode_sqrt8`, int8."""
+def encode_sqrt8(root, amax, addend):
+    """`moments._encode_sqrt8`, int8, of signed roots."""
     factor = tl.where(amax >= _TINY, reciprocal(sqrt(amax)) * 127.0, 0.0)
-    return second_byte(fma(signed_root(x, smallest[:, None]), factor[:, None], addend))
+    return second_byte(fma(root, factor[:, None], addend))
 
 
 @triton.jit
-def encode_first_sqrt8(x, amax, random):
-    """`moments._encode_first_sqrt8`, int8."""
-    size = tl.abs(x)
+def addend_of_first(x, amax, random, dithered_below):
+    """The addend of `moments._encode_first_sqrt8`."""
     is_odd = ((tl.arange(0, x.shape[1]) & 1) == 1)[None, :]
     even = (random.to(tl.uint32, bitcast=True) >> 24).to(tl.float32) * 0.00390625
     dithered = tl.where(is_odd, (0.99609375 - even)[:, None], even[:, None]) + _FIXED
     nearest = tl.where(is_odd, 0.49609375, 0.5) + _FIXED
-    addend = tl.where(size < (amax * _DITHERED)[:, None], dithered, nearest)
-    return encode_sqrt8(x, amax, amax * _SMALLEST, addend)
+    return tl.where(tl.abs(x) < (amax * dithered_below)[:, None], dithered, nearest)
 
 
 @triton.jit
@@ -176,9 +192,13 @@ def store_wide(x, TYPE: tl.constexpr, POSITIVE: tl.constexpr):
 
 @triton.jit
 def encode_first(
-    x, random, de8, CODE: tl.constexpr, EXPANDED: tl.constexpr, RANGE_16: tl.constexpr, TYPE: tl.constexpr
-):
-    """`moments.encode_first`: (codes, amax BF16, k16 int32) of a tile; random int32 per group."""
+    x, random, value, dithered_below, de8,
+    CODE: tl.constexpr, EXPANDED: tl.constexpr, RANGE_16: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """`moments.encode_first`: (codes, amax BF16, k16 int32) of a tile; random int32 per group. value: v as it is
+    stored; dithered_below: `moments.dithered_below`."""
+    if CODE == "ratio8":
+        x = x * tl.minimum(rsqrt(value), _LARGEST_INVERSE)
     bits = tl.minimum(tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True), 0x7F7F0000)
     exact = bits.to(tl.float32, bitcast=True)
     amax = upper_half(bits + (random & 0xFFFF))
@@ -187,7 +207,11 @@ def encode_first(
     if CODE == "bf16" or CODE == "fp32":
         return store_wide(x, TYPE, False), amax, k16
     elif CODE == "sqrt8":
-        return encode_first_sqrt8(x, stored, random), amax, k16
+        root = signed_root(x, (stored * _SMALLEST)[:, None])
+        return encode_sqrt8(root, stored, addend_of_first(x, stored, random, _DITHERED)), amax, k16
+    elif CODE == "ratio8":
+        addend = addend_of_first(x, stored, random, dithered_below)
+        return encode_sqrt8(root_with_sign(x), stored, addend), amax, k16
     else:
         if EXPANDED:
             k16 = exponent_of_range(exact, smallest_positive(tl.abs(x)), RANGE_16)
@@ -211,8 +235,8 @@ def packed_maximum(amax, random):
 
 
 @triton.jit
-def encode_log8(x, bits):
-    """`log8.encode`: (uint8 codes, shape byte int32)."""
+def encode_log8(x, bits, phase):
+    """`log8.encode`: (uint8 codes, shape byte int32, `log8.level_value` of them)."""
     x_bits = x.to(tl.int32, bitcast=True)
     # The smallest positive value by its bits less 1, unsigned: zeros are the largest then.
     smallest = tl.min((x_bits - 1).to(tl.uint32, bitcast=True), 1).to(tl.int32, bitcast=True) + 1
@@ -221,30 +245,36 @@ def encode_log8(x, bits):
     shape = tl.maximum(((needed.to(tl.int32, bitcast=True) + 0x7FFFF) >> 19) - 2176, 1)
     step = tl.where(bits > 0, log8_step(bits, shape), 1)
     origin = tl.where(bits > 0, bits, 1073741824)
-    distance = tl.minimum(origin[:, None] - x_bits, (255 * step)[:, None]).to(tl.float32)
-    level = fma(distance, -reciprocal(step.to(tl.float32))[:, None], _ROUND + 255.0)
-    return level.to(tl.int32, bitcast=True).to(tl.uint8), shape
+    moved = ((((phase >> 24) & 255) * 2 - 255) * tl.maximum(step - 512, 0)) >> 9
+    is_odd = ((tl.arange(0, x.shape[1]) & 1) == 1)[None, :]
+    origin = tl.where(is_odd, (origin - moved)[:, None], (origin + moved)[:, None])
+    distance = tl.minimum(origin - x_bits, (255 * step)[:, None]).to(tl.float32)
+    level = fma(distance, -reciprocal(step.to(tl.float32))[:, None], _ROUND + 255.0).to(tl.int32, bitcast=True)
+    step = log8_step(bits, shape)  # 0 in an all-zero group
+    # The level is in the low bits, on top of those of ROUND, whose product the sum takes away again.
+    value = level * step[:, None] + (bits - (255 + _ROUND_BITS) * step)[:, None]
+    return level.to(tl.uint8), shape, value.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def encode_second(
-    x, random, de8, CODE: tl.constexpr, EXPANDED: tl.constexpr, RANGE_16: tl.constexpr, TYPE: tl.constexpr
-):
-    """`moments.encode_second`: (codes, packed int32) of a tile; v > 0 never becomes 0. random int32 per group."""
+    x, random, phase, de8,
+    CODE: tl.constexpr, EXPANDED: tl.constexpr, RANGE_16: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """`moments.encode_second`: (codes, packed int32, v as log8 stores it) of a tile; v > 0 never becomes 0. random,
+    phase: int32 per group."""
     bits = packed_maximum(tl.max(x, 1), random >> 16)
     if CODE == "bf16" or CODE == "fp32":
-        return store_wide(x, TYPE, True), bits
+        return store_wide(x, TYPE, True), bits, x
     elif CODE == "log8":
         bits = tl.where(bits < 262144, 0, bits)
-        codes, shape = encode_log8(x, bits)
-        return codes, bits | shape
+        codes, shape, value = encode_log8(x, bits, phase)
+        return codes, bits | shape, value
     else:
         stored = bits.to(tl.float32, bitcast=True)
         if CODE == "sqrt8":
-            codes = encode_sqrt8(
-                tl.minimum(x, stored[:, None]), stored, tl.zeros(stored.shape, tl.float32), _FIXED + 0.5
-            )
-            return tl.where((x > 0.0) & (codes == 0), 1, codes).to(tl.int8), bits
+            codes = encode_sqrt8(root_with_sign(tl.minimum(x, stored[:, None])), stored, _FIXED + 0.5)
+            return tl.where((x > 0.0) & (codes == 0), 1, codes).to(tl.int8), bits, x
         else:
             shape = tl.zeros(bits.shape, tl.int32)
             if EXPANDED:
@@ -254,13 +284,13 @@ def encode_second(
                 y = normalize(x, stored)
             if CODE == "de8":
                 codes = encode_de8(y, de8)
-                return tl.where((x > 0.0) & (codes == 0), 1, codes).to(tl.uint8), bits | shape
+                return tl.where((x > 0.0) & (codes == 0), 1, codes).to(tl.uint8), bits | shape, x
             elif CODE == "e4m3":
                 y = tl.where(x > 0.0, tl.maximum(y * 448.0, 0.001953125), 0.0)
-                return to_float8(y, tl.float8e4nv, 3, -9), bits | shape
+                return to_float8(y, tl.float8e4nv, 3, -9), bits | shape, x
             else:
                 y = tl.where(x > 0.0, tl.maximum(y * 57344.0, 1.52587890625e-05), 0.0)
-                return to_float8(y, tl.float8e5, 2, -16), bits | shape
+                return to_float8(y, tl.float8e5, 2, -16), bits | shape, x
 
 
 # ---- master weights -------------------------------------------------------------------------------------------
@@ -279,6 +309,12 @@ def group_bits(key, step, group):
     """`masters.group_bits`, int32 per group."""
     start = (key + step.to(tl.int32) * _GOLDEN).to(tl.uint32, bitcast=True)
     return mix(mix(start) ^ group.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def phase_bits(key, step, group):
+    """`masters.phase_bits`, int32 per group."""
+    return (key + step.to(tl.int32) * _GOLDEN) + group * _SILVER
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from overcoat.formats import de8
 from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import RANDOM_BITS, REMAINDER_DTYPE
-from overcoat.formats.moments import range_log2
+from overcoat.formats.moments import dithered_below, range_log2
 from overcoat.kernels import adamw_codes as codes
 from overcoat.kernels.adamw import Hyper, rows_of, step_coefficients, step_numbers, step_parameters
 from overcoat.kernels.instructions import fma, reciprocal, sqrt, to_float32
@@ -123,7 +123,7 @@ def _place(group, lane, groups, columns, per_row, G: tl.constexpr, FLAT: tl.cons
 @kernel
 def adamw_kernel(
     tiles, table, grads, coefficients, steps, grad_factor, skip, de8_first, de8_second,
-    beta1, complement1, beta2, root2,
+    beta1, complement1, beta2, root2, dithered_below,
     PARAM: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, REMAINDER: tl.constexpr,
     M_CODE: tl.constexpr, M_EXPANDED: tl.constexpr, M_RANGE: tl.constexpr,
     V_CODE: tl.constexpr, V_EXPANDED: tl.constexpr, V_RANGE: tl.constexpr,
@@ -132,7 +132,7 @@ def adamw_kernel(
 ):  # fmt: skip
     """One tile of one parameter. ALIGN: bytes that the start of every group is a multiple of.
 
-    root2: sqrt(1 - beta2).
+    root2: sqrt(1 - beta2); dithered_below: `moments.dithered_below`.
     SKIPS: skip has a flag for each parameter, (T,).
     """
     M_GROUPED: tl.constexpr = M_CODE != "bf16" and M_CODE != "fp32"
@@ -167,13 +167,18 @@ def adamw_kernel(
     packed = tl.load(packed_base + group, valid & V_GROUPED, 0)
 
     root = g * (factor * root2)
-    m = codes.decay(first, amax, k16, beta1, g * (factor * complement1), de8_first, M_CODE, M_EXPANDED, True)
+    addend = g * (factor * complement1)
+    if M_CODE == "ratio8":
+        m = codes.decay_ratio8(first, amax, codes.log8_value(second, packed), beta1, addend)
+    else:
+        m = codes.decay(first, amax, k16, beta1, addend, de8_first, M_CODE, M_EXPANDED, True)
     w = codes.decode_master(param, remainder, MASTER)
     v = codes.decay_second(second, packed, beta2, root * root, de8_second, V_CODE, V_EXPANDED)
     w = fma(m * reciprocal(sqrt(v) + eps), -step_size, w * keep)
 
     number = (tl.load(row + 10) + group).to(tl.int32)
-    of_group = codes.group_bits(tl.load(row + 11).to(tl.int32), tl.load(steps + tensor), number)
+    key, step = tl.load(row + 11).to(tl.int32), tl.load(steps + tensor)
+    of_group = codes.group_bits(key, step, number)
     random = remainder
     if RANDOM > 0:
         random = codes.random_bits(of_group, lane, RANDOM)
@@ -181,8 +186,9 @@ def adamw_kernel(
     tl.store(_elements(param_base, offset, ALIGN), param, mask)
     if REMAINDER is not None:
         tl.store(_elements(remainder_base, offset, ALIGN), remainder, mask)
-    first, amax, k16 = codes.encode_first(m, of_group, de8_first, M_CODE, M_EXPANDED, M_RANGE, FIRST)
-    second, packed = codes.encode_second(v, of_group, de8_second, V_CODE, V_EXPANDED, V_RANGE, SECOND)
+    phase = codes.phase_bits(key, step, number)
+    second, packed, v = codes.encode_second(v, of_group, phase, de8_second, V_CODE, V_EXPANDED, V_RANGE, SECOND)
+    first, amax, k16 = codes.encode_first(m, of_group, v, dithered_below, de8_first, M_CODE, M_EXPANDED, M_RANGE, FIRST)
     tl.store(_elements(first_base, offset, ALIGN), first, mask)
     tl.store(_elements(second_base, offset, ALIGN), second, mask)
     # The addresses of the groups' numbers are read again: kept all the while, they would take registers.
@@ -301,6 +307,7 @@ class Plan:
                 adamw_kernel[(launch.programs,)](
                     launch.tiles, self.table, addresses, coefficients, steps, grad_factor, skip,
                     signed, unsigned, hyper.beta1, 1.0 - hyper.beta1, hyper.beta2, math.sqrt(1.0 - hyper.beta2),
+                    dithered_below(hyper.beta1),
                     **_constants(self.dtype, grad_dtype, hyper, skip.dim() > 0, launch.flat, launch.align),
                 )  # fmt: skip
 
@@ -341,5 +348,5 @@ def _constants(
 def _max_registers(hyper: Hyper) -> Optional[int]:
     if any(code.expanded for code in hyper.codes):
         return MAX_REGISTERS_SPILLING if hyper.master == "bf16" else MAX_REGISTERS
-    is_default = (hyper.m_code, hyper.v_code, hyper.master) == ("sqrt8", "log8", "bf16+8")
+    is_default = (hyper.m_code, hyper.v_code, hyper.master) == ("ratio8", "log8", "bf16+8")
     return MAX_REGISTERS if is_default else None

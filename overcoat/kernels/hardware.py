@@ -8,6 +8,7 @@ may differ in a near tie. `fma` goes through FP64 there, whose own rounding chan
     log2         lg2.approx.ftz      exact at 1; -inf at 0
     exp2         ex2.approx.ftz      exact at 0; 0 at -inf
     sqrt         sqrt.approx.ftz
+    rsqrt        rsqrt.approx.ftz     inf at 0
     reciprocal   rcp.approx.ftz      inf at 0
     fma          fma.rn              x y + z, rounded once
 
@@ -42,6 +43,7 @@ def _elementwise(exact: Callable[[Tensor], Tensor], instruction: Any) -> Op:
 log2 = _elementwise(torch.log2, instructions.log2)
 exp2 = _elementwise(torch.exp2, instructions.exp2)
 sqrt = _elementwise(torch.sqrt, instructions.sqrt)
+rsqrt = _elementwise(torch.rsqrt, instructions.rsqrt)
 reciprocal = _elementwise(torch.reciprocal, instructions.reciprocal)
 
 

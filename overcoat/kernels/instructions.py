@@ -50,6 +50,25 @@ def log2_magnitude(x):
 
 
 @triton.jit
+def rsqrt(x):
+    """rsqrt.approx.ftz.f32"""
+    if INTERPRETED:
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
+    return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def root_with_sign(x):
+    """sign(x) sqrt(|x|) with `sqrt`."""
+    if INTERPRETED:
+        return tl.where(x < 0.0, -1.0, 1.0) * tl.sqrt_rn(tl.abs(x))
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 a; abs.f32 a, $1; sqrt.approx.ftz.f32 a, a; copysign.f32 $0, $1, a; }",
+        "=f,f", [x], tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def signed_root(x, smallest):
     """sign(x) sqrt(|x|) with `sqrt`, 0 where |x| < smallest."""
     if INTERPRETED:

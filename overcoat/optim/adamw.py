@@ -199,7 +199,8 @@ class AdamW(torch.optim.Optimizer):
             hook.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state saved under the same moments, master and group size, bit for bit.
+        """Load a state saved under the same moments, master and group size, bit for bit; one saved under an earlier
+        version's "8bit" goes on in that, with a warning.
 
         Raises:
             ValueError: it was saved under others, by another optimizer or for another model; nothing has been changed.
@@ -217,7 +218,8 @@ class AdamW(torch.optim.Optimizer):
 
         def put(_: Any) -> None:
             for group in self.param_groups:
-                group["moments"] = tuple(group["moments"])
+                group["moments"] = tuple(group["moments"])  # those of the state: maybe of an earlier "8bit"
+            self._options.clear()
             for param, saved in states:
                 self.state[param] = restore_state(saved, param, self.offload)
 

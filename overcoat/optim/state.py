@@ -26,7 +26,7 @@ from torch import Tensor
 
 from overcoat.formats.expansion import EXPONENT_STEPS
 from overcoat.formats.masters import REMAINDER_DTYPE, resolve_master
-from overcoat.formats.moments import MOMENT_CODES, resolve_moments
+from overcoat.formats.moments import EARLIER_8BIT, MOMENT_CODES, MOMENTS, resolve_moments
 from overcoat.kernels.adamw import rows_of
 from overcoat.optim.sharding import (
     check_placements,
@@ -271,7 +271,7 @@ def match_saved(
 ) -> tuple[dict[Any, Any], list[tuple[Tensor, dict[str, Any]]]]:
     """Sort a state dict's states: (what else its `state` holds, (parameter, its state) of all that have one).
     ValueError: a state was saved in another format than that of its group, by another optimizer or for another
-    model."""
+    model. "8bit" of an earlier version is none: its states keep their codes, and the caller their name."""
     for group, saved_group in zip(groups, saved["param_groups"], strict=False):
         for option in FORMAT_OPTIONS:
             if option not in saved_group:
@@ -280,7 +280,14 @@ def match_saved(
                     "overcoat.AdamW without a state, or go on with the optimizer that saved it"
                 )
             old, new = saved_group[option], group[option]
-            if (tuple(old) if option == "moments" else old) != new:
+            old = tuple(old) if option == "moments" else old
+            if (old, new) == (EARLIER_8BIT, MOMENTS["8bit"]):
+                warnings.warn(
+                    f"the state was saved under an earlier version's '8bit', {old}, and goes on so; a new optimizer's "
+                    f"is {new}",
+                    stacklevel=2,
+                )
+            elif old != new:
                 raise ValueError(
                     f"the state was saved with {option}={old!r}, this optimizer has {option}={new!r}; "
                     f"build overcoat.AdamW(..., {option}={old!r}) to load it"

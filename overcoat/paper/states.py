@@ -11,6 +11,7 @@ Codes are rounded as a step rounds them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ CHUNK = 1 << 16  # groups encoded at once
 EPS = 1e-8
 FIRST = ("e4m3", "e4m3x", "e5m2", "e5m2x", "de8", "de8x", "sqrt8", "bf16", "fp32")
 SECOND = ("e4m3", "e4m3x", "e5m2", "e5m2x", "de8", "de8x", "log8", "bf16", "fp32")
+PAIRS = (*itertools.product(FIRST, SECOND), ("ratio8", "log8"))
 # Rows: codes of m; columns: of v, in SECOND's order.
 TABLE1 = {
     "e4m3": (20.10, 18.08, 25.65, 18.16),
@@ -42,7 +44,7 @@ TABLE8 = {
     "de8": (12.11, 8.27, 20.02, 8.43, 10.54, 16.25),
     "de8x": (11.57, 7.47, 19.69, 7.65, 9.91, 15.81),
 }
-OURS = (("sqrt8", "log8"), ("bf16", "bf16"))
+OURS = (("ratio8", "log8"), ("sqrt8", "log8"), ("bf16", "bf16"))
 
 
 def groups_of(checkpoint: Path, device: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -60,23 +62,21 @@ def groups_of(checkpoint: Path, device: str) -> Iterator[tuple[Tensor, Tensor]]:
 def errors(m: Tensor, v: Tensor, eps: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of r^2, and of (r' - r)^2 for each pair of codes, named "m v"; 0-d FP64."""
     generator = torch.Generator(m.device).manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, m.shape[:2], generator=generator, device=m.device).int()
-    first, second = {}, {}
-    for name in FIRST:
-        first[name] = decode_first(encode_first(m, MOMENT_CODES[name], bits), MOMENT_CODES[name]).float()
-    for name in SECOND:
-        decoded = decode_second(encode_second(v, MOMENT_CODES[name], bits), MOMENT_CODES[name]).float()
-        second[name] = 1.0 / (decoded.sqrt() + eps)
+    bits, phases = torch.randint(-(2**31), 2**31, (2, *m.shape[:2]), generator=generator, device=m.device).int()
+    encoded = {name: encode_second(v, MOMENT_CODES[name], bits, phases) for name in SECOND}
+    second = {name: 1.0 / (decode_second(of, MOMENT_CODES[name]).float().sqrt() + eps) for name, of in encoded.items()}
+    first = {}
+    for name in (*FIRST, "ratio8"):
+        code = MOMENT_CODES[name]
+        first[name] = decode_first(encode_first(m, code, bits, encoded["log8"]), code, encoded["log8"]).float()
     ratio = m / (v.sqrt() + eps)
-    found = {
-        f"{a} {b}": (first[a] * second[b] - ratio).square().sum(dtype=torch.float64) for a in FIRST for b in SECOND
-    }
+    found = {f"{a} {b}": (first[a] * second[b] - ratio).square().sum(dtype=torch.float64) for a, b in PAIRS}
     return ratio.square().sum(dtype=torch.float64), found
 
 
 def analyse(checkpoint: Path, eps: float, device: str) -> dict[str, float]:
     """The relative error of each pair of codes over all parameters of a checkpoint."""
-    reference, total = 0.0, {f"{a} {b}": 0.0 for a in FIRST for b in SECOND}
+    reference, total = 0.0, {f"{a} {b}": 0.0 for a, b in PAIRS}
     for m, v in groups_of(checkpoint, device):
         part, found = errors(m, v, eps)
         reference += float(part)

@@ -114,7 +114,7 @@ class OptimizerConfig:
         )
         require(
             isinstance(self.moments, str) or len(self.moments) == 2,
-            f"optimizer.moments = {self.moments}: a name, or two codes such as ['sqrt8', 'log8']",
+            f"optimizer.moments = {self.moments}: a name, or two codes such as ['ratio8', 'log8']",
         )
 
     @property

@@ -17,7 +17,7 @@ SKIP = 5  # the place of `skip` among the arguments
 
 
 def arguments(
-    moments=("sqrt8", "log8"), master="bf16+8", shapes=SHAPES, grad_dtype=None, device="cpu", group_size=128, seed=0
+    moments=("ratio8", "log8"), master="bf16+8", shapes=SHAPES, grad_dtype=None, device="cpu", group_size=128, seed=0
 ):
     """Arguments of `reference`, positional, for fresh states."""
     generator = torch.Generator().manual_seed(seed)

@@ -279,7 +279,7 @@ def block_operands(a: Tensor, b: Tensor, square: bool) -> tuple[Tensor, Tensor, 
 
 def _hardware() -> None:
     x = normal(7, 24).abs() + 0.5
-    for name in ("log2", "exp2", "sqrt", "reciprocal"):
+    for name in ("log2", "exp2", "sqrt", "rsqrt", "reciprocal"):
         add(name, x)
     add("fma", x, x[0], x[:, :1])
     add("fma", x, x + 1, x - 1)

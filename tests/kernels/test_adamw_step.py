@@ -27,11 +27,12 @@ from tests.waits import waiting_is_an_error
 
 # Every code of m, every code of v, every master, parameters and gradients of both widths.
 CASES = [
-    (("sqrt8", "log8"), "bf16+8", {}),
+    (("ratio8", "log8"), "bf16+8", {}),
     (("e4m3x", "e4m3x"), "bf16+8", {"group_size": 32}),
     (("bf16", "bf16"), "bf16", {}),
     (("fp32", "fp32"), "fp32", {"grad_dtype": torch.bfloat16}),
-    (("sqrt8", "log8"), "bf16", {"group_size": 64}),
+    (("ratio8", "log8"), "bf16", {"group_size": 64}),
+    (("sqrt8", "log8"), "bf16+8", {}),
     (("sqrt8", "sqrt8"), "bf16+16", {"grad_dtype": torch.float32}),
     (("de8", "de8"), "fp32", {"grad_dtype": torch.bfloat16}),
     (("e4m3", "e5m2"), "bf16", {"group_size": 32}),
@@ -64,7 +65,7 @@ def test_coefficients_follow_the_options():
         [(0.9, 0.95, 1e-8, 0.0), *2 * [(0.0, 0.999, 1e-6, decay)], (0.99, 1 - 1e-7, 0, 0)]
     ):
         decay.fill_(0.1 * number)
-        steps, found = counted.take_step(lr, skip, Hyper(*options, "sqrt8", "log8", "bf16+8", 128))
+        steps, found = counted.take_step(lr, skip, Hyper(*options, "ratio8", "log8", "bf16+8", 128))
         assert steps.tolist() == [number + 1, number + 2, 9, number + 1001, number + 10**6 + 1]
         # NumPy's last bit of exp2 in FP64 is not PyTorch's.
         torch.testing.assert_close(found, step_coefficients(steps, lr, *options), rtol=2**-23, atol=0)
@@ -97,7 +98,7 @@ def test_unaligned_gradients():
     grad = torch.randn(8 * 512 + 1, device=DEVICE)
     results = []
     for g in (grad[1:].clone(), grad[1:]):
-        args = arguments(("sqrt8", "log8"), "fp32", shapes=((8, 512),), device=DEVICE)
+        args = arguments(("ratio8", "log8"), "fp32", shapes=((8, 512),), device=DEVICE)
         start, args[1] = args[0][0].clone(), [g.view(8, 512)]
         for _ in range(3):
             by_kernel(*args)
@@ -126,7 +127,7 @@ def test_a_tensor_of_more_than_2_to_31_elements():
 
     def step(rows, first):
         args = arguments(shapes=((8, columns),), device="cuda")
-        group = {"moments": ("sqrt8", "log8"), "group_size": 128, "master": "auto"}
+        group = {"moments": ("ratio8", "log8"), "group_size": 128, "master": "auto"}
         param = torch.zeros(rows, columns, device="cuda", dtype=torch.bfloat16)
         grad = torch.zeros_like(param)
         grad[-8:] = last

@@ -1,5 +1,6 @@
 """`overcoat.optim.adamw.AdamW` as a torch optimizer: equality with torch's, options, resume, scaling, errors."""
 
+import copy
 import inspect
 import io
 import math
@@ -42,7 +43,7 @@ def test_bf16_16_equals_fp32_parameters_bit_for_bit():
 
 
 @pytest.mark.parametrize(
-    "moments", [*MOMENTS, ("de8x", "e5m2"), ("e5m2x", "de8"), ("bf16", "log8"), ("sqrt8", "sqrt8")]
+    "moments", [*MOMENTS, ("de8x", "e5m2"), ("e5m2x", "de8"), ("bf16", "log8"), ("sqrt8", "log8"), ("sqrt8", "sqrt8")]
 )
 def test_every_code_follows_fp32_moments(moments):
     """Fifty steps of Gaussian gradients: the distance to FP32 is a small part of the way."""
@@ -78,6 +79,65 @@ def test_a_thousand_tiny_constant_updates(moments):
     moved = start.double()[:, None] - stored.mean(1).view(2, 4)
     expected = (start.double() - exact.detach().double())[:, None]
     assert (moved / expected - 1).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_an_outlier_slows_none_of_its_neighbours(beta2):
+    """One steady gradient 1 to 1e6 times the others of its group: each goes FP32's way. In sqrt8, whose codes end at
+    1/16129 of a group's maximum, the others went 0.1 of it from 1e4.5 on."""
+    ratios = 10 ** torch.linspace(0, 6, 25)
+    grad = (1e-2 / ratios)[:, None].repeat(1, 128)
+    grad[:, 0] = 1e-2
+    ways = []
+    for moments in ("8bit", "fp32"):
+        w = torch.nn.Parameter(torch.zeros(25, 128))
+        optimizer = AdamW([w], lr=1e-3, betas=(0.9, beta2), weight_decay=0.0, moments=moments, check_finite=False)
+        w.grad = grad
+        for _ in range(300):
+            optimizer.step()
+        ways.append(w.detach())
+    share = ways[0] / ways[1]
+    assert share[:, 1:].mean(1).min() > 0.955
+    assert share.min() > 0.93
+    assert share.max() < 1.07
+
+
+@pytest.mark.parametrize("outlier", ["steady", "alternates"])
+def test_weights_whose_gradients_alternate_stay_where_they_are(outlier):
+    """FP32 AdamW's go 1.8 learning rates, in the first steps. A mean that is rounded to nearest circles about something
+    else than zero, and one whose codes are far apart strays."""
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(7, 128, generator=generator).sign() * torch.exp2(torch.rand(7, 128, generator=generator))
+    grad *= 1e-3 / 10 ** torch.arange(7.0)[:, None]
+    w = torch.nn.Parameter(torch.zeros(7, 128))
+    optimizer = AdamW([w], lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, check_finite=False)
+    for step in range(500):
+        w.grad = grad.clone() if step % 2 else -grad
+        w.grad[:, 0] = 1e-2 if outlier == "steady" or step % 2 else -1e-2
+        optimizer.step()
+        if step % 50 == 49:
+            assert w.detach()[:, 1:].abs().max() < 4
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.95, 0.999)])
+@pytest.mark.parametrize("noise", [0.0, 2.0])
+def test_a_mean_comes_out_right_whatever_the_betas(betas, noise):
+    """Steady gradients of 1 to 1e3, alone and under noise of twice their size, go FP32's way in the mean."""
+    generator = torch.Generator().manual_seed(0)
+    mean = 1e-5 * 10 ** (3 * torch.rand(8, 128, generator=generator))
+    weights = [torch.nn.Parameter(torch.zeros(8, 128)) for _ in range(2)]
+    optimizers = [
+        AdamW([w], lr=1e-3, betas=betas, weight_decay=0.0, moments=moments, check_finite=False)
+        for w, moments in zip(weights, ("8bit", "fp32"))
+    ]
+    for _ in range(300):
+        grad = mean * (1 + noise * torch.randn(8, 128, generator=generator))
+        for w, optimizer in zip(weights, optimizers):
+            w.grad = grad
+            optimizer.step()
+    ours, exact = (w.detach().double() for w in weights)
+    assert float(ours.sum() / exact.sum()) == pytest.approx(1, abs=0.02)
+    assert (ours - exact).norm() < 0.05 * exact.norm()
 
 
 @pytest.mark.parametrize(("moments", "neighbours"), [("8bit", "constant"), ("8bit", "noise"), ("fp8", "constant")])
@@ -128,7 +188,7 @@ def test_runs_repeat_and_seeds_differ(dtype):
             assert_same_bits(run(0), run(1))
 
 
-@pytest.mark.parametrize("moments", [*MOMENTS, ("de8x", "de8")])
+@pytest.mark.parametrize("moments", [*MOMENTS, ("de8x", "de8"), ("sqrt8", "log8")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resume_is_not_stopping(moments, dtype):
     """Through torch.save and a weights_only load, into an optimizer that has already stepped."""
@@ -168,6 +228,31 @@ def test_loading_under_other_options_is_an_error_that_names_them(options, words)
     with pytest.raises(ValueError, match=words):
         other.load_state_dict(optimizer.state_dict())
     assert not other.state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_of_an_earlier_8bit_goes_on_as_it_was(dtype):
+    """Its m is in sqrt8, of the same shapes and dtypes as the default's; a resumed run gives the bits of one that was
+    not stopped."""
+    params = make_params(dtype)
+    optimizer = AdamW(params, lr=1e-3, moments=("sqrt8", "log8"))
+    train(params, optimizer, 3)
+    copies, saved = [torch.nn.Parameter(p.detach().clone()) for p in params], copy.deepcopy(optimizer.state_dict())
+    other = AdamW(copies, lr=7.0)
+    train(copies, other, 1)
+    for p, value in zip(copies, params):
+        p.data.copy_(value.data)
+    with pytest.warns(UserWarning, match=r"an earlier version's '8bit', \('sqrt8', 'log8'\), and goes on so"):
+        other.load_state_dict(saved)
+    assert other.param_groups[0]["moments"] == ("sqrt8", "log8")
+    for run in ((params, optimizer), (copies, other)):
+        train(*run, 3, first=3)
+    assert_same_bits(snapshot(params, optimizer), snapshot(copies, other))
+    third = AdamW(copies, moments="8bit")
+    with pytest.warns(UserWarning, match="goes on so"):
+        third.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match=r"saved with moments=\('ratio8', 'log8'\).*to load it"):
+        other.load_state_dict(AdamW(make_params(dtype)).state_dict())
 
 
 def test_the_state_of_another_optimizer_is_refused_by_name():
@@ -396,9 +481,9 @@ def test_wrong_options_of_the_whole_optimizer_are_named(options, words):
         (
             "moments",
             "fp8",
-            r"param_groups\[0\]\['moments'\] is \('e4m3x', 'e4m3x'\).*under \('sqrt8', 'log8'\); set it",
+            r"param_groups\[0\]\['moments'\] is \('e4m3x', 'e4m3x'\).*under \('ratio8', 'log8'\); set it",
         ),
-        ("moments", ("sqrt8", "de8"), "moments"),  # of the same dtype
+        ("moments", ("sqrt8", "log8"), "moments"),  # of the same dtype
         ("master", "bf16+16", "param_groups.*'master'.*is 'bf16.16', but its states are kept under 'auto'"),
         ("group_size", 64, "group_size"),
     ],
@@ -412,7 +497,7 @@ def test_a_format_changed_after_a_step_is_refused(act, name, value, words):
     optimizer.param_groups[0][name] = value
     with pytest.raises(ValueError, match=words):
         optimizer.load_state_dict(saved) if act == "load_state_dict" else getattr(optimizer, act)()
-    optimizer.param_groups[0][name] = ("sqrt8", "log8") if name == "moments" else {"master": "auto"}.get(name, 128)
+    optimizer.param_groups[0][name] = ("ratio8", "log8") if name == "moments" else {"master": "auto"}.get(name, 128)
     assert_same_bits(before, snapshot(params, optimizer))
 
 

@@ -132,7 +132,7 @@ def test_checkpoints_are_those_of_the_ordinary_step(first, device):
 PIECES = [(), (1,), (300,), (6, 1), (3, 128), (40, 200), (6, 3, 3, 5), (0, 7), (2, 0), (1, 640)]
 
 
-def tensors_of(moments=("sqrt8", "log8"), group_size=128):
+def tensors_of(moments=("ratio8", "log8"), group_size=128):
     """Parameters of all shapes; states hold the running number of their byte, so that each can be told."""
     params = [torch.zeros(shape, dtype=torch.bfloat16) for shape in PIECES]
     options = {"moments": moments, "group_size": group_size, "master": "auto"}

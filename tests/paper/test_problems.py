@@ -108,8 +108,8 @@ def save(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 def test_from_checkpoint_to_table(tmp_path: Path) -> None:
     found = analyse(save(tmp_path), 1e-8, "cpu")
     assert found["fp32 fp32"] < 1e-9
-    assert 0 < found["sqrt8 log8"] < found["e4m3x e4m3x"] < found["e4m3 e4m3"]
-    assert found["fp32 log8"] < found["sqrt8 log8"]
+    assert 0 < found["ratio8 log8"] < found["sqrt8 log8"] < found["e4m3x e4m3x"] < found["e4m3 e4m3"]
+    assert found["fp32 log8"] < found["ratio8 log8"]
     rows = {row["name"]: row for row in table1(Namespace(size="full", checkpoint=tmp_path)).rows}
     assert rows["m e4m3x, v e4m3x"]["ours"] == pytest.approx(found["e4m3x e4m3x"])
     assert rows["m e4m3x, v e4m3x"]["paper / E4M3"] == pytest.approx(12.31 / 20.10)
