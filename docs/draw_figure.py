@@ -1,6 +1,9 @@
-"""Draw the README's figure from result rows: speed and memory of a Llama-2-7B training step, ours and the peers'.
+"""Draw figures from result rows.
 
-python docs/draw_figure.py        writes docs/assets/llama-2-7b.png
+python docs/draw_figure.py
+
+    docs/assets/llama-2-7b.png    speed and memory of a Llama-2-7B training step, ours and the peers'
+    docs/assets/outliers.png      how far the neighbours of an outlier go under each format of AdamW's moments
 """
 
 from __future__ import annotations
@@ -26,8 +29,38 @@ NAMES = {
 OURS, PEERS = "#0f766e", "#b8c0cc"
 
 
+# Formats of the moments in outliers.jsonl, what the figure calls them, and their colours.
+MOMENTS = {
+    "8bit": ('"8bit"', OURS),
+    "fp8": ('"fp8", the paper\'s', "#c2410c"),
+    "sqrt8 log8": ('"8bit" until now', "#94a3b8"),
+}
+
+
+def draw_outliers() -> None:
+    """The way of an outlier's neighbours over the ratio of their gradients."""
+    rows = [json.loads(line) for line in (ROWS.parent / "outliers.jsonl").read_text().splitlines()]
+    run = {row["moments"]: row for row in rows if row["beta2"] == 0.999}  # the newest of each
+    pyplot.rcParams.update({"font.size": 11, "font.family": "DejaVu Sans"})
+    figure, axis = pyplot.subplots(figsize=(8, 3.4), dpi=100, facecolor="white")
+    for name, (label, color) in MOMENTS.items():
+        ratios = [10**exponent for exponent in run[name]["log10_ratio"]]
+        axis.plot(ratios, run[name]["steady"]["mean"], color=color, label=label, linewidth=2)
+    axis.axhline(1.0, color="#333333", linewidth=0.8, linestyle=":")
+    axis.set_xscale("log")
+    axis.set_xlabel("one gradient of 128 is larger than the others by")
+    axis.set_title("Way of the others in 300 steps, FP32 AdamW's = 1", loc="left", fontsize=12)
+    axis.set_ylim(0, 1.5)
+    axis.legend(frameon=False, loc="lower left")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(DOCS / "assets" / "outliers.png")
+
+
 def main() -> None:
-    """Two bar charts side by side."""
+    """Two bar charts side by side, and the outliers' neighbours."""
+    draw_outliers()
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     run = {row["name"]: row for row in rows if row["commit"] == COMMIT}
     speeds = [run[name]["tokens_per_second"] for name in NAMES]
