@@ -145,7 +145,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("master: the remainder is dropped", "formats/masters.py",
      "(bits >> 8).to(torch.int8)", "(0 * bits).to(torch.int8)", "formats/test_masters.py"),
     ("rounding: the seed does not advance", "formats/masters.py",
-     "key + step.to(torch.int32) * GOLDEN", "key + 0 * step.to(torch.int32)", "formats/test_masters.py"),
+     "mix(mix(key + step.to(torch.int32) * GOLDEN)", "mix(mix(key + 0 * step.to(torch.int32))", "formats/test_masters.py"),
     ("estimate: products at half their operations", "estimate/times.py",
      "kind, 2 * args[0].numel() * args[1].shape[0]", "kind, args[0].numel() * args[1].shape[0]",
      "estimate/test_times.py"),

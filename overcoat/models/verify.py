@@ -33,6 +33,7 @@ from overcoat.block.spec import Block, Tables
 from overcoat.models.decoder import as_called, block_of, norm_of, rotation_of
 from overcoat.models.family import Family, original_class
 from overcoat.models.fingerprint import CALLED, HARMLESS_HOOKS, HOOKS, called_by_name, has_hooks
+from overcoat.models.lora import is_lora
 from overcoat.models.masks import check_mask, window_of
 
 LIMIT_DB = 100.0
@@ -150,6 +151,9 @@ class Cloner:
             vars(clone)["_modules"] = {
                 name: None if part is None else self.layer(part) for name, part in module._modules.items()
             }
+        for name, part in clone.lora_B.items() if is_lora(module) and owned else ():
+            # An addition of the base's size at most: large scores would amplify FP32's own rounding.
+            part.weight.div_(max(1.0, 3.0 * abs(float(module.scaling[name]))))
         return clone
 
     def _config(self, value: Any) -> Any:
@@ -345,7 +349,9 @@ def _compare(clone: Any, family: Family, layer: Any, arguments: dict[str, Any], 
     dy = dy * real
     forward, mask = original_class(clone).forward, arguments.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:  # handed on as the model was given it
-        arguments["attention_mask"] = real[..., 0].bool()[:, None, None].expand(-1, 1, LENGTH, -1)
+        # Additive: eager attention adds what it is given, a bool mask as ones.
+        hidden = ~real[..., 0].bool()[:, None, None].expand(-1, 1, LENGTH, -1)
+        arguments["attention_mask"] = torch.zeros_like(hidden, dtype=x.dtype).masked_fill(hidden, -math.inf)
 
     def own(x: Tensor) -> Tensor:
         given = {name: _detached(value) for name, value in arguments.items()}

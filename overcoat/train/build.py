@@ -24,7 +24,7 @@ from overcoat.models.head import LeanLossModel
 from overcoat.optim.sharding import local
 from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, error_context, require
 from overcoat.train.data import Batch
-from overcoat.train.process import choose_device, gather, is_first, memory_of
+from overcoat.train.process import choose_device, gather, is_first, memory_of, share
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
@@ -107,7 +107,8 @@ def check_weights(model: nn.Module, where: str) -> None:
         largest = [torch.linalg.vector_norm(each.detach(), ord=math.inf).float() for _, each in named]
         finite = torch.isfinite(torch.stack(largest)).tolist()
     wrong = [name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite] if named else []
-    wrong = list(dict.fromkeys(name for names in gather(wrong) for name in names))
+    everywhere = gather(wrong)  # filled in the first process
+    wrong = share(lambda: list(dict.fromkeys(name for names in everywhere for name in names)))
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     require(
         not wrong,

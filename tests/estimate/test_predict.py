@@ -57,7 +57,7 @@ def kept_by(model, recipe, kind="causal", length=LENGTH):
     [
         *(("llama", recipe) for recipe in RECIPES),
         # Estimates of a vision-language model have images: below.
-        *((kind, "default") for kind, (family, _) in KINDS.items() if family.trunk and kind != "llama"),
+        *((kind, "default") for kind, (family, _) in KINDS.items() if family.backbone and kind != "llama"),
         *((kind, "leanest") for kind in ("gemma2", "gpt_neox", "mixtral", "olmo2", "starcoder2")),  # each wiring once
     ],
 )
@@ -138,8 +138,8 @@ def test_kept_activations_of_models_that_see(kind, side, frozen, recipe):
     assert {row: size for row, size in found.items() if row[0] not in norms} == {
         row: size for row, size in expected.items() if row[0] not in norms
     }
-    tower = [row for row in found if row[0].startswith(model.overcoat_whole.vision)]
-    assert frozen <= all(row[0].startswith(model.overcoat_whole.connector) for row in tower)
+    tower = [row for row in found if row[0].startswith(model.overcoat_spec.vision)]
+    assert frozen <= all(row[0].startswith(model.overcoat_spec.connector) for row in tower)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import overcoat
-from overcoat.models import convert, llama, verify
+from overcoat.models import convert, verify
+from overcoat.models.families import llama
 from overcoat.models.family import Family, decoder_layers, family_of
 from tests.models.zoo import ENCODERS, every_kind, make_encoder, make_model
 
