@@ -49,7 +49,7 @@ class Family(NamedTuple):
 
     Attributes:
         module: its modeling module. layer, causal, norm: names of the layer's class in it, of the model's (a causal
-            one, an encoder, or with trunk="" the text of a vision-language model), and of the norm's; norm is None
+            one, an encoder, or with backbone="" the text of a vision-language model), and of the norm's; norm is None
             where norms are PyTorch's LayerNorm.
         centered: the norm subtracts the mean. plus_one: it multiplies by 1 + weight instead of weight.
         branches: the decoder layer and the batch size -> its branches, in the order in which they are computed.

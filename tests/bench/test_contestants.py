@@ -87,7 +87,7 @@ def test_what_convert_leaves_alone_is_no_contestant(part: str) -> None:
         *(
             pytest.param("overcoat", *kind.values, marks=kind.marks)
             for kind in every_kind()
-            if "llama" not in kind.values and KINDS[kind.values[0]][0].trunk  # a text alone has no loss
+            if "llama" not in kind.values and KINDS[kind.values[0]][0].backbone  # a text alone has no loss
         ),
     ],
 )
