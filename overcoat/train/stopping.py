@@ -47,7 +47,9 @@ def stop_at(model: Any, stops: list[int]) -> None:
         from transformers import GenerationConfig
 
         found = model.generation_config = GenerationConfig.from_model_config(model.config)
-    own = found.eos_token_id if found.eos_token_id is not None else model.config.get_text_config().eos_token_id
+    # Texts of vision-language models (Qwen3-VL's) have none.
+    own = found.eos_token_id
+    own = getattr(model.config.get_text_config(), "eos_token_id", None) if own is None else own
     own = [own] if isinstance(own, int) else list(own or [])
     if new := [token for token in stops if token not in own]:
         all_stops = own + new
