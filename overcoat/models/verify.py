@@ -151,9 +151,10 @@ class Cloner:
             vars(clone)["_modules"] = {
                 name: None if part is None else self.layer(part) for name, part in module._modules.items()
             }
-        for name, part in clone.lora_B.items() if is_lora(module) and owned else ():
-            # An addition of the base's size at most: large scores would amplify FP32's own rounding.
-            part.weight.div_(max(1.0, 3.0 * abs(float(module.scaling[name]))))
+        if owned and is_lora(module):
+            for name, part in clone.lora_B.items():
+                # An addition of the base's size at most: large scores would amplify FP32's own rounding.
+                part.weight.div_(max(1.0, 3.0 * abs(float(clone.scaling[name]))))
         return clone
 
     def _config(self, value: Any) -> Any:
