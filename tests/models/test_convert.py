@@ -196,7 +196,7 @@ def test_a_module_replaced_as_a_whole_is_left_to_the_original(kind: str) -> None
 
 
 def test_a_model_of_another_kind_is_refused_with_the_known_kinds() -> None:
-    with pytest.raises(ValueError, match="docs/models.md"):
+    with pytest.raises(ValueError, match=r"docs/models\.md"):
         overcoat.convert(nn.Sequential(nn.Linear(4, 4)))
     config = PhiConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=64)
     with pytest.warns(UserWarning, match="no decoder layer trains in FP8: PhiDecoderLayer is not supported"):
