@@ -103,6 +103,17 @@ MODELS = {
 _CHECKPOINTS = {model.checkpoint: model for model in MODELS.values() if model.checkpoint}
 
 
+MOST_LAYERS = 1000  # these take a second to make, even on the meta device
+
+
+def check_depth(config: Any) -> None:
+    """ValueError if a configuration has more layers than any model: building them would not end."""
+    for part in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
+        for name, value in vars(part).items() if hasattr(part, "__dict__") else ():
+            if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
+                raise ValueError(f"{name} = {value} in the model's configuration: no model has so many layers")
+
+
 def load_model_config(name: str, with_images: bool = False) -> Any:
     """The transformers configuration of a model.
 
@@ -127,6 +138,7 @@ def load_model_config(name: str, with_images: bool = False) -> Any:
             f"--model {name!r} is neither a built-in shape ({', '.join(MODELS)}), nor a folder or file with a "
             f"transformers configuration, nor a model that can be fetched: {error}"
         ) from error
+    check_depth(config)
     causal = load_extra("transformers.models.auto.modeling_auto", "hf", "overcoat estimate")
     if config.model_type not in causal.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (with_images and sees(config)):
         raise ValueError(f"--model {name!r} is a {config.model_type} model, no causal language model of transformers")

@@ -239,6 +239,11 @@ class AdamW(torch.optim.Optimizer):
         pairs = self._take_gradients()
         if pairs:
             step_groups = [step_group for _, step_group in pairs]
+            if len({step_group.device.type == "meta" for step_group in step_groups}) > 1:
+                raise ValueError(
+                    "overcoat.AdamW: some parameters with gradients are on the meta device, without data, and others "
+                    "are not: load them, or leave them out of the optimizer"
+                )
             one, never = self.constants(step_groups[0].device)
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             factor = one if scale is None else 1.0 / scale.to(one.device, torch.float32)

@@ -21,6 +21,7 @@ from overcoat.estimate.dry_run import META, LossOf
 from overcoat.extras import load_extra, load_pretrained
 from overcoat.models.family import tower_path
 from overcoat.models.head import LeanLossModel
+from overcoat.models.shapes import MOST_LAYERS
 from overcoat.optim.sharding import local
 from overcoat.train.config import Config, LoraConfig, ModelConfig, OptimizerConfig, RecipeConfig, error_context, require
 from overcoat.train.data import Batch
@@ -28,7 +29,6 @@ from overcoat.train.process import choose_device, gather, is_first, memory_of, s
 
 MODEL_TYPES = "transformers.models.auto.modeling_auto"
 CPU = torch.device("cpu")
-MOST_LAYERS = 1000  # take a second to make, even on the meta device
 
 
 def check_config(config: Config) -> None:

@@ -64,3 +64,11 @@ def test_what_is_no_model_at_all(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"layers": 3}))
     with pytest.raises(ValueError, match=r"neither a built-in shape.*llama-2-7b"):
         load_model_config(str(tmp_path))
+
+
+def test_more_layers_than_any_model_has_are_refused(tmp_path):
+    LlamaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 10**9}))
+    with pytest.raises(ValueError, match="num_hidden_layers = 1000000000"):
+        load_model_config(str(tmp_path))

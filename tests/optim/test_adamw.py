@@ -583,3 +583,11 @@ def test_a_model_moved_to_the_gpu_goes_on_as_one_that_was_there(offload):
         train(params, optimizer, 2, first=2)
         runs.append(snapshot(params, optimizer))
     assert_same_bits(*runs)
+
+
+def test_parameters_without_data_beside_others_are_refused() -> None:
+    params = [torch.nn.Parameter(torch.ones(4, 128, device=device)) for device in ("cpu", "meta")]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match="on the meta device, without data, and others are not: load them"):
+        AdamW(params, lr=1e-3).step(clip_grad_norm=1.0)
