@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import glob
 import importlib
 import os
 import re
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +136,17 @@ def drawing(path: Path, extra: str, purpose: str, width: float, height: float, *
 def one_line(text: str) -> str:
     """Return a text as one line without control characters: line breaks become spaces."""
     return printable(" ".join(text.splitlines()))
+
+
+def fit_terminal(text: str, columns: int | None = None) -> str:
+    """Return a text whose lines fit a terminal, cut between words; as it is where output goes elsewhere."""
+    if columns is None:
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    if not columns:
+        return text
+    cut = functools.partial(textwrap.wrap, width=columns, subsequent_indent="    ", break_long_words=False)
+    lines = [cut(line, replace_whitespace=False, break_on_hyphens=False) or [""] for line in text.split("\n")]
+    return "\n".join(piece for pieces in lines for piece in pieces)
 
 
 def reason(error: BaseException) -> str:

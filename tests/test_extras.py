@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from overcoat.extras import check_exists, load_extra, load_pretrained
+from overcoat.extras import check_exists, fit_terminal, load_extra, load_pretrained
 from overcoat.train.config import DataConfig
 from overcoat.train.sources import open_dataset
 
@@ -64,3 +64,11 @@ def test_a_path_to_nothing_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypa
         "buckets/a/b/c",
     ):
         check_exists(name)
+
+
+def test_lines_fit_a_terminal_without_cutting_words() -> None:
+    row = "+ release_gradients            33.79      35.32             0   no clipping by the norm of all gradients"
+    shown = fit_terminal(f"{row}\n\nshort", 80)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.split() == f"{row} short".split()
+    assert shown.splitlines()[-2:] == ["", "short"]

@@ -28,7 +28,7 @@ from overcoat.estimate.fit import Room, advise
 from overcoat.estimate.predict import Predictor
 from overcoat.estimate.setup import DTYPES, Setup
 from overcoat.estimate.times import GPUS, NETWORK, Cluster
-from overcoat.extras import importing, load_extra
+from overcoat.extras import fit_terminal, importing, load_extra
 from overcoat.formats.masters import MASTERS
 from overcoat.formats.moments import MOMENTS
 from overcoat.models.convert import check_converted
@@ -160,12 +160,12 @@ def run(parsed: argparse.Namespace) -> int:
     count = f"{billions:.3f} B" if billions >= 0.01 else f"{billions * 1e3:.3f} M"
     print(f"{count} parameters, batch {batch} x {sequence} tokens{gpus}")
     for line in filter(None, (note, table.not_converted(prediction))):
-        print(line)
+        print(fit_terminal(line))
     print(table.component_table(prediction))
     if times is not None:
-        print(table.time_line(times, tokens, cluster))
+        print(fit_terminal(table.time_line(times, tokens, cluster)))
     if room is not None and advice is not None:
-        print(f"\n{table.rung_table(room, advice)}\n\n{table.recommendation(room, advice)}")
+        print(fit_terminal(f"\n{table.rung_table(room, advice)}\n\n{table.recommendation(room, advice)}"))
     return 0
 
 
