@@ -1,4 +1,4 @@
-"""Who takes part: `ENGINES` run the decoder layers in `bench layer`, `TRAINERS` take whole steps in `bench model`.
+"""Contestants: `ENGINES` run the decoder layers in `bench layer`, `TRAINERS` take whole steps in `bench model`.
 
     overcoat ...             `overcoat.convert` under a recipe, eager; compiled; as CUDA graphs
     overcoat torch checkpoint
@@ -10,7 +10,7 @@
     transformer engine ...   its TransformerLayer under its FP8 recipes
 
 "compile" is torch.compile layer by layer, as people do; "graphs" with mode="reduce-overhead": CUDA graphs, without the
-host, which is what a small block waits for. BF16 and torchao take PyTorch's attention, cuDNN's first, the fastest on
+host, which limits small blocks. BF16 and torchao take PyTorch's attention, cuDNN's first, the fastest on
 Hopper. In whole models peers get the best parts that can be assembled: liger-kernel's fused linear cross-entropy where
 it is installed, and the optimizer their name says.
 """

@@ -67,8 +67,8 @@ METRICS = (
 
 
 class Work(NamedTuple):
-    """What is trained: a model, a step's batch (on each GPU), whether the vision tower is frozen, pixels a side of its
-    images, GPUs of FSDP2 (0: without)."""
+    """Work of a measurement: a model, a step's batch (on each GPU), whether the vision tower is frozen, pixels a side
+    of its images, GPUs of FSDP2 (0: without)."""
 
     model: Model
     batch: int
@@ -85,7 +85,7 @@ def step_flops(parameters: int, tokens: int, sequence: int, config: Any) -> floa
 
 
 def tower_flops(model: Any, inputs: dict[str, Any]) -> float:
-    """Those of a vision tower."""
+    """Return the operations of a vision tower."""
     config, parameters = model.config, tower_parameters(model)
     if not inputs or not parameters:
         return 0.0
@@ -270,8 +270,8 @@ def _measure_model(session: Session, label: str, model: Model) -> None:
     added = [CUSTOM + " ".join(parsed.recipe) + way for way in WAYS] if parsed.recipe else []
     trainers = {name: trainer_of(name) for name in [*TRAINERS, *added]}
     # A graph would hold parameters where one gathering had put them; one GPU alone gathers nothing.
-    takes_part = [name for name, t in trainers.items() if not (t.engine.graphs if parsed.gpus else t.fp8_all_gather)]
-    equal = [at(parsed.batch, name) for name in takes_part if matches(name, parsed.only)]
+    able = [name for name, t in trainers.items() if not (t.engine.graphs if parsed.gpus else t.fp8_all_gather)]
+    equal = [at(parsed.batch, name) for name in able if matches(name, parsed.only)]
     session.draw(equal, group=f"{label}, batch {parsed.batch}")
     if parsed.best:
         session.table(f"{label}, other batches")

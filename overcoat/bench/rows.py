@@ -46,7 +46,7 @@ _STARTED = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def environment(command: str | None = None) -> Row:
-    """Where and with what a row is measured; `command` is this process's own unless given."""
+    """Return the environment of a row: date, commit, GPU, versions; `command` is this process's own unless given."""
     return {
         "date": _STARTED,
         "commit": commit(),
@@ -152,7 +152,7 @@ def line(row: Row, columns: Sequence[Column]) -> str:
 
 
 class Metric(NamedTuple):
-    """What a panel of bars shows: its title, the keys whose figures are stacked into one bar, their scale, decimals."""
+    """Panel of bars: its title, the keys whose figures are stacked into one bar, their scale, decimals."""
 
     title: str
     keys: tuple[str, ...]

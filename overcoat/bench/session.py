@@ -90,7 +90,7 @@ class Session:
         return [self.run(name, function, (name, *arguments), packages, **labels) for name, packages in wanted.items()]
 
     def call(self, function: Callable[..., Row], *arguments: Any) -> Row:
-        """What `function(*arguments)` returns in a process of its own, or {"error": reason}."""
+        """Return the result of `function(*arguments)` in a process of its own, or {"error": reason}."""
         return call_alone(function, *arguments, timeout=self.parsed.timeout)
 
     def add(self, row: Row) -> Row:
@@ -138,7 +138,7 @@ def describe(command: str) -> Row:
 
 
 def is_installed(package: str) -> bool:
-    """Whether `import package` would find it; nothing but its parents is imported."""
+    """True if `import package` would find it; only its parents are imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -146,7 +146,7 @@ def is_installed(package: str) -> bool:
 
 
 def matches(name: str, words: Sequence[str] | None) -> bool:
-    """Whether `name` has one of `words` in it, or is the word after a "="; without words, always."""
+    """True if `name` has one of `words` in it, or is the word after a "=", or if there are no words."""
     name = name.lower()
     return not words or any(
         name == word[1:].lower() if word.startswith("=") else word.lower() in name for word in words
@@ -161,7 +161,7 @@ def say(text: str) -> None:
 
 
 def call_alone(function: Callable[..., Row], *arguments: Any, timeout: float) -> Row:
-    """What `function(*arguments)`, importable by name, returns in a new process, a dict of plain numbers and strings;
+    """Run `function(*arguments)`, importable by name, in a new process; return its dict of plain numbers and strings,
     or {"error": reason}. timeout: seconds after which the process is killed."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
@@ -204,7 +204,7 @@ def load_pytorchs_cudnn() -> None:
 
 
 def attempt(function: Callable[..., Row], *arguments: Any) -> Row:
-    """What `function(*arguments)` returns, or {"error": "Type: message"}, one line."""
+    """Return the result of `function(*arguments)`, or {"error": "Type: message"}, one line."""
     try:
         return function(*arguments)
     except Exception as error:

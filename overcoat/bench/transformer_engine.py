@@ -96,7 +96,7 @@ class TransformerEngineBlock(nn.Module):
         return self._parts(lambda name: self.layer.get_parameter(name).grad)
 
     def _parts(self, of: Callable[[str], Any]) -> dict[str, Tensor]:
-        """What `of` makes of the weights, under the names of the transformers layer."""
+        """Apply `of` to the weights, by the names of the transformers layer."""
         q, k, v = of("self_attention.layernorm_qkv.weight").split(self.splits)
         gate, up = of("layernorm_mlp.fc1_weight").chunk(2)
         return {

@@ -55,7 +55,7 @@ class Heads(NamedTuple):
     causal: a token sees those before it, unless the mask is of all pairs.
     rotates: False: q and k stay as they are (SmolLM3's every fourth layer).
     rotated: how many of a head's columns rotate, the first ones (Phi); 0: all.
-    neighbours: columns 2 i and 2 i + 1 rotate together, not i and i + rotated / 2 (GLM-4); a column of the tables
+    rope_interleaved: columns 2 i and 2 i + 1 rotate together, not i and i + rotated / 2 (GLM-4); a column of the tables
         stands twice in a row if also `rope_repeated` (Cohere).
     clip: q, k and v are limited to +- this before all else (OLMo); 0: not.
     softcap: scores are softcap * tanh(score / softcap) (Gemma 2); 0: not.

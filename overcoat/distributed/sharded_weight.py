@@ -136,16 +136,16 @@ SIGNATURE = inspect.signature(UnshardedParam.fsdp_pre_all_gather.__get__(Unshard
 
 
 class ShardedWeight(UnshardedParam):
-    """A sharded weight that travels in FP8; FSDP2 calls its two methods for every all-gather.
+    """Sharded weight that is gathered in FP8; FSDP2 calls its two methods for every all-gather.
 
     Args:
         name: the parameter's.
         param, group: as of `UnshardedParam`.
-        layer: whose mode says how it travels. linear: whose weight it is, or its base layer's.
+        layer: its mode decides the dtype on the wire. linear: owner of the weight, or of the base layer's.
 
     Attributes:
-        maxima: that of its stack is among them, or those of the blocks that shards cut; None without such.
-        scale: of its stack, 0-d FP32; of blocks those of this process' rows.
+        maxima: of all stacks, this weight's among them, or of the blocks that shards cut; None if not needed.
+        scale: of its stack, 0-d FP32; with block scales one per block of this process' rows.
         amax: of its stack, 0-d FP32; None with block scales.
     """
 

@@ -1,8 +1,8 @@
 """bf12: BF16 in 12 bits, the code of q and k that attention keeps for its backward.
 
-A sign, 4 bits of exponent below that of the largest |x| of a token's head, and BF16's 7 bits of mantissa. A BF16
-number comes back bit for bit unless it is 2^14 times smaller than its head's largest, and within 2^-22 of that even
-then: the backward reads the very scores of the forward (why: docs/architecture.md). FP32 and FP16 numbers are rounded
+A sign, 4 bits of exponent relative to the largest |x| of a token's head, and BF16's 7 bits of mantissa. A BF16
+number comes back bit for bit unless it is 2^14 times smaller than its head's largest, and within 2^-22 of the largest
+even then: the backward reads the forward's exact scores (why: docs/architecture.md). FP32 and FP16 numbers are rounded
 to 7 bits of mantissa; models of those types with scores of hundreds want `kept_attention="bf16"`. A head whose largest
 |x| is 2^127 or more is lost, which no forward survives either.
 
@@ -11,7 +11,7 @@ With M = 2^e, e the exponent of the largest |x|, rounded to BF16, the code is th
     z = x / M * 2^-112      an FP32 number of exponent field 0 to 15, or subnormal: its sign, and bits 16 to 26
 
 Stored as two tensors: sign, exponent and 3 bits of mantissa, in the place of 8-bit codes; and the other 4 bits, two in
-a byte, those of elements j and j + D/2 of a head, which a rotation reads together.
+a byte, for elements j and j + D/2 of a head, which a rotation reads together.
 
 Legend: T tokens, N heads, D head width.
 """

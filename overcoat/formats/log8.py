@@ -36,10 +36,10 @@ FLOOR = 1 << 18  # as bits: a group with M < 2^-131 is stored as zero
 def encode(groups: Tensor, bits: Tensor, smallest: Tensor, phase: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
     """Codes, uint8, and the shape byte, int32, of v >= 0.
 
-    v = 0 is no case of its own: its bits, 0, are 255 steps or more below those of M; what is farther counts as 255.
+    v = 0 needs no case: its bits, 0, are 255 steps or more below M's; larger distances count as 255.
 
     Args:
-        groups: FP32. bits: those of M as it is stored, int32, 0 or at least FLOOR. smallest: mu, FP32.
+        groups: FP32. bits: of M as stored, int32, 0 or at least FLOOR. smallest: mu, FP32.
         phase: int32, whose highest byte says by how much M is moved; None rounds to nearest.
     """
     span = bits - torch.where(bits > 0, smallest, 0.0).view(torch.int32)

@@ -179,7 +179,7 @@ def _documents(data: DataConfig) -> Iterator[tuple[str, Any, str]]:
 
 
 def _answer(question: str) -> str:
-    """What is typed; nothing at the end of the input (Ctrl-D)."""
+    """Return the typed answer; "" at the end of the input (Ctrl-D)."""
     try:
         return input(f"{question}: ").strip()
     except EOFError:

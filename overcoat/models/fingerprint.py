@@ -43,7 +43,7 @@ Place = tuple[dict[str, Any], str]
 
 
 class Fingerprint:
-    """What a layer's modules, values and functions were. It does not hold the layer itself."""
+    """Modules, values and functions of a layer when it was last checked. It does not hold the layer itself."""
 
     def __init__(self, layer: nn.Module | None = None) -> None:
         modules = [] if layer is None else [module for module in layer.modules() if module is not layer]

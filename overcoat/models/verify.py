@@ -45,7 +45,8 @@ PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.dtype)
 
 
 class Verified(NamedTuple):
-    """What was found: decibels, the worst of all comparisons; or why there was none. twin: of a small one."""
+    """Result of a verification: decibels of the worst comparison, or the reason why there was none. twin: of a small
+    layer."""
 
     decibels: Optional[float] = None
     reason: Optional[str] = None

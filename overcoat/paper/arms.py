@@ -100,7 +100,7 @@ def tiny_run() -> Path:
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
-    """Of a run directory, or the path itself if it is a checkpoint. ValueError: there is none."""
+    """Return the newest checkpoint of a run directory, or the path itself if it is one. ValueError: there is none."""
     found = list_checkpoints(run_dir / "checkpoints") or [run_dir]
     if not (found[-1] / "training.pt").is_file():
         raise ValueError(f"--checkpoint {run_dir}: no run directory or checkpoint of `overcoat train`")
@@ -113,7 +113,7 @@ def newest_checkpoint(run_dir: Path) -> Path:
 def completions(
     model: Any, tokenizer: Any, prompts: Sequence[str], tokens: int, rows: int, pixels: Tensor | None = None
 ) -> list[str]:
-    """What the model writes after each prompt, greedily, at most `tokens` tokens; `rows` prompts at once. pixels:
+    """Return the model's greedy continuation of each prompt, at most `tokens` tokens; `rows` prompts at once. pixels:
     (prompts, C, height, width), the image of each."""
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))  # little padding
     found: dict[int, str] = {}

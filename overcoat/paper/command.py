@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lacking(exhibit: Exhibit, size: str, checkpoint: Path | None) -> str:
-    """What an exhibit needs that is not here; "" if it can run."""
+    """Return what an exhibit needs and this machine lacks; "" if it can run."""
     if size == "small" and exhibit.small:
         return ""
     if exhibit.gpu and not torch.cuda.is_available():

@@ -88,7 +88,7 @@ def _problem(number: int, numbers: dict[str, int], draw: random.Random) -> Probl
 
 
 def is_held_out(number: int, numbers: dict[str, int]) -> bool:
-    """Whether a template's numbers are for testing only."""
+    """True if a template's numbers are for testing only."""
     return zlib.crc32(repr((number, sorted(numbers.items()))).encode()) % 8 == 0
 
 

@@ -1,4 +1,4 @@
-"""What an exhibit shows: rows of figures, the paper's beside ours, as a table, JSON lines and a plot."""
+"""Result of an exhibit: rows of figures, the paper's beside ours, as a table, JSON lines and a plot."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ PAPER_LOSS = {BASELINE: 2.551, "default": 2.568, "paper": 2.568}
 
 @contextlib.contextmanager
 def folder_of(options: Options) -> Iterator[Path]:
-    """Where the runs go: --dir, else a folder that is deleted after."""
+    """Return the folder of the runs: --dir, else a temporary one."""
     if options.dir is not None:
         options.dir.mkdir(parents=True, exist_ok=True)
         yield options.dir
@@ -155,7 +155,7 @@ def table3(options: Options) -> Result:
 
 
 def right_answers(run_dir: Path, asked: list[Problem]) -> list[bool]:
-    """Which problems the model of a run answers right."""
+    """Return flags of the problems that a run's model answers right."""
     model, tokenizer = load_target(find_target(str(run_dir)), choose_device("auto"))
     found = completions(model, tokenizer, [problem.prompt for problem in asked], 96, 1024)
     return [number_of(text) == problem.answer for text, problem in zip(found, asked, strict=True)]

@@ -76,7 +76,7 @@ def build(folder: Path, hidden: int, layers: int, heads: int) -> Path:
 
 
 def answers(export: Path, base: Path, asked: list[Scene]) -> list[bool]:
-    """Which scenes' questions a trained model answers right."""
+    """Return flags of the scenes whose questions a trained model answers right."""
     transformers = load_extra("transformers", "hf", "overcoat paper table5")
     model = transformers.AutoModelForImageTextToText.from_pretrained(export, dtype=torch.bfloat16).eval()
     model.to(choose_device("auto"))

@@ -184,7 +184,8 @@ def training(runs: list[Run]) -> Iterator[str]:
 
 
 def memory(run: Run, place: int) -> str:
-    """What a step holds, phase by phase: components as estimated, and the peaks as measured where memory.report was."""
+    """Chart a step's memory, phase by phase: components as estimated, and the peaks as measured where memory.report
+    was."""
     prediction, measured = run.prediction, run.memory.get("measured", [])
     if isinstance(prediction, str):
         why = f"No estimate: {escape(prediction)}."

@@ -1,4 +1,4 @@
-"""What a report knows of a run: everything its directory holds, and the estimate of its step."""
+"""Data of a run for the report: everything in its directory, and the estimate of its step."""
 
 from __future__ import annotations
 

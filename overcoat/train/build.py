@@ -256,7 +256,7 @@ def _inline(model: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _own_name(model_type: str, key: str) -> str:
-    """What a model type calls a key: GPT-2 n_layer for num_hidden_layers."""
+    """Return a model type's own name of a key: GPT-2's n_layer for num_hidden_layers."""
     config = load_extra("transformers", "hf", "building the model").AutoConfig.for_model(model_type)
     return str(config.attribute_map.get(key, key))
 

@@ -167,8 +167,7 @@ def choose_checkpoint(config: Config) -> Path | None:
 
 
 def _holds_other_files(run_dir: Path, cache: Path) -> bool:
-    """Whether there is more in `run_dir` than tokens, hidden files, and folders that hold nothing else: those of a run
-    inside it that was refused."""
+    """True if `run_dir` holds more than tokens, hidden files, and folders of these alone (left by a refused run)."""
     if not run_dir.is_dir() or run_dir.is_symlink():
         return run_dir.is_symlink() or run_dir.exists()
     tokens = [run_dir / "data", cache / "tokens", cache / "tokenizer"]

@@ -1,4 +1,4 @@
-"""What the sections of a configuration must not say together, and what they say that nothing reads.
+"""Checks across sections: combinations of keys that cannot work, and keys that nothing reads.
 
 Each check is a row: whether all is well, and one line that names the keys and the remedy.
 """

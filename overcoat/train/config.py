@@ -1,4 +1,5 @@
-"""What a training run is: nested frozen dataclasses, filled from defaults, then a TOML file, then dotted arguments.
+"""Configuration of a training run: nested frozen dataclasses, filled from defaults, then a TOML file, then dotted
+arguments.
 
     overcoat train configs/demo.toml train.steps=50 optimizer.lr=1e-3 data.files='["a.txt", "b.txt"]'
 
@@ -194,17 +195,17 @@ class DataConfig:
 
     @property
     def is_chat(self) -> bool:
-        """Whether a row of the data is a conversation, of which some tokens are trained on."""
+        """True if a row of the data is a conversation, of which some tokens are trained on."""
         return self.format != "text"
 
     @property
     def masks_documents(self) -> bool:
-        """Whether attention stays inside a document of a packed row."""
+        """True if attention stays inside a document of a packed row."""
         return self.document_mask or self.is_chat
 
     @property
     def is_tokens(self) -> bool:
-        """Whether the data are token binaries already."""
+        """True if the data are token binaries already."""
         return bool(self.files) and not self.dataset and self.files[0].endswith(".bin")
 
 

@@ -197,8 +197,8 @@ def all_keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _unknown_key(key: str) -> str:
-    """What transformers' Trainer calls so; else nearest by the last part alone (train.lr -> optimizer.lr), then by the
-    whole key (optimiser.lr)."""
+    """Suggest a key for an unknown one: that of transformers' Trainer by this name; else the nearest by the last part
+    alone (train.lr -> optimizer.lr), then by the whole key (optimiser.lr)."""
     leaves = {name.rpartition(".")[2]: name for name in all_keys()}
     leaf = key.rpartition(".")[2]
     if leaf in OF_TRAINER:

@@ -100,13 +100,13 @@ class Corpus:
 
     @property
     def to_save(self) -> Any | None:
-        """What a model's folder needs beside the model."""
+        """Return what is saved beside the model: the processor or the tokenizer."""
         found = self.tokenizer if self.images is None else self.images.processor
         return found if found is None else ending_with(found, self.stops)
 
 
 def cache_dir(config: Config) -> Path:
-    """Where tokens and a trained tokenizer are kept."""
+    """Return the folder of tokens and of a trained tokenizer."""
     return Path(config.data.cache_dir or Path(config.train.run_dir) / "data")
 
 

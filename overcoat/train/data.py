@@ -301,7 +301,7 @@ class Shards:
 
 
 def document_ends(tokens: np.ndarray, eos: int | None, length: int) -> np.ndarray:
-    """Where documents end in one file, its own end included."""
+    """Return the ends of documents in one file, its own end included."""
     ends = np.flatnonzero(tokens == eos) + 1 if eos is not None else np.empty(0, dtype=np.int64)
     if not len(ends):
         ends = np.arange(length, len(tokens), length)

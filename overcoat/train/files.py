@@ -125,7 +125,7 @@ def write_directory(target: Path, fill: Callable[[Path], None], about: dict[str,
 
 
 def partial_of(target: Path) -> Path:
-    """Where `write_directory` has the files until they are complete."""
+    """Return the folder in which `write_directory` has the files until they are complete."""
     return target.with_name(PARTIAL + target.name)
 
 

@@ -228,7 +228,7 @@ def evaluate_tasks(state: TrainState, config: Config, tasks: Tasks, tokenizer: A
 
 
 def _in_memory(state: TrainState, config: Config, compute: Callable[[int], T]) -> T:
-    """What `compute` returns, given a number of rows that fit at once."""
+    """Return the result of `compute`, given a number of rows that fit at once."""
     size = state.fit.micro_batch
     # The passes of several processes go together: fewer rows in one would leave the others waiting.
     while size > 1 and process.count() == 1:

@@ -6,12 +6,13 @@
     rows      a step has `train.rows_per_step` rows, whatever N; each process takes its part of them, in micro-batches
               of `train.batch_size` rows at most
     loss      each process divides by the labels of the whole step, so gradients are sums, not means, over processes
-    reducing  after every micro-batch: kept for the last one (`parallel.accumulate = "whole"`), gradients lie whole on
-              every GPU, in `parallel.reduce_dtype`
+    reducing  after every micro-batch; or once a step (`parallel.accumulate = "whole"`), with whole gradients on every
+    GPU
+              in `parallel.reduce_dtype`
 
 A model is made without memory (meta device) or in the host's, mapped from its files. Then layer after layer comes to
-the device, is filled, and cut. Random weights are those of one process: each module is drawn from the state that the
-generator has when one process draws it, found by drawing everything once and keeping nothing.
+the device, is filled, and cut. Random weights equal a single process': each module is drawn from the
+generator's state at that point, found by drawing everything once and keeping nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `train` refuses of a model before data are read, and `init` before it writes a configuration."""
+"""Checks of a model that `train` makes before data are read, and `init` before it writes a configuration."""
 
 from __future__ import annotations
 

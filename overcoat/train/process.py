@@ -41,8 +41,8 @@ SECONDS_FOR_THE_CAUSE = 3.0  # to whoever failed first, and to the launcher that
 
 
 class _Together:
-    """What the processes of this run share: a group for what the host says, one for what is written while training
-    goes on, and a store; None in a run of one."""
+    """State that the processes of a run share: a group for host messages, one for writing while training goes on, and a
+    store; None in a run of one."""
 
     # A signal has come: where others are gone too, from the launcher, which says why.
     is_ended = False
@@ -67,12 +67,12 @@ def machines() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process writes the files and the lines of the run."""
+    """True if this process writes the files and the lines of the run."""
     return rank() == 0
 
 
 def is_restarted() -> bool:
-    """Whether torchrun started the processes again (`--max-restarts`) after one of them failed."""
+    """True if torchrun started the processes again (`--max-restarts`) after one of them failed."""
     return number_in_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
 
 
@@ -120,9 +120,9 @@ def leave(status: int) -> int:
 
 
 def may_report(text: str, is_cause: bool = True) -> bool:
-    """Whether this process says why the run fails: the first one with a cause does. An error that only follows from
-    another process' end (`is_cause` False) is said if after SECONDS_FOR_THE_CAUSE no process has said a cause. torchrun
-    gets the text, too."""
+    """True if this process reports why the run fails: the first one with a cause does. An error that follows from
+    another process' end (`is_cause` False) is reported if after SECONDS_FOR_THE_CAUSE no process has reported a cause.
+    torchrun gets the text, too."""
     if not is_worker():
         return True
     if not is_cause:
@@ -208,7 +208,7 @@ def first_before_others() -> Iterator[None]:
 
 
 def share(make: Callable[[], T]) -> T:
-    """What `make` returns in the first process; the others do not call it. It is pickled on the way, between processes
+    """Return the first process' `make()`; the others do not call it. It is pickled on the way, between processes
     of one run."""
     if count() == 1:
         return make()
@@ -219,7 +219,7 @@ def share(make: Callable[[], T]) -> T:
 
 
 def gather(value: Any) -> list[Any]:
-    """What each process has, in the order of their ranks; only the first process' list is filled."""
+    """Return each process' value, by rank; only the first process' list is filled."""
     if count() == 1:
         return [value]
     found: list[Any] = [None] * count()

@@ -196,7 +196,7 @@ FORMS: tuple[Callable[[Messages], Messages], ...] = (lambda messages: messages, 
 
 
 class Losses:
-    """What templates and fields leave out of the conversations, by kind: how many, and the first."""
+    """Counts of what templates and fields leave out of the conversations, by kind, with the first example."""
 
     def __init__(self, on_lost: str):
         self.on_lost = on_lost

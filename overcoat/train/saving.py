@@ -81,7 +81,7 @@ class Saver:
 
 
 class CheckpointSnapshot:
-    """What a checkpoint will hold, of this process."""
+    """Tensors of this process for a checkpoint."""
 
     def __init__(self, state: TrainState) -> None:
         self.model, self.step, self.name = state.model, state.step, f"step-{state.step:08d}"
@@ -96,7 +96,7 @@ class CheckpointSnapshot:
 
     @property
     def bytes(self) -> int:
-        """Of a copy in host memory."""
+        """Return the bytes of a copy in host memory."""
         values = tree_leaves((self.weights, self.training))
         return sum(shard_bytes(value) for value in values if isinstance(value, torch.Tensor))
 

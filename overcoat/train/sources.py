@@ -1,4 +1,4 @@
-"""Where text comes from: files, Python's own source, JSONL, parquet, or a `datasets` name, all seen as documents.
+"""Sources of text: files, Python's own source, JSONL, parquet, or a `datasets` name, all seen as documents.
 
 `documents(config)` yields them sorted by the checksum of the file's name, so that any prefix is a fair sample;
 `rows(config)` the rows themselves, for conversations.

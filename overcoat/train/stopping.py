@@ -1,4 +1,4 @@
-"""Where a trained model stops writing: the tokens that end what it was trained to say.
+"""Stop tokens of a trained model: the tokens that end what it was trained to say.
 
 Of text it is EOS. Of conversations the tokens are found among those trained on, as the template rendered them: the last
 one of each conversation, white space aside. A base model's own EOS is another token than the one that ends a turn, so

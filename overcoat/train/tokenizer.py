@@ -40,7 +40,7 @@ def make_tokenizer(config: Config) -> Any | None:
 
 
 def set_chat_template(tokenizer: Any, template: str) -> None:
-    """That of `tokenizer.chat_template`, if it is given; of a tokenizer or processor."""
+    """Set the template of `tokenizer.chat_template`, if given, on a tokenizer or processor."""
     if template:
         text = read_chat_template(template)
         with error_context("tokenizer.chat_template: no file, and "):
