@@ -117,8 +117,9 @@ def test_less_memory_means_fewer_rows_then_leaner_ways(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llava-1.5-7b", "qwen3-vl-8b"])
-def test_images_that_rows_name_are_planned_with(name: str, place: Path) -> None:
+def test_images_that_rows_name_are_planned_with(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in shapes that see; text alone takes more rows."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its retries would take 100 s
     rows = {}
     for data in ("seen", "chats"):
         words = f"init {data}.toml --model {name} --data {data}.jsonl --rows 840 --gpu-memory 80GB"
