@@ -70,7 +70,7 @@ def linear(x: Tensor, spec: Linear) -> Tensor:
         for a, b, scaling, layer in spec.adapters:
             if layer == place:
                 added = scaling * (x @ a.to(x.dtype).t()) @ b.to(x.dtype).t()  # (T, N) by way of (T, r)
-                y = y + (added if order is None else order.take(added.t()).t())
+                y = y + (added if order is None or order.transposed else order.take(added.t()).t())
         parts.append(y)
     return torch.cat(parts, -1) * spec.scale
 

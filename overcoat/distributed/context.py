@@ -140,7 +140,7 @@ def _why_not(model: Any) -> Optional[str]:
             return f"{name} is not converted"
         if layer.overcoat_mode is not None:
             return f"{name} is compiled"
-        branches, why = branches_of(layer, layer.overcoat_family, 1)
+        branches, why = branches_of(layer, layer.overcoat_family)
         if branches is None:
             return f"{name}: {why}"
         for heads in [branch.mixer.heads for branch in branches if isinstance(branch.mixer, Attention)]:

@@ -31,10 +31,9 @@ from torch.utils.hooks import RemovableHandle
 
 from overcoat.distributed.sharded_weight import CutBlocks, Maxima, ShardedWeight, Stacks, UnshardedParam
 from overcoat.kernels.blockwise import BLOCK
-from overcoat.models.decoder import Fp8DecoderLayer
+from overcoat.models.decoder import Fp8DecoderLayer, checked_now
 from overcoat.models.family import Modules
 from overcoat.models.lora import base_of
-from overcoat.models.refusals import why_replaced
 
 
 @dataclass
@@ -222,7 +221,7 @@ def fp8_stacks(
 ) -> Iterator[tuple[Any, Optional[str]]]:
     """Modules of a layer whose weights are stacked, and why these cannot travel in FP8; shards_of: a module -> rows of
     its weight and processes that have them, or why these are not as they should be."""
-    reason = why_replaced(layer, layer.overcoat_family)
+    reason = checked_now(layer).reason
     for branch in layer.overcoat_family.branches(layer, 1):
         for linears in (branch.in_proj, (branch.out_proj,)) if branch.mixer is not None else ():
             scaling = layer.overcoat_recipe.linear_scaling

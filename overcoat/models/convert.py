@@ -17,7 +17,7 @@ from torch import nn
 from overcoat.block.attention import Attention
 from overcoat.block.offload import choose_blocks
 from overcoat.kernels.gemm import has_float8_tensor_cores, why_no_block_gemm
-from overcoat.models.decoder import Fp8DecoderLayer
+from overcoat.models.decoder import Fp8DecoderLayer, remember
 from overcoat.models.family import (
     Family,
     causal_models,
@@ -34,7 +34,7 @@ from overcoat.models.lora import active_adapters
 from overcoat.models.masks import cache_of
 from overcoat.models.refusals import why_unsupported
 from overcoat.models.report import LayerReport, Report, parts_of
-from overcoat.models.verify import DIFFERS, verify
+from overcoat.models.verify import DIFFERS, verify, verify_again
 from overcoat.recipe import Recipe
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -212,6 +212,8 @@ def _convert_layer(
         return left_alone(f"{kind}: {verified.difference}")
     if not isinstance(layer, Fp8DecoderLayer):
         layer.__class__ = mixed(Fp8DecoderLayer, original)
+    layer.overcoat_verify, layer.overcoat_starts = verify_again, verified.starts  # type: ignore[assignment]
+    remember(layer, family.branches(layer, 1))
     layer.overcoat_recipe, layer.overcoat_eval = recipe, eval_fp8  # type: ignore[assignment]
     report.verified[name] = verified
     detail = _describe(layer, family, recipe)

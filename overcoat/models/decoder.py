@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import torch
@@ -23,7 +24,7 @@ from overcoat.block.run import run_block
 from overcoat.block.spec import Block, Branch, Linear, Norm, RowPermutation, Tables
 from overcoat.models.compiled import run_compiled
 from overcoat.models.family import Family, Mixin, Modules, family_of, original_class
-from overcoat.models.fingerprint import Fingerprint, why_mode
+from overcoat.models.fingerprint import Checked, Fingerprint, why_mode
 from overcoat.models.lora import active_adapters, base_of
 from overcoat.models.masks import (
     as_starts,
@@ -35,7 +36,7 @@ from overcoat.models.masks import (
     rows_of,
     window_of,
 )
-from overcoat.models.refusals import ACTIVATIONS, branches_of, is_conv1d, why_changed
+from overcoat.models.refusals import ACTIVATIONS, branches_of, is_conv1d, why_unusable
 from overcoat.recipe import Recipe
 
 IN_EVAL = "this layer trains in its original precision, in eval(): call train(), or use torch.no_grad() to evaluate"
@@ -56,14 +57,14 @@ def attention(
     scaling: Optional[float] = None,
     layer_scale: Any = None,
     scale: float = 1.0,
-    sinks: Any = None,
+    sinks: Optional[str] = None,
     **options: Any,
 ) -> Modules:
     """The branch of an attention module with q_proj, k_proj, v_proj and o_proj, and perhaps norms of q and k.
 
     in_proj: instead of q_proj, k_proj and v_proj; one layer makes all three, with rows of all q, then k, then v; or if
         `qkv_interleaved` q, k, v of each head. out_proj: instead of o_proj. width: of a head, instead of head_dim;
-        scaling: of scores. layer_scale, scale: `Modules`. sinks: (num_q,). options: fields of `Heads`.
+        scaling: of scores. layer_scale, scale, sinks: `Modules`. options: fields of `Heads`.
     """
     q_norm, k_norm = (
         None if isinstance(norm := module._modules.get(name), nn.Identity) else norm for name in ("q_norm", "k_norm")
@@ -172,14 +173,16 @@ def block_of(branches: tuple[Modules, ...], family: Family, layer: Any) -> Block
 
 
 def _branch(modules: Modules, family: Family) -> Branch:
-    mixer, _, in_proj, out_proj, qk_norm, pre, post, layer_scale, norm_after_residual, _, orders, scale, sinks = modules
+    mixer, owner, in_proj, out_proj, qk_norm, pre, post, layer_scale, norm_after_residual, _, orders, scale, sinks = (
+        modules
+    )
     weights = tuple([None if norm is None else norm_of(norm, family).weight for norm in qk_norm])
     if sinks is not None:
-        weights = (*weights, sinks)
+        weights = (*weights, getattr(owner, sinks))
     result = _linear((out_proj,), (), scale)
     if layer_scale is not None:
         # Into the weight, whose gradient autograd takes apart again. FP8 has exponents enough for columns' sizes.
-        factor = getattr(layer_scale, "lambda1", layer_scale)
+        factor = getattr(*layer_scale)
         (weight,), (bias,) = result.weights, result.biases
         result = result._replace(
             weights=(factor[:, None] * weight,),
@@ -230,22 +233,44 @@ def norm_of(norm: Any, family: Family) -> Any:
 # ---- the layer -------------------------------------------------------------------------------------------------------
 
 
-class Checked:
-    """Answer of `Fp8DecoderLayer._checked`, for as long as the fingerprint holds; empty in a copy."""
+def checked_now(layer: Any) -> Checked:
+    """Return a layer's branches (batch 1), or why its own forward must run: what was found when it was last verified,
+    or, where its fingerprint has changed since, what is found now."""
+    before, family = layer.overcoat_checked, layer.overcoat_family
+    if before is not None and before.fingerprint.holds(layer):
+        return before
+    branches, reason = branches_of(layer, family)
+    if branches is not None:
+        reason = why_unusable(layer, family, branches)
+    if branches is not None and reason is None:
+        try:
+            block_of(branches, family, layer)  # ValueError: weights are no parameters, of nn.DataParallel's copies
+        except (AttributeError, TypeError) as error:
+            reason = f"a module is not what {family.layer} has there ({error})"
+    if reason is None:
+        changed = before.fingerprint.difference(layer) if before is not None else None
+        found = layer.overcoat_verify(layer, family)
+        reason = found.reason if found.trusted and changed else found.difference
+        reason = f"{changed} has changed since it was converted, and {reason}" if reason and changed else reason
+    return remember(layer, branches if reason is None else None, reason)
 
-    def __init__(
-        self,
-        fingerprint: Optional[Fingerprint] = None,
-        branches: Optional[tuple[Modules, ...]] = None,
-        reason: Optional[str] = None,
-    ) -> None:
-        self.fingerprint, self.branches, self.reason = fingerprint or Fingerprint(), branches, reason
 
-    def __deepcopy__(self, memo: Any) -> Checked:
-        return Checked()
+# Layers that were verified.
+_verified: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def __reduce__(self) -> Any:
-        return Checked, ()
+
+def remember(layer: Any, branches: Optional[tuple[Modules, ...]], reason: Optional[str] = None) -> Checked:
+    """Freeze what was found for a layer by the identity of all that decides what it computes."""
+    layer.overcoat_checked = Checked(Fingerprint(layer), branches, reason)
+    _verified.add(layer)
+    return layer.overcoat_checked
+
+
+@torch.compiler.assume_constant_result
+def _check_all() -> int:
+    """Verify again what has changed, of all layers, when code is being compiled: not of the one that is being traced,
+    which would give each layer a graph of its own."""
+    return len([checked_now(layer) for layer in list(_verified)])
 
 
 class Fp8DecoderLayer(Mixin):
@@ -262,6 +287,8 @@ class Fp8DecoderLayer(Mixin):
     # What the last forward in eager mode ran: "FP8", or why not.
     overcoat_ran: Optional[str] = None
     overcoat_checked: Optional[Checked] = None
+    # A layer, its family -> how closely both agree (verify.py); `convert` sets it.
+    overcoat_verify: Callable[[Any, Any], Any]
     overcoat_mode: Optional[str] = None  # torch.compile's; None: eager (compiled.py)
     # The processes between which rows are cut in `train()`; None: they are whole (distributed/context.py).
     overcoat_context: Any = None
@@ -359,16 +386,17 @@ class Fp8DecoderLayer(Mixin):
         return None
 
     def _checked(self) -> tuple[Optional[tuple[Modules, ...]], Optional[str]]:
-        """Return the layer's branches (batch 1), or the reason why its own forward must run. Asked again only where the
-        layer's fingerprint has changed; in compiled code when it is traced."""
-        checked = self.overcoat_checked
-        if not torch.compiler.is_compiling() and checked is not None and checked.fingerprint.holds():
-            return checked.branches, checked.reason
-        branches, reason = branches_of(self, self.overcoat_family, 1)
-        if branches is not None and (reason := why_changed(self, self.overcoat_family, branches)) is not None:
-            branches = None
+        """Return the layer's branches (batch 1), or the reason why its own forward must run."""
         if not torch.compiler.is_compiling():
-            self.overcoat_checked = Checked(Fingerprint(self), branches, reason)
+            checked = checked_now(self)
+            return checked.branches, checked.reason
+        # Traced with the modules themselves: compiled code then notices when they change, and is traced anew.
+        _check_all()
+        reason, branches = None if self.overcoat_checked is None else self.overcoat_checked.reason, None
+        if reason is None:
+            branches, reason = branches_of(self, self.overcoat_family)
+        if branches is not None and (reason := why_unusable(self, self.overcoat_family, branches)) is not None:
+            branches = None
         return branches, reason
 
     def _note(self, ran: str) -> None:

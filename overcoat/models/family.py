@@ -20,13 +20,15 @@ from overcoat.block.spec import RowPermutation
 class Modules(NamedTuple):
     """One residual branch of a layer, in modules; `block.spec.Branch` has its parameters.
 
-    core: `Attention`, `Mlp`, or None where the owner runs as it is, after all others. owner: the module whose forward
-        the core and its linear layers stand in for.
-    inner: the norms of q and of k, None where there is none. pre, post: the norms before and after, or None.
-    layer_scale: what the result is multiplied with before it is added, by column: a parameter, or the module that has
-        it as `lambda1`, or None.
-    outer: whether `post` is of the sum. around: further modules whose forward this stands in for.
-    orders: of `in_proj`, and scale of `out`: as `block.spec.Linear` has them. sinks: attention's (num_q,), or None.
+    mixer: `Attention`, `Mlp`, or None where the owner runs as it is, after all others.
+    owner: the module whose forward the mixer and its linear layers stand in for.
+    qk_norm: the norms of q and of k, None where there is none. pre, post: the norms before and after, or None.
+    layer_scale: what each column of the result is multiplied with before it is added: a module, and the name of its
+        parameter. sinks: the name of attention's (num_q,) in the owner. Parameters are named, not held, since FSDP2
+        puts others in their place.
+    norm_after_residual: whether `post` is of the sum.
+    around: further modules whose forward this stands in for.
+    orders: of `in_proj`, and scale of `out_proj`: as `block.spec.Linear` has them.
     """
 
     mixer: Any
@@ -41,7 +43,7 @@ class Modules(NamedTuple):
     around: tuple[Any, ...] = ()
     orders: tuple[Optional[RowPermutation], ...] = ()
     scale: float = 1.0
-    sinks: Any = None
+    sinks: Optional[str] = None
 
 
 class Family(NamedTuple):

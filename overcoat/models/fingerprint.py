@@ -10,15 +10,15 @@ where such values are found, as pairs (dictionary, name), and what they were:
     functions    the forward of each class, and what the forwards call by name: of their own file, of
                  torch.nn.functional, of transformers' attention interface
 
-Comparing takes about 10 us for a Llama layer. Only where something differs are the rules asked (refusals.py), among
-them whether a function that decides is still its library's own: whoever patches transformers replaces the forward of a
-class, a function that it calls by a name of its module, attention, or the loss.
+Comparing takes about 10 us for a Llama layer. Where something differs the layer is verified again (verify.py): it goes
+on in FP8 if the numbers are the same, else its own forward runs, with one warning that names what has changed.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Optional
 
@@ -35,21 +35,21 @@ ADAPTERS = ("_active_adapter", "_disable_adapters")
 # Hooks that expect nothing of what a module gets and returns: transformers' sleeping recorders, FSDP2's gathering,
 # the one that forbids the cache (convert.py).
 HARMLESS_HOOKS = ("transformers.utils", "torch.distributed.fsdp", "torch.distributed._composable", "overcoat.models")
-# And what they decorate their own with.
+# Whose function modes are harmless.
 LIBRARIES = ("transformers", "torch", "torchtitan", "spmd_types", "kernels", "peft", "overcoat")
-# Functions that have been found to be a library's own.
-known: set[Any] = set()
 Place = tuple[dict[str, Any], str]
 
 
 class Fingerprint:
-    """Modules, values and functions of a layer when it was last checked. It does not hold the layer itself."""
+    """Modules, values and functions of a layer when it was last checked, or only values and functions by `places`. It
+    does not hold the layer itself."""
 
-    def __init__(self, layer: nn.Module | None = None) -> None:
+    def __init__(self, layer: nn.Module | None = None, places: list[Place] | None = None) -> None:
+        self.layer = layer if layer is None else weakref.ref(layer)
         modules = [] if layer is None else [module for module in layer.modules() if module is not layer]
         self.modules = modules
         self.classes = [*{type(module): None for module in modules}]
-        self.places = _places(layer, modules) if layer is not None else []
+        self.places = _places(layer, modules) if layer is not None else places or []
         self.sized: list[Any] = [getattr(module, hooks) for module in modules for hooks in HOOKS]
         self.sized += [module._modules for module in modules]
         self.sized += [part for module in modules if (part := vars(module).get("merged_adapters")) is not None]
@@ -63,9 +63,50 @@ class Fingerprint:
             [each.forward for each in self.classes],
         )
 
-    def holds(self) -> bool:
-        """True if nothing has changed since the fingerprint was taken."""
-        return bool(self.modules) and self._now() == self.seen
+    def holds(self, layer: Optional[nn.Module] = None) -> bool:
+        """True if nothing has changed since the fingerprint was taken, and it is this layer's: nn.DataParallel's copies
+        share the attributes of the layer that they were made of."""
+        return bool(self.places) and (self.layer is None or self.layer() is layer) and self._now() == self.seen
+
+    def difference(self, layer: nn.Module) -> Optional[str]:
+        """Return the first thing of the layer that has changed since, by its name; None if nothing has."""
+        titles = [f"{_owner_of(values, layer)}{name}" for values, name in self.places]
+        paths = {id(module): path for path, module in layer.named_modules()}
+        modules = [paths.get(id(module), type(module).__name__) for module in self.modules]
+        hooked = [f"the hooks of {path}" for path in modules for _ in HOOKS]
+        sizes = [*hooked, *(f"the modules in {path}" for path in modules)]
+        sizes += ["merged adapters"] * (len(self.sized) - len(sizes))
+        classes = [f"the class of {path}" for path in modules]
+        forwards = [f"the forward of all {each.__name__}" for each in self.classes]
+        for found, before, now in zip((titles, sizes, classes, forwards), self.seen, self._now(), strict=True):
+            for title, old, new in zip(found, before, now, strict=True):
+                if old is not new and old != new:
+                    return title
+        return None
+
+
+def _owner_of(values: dict[str, Any], layer: nn.Module) -> str:
+    """Return how a name in a dictionary begins when a person writes it: of a module of the layer, or of a library."""
+    for path, module in layer.named_modules():
+        if values is vars(module) or values is module._modules:
+            return f"{path}." if path else ""
+        if values is getattr(getattr(module, "config", None), "__dict__", None):
+            return "config."
+    return "F." if values is vars(F) else ""
+
+
+class Checked:
+    """Answer of a check, for as long as its fingerprint holds: a layer's branches, or why its own forward must run.
+    Empty in a copy."""
+
+    def __init__(self, fingerprint: Optional[Fingerprint] = None, branches: Any = None, reason: Optional[str] = None):
+        self.fingerprint, self.branches, self.reason = fingerprint or Fingerprint(), branches, reason
+
+    def __deepcopy__(self, memo: Any) -> Checked:
+        return Checked()
+
+    def __reduce__(self) -> Any:
+        return Checked, ()
 
 
 def _places(layer: nn.Module, modules: list[nn.Module]) -> list[Place]:
@@ -143,73 +184,11 @@ def has_hooks(module: Any, harmless: tuple[str, ...] = ("transformers.utils",), 
     )
 
 
-def why_patched(function: Any, title: str) -> Optional[str]:
-    """Return the function that is not its library's: this one, called `title`, or one that it calls by name; None if
-    all are."""
-    called = [(names, name) for names, name in called_by_name(function) if names.get(name) not in known]
-    for name, each in ((title, function), *((name, names.get(name)) for names, name in called)):
-        if (source := _foreign(each)) is not None:
-            return f"{name} was replaced, by {source}'s"
-        known.add(each)
-    return None
-
-
-def why_all_patched(cls: Any) -> Optional[str]:
-    """`why_patched` of the forward of all objects of a class."""
-    return why_patched(cls.forward, f"the forward of all {cls.__name__}")
-
-
-@torch.compiler.assume_constant_result
-def why_torch_patched() -> Optional[str]:
-    """Return a message if somebody replaced what layers call of PyTorch; in compiled code, when it was traced."""
-    for name in CALLED:
-        if (now := getattr(F, name)) not in known:
-            if name in CALLED[:3] and now is not getattr(torch._C._nn, name):
-                return f"F.{name} was replaced, by {now.__module__}'s"
-            if (reason := why_patched(now, f"F.{name}")) is not None:
-                return reason
-    return None
-
-
-@torch.compiler.assume_constant_result
-def why_loss_patched() -> Optional[str]:
-    """Return a message if somebody replaced the loss of causal models, or what it calls; in compiled code as above."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    reason = why_patched(ForCausalLMLoss, "ForCausalLMLoss")
-    return reason or why_patched(F.cross_entropy, "F.cross_entropy") or why_patched(F.linear, "F.linear")
-
-
 def why_mode() -> Optional[str]:
     """Return a message if a TorchFunctionMode of no library is on at a forward, which would see nothing of what our ops
     compute."""
     for place in range(torch._C._len_torch_function_stack()):
         kind = type(torch._C._get_function_stack_at(place))
-        if _foreign(kind) is not None:
+        if kind.__module__.partition(".")[0] not in LIBRARIES:
             return f"the mode {kind.__module__}.{kind.__qualname__} is on, which may change functions of PyTorch"
-    return None
-
-
-def why_other_attention(kind: Optional[str], forward: Any) -> Optional[str]:
-    """Return a message if somebody replaced transformers' attention. kind: transformers' name of it; forward: the
-    function by which a layer's attention module calls it."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if kind in ALL_ATTENTION_FUNCTIONS and "/" not in str(kind):  # not one of the hub's kernels
-        function = ALL_ATTENTION_FUNCTIONS[kind]
-        if function not in known and (reason := why_patched(function, f"attention of kind {kind!r}")) is not None:
-            return reason
-    for names, name in called_by_name(forward):
-        if names.get(name) not in known:
-            return why_patched(forward, "the forward of attention")
-    return None
-
-
-def _foreign(function: Any) -> Optional[str]:
-    """The module of a function, or of one that it decorates, that is of no library; None if all are."""
-    while function is not None:
-        module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
-        if module is not None and module.partition(".")[0] not in LIBRARIES:
-            return str(module)
-        function = getattr(function, "__wrapped__", None)
     return None

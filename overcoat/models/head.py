@@ -42,11 +42,20 @@ from overcoat.models.family import (
     model_spec_of,
     original_class,
 )
-from overcoat.models.fingerprint import HARMLESS_HOOKS, has_hooks, why_all_patched, why_loss_patched, why_mode
+from overcoat.models.fingerprint import (
+    CALLED,
+    HARMLESS_HOOKS,
+    Checked,
+    Fingerprint,
+    called_by_name,
+    has_hooks,
+    why_mode,
+)
 from overcoat.models.images import without_waiting
-from overcoat.models.masks import causal_mask
+from overcoat.models.masks import causal_mask, mask_makers, owners_of
 from overcoat.models.output import refuse_second_call, without_logits
 from overcoat.models.refusals import why_partitioned
+from overcoat.models.verify import is_rms_norm, verify_loss
 from overcoat.recipe import Recipe
 
 
@@ -85,6 +94,8 @@ class LeanLossModel(Mixin):
     overcoat_recipe: Recipe
     overcoat_spec: ModelSpec
     overcoat_family: Optional[Family]
+    overcoat_checked: Optional[Checked] = None
+    overcoat_mask_makers: Any = None  # of whose masks the layers were verified
     # What the last forward in eager mode made: "loss without logits", or "all logits".
     overcoat_ran: Optional[str] = None
     # The processes between which rows are cut in `train()` (distributed/context.py), or None.
@@ -259,7 +270,7 @@ def _logit_scale(model: Any) -> float:
 
 
 def why_head_unsupported(model: nn.Module) -> Optional[str]:
-    """The reason why a causal model's loss cannot be computed without logits, or None if it can."""
+    """Return the reason why a causal model's loss cannot be computed without logits, or None if it can."""
     original: Any = original_class(model)
     whole = model_spec_of(model)
     if whole is None:
@@ -268,27 +279,25 @@ def why_head_unsupported(model: nn.Module) -> Optional[str]:
         return f"the model is wrapped already, as {type(model).__name__}: convert it before"
     if "forward" in vars(model):
         return "the model's forward was replaced on the object: convert it before"
-    if (reason := why_all_patched(original)) is not None:
-        return reason
     head = model.get_submodule(whole.head)
     if type(head) is not nn.Linear and not isinstance(head, LossHead):
         return f"lm_head is a {class_name(head)}, not nn.Linear"
-    return _why_not_lean(model, head)
+    return _why_not_lean(model, head) or _check_loss(model, whole).reason
 
 
 def why_head_replaced(model: Any) -> Optional[str]:
-    """The reason why a converted model's head is not what it was any more; checked at each forward with labels."""
+    """Return the reason why a converted model's head is not what it was any more; asked at each forward with labels."""
     head = model.get_submodule(model.overcoat_spec.head)
     if not isinstance(head, LossHead):
         return f"lm_head is a {class_name(head)} now; convert the model again if it is nn.Linear"
     if not hasattr(_backbone(model), "overcoat_is_lean"):
         return f"{model.overcoat_spec.text} was replaced since: its layers are as they came; convert the model again"
-    return _why_not_lean(model, head) or (None if torch.compiler.is_compiling() else why_mode())
+    return (
+        _why_not_lean(model, head) or _loss_reason_now(model) or (None if torch.compiler.is_compiling() else why_mode())
+    )
 
 
 def _why_not_lean(model: Any, head: Any) -> Optional[str]:
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
     if "forward" in vars(head) and not (isinstance(head, LossHead) and hasattr(head, "_hf_hook")):
         # By transformers' tp_plan, or who changes logits; accelerate's only moves what LossHead's own returns.
         return "the forward of lm_head was replaced on the object"
@@ -302,12 +311,38 @@ def _why_not_lean(model: Any, head: Any) -> Optional[str]:
         return f"lm_head.{reason}"
     if has_hooks(head, HARMLESS_HOOKS):
         return "lm_head has hooks, which would not see logits"
+    return None
+
+
+def _check_loss(model: Any, spec: ModelSpec) -> Checked:
+    """Verify the model's own loss, and remember what it was made of."""
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     if softcap is not None:
-        return f"final_logit_softcapping is {softcap:g}, and the loss without logits has no cap"
-    if model.loss_function is not ForCausalLMLoss:
-        return f"the loss function is {getattr(model.loss_function, '__name__', model.loss_function)}"
-    return why_loss_patched()
+        return Checked(reason=f"final_logit_softcapping is {softcap:g}, and the loss without logits has no cap")
+    family = family_of(model)
+    found = verify_loss(model, spec, 1.0 if family is None else family.logit_scale(model))
+    loss = model.loss_function
+    places = [(vars(F), name) for name in (*CALLED, "cross_entropy")] + called_by_name(original_class(model).forward)
+    places += called_by_name(loss) if hasattr(inspect.unwrap(loss), "__code__") else []
+    return Checked(Fingerprint(places=places), _makers(model), found.difference)
+
+
+def _makers(model: Any) -> tuple[Any, ...]:
+    return original_class(model).forward, model.loss_function
+
+
+@torch.compiler.assume_constant_result
+def _loss_reason_now(model: Any) -> Optional[str]:
+    """Return why the model's own loss is another one than it was, or None; in compiled code, as it was when that was
+    traced."""
+    before = model.overcoat_checked
+    if before is not None and before.fingerprint.holds() and before.branches == _makers(model):
+        return before.reason
+    model.overcoat_checked = checked = _check_loss(model, model.overcoat_spec)
+    if before is not None and checked.reason is not None:
+        changed = before.fingerprint.difference(model) or "its loss function or forward"
+        checked.reason = f"{changed} has changed since it was converted, and {checked.reason}"
+    return checked.reason
 
 
 def install_head(model: Any, recipe: Recipe) -> None:
@@ -319,10 +354,12 @@ def install_head(model: Any, recipe: Recipe) -> None:
         head.__class__ = LossHead
     norm = _final_norm(model)
     plain = [(each.module, each.norm) for each in families() if not each.centered and not each.plus_one]
-    is_own = (type(norm).__module__, type(norm).__name__) in plain and why_all_patched(type(norm)) is None
-    if is_own and "forward" not in vars(norm) and not isinstance(norm, FinalNorm):
+    is_own = (type(norm).__module__, type(norm).__name__) in plain
+    if is_own and "forward" not in vars(norm) and not isinstance(norm, FinalNorm) and is_rms_norm(norm):
         norm.__class__ = mixed(FinalNorm, type(norm))
     model.overcoat_recipe, backbone = recipe, _backbone(model)
+    model.overcoat_mask_makers = mask_makers(owners_of(model))
+    model.overcoat_checked = _check_loss(model, model.overcoat_spec)
     if recipe.z_loss and not hasattr(backbone, "overcoat_z_loss"):
         backbone.register_forward_pre_hook(_warn_without_z_loss)
     backbone.overcoat_z_loss, backbone.overcoat_is_lean = recipe.z_loss, False

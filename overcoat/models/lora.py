@@ -13,6 +13,7 @@ from typing import Any, Optional
 from torch import nn
 
 from overcoat.block.spec import Adapter
+from overcoat.models.family import class_name
 
 CLASS = ("peft.tuners.lora.layer", "Linear")
 NAMES = {"DoraLinearVariant": "DoRA"}
@@ -51,17 +52,26 @@ def active_adapters(linear: Any, place: int = 0) -> list[Adapter]:
 
 
 def why_not_plain(linear: Any) -> Optional[str]:
-    """Return what an active adapter computes beside (x A^T) B^T, or None."""
-    for name in _names(linear):
+    """Return what a linear layer is or has beside a plain weight and (x A^T) B^T of active adapters, or None."""
+    base = base_of(linear)
+    weight = base._parameters.get("weight")
+    if weight is None and "weight" not in vars(base):
+        return f"is a {class_name(base)}, which has no weight of its own"
+    kind: Any = type(weight)
+    # Quantized weights (torchao's) stay in nn.Linear, as a class of their own; a subclass of Parameter may be a mark.
+    is_mark = issubclass(kind, nn.Parameter) and kind.__torch_function__ is nn.Parameter.__torch_function__
+    if not is_mark and kind.__module__.partition(".")[0] not in ("torch", "overcoat", "builtins"):
+        return f"has a weight of type {kind.__module__}.{kind.__name__}, not a plain tensor"
+    if weight is not None and weight.element_size() < 2:
+        return f"has a weight in {weight.dtype}; only BF16, FP16 and FP32 are supported"
+    for name in _names(linear) if is_lora(linear) else ():
         variant, dropout = linear.lora_variant.get(name), linear.lora_dropout[name]
-        rate = getattr(dropout, "p", 0.0)
         if variant is not None:
-            kind = type(variant).__name__
-            return NAMES.get(kind, kind)
-        if rate or not isinstance(dropout, (nn.Identity, nn.Dropout)):
-            return f"lora_dropout {rate}: only 0 is supported"
+            return f"has {NAMES.get(type(variant).__name__, type(variant).__name__)}"
+        if not isinstance(dropout, nn.Identity) and (rate := getattr(dropout, "p", None)) != 0:
+            return f"has lora_dropout {rate}: only 0 is supported"
         if linear.lora_B[name].bias is not None:
-            return "lora_bias"
+            return "has lora_bias"
     return None
 
 

@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from overcoat.kernels.attention import causal_pairs, dense_mask, document_starts, given_starts
 from overcoat.models.family import original_class
-from overcoat.models.fingerprint import HARMLESS_HOOKS, has_hooks, why_all_patched, why_patched
+from overcoat.models.fingerprint import HARMLESS_HOOKS, called_by_name, has_hooks
 
 # Documents shorter than this on average (padding whose positions do not count, say) get transformers' mask: each costs
 # FlashAttention's backward 128 more rows of dq in FP32, and a block of its grid for every 128 tokens of a row.
@@ -160,14 +160,14 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     mask: Optional[Tensor] = inputs.get("attention_mask")
     if mask is not None or cache_of(inputs) is not None or inputs.get("use_cache"):
         return mask
-    owners = _owners(causal)
+    owners = owners_of(causal)
     model, config = owners[-1], owners[-1].config
     layers, by_lengths = getattr(model, causal.overcoat_spec.stack), reads_lengths(config)
     tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
     # Compiled code does not look for packed sequences; "eager" attention needs a mask to be causal.
     if torch.compiler.is_compiling() or not (by_lengths or config._attn_implementation == "sdpa"):
         return None
-    if tokens is None or getattr(config, "use_bidirectional_attention", False) or any(map(_has_other_mask, owners)):
+    if tokens is None or causal.overcoat_mask_makers != mask_makers(owners):
         return None
     position_ids = inputs.get("position_ids")
     if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
@@ -176,7 +176,7 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
         if by_lengths and any(hasattr(layer, "_orig_mod") for layer in layers):
             inputs.update(_told(position_ids, inputs.get("cu_seq_lens_q"), *tokens.shape[:2]))
         return mask
-    if not all(hasattr(layer, "overcoat_family") for layer in layers):  # of `Fp8DecoderLayer`
+    if not all(getattr(layer, "overcoat_starts", False) for layer in layers):  # verified with such masks, too
         return mask
     kinds = getattr(config, "layer_types", None) or [None] * len(layers)
     if getattr(config, "sliding_window", None) and not all(map(_knows_its_window, layers, kinds)):
@@ -197,19 +197,22 @@ def causal_mask(causal: Any, inputs: dict[str, Any]) -> Optional[Tensor]:
     return mask if is_short else starts.view(1, 1, -1, 1)
 
 
-def _owners(causal: Any) -> list[Any]:
+def owners_of(causal: Any) -> list[Any]:
     """The modules in a causal model that hand on a mask, the layers' owner last."""
     names = causal.overcoat_spec.text.split(".")
     return [causal.get_submodule(".".join(names[:count])) for count in range(1, len(names) + 1)]
 
 
-def _has_other_mask(model: Any) -> bool:
-    """True if a subclass or a patch makes masks instead of transformers: they may show more tokens."""
+def mask_makers(owners: list[Any]) -> tuple[Any, ...]:
+    """Return the functions that decide which masks the layers get: their owners' forwards and what these call by name,
+    and transformers' function for the owner's kind of attention."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    kind = model.config._attn_implementation
-    makes = ALL_MASK_ATTENTION_FUNCTIONS.get(kind)
-    return bool(why_all_patched(type(model)) or (makes and why_patched(makes, "the mask")))
+    config = getattr(owners[-1], "config", None)
+    kind = getattr(config, "_attn_implementation", None)
+    maker = ALL_MASK_ATTENTION_FUNCTIONS.get(kind) if isinstance(kind, str) else None
+    called = [place for owner in owners for place in called_by_name(type(owner).forward)]
+    return (*(type(owner).forward for owner in owners), *(names.get(name) for names, name in called), maker)
 
 
 def _told(position_ids: Optional[Tensor], lengths: Any, batch: int, sequence: int) -> dict[str, Tensor]:

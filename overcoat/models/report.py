@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Optional
 
 from torch import nn
 
+from overcoat.models.decoder import checked_now
 from overcoat.models.family import causal_models, model_spec_of, original_class
-from overcoat.models.refusals import why_replaced
 from overcoat.models.verify import Verified
 from overcoat.recipe import Recipe
 
@@ -89,10 +89,11 @@ class Report:
 
 
 def _verified(found: dict[str, Verified]) -> list[str]:
-    """Return a line for the worst of the layers that were verified, and one for each reason why others were not."""
+    """Return a line for the worst of the layers that were verified."""
     decibels = [each.decibels for each in found.values() if each.decibels is not None]
-    twin = " on a small twin" if any(each.twin for each in found.values()) else ""
-    lines = [f"{len(decibels)} layers verified to {min(decibels):.0f} dB{twin}"] if decibels else []
+    how = " on a small twin" if any(each.twin for each in found.values()) else ""
+    how += " on made-up arguments" if any(each.made_up for each in found.values()) else ""
+    lines = [f"{len(decibels)} layers verified to {min(decibels):.0f} dB{how}"] if decibels else []
     reasons = [each.reason for each in found.values() if each.decibels is None]
     return [*lines, *(f"{reasons.count(reason)} layers not verified: {reason}" for reason in dict.fromkeys(reasons))]
 
@@ -100,7 +101,7 @@ def _verified(found: dict[str, Verified]) -> list[str]:
 def _ran(module: Any) -> str:
     ran: Optional[str] = getattr(module, "overcoat_ran", None)
     if ran is None and hasattr(module, "overcoat_arguments"):  # a layer
-        ran = why_replaced(module, module.overcoat_family)
+        ran = checked_now(module).reason
     return ran or "not seen to run: no forward yet, or compiled code alone"
 
 

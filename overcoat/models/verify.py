@@ -2,7 +2,8 @@
 
 A family (family.py) proposes a block. Here the layer's own forward runs in FP32 beside `block.reference` of that block,
 on arguments caught from the model's own forward: one row, several rows with padding, packed documents, each longer
-than a layer's window. Compared are the result less the input, and the input's gradient less the result's.
+than a layer's window. Compared are the result less the input, and the input's gradient less the result's. Where the
+model's own call cannot be caught, and when a layer has changed since (`verify_again`), the arguments are made up.
 
     relative error <= 1e-5, 100 dB
 
@@ -13,6 +14,9 @@ The layer itself is not touched. Its clone shares no parameter: the clone's are 
 that weights of zero or one (fresh norms, biases, LoRA's B) hide nothing, and weights that are not there (on the meta
 device, sharded) are not needed. A layer that is large for its device is built anew from a small configuration of the
 same kind ("twin"). What was found holds for all layers of one kind (`_kind`) in this process.
+
+    verified to 100 dB and more       the layer trains in FP8
+    less, or no comparison possible   its own forward runs; the report says which comparison or why
 """
 
 from __future__ import annotations
@@ -21,48 +25,62 @@ import contextlib
 import copy
 import inspect
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
 
 from overcoat.block import reference
-from overcoat.block.spec import Block, Tables
-from overcoat.models.decoder import as_called, block_of, norm_of, rotation_of
-from overcoat.models.family import Family, original_class
-from overcoat.models.fingerprint import CALLED, HARMLESS_HOOKS, HOOKS, called_by_name, has_hooks
-from overcoat.models.lora import is_lora
-from overcoat.models.masks import check_mask, window_of
+from overcoat.block.spec import Block, Norm, Tables
+from overcoat.models.clone import Cloner, UnverifiableError, fits, twin_of
+from overcoat.models.decoder import as_called, block_of, norm_eps, norm_of, rotation_of
+from overcoat.models.family import Family, ModelSpec, original_class
+from overcoat.models.fingerprint import CALLED, HARMLESS_HOOKS, called_by_name, has_hooks
+from overcoat.models.lora import base_of
+from overcoat.models.masks import check_mask, mask_makers, window_of
+from overcoat.models.refusals import is_conv1d
 
 LIMIT_DB = 100.0
-ROWS, LENGTH, WINDOW = 3, 26, 9  # tokens of a row: more than any window of the clone
+ROWS, LENGTH = 3, 26  # tokens of a row: more than any window of the clone
 DOCUMENTS = [0, 7, 12, LENGTH]  # where they begin in a packed row, and its end
 LARGE = 4_000_000  # parameters that a CPU multiplies in 0.1 s
+STARTS = "starts of documents"
 DIFFERS = "its own forward in FP32 agrees with the proposed block only"
 PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.dtype)
 
 
 class Verified(NamedTuple):
-    """Result of a verification: decibels of the worst comparison, or the reason why there was none. twin: of a small
-    layer."""
+    """Result of a verification: decibels of the worst comparison, or the reason why there was none.
+
+    starts: whether the model's own masks were compared with those of `masks.causal_mask`. twin: of a small layer.
+    made_up: on arguments that are not the model's own. trusted: known by its modules alone (torchtitan's layers, whose
+        attention does not run in FP32).
+    """
 
     decibels: Optional[float] = None
     reason: Optional[str] = None
     compared: str = ""
+    starts: bool = False
     twin: bool = False
+    made_up: bool = False
+    trusted: bool = False
 
     @property
     def difference(self) -> Optional[str]:
         """Return what says that the layer computes something else than the block, None if it does not."""
-        if self.decibels is None or self.decibels >= LIMIT_DB:
+        if self.trusted:
+            return None
+        if self.decibels is None:
+            return f"it could not be verified: {self.reason}"
+        if self.decibels >= LIMIT_DB:
             return None
         return f"{DIFFERS} to {self.decibels:.0f} dB, below {LIMIT_DB:.0f} ({self.compared})"
 
 
-class UnverifiableError(Exception):
-    """The comparison cannot be made; says why."""
+class UncallableError(UnverifiableError):
+    """The model's own call of the layer cannot be caught; says why."""
 
 
 class _CaughtError(Exception):
@@ -75,178 +93,75 @@ _found: dict[Any, Verified] = {}
 def verify(model: nn.Module, name: str, family: Family) -> Verified:
     """Return how closely the layer `name` of a model agrees with the block that `family` proposes for it."""
     layer = model.get_submodule(name)
-    key = _kind(layer, family)
-    if key is None:
-        _found.pop(None, None)
-    if key not in _found:
-        with _undisturbed():
-            try:
-                _found[key] = _verify(model, name, layer, family)
-            except UnverifiableError as error:
-                _found[key] = Verified(reason=str(error))
-            except Exception as error:  # a check that cannot run must not stop the conversion
-                _found[key] = Verified(reason=f"{error!r:.80}")
-    return _found[key]
-
-
-def _verify(model: nn.Module, name: str, layer: Any, family: Family) -> Verified:
     owner_name, _, place = name.rpartition(".")
     owner_name, _, stack = owner_name.rpartition(".")
     owner: Any = model.get_submodule(owner_name) if stack and place.isdigit() else None
-    if owner is None or not isinstance(getattr(owner, stack, None), nn.ModuleList):
-        raise UnverifiableError("the model's own call of the layer is not known")
-    if not original_class(layer).__module__.startswith("transformers."):
-        raise UnverifiableError("only transformers' layers are called here")
+    if isinstance(getattr(owner, stack, None), nn.ModuleList):
+        return _once(layer, family, owner, stack, int(place))
+    return verify_again(layer, family)
+
+
+def verify_again(layer: nn.Module, family: Family) -> Verified:
+    """Return how closely a layer agrees with its proposed block on arguments that are made up, without its model."""
+    return _once(layer, family, None, "", 0)
+
+
+def _once(layer: Any, family: Family, owner: Any, stack: str, place: int) -> Verified:
+    """Return what was found for this kind of layer, called by this kind of owner, or find it."""
+    if family.inputs is not None:
+        return Verified(reason="torchtitan's attention does not run in FP32", trusted=True)
+    kind = _kind(layer, family)
+    key = (kind, None if owner is None else (original_class(owner), *mask_makers([owner]), stack))
+    if kind is None or key not in _found:
+        with _undisturbed():
+            try:
+                found = _verify(layer, family, owner, stack, place)
+            except UnverifiableError as error:
+                found = Verified(reason=str(error))
+            except Exception as error:  # a check that cannot run must not stop the conversion
+                found = Verified(reason=f"{error!r:.100}")
+        if kind is None:
+            return found
+        _found[key] = found
+        _found.setdefault((kind, None), found)
+    return _found[key]
+
+
+def _verify(layer: Any, family: Family, owner: Any, stack: str, place: int) -> Verified:
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))
     device = torch.device("cpu") if device.type == "meta" else device
     is_large = sum(p.numel() for p in layer.parameters()) > LARGE
-    twin = is_large and (device.type == "cpu" or not _fits(layer, device))
+    twin = is_large and (device.type == "cpu" or not fits(layer, device))
     configs: dict[int, Any] = {}
-    clone = _twin(layer, configs).to(device) if twin else Cloner(device, configs).layer(layer)
-    worst, compared = math.inf, ""
-    for title, given in _scenes(owner, family).items():
-        arguments = _caught(owner, family, stack, int(place), given, device, configs)
-        for how, found in _compare(clone, family, layer, arguments, given).items():
+    clone = twin_of(layer, configs).to(device) if twin else Cloner(device, configs).layer(layer)
+    if owner is not None:
+        scenes = _scenes(owner, family)
+        with contextlib.suppress(UncallableError):
+            called = {
+                title: _caught(owner, family, stack, place, scene, device, configs) for title, scene in scenes.items()
+            }
+            return _worst(clone, family, scenes, called)._replace(twin=twin)
+    for half in (False, True):  # tables of half a head's width (gpt-oss)
+        called = {title: _made_up(clone, family, scene, half, device) for title, scene in PLAIN_SCENES.items()}
+        # Images of all sizes share one row.
+        scenes = {title: x for title, x in PLAIN_SCENES.items() if "cu_seqlens" not in called[title] or x.rows == 1}
+        try:
+            return _worst(clone, family, scenes, called)._replace(starts=False, twin=twin, made_up=True)
+        except UnverifiableError:
+            if half or not family.rotary:
+                raise
+    raise AssertionError
+
+
+def _worst(clone: Any, family: Family, scenes: dict[str, Scene], called: dict[str, Any]) -> Verified:
+    """Return the worst comparison of a layer and its block over all scenes."""
+    worst, compared, starts = math.inf, "", False
+    for title, scene in scenes.items():
+        for how, found in _compare(clone, family, called[title], scene).items():
+            starts = starts or STARTS in how
             if not found >= worst:
                 worst, compared = found, f"{how}, {title}"
-    return Verified(worst, None, compared, twin)
-
-
-# ---- the clone ---------------------------------------------------------------------------------------------------
-
-
-class Cloner:
-    """Makes modules like others, with their classes, attributes and hooks, and random parameters in FP32 on a device.
-
-    configs: by `id` of a configuration the copy that clones get instead: a short window, attention that FP32 and every
-        device has. zeros: parameters of zeros that take no memory, where no number matters.
-    """
-
-    def __init__(self, device: torch.device, configs: dict[int, Any], zeros: bool = False) -> None:
-        self.device, self.configs, self.zeros = device, configs, zeros
-        self.made: dict[int, Any] = {}
-        self.generator = torch.Generator(device).manual_seed(0)
-
-    def layer(self, module: nn.Module, owned: bool = True) -> Any:
-        """Return a clone of a module and of all in it; not `owned`: its own buffers and attributes alone."""
-        if id(module) in self.made:
-            return self.made[id(module)]
-        clone: Any = object.__new__(original_class(module))
-        self.made[id(module)] = clone
-        own = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
-        vars(clone).update({name: self._config(value) for name, value in own.items()})
-        if getattr(clone, "sliding_window", None):
-            vars(clone)["sliding_window"] = min(clone.sliding_window, WINDOW)
-        vars(clone)["training"] = True  # with its dropout, which is a difference
-        if "gradient_checkpointing" in own:
-            vars(clone)["gradient_checkpointing"] = False
-        for name in HOOKS:
-            vars(clone)[name] = OrderedDict(
-                (key, hook)
-                for key, hook in getattr(module, name).items()
-                if not _origin(hook).startswith(HARMLESS_HOOKS)
-            )
-        vars(clone)["_buffers"] = {name: self._buffer(module, name, x) for name, x in module._buffers.items()}
-        if owned:
-            vars(clone)["_parameters"] = {name: self._random(name, p) for name, p in module._parameters.items()}
-            vars(clone)["_modules"] = {
-                name: None if part is None else self.layer(part) for name, part in module._modules.items()
-            }
-        if owned and is_lora(module):
-            for name, part in clone.lora_B.items():
-                # An addition of the base's size at most: large scores would amplify FP32's own rounding.
-                part.weight.div_(max(1.0, 3.0 * abs(float(clone.scaling[name]))))
-        return clone
-
-    def _config(self, value: Any) -> Any:
-        if not hasattr(value, "_attn_implementation"):
-            return value
-        if id(value) not in self.configs:
-            self.configs[id(value)] = _short(value)
-        return self.configs[id(value)]
-
-    def _random(self, name: str, parameter: Optional[Tensor]) -> Optional[Tensor]:
-        """Random weights that keep a value's size, random norms around 1, random biases."""
-        if parameter is None or id(parameter) in self.made:
-            return None if parameter is None else self.made[id(parameter)]
-        if self.zeros:
-            return nn.Parameter(torch.zeros((), device=self.device).expand(parameter.shape), requires_grad=False)
-        x = torch.randn(parameter.shape, generator=self.generator, device=self.device, dtype=torch.float32)
-        center = 0.0 if name.endswith("bias") else 1.0
-        x = x * x.shape[-1] ** -0.5 if x.dim() > 1 else center + 0.3 * x
-        self.made[id(parameter)] = nn.Parameter(x, requires_grad=False)
-        return self.made[id(parameter)]
-
-    def _buffer(self, module: Any, name: str, x: Optional[Tensor]) -> Optional[Tensor]:
-        if x is None:
-            return None
-        if x.device.type == "meta":  # of rotary embeddings, which are made of their configuration
-            if self.zeros and any(p is not None for p in module._parameters.values()):
-                return torch.zeros(x.shape, device=self.device)  # an embedding's scale
-            if not hasattr(module, "config"):
-                raise UnverifiableError(f"the buffer {name} has no data")
-            x = type(module)(config=module.config)._buffers[name]
-            assert x is not None
-        return x.to(self.device, torch.float32) if x.is_floating_point() else x.to(self.device)
-
-
-def _origin(hook: Any) -> str:
-    return getattr(hook, "__module__", None) or ""
-
-
-def _short(config: Any) -> Any:
-    """Return a copy of a configuration with a window shorter than the rows here, and attention in plain PyTorch."""
-    made = copy.copy(config)
-    vars(made).update({name: copy.copy(value) for name, value in vars(config).items() if isinstance(value, dict)})
-    for name in ("sliding_window", "attention_window"):
-        if getattr(made, name, None):
-            setattr(made, name, min(getattr(made, name), WINDOW))
-    if config._attn_implementation not in ("sdpa", "eager"):
-        vars(made)["_attn_implementation_internal"] = "eager"
-    return made
-
-
-SMALL_HEADS = 4
-
-
-def _twin(layer: Any, configs: dict[int, Any]) -> Any:
-    """Return a small layer of the same class and configuration, but for its sizes, with random parameters."""
-    config = next((part.config for part in layer.modules() if hasattr(part, "config")), None)
-    index = next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), 0)
-    if config is None:
-        raise UnverifiableError("the layer is large, and has no configuration to make a small one of")
-    small = copy.deepcopy(_short(config))
-    heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    sizes = {"hidden_size": SMALL_HEADS * width, "intermediate_size": 304, "num_attention_heads": SMALL_HEADS}
-    sizes["num_key_value_heads"] = SMALL_HEADS if shared in (None, heads) else SMALL_HEADS // 2
-    many = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
-    for name, size in {**sizes, **dict.fromkeys(many, SMALL_HEADS), "moe_intermediate_size": 128}.items():
-        if getattr(small, name, None) is not None:
-            setattr(small, name, size)
-    if getattr(small, "num_experts_per_tok", None) is not None:
-        small.num_experts_per_tok = 2
-    try:
-        made = original_class(layer)(small, index)
-    except Exception as error:
-        raise UnverifiableError(f"the layer is large, and no small one could be built ({error!r:.80})") from error
-    for own, other in zip(_constants(made), _constants(layer), strict=False):
-        if own != other:
-            raise UnverifiableError(f"the layer is large, and a small one differs from it: {own} and {other}")
-    return Cloner(torch.device("cpu"), {id(small): small}).layer(made)
-
-
-def _constants(layer: nn.Module) -> Iterator[Any]:
-    """Yield what the modules of a layer say of themselves beside sizes: classes, eps, multipliers, windows."""
-    for module in layer.modules():
-        own = vars(module).items()
-        yield original_class(module), {n: x for n, x in own if isinstance(x, float) and not n.startswith("overcoat")}
-
-
-def _fits(layer: nn.Module, device: torch.device) -> bool:
-    """True if the device has room for the layer in FP32 three times."""
-    count = sum(p.numel() for p in layer.parameters())
-    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > 12 * count
+    return Verified(worst, None, compared, starts)
 
 
 # ---- the model's own call ----------------------------------------------------------------------------------------
@@ -260,17 +175,20 @@ class Scene(NamedTuple):
     real: Tensor
 
 
+EVERY = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+PLAIN_SCENES = {"one row": Scene(1, {}, EVERY[:1]), "several rows": Scene(ROWS, {}, EVERY)}
+
+
 def _scenes(owner: Any, family: Family) -> dict[str, Scene]:
     accepted = inspect.signature(original_class(owner).forward).parameters
-    every = torch.ones(ROWS, LENGTH, dtype=torch.bool)
-    found = {"one row": Scene(1, {}, every[:1]), "several rows": Scene(ROWS, {}, every)}
+    found = dict(PLAIN_SCENES)
     if "attention_mask" in accepted and "inputs_embeds" in accepted:
         real = torch.arange(LENGTH) >= torch.tensor([[0], [5], [11]])
         found["padding"] = Scene(ROWS, {"attention_mask": real.long()}, real)
     if "position_ids" in accepted and not family.encoder:
         cuts = torch.tensor(DOCUMENTS)
         positions = torch.cat([torch.arange(int(count)) for count in cuts.diff()])[None]
-        found["packed documents"] = Scene(1, {"position_ids": positions}, every[:1])
+        found["packed documents"] = Scene(1, {"position_ids": positions}, EVERY[:1])
     return found
 
 
@@ -311,7 +229,7 @@ def _caught(
     if first not in accepted and not family.rotary:
         return {}  # layers of an owner that takes images get hidden_states alone
     if first not in accepted or "grid_thw" in accepted:
-        raise UnverifiableError(f"{type(owner).__name__} cannot be called with made-up rows")
+        raise UncallableError(f"{type(owner).__name__} cannot be called with made-up rows")
     if "use_cache" in accepted or "kwargs" in accepted:
         given["use_cache"] = False
     try:
@@ -319,15 +237,44 @@ def _caught(
     except _CaughtError:
         pass
     except Exception as error:
-        raise UnverifiableError(
+        raise UncallableError(
             f"{type(owner).__name__} could not be called with made-up rows ({error!r:.80})"
         ) from error
     if place not in caught:
-        raise UnverifiableError(f"{type(owner).__name__} did not call the layer")
+        raise UncallableError(f"{type(owner).__name__} did not call the layer")
     if family.rotary and caught[place].get("position_embeddings") is None:
-        raise UnverifiableError(f"{type(owner).__name__} is given the rotation from outside")
+        raise UncallableError(f"{type(owner).__name__} is given the rotation from outside")
     first_name = tuple(inspect.signature(original_class(layers[place]).forward).parameters)[1]
     return {name: value for name, value in caught[place].items() if name != first_name}
+
+
+def _made_up(clone: Any, family: Family, scene: Scene, half: bool, device: torch.device) -> dict[str, Any]:
+    """Return arguments by the names that the layer's own forward has for them: any angles, a causal mask with the
+    layer's window or, for an encoder, one of two images."""
+    names = inspect.signature(original_class(clone).forward).parameters
+    branches = family.branches(clone, scene.rows)
+    owner, heads = next((m.owner, m.mixer.heads) for m in branches if hasattr(m.mixer, "heads"))
+    places = torch.arange(LENGTH, device=device)
+    given: dict[str, Any] = {}
+    distance = places[:, None] - places
+    if family.encoder:
+        visible = (places[:, None] < DOCUMENTS[1]) == (places < DOCUMENTS[1])
+    else:
+        visible = (distance >= 0) & (distance < (window_of(owner) or LENGTH))
+    if "cu_seqlens" in names:
+        given["cu_seqlens"] = torch.tensor([0, DOCUMENTS[1], LENGTH], dtype=torch.int32, device=device)
+    elif "attention_mask" in names:
+        given["attention_mask"] = torch.zeros(visible.shape, device=device).masked_fill(~visible, -math.inf)[None, None]
+    if "position_ids" in names or family.q_scale is not None:
+        given["position_ids"] = places.expand(scene.rows, -1)
+    if family.rotary:
+        generator = torch.Generator(device).manual_seed(2)
+        angles = torch.rand(LENGTH, (heads.rotated or heads.width) // 2, generator=generator, device=device) * 6.0
+        if not half:
+            angles = angles.repeat_interleave(2, -1) if heads.rope_repeated else torch.cat((angles, angles), -1)
+        tables: Any = (angles.cos(), angles.sin())
+        given["position_embeddings"] = tables if family.encoder else tuple(x[None] for x in tables)
+    return given
 
 
 def _width(layer: Any) -> int:
@@ -340,7 +287,7 @@ def _width(layer: Any) -> int:
 # ---- the comparison ----------------------------------------------------------------------------------------------
 
 
-def _compare(clone: Any, family: Family, layer: Any, arguments: dict[str, Any], scene: Scene) -> dict[str, float]:
+def _compare(clone: Any, family: Family, arguments: dict[str, Any], scene: Scene) -> dict[str, float]:
     """Return dB by what was compared: the block under the mask that the layer got, and where that is plainly causal or
     packed also under the mark that `masks.causal_mask` gives instead."""
     device = next(p.device for p in clone.parameters())
@@ -355,10 +302,12 @@ def _compare(clone: Any, family: Family, layer: Any, arguments: dict[str, Any], 
         hidden = ~real[..., 0].bool()[:, None, None].expand(-1, 1, LENGTH, -1)
         arguments["attention_mask"] = torch.zeros_like(hidden, dtype=x.dtype).masked_fill(hidden, -math.inf)
 
+    images = arguments.get("cu_seqlens")  # of a tower that takes all images in one row, (T, H)
+
     def own(x: Tensor) -> Tensor:
         given = {name: _detached(value) for name, value in arguments.items()}
-        result = forward(clone, x, **given)
-        return result[0] if isinstance(result, tuple) else result
+        result = forward(clone, x if images is None else x[0], **given)
+        return (result[0] if isinstance(result, tuple) else result).view(x.shape)
 
     try:
         expected = _delta(own, x, dy, real)
@@ -366,7 +315,7 @@ def _compare(clone: Any, family: Family, layer: Any, arguments: dict[str, Any], 
         if any("forward" in vars(module) for module in clone.modules()):
             return {f"a forward that was replaced on an object and fails with other weights: {error!r:.80}": -math.inf}
         raise UnverifiableError(f"its own forward could not run in FP32 ({error!r:.80})") from error
-    mask = check_mask(arguments.get("attention_mask"), LENGTH)
+    mask = images if images is not None else check_mask(arguments.get("attention_mask"), LENGTH)
     ways: dict[str, Any] = {"its own mask": (mask, None)}
     if "attention_mask" not in scene.given and not family.encoder:
         window = window_of(family.branches(clone, scene.rows)[0].owner)
@@ -374,7 +323,7 @@ def _compare(clone: Any, family: Family, layer: Any, arguments: dict[str, Any], 
         # Eager attention of some models, and Qwen2.5-VL's text, do not look for documents in position_ids.
         is_seen = scene.given and mask is not None and not _sees(mask, DOCUMENTS[1], DOCUMENTS[1] - 1)
         if family.branches(clone, 1)[0].mixer.heads.causal and (is_seen or not scene.given):
-            ways["starts of documents"] = (torch.tensor(starts, dtype=torch.int32, device=device), window)
+            ways[STARTS] = (torch.tensor(starts, dtype=torch.int32, device=device), window)
     found = {}
     for title, (mask, window) in ways.items():
 
@@ -424,7 +373,7 @@ def _delta(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor, real: Te
 
 def decibels(expected: Tensor, found: Tensor) -> float:
     """Return the power of `expected` by that of the difference; -inf where a number is not finite."""
-    expected, found = expected.double(), found.double()
+    expected, found = expected.detach().double(), found.detach().double()
     noise, signal = float((expected - found).square().sum()), float(expected.square().sum())
     if not math.isfinite(noise) or not math.isfinite(signal) or (signal == 0 and noise > 0):
         return -math.inf
@@ -445,9 +394,83 @@ def _detached(value: Any) -> Any:
 
 def _hidden(clone: Any, family: Family) -> int:
     """The layer's own width, which a twin has smaller than the model."""
-    in_proj = family.branches(clone, 1)[0].in_proj[0]
-    weight = getattr(in_proj, "base_layer", in_proj).weight
-    return int(weight.shape[0] if type(in_proj).__name__ == "Conv1D" else weight.shape[1])
+    base = base_of(family.branches(clone, 1)[0].in_proj[0])
+    return int(base.weight.shape[0 if is_conv1d(base) else 1])
+
+
+# ---- the loss ----------------------------------------------------------------------------------------------------
+
+VOCAB = 61
+
+
+class _Outputs:
+    """The result of a model's text in place of the real one: hidden states, and None by any other name."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.last_hidden_state if place == 0 else ()
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def verify_loss(model: Any, spec: ModelSpec, scale: float) -> Verified:
+    """Return how closely a causal model's own loss agrees with the cross-entropy of scale * lm_head(hidden), shifted:
+    the mean over tokens with labels, and the sum by `num_items_in_batch`; loss and gradient of the hidden states."""
+    try:
+        with _undisturbed():
+            return _verify_loss(model, spec, scale)
+    except Exception as error:
+        return Verified(reason=f"{error!r:.100}")
+
+
+def is_rms_norm(norm: Any) -> bool:
+    """True if a norm computes x / rms(x) * weight, with its own eps."""
+    with _undisturbed():
+        clone = Cloner(torch.device("cpu"), {}).layer(norm)
+        x = torch.randn(9, clone.weight.shape[0], generator=torch.Generator().manual_seed(4))
+        try:
+            found = original_class(norm).forward(clone, x)
+        except Exception:
+            return False
+        return decibels(reference.norm(x, Norm(clone.weight, None, norm_eps(norm))), found) >= LIMIT_DB
+
+
+def _verify_loss(model: Any, spec: ModelSpec, scale: float) -> Verified:
+    configs = {id(model.config): copy.copy(model.config)}
+    config = configs[id(model.config)]
+    text = config.get_text_config()
+    if text is not config:
+        name = next(name for name, value in vars(config).items() if value is text)
+        setattr(config, name, text := copy.copy(text))
+    text.vocab_size = config.vocab_size = VOCAB
+    cpu = torch.device("cpu")
+    clone = Cloner(cpu, configs).layer(model, owned=False)
+    vars(clone).update(vocab_size=VOCAB, _parameters={})
+    generator = torch.Generator().manual_seed(3)
+    width = 32
+    weight, x = (torch.randn(n, width, generator=generator) for n in (VOCAB, ROWS * LENGTH))
+    leaf = x.view(ROWS, LENGTH, width).requires_grad_()
+    head, stub = nn.Linear(width, VOCAB, bias=False), nn.Module()
+    head.weight = nn.Parameter(weight, requires_grad=False)
+    vars(stub)["forward"] = lambda *args, **kwargs: _Outputs(leaf)
+    vars(clone)["_modules"] = {spec.text.partition(".")[0]: stub, spec.head: head}
+    ids = torch.randint(VOCAB, (ROWS, LENGTH), generator=generator)
+    labels = ids.masked_fill(ids < 9, -100)
+    worst, compared = math.inf, ""
+    for title, given in {"mean": {}, "sum": {"num_items_in_batch": 17}}.items():
+        own = original_class(model).forward(clone, input_ids=ids, labels=labels, return_dict=True, **given).loss
+        logits = (scale * leaf @ weight.t())[:, :-1].reshape(-1, VOCAB)
+        targets = labels[:, 1:].flatten()
+        nll = (logits.logsumexp(-1) - logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0])[targets >= 0]
+        expected = nll.mean() if not given else nll.sum() / 17
+        pairs = {"loss": (expected, own), "gradient": [torch.autograd.grad(y, leaf)[0] for y in (expected, own)]}
+        for what, (ours, theirs) in pairs.items():
+            if not (found := decibels(theirs, ours)) >= worst:
+                worst, compared = found, f"{what}, {title}"
+    return Verified(worst, None, compared)
 
 
 # ---- around it ---------------------------------------------------------------------------------------------------
@@ -483,7 +506,9 @@ def _kind(layer: nn.Module, family: Family) -> Any:
         if "forward" in own or has_hooks(module, HARMLESS_HOOKS):
             return None
         found += (cls, cls.forward)
-        found.append(repr({n: x for n, x in own.items() if n not in SKIPPED and n[0] != "_" and isinstance(x, PLAIN)}))
+        values = {n: x for n, x in own.items() if n not in SKIPPED and not n.startswith(("_", "overcoat_"))}
+        found.append(repr({n: x for n, x in values.items() if isinstance(x, PLAIN)}))
+        found += [(n, x) for n, x in values.items() if isinstance(x, (FunctionType, BuiltinFunctionType))]
         found.append(tuple((name, tuple(p.shape)) for name, p in module._parameters.items() if p is not None))
         for value in own.values():
             if hasattr(value, "_attn_implementation"):
@@ -496,7 +521,7 @@ def _kind(layer: nn.Module, family: Family) -> Any:
     return (*found, tuple(names.get(name) for names, name in places))
 
 
-SKIPPED = ("training", "layer_idx", "overcoat_recipe", "overcoat_ran", "overcoat_offload", "overcoat_eval")
+SKIPPED = ("training", "layer_idx")
 
 
 def _attention(kind: Any) -> Any:

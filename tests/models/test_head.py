@@ -231,7 +231,7 @@ parallel.__module__ = "torch.distributed.tensor._api"
         (lambda model: model.lm_head.register_forward_hook(lambda *args: None), "lm_head has hooks"),
         (lambda model: model.lm_head.register_forward_hook(parallel), "lm_head has hooks"),
         (lambda model: setattr(model.lm_head, "forward", model.lm_head.forward), "forward of lm_head was replaced"),
-        (lambda model: setattr(model, "loss_function", F.cross_entropy), "the loss function is cross_entropy"),
+        (lambda model: setattr(model, "loss_function", F.cross_entropy), "could not be verified: TypeError"),
         (lambda model: setattr(model, "forward", model.forward), "forward was replaced on the object"),
     ],
 )
@@ -274,15 +274,15 @@ def test_a_loss_that_was_replaced_for_all_models_is_computed(model: nn.Module, n
     expected, original = model(**make_batch()).loss, getattr(loss_utils, name)
     monkeypatch.setattr(loss_utils, name, lambda *args, **options: 2 * original(*args, **options))
     monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", loss_utils.ForCausalLMLoss)
-    with pytest.warns(UserWarning, match=f"computed from all logits: {name} was replaced, by tests.models.test_head's"):
+    with pytest.warns(UserWarning, match="computed from all logits: .* has changed since it was converted"):
         torch.testing.assert_close(model(**make_batch()).loss, 2 * expected, rtol=1e-3, atol=0)
-    assert f"{name} was replaced" in overcoat.convert(model).head.detail
+    assert "agrees with the proposed block only" in overcoat.convert(model).head.detail
 
 
 def test_logits_of_a_product_that_was_replaced_are_computed(model: nn.Module, monkeypatch: Any) -> None:
     overcoat.convert(model, ONLY_HEAD)
     monkeypatch.setattr(F, "linear", lambda x, w, b=None, own=F.linear: own(x, w, b) / 2)
-    with pytest.warns(UserWarning, match=r"from all logits: F.linear was replaced, by tests.models.test_head's"):
+    with pytest.warns(UserWarning, match=r"from all logits: F.linear has changed"):
         model(**make_batch())
 
 

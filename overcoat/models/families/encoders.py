@@ -33,9 +33,9 @@ def clip(layer: Any, batch: int) -> tuple[Modules, ...]:
 
 def dinov2(layer: Any, batch: int) -> tuple[Modules, ...]:
     """A scale of each column after attention and MLP (LayerScale), and in the largest model SwiGLU."""
-    mlp, after = layer.mlp, {"pre": layer.norm2, "layer_scale": layer.layer_scale2}
+    mlp, after = layer.mlp, {"pre": layer.norm2, "layer_scale": (layer.layer_scale2, "lambda1")}
     return (
-        attention(layer.attention, batch, pre=layer.norm1, layer_scale=layer.layer_scale1),
+        attention(layer.attention, batch, pre=layer.norm1, layer_scale=(layer.layer_scale1, "lambda1")),
         gated_mlp(mlp, "silu", **after)
         if hasattr(mlp, "gate_proj")
         else plain_mlp(mlp, mlp.fc1, mlp.fc2, mlp.config.hidden_act, **after),
@@ -45,9 +45,9 @@ def dinov2(layer: Any, batch: int) -> tuple[Modules, ...]:
 def internvl(layer: Any, batch: int) -> tuple[Modules, ...]:
     """LayerScale; in the largest model RMSNorms, also of all heads of q together and of k."""
     module, mlp, norms = layer.attention, layer.mlp, {"pre": layer.layernorm_before, "full_norm": True}
-    after = {"pre": layer.layernorm_after, "layer_scale": layer.lambda_2}
+    after = {"pre": layer.layernorm_after, "layer_scale": (layer, "lambda_2")}
     return (
-        attention(module, batch, out_proj=module.projection_layer, layer_scale=layer.lambda_1, **norms),
+        attention(module, batch, out_proj=module.projection_layer, layer_scale=(layer, "lambda_1"), **norms),
         plain_mlp(mlp, mlp.fc1, mlp.fc2, mlp.config.hidden_act, **after),
     )
 

@@ -35,7 +35,7 @@ def why_not_olmoe(layer: Any) -> Optional[str]:
 
 def gpt_oss(layer: Any, batch: int) -> tuple[Modules, ...]:
     """Biases, attention sinks, windows in every other layer."""
-    return branches(layer, batch, sinks=layer.self_attn.sinks)
+    return branches(layer, batch, sinks="sinks")
 
 
 MLP = {"intermediate_size": 128}

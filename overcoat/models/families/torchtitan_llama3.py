@@ -56,6 +56,9 @@ def refused(layer: Any) -> Optional[str]:
         part = layer.get_submodule(path)
         if not type(part).__module__.startswith(COMMON) or type(part).__name__ not in names:
             return f"{path} is a {type(part).__module__}.{type(part).__name__}; only {', '.join(names)} is supported"
+    for path, part in layer.named_modules():
+        if path and not type(part).__module__.startswith((COMMON, "torch.nn.")):
+            return f"{path} is a {type(part).__module__}.{type(part).__name__}, not torchtitan's own"
     attention = layer.attention
     if attention.q_norm is not None or attention.k_norm is not None:
         return "attention has norms of q and k; only Llama 3's is supported"
