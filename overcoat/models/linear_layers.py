@@ -1,0 +1,88 @@
+"""The linear grade: a layer runs its own forward, and its large linear layers compute in FP8 (block/linear_layer.py).
+
+For decoder layers that no verified block stands in for: other mixers (Gated DeltaNet, Mamba, latent attention),
+dropout, hooks, experts. Nothing about the layer needs to be known: a linear layer is one wherever it stands. Left as
+they are: small ones, whose time is that of launches; routers and gates of experts, whose choices jump; sizes that FP8
+GEMMs do not take.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from overcoat.block.linear_layer import SharedInput, linear_layer
+from overcoat.models.fingerprint import why_mode
+from overcoat.models.lora import why_not_plain
+from overcoat.recipe import Recipe
+
+LARGE, NARROW, MULTIPLE = 2**16, 256, 16  # weights; and of K and N: the least, and what both are multiples of
+ROUTERS = ("gate", "router")
+# What nn.Linear computes with: where it is replaced later, the replacement runs.
+_OWN = (F.linear, nn.Linear.forward)
+
+
+class Fp8Linear(nn.Linear):
+    """nn.Linear that computes in FP8 in `train()` mode (`eval_fp8`: always); parameters and names as they were."""
+
+    overcoat_recipe: Recipe
+    overcoat_shared: SharedInput  # of all linear layers of a decoder layer
+    overcoat_eval: bool = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input (..., K) -> (..., N)."""
+        is_on = (self.training or self.overcoat_eval) and input.numel() > 0 and not isinstance(self.weight, DTensor)
+        if not is_on or (F.linear, nn.Linear.forward) != _OWN or (not torch.compiler.is_compiling() and why_mode()):
+            return super().forward(input)
+        return linear_layer(input, self.weight, self.bias, self.overcoat_recipe, self.overcoat_shared)
+
+
+def large_linears(layer: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of a module that can compute in FP8 and gain by it, by name."""
+    found = {}
+    for name, module in layer.named_modules():
+        if type(module) not in (nn.Linear, Fp8Linear) or name.rpartition(".")[2] in ROUTERS:
+            continue
+        sizes = (module.in_features, module.out_features)
+        fits = min(sizes) >= NARROW and sizes[0] * sizes[1] >= LARGE and not any(size % MULTIPLE for size in sizes)
+        if fits and why_not_plain(module) is None and "forward" not in vars(module):
+            found[name] = module
+    return found
+
+
+def convert_linears(layer: nn.Module, recipe: Recipe, eval_fp8: bool) -> dict[str, nn.Linear]:
+    """Let the large linear layers of a module compute in FP8, in place, and return them by name: no layer where
+    nn.Linear does not compute x W^T + b, because something else stands in the place of what it calls."""
+    found = large_linears(layer)
+    if not found or _why_not_linear() is not None:
+        return {}
+    shared = SharedInput()
+    for module in found.values():
+        module.__class__ = Fp8Linear
+        vars(module).update(overcoat_recipe=recipe, overcoat_shared=shared, overcoat_eval=eval_fp8)
+    return found
+
+
+def restore_linears(layer: nn.Module) -> None:
+    """Undo `convert_linears`."""
+    for module in layer.modules():
+        if type(module) is Fp8Linear:
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+            for name in ("overcoat_recipe", "overcoat_shared", "overcoat_eval"):
+                vars(module).pop(name, None)
+
+
+def _why_not_linear() -> Optional[str]:
+    """Return how far nn.Linear's own forward is from x W^T + b, or None where they agree to FP32's rounding."""
+    generator = torch.Generator().manual_seed(5)
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((5, 48), (32, 48), (32,)))
+    module: Any = nn.Linear(48, 32, device="meta")
+    module.weight, module.bias = (nn.Parameter(each, requires_grad=False) for each in (weight, bias))
+    with torch.device("cpu"), torch._C.DisableTorchFunction():
+        found, expected = nn.Linear.forward(module, x), x @ weight.t() + bias
+    error = (found - expected).norm() / expected.norm()
+    return f"nn.Linear is off by {float(error):.1e}" if not error <= 1e-5 else None
