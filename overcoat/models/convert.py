@@ -30,6 +30,7 @@ from overcoat.models.family import (
 )
 from overcoat.models.head import install_head, remove_head, why_head_unsupported
 from overcoat.models.images import multiply_patches
+from overcoat.models.linear_layers import convert_linears, restore_linears
 from overcoat.models.lora import active_adapters
 from overcoat.models.masks import cache_of
 from overcoat.models.refusals import why_unsupported
@@ -128,11 +129,11 @@ def convert(
 
 def check_converted(report: Report, strict: bool = True) -> None:
     """Raise (strict) or warn if the recipe is FP8 and no decoder layer trains in it."""
-    reasons = dict.fromkeys(reason for reason in report.left_alone.values() if reason != FILTERED)
-    wrong = [reason for reason in reasons if DIFFERS in reason]
-    if report.converted and wrong:
-        warnings.warn(f"{len(report.left_alone)} layers train in their original precision: {wrong[0]}", stacklevel=3)
-    if not report.recipe.fp8 or report.converted or not reasons:
+    reasons = dict.fromkeys(row.detail for row in report.layers if not row.converted and row.detail != FILTERED)
+    wrong = [row.detail for row in report.layers if not row.converted and DIFFERS in row.detail]
+    if wrong and (report.converted or report.in_linear_layers):
+        warnings.warn(f"{len(wrong)} layers run their own forward: {wrong[0]}", stacklevel=3)
+    if not report.recipe.fp8 or report.converted or report.in_linear_layers or not reasons:
         return
     message = f"no decoder layer trains in FP8: {'; '.join(reasons)}"
     if strict:
@@ -183,6 +184,8 @@ def _convert_layer(
     original = original_class(layer)
     kind = original.__name__
 
+    restore_linears(layer)
+
     def left_alone(reason: str) -> LayerReport:
         if isinstance(layer, Fp8DecoderLayer):
             if type(layer) is not mixed(Fp8DecoderLayer, original):
@@ -191,7 +194,8 @@ def _convert_layer(
                     f"{kind} again ({reason}). Build the model again and convert it before wrapping"
                 )
             layer.__class__ = original
-        return LayerReport(name, kind, False, reason)
+        in_fp8 = recipe.fp8 and reason != FILTERED
+        return LayerReport(name, kind, False, reason, len(convert_linears(layer, recipe, eval_fp8)) if in_fp8 else 0)
 
     if not recipe.fp8:
         return left_alone("Recipe.bf16()")

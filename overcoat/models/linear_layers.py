@@ -49,7 +49,8 @@ def large_linears(layer: nn.Module) -> dict[str, nn.Linear]:
             continue
         sizes = (module.in_features, module.out_features)
         fits = min(sizes) >= NARROW and sizes[0] * sizes[1] >= LARGE and not any(size % MULTIPLE for size in sizes)
-        if fits and why_not_plain(module) is None and "forward" not in vars(module):
+        is_here = module.weight.numel() == sizes[0] * sizes[1]  # ZeRO-3 takes it away
+        if fits and is_here and why_not_plain(module) is None and "forward" not in vars(module):
             found[name] = module
     return found
 

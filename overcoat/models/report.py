@@ -18,12 +18,19 @@ GONE = "gone: whatever has its place since is not converted; convert the model a
 
 
 class LayerReport(NamedTuple):
-    """Treatment of one decoder layer or the head; `detail`: the treatment, or the reason why it was left alone."""
+    """Treatment of one decoder layer or the head; `detail`: the treatment, or the reason why no block stands in for it.
+    linears: how many of its linear layers compute in FP8 by themselves then."""
 
     name: str
     kind: str
     converted: bool
     detail: str
+    linears: int = 0
+
+    @property
+    def grade(self) -> str:
+        """Return "FP8", "linear layers in FP8", or "left alone"."""
+        return "FP8" if self.converted else "linear layers in FP8" if self.linears else "left alone"
 
 
 @dataclass
@@ -66,15 +73,22 @@ class Report:
 
     @property
     def left_alone(self) -> dict[str, str]:
-        """Names of the decoder layers that stay as they were, with the reason."""
-        return {layer.name: layer.detail for layer in self.layers if not layer.converted}
+        """Names of the decoder layers of which nothing trains in FP8, with the reason."""
+        return {layer.name: layer.detail for layer in self.layers if layer.grade == "left alone"}
+
+    @property
+    def in_linear_layers(self) -> dict[str, str]:
+        """Names of the decoder layers that run their own forward with large linear layers in FP8 (linear_layers.py),
+        and the reason why no block stands in for them."""
+        return {layer.name: layer.detail for layer in self.layers if layer.linears}
 
     def __str__(self) -> str:
         rows = []
         for _, alike in itertools.groupby(self.layers, lambda layer: layer[1:]):
             first, *others = alike
             name = f"{first.name} .. {others[-1].name} ({1 + len(others)})" if others else first.name
-            rows.append((name, first.kind, "FP8" if first.converted else "left alone", first.detail))
+            detail = f"{first.linears} of each: {first.detail}" if first.linears else first.detail
+            rows.append((name, first.kind, first.grade, detail))
         if self.head is not None:
             treatment = "loss without logits" if self.head.converted else "left alone"
             rows.append((self.head.name, self.head.kind, treatment, self.head.detail))
@@ -85,6 +99,7 @@ class Report:
             for row in [head, *rows]
         ]
         total = f"{len(self.converted)} of {len(self.layers)} decoder layers train in FP8"
+        total += f", {len(self.in_linear_layers)} in their linear layers" if self.in_linear_layers else ""
         return "\n".join([*lines, *self.parts, *_verified(self.verified), total])
 
 

@@ -137,8 +137,9 @@ def test_windows_of_layers_that_get_lengths(kind: str, batch: str) -> None:
 def test_windows_to_both_sides_without_a_mask_are_refused() -> None:
     model = make_encoder("modernbert")
     model.config._attn_implementation = "flash_attention_2"
-    (left,) = overcoat.convert(model).left_alone.values()
-    assert left.endswith("no mask for their window: use sdpa")
+    rows = [row for row in overcoat.convert(model).layers if not row.converted]
+    assert rows
+    assert rows[0].detail.endswith("no mask for their window: use sdpa")
 
 
 # ---- Converted decoder layers do not make the host wait for the GPU -------------------------------------------------

@@ -87,7 +87,7 @@ def test_what_was_not_read_is_left_alone() -> None:
         change(model.layers["0"])
         report = overcoat.convert(model)
         assert report.converted == ["layers.1"]
-        return report.left_alone["layers.0"]
+        return report.layers[0].detail
 
     class Other(torch.nn.Linear):
         pass
